@@ -51,6 +51,9 @@ bitflags! {
         /// Between relays the source takes what its guest does at the destination (`settle::Doing`): before the last SHUT(0), and
         /// in the answer to a question.
         const DOING = 1 << 6;
+        /// The stream's sync points, a record each or the end of each section of RAM, are those of the source's QEMU. Without it
+        /// they are the choice of a relay whose source has no multifd, or of an older one.
+        const SYNC_POINTS_SHOWN = 1 << 7;
     }
 }
 

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use hotlift::file::{FileError, FileFormat};
+use hotlift::file::{FileError, FileFormat, describe};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, relay};
 use hotlift::{Control, MigrationError, Options};
 use hotlift_wire::RamBlockEntry;
@@ -328,6 +328,42 @@ fn a_mapped_ram_file_that_was_cut_is_refused() {
             .and_then(|file| file.set_len(cut))
             .expect("cut");
         assert_refused(&path, &format!("{cut} of {length} bytes"));
+    }
+}
+
+#[test]
+fn a_mapped_ram_file_is_described_as_far_as_it_can_be_read() {
+    let folder = folder();
+    let path = folder.path().join("qemu");
+    small("pc-i440fx-10.0").write(&path, 0);
+    let described = describe(&path, true, &Control::new()).expect("a good file");
+    assert_eq!(described.format, FileFormat::MappedRam);
+    assert_eq!(described.info.machine, "pc-i440fx-10.0");
+    let blocks: Vec<_> = described
+        .ram
+        .iter()
+        .map(|block| (block.name.as_str(), block.bytes, block.pages))
+        .collect();
+    let page = PAGE as u64;
+    assert_eq!(blocks, [("pc.ram", 200 * page, 133), ("rom", 3 * page, 2)]);
+    assert!(described.problem.is_none() && described.modified.is_some());
+    assert_eq!(described.verified_blocks, None, "it has no checksums");
+
+    let cut = described.file_bytes - 5;
+    let file = File::options().write(true).open(&path);
+    file.and_then(|file| file.set_len(cut)).expect("cut");
+    let described = describe(&path, false, &Control::new()).expect("its RAM can be read");
+    let problem = described.problem.expect("a problem");
+    assert!(problem.contains("cut short"), "{problem}");
+    assert_eq!(described.ram.len(), 2);
+    for content in [&b"QE"[..], b"something else entirely"] {
+        fs::write(&path, content).expect("write");
+        let error = describe(&path, false, &Control::new()).expect_err("no file of QEMU's");
+        assert!(
+            matches!(error, MigrationError::File(FileError::NotASave)),
+            "{}",
+            error.chain()
+        );
     }
 }
 

@@ -5,7 +5,8 @@
 //! subsection: 0x05  counted name  be32 version  fields
 //! ```
 //!
-//! The configuration has neither length nor footer; it ends where the next byte is no 0x05.
+//! The configuration has neither length nor footer; it ends where the next byte is no 0x05. Machine types up to 2.3 send
+//! none (QEMU's properties `send-configuration` and `send-section-footer`), and no section of theirs has a footer.
 
 use super::section::{CONFIGURATION, SUBSECTION};
 use crate::reader::{as_u64, put_counted_string};
@@ -30,7 +31,8 @@ const UUID: &str = "configuration/uuid";
 /// What a source says of its machine, for the destination to compare.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configuration {
-    /// Machine name, e.g. `pc-i440fx-7.2`, 1 to [`limits::MACHINE_NAME`] bytes.
+    /// Machine name, e.g. `pc-i440fx-7.2`, up to [`limits::MACHINE_NAME`] bytes; empty in a stream without configuration
+    /// (see [`Configuration::is_absent`]).
     pub machine: String,
     /// Page bits, where the CPU family has more than one page size.
     pub page_bits: Option<u32>,
@@ -58,6 +60,12 @@ pub(super) fn read_file_header(reader: &mut Reader<'_>) -> Result<(), WireError>
 }
 
 impl Configuration {
+    /// Returns true for a stream of a machine type up to 2.3: it has no configuration, and no section footers.
+    #[must_use]
+    pub fn is_absent(&self) -> bool {
+        self.machine.is_empty()
+    }
+
     /// True if entries of the RAM block list have a guest physical address.
     pub(super) fn has_addresses(&self) -> bool {
         self.capabilities.iter().any(|name| name == IGNORE_SHARED)

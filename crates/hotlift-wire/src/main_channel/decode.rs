@@ -17,7 +17,8 @@ pub enum Step<'a> {
     /// not moved: append, and call again with input from the same position on.
     Need(usize),
     /// One event, made of the first `consumed` bytes of the input; the next call's input starts
-    /// behind them. `consumed` is 0 only for an empty [`MainEvent::DevicePayload`].
+    /// behind them. `consumed` is 0 only for an empty [`MainEvent::DevicePayload`], and for a
+    /// [`MainEvent::SectionFooter`] of a stream without footers.
     Event {
         /// What was read.
         event: MainEvent<'a>,
@@ -31,7 +32,7 @@ pub enum Step<'a> {
 pub enum MainEvent<'a> {
     /// Magic and version of the stream.
     Header,
-    /// The source's machine.
+    /// The source's machine. Not in a stream of a machine type up to 2.3.
     Configuration(Configuration),
     /// A command.
     Command(Command),
@@ -68,7 +69,7 @@ pub enum MainEvent<'a> {
     RamEos,
     /// A device's payload; with [`DeviceLengths::LengthPrefixed`] without its length.
     DevicePayload(&'a [u8]),
-    /// A section has ended.
+    /// A section has ended. Takes no bytes in a stream without a configuration, which has no footers.
     SectionFooter,
     /// All sections have ended. Only a [`MainEvent::VmDescription`] may follow, and need not.
     Eof,
@@ -120,6 +121,8 @@ pub struct MainDecoder {
     lengths: DeviceLengths,
     fields: BlockFields,
     takes_postcopy: bool,
+    /// Sections end with a footer. A stream without a configuration has none.
+    has_footers: bool,
     ram: Ram,
     records: RamRecords,
     sections: Vec<KnownSection>,
@@ -136,6 +139,7 @@ impl MainDecoder {
             lengths,
             fields: BlockFields::default(),
             takes_postcopy: false,
+            has_footers: true,
             ram: Ram::Awaited,
             records: RamRecords::default(),
             sections: Vec::new(),
@@ -204,7 +208,14 @@ impl MainDecoder {
                 configuration::read_file_header(reader)?;
                 Ok((MainEvent::Header, State::Configuration))
             }
-            State::Configuration => self.read_configuration(reader),
+            State::Configuration if reader.peek("configuration")? == section::CONFIGURATION => {
+                self.read_configuration(reader)
+            }
+            State::Configuration => {
+                let read = self.read_section_type(reader)?;
+                self.has_footers = false;
+                Ok(read)
+            }
             State::Between => self.read_section_type(reader),
             State::BlockList { id } => {
                 let blocks = ram::read_block_list(reader, self.fields)?;
@@ -236,7 +247,9 @@ impl MainDecoder {
                 Ok((MainEvent::DevicePayload(payload), State::Footer { id }))
             }
             State::Footer { id } => {
-                section::read_footer(reader, id)?;
+                if self.has_footers {
+                    section::read_footer(reader, id)?;
+                }
                 Ok((MainEvent::SectionFooter, State::Between))
             }
             State::Description => read_description(reader),

@@ -79,6 +79,14 @@ impl VmDescription {
         self.lengths.get(&(idstr.to_owned(), instance_id)).copied()
     }
 
+    /// Returns how many devices with this name are described.
+    pub fn instances(&self, idstr: &str) -> usize {
+        self.lengths
+            .keys()
+            .filter(|(name, _)| name == idstr)
+            .count()
+    }
+
     /// Number of devices described.
     pub fn devices(&self) -> usize {
         self.lengths.len()

@@ -45,20 +45,24 @@ pub struct MainEncoder {
     state: State,
     ram_id: u32,
     with_addresses: bool,
+    with_footers: bool,
     blocks: Vec<RamBlockEntry>,
     current: Option<usize>,
     devices: Vec<Value>,
 }
 
 impl MainEncoder {
-    /// Starts a stream: file header and configuration.
+    /// Starts a stream: file header and configuration. Without a configuration no section has a footer.
     pub fn new(configuration: &Configuration, out: &mut Vec<u8>) -> Result<Self, WireError> {
         out.extend_from_slice(&FILE_HEADER);
-        configuration.encode(out)?;
+        if !configuration.is_absent() {
+            configuration.encode(out)?;
+        }
         Ok(Self {
             state: State::Setup,
             ram_id: RAM_ID,
             with_addresses: configuration.has_addresses(),
+            with_footers: !configuration.is_absent(),
             blocks: Vec::new(),
             current: None,
             devices: Vec::new(),
@@ -132,7 +136,7 @@ impl MainEncoder {
             ram::put_flush(out);
         }
         ram::put_eos(out);
-        section::put_footer(self.ram_id, out);
+        self.put_footer(self.ram_id, out);
         self.blocks = blocks.to_vec();
         self.state = State::Live;
         Ok(())
@@ -275,7 +279,7 @@ impl MainEncoder {
     pub fn ram_eos(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         let last = self.require_ram("EOS")?;
         ram::put_eos(out);
-        section::put_footer(self.ram_id, out);
+        self.put_footer(self.ram_id, out);
         self.state = match last {
             true => State::Stopped,
             false => State::Live,
@@ -330,7 +334,7 @@ impl MainEncoder {
         out.extend_from_slice(&length.to_be_bytes());
         out.extend_from_slice(&(length ^ LENGTH_CHECK).to_be_bytes());
         out.extend_from_slice(payload);
-        section::put_footer(id, out);
+        self.put_footer(id, out);
 
         let size = u64::from(length) + PREFIX_LEN;
         self.devices.push(json!({
@@ -381,6 +385,12 @@ impl MainEncoder {
         out.extend_from_slice(text.as_bytes());
         self.state = State::Described;
         Ok(())
+    }
+
+    fn put_footer(&self, id: u32, out: &mut Vec<u8>) {
+        if self.with_footers {
+            section::put_footer(id, out);
+        }
     }
 
     fn require(

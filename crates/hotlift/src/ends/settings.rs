@@ -70,8 +70,11 @@ pub struct RelaySettings {
     /// The VM's UUID, where the incoming side has no multifd channels to say it.
     pub uuid: Option<[u8; 16]>,
     /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Not given: as the
-    /// incoming side has it; if that has no multifd, on for machine types up to 8.0.
+    /// source's QEMU has shown it in its stream, or in the file; otherwise as `qemu_flushes_after_each_section`; otherwise on for
+    /// machine types up to 8.0.
     pub flush_after_each_section: Option<bool>,
+    /// The same property as the destination's QEMU reports it over QMP; `None` if it does not, or was not asked.
+    pub qemu_flushes_after_each_section: Option<bool>,
     /// The other side is a QEMU, which has multifd as `outgoing` has it. Not known: it may as well be a relay, which takes either.
     pub to_qemu: bool,
     /// Pages of a save file that are damaged are zero in the guest. Without it such a file is refused.
@@ -103,6 +106,7 @@ impl Default for RelaySettings {
             zero_pages: None,
             uuid: None,
             flush_after_each_section: None,
+            qemu_flushes_after_each_section: None,
             to_qemu: false,
             salvage: false,
             vm: None,

@@ -142,6 +142,11 @@ pub(crate) trait Sink: Sync {
         false
     }
 
+    /// Whether [`Sink::await_loaded`] returns only once a machine has loaded the devices. A file takes whatever comes.
+    fn shows_loading(&self) -> bool {
+        false
+    }
+
     /// Closes everything, [`Sink::return_path`] too.
     fn close(&self) {
         self.abort();

@@ -82,6 +82,8 @@ pub struct Destination {
     pub channels: u8,
     pub description: VmDescription,
     pub fails: Option<(Moment, Failure)>,
+    /// QEMU's property `multifd-flush-after-each-section`; `None`: as the stream has it.
+    pub flushes_each_section: Option<bool>,
     pub log: Log,
 }
 
@@ -336,12 +338,15 @@ impl Destination {
                     }
                     memory.put(block, offset, &page, self.channels)?;
                 }
+                MainEvent::MultifdFlush if self.flushes_each_section == Some(true) => {
+                    return Err("Unknown combination of migration flags: 0x200".to_owned());
+                }
                 MainEvent::MultifdFlush => {
                     flush = true;
                     shared.sync_point()?;
                 }
                 MainEvent::RamEos => {
-                    if !flush && self.channels > 0 {
+                    if self.flushes_each_section.unwrap_or(!flush) && self.channels > 0 {
                         shared.sync_point()?;
                     }
                     if section == SectionKind::End {

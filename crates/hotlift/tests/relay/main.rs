@@ -5,6 +5,7 @@ mod cancel;
 mod carries;
 mod damage;
 mod destination;
+mod dialects;
 mod early;
 mod hostile;
 mod log;

@@ -82,6 +82,25 @@ impl Recording {
         self
     }
 
+    /// The same of a machine type with another name.
+    pub fn renamed(mut self, machine: &str) -> Self {
+        let events = self.events();
+        let (MainEvent::Configuration(configuration), from, to) =
+            (events[1].1.clone(), events[1].0, events[2].0)
+        else {
+            panic!("{} does not begin with a configuration", self.name);
+        };
+        let mut renamed = Vec::new();
+        let configuration = Configuration {
+            machine: machine.to_owned(),
+            ..configuration
+        };
+        configuration.encode(&mut renamed).unwrap();
+        self.main.splice(from..to, renamed);
+        self.name = format!("{} as {machine}", self.name);
+        self
+    }
+
     /// The same from a source with the capability `postcopy-ram`.
     pub fn with_postcopy_advise(mut self) -> Self {
         let at = self.position(|event| matches!(event, MainEvent::SectionStart { .. }));
@@ -157,7 +176,20 @@ impl Recording {
             RamBlockEntry::new("pc.ram", 48 * PAGE_SIZE as u64),
             RamBlockEntry::new("pc.rom", 16 * PAGE_SIZE as u64),
         ];
-        let (mut encoder, mut main) = small_start(&blocks, false);
+        Self::small_of(&configuration(), &blocks)
+    }
+
+    /// The same of a machine type up to 2.3, which sends neither a configuration nor footers.
+    pub fn small_without_configuration() -> Self {
+        let blocks = [
+            RamBlockEntry::new("pc.ram", 48 * PAGE_SIZE as u64),
+            RamBlockEntry::new("pc.rom", 16 * PAGE_SIZE as u64),
+        ];
+        Self::small_of(&Configuration::default(), &blocks)
+    }
+
+    fn small_of(configuration: &Configuration, blocks: &[RamBlockEntry]) -> Self {
+        let (mut encoder, mut main) = small_start(configuration, blocks, false);
         for round in 0..2_u8 {
             encoder.ram_part(&mut main).unwrap();
             for number in (0..64_u64).filter(|number| round == 0 || number % 3 == 0) {
@@ -187,7 +219,7 @@ impl Recording {
     /// Makes the same recording with those of its 64 pages that `has` takes.
     pub fn small_multifd_of(count: u8, has: impl Fn(u64) -> bool) -> Self {
         let blocks = [RamBlockEntry::new("pc.ram", 64 * PAGE_SIZE as u64)];
-        let (mut encoder, mut main) = small_start(&blocks, true);
+        let (mut encoder, mut main) = small_start(&configuration(), &blocks, true);
         let mut channels = Vec::new();
         for id in 0..count {
             let uuid = UUID;
@@ -256,9 +288,13 @@ pub fn configuration() -> Configuration {
     }
 }
 
-fn small_start(blocks: &[RamBlockEntry], flush: bool) -> (MainEncoder, Vec<u8>) {
+fn small_start(
+    configuration: &Configuration,
+    blocks: &[RamBlockEntry],
+    flush: bool,
+) -> (MainEncoder, Vec<u8>) {
     let mut main = Vec::new();
-    let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
+    let mut encoder = MainEncoder::new(configuration, &mut main).unwrap();
     for command in [Command::OpenReturnPath, Command::Ping(1)] {
         encoder.command(command, &mut main).unwrap();
     }

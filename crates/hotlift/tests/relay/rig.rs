@@ -116,6 +116,7 @@ pub fn destination(
         channels,
         description: recording.description(),
         fails,
+        flushes_each_section: None,
         log: log.clone(),
     };
     (folder, destination)
@@ -147,12 +148,24 @@ pub fn migrate(
     fails: Option<(Moment, Failure)>,
     ending: Ending,
 ) -> Outcome {
+    migrate_to(recording, hops, fails, ending, None)
+}
+
+/// The same to a destination whose QEMU has this value of `multifd-flush-after-each-section`; `None`: it takes either.
+pub fn migrate_to(
+    recording: &Recording,
+    hops: &[RelaySettings],
+    fails: Option<(Moment, Failure)>,
+    ending: Ending,
+    flushes_each_section: Option<bool>,
+) -> Outcome {
     let log = Log::default();
     let channels = match hops.last() {
         Some(last) => last.outgoing.channels(),
         None => u8::try_from(recording.channels.len()).unwrap(),
     };
-    let (_folder, destination) = destination(recording, channels, fails, &log);
+    let (_folder, mut destination) = destination(recording, channels, fails, &log);
+    destination.flushes_each_section = flushes_each_section;
     let mut to = destination.address.clone();
     let mut relays = Vec::new();
     for (index, settings) in hops.iter().enumerate().rev() {

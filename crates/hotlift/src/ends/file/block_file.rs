@@ -73,6 +73,7 @@ impl BlockFile {
             return Err(FileError::WithoutSharedRam);
         }
         stream.uuid = info.uuid_bytes();
+        stream.flush_after_each_section = info.flush_after_each_section;
         let lengths = stream.ram.blocks.iter().map(|block| block.used_length);
         let ram = lengths.fold(0, u64::saturating_add);
         check_ram(ram).map_err(|source| FileError::Stream {
@@ -328,12 +329,13 @@ pub(super) fn read_ends(file: &PlaceReader) -> Result<(FileInfo, u32, Contents),
     file.read_exact(&mut head, 0)?;
     let mut rest = vec![0; layout::info_len(&head)? + 4];
     file.read_exact(&mut rest, HEAD_LEN as u64)?;
-    let (info, seed) = layout::read_info(&head, &rest)?;
+    let (mut info, seed) = layout::read_info(&head, &rest)?;
     if info.base.is_some() {
         let reason = "it builds on another file, which this version does not read".to_owned();
         return Err(FileError::CannotBeSaved { reason });
     }
     let contents = read_contents(file, seed)?;
+    info.paused = contents.paused;
     Ok((info, seed, contents))
 }
 

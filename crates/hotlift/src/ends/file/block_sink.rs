@@ -77,11 +77,12 @@ struct Ram {
 }
 
 impl BlockSink {
-    /// Begins the file that will be called `path`, written by as many threads as the options have multifd channels.
+    /// Begins the file that will be called `path`, written by as many threads as the options have multifd channels. `flushes`:
+    /// QEMU's property `multifd-flush-after-each-section`, if the source has shown it.
     pub(crate) fn create(
         path: &Path,
         settings: &RelaySettings,
-        opening: &Opening,
+        (opening, flushes): (&Opening, Option<bool>),
         memory: &MemoryLimit,
         control: &Control,
     ) -> Result<Self, MigrationError> {
@@ -97,16 +98,17 @@ impl BlockSink {
             false => chosen,
         };
         let id = handshake::new_id().map_err(MigrationError::opening)?.0;
-        let begun = SystemTime::now().duration_since(UNIX_EPOCH);
         let info = FileInfo {
             machine: opening.configuration.machine.clone(),
             uuid: opening.uuid.map(|byte| format!("{byte:02x}")).concat(),
             method: method.name.to_owned(),
-            begun: begun.map_or(0, |since| since.as_secs()),
+            begun: seconds_now(),
             hotlift: env!("CARGO_PKG_VERSION").to_owned(),
             id: id.iter().fold(0, |id, byte| id << 8 | u64::from(*byte)),
             vm: settings.vm.clone(),
             base: None,
+            flush_after_each_section: flushes,
+            paused: None,
         };
         let (header, seed) = layout::header(&info)?;
         let file = PartialFile::create(path)?;
@@ -370,7 +372,9 @@ impl Sink for BlockSink {
         })
     }
 
+    /// A source sends its devices once its guest is paused.
     fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
+        lock(&self.contents).paused = Some(seconds_now());
         lock(&self.stream).bytes.extend_from_slice(sections);
         Ok(())
     }
@@ -421,6 +425,12 @@ impl Sink for BlockSink {
         });
         figures.collect()
     }
+}
+
+/// Seconds from 1970 by this host's clock.
+fn seconds_now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
 }
 
 struct Writer<'a> {

@@ -1,5 +1,8 @@
 //! What is in a save file: read without a VM.
 
+use std::path::Path;
+use std::time::UNIX_EPOCH;
+
 use hotlift_wire::main_channel::VmDescription;
 use serde::Serialize;
 
@@ -7,22 +10,34 @@ use super::block_file::BlockFile;
 use super::block_reader::Blocks;
 use super::layout::{FileInfo, Share};
 use super::location::Location;
-use super::source::Places;
+use super::mapped_file::MappedFile;
+use super::source::{Places, SavedStream};
+use super::{FileError, FileFormat};
 use crate::control::Control;
-use crate::error::MigrationError;
+use crate::error::{MigrationError, error_line};
 use crate::options::Options;
 
 /// What a save file has.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Description {
-    /// What it says of itself.
+    /// Whose format it has.
+    pub format: FileFormat,
+    /// What it says of itself. A `mapped-ram` file states the machine, and perhaps the UUID.
     pub info: FileInfo,
+    /// Of a `mapped-ram` file, which keeps no time: seconds from 1970 to its last modification.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub modified: Option<u64>,
+    /// Of a `mapped-ram` file that can be read in part: why no further.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
     /// Bytes of the file.
     pub file_bytes: u64,
     /// The VM's RAM blocks.
     pub ram: Vec<RamDescription>,
     /// Devices, by the VM description at the end of the stream; `None` if it has none.
     pub devices: Option<usize>,
+    /// vCPUs, by the same.
+    pub vcpus: Option<usize>,
     /// Bytes of the devices' state.
     pub device_bytes: usize,
     /// Blocks of pages by method, with those whose pages have changed since they were written.
@@ -43,6 +58,12 @@ pub struct RamDescription {
 }
 
 impl Description {
+    /// Returns when the guest's clock stopped, in seconds from 1970: as the file keeps it, or by its last modification.
+    #[must_use]
+    pub fn saved_at(&self) -> u64 {
+        self.modified.unwrap_or_else(|| self.info.saved_at())
+    }
+
     /// Bytes of pages that have content.
     #[must_use]
     pub fn content_bytes(&self) -> u64 {
@@ -50,7 +71,8 @@ impl Description {
     }
 }
 
-/// Reads what is in a save file; with `verify` every page, too.
+/// Reads what is in a save file; with `verify` every page, too. A `mapped-ram` file, which has no checksums, is read as far as it
+/// can be.
 ///
 /// # Errors
 /// [`MigrationError::File`] for a file that cannot be read, is of another format, or is not what was written. What a cancel
@@ -68,7 +90,10 @@ pub fn describe(
 }
 
 fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, MigrationError> {
-    let file = BlockFile::open_at(at, control)?;
+    let file = match (BlockFile::open_at(at, control), at) {
+        (Err(FileError::NotASave), Location::Path(path)) => return read_mapped(path),
+        (file, _) => file?,
+    };
     let memory = Options::default().memory(0);
     let mut blocks = Blocks::new(file.seed(), &memory, control);
     let mut verified = 0;
@@ -111,15 +136,83 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
             pages,
         });
     }
-    let (devices, end) = stream.devices();
-    let description = VmDescription::find(end).and_then(|json| VmDescription::parse(json).ok());
+    let Devices {
+        devices,
+        vcpus,
+        bytes,
+    } = Devices::of(stream);
     Ok(Description {
+        format: FileFormat::Hotlift,
         info: file.info().clone(),
+        modified: None,
+        problem: None,
         file_bytes: file.length(),
         ram,
-        devices: description.map(|description| description.devices()),
-        device_bytes: devices.len(),
+        devices,
+        vcpus,
+        device_bytes: bytes,
         shares: file.contents().shares.clone(),
         verified_blocks: verify.then_some(verified),
+    })
+}
+
+/// The devices of a file, and the vCPUs among them.
+struct Devices {
+    devices: Option<usize>,
+    vcpus: Option<usize>,
+    bytes: usize,
+}
+
+impl Devices {
+    fn of(stream: &SavedStream) -> Self {
+        let (devices, end) = stream.devices();
+        let description = VmDescription::find(end).and_then(|json| VmDescription::parse(json).ok());
+        let description = description.as_ref();
+        Self {
+            devices: description.map(VmDescription::devices),
+            // QEMU's section of each vCPU.
+            vcpus: description.map(|description| description.instances("cpu_common")),
+            bytes: devices.len(),
+        }
+    }
+}
+
+fn read_mapped(path: &Path) -> Result<Description, MigrationError> {
+    let (file, problem) = MappedFile::open_partly(path, 0)?;
+    let metadata = std::fs::metadata(path).map_err(|source| FileError::read(path, source))?;
+    let modified = metadata.modified().ok();
+    let modified = modified.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    let stream = file.stream();
+    let uuid = stream.configuration.uuid;
+    let ram = stream.ram.blocks.iter().zip(file.pages_in_file());
+    let ram = ram.map(|(block, pages)| RamDescription {
+        name: block.name.clone(),
+        bytes: block.used_length,
+        pages,
+    });
+    let Devices {
+        devices,
+        vcpus,
+        bytes,
+    } = Devices::of(stream);
+    Ok(Description {
+        format: FileFormat::MappedRam,
+        info: FileInfo {
+            machine: stream.configuration.machine.clone(),
+            uuid: uuid.map_or_else(String::new, |uuid| {
+                uuid.map(|byte| format!("{byte:02x}")).concat()
+            }),
+            method: "none".to_owned(),
+            ..FileInfo::default()
+        },
+        modified: modified.map(|since| since.as_secs()),
+        problem: problem.as_ref().map(|error| error_line(error)),
+        file_bytes: file.length(),
+        ram: ram.collect(),
+        devices,
+        vcpus,
+        device_bytes: bytes,
+        shares: Vec::new(),
+        verified_blocks: None,
     })
 }

@@ -52,7 +52,7 @@ pub(crate) const WINDOW: u64 = 64;
 /// What a save file says of itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileInfo {
-    /// The source's machine, e.g. `pc-i440fx-10.0`.
+    /// The source's machine, e.g. `pc-i440fx-10.0`; empty for a machine type up to 2.3, which does not send its name.
     pub machine: String,
     /// The VM's UUID, 32 hexadecimal digits; all zero if it has none.
     pub uuid: String,
@@ -70,9 +70,23 @@ pub struct FileInfo {
     /// Id of the file that has the pages that are not in this one. None is written so far, and none read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<u64>,
+    /// QEMU's property `multifd-flush-after-each-section`, where the source has shown it by its multifd channels. A reader that
+    /// does not know the field decides without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flush_after_each_section: Option<bool>,
+    /// Seconds from 1970 to the moment when the guest was paused, from the file's table of contents; `None` in files of older
+    /// versions.
+    #[serde(default, skip_deserializing, skip_serializing_if = "Option::is_none")]
+    pub paused: Option<u64>,
 }
 
 impl FileInfo {
+    /// Returns when the guest's clock stopped, in seconds from 1970. In a file of an older version it is when the save began.
+    #[must_use]
+    pub fn saved_at(&self) -> u64 {
+        self.paused.unwrap_or(self.begun)
+    }
+
     /// The VM's UUID, if the text is one.
     pub(crate) fn uuid_bytes(&self) -> Option<[u8; 16]> {
         let digits = u128::from_str_radix(&self.uuid, 16).ok()?;
@@ -292,6 +306,9 @@ pub(crate) struct Contents {
     pub eof: u64,
     /// From here on blocks have pages that were sent again: the guest wrote them last.
     pub written_last: u64,
+    /// Seconds from 1970 to the moment when the guest was paused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paused: Option<u64>,
     pub shares: Vec<Share>,
 }
 

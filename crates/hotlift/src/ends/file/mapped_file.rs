@@ -5,7 +5,7 @@ use std::path::Path;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
-    Command, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep,
+    Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep,
     WITHOUT_MAPPED_RAM, complete_device_state,
 };
 use hotlift_wire::{WireError, limits};
@@ -39,16 +39,56 @@ impl Block {
 impl MappedFile {
     /// Walks the stream that starts at byte `offset` of the file, over the pages to its last byte.
     pub(crate) fn open(path: &Path, offset: u64) -> Result<Self, FileError> {
-        let file = PlaceReader::open(path)?;
-        let length = file.length();
-        let mut source = Self {
-            file,
+        let mut source = Self::unread(path)?;
+        source.read(offset)?;
+        Ok(source)
+    }
+
+    /// The same of a file that may be damaged or cut short: as far as it can be read, and why no further.
+    ///
+    /// # Errors
+    /// [`FileError`] for a file of which no RAM block can be read.
+    pub(crate) fn open_partly(
+        path: &Path,
+        offset: u64,
+    ) -> Result<(Self, Option<FileError>), FileError> {
+        let mut source = Self::unread(path)?;
+        match source.read(offset) {
+            Ok(()) => Ok((source, None)),
+            Err(_) if source.file.length().saturating_sub(offset) < FILE_HEADER.len() as u64 => {
+                Err(FileError::NotASave)
+            }
+            Err(error) if source.blocks.is_empty() => Err(error),
+            Err(error) => Ok((source, Some(error))),
+        }
+    }
+
+    fn unread(path: &Path) -> Result<Self, FileError> {
+        Ok(Self {
+            file: PlaceReader::open(path)?,
             stream: SavedStream::default(),
             blocks: Vec::new(),
-        };
-        let devices_at = source.walk(offset, length)?;
-        source.read_device_state(devices_at, length)?;
-        Ok(source)
+        })
+    }
+
+    fn read(&mut self, offset: u64) -> Result<(), FileError> {
+        let length = self.file.length();
+        let devices_at = self.walk(offset, length)?;
+        self.read_device_state(devices_at, length)
+    }
+
+    /// Bytes of the file.
+    pub(crate) fn length(&self) -> u64 {
+        self.file.length()
+    }
+
+    /// Pages of each RAM block that are in the file, in the order of the blocks.
+    pub(crate) fn pages_in_file(&self) -> impl Iterator<Item = u64> {
+        self.blocks.iter().map(|block| {
+            let pages = block.place.entry.used_length / PAGE_SIZE as u64;
+            let pages = usize::try_from(pages).unwrap_or(usize::MAX);
+            (0..pages).filter(|page| block.is_in_file(*page)).count() as u64
+        })
     }
 
     /// Reads everything before the devices; returns where they are.

@@ -129,6 +129,14 @@ impl Sink for MappedRamSink {
 
     fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
         let mut configuration = opening.configuration.clone();
+        if configuration.is_absent() {
+            return Err(FileError::CannotBeSaved {
+                reason:
+                    "machine types up to 2.3 do not go together with mapped-ram: use format hotlift"
+                        .to_owned(),
+            }
+            .into());
+        }
         if let Some(name) = configuration.capabilities.first() {
             return Err(FileError::CannotBeSaved {
                 reason: format!("capability {name} does not go together with mapped-ram"),

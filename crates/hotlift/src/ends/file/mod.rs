@@ -90,7 +90,8 @@ fn check_ram(bytes: u64) -> Result<(), WireError> {
 const IGNORE_SHARED: &str = "x-ignore-shared";
 
 /// How a VM is kept in a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum FileFormat {
     /// Hotlift's own: compressed by the options' method, all that is read of it covered by checksums.
     Hotlift,

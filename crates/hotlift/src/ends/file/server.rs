@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::IoScratch;
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
+use hotlift_wire::main_channel::FILE_HEADER;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
@@ -394,12 +396,19 @@ impl Server<'_> {
             Ok(_) => return Err(not_there()),
             Err(error) => return Err(failed("it cannot be read", &error)),
         }
+        let mut magic = [0; FILE_HEADER.len()];
+        let is_of_qemu = file.read_exact_at(&mut magic, 0).is_ok() && magic == FILE_HEADER;
         let read = PlaceReader::of(file, &self.path.join(name)).and_then(|file| {
             let (info, ..) = read_ends(&file)?;
             Ok(Handed { file, id: info.id })
         });
         read.map_err(|error| match error {
             FileError::Read { source, .. } => failed("it cannot be read", &source),
+            FileError::NotASave if is_of_qemu => {
+                let reason = "it is a file of QEMU's (mapped-ram, or a plain stream), and only files of 'hotlift save' are handed \
+                              out: copy it to the other host, and restore it there";
+                (Refusal::NotThere, reason.to_owned())
+            }
             error => (Refusal::NotThere, error_line(&error)),
         })
     }

@@ -7,7 +7,6 @@ use std::thread;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{Command, Configuration};
 
-use crate::ends::stream_sink::machine_version;
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::session::Session;
@@ -35,17 +34,14 @@ pub(crate) struct SavedStream {
     pub device_state: Vec<u8>,
     /// Where EOF is in `device_state`.
     pub eof: usize,
+    /// QEMU's property `multifd-flush-after-each-section` as the source's stream showed it; `None` if it did not.
+    pub flush_after_each_section: Option<bool>,
 }
 
 impl SavedStream {
     /// The device sections; EOF and the VM description.
     pub(crate) fn devices(&self) -> (&[u8], &[u8]) {
         self.device_state.split_at(self.eof)
-    }
-
-    /// Whether multifd flushes are records of their own, as this machine's QEMU makes and expects them.
-    pub(crate) fn flushes(&self) -> bool {
-        machine_version(&self.configuration.machine).is_none_or(|version| version > (8, 0))
     }
 }
 

@@ -49,6 +49,8 @@ struct State<'a> {
     return_path: bool,
     /// A Hotlift has said that it is one; its later PINGs carry checksums.
     opened: bool,
+    /// The stream has named the machine, which is the guest's.
+    is_named: bool,
     /// The kind of the section that is open, and whether it had a multifd flush.
     section: Option<SectionKind>,
     flushed: bool,
@@ -85,6 +87,7 @@ impl<'a> MainReceiver<'a> {
                 session,
                 return_path: false,
                 opened: false,
+                is_named: false,
                 section: None,
                 flushed: false,
                 ram_complete: false,
@@ -211,6 +214,10 @@ impl State<'_> {
                     &configuration.machine,
                     self.session.guest.machine(),
                 )?;
+                self.is_named = true;
+            }
+            MainEvent::RamBlocks(_) if !self.is_named => {
+                return Err(protocol("a stream that does not name its machine"));
             }
             MainEvent::Command(command) => self.command(command, input)?,
             MainEvent::RamBlocks(blocks) => self.ram_blocks(&blocks)?,

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::handshake::{CONNECTED, Features, Offer};
-use hotlift_wire::main_channel::{Command, put_packaged_head, run_state};
+use hotlift_wire::main_channel::{Command, Configuration, put_packaged_head, run_state};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
@@ -48,6 +48,17 @@ use crate::transport::Stream;
 
 /// How long a destination may take to load the devices.
 const LOADING: Duration = Duration::from_secs(60);
+
+/// What comes behind the devices.
+const LOADED: &str = "the destination's word that it has loaded the guest";
+
+/// Why a QEMU may have refused a stream, whose own reason is in its log alone.
+const GUESSED_SYNC_POINTS: &str = "it could not load the guest; its own log says why. The stream does not show how this machine \
+                                   type synchronises multifd: if QEMU's log has 'migration flags: 0x200', use \
+                                   --multifd-flush-after-each-section=on; if QEMU waited, the other value";
+
+/// Machine types up to this version send no configuration.
+const LAST_WITHOUT_CONFIGURATION: (u32, u32) = (2, 3);
 
 /// How long a QEMU that was told to run the guest may be silent before whoever else knows of it is asked.
 const LOOK_AFTER: Duration = Duration::from_secs(5);
@@ -86,11 +97,52 @@ enum ZeroPlace {
     AsTheyCame,
 }
 
+/// The sync points of a stream with multifd.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SyncPoints {
+    /// Every section of RAM ends with one. Otherwise each is a record of its own.
+    pub each_section: bool,
+    /// They are those of a QEMU, and not the choice of a relay that knows of none.
+    pub are_shown: bool,
+}
+
+impl SyncPoints {
+    /// Returns those that a QEMU has shown.
+    pub(crate) fn shown(each_section: bool) -> Self {
+        Self {
+            each_section,
+            are_shown: true,
+        }
+    }
+
+    /// Decides how the destination's QEMU has them: as the operator wants it, as the source's QEMU has shown it, as the
+    /// destination's reports it. What nothing shows is a guess by the version of the machine type.
+    fn of_destination(
+        settings: &RelaySettings,
+        seen: Option<Self>,
+        configuration: &Configuration,
+    ) -> Self {
+        let of_source = seen.filter(|seen| seen.are_shown);
+        let known = settings
+            .flush_after_each_section
+            .or(of_source.map(|seen| seen.each_section))
+            .or(settings.qemu_flushes_after_each_section);
+        if let Some(each_section) = known {
+            return Self::shown(each_section);
+        }
+        let by_version = || version_of(configuration).is_some_and(|version| version <= (8, 0));
+        Self {
+            each_section: seen.map_or_else(by_version, |seen| seen.each_section),
+            are_shown: false,
+        }
+    }
+}
+
 /// What the incoming side has shown of itself that matters here.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Seen {
-    /// Every section of RAM is a barrier; `None` without multifd.
-    pub flush_after_each_section: Option<bool>,
+    /// Its sync points; `None` without multifd.
+    pub sync_points: Option<SyncPoints>,
     /// The source is a relay that has looked for zero pages.
     pub zeros_were_looked_for: bool,
 }
@@ -106,6 +158,9 @@ pub(crate) struct StreamSink<'a> {
     control: Control,
     memory: MemoryLimit,
     seen: Seen,
+    sync_points: SyncPoints,
+    /// The machine type's version does not show the sync points.
+    is_unversioned: bool,
     link: Arc<MainLink>,
     multifd: MultifdSend,
     /// The source has sent zero pages as such: it looks for them.
@@ -126,8 +181,6 @@ pub(crate) struct StreamSink<'a> {
 #[derive(Debug, Clone, Copy)]
 struct OtherSide {
     is_relay: bool,
-    /// Every section of RAM is a barrier.
-    flush_after_each_section: bool,
     zero_place: ZeroPlace,
 }
 
@@ -167,7 +220,11 @@ pub(crate) fn open<'a>(
             path,
             format: FileFormat::Hotlift,
         } => {
-            let sink = BlockSink::create(path, settings, opening, memory, control)?;
+            let seen = seen.sync_points.filter(|seen| seen.are_shown);
+            let flushes = settings
+                .flush_after_each_section
+                .or(seen.map(|seen| seen.each_section));
+            let sink = BlockSink::create(path, settings, (opening, flushes), memory, control)?;
             return Ok(Box::new(sink));
         }
         Outgoing::File {
@@ -179,6 +236,7 @@ pub(crate) fn open<'a>(
         }
     };
     let multifd = (multifd, &channels.hello);
+    let seen = (seen, &opening.configuration);
     let sink = StreamSink::new(main, multifd, to, settings, seen, memory, control);
     Ok(Box::new(sink))
 }
@@ -200,7 +258,7 @@ impl<'a> StreamSink<'a> {
         (multifd, hello): (Vec<Stream>, &Hello),
         to: Remote,
         settings: &'a RelaySettings,
-        seen: Seen,
+        (seen, configuration): (Seen, &Configuration),
         memory: &MemoryLimit,
         control: &Control,
     ) -> Self {
@@ -220,6 +278,8 @@ impl<'a> StreamSink<'a> {
             control: control.clone(),
             memory: memory.clone(),
             seen,
+            sync_points: SyncPoints::of_destination(settings, seen.sync_points, configuration),
+            is_unversioned: version_of(configuration).is_none(),
             link,
             finds_zeros: AtomicBool::new(seen.zeros_were_looked_for),
             multifd,
@@ -323,6 +383,7 @@ impl<'a> StreamSink<'a> {
             Features::RELAYED | Features::PACKAGE_CHECKED | Features::CONFIRMED | Features::DOING;
         features.set(Features::MULTIFD, !self.multifd.is_empty());
         features.set(Features::METHOD_BY_PACKET, self.multifd.auto().is_some());
+        features.set(Features::SYNC_POINTS_SHOWN, self.sync_points.are_shown);
         Offer::new(features)
     }
 
@@ -403,19 +464,19 @@ impl<'a> StreamSink<'a> {
 
     /// Whether a multifd flush is a record of its own; else every section's end is a sync point.
     fn flushes(&self) -> bool {
-        !self.multifd.is_empty() && !self.other_side().flush_after_each_section
+        !self.multifd.is_empty() && !self.sync_points.each_section
+    }
+
+    /// Whether a QEMU gets sync points of which nothing has shown that it takes them.
+    fn has_guessed_sync_points(&self) -> bool {
+        let is_guess = self.is_unversioned && !self.sync_points.are_shown;
+        let to_qemu = self.other_side.get().is_some_and(|other| !other.is_relay);
+        is_guess && to_qemu && !self.multifd.is_empty()
     }
 
     /// Decides what the other side can read.
-    fn learn(&self, machine: &str, is_relay: bool) -> OtherSide {
-        let version = machine_version(machine);
-        let by_machine = version.is_some_and(|version| version <= (8, 0));
-        let flush_after_each_section = self
-            .settings
-            .flush_after_each_section
-            .or(self.seen.flush_after_each_section)
-            .unwrap_or(by_machine);
-        let zero_place = match (self.settings.zero_pages, version) {
+    fn learn(&self, configuration: &Configuration, is_relay: bool) -> OtherSide {
+        let zero_place = match (self.settings.zero_pages, version_of(configuration)) {
             (Some(ZeroPageDetection::Legacy), _) => ZeroPlace::Main,
             (Some(ZeroPageDetection::Multifd), _) => ZeroPlace::Packets,
             (_, Some(_)) if is_relay => ZeroPlace::Packets,
@@ -427,14 +488,21 @@ impl<'a> StreamSink<'a> {
         };
         OtherSide {
             is_relay,
-            flush_after_each_section,
             zero_place,
         }
     }
 }
 
+/// Returns the version of the machine type of QEMU's that a stream names; `None` for another name, which shows nothing.
+pub(crate) fn version_of(configuration: &Configuration) -> Option<(u32, u32)> {
+    match configuration.is_absent() {
+        true => Some(LAST_WITHOUT_CONFIGURATION),
+        false => machine_version(&configuration.machine),
+    }
+}
+
 /// The version of a machine type: (7, 2) of `pc-i440fx-7.2`.
-pub(crate) fn machine_version(machine: &str) -> Option<(u32, u32)> {
+fn machine_version(machine: &str) -> Option<(u32, u32)> {
     let (_, version) = machine.rsplit_once('-')?;
     let (major, minor) = version.split_once('.')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
@@ -481,8 +549,11 @@ impl Sink for StreamSink<'_> {
         if !is_relay {
             out.drop_checksum();
         }
-        let other_side = self.learn(&opening.configuration.machine, is_relay);
+        let other_side = self.learn(&opening.configuration, is_relay);
         let _ = self.other_side.set(other_side);
+        if self.has_guessed_sync_points() {
+            self.answers.explain(GUESSED_SYNC_POINTS);
+        }
         let _ = self.out.set(Turns::new(out));
         Ok(())
     }
@@ -516,7 +587,7 @@ impl Sink for StreamSink<'_> {
 
     fn section_end(&self) -> Result<(), MigrationError> {
         // Where each section is a sync point, there may be no other sections.
-        let each = self.other_side().flush_after_each_section && !self.multifd.is_empty();
+        let each = self.sync_points.each_section && !self.multifd.is_empty();
         if each || self.ram().kept.swap(0, Ordering::Relaxed) == 0 {
             return Ok(());
         }
@@ -532,7 +603,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
-        let each_section = !self.multifd.is_empty() && self.other_side().flush_after_each_section;
+        let each_section = !self.multifd.is_empty() && self.sync_points.each_section;
         if each_section {
             self.multifd.sync()?;
         }
@@ -582,10 +653,11 @@ impl Sink for StreamSink<'_> {
         let mut ping = Vec::new();
         Command::Ping(value).encode(&mut ping);
         main.raw(&ping)?;
-        self.await_answer(
-            LOADING,
-            "the destination's word that it has loaded the guest",
-        )
+        let waiting_for = match self.has_guessed_sync_points() {
+            true => format!("{LOADED} ({GUESSED_SYNC_POINTS})"),
+            false => LOADED.to_owned(),
+        };
+        self.await_answer(LOADING, &waiting_for)
     }
 
     fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
@@ -635,6 +707,10 @@ impl Sink for StreamSink<'_> {
         self.link.transport.shutdown(Shutdown::Write);
     }
 
+    fn shows_loading(&self) -> bool {
+        true
+    }
+
     fn refuses_in_words(&self) -> bool {
         self.answers.id().is_some()
     }
@@ -678,5 +754,66 @@ mod tests {
         assert_eq!(machine_version("pc-q35-10.0"), Some((10, 0)));
         assert_eq!(machine_version("microvm"), None);
         assert_eq!(machine_version("s390-ccw-virtio"), None);
+        for name in ["pc-q35-rhel9.2.0", "pc-i440fx-jammy", "pc-q35-9.0+pve1"] {
+            assert_eq!(machine_version(name), None, "{name}");
+        }
+        assert_eq!(version_of(&Configuration::default()), Some((2, 3)));
+    }
+
+    #[test]
+    fn sync_points_are_the_operators_then_the_sources_then_the_destinations_then_a_guess() {
+        let named = |machine: &str| Configuration {
+            machine: machine.to_owned(),
+            ..Configuration::default()
+        };
+        let of_relay = |each_section| SyncPoints {
+            each_section,
+            are_shown: false,
+        };
+        let shown = SyncPoints::shown;
+        let cases = [
+            (
+                "pc-q35-rhel9.2.0",
+                Some(false),
+                Some(shown(true)),
+                Some(true),
+                shown(false),
+            ),
+            (
+                "pc-q35-rhel9.2.0",
+                None,
+                Some(shown(true)),
+                Some(false),
+                shown(true),
+            ),
+            (
+                "pc-q35-9.0+pve1",
+                None,
+                Some(of_relay(false)),
+                Some(true),
+                shown(true),
+            ),
+            ("pc-i440fx-jammy", None, None, Some(true), shown(true)),
+            ("microvm", None, None, Some(false), shown(false)),
+            (
+                "pc-i440fx-10.0",
+                None,
+                Some(of_relay(true)),
+                None,
+                of_relay(true),
+            ),
+            ("microvm", None, None, None, of_relay(false)),
+            ("pc-i440fx-8.0", None, None, None, of_relay(true)),
+            ("", None, None, None, of_relay(true)),
+        ];
+        for (machine, option, seen, by_qmp, expected) in cases {
+            let settings = RelaySettings {
+                flush_after_each_section: option,
+                qemu_flushes_after_each_section: by_qmp,
+                ..RelaySettings::default()
+            };
+            let got = SyncPoints::of_destination(&settings, seen, &named(machine));
+            assert_eq!(got, expected, "{machine}, {option:?}, {seen:?}, {by_qmp:?}");
+        }
     }
 }

@@ -34,6 +34,10 @@ pub(crate) const EOF: u8 = 0x00;
 const FOOTER: u8 = 0x7e;
 const DESCRIPTION_MARK: u8 = 0x06;
 
+/// What does not come from a machine type that sends neither footers nor a VM description.
+const NO_DESCRIPTION: &str = "the source's VM description (pc-i440fx-2.2 sends none: start both QEMUs with \
+                              -machine suppress-vmdesc=off)";
+
 /// How long a VM description may be behind the EOF of a relay, which sends both in one go.
 const DESCRIPTION: Duration = Duration::from_secs(1);
 
@@ -48,10 +52,11 @@ pub(crate) fn from_qemu(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
+    has_footers: bool,
     hooks: Hooks<'_>,
     late_channel: &dyn Fn() -> bool,
 ) -> Result<(), MigrationError> {
-    let (sections, eof) = read_device_state(session, upstream, input)?;
+    let (sections, eof) = read_device_state(session, upstream, input, has_footers)?;
     session.control.set_status(Status::Device);
     session.sink.devices(&sections[..eof])?;
     session.sink.await_loaded()?;
@@ -117,6 +122,7 @@ fn read_device_state(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
+    has_footers: bool,
 ) -> Result<(CountedBuffer, usize), MigrationError> {
     let mut sections = CountedBuffer::new(&session.memory);
     let (mut searched, mut candidates) = (0, Vec::new());
@@ -136,13 +142,20 @@ fn read_device_state(
         // in its place, which a device cut short would swallow. A source that takes answers
         // does not close before it has had one.
         let is_closed = upstream.is_closed();
+        let is_eof = |eof| match has_footers {
+            true => is_eof(&sections, eof),
+            // Then only a QEMU shows that they are whole, which loads them up to the PING. A file does not.
+            false => session.sink.shows_loading() && may_be_eof(&sections, eof),
+        };
         return match sections.len().checked_sub(1) {
-            Some(eof) if is_eof(&sections, eof) && !(is_closed && upstream.return_path) => {
-                Ok((sections, eof))
-            }
+            Some(eof) if is_eof(eof) && !(is_closed && upstream.return_path) => Ok((sections, eof)),
             _ if is_closed => Err(MigrationError::main_closed()),
             _ => Err(MigrationError::Timeout {
-                waiting_for: "the rest of the source's devices".to_owned(),
+                waiting_for: match has_footers {
+                    true => "the rest of the source's devices",
+                    false => NO_DESCRIPTION,
+                }
+                .to_owned(),
                 waited: SILENCE,
             }),
         };
@@ -158,6 +171,15 @@ fn is_eof(sections: &[u8], at: usize) -> bool {
         && !earlier
             .into_iter()
             .any(|earlier| follows_footer(earlier) && sections[earlier + 1] == DESCRIPTION_MARK)
+}
+
+/// The same without footers: a zero byte at the end, and not one of a description's length.
+fn may_be_eof(sections: &[u8], at: usize) -> bool {
+    let earlier = &sections[at.saturating_sub(5)..=at];
+    sections[at] == EOF
+        && !earlier
+            .windows(2)
+            .any(|pair| pair == [EOF, DESCRIPTION_MARK])
 }
 
 /// Waits until the source has given the guest up.

@@ -136,7 +136,15 @@ impl<'a> MainReader<'a> {
         } else {
             let input = &mut self.input;
             let late_channel = || further.late_channel();
-            device_state::from_qemu(self.session, self.upstream, input, hooks, &late_channel)
+            let has_footers = !self.setup.configuration.is_absent();
+            device_state::from_qemu(
+                self.session,
+                self.upstream,
+                input,
+                has_footers,
+                hooks,
+                &late_channel,
+            )
         }
     }
 

@@ -144,7 +144,7 @@ pub(crate) fn read_setup(
     into_stream: bool,
     call: &Call<'_>,
 ) -> Result<StreamSetup, MigrationError> {
-    let mut configuration = None;
+    let mut configuration = Configuration::default();
     let mut commands = Vec::new();
     let mut ram = None;
     let mut section_id = 0;
@@ -182,7 +182,7 @@ pub(crate) fn read_setup(
         // The footer may stay in the source's buffer until its channels are read.
         let ended = event == MainEvent::RamEos;
         match event {
-            MainEvent::Configuration(said) => configuration = Some(said),
+            MainEvent::Configuration(said) => configuration = said,
             MainEvent::Command(Command::OpenReturnPath) => return_path = true,
             MainEvent::Command(Command::PostcopyAdvise { page_sizes })
                 if !page_sizes.is_some_and(are_carried) =>
@@ -247,7 +247,7 @@ pub(crate) fn read_setup(
         if is_advice && return_path && relay.is_none() {
             answer_pings(input.socket(), &mut commands)?;
         }
-        let (true, Some(configuration), Some(blocks)) = (ended, &configuration, &ram) else {
+        let (true, Some(blocks)) = (ended, &ram) else {
             continue;
         };
         let is_advice = |command: &Command| matches!(command, Command::PostcopyAdvise { .. });

@@ -9,7 +9,7 @@ use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroP
 
 use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_sink;
-use crate::ends::stream_sink::{Seen, machine_version};
+use crate::ends::stream_sink::{Seen, SyncPoints, version_of};
 use crate::ends::stream_source::accept::{Channels, SETTLE, Uncounted};
 use crate::ends::stream_source::main_reader::{Further, MainReader};
 use crate::ends::stream_source::pass_through::{self, Unread};
@@ -109,7 +109,7 @@ fn pass_on(
     };
     if setup.postcopy
         && setup.relay.is_none()
-        && machine_version(&setup.configuration.machine).is_some_and(|version| version <= (7, 2))
+        && version_of(&setup.configuration).is_some_and(|version| version <= (7, 2))
         // It is made in parallel with main, on which nothing is said before.
         && let preempt @ Some(_) = arrivals.another(input.socket(), SETTLE, Some(&early))?
     {
@@ -146,7 +146,12 @@ fn pass_on(
         return Err(error);
     }
     let seen = Seen {
-        flush_after_each_section: channels.as_ref().map(|_| !setup.flush),
+        sync_points: channels.as_ref().map(|_| SyncPoints {
+            each_section: !setup.flush,
+            are_shown: setup
+                .relay
+                .is_none_or(|features| features.contains(Features::SYNC_POINTS_SHOWN)),
+        }),
         zeros_were_looked_for: hello
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
     };

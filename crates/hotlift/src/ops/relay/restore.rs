@@ -7,7 +7,7 @@ use crate::control::Status;
 use crate::ends::file::{FileSource, Places, SavedStream, SavedVm};
 use crate::ends::settings::Request;
 use crate::ends::stream_sink;
-use crate::ends::stream_sink::Seen;
+use crate::ends::stream_sink::{Seen, SyncPoints};
 use crate::ends::stream_source::device_state;
 use crate::error::MigrationError;
 use crate::figures::Counters;
@@ -42,7 +42,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
         configuration,
     };
     let seen = Seen {
-        flush_after_each_section: Some(!stream.flushes()),
+        sync_points: stream.flush_after_each_section.map(SyncPoints::shown),
         zeros_were_looked_for: true,
     };
     let sink = stream_sink::open(request, seen, &opening, &memory)?;
