@@ -7,11 +7,12 @@ use clap::{Args, Subcommand};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
 use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::flush_args::FlushArgs;
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, jobs};
-use hotlift_console::security::{self, QemuTlsArgs, Switch};
+use hotlift_console::security::{self, QemuTlsArgs};
 use hotlift_console::signals::Interrupt;
 use hotlift_monitor::RelayMonitor;
 use hotlift_qmp::Uuid;
@@ -68,10 +69,8 @@ pub struct RelayArgs {
     /// does not use multifd
     #[arg(long, value_name = "UUID")]
     uuid: Option<Uuid>,
-    /// QEMU's property of that name on the side that is connected to [default: as the incoming side
-    /// has it, or as the machine type has it]
-    #[arg(long, value_name = "VALUE", value_enum, hide_short_help = true)]
-    multifd_flush_after_each_section: Option<Switch>,
+    #[command(flatten)]
+    flush: FlushArgs,
     /// Take one migration after another; one that fails is reported, and the next is waited for
     #[arg(long)]
     forever: bool,
@@ -108,9 +107,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     };
     settings.to_qemu = matches!(command, RelayCommand::Destination(_));
     settings.uuid = args.uuid.map(|uuid| uuid.0);
-    settings.flush_after_each_section = args
-        .multifd_flush_after_each_section
-        .map(|switch| switch == Switch::On);
+    settings.flush_after_each_section = args.flush.value();
     let listener = args.listen.listen()?;
     let address = listener.address().map_err(|source| ConsoleError::Process {
         what: "listener",

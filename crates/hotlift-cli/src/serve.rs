@@ -13,6 +13,7 @@ use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_console::callers::Callers;
 use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::flush_args::FlushArgs;
 use hotlift_console::migration_args::{LimitArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::bytes;
@@ -74,6 +75,8 @@ pub struct ServeArgs {
     /// Show no progress
     #[arg(long)]
     pub(crate) quiet: bool,
+    #[command(flatten)]
+    flush: FlushArgs,
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
@@ -320,6 +323,7 @@ impl Host<'_> {
         let limits = self.args.limits.options();
         let mut settings = incoming::relay_settings(destination, hello.channels, limits)?;
         settings.incoming_tls = self.tls.clone();
+        settings.flush_after_each_section = self.args.flush.value();
         let purpose = Purpose::Migrate {
             ignore_shared: self.args.ignore_shared,
         };

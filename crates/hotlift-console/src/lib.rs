@@ -18,6 +18,7 @@ pub mod callers;
 pub mod conversation;
 pub mod error;
 pub mod events;
+pub mod flush_args;
 pub mod held_memory;
 pub mod migration_args;
 pub mod output;

@@ -88,6 +88,13 @@ pub fn relay_settings(
     limits: Options,
 ) -> Result<RelaySettings, QemuError> {
     let uuid = destination.uuid()?;
+    let flushes = match channels {
+        0 => None,
+        _ => destination
+            .qemu()
+            .flushes_after_each_section()
+            .map_err(at_destination)?,
+    };
     let qemu = destination.qemu().version();
     Ok(RelaySettings {
         outgoing: Options {
@@ -103,6 +110,7 @@ pub fn relay_settings(
             ZeroPageDetection::Legacy
         }),
         uuid: Some(uuid.0),
+        qemu_flushes_after_each_section: flushes,
         ..RelaySettings::default()
     })
 }

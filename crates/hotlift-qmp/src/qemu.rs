@@ -104,6 +104,48 @@ impl Qemu {
         Ok(name.map(|name| name.strip_suffix("-machine").unwrap_or(&name).to_owned()))
     }
 
+    /// QEMU's property `multifd-flush-after-each-section` as the running machine's type sets it (`query-machines`, from 9.1 on); on in
+    /// a QEMU before 8.1, which has no other way. `None` if this QEMU does not report it. A value given by `-global` is not seen.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn flushes_after_each_section(&mut self) -> Result<Option<bool>, QmpError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Machine {
+            name: String,
+            #[serde(default)]
+            compat_props: Vec<Property>,
+        }
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Property {
+            qom_type: String,
+            property: String,
+            value: String,
+        }
+        match (self.version.major, self.version.minor) {
+            (..8, _) | (8, 0) => return Ok(Some(true)),
+            (8, _) | (9, 0) => return Ok(None),
+            _ => {}
+        }
+        let arguments = json!({ "compat-props": true });
+        let machines = if_told(self.ask::<Vec<Machine>>("query-machines", &arguments))?;
+        let (Some(machines), Some(running)) = (machines, self.machine_type()?) else {
+            return Ok(None);
+        };
+        let machine = machines.into_iter().find(|machine| machine.name == running);
+        Ok(machine.map(|machine| {
+            let is_it = |property: &&Property| {
+                property.qom_type == "migration"
+                    && property.property == "multifd-flush-after-each-section"
+            };
+            // Of several values QEMU sets the last.
+            let value = machine.compat_props.iter().rfind(is_it);
+            value.is_some_and(|property| ["on", "true", "yes"].contains(&property.value.as_str()))
+        }))
+    }
+
     /// RAM that the machine has from its start, in bytes (`query-memory-size-summary`); `None` if this QEMU does not
     /// tell. What is plugged into it besides is no part of it.
     ///

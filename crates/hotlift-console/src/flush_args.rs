@@ -1,0 +1,30 @@
+//! The flag for what a stream does not show of a QEMU's multifd.
+
+use clap::Args;
+
+use crate::security::Switch;
+
+/// The flag, for commands that send a stream with multifd to a QEMU.
+#[derive(Debug, Clone, Default, Args)]
+pub struct FlushArgs {
+    /// QEMU's property of that name at the destination: 'on' where each section of RAM ends with a sync point, as in machine
+    /// types up to 8.0 and QEMU before 8.1 [default: as the source shows it, or the destination's QEMU reports it, or the
+    /// machine type's version]
+    #[arg(
+        long,
+        value_name = "on|off",
+        value_enum,
+        hide_possible_values = true,
+        hide_short_help = true
+    )]
+    multifd_flush_after_each_section: Option<Switch>,
+}
+
+impl FlushArgs {
+    /// Returns the property, if it was given.
+    #[must_use]
+    pub fn value(&self) -> Option<bool> {
+        self.multifd_flush_after_each_section
+            .map(|switch| switch == Switch::On)
+    }
+}
