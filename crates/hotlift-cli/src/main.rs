@@ -6,6 +6,7 @@ mod accel;
 mod advise;
 mod agent;
 mod certs;
+mod clock;
 mod control_args;
 mod demo;
 mod differences;

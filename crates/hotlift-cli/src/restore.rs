@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -13,6 +13,7 @@ use hotlift::options::OptionError;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::flush_args::FlushArgs;
 use hotlift_console::migration_args::{LimitArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
@@ -29,6 +30,7 @@ use hotlift_qemu::run_state::words;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::QmpAddress;
 
+use crate::clock::{GuestClock, SavedAt};
 use crate::differences;
 use crate::error::CommandError;
 use crate::relay_report::relay_table;
@@ -39,6 +41,7 @@ const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
 
 /// Flags of `restore`.
 #[derive(Debug, Args)]
+#[command(mut_arg("multifd_flush_after_each_section", |arg| arg.conflicts_with("lazy")))]
 pub struct RestoreArgs {
     /// File that 'hotlift save' or QEMU (with mapped-ram) has written, or tcp:HOST:PORT/NAME at a 'hotlift serve --files'
     #[arg(value_name = "FILE", value_parser = location())]
@@ -75,6 +78,11 @@ pub struct RestoreArgs {
     /// Begin also with differences from the saved VM that QEMU refuses: QEMU decides
     #[arg(long, conflicts_with = "resume")]
     ignore_differences: bool,
+    #[command(flatten)]
+    flush: FlushArgs,
+    /// UNIX socket of the guest agent (qemu-ga) in the restored QEMU: set the guest's clock by it once the guest runs
+    #[arg(long, value_name = "SOCKET")]
+    sync_time: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
     #[command(flatten)]
@@ -183,6 +191,12 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     if let Some(info) = &info {
         compare_saved(args, info, &destination)?;
     }
+    let saved = match (&info, &file) {
+        (Some(info), _) => Some(SavedAt::Kept(info.saved_at())),
+        (None, Location::Path(path)) => SavedAt::modified(path),
+        (None, Location::Server(_)) => None,
+    };
+    let clock = GuestClock::new(saved, args.sync_time.clone());
     if let Some(options) = lazily {
         let socket = destination.socket_for(id);
         if !args.resume {
@@ -192,7 +206,7 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
             args,
             (&file, id),
             destination,
-            &socket,
+            (&socket, clock),
             &options,
             &interrupt,
         );
@@ -203,17 +217,20 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     let limits = args.limits.options();
     let settings = RelaySettings {
         salvage: args.salvage,
+        flush_after_each_section: args.flush.value(),
         ..incoming::relay_settings(&mut destination, args.multifd_channels, limits)?
     };
     let settle_timeout = settings.outgoing.settle_timeout;
     let report = match relay(args, &file, &destination, &settings, &socket, &interrupt) {
         Ok(report) => report,
-        Err(error) => return failed(&error, destination, settle_timeout, &interrupt),
+        Err(error) => return failed(&error, destination, clock, settle_timeout, &interrupt),
     };
     report.lost.iter().for_each(say_lost);
-    taken(destination, settle_timeout, &interrupt)?;
+    taken(destination, &clock, settle_timeout, &interrupt)?;
     let table = || relay_table("restore", &report);
-    Ok(args.output.print(&report, table)?)
+    let printed = args.output.print(&report, table);
+    clock.report();
+    Ok(printed?)
 }
 
 /// Compares the saved VM with the one that gets its guest.
@@ -232,7 +249,7 @@ fn compare_saved(
     };
     let saved = info.vm.clone().map(serde_json::from_value::<Vm>);
     let saved = Vm {
-        machine: Some(info.machine.clone()),
+        machine: Some(info.machine.clone()).filter(|machine| !machine.is_empty()),
         uuid: info.uuid.parse().unwrap_or_default(),
         // The file of an older or newer command compares less.
         ..saved.and_then(Result::ok).unwrap_or_default()
@@ -248,6 +265,7 @@ fn compare_saved(
 /// Everything was sent: waits until QEMU says that it has the guest, and says so, whoever reads the figures.
 pub(crate) fn taken(
     destination: Destination,
+    clock: &GuestClock,
     settle_timeout: Duration,
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
@@ -255,7 +273,7 @@ pub(crate) fn taken(
     let statement = destination.wait_for_statement(settle_timeout, || interrupt.is_raised());
     conclude(
         statement,
-        destination,
+        (destination, clock),
         None,
         |_, reason| CommandError::NotTaken { reason },
         |destination, _, reason| not_known(destination, reason),
@@ -267,7 +285,7 @@ pub(crate) fn taken(
 /// reason.
 pub(crate) fn conclude(
     statement: Statement,
-    destination: Destination,
+    (destination, clock): (Destination, &GuestClock),
     trouble: Option<&str>,
     never: impl FnOnce(Destination, String) -> CommandError,
     unknown: impl FnOnce(Destination, bool, String) -> CommandError,
@@ -278,6 +296,7 @@ pub(crate) fn conclude(
                 complain!("hotlift: not all went well: {trouble}");
             }
             complain!("the guest {}: {}", words(&state), destination.leave());
+            clock.is_here(&state);
             Ok(())
         }
         // Leaves a QEMU alone that has the guest and does not run it.
@@ -310,6 +329,7 @@ pub(crate) fn conclude(
 pub(crate) fn failed(
     error: &MigrationError,
     destination: Destination,
+    clock: GuestClock,
     settle_timeout: Duration,
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
@@ -333,13 +353,15 @@ pub(crate) fn failed(
             },
         }
     };
-    conclude(
+    let concluded = conclude(
         statement,
-        destination,
+        (destination, &clock),
         Some(&trouble),
         never,
         |destination, _, reason| not_known(destination, explained(&reason)),
-    )
+    );
+    clock.report();
+    concluded
 }
 
 /// Names what is damaged, and zero in the guest.

@@ -18,6 +18,7 @@ use hotlift_qemu::incoming;
 use hotlift_qemu::run_state::words;
 use hotlift_qmp::ANSWER_TIMEOUT;
 
+use crate::clock::GuestClock;
 use crate::error::{CommandError, RestFrom, STANDS_STILL};
 use crate::restore::{RestoreArgs, conclude, failed, say_lost, taken};
 
@@ -29,7 +30,7 @@ pub fn run(
     args: &RestoreArgs,
     (file, id): (&Location, u64),
     destination: Destination,
-    socket: &Path,
+    (socket, clock): (&Path, GuestClock),
     options: &Options,
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
@@ -43,18 +44,21 @@ pub fn run(
         on_lost: Some(&say_lost),
         ..Hooks::default()
     };
-    let (restored, has_run) = restore(args, file, asked, &destination, options, socket, interrupt);
+    let at = (&destination, &clock);
+    let (restored, has_run) = restore(args, file, asked, at, options, socket, interrupt);
     let report = match restored {
         Ok(report) => report,
         Err(error) if args.resume || matches!(error, MigrationError::PagesMissing { .. }) => {
             interrupt.forget();
-            return after_start(&error, args, file, destination, has_run);
+            return after_start(&error, args, file, (destination, clock), has_run);
         }
-        Err(error) => return failed(&error, destination, settle_timeout, interrupt),
+        Err(error) => return failed(&error, destination, clock, settle_timeout, interrupt),
     };
     interrupt.insisted(None);
-    taken(destination, settle_timeout, interrupt)?;
-    Ok(args.output.print(&report, || table(&report).to_string())?)
+    taken(destination, &clock, settle_timeout, interrupt)?;
+    let printed = args.output.print(&report, || table(&report).to_string());
+    clock.report();
+    Ok(printed?)
 }
 
 /// The guest may run: what QEMU says of it.
@@ -62,7 +66,7 @@ fn after_start(
     error: &MigrationError,
     args: &RestoreArgs,
     file: &Location,
-    destination: Destination,
+    (destination, clock): (Destination, GuestClock),
     has_run: bool,
 ) -> Result<(), CommandError> {
     let cause = match error {
@@ -120,7 +124,10 @@ fn after_start(
         }
     }
     };
-    conclude(statement, destination, Some(&cause.chain()), never, unknown)
+    let cause = cause.chain();
+    let concluded = conclude(statement, (destination, &clock), Some(&cause), never, unknown);
+    clock.report();
+    concluded
 }
 
 /// What came of it, and whether the guest has run.
@@ -128,7 +135,7 @@ fn restore(
     args: &RestoreArgs,
     file: &Location,
     asked: Hooks<'_>,
-    destination: &Destination,
+    (destination, clock): (&Destination, &GuestClock),
     options: &Options,
     socket: &Path,
     interrupt: &Interrupt,
@@ -202,6 +209,7 @@ fn restore(
                 let ms = connected.elapsed().as_secs_f64() * 1e3;
                 let does = does.get_or_init(|| words(&state));
                 complain!("the guest {does} after {ms:.1} ms; its pages follow{place}");
+                clock.is_here(&state);
             }
             Statement::Stopped {
                 reason,

@@ -5,7 +5,7 @@
 //! events queued meanwhile. [`Qemu`] has the commands of a migration with types; [`qapi`] describes the types of the
 //! answers, which a server writes as the client reads them. [`GuestEvents`] collects what events report of the guest
 //! (`guest_events.rs`); `objects.rs` reads the memory backends and virtio-mem devices of a machine, `inventory.rs` and `qtree.rs`
-//! its CPUs, memory devices, disks and devices. Both block, with a
+//! its CPUs, memory devices, disks and devices. [`set_guest_time`] speaks to the agent in a guest. Both block, with a
 //! deadline for every wait. QEMU serves one QMP connection at a time on a socket; a second one hears
 //! nothing until the first has gone, which is what a greeting that does not come usually means.
 
@@ -14,6 +14,7 @@
 mod address;
 mod client;
 mod error;
+mod guest_agent;
 mod guest_events;
 mod http;
 mod inventory;
@@ -31,6 +32,7 @@ mod uuid;
 pub use address::QmpAddress;
 pub use client::{ANSWER_TIMEOUT, Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
 pub use error::{QmpError, one_line};
+pub use guest_agent::{GuestAgentError, set_guest_time};
 pub use guest_events::GuestEvents;
 pub use http::{HTTP, is_http};
 pub use inventory::{Cpu, Disk, MemoryDevice, MemoryLimits};

@@ -23,6 +23,8 @@
 //! | `lazy_preempt` | those that they wait for, on a connection of their own |
 //! | `lazy_huge` | the same of RAM of huge pages |
 //! | `salvage` | damaged files |
+//! | `clock` | the clock of a restored guest |
+//! | `machine_types` | machine types whose names show no version, or are not in the stream |
 //! | `settings` | capabilities and parameters: refused, changed, restored |
 
 #![allow(
@@ -34,6 +36,7 @@
 mod agent;
 mod agent_table;
 mod back_and_forth;
+mod clock;
 mod custody;
 mod dialect;
 mod direct;
@@ -48,6 +51,7 @@ mod lazy_huge;
 mod lazy_machines;
 mod lazy_preempt;
 mod linux_moves;
+mod machine_types;
 mod matrix;
 mod operator;
 mod postcopy;

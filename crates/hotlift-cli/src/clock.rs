@@ -1,0 +1,167 @@
+//! The guest's clock after a restore: it goes on at the time of the save, unless the guest agent sets it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use hotlift_console::error::error_line;
+use hotlift_console::output::complain;
+use hotlift_qmp::{GuestAgentError, RunState, set_guest_time};
+
+/// Time limit for the guest agent. A guest that was restored lazily fetches the agent's pages first; then it answers within
+/// milliseconds.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Time since 1970 by this host's clock.
+pub fn now() -> Duration {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default()
+}
+
+/// When a VM was saved, in seconds from 1970.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SavedAt {
+    /// As the file keeps it.
+    Kept(u64),
+    /// By the file's modification time: a `mapped-ram` file keeps none.
+    Modified(u64),
+}
+
+impl SavedAt {
+    /// Returns the modification time of the file at `path`, if the file system has one.
+    pub fn modified(path: &Path) -> Option<Self> {
+        let modified = std::fs::metadata(path).and_then(|metadata| metadata.modified());
+        let since = modified.ok()?.duration_since(UNIX_EPOCH).ok()?;
+        Some(Self::Modified(since.as_secs()))
+    }
+
+    /// Describes how far the clock of a guest is behind that is restored at `now`; `None` below a second.
+    pub fn behind(self, now: Duration) -> Option<String> {
+        let (Self::Kept(at) | Self::Modified(at)) = self;
+        let behind = now.as_secs().checked_sub(at).filter(|behind| *behind > 0)?;
+        let source = match self {
+            Self::Kept(_) => "the time since the save",
+            Self::Modified(_) => "by the file's modification time",
+        };
+        Some(format!("{} behind ({source})", span(behind)))
+    }
+}
+
+/// A time as its two largest units.
+fn span(seconds: u64) -> String {
+    match (
+        seconds / 86_400,
+        seconds / 3600 % 24,
+        seconds / 60 % 60,
+        seconds % 60,
+    ) {
+        (0, 0, 0, seconds) => format!("{seconds} s"),
+        (0, 0, minutes, seconds) => format!("{minutes} min {seconds} s"),
+        (0, hours, minutes, _) => format!("{hours} h {minutes} min"),
+        (days, hours, ..) => format!("{days} d {hours} h"),
+    }
+}
+
+/// The clock of a guest that is restored.
+pub struct GuestClock {
+    saved: Option<SavedAt>,
+    agent: Option<PathBuf>,
+    /// A QEMU has the guest.
+    is_here: AtomicBool,
+    /// The agent is setting it.
+    setting: Mutex<Option<JoinHandle<Result<(), GuestAgentError>>>>,
+}
+
+impl GuestClock {
+    /// The clock of a guest that was saved then, with the agent's socket, if there is one.
+    pub fn new(saved: Option<SavedAt>, agent: Option<PathBuf>) -> Self {
+        Self {
+            saved,
+            agent,
+            is_here: AtomicBool::new(false),
+            setting: Mutex::new(None),
+        }
+    }
+
+    /// Has the agent of a guest that runs set its clock, in a thread of its own. Later calls are ignored.
+    pub fn is_here(&self, state: &RunState) {
+        self.is_here.store(true, Ordering::Relaxed);
+        let Some(path) = self.agent.clone().filter(|_| *state == RunState::Running) else {
+            return;
+        };
+        if let Ok(mut setting) = self.setting.lock()
+            && setting.is_none()
+        {
+            let set = move || set_guest_time(&path, now, AGENT_TIMEOUT);
+            *setting = thread::Builder::new()
+                .name("guest-agent".to_owned())
+                .spawn(set)
+                .ok();
+        }
+    }
+
+    /// Prints how far the clock is behind, or that it was set; nothing of a guest that no QEMU has. A clock that could not be set fails no restore: the guest runs.
+    pub fn report(self) {
+        if !self.is_here.into_inner() {
+            return;
+        }
+        let setting = self.setting.into_inner().ok().flatten();
+        let outcome = setting.and_then(|setting| setting.join().ok());
+        match outcome {
+            Some(Ok(())) => {
+                complain!("the guest's clock was set by its agent");
+                return;
+            }
+            Some(Err(error)) => {
+                complain!(
+                    "hotlift: cannot set the guest's clock: {}",
+                    error_line(&error)
+                );
+            }
+            None => {}
+        }
+        if let Some(behind) = self.saved.and_then(|saved| saved.behind(now())) {
+            let cure = match self.agent {
+                Some(_) => "",
+                None => ", or restore with --sync-time and the socket of its guest agent",
+            };
+            complain!(
+                "the guest's clock is {behind}: step it in the guest ('chronyc makestep', 'hwclock --hctosys'){cure}"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_is_behind_by_the_time_since_the_save_and_never_ahead() {
+        let now = Duration::from_secs(1_000_000);
+        for (seconds, expected) in [
+            (1, "1 s"),
+            (59, "59 s"),
+            (60, "1 min 0 s"),
+            (3599, "59 min 59 s"),
+            (7980, "2 h 13 min"),
+            (86_399, "23 h 59 min"),
+            (90_000, "1 d 1 h"),
+        ] {
+            let behind = SavedAt::Kept(1_000_000 - seconds).behind(now);
+            assert_eq!(
+                behind.as_deref(),
+                Some(&*format!("{expected} behind (the time since the save)"))
+            );
+        }
+        assert_eq!(SavedAt::Kept(1_000_000).behind(now), None);
+        assert_eq!(SavedAt::Kept(1_000_001).behind(now), None);
+        let modified = SavedAt::Modified(999_999).behind(now);
+        assert_eq!(
+            modified.as_deref(),
+            Some("1 s behind (by the file's modification time)")
+        );
+    }
+}
