@@ -93,7 +93,7 @@ fn empty_sink(path: &Path, options: &Options, capabilities: &[&str]) -> BlockSin
         ..RelaySettings::default()
     };
     let memory = options.memory(0);
-    let sink = BlockSink::create(path, &settings, &opening, &memory, &control).unwrap();
+    let sink = BlockSink::create(path, &settings, (&opening, None), &memory, &control).unwrap();
     let capabilities = capabilities.iter().map(|name| (*name).to_owned());
     opening.configuration.capabilities = capabilities.collect();
     let guest_address = (!opening.configuration.capabilities.is_empty()).then_some(0);
@@ -224,7 +224,7 @@ fn a_file_without_shared_ram_is_refused_whoever_reads_it() {
     };
     let settings = RelaySettings::default();
     let memory = settings.outgoing.memory(0);
-    let created = BlockSink::create(&path, &settings, &opening, &memory, &control);
+    let created = BlockSink::create(&path, &settings, (&opening, None), &memory, &control);
     assert!(created.err().unwrap().chain().contains("x-ignore-shared"));
 }
 
