@@ -356,15 +356,13 @@ fn a_mapped_ram_file_is_described_as_far_as_it_can_be_read() {
     let problem = described.problem.expect("a problem");
     assert!(problem.contains("cut short"), "{problem}");
     assert_eq!(described.ram.len(), 2);
-    for content in [&b"QE"[..], b"something else entirely"] {
-        fs::write(&path, content).expect("write");
-        let error = describe(&path, false, &Control::new()).expect_err("no file of QEMU's");
-        assert!(
-            matches!(error, MigrationError::File(FileError::NotASave)),
-            "{}",
-            error.chain()
-        );
-    }
+    fs::write(&path, "something else entirely").expect("write");
+    let error = describe(&path, false, &Control::new()).expect_err("no file of QEMU's");
+    assert!(
+        matches!(error, MigrationError::File(FileError::NotASave)),
+        "{}",
+        error.chain()
+    );
 }
 
 #[test]
