@@ -10,12 +10,17 @@ use crate::objects::PERIPHERALS;
 use crate::qemu::{Qemu, if_told};
 use crate::qtree::{self, MachineDevice};
 
-/// Boolean properties of a CPU that the guest does not see.
-const NOT_FLAGS: [&str; 6] = [
+/// Boolean properties of a CPU that are no flags, or that only some releases of QEMU show for the same CPU of a machine type
+/// (found with 7.2, 10.0 and 11.1).
+const NOT_FLAGS: [&str; 10] = [
     "check",
     "enforce",
+    "fill-mtrr-mask",
+    "full-cpuid-auto-level",
     "hotpluggable",
     "hotplugged",
+    "ht",
+    "legacy-multi-node",
     "realized",
     "start-powered-off",
 ];
@@ -154,14 +159,15 @@ impl Qemu {
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]
         struct Memory {
-            #[serde(default)]
-            slots: u64,
-            max_size: u64,
+            size: u64,
+            // Both are absent where nothing can be plugged in.
+            slots: Option<u64>,
+            max_size: Option<u64>,
         }
         let memory = self.property::<Memory>("/machine", "memory")?;
-        Ok(memory.map(|Memory { slots, max_size }| MemoryLimits {
-            slots,
-            max_bytes: max_size,
+        Ok(memory.map(|memory| MemoryLimits {
+            slots: memory.slots.unwrap_or(0),
+            max_bytes: memory.max_size.unwrap_or(memory.size),
         }))
     }
 

@@ -201,6 +201,7 @@ fn each_difference_has_the_result_that_qemu_has() {
             |it| "e1000".clone_into(&mut devices_of(it)[4].kind),
             &[("device host/02.0", Refused)],
         ),
+        (|it| devices_of(it)[4].vectors = None, &[]),
         (
             |it| devices_of(it)[4].vectors = Some(2),
             &[("device host/02.0", Refused)],
