@@ -78,22 +78,20 @@ pub fn of_another_host(
 ) -> Option<String> {
     let is_own = |address: &IpAddr| own.addresses.contains(address);
     let mut resolved = identity.dns.iter().take(RESOLVED);
-    if identity.ip.iter().any(is_own)
+    let has: Vec<_> = identity.names().take(SHOWN).collect();
+    // A certificate without a name is refused for that.
+    if has.is_empty()
+        || identity.ip.iter().any(is_own)
         || identity.dns.iter().any(|dns| own.have(dns))
         || resolved.any(|dns| resolve(dns).iter().any(is_own))
     {
         return None;
     }
-    let has: Vec<_> = identity.names().take(SHOWN).collect();
     Some(format!(
         "{} is for {}, which is neither a name nor an address of this host ({}): other agents refuse it, unless their '[peers]' \
          name this host so",
         file.display(),
-        if has.is_empty() {
-            "no host".to_owned()
-        } else {
-            has.join(", ")
-        },
+        has.join(", "),
         own.names.join(", "),
     ))
 }
