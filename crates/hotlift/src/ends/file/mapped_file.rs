@@ -5,8 +5,8 @@ use std::path::Path;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
-    Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep,
-    WITHOUT_MAPPED_RAM, complete_device_state,
+    Command, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep, WITHOUT_MAPPED_RAM,
+    complete_device_state,
 };
 use hotlift_wire::{WireError, limits};
 
@@ -47,7 +47,7 @@ impl MappedFile {
     /// The same of a file that may be damaged or cut short: as far as it can be read, and why no further.
     ///
     /// # Errors
-    /// [`FileError`] for a file of which no RAM block can be read.
+    /// [`FileError`] for a file of which not even the machine can be read.
     pub(crate) fn open_partly(
         path: &Path,
         offset: u64,
@@ -55,10 +55,7 @@ impl MappedFile {
         let mut source = Self::unread(path)?;
         match source.read(offset) {
             Ok(()) => Ok((source, None)),
-            Err(_) if source.file.length().saturating_sub(offset) < FILE_HEADER.len() as u64 => {
-                Err(FileError::NotASave)
-            }
-            Err(error) if source.blocks.is_empty() => Err(error),
+            Err(error) if source.stream.configuration.is_absent() => Err(error),
             Err(error) => Ok((source, Some(error))),
         }
     }
