@@ -15,7 +15,7 @@ use hotlift_wire::file_ranges::{self, Answer, Open, Refusal, Reply};
 use hotlift_wire::handshake::{Accepted, Features, VERSION};
 use hotlift_wire::main_channel::{
     Command, Configuration, FILE_HEADER, MAPPED_RAM, MainEncoder, MappedLayout, put_mapped_end,
-    put_packaged_head,
+    put_device_part_head,
 };
 use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter, ZeroPageDetection,
@@ -209,8 +209,8 @@ fn main_channel() {
     put("tail", "of-qemu", &recorded[devices..]);
 
     let mut tail = Vec::new();
-    put_packaged_head(4, &mut tail).expect("a package");
-    tail.extend_from_slice(&[4, 1, 2, 3]);
+    put_device_part_head(4, &mut tail).expect("a part");
+    tail.extend_from_slice(&[4, 1, 2, 3, 0, 0, 0, 7]);
     Command::Ping(1).encode(&mut tail);
     tail.push(0);
     put("tail", "of-hotlift", &tail);

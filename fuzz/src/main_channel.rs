@@ -2,8 +2,8 @@
 
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{
-    DeviceLengths, DeviceStateEvent, DeviceStateStep, MainDecoder, MainEvent, Step, VmDescription,
-    complete_device_state, next_device_state,
+    DeviceLengths, DeviceStateEvent, DeviceStateStep, EofSearch, MainDecoder, MainEvent, Step,
+    VmDescription, next_device_state,
 };
 use hotlift_wire::{PAGE_SIZE, limits};
 
@@ -91,9 +91,6 @@ fn check(event: &MainEvent<'_>, decoder: &MainDecoder) {
                 assert!(end <= blocks[*block].used_length, "outside its block");
             }
         }
-        MainEvent::Postcopy(PostcopyCommand::Packaged(length)) => {
-            assert!(*length <= limits::DEVICE_SECTIONS);
-        }
         MainEvent::RamBlocks(list) => {
             assert_eq!(list, blocks);
             assert!(list.len() <= limits::RAM_BLOCKS);
@@ -115,19 +112,19 @@ fn read_tail(data: &[u8]) {
         assert!(consumed > 0);
         rest = &rest[consumed..];
         match event {
-            DeviceStateEvent::Packaged(length) => {
-                assert!(length <= limits::DEVICE_SECTIONS);
-                rest = &rest[length.min(rest.len())..];
+            DeviceStateEvent::Part { sections, .. } => {
+                assert!(sections.len() <= limits::DEVICE_PART);
             }
             DeviceStateEvent::Ping(_) => {}
             DeviceStateEvent::Eof => break,
         }
     }
     // The end is found at the same place however the bytes came.
-    let whole = complete_device_state(data, &mut 0, &mut Vec::new());
-    let (mut from, mut candidates) = (0, Vec::new());
-    let half = data.len() / 2;
-    complete_device_state(&data[..half], &mut from, &mut candidates);
-    let parts = complete_device_state(data, &mut from, &mut candidates);
-    assert_eq!(whole, parts);
+    let whole = EofSearch::default().find(data);
+    let mut search = EofSearch::default();
+    search.find(&data[..data.len() / 2]);
+    let passed_on = search.before();
+    search.passed_on(passed_on);
+    let parts = search.find(&data[passed_on..]);
+    assert_eq!(whole, parts.map(|eof| passed_on + eof));
 }

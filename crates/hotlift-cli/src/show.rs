@@ -93,7 +93,7 @@ fn table(file: &Description) -> String {
         row(&name, ram(block));
     }
     row("QEMU's command line", command_line(file));
-    let devices = bytes(file.device_bytes as u64);
+    let devices = bytes(file.device_bytes);
     row(
         "devices",
         match file.devices {

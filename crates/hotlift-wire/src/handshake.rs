@@ -18,7 +18,7 @@ use bitflags::bitflags;
 use crate::settle::MigrationId;
 
 /// Version of what two Hotlifts say to each other.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 
 /// A PING's value by which a relay says, before its source switches to postcopy, that the source has a preempt channel: a QEMU
 /// that has been told of one (capability `postcopy-preempt`) waits for it. Its answer is not awaited.
@@ -37,7 +37,7 @@ bitflags! {
     pub struct Features: u32 {
         /// The stream has multifd channels.
         const MULTIFD = 1;
-        /// The stream is a QEMU's, passed on: its devices come as one package, in QEMU's own format.
+        /// The stream is a QEMU's, passed on: its devices come in packages, in QEMU's own format.
         const RELAYED = 1 << 1;
         /// Each multifd packet says its method, and another one may have another.
         const METHOD_BY_PACKET = 1 << 2;

@@ -36,10 +36,6 @@ pub const MAIN_RECORD: usize = 16 << 20 | 1024;
 /// Most commands before the list of RAM blocks. QEMU sends three at most.
 pub const SETUP_COMMANDS: usize = 64;
 
-/// Most places behind RAM that look like the start of a VM description. Three bytes of a device's state must be
-/// right by accident; a source that makes them wants the positions kept.
-pub const DESCRIPTION_STARTS: usize = 4096;
-
 /// Longest message on the return path, in bytes: `migration.c` reads into a buffer of 512.
 pub const RETURN_PATH_PAYLOAD: usize = 512;
 
@@ -57,10 +53,9 @@ pub const PAYLOAD_FACTOR: usize = 2;
 /// Longest legacy compressed page (`COMPRESS_PAGE`), in bytes: zlib's `compressBound(4096)`.
 pub const COMPRESSED_PAGE: usize = 4109;
 
-/// Most bytes of all device sections together, where a relay has to hold them at once. A minimal `pc`
-/// machine has 200 KB, one with a hundred devices some MiB; only devices that are refused earlier
-/// (VFIO) have more.
-pub const DEVICE_SECTIONS: usize = 256 << 20;
+/// Most bytes of device sections that two relays pass on at once, with a checksum. A relay holds so many, whatever all devices
+/// together have: a minimal `pc` machine has 200 KB of state, one with displays or virtiofsd tens to hundreds of MiB.
+pub const DEVICE_PART: usize = 256 << 10;
 
 /// Most bytes that a record of a `mapped-ram` file before its devices has: a configuration with as
 /// many capabilities as are accepted.

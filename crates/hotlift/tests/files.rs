@@ -418,7 +418,7 @@ fn unread(whole: &[u8]) -> std::ops::Range<usize> {
         let number = contents[part][name].as_u64().expect("a number");
         usize::try_from(number).expect("small")
     };
-    number("checks", "position") + number("checks", "length")..number("state", "position")
+    number("checks", "position") + number("checks", "length")..number("end", "position")
 }
 
 #[test]

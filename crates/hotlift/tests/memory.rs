@@ -219,22 +219,36 @@ fn notes_of_which_pages_have_come_are_bounded() {
     assert!(grown < stated, "{grown} of {stated} bytes");
 }
 
+/// A stream that has `begins` behind its RAM, and 200 MiB of `byte`.
+fn behind_ram(begins: &[u8], byte: u8) -> Vec<Vec<u8>> {
+    let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
+    for page in 0..PAGES {
+        let offset = page * PAGE_SIZE as u64;
+        encoder.zero_page(0, offset, &mut main).unwrap();
+    }
+    encoder.ram_eos(&mut main).unwrap();
+    encoder.ram_end(&mut main).unwrap();
+    encoder.ram_eos(&mut main).unwrap();
+    main.extend_from_slice(begins);
+    main.resize(main.len() + (200 << 20), byte);
+    vec![main]
+}
+
 #[test]
-fn device_state_is_bounded() {
+fn device_state_of_any_length_takes_no_memory() {
     alone!();
-    let device_state = || {
-        let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
-        for page in 0..PAGES {
-            let offset = page * PAGE_SIZE as u64;
-            encoder.zero_page(0, offset, &mut main).unwrap();
-        }
-        encoder.ram_eos(&mut main).unwrap();
-        encoder.ram_end(&mut main).unwrap();
-        encoder.ram_eos(&mut main).unwrap();
-        main.resize(main.len() + (200 << 20), 4);
-        vec![main]
-    };
-    let (outcome, grown) = relayed(device_state, &[]);
+    let (outcome, grown) = relayed(|| behind_ram(&[], 4), &[("memory-limit", "1M")]);
+    // The stream ends without its end.
+    let line = outcome.unwrap_err();
+    assert!(!line.contains("--memory-limit"), "{line}");
+    let stated = stated(0, MIB);
+    assert!(grown < stated, "{grown} of {stated} bytes");
+}
+
+#[test]
+fn a_vm_description_that_does_not_end_is_bounded() {
+    alone!();
+    let (outcome, grown) = relayed(|| behind_ram(b"\0\x06\xff\0\0\0{", b' '), &[]);
     let line = outcome.unwrap_err();
     assert!(line.contains("--memory-limit"), "{line}");
     let stated = stated(0, 64 * MIB);

@@ -16,6 +16,7 @@ use tempfile::TempDir;
 use crate::back_and_forth::used;
 use crate::guest::Guest;
 use crate::hotlift::Hotlift;
+use crate::large_devices::large_devices;
 use crate::need;
 use crate::route::{Multifd, Side};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, until};
@@ -212,23 +213,25 @@ fn parallel() -> Side {
 
 /// A machine at each end, set up for a migration to `port` of `address`.
 fn pair(link: &Link, side: &Side, address: &str, port: u16) -> Option<(Vm, Vm, String)> {
-    pair_of(Release::V7, link, side, address, port)
+    pair_of(Release::V7, link, side, (address, port), &[])
 }
 
-/// The same of a release.
+/// The same of a release, with more `devices`, as QEMU's command line has them.
 fn pair_of(
     release: Release,
     link: &Link,
     side: &Side,
-    address: &str,
-    port: u16,
+    (address, port): (&str, u16),
+    devices: &[String],
 ) -> Option<(Vm, Vm, String)> {
     let machine = Machine {
         name: release.machine(),
         ..program()
     };
-    let here = link.source.within(|| Vm::running(release, &machine));
-    let there = link.destination.within(|| Vm::waiting(release, &machine));
+    let running = || Vm::running_with(release, &machine, devices);
+    let waiting = || Vm::waiting_with(release, &machine, devices);
+    let here = link.source.within(running);
+    let there = link.destination.within(waiting);
     let (mut here, mut there) = (here.expect("the source")?, there.expect("the destination")?);
     for vm in [&mut here, &mut there] {
         side.apply(vm);
@@ -336,6 +339,26 @@ fn a_migration_goes_through_the_agents_as_it_is_typed() {
     for (id, _) in ids {
         assert!(there.contains(id), "{id} of\n{here}\nis not in\n{there}");
     }
+}
+
+#[test]
+fn devices_with_more_state_than_an_agent_keeps_in_memory_go_through_it() {
+    let hosts = need!(Hosts::new());
+    let (source, destination) = (hosts.source(""), hosts.destination(""));
+    let devices = large_devices();
+    for multifd in [Multifd::Channels(2), Multifd::Off] {
+        let pair = pair_of(
+            Release::V7,
+            &hosts.link,
+            &side(multifd),
+            (DESTINATION, PORT),
+            &devices,
+        );
+        let (mut here, mut there, uri) = need!(pair);
+        moves(&mut here, &mut there, &uri);
+    }
+    source.end();
+    destination.end();
 }
 
 /// A server at the destination that speaks first; says who has connected.
@@ -507,7 +530,7 @@ fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_th
         println!("that of the {which}");
         let mut source = hosts.source("");
         let mut destination = hosts.destination("");
-        let made = pair_of(Release::V11, &hosts.link, &postcopy, DESTINATION, port);
+        let made = pair_of(Release::V11, &hosts.link, &postcopy, (DESTINATION, port), &[]);
         let (mut here, there, uri) = need!(made);
         here.qmp.migrate(&uri).expect("migrate");
         source.agent.wait_for("state=active");

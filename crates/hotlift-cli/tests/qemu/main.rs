@@ -25,6 +25,7 @@
 //! | `salvage` | damaged files |
 //! | `clock` | the clock of a restored guest |
 //! | `machine_types` | machine types whose names show no version, or are not in the stream |
+//! | `large_devices` | devices with more state than a relay keeps in memory |
 //! | `settings` | capabilities and parameters: refused, changed, restored |
 
 #![allow(
@@ -46,6 +47,7 @@ mod guest;
 #[path = "../command/hotlift.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]
 mod hotlift;
+mod large_devices;
 mod lazy;
 mod lazy_huge;
 mod lazy_machines;

@@ -348,7 +348,7 @@ fn record(block: &str, page: usize, bytes: &[u8]) -> Vec<u8> {
 
 fn packaged(package: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
-    put_packaged_head(package.len(), &mut out).unwrap();
+    put_packaged_head(package.len() as u64, &mut out).unwrap();
     out.extend(package);
     out
 }

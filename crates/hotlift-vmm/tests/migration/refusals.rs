@@ -168,11 +168,11 @@ fn another_version_of_the_stream_is_refused_with_both_values() {
         (unit(false, "file header #1"), ["0x2", "0x3"]),
         (
             unit(false, "PING #1"),
-            ["the source has 2", "the destination has 3"],
+            ["the source has 5", "the destination has 4"],
         ),
         (
             unit(true, "HELLO #1"),
-            ["the source has 3", "the destination has 2"],
+            ["the source has 4", "the destination has 5"],
         ),
     ];
     let kind = rig::kinds()[0];

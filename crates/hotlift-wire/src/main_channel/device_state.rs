@@ -2,13 +2,20 @@
 //!
 //! A QEMU's device payloads carry no length, so that nothing behind RAM can be taken apart while it
 //! arrives. Its end can be seen, though: EOF, then a VM description whose length reaches to the last
-//! byte that came ([`complete_device_state`]). Two Hotlifts that pass on such a stream wrap the device
-//! sections in QEMU's command PACKAGED, which has a length ([`next_device_state`]):
+//! byte that came ([`EofSearch`]). Two Hotlifts that pass on such a stream send the device sections in
+//! parts, each in QEMU's command PACKAGED, which has a length, with a checksum ([`next_device_state`]):
 //!
 //! ```text
 //! QEMU:     FULL...  EOF  VM description
-//! Hotlift:  PACKAGED { FULL... }  PING  EOF  VM description
+//! Hotlift:  PACKAGED { part of FULL...  be32 CRC } ...  PING  EOF  VM description
 //! ```
+//!
+//! The CRC-32 is that of every byte of main before it. A part is passed on once it is checked: a section type that is
+//! damaged to EOF would let a QEMU run a guest that its source still has.
+
+use std::cmp::Ordering;
+
+use memchr::memmem;
 
 use super::command::{PACKAGED, PING};
 use super::section::{COMMAND, EOF, VM_DESCRIPTION};
@@ -17,11 +24,19 @@ use crate::{Reader, WireError, limits};
 /// Bytes between EOF and the text of the description.
 const DESCRIPTION_HEAD: usize = 5;
 
+/// Bytes of the checksum behind a part.
+const CRC_LEN: usize = 4;
+
 /// One thing behind RAM in a stream between two Hotlifts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeviceStateEvent {
-    /// So many bytes of device sections follow, at most [`limits::DEVICE_SECTIONS`].
-    Packaged(usize),
+pub enum DeviceStateEvent<'a> {
+    /// A part of the device sections.
+    Part {
+        /// At most [`limits::DEVICE_PART`] bytes.
+        sections: &'a [u8],
+        /// CRC-32 of every byte of main before it: `sections` are the last of these.
+        crc: u32,
+    },
     /// PING with this value.
     Ping(u32),
     /// EOF; the description, if any, follows to the end of the stream.
@@ -30,19 +45,19 @@ pub enum DeviceStateEvent {
 
 /// What [`next_device_state`] made of its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeviceStateStep {
+pub enum DeviceStateStep<'a> {
     /// So many more bytes are needed.
     Need(usize),
     /// An event, made of so many bytes.
-    Event(DeviceStateEvent, usize),
+    Event(DeviceStateEvent<'a>, usize),
 }
 
 /// Reads the next event at the start of `input`.
 ///
 /// # Errors
 ///
-/// Anything but the three events, and a package above [`limits::DEVICE_SECTIONS`].
-pub fn next_device_state(input: &[u8]) -> Result<DeviceStateStep, WireError> {
+/// Anything but the three events, and a part above [`limits::DEVICE_PART`].
+pub fn next_device_state(input: &[u8]) -> Result<DeviceStateStep<'_>, WireError> {
     let mut reader = Reader::new(input);
     match read(&mut reader) {
         Ok(event) => Ok(DeviceStateStep::Event(event, reader.position())),
@@ -51,7 +66,7 @@ pub fn next_device_state(input: &[u8]) -> Result<DeviceStateStep, WireError> {
     }
 }
 
-fn read(reader: &mut Reader<'_>) -> Result<DeviceStateEvent, WireError> {
+fn read<'a>(reader: &mut Reader<'a>) -> Result<DeviceStateEvent<'a>, WireError> {
     match reader.u8("section type")? {
         EOF => return Ok(DeviceStateEvent::Eof),
         COMMAND => {}
@@ -73,24 +88,28 @@ fn read(reader: &mut Reader<'_>) -> Result<DeviceStateEvent, WireError> {
     if command == PING {
         return Ok(DeviceStateEvent::Ping(reader.be32("PING")?));
     }
-    let length = reader.length(limits::DEVICE_SECTIONS, "length of PACKAGED")?;
-    Ok(DeviceStateEvent::Packaged(length))
+    let length = reader.length(limits::DEVICE_PART + CRC_LEN, "length of PACKAGED")?;
+    let sections = length.checked_sub(CRC_LEN).ok_or(WireError::Unknown {
+        what: "length of PACKAGED",
+        got: length as u64,
+    })?;
+    Ok(DeviceStateEvent::Part {
+        sections: reader.take(sections, "device sections")?,
+        crc: reader.be32("checksum of device sections")?,
+    })
 }
 
-/// Appends the command that `length` bytes of device sections follow.
+/// Appends the command that `length` bytes follow.
 ///
 /// # Errors
 ///
-/// A length above [`limits::DEVICE_SECTIONS`].
-pub fn put_packaged_head(length: usize, out: &mut Vec<u8>) -> Result<(), WireError> {
-    let fitting = u32::try_from(length)
-        .ok()
-        .filter(|_| length <= limits::DEVICE_SECTIONS)
-        .ok_or(WireError::OverLimit {
-            what: "length of all device sections",
-            limit: limits::DEVICE_SECTIONS as u64,
-            got: length as u64,
-        })?;
+/// A length that does not fit the command's 32 bits.
+pub fn put_packaged_head(length: u64, out: &mut Vec<u8>) -> Result<(), WireError> {
+    let fitting = u32::try_from(length).map_err(|_| WireError::OverLimit {
+        what: "length of PACKAGED",
+        limit: u64::from(u32::MAX),
+        got: length,
+    })?;
     out.push(COMMAND);
     out.extend_from_slice(&PACKAGED.to_be_bytes());
     out.extend_from_slice(&4_u16.to_be_bytes());
@@ -98,44 +117,108 @@ pub fn put_packaged_head(length: usize, out: &mut Vec<u8>) -> Result<(), WireErr
     Ok(())
 }
 
+/// Appends the command that a part of `length` bytes and its checksum follow.
+///
+/// # Errors
+///
+/// A length above [`limits::DEVICE_PART`].
+pub fn put_device_part_head(length: usize, out: &mut Vec<u8>) -> Result<(), WireError> {
+    if length > limits::DEVICE_PART {
+        return Err(WireError::OverLimit {
+            what: "length of a part of the device sections",
+            limit: limits::DEVICE_PART as u64,
+            got: length as u64,
+        });
+    }
+    put_packaged_head((length + CRC_LEN) as u64, out)
+}
+
 /// EOF and a description without content, in place of one that did not come: nobody makes use of it, but a QEMU
 /// reads it to its end before it runs the guest.
 pub const EOF_WITHOUT_DESCRIPTION: [u8; 8] = [EOF, VM_DESCRIPTION, 0, 0, 0, 2, b'{', b'}'];
 
-/// Where EOF is in the device state of a QEMU that has come completely; `None` while more must come.
+/// Finds EOF in the device state of a QEMU while it arrives, so that the bytes before it can be passed on.
 ///
-/// It is complete when some EOF is followed by a description whose length reaches exactly to
-/// the last byte, and which is a JSON text. `from` is the position up to which an earlier, shorter
-/// input was searched for candidates, whose positions `candidates` keeps: every byte is looked at once. Of
-/// more candidates than [`limits::DESCRIPTION_STARTS`] the later ones do not end it.
-pub fn complete_device_state(
-    input: &[u8],
-    from: &mut usize,
-    candidates: &mut Vec<usize>,
-) -> Option<usize> {
-    let end = input.len().saturating_sub(1 + DESCRIPTION_HEAD);
-    while *from < end {
-        let at = *from;
-        *from += 1;
-        if input[at] == EOF
-            && input[at + 1] == VM_DESCRIPTION
-            && input[at + 1 + DESCRIPTION_HEAD] == b'{'
-            && candidates.len() < limits::DESCRIPTION_STARTS
-        {
-            candidates.push(at);
+/// The input is the bytes that have come and were not passed on. A byte can be EOF as long as a VM description may follow it:
+/// the bytes that have come behind it are the beginning of one, or one that ends with the input. A description is a JSON text,
+/// in which QEMU's writer escapes control characters, so that binary device state is told apart after a few bytes. The bytes
+/// of the longest description that can be held are the caller's to limit.
+#[derive(Debug, Default)]
+pub struct EofSearch {
+    /// Bytes of the input that come before EOF.
+    before: usize,
+    /// Bytes of the text behind them that were found to be text.
+    checked: usize,
+}
+
+impl EofSearch {
+    /// Returns the position of EOF, if the description behind it ends with `input`; `None` while more must come.
+    /// `input` is the last call's, less the bytes that were passed on, with the bytes that have come since.
+    pub fn find(&mut self, input: &[u8]) -> Option<usize> {
+        loop {
+            let rest = &input[self.before..];
+            let is_last = rest.last() == Some(&EOF);
+            let next = memmem::find(rest, &[EOF, VM_DESCRIPTION]);
+            let next = next.unwrap_or(rest.len() - usize::from(is_last));
+            if next > 0 {
+                self.move_to(self.before + next);
+            }
+            match self.description(&rest[next..]) {
+                Description::None => self.move_to(self.before + 1),
+                Description::Part => return None,
+                Description::Whole => return Some(self.before),
+            }
         }
     }
-    let reaches_the_end = |at: usize| {
-        let length = input.get(at + 2..at + 1 + DESCRIPTION_HEAD)?;
-        let length = u32::from_be_bytes(length.try_into().ok()?);
-        let length = usize::try_from(length).ok()?;
-        (length <= limits::VM_DESCRIPTION && at + 1 + DESCRIPTION_HEAD + length == input.len())
-            .then_some(())?;
-        let text = &input[at + 1 + DESCRIPTION_HEAD..];
-        serde_json::from_slice::<serde::de::IgnoredAny>(text).ok()?;
-        Some(at)
-    };
-    candidates.iter().find_map(|&at| reaches_the_end(at))
+
+    /// Returns how many bytes of the input come before EOF for certain.
+    #[must_use]
+    pub fn before(&self) -> usize {
+        self.before
+    }
+
+    /// Notes that the first `length` bytes of the input were passed on, at most [`EofSearch::before`].
+    pub fn passed_on(&mut self, length: usize) {
+        self.before -= length;
+    }
+
+    fn move_to(&mut self, position: usize) {
+        (self.before, self.checked) = (position, 0);
+    }
+
+    /// Looks for a description behind the first byte of `rest`, which may be EOF.
+    fn description(&mut self, rest: &[u8]) -> Description {
+        let Some((head, text)) = rest.split_at_checked(1 + DESCRIPTION_HEAD) else {
+            return Description::Part;
+        };
+        if text.first().is_some_and(|byte| *byte != b'{') {
+            return Description::None;
+        }
+        let is_text = |byte: &u8| *byte >= b' ' || byte.is_ascii_whitespace();
+        if !text[self.checked..].iter().all(is_text) {
+            return Description::None;
+        }
+        self.checked = text.len();
+        let length = u32::from_be_bytes([head[2], head[3], head[4], head[5]]);
+        match (text.len() as u64).cmp(&u64::from(length)) {
+            Ordering::Less => Description::Part,
+            Ordering::Equal if is_json(text) => Description::Whole,
+            Ordering::Equal | Ordering::Greater => Description::None,
+        }
+    }
+}
+
+/// What is behind a byte that may be EOF.
+enum Description {
+    /// Something else.
+    None,
+    /// The beginning of one, or nothing yet.
+    Part,
+    Whole,
+}
+
+fn is_json(text: &[u8]) -> bool {
+    serde_json::from_slice::<serde::de::IgnoredAny>(text).is_ok()
 }
 
 #[cfg(test)]
@@ -150,36 +233,68 @@ mod tests {
         input
     }
 
+    /// Device bytes that look like the start of a description: in part, in text that goes on, in the length of another.
+    const DEVICES: &[u8] =
+        b"\x04abc\0\x06\0\0\0\x05{....\0\x06\0\0\xff\xff{x\0\x06\0\0\x06\0{\0{\0\x06\x7f\0\0\0{}\0\0\x7e";
+
+    const JSON: &str = r#"{"page_size":4096,"devices":[]}"#;
+
     #[test]
-    fn device_state_is_complete_at_its_last_byte_and_not_before() {
-        // Device bytes that look like the start of a description, twice.
-        let devices = b"\x04abc\0\x06\0\0\0\x05{....\0\x06\0\0\xff\xff{x\x7e";
-        let input = device_state_of(devices, r#"{"page_size":4096,"devices":[]}"#);
-        let (mut from, mut candidates) = (0, Vec::new());
-        for length in 0..input.len() {
-            let found = complete_device_state(&input[..length], &mut from, &mut candidates);
-            assert_eq!(found, None, "{length}");
+    fn eof_is_found_at_the_last_byte_and_no_byte_from_it_on_is_passed_on_before() {
+        let input = device_state_of(DEVICES, JSON);
+        for step in 1..input.len() {
+            let (mut search, mut passed) = (EofSearch::default(), 0);
+            for end in (0..input.len()).step_by(step) {
+                let found = search.find(&input[passed..end]);
+                assert_eq!(found, None, "{end} by {step}");
+                let before = search.before();
+                assert!(passed + before <= DEVICES.len(), "{end} by {step}");
+                search.passed_on(before);
+                passed += before;
+            }
+            let found = search.find(&input[passed..]);
+            assert_eq!(found.map(|at| passed + at), Some(DEVICES.len()), "{step}");
         }
-        let found = complete_device_state(&input, &mut from, &mut candidates);
-        assert_eq!(found, Some(devices.len()));
+    }
+
+    #[test]
+    fn what_cannot_be_the_end_is_not_held() {
+        let mut search = EofSearch::default();
+        for (bytes, held) in [
+            (&b"\0\0\0\0"[..], 1),
+            (b"\0\x06", 2),
+            (b"\0\x06\0\0\xff\xff{", 7),
+            (b"\0\x06\0\0\xff\xff{text\x01", 0),
+            (b"\0\x06\0\0\0\x02{} more", 0),
+            (b"\0\x06\0\0\0\x02{[", 0),
+        ] {
+            assert_eq!(search.find(bytes), None, "{bytes:?}");
+            assert_eq!(bytes.len() - search.before(), held, "{bytes:?}");
+            search = EofSearch::default();
+        }
+        // A description of any length is held: its EOF must not go out.
+        let mut long = b"\0\x06\xff\xff\xff\xff{".to_vec();
+        long.resize(1 << 20, b' ');
+        assert_eq!(search.find(&long), None);
+        assert_eq!(search.before(), 0);
     }
 
     #[test]
     fn a_description_without_content_completes_a_tail() {
-        let found = complete_device_state(&EOF_WITHOUT_DESCRIPTION, &mut 0, &mut Vec::new());
-        assert_eq!(found, Some(0));
+        assert_eq!(EofSearch::default().find(&EOF_WITHOUT_DESCRIPTION), Some(0));
     }
 
     #[test]
     fn a_description_that_is_no_json_does_not_end_device_state() {
         let input = device_state_of(b"\x04abc", r#"{"page_size":4096,"devices":[}"#);
-        assert_eq!(complete_device_state(&input, &mut 0, &mut Vec::new()), None);
+        assert_eq!(EofSearch::default().find(&input), None);
     }
 
     #[test]
-    fn a_package_and_a_ping_are_read_back_and_every_part_of_them_asks_for_the_rest() {
+    fn a_part_and_a_ping_are_read_back_and_every_beginning_of_them_asks_for_the_rest() {
         let mut bytes = Vec::new();
-        put_packaged_head(77, &mut bytes).unwrap();
+        put_device_part_head(3, &mut bytes).unwrap();
+        bytes.extend_from_slice(b"abc\0\0\x01\x02");
         let whole = bytes.len();
         for length in 0..whole {
             let step = next_device_state(&bytes[..length]).unwrap();
@@ -189,9 +304,10 @@ mod tests {
             );
         }
         let step = next_device_state(&bytes).unwrap();
+        let (sections, crc) = (&b"abc"[..], 0x102);
         assert_eq!(
             step,
-            DeviceStateStep::Event(DeviceStateEvent::Packaged(77), whole)
+            DeviceStateStep::Event(DeviceStateEvent::Part { sections, crc }, whole)
         );
         bytes.clear();
         super::super::Command::Ping(9).encode(&mut bytes);
@@ -207,8 +323,14 @@ mod tests {
     #[test]
     fn what_is_too_long_or_unknown_is_refused() {
         let mut bytes = vec![];
-        assert!(put_packaged_head(limits::DEVICE_SECTIONS + 1, &mut bytes).is_err());
-        assert!(next_device_state(&[COMMAND, 0, 7, 0, 4, 0xff, 0xff, 0xff, 0xff]).is_err());
+        assert!(put_device_part_head(limits::DEVICE_PART + 1, &mut bytes).is_err());
+        assert!(put_packaged_head(1 << 32, &mut bytes).is_err());
+        let packaged = |length: u32| [&[COMMAND, 0, 7, 0, 4][..], &length.to_be_bytes()].concat();
+        let most = u32::try_from(limits::DEVICE_PART + CRC_LEN).unwrap();
+        assert!(next_device_state(&packaged(most)).is_ok());
+        for length in [0, 3, most + 1, u32::MAX] {
+            assert!(next_device_state(&packaged(length)).is_err(), "{length}");
+        }
         assert!(next_device_state(&[COMMAND, 0, 4, 0, 0]).is_err());
         assert!(next_device_state(&[2]).is_err());
     }

@@ -4,6 +4,8 @@
 //! FULL  be32 id  "globalstate"  be32 instance 0  be32 version 1 | be32 size  state, zero padded (100) | 0x7e  be32 id
 //! ```
 
+use memchr::memmem;
+
 use super::section::{FULL, SectionHeader, read_footer};
 use crate::Reader;
 
@@ -16,6 +18,9 @@ const TYPE_AND_ID: usize = 5;
 /// Bytes of the payload behind its size.
 const STATE: usize = 100;
 
+/// Bytes of the whole section: the size of the state and the footer are the rest.
+const SECTION: usize = TYPE_AND_ID + HEAD.len() + 4 + STATE + 5;
+
 /// QEMU's name of the run state (`RunState`) among device sections. A machine without it (types up to 2.3) runs its guest.
 ///
 /// Device sections have no length. Another device that holds these very bytes is taken for it, so no guest may be harmed
@@ -23,11 +28,7 @@ const STATE: usize = 100;
 #[must_use]
 pub fn run_state(sections: &[u8]) -> Option<&str> {
     let mut from = 0;
-    while let Some(found) = sections
-        .get(from..)?
-        .windows(HEAD.len())
-        .position(|bytes| bytes == HEAD)
-    {
+    while let Some(found) = memmem::find(sections.get(from..)?, HEAD) {
         let at = from + found;
         from = at + 1;
         let begin = at.checked_sub(TYPE_AND_ID);
@@ -36,6 +37,32 @@ pub fn run_state(sections: &[u8]) -> Option<&str> {
         }
     }
     None
+}
+
+/// Finds the run state in device sections that come in parts, as [`run_state`] does in all of them.
+#[derive(Debug, Default)]
+pub struct RunStateSearch {
+    /// The last bytes that came: a section may begin there.
+    last: Vec<u8>,
+}
+
+impl RunStateSearch {
+    /// Returns the run state if its section ends in `part`, the next bytes of the device sections.
+    pub fn find(&mut self, part: &[u8]) -> Option<String> {
+        // The part behind the last bytes, as far as a section that began there can reach.
+        let (end, _) = part.split_at(part.len().min(SECTION - 1));
+        self.last.extend_from_slice(end);
+        let found = run_state(&self.last).or_else(|| run_state(part));
+        let found = found.map(str::to_owned);
+        if part.len() >= SECTION {
+            self.last.clear();
+            self.last
+                .extend_from_slice(&part[part.len() - (SECTION - 1)..]);
+        }
+        let excess = self.last.len().saturating_sub(SECTION - 1);
+        self.last.drain(..excess);
+        found
+    }
 }
 
 /// The state of a section at the start of `bytes`, if it is this one to its end.
@@ -86,6 +113,11 @@ mod tests {
         for bad in [&b""[..], b"Paused", b"\xff\xfe", &[b'a'; STATE]] {
             let expected = std::str::from_utf8(bad).ok().filter(|_| bad.len() == STATE);
             assert_eq!(run_state(&section(bad)), expected, "{bad:?}");
+        }
+        for step in [1, 2, 7, 133, 134, 135, 200] {
+            let mut search = RunStateSearch::default();
+            let found = between.chunks(step).filter_map(|part| search.find(part));
+            assert_eq!(found.collect::<Vec<_>>(), ["paused"], "parts of {step}");
         }
         let mut footer = whole;
         *footer.last_mut().unwrap() = 8;

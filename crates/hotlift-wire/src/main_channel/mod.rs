@@ -40,11 +40,11 @@ pub use configuration::{Configuration, FILE_HEADER, MACHINE_PAGE_BITS, MAPPED_RA
 pub use decode::{MainDecoder, MainEvent, Step};
 pub use description::{DeviceLengths, VmDescription};
 pub use device_state::{
-    DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, complete_device_state,
-    next_device_state, put_packaged_head,
+    DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, EofSearch, next_device_state,
+    put_device_part_head, put_packaged_head,
 };
 pub use encode::MainEncoder;
-pub use global_state::run_state;
+pub use global_state::{RunStateSearch, run_state};
 pub use mapped_ram::{
     MappedBlock, MappedEvent, MappedLayout, MappedRamDecoder, MappedStep, WITHOUT_MAPPED_RAM,
     put_mapped_end,

@@ -27,7 +27,7 @@ pub enum PostcopyCommand<'a> {
     },
     /// So many bytes follow that are to be read whole before the first is parsed: commands and device sections. They
     /// are read by the same decoder, or passed over by the caller.
-    Packaged(usize),
+    Packaged(u32),
     /// From now on pages come as they are asked for.
     Listen,
     /// The guest may run.
@@ -103,9 +103,7 @@ impl<'a> PostcopyCommand<'a> {
     ) -> Result<Self, WireError> {
         let find = |name: &str| block::find(&records.blocks, name.as_bytes(), 0);
         match id {
-            PACKAGED => Ok(Self::Packaged(
-                payload.length(limits::DEVICE_SECTIONS, "length of PACKAGED")?,
-            )),
+            PACKAGED => Ok(Self::Packaged(payload.be32("length of PACKAGED")?)),
             RECV_BITMAP => Ok(Self::RecvBitmap(find(
                 payload.counted_string("block of RECV_BITMAP")?,
             )?)),
@@ -315,7 +313,11 @@ pub fn put_run(out: &mut Vec<u8>) {
 /// again if the connection ends.
 pub const DEVICES_LOADED: u32 = 0x42;
 
-/// Returns true if this package asks whether the devices are loaded, as its source may let the guest run again before.
+/// Bytes at the end of a package that show [`asks_for_loaded_devices`]: PING and RUN.
+pub const LOADED_DEVICES_END: usize = 14;
+
+/// Returns true if the package that ends with these bytes asks whether the devices are loaded, as its source may let the guest
+/// run again before.
 #[must_use]
 pub fn asks_for_loaded_devices(package: &[u8]) -> bool {
     let mut end = Vec::new();
@@ -397,6 +399,8 @@ mod tests {
             b"\x7e\0\0\0\x2a\x08\0\x02\0\x04\0\0\0\x03\x08\0\x02\0\x04\0\0\0\x42\x08\0\x05\0\0";
         let older = b"\x7e\0\0\0\x2a\x08\0\x02\0\x04\0\0\0\x03\x08\0\x05\0\0";
         assert!(asks_for_loaded_devices(newer));
+        let (_, end) = newer.split_at(newer.len() - LOADED_DEVICES_END);
+        assert!(asks_for_loaded_devices(end));
         assert!(!asks_for_loaded_devices(older));
     }
 
@@ -504,7 +508,6 @@ mod tests {
             b"\x08\0\x06\0\x04\0\x01a\x01",
             b"\x08\0\x06\0\x05\0\x01a\0\0",
             b"\x08\0\x07\0\x03\0\0\0",
-            b"\x08\0\x07\0\x04\xff\xff\xff\xff",
             b"\x08\0\x0a\0\x00",
             b"\x08\0\x0a\0\x03\x01aa",
         ] {

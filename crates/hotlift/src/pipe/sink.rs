@@ -3,11 +3,11 @@
 //! One thread (the relay's main thread) calls the methods of [`Sink`], in this order:
 //!
 //! ```text
-//! open  command*  ram_start  (section_end | barrier | delta | command)*  ram_end  devices  await_loaded  commit
+//! open  command*  ram_start  (section_end | barrier | delta | command)*  ram_end  devices*  await_loaded  commit
 //! ```
 //!
-//! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, commands, `package`; then pages, `ram_end`
-//! and `commit`.
+//! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, commands, `begin_package`, `package_part*`,
+//! `end_package`; then pages, `ram_end` and `commit`.
 //!
 //! Worker threads meanwhile write batches, each by a [`WritePages`] of its own. Before `barrier`,
 //! `delta` and `ram_end` the caller has seen to it that all workers are idle: every page of the
@@ -94,8 +94,8 @@ pub(crate) trait Sink: Sync {
     /// RAM has ended: all pages are written.
     fn ram_end(&self) -> Result<(), MigrationError>;
 
-    /// All sections behind RAM, byte for byte.
-    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError>;
+    /// The next part of the sections behind RAM, byte for byte. The other side may load it at once.
+    fn devices(&self, part: &[u8]) -> Result<(), MigrationError>;
 
     /// Returns when the other side has taken everything so far, for good: devices are loaded, or the
     /// file is on disk.
@@ -179,8 +179,15 @@ pub(crate) trait Postcopy: Sync {
     /// A command of the source, byte for byte.
     fn command(&self, bytes: &[u8]) -> Result<(), MigrationError>;
 
-    /// The devices, and the word that the guest may run.
-    fn package(&self, bytes: &[u8]) -> Result<(), MigrationError>;
+    /// A package of `length` bytes follows, with the devices and the command that the guest may run. The other side reads
+    /// all of them before it uses the first.
+    fn begin_package(&self, length: u32) -> Result<(), MigrationError>;
+
+    /// The next bytes of the package.
+    fn package_part(&self, bytes: &[u8]) -> Result<(), MigrationError>;
+
+    /// The last bytes of the package: the guest may run.
+    fn end_package(&self, bytes: &[u8]) -> Result<(), MigrationError>;
 
     /// A page that the guest waits for: before all that others write.
     fn page(

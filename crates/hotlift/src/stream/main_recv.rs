@@ -207,7 +207,7 @@ impl<'a> MainInput<'a> {
         patience: Option<Duration>,
         waiting: &dyn Waiting,
     ) -> Result<bool, MigrationError> {
-        if !self.keeps {
+        if !self.keeps && self.unread.start > 0 {
             self.buffer.as_mut().copy_within(self.unread.clone(), 0);
             self.unread = 0..self.unread.len();
         }

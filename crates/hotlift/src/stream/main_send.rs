@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hotlift_mem::sock::IoScratch;
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_wire::main_channel::{
-    Command, Configuration, MainEncoder, postcopy, put_packaged_head,
+    Command, Configuration, MainEncoder, postcopy, put_device_part_head, put_packaged_head,
 };
 use hotlift_wire::{RamBlockEntry, WireError};
 
@@ -81,7 +81,7 @@ pub(crate) const LOADED: u32 = 3;
 
 /// A package of postcopy that has LISTEN and device sections: closed by a PING, whose value `ping` makes of all bytes before
 /// it, and by RUN. The bytes, and that value.
-pub(crate) fn close_package(
+fn close_package(
     package: &[u8],
     ping: impl FnOnce(&[u8]) -> u32,
 ) -> Result<(Vec<u8>, u32), MigrationError> {
@@ -91,7 +91,7 @@ pub(crate) fn close_package(
     postcopy::put_run(&mut behind);
     let length = package.len() + behind.len();
     let mut bytes = Vec::with_capacity(length + 16);
-    put_packaged_head(length, &mut bytes).map_err(MigrationError::main_wire)?;
+    put_packaged_head(length as u64, &mut bytes).map_err(MigrationError::main_wire)?;
     bytes.extend_from_slice(package);
     let value = ping(&bytes);
     Command::Ping(value).encode(&mut bytes);
@@ -355,6 +355,18 @@ impl MainSend {
         {
             let _ = self.flush();
         }
+    }
+
+    /// A part of the device sections of a QEMU, for a relay, with the checksum of everything up to it. At most
+    /// [`DEVICE_PART`](hotlift_wire::limits::DEVICE_PART) bytes.
+    pub(crate) fn device_part(&mut self, part: &[u8]) -> Result<(), MigrationError> {
+        self.flush()?;
+        let mut head = Vec::new();
+        put_device_part_head(part.len(), &mut head).map_err(MigrationError::main_wire)?;
+        let mut crc = self.crc.clone().unwrap_or_default();
+        crc.update(&head);
+        crc.update(part);
+        self.write(&[&head, part, &crc.finalize().to_be_bytes()])
     }
 
     /// Bytes as they are, behind everything gathered.

@@ -130,6 +130,19 @@ fn a_page_that_comes_twice_is_the_later_one() {
     }
 }
 
+/// 65 MiB of device state, where a source may make its receiver take 1 MiB.
+#[test]
+fn device_state_is_passed_on_whatever_the_memory_limit() {
+    let recording = Recording::large_devices();
+    let expected = direct(&recording);
+    let mut way = settings(&[("memory-limit", "1M"), ("multifd", "off")]);
+    way.uuid = Some(UUID);
+    for relays in 1..4 {
+        let way = vec![way.clone(); relays];
+        assert_small(&recording, &expected, &way);
+    }
+}
+
 fn assert_small(recording: &Recording, expected: &Guest, way: &[RelaySettings]) {
     let outcome = migrate(recording, way, None, Ending::LetsGo);
     outcome.assert_handed_over("small");

@@ -43,9 +43,19 @@ fn damaged(
     patience: Duration,
     expected: &Guest,
 ) -> (Result<RelayReport, MigrationError>, Carried) {
-    let recording = Recording::small();
+    damaged_of(&Recording::small(), between, flip, patience, expected)
+}
+
+/// The same of `recording`'s guest.
+fn damaged_of(
+    recording: &Recording,
+    between: &RelaySettings,
+    flip: Option<Flip>,
+    patience: Duration,
+    expected: &Guest,
+) -> (Result<RelayReport, MigrationError>, Carried) {
     let log = Log::default();
-    let (_folder, destination) = destination(&recording, 0, None, &log);
+    let (_folder, destination) = destination(recording, 0, None, &log);
     let mut between = between.clone();
     let mut behind = settings(&[("multifd", "off")]);
     between.outgoing.handshake_timeout = patience;
@@ -56,7 +66,7 @@ fn damaged(
     let to_first = first.address.clone();
     thread::scope(|scope| {
         let arriving = scope.spawn(|| destination.run());
-        let playing = scope.spawn(|| play(&recording, &to_first, Ending::LetsGo, &log));
+        let playing = scope.spawn(|| play(recording, &to_first, Ending::LetsGo, &log));
         let outcomes = [first, second].map(|relay| {
             relay.has_ended(patience).unwrap_or_else(|| {
                 relay.control.cancel();
@@ -67,6 +77,9 @@ fn damaged(
         let told = playing.join().unwrap();
         let arrived = arriving.join().unwrap();
         let what = format!("{flip:?}: {outcomes:?}, {:?}", log.events());
+        let devices = &arrived.guest.devices;
+        let came_whole = expected.devices.starts_with(devices);
+        assert!(came_whole, "{what}: a damaged byte of a device");
         if outcomes[0].is_ok() {
             assert!(arrived.eof, "{what}: success, and no EOF");
         }
@@ -147,6 +160,35 @@ fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
     assert!(harmless * 4 < flips.len(), "{harmless} of {}", flips.len());
 }
 
+/// A section's type that becomes EOF would make a QEMU run the guest without the rest of its devices.
+#[test]
+fn no_damaged_byte_of_large_device_state_is_passed_on() {
+    let recording = Recording::large_devices();
+    let direct = migrate(&recording, &[], None, Ending::LetsGo);
+    let expected = direct.arrived.guest;
+    let between = settings(&[("multifd", "off"), ("memory-limit", "1M")]);
+    let damaged = |flip| damaged_of(&recording, &between, flip, DEADLINE, &expected);
+    let (outcome, carried) = damaged(None);
+    outcome.unwrap();
+    let main = &carried[&MAIN];
+    let section = b"\x07display\0\0\0";
+    let starts = (5..main.len()).filter(|&at| main[at..].starts_with(section));
+    // The section's type is in front of its id.
+    let types: Vec<usize> = starts.map(|at| at - 5).collect();
+    assert_eq!(types.len(), 5);
+    for (at, mask) in [(types[0], 4), (types[2], 4), (types[3] + (6 << 20), 1)] {
+        let direction = MAIN;
+        let flip = Flip {
+            direction,
+            at,
+            mask,
+        };
+        let (outcome, _) = damaged(Some(flip));
+        let error = outcome.unwrap_err().chain();
+        assert!(error.contains("checksum"), "{flip:?}: {error}");
+    }
+}
+
 #[test]
 fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
     let expected = expected();
@@ -201,7 +243,7 @@ fn a_destination_of_another_version_is_refused_with_both_values() {
     let between = settings(&[("multifd", "off")]);
     let (outcome, _) = damaged(&between, Some(flip), DEADLINE, &expected());
     let said = outcome.unwrap_err().chain();
-    for words in ["version", "the source has 3", "the destination has 131"] {
+    for words in ["version", "the source has 4", "the destination has 132"] {
         assert!(said.contains(words), "{said}");
     }
 }
@@ -223,7 +265,7 @@ fn postcopy() -> Vec<u8> {
     }
     encoder.ram_start(&blocks, false, &mut main).unwrap();
     put_discard("pc.ram", 0, blocks[0].used_length, &mut main).unwrap();
-    put_packaged_head(PACKAGE.len(), &mut main).unwrap();
+    put_packaged_head(PACKAGE.len() as u64, &mut main).unwrap();
     main.extend_from_slice(PACKAGE);
     main
 }
@@ -250,7 +292,7 @@ fn package_of(listener: &Listener) -> Option<Vec<u8>> {
                         { main }.write_all(&answer).unwrap();
                     }
                     MainEvent::Postcopy(PostcopyCommand::Packaged(length)) => {
-                        package = Some(length)
+                        package = Some(length as usize)
                     }
                     _ => {}
                 }

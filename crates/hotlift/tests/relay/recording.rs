@@ -208,7 +208,7 @@ impl Recording {
             }
             encoder.ram_eos(&mut main).unwrap();
         }
-        small_end(encoder, main, "small", Vec::new())
+        small_end(encoder, main, "small", Vec::new(), &[])
     }
 
     /// The same VM from a source with `count` multifd channels of method none.
@@ -253,7 +253,31 @@ impl Recording {
         encoder.ram_part(&mut main).unwrap();
         encoder.multifd_flush(&mut main).unwrap();
         encoder.ram_eos(&mut main).unwrap();
-        small_end(encoder, main, "small multifd", channels)
+        small_end(encoder, main, "small multifd", channels, &[])
+    }
+
+    /// A VM of 8 pages, of whose devices five have 13 MiB of state each, with what looks like the end of the stream in it.
+    pub fn large_devices() -> Self {
+        let blocks = [RamBlockEntry::new("pc.ram", 8 * PAGE_SIZE as u64)];
+        let (mut encoder, mut main) = small_start(&blocks, false);
+        encoder.ram_part(&mut main).unwrap();
+        for number in 0..8 {
+            let (at, page) = (number * PAGE_SIZE as u64, page_of(0, number, 1));
+            encoder.normal_page(0, at, &page, &mut main).unwrap();
+        }
+        encoder.ram_eos(&mut main).unwrap();
+        let displays = (0..5_u8).map(|display| {
+            let mut state = Vec::with_capacity(13 << 20);
+            while state.len() < 13 << 20 {
+                state.extend_from_slice(&page_of(1, state.len() as u64, display));
+                state.extend_from_slice(
+                    b"\0\x06\0\0\0\x02{}\0\x06\0\0\x10\0{\"devices\"\x7e\0\0\0\x01\0",
+                );
+            }
+            state
+        });
+        let displays: Vec<_> = displays.collect();
+        small_end(encoder, main, "large devices", Vec::new(), &displays)
     }
 }
 
@@ -307,6 +331,7 @@ fn small_end(
     mut main: Vec<u8>,
     name: &str,
     channels: Vec<Vec<u8>>,
+    displays: &[Vec<u8>],
 ) -> Recording {
     encoder
         .command(Command::SwitchoverStart, &mut main)
@@ -323,6 +348,11 @@ fn small_end(
     encoder
         .device("cpu", 0, 1, b"registers\0\0", &mut main)
         .unwrap();
+    for (instance, state) in (0..).zip(displays) {
+        encoder
+            .device("display", instance, 1, state, &mut main)
+            .unwrap();
+    }
     encoder.eof(&mut main).unwrap();
     encoder.vm_description(&mut main).unwrap();
     Recording {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
-    Command, DeviceLengths, MainDecoder, MainEvent, SectionKind, Step,
+    Command, DeviceLengths, EOF_WITHOUT_DESCRIPTION, MainDecoder, MainEvent, SectionKind, Step,
 };
 use hotlift_wire::{WireError, limits};
 
@@ -19,7 +19,7 @@ use super::location::Location;
 use super::lost::{Lost, LostPages};
 use super::place_reader::PlaceReader;
 use super::remote::RemoteReader;
-use super::source::{Places, SavedStream};
+use super::source::{Places, SavedStream, TakePart};
 use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
 use crate::error::MigrationError;
@@ -31,6 +31,12 @@ use crate::threads::lock;
 /// takes 64 round trips.
 const CHUNKS_AHEAD: usize = 64;
 
+/// Bytes of the state that are read at once: what one read of another host's file brings.
+const PIECE: usize = limits::FILE_READ;
+
+/// Most bytes of EOF and what follows it.
+const END_MAX: usize = limits::VM_DESCRIPTION + EOF_WITHOUT_DESCRIPTION.len();
+
 /// A file whose parts but the pages were found good.
 pub(crate) struct BlockFile {
     file: PlaceReader,
@@ -39,6 +45,7 @@ pub(crate) struct BlockFile {
     seed: u32,
     contents: Contents,
     stream: SavedStream,
+    state: State,
     index: Index,
     /// CRCs of the index's chunks.
     checks: Vec<u8>,
@@ -61,13 +68,8 @@ impl BlockFile {
 
     fn read(file: PlaceReader) -> Result<Self, FileError> {
         let (info, seed, contents) = read_ends(&file)?;
-        let most = limits::DEVICE_SECTIONS + limits::VM_DESCRIPTION;
-        let state = read_part(&file, "the VM's state", contents.state, most, seed)?;
         let at = contents.state.position;
-        let mut stream = read_state(state, contents.eof).map_err(|source| FileError::Stream {
-            position: at,
-            source,
-        })?;
+        let (state, mut stream) = State::read(&file, &contents, seed)?;
         let mut capabilities = stream.configuration.capabilities.iter();
         if capabilities.any(|name| name == IGNORE_SHARED) {
             return Err(FileError::WithoutSharedRam);
@@ -101,6 +103,7 @@ impl BlockFile {
             seed,
             contents,
             stream,
+            state,
             index,
             checks,
             damaged: Mutex::default(),
@@ -257,6 +260,10 @@ impl Places for BlockFile {
         &self.stream
     }
 
+    fn devices(&self, take: TakePart<'_>) -> Result<(), MigrationError> {
+        self.state.each(&self.file, &self.stream.devices, take)
+    }
+
     fn reader<'r>(&'r self, session: &'r Session<'_>) -> Result<Blocks<'r>, MigrationError> {
         Ok(Blocks::new(self.seed, &session.memory, &session.control))
     }
@@ -350,6 +357,11 @@ fn read_contents(file: &PlaceReader, seed: u32) -> Result<Contents, FileError> {
     Contents::decode(&json, &foot, seed, start)
 }
 
+fn is_inside(file: &PlaceReader, part: Part) -> bool {
+    let end = part.position.checked_add(part.length);
+    end.is_some_and(|end| end <= file.length())
+}
+
 /// A part that takes no more than `most` bytes.
 fn read_part(
     file: &PlaceReader,
@@ -359,12 +371,9 @@ fn read_part(
     seed: u32,
 ) -> Result<Vec<u8>, FileError> {
     let position = part.position;
-    let is_inside = position
-        .checked_add(part.length)
-        .is_some_and(|end| end <= file.length());
     let length = usize::try_from(part.length).ok();
     let length = length
-        .filter(|length| is_inside && *length <= most)
+        .filter(|length| is_inside(file, part) && *length <= most)
         .ok_or(damaged("the table of contents", position))?;
     let mut bytes = vec![0; length];
     file.read_exact(&mut bytes, position)?;
@@ -374,50 +383,187 @@ fn read_part(
     Ok(bytes)
 }
 
-/// Takes the main channel apart that a file has.
-fn read_state(mut state: Vec<u8>, eof: u64) -> Result<SavedStream, WireError> {
-    let eof = usize::try_from(eof).unwrap_or(usize::MAX);
-    let whole = WireError::Truncated {
-        what: "main channel",
-        needed: 1,
-    };
-    if eof >= state.len() {
-        return Err(whole);
-    }
-    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
-    let mut stream = SavedStream::default();
-    let (mut at, mut is_last) = (0, false);
-    loop {
-        let (event, consumed) = match decoder.next(&state[at..])? {
-            Step::Need(_) => return Err(whole),
-            Step::Event { event, consumed } => (event, consumed),
+/// The main channel that a file has, of which no more than a piece is in memory: its devices can have any length.
+struct State {
+    part: Part,
+    /// CRC of each piece: what was checked once is checked again when it is used.
+    crcs: Vec<u32>,
+    /// The first piece, which mostly is all of it.
+    first: Vec<u8>,
+    seed: u32,
+}
+
+impl State {
+    /// Reads and checks all of it, and takes it apart up to the devices.
+    fn read(
+        file: &PlaceReader,
+        contents: &Contents,
+        seed: u32,
+    ) -> Result<(Self, SavedStream), FileError> {
+        let part = contents.state;
+        let whole = WireError::Truncated {
+            what: "main channel",
+            needed: 1,
         };
-        match event {
-            MainEvent::Configuration(configuration) => stream.configuration = configuration,
-            MainEvent::Command(command @ Command::SwitchoverStart) => stream.commands.push(command),
-            MainEvent::SectionStart { kind, id, .. } => {
-                stream.ram.section_id = id;
-                is_last = kind == SectionKind::End;
+        let stream_error = |source| FileError::Stream {
+            position: part.position,
+            source,
+        };
+        if !is_inside(file, part) {
+            return Err(damaged("the table of contents", part.position));
+        }
+        let mut state = Self {
+            part,
+            crcs: Vec::new(),
+            first: Vec::new(),
+            seed,
+        };
+        let mut head = StreamHead::default();
+        let mut taken_apart = Ok(());
+        let (mut crc, mut piece) = (layout::hasher(seed), Vec::new());
+        for position in (part.position..part.position + part.length).step_by(PIECE) {
+            state.crcs.push(state.load(file, position, &mut piece)?);
+            crc.update(&piece);
+            if taken_apart.is_ok() {
+                taken_apart = head.take(&piece);
             }
-            MainEvent::RamBlocks(blocks) => stream.ram.blocks = blocks,
-            MainEvent::SectionFooter if is_last => {
-                at += consumed;
-                break;
-            }
-            MainEvent::Header | MainEvent::RamEos | MainEvent::SectionFooter => {}
-            _ => {
-                return Err(WireError::OutOfOrder {
-                    got: "a record",
-                    expected: "a main channel without pages",
-                });
+            if state.first.is_empty() {
+                state.first.append(&mut piece);
             }
         }
-        at += consumed;
+        if crc.finalize() != part.crc {
+            return Err(damaged("the VM's state", part.position));
+        }
+        taken_apart.map_err(stream_error)?;
+        let eof = contents.eof;
+        if !head.is_whole || head.length > eof || eof >= part.length {
+            return Err(stream_error(whole));
+        }
+        let mut stream = head.stream;
+        if stream.ram.blocks.is_empty() {
+            return Err(stream_error(whole));
+        }
+        stream.devices = part.position + head.length..part.position + eof;
+        stream.end = match contents.end {
+            Some(end) => read_part(file, "the VM description", end, END_MAX, seed)?,
+            None => {
+                let length = usize::try_from(part.length - eof).unwrap_or(usize::MAX);
+                if length > END_MAX {
+                    return Err(damaged("the table of contents", part.position));
+                }
+                let mut end = vec![0; length];
+                file.read_exact(&mut end, part.position + eof)?;
+                end
+            }
+        };
+        Ok((state, stream))
     }
-    if at > eof || stream.ram.blocks.is_empty() {
-        return Err(whole);
+
+    /// Reads the piece at `position` of the file; its CRC.
+    fn load(
+        &self,
+        file: &PlaceReader,
+        position: u64,
+        piece: &mut Vec<u8>,
+    ) -> Result<u32, FileError> {
+        let rest = self.part.position + self.part.length - position;
+        piece.resize(
+            usize::try_from(rest).map_or(PIECE, |rest| rest.min(PIECE)),
+            0,
+        );
+        file.read_exact(piece, position)?;
+        Ok(crc_of(self.seed, &[piece]))
     }
-    stream.eof = eof - at;
-    stream.device_state = state.split_off(at);
-    Ok(stream)
+
+    /// Hands the bytes of `range` of the file to `take`, each piece once it is checked.
+    fn each(
+        &self,
+        file: &PlaceReader,
+        range: &Range<u64>,
+        take: TakePart<'_>,
+    ) -> Result<(), MigrationError> {
+        let mut read = Vec::new();
+        let pieces = (self.part.position..).step_by(PIECE).zip(&self.crcs);
+        for (number, (position, crc)) in pieces.enumerate() {
+            let place =
+                |at: u64| usize::try_from(at.saturating_sub(position)).unwrap_or(usize::MAX);
+            let (from, to) = (place(range.start), place(range.end).min(PIECE));
+            if from >= to {
+                continue;
+            }
+            let piece = match number {
+                0 => &self.first,
+                _ if self.load(file, position, &mut read)? == *crc => &read,
+                _ => return Err(damaged("the VM's state", position).into()),
+            };
+            take(&piece[from..to])?;
+        }
+        Ok(())
+    }
+}
+
+/// Takes the main channel apart that a file has, up to the devices, as its bytes come.
+struct StreamHead {
+    decoder: MainDecoder,
+    stream: SavedStream,
+    /// What has come and was not taken apart.
+    input: Vec<u8>,
+    /// Bytes that were taken apart.
+    length: u64,
+    is_last_section: bool,
+    /// The devices follow.
+    is_whole: bool,
+}
+
+impl Default for StreamHead {
+    fn default() -> Self {
+        Self {
+            decoder: MainDecoder::new(DeviceLengths::LengthPrefixed),
+            stream: SavedStream::default(),
+            input: Vec::new(),
+            length: 0,
+            is_last_section: false,
+            is_whole: false,
+        }
+    }
+}
+
+impl StreamHead {
+    fn take(&mut self, bytes: &[u8]) -> Result<(), WireError> {
+        if self.is_whole {
+            return Ok(());
+        }
+        self.input.extend_from_slice(bytes);
+        let mut at = 0;
+        while !self.is_whole {
+            let (event, consumed) = match self.decoder.next(&self.input[at..])? {
+                Step::Need(_) => break,
+                Step::Event { event, consumed } => (event, consumed),
+            };
+            let stream = &mut self.stream;
+            match event {
+                MainEvent::Configuration(configuration) => stream.configuration = configuration,
+                MainEvent::Command(command @ Command::SwitchoverStart) => {
+                    stream.commands.push(command);
+                }
+                MainEvent::SectionStart { kind, id, .. } => {
+                    stream.ram.section_id = id;
+                    self.is_last_section = kind == SectionKind::End;
+                }
+                MainEvent::RamBlocks(blocks) => stream.ram.blocks = blocks,
+                MainEvent::SectionFooter => self.is_whole = self.is_last_section,
+                MainEvent::Header | MainEvent::RamEos => {}
+                _ => {
+                    return Err(WireError::OutOfOrder {
+                        got: "a record",
+                        expected: "a main channel without pages",
+                    });
+                }
+            }
+            at += consumed;
+        }
+        self.length += at as u64;
+        self.input.drain(..at);
+        Ok(())
+    }
 }

@@ -46,8 +46,10 @@ pub(crate) struct BlockSink {
     seed: u32,
     /// Where the next block goes.
     position: AtomicU64,
-    /// The stream without its pages, as long as it grows.
+    /// The stream without its pages, up to the devices.
     stream: Mutex<Stream>,
+    /// The same with the devices, in the file, once all pages are.
+    state: Mutex<Option<State>>,
     ram: OnceLock<Ram>,
     /// Where the first block was written whose page was there already.
     written_last: AtomicU64,
@@ -68,6 +70,13 @@ pub(crate) struct BlockSink {
 struct Stream {
     encoder: Option<MainEncoder>,
     bytes: Vec<u8>,
+}
+
+/// A part of the file that grows.
+struct State {
+    position: u64,
+    length: u64,
+    crc: crc32fast::Hasher,
 }
 
 struct Ram {
@@ -121,6 +130,7 @@ impl BlockSink {
                 encoder: None,
                 bytes: Vec::new(),
             }),
+            state: Mutex::default(),
             ram: OnceLock::new(),
             written_last: AtomicU64::new(u64::MAX),
             shares: Mutex::default(),
@@ -262,14 +272,41 @@ impl BlockSink {
         Ok(())
     }
 
-    /// Writes the state, which ends with `end`, and the contents: a whole file.
-    fn write_end(&self, end: &[u8]) -> Result<(), MigrationError> {
-        let devices = lock(&self.stream).bytes.clone();
-        let state = [&devices, end].concat();
+    /// Writes the next bytes of the state. Nothing else is written in between.
+    fn append_state(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        let position = self.reserve(bytes.len())?;
+        self.file.write_at(&[bytes], position)?;
+        let mut state = lock(&self.state);
+        let state = state.get_or_insert_with(|| State {
+            position,
+            length: 0,
+            crc: layout::hasher(self.seed),
+        });
+        state.length += bytes.len() as u64;
+        state.crc.update(bytes);
+        Ok(())
+    }
+
+    /// Ends the state, as a stream without a description.
+    fn end_state(&self) -> Result<(), MigrationError> {
+        let devices = lock(&self.state).as_ref().map(|state| state.length);
+        self.append_state(&EOF_WITHOUT_DESCRIPTION)?;
         let mut contents = lock(&self.contents);
-        contents.eof = devices.len() as u64;
-        contents.state = self.append(&state)?;
-        self.append(&contents.encode(self.seed)?).map(|_| ())
+        contents.eof = devices.unwrap_or_default();
+        if let Some(state) = lock(&self.state).take() {
+            contents.state = Part {
+                position: state.position,
+                length: state.length,
+                crc: state.crc.finalize(),
+            };
+        }
+        Ok(())
+    }
+
+    /// Writes the contents: a whole file.
+    fn write_contents(&self) -> Result<(), MigrationError> {
+        let contents = lock(&self.contents).encode(self.seed)?;
+        self.append(&contents).map(|_| ())
     }
 }
 
@@ -369,29 +406,32 @@ impl Sink for BlockSink {
         self.record(|encoder, bytes| {
             encoder.ram_end(bytes)?;
             encoder.ram_eos(bytes)
-        })
+        })?;
+        let stream = std::mem::take(&mut lock(&self.stream).bytes);
+        self.append_state(&stream)
     }
 
     /// A source sends its devices once its guest is paused.
-    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
-        lock(&self.contents).paused = Some(seconds_now());
-        lock(&self.stream).bytes.extend_from_slice(sections);
-        Ok(())
+    fn devices(&self, part: &[u8]) -> Result<(), MigrationError> {
+        lock(&self.contents).paused.get_or_insert_with(seconds_now);
+        self.append_state(part)
     }
 
     /// The file could be restored from here on, but for its name.
     fn await_loaded(&self) -> Result<(), MigrationError> {
+        self.end_state()?;
         self.write_index()?;
-        self.write_end(&EOF_WITHOUT_DESCRIPTION)?;
+        self.write_contents()?;
         let position = self.position.load(Ordering::Relaxed);
-        let state = lock(&self.stream).bytes.len() as u64;
-        self.file.reserve(position, state + END)?;
+        self.file.reserve(position, END)?;
         Ok(self.file.sync()?)
     }
 
     fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
         // Behind what was written before, which stays whole until the file has its name.
-        self.write_end(end)?;
+        let end = self.append(end)?;
+        lock(&self.contents).end = Some(end);
+        self.write_contents()?;
         let length = self.position.load(Ordering::Relaxed);
         self.file.publish(length)?;
         Ok(Doing::Unknown)

@@ -39,7 +39,7 @@ pub struct Description {
     /// vCPUs, by the same.
     pub vcpus: Option<usize>,
     /// Bytes of the devices' state.
-    pub device_bytes: usize,
+    pub device_bytes: u64,
     /// Blocks of pages by method, with those whose pages have changed since they were written.
     pub shares: Vec<Share>,
     /// Blocks whose pages were read, and found to be what was written; `None` if that was not asked for.
@@ -160,19 +160,19 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
 struct Devices {
     devices: Option<usize>,
     vcpus: Option<usize>,
-    bytes: usize,
+    bytes: u64,
 }
 
 impl Devices {
     fn of(stream: &SavedStream) -> Self {
-        let (devices, end) = stream.devices();
-        let description = VmDescription::find(end).and_then(|json| VmDescription::parse(json).ok());
+        let json = VmDescription::find(&stream.end);
+        let description = json.and_then(|json| VmDescription::parse(json).ok());
         let description = description.as_ref();
         Self {
             devices: description.map(VmDescription::devices),
             // QEMU's section of each vCPU.
             vcpus: description.map(|description| description.instances("cpu_common")),
-            bytes: devices.len(),
+            bytes: stream.device_bytes(),
         }
     }
 }

@@ -3,9 +3,10 @@
 //! ```text
 //! header    magic(8)  be32 version  be32 length  JSON                       be32 CRC-32 of all before
 //! blocks    be32 CRC of its position and the rest  be32 method  be16 RAM block  be16 0  be32 length  be64 first page  be64 which | bytes
+//! state     the main channel of a migration without its pages: configuration, RAM blocks, devices, EOF
 //! index     for each RAM block, for each of its pages, in whole chunks of 512: be64 where it is; 0: it is zero
 //! checks    be32 CRC of each chunk of the index
-//! state     the main channel of a migration without its pages: configuration, RAM blocks, devices, EOF, VM description
+//! end       EOF and VM description, in place of the state's EOF and what follows it
 //! contents  JSON: where the parts are, and their CRCs
 //! foot      be32 length of the contents  be32 their CRC  "HLSAVEnd"
 //! ```
@@ -138,9 +139,14 @@ pub(crate) fn read_info(head: &[u8; HEAD_LEN], rest: &[u8]) -> Result<(FileInfo,
     Ok((info, crc))
 }
 
+/// Sums up the CRC of a part of the file whose header has the CRC `seed`.
+pub(crate) fn hasher(seed: u32) -> crc32fast::Hasher {
+    crc32fast::Hasher::new_with_initial(seed)
+}
+
 /// CRC of a part of the file whose header has the CRC `seed`.
 pub(crate) fn crc_of(seed: u32, parts: &[&[u8]]) -> u32 {
-    let mut hasher = crc32fast::Hasher::new_with_initial(seed);
+    let mut hasher = hasher(seed);
     parts.iter().for_each(|part| hasher.update(part));
     hasher.finalize()
 }
@@ -274,7 +280,7 @@ impl Entry {
     }
 }
 
-/// A part of the file that is read as a whole.
+/// A part of the file with a CRC of its own.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Part {
     pub position: u64,
@@ -304,6 +310,9 @@ pub(crate) struct Contents {
     pub state: Part,
     /// Where EOF is in the state.
     pub eof: u64,
+    /// EOF and VM description, in place of what the state has from EOF on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub end: Option<Part>,
     /// From here on blocks have pages that were sent again: the guest wrote them last.
     pub written_last: u64,
     /// Seconds from 1970 to the moment when the guest was paused.

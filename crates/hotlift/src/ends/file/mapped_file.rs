@@ -5,17 +5,20 @@ use std::path::Path;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
-    Command, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep, WITHOUT_MAPPED_RAM,
-    complete_device_state,
+    Command, EofSearch, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep,
+    WITHOUT_MAPPED_RAM,
 };
 use hotlift_wire::{WireError, limits};
 
 use super::place_reader::PlaceReader;
-use super::source::{Places, SavedStream};
+use super::source::{Places, SavedStream, TakePart};
 use super::{FileError, check_ram};
 use crate::error::MigrationError;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
+
+/// Bytes of the device state that are read at once.
+const PIECE: usize = 1 << 20;
 
 /// A file whose stream was walked and found good.
 pub(crate) struct MappedFile {
@@ -71,7 +74,7 @@ impl MappedFile {
     fn read(&mut self, offset: u64) -> Result<(), FileError> {
         let length = self.file.length();
         let devices_at = self.walk(offset, length)?;
-        self.read_device_state(devices_at, length)
+        self.find_end(devices_at, length)
     }
 
     /// Bytes of the file.
@@ -155,28 +158,44 @@ impl MappedFile {
         Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
     }
 
-    /// Reads devices, EOF and VM description, to the file's last byte.
-    fn read_device_state(&mut self, position: u64, length: u64) -> Result<(), FileError> {
-        let bytes = length - position;
-        let limit = limits::DEVICE_SECTIONS + limits::VM_DESCRIPTION;
-        let fitting = usize::try_from(bytes).ok().filter(|bytes| *bytes <= limit);
-        let fitting = fitting.ok_or(FileError::Stream {
-            position,
-            source: WireError::OverLimit {
-                what: "length of all device sections",
-                limit: limit as u64,
-                got: bytes,
-            },
-        })?;
-        let mut device_state = vec![0; fitting];
-        self.file.read_exact(&mut device_state, position)?;
+    /// Finds the devices, and reads EOF and the VM description, to the file's last byte.
+    fn find_end(&mut self, position: u64, length: u64) -> Result<(), FileError> {
+        let mut search = EofSearch::default();
+        let (mut held, mut at) = (Vec::new(), position);
+        while at < length {
+            let before = held.len();
+            held.resize(before + piece_len(length - at), 0);
+            self.file.read_exact(&mut held[before..], at)?;
+            at += (held.len() - before) as u64;
+            if let Some(eof) = search.find(&held)
+                && at == length
+            {
+                self.stream.end = held.split_off(eof);
+                self.stream.devices = position..at - self.stream.end.len() as u64;
+                return Ok(());
+            }
+            held.drain(..search.before());
+            search.passed_on(search.before());
+            if held.len() > limits::VM_DESCRIPTION + PIECE {
+                return Err(FileError::Stream {
+                    position,
+                    source: WireError::OverLimit {
+                        what: "length of the VM description",
+                        limit: limits::VM_DESCRIPTION as u64,
+                        got: held.len() as u64,
+                    },
+                });
+            }
+        }
         // The only sign that the devices are whole; a file of a machine that writes no description
         // (suppress-vmdesc) cannot be told from one that was cut short.
-        self.stream.eof = complete_device_state(&device_state, &mut 0, &mut Vec::new())
-            .ok_or(FileError::Truncated { position })?;
-        self.stream.device_state = device_state;
-        Ok(())
+        Err(FileError::Truncated { position })
     }
+}
+
+/// Bytes of the next piece of so many that are left.
+fn piece_len(left: u64) -> usize {
+    usize::try_from(left).map_or(PIECE, |left| left.min(PIECE))
 }
 
 impl Places for MappedFile {
@@ -184,6 +203,17 @@ impl Places for MappedFile {
 
     fn stream(&self) -> &SavedStream {
         &self.stream
+    }
+
+    fn devices(&self, take: TakePart<'_>) -> Result<(), MigrationError> {
+        let Range { start, end } = self.stream.devices;
+        let mut piece = Vec::new();
+        for position in (start..end).step_by(PIECE) {
+            piece.resize(piece_len(end - position), 0);
+            self.file.read_exact(&mut piece, position)?;
+            take(&piece)?;
+        }
+        Ok(())
     }
 
     fn reader<'r>(&'r self, _: &'r Session<'_>) -> Result<(), MigrationError> {

@@ -213,8 +213,8 @@ impl Sink for MappedRamSink {
         self.append(&bytes)
     }
 
-    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
-        self.append(sections)
+    fn devices(&self, part: &[u8]) -> Result<(), MigrationError> {
+        self.append(part)
     }
 
     fn await_loaded(&self) -> Result<(), MigrationError> {

@@ -30,20 +30,23 @@ pub(crate) struct SavedStream {
     pub commands: Vec<Command>,
     /// The RAM of the VM.
     pub ram: RamLayout,
-    /// Device sections, EOF, VM description.
-    pub device_state: Vec<u8>,
-    /// Where EOF is in `device_state`.
-    pub eof: usize,
     /// QEMU's property `multifd-flush-after-each-section` as the source's stream showed it; `None` if it did not.
     pub flush_after_each_section: Option<bool>,
+    /// Where the device sections are in the file.
+    pub devices: Range<u64>,
+    /// EOF and the VM description.
+    pub end: Vec<u8>,
 }
 
 impl SavedStream {
-    /// The device sections; EOF and the VM description.
-    pub(crate) fn devices(&self) -> (&[u8], &[u8]) {
-        self.device_state.split_at(self.eof)
+    /// Bytes of the device sections.
+    pub(crate) fn device_bytes(&self) -> u64 {
+        self.devices.end - self.devices.start
     }
 }
+
+/// Takes the next part of a file's device sections.
+pub(crate) type TakePart<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), MigrationError>;
 
 /// A file that says where each page is.
 pub(crate) trait Places: Sync {
@@ -53,6 +56,12 @@ pub(crate) trait Places: Sync {
         Self: 'r;
 
     fn stream(&self) -> &SavedStream;
+
+    /// Reads the device sections, and hands each part to `take` once it is checked, as far as the file can be checked.
+    ///
+    /// # Errors
+    /// The error of `take`; a file that cannot be read, or is not what was written.
+    fn devices(&self, take: TakePart<'_>) -> Result<(), MigrationError>;
 
     fn reader<'r>(&'r self, session: &'r Session<'_>) -> Result<Self::Reader<'r>, MigrationError>;
 
@@ -124,6 +133,11 @@ impl<P: Places> FileSource<P> {
 
     pub(crate) fn stream(&self) -> &SavedStream {
         self.file.stream()
+    }
+
+    /// See [`Places::devices`].
+    pub(crate) fn devices(&self, take: TakePart<'_>) -> Result<(), MigrationError> {
+        self.file.devices(take)
     }
 
     /// The next pages that no thread has taken.

@@ -5,7 +5,7 @@ mod salvage;
 
 use std::fs;
 use std::ops::Range;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Command;
@@ -240,7 +240,8 @@ fn every_page_has_what_was_written_last_by_every_method() {
         assert!(read(&file, 0).unwrap() == expected, "{name}");
         assert_eq!(read(&file, 1).unwrap(), [0, 0, 77]);
         let stream = file.stream();
-        assert_eq!(stream.devices(), (DEVICES, END));
+        assert_eq!(stream.end, END);
+        assert_eq!(devices(&file).unwrap(), DEVICES);
         assert_eq!((stream.ram.section_id, stream.uuid), (3, Some([7; 16])));
         let [first, last] = [0, 512].map(|number| file.entry(0, number).unwrap().unwrap());
         assert!(
@@ -250,6 +251,39 @@ fn every_page_has_what_was_written_last_by_every_method() {
         let pages: u64 = file.contents().shares.iter().map(|share| share.pages).sum();
         assert_eq!(pages, 120 + 60 + 120 + 1);
     }
+}
+
+#[test]
+fn devices_of_any_length_come_back_in_parts_of_which_none_is_damaged() {
+    let folder = folder();
+    let path = folder.path().join("vm");
+    let sink = sink(&path, "none");
+    sink.ram_end().unwrap();
+    let parts = (0..300_u32).map(|part| part.to_be_bytes().repeat(4000));
+    let written: Vec<_> = parts.collect();
+    written.iter().for_each(|part| sink.devices(part).unwrap());
+    sink.await_loaded().unwrap();
+    sink.commit(END, None).unwrap();
+    let written = written.concat();
+    let file = BlockFile::open(&path).unwrap();
+    assert_eq!(file.stream().device_bytes(), written.len() as u64);
+    assert!(devices(&file).unwrap() == written);
+    // A file that is damaged after it was opened.
+    let at = file.stream().devices.start + (3 << 20);
+    let on_disk = fs::File::options().write(true).open(&path).unwrap();
+    on_disk.write_all_at(&[0xff; 5], at).unwrap();
+    let (mut came, mut largest) = (Vec::new(), 0);
+    let read = file.devices(&mut |part| {
+        largest = largest.max(part.len());
+        came.extend_from_slice(part);
+        Ok(())
+    });
+    let error = read.unwrap_err().chain();
+    assert!(error.contains("the VM's state"), "{error}");
+    assert!(came.len() > 1 << 20 && written.starts_with(&came));
+    assert!(largest <= 1 << 20, "{largest} bytes at once");
+    let error = BlockFile::open(&path).err().unwrap().to_string();
+    assert!(error.contains("the VM's state"), "{error}");
 }
 
 #[test]
@@ -312,6 +346,16 @@ fn a_delta_applies_to_what_the_page_has_now() {
     }
 }
 
+/// The device sections of a file.
+fn devices(file: &BlockFile) -> Result<Vec<u8>, MigrationError> {
+    let mut devices = Vec::new();
+    file.devices(&mut |part| {
+        devices.extend_from_slice(part);
+        Ok(())
+    })?;
+    Ok(devices)
+}
+
 /// Reads all that is in a file.
 fn read_all(path: &Path) -> Result<(), MigrationError> {
     let file = BlockFile::open(path)?;
@@ -335,7 +379,7 @@ fn every_damaged_byte_is_refused_and_every_end_but_the_file_s() {
     // What was written for the case that the process ends before the file has its name: nobody reads it.
     let contents = BlockFile::open(&path).unwrap().contents().clone();
     let end_of_checks = contents.checks.position + contents.checks.length;
-    let unread = end_of_checks..contents.state.position;
+    let unread = end_of_checks..contents.end.unwrap().position;
     // Where the index says nothing of pages, it is one run of zeros: some of it does for all.
     let places = (0..whole.len())
         .filter(|at| whole[*at] != 0 || at % 13 == 0)

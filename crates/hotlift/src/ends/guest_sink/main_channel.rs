@@ -32,7 +32,7 @@ enum Next {
     /// The source has released the guest.
     Committed,
     /// A package of so many bytes follows.
-    Package(usize),
+    Package(u32),
 }
 
 pub(crate) struct MainReceiver<'a> {
@@ -151,7 +151,11 @@ impl<'a> MainReceiver<'a> {
     }
 
     /// Reads a package to its end. It takes memory as it comes, not as its length says.
-    fn package(&mut self, length: usize) -> Result<Vec<u8>, MigrationError> {
+    fn package(&mut self, length: u32) -> Result<Vec<u8>, MigrationError> {
+        let length = length as usize;
+        if length > DEVICE_BYTES {
+            return Err(too_many_devices("length of a package of devices", length));
+        }
         let mut package = Vec::new();
         while package.len() < length {
             if self.input.unread().is_empty() && !self.input.fill(1, self.state.session)? {
@@ -278,11 +282,8 @@ impl State<'_> {
             MainEvent::DevicePayload(payload) => {
                 self.device_bytes += payload.len();
                 if self.device_bytes > DEVICE_BYTES {
-                    return Err(MigrationError::main_wire(WireError::OverLimit {
-                        what: "length of all device payloads",
-                        limit: DEVICE_BYTES as u64,
-                        got: self.device_bytes as u64,
-                    }));
+                    let what = "length of all device payloads";
+                    return Err(too_many_devices(what, self.device_bytes));
                 }
                 if let Some(mut device) = self.device.take() {
                     device.payload = payload.to_vec();
@@ -510,6 +511,14 @@ impl State<'_> {
         self.session.loaded();
         Ok(())
     }
+}
+
+fn too_many_devices(what: &'static str, got: usize) -> MigrationError {
+    MigrationError::main_wire(WireError::OverLimit {
+        what,
+        limit: DEVICE_BYTES as u64,
+        got: got as u64,
+    })
 }
 
 fn protocol(got: &str) -> MigrationError {

@@ -12,12 +12,13 @@ mod postcopy;
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::handshake::{CONNECTED, Features, Offer};
-use hotlift_wire::main_channel::{Command, Configuration, put_packaged_head, run_state};
+use hotlift_wire::limits;
+use hotlift_wire::main_channel::{Command, Configuration, RunStateSearch};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
@@ -43,6 +44,7 @@ use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
+use crate::threads::lock;
 use crate::tls::Remote;
 use crate::transport::Stream;
 
@@ -175,6 +177,7 @@ pub(crate) struct StreamSink<'a> {
     ram: OnceLock<Ram>,
     /// What the guest did before, by its devices.
     run_state: OnceLock<String>,
+    run_state_search: Mutex<RunStateSearch>,
 }
 
 /// What is known once the other side has answered.
@@ -290,6 +293,7 @@ impl<'a> StreamSink<'a> {
             other_side: OnceLock::new(),
             ram: OnceLock::new(),
             run_state: OnceLock::new(),
+            run_state_search: Mutex::default(),
         }
     }
 
@@ -627,19 +631,18 @@ impl Sink for StreamSink<'_> {
         Some(self)
     }
 
-    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
+    fn devices(&self, part: &[u8]) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
         if self.other_side().is_relay {
-            let mut head = Vec::new();
-            put_packaged_head(sections.len(), &mut head).map_err(MigrationError::main_wire)?;
-            main.raw(&head)?;
+            let mut parts = part.chunks(limits::DEVICE_PART);
+            return parts.try_for_each(|part| main.device_part(part));
         }
-        main.raw(sections)?;
-        // While they are loaded there.
-        if !self.other_side().is_relay
-            && let Some(state) = run_state(sections)
+        main.raw(part)?;
+        // While it is loaded there.
+        if self.run_state.get().is_none()
+            && let Some(state) = lock(&self.run_state_search).find(part)
         {
-            let _ = self.run_state.set(state.to_owned());
+            let _ = self.run_state.set(state);
         }
         Ok(())
     }

@@ -77,13 +77,20 @@ impl Postcopy for StreamSink<'_> {
         self.lock_main().raw(bytes)
     }
 
-    fn package(&self, bytes: &[u8]) -> Result<(), MigrationError> {
-        let mut package = Vec::with_capacity(bytes.len() + 16);
-        put_packaged_head(bytes.len(), &mut package).map_err(MigrationError::main_wire)?;
-        package.extend_from_slice(bytes);
+    fn begin_package(&self, length: u32) -> Result<(), MigrationError> {
+        let mut head = Vec::new();
+        put_packaged_head(length.into(), &mut head).map_err(MigrationError::main_wire)?;
+        self.lock_main().raw(&head)
+    }
+
+    fn package_part(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        self.lock_main().raw(bytes)
+    }
+
+    fn end_package(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         {
             let mut main = self.lock_main();
-            main.raw(&package)?;
+            main.raw(bytes)?;
             // Nothing else can be told of it before the guest runs.
             if self.answers.takes(Features::PACKAGE_CHECKED)
                 && let Some(value) = main.crc()

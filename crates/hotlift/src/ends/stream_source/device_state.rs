@@ -2,14 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use hotlift_methods::OverMemoryLimit;
+use hotlift_wire::limits;
 use hotlift_wire::main_channel::{
-    Command, DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, MainDecoder, MainEvent,
-    SectionKind, Step, complete_device_state, next_device_state,
+    Command, DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, EofSearch, MainDecoder,
+    MainEvent, SectionKind, Step, next_device_state,
 };
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
-use hotlift_wire::{WireError, limits};
 
 use crate::control::Status;
 use crate::ends::stream_source::upstream::Upstream;
@@ -17,8 +16,7 @@ use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
 use crate::pipe::hooks::{Hooks, Ownership};
 use crate::pipe::session::Session;
-use crate::stream::counted_buffer::CountedBuffer;
-use crate::stream::main_recv::{MainInput, Waiting, event_name};
+use crate::stream::main_recv::{MainInput, Waiting, check_crc, event_name};
 use crate::stream::return_path::encode;
 use crate::threads::OnPanic;
 
@@ -38,6 +36,9 @@ const DESCRIPTION_MARK: u8 = 0x06;
 const NO_DESCRIPTION: &str = "the source's VM description (pc-i440fx-2.2 sends none: start both QEMUs with \
                               -machine suppress-vmdesc=off)";
 
+/// Bytes from a footer to the EOF behind it.
+const FOOTER_TO_EOF: usize = 5;
+
 /// How long a VM description may be behind the EOF of a relay, which sends both in one go.
 const DESCRIPTION: Duration = Duration::from_secs(1);
 
@@ -56,9 +57,8 @@ pub(crate) fn from_qemu(
     hooks: Hooks<'_>,
     late_channel: &dyn Fn() -> bool,
 ) -> Result<(), MigrationError> {
-    let (sections, eof) = read_device_state(session, upstream, input, has_footers)?;
     session.control.set_status(Status::Device);
-    session.sink.devices(&sections[..eof])?;
+    pass_devices(session, upstream, input, has_footers)?;
     session.sink.await_loaded()?;
     let channel_missing = late_channel();
     if channel_missing {
@@ -82,7 +82,7 @@ pub(crate) fn from_qemu(
     if !session.commit(hooks) {
         return Err(MigrationError::Cancelled);
     }
-    hand_over(session, &sections[eof..], hooks).map(drop)
+    hand_over(session, input.unread(), hooks).map(drop)
 }
 
 /// Sends EOF and what follows it, and waits until it is known what became of the guest; what it does.
@@ -117,23 +117,28 @@ pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: Do
     upstream.answer(&messages);
 }
 
-/// Reads until the stream's last byte has come: the bytes, and where EOF is in them.
-fn read_device_state(
+/// Passes the devices on as they come, until the stream's last byte has come. EOF and what follows it are left in `input`.
+///
+/// Whatever can be EOF is held back: the destination runs the guest at it.
+fn pass_devices(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
     has_footers: bool,
-) -> Result<(CountedBuffer, usize), MigrationError> {
-    let mut sections = CountedBuffer::new(&session.memory);
-    let (mut searched, mut candidates) = (0, Vec::new());
+) -> Result<(), MigrationError> {
+    let mut search = EofSearch::default();
     loop {
-        let unread = input.unread();
-        let taken = unread.len();
-        sections.extend(unread).map_err(too_much)?;
-        input.take(taken);
-        check_length(&sections)?;
-        if let Some(eof) = complete_device_state(&sections, &mut searched, &mut candidates) {
-            return Ok((sections, eof));
+        let found = search.find(input.unread());
+        // Where no description comes, the bytes before the last show whether it is EOF.
+        let certain = search.before().saturating_sub(2 * FOOTER_TO_EOF);
+        let certain = found.unwrap_or(certain);
+        if certain > 0 {
+            session.sink.devices(&input.unread()[..certain])?;
+            input.take(certain);
+            search.passed_on(certain);
+        }
+        if found.is_some() {
+            return Ok(());
         }
         if input.fill_some(1, Some(SILENCE), &session.call())? {
             continue;
@@ -142,41 +147,48 @@ fn read_device_state(
         // in its place, which a device cut short would swallow. A source that takes answers
         // does not close before it has had one.
         let is_closed = upstream.is_closed();
-        let is_eof = |eof| match has_footers {
-            true => is_eof(&sections, eof),
+        let held = input.unread();
+        let eof = held.len().saturating_sub(1);
+        let is_eof = match has_footers {
+            true => is_eof(held, eof),
             // Then only a QEMU shows that they are whole, which loads them up to the PING. A file does not.
-            false => session.sink.shows_loading() && may_be_eof(&sections, eof),
+            false => session.sink.shows_loading() && may_be_eof(held, eof),
         };
-        return match sections.len().checked_sub(1) {
-            Some(eof) if is_eof(eof) && !(is_closed && upstream.return_path) => Ok((sections, eof)),
-            _ if is_closed => Err(MigrationError::main_closed()),
-            _ => Err(MigrationError::Timeout {
+        if is_eof && !(is_closed && upstream.return_path) {
+            session.sink.devices(&held[..eof])?;
+            input.take(eof);
+            return Ok(());
+        }
+        return Err(match is_closed {
+            true => MigrationError::main_closed(),
+            false => MigrationError::Timeout {
                 waiting_for: match has_footers {
                     true => "the rest of the source's devices",
                     false => NO_DESCRIPTION,
                 }
                 .to_owned(),
                 waited: SILENCE,
-            }),
-        };
+            },
+        });
     }
 }
 
 /// Whether the byte at `at`, the last that came, can be EOF: it is behind a footer. A description of
 /// which a part has come has zero bytes in its length; that one's EOF came earlier, and must not go out.
-fn is_eof(sections: &[u8], at: usize) -> bool {
-    let follows_footer = |at: usize| sections[at] == EOF && at >= 5 && sections[at - 5] == FOOTER;
-    let earlier = at.saturating_sub(5)..at;
+fn is_eof(held: &[u8], at: usize) -> bool {
+    let follows_footer = |at: usize| {
+        let footer = at.checked_sub(FOOTER_TO_EOF).map(|footer| held[footer]);
+        footer == Some(FOOTER) && held[at] == EOF
+    };
+    let mut earlier = at.saturating_sub(FOOTER_TO_EOF)..at;
     follows_footer(at)
-        && !earlier
-            .into_iter()
-            .any(|earlier| follows_footer(earlier) && sections[earlier + 1] == DESCRIPTION_MARK)
+        && !earlier.any(|earlier| follows_footer(earlier) && held[earlier + 1] == DESCRIPTION_MARK)
 }
 
 /// The same without footers: a zero byte at the end, and not one of a description's length.
-fn may_be_eof(sections: &[u8], at: usize) -> bool {
-    let earlier = &sections[at.saturating_sub(5)..=at];
-    sections[at] == EOF
+fn may_be_eof(held: &[u8], at: usize) -> bool {
+    let earlier = held.get(at.saturating_sub(5)..=at).unwrap_or_default();
+    held.get(at) == Some(&EOF)
         && !earlier
             .windows(2)
             .any(|pair| pair == [EOF, DESCRIPTION_MARK])
@@ -228,7 +240,8 @@ fn await_release(
     })
 }
 
-/// Of a relay: its device sections have a length, and it asks itself whether all is loaded before EOF may follow.
+/// Of a relay: its device sections come in parts with a checksum, and it asks itself whether all is loaded before EOF may
+/// follow.
 pub(crate) fn from_relay(
     session: &Session<'_>,
     upstream: &Upstream,
@@ -238,52 +251,49 @@ pub(crate) fn from_relay(
     let mut has_devices = false;
     let mut is_loaded = false;
     loop {
-        match next_device_state(input.unread()).map_err(MigrationError::main_wire)? {
+        let step = next_device_state(input.unread()).map_err(MigrationError::main_wire)?;
+        let (event, consumed) = match step {
+            DeviceStateStep::Event(event, consumed) => (event, consumed),
             DeviceStateStep::Need(needed) => {
                 if !input.fill(needed, &session.call())? {
                     return Err(MigrationError::main_closed());
                 }
+                continue;
             }
-            DeviceStateStep::Event(event, consumed) => {
-                if event == DeviceStateEvent::Eof {
-                    if !is_loaded {
-                        return Err(unexpected("EOF before the devices were loaded"));
-                    }
-                    return end_of_relay(session, upstream, input, hooks);
+        };
+        match event {
+            DeviceStateEvent::Part { .. } if is_loaded => {
+                return Err(unexpected("devices behind the last"));
+            }
+            DeviceStateEvent::Part { sections, crc } => {
+                // No damaged byte reaches a QEMU: a section type may have become EOF, and it would run the guest.
+                if let Some(mut sum) = input.crc() {
+                    let before_crc = consumed - size_of_val(&crc);
+                    sum.update(&input.unread()[..before_crc]);
+                    check_crc(sum, crc).map_err(MigrationError::main_wire)?;
                 }
-                if let DeviceStateEvent::Ping(expected) = event
-                    && has_devices
-                    && !is_loaded
-                {
-                    input
-                        .check_crc(expected)
-                        .map_err(MigrationError::main_wire)?;
-                }
+                has_devices = true;
+                session.control.set_status(Status::Device);
+                session.sink.devices(sections)?;
                 input.take(consumed);
-                match event {
-                    DeviceStateEvent::Packaged(_) if has_devices => {
-                        return Err(unexpected("devices behind the last"));
-                    }
-                    DeviceStateEvent::Packaged(length) => {
-                        has_devices = true;
-                        session.control.set_status(Status::Device);
-                        let sections = read_package(session, input, length, None)?;
-                        session.sink.devices(&sections)?;
-                    }
-                    DeviceStateEvent::Ping(_) if is_loaded || !has_devices => {
-                        return Err(unexpected("PING in another place than behind the devices"));
-                    }
-                    DeviceStateEvent::Ping(expected) => {
-                        session.sink.await_loaded()?;
-                        is_loaded = true;
-                        if !session.taking.loaded() {
-                            return Err(MigrationError::Cancelled);
-                        }
-                        upstream.answer(&encode(&[ReturnMessage::Pong(expected)]));
-                    }
-                    DeviceStateEvent::Eof => {}
-                }
             }
+            DeviceStateEvent::Ping(_) if is_loaded || !has_devices => {
+                return Err(unexpected("PING in another place than behind the devices"));
+            }
+            DeviceStateEvent::Ping(asked) => {
+                input.check_crc(asked).map_err(MigrationError::main_wire)?;
+                input.take(consumed);
+                session.sink.await_loaded()?;
+                is_loaded = true;
+                if !session.taking.loaded() {
+                    return Err(MigrationError::Cancelled);
+                }
+                upstream.answer(&encode(&[ReturnMessage::Pong(asked)]));
+            }
+            DeviceStateEvent::Eof if !is_loaded => {
+                return Err(unexpected("EOF before the devices were loaded"));
+            }
+            DeviceStateEvent::Eof => return end_of_relay(session, upstream, input, hooks),
         }
     }
 }
@@ -297,7 +307,6 @@ pub(crate) fn from_guest(
     hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
     session.control.set_status(Status::Device);
-    let mut sections = CountedBuffer::new(&session.memory);
     let asked = loop {
         let next = decoder.next(input.unread());
         let (event, consumed) = match next.map_err(MigrationError::main_wire)? {
@@ -320,9 +329,7 @@ pub(crate) fn from_guest(
             }
             | MainEvent::DevicePayload(_)
             | MainEvent::SectionFooter => {
-                let bytes = &input.unread()[..consumed];
-                sections.extend(bytes).map_err(too_much)?;
-                check_length(&sections)?;
+                session.sink.devices(&input.unread()[..consumed])?;
                 None
             }
             other => return Err(unexpected(&event_name(&other))),
@@ -332,7 +339,6 @@ pub(crate) fn from_guest(
             break asked;
         }
     };
-    session.sink.devices(&sections)?;
     session.sink.await_loaded()?;
     if !session.taking.loaded() {
         return Err(MigrationError::Cancelled);
@@ -345,38 +351,6 @@ pub(crate) fn from_guest(
         EOF => end_of_relay(session, upstream, input, hooks),
         _ => Err(unexpected("something else than EOF")),
     }
-}
-
-/// Whether all device sections together may be so long.
-fn check_length(sections: &[u8]) -> Result<(), MigrationError> {
-    match sections.len() > limits::DEVICE_SECTIONS {
-        false => Ok(()),
-        true => Err(MigrationError::main_wire(WireError::OverLimit {
-            what: "length of all device sections",
-            limit: limits::DEVICE_SECTIONS as u64,
-            got: sections.len() as u64,
-        })),
-    }
-}
-
-/// Reads the `length` bytes of a package. A source that sends nothing for `patience` counts as closed.
-pub(crate) fn read_package(
-    session: &Session<'_>,
-    input: &mut MainInput<'_>,
-    length: usize,
-    patience: Option<Duration>,
-) -> Result<CountedBuffer, MigrationError> {
-    let mut sections = CountedBuffer::new(&session.memory);
-    while sections.len() < length {
-        let unread = input.unread();
-        let taken = unread.len().min(length - sections.len());
-        sections.extend(&unread[..taken]).map_err(too_much)?;
-        input.take(taken);
-        if sections.len() < length && !input.fill_some(1, patience, &session.call())? {
-            return Err(MigrationError::main_closed());
-        }
-    }
-    Ok(sections)
 }
 
 /// EOF has come from a Hotlift, which knows that all is loaded, and has released the guest, or its source has.
@@ -399,14 +373,13 @@ fn end_of_relay(
     let description = session.memory.take(limits::VM_DESCRIPTION);
     let most = description.map_or(0, |()| limits::VM_DESCRIPTION);
     let mut end = Vec::new();
-    let (mut searched, mut candidates) = (0, Vec::new());
+    let mut search = EofSearch::default();
     loop {
         let unread = input.unread();
         let taken = unread.len();
         end.extend_from_slice(unread);
         input.take(taken);
-        let complete = complete_device_state(&end, &mut searched, &mut candidates).is_some();
-        if complete {
+        if search.find(&end) == Some(0) {
             break;
         }
         let mut more = || input.fill_some(1, Some(DESCRIPTION), &session.call());
@@ -427,10 +400,6 @@ fn end_of_relay(
         Err(_) => session.taking.unsure(),
     }
     outcome.map(drop)
-}
-
-fn too_much(source: OverMemoryLimit) -> MigrationError {
-    MigrationError::memory(Channel::Main, source)
 }
 
 /// What a Hotlift's stream has in a wrong place.

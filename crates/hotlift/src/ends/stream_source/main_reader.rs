@@ -4,7 +4,9 @@ use std::io;
 use std::time::Duration;
 
 use hotlift_wire::handshake::{CONNECTED, Features, PREEMPT};
-use hotlift_wire::main_channel::postcopy::{PostcopyCommand, asks_for_loaded_devices};
+use hotlift_wire::main_channel::postcopy::{
+    LOADED_DEVICES_END, PostcopyCommand, asks_for_loaded_devices,
+};
 use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
 use hotlift_wire::return_path::ReturnMessage;
 
@@ -29,8 +31,8 @@ const UNDER_WAY: Duration = Duration::from_secs(1);
 /// How long a source may send nothing of what was asked for, behind its last page on main.
 const SILENT: Duration = Duration::from_secs(30);
 
-/// How long a relay may send nothing within a package, which it has whole when it begins. If the length is damaged, the rest never
-/// comes, and nobody can cancel a postcopy. Longer than a loss takes to be noticed.
+/// How long a relay may send nothing within a package, which its QEMU has whole when it begins. If the length is damaged, the rest
+/// never comes, and a postcopy cannot be cancelled. Longer than a loss takes to be noticed.
 const PACKAGE: Duration = Duration::from_secs(60);
 
 /// The main thread's own state.
@@ -60,8 +62,8 @@ enum Then {
     Command(Command),
     /// Ranges that the other side is to have nothing in, as the command's bytes.
     Discard(Vec<u8>),
-    /// So many bytes follow, with the devices and the word that the guest may run.
-    Package(usize),
+    /// So many bytes follow, with the devices and the command that the guest may run.
+    Package(u32),
     /// A relay's source has a preempt channel.
     Preempt,
     /// A guest has asked with this value whether everything so far has come, or a relay whether QEMU is connected.
@@ -375,18 +377,20 @@ impl<'a> MainReader<'a> {
         Ok(())
     }
 
-    /// Has the other side run the guest. The package goes out as one, so that a source that is lost on the way leaves no
-    /// part of it there.
-    fn package(&mut self, length: usize, hooks: Hooks<'_>) -> Result<(), MigrationError> {
-        let patience = self.upstream.is_relay.then_some(PACKAGE);
-        let input = &mut self.input;
-        let bytes = device_state::read_package(self.session, input, length, patience)?;
+    /// Has the other side run the guest. The package is passed on as it comes, but its end only once all of it is here and
+    /// checked: a QEMU uses nothing of a package that it has not whole, so that a source that is lost on the way, or a damaged
+    /// byte, runs no guest there.
+    fn package(&mut self, length: u32, hooks: Hooks<'_>) -> Result<(), MigrationError> {
+        let postcopy = postcopy(self.session)?;
+        self.session.control.set_status(Status::Device);
+        postcopy.begin_package(length)?;
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        let end = self.pass_package(postcopy, length)?;
         let is_checked = |features: Features| features.contains(Features::PACKAGE_CHECKED);
         if self.setup.relay.is_some_and(is_checked) {
             self.check()?;
         }
-        self.session.control.set_status(Status::Device);
-        if asks_for_loaded_devices(&bytes) {
+        if asks_for_loaded_devices(&end) {
             self.session.note_source_resumes();
         }
         self.session.switch_over(hooks)?;
@@ -397,9 +401,39 @@ impl<'a> MainReader<'a> {
             }
             self.awaits_sync = !self.upstream.multifd.is_empty() && !self.setup.flush;
         }
-        postcopy(self.session)?.package(&bytes)?;
+        postcopy.end_package(&end)?;
         self.session.control.set_status(Status::PostcopyActive);
         Ok(())
+    }
+
+    /// Passes a package of `length` bytes on, but for its end, which it returns. A relay that sends nothing for [`PACKAGE`] counts as
+    /// closed.
+    fn pass_package(
+        &mut self,
+        postcopy: &dyn Postcopy,
+        length: usize,
+    ) -> Result<Vec<u8>, MigrationError> {
+        let patience = self.upstream.is_relay.then_some(PACKAGE);
+        let mut missing = length;
+        loop {
+            let unread = self.input.unread();
+            let come = unread.len().min(missing);
+            if come == missing && missing <= LOADED_DEVICES_END {
+                let end = unread[..missing].to_vec();
+                self.input.take(missing);
+                return Ok(end);
+            }
+            let passed = come.min(missing.saturating_sub(LOADED_DEVICES_END));
+            if passed > 0 {
+                postcopy.package_part(&unread[..passed])?;
+                self.input.take(passed);
+                missing -= passed;
+                continue;
+            }
+            if !self.input.fill_some(1, patience, &self.session.call())? {
+                return Err(MigrationError::main_closed());
+            }
+        }
     }
 
     /// Reads the PING behind a package: everything so far is as the source's relay has written it.

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::main_channel::{Command, postcopy};
+use hotlift_wire::main_channel::{Command, postcopy, put_packaged_head};
 use serde::{Deserialize, Serialize};
 
 use crate::control::{Control, Status};
@@ -35,7 +35,7 @@ use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::postcopy::{Connection, LARGEST_PAGE, Ledger, go_on};
-use crate::stream::main_send::{LOADED, MainLink, MainSend, close_package};
+use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::return_path::{Answers, Messages};
 use crate::threads::{run_as, spawn};
 use crate::tls::Remote;
@@ -216,7 +216,7 @@ pub fn restore(
             connection.answer_on(stream, hooks.preempt == Some(Preempt::First));
         }
         let restore = Restore {
-            stream,
+            file: &file,
             connection,
             connect_preempt: &|| connect_at(Preempt::BeforeRun),
             control,
@@ -256,7 +256,7 @@ fn blocks_of(
 }
 
 struct Restore<'a> {
-    stream: &'a SavedStream,
+    file: &'a BlockFile,
     connection: Connection<'a, FilePages<'a>>,
     /// Makes the connection of requested pages that QEMU takes before the guest runs, if it takes one.
     connect_preempt: &'a (dyn Fn() -> Result<Option<Stream>, MigrationError> + Sync),
@@ -322,7 +322,7 @@ impl Restore<'_> {
 
     /// Everything up to the moment when the guest runs.
     fn open(&self) -> Result<(), MigrationError> {
-        let stream = self.stream;
+        let stream = self.file.stream();
         let Connection { main, answers, .. } = &self.connection;
         let blocks = self.connection.ledger.blocks();
         // QEMU compares this with its own.
@@ -353,22 +353,34 @@ impl Restore<'_> {
             postcopy::put_discard(&block.name, 0, block.used_length, &mut bytes)
                 .map_err(MigrationError::main_wire)?;
         }
-        let mut package = Vec::new();
-        postcopy::put_listen(&mut package);
-        package.extend_from_slice(stream.devices().0);
-        bytes.append(&mut close_package(&package, |_| LOADED)?.0);
+        let mut listen = Vec::new();
+        postcopy::put_listen(&mut listen);
+        let mut end = Vec::new();
+        Command::Ping(LOADED).encode(&mut end);
+        postcopy::put_run(&mut end);
+        let length = (listen.len() + end.len()) as u64 + stream.device_bytes();
+        put_packaged_head(length, &mut bytes).map_err(MigrationError::main_wire)?;
+        bytes.append(&mut listen);
+        self.control.set_status(Status::Device);
+        main.take().raw(&bytes)?;
+        // QEMU uses nothing of a package that it has not whole.
+        self.file.devices(&mut |part| {
+            if self.control.is_cancelled() {
+                return Err(MigrationError::Cancelled);
+            }
+            main.take().raw(part)
+        })?;
         if self.control.is_cancelled() {
             return Err(MigrationError::Cancelled);
         }
         self.control.set_too_late(true);
-        self.control.set_status(Status::Device);
         if let Some(on_commit) = self.hooks.on_commit {
             on_commit();
         }
         self.may_run.store(true, Ordering::Release);
         answers.ask(LOADED);
         answers.commit();
-        main.take().raw(&bytes)?;
+        main.take().raw(&end)?;
         self.await_devices()
     }
 
@@ -439,7 +451,7 @@ impl Restore<'_> {
             sent_bytes: counts.transferred_bytes,
             requests: connection.ledger.requests.served(),
             request_us: connection.ledger.requests.latencies(),
-            machine: self.stream.configuration.machine.clone(),
+            machine: self.file.stream().configuration.machine.clone(),
             lost: connection.pages.lost(),
         }
     }

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use crate::control::Status;
-use crate::ends::file::{FileSource, Places, SavedStream, SavedVm};
+use crate::ends::file::{FileSource, Places, SavedVm};
 use crate::ends::settings::Request;
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, SyncPoints};
@@ -49,7 +49,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
     let received = Counters::of_side(file.readers());
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let session = Session::new(request, memory, &*sink, received, since, id);
-    let mut pass_on = || pass_on(&session, stream, &opening, hooks);
+    let mut pass_on = || pass_on(&session, file, &opening, hooks);
     run_threads(
         &session,
         file,
@@ -62,12 +62,13 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
 }
 
 /// What the main thread does.
-fn pass_on(
+fn pass_on<P: Places>(
     session: &Session<'_>,
-    stream: &SavedStream,
+    file: &FileSource<P>,
     opening: &Opening,
     hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
+    let stream = file.stream();
     session.sink.open(opening)?;
     session.meet_readers()?;
     session.sink.ram_start(&stream.ram)?;
@@ -85,12 +86,11 @@ fn pass_on(
     session.barrier.pass();
     session.control.set_status(Status::Device);
 
-    let (devices, end) = stream.devices();
-    session.sink.devices(devices)?;
+    file.devices(&mut |part| session.sink.devices(part))?;
     session.sink.await_loaded()?;
     session.call().check()?;
     if !session.commit(hooks) {
         return Err(MigrationError::Cancelled);
     }
-    device_state::hand_over(session, end, hooks).map(drop)
+    device_state::hand_over(session, &stream.end, hooks).map(drop)
 }
