@@ -7,7 +7,7 @@ use super::command::{
 use super::ram::{self, PageContent, RamRecord, RamRecords};
 use super::section::COMMAND;
 use crate::reader::put_counted_string;
-use crate::{RamBlockEntry, Reader, WireError, block, limits};
+use crate::{RamBlockEntry, Reader, WireError, block};
 
 /// Behind a bitmap, to show that it has its length (QEMU: `RAMBLOCK_RECV_BITMAP_ENDING`).
 const BITMAP_ENDS: u64 = 0x0123_4567_89ab_cdef;

@@ -4,9 +4,6 @@ use std::ops::Deref;
 
 use hotlift_methods::{MemoryLimit, OverMemoryLimit};
 
-/// What such a buffer grows by at least: large blocks are moved by the kernel, without a copy.
-const STEP: usize = 1 << 20;
-
 /// Bytes that are counted in a [`MemoryLimit`], as many as there is room for.
 #[derive(Debug)]
 pub(crate) struct CountedBuffer {
@@ -31,12 +28,12 @@ impl CountedBuffer {
     }
 
     /// Makes room for `room` bytes in all.
-    fn make_room(&mut self, room: usize, step: usize) -> Result<(), OverMemoryLimit> {
+    fn make_room(&mut self, room: usize) -> Result<(), OverMemoryLimit> {
         let capacity = self.bytes.capacity();
         if room <= capacity {
             return Ok(());
         }
-        let more = (room - capacity).max(step);
+        let more = room - capacity;
         self.limit.take(more)?;
         self.counted += more;
         self.bytes.reserve_exact(capacity + more - self.bytes.len());
@@ -49,19 +46,9 @@ impl CountedBuffer {
     /// If they do not fit.
     pub(crate) fn grow_to(&mut self, length: usize) -> Result<(), OverMemoryLimit> {
         if length > self.bytes.len() {
-            self.make_room(length, 0)?;
+            self.make_room(length)?;
             self.bytes.resize(length, 0);
         }
-        Ok(())
-    }
-
-    /// Appends `bytes`.
-    ///
-    /// # Errors
-    /// If they do not fit.
-    pub(crate) fn extend(&mut self, bytes: &[u8]) -> Result<(), OverMemoryLimit> {
-        self.make_room(self.bytes.len() + bytes.len(), STEP)?;
-        self.bytes.extend_from_slice(bytes);
         Ok(())
     }
 
@@ -90,16 +77,14 @@ mod tests {
 
     #[test]
     fn what_there_is_room_for_is_counted_until_the_buffer_goes() {
-        let limit = MemoryLimit::new(2 * STEP);
+        let limit = MemoryLimit::new(2000);
         let mut buffer = CountedBuffer::with_own(vec![7; 100], &limit);
         buffer.grow_to(100).unwrap();
         assert_eq!(limit.used(), 0, "its own");
         buffer.grow_to(1100).unwrap();
         assert_eq!((buffer.len(), limit.used()), (1100, 1000));
-        buffer.extend(&[8; 10]).unwrap();
-        assert_eq!((buffer.len(), limit.used()), (1110, 1000 + STEP));
-        assert!(buffer.grow_to(100 + 2 * STEP + 1).is_err());
-        assert_eq!((buffer.len(), buffer[1109]), (1110, 8));
+        assert!(buffer.grow_to(2101).is_err());
+        assert_eq!((buffer.len(), buffer[99], buffer[1099]), (1100, 7, 0));
         drop(buffer);
         assert_eq!(limit.used(), 0);
     }

@@ -64,7 +64,7 @@ pub(crate) use lost::is_of_a_part;
 pub(crate) use mapped_sink::MappedRamSink;
 pub(crate) use remote::RemoteReader;
 pub use server::{ServerEvent, Visit, serve};
-pub(crate) use source::{FileSource, Places, SavedStream, Shares, TakePart};
+pub(crate) use source::{FileSource, Places, SavedStream, Shares};
 
 use crate::control::Control;
 use crate::options::{OptionError, Options};
