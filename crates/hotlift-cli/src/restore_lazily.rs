@@ -125,7 +125,13 @@ fn after_start(
     }
     };
     let cause = cause.chain();
-    let concluded = conclude(statement, (destination, &clock), Some(&cause), never, unknown);
+    let concluded = conclude(
+        statement,
+        (destination, &clock),
+        Some(&cause),
+        never,
+        unknown,
+    );
     clock.report();
     concluded
 }

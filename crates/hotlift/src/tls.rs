@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use hotlift_tls::{
-    ALERT_BEGINS, Exporter, HANDSHAKE_BEGINS, Identity, Missing, Profile, Role, Tls, TlsError, Warning,
-    measure_cipher,
+    ALERT_BEGINS, Exporter, HANDSHAKE_BEGINS, Identity, Missing, Profile, Role, Tls, TlsError,
+    Warning, measure_cipher,
 };
 use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
 

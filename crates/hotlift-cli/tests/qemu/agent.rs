@@ -530,7 +530,13 @@ fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_th
         println!("that of the {which}");
         let mut source = hosts.source("");
         let mut destination = hosts.destination("");
-        let made = pair_of(Release::V11, &hosts.link, &postcopy, (DESTINATION, port), &[]);
+        let made = pair_of(
+            Release::V11,
+            &hosts.link,
+            &postcopy,
+            (DESTINATION, port),
+            &[],
+        );
         let (mut here, there, uri) = need!(made);
         here.qmp.migrate(&uri).expect("migrate");
         source.agent.wait_for("state=active");

@@ -265,10 +265,7 @@ fn a_guest_whose_serve_loses_its_final_message_is_where_the_relays_have_settled_
     let _holder = need!(Vm::running_with(release, &machine, &locked_disk));
 
     // It runs there, or is paused there as it is to be.
-    for (option, word) in [
-        (&[][..], "runs there"),
-        (&["-S".to_owned()], "as expected"),
-    ] {
+    for (option, word) in [(&[][..], "runs there"), (&["-S".to_owned()], "as expected")] {
         println!("{option:?}");
         let mut here = need!(Vm::running(release, &machine));
         let there = Adopted::new(machine.clone());

@@ -259,7 +259,7 @@ impl Recording {
     /// A VM of 8 pages, of whose devices five have 13 MiB of state each, with what looks like the end of the stream in it.
     pub fn large_devices() -> Self {
         let blocks = [RamBlockEntry::new("pc.ram", 8 * PAGE_SIZE as u64)];
-        let (mut encoder, mut main) = small_start(&blocks, false);
+        let (mut encoder, mut main) = small_start(&configuration(), &blocks, false);
         encoder.ram_part(&mut main).unwrap();
         for number in 0..8 {
             let (at, page) = (number * PAGE_SIZE as u64, page_of(0, number, 1));
