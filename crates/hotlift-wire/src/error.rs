@@ -123,6 +123,24 @@ pub enum WireError {
         /// Instance of the device.
         instance_id: u32,
     },
+    /// The end of a device's state before RAM, whose layout is unknown, was not found.
+    #[error("device {idstr} sends state before RAM, and {limit} bytes of it have no end")]
+    NoSectionEnd {
+        /// Name of the device.
+        idstr: String,
+        /// Bytes that were searched.
+        limit: u64,
+    },
+    /// A device's state before RAM has not the length that the VM description has.
+    #[error("the state before RAM of device {idstr} was read as {got} bytes, and {}", in_description(*described))]
+    SectionLength {
+        /// Name of the device.
+        idstr: String,
+        /// The length in the description, if it is there.
+        described: Option<u64>,
+        /// Bytes that were read.
+        got: u64,
+    },
     /// A page names a RAM block that the block list does not have.
     #[error("RAM block {block:?} is not in the block list")]
     UnknownBlock {
@@ -211,5 +229,13 @@ impl WireError {
             expected,
             got,
         })
+    }
+}
+
+/// What a VM description has of a device's length.
+fn in_description(length: Option<u64>) -> String {
+    match length {
+        Some(length) => format!("its VM description has {length}"),
+        None => "no VM description has its length".to_owned(),
     }
 }

@@ -268,6 +268,7 @@ fn record_name(event: &MainEvent<'_>) -> String {
         MainEvent::RamPage { .. } => "page",
         MainEvent::MultifdFlush => "flush",
         MainEvent::RamEos => "EOS",
+        MainEvent::EarlySection(_) => "early section",
         MainEvent::DevicePayload(_) => "device payload",
         MainEvent::SectionFooter => "footer",
         MainEvent::Eof => "EOF",

@@ -3,6 +3,7 @@
 use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS};
 use super::description::{DeviceLengths, LENGTH_CHECK};
+use super::early::{self, EarlySection};
 use super::postcopy::PostcopyCommand;
 use super::ram::{self, BlockFields, PageContent, RAM_VERSION, RamRecord, RamRecords};
 use super::section::{self, SectionHeader, SectionKind};
@@ -69,6 +70,9 @@ pub enum MainEvent<'a> {
     RamEos,
     /// A device's payload; with [`DeviceLengths::LengthPrefixed`] without its length.
     DevicePayload(&'a [u8]),
+    /// A device's whole section before the END of `ram`; only of a decoder that
+    /// [takes them](MainDecoder::taking_early_sections).
+    EarlySection(EarlySection),
     /// A section has ended. Takes no bytes in a stream without a configuration, which has no footers.
     SectionFooter,
     /// All sections have ended. Only a [`MainEvent::VmDescription`] may follow, and need not.
@@ -123,6 +127,9 @@ pub struct MainDecoder {
     takes_postcopy: bool,
     /// Sections end with a footer. A stream without a configuration has none.
     has_footers: bool,
+    takes_early_sections: bool,
+    /// Of the early section that is being read, where the search for its end goes on.
+    searched: usize,
     ram: Ram,
     records: RamRecords,
     sections: Vec<KnownSection>,
@@ -140,6 +147,8 @@ impl MainDecoder {
             fields: BlockFields::default(),
             takes_postcopy: false,
             has_footers: true,
+            takes_early_sections: false,
+            searched: 0,
             ram: Ram::Awaited,
             records: RamRecords::default(),
             sections: Vec::new(),
@@ -150,6 +159,13 @@ impl MainDecoder {
     #[must_use]
     pub fn taking_postcopy(mut self) -> Self {
         self.takes_postcopy = true;
+        self
+    }
+
+    /// Reads each FULL section before the END of `ram` as a whole, whatever the `lengths`: a QEMU's has none.
+    #[must_use]
+    pub fn taking_early_sections(mut self) -> Self {
+        self.takes_early_sections = true;
         self
     }
 
@@ -179,6 +195,7 @@ impl MainDecoder {
         match self.read(&mut reader) {
             Ok((event, state)) => {
                 self.state = state;
+                self.searched = 0;
                 Ok(Step::Event {
                     event,
                     consumed: reader.position(),
@@ -201,7 +218,7 @@ impl MainDecoder {
     }
 
     // A reader runs to the end of its record before anything in `self` changes, so that a record
-    // that is not whole yet leaves no trace.
+    // that is not whole yet leaves no trace, but for how far it was searched.
     fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
         match self.state {
             State::FileHeader => {
@@ -297,10 +314,16 @@ impl MainDecoder {
                 expected: "a section, command or EOF",
             })
         };
+        let whole = reader.clone();
         match reader.u8("section type")? {
             section::START => self.read_ram_start(reader),
             section::PART => self.read_ram_again(SectionKind::Part, reader),
             section::END => self.read_ram_again(SectionKind::End, reader),
+            section::FULL
+                if self.takes_early_sections && !matches!(self.ram, Ram::Ended { .. }) =>
+            {
+                self.read_early_section(&whole, reader)
+            }
             section::FULL => self.read_device_start(reader),
             section::COMMAND => {
                 let postcopy = match self.takes_postcopy {
@@ -384,6 +407,24 @@ impl MainDecoder {
             version_id: RAM_VERSION,
         };
         Ok((section_start(kind, &header), State::RamRecords { id }))
+    }
+
+    fn read_early_section<'a>(
+        &mut self,
+        whole: &Reader<'a>,
+        reader: &mut Reader<'a>,
+    ) -> Parsed<'a> {
+        let sections = &self.sections;
+        let ids = early::Ids {
+            ram: match self.ram {
+                Ram::Open { id, .. } => Some(id),
+                Ram::Awaited | Ram::Ended { .. } => None,
+            },
+            is_taken: &|id| sections.iter().any(|known| known.id == id),
+        };
+        let (section, header) = early::read(whole, reader, &mut self.searched, ids)?;
+        self.remember(&header)?;
+        Ok((MainEvent::EarlySection(section), State::Between))
     }
 
     fn read_device_start<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {

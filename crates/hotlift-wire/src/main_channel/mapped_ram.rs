@@ -3,10 +3,10 @@
 //! other `ram` sections are empty.
 //!
 //! ```text
-//! header  configuration  [commands]  START ram: total
+//! header  configuration  [commands]  [early FULL...]  START ram: total
 //!   name  used_length  28-byte header | bitmap | hole | pages      for each block; the next entry
 //!                                                                  follows the last page
-//! EOS footer   PART: EOS footer   END: EOS footer   FULL...  EOF  VM description
+//! EOS footer  [early FULL...]  PART: EOS footer   END: EOS footer   FULL...  EOF  VM description
 //! ```
 //!
 //! Page k of a block lies at `pages_offset` + k × 4096 if its bit is set; otherwise it is zero.
@@ -14,6 +14,7 @@
 
 use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS, MAPPED_RAM};
+use super::early::{self, EarlySection, Ids};
 use super::ram::{FLAG_MASK, MEM_SIZE, RAM_VERSION, check_lengths, put_eos, read_eos};
 use super::section::{self, SectionHeader};
 use crate::reader::{as_u64, put_counted_string};
@@ -77,6 +78,8 @@ pub enum MappedEvent {
     },
     /// The next RAM block.
     Block(MappedBlock),
+    /// A device's section before the END section of `ram`.
+    EarlySection(EarlySection),
     /// A section of `ram` has ended.
     RamEos,
     /// The END section of `ram` has ended: devices, EOF and description are what is left.
@@ -108,6 +111,8 @@ pub struct MappedRamDecoder {
     position: u64,
     file_len: u64,
     ram_id: Option<u32>,
+    /// Ids of the early sections.
+    early: Vec<u32>,
     blocks: Vec<MappedBlock>,
 }
 
@@ -122,6 +127,7 @@ impl MappedRamDecoder {
             position: start,
             file_len,
             ram_id: None,
+            early: Vec::new(),
             blocks: Vec::new(),
         }
     }
@@ -139,7 +145,7 @@ impl MappedRamDecoder {
     }
 
     /// Reads the next event from `input`, the bytes at [`MappedRamDecoder::position`]. No event needs
-    /// more than [`limits::MAPPED_RAM_RECORD`] bytes. An error after [`MappedEvent::RamEnd`].
+    /// more than [`limits::MAPPED_RAM_RECORD`] bytes, but for an early section, which needs [`limits::MAIN_RECORD`] at most. An error after [`MappedEvent::RamEnd`].
     ///
     /// # Errors
     ///
@@ -191,6 +197,7 @@ impl MappedRamDecoder {
     }
 
     fn read_section(&mut self, reader: &mut Reader<'_>) -> Parsed {
+        let whole = reader.clone();
         match reader.u8("section type")? {
             section::START => {
                 let header = SectionHeader::decode(reader)?;
@@ -225,7 +232,17 @@ impl MappedRamDecoder {
                     _ => (MappedEvent::RamEos, State::Between),
                 })
             }
-            section::FULL => Err(unknown_device(&SectionHeader::decode(reader)?)),
+            section::FULL if self.early.len() < limits::SECTIONS => {
+                let (ram, early) = (self.ram_id, &self.early);
+                let is_taken = |id| ram == Some(id) || early.contains(&id);
+                let ids = Ids {
+                    ram,
+                    is_taken: &is_taken,
+                };
+                let (section, header) = early::read(&whole, reader, &mut 0, ids)?;
+                self.early.push(header.id);
+                Ok((MappedEvent::EarlySection(section), State::Between))
+            }
             section::COMMAND => {
                 let command = Command::decode(reader)?;
                 Ok((MappedEvent::Command(command), State::Between))

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! [`MainDecoder`] reads this order and no other: START of `ram` once, PART only between it and END,
-//! EOF only after END. Early FULL sections may precede END. [`MainEncoder`] writes it.
+//! EOF only after END. Early FULL sections may precede END, START too; a QEMU's have no length, and are read if
+//! [asked for](MainDecoder::taking_early_sections). [`MainEncoder`] writes it.
 //!
 //! A `mapped-ram` file has another `ram` section, which [`MappedRamDecoder`] reads and
 //! [`MappedLayout`] writes.
@@ -28,6 +29,7 @@ mod configuration;
 mod decode;
 mod description;
 mod device_state;
+mod early;
 mod encode;
 mod global_state;
 mod mapped_ram;
@@ -43,6 +45,7 @@ pub use device_state::{
     DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, EofSearch, next_device_state,
     put_device_part_head, put_packaged_head,
 };
+pub use early::{EarlyLengths, EarlySection, PluggableMemory};
 pub use encode::MainEncoder;
 pub use global_state::{RunStateSearch, run_state};
 pub use mapped_ram::{

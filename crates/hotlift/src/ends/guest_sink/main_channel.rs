@@ -299,6 +299,8 @@ impl State<'_> {
                 return Ok(Next::Committed);
             }
             MainEvent::Postcopy(command) => return self.postcopy(command),
+            // Its decoder does not take them.
+            MainEvent::EarlySection(_) => return Err(protocol("a device before RAM")),
             MainEvent::Header | MainEvent::SectionFooter | MainEvent::VmDescription(_) => {}
         }
         Ok(Next::Go)
