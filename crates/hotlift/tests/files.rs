@@ -25,6 +25,8 @@ struct Saved {
     switchover_start: bool,
     /// Name, and what is in each page: nothing if it is zero.
     blocks: Vec<(String, Vec<Option<u8>>)>,
+    /// Sections of devices before the blocks, and behind them.
+    early: [Vec<u8>; 2],
     /// Devices, EOF, VM description.
     tail: Vec<u8>,
 }
@@ -59,6 +61,7 @@ fn small(machine: &str) -> Saved {
             ("pc.ram".to_owned(), pages(200)),
             ("rom".to_owned(), pages(3)),
         ],
+        early: [Vec::new(), Vec::new()],
         tail: b"\x04device\0\x06\0\0\0\x15{\"a description\": []}".to_vec(),
     }
 }
@@ -69,6 +72,7 @@ impl Saved {
         let file = File::create(path).expect("a file");
         let mut start = FILE_HEADER.to_vec();
         self.configuration.encode(&mut start).expect("encode");
+        start.extend_from_slice(&self.early[0]);
         file.write_all_at(&start, offset).expect("write");
         let entries: Vec<_> = self
             .blocks
@@ -91,7 +95,7 @@ impl Saved {
             file.write_all_at(&bitmap, place.bitmap_offset)
                 .expect("write");
         }
-        let mut end = Vec::new();
+        let mut end = self.early[1].clone();
         if self.switchover_start {
             Command::SwitchoverStart.encode(&mut end);
         }
@@ -107,6 +111,7 @@ impl Saved {
             configuration: Configuration::default(),
             switchover_start: false,
             blocks: Vec::new(),
+            early: [Vec::new(), Vec::new()],
             tail: Vec::new(),
         };
         let mut decoder = MappedRamDecoder::new(0, bytes.len() as u64);
@@ -120,6 +125,10 @@ impl Saved {
                 }
                 MappedStep::Event(MappedEvent::Block(place)) => {
                     saved.blocks.push(read_block(&bytes, &place));
+                }
+                MappedStep::Event(MappedEvent::EarlySection(section)) => {
+                    let early = &mut saved.early[usize::from(!saved.blocks.is_empty())];
+                    early.extend_from_slice(&section.bytes);
                 }
                 MappedStep::Event(MappedEvent::RamEnd) => {
                     saved.tail = bytes[at(decoder.position())..].to_vec();
@@ -236,6 +245,90 @@ proptest! {
         saved.tail.splice(0..0, devices);
         let back = there_and_back(&saved, method, channels);
         prop_assert!(back == saved, "{:?} became {:?}", saved.configuration, back.configuration);
+    }
+}
+
+/// A section of a device in which the first three of 16 blocks of 4 pages are plugged, and the last.
+fn virtio_mem(id: u32) -> Vec<u8> {
+    let name = format!("0000:00:{id:02}.0/virtio-mem-device-early");
+    let page = PAGE as u64;
+    let fields = [4 << 30, 64 * page, 4 * page].map(u64::to_be_bytes);
+    let behind_node = [16 * page, 0x8007].map(u64::to_be_bytes);
+    [
+        &[4][..],
+        &id.to_be_bytes(),
+        &[u8::try_from(name.len()).expect("short")],
+        name.as_bytes(),
+        &[0, 0, 0, 0, 0, 0, 0, 1],
+        fields.as_flattened(),
+        &[0; 4],
+        behind_node.as_flattened(),
+        &[0x7e],
+        &id.to_be_bytes(),
+    ]
+    .concat()
+}
+
+#[test]
+fn memory_that_a_device_has_unplugged_is_left_out_on_every_way_between_files() {
+    let plugged = |page: &u8| *page < 12 || *page >= 60;
+    let mut saved = small("pc-i440fx-10.0");
+    let pages = (0..64).map(|page| (plugged(&page) && page % 3 != 0).then_some(page + 1));
+    saved.blocks.push(("vm0".to_owned(), pages.collect()));
+    saved.tail = b"\x04device\0\x06\0\0\0\x0e{\"devices\":[]}".to_vec();
+    for early in [[virtio_mem(40), Vec::new()], [Vec::new(), virtio_mem(41)]] {
+        saved.early = early;
+        let folder = folder();
+        let path = |name: &str| folder.path().join(name);
+        saved.write(&path("qemu"), 0);
+        let settings = settings("none", 2);
+        let zeros = saved.blocks[..2].iter().flat_map(|(_, pages)| pages);
+        let zeros = zeros.filter(|page| page.is_none()).count();
+        let plugged_zeros = (0..64).filter(plugged).filter(|page| page % 3 == 0).count();
+        let ways = [
+            ("qemu", "ours", FileFormat::Hotlift),
+            ("ours", "again", FileFormat::MappedRam),
+            ("again", "ours", FileFormat::Hotlift),
+            ("qemu", "mapped", FileFormat::MappedRam),
+        ];
+        for (from, to, format) in ways {
+            let carried = carry((&path(from), 0), &path(to), format, &settings);
+            let report = carried.unwrap_or_else(|error| panic!("{}", error.chain()));
+            assert_eq!(
+                report.zero_pages,
+                (zeros + plugged_zeros) as u64,
+                "{from} to {to}"
+            );
+        }
+        assert!(Saved::read(&path("again")) == saved);
+        assert!(Saved::read(&path("mapped")) == saved);
+    }
+}
+
+#[test]
+fn a_file_in_which_a_device_has_another_length_than_its_description_is_refused() {
+    let mut saved = small("pc-i440fx-10.0");
+    let section = b"\x04\0\0\0\x09\x06device\0\0\0\0\0\0\0\x01state\x7e\0\0\0\x09";
+    saved.early[1] = section.to_vec();
+    for (size, is_right) in [(5, true), (6, false)] {
+        let fields = format!(r#"[{{"name":"a","type":"b","size":{size}}}]"#);
+        let json = format!(r#"{{"devices":[{{"name":"device","fields":{fields}}}]}}"#);
+        saved.tail = b"\0\x06".to_vec();
+        let length = u32::try_from(json.len()).expect("short");
+        saved.tail.extend_from_slice(&length.to_be_bytes());
+        saved.tail.extend_from_slice(json.as_bytes());
+        let folder = folder();
+        let path = folder.path().join("qemu");
+        saved.write(&path, 0);
+        match is_right {
+            true => {
+                let to = folder.path().join("again");
+                let settings = settings("none", 2);
+                carry((&path, 0), &to, FileFormat::MappedRam, &settings).expect("carried");
+                assert!(Saved::read(&to) == saved);
+            }
+            false => assert_refused(&path, "another length"),
+        }
     }
 }
 

@@ -6,6 +6,8 @@
 //! open  command*  ram_start  (section_end | barrier | delta | command)*  ram_end  devices*  await_loaded  commit
 //! ```
 //!
+//! An early section may come between any two of them up to `ram_end`.
+//!
 //! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, commands, `begin_package`, `package_part*`,
 //! `end_package`; then pages, `ram_end` and `commit`.
 //!
@@ -15,7 +17,7 @@
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::main_channel::{Command, Configuration};
+use hotlift_wire::main_channel::{Command, Configuration, EarlySection};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
 
@@ -41,6 +43,30 @@ pub(crate) struct RamLayout {
     pub section_id: u32,
     /// The RAM blocks, in the source's order.
     pub blocks: Vec<RamBlockEntry>,
+}
+
+/// Sections of devices before the end of RAM, in their order.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct EarlySections {
+    /// Those before the START section of `ram`.
+    pub before_ram: Vec<EarlySection>,
+    /// Those behind it.
+    pub behind_start: Vec<EarlySection>,
+}
+
+impl EarlySections {
+    /// All of them.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &EarlySection> {
+        self.before_ram.iter().chain(&self.behind_start)
+    }
+
+    /// Adds a section that comes next in a stream where `ram` has begun or not.
+    pub(crate) fn push(&mut self, section: EarlySection, ram_has_begun: bool) {
+        match ram_has_begun {
+            true => self.behind_start.push(section),
+            false => self.before_ram.push(section),
+        }
+    }
 }
 
 impl RamLayout {
@@ -71,6 +97,9 @@ pub(crate) trait Sink: Sync {
 
     /// A command of the source, between sections.
     fn command(&self, command: Command) -> Result<(), MigrationError>;
+
+    /// A device's section before the end of RAM, which goes out unchanged.
+    fn early_section(&self, section: &EarlySection) -> Result<(), MigrationError>;
 
     /// The RAM blocks.
     fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError>;

@@ -1,6 +1,7 @@
 //! The relay, as a source and a destination see it: what comes out is what went in, and nobody runs
 //! the guest whom the other might run. Real sockets, no QEMU: what a source says is recorded.
 
+mod before_ram;
 mod cancel;
 mod carries;
 mod damage;

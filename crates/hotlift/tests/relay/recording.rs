@@ -26,8 +26,8 @@ pub struct Recording {
     pub channels: Vec<Vec<u8>>,
 }
 
-/// Names of the recorded streams, all that QEMUs 7.2 and 10.0 can send.
-pub const RECORDED: [&str; 12] = [
+/// Names of the recorded streams, all that QEMUs 7.2 and 10.0 can send, and what 11.1 sends in another order.
+pub const RECORDED: [&str; 14] = [
     "7.2-off",
     "7.2-none",
     "7.2-zlib",
@@ -40,6 +40,8 @@ pub const RECORDED: [&str; 12] = [
     "10.0-zstd",
     "10.0-none-legacy",
     "10.0-none-return-path",
+    "10.0-none-virtio-mem",
+    "11.1-none-virtio-mem",
 ];
 
 impl Recording {

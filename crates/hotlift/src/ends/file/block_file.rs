@@ -456,6 +456,7 @@ impl State {
                 end
             }
         };
+        stream.check_early().map_err(stream_error)?;
         Ok((state, stream))
     }
 
@@ -518,7 +519,7 @@ struct StreamHead {
 impl Default for StreamHead {
     fn default() -> Self {
         Self {
-            decoder: MainDecoder::new(DeviceLengths::LengthPrefixed),
+            decoder: MainDecoder::new(DeviceLengths::LengthPrefixed).taking_early_sections(),
             stream: SavedStream::default(),
             input: Vec::new(),
             length: 0,
@@ -551,6 +552,9 @@ impl StreamHead {
                     self.is_last_section = kind == SectionKind::End;
                 }
                 MainEvent::RamBlocks(blocks) => stream.ram.blocks = blocks,
+                MainEvent::EarlySection(section) => {
+                    stream.early.push(section, !stream.ram.blocks.is_empty());
+                }
                 MainEvent::SectionFooter => self.is_whole = self.is_last_section,
                 MainEvent::Header | MainEvent::RamEos => {}
                 _ => {

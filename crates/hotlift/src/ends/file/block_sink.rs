@@ -10,7 +10,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::xbzrle;
 use hotlift_methods::{MemoryLimit, MethodInfo, method};
-use hotlift_wire::main_channel::{Command, EOF_WITHOUT_DESCRIPTION, MainEncoder};
+use hotlift_wire::main_channel::{
+    Command, EOF_WITHOUT_DESCRIPTION, EarlySection, MainEncoder, PluggableMemory,
+};
 use hotlift_wire::multifd::Method;
 use hotlift_wire::settle::Doing;
 
@@ -60,6 +62,8 @@ pub(crate) struct BlockSink {
     chosen: &'static MethodInfo,
     options: Options,
     left_out: Vec<LeftOut>,
+    /// What virtio-mem devices have plugged.
+    memory_devices: Mutex<Vec<PluggableMemory>>,
     pacer: Arc<Pacer>,
     control: Control,
     memory: MemoryLimit,
@@ -142,6 +146,7 @@ impl BlockSink {
                 ..options.clone()
             },
             left_out: settings.left_out.clone(),
+            memory_devices: Mutex::default(),
             pacer: control.pacer(options),
             control: control.clone(),
             memory: memory.clone(),
@@ -346,6 +351,12 @@ impl Sink for BlockSink {
         }
     }
 
+    fn early_section(&self, section: &EarlySection) -> Result<(), MigrationError> {
+        lock(&self.stream).bytes.extend_from_slice(&section.bytes);
+        lock(&self.memory_devices).extend(section.memory.clone());
+        Ok(())
+    }
+
     fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
         let lengths = ram.blocks.iter().map(|block| block.used_length);
         let ram_bytes = lengths.fold(0, u64::saturating_add);
@@ -402,7 +413,8 @@ impl Sink for BlockSink {
     }
 
     fn ram_end(&self) -> Result<(), MigrationError> {
-        self.ram().complete.check(&self.left_out)?;
+        let memory_devices = lock(&self.memory_devices);
+        self.ram().complete.check(&self.left_out, &memory_devices)?;
         self.record(|encoder, bytes| {
             encoder.ram_end(bytes)?;
             encoder.ram_eos(bytes)

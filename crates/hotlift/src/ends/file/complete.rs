@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::RamBlockEntry;
+use hotlift_wire::main_channel::PluggableMemory;
 
 use super::FileError;
 use crate::ends::settings::LeftOut;
@@ -47,6 +48,28 @@ impl Block {
         let before = PART * part as u64;
         let all = self.length.div_ceil(PAGE_SIZE as u64);
         all.saturating_sub(before).min(PART)
+    }
+
+    /// Whether every page has come that is plugged in `memory`, which is of this block.
+    fn has_all_of(&self, memory: &PluggableMemory) -> bool {
+        let offset = |page: u64| page * PAGE_SIZE as u64;
+        (0..).zip(&self.parts).all(|(index, part)| {
+            let first = PART * index as u64;
+            let is_unplugged = |page: u64| !memory.is_plugged(offset(first + page));
+            match &*lock(part) {
+                Part::All => true,
+                Part::None => {
+                    let step = (memory.block_size / PAGE_SIZE as u64).max(1);
+                    // A block of the device may begin before this part.
+                    let mut pages = (0..self.pages(index))
+                        .step_by(usize::try_from(step.min(PART)).unwrap_or(1));
+                    pages.all(is_unplugged)
+                }
+                Part::Some { came, .. } => {
+                    (0..came.pages()).all(|page| came.test(page) || is_unplugged(page as u64))
+                }
+            }
+        })
     }
 
     /// How many bytes have not come, and the byte offset of the first of them.
@@ -135,14 +158,33 @@ impl Complete {
         Ok(())
     }
 
-    /// Checks that every page has come, but for those that the source leaves out.
+    /// Checks that every page has come, but for those that the source leaves out, as it reports beside the stream or, of
+    /// virtio-mem, in the stream. That of the stream has each page, and decides where there is one: for a block of the
+    /// device's length.
     ///
     /// # Errors
     /// [`FileError::Incomplete`] with the first RAM block that lacks pages.
-    pub fn check(&self, left_out: &[LeftOut]) -> Result<(), FileError> {
+    pub fn check(
+        &self,
+        left_out: &[LeftOut],
+        memory_devices: &[PluggableMemory],
+    ) -> Result<(), FileError> {
+        let mut devices: Vec<_> = memory_devices.iter().collect();
         for block in &self.blocks {
             let (missing, first) = block.missing();
+            if first.is_none() {
+                continue;
+            }
+            let is_of_block = |device: &&PluggableMemory| device.region_size == block.length;
+            let has_device = memory_devices.iter().any(|device| is_of_block(&device));
+            let of_block =
+                |device: &&PluggableMemory| is_of_block(device) && block.has_all_of(device);
+            if let Some(device) = devices.iter().position(of_block) {
+                devices.remove(device);
+                continue;
+            }
             let may_lack = |left_out: &LeftOut| match left_out {
+                LeftOut::Unplugged { .. } if has_device => false,
                 LeftOut::Unplugged { block: name, bytes } => {
                     let is_this = block.name == *name || block.name.ends_with(&format!("/{name}"));
                     is_this && missing <= *bytes
@@ -172,6 +214,14 @@ mod tests {
 
     /// Checks two blocks of 8 pages each, of which these pages of the second came.
     fn check(pages: &[u64], left_out: &[LeftOut]) -> Option<String> {
+        check_with(pages, left_out, &[])
+    }
+
+    fn check_with(
+        pages: &[u64],
+        left_out: &[LeftOut],
+        devices: &[PluggableMemory],
+    ) -> Option<String> {
         let blocks = ["pc.ram", "/objects/mem0"].map(|name| RamBlockEntry::new(name, 8 * PAGE));
         let complete = Complete::new(&blocks, &MemoryLimit::new(1 << 20));
         let mut batch = Batch::new();
@@ -187,7 +237,7 @@ mod tests {
         }
         complete.note(&batch).unwrap();
         complete
-            .check(left_out)
+            .check(left_out, devices)
             .err()
             .map(|error| error.to_string())
     }
@@ -209,6 +259,62 @@ mod tests {
             "{lacks}"
         );
         assert!(check(&[], &[]).is_some());
+    }
+
+    /// A device of blocks of 2 pages.
+    fn device(pages: u64, plugged: u64) -> PluggableMemory {
+        PluggableMemory {
+            region_size: pages * PAGE,
+            block_size: 2 * PAGE,
+            plugged: vec![plugged],
+        }
+    }
+
+    #[test]
+    fn exactly_what_a_device_in_the_stream_has_unplugged_may_be_left_out() {
+        // Pages 0, 1, 6 and 7.
+        let plugged = device(8, 0b1001);
+        let check = |pages: &[u64], devices: &[PluggableMemory]| check_with(pages, &[], devices);
+        assert_eq!(check(&[0, 1, 6, 7], &[plugged.clone()]), None);
+        assert_eq!(check(&[0, 1, 3, 6, 7], &[plugged.clone()]), None);
+        assert!(check(&[0, 1, 6], &[plugged.clone()]).is_some());
+        assert_eq!(
+            check(&[0, 1, 6], &[plugged.clone(), device(8, 0b0001)]),
+            None
+        );
+        assert!(check(&[0, 1, 6, 7], &[device(6, 0b0001)]).is_some());
+        // A report beside the stream does not go beyond it.
+        let beside = [unplugged("mem0", 8)];
+        assert!(check_with(&[0, 1, 6], &beside, &[plugged]).is_some());
+        assert_eq!(check_with(&[0, 1, 6], &beside, &[device(6, 0)]), None);
+    }
+
+    #[test]
+    fn a_device_leaves_out_what_it_has_unplugged_of_one_block() {
+        let blocks = ["a", "b"].map(|name| RamBlockEntry::new(name, 8 * PAGE));
+        let complete = Complete::new(&blocks, &MemoryLimit::new(1 << 20));
+        let nothing = device(8, 0);
+        assert!(complete.check(&[], &[nothing.clone()]).is_err());
+        complete.check(&[], &[nothing.clone(), nothing]).unwrap();
+    }
+
+    #[test]
+    fn a_device_of_many_parts_is_compared_in_each() {
+        let pages = 3 * PART;
+        let blocks = [RamBlockEntry::new("mem0", pages * PAGE)];
+        let complete = Complete::new(&blocks, &MemoryLimit::new(1 << 20));
+        let mut batch = Batch::new();
+        batch.start(0);
+        batch.zero.extend((PART..2 * PART).map(|page| page * PAGE));
+        complete.note(&batch).unwrap();
+        for (plugged, is_complete) in [(0b0_1100, true), (0b1_1100, false), (0b0_1110, false)] {
+            let device = PluggableMemory {
+                region_size: pages * PAGE,
+                block_size: PART * PAGE / 2,
+                plugged: vec![plugged],
+            };
+            assert_eq!(complete.check(&[], &[device]).is_ok(), is_complete);
+        }
     }
 
     #[test]

@@ -34,6 +34,8 @@ pub struct Description {
     pub file_bytes: u64,
     /// The VM's RAM blocks.
     pub ram: Vec<RamDescription>,
+    /// Sections of devices that come before RAM.
+    pub early: Vec<EarlyDescription>,
     /// Devices, by the VM description at the end of the stream; `None` if it has none.
     pub devices: Option<usize>,
     /// vCPUs, by the same.
@@ -55,6 +57,18 @@ pub struct RamDescription {
     pub bytes: u64,
     /// Pages of it that have content.
     pub pages: u64,
+}
+
+/// A device's section before RAM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct EarlyDescription {
+    /// Name of the device.
+    pub name: String,
+    /// Bytes of its state.
+    pub bytes: u64,
+    /// Bytes that a virtio-mem device has plugged, and bytes of its RAM block; `None` of another device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub plugged: Option<(u64, u64)>,
 }
 
 impl Description {
@@ -141,6 +155,12 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
         vcpus,
         bytes,
     } = Devices::of(stream);
+    let early = stream.early.all().map(|section| EarlyDescription {
+        name: section.idstr.clone(),
+        bytes: section.payload_len,
+        plugged: (section.memory.as_ref())
+            .and_then(|memory| Some((memory.plugged_bytes()?, memory.region_size))),
+    });
     Ok(Description {
         format: FileFormat::Hotlift,
         info: file.info().clone(),
@@ -148,6 +168,7 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
         problem: None,
         file_bytes: file.length(),
         ram,
+        early: early.collect(),
         devices,
         vcpus,
         device_bytes: bytes,

@@ -101,6 +101,13 @@ impl MappedFile {
             let step = decoder.next(&input[..available]);
             let event = match step {
                 Ok(MappedStep::Event(event)) => event,
+                // Only an early section is longer than what was read.
+                Ok(MappedStep::Need(_))
+                    if available == input.len() && available < limits::MAIN_RECORD =>
+                {
+                    input.resize((2 * available).min(limits::MAIN_RECORD), 0);
+                    continue;
+                }
                 Ok(MappedStep::Need(_)) => return Err(FileError::Truncated { position }),
                 Err(WireError::Mismatch {
                     what: "stream magic",
@@ -130,6 +137,9 @@ impl MappedFile {
                     let bitmap = self.read_bitmap(&place)?;
                     self.stream.ram.blocks.push(place.entry.clone());
                     self.blocks.push(Block { place, bitmap });
+                }
+                MappedEvent::EarlySection(section) => {
+                    self.stream.early.push(section, !self.blocks.is_empty());
                 }
                 MappedEvent::Header | MappedEvent::RamEos => {}
                 MappedEvent::RamEnd => return Ok(decoder.position()),
@@ -172,7 +182,8 @@ impl MappedFile {
             {
                 self.stream.end = held.split_off(eof);
                 self.stream.devices = position..at - self.stream.end.len() as u64;
-                return Ok(());
+                let checked = self.stream.check_early();
+                return checked.map_err(|source| FileError::Stream { position, source });
             }
             held.drain(..search.before());
             search.passed_on(search.before());

@@ -3,14 +3,15 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::MemoryLimit;
 use hotlift_methods::legacy::xbzrle;
 use hotlift_wire::WireError;
 use hotlift_wire::main_channel::{
-    Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, put_mapped_end,
+    Command, EarlySection, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, PluggableMemory,
+    put_mapped_end,
 };
 use hotlift_wire::settle::Doing;
 
@@ -23,6 +24,7 @@ use crate::error::{Channel, MigrationError};
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
+use crate::threads::lock;
 
 /// Space set aside for EOF and VM description, which are written after the source was told that its
 /// guest is safe.
@@ -39,6 +41,8 @@ pub(crate) struct MappedRamSink {
     ram: OnceLock<Ram>,
     workers: usize,
     left_out: Vec<LeftOut>,
+    /// What virtio-mem devices have plugged.
+    memory_devices: Mutex<Vec<PluggableMemory>>,
     pacer: Arc<Pacer>,
     control: Control,
     memory: MemoryLimit,
@@ -73,6 +77,7 @@ impl MappedRamSink {
             ram: OnceLock::new(),
             workers: usize::from(options.channels()).max(1),
             left_out: settings.left_out.clone(),
+            memory_devices: Mutex::default(),
             pacer: control.pacer(options),
             control: control.clone(),
             memory: memory.clone(),
@@ -159,6 +164,11 @@ impl Sink for MappedRamSink {
         self.append(&bytes)
     }
 
+    fn early_section(&self, section: &EarlySection) -> Result<(), MigrationError> {
+        lock(&self.memory_devices).extend(section.memory.clone());
+        self.append(&section.bytes)
+    }
+
     fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
         let lengths = ram.blocks.iter().map(|block| block.used_length);
         let ram_bytes = lengths.fold(0, u64::saturating_add);
@@ -207,7 +217,8 @@ impl Sink for MappedRamSink {
     }
 
     fn ram_end(&self) -> Result<(), MigrationError> {
-        self.ram().complete.check(&self.left_out)?;
+        let memory_devices = lock(&self.memory_devices);
+        self.ram().complete.check(&self.left_out, &memory_devices)?;
         let mut bytes = Vec::new();
         put_mapped_end(self.ram().section_id, &mut bytes);
         self.append(&bytes)

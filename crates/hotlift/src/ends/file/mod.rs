@@ -53,7 +53,7 @@ use std::path::Path;
 pub(crate) use block_file::BlockFile;
 pub(crate) use block_reader::Blocks;
 pub(crate) use block_sink::BlockSink;
-pub use describe::{Description, RamDescription, describe};
+pub use describe::{Description, EarlyDescription, RamDescription, describe};
 pub use error::{FileError, ServerError};
 pub use kind::{check_target, open};
 pub(crate) use layout::Entry;

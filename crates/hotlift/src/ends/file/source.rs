@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_wire::main_channel::{Command, Configuration};
+use hotlift_wire::WireError;
+use hotlift_wire::main_channel::{Command, Configuration, EarlyLengths, PluggableMemory};
 
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::session::Session;
-use crate::pipe::sink::RamLayout;
+use crate::pipe::sink::{EarlySections, RamLayout};
 use crate::pipe::source::Source;
 
 /// Pages that a thread takes at a time: 4 MiB.
@@ -30,6 +31,8 @@ pub(crate) struct SavedStream {
     pub commands: Vec<Command>,
     /// The RAM of the VM.
     pub ram: RamLayout,
+    /// Sections of devices before the end of RAM.
+    pub early: EarlySections,
     /// QEMU's property `multifd-flush-after-each-section` as the source's stream showed it; `None` if it did not.
     pub flush_after_each_section: Option<bool>,
     /// Where the device sections are in the file.
@@ -42,6 +45,29 @@ impl SavedStream {
     /// Bytes of the device sections.
     pub(crate) fn device_bytes(&self) -> u64 {
         self.devices.end - self.devices.start
+    }
+
+    /// Checks the lengths of the early sections, now that the VM description is there.
+    pub(crate) fn check_early(&self) -> Result<(), WireError> {
+        let mut lengths = EarlyLengths::default();
+        self.early.all().for_each(|section| lengths.note(section));
+        lengths.check(&self.end)
+    }
+
+    /// The virtio-mem device whose memory a RAM block is: all blocks of its length are such devices', and these have
+    /// plugged the same.
+    fn memory_device(&self, block: usize) -> Option<&PluggableMemory> {
+        let length = self.ram.blocks[block].used_length;
+        let devices = self
+            .early
+            .all()
+            .filter_map(|section| section.memory.as_ref());
+        let mut devices = devices.filter(|device| device.region_size == length);
+        let first = devices.next()?;
+        let blocks = self.ram.blocks.iter();
+        let others = blocks.filter(|block| block.used_length == length).count() - 1;
+        let same = devices.filter(|device| *device == first).count();
+        (same == others).then_some(first)
     }
 }
 
@@ -165,6 +191,7 @@ impl<P: Places> Source for FileSource<P> {
         }
         let mut places = self.file.reader(session)?;
         while let Some((block, share)) = self.next_share() {
+            let device = self.stream().memory_device(block);
             for start in share.clone().step_by(BATCH_PAGES) {
                 let Some(mut batch) = session.flow.take() else {
                     return Ok(());
@@ -173,7 +200,14 @@ impl<P: Places> Source for FileSource<P> {
                 let pages = start..share.end.min(start + BATCH_PAGES);
                 let read = self.file.fill(&mut places, &mut batch, block, pages)?;
                 session.received[reader].add_bytes(read);
-                session.flow.submit(batch);
+                if let Some(device) = device {
+                    // To send one as zero has QEMU read it, and its host take memory for it.
+                    batch.zero.retain(|offset| device.is_plugged(*offset));
+                }
+                match batch.len() {
+                    0 => session.flow.release(batch),
+                    _ => session.flow.submit(batch),
+                }
             }
         }
         session.barrier.channel_arrives();

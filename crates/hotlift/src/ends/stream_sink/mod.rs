@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::handshake::{CONNECTED, Features, Offer};
 use hotlift_wire::limits;
-use hotlift_wire::main_channel::{Command, Configuration, RunStateSearch};
+use hotlift_wire::main_channel::{Command, Configuration, EarlySection, RunStateSearch};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
@@ -564,6 +564,10 @@ impl Sink for StreamSink<'_> {
 
     fn command(&self, command: Command) -> Result<(), MigrationError> {
         self.lock_main().command(command)
+    }
+
+    fn early_section(&self, section: &EarlySection) -> Result<(), MigrationError> {
+        self.lock_main().raw(&section.bytes)
     }
 
     fn ram_start(&self, layout: &RamLayout) -> Result<(), MigrationError> {

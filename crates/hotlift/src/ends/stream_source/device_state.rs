@@ -4,13 +4,14 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::limits;
 use hotlift_wire::main_channel::{
-    Command, DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, EofSearch, MainDecoder,
-    MainEvent, SectionKind, Step, next_device_state,
+    Command, DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, EarlyLengths, EofSearch,
+    MainDecoder, MainEvent, SectionKind, Step, next_device_state,
 };
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
 
 use crate::control::Status;
+use crate::ends::stream_source::main_reader::broken;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
@@ -53,12 +54,14 @@ pub(crate) fn from_qemu(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
-    has_footers: bool,
+    (has_footers, early): (bool, &EarlyLengths),
     hooks: Hooks<'_>,
     late_channel: &dyn Fn() -> bool,
 ) -> Result<(), MigrationError> {
     session.control.set_status(Status::Device);
     pass_devices(session, upstream, input, has_footers)?;
+    let checked = early.check(input.unread());
+    checked.map_err(|error| broken(error, early))?;
     session.sink.await_loaded()?;
     let channel_missing = late_channel();
     if channel_missing {

@@ -3,11 +3,14 @@
 use std::io;
 use std::time::Duration;
 
+use hotlift_wire::WireError;
 use hotlift_wire::handshake::{CONNECTED, Features, PREEMPT};
 use hotlift_wire::main_channel::postcopy::{
     LOADED_DEVICES_END, PostcopyCommand, asks_for_loaded_devices,
 };
-use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
+use hotlift_wire::main_channel::{
+    Command, EarlyLengths, EarlySection, MainDecoder, MainEvent, PageContent, SectionKind, Step,
+};
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::control::Status;
@@ -44,6 +47,8 @@ pub(crate) struct MainReader<'a> {
     decoder: MainDecoder,
     pages: MainPages<'a>,
     section: SectionKind,
+    /// What the devices' sections before the end of RAM are compared with at the end of the stream.
+    early: EarlyLengths,
     /// Postcopy has begun: each page comes once, and nothing is a sync point.
     switched: bool,
     /// The other side knows that there is a preempt channel.
@@ -60,6 +65,7 @@ enum Then {
     SyncPoint,
     SectionEnd,
     Command(Command),
+    Early(EarlySection),
     /// Ranges that the other side is to have nothing in, as the command's bytes.
     Discard(Vec<u8>),
     /// So many bytes follow, with the devices and the command that the guest may run.
@@ -93,6 +99,7 @@ impl<'a> MainReader<'a> {
                 &upstream.demand,
             ),
             section: SectionKind::Start,
+            early: EarlyLengths::default(),
             switched: false,
             preempt_is_known: false,
             awaits_sync: false,
@@ -139,11 +146,12 @@ impl<'a> MainReader<'a> {
             let input = &mut self.input;
             let late_channel = || further.late_channel();
             let has_footers = !self.setup.configuration.is_absent();
+            let early = &self.early;
             device_state::from_qemu(
                 self.session,
                 self.upstream,
                 input,
-                has_footers,
+                (has_footers, early),
                 hooks,
                 &late_channel,
             )
@@ -157,8 +165,18 @@ impl<'a> MainReader<'a> {
         for command in &self.setup.commands {
             session.sink.command(*command)?;
         }
+        let early = &self.setup.early;
+        for section in early.all() {
+            self.early.note(section);
+        }
+        for section in &early.before_ram {
+            session.sink.early_section(section)?;
+        }
         self.session.meet_readers()?;
         session.sink.ram_start(&self.setup.ram)?;
+        for section in &early.behind_start {
+            session.sink.early_section(section)?;
+        }
         session.barrier.pass();
         session.control.set_status(Status::Active);
         Ok(())
@@ -169,7 +187,7 @@ impl<'a> MainReader<'a> {
         let step = self
             .decoder
             .next(self.input.unread())
-            .map_err(MigrationError::main_wire)?;
+            .map_err(|error| broken(error, &self.early))?;
         let (event, consumed) = match step {
             Step::Event { event, consumed } => (event, consumed),
             Step::Need(needed) => {
@@ -228,6 +246,7 @@ impl<'a> MainReader<'a> {
             {
                 Then::Package(length)
             }
+            MainEvent::EarlySection(section) => Then::Early(section),
             MainEvent::MultifdFlush => Then::SyncPoint,
             MainEvent::RamEos => Then::SectionEnd,
             MainEvent::Command(Command::Ping(value)) if self.upstream.is_guest => {
@@ -247,8 +266,7 @@ impl<'a> MainReader<'a> {
                 return Err(MigrationError::Protocol {
                     channel: Channel::Main,
                     got: event_name(&other),
-                    doing: "reading RAM (a device sends state while the guest runs: switch multifd off at both QEMUs, 'hotlift migrate \
-                            --multifd off', or migrate without the relay)",
+                    doing: "reading RAM",
                 });
             }
         };
@@ -268,6 +286,10 @@ impl<'a> MainReader<'a> {
                 self.package(length, hooks)?;
             }
             Then::Command(command) => self.session.sink.command(command)?,
+            Then::Early(section) => {
+                self.early.note(&section);
+                self.session.sink.early_section(&section)?;
+            }
             Then::RamEnded => return Ok(true),
         }
         Ok(false)
@@ -381,6 +403,10 @@ impl<'a> MainReader<'a> {
     /// checked: a QEMU uses nothing of a package that it has not whole, so that a source that is lost on the way, or a damaged
     /// byte, runs no guest there.
     fn package(&mut self, length: u32, hooks: Hooks<'_>) -> Result<(), MigrationError> {
+        // A postcopy has no description to compare lengths with.
+        self.early
+            .check(&[])
+            .map_err(|error| broken(error, &self.early))?;
         let postcopy = postcopy(self.session)?;
         self.session.control.set_status(Status::Device);
         postcopy.begin_package(length)?;
@@ -480,6 +506,25 @@ impl<'a> MainReader<'a> {
         let doing = device_state::hand_over(session, &[EOF], hooks)?;
         device_state::report_taken(session, self.upstream, doing);
         Ok(())
+    }
+}
+
+/// What is wrong with the bytes of main. For a device whose state a relay cannot take out of a stream with multifd, the
+/// error has the way out: without multifd the stream is passed through.
+pub(crate) fn broken(error: WireError, early: &EarlyLengths) -> MigrationError {
+    let got = match (&error, early.searched()) {
+        (WireError::UnknownDevice { idstr, .. }, _) => {
+            format!("the state of device '{idstr}', which sends it while the guest runs")
+        }
+        (WireError::NoSectionEnd { .. } | WireError::SectionLength { .. }, _) => error.to_string(),
+        // Its end may have been taken for another place.
+        (_, Some(idstr)) => format!("{error}, behind device '{idstr}', whose state has no length"),
+        _ => return MigrationError::main_wire(error),
+    };
+    MigrationError::Protocol {
+        channel: Channel::Main,
+        got,
+        doing: "reading RAM (switch multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate without the relay)",
     }
 }
 

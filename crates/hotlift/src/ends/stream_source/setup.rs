@@ -13,7 +13,7 @@ use hotlift_wire::{WireError, limits};
 
 use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Call;
-use crate::pipe::sink::RamLayout;
+use crate::pipe::sink::{EarlySections, RamLayout};
 use crate::postcopy::LARGEST_PAGE;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
@@ -22,9 +22,11 @@ use crate::stream::main_recv::event_name;
 use crate::stream::return_path::encode;
 use crate::transport::Stream;
 
-/// Section types that a stream may have behind the START section of `ram` if RAM is all that moves
-/// before the guest stops: PART, END, COMMAND.
-const PAGE_BY_PAGE: [u8; 3] = [0x02, 0x03, 0x08];
+/// The section type of a device that sends more than one section: START.
+const START: u8 = 0x01;
+
+/// The section type of an early section: FULL.
+const FULL: u8 = 0x04;
 
 /// What the stream says before its first page.
 pub(crate) struct Setup {
@@ -32,6 +34,8 @@ pub(crate) struct Setup {
     /// Commands for the other side.
     pub commands: Vec<Command>,
     pub ram: RamLayout,
+    /// Sections of devices that have come so far.
+    pub early: EarlySections,
     /// The multifd flush of the set-up is a record; else, with multifd, every section's end is a sync point.
     pub flush: bool,
     /// What a Hotlift has said of its stream, a relay or a guest; `None` of a QEMU.
@@ -57,37 +61,57 @@ pub(crate) enum StreamSetup {
     PassThrough(String, bool),
 }
 
-/// Why a stream without multifd has to be passed through after all, if another device sends state
-/// while the guest runs: its section follows the footer of `ram`'s. (With multifd the source may write nothing
-/// more on main before its channels are read; there such a device is refused when it comes.)
+/// Why a stream without multifd has to be passed through after all: another device sends state while the guest runs, or
+/// before RAM in a layout that is not known. Their sections follow the footer of `ram`'s; those of a known layout are
+/// added to `early`. (With multifd the source may write nothing more on main before its channels are read; there such a
+/// device is refused when it comes, and what was taken for the end of an unknown layout is checked at the end.)
 pub(crate) fn other_devices(
     input: &mut MainInput<'_>,
     decoder: &mut MainDecoder,
+    early: &mut EarlySections,
     call: &Call<'_>,
 ) -> Result<Option<String>, MigrationError> {
+    let mut section_has_ended = false;
     loop {
-        match decoder
-            .next(input.unread())
-            .map_err(MigrationError::main_wire)?
-        {
-            Step::Event { consumed, .. } => {
-                input.take(consumed);
-                break;
+        if let Some(section) = early.all().find(|section| section.memory.is_none()) {
+            return Ok(Some(before_ram(&section.idstr)));
+        }
+        if section_has_ended {
+            if input.unread().is_empty() && !input.fill(1, call)? {
+                return Err(MigrationError::main_closed());
             }
-            Step::Need(needed) => {
+            match input.unread()[0] {
+                START => return Ok(Some(LIVE_DEVICE.to_owned())),
+                FULL => {}
+                _ => return Ok(None),
+            }
+        }
+        let (event, consumed) = match decoder.next(input.unread()) {
+            Ok(Step::Event { event, consumed }) => (event, consumed),
+            Ok(Step::Need(needed)) => {
                 if !input.fill(needed, call)? {
                     return Err(MigrationError::main_closed());
                 }
+                continue;
             }
+            Err(WireError::NoSectionEnd { idstr, .. }) => return Ok(Some(before_ram(&idstr))),
+            Err(source) => return Err(MigrationError::main_wire(source)),
+        };
+        match event {
+            MainEvent::EarlySection(section) => early.push(section, true),
+            _ => section_has_ended = true,
         }
+        input.take(consumed);
     }
-    if input.unread().is_empty() && !input.fill(1, call)? {
-        return Err(MigrationError::main_closed());
-    }
-    let relayed = PAGE_BY_PAGE.contains(&input.unread()[0]);
-    Ok((!relayed).then(|| {
-        "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)".to_owned()
-    }))
+}
+
+/// Why a stream is passed through in which a device with a START section follows `ram`.
+const LIVE_DEVICE: &str =
+    "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)";
+
+/// Why a stream is passed through in which this device has an early section of an unknown layout.
+fn before_ram(idstr: &str) -> String {
+    format!("device '{idstr}' sends state before RAM in a layout that is not known")
 }
 
 /// Whether postcopy is carried for all these sizes of host pages, ORed, and this one of the target's.
@@ -146,6 +170,7 @@ pub(crate) fn read_setup(
 ) -> Result<StreamSetup, MigrationError> {
     let mut configuration = Configuration::default();
     let mut commands = Vec::new();
+    let mut early = EarlySections::default();
     let mut ram = None;
     let mut section_id = 0;
     let mut flush = false;
@@ -163,6 +188,9 @@ pub(crate) fn read_setup(
             Err(WireError::UnknownDevice { idstr, .. }) => {
                 let why = format!("device '{idstr}' sends state while the guest runs");
                 return Ok(StreamSetup::PassThrough(why, return_path));
+            }
+            Err(WireError::NoSectionEnd { idstr, .. }) => {
+                return Ok(StreamSetup::PassThrough(before_ram(&idstr), return_path));
             }
             Err(WireError::Unsupported { what }) => {
                 let why = format!("it has {what}");
@@ -225,10 +253,7 @@ pub(crate) fn read_setup(
                 id,
                 ..
             } => section_id = id,
-            MainEvent::SectionStart { idstr, .. } => {
-                let why = format!("device '{idstr}' sends state before RAM");
-                return Ok(StreamSetup::PassThrough(why, return_path));
-            }
+            MainEvent::EarlySection(section) => early.push(section, ram.is_some()),
             MainEvent::RamBlocks(blocks) => ram = Some(blocks),
             MainEvent::MultifdFlush if !flush => flush = true,
             MainEvent::Header | MainEvent::RamEos => {}
@@ -259,6 +284,7 @@ pub(crate) fn read_setup(
                 section_id,
                 blocks: blocks.clone(),
             },
+            early,
             flush,
             relay,
             return_path,

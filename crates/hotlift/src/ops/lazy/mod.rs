@@ -4,7 +4,7 @@
 //! To QEMU this is a postcopy whose source has sent no page before the switch.
 //!
 //! ```text
-//! opening  ADVISE  RAM blocks  DISCARD all  PACKAGED{LISTEN devices RUN}   the guest runs
+//! opening  ADVISE  RAM blocks  early sections  DISCARD all  PACKAGED{LISTEN devices RUN}   the guest runs
 //! requests: one page, then its block     background: what was written last, then RAM from the lowest page on
 //! END  EOF                                                                 the guest has all pages
 //! ```
@@ -342,7 +342,13 @@ impl Restore<'_> {
             ] {
                 main.command(command)?;
             }
+            for section in &stream.early.before_ram {
+                main.raw(&section.bytes)?;
+            }
             main.ram_start(Some(stream.ram.section_id), blocks, false)?;
+            for section in &stream.early.behind_start {
+                main.raw(&section.bytes)?;
+            }
         }
         self.await_answers("QEMU's answer to the opening (is its machine the file's, with capability postcopy-ram on?)")?;
         if let Some(stream) = (self.connect_preempt)()? {

@@ -80,7 +80,9 @@ fn pass_on(
         None => Silence::Always(settings.outgoing.handshake_timeout),
     };
     let mut input = MainInput::new(&main, &unbooked, silence, &memory).keep_everything();
-    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed).taking_postcopy();
+    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed)
+        .taking_postcopy()
+        .taking_early_sections();
     let into_stream = matches!(request.outgoing, Outgoing::Address(_));
     let pass_through = |arrivals, input: &MainInput<'_>, preempt, why, is_answered| {
         let source = Unread {
@@ -101,7 +103,7 @@ fn pass_on(
         return pass_through(arrivals, &input, None, why, false);
     }
     let stream_setup = read_setup(&mut input, &mut decoder, id, into_stream, &early)?;
-    let setup = match stream_setup {
+    let mut setup = match stream_setup {
         StreamSetup::PageByPage(setup) => setup,
         StreamSetup::PassThrough(why, is_answered) => {
             return pass_through(arrivals, &input, None, why, is_answered);
@@ -127,7 +129,7 @@ fn pass_on(
     };
     if channels.is_none()
         && setup.relay.is_none()
-        && let Some(why) = other_devices(&mut input, &mut decoder, &early)?
+        && let Some(why) = other_devices(&mut input, &mut decoder, &mut setup.early, &early)?
     {
         return pass_through(arrivals, &input, None, why, setup.return_path);
     }
