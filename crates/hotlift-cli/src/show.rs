@@ -92,6 +92,18 @@ fn table(file: &Description) -> String {
         let name = format!("RAM block {}", one_line(&block.name));
         row(&name, ram(block));
     }
+    for section in &file.early {
+        let state = bytes(section.bytes);
+        row(
+            &format!("before RAM {}", one_line(&section.name)),
+            match section.plugged {
+                Some((plugged, all)) => {
+                    format!("{state}, {} of {} are plugged", bytes(plugged), bytes(all))
+                }
+                None => state,
+            },
+        );
+    }
     row("QEMU's command line", command_line(file));
     let devices = bytes(file.device_bytes);
     row(

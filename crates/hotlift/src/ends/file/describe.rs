@@ -155,12 +155,6 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
         vcpus,
         bytes,
     } = Devices::of(stream);
-    let early = stream.early.all().map(|section| EarlyDescription {
-        name: section.idstr.clone(),
-        bytes: section.payload_len,
-        plugged: (section.memory.as_ref())
-            .and_then(|memory| Some((memory.plugged_bytes()?, memory.region_size))),
-    });
     Ok(Description {
         format: FileFormat::Hotlift,
         info: file.info().clone(),
@@ -168,13 +162,24 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
         problem: None,
         file_bytes: file.length(),
         ram,
-        early: early.collect(),
+        early: early_of(stream),
         devices,
         vcpus,
         device_bytes: bytes,
         shares: file.contents().shares.clone(),
         verified_blocks: verify.then_some(verified),
     })
+}
+
+/// The sections of devices before RAM.
+fn early_of(stream: &SavedStream) -> Vec<EarlyDescription> {
+    let early = stream.early.all().map(|section| EarlyDescription {
+        name: section.idstr.clone(),
+        bytes: section.payload_len,
+        plugged: (section.memory.as_ref())
+            .and_then(|memory| Some((memory.plugged_bytes()?, memory.region_size))),
+    });
+    early.collect()
 }
 
 /// The devices of a file, and the vCPUs among them.
@@ -230,6 +235,7 @@ fn read_mapped(path: &Path) -> Result<Description, MigrationError> {
         problem: problem.as_ref().map(|error| error_line(error)),
         file_bytes: file.length(),
         ram: ram.collect(),
+        early: early_of(stream),
         devices,
         vcpus,
         device_bytes: bytes,
