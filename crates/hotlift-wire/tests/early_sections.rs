@@ -171,6 +171,21 @@ fn an_end_that_does_not_come_is_given_up_at_the_limit() {
     assert!(matches!(fault, WireError::NoSectionEnd { idstr, .. } if idstr == "device"));
 }
 
+#[test]
+fn all_sections_together_have_a_limit() {
+    let first = section("device", &vec![1; limits::DEVICE_PAYLOAD / 2]);
+    let mut second = section("other", &vec![1; limits::DEVICE_PAYLOAD / 2 + 1024]);
+    second[4] = 0x28;
+    let last = second.len() - 1;
+    second[last] = 0x28;
+    let mut decoder = decoder(true);
+    let stream = [&first[..], &second, &ram(2)].concat();
+    let step = decoder.next(&stream).unwrap();
+    assert!(matches!(step, Step::Event { consumed, .. } if consumed == first.len()));
+    let fault = decoder.next(&stream[first.len()..]).unwrap_err();
+    assert!(matches!(fault, WireError::OverLimit { .. }), "{fault:?}");
+}
+
 /// EOF and a description of a device of this name with so many bytes.
 fn end_of_stream(size: usize, name: &str) -> Vec<u8> {
     let fields = format!(r#"[{{"name":"a","type":"b","size":{size}}}]"#);

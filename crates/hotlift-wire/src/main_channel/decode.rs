@@ -130,6 +130,8 @@ pub struct MainDecoder {
     takes_early_sections: bool,
     /// Of the early section that is being read, where the search for its end goes on.
     searched: usize,
+    /// Bytes of all early sections.
+    early_bytes: usize,
     ram: Ram,
     records: RamRecords,
     sections: Vec<KnownSection>,
@@ -149,6 +151,7 @@ impl MainDecoder {
             has_footers: true,
             takes_early_sections: false,
             searched: 0,
+            early_bytes: 0,
             ram: Ram::Awaited,
             records: RamRecords::default(),
             sections: Vec::new(),
@@ -423,7 +426,10 @@ impl MainDecoder {
             is_taken: &|id| sections.iter().any(|known| known.id == id),
         };
         let (section, header) = early::read(whole, reader, &mut self.searched, ids)?;
+        let early_bytes = self.early_bytes + section.bytes.len();
+        early::check_all(early_bytes)?;
         self.remember(&header)?;
+        self.early_bytes = early_bytes;
         Ok((MainEvent::EarlySection(section), State::Between))
     }
 

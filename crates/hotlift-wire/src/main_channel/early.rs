@@ -147,6 +147,18 @@ pub(super) fn read<'a>(
     Ok((section, header))
 }
 
+/// Checks the length of all early sections of a stream together: whatever writes a file keeps them in memory.
+pub(super) fn check_all(length: usize) -> Result<(), WireError> {
+    if length <= limits::MAIN_RECORD {
+        return Ok(());
+    }
+    Err(WireError::OverLimit {
+        what: "length of all sections before RAM",
+        limit: as_u64(limits::MAIN_RECORD),
+        got: as_u64(length),
+    })
+}
+
 /// Returns the length of a payload whose layout is unknown.
 fn search(
     header: &SectionHeader<'_>,

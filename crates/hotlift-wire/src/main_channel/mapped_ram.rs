@@ -113,6 +113,8 @@ pub struct MappedRamDecoder {
     ram_id: Option<u32>,
     /// Ids of the early sections.
     early: Vec<u32>,
+    /// Bytes of them all.
+    early_bytes: usize,
     blocks: Vec<MappedBlock>,
 }
 
@@ -128,6 +130,7 @@ impl MappedRamDecoder {
             file_len,
             ram_id: None,
             early: Vec::new(),
+            early_bytes: 0,
             blocks: Vec::new(),
         }
     }
@@ -240,7 +243,10 @@ impl MappedRamDecoder {
                     is_taken: &is_taken,
                 };
                 let (section, header) = early::read(&whole, reader, &mut 0, ids)?;
+                let early_bytes = self.early_bytes + section.bytes.len();
+                early::check_all(early_bytes)?;
                 self.early.push(header.id);
+                self.early_bytes = early_bytes;
                 Ok((MappedEvent::EarlySection(section), State::Between))
             }
             section::COMMAND => {
