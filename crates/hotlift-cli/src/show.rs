@@ -237,6 +237,7 @@ mod tests {
             modified: None,
             problem: None,
             file_bytes: 1,
+            early: Vec::new(),
             ram: ram.collect(),
             devices: None,
             vcpus: Some(2),
