@@ -14,15 +14,20 @@ fn the_documented_time_outs_are_those_of_the_constants() {
     assert!(rows.len() > 20, "{}", rows.len());
     for row in rows {
         let cells: Vec<_> = row.trim_matches('|').split('|').map(str::trim).collect();
-        let seconds = cells[2].strip_suffix(" s").unwrap();
+        let (number, unit) = cells[2].split_once(' ').unwrap();
+        let (unit, milliseconds) = match unit {
+            "s" => ("secs", format!("{number}_000")),
+            "ms" => ("millis", number.to_owned()),
+            other => panic!("a unit: {other}"),
+        };
         let mut constant = cells[4].split('`').skip(1).step_by(2);
         let (file, name) = (constant.next().unwrap(), constant.next().unwrap());
         let source = std::fs::read_to_string(crates.join(file)).unwrap();
-        let value = format!("Duration::from_secs({seconds})");
+        let value = format!("Duration::from_{unit}({number})");
         let is_defined = [
             format!("{name}: Duration = {value};"),
             format!("{name}: {value},"),
-            format!("{name}: u32 = {seconds}_000;"),
+            format!("{name}: u32 = {milliseconds};"),
         ]
         .iter()
         .any(|definition| source.contains(definition));

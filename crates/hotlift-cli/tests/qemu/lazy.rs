@@ -216,7 +216,9 @@ fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advic
         let file = files.path().join(release.name()).display().to_string();
         succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), &file]));
         let there = need!(Vm::waiting(release, &machine));
-        let lazy = ["restore", "--lazy", &file, "--qmp", &there.free_qmp()];
+        let qmp = there.free_qmp();
+        let accepted = "--ignore-differences";
+        let lazy = ["restore", "--lazy", &file, accepted, "--qmp", &qmp];
         let (status, said) = Hotlift::start(&lazy).wait();
         let said = said.join("\n");
         assert_eq!(status.code(), Some(1), "{said}");
@@ -266,7 +268,10 @@ fn what_a_smaller_machine_says_of_a_file_is_told_and_nobody_speaks_of_a_guest_th
     let machine = machine(PC_10, Accelerator::Kvm);
     let (file, _) = need!(saved(files.path(), &machine));
     let program = need!(Release::V10.program()).display().to_string();
-    let restore = ["restore", "--lazy", &file, "--", &program, "-accel", "tcg"];
+    let accepted = "--ignore-differences";
+    let restore = [
+        "restore", "--lazy", &file, accepted, "--", &program, "-accel", "tcg",
+    ];
     let smaller = [
         "-machine",
         PC_10,

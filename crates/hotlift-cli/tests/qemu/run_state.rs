@@ -336,7 +336,7 @@ fn a_guest_that_is_stopped_while_its_stream_is_passed_through_keeps_its_qemu() {
     added.expect("a bitmap");
     let bitmaps = [("dirty-bitmaps", true)];
     here.qmp.set_capabilities(&bitmaps).expect("capabilities");
-    let there = Adopted::new(machine.clone());
+    let there = Adopted::new(machine);
     let line = need!(there.arguments(release, &there_disk));
     let (serving, uri) = serve(&words(&line));
     let qmp = here.free_qmp();

@@ -240,7 +240,7 @@ fn commands_of_postcopy_are_refused_where_no_source_has_them() {
         (
             "a package of 4 GiB",
             stream(&advised, &package(u32::MAX)),
-            "length of PACKAGED",
+            "the main channel was closed by the other side",
         ),
     ];
     let cases: Vec<Case> = cases

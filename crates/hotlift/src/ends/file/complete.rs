@@ -275,9 +275,12 @@ mod tests {
         // Pages 0, 1, 6 and 7.
         let plugged = device(8, 0b1001);
         let check = |pages: &[u64], devices: &[PluggableMemory]| check_with(pages, &[], devices);
-        assert_eq!(check(&[0, 1, 6, 7], &[plugged.clone()]), None);
-        assert_eq!(check(&[0, 1, 3, 6, 7], &[plugged.clone()]), None);
-        assert!(check(&[0, 1, 6], &[plugged.clone()]).is_some());
+        assert_eq!(check(&[0, 1, 6, 7], std::slice::from_ref(&plugged)), None);
+        assert_eq!(
+            check(&[0, 1, 3, 6, 7], std::slice::from_ref(&plugged)),
+            None
+        );
+        assert!(check(&[0, 1, 6], std::slice::from_ref(&plugged)).is_some());
         assert_eq!(
             check(&[0, 1, 6], &[plugged.clone(), device(8, 0b0001)]),
             None
@@ -294,7 +297,7 @@ mod tests {
         let blocks = ["a", "b"].map(|name| RamBlockEntry::new(name, 8 * PAGE));
         let complete = Complete::new(&blocks, &MemoryLimit::new(1 << 20));
         let nothing = device(8, 0);
-        assert!(complete.check(&[], &[nothing.clone()]).is_err());
+        assert!(complete.check(&[], std::slice::from_ref(&nothing)).is_err());
         complete.check(&[], &[nothing.clone(), nothing]).unwrap();
     }
 

@@ -278,7 +278,7 @@ pub(crate) fn read_setup(
         let is_advice = |command: &Command| matches!(command, Command::PostcopyAdvise { .. });
         return Ok(StreamSetup::PageByPage(Box::new(Setup {
             postcopy: commands.iter().any(is_advice),
-            configuration: configuration.clone(),
+            configuration,
             commands,
             ram: RamLayout {
                 section_id,
