@@ -14,8 +14,8 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::file_ranges::{self, Answer, Open, Refusal, Reply};
 use hotlift_wire::handshake::{Accepted, Features, VERSION};
 use hotlift_wire::main_channel::{
-    Command, Configuration, FILE_HEADER, MAPPED_RAM, MainEncoder, MappedLayout, put_mapped_end,
-    put_device_part_head,
+    Command, Configuration, FILE_HEADER, MAPPED_RAM, MainEncoder, MappedLayout,
+    put_device_part_head, put_mapped_end,
 };
 use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter, ZeroPageDetection,

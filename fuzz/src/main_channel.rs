@@ -62,7 +62,10 @@ fn both(whole: &mut MainDecoder, trickling: &mut MainDecoder, mut rest: &[u8]) {
                 let Step::Event { event, consumed } = step else {
                     return;
                 };
-                let is_empty = matches!(event, MainEvent::DevicePayload([]) | MainEvent::SectionFooter);
+                let is_empty = matches!(
+                    event,
+                    MainEvent::DevicePayload([]) | MainEvent::SectionFooter
+                );
                 assert!(consumed > 0 || is_empty, "no way on from {event:?}");
                 assert!(consumed <= limits::MAIN_RECORD);
                 check(&event, whole);

@@ -410,8 +410,8 @@ fn a_configuration_is_bounded() {
         WireError::Mismatch { .. }
     );
     assert_fault!(
-        fault(begin(), b"QEVM\0\0\0\x03\x01"),
-        WireError::Mismatch { .. }
+        fault(begin(), b"QEVM\0\0\0\x03\x09"),
+        WireError::Unknown { .. }
     );
     let endless = configured(&be32(u32::MAX));
     assert_fault!(fault(begin(), &endless), WireError::OverLimit { .. });

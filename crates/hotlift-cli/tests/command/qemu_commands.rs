@@ -319,10 +319,6 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
             "no process can be reached at port 0",
         ),
         (
-            &["migrate", "--qmp=tcp:h:0", "--to=tcp:h:1"],
-            "no QMP address",
-        ),
-        (
             &["migrate", "--qmp=q", "--to=tcp:[fe80::1]:4444"],
             "as in tcp:[fe80::1%eth0]:PORT",
         ),
