@@ -4,7 +4,7 @@
 //! | difference | QEMU 7.2, 10.0 and 11.1 |
 //! |---|---|
 //! | machine type, UUID (with multifd), RAM size | refuses |
-//! | a RAM block or a device is missing at the destination | refuses, but for devices without state ([`STATELESS`]) |
+//! | a RAM block or a device is missing at the destination | refuses, but for devices without state (`STATELESS`) |
 //! | size of a RAM block | refuses, but for those that it resizes (ACPI tables) |
 //! | another type, PCI id or number of vectors of a device | refuses |
 //! | fewer vCPUs at the destination | refuses; more are refused here |
