@@ -163,7 +163,7 @@ impl Client {
         self.answer(command, id, deadline)
     }
 
-    /// Runs a command with each of these arguments, [`AT_ONCE`] of them without a wait for an answer in between. Returns the
+    /// Runs a command with each of these arguments, a fixed number of them without a wait for an answer in between. Returns the
     /// answers in their order; `None` where QEMU refuses.
     ///
     /// # Errors
