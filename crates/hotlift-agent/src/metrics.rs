@@ -83,8 +83,8 @@ struct Seen {
     bandwidth: u64,
     cpu: f64,
     most: u32,
-    /// Packets that have gone past the redirect.
-    past: Vec<Count>,
+    /// Packets that have gone past the redirect; `None` if nft cannot be run. A 0 in their place would be a reset of the counter.
+    past: Option<Vec<Count>>,
 }
 
 /// All metrics. Those of one migration have its id, and go when it ends. Names have their unit, as Prometheus's conventions
@@ -165,15 +165,12 @@ const TABLE: &[Row] = &[
     counter(
         "hotlift_agent_past_redirect_packets",
         "Packets to ports of migrations that went past the redirect, which the kernel refused, or counted where plaintext is allowed",
-        |seen| {
-            let packets = seen.past.iter().map(|count| number(count.packets));
-            one(packets.sum())
-        },
+        |seen| past(seen, |count| count.packets),
     ),
     counter(
         "hotlift_agent_past_redirect_bytes",
         "Bytes of those packets, with their headers",
-        |seen| one(seen.past.iter().map(|count| number(count.bytes)).sum()),
+        |seen| past(seen, |count| count.bytes),
     ),
     gauge(
         "hotlift_agent_migrations",
@@ -317,6 +314,12 @@ fn states_under_way() -> impl Iterator<Item = &'static str> {
     own.into_iter().chain(relays.map(Status::name))
 }
 
+/// The sum over all addresses; no row where it is not known.
+fn past(seen: &Seen, of: fn(&Count) -> u64) -> Values {
+    let sum = |counts: &Vec<Count>| one(counts.iter().map(|count| number(of(count))).sum());
+    seen.past.as_ref().map_or_else(Vec::new, sum)
+}
+
 fn one(value: f64) -> Values {
     vec![(Vec::new(), value)]
 }
@@ -364,8 +367,7 @@ impl Seen {
             bandwidth: config.max_bandwidth.0,
             cpu: config.cpu_limit,
             most: config.migrations,
-            // Without nft or the table there are none.
-            past: table::counts().unwrap_or_default(),
+            past: table::counts().ok(),
         }
     }
 }
