@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::error::QmpError;
-use crate::objects::PERIPHERALS;
+use crate::objects::{PERIPHERALS, Plugged};
 use crate::qemu::{Qemu, if_told};
 use crate::qtree::{self, MachineDevice};
 
@@ -176,14 +176,7 @@ impl Qemu {
     /// # Errors
     /// If the conversation fails.
     pub fn memory_devices(&mut self) -> Result<Option<Vec<MemoryDevice>>, QmpError> {
-        #[derive(Deserialize)]
-        struct Device {
-            #[serde(rename = "type")]
-            kind: String,
-            data: Value,
-        }
-        let devices = self.ask::<Vec<Device>>("query-memory-devices", &Value::Null);
-        let of = |Device { kind, data }| {
+        let of = |Plugged { kind, data }| {
             let number = |names: [&str; 2]| {
                 let values = names.iter().filter_map(|name| data[*name].as_u64());
                 values.max().unwrap_or(0)
@@ -197,7 +190,8 @@ impl Qemu {
                 kind,
             }
         };
-        Ok(if_told(devices)?.map(|devices| devices.into_iter().map(of).collect()))
+        let devices = self.plugged()?;
+        Ok(devices.map(|devices| devices.into_iter().map(of).collect()))
     }
 
     /// The devices of the machine; `None` from a QEMU that does not list them.

@@ -41,6 +41,15 @@ pub(crate) struct Entry {
     pub kind: String,
 }
 
+/// A row of `query-memory-devices`.
+#[derive(Deserialize)]
+pub(crate) struct Plugged {
+    /// `dimm`, `virtio-mem` and others.
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub data: Value,
+}
+
 impl Qemu {
     /// Reads a property (`qom-get`); `None` if the object or the property is not there.
     ///
@@ -107,19 +116,17 @@ impl Qemu {
         Ok(shared)
     }
 
+    /// All memory devices as QEMU lists them; `None` from a QEMU that does not.
+    pub(crate) fn plugged(&mut self) -> Result<Option<Vec<Plugged>>, QmpError> {
+        if_told(self.ask("query-memory-devices", &Value::Null))
+    }
+
     /// The virtio-mem devices; none from a QEMU that does not list them.
     ///
     /// # Errors
     /// If the conversation fails.
     pub fn virtio_mem(&mut self) -> Result<Vec<VirtioMem>, QmpError> {
-        #[derive(Deserialize)]
-        struct Device {
-            #[serde(rename = "type")]
-            kind: String,
-            data: Value,
-        }
-        let devices = self.ask::<Vec<Device>>("query-memory-devices", &Value::Null);
-        let devices = if_told(devices)?.unwrap_or_default();
+        let devices = self.plugged()?.unwrap_or_default();
         let devices = devices.into_iter().filter(|it| it.kind == "virtio-mem");
         Ok(devices
             .filter_map(|device| serde_json::from_value(device.data).ok())
