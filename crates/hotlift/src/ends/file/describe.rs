@@ -150,56 +150,40 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
             pages,
         });
     }
-    let Devices {
-        devices,
-        vcpus,
-        bytes,
-    } = Devices::of(stream);
     Ok(Description {
-        format: FileFormat::Hotlift,
         info: file.info().clone(),
-        modified: None,
-        problem: None,
         file_bytes: file.length(),
-        ram,
-        early: early_of(stream),
-        devices,
-        vcpus,
-        device_bytes: bytes,
         shares: file.contents().shares.clone(),
         verified_blocks: verify.then_some(verified),
+        ..of_stream(FileFormat::Hotlift, stream, ram)
     })
 }
 
-/// The sections of devices before RAM.
-fn early_of(stream: &SavedStream) -> Vec<EarlyDescription> {
+/// What the stream in a file shows, and its RAM.
+fn of_stream(format: FileFormat, stream: &SavedStream, ram: Vec<RamDescription>) -> Description {
     let early = stream.early.all().map(|section| EarlyDescription {
         name: section.idstr.clone(),
         bytes: section.payload_len,
         plugged: (section.memory.as_ref())
             .and_then(|memory| Some((memory.plugged_bytes()?, memory.region_size))),
     });
-    early.collect()
-}
-
-/// The devices of a file, and the vCPUs among them.
-struct Devices {
-    devices: Option<usize>,
-    vcpus: Option<usize>,
-    bytes: u64,
-}
-
-impl Devices {
-    fn of(stream: &SavedStream) -> Self {
-        let json = VmDescription::find(&stream.end);
-        let description = json.and_then(|json| VmDescription::parse(json).ok());
-        let description = description.as_ref();
-        Self {
-            devices: description.map(VmDescription::devices),
-            // QEMU's section of each vCPU.
-            vcpus: description.map(|description| description.instances("cpu_common")),
-            bytes: stream.device_bytes(),
-        }
+    let json = VmDescription::find(&stream.end);
+    let description = json.and_then(|json| VmDescription::parse(json).ok());
+    let description = description.as_ref();
+    Description {
+        format,
+        info: FileInfo::default(),
+        modified: None,
+        problem: None,
+        file_bytes: 0,
+        ram,
+        early: early.collect(),
+        devices: description.map(VmDescription::devices),
+        // QEMU's section of each vCPU.
+        vcpus: description.map(|description| description.instances("cpu_common")),
+        device_bytes: stream.device_bytes(),
+        shares: Vec::new(),
+        verified_blocks: None,
     }
 }
 
@@ -216,13 +200,7 @@ fn read_mapped(path: &Path) -> Result<Description, MigrationError> {
         bytes: block.used_length,
         pages,
     });
-    let Devices {
-        devices,
-        vcpus,
-        bytes,
-    } = Devices::of(stream);
     Ok(Description {
-        format: FileFormat::MappedRam,
         info: FileInfo {
             machine: stream.configuration.machine.clone(),
             uuid: uuid.map_or_else(String::new, |uuid| {
@@ -234,12 +212,6 @@ fn read_mapped(path: &Path) -> Result<Description, MigrationError> {
         modified: modified.map(|since| since.as_secs()),
         problem: problem.as_ref().map(|error| error_line(error)),
         file_bytes: file.length(),
-        ram: ram.collect(),
-        early: early_of(stream),
-        devices,
-        vcpus,
-        device_bytes: bytes,
-        shares: Vec::new(),
-        verified_blocks: None,
+        ..of_stream(FileFormat::MappedRam, stream, ram.collect())
     })
 }
