@@ -188,6 +188,16 @@ fn sends_pages(here: &mut Vm) {
     );
 }
 
+/// Starts `serve` and `migrate` at this rate, and waits until pages are sent.
+fn moves_at(here: &mut Vm, there: &Vm, rate: &str) -> (Hotlift, Hotlift) {
+    let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+    let qmp = here.free_qmp();
+    let rate = format!("--max-bandwidth={rate}");
+    let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri, &rate]);
+    sends_pages(here);
+    (serve, migrate)
+}
+
 /// Powers the machine off as its guest would: SLP_EN, and type 0, into PM1a_CNT of the chip set (PIIX4's ports are at 0x600).
 fn power_off(here: &mut Vm) {
     here.hmp("o /h 0x604 0x2000");
@@ -202,11 +212,7 @@ fn a_guest_that_powers_off_while_it_moves_or_is_saved_is_reported_as_ended() {
         let machine = machine(release.machine());
         let mut here = need!(Vm::running(release, &machine));
         let there = need!(Vm::waiting(release, &machine));
-        let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
-        let qmp = here.free_qmp();
-        let migrate = ["migrate", "--qmp", &qmp, "--to", &uri, "--max-bandwidth=2M"];
-        let migrate = Hotlift::start(&migrate);
-        sends_pages(&mut here);
+        let (serve, migrate) = moves_at(&mut here, &there, "2M");
         power_off(&mut here);
         let (status, said) = migrate.wait();
         let said = said.join("\n");
@@ -249,11 +255,7 @@ fn a_guest_that_has_powered_off_in_a_qemu_that_stays_is_not_continued_after_a_ca
         let kept = ["-no-shutdown".to_owned()];
         let mut here = need!(Vm::running_with(release, &machine, &kept));
         let there = need!(Vm::waiting(release, &machine));
-        let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
-        let qmp = here.free_qmp();
-        let migrate = ["migrate", "--qmp", &qmp, "--to", &uri, "--max-bandwidth=2M"];
-        let migrate = Hotlift::start(&migrate);
-        sends_pages(&mut here);
+        let (serve, migrate) = moves_at(&mut here, &there, "2M");
         power_off(&mut here);
         let cancel = here.qmp.client().execute("migrate_cancel", &Value::Null);
         cancel.expect("it is cancelled");
@@ -273,18 +275,7 @@ fn a_guest_that_is_reset_while_it_moves_goes_on_at_the_destination() {
     let machine = machine(PC_10);
     let mut here = need!(Vm::running(Release::V10, &machine));
     let there = need!(Vm::waiting(Release::V10, &machine));
-    let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
-    let qmp = here.free_qmp();
-    let migrate = [
-        "migrate",
-        "--qmp",
-        &qmp,
-        "--to",
-        &uri,
-        "--max-bandwidth=20M",
-    ];
-    let migrate = Hotlift::start(&migrate);
-    sends_pages(&mut here);
+    let (serve, migrate) = moves_at(&mut here, &there, "20M");
     let reset = here.qmp.client().execute("system_reset", &Value::Null);
     reset.expect("a reset");
     let said = succeeds(migrate);
