@@ -49,9 +49,17 @@ impl Claim {
         self.used == 0 && self.had > 0 && !self.is_urgent
     }
 
+    /// The most that it may have, as a number.
+    fn most(&self) -> u64 {
+        match self.most {
+            0 => u64::MAX,
+            most => most,
+        }
+    }
+
     /// What it can make use of, of a whole of `total`.
     fn want(&self, total: u64) -> u64 {
-        let most = if self.most == 0 { u64::MAX } else { self.most };
+        let most = self.most();
         let needs_all = self.had == 0 || self.used >= self.had / 100 * NEEDS_ALL;
         if self.is_urgent || needs_all {
             return most;
@@ -95,15 +103,10 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
             parts[*index] += u64::try_from(more).unwrap_or(u64::MAX);
         }
     }
-    let capped = parts.into_iter().zip(claims).map(|(part, claim)| {
-        let most = if claim.most == 0 {
-            u64::MAX
-        } else {
-            claim.most
-        };
-        part.min(most).max(1)
-    });
-    capped.collect()
+    let capped = parts.into_iter().zip(claims);
+    capped
+        .map(|(part, claim)| part.min(claim.most()).max(1))
+        .collect()
 }
 
 /// Gives those of `group` parts of `total` by weight, and to none more than it wants; how much was given.

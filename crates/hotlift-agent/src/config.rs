@@ -353,14 +353,20 @@ impl Config {
     /// # Errors
     /// A method that there is not.
     pub fn options(&self) -> Result<Options, hotlift::options::OptionError> {
-        let mut options = relay::RelaySettings::default().outgoing;
+        let mut options = self.own_options();
         options.set("multifd-compression", &self.method)?;
         options.multifd_channels = self.channels;
+        relay::check(&options)?;
+        Ok(options)
+    }
+
+    /// What the file sets in the relays of both directions.
+    pub(crate) fn own_options(&self) -> Options {
+        let mut options = relay::RelaySettings::default().outgoing;
         options.max_channels = MOST_CHANNELS;
         options.silence_timeout = self.silence_timeout.0;
         options.tls_authz = self.authz.join(" ");
-        relay::check(&options)?;
-        Ok(options)
+        options
     }
 
     /// Where the agent of the host with `address` listens.

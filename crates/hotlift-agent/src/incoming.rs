@@ -13,7 +13,7 @@ use hotlift_qmp::Uuid;
 
 use crate::agent::Agent;
 use crate::attend::{self, Progress};
-use crate::config::{Config, MOST_CHANNELS, WEIGHT};
+use crate::config::{Config, WEIGHT};
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message};
@@ -148,12 +148,9 @@ fn migration(
 
 /// Returns the options of a relay to a QEMU of this host, whose source has these channels and this method.
 fn options(config: &Config, channels: u8, method: &str) -> Result<Options, CarryError> {
-    let mut options = RelaySettings::default().outgoing;
+    let mut options = config.own_options();
     options.multifd = Some(channels > 0);
     options.multifd_channels = channels.max(1);
-    options.max_channels = MOST_CHANNELS;
-    options.silence_timeout = config.silence_timeout.0;
-    options.tls_authz = config.authz.join(" ");
     match options.set("multifd-compression", method) {
         Ok(()) => Ok(options),
         Err(_) => Err(CarryError::OutOfTurn),

@@ -429,7 +429,8 @@ pub fn text(agent: &Agent, format: Format) -> String {
 /// Returns a text of OpenMetrics in Prometheus's format: there counters have the name of their samples, and the text has no
 /// last line.
 fn of_open_metrics(text: &str) -> String {
-    let counters = TABLE.iter().filter(|row| is_counter(row));
+    let is_counter = |row: &&Row| matches!(row.values.kind(), MetricType::Counter);
+    let counters = TABLE.iter().filter(is_counter);
     let counters: Vec<_> = counters.map(|row| row.name).collect();
     let mut out = String::new();
     for line in text.lines().filter(|line| *line != "# EOF") {
@@ -446,10 +447,6 @@ fn of_open_metrics(text: &str) -> String {
         out.push('\n');
     }
     out
-}
-
-fn is_counter(row: &Row) -> bool {
-    matches!(row.values, Source::Counter(_) | Source::EachCounter(_))
 }
 
 #[cfg(test)]
