@@ -50,11 +50,10 @@ impl Cell {
     /// Holds as much memory as the destination will touch. `None` if the destination touches it before the
     /// migration, or is on another host.
     pub fn held_memory(&self, is_remote: bool) -> Option<HeldMemory> {
-        let is_early = |options: hotlift::Options| options.mem_prealloc;
-        if is_remote || self.migration.options().is_ok_and(is_early) {
+        if is_remote {
             return None;
         }
-        HeldMemory::new(self.guest.ram)
+        HeldMemory::new(self.guest.ram, &self.migration.options().ok()?)
     }
 
     /// As records have it.

@@ -156,7 +156,7 @@ fn migrate_once(
     };
     let mut last = None;
     let destination = pair.destination()?;
-    let mut held = HeldMemory::new(args.guest.ram);
+    let mut held = HeldMemory::new(args.guest.ram, &options);
     let moved = pair.migrate(destination, interrupt, &mut |tale| match tale {
         Tale::Begun { .. } => {}
         Tale::Filled => held = None,

@@ -8,6 +8,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use hotlift::Options;
 use hotlift_mem::{Backing, RamBlock};
 
 /// Exists where the kernel reports free pages to its host.
@@ -22,10 +23,14 @@ const PASS: Duration = Duration::from_millis(2200);
 pub struct HeldMemory(#[expect(dead_code, reason = "held")] RamBlock);
 
 impl HeldMemory {
-    /// Touches `bytes` of memory, as many as the destination will touch. `None` if this host has not enough.
+    /// Touches `bytes` of memory, as many as the destination will touch. `None` if this host has not enough, or the destination
+    /// touches its memory before the migration.
     ///
     /// Takes two seconds more where the kernel reports free pages.
-    pub fn new(bytes: u64) -> Option<Self> {
+    pub fn new(bytes: u64, options: &Options) -> Option<Self> {
+        if options.mem_prealloc {
+            return None;
+        }
         let bytes = usize::try_from(bytes).ok()?;
         let block = RamBlock::new("held", bytes, Backing::Private).ok()?;
         block.populate(0, bytes).ok()?;
