@@ -122,11 +122,11 @@ fn to_serve(
         true => Source::to_compare(qmp)?,
         false => Source::connect(qmp, purpose)?,
     };
-    relay_settings.uuid = Some(source.uuid()?.0);
     let tls = security::tls(&relay_settings.outgoing, to)?;
     let mut destination = Conversation::connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
     let hello = hello(&source, &relay_settings, args)?;
+    relay_settings.uuid = Some(hello.vm.uuid.0);
     destination.say(&hello)?;
     let (address, token, destination_qemu) = match ready(to, &mut destination, &interrupt)? {
         Ready::Compared(there) => return checked(args, &hello.vm, &there),

@@ -66,8 +66,9 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         reason: error_line(&error),
     })?;
     let source = Source::connect(&args.qmp, Purpose::Save)?;
-    settings.uuid = Some(source.uuid()?.0);
-    settings.vm = serde_json::to_value(source.vm()?.within(vm::FILE_MAX)).ok();
+    let vm = source.vm()?;
+    settings.uuid = Some(vm.uuid.0);
+    settings.vm = serde_json::to_value(vm.within(vm::FILE_MAX)).ok();
     settings.left_out = left_out(&mut source.qemu()).map_err(at_source)?;
     let moving = Moving {
         source: &source,

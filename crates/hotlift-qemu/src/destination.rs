@@ -110,10 +110,6 @@ pub enum Statement {
     },
 }
 
-/// Whether a QEMU loads the devices of a lazy restore, by its answers.
-///
-/// # Errors
-/// Why it has refused them.
 /// Names what a QEMU lacks that refuses to switch postcopy on: its own words leave that to its log.
 fn without_postcopy(error: QmpError) -> QemuError {
     match error {
@@ -124,6 +120,10 @@ fn without_postcopy(error: QmpError) -> QemuError {
     }
 }
 
+/// Whether a QEMU loads the devices of a lazy restore, by its answers.
+///
+/// # Errors
+/// Why it has refused them.
 fn loading(info: &MigrationInfo, state: &StatusInfo) -> Result<Loading, String> {
     if state.status != "inmigrate" {
         return Ok(Loading::Unknown);

@@ -8,7 +8,7 @@ use hotlift::relay::Ownership;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
 use hotlift_console::signals::TICK;
-use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, RunState, Uuid};
+use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, RunState};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -169,14 +169,6 @@ impl Source {
     /// If it does not answer.
     pub fn vm(&self) -> Result<Vm, QemuError> {
         Ok(Vm::of(&mut self.qemu()).map_err(at_source)?)
-    }
-
-    /// UUID of the VM.
-    ///
-    /// # Errors
-    /// If it does not answer.
-    pub fn uuid(&self) -> Result<Uuid, QemuError> {
-        Ok(self.qemu().query_uuid().map_err(at_source)?)
     }
 
     /// Sets capabilities and parameters, to be put back by [`Source::restore_settings`].
