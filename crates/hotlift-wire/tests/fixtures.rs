@@ -5,7 +5,9 @@ mod common;
 use std::collections::HashMap;
 
 use common::{blocks, channels, connection, decoder_for, events, recorded};
-use hotlift_wire::main_channel::{Command, MainEvent, PageContent, SectionKind, Step, run_state};
+use hotlift_wire::main_channel::{
+    Command, MainEvent, PageContent, RunStateSearch, SectionKind, Step,
+};
 use hotlift_wire::multifd::{
     INITIAL_PACKET_LEN, InitialPacket, Method, PacketHeader, PacketLayout, PacketRules,
 };
@@ -151,7 +153,8 @@ fn every_device_section_has_the_length_that_the_description_says() {
         let state = devices["globalstate"];
         assert_eq!(state.len(), 104, "{name}");
         assert!(state[4..].starts_with(b"running\0"), "{name}");
-        assert_eq!(run_state(&main), Some("running"), "{name}");
+        let state = RunStateSearch::default().find(&main);
+        assert_eq!(state.as_deref(), Some("running"), "{name}");
     }
 }
 

@@ -25,8 +25,7 @@ const SECTION: usize = TYPE_AND_ID + HEAD.len() + 4 + STATE + 5;
 ///
 /// Device sections have no length. Another device that holds these very bytes is taken for it, so no guest may be harmed
 /// by what this returns.
-#[must_use]
-pub fn run_state(sections: &[u8]) -> Option<&str> {
+fn run_state(sections: &[u8]) -> Option<&str> {
     let mut from = 0;
     while let Some(found) = memmem::find(sections.get(from..)?, HEAD) {
         let at = from + found;
@@ -39,7 +38,7 @@ pub fn run_state(sections: &[u8]) -> Option<&str> {
     None
 }
 
-/// Finds the run state in device sections that come in parts, as [`run_state`] does in all of them.
+/// Finds the run state in device sections that come in parts, as if they were all there.
 #[derive(Debug, Default)]
 pub struct RunStateSearch {
     /// The last bytes that came: a section may begin there.

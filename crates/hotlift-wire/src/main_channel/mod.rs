@@ -47,7 +47,7 @@ pub use device_state::{
 };
 pub use early::{EarlyLengths, EarlySection, PluggableMemory};
 pub use encode::MainEncoder;
-pub use global_state::{RunStateSearch, run_state};
+pub use global_state::RunStateSearch;
 pub use mapped_ram::{
     MappedBlock, MappedEvent, MappedLayout, MappedRamDecoder, MappedStep, WITHOUT_MAPPED_RAM,
     put_mapped_end,
