@@ -19,7 +19,7 @@ use crate::pipe::barrier::Barrier;
 use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
 use crate::pipe::hooks::Hooks;
-use crate::pipe::sink::Sink;
+use crate::pipe::sink::{EarlySections, RamLayout, Sink};
 use crate::stream::door::Asked;
 use crate::stream::load::ReceiverLoad;
 use crate::stream::main_recv::Waiting;
@@ -178,6 +178,25 @@ impl<'a> Session<'a> {
             got: "the end of a multifd channel before its SYNC".to_owned(),
             doing: "waiting at a barrier",
         })
+    }
+
+    /// Begins RAM at the sink, with the sections of devices around its START, and lets the readers go.
+    pub(crate) fn start_ram(
+        &self,
+        early: &EarlySections,
+        ram: &RamLayout,
+    ) -> Result<(), MigrationError> {
+        for section in &early.before_ram {
+            self.sink.early_section(section)?;
+        }
+        self.meet_readers()?;
+        self.sink.ram_start(ram)?;
+        for section in &early.behind_start {
+            self.sink.early_section(section)?;
+        }
+        self.barrier.pass();
+        self.control.set_status(Status::Active);
+        Ok(())
     }
 
     /// The source is about to be told that all is loaded: it may give the guest up, and a cancel comes too

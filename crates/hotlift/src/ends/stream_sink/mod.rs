@@ -117,6 +117,13 @@ impl SyncPoints {
         }
     }
 
+    /// Whether they are the end of each section, as the operator wants it or the source's QEMU has shown it.
+    fn known(settings: &RelaySettings, seen: Option<Self>) -> Option<bool> {
+        let shown = seen.filter(|seen| seen.are_shown);
+        let shown = shown.map(|seen| seen.each_section);
+        settings.flush_after_each_section.or(shown)
+    }
+
     /// Decides how the destination's QEMU has them: as the operator wants it, as the source's QEMU has shown it, as the
     /// destination's reports it. What nothing shows is a guess by the version of the machine type.
     fn of_destination(
@@ -124,12 +131,8 @@ impl SyncPoints {
         seen: Option<Self>,
         configuration: &Configuration,
     ) -> Self {
-        let of_source = seen.filter(|seen| seen.are_shown);
-        let known = settings
-            .flush_after_each_section
-            .or(of_source.map(|seen| seen.each_section))
-            .or(settings.qemu_flushes_after_each_section);
-        if let Some(each_section) = known {
+        let known = Self::known(settings, seen);
+        if let Some(each_section) = known.or(settings.qemu_flushes_after_each_section) {
             return Self::shown(each_section);
         }
         let by_version = || version_of(configuration).is_some_and(|version| version <= (8, 0));
@@ -223,10 +226,7 @@ pub(crate) fn open<'a>(
             path,
             format: FileFormat::Hotlift,
         } => {
-            let seen = seen.sync_points.filter(|seen| seen.are_shown);
-            let flushes = settings
-                .flush_after_each_section
-                .or(seen.map(|seen| seen.each_section));
+            let flushes = SyncPoints::known(settings, seen.sync_points);
             let sink = BlockSink::create(path, settings, (opening, flushes), memory, control)?;
             return Ok(Box::new(sink));
         }

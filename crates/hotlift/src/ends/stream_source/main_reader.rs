@@ -169,17 +169,7 @@ impl<'a> MainReader<'a> {
         for section in early.all() {
             self.early.note(section);
         }
-        for section in &early.before_ram {
-            session.sink.early_section(section)?;
-        }
-        self.session.meet_readers()?;
-        session.sink.ram_start(&self.setup.ram)?;
-        for section in &early.behind_start {
-            session.sink.early_section(section)?;
-        }
-        session.barrier.pass();
-        session.control.set_status(Status::Active);
-        Ok(())
+        session.start_ram(early, &self.setup.ram)
     }
 
     /// Handles the next event; true behind the END section of `ram`.

@@ -70,16 +70,7 @@ fn pass_on<P: Places>(
 ) -> Result<(), MigrationError> {
     let stream = file.stream();
     session.sink.open(opening)?;
-    for section in &stream.early.before_ram {
-        session.sink.early_section(section)?;
-    }
-    session.meet_readers()?;
-    session.sink.ram_start(&stream.ram)?;
-    for section in &stream.early.behind_start {
-        session.sink.early_section(section)?;
-    }
-    session.barrier.pass();
-    session.control.set_status(Status::Active);
+    session.start_ram(&stream.early, &stream.ram)?;
 
     session.meet_readers()?;
     if !session.flow.drain() {
