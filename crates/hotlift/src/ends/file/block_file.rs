@@ -19,7 +19,7 @@ use super::location::Location;
 use super::lost::{Lost, LostPages};
 use super::place_reader::PlaceReader;
 use super::remote::RemoteReader;
-use super::source::{Places, SavedStream, TakePart};
+use super::source::{PIECE, Places, SavedStream, TakePart, piece_len};
 use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
 use crate::error::MigrationError;
@@ -30,9 +30,6 @@ use crate::threads::lock;
 /// Chunks of the index that one read of another host's file brings: 256 KiB, of 128 MiB of RAM. A look through all of 8 GiB
 /// takes 64 round trips.
 const CHUNKS_AHEAD: usize = 64;
-
-/// Bytes of the state that are read at once: what one read of another host's file brings.
-const PIECE: usize = limits::FILE_READ;
 
 /// Most bytes of EOF and what follows it.
 const END_MAX: usize = limits::VM_DESCRIPTION + EOF_WITHOUT_DESCRIPTION.len();
@@ -468,10 +465,7 @@ impl State {
         piece: &mut Vec<u8>,
     ) -> Result<u32, FileError> {
         let rest = self.part.position + self.part.length - position;
-        piece.resize(
-            usize::try_from(rest).map_or(PIECE, |rest| rest.min(PIECE)),
-            0,
-        );
+        piece.resize(piece_len(rest), 0);
         file.read_exact(piece, position)?;
         Ok(crc_of(self.seed, &[piece]))
     }

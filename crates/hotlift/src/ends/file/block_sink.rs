@@ -113,7 +113,7 @@ impl BlockSink {
         let id = handshake::new_id().map_err(MigrationError::opening)?.0;
         let info = FileInfo {
             machine: opening.configuration.machine.clone(),
-            uuid: opening.uuid.map(|byte| format!("{byte:02x}")).concat(),
+            uuid: FileInfo::uuid_text(opening.uuid),
             method: method.name.to_owned(),
             begun: seconds_now(),
             hotlift: env!("CARGO_PKG_VERSION").to_owned(),

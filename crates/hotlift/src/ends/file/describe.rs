@@ -203,9 +203,7 @@ fn read_mapped(path: &Path) -> Result<Description, MigrationError> {
     Ok(Description {
         info: FileInfo {
             machine: stream.configuration.machine.clone(),
-            uuid: uuid.map_or_else(String::new, |uuid| {
-                uuid.map(|byte| format!("{byte:02x}")).concat()
-            }),
+            uuid: uuid.map_or_else(String::new, FileInfo::uuid_text),
             method: "none".to_owned(),
             ..FileInfo::default()
         },

@@ -88,6 +88,11 @@ impl FileInfo {
         self.paused.unwrap_or(self.begun)
     }
 
+    /// The text of a VM's UUID.
+    pub(crate) fn uuid_text(uuid: [u8; 16]) -> String {
+        uuid.map(|byte| format!("{byte:02x}")).concat()
+    }
+
     /// The VM's UUID, if the text is one.
     pub(crate) fn uuid_bytes(&self) -> Option<[u8; 16]> {
         let digits = u128::from_str_radix(&self.uuid, 16).ok()?;

@@ -11,14 +11,11 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::{WireError, limits};
 
 use super::place_reader::PlaceReader;
-use super::source::{Places, SavedStream, TakePart};
+use super::source::{PIECE, Places, SavedStream, TakePart, piece_len};
 use super::{FileError, check_ram};
 use crate::error::MigrationError;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
-
-/// Bytes of the device state that are read at once.
-const PIECE: usize = 1 << 20;
 
 /// A file whose stream was walked and found good.
 pub(crate) struct MappedFile {
@@ -118,6 +115,7 @@ impl MappedFile {
                 }) => return Err(FileError::PlainStream),
                 Err(source) => return Err(FileError::Stream { position, source }),
             };
+            input.truncate(limits::MAPPED_RAM_RECORD);
             match event {
                 MappedEvent::Configuration(mut configuration) => {
                     configuration.capabilities.retain(|name| name != MAPPED_RAM);
@@ -202,11 +200,6 @@ impl MappedFile {
         // (suppress-vmdesc) cannot be told from one that was cut short.
         Err(FileError::Truncated { position })
     }
-}
-
-/// Bytes of the next piece of so many that are left.
-fn piece_len(left: u64) -> usize {
-    usize::try_from(left).map_or(PIECE, |left| left.min(PIECE))
 }
 
 impl Places for MappedFile {

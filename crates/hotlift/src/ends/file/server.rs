@@ -8,7 +8,6 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -396,10 +395,12 @@ impl Server<'_> {
             Ok(_) => return Err(not_there()),
             Err(error) => return Err(failed("it cannot be read", &error)),
         }
-        let mut magic = [0; FILE_HEADER.len()];
-        let is_of_qemu = file.read_exact_at(&mut magic, 0).is_ok() && magic == FILE_HEADER;
+        let mut is_of_qemu = false;
         let read = PlaceReader::of(file, &self.path.join(name)).and_then(|file| {
-            let (info, ..) = read_ends(&file)?;
+            let (info, ..) = read_ends(&file).inspect_err(|_| {
+                let mut magic = [0; FILE_HEADER.len()];
+                is_of_qemu = file.read_exact(&mut magic, 0).is_ok() && magic == FILE_HEADER;
+            })?;
             Ok(Handed { file, id: info.id })
         });
         read.map_err(|error| match error {

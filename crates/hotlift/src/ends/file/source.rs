@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_wire::WireError;
 use hotlift_wire::main_channel::{Command, Configuration, EarlyLengths, PluggableMemory};
+use hotlift_wire::{WireError, limits};
 
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
@@ -69,6 +69,14 @@ impl SavedStream {
         let same = devices.filter(|device| *device == first).count();
         (same == others).then_some(first)
     }
+}
+
+/// Bytes of a file's device sections that are read at once.
+pub(crate) const PIECE: usize = limits::FILE_READ;
+
+/// Bytes of the next piece of so many that are left.
+pub(crate) fn piece_len(left: u64) -> usize {
+    usize::try_from(left).map_or(PIECE, |left| left.min(PIECE))
 }
 
 /// Takes the next part of a file's device sections.
