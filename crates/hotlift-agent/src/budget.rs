@@ -1,7 +1,7 @@
 //! The host's bandwidth and cores, shared among the migrations that leave it; the bandwidth also with tunnels.
 //!
 //! Four times a second each gets its part by weight; what one has not used of its own goes to the others, and one whose
-//! guest stands still comes before all others. The parts together are never more than the whole, but for those of idle ones,
+//! guest is paused comes before all others. The parts together are never more than the whole, but for those of idle ones,
 //! which take nothing from the others: a disk's tunnel has its part at once when it needs it. Of the bandwidth, all draw
 //! from one schedule besides, which holds the whole over any second: eight migrations that send a packet at the same time
 //! would not.

@@ -395,8 +395,8 @@ impl Move<'_> {
         final_message
     }
 
-    /// The relay says that the destination has the guest: takes what 'hotlift serve' says that the guest does there, or without
-    /// that the word of its relay. A QEMU that others have started may have the guest and not run it, so that nothing else is a
+    /// The relay reports that the destination has the guest: takes the final message of 'hotlift serve', or without it the
+    /// report of the destination's relay. A QEMU that others have started may have the guest and not run it, so that nothing else is a
     /// success.
     fn moved(
         &self,

@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(found(None), is("16520", "49152-49215"));
         std::fs::write(&file, "ports = \"50000-50063\"\nagent-port = 17000\n").unwrap();
         assert_eq!(found(None), is("17000", "50000-50063"));
-        assert_eq!(found(Some("5-6")), is("17000", "5-6"));
+        assert_eq!(found(Some("5000-5006")), is("17000", "5000-5006"));
         std::fs::write(&file, "prots = 1\n").unwrap();
         assert!(args(None).agent(B, &file).is_err());
     }

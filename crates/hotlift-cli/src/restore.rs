@@ -117,10 +117,7 @@ impl RestoreArgs {
         }
         words.extend(self.salvage.then_some("--salvage"));
         // A word with a NUL byte has never been typed.
-        let quoted = words
-            .iter()
-            .map(|word| shlex::try_quote(word).unwrap_or_default());
-        quoted.collect::<Vec<_>>().join(" ")
+        shlex::try_join(words).unwrap_or_default()
     }
 
     /// The file, and TLS to its server.

@@ -190,10 +190,7 @@ fn command_line(file: &Description) -> String {
     {
         words.extend(["-uuid".to_owned(), uuid.to_string()]);
     }
-    let quoted = words
-        .iter()
-        .map(|word| shlex::try_quote(word).unwrap_or_default());
-    let line = quoted.collect::<Vec<_>>().join(" ");
+    let line = shlex::try_join(words.iter().map(String::as_str)).unwrap_or_default();
     format!("{line} … and the source's devices")
 }
 
@@ -256,11 +253,11 @@ mod tests {
                 "pc-q35-10.0",
                 &[("pc.ram", 1 << 30, 9), ("d1", 256 << 20, 0), firmware]
             ),
-            "qemu-system-x86_64 -machine pc-q35-10.0 -m 1024M -object memory-backend-ram,id=d1,size=256M -smp 2 \
+            "qemu-system-x86_64 -machine pc-q35-10.0 -m 1024M -object 'memory-backend-ram,id=d1,size=256M' -smp 2 \
              -uuid 486f746c-6966-7420-6265-736964652051 … and the source's devices"
         );
         let one = line("pc-i440fx-4.0", &[("/objects/ram0", 1 << 20, 9), firmware]);
-        assert!(one.contains("-machine pc-i440fx-4.0,memory-backend=ram0 -m 1M -object memory-backend-ram,id=ram0,size=1M"), "{one}");
+        assert!(one.contains("-machine 'pc-i440fx-4.0,memory-backend=ram0' -m 1M -object 'memory-backend-ram,id=ram0,size=1M'"), "{one}");
         let two = line(
             "",
             &[
@@ -270,7 +267,7 @@ mod tests {
             ],
         );
         assert!(
-            two.contains("-machine TYPE -object memory-backend-ram,id=n0,size=4096 -object"),
+            two.contains("-machine TYPE -object 'memory-backend-ram,id=n0,size=4096' -object"),
             "{two}"
         );
         assert!(!two.contains("rom"), "{two}");

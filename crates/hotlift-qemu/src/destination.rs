@@ -93,7 +93,7 @@ pub enum Statement {
     GuestEnded {
         /// How, as a clause.
         how: String,
-        /// The guest itself has ended: nobody has ended this QEMU.
+        /// The guest itself has ended, and no other program has ended this QEMU.
         by_itself: bool,
     },
     /// It has no guest, and never will: its migration has failed, or its process has ended.
@@ -311,8 +311,8 @@ impl Destination {
         Ok(listening.map_err(at_destination)?)
     }
 
-    /// The guest that it is to get is in the state `was` at the start of its migration. Its stream may show another. Of one that
-    /// nobody knows the state of it is taken that it ran.
+    /// Sets the guest's state at the start of its migration. Its stream may show another. A guest of unknown state is expected to
+    /// have run.
     pub fn expect(&self, was: RunState) {
         *self.before() = Before {
             state: was,
@@ -500,7 +500,7 @@ impl Destination {
                 "{states}; a 'stop' during the migration may be the cause, and its stream was passed through unread"
             ),
         };
-        // What may be as it is to be is left to its operator.
+        // A state that may be right is left to the operator.
         if judgement == Judgement::DoesNotRun
             && let Some(process) = self.process()
         {

@@ -44,7 +44,7 @@ pub struct Relayed {
     pub outcome: Result<RelayReport, MigrationError>,
     /// The destination may have been told to run the guest; if not, it never will.
     pub is_told: bool,
-    /// What the guest does there, by the word of the destination's relay.
+    /// Run state of the guest there, as the destination's relay reports it.
     pub doing: Doing,
 }
 

@@ -7,8 +7,8 @@ use hotlift_qmp::RunState;
 pub struct Before {
     /// Its state.
     pub state: RunState,
-    /// The state is that of the switchover. Otherwise it is that of the start of the migration, and somebody may have stopped
-    /// the guest since.
+    /// The state is that of the switchover. Otherwise it is that of the start of the migration, and an operator may
+    /// have stopped the guest since.
     pub is_last: bool,
 }
 

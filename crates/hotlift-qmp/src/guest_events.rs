@@ -41,8 +41,8 @@ impl GuestEvents {
         }
     }
 
-    /// Whether the guest itself has ended: it powered off, panicked, or was to start again and may not. Otherwise somebody has
-    /// ended its machine, or nothing has ended.
+    /// Whether the guest itself has ended: it powered off, panicked, or was reset under `-no-reboot`. Otherwise another program
+    /// has ended its machine, or nothing has ended.
     #[must_use]
     pub fn has_ended_itself(&self) -> bool {
         match &self.shutdown {

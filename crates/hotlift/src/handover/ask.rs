@@ -23,9 +23,9 @@ const ASK_AFTER: Duration = Duration::from_secs(5);
 /// How long a destination is told of a migration that ended before the commit.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Waits for `patience` for what the destination says became of the guest, and does there: on the stream, which `on_stream` waits
-/// for (up to a time, and less if the stream has ended), and then as the answer to a question, if there is somebody
-/// to ask. Nothing calls this wait off: the guest may run.
+/// Waits for `patience` for the destination's statement, and for the guest's run state there. The statement comes on the stream,
+/// which `on_stream` waits for (up to a time, and less if the stream has ended), or as the answer to a question, where `to_ask`
+/// names a peer. Nothing cancels this wait: the guest may run.
 pub(crate) fn await_word(
     patience: Duration,
     to_ask: Option<(&Remote, MigrationId)>,

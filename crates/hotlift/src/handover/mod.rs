@@ -41,8 +41,8 @@
 //!             the same of a QEMU of somebody else              TAKEN: an operator decides, and both commands end with 3
 //! ```
 //!
-//! What QMP shows goes to the source with the word: the guest runs, does not run as is expected, or does not run though it ran. A
-//! QEMU that says SHUT(0) and nothing over QMP has the guest: TAKEN. What is seen of it later travels beside the stream, and
+//! The statement carries what QMP shows: the guest runs, does not run as expected, or does not run though it ran. A QEMU that
+//! sends SHUT(0) and does not answer over QMP has the guest: TAKEN. What it shows later travels beside the stream, and
 //! the source takes the guest back out of MOVED if that QEMU was ended here and never ran it.
 //!
 //! So the source takes the guest back only after that QEMU was seen to end. One that was continued before its end has

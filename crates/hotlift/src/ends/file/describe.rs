@@ -22,7 +22,7 @@ use crate::options::Options;
 pub struct Description {
     /// Whose format it has.
     pub format: FileFormat,
-    /// What it says of itself. A `mapped-ram` file states the machine, and perhaps the UUID.
+    /// Facts that the file states. A `mapped-ram` file states the machine, and perhaps the UUID.
     pub info: FileInfo,
     /// Of a `mapped-ram` file, which keeps no time: seconds from 1970 to its last modification.
     #[serde(skip_serializing_if = "Option::is_none")]
