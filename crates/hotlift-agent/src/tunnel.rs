@@ -129,8 +129,9 @@ pub fn carry_all(
                                 count(&carried.received, bytes);
                             }),
                             false => carry(&pair.0, &pair.1, &mut |bytes| {
-                                session.rate.wait(bytes.len(), &session.control);
-                                limits.rate.wait(bytes.len(), &session.control);
+                                let control = &session.control;
+                                control.wait_for_rate(&session.rate, bytes.len());
+                                control.wait_for_rate(&limits.rate, bytes.len());
                                 count(&carried.sent, bytes);
                             }),
                         };

@@ -472,8 +472,8 @@ fn own(dir: &Path, [certificate, key]: [&str; 2]) -> Result<Option<Own>, Credent
     };
     let authorities = rest.iter().filter_map(|it| Identity::read(it).ok());
     let authorities: Vec<_> = authorities.map(|it| it.subject).collect();
-    let mut keys = pem::<PrivateKeyDer<'static>>(&key, PRIVATE_KEY)?;
-    let certified = CertifiedKey::from_der(chain, keys.swap_remove(0), &provider());
+    let private = private_key(&key)?;
+    let certified = CertifiedKey::from_der(chain, private, &provider());
     let certified = certified.map_err(|error| match error {
         rustls::Error::InconsistentKeys(_) if identity.is_ca && !authorities.is_empty() => {
             CredentialsError::CaFirst {
@@ -506,8 +506,18 @@ fn identity(file: &Path, certificate: &CertificateDer<'_>) -> Result<Identity, C
     })
 }
 
-/// A private key, in messages.
-const PRIVATE_KEY: &str = "private key";
+/// The first private key of a file.
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialsError> {
+    match pem(path, "private key") {
+        Ok(mut keys) => Ok(keys.swap_remove(0)),
+        Err(CredentialsError::NotPem { .. }) if is_encrypted(&contents(path)?) => {
+            Err(CredentialsError::EncryptedKey {
+                file: path.to_owned(),
+            })
+        }
+        Err(error) => Err(error),
+    }
+}
 
 /// Returns true if a key in PEM is encrypted: by PKCS #8 (RFC 5958), or by the header of older tools (RFC 1421).
 fn is_encrypted(text: &[u8]) -> bool {
@@ -524,9 +534,6 @@ fn pem<T: PemObject>(path: &Path, what: &'static str) -> Result<Vec<T>, Credenti
     let all: Result<Vec<T>, _> = T::pem_slice_iter(&text).collect();
     match all {
         Ok(all) if !all.is_empty() => Ok(all),
-        _ if what == PRIVATE_KEY && is_encrypted(&text) => Err(CredentialsError::EncryptedKey {
-            file: path.to_owned(),
-        }),
         _ => Err(CredentialsError::NotPem {
             file: path.to_owned(),
             what,

@@ -4,109 +4,30 @@
 use std::collections::BTreeMap;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::settle::MigrationId;
 
 use crate::accelerator_stats::AcceleratorStats;
-use crate::auto::Auto;
-use crate::cpu_limit::CpuBudget;
+use crate::error::MigrationError;
 use crate::figures::{JobFigures, MethodFigures, ThreadCpu};
+use crate::life::threads::spawn;
+use crate::life::{Life, lock};
 use crate::options::Options;
-use crate::pacing::Pacer;
 pub use crate::pacing::SharedRate;
+use crate::pacing::{Pace, Pacer};
 use crate::progress::Stall;
+use crate::status::{MigrationEvent, Status};
+use crate::steering::Steering;
 use crate::stream::main_send::MainLink;
-use crate::threads::lock;
+use crate::stream::multifd_send::Sending;
+use crate::stream::strangers::Strangers;
 use crate::transport::{Address, Listener};
-
-/// State of a migration; QEMU's names (`MigrationStatus`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Status {
-    /// Not started.
-    None,
-    /// Connecting and sending the list of RAM blocks.
-    Setup,
-    /// Sending rounds while the guest runs.
-    Active,
-    /// The guest stands still until [`Control::proceed`], with `pause-before-switchover`.
-    PreSwitchover,
-    /// The guest stands still; the rest of its state is on its way.
-    Device,
-    /// The guest runs at the destination, and gets its pages as it asks for them.
-    PostcopyActive,
-    /// The same, and the connection is lost: see [`Control::resume`] and [`Control::recover`].
-    PostcopyPaused,
-    /// Another connection takes the place of the one that was lost.
-    PostcopyRecover,
-    /// The guest runs on the destination.
-    Completed,
-    /// It failed; the guest is given back to the source.
-    Failed,
-    /// A cancel was asked for.
-    Cancelling,
-    /// It was cancelled; the guest runs on the source.
-    Cancelled,
-}
-
-impl Status {
-    /// All states.
-    pub const ALL: [Self; 12] = [
-        Self::None,
-        Self::Setup,
-        Self::Active,
-        Self::PreSwitchover,
-        Self::Device,
-        Self::PostcopyActive,
-        Self::PostcopyPaused,
-        Self::PostcopyRecover,
-        Self::Completed,
-        Self::Failed,
-        Self::Cancelling,
-        Self::Cancelled,
-    ];
-
-    /// QEMU's name of the state.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Setup => "setup",
-            Self::Active => "active",
-            Self::PreSwitchover => "pre-switchover",
-            Self::Device => "device",
-            Self::PostcopyActive => "postcopy-active",
-            Self::PostcopyPaused => "postcopy-paused",
-            Self::PostcopyRecover => "postcopy-recover",
-            Self::Completed => "completed",
-            Self::Failed => "failed",
-            Self::Cancelling => "cancelling",
-            Self::Cancelled => "cancelled",
-        }
-    }
-}
-
-/// What happens in a migration, as it happens; QMP's events of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MigrationEvent {
-    /// The state has changed (`MIGRATION`).
-    Status(Status),
-    /// The dirty log was read, for the so-manyth time; 1 is its start, when all pages count as dirty
-    /// (`MIGRATION_PASS`).
-    Pass(u64),
-    /// The guest was stopped to be switched over (`STOP`).
-    Stopped,
-    /// The guest runs: here again after a failure, or now, at a destination (`RESUME`).
-    Resumed,
-}
 
 /// Takes events, on the thread in which they happen; must not block for long.
 pub type Watcher = Box<dyn Fn(MigrationEvent) + Send + Sync>;
-
-/// Reasons to turn strangers away that are told apart: what they say of themselves is in some.
-const REASONS: usize = 64;
 
 /// A handle on one migration, shared by its threads and by whoever steers it. Clones are the same
 /// migration.
@@ -126,13 +47,13 @@ struct Shared {
     status: AtomicU8,
     /// What it is asked about by, at a destination.
     id: OnceLock<MigrationId>,
-    cancelled: AtomicBool,
+    life: Life,
     /// The guest has been handed over.
     too_late: AtomicBool,
     watcher: Option<Watcher>,
-    /// Connections of strangers, by what was wrong with them.
-    turned_away: Mutex<BTreeMap<String, u64>>,
-    stats: AcceleratorStats,
+    strangers: Strangers,
+    stats: Arc<AcceleratorStats>,
+    steering: Steering,
     /// Set by [`Control::proceed`].
     proceeds: Mutex<bool>,
     /// Set by [`Control::start_postcopy`].
@@ -149,29 +70,8 @@ struct Shared {
     takes_pages: AtomicBool,
     /// Set by [`Control::pause_postcopy`] at a destination, until it is taken.
     pause: AtomicBool,
-    live: Mutex<Live>,
     /// Set by [`Control::recover`], until it is taken.
     recovery: Mutex<Option<Listener>>,
-    /// Set once by whatever ends the migration before its time.
-    stopped: Mutex<bool>,
-    wake: Condvar,
-}
-
-/// What may change while a migration runs.
-#[derive(Default)]
-struct Live {
-    /// The latest options of [`Control::change`].
-    changed: Option<Options>,
-    /// What this migration keeps together with others.
-    shared: Option<SharedRate>,
-    /// Paces this migration.
-    pacer: Option<Arc<Pacer>>,
-    /// Paces the pages of a postcopy that nobody has asked for.
-    postcopy_pacer: Option<Arc<Pacer>>,
-    /// Limits its CPU time.
-    cpu: Option<Arc<CpuBudget>>,
-    /// Chooses the method of its packets.
-    auto: Option<Arc<Auto>>,
 }
 
 impl Control {
@@ -215,6 +115,11 @@ impl Control {
 
     pub(crate) fn set_status(&self, status: Status) {
         let before = self.0.status.swap(status as u8, Ordering::AcqRel);
+        self.0.steering.phase().set(match status {
+            Status::Setup => Pace::Opening,
+            Status::PreSwitchover | Status::Device => Pace::Paused,
+            _ => Pace::Running,
+        });
         if before != status as u8 {
             self.tell(MigrationEvent::Status(status));
         }
@@ -248,21 +153,19 @@ impl Control {
         self.0.stats.read_zero()
     }
 
-    pub(crate) fn accelerator_stats(&self) -> &AcceleratorStats {
+    pub(crate) fn accelerator_stats(&self) -> &Arc<AcceleratorStats> {
         &self.0.stats
     }
 
     /// Connections that were none of the migration's, by why they were dropped.
     #[must_use]
     pub fn turned_away(&self) -> BTreeMap<String, u64> {
-        lock(&self.0.turned_away).clone()
+        self.0.strangers.counts()
     }
 
-    pub(crate) fn turn_away(&self, why: &str) {
-        let mut turned_away = lock(&self.0.turned_away);
-        let known = turned_away.len() < REASONS || turned_away.contains_key(why);
-        let why = if known { why } else { "for other reasons" };
-        *turned_away.entry(why.to_owned()).or_default() += 1;
+    /// Counts such connections.
+    pub(crate) fn strangers(&self) -> &Strangers {
+        &self.0.strangers
     }
 
     /// Asks the migration to end; the guest goes on where it is. Too late once the source has
@@ -273,15 +176,14 @@ impl Control {
         if self.0.status.load(Ordering::Acquire) == Status::PostcopyActive as u8 {
             return;
         }
-        self.0.cancelled.store(true, Ordering::Release);
-        self.stop();
+        self.0.life.cancel();
     }
 
     /// Lets a migration go on that waits in [`Status::PreSwitchover`]; does nothing in any other state.
     pub fn proceed(&self) {
         if self.status() == Status::PreSwitchover {
             *lock(&self.0.proceeds) = true;
-            self.wake();
+            self.0.life.wake();
         }
     }
 
@@ -289,7 +191,7 @@ impl Control {
     /// nothing without `postcopy-ram`, or once the guest has been stopped.
     pub fn start_postcopy(&self) {
         self.0.postcopy.store(true, Ordering::Release);
-        self.wake();
+        self.0.life.wake();
     }
 
     /// Whether [`Control::start_postcopy`] was called.
@@ -303,7 +205,7 @@ impl Control {
         let is_paused = self.status() == Status::PostcopyPaused;
         if is_paused {
             *lock(&self.0.resume) = Some(to.clone());
-            self.wake();
+            self.0.life.wake();
         }
         is_paused
     }
@@ -311,7 +213,9 @@ impl Control {
     /// Waits up to `time` for [`Control::resume`], and takes what it says.
     pub(crate) fn take_resume(&self, time: Duration) -> Option<Address> {
         let until = Instant::now() + time;
-        self.sleep_while(until, || lock(&self.0.resume).is_none());
+        self.0
+            .life
+            .sleep_while(until, || lock(&self.0.resume).is_none());
         lock(&self.0.resume).take()
     }
 
@@ -379,7 +283,7 @@ impl Control {
             return Err(listener);
         }
         *lock(&self.0.recovery) = Some(listener);
-        self.wake();
+        self.0.life.wake();
         Ok(())
     }
 
@@ -394,9 +298,11 @@ impl Control {
         const ROUND: Duration = Duration::from_secs(60);
         loop {
             let until = Instant::now() + ROUND;
-            self.sleep_while(until, || lock(&self.0.recovery).is_none());
+            self.0
+                .life
+                .sleep_while(until, || lock(&self.0.recovery).is_none());
             match lock(&self.0.recovery).take() {
-                None if !self.is_stopped() => {}
+                None if !self.0.life.is_stopped() => {}
                 listener => return listener,
             }
         }
@@ -405,71 +311,32 @@ impl Control {
     /// Takes over those of `options` that may change while a migration runs (`live` in the table of
     /// options). Others are not looked at.
     pub fn change(&self, options: &Options) {
-        let mut live = lock(&self.0.live);
-        live.changed = Some(options.clone());
-        if let Some(pacer) = &live.pacer {
-            pacer.set_rate(options.max_bandwidth);
-        }
-        if let Some(pacer) = &live.postcopy_pacer {
-            pacer.set_rate(options.max_postcopy_bandwidth);
-        }
-        if let Some(cpu) = &live.cpu {
-            cpu.set_limit(options.cpu_limit.into());
-        }
-        if let Some(auto) = &live.auto {
-            auto.set_goal(options.goal);
-        }
-        drop(live);
-        self.wake();
+        self.0.steering.change(options);
+        self.0.life.wake();
     }
 
     /// Has a migration that has not begun keep `rate` together with others, besides its own `max-bandwidth`. One whose guest
     /// stands still counts, and does not wait.
     pub fn share_rate(&self, rate: &SharedRate) {
-        lock(&self.0.live).shared = Some(rate.clone());
+        self.0.steering.share_rate(rate);
     }
 
-    /// `options` with what [`Control::change`] has changed of them.
-    pub(crate) fn latest(&self, options: &Options) -> Options {
-        let mut latest = options.clone();
-        if let Some(changed) = &lock(&self.0.live).changed {
-            latest.take_live(changed);
-        }
-        latest
+    /// Waits until `bytes` of what is no migration of [`Control::share_rate`] may be sent at `rate`; no longer than until
+    /// this control is cancelled.
+    pub fn wait_for_rate(&self, rate: &SharedRate, bytes: usize) {
+        rate.wait(bytes, &self.0.life);
     }
 
-    /// The budget of all of the migration's channels, which follows [`Control::change`].
-    pub(crate) fn pacer(&self, options: &Options) -> Arc<Pacer> {
-        let mut live = lock(&self.0.live);
-        let rate = live.changed.as_ref().unwrap_or(options).max_bandwidth;
-        let pacer = Arc::new(Pacer::new(rate).under(live.shared.clone()));
-        live.pacer = Some(Arc::clone(&pacer));
-        pacer
-    }
-
-    /// The same of the pages of a postcopy that nobody has asked for.
-    pub(crate) fn postcopy_pacer(&self, options: &Options) -> Arc<Pacer> {
-        let mut live = lock(&self.0.live);
-        let latest = live.changed.as_ref().unwrap_or(options);
-        let pacer = Arc::new(Pacer::new(latest.max_postcopy_bandwidth));
-        live.postcopy_pacer = Some(Arc::clone(&pacer));
-        pacer
-    }
-
-    /// The budget of CPU time of this side's channel threads, which follows [`Control::change`].
-    pub(crate) fn cpu_budget(&self, options: &Options) -> Arc<CpuBudget> {
-        let mut live = lock(&self.0.live);
-        let limit = live.changed.as_ref().unwrap_or(options).cpu_limit;
-        let budget = live
-            .cpu
-            .get_or_insert_with(|| Arc::new(CpuBudget::new(limit.into())));
-        Arc::clone(budget)
+    /// What may change while the migration runs.
+    pub(crate) fn steering(&self) -> &Steering {
+        &self.0.steering
     }
 
     /// CPU time that this side's channel threads have used, as far as they have booked it: each does with each packet.
     #[must_use]
     pub fn cpu_time(&self) -> Duration {
-        self.used().into_iter().map(|(_, time)| time).sum()
+        let used = self.0.steering.cpu_used();
+        used.into_iter().map(|(_, time)| time).sum()
     }
 
     /// Returns that CPU time by thread.
@@ -479,77 +346,94 @@ impl Control {
             name,
             cpu_s: time.as_secs_f64(),
         };
-        self.used().into_iter().map(thread).collect()
-    }
-
-    fn used(&self) -> Vec<(String, Duration)> {
-        let live = lock(&self.0.live);
-        live.cpu.as_ref().map(|cpu| cpu.used()).unwrap_or_default()
+        let used = self.0.steering.cpu_used();
+        used.into_iter().map(thread).collect()
     }
 
     /// Packets and pages by method so far, where each packet has its own (method auto); else empty.
     #[must_use]
     pub fn method_figures(&self) -> Vec<MethodFigures> {
-        let auto = lock(&self.0.live).auto.clone();
+        let auto = self.0.steering.auto();
         auto.map(|auto| auto.figures()).unwrap_or_default()
     }
 
-    /// What chooses the method of each packet, where that is to be, by a goal that follows [`Control::change`].
-    pub(crate) fn auto(&self, options: &Options) -> Option<Arc<Auto>> {
-        let mut live = lock(&self.0.live);
-        let goal = live.changed.as_ref().unwrap_or(options).goal;
-        live.auto = Auto::of(options, goal).map(Arc::new);
-        live.auto.clone()
+    /// What the multifd channels of a sender share.
+    pub(crate) fn sending(&self, options: &Options, pacer: &Arc<Pacer>) -> Sending {
+        Sending {
+            auto: self.0.steering.make_auto(options),
+            pacer: Arc::clone(pacer),
+            cpu: self.0.steering.cpu_budget(options),
+            stats: Arc::clone(&self.0.stats),
+            life: self.0.life.clone(),
+        }
     }
 
     /// Waits up to `time` for [`Control::proceed`]; true if it has been called since the state is
     /// [`Status::PreSwitchover`].
     pub(crate) fn may_proceed(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
-        self.sleep_while(until, || !*lock(&self.0.proceeds));
+        self.0.life.sleep_while(until, || !*lock(&self.0.proceeds));
         *lock(&self.0.proceeds)
     }
 
     /// True once [`Control::cancel`] was called.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
-        self.0.cancelled.load(Ordering::Acquire)
+        self.0.life.is_cancelled()
     }
 
-    /// Makes all sleepers look whether they still have to.
-    pub(crate) fn wake(&self) {
-        // With the lock that they look under: none of them is between its look and its sleep.
-        let _stopped = lock(&self.0.stopped);
-        self.0.wake.notify_all();
+    /// What ends the migration, and its waits.
+    pub(crate) fn life(&self) -> &Life {
+        &self.0.life
     }
+}
 
-    /// Ends all sleeps, now and later.
-    pub(crate) fn stop(&self) {
-        *lock(&self.0.stopped) = true;
-        self.0.wake.notify_all();
-    }
-
-    /// True once the migration is to end before its time.
-    pub(crate) fn is_stopped(&self) -> bool {
-        *lock(&self.0.stopped)
-    }
-
-    /// Sleeps until `until`, for as long as `waits` says so and the migration is not stopped.
-    pub(crate) fn sleep_while(&self, until: Instant, waits: impl Fn() -> bool) {
-        let mut stopped = lock(&self.0.stopped);
-        while !*stopped && waits() {
-            let Some(left) = until.checked_duration_since(Instant::now()) else {
-                return;
-            };
-            if left.is_zero() {
-                return;
-            }
-            stopped = self
-                .0
-                .wake
-                .wait_timeout(stopped, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+/// Runs one side of a migration in a thread of its own called `name`, and keeps its status.
+pub(crate) fn run_as<T: Send>(
+    name: &str,
+    control: &Control,
+    work: impl FnOnce() -> Result<T, MigrationError> + Send,
+) -> Result<T, MigrationError> {
+    control.set_status(Status::Setup);
+    let outcome = thread::scope(|scope| spawn(scope, name.to_owned(), work)?.join())
+        .and_then(|outcome| outcome);
+    control.set_status(match &outcome {
+        // The guest runs, and waits.
+        Err(MigrationError::PagesMissing { .. }) if control.status() == Status::PostcopyPaused => {
+            Status::PostcopyPaused
         }
+        Ok(_) => Status::Completed,
+        Err(MigrationError::Cancelled) => {
+            control.set_status(Status::Cancelling);
+            Status::Cancelled
+        }
+        Err(_) => Status::Failed,
+    });
+    outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_of_bandwidth_reaches_a_packet_that_waits_at_the_old_one() {
+        let control = Control::new();
+        let slow = Options {
+            max_bandwidth: 1,
+            ..Options::default()
+        };
+        let pacer = control.steering().pacer(&slow);
+        // Days of bytes.
+        pacer.wait(1 << 20, control.life());
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| pacer.wait(1, control.life()));
+            control.change(&Options {
+                max_bandwidth: 1 << 30,
+                ..slow
+            });
+            waits.join().unwrap();
+        });
+        assert!(!control.life().is_stopped());
     }
 }

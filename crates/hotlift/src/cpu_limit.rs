@@ -10,9 +10,8 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::thread_cpu_time;
 
-use crate::control::Control;
+use crate::life::{Life, lock};
 use crate::schedule::{Schedule, nanos_over, rescaled};
-use crate::threads::lock;
 
 /// The budget of all threads together.
 #[derive(Debug)]
@@ -144,7 +143,7 @@ impl<'a> CpuShare<'a> {
     }
 
     /// Books what the thread has used since the last time, and sleeps if that is too much; for how long.
-    pub(crate) fn spend(&mut self, control: &Control) -> Duration {
+    pub(crate) fn spend(&mut self, life: &Life) -> Duration {
         let used = thread_cpu_time();
         let Some((before, count)) = &mut self.booked else {
             self.booked = Some((used, self.budget.of_this_thread()));
@@ -160,7 +159,7 @@ impl<'a> CpuShare<'a> {
         let Some(until) = self.budget.book(spent, now) else {
             return Duration::ZERO;
         };
-        control.sleep_while(until, || self.budget.is_limited());
+        life.sleep_while(until, || self.budget.is_limited());
         now.elapsed()
     }
 }
@@ -238,12 +237,12 @@ mod tests {
                 let named = std::thread::Builder::new().name(name.to_owned());
                 let spends = named.spawn_scoped(scope, || {
                     let mut share = CpuShare::new(&budget);
-                    share.spend(&Control::new());
+                    share.spend(&Life::default());
                     let before = thread_cpu_time();
                     while thread_cpu_time() == before {
                         std::hint::spin_loop();
                     }
-                    share.spend(&Control::new());
+                    share.spend(&Life::default());
                 });
                 spends.unwrap().join().unwrap();
             });
@@ -262,6 +261,6 @@ mod tests {
         budget.set_limit(0);
         assert_eq!(budget.book(Duration::from_secs(1), now), None);
         let mut share = CpuShare::new(&budget);
-        assert_eq!(share.spend(&Control::new()), Duration::ZERO);
+        assert_eq!(share.spend(&Life::default()), Duration::ZERO);
     }
 }

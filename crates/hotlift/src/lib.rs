@@ -34,6 +34,7 @@ mod failure;
 pub mod figures;
 pub mod guest;
 mod handover;
+mod life;
 mod liveness;
 mod ops;
 pub mod options;
@@ -43,8 +44,9 @@ mod postcopy;
 mod precopy;
 pub mod progress;
 mod schedule;
+mod status;
+mod steering;
 mod stream;
-mod threads;
 pub mod tls;
 pub mod transport;
 
@@ -54,7 +56,8 @@ pub use ops::migrate::migrate;
 pub use ops::receive::{prepare, receive};
 pub use ops::relay;
 
-pub use control::{Control, MigrationEvent, Status};
+pub use control::Control;
 pub use error::MigrationError;
 pub use options::Options;
+pub use status::{MigrationEvent, Status};
 pub use transport::{Address, Listener};

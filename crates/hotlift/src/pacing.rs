@@ -5,14 +5,45 @@
 //! shallow switch buffer would drop.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::control::{Control, Status};
 use crate::figures::to_f64;
+use crate::life::Life;
 use crate::schedule::{Schedule, nanos_over, rescaled};
 
-/// A rate that several migrations keep together ([`Control::share_rate`]).
+/// How a migration's bytes are paced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Pace {
+    /// By both rates.
+    Running,
+    /// Not at all, as QEMU does not: a migration that opens at a low rate would time out.
+    Opening,
+    /// By its own rate: its guest is paused, so that it comes before the other migrations of a shared rate.
+    Paused,
+}
+
+/// How a migration is paced at present. Clones are of the same migration.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Phase(Arc<AtomicU8>);
+
+impl Phase {
+    /// Changes it.
+    pub(crate) fn set(&self, pace: Pace) {
+        self.0.store(pace as u8, Ordering::Release);
+    }
+
+    fn get(&self) -> Pace {
+        match self.0.load(Ordering::Acquire) {
+            1 => Pace::Opening,
+            2 => Pace::Paused,
+            _ => Pace::Running,
+        }
+    }
+}
+
+/// A rate that several migrations keep together ([`Control::share_rate`](crate::Control::share_rate)).
 #[derive(Debug, Clone)]
 pub struct SharedRate(Arc<Pacer>);
 
@@ -31,10 +62,9 @@ impl SharedRate {
         }
     }
 
-    /// Waits until `bytes` of what is no migration of [`Control::share_rate`] may be sent besides; no longer than until
-    /// `control` stops.
-    pub fn wait(&self, bytes: usize, control: &Control) {
-        self.0.wait_here(bytes, control);
+    /// Waits until `bytes` of other traffic may be sent besides; no longer than until `life` stops.
+    pub(crate) fn wait(&self, bytes: usize, life: &Life) {
+        self.0.wait_here(bytes, life);
     }
 }
 
@@ -51,6 +81,7 @@ pub(crate) struct Pacer {
     lifted: AtomicBool,
     /// What is kept together with other migrations.
     shared: Option<SharedRate>,
+    phase: Phase,
 }
 
 impl Pacer {
@@ -61,12 +92,19 @@ impl Pacer {
             changes: AtomicU64::new(0),
             lifted: AtomicBool::new(false),
             shared: None,
+            phase: Phase::default(),
         }
     }
 
     /// The same, which keeps `shared` besides.
     pub(crate) fn under(self, shared: Option<SharedRate>) -> Self {
         Self { shared, ..self }
+    }
+
+    /// The same, for a migration in this phase.
+    pub(crate) fn in_phase(self, phase: &Phase) -> Self {
+        let phase = phase.clone();
+        Self { phase, ..self }
     }
 
     /// Changes the rate; 0 is unlimited. What is booked already, up to a packet of each channel, takes its time at the new
@@ -92,29 +130,29 @@ impl Pacer {
         }
     }
 
-    /// Books `bytes` and waits until they may be written. Returns early when `control` stops. What opens
-    /// a migration is not paced, as QEMU does not: at a low rate it would time out. How long that was.
-    pub(crate) fn wait(&self, bytes: usize, control: &Control) -> Duration {
-        let status = control.status();
-        if status == Status::Setup {
+    /// Books `bytes` and waits until they may be written; no longer than until `life` stops. Returns the time that was
+    /// waited.
+    pub(crate) fn wait(&self, bytes: usize, life: &Life) -> Duration {
+        let pace = self.phase.get();
+        if pace == Pace::Opening {
             return Duration::ZERO;
         }
-        let waited = self.wait_here(bytes, control);
+        let waited = self.wait_here(bytes, life);
         let Some(SharedRate(shared)) = &self.shared else {
             return waited;
         };
-        match status {
-            _ if self.lifted.load(Ordering::Relaxed) => waited,
-            // Its guest stands still: it comes first, and the others make up for it.
-            Status::PreSwitchover | Status::Device => {
-                shared.book(bytes, Instant::now());
-                waited
-            }
-            _ => waited + shared.wait_here(bytes, control),
+        if self.lifted.load(Ordering::Relaxed) {
+            return waited;
         }
+        if pace == Pace::Paused {
+            // The other migrations make up for it.
+            shared.book(bytes, Instant::now());
+            return waited;
+        }
+        waited + shared.wait_here(bytes, life)
     }
 
-    fn wait_here(&self, bytes: usize, control: &Control) -> Duration {
+    fn wait_here(&self, bytes: usize, life: &Life) -> Duration {
         let mut changes = self.changes.load(Ordering::Acquire);
         let mut rate = self.rate.load(Ordering::Relaxed);
         let begun = Instant::now();
@@ -122,11 +160,11 @@ impl Pacer {
             return Duration::ZERO;
         };
         loop {
-            control.sleep_while(until, || self.changes.load(Ordering::Acquire) == changes);
+            life.sleep_while(until, || self.changes.load(Ordering::Acquire) == changes);
             let now = Instant::now();
             changes = self.changes.load(Ordering::Acquire);
             let before = std::mem::replace(&mut rate, self.rate.load(Ordering::Relaxed));
-            if now >= until || before == 0 || rate == 0 || control.is_stopped() {
+            if now >= until || before == 0 || rate == 0 || life.is_stopped() {
                 return now - begun;
             }
             until = rescaled(until, now, before, rate);
@@ -170,7 +208,6 @@ impl Pacer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::Options;
     use crate::schedule::BURST;
 
     #[test]
@@ -260,11 +297,11 @@ mod tests {
     fn one_whose_guest_stands_still_does_not_wait_for_those_it_shares_with() {
         let shared = SharedRate::default();
         shared.set(1);
-        let pacer = Pacer::new(0).under(Some(shared.clone()));
-        let control = Control::new();
-        control.set_status(Status::Device);
+        let phase = Phase::default();
+        let pacer = Pacer::new(0).under(Some(shared.clone())).in_phase(&phase);
+        phase.set(Pace::Paused);
         for _ in 0..3 {
-            assert_eq!(pacer.wait(1 << 20, &control), Duration::ZERO);
+            assert_eq!(pacer.wait(1 << 20, &Life::default()), Duration::ZERO);
         }
         let now = Instant::now();
         let until = shared.0.book(1, now).expect("the others wait");
@@ -281,9 +318,7 @@ mod tests {
         let sent: usize = std::thread::scope(|scope| {
             let sends = || {
                 let pacer = Pacer::new(0).under(Some(shared.clone()));
-                let control = Control::new();
-                control.set_status(Status::Active);
-                let packets = (0..10).map(|_| pacer.wait(PACKET, &control));
+                let packets = (0..10).map(|_| pacer.wait(PACKET, &Life::default()));
                 packets.count() * PACKET
             };
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(sends)).collect();
@@ -295,30 +330,5 @@ mod tests {
         let allowed = (begun.elapsed() + BURST).as_secs_f64() * f64::from(RATE);
         let last = to_f64(PACKET as u64);
         assert!(to_f64(sent as u64) <= allowed + last, "{sent} of {allowed}");
-    }
-
-    #[test]
-    fn a_change_of_bandwidth_reaches_a_packet_that_waits_at_the_old_one() {
-        let control = Control::new();
-        let slow = Options {
-            max_bandwidth: 1,
-            ..Options::default()
-        };
-        let pacer = control.pacer(&slow);
-        // Hours of bytes.
-        pacer.wait(1 << 20, &control);
-        std::thread::scope(|scope| {
-            let waits = scope.spawn(|| pacer.wait(1, &control));
-            while pacer.schedule.lock().is_none() {
-                std::thread::yield_now();
-            }
-            control.change(&Options {
-                max_bandwidth: 1 << 30,
-                ..slow
-            });
-            waits.join().unwrap();
-        });
-        assert!(!control.is_stopped());
-        assert_eq!(pacer.rate.load(Ordering::Relaxed), 1 << 30);
     }
 }

@@ -4,8 +4,8 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 pub use crate::auto::MethodsNow;
-use crate::control::Status;
 use crate::figures::{ByteFigures, XbzrleFigures};
+use crate::status::Status;
 
 /// A host that holds a migration up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,8 +10,8 @@ pub use hotlift_tls::{
 };
 use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
 
-use crate::control::Control;
 use crate::error::MigrationError;
+use crate::life::Life;
 use crate::options::Options;
 use crate::transport::{Address, Stream};
 
@@ -117,13 +117,13 @@ impl Remote {
         }
     }
 
-    /// A connection, unless `control` cancels it meanwhile.
+    /// A connection, unless `life` is cancelled meanwhile.
     pub(crate) fn connect_for(
         &self,
-        control: &Control,
+        life: &Life,
         timeout: Duration,
     ) -> Result<Stream, MigrationError> {
-        self.connect_unless(timeout, &|| control.is_cancelled())
+        self.connect_unless(timeout, &|| life.is_cancelled())
     }
 
     /// The same, unless it is `stopped` meanwhile.

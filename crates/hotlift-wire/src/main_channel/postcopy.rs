@@ -308,6 +308,12 @@ pub fn put_run(out: &mut Vec<u8>) {
     put_head(POSTCOPY_RUN, 0, out);
 }
 
+/// Appends the end of a package: the PING `value`, answered when the devices are loaded, and RUN.
+pub fn put_package_end(value: u32, out: &mut Vec<u8>) {
+    Command::Ping(value).encode(out);
+    put_run(out);
+}
+
 /// Value of the PING before RUN, by which QEMU 10.2 and newer asks whether the devices are loaded
 /// (`QEMU_VM_PING_PACKAGED_LOADED`). Until it is answered the source is in state `postcopy-device`, in which it lets its guest run
 /// again if the connection ends.
@@ -321,8 +327,7 @@ pub const LOADED_DEVICES_END: usize = 14;
 #[must_use]
 pub fn asks_for_loaded_devices(package: &[u8]) -> bool {
     let mut end = Vec::new();
-    Command::Ping(DEVICES_LOADED).encode(&mut end);
-    put_run(&mut end);
+    put_package_end(DEVICES_LOADED, &mut end);
     package.ends_with(&end)
 }
 

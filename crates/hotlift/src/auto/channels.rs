@@ -13,8 +13,8 @@ use crate::auto::candidates::{Candidate, RAW, Reader};
 use crate::auto::controller::{Choice, Controller, Goal, Look, Scarce, Spent};
 use crate::auto::link::LinkMeter;
 use crate::figures::{MethodFigures, to_f64};
+use crate::life::lock;
 use crate::options::{self, Options};
-use crate::threads::lock;
 use crate::transport::Stream;
 
 /// Pages of a method over which a destination's word on it says something: those of one packet.

@@ -1,15 +1,16 @@
 //! One channel's half of method `auto`: looks at a packet, asks what to send it as, and encodes it.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{PAGE_SIZE, RunQueue, thread_cpu_time};
 use hotlift_methods::{Accelerator, EncoderSettings, left_of};
 use hotlift_wire::multifd::Method;
 
+use crate::accelerator_stats::AcceleratorStats;
 use crate::auto::channels::{Auto, Sent, Took};
 use crate::auto::controller::{Choice, Look};
 use crate::auto::costs::Class;
-use crate::control::Control;
 use crate::error::MigrationError;
 use crate::stream::codec::{ByMethod, Encoder};
 use crate::stream::multifd_send::{MultifdSend, Pages};
@@ -35,7 +36,7 @@ pub(crate) struct AutoEncoder<'a> {
     auto: &'a Auto,
     id: u8,
     accelerator: Accelerator,
-    control: &'a Control,
+    stats: &'a Arc<AcceleratorStats>,
     /// Those that were needed so far.
     encoders: ByMethod<Encoder>,
     sample: Vec<u8>,
@@ -67,13 +68,13 @@ impl<'a> AutoEncoder<'a> {
         auto: &'a Auto,
         id: u8,
         accelerator: Accelerator,
-        control: &'a Control,
+        stats: &'a Arc<AcceleratorStats>,
     ) -> Self {
         Self {
             auto,
             id,
             accelerator,
-            control,
+            stats,
             encoders: ByMethod::new(id),
             sample: Vec::with_capacity(SAMPLE_PAGES * PAGE_SIZE),
             room: Vec::new(),
@@ -152,7 +153,7 @@ impl<'a> AutoEncoder<'a> {
                 accelerator: self.accelerator,
                 ..EncoderSettings::software(info.default_level)
             };
-            Encoder::of(info, self.id, &settings, self.control)
+            Encoder::of(info, self.id, &settings, self.stats)
         })?;
         let (began, before) = (Instant::now(), thread_cpu_time());
         encoder.set_level(candidate.level, number, block)?;

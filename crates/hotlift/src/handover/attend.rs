@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use hotlift_wire::settle::{HEARD_LEN, heard};
 use rustix::event::PollFlags;
 
-use crate::control::Control;
+use crate::life::Life;
 use crate::stream::door::{Arrival, Asked, Door};
 use crate::transport::Stream;
 
@@ -62,7 +62,7 @@ pub(crate) fn linger(
     streams: &[&Stream],
     read_ahead: &[u8],
     patience: Duration,
-    control: &Control,
+    life: &Life,
 ) {
     let begun = Instant::now();
     let mut patience = patience;
@@ -79,7 +79,7 @@ pub(crate) fn linger(
         first.note(read_ahead, asked);
     }
     while asked.taking.may_be_asked() && begun.elapsed() < patience {
-        if control.is_cancelled() {
+        if life.is_cancelled() {
             let since = *cancelled_at.get_or_insert_with(|| begun.elapsed());
             patience = patience.min(since + CALLED_OFF);
         }
@@ -130,6 +130,7 @@ mod tests {
     use crate::handover::Taking;
     use crate::handover::Word;
     use crate::handover::ask::ask;
+    use crate::stream::strangers::Strangers;
     use crate::tls::Remote;
     use crate::transport::{Acceptor, Address};
     use hotlift_wire::settle::{Doing, MigrationId};
@@ -141,11 +142,11 @@ mod tests {
             path: folder.path().join("socket"),
         };
         let listener = address.listen().unwrap();
-        let (control, taking) = (Control::new(), Taking::new(1));
+        let (life, taking) = (Life::default(), Taking::new(1));
         assert!(taking.loaded() && taking.commit());
         taking.note_doing(Doing::Rests);
         taking.taken();
-        control.cancel();
+        life.cancel();
         let asked = Asked {
             id: MigrationId([7; 16]),
             taking: &taking,
@@ -156,10 +157,10 @@ mod tests {
             Acceptor::new(&listener, None).unwrap(),
             None,
             patience,
-            &control,
+            &Strangers::default(),
         );
         std::thread::scope(|scope| {
-            scope.spawn(|| linger(&mut door, &asked, &[], &[], CALLED_OFF * 6, &control));
+            scope.spawn(|| linger(&mut door, &asked, &[], &[], CALLED_OFF * 6, &life));
             let to = Remote::new(&address, None);
             let word = ask(&to, asked.id, patience, &mut || None);
             assert_eq!(word, Some((Word::Runs, Doing::Rests)));

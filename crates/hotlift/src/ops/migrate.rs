@@ -25,7 +25,8 @@ use hotlift_wire::handshake::Offer;
 use hotlift_wire::multifd::{Hello, PacketLayout};
 
 use crate::auto::{Auto, Reader};
-use crate::control::{Control, MigrationEvent, Status};
+use crate::control::Control;
+use crate::control::run_as;
 use crate::ends::guest_source::channel::ChannelSender;
 use crate::ends::guest_source::main_channel::MainSender;
 use crate::ends::guest_source::reporter;
@@ -37,14 +38,15 @@ use crate::error::MigrationError;
 use crate::figures::{ByteFigures, Counts, JobFigures, Measured, SourceReport};
 use crate::guest::{Guest, GuestError};
 use crate::handover::{Word, await_word, say_farewell, say_heard};
+use crate::life::threads::{OnPanic, caught, spawn};
 use crate::options::{Goal, Options};
 use crate::pipe::gate::Job;
 use crate::precopy::auto_converge::AutoConverge;
 use crate::precopy::estimate::Estimator;
 use crate::progress::OnProgress;
+use crate::status::{MigrationEvent, Status};
 use crate::stream::handshake;
 use crate::stream::multifd_send::{ChannelOpening, connect};
-use crate::threads::{OnPanic, caught, run_as, spawn};
 use crate::tls::{self, Remote};
 use crate::transport::{Address, Stream};
 
@@ -100,7 +102,13 @@ fn run(
             zero_page_detection: options.zero_page_detection,
         },
     };
-    let connections = connect(to, None, &opening, options.handshake_timeout, control)?;
+    let connections = connect(
+        to,
+        None,
+        &opening,
+        options.handshake_timeout,
+        control.life(),
+    )?;
     let session = Session::new(
         guest,
         options,
@@ -309,7 +317,7 @@ impl Migration<'_> {
         loop {
             self.send_round()?;
             let newly_dirty = self.sync()?;
-            let live = self.session.control.latest(self.session.options);
+            let live = self.session.control.steering().latest(self.session.options);
             self.estimator.assume(live.avail_switchover_bandwidth);
             let pending = self.session.ram.pending();
             self.estimator
@@ -506,7 +514,7 @@ impl Migration<'_> {
         if self.session.giving.failure.is_set() {
             return Err(Ended::Elsewhere);
         }
-        if self.session.control.is_stopped() {
+        if self.session.control.life().is_stopped() {
             return Err(MigrationError::Cancelled.into());
         }
         Ok(())

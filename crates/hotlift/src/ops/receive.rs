@@ -7,6 +7,7 @@ use std::thread;
 use hotlift_mem::RamBlock;
 
 use crate::control::Control;
+use crate::control::run_as;
 use crate::ends::guest_sink::main_channel::MainReceiver;
 use crate::ends::guest_sink::session::Session;
 use crate::ends::guest_sink::{accept, channel, decompress_threads};
@@ -14,12 +15,13 @@ use crate::error::MigrationError;
 use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, attend, linger};
+use crate::life::lock;
+use crate::life::threads::{OnPanic, caught, spawn};
 use crate::liveness::Liveness;
 use crate::options::Options;
 use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
-use crate::threads::{OnPanic, caught, lock, run_as, spawn};
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
 
@@ -91,7 +93,12 @@ fn run(
     let address = listener.address().map_err(MigrationError::opening)?;
     let acceptor = Acceptor::new(&listener, tls::of_options(options, &address)?);
     let acceptor = acceptor.map_err(MigrationError::opening)?;
-    let door = Door::new(acceptor, None, options.handshake_timeout, control);
+    let door = Door::new(
+        acceptor,
+        None,
+        options.handshake_timeout,
+        control.strangers(),
+    );
     let (accepted, mut door) = accept::accept(door, guest.uuid(), options, control)?;
     let session = Session::new(guest, options, control.clone(), id, accepted);
     let refuse = || {
@@ -197,7 +204,7 @@ fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
             &streams,
             read_ahead,
             patience,
-            &session.control,
+            session.control.life(),
         );
     }
     graceful_close::close(&main);

@@ -6,15 +6,15 @@ use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::control::Status;
 use crate::error::MigrationError;
 use crate::handover::attend;
+use crate::life::threads::{OnPanic, Yielding, caught, spawn};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
 use crate::pipe::watch::{EndsWatch, Watch};
+use crate::status::Status;
 use crate::stream::door::Door;
-use crate::threads::{OnPanic, Yielding, caught, spawn};
 use crate::transport::Stream;
 
 /// Runs all threads of one migration; `main` is what this one does.

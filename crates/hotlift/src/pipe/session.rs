@@ -9,7 +9,7 @@ use hotlift_wire::main_channel::postcopy::DEVICES_LOADED;
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
-use crate::control::{Control, Status};
+use crate::control::Control;
 use crate::cpu_limit::CpuBudget;
 use crate::ends::settings::Request;
 use crate::error::{Channel, MigrationError};
@@ -20,6 +20,7 @@ use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
 use crate::pipe::hooks::Hooks;
 use crate::pipe::sink::{EarlySections, RamLayout, Sink};
+use crate::status::Status;
 use crate::stream::door::Asked;
 use crate::stream::load::ReceiverLoad;
 use crate::stream::main_recv::Waiting;
@@ -108,7 +109,10 @@ impl<'a> Session<'a> {
             control: request.control.clone(),
             accelerator: request.settings.outgoing.accelerator,
             memory,
-            cpu: request.control.cpu_budget(&request.settings.outgoing),
+            cpu: request
+                .control
+                .steering()
+                .cpu_budget(&request.settings.outgoing),
             // One in the hands of each thread, and one between each pair of them.
             flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
             barrier: Barrier::new(channels),
@@ -155,7 +159,7 @@ impl<'a> Session<'a> {
     /// Ends all waiting and sending.
     fn stop(&self) {
         self.taking.abandon();
-        self.control.stop();
+        self.control.life().stop();
         self.release_waiting();
         self.sink.abort();
     }

@@ -10,16 +10,16 @@ use std::time::{Duration, Instant};
 use super::requests::Request;
 use super::turns::{Turn, Turns};
 use super::{Batch, EOF, Ledger, Pages, Reader};
-use crate::control::Control;
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::MigrationError;
 use crate::failure::Failure;
 use crate::handover::Word;
+use crate::life::threads::{OnPanic, give_way, spawn};
+use crate::life::{Life, lock};
 use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::threads::{OnPanic, give_way, lock, spawn};
 use crate::transport::Stream;
 
 /// How long the destination may take to say that it has everything, once the last page is written: what is in between, in
@@ -64,7 +64,7 @@ pub(crate) struct Connection<'a, P> {
     /// All is written on main: what is still answered is for the other connection alone, which the destination ends.
     ended: AtomicBool,
     /// Of the background's limits: a cancel that comes too late does not end them.
-    sleeps: Control,
+    sleeps: Life,
     /// Of the background.
     pace: Arc<Pacer>,
     cpu: Arc<CpuBudget>,
@@ -89,7 +89,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             failure: Failure::default(),
             over: AtomicBool::new(false),
             ended: AtomicBool::new(false),
-            sleeps: Control::new(),
+            sleeps: Life::default(),
             pace,
             cpu,
         }
@@ -556,7 +556,7 @@ mod tests {
             transport: here,
             counters: Arc::default(),
             pacer: Arc::new(Pacer::new(0)),
-            control: Control::new(),
+            life: Life::default(),
         });
         let configuration = Configuration {
             machine: "hotlift".to_owned(),

@@ -7,8 +7,8 @@ use hotlift_wire::main_channel::postcopy;
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{Reader, WireError};
 
-use crate::control::Control;
 use crate::error::MigrationError;
+use crate::life::Life;
 use crate::postcopy::Ledger;
 use crate::transport::Stream;
 
@@ -17,10 +17,10 @@ use crate::transport::Stream;
 pub(crate) fn go_on(
     mut main: &Stream,
     ledger: &Ledger,
-    control: &Control,
+    life: &Life,
     ready: impl FnOnce() -> Result<(), MigrationError>,
 ) -> Result<Vec<u8>, MigrationError> {
-    let mut answers = Reading::new(main, control);
+    let mut answers = Reading::new(main, life);
     for (index, block) in ledger.blocks().iter().enumerate() {
         let mut request = Vec::new();
         postcopy::put_bitmap_request(&block.name, &mut request)
@@ -39,7 +39,7 @@ pub(crate) fn go_on(
 /// What a destination answers whose guest waits for pages, before requests may come.
 struct Reading<'a> {
     from: &'a Stream,
-    control: &'a Control,
+    life: &'a Life,
     /// Read, and not taken.
     pending: Vec<u8>,
     /// The last request with a RAM block's name that came too early: those behind it may mean the same block.
@@ -52,10 +52,10 @@ impl<'a> Reading<'a> {
     const PATIENCE: Duration = Duration::from_secs(60);
     const TICK: Duration = Duration::from_millis(100);
 
-    fn new(from: &'a Stream, control: &'a Control) -> Self {
+    fn new(from: &'a Stream, life: &'a Life) -> Self {
         Self {
             from,
-            control,
+            life,
             pending: Vec::new(),
             early: Vec::new(),
             deadline: Instant::now() + Self::PATIENCE,
@@ -115,7 +115,7 @@ impl<'a> Reading<'a> {
                 Err(source) => return Err(MigrationError::main_wire(source)),
             }
             // Whether something comes or not: a destination that sends a byte now and then has no more time.
-            if self.control.is_cancelled() {
+            if self.life.is_cancelled() {
                 return Err(MigrationError::Cancelled);
             }
             if Instant::now() > self.deadline {
@@ -176,8 +176,8 @@ mod tests {
             message.encode(&mut sent).unwrap();
         }
         (&there).write_all(&sent).unwrap();
-        let control = Control::new();
-        let mut answers = Reading::new(&here, &control);
+        let life = Life::default();
+        let mut answers = Reading::new(&here, &life);
         answers.resumed().unwrap();
         let rest = answers.rest();
         let (named, length) = ReturnMessage::decode(&rest).unwrap();
@@ -190,8 +190,8 @@ mod tests {
         let (here, there) = Stream::pair().unwrap();
         // Ends with the connection.
         let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});
-        let control = Control::new();
-        let mut answers = Reading::new(&here, &control);
+        let life = Life::default();
+        let mut answers = Reading::new(&here, &life);
         answers.deadline = Instant::now();
         let ever = |bytes: &[u8]| -> Result<((), usize), WireError> {
             assert!(bytes.len() < 1 << 22, "it is waited for on and on");

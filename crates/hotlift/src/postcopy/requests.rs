@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::figures::percentiles;
-use crate::threads::lock;
+use crate::life::lock;
 
 /// Latencies that are kept: of more, the latest.
 const KEPT: usize = 1 << 20;

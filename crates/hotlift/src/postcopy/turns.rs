@@ -3,7 +3,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use crate::threads::lock;
+use crate::life::lock;
 
 /// Something that one thread at a time has.
 pub(crate) struct Turns<T> {

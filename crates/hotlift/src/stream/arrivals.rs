@@ -10,10 +10,10 @@ use hotlift_wire::handshake::VERSION;
 use hotlift_wire::multifd::InitialPacket;
 use rustix::event::PollFlags;
 
-use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::stream::door::{BROKEN, Door, Kind};
 use crate::stream::graceful_close;
+use crate::stream::strangers::Strangers;
 use crate::transport::{Host, Stream};
 
 /// Whether a multifd channel with this opening may join those that have come.
@@ -23,7 +23,7 @@ pub(crate) type Check<'a> =
 /// Connections that have arrived.
 pub(crate) struct Arrivals<'a> {
     pub door: Door<'a>,
-    control: Control,
+    strangers: Strangers,
     /// The main channel, until it is taken, and when it was accepted.
     pub main: Option<(Stream, Instant)>,
     main_came: bool,
@@ -44,10 +44,10 @@ pub(crate) struct Arrivals<'a> {
 impl<'a> Arrivals<'a> {
     /// Those of a migration with so many multifd channels, if that is known: then connections that have said what they
     /// are are watched.
-    pub(crate) fn new(door: Door<'a>, channels: Option<u8>, control: &Control) -> Self {
+    pub(crate) fn new(door: Door<'a>, channels: Option<u8>, strangers: &Strangers) -> Self {
         Self {
             door,
-            control: control.clone(),
+            strangers: strangers.clone(),
             main: None,
             main_came: false,
             multifd: Vec::new(),
@@ -73,7 +73,8 @@ impl<'a> Arrivals<'a> {
             .map_err(MigrationError::opening)?;
         if ended && self.waits_for_channels() {
             // Before what has come is looked at: it may be the main channel of the next migration.
-            self.control.turn_away("a main channel without a migration");
+            self.strangers
+                .turn_away("a main channel without a migration");
             (self.main, self.main_came, self.since) = (None, false, None);
             self.host = None;
         } else if ended {
@@ -86,14 +87,14 @@ impl<'a> Arrivals<'a> {
             self.since.get_or_insert(arrival.since);
             match arrival.kind {
                 // One of them was left by a migration that failed before.
-                Kind::Main if self.main_came => self.control.turn_away("a second main channel"),
+                Kind::Main if self.main_came => self.strangers.turn_away("a second main channel"),
                 Kind::Main => {
                     self.main_came = true;
                     self.host.get_or_insert_with(|| arrival.stream.host());
                     self.main = Some((arrival.stream, arrival.since));
                 }
                 // Nobody has been told a name yet.
-                Kind::Named => self.control.turn_away(BROKEN),
+                Kind::Named => self.strangers.turn_away(BROKEN),
                 Kind::OtherVersion(version) => {
                     // Taken off, so that what is said to it does not end in a reset.
                     arrival.take_opening();
@@ -104,7 +105,7 @@ impl<'a> Arrivals<'a> {
                         VERSION.into(),
                     ));
                 }
-                Kind::Channel(_) if !arrival.take_opening() => self.control.turn_away(BROKEN),
+                Kind::Channel(_) if !arrival.take_opening() => self.strangers.turn_away(BROKEN),
                 Kind::Channel(packet) => {
                     if self.multifd.is_empty() {
                         self.is_hotlift = packet.hello.is_some();
@@ -125,7 +126,7 @@ impl<'a> Arrivals<'a> {
     pub(crate) fn admits(&self, stream: &Stream) -> bool {
         let is_theirs = self.is_of_their_host(stream);
         if !is_theirs {
-            self.control
+            self.strangers
                 .turn_away("a connection from another host than the others");
         }
         is_theirs
@@ -139,7 +140,7 @@ impl<'a> Arrivals<'a> {
         let is_beside = stream.is_from_where(main);
         if !is_beside {
             let why = "a connection from elsewhere than the main channel";
-            self.control.turn_away(why);
+            self.strangers.turn_away(why);
         }
         is_beside
     }

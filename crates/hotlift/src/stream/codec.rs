@@ -1,5 +1,7 @@
 //! A multifd channel's half of its method, with the names that its errors carry.
 
+use std::sync::Arc;
+
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::{
     Accelerator, Decode, Encode, EncoderSettings, Jobs, METHODS, MemoryLimit, MethodError,
@@ -7,8 +9,7 @@ use hotlift_methods::{
 };
 use hotlift_wire::multifd::Method;
 
-use crate::accelerator_stats::ChannelStats;
-use crate::control::Control;
+use crate::accelerator_stats::{AcceleratorStats, ChannelStats};
 use crate::error::{Channel, MigrationError};
 use crate::options::Options;
 
@@ -77,8 +78,8 @@ pub(crate) struct Decoder {
 
 struct Side {
     id: u8,
-    control: Control,
-    stats: ChannelStats,
+    all: Arc<AcceleratorStats>,
+    own: ChannelStats,
 }
 
 impl Encoder {
@@ -87,14 +88,14 @@ impl Encoder {
         id: u8,
         options: &Options,
         to_hotlift: bool,
-        control: &Control,
+        stats: &Arc<AcceleratorStats>,
     ) -> Result<Option<Self>, MigrationError> {
         let method = options.multifd_compression;
         if method.flag == 0 {
             return Ok(None);
         }
         let settings = options.encoder_settings(to_hotlift);
-        Self::of(method, id, &settings, control).map(Some)
+        Self::of(method, id, &settings, stats).map(Some)
     }
 
     /// The half of channel `id` for `method`.
@@ -102,9 +103,9 @@ impl Encoder {
         method: &MethodInfo,
         id: u8,
         settings: &EncoderSettings,
-        control: &Control,
+        stats: &Arc<AcceleratorStats>,
     ) -> Result<Self, MigrationError> {
-        let mut side = Side::new(id, control);
+        let mut side = Side::new(id, stats);
         let encoder = (method.encoder)(settings).map_err(|source| side.not_made(source))?;
         side.tell(encoder.jobs(), encoder.runs_on());
         Ok(Self { encoder, side })
@@ -151,9 +152,9 @@ impl Decoder {
         id: u8,
         accelerator: Accelerator,
         memory: &MemoryLimit,
-        control: &Control,
+        stats: &Arc<AcceleratorStats>,
     ) -> Result<Self, MigrationError> {
-        let mut side = Side::new(id, control);
+        let mut side = Side::new(id, stats);
         let mut decoder = (method.decoder)(accelerator).map_err(|source| side.not_made(source))?;
         decoder.limit_memory(memory);
         side.tell(decoder.jobs(), decoder.runs_on());
@@ -186,17 +187,16 @@ impl Decoder {
 }
 
 impl Side {
-    fn new(id: u8, control: &Control) -> Self {
+    fn new(id: u8, stats: &Arc<AcceleratorStats>) -> Self {
         Self {
             id,
-            control: control.clone(),
-            stats: ChannelStats::default(),
+            all: Arc::clone(stats),
+            own: ChannelStats::default(),
         }
     }
 
     fn tell(&mut self, jobs: Jobs, runs_on: RunsOn) {
-        self.stats
-            .tell(self.control.accelerator_stats(), jobs, runs_on);
+        self.own.tell(&self.all, jobs, runs_on);
     }
 
     fn not_made(&self, source: MethodError) -> MigrationError {

@@ -15,10 +15,10 @@ use hotlift_wire::settle::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use crate::control::Control;
 use crate::error::error_line;
 use crate::handover::Taking;
 use crate::stream::pass::Pass;
+use crate::stream::strangers::Strangers;
 use crate::transport::{Acceptor, Host, Listener, Stream};
 
 /// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
@@ -101,7 +101,7 @@ pub(crate) struct Asked<'a> {
 /// Takes connections in and tells them apart.
 pub(crate) struct Door<'a> {
     acceptor: Acceptor<'a>,
-    control: Control,
+    strangers: Strangers,
     /// What opens each connection of a migration that a conversation has announced.
     pass: Option<Pass>,
     /// How long a connection may take to say what it is.
@@ -119,11 +119,11 @@ impl<'a> Door<'a> {
         acceptor: Acceptor<'a>,
         pass: Option<Pass>,
         patience: Duration,
-        control: &Control,
+        strangers: &Strangers,
     ) -> Self {
         Self {
             acceptor,
-            control: control.clone(),
+            strangers: strangers.clone(),
             pass,
             patience,
             callers: Vec::new(),
@@ -246,7 +246,7 @@ impl<'a> Door<'a> {
         for (stream, since) in self.acceptor.take()? {
             match stream {
                 Ok(stream) => self.let_in(stream, since),
-                Err(refused) => self.control.turn_away(&error_line(&refused)),
+                Err(refused) => self.strangers.turn_away(&error_line(&refused)),
             }
         }
         Ok(())
@@ -255,7 +255,7 @@ impl<'a> Door<'a> {
     fn let_in(&mut self, stream: Stream, since: Instant) {
         if self.callers.len() >= WAITING {
             self.callers.remove(0);
-            self.control.turn_away("more connections than may wait");
+            self.strangers.turn_away("more connections than may wait");
         }
         self.callers.push(Caller {
             stream,
@@ -271,7 +271,7 @@ impl<'a> Door<'a> {
         self.callers
             .retain(|caller| caller.since.elapsed() < patience);
         for _ in self.callers.len()..before {
-            self.control
+            self.strangers
                 .turn_away("a connection that did not say what it is in time");
         }
         self.told.retain(|caller| caller.since.elapsed() < HEARING);
@@ -308,7 +308,7 @@ impl<'a> Door<'a> {
             Said::Channel(packet) if admitted => Kind::Channel(packet),
             Said::OtherVersion(version) if admitted => Kind::OtherVersion(version),
             Said::Main | Said::Channel(_) | Said::OtherVersion(_) => {
-                self.control
+                self.strangers
                     .turn_away("a connection without this migration's token");
                 return true;
             }
@@ -323,12 +323,12 @@ impl<'a> Door<'a> {
                 return true;
             }
             Said::Token(_) => {
-                self.control
+                self.strangers
                     .turn_away("a connection with another migration's token");
                 return true;
             }
             Said::Stranger(why) => {
-                self.control.turn_away(why);
+                self.strangers.turn_away(why);
                 return true;
             }
             Said::Partial => return false,
@@ -392,7 +392,7 @@ impl<'a> Door<'a> {
         let mut arrivals = arrivals;
         arrivals.retain(|arrival| !matches!(arrival.kind, Kind::Named));
         for _ in room..arrivals.len() {
-            self.control.turn_away("more connections than may wait");
+            self.strangers.turn_away("more connections than may wait");
         }
         let streams = arrivals.into_iter().map(|arrival| arrival.stream);
         self.others.extend(streams.take(room));

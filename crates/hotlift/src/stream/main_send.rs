@@ -9,10 +9,10 @@ use hotlift_wire::main_channel::{
 };
 use hotlift_wire::{RamBlockEntry, WireError};
 
-use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::guest::DeviceState;
+use crate::life::Life;
 use crate::pacing::Pacer;
 use crate::stream::channel_out::send;
 use crate::transport::Stream;
@@ -26,7 +26,7 @@ pub(crate) struct MainLink {
     pub transport: Stream,
     pub counters: Arc<Counters>,
     pub pacer: Arc<Pacer>,
-    pub control: Control,
+    pub life: Life,
 }
 
 /// Writes the main channel.
@@ -421,7 +421,7 @@ impl MainSend {
     }
 
     fn pace(&self, bytes: usize) {
-        self.link.pacer.wait(bytes, &self.link.control);
+        self.link.pacer.wait(bytes, &self.link.life);
     }
 
     fn put(&mut self, parts: &[&[u8]]) -> Result<(), MigrationError> {

@@ -34,3 +34,4 @@ mod packet_reader;
 pub(crate) mod pass;
 pub(crate) mod preempt;
 pub(crate) mod return_path;
+pub(crate) mod strangers;

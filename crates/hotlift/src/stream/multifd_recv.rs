@@ -3,6 +3,7 @@
 //! With method none the pages go from the socket straight to their place; other methods decode into it.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use hotlift_mem::GuestRun;
@@ -10,10 +11,11 @@ use hotlift_methods::{Accelerator, MemoryLimit, MethodInfo};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
-use crate::control::Control;
+use crate::accelerator_stats::AcceleratorStats;
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
+use crate::life::Life;
 use crate::stream::codec::{ByMethod, Decoder};
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::stream::load::{ChannelLoad, ReceiverLoad};
@@ -90,6 +92,10 @@ pub(crate) struct ChannelLimits<'a> {
     /// Compressed payloads, and what their decoders need.
     pub memory: &'a MemoryLimit,
     pub cpu: &'a CpuBudget,
+    /// Counts what decodes.
+    pub stats: &'a Arc<AcceleratorStats>,
+    /// Ends the waits for CPU time.
+    pub life: &'a Life,
 }
 
 /// Which methods the packets of a channel may have.
@@ -123,6 +129,7 @@ pub(crate) struct MultifdReceiver<'a> {
 /// What reads the pages of a packet.
 struct Payload<'a> {
     cpu: &'a CpuBudget,
+    life: &'a Life,
     id: u8,
     decoders: Decoders<'a>,
     buffer: CountedBuffer,
@@ -133,14 +140,14 @@ struct Decoders<'a> {
     id: u8,
     accelerator: Accelerator,
     memory: &'a MemoryLimit,
-    control: &'a Control,
+    stats: &'a Arc<AcceleratorStats>,
     made: ByMethod<Decoder>,
 }
 
 impl Decoders<'_> {
     fn get(&mut self, method: Method) -> Result<&mut Decoder, MigrationError> {
         self.made.get(method, |info| {
-            Decoder::of(info, self.id, self.accelerator, self.memory, self.control)
+            Decoder::of(info, self.id, self.accelerator, self.memory, self.stats)
         })
     }
 }
@@ -153,11 +160,11 @@ impl<'a> MultifdReceiver<'a> {
         blocks: &'a [RamBlockEntry],
         limits: ChannelLimits<'a>,
         counters: &'a Counters,
-        control: &'a Control,
     ) -> Result<Self, MigrationError> {
         let memory = limits.memory;
         let mut payload = Payload {
             cpu: limits.cpu,
+            life: limits.life,
             id: rules.id,
             decoders: Decoders {
                 id: rules.id,
@@ -167,7 +174,7 @@ impl<'a> MultifdReceiver<'a> {
                     (_, accelerator) => accelerator,
                 },
                 memory,
-                control,
+                stats: limits.stats,
                 made: ByMethod::new(rules.id),
             },
             buffer: CountedBuffer::new(memory),
@@ -231,7 +238,7 @@ impl<'a> MultifdReceiver<'a> {
             if has_pages && self.pages(sink)? == ReadOn::No {
                 return Ok(());
             }
-            let slept = self.cpu.spend(self.payload.decoders.control) + sink.held_back();
+            let slept = self.cpu.spend(self.payload.life) + sink.held_back();
             let pages = self.header.normal().len();
             if has_content
                 && let Some(load) = &mut self.load

@@ -26,18 +26,18 @@ use hotlift_wire::multifd::{
 };
 use hotlift_wire::settle;
 
+use crate::accelerator_stats::AcceleratorStats;
 use crate::auto::{Auto, AutoEncoder, Reader};
-use crate::control::Control;
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
+use crate::life::{Life, lock};
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::stream::channel_out::{send, send_guest_memory};
 use crate::stream::codec::Encoder;
 use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
-use crate::threads::lock;
 use crate::tls::Remote;
 use crate::transport::Stream;
 
@@ -80,9 +80,9 @@ pub(crate) fn connect_with(
     pass: Option<&Pass>,
     to: &Remote,
     timeout: Duration,
-    control: &Control,
+    life: &Life,
 ) -> Result<Stream, MigrationError> {
-    let stream = to.connect_for(control, timeout)?;
+    let stream = to.connect_for(life, timeout)?;
     if let Some(pass) = pass {
         let shown = (&stream).write_all(&settle::token(pass.token_on(&stream)));
         shown.map_err(MigrationError::opening)?;
@@ -97,9 +97,9 @@ pub(crate) fn connect(
     pass: Option<&Pass>,
     opening: &ChannelOpening,
     timeout: Duration,
-    control: &Control,
+    life: &Life,
 ) -> Result<(Stream, Vec<Stream>), MigrationError> {
-    let connect = || connect_with(pass, to, timeout, control);
+    let connect = || connect_with(pass, to, timeout, life);
     let main = connect()?;
     let mut multifd = Vec::new();
     for id in 0..opening.hello.channels {
@@ -145,13 +145,21 @@ pub(crate) struct MultifdSend {
     layout: PacketLayout,
     /// `None` if each packet has its own.
     method: Option<Method>,
-    /// Chooses it then.
-    auto: Option<Arc<Auto>>,
     /// QEMU's `packet_num`: over all channels, SYNC packets included.
     packet_num: AtomicU64,
-    pacer: Arc<Pacer>,
-    cpu: Arc<CpuBudget>,
-    control: Control,
+    with: Sending,
+}
+
+/// What the channels share with the rest of the migration.
+#[derive(Debug)]
+pub(crate) struct Sending {
+    /// Chooses the method of each packet, where each has its own.
+    pub auto: Option<Arc<Auto>>,
+    pub pacer: Arc<Pacer>,
+    pub cpu: Arc<CpuBudget>,
+    /// Counts what encodes.
+    pub stats: Arc<AcceleratorStats>,
+    pub life: Life,
 }
 
 #[derive(Debug)]
@@ -204,13 +212,7 @@ impl Pages<'_, '_> {
 
 impl MultifdSend {
     /// The channels, which have been opened so.
-    pub(crate) fn new(
-        channels: Vec<Stream>,
-        hello: &Hello,
-        options: &Options,
-        pacer: &Arc<Pacer>,
-        control: &Control,
-    ) -> Self {
+    pub(crate) fn new(channels: Vec<Stream>, hello: &Hello, with: Sending) -> Self {
         let counters = Counters::of_channels(channels.len());
         let channels = channels.into_iter().zip(counters);
         Self {
@@ -223,11 +225,8 @@ impl MultifdSend {
                 .collect(),
             layout: hello.layout,
             method: hello.method,
-            auto: control.auto(options),
             packet_num: AtomicU64::new(0),
-            pacer: Arc::clone(pacer),
-            cpu: control.cpu_budget(options),
-            control: control.clone(),
+            with,
         }
     }
 
@@ -242,7 +241,7 @@ impl MultifdSend {
 
     /// What chooses the method of each packet, if that is so.
     pub(crate) fn auto(&self) -> Option<&Auto> {
-        self.auto.as_deref()
+        self.with.auto.as_deref()
     }
 
     /// Who reads the channels: to be said before the first packet.
@@ -254,7 +253,7 @@ impl MultifdSend {
         if let (Reader::Qemu(_), Some(method)) = (reader, only_ours) {
             return Err(MigrationError::not_qemus(method));
         }
-        if let Some(auto) = &self.auto {
+        if let Some(auto) = &self.with.auto {
             auto.reader_is(reader);
         }
         Ok(())
@@ -273,7 +272,7 @@ impl MultifdSend {
 
     /// Time for a byte that `max-bandwidth` allows, in ns; 0 without a limit.
     pub(crate) fn paced_nanos_per_byte(&self) -> f64 {
-        self.pacer.nanos_per_byte()
+        self.with.pacer.nanos_per_byte()
     }
 
     /// Pages and bytes sent so far.
@@ -341,7 +340,7 @@ impl MultifdSend {
         write: impl FnOnce(&Stream) -> Result<(), MigrationError>,
     ) -> Result<Duration, MigrationError> {
         let channel = &self.channels[usize::from(id)];
-        let held_back = self.pacer.wait(bytes, &self.control);
+        let held_back = self.with.pacer.wait(bytes, &self.with.life);
         let _turn = lock(&channel.turn);
         write(&channel.transport)?;
         channel.counters.add_bytes(bytes);
@@ -350,9 +349,9 @@ impl MultifdSend {
 
     /// Bytes that wait to be sent on a channel; `None` if nobody knows.
     fn queued(&self, id: u8, auto: &Auto) -> Option<u32> {
-        if self.pacer.is_limited() {
+        if self.with.pacer.is_limited() {
             // It has no queue: a channel that is due waits with the packet in its hands.
-            return self.pacer.is_behind().then_some(0);
+            return self.with.pacer.is_behind().then_some(0);
         }
         let socket = &self.channels[usize::from(id)].transport;
         Some(auto.waiting(socket.unacknowledged()?))
@@ -398,14 +397,14 @@ impl<'a> PacketSender<'a> {
         to_hotlift: bool,
         gathers: bool,
     ) -> Result<Self, MigrationError> {
-        let coding = match &multifd.auto {
+        let coding = match &multifd.with.auto {
             Some(auto) => Coding::Auto(AutoEncoder::new(
                 auto,
                 id,
                 options.accelerator,
-                &multifd.control,
+                &multifd.with.stats,
             )),
-            None => match Encoder::new(id, options, to_hotlift, &multifd.control)? {
+            None => match Encoder::new(id, options, to_hotlift, &multifd.with.stats)? {
                 Some(encoder) => Coding::One(encoder),
                 None => Coding::Raw,
             },
@@ -422,7 +421,7 @@ impl<'a> PacketSender<'a> {
             id,
             writer: multifd.writer(),
             coding,
-            cpu: CpuShare::new(&multifd.cpu),
+            cpu: CpuShare::new(&multifd.with.cpu),
             copy: Vec::new(),
             payload: Vec::new(),
             headers: Vec::with_capacity(gathered + multifd.layout.header_len()),
@@ -479,7 +478,7 @@ impl<'a> PacketSender<'a> {
         {
             self.payload.clear();
             let out = &mut self.payload;
-            let at_work = multifd.cpu.at_work();
+            let at_work = multifd.with.cpu.at_work();
             if let (Coding::Auto(auto), Some(at_work)) = (&mut self.coding, &at_work) {
                 auto.slept(at_work.waited);
             }
@@ -535,7 +534,7 @@ impl<'a> PacketSender<'a> {
                 auto.paced(held_back);
             }
         }
-        let slept = self.cpu.spend(&multifd.control);
+        let slept = self.cpu.spend(&multifd.with.life);
         if let Coding::Auto(auto) = &mut self.coding {
             auto.slept(slept);
         }

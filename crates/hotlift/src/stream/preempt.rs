@@ -18,9 +18,9 @@ use hotlift_wire::{RamBlockEntry, WireError};
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
+use crate::life::lock;
 use crate::stream::main_recv::Waiting;
 use crate::stream::main_send::PageRecords;
-use crate::threads::lock;
 use crate::transport::Stream;
 
 /// Bytes read at once: some pages.

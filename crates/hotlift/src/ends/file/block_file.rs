@@ -23,9 +23,9 @@ use super::source::{PIECE, Places, SavedStream, TakePart, piece_len};
 use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
 use crate::error::MigrationError;
+use crate::life::lock;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
-use crate::threads::lock;
 
 /// Chunks of the index that one read of another host's file brings: 256 KiB, of 128 MiB of RAM. A look through all of 8 GiB
 /// takes 64 round trips.

@@ -58,7 +58,13 @@ impl<'a> Blocks<'a> {
     fn decoder(&mut self, method: Method) -> Result<&mut Decoder, MigrationError> {
         let (memory, control) = (self.memory, self.control);
         self.decoders.get(method, |info| {
-            let mut decoder = Decoder::of(info, 0, Accelerator::Auto, memory, control)?;
+            let mut decoder = Decoder::of(
+                info,
+                0,
+                Accelerator::Auto,
+                memory,
+                control.accelerator_stats(),
+            )?;
             decoder.read_header(info)?;
             Ok(decoder)
         })
@@ -224,7 +230,7 @@ mod tests {
                 continue;
             };
             let settings = EncoderSettings::software(info.default_level);
-            let encoder = || Encoder::of(info, 0, &settings, &control).unwrap();
+            let encoder = || Encoder::of(info, 0, &settings, control.accelerator_stats()).unwrap();
             let page: Vec<u8> = (0..=255).cycle().take(PAGE_SIZE).collect();
             let (mut good, mut open) = (Vec::new(), Vec::new());
             let mut alone = encoder();

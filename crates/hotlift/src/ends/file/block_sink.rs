@@ -26,13 +26,13 @@ use crate::control::Control;
 use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
+use crate::life::lock;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
 use crate::stream::codec::Encoder;
 use crate::stream::handshake;
-use crate::threads::lock;
 
 /// Space set aside for what is written after the source was told that its guest is safe: EOF, a VM description of 100 KB to
 /// some MB, and the table of contents.
@@ -147,7 +147,7 @@ impl BlockSink {
             },
             left_out: settings.left_out.clone(),
             memory_devices: Mutex::default(),
-            pacer: control.pacer(options),
+            pacer: control.steering().pacer(options),
             control: control.clone(),
             memory: memory.clone(),
             sent_bytes: AtomicU64::new(header.len() as u64),
@@ -186,7 +186,7 @@ impl BlockSink {
     /// Writes a block with that payload, and has the index name its pages.
     fn put(&self, head: &BlockHead, payload: &[u8]) -> Result<(), MigrationError> {
         let length = BLOCK_HEAD_LEN + payload.len();
-        self.pacer.wait(length, &self.control);
+        self.pacer.wait(length, self.control.life());
         let position = self.reserve(length)?;
         let bytes = head.encode(self.seed, position, payload);
         self.file.write_at(&[&bytes, payload], position)?;
@@ -322,7 +322,7 @@ impl Sink for BlockSink {
 
     fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
         let id = u8::try_from(worker).unwrap_or(u8::MAX);
-        let mut encoder = Encoder::new(id, &self.options, true, &self.control)?;
+        let mut encoder = Encoder::new(id, &self.options, true, self.control.accelerator_stats())?;
         if let Some(encoder) = &mut encoder {
             encoder.write_alone(self.options.encoder_settings(true).level)?;
         }

@@ -10,8 +10,8 @@ use hotlift_wire::main_channel::PluggableMemory;
 use super::FileError;
 use crate::ends::settings::LeftOut;
 use crate::error::{Channel, MigrationError};
+use crate::life::lock;
 use crate::pipe::batch::Batch;
-use crate::threads::lock;
 
 /// Pages that share a bitmap: 128 MiB of RAM, 4 KiB. It is there only while some of them have come and some have not. A source
 /// sends RAM in order, so that few are there at a time, however much RAM there is.

@@ -21,10 +21,10 @@ use super::{FileError, check_ram};
 use crate::control::Control;
 use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
+use crate::life::lock;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
-use crate::threads::lock;
 
 /// Space set aside for EOF and VM description, which are written after the source was told that its
 /// guest is safe.
@@ -78,7 +78,7 @@ impl MappedRamSink {
             workers: usize::from(options.channels()).max(1),
             left_out: settings.left_out.clone(),
             memory_devices: Mutex::default(),
-            pacer: control.pacer(options),
+            pacer: control.steering().pacer(options),
             control: control.clone(),
             memory: memory.clone(),
             sent_bytes: AtomicU64::new(0),
@@ -93,7 +93,7 @@ impl MappedRamSink {
     }
 
     fn write(&self, bytes: &[u8], position: u64) -> Result<(), MigrationError> {
-        self.pacer.wait(bytes.len(), &self.control);
+        self.pacer.wait(bytes.len(), self.control.life());
         self.file.write_at(&[bytes], position)?;
         let bytes = bytes.len() as u64;
         self.sent_bytes.fetch_add(bytes, Ordering::Relaxed);

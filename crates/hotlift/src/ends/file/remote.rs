@@ -12,8 +12,8 @@ use super::error::{FileError, ServerError};
 use super::exchange::{Opened, Range, Trouble, connect, exchange};
 use super::location::RemoteFile;
 use crate::control::Control;
+use crate::life::{Life, lock};
 use crate::stream::handshake;
-use crate::threads::lock;
 use crate::transport::Stream;
 
 /// How long a server tries to read a part of the file that its disk or network file system does not give: one that is in trouble
@@ -35,7 +35,7 @@ pub(crate) struct RemoteReader {
     /// For how long a lost server is tried again; not at all without.
     patience: OnceLock<Duration>,
     /// Stopped by whoever wants no more of the file.
-    waits: Control,
+    waits: Life,
     is_lost: AtomicBool,
 }
 
@@ -48,7 +48,7 @@ impl RemoteReader {
             unreachable!("an id has 16 bytes");
         };
         let visitor = u64::from_be_bytes(*visitor);
-        let (stream, opened) = match connect(file, visitor, &|| control.is_stopped()) {
+        let (stream, opened) = match connect(file, visitor, &|| control.life().is_stopped()) {
             Ok(connected) => connected,
             Err(Trouble::Lost(source)) => return Err(failed(source)),
             Err(Trouble::Unread(error) | Trouble::Final(error)) => return Err(error),
@@ -60,7 +60,7 @@ impl RemoteReader {
             idle: Mutex::new(vec![stream]),
             control: control.clone(),
             patience: OnceLock::new(),
-            waits: Control::new(),
+            waits: Life::default(),
             is_lost: AtomicBool::new(false),
         })
     }
@@ -86,7 +86,7 @@ impl RemoteReader {
     }
 
     fn is_over(&self) -> bool {
-        self.waits.is_stopped() || self.patience.get().is_none() && self.control.is_stopped()
+        self.waits.is_stopped() || self.patience.get().is_none() && self.control.life().is_stopped()
     }
 
     /// Fills ranges of the file, all of them asked for at once.

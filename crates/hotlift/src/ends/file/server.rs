@@ -26,7 +26,8 @@ use super::exchange::Wait;
 use super::place_reader::PlaceReader;
 use crate::control::Control;
 use crate::error::{MigrationError, error_line};
-use crate::threads::{lock, spawn};
+use crate::life::lock;
+use crate::life::threads::spawn;
 use crate::tls::Tls;
 use crate::transport::{Acceptor, Listener, Stream};
 
@@ -139,7 +140,7 @@ pub(super) fn serve_some(
                 Ok(accepted) => accepted,
                 Err(error) => {
                     on_event(ServerEvent::Trouble(error));
-                    control.sleep_while(Instant::now() + TICK, || true);
+                    control.life().sleep_while(Instant::now() + TICK, || true);
                     continue;
                 }
             };

@@ -58,7 +58,7 @@ pub(crate) fn accept<'a>(
     control: &Control,
 ) -> Result<(Accepted, Door<'a>), MigrationError> {
     let expected = Expected { uuid, options };
-    let mut arrivals = Arrivals::new(door, Some(options.channels()), control);
+    let mut arrivals = Arrivals::new(door, Some(options.channels()), control.strangers());
     loop {
         match expected.step(&mut arrivals, control) {
             Ok(true) => break,

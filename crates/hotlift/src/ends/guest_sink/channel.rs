@@ -29,9 +29,10 @@ pub(crate) fn receive(session: &Session<'_>, id: u8) -> Result<(), MigrationErro
         ChannelLimits {
             memory: &session.memory,
             cpu: &session.cpu,
+            stats: session.control.accelerator_stats(),
+            life: session.control.life(),
         },
         &session.counters[index],
-        &session.control,
     )?;
     if session.accepted.method_by_packet {
         receiver = receiver.telling(&session.load);

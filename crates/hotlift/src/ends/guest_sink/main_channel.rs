@@ -11,7 +11,6 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{RamBlockEntry, WireError};
 
-use crate::control::Status;
 use crate::ends::guest_sink::decompress_threads;
 use crate::ends::guest_sink::decompress_threads::{HandOver, failed};
 use crate::ends::guest_sink::postcopy::{self, Stage};
@@ -19,6 +18,7 @@ use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::guest::DeviceState;
 use crate::handover::DestinationSide;
+use crate::status::Status;
 use crate::stream::handshake;
 use crate::stream::main_recv::{MainInput, Silence, Waiting};
 

@@ -12,7 +12,7 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
-use crate::control::{Control, MigrationEvent, Status};
+use crate::control::Control;
 use crate::cpu_limit::CpuBudget;
 use crate::ends::guest_sink::accept::Accepted;
 use crate::ends::guest_sink::announce;
@@ -22,14 +22,16 @@ use crate::failure::Failure;
 use crate::figures::{Counters, Counts, PostcopyFigures, ThreadTimes};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, Taking};
+use crate::life::lock;
+use crate::life::threads::OnPanic;
 use crate::liveness::Liveness;
 use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::barrier::Barrier;
+use crate::status::{MigrationEvent, Status};
 use crate::stream::door::{Arrival, Asked, Door, Kind};
 use crate::stream::load::ReceiverLoad;
 use crate::stream::main_recv::Waiting;
 use crate::stream::preempt::PreemptIn;
-use crate::threads::{OnPanic, lock};
 use crate::transport::Stream;
 
 /// One incoming migration.
@@ -110,7 +112,7 @@ impl<'a> Session<'a> {
         Self {
             guest,
             options,
-            cpu: control.cpu_budget(options),
+            cpu: control.steering().cpu_budget(options),
             control,
             memory,
             blocks,
@@ -298,7 +300,7 @@ impl<'a> Session<'a> {
     pub(crate) fn fail(&self, error: MigrationError) {
         self.failure.keep(error);
         self.taking.abandon();
-        self.control.stop();
+        self.control.life().stop();
         self.barrier.break_up();
         self.decompress.end();
         for stream in &self.accepted.multifd {

@@ -75,7 +75,7 @@ impl<'a> ChannelSender<'a> {
     /// Works on chunks until the round has no more.
     fn round(&mut self) -> Result<(), MigrationError> {
         while let Some(chunk) = self.session.ram.take() {
-            if self.session.control.is_stopped() {
+            if self.session.control.life().is_stopped() {
                 return Ok(());
             }
             if self.session.cuts_round() {

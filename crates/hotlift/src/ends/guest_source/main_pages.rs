@@ -46,7 +46,7 @@ pub(crate) fn scan(
     let mut dirty = Vec::new();
     let mut untouched = Vec::new();
     for (index, chunk) in session.ram.chunks().iter().copied().enumerate() {
-        if session.control.is_stopped() || session.giving.failure.is_set() {
+        if session.control.life().is_stopped() || session.giving.failure.is_set() {
             return Ok(());
         }
         if session.cuts_round() {

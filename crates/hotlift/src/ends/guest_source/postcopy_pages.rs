@@ -8,8 +8,8 @@ use hotlift_wire::multifd::ZeroPageDetection;
 
 use crate::ends::guest_source::session::Session;
 use crate::error::MigrationError;
+use crate::life::lock;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
-use crate::threads::lock;
 
 /// Pages that the background writes at once: an answer waits for so many at most.
 const BATCH: usize = 16;

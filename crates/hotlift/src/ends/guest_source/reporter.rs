@@ -109,7 +109,7 @@ impl<'a> Reporter<'a> {
         let pages_per_second = per_second(new.normal_pages + new.zero_pages);
         let remaining_pages = self.session.ram.pending();
         let bytes_per_second = per_second(new.transferred_bytes);
-        let live = self.session.control.latest(self.session.options);
+        let live = self.session.control.steering().latest(self.session.options);
         let time_left = (pages_per_second > 0.0)
             .then(|| Duration::try_from_secs_f64(to_f64(remaining_pages) / pages_per_second).ok())
             .flatten();

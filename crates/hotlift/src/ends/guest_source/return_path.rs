@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use hotlift_wire::return_path::ReturnMessage;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use crate::control::Status;
 use crate::ends::guest_source::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::liveness::Liveness;
+use crate::status::Status;
 use crate::stream::return_path::{EndsAnswers, Messages};
 use crate::transport::Stream;
 

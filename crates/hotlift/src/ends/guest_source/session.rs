@@ -64,8 +64,8 @@ impl<'a> Session<'a> {
         (main, multifd): (Stream, Vec<Stream>),
         zero_devices: Option<ZeroDevices>,
     ) -> Self {
-        let pacer = control.pacer(options);
-        let multifd = MultifdSend::new(multifd, hello, options, &pacer, &control);
+        let pacer = control.steering().pacer(options);
+        let multifd = MultifdSend::new(multifd, hello, control.sending(options, &pacer));
         Self {
             guest,
             options,
@@ -73,7 +73,7 @@ impl<'a> Session<'a> {
                 transport: main,
                 counters: Arc::default(),
                 pacer: Arc::clone(&pacer),
-                control: control.clone(),
+                life: control.life().clone(),
             }),
             zero_devices,
             ram: RamState::new(guest),
@@ -171,7 +171,7 @@ impl<'a> Session<'a> {
 
     /// Ends all waiting and sending.
     fn release_all(&self) {
-        self.control.stop();
+        self.control.life().stop();
         self.answers.abort();
         self.gate.break_up();
         self.compress.end();
@@ -204,7 +204,7 @@ impl<'a> Session<'a> {
 
     /// The point of no return. False if the migration has failed; nothing fails it any more once this is true.
     pub(crate) fn commit(&self) -> bool {
-        let may = self.giving.commit(|| !self.control.is_stopped());
+        let may = self.giving.commit(|| !self.control.life().is_stopped());
         if may {
             self.answers.commit();
         }
@@ -214,7 +214,7 @@ impl<'a> Session<'a> {
 
     /// The point of no return of a postcopy, see [`Session::commit`].
     pub(crate) fn serve(&self) -> bool {
-        let may = self.giving.serve(|| !self.control.is_stopped());
+        let may = self.giving.serve(|| !self.control.life().is_stopped());
         if may {
             self.answers.serve();
         }

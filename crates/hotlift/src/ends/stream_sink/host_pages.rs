@@ -10,9 +10,9 @@ use hotlift_methods::MemoryLimit;
 use hotlift_wire::RamBlockEntry;
 
 use crate::error::{Channel, MigrationError};
+use crate::life::lock;
 use crate::postcopy::LARGEST_PAGE;
 use crate::stream::main_send::PageRecords;
-use crate::threads::lock;
 
 /// Pages of the largest host page.
 const MOST: usize = LARGEST_PAGE / PAGE_SIZE;

@@ -34,6 +34,7 @@ use crate::ends::stream_sink::postcopy::Background;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
 use crate::handover::{Word, await_word, say_farewell, say_heard};
+use crate::life::lock;
 use crate::pipe::hooks::Taken;
 use crate::pipe::sink::{
     Forward, ForwardPackets, HasTaken, Opening, Postcopy, RamLayout, Sink, WritePages,
@@ -44,7 +45,6 @@ use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::threads::lock;
 use crate::tls::Remote;
 use crate::transport::Stream;
 
@@ -219,7 +219,8 @@ pub(crate) fn open<'a>(
         Outgoing::Address(address) => {
             let (pass, timeout) = (settings.outgoing_pass.as_ref(), options.handshake_timeout);
             let to = Remote::new(address, settings.outgoing_tls.clone());
-            let (main, multifd) = multifd_send::connect(&to, pass, &channels, timeout, control)?;
+            let (main, multifd) =
+                multifd_send::connect(&to, pass, &channels, timeout, control.life())?;
             (main, multifd, to)
         }
         Outgoing::File {
@@ -265,13 +266,13 @@ impl<'a> StreamSink<'a> {
         memory: &MemoryLimit,
         control: &Control,
     ) -> Self {
-        let pacer = control.pacer(&settings.outgoing);
-        let multifd = MultifdSend::new(multifd, hello, &settings.outgoing, &pacer, control);
+        let pacer = control.steering().pacer(&settings.outgoing);
+        let multifd = MultifdSend::new(multifd, hello, control.sending(&settings.outgoing, &pacer));
         let link = Arc::new(MainLink {
             transport: main,
             counters: Arc::default(),
             pacer,
-            control: control.clone(),
+            life: control.life().clone(),
         });
         Self {
             settings,

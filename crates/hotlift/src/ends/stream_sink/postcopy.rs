@@ -63,7 +63,7 @@ impl Postcopy for StreamSink<'_> {
         }
         let timeout = self.settings.outgoing.handshake_timeout;
         let pass = self.settings.outgoing_pass.as_ref();
-        let stream = connect_with(pass, &self.to, timeout, &self.control)?;
+        let stream = connect_with(pass, &self.to, timeout, self.control.life())?;
         let counters = Arc::clone(&self.link.counters);
         let _ = self.preempt.set(PreemptOut::new(stream, counters));
         Ok(())
@@ -145,7 +145,7 @@ impl Background<'_, '_> {
     /// Writes pages to main. Waits for the limit on bandwidth first: an urgent page would wait for whoever did in its turn.
     fn put(&self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         let link = &self.sink.link;
-        link.pacer.wait(pages.content.len(), &link.control);
+        link.pacer.wait(pages.content.len(), &link.life);
         self.sink.main().take_after_urgent().pages_at_once(pages)
     }
 }

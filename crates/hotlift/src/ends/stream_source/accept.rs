@@ -93,9 +93,14 @@ impl<'a> Uncounted<'a> {
         let timeout = settings.outgoing.handshake_timeout;
         let acceptor = Acceptor::new(listener, settings.incoming_tls.clone());
         let acceptor = acceptor.map_err(MigrationError::opening)?;
-        let door = Door::new(acceptor, settings.incoming_pass.clone(), timeout, control);
+        let door = Door::new(
+            acceptor,
+            settings.incoming_pass.clone(),
+            timeout,
+            control.strangers(),
+        );
         Ok(Self {
-            arrivals: Arrivals::new(door, None, control),
+            arrivals: Arrivals::new(door, None, control.strangers()),
             timeout,
             max_channels: settings.outgoing.max_channels,
         })

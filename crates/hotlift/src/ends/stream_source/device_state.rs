@@ -10,16 +10,16 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
 
-use crate::control::Status;
 use crate::ends::stream_source::main_reader::broken;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
+use crate::life::threads::OnPanic;
 use crate::pipe::hooks::{Hooks, Ownership};
 use crate::pipe::session::Session;
+use crate::status::Status;
 use crate::stream::main_recv::{MainInput, Waiting, check_crc, event_name};
 use crate::stream::return_path::encode;
-use crate::threads::OnPanic;
 
 /// A source that has said nothing for so long behind RAM has sent its last byte, though there is no VM
 /// description to show it (machines with `suppress-vmdesc`). A second was too short: QEMU flushes its

@@ -13,18 +13,18 @@ use hotlift_wire::main_channel::{
 };
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::control::Status;
 use crate::ends::stream_source::device_state::{self, EOF};
 use crate::ends::stream_source::main_pages::MainPages;
 use crate::ends::stream_source::setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
+use crate::life::threads::{OnPanic, Yielding};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::{Call, Session};
 use crate::pipe::sink::{Opening, Postcopy};
+use crate::status::Status;
 use crate::stream::main_recv::{MainInput, Waiting, event_name};
 use crate::stream::return_path::encode;
-use crate::threads::{OnPanic, Yielding};
 use crate::transport::TransportError;
 
 /// How long pages on a preempt channel may be behind main's END, which was sent after them: TCP sends a lost segment again

@@ -15,23 +15,24 @@ use hotlift_wire::limits;
 use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::control::{Control, Status};
+use crate::control::Control;
 use crate::ends::file::FileError;
 use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_source::accept::Uncounted;
 use crate::ends::stream_source::preempt::NO_PREEMPT;
 use crate::error::{Channel, MigrationError, printable};
 use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::life::threads::spawn;
 use crate::liveness::Liveness;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::hooks::{RelayProgress, SourceStream};
 use crate::pipe::session::{Call, Relayed};
 use crate::pipe::watch::REPORT;
+use crate::status::Status;
 use crate::stream::graceful_close;
 use crate::stream::main_recv::Waiting;
 use crate::stream::multifd_send::connect_with;
-use crate::threads::spawn;
 use crate::tls::Remote;
 use crate::transport::{Stream, carry};
 
@@ -153,7 +154,7 @@ fn carry_all(
     }
     let timeout = settings.outgoing.handshake_timeout;
     let to = &Remote::new(to, settings.outgoing_tls.clone());
-    let connect = || connect_with(settings.outgoing_pass.as_ref(), to, timeout, control);
+    let connect = || connect_with(settings.outgoing_pass.as_ref(), to, timeout, control.life());
     if let Some(on_source) = hooks.on_source {
         on_source(&SourceStream {
             channels: 0,
@@ -244,9 +245,13 @@ fn carry_all(
                 Ok(None) => {}
                 // Somebody else's connection; the migration goes on without it.
                 Err(_) => thread::sleep(RETRY),
-                Ok(Some(stream)) if stream.is_hung_up() => control.turn_away(NO_PREEMPT),
+                Ok(Some(stream)) if stream.is_hung_up() => {
+                    control.strangers().turn_away(NO_PREEMPT)
+                }
                 Ok(Some(_)) if is_full => {
-                    control.turn_away("more connections than a stream that is passed through has");
+                    control
+                        .strangers()
+                        .turn_away("more connections than a stream that is passed through has");
                 }
                 Ok(Some(stream)) => match connect() {
                     Err(_) => {}
@@ -310,7 +315,7 @@ impl<'a> Flow<'a> {
         Self {
             received: Counters::default(),
             sent: Counters::default(),
-            pacer: control.pacer(options),
+            pacer: control.steering().pacer(options),
             control,
         }
     }
@@ -318,7 +323,7 @@ impl<'a> Flow<'a> {
     /// Waits until `bytes` more may be sent. Whether the guest stands still is not known here: they wait then, too.
     fn pass(&self, bytes: usize) {
         self.received.add_bytes(bytes);
-        self.pacer.wait(bytes, self.control);
+        self.pacer.wait(bytes, self.control.life());
         self.sent.add_bytes(bytes);
     }
 
@@ -419,7 +424,7 @@ mod tests {
                 (&source).read_exact(&mut bytes).unwrap();
             }
             let sent = flow.progress(Instant::now()).sent_bytes;
-            control.stop();
+            control.life().stop();
             source.shutdown(Shutdown::Both);
             destination.shutdown(Shutdown::Both);
             (late.map_err(|error| error.kind()), sent)

@@ -14,8 +14,8 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::page_set::PageSet;
 use crate::error::{Channel, MigrationError};
+use crate::life::lock;
 use crate::stream::main_recv::Waiting;
-use crate::threads::lock;
 
 /// Pages that are waited for at once, at most: a QEMU has one for each thread that may touch RAM. Others go on with the
 /// rest.

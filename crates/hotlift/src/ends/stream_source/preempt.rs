@@ -16,9 +16,9 @@ use crate::control::Control;
 use crate::ends::stream_source::postcopy::Demand;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
+use crate::life::lock;
 use crate::pipe::session::Session;
 use crate::stream::preempt::read_pages;
-use crate::threads::lock;
 use crate::transport::Stream;
 
 /// Candidates at most: a QEMU makes one connection, and they wait in memory for as long as the migration takes.
@@ -143,7 +143,7 @@ impl Candidates {
 }
 
 fn turn_away(stream: &Stream, control: &Control) {
-    control.turn_away(NO_PREEMPT);
+    control.strangers().turn_away(NO_PREEMPT);
     stream.shutdown(Shutdown::Both);
 }
 

@@ -11,6 +11,7 @@ use crate::ends::stream_source::preempt;
 use crate::ends::stream_source::setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
+use crate::life::threads::Yielding;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 use crate::pipe::sink::ForwardPackets;
@@ -19,7 +20,6 @@ use crate::stream::multifd_recv::{
     ChannelLimits, ChannelRules, Methods, MultifdReceiver, PageSink, ReadOn,
 };
 use crate::stream::return_path::encode;
-use crate::threads::Yielding;
 use crate::transport::Stream;
 
 /// The connections of a source, as where the pages come from.
@@ -133,9 +133,10 @@ fn receive(
         ChannelLimits {
             memory: &session.memory,
             cpu: &session.cpu,
+            stats: session.control.accelerator_stats(),
+            life: session.control.life(),
         },
         &session.received[usize::from(id)],
-        &session.control,
     )?;
     // One that chooses the method of each packet wants to know.
     if upstream.method_by_packet {

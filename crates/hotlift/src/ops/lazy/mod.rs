@@ -28,16 +28,18 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, postcopy, put_packaged_head};
 use serde::{Deserialize, Serialize};
 
-use crate::control::{Control, Status};
+use crate::control::Control;
+use crate::control::run_as;
 use crate::ends::file::{BlockFile, FileError, Location, LostPages, Places, SavedStream};
 use crate::error::{Channel, MigrationError};
+use crate::life::threads::spawn;
 use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::postcopy::{Connection, LARGEST_PAGE, Ledger, go_on};
+use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::return_path::{Answers, Messages};
-use crate::threads::{run_as, spawn};
 use crate::tls::Remote;
 use crate::transport::{Address, Stream};
 
@@ -174,7 +176,7 @@ pub fn restore(
         file.persist(PATIENCE);
         let begun = Instant::now();
         let to = Remote::new(to, None);
-        let connect = || to.connect_for(control, options.handshake_timeout);
+        let connect = || to.connect_for(control.life(), options.handshake_timeout);
         let connect_at = |moment| match hooks.preempt == Some(moment) {
             true => connect().map(Some),
             false => Ok(None),
@@ -186,7 +188,7 @@ pub fn restore(
             counters: Arc::default(),
             // The background has a pace of its own.
             pacer: Arc::new(Pacer::new(0)),
-            control: control.clone(),
+            life: control.life().clone(),
         });
         let stream = file.stream();
         let ledger = Arc::new(Ledger::new(&blocks));
@@ -194,7 +196,7 @@ pub fn restore(
         let mut main = match resume {
             false => MainSend::new(Arc::clone(&link), &stream.configuration)?,
             true => {
-                let rest = go_on(&link.transport, &ledger, control, || {
+                let rest = go_on(&link.transport, &ledger, control.life(), || {
                     preempt = preempt.take().or(connect_at(Preempt::BeforeRun)?);
                     Ok(())
                 });
@@ -210,7 +212,10 @@ pub fn restore(
             (&pages, ledger),
             (&mut main, link),
             &answers,
-            (control.pacer(options), control.cpu_budget(options)),
+            (
+                control.steering().pacer(options),
+                control.steering().cpu_budget(options),
+            ),
         );
         if let Some(stream) = preempt {
             connection.answer_on(stream, hooks.preempt == Some(Preempt::First));
@@ -362,8 +367,7 @@ impl Restore<'_> {
         let mut listen = Vec::new();
         postcopy::put_listen(&mut listen);
         let mut end = Vec::new();
-        Command::Ping(LOADED).encode(&mut end);
-        postcopy::put_run(&mut end);
+        postcopy::put_package_end(LOADED, &mut end);
         let length = (listen.len() + end.len()) as u64 + stream.device_bytes();
         put_packaged_head(length, &mut bytes).map_err(MigrationError::main_wire)?;
         bytes.append(&mut listen);

@@ -9,9 +9,9 @@ use crate::control::Control;
 use crate::ends::file::{BlockFile, Blocks, Entry, LostPages, RemoteReader, Shares, is_of_a_part};
 use crate::error::MigrationError;
 use crate::failure::Failure;
+use crate::life::lock;
 use crate::options::Options;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
-use crate::threads::lock;
 
 /// Pages that a thread of the background takes at a time: 256 KiB, behind which the neighbours of a page wait at most.
 const SHARE: usize = 64;

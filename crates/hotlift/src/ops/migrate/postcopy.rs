@@ -16,17 +16,17 @@ use std::time::{Duration, Instant};
 use hotlift_wire::main_channel::postcopy;
 
 use super::{Ended, Migration, TICK};
-use crate::control::Status;
 use crate::ends::guest_source::postcopy_pages::GuestPages;
 use crate::ends::guest_source::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::handover::{Verdict, Word, ask_once, say_heard};
+use crate::life::threads::spawn;
 use crate::postcopy::{Connection, Ledger, go_on};
+use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::multifd_send::connect_with;
 use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
-use crate::threads::spawn;
 use crate::tls::{self, Remote};
 use crate::transport::{Address, Stream};
 
@@ -117,8 +117,8 @@ impl Migration<'_> {
         let is_first = messages.is_none();
         let before = session.postcopy_requests.load(Ordering::Relaxed);
         session.control.set_postcopy_link(&link);
-        let pace = session.control.postcopy_pacer(session.options);
-        let cpu = session.control.cpu_budget(session.options);
+        let pace = session.control.steering().postcopy_pacer(session.options);
+        let cpu = session.control.steering().cpu_budget(session.options);
         let connection = Connection::new(
             (pages, ledger),
             (&mut self.main.send, link),
@@ -216,7 +216,7 @@ impl Migration<'_> {
                     .into());
                 }
             }
-            if control.is_cancelled() || control.is_stopped() {
+            if control.is_cancelled() || control.life().is_stopped() {
                 giving.settle(None);
                 return Err(lost.into());
             }
@@ -242,18 +242,23 @@ impl Migration<'_> {
         let remote = Remote::new(to, tls::of_options(options, to)?);
         // A destination that waits for another guest's pages turns it away.
         let pass = self.pass();
-        let main = connect_with(pass.as_ref(), &remote, options.handshake_timeout, control)?;
+        let main = connect_with(
+            pass.as_ref(),
+            &remote,
+            options.handshake_timeout,
+            control.life(),
+        )?;
         let link = Arc::new(MainLink {
             transport: main,
             counters: Arc::clone(&session.main.counters),
             pacer: Arc::clone(&session.pacer),
-            control: control.clone(),
+            life: control.life().clone(),
         });
         let blocks = self.main.blocks();
         let ledger = Arc::new(Ledger::new(&blocks));
         let mut messages = Messages::new(Channel::Main);
         let mut preempt = None;
-        messages.begin_with(go_on(&link.transport, &ledger, control, || {
+        messages.begin_with(go_on(&link.transport, &ledger, control.life(), || {
             preempt = self.connect_preempt(&remote)?;
             Ok(())
         })?);
@@ -292,7 +297,7 @@ impl Migration<'_> {
             return Ok(None);
         }
         let pass = self.pass();
-        let stream = connect_with(pass.as_ref(), to, options.handshake_timeout, control)?;
+        let stream = connect_with(pass.as_ref(), to, options.handshake_timeout, control.life())?;
         Ok(Some(stream))
     }
 

@@ -44,12 +44,12 @@ pub use crate::stream::pass::Pass;
 pub use hotlift_wire::settle::Doing;
 
 use crate::control::Control;
+use crate::control::run_as;
 use crate::ends::file::{LostPages, SavedVm};
 use crate::error::MigrationError;
 use crate::figures::{MethodFigures, SideFigures, ratio, to_f64};
 use crate::options::{OPTIONS, OptionError, Options, Role};
 use crate::pipe::session::Relayed;
-use crate::threads::run_as;
 
 /// What a relay passes over though it has no hand in it: `hotlift save` and `hotlift migrate` hand `downtime-limit` on to
 /// the source's QEMU, and the others change nothing of what a relay does.

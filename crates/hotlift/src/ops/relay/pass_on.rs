@@ -263,7 +263,7 @@ impl<'l> Connections<'_, 'l> {
                 let is_silent = matches!(stream.wait_readable(Duration::ZERO), Ok(false));
                 let may_be = !stream.is_hung_up() && (is_silent || self.session.may_run_there());
                 if !(may_be && preempt.add(stream)) {
-                    self.session.control.turn_away(NO_PREEMPT);
+                    self.session.control.strangers().turn_away(NO_PREEMPT);
                 }
             }
         }
@@ -336,7 +336,14 @@ fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, o
         // It has ended by now.
         let asked = session.asked(&|| ());
         let main = [&upstream.main];
-        linger(&mut door, &asked, &main, &[], patience, &session.control);
+        linger(
+            &mut door,
+            &asked,
+            &main,
+            &[],
+            patience,
+            session.control.life(),
+        );
     }
     // A QEMU's connections were closed when the threads ended.
     if upstream.is_relay {

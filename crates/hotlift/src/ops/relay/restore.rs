@@ -3,7 +3,6 @@
 
 use std::time::Instant;
 
-use crate::control::Status;
 use crate::ends::file::{FileSource, Places, SavedVm};
 use crate::ends::settings::Request;
 use crate::ends::stream_sink;
@@ -16,6 +15,7 @@ use crate::pipe::run::run_threads;
 use crate::pipe::session::{Relayed, Session};
 use crate::pipe::sink::Opening;
 use crate::pipe::source::Source;
+use crate::status::Status;
 use crate::stream::handshake;
 use crate::stream::main_recv::Waiting;
 

@@ -23,7 +23,7 @@ use crate::ends::file::{
     BlockFile, FileError, Location, RemoteFile, ServerEvent, describe, inspect,
 };
 use crate::error::{MigrationError, error_line};
-use crate::threads::lock;
+use crate::life::lock;
 use crate::tls::Tls;
 use crate::tls::tests::some_tls;
 use crate::transport::{Address, Stream};

@@ -13,8 +13,8 @@ use super::empty_gaps;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{PostcopyFigures, percentiles};
+use crate::life::lock;
 use crate::stream::main_recv::Waiting;
-use crate::threads::lock;
 use crate::transport::Stream;
 
 /// Waits that are kept for the figures: of more, the latest.

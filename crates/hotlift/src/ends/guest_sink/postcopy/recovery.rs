@@ -14,13 +14,13 @@ use hotlift_wire::main_channel::{MainDecoder, MainEvent, Step};
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::run::{Incoming, out_of_place};
-use crate::control::Status;
 use crate::error::MigrationError;
+use crate::life::threads::{caught, spawn};
+use crate::status::Status;
 use crate::stream::door::{Arrival, Door, Kind, RESUMED_MAGIC};
 use crate::stream::main_recv::{MainInput, Silence, Waiting, event_name};
 use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
-use crate::threads::{caught, spawn};
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
 
@@ -56,11 +56,13 @@ impl Incoming<'_> {
         let acceptor = Acceptor::new(listener, tls::of_options(session.options, &address)?);
         let acceptor = acceptor.map_err(MigrationError::opening)?;
         let patience = session.options.handshake_timeout;
-        let mut door = Door::new(acceptor, None, patience, control);
-        while !control.is_stopped() && !control.has_recovery() {
+        let mut door = Door::new(acceptor, None, patience, control.strangers());
+        while !control.life().is_stopped() && !control.has_recovery() {
             for arrival in self.arrivals(&mut door)? {
                 if !self.is_the_source(&arrival) {
-                    control.turn_away("a connection that is not of the source that was lost");
+                    control
+                        .strangers()
+                        .turn_away("a connection that is not of the source that was lost");
                     continue;
                 }
                 let main = Arc::new(arrival.stream);
@@ -125,14 +127,14 @@ impl Incoming<'_> {
         let is_waited_for = || !is_over.load(Ordering::Acquire) && !control.has_recovery();
         thread::scope(|scope| {
             let limit = spawn(scope, "mig/dst/agree".to_owned(), || {
-                control.sleep_while(until, is_waited_for);
+                control.life().sleep_while(until, is_waited_for);
                 if !is_over.load(Ordering::Acquire) {
                     self.link.cut();
                 }
             })?;
             let agreed = caught(|| self.agree(decoder, input, door));
             is_over.store(true, Ordering::Release);
-            control.wake();
+            control.life().wake();
             limit.join().and(agreed)
         })
     }

@@ -11,15 +11,15 @@ use hotlift_wire::return_path::ReturnMessage;
 use super::LazyRam;
 use super::link::Link;
 use super::package::Package;
-use crate::control::Status;
 use crate::ends::guest_sink::announce;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::handover::DestinationSide;
+use crate::life::threads::{OnPanic, caught, spawn};
+use crate::status::Status;
 use crate::stream::main_recv::{MainInput, Waiting, event_name};
 use crate::stream::preempt;
 use crate::stream::return_path::encode;
-use crate::threads::{OnPanic, caught, spawn};
 use crate::transport::Stream;
 
 /// What the threads share.

@@ -3,18 +3,11 @@
 //! A migration runs inside the process that holds the guest. A panic that went on would end both.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use rustix::process::setpriority_process;
 
-use crate::control::{Control, Status};
 use crate::error::MigrationError;
-
-/// A lock whose holder cannot have left anything half done.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A thread that was started.
 pub(crate) struct Running<'scope, T>(thread::ScopedJoinHandle<'scope, Option<T>>);
@@ -50,30 +43,6 @@ pub(crate) fn caught<T, E: From<MigrationError>>(
 ) -> Result<T, E> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(MigrationError::panicked_here().into()))
-}
-
-/// Runs one side of a migration in a thread of its own called `name`, and keeps its status.
-pub(crate) fn run_as<T: Send>(
-    name: &str,
-    control: &Control,
-    work: impl FnOnce() -> Result<T, MigrationError> + Send,
-) -> Result<T, MigrationError> {
-    control.set_status(Status::Setup);
-    let outcome = thread::scope(|scope| spawn(scope, name.to_owned(), work)?.join())
-        .and_then(|outcome| outcome);
-    control.set_status(match &outcome {
-        // The guest runs, and waits.
-        Err(MigrationError::PagesMissing { .. }) if control.status() == Status::PostcopyPaused => {
-            Status::PostcopyPaused
-        }
-        Ok(_) => Status::Completed,
-        Err(MigrationError::Cancelled) => {
-            control.set_status(Status::Cancelling);
-            Status::Cancelled
-        }
-        Err(_) => Status::Failed,
-    });
-    outcome
 }
 
 /// What a thread that nobody waits for is set to, of 0 to 19: next to one that somebody waits for it gets a tenth of a core,

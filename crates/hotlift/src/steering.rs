@@ -1,0 +1,124 @@
+//! What may change while a migration runs: its rates, its cores, and the goal of method auto.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::auto::Auto;
+use crate::cpu_limit::CpuBudget;
+use crate::life::lock;
+use crate::options::Options;
+use crate::pacing::{Pacer, Phase, SharedRate};
+
+/// The means of one side of a migration, which follow [`Steering::change`].
+#[derive(Default)]
+pub(crate) struct Steering {
+    /// State of the guest, as pacing has to know it.
+    phase: Phase,
+    live: Mutex<Live>,
+}
+
+#[derive(Default)]
+struct Live {
+    /// The latest options of [`Steering::change`].
+    changed: Option<Options>,
+    /// What this migration keeps together with others.
+    shared: Option<SharedRate>,
+    /// Paces this migration.
+    pacer: Option<Arc<Pacer>>,
+    /// Paces the background pages of a postcopy.
+    postcopy_pacer: Option<Arc<Pacer>>,
+    /// Limits its CPU time.
+    cpu: Option<Arc<CpuBudget>>,
+    /// Chooses the method of its packets.
+    auto: Option<Arc<Auto>>,
+}
+
+impl Steering {
+    /// Takes over the options that may change while a migration runs (`live` in the table of options). Others are not
+    /// looked at.
+    pub(crate) fn change(&self, options: &Options) {
+        let mut live = lock(&self.live);
+        live.changed = Some(options.clone());
+        if let Some(pacer) = &live.pacer {
+            pacer.set_rate(options.max_bandwidth);
+        }
+        if let Some(pacer) = &live.postcopy_pacer {
+            pacer.set_rate(options.max_postcopy_bandwidth);
+        }
+        if let Some(cpu) = &live.cpu {
+            cpu.set_limit(options.cpu_limit.into());
+        }
+        if let Some(auto) = &live.auto {
+            auto.set_goal(options.goal);
+        }
+    }
+
+    /// Has the pacers made from here on keep `rate`, too.
+    pub(crate) fn share_rate(&self, rate: &SharedRate) {
+        lock(&self.live).shared = Some(rate.clone());
+    }
+
+    /// State of the guest, which all pacers of this migration read.
+    pub(crate) fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    /// Returns `options` with what [`Steering::change`] has changed of them.
+    pub(crate) fn latest(&self, options: &Options) -> Options {
+        let mut latest = options.clone();
+        if let Some(changed) = &lock(&self.live).changed {
+            latest.take_live(changed);
+        }
+        latest
+    }
+
+    /// Makes the budget of all of the migration's channels.
+    pub(crate) fn pacer(&self, options: &Options) -> Arc<Pacer> {
+        let mut live = lock(&self.live);
+        let rate = live.changed.as_ref().unwrap_or(options).max_bandwidth;
+        let shared = live.shared.clone();
+        let pacer = Pacer::new(rate).under(shared).in_phase(&self.phase);
+        let pacer = Arc::new(pacer);
+        live.pacer = Some(Arc::clone(&pacer));
+        pacer
+    }
+
+    /// Makes the budget of the background pages of a postcopy.
+    pub(crate) fn postcopy_pacer(&self, options: &Options) -> Arc<Pacer> {
+        let mut live = lock(&self.live);
+        let latest = live.changed.as_ref().unwrap_or(options);
+        let pacer = Pacer::new(latest.max_postcopy_bandwidth).in_phase(&self.phase);
+        let pacer = Arc::new(pacer);
+        live.postcopy_pacer = Some(Arc::clone(&pacer));
+        pacer
+    }
+
+    /// Returns the budget of CPU time of this side's channel threads.
+    pub(crate) fn cpu_budget(&self, options: &Options) -> Arc<CpuBudget> {
+        let mut live = lock(&self.live);
+        let limit = live.changed.as_ref().unwrap_or(options).cpu_limit;
+        let budget = live
+            .cpu
+            .get_or_insert_with(|| Arc::new(CpuBudget::new(limit.into())));
+        Arc::clone(budget)
+    }
+
+    /// Returns the CPU time that each of these threads has used.
+    pub(crate) fn cpu_used(&self) -> Vec<(String, Duration)> {
+        let live = lock(&self.live);
+        live.cpu.as_ref().map(|cpu| cpu.used()).unwrap_or_default()
+    }
+
+    /// Makes what chooses the method of each packet, where the options ask for it.
+    pub(crate) fn make_auto(&self, options: &Options) -> Option<Arc<Auto>> {
+        let mut live = lock(&self.live);
+        let goal = live.changed.as_ref().unwrap_or(options).goal;
+        live.auto = Auto::of(options, goal).map(Arc::new);
+        live.auto.clone()
+    }
+
+    /// Returns what [`Steering::make_auto`] made last.
+    pub(crate) fn auto(&self) -> Option<Arc<Auto>> {
+        lock(&self.live).auto.clone()
+    }
+}
