@@ -6,9 +6,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::Listener;
+use hotlift::Liveness;
 use hotlift::control::SharedRate;
 use hotlift::relay::RelayProgress;
-use hotlift::transport::{Liveness, Stream, carry};
+use hotlift::transport::{Stream, carry};
 
 use crate::agent::Agent;
 use crate::config::LogLevel;

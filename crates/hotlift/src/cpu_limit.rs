@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::thread_cpu_time;
 
-use crate::life::{Life, lock};
+use crate::life::Life;
+use crate::lock::lock;
 use crate::schedule::{Schedule, nanos_over, rescaled};
 
 /// The budget of all threads together.

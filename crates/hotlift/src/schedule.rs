@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crate::life::lock;
+use crate::lock::lock;
 
 /// Credit that unused time may build up, so that an idle phase is not made up for by a flood: a few packets at usual rates, and
 /// 2 % of a second.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::auto::Auto;
 use crate::cpu_limit::CpuBudget;
-use crate::life::lock;
+use crate::lock::lock;
 use crate::options::Options;
 use crate::pacing::{Pacer, Phase, SharedRate};
 

@@ -13,7 +13,7 @@ use crate::auto::candidates::{Candidate, RAW, Reader};
 use crate::auto::controller::{Choice, Controller, Goal, Look, Scarce, Spent};
 use crate::auto::link::LinkMeter;
 use crate::figures::{MethodFigures, to_f64};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::options::{self, Options};
 use crate::transport::Stream;
 

@@ -1,47 +1,12 @@
-//! Which ends a relay joins, and how.
+//! How a relay passes a stream on.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Value;
 
-use crate::control::Control;
-use crate::ends::file::{FileFormat, RemoteFile};
 use crate::options::{Options, ZeroPageDetection};
-use crate::pipe::hooks::Hooks;
 use crate::stream::pass::Pass;
 use crate::tls::Tls;
-use crate::transport::{Address, Listener};
-
-/// Where the stream comes from.
-#[derive(Debug, Clone, Copy)]
-pub enum Incoming<'a> {
-    /// The source connects here.
-    Listener(&'a Listener),
-    /// A VM that was saved: a file of Hotlift's or a `mapped-ram` file of QEMU's, which is found out.
-    File {
-        /// The file.
-        path: &'a Path,
-        /// Byte where its content starts, as in QEMU's `file:PATH,offset=N`; 0 for Hotlift's own.
-        offset: u64,
-    },
-    /// A VM that was saved, in a file that a server hands out.
-    Remote(&'a RemoteFile),
-}
-
-/// Where it goes.
-#[derive(Debug)]
-pub enum Outgoing<'a> {
-    /// To a relay or QEMU that listens there.
-    Address(&'a Address),
-    /// Into a file, which appears under its name when it is whole and on disk.
-    File {
-        /// The file; one that has this name is replaced.
-        path: &'a Path,
-        /// How it is written.
-        format: FileFormat,
-    },
-}
 
 /// RAM that a source leaves out of its stream, because one of its devices reports that the guest does not use it. It reads as
 /// zero in a file.
@@ -117,13 +82,4 @@ impl Default for RelaySettings {
             outgoing_tls: None,
         }
     }
-}
-
-/// All that the caller of a relay says, but for where the stream comes from.
-#[derive(Clone, Copy)]
-pub(crate) struct Request<'a> {
-    pub outgoing: &'a Outgoing<'a>,
-    pub settings: &'a RelaySettings,
-    pub control: &'a Control,
-    pub hooks: Hooks<'a>,
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use hotlift_wire::settle::{ANSWER_LEN, Doing, MigrationId, Outcome, heard, question, read_answer};
 
 use crate::handover::Word;
-use crate::tls::Remote;
+use crate::remote::Remote;
 use crate::transport::Stream;
 
 /// How long one attempt may take. Short, so that a network that is back is found soon: a SYN that was lost
@@ -48,7 +48,7 @@ pub(crate) fn say_farewell(to: &Remote, id: MigrationId) {
 }
 
 /// Asks `to` about `id` until it makes a statement, `other_word` brings one, or `patience` is over.
-pub(super) fn ask(
+pub(crate) fn ask(
     to: &Remote,
     id: MigrationId,
     patience: Duration,

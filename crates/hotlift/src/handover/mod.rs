@@ -70,8 +70,7 @@
 //! The tests explore every order of messages, losses, cuts, kills and cancels on exactly this code
 //! (`model`).
 
-mod ask;
-mod attend;
+pub(crate) mod ask;
 mod destination;
 mod giving;
 #[cfg(test)]
@@ -79,7 +78,6 @@ mod model;
 mod source;
 
 pub(crate) use ask::{ask_once, await_word, say_farewell, say_heard};
-pub(crate) use attend::{attend, linger};
 pub(crate) use destination::{DestinationSide, Taking};
 pub(crate) use giving::Giving;
 pub(crate) use source::{Verdict, Word};

@@ -44,10 +44,11 @@ use crate::pipe::gate::Job;
 use crate::precopy::auto_converge::AutoConverge;
 use crate::precopy::estimate::Estimator;
 use crate::progress::OnProgress;
+use crate::remote::Remote;
 use crate::status::{MigrationEvent, Status};
 use crate::stream::handshake;
 use crate::stream::multifd_send::{ChannelOpening, connect};
-use crate::tls::{self, Remote};
+use crate::tls;
 use crate::transport::{Address, Stream};
 
 /// How often cancelling is looked at where nothing wakes the thread.

@@ -7,13 +7,13 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
-use crate::handover::attend;
 use crate::life::threads::{OnPanic, Yielding, caught, spawn};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
 use crate::pipe::watch::{EndsWatch, Watch};
 use crate::status::Status;
+use crate::stream::attend::attend;
 use crate::stream::door::Door;
 use crate::transport::Stream;
 

@@ -11,10 +11,10 @@ use hotlift_wire::settle::MigrationId;
 
 use crate::control::Control;
 use crate::cpu_limit::CpuBudget;
-use crate::ends::settings::Request;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, MethodFigures, ThreadCpu, ThreadTimes};
 use crate::handover::{Giving, Taking, Verdict, Word};
+use crate::options::Options;
 use crate::pipe::barrier::Barrier;
 use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
@@ -96,7 +96,8 @@ pub(crate) struct Session<'a> {
 
 impl<'a> Session<'a> {
     pub(crate) fn new(
-        request: Request<'_>,
+        control: &Control,
+        options: &Options,
         memory: MemoryLimit,
         sink: &'a dyn Sink,
         received: Vec<Counters>,
@@ -106,13 +107,10 @@ impl<'a> Session<'a> {
         // The last is that of main.
         let channels = received.len() - 1;
         Self {
-            control: request.control.clone(),
-            accelerator: request.settings.outgoing.accelerator,
+            control: control.clone(),
+            accelerator: options.accelerator,
             memory,
-            cpu: request
-                .control
-                .steering()
-                .cpu_budget(&request.settings.outgoing),
+            cpu: control.steering().cpu_budget(options),
             // One in the hands of each thread, and one between each pair of them.
             flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
             barrier: Barrier::new(channels),
@@ -123,7 +121,7 @@ impl<'a> Session<'a> {
             barriers: AtomicU64::new(0),
             threads: ThreadTimes::default(),
             since,
-            silence_timeout: request.settings.outgoing.silence_timeout,
+            silence_timeout: options.silence_timeout,
             id,
             taking: Taking::new(1),
             giving: Giving::default(),

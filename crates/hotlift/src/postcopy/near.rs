@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use hotlift_mem::DirtyBitmap;
 
 use super::Place;
-use crate::life::lock;
+use crate::lock::lock;
 
 /// Pages that are neighbours of each other: 256 KiB, twice what Linux reads ahead of a file.
 const NEIGHBOURS: usize = 64;

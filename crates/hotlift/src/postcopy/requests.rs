@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::figures::percentiles;
-use crate::life::lock;
+use crate::lock::lock;
 
 /// Latencies that are kept: of more, the latest.
 const KEPT: usize = 1 << 20;

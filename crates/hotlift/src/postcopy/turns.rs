@@ -3,7 +3,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use crate::life::lock;
+use crate::lock::lock;
 
 /// Something that one thread at a time has.
 pub(crate) struct Turns<T> {

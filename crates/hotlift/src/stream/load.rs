@@ -8,7 +8,7 @@ use hotlift_mem::{RunQueue, thread_cpu_time};
 use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::{Load, MethodLoad, ReturnMessage};
 
-use crate::life::lock;
+use crate::lock::lock;
 use crate::stream::return_path::encode;
 
 /// Between two looks of a thread at what it has done. The first comes early: it tells a source whether it has to wait for

@@ -3,12 +3,15 @@
 //! | file | what it does |
 //! |---|---|
 //! | `door` | tells connections apart: channels, questions, strangers |
+//! | `strangers` | the connections that belong to no migration, counted |
+//! | `attend` | answers for a migration while it runs, and until its source knows the outcome |
 //! | `pass` | what opens the connections that a conversation has announced |
 //! | `arrivals` | the connections of one migration, in any order |
 //! | `handshake` | what two Hotlifts say to each other first |
 //! | `multifd_recv` | a multifd channel that is read: packets, into a [`PageSink`](multifd_recv::PageSink) |
 //! | `packet_reader` | its bytes: headers ahead, payloads straight to their place |
 //! | `multifd_send` | the multifd channels that are written: packets and sync points |
+//! | `pages` | the content of a packet's pages: guest memory, or private |
 //! | `main_recv` | the bytes of the main channel that is read |
 //! | `main_send` | the main channel that is written: stream setup, sections of RAM, device state, end |
 //! | `preempt` | the connection of pages that are waited for, in both directions |
@@ -16,9 +19,12 @@
 //! | `channel_out` | bytes of a channel to its socket |
 //! | `graceful_close` | the destination's reason, and the end of its connections |
 //! | `codec` | a multifd channel's half of its method |
+//! | `auto_encoder` | the same with method auto: looks, asks, encodes, and books its time |
 //! | `counted_buffer` | buffers whose size the peer chooses |
 
 pub(crate) mod arrivals;
+pub(crate) mod attend;
+pub(crate) mod auto_encoder;
 mod channel_out;
 pub(crate) mod codec;
 pub(crate) mod counted_buffer;
@@ -31,6 +37,7 @@ pub(crate) mod main_send;
 pub(crate) mod multifd_recv;
 pub(crate) mod multifd_send;
 mod packet_reader;
+pub(crate) mod pages;
 pub(crate) mod pass;
 pub(crate) mod preempt;
 pub(crate) mod return_path;

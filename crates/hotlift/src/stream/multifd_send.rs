@@ -27,18 +27,21 @@ use hotlift_wire::multifd::{
 use hotlift_wire::settle;
 
 use crate::accelerator_stats::AcceleratorStats;
-use crate::auto::{Auto, AutoEncoder, Reader};
+use crate::auto::{Auto, Reader};
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
-use crate::life::{Life, lock};
+use crate::life::Life;
+use crate::lock::lock;
 use crate::options::Options;
 use crate::pacing::Pacer;
+use crate::remote::Remote;
+use crate::stream::auto_encoder::AutoEncoder;
 use crate::stream::channel_out::{send, send_guest_memory};
 use crate::stream::codec::Encoder;
+use crate::stream::pages::Pages;
 use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
-use crate::tls::Remote;
 use crate::transport::Stream;
 
 /// Headers without payload (zero pages only) are gathered up to this many bytes before they are written: a system call
@@ -168,46 +171,6 @@ struct OutChannel {
     /// Who writes to it: its worker, or a thread that forwards packets.
     turn: Mutex<()>,
     counters: Counters,
-}
-
-/// The content of a packet's pages, in the order of their offsets.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Pages<'p, 'm> {
-    /// Guest memory, which may change meanwhile.
-    Guest(&'p [GuestRun<'m>]),
-    /// Memory that nobody else writes to.
-    Private(&'p [u8]),
-}
-
-impl Pages<'_, '_> {
-    /// Copies so many of them, evenly spread, behind what `into` has.
-    pub(crate) fn sample(&self, pages: usize, into: &mut Vec<u8>) {
-        let length = match self {
-            Self::Guest(runs) => runs.iter().map(GuestRun::len).sum(),
-            Self::Private(bytes) => bytes.len(),
-        };
-        let all = length / PAGE_SIZE;
-        let step = all.div_ceil(pages.max(1)).max(1);
-        for page in (0..all).skip(step / 2).step_by(step) {
-            let offset = page * PAGE_SIZE;
-            match self {
-                Self::Private(bytes) => into.extend_from_slice(&bytes[offset..offset + PAGE_SIZE]),
-                Self::Guest(runs) => {
-                    let mut before = 0;
-                    for run in *runs {
-                        if offset < before + run.len() {
-                            let here = run.split_at(offset - before).1.split_at(PAGE_SIZE).0;
-                            let filled = into.len();
-                            into.resize(filled + PAGE_SIZE, 0);
-                            here.copy_to(&mut into[filled..]);
-                            break;
-                        }
-                        before += run.len();
-                    }
-                }
-            }
-        }
-    }
 }
 
 impl MultifdSend {
@@ -529,7 +492,13 @@ impl<'a> PacketSender<'a> {
             {
                 let send = thread_cpu_time().saturating_sub(before);
                 let bytes = (bytes_in, payload_len);
-                auto.sent(&decided, bytes, send, held_back, multifd);
+                auto.sent(
+                    &decided,
+                    bytes,
+                    (send, held_back),
+                    multifd.sockets(),
+                    multifd.paced_nanos_per_byte(),
+                );
             } else if let Coding::Auto(auto) = &mut self.coding {
                 auto.paced(held_back);
             }

@@ -18,7 +18,7 @@ use hotlift_wire::{RamBlockEntry, WireError};
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
-use crate::life::lock;
+use crate::lock::lock;
 use crate::stream::main_recv::Waiting;
 use crate::stream::main_send::PageRecords;
 use crate::transport::Stream;

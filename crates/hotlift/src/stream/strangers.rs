@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use crate::life::lock;
+use crate::lock::lock;
 
 /// Reasons that are counted apart. A peer's own words are part of some, so that their number has a limit.
 const REASONS: usize = 64;

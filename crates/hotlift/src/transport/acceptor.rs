@@ -5,9 +5,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use hotlift_tls::{Tls, TlsError};
+
 use super::handshakes::Handshakes;
 use super::{Listener, Stream};
-use crate::tls::{Tls, TlsError};
 
 /// A connection that was not let in.
 #[derive(Debug, thiserror::Error)]

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::Stream;
-use crate::life::lock;
+use crate::lock::lock;
 
 /// Connections that may wait to be accepted: the most channels that a migration has, its main channel, and some of the
 /// next migration.

@@ -8,10 +8,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use hotlift_tls::Tls;
 use rustix::net::RecvFlags;
 
 use super::acceptor::{Accepted, Refused};
-use crate::tls::Tls;
 use crate::transport::{Stream, wait_readable};
 
 /// Handshakes that may be under way. Others wait in the listener's queue, where they cost this process nothing.

@@ -27,7 +27,6 @@ use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::sockopt::socket_peercred;
 
-pub use crate::liveness::Liveness;
 pub use acceptor::{Accepted, Acceptor, Refused};
 pub use carry::carry;
 pub use handed::Giver;

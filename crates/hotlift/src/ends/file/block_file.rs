@@ -23,7 +23,7 @@ use super::source::{PIECE, Places, SavedStream, TakePart, piece_len};
 use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
 use crate::error::MigrationError;
-use crate::life::lock;
+use crate::lock::lock;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 

@@ -26,7 +26,7 @@ use crate::control::Control;
 use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
-use crate::life::lock;
+use crate::lock::lock;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;

@@ -10,7 +10,7 @@ use hotlift_wire::main_channel::PluggableMemory;
 use super::FileError;
 use crate::ends::settings::LeftOut;
 use crate::error::{Channel, MigrationError};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::pipe::batch::Batch;
 
 /// Pages that share a bitmap: 128 MiB of RAM, 4 KiB. It is there only while some of them have come and some have not. A source

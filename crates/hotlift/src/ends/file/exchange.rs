@@ -10,10 +10,11 @@ use hotlift_tls::ALERT_BEGINS;
 use hotlift_wire::WireError;
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
 
-use super::error::{FileError, ServerError};
 use super::location::RemoteFile;
+use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, printable};
-use crate::tls::{Remote, TlsError};
+use crate::remote::Remote;
+use crate::tls::TlsError;
 use crate::transport::Stream;
 
 /// How long a connection may take.

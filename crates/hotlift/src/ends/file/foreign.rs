@@ -1,5 +1,7 @@
 //! Files that people take for a save file: recognised by their first bytes, with what reads them.
 
+use crate::error::file::FileError;
+
 /// A recognised file: its first bytes, its kind, and what to do with it.
 type Kind = (&'static [u8], &'static str, &'static str);
 
@@ -41,8 +43,16 @@ const KINDS: &[Kind] = &[
     ),
 ];
 
+/// Returns the error of a file that begins with these bytes, and is no save file.
+pub(super) fn not_a_save(first: &[u8]) -> FileError {
+    match recognise(first) {
+        Some((is, instead)) => FileError::Foreign { is, instead },
+        None => FileError::NotASave,
+    }
+}
+
 /// Returns what a file with these first bytes is, and what to do with it.
-pub(super) fn recognise(first: &[u8]) -> Option<(&'static str, &'static str)> {
+fn recognise(first: &[u8]) -> Option<(&'static str, &'static str)> {
     let mut kinds = KINDS.iter();
     let (_, is, instead) = kinds.find(|(magic, ..)| first.starts_with(magic))?;
     Some((is, instead))

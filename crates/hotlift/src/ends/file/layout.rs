@@ -15,6 +15,7 @@
 //! `first page` + n. What a page was before stays in the file where it was: the index names its last content. Every CRC
 //! but the header's starts with the header's, so that parts of another file are not taken for this one's.
 
+use super::foreign::not_a_save;
 use hotlift_wire::multifd::Method;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -117,10 +118,13 @@ pub(crate) fn header(info: &FileInfo) -> Result<(Vec<u8>, u32), FileError> {
 pub(crate) fn info_len(head: &[u8; HEAD_LEN]) -> Result<usize, FileError> {
     let [version, length] = [be32(head, 8), be32(head, 12)];
     if head[..8] != MAGIC {
-        return Err(FileError::not_a_save(head));
+        return Err(not_a_save(head));
     }
     if version != VERSION {
-        return Err(FileError::Version { version });
+        return Err(FileError::Version {
+            version,
+            own: VERSION,
+        });
     }
     usize::try_from(length)
         .ok()

@@ -12,7 +12,7 @@ use super::index::WORDS;
 use super::layout::WINDOW;
 use super::source::Places;
 use crate::error::MigrationError;
-use crate::life::lock;
+use crate::lock::lock;
 
 /// Pages whose content is lost with one part of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

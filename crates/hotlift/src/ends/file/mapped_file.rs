@@ -10,6 +10,7 @@ use hotlift_wire::main_channel::{
 };
 use hotlift_wire::{WireError, limits};
 
+use super::foreign::not_a_save;
 use super::place_reader::PlaceReader;
 use super::source::{PIECE, Places, SavedStream, TakePart, piece_len};
 use super::{FileError, check_ram};
@@ -109,7 +110,7 @@ impl MappedFile {
                 Err(WireError::Mismatch {
                     what: "stream magic",
                     ..
-                }) => return Err(FileError::not_a_save(&input[..available])),
+                }) => return Err(not_a_save(&input[..available])),
                 Err(WireError::Unsupported {
                     what: WITHOUT_MAPPED_RAM,
                 }) => return Err(FileError::PlainStream),

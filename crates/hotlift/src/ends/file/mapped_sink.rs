@@ -21,7 +21,7 @@ use super::{FileError, check_ram};
 use crate::control::Control;
 use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};

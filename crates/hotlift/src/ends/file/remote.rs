@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::error::{FileError, ServerError};
 use super::exchange::{Opened, Range, Trouble, connect, exchange};
 use super::location::RemoteFile;
 use crate::control::Control;
-use crate::life::{Life, lock};
+use crate::error::file::{FileError, ServerError};
+use crate::life::Life;
+use crate::lock::lock;
 use crate::stream::handshake;
 use crate::transport::Stream;
 

@@ -21,13 +21,13 @@ use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use super::block_file::read_ends;
-use super::error::{FileError, ServerError};
 use super::exchange::Wait;
 use super::place_reader::PlaceReader;
 use crate::control::Control;
+use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, error_line};
-use crate::life::lock;
 use crate::life::threads::spawn;
+use crate::lock::lock;
 use crate::tls::Tls;
 use crate::transport::{Acceptor, Listener, Stream};
 

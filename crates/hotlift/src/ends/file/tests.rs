@@ -697,6 +697,6 @@ fn other_files_are_told_apart() {
     .unwrap();
     assert!(matches!(
         inspect(&path, &Control::new()),
-        Err(FileError::Version { version: 1 })
+        Err(FileError::Version { version: 1, .. })
     ));
 }

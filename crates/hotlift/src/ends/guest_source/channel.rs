@@ -15,7 +15,8 @@ use crate::ends::guest_source::zero_devices::Pipeline;
 use crate::error::MigrationError;
 use crate::pipe::gate::Job;
 use crate::precopy::ram::{Chunk, offsets};
-use crate::stream::multifd_send::{PacketSender, Pages};
+use crate::stream::multifd_send::PacketSender;
+use crate::stream::pages::Pages;
 
 /// One channel's working state; everything that a packet needs is kept from packet to packet.
 pub(crate) struct ChannelSender<'a> {

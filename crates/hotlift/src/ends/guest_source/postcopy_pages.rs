@@ -8,7 +8,7 @@ use hotlift_wire::multifd::ZeroPageDetection;
 
 use crate::ends::guest_source::session::Session;
 use crate::error::MigrationError;
-use crate::life::lock;
+use crate::lock::lock;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
 
 /// Pages that the background writes at once: an answer waits for so many at most.

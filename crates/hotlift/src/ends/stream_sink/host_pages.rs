@@ -10,7 +10,7 @@ use hotlift_methods::MemoryLimit;
 use hotlift_wire::RamBlockEntry;
 
 use crate::error::{Channel, MigrationError};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::postcopy::LARGEST_PAGE;
 use crate::stream::main_send::PageRecords;
 

@@ -27,25 +27,26 @@ use crate::auto::{Auto, Reader};
 use crate::control::Control;
 use crate::ends::file::{BlockSink, FileFormat, MappedRamSink};
 use crate::ends::page_set::PageSet;
-use crate::ends::settings::{Outgoing, RelaySettings, Request};
+use crate::ends::request::{Outgoing, Request};
+use crate::ends::settings::RelaySettings;
 use crate::ends::stream_sink::host_pages::HostPages;
 use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
 use crate::ends::stream_sink::postcopy::Background;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
 use crate::handover::{Word, await_word, say_farewell, say_heard};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::pipe::hooks::Taken;
 use crate::pipe::sink::{
     Forward, ForwardPackets, HasTaken, Opening, Postcopy, RamLayout, Sink, WritePages,
 };
 use crate::postcopy::turns::{Turn, Turns};
+use crate::remote::Remote;
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::tls::Remote;
 use crate::transport::Stream;
 
 /// How long a destination may take to load the devices.

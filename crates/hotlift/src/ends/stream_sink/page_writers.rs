@@ -8,7 +8,8 @@ use crate::error::MigrationError;
 use crate::pipe::batch::Batch;
 use crate::pipe::sink::{ForwardPackets, WritePages};
 use crate::stream::main_send::{CompressedPages, PageRecords};
-use crate::stream::multifd_send::{PacketForwarder, PacketSender, Pages};
+use crate::stream::multifd_send::{PacketForwarder, PacketSender};
+use crate::stream::pages::Pages;
 use crate::transport::Stream;
 
 /// To a multifd channel.

@@ -17,7 +17,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::control::Control;
 use crate::ends::file::FileError;
-use crate::ends::settings::{Outgoing, Request};
+use crate::ends::request::{Outgoing, Request};
 use crate::ends::stream_source::accept::Uncounted;
 use crate::ends::stream_source::preempt::NO_PREEMPT;
 use crate::error::{Channel, MigrationError, printable};
@@ -29,11 +29,11 @@ use crate::pacing::Pacer;
 use crate::pipe::hooks::{RelayProgress, SourceStream};
 use crate::pipe::session::{Call, Relayed};
 use crate::pipe::watch::REPORT;
+use crate::remote::Remote;
 use crate::status::Status;
 use crate::stream::graceful_close;
 use crate::stream::main_recv::Waiting;
 use crate::stream::multifd_send::connect_with;
-use crate::tls::Remote;
 use crate::transport::{Stream, carry};
 
 /// Further connections at most: QEMU has one, the preempt channel of postcopy.

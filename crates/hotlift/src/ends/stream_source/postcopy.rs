@@ -14,7 +14,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::page_set::PageSet;
 use crate::error::{Channel, MigrationError};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::stream::main_recv::Waiting;
 
 /// Pages that are waited for at once, at most: a QEMU has one for each thread that may touch RAM. Others go on with the

@@ -16,7 +16,7 @@ use crate::control::Control;
 use crate::ends::stream_source::postcopy::Demand;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::pipe::session::Session;
 use crate::stream::preempt::read_pages;
 use crate::transport::Stream;

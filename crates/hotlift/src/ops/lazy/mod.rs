@@ -37,10 +37,10 @@ use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::postcopy::{Connection, LARGEST_PAGE, Ledger, go_on};
+use crate::remote::Remote;
 use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::return_path::{Answers, Messages};
-use crate::tls::Remote;
 use crate::transport::{Address, Stream};
 
 /// How long QEMU may take to open the stream, and to load the devices. Loading waits for pages that are sent meanwhile.

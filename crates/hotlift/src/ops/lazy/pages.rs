@@ -9,7 +9,7 @@ use crate::control::Control;
 use crate::ends::file::{BlockFile, Blocks, Entry, LostPages, RemoteReader, Shares, is_of_a_part};
 use crate::error::MigrationError;
 use crate::failure::Failure;
-use crate::life::lock;
+use crate::lock::lock;
 use crate::options::Options;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
 

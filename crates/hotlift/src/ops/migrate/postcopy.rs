@@ -22,12 +22,13 @@ use crate::error::{Channel, MigrationError};
 use crate::handover::{Verdict, Word, ask_once, say_heard};
 use crate::life::threads::spawn;
 use crate::postcopy::{Connection, Ledger, go_on};
+use crate::remote::Remote;
 use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::multifd_send::connect_with;
 use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
-use crate::tls::{self, Remote};
+use crate::tls;
 use crate::transport::{Address, Stream};
 
 /// How long the destination may take to load the devices, which may need pages.

@@ -36,8 +36,9 @@ mod restore;
 
 use serde::{Deserialize, Serialize};
 
-use crate::ends::settings::Request;
-pub use crate::ends::settings::{Incoming, LeftOut, Outgoing, RelaySettings};
+use crate::ends::request::Request;
+pub use crate::ends::request::{Incoming, Outgoing};
+pub use crate::ends::settings::{LeftOut, RelaySettings};
 pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream, Taken};
 pub use crate::stream::door::{Announced, announced};
 pub use crate::stream::pass::Pass;

@@ -7,7 +7,7 @@ use hotlift_wire::handshake::Features;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
 use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroPageDetection};
 
-use crate::ends::settings::{Outgoing, Request};
+use crate::ends::request::{Outgoing, Request};
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, SyncPoints, version_of};
 use crate::ends::stream_source::accept::{Channels, SETTLE, Uncounted};
@@ -20,7 +20,6 @@ use crate::ends::stream_source::setup::{StreamSetup, other_devices, read_setup};
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::MigrationError;
 use crate::figures::Counters;
-use crate::handover::linger;
 
 use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::hooks::SourceStream;
@@ -28,6 +27,7 @@ use crate::pipe::run::run_threads;
 use crate::pipe::session::{Call, Relayed, Session};
 use crate::pipe::sink::Opening;
 use crate::postcopy::LARGEST_PAGE;
+use crate::stream::attend::linger;
 use crate::stream::door::{Door, RESUMED_MAGIC};
 use crate::stream::graceful_close;
 use crate::stream::handshake;
@@ -203,7 +203,15 @@ fn pass_on(
         demand.reserve()?;
     }
     let upstream = Upstream::new(main, multifd, who, setup.return_path, demand);
-    let session = Session::new(request, memory, &*sink, received, since, id);
+    let session = Session::new(
+        request.control,
+        &request.settings.outgoing,
+        memory,
+        &*sink,
+        received,
+        since,
+        id,
+    );
     let input = MainInput::attach(
         read_ahead,
         &upstream.main,

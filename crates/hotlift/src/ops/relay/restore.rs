@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use crate::ends::file::{FileSource, Places, SavedVm};
-use crate::ends::settings::Request;
+use crate::ends::request::Request;
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, SyncPoints};
 use crate::ends::stream_source::device_state;
@@ -48,7 +48,15 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
     let sink = stream_sink::open(request, seen, &opening, &memory)?;
     let received = Counters::of_side(file.readers());
     let id = handshake::new_id().map_err(MigrationError::opening)?;
-    let session = Session::new(request, memory, &*sink, received, since, id);
+    let session = Session::new(
+        request.control,
+        &request.settings.outgoing,
+        memory,
+        &*sink,
+        received,
+        since,
+        id,
+    );
     let mut pass_on = || pass_on(&session, file, &opening, hooks);
     run_threads(
         &session,

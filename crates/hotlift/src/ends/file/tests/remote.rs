@@ -17,13 +17,13 @@ use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Reply, VERSION};
 
 use super::{folder, read, save};
 use crate::control::Control;
-use crate::ends::file::error::ServerError;
 use crate::ends::file::server::{Places, serve_some};
 use crate::ends::file::{
     BlockFile, FileError, Location, RemoteFile, ServerEvent, describe, inspect,
 };
+use crate::error::file::ServerError;
 use crate::error::{MigrationError, error_line};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::tls::Tls;
 use crate::tls::tests::some_tls;
 use crate::transport::{Address, Stream};

@@ -13,7 +13,7 @@ use super::empty_gaps;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{PostcopyFigures, percentiles};
-use crate::life::lock;
+use crate::lock::lock;
 use crate::stream::main_recv::Waiting;
 use crate::transport::Stream;
 

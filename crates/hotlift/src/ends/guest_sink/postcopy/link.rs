@@ -8,7 +8,7 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::guest_sink::session::Session;
-use crate::life::lock;
+use crate::lock::lock;
 use crate::transport::Stream;
 
 /// The return path.

@@ -1,5 +1,7 @@
 //! Why a migration ended before its time, in families that a caller can act on.
 
+pub(crate) mod file;
+
 use std::io;
 use std::time::Duration;
 
@@ -9,7 +11,7 @@ use hotlift_methods::{MethodError, OverMemoryLimit};
 use hotlift_wire::WireError;
 use hotlift_wire::multifd::Method;
 
-use crate::ends::file::FileError;
+use crate::error::file::FileError;
 use crate::guest::GuestError;
 use crate::options::OptionError;
 use crate::tls::{TlsError, TlsSetupError};

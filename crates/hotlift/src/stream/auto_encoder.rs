@@ -13,8 +13,8 @@ use crate::auto::controller::{Choice, Look};
 use crate::auto::costs::Class;
 use crate::error::MigrationError;
 use crate::stream::codec::{ByMethod, Encoder};
-use crate::stream::multifd_send::{MultifdSend, Pages};
-use crate::transport::UNSENT;
+use crate::stream::pages::Pages;
+use crate::transport::{Stream, UNSENT};
 
 /// Pages of a packet that are looked at: evenly spread, each compressed for itself would cost more and say less.
 const SAMPLE_PAGES: usize = 4;
@@ -168,14 +168,15 @@ impl<'a> AutoEncoder<'a> {
         Ok(shrinks)
     }
 
-    /// The packet is written, which took so much CPU time; `paced` of the time it was held back by `max-bandwidth`.
-    pub(crate) fn sent(
+    /// The packet is written, in `send` of CPU time; for `paced` it was held back by `max-bandwidth`, at which a byte takes
+    /// `nanos_per_byte`. `sockets` are those of all channels.
+    pub(crate) fn sent<'s>(
         &mut self,
         decided: &Decided,
         (bytes_in, bytes_out): (usize, usize),
-        send: Duration,
-        paced: Duration,
-        multifd: &MultifdSend,
+        (send, paced): (Duration, Duration),
+        sockets: impl Iterator<Item = &'s Stream>,
+        nanos_per_byte: f64,
     ) {
         let Some(before) = self.before else {
             return;
@@ -215,8 +216,8 @@ impl<'a> AutoEncoder<'a> {
                 paced: paced.min(off),
                 blocked: off.saturating_sub(elsewhere),
             },
-            multifd.sockets(),
-            multifd.paced_nanos_per_byte(),
+            sockets,
+            nanos_per_byte,
         );
         self.slept = Duration::ZERO;
     }

@@ -6,8 +6,6 @@ use std::time::Duration;
 
 use hotlift_wire::WireError;
 
-use super::foreign;
-use super::location::RemoteFile;
 use crate::error::MigrationError;
 
 /// A file that a VM was to be saved in or restored from cannot be used.
@@ -75,13 +73,14 @@ pub enum FileError {
     PlainStream,
     /// Another Hotlift has written it.
     #[error(
-        "the save file has version {version}, and this hotlift reads version {} (restore it with the \
-         hotlift that wrote it)",
-        super::layout::VERSION
+        "the save file has version {version}, and this hotlift reads version {own} (restore it with the \
+         hotlift that wrote it)"
     )]
     Version {
         /// The version that it has.
         version: u32,
+        /// The version that this side reads and writes.
+        own: u32,
     },
     /// What it says of itself cannot be read.
     #[error("the save file's description of itself cannot be read")]
@@ -185,23 +184,16 @@ pub enum FileError {
 }
 
 impl FileError {
-    /// Returns the error of a file that begins with these bytes, and is no save file.
-    pub(super) fn not_a_save(first: &[u8]) -> Self {
-        match foreign::recognise(first) {
-            Some((is, instead)) => Self::Foreign { is, instead },
-            None => Self::NotASave,
-        }
-    }
-
     /// The system did not let the file at `path` be read.
-    pub(super) fn read(path: &Path, source: io::Error) -> Self {
+    pub(crate) fn read(path: &Path, source: io::Error) -> Self {
         Self::Read {
             path: path.to_owned(),
             source,
         }
     }
 
-    pub(super) fn server(file: &RemoteFile, source: ServerError) -> Self {
+    /// Something came between the reader of `file` and its server.
+    pub(crate) fn server(file: &impl ToString, source: ServerError) -> Self {
         Self::Server {
             file: file.to_string(),
             source: Box::new(source),

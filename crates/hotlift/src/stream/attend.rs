@@ -130,8 +130,8 @@ mod tests {
     use crate::handover::Taking;
     use crate::handover::Word;
     use crate::handover::ask::ask;
+    use crate::remote::Remote;
     use crate::stream::strangers::Strangers;
-    use crate::tls::Remote;
     use crate::transport::{Acceptor, Address};
     use hotlift_wire::settle::{Doing, MigrationId};
 
