@@ -138,7 +138,8 @@ fn run(
             let name = format!("compress_{number}");
             threads.push(spawn(scope, name.clone(), move || {
                 let _ends = OnPanic(|| session.abort());
-                let outcome = compress_threads::work(session);
+                let outcome =
+                    compress_threads::work(&session.compress, session.guest, session.options);
                 session.threads.book(&name);
                 if let Err(error) = outcome {
                     session.fail(error);

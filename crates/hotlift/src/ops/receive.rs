@@ -123,7 +123,7 @@ fn run(
             let name = format!("decompress_{number}");
             threads.push(spawn(scope, name.clone(), move || {
                 let _ends = OnPanic(|| session.abort());
-                let outcome = decompress_threads::work(session);
+                let outcome = decompress_threads::work(&session.decompress, session.target());
                 session.threads.book(&name);
                 if let Err(error) = outcome {
                     session.fail(error);

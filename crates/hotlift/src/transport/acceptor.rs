@@ -5,23 +5,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hotlift_tls::{Tls, TlsError};
+use hotlift_tls::Tls;
 
-use super::handshakes::Handshakes;
-use super::{Listener, Stream};
-
-/// A connection that was not let in.
-#[derive(Debug, thiserror::Error)]
-#[error("a connection from {from}")]
-pub struct Refused {
-    /// Who has made it: an address without its port.
-    pub from: String,
-    /// Why its handshake has failed.
-    pub source: TlsError,
-}
-
-/// A connection, or why there is none, and when it was accepted.
-pub type Accepted = (Result<Stream, Refused>, Instant);
+use super::Listener;
+use super::handshakes::{Accepted, Handshakes};
 
 /// Accepts the connections of a listener, without waiting.
 pub struct Acceptor<'a> {

@@ -8,10 +8,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use hotlift_tls::Tls;
+use hotlift_tls::{Tls, TlsError};
 use rustix::net::RecvFlags;
 
-use super::acceptor::{Accepted, Refused};
 use crate::transport::{Stream, wait_readable};
 
 /// Handshakes that may be under way. Others wait in the listener's queue, where they cost this process nothing.
@@ -26,6 +25,19 @@ const PATIENCE_WITH_A_CROWD: Duration = Duration::from_millis(100);
 
 /// A handshake that has ended, by its number.
 type Ended = (u64, Accepted);
+
+/// A connection that was not let in.
+#[derive(Debug, thiserror::Error)]
+#[error("a connection from {from}")]
+pub struct Refused {
+    /// Who has made it: an address without its port.
+    pub from: String,
+    /// Why its handshake has failed.
+    pub source: TlsError,
+}
+
+/// A connection, or why there is none, and when it was accepted.
+pub type Accepted = (Result<Stream, Refused>, Instant);
 
 /// Connections that are in a handshake.
 pub(super) struct Handshakes {

@@ -27,10 +27,11 @@ use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::sockopt::socket_peercred;
 
-pub use acceptor::{Accepted, Acceptor, Refused};
+pub use acceptor::Acceptor;
 pub use carry::carry;
 pub use handed::Giver;
 use handed::Handed;
+pub use handshakes::{Accepted, Refused};
 pub(crate) use tcp::UNSENT;
 pub use unix::UnixSocketFile;
 

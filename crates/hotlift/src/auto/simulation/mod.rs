@@ -8,10 +8,12 @@
 //! `cargo test -p hotlift auto::simulation -- --nocapture` prints each cell of the grid, beside the best mix there is.
 
 mod model;
+mod optimum;
 mod truth;
 
 use model::{Policy, SECOND, SLOT, Scenario, Slot, simulate};
-use truth::{HALF, HOPELESS, KINDS, MIX, Random, TEXT, Truth, most, most_of};
+use optimum::{most, most_of};
+use truth::{HALF, HOPELESS, KINDS, MIX, Random, TEXT, Truth};
 
 use hotlift_methods::Accelerator;
 

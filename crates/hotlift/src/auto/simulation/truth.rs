@@ -1,6 +1,5 @@
-//! What things really cost in a simulated migration, and the most that could be delivered.
+//! What things really cost in a simulated migration.
 
-use super::model::Scenario;
 use crate::auto::candidates::Candidate;
 use crate::figures::to_f64;
 
@@ -136,100 +135,4 @@ impl Truth {
         };
         decode + left * self.receive
     }
-}
-
-/// Time that a byte of pages takes of each resource at least, in ns, if there is nothing else.
-#[derive(Debug, Clone, Copy)]
-struct Times([f64; 4]);
-
-/// Source's threads, the destination's, the wire, all threads of a shared host.
-fn times(scenario: &Scenario, kind: usize, candidate: usize) -> Times {
-    let truth = &scenario.truth;
-    let left = truth.left(kind, candidate);
-    let near = truth.encode(kind, candidate) + left * truth.send();
-    let far = truth.decode(kind, candidate);
-    let threads = to_f64(u64::try_from(scenario.channels).unwrap_or(1));
-    let cores = scenario.cores[0].1;
-    let (far_cores, both) = match scenario.far_cores {
-        Some(far_cores) => (far_cores, 0.0),
-        None => (cores, (near + far) / cores),
-    };
-    Times([
-        near / threads.min(cores),
-        far / threads.min(far_cores),
-        left / scenario.rate[0].1,
-        both,
-    ])
-}
-
-/// Bytes a ns of pages of that many bytes of each kind that a candidate delivers at most.
-pub(super) fn most_of(scenario: &Scenario, candidate: usize, kinds: &[f64; KINDS]) -> f64 {
-    let mut sums = [0.0; 4];
-    for (kind, bytes) in kinds.iter().enumerate() {
-        let Times(times) = times(scenario, kind, candidate);
-        for (sum, time) in sums.iter_mut().zip(times) {
-            *sum += time * bytes;
-        }
-    }
-    kinds.iter().sum::<f64>() / sums.into_iter().fold(0.0, f64::max)
-}
-
-/// Bytes a ns of pages that the best mix of candidates, chosen by content, delivers: the optimum of the linear
-/// programme, by its dual: the prices of the resources, 1 together, at which the cheapest mix costs most.
-pub(super) fn most(scenario: &Scenario, kinds: &[f64; KINDS]) -> f64 {
-    let candidates = 0..scenario.candidates.len();
-    let table: Vec<(f64, Vec<Times>)> = kinds
-        .iter()
-        .enumerate()
-        .filter(|(_, bytes)| **bytes > 0.0)
-        .map(|(kind, bytes)| {
-            let row = candidates
-                .clone()
-                .map(|candidate| times(scenario, kind, candidate));
-            (*bytes, row.collect())
-        })
-        .collect();
-    let cost = |prices: [f64; 4]| -> f64 {
-        let cheapest = |(bytes, row): &(f64, Vec<Times>)| {
-            let all = row.iter().map(|Times(times)| -> f64 {
-                times
-                    .iter()
-                    .zip(prices)
-                    .map(|(time, price)| time * price)
-                    .sum()
-            });
-            bytes * all.fold(f64::INFINITY, f64::min)
-        };
-        table.iter().map(cheapest).sum()
-    };
-    let wire = |near: f64, far: f64, both: f64| {
-        highest(|share| {
-            let rest = 1.0 - share;
-            cost([rest * near, rest * far, share, rest * both])
-        })
-    };
-    let dearest = match scenario.far_cores {
-        Some(_) => highest(|far| wire(1.0 - far, far, 0.0)),
-        None => highest(|both| {
-            let rest = 1.0 - both;
-            highest(|far| wire(rest * (1.0 - far), rest * far, both))
-        }),
-    };
-    kinds.iter().sum::<f64>() / dearest
-}
-
-/// The highest value of a concave function between 0 and 1.
-fn highest(function: impl Fn(f64) -> f64) -> f64 {
-    let (mut low, mut high) = (0.0, 1.0);
-    for _ in 0..16 {
-        let third = (high - low) / 3.0;
-        if function(low + third) < function(high - third) {
-            low += third;
-        } else {
-            high -= third;
-        }
-    }
-    function(f64::midpoint(low, high))
-        .max(function(0.0))
-        .max(function(1.0))
 }

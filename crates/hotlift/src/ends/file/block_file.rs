@@ -13,10 +13,12 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::{WireError, limits};
 
 use super::block_reader::Blocks;
+use super::index::WORDS;
 use super::index::{CHUNK_LEN, Index};
+use super::layout::WINDOW;
 use super::layout::{self, Contents, Entry, FOOT_LEN, FileInfo, HEAD_LEN, Part, crc_of, damaged};
 use super::location::Location;
-use super::lost::{Lost, LostPages};
+use super::lost::{Lost, LostPages, is_of_a_part};
 use super::place_reader::PlaceReader;
 use super::remote::RemoteReader;
 use super::source::{PIECE, Places, SavedStream, TakePart, piece_len};
@@ -145,13 +147,34 @@ impl BlockFile {
     /// `error` itself, if not.
     pub(crate) fn go_on_without(
         &self,
-        place: (usize, usize),
+        (block, page): (usize, usize),
         error: MigrationError,
     ) -> Result<Option<LostPages>, MigrationError> {
-        match &self.lost {
-            Some(lost) => lost.note(self, place, error),
-            None => Err(error),
-        }
+        let Some(lost) = self.lost.as_ref().filter(|_| is_of_a_part(&error)) else {
+            return Err(error);
+        };
+        // A block has neighbours alone, and an index that cannot be read has lost all that it says.
+        let entry = self.entry(block, page);
+        let (position, group) = match &entry {
+            Ok(Some(entry)) => (entry.position, usize::try_from(WINDOW).unwrap_or(1)),
+            Ok(None) => return Err(error),
+            Err(_) => (self.index_position(block, page), WORDS),
+        };
+        let first = page / group * group;
+        let pages = first..self.pages(block).min(first + group);
+        let is_lost = |page: &usize| match (&entry, self.entry(block, *page)) {
+            (Ok(_), Ok(other)) => other.is_some_and(|other| other.position == position),
+            (lost, other) => lost.is_err() && other.is_err(),
+        };
+        Ok(lost.keep(position, || LostPages {
+            reason: error.chain(),
+            position,
+            block: self.stream().ram.blocks[block].name.clone(),
+            offsets: pages
+                .filter(is_lost)
+                .map(|page| (page * PAGE_SIZE) as u64)
+                .collect(),
+        }))
     }
 
     /// Where in the file the chunk of the index is that says where this page is.

@@ -7,10 +7,6 @@ use std::sync::Mutex;
 use hotlift_mem::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use super::block_file::BlockFile;
-use super::index::WORDS;
-use super::layout::WINDOW;
-use super::source::Places;
 use crate::error::MigrationError;
 use crate::lock::lock;
 
@@ -48,48 +44,19 @@ impl fmt::Display for LostPages {
 pub(crate) struct Lost(Mutex<BTreeMap<u64, LostPages>>);
 
 impl Lost {
-    /// Takes note of the part because of whose damage, which is `error`, page `page` of a RAM block could not be read: what is
-    /// lost with it, unless that is known already.
-    ///
-    /// # Errors
-    /// `error` itself, if it is of something else than that part.
-    pub(super) fn note(
+    /// Keeps what `lost` describes, with the part of the file at `position`; returns it unless that is known already.
+    pub(super) fn keep(
         &self,
-        file: &BlockFile,
-        (block, page): (usize, usize),
-        error: MigrationError,
-    ) -> Result<Option<LostPages>, MigrationError> {
-        if !is_of_a_part(&error) {
-            return Err(error);
-        }
-        // A block has neighbours alone, and an index that cannot be read has lost all that it says.
-        let entry = file.entry(block, page);
-        let (position, group) = match &entry {
-            Ok(Some(entry)) => (entry.position, usize::try_from(WINDOW).unwrap_or(1)),
-            Ok(None) => return Err(error),
-            Err(_) => (file.index_position(block, page), WORDS),
-        };
-        let first = page / group * group;
-        let pages = first..file.pages(block).min(first + group);
-        let is_lost = |page: &usize| match (&entry, file.entry(block, *page)) {
-            (Ok(_), Ok(other)) => other.is_some_and(|other| other.position == position),
-            (lost, other) => lost.is_err() && other.is_err(),
-        };
+        position: u64,
+        lost: impl FnOnce() -> LostPages,
+    ) -> Option<LostPages> {
         let mut known = lock(&self.0);
         if known.contains_key(&position) {
-            return Ok(None);
+            return None;
         }
-        let lost = LostPages {
-            reason: error.chain(),
-            position,
-            block: file.stream().ram.blocks[block].name.clone(),
-            offsets: pages
-                .filter(is_lost)
-                .map(|page| (page * PAGE_SIZE) as u64)
-                .collect(),
-        };
+        let lost = lost();
         known.insert(position, lost.clone());
-        Ok(Some(lost))
+        Some(lost)
     }
 
     /// All that was lost.

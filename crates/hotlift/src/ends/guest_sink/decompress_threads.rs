@@ -14,7 +14,6 @@ use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::limits;
 
-use crate::ends::guest_sink::session::Session;
 use crate::error::MigrationError;
 use crate::guest::Guest;
 use crate::options::Options;
@@ -85,34 +84,42 @@ pub(crate) fn threads(options: &Options) -> usize {
     }
 }
 
+/// Guest RAM that pages are put into.
+#[derive(Clone, Copy)]
+pub(crate) struct Target<'a> {
+    pub guest: &'a dyn Guest,
+    /// Pages that hold something.
+    pub written: &'a [DirtyBitmap],
+}
+
 /// A thread: works on runs until there are no more.
-pub(crate) fn work(session: &Session<'_>) -> Result<(), MigrationError> {
-    let mut inflater = Inflater::new().map_err(|source| failed(session.guest, 0, 0, source))?;
-    while let Some(run) = session.decompress.runs.next() {
+pub(crate) fn work(threads: &DecompressThreads, target: Target<'_>) -> Result<(), MigrationError> {
+    let mut inflater = Inflater::new().map_err(|source| failed(target.guest, 0, 0, source))?;
+    while let Some(run) = threads.runs.next() {
         let mut rest = run.streams.as_slice();
         for page in &run.pages {
             let (stream, behind) = rest.split_at(page.length);
             rest = behind;
-            inflate(session, &mut inflater, page.block, page.offset, stream)?;
+            inflate(target, &mut inflater, page.block, page.offset, stream)?;
         }
-        session.decompress.runs.give_back(run);
+        threads.runs.give_back(run);
     }
     Ok(())
 }
 
 /// Puts a compressed page into guest RAM.
 pub(crate) fn inflate(
-    session: &Session<'_>,
+    target: Target<'_>,
     inflater: &mut Inflater,
     block: usize,
     offset: usize,
     stream: &[u8],
 ) -> Result<(), MigrationError> {
-    let page = session.guest.ram()[block].run(offset, PAGE_SIZE)?;
-    session.written[block].set(offset / PAGE_SIZE);
+    let page = target.guest.ram()[block].run(offset, PAGE_SIZE)?;
+    target.written[block].set(offset / PAGE_SIZE);
     inflater
         .inflate(stream, page)
-        .map_err(|source| failed(session.guest, block, offset, source))
+        .map_err(|source| failed(target.guest, block, offset, source))
 }
 
 /// A page could not be decoded.
@@ -132,7 +139,7 @@ pub(crate) fn failed(
 
 /// The main thread's side.
 pub(crate) struct HandOver<'a> {
-    session: &'a Session<'a>,
+    runs: &'a Flow<Run>,
     /// What is being filled.
     run: Option<Run>,
     /// Pages in runs that have not been taken back, by RAM block.
@@ -144,11 +151,15 @@ pub(crate) struct HandOver<'a> {
 
 impl<'a> HandOver<'a> {
     /// `None` if there are no threads.
-    pub(crate) fn new(session: &'a Session<'a>) -> Option<Self> {
-        let threads = threads(session.options);
-        let blocks = session.guest.ram().iter();
+    pub(crate) fn new(
+        pool: &'a DecompressThreads,
+        guest: &dyn Guest,
+        options: &Options,
+    ) -> Option<Self> {
+        let threads = threads(options);
+        let blocks = guest.ram().iter();
         (threads > 0).then(|| Self {
-            session,
+            runs: &pool.runs,
             run: None,
             away: blocks
                 .map(|block| DirtyBitmap::new(block.pages()))
@@ -169,8 +180,7 @@ impl<'a> HandOver<'a> {
         let mut run = match self.run.take() {
             Some(run) => run,
             None => {
-                let runs = &self.session.decompress.runs;
-                let mut run = runs.take().ok_or(MigrationError::Cancelled)?;
+                let mut run = self.runs.take().ok_or(MigrationError::Cancelled)?;
                 self.take_back(&mut run);
                 run
             }
@@ -184,7 +194,7 @@ impl<'a> HandOver<'a> {
         });
         run.streams.extend_from_slice(stream);
         if run.pages.len() == RUN_PAGES {
-            self.session.decompress.runs.submit(run);
+            self.runs.submit(run);
         } else {
             self.run = Some(run);
         }
@@ -204,7 +214,7 @@ impl<'a> HandOver<'a> {
         if !self.any_away {
             return Ok(());
         }
-        let runs = &self.session.decompress.runs;
+        let runs = self.runs;
         if let Some(run) = self.run.take() {
             runs.submit(run);
         }

@@ -94,7 +94,7 @@ impl<'a> MainReceiver<'a> {
                 device: None,
                 devices: Vec::new(),
                 device_bytes: 0,
-                threads: HandOver::new(session),
+                threads: HandOver::new(&session.decompress, session.guest, session.options),
                 inflater: None,
                 stage: Stage::default(),
             },
@@ -502,7 +502,7 @@ impl State<'_> {
                 Inflater::new().map_err(|source| failed(session.guest, block, offset, source))?,
             ),
         };
-        decompress_threads::inflate(session, inflater, block, offset, stream)
+        decompress_threads::inflate(session.target(), inflater, block, offset, stream)
     }
 
     /// Loads the devices; they are all there.

@@ -16,7 +16,7 @@ use crate::control::Control;
 use crate::cpu_limit::CpuBudget;
 use crate::ends::guest_sink::accept::Accepted;
 use crate::ends::guest_sink::announce;
-use crate::ends::guest_sink::decompress_threads::DecompressThreads;
+use crate::ends::guest_sink::decompress_threads::{DecompressThreads, Target};
 use crate::error::{Channel, MigrationError};
 use crate::failure::Failure;
 use crate::figures::{Counters, Counts, PostcopyFigures, ThreadTimes};
@@ -305,6 +305,14 @@ impl<'a> Session<'a> {
         self.decompress.end();
         for stream in &self.accepted.multifd {
             stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Where decompressed pages go.
+    pub(crate) fn target(&self) -> Target<'_> {
+        Target {
+            guest: self.guest,
+            written: &self.written,
         }
     }
 

@@ -18,8 +18,9 @@ use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Deflater;
 use hotlift_wire::multifd::ZeroPageDetection;
 
-use crate::ends::guest_source::session::Session;
 use crate::error::MigrationError;
+use crate::figures::Counters;
+use crate::guest::Guest;
 use crate::options::Options;
 use crate::pipe::flow::Flow;
 use crate::stream::main_send::MainSend;
@@ -92,8 +93,11 @@ pub(crate) fn threads(options: &Options) -> usize {
 }
 
 /// A thread: works on runs until there are no more.
-pub(crate) fn work(session: &Session<'_>) -> Result<(), MigrationError> {
-    let options = session.options;
+pub(crate) fn work(
+    threads: &CompressThreads,
+    guest: &dyn Guest,
+    options: &Options,
+) -> Result<(), MigrationError> {
     let failed = |block: &str, offset, source: MethodError| MigrationError::Page {
         block: block.to_owned(),
         offset,
@@ -104,8 +108,8 @@ pub(crate) fn work(session: &Session<'_>) -> Result<(), MigrationError> {
     let mut deflater = None;
     let detect = options.zero_page_detection == ZeroPageDetection::Multifd;
     let mut page = [0; PAGE_SIZE];
-    while let Some(mut run) = session.compress.runs.next() {
-        let ram = &session.guest.ram()[run.block];
+    while let Some(mut run) = threads.runs.next() {
+        let ram = &guest.ram()[run.block];
         let deflater = match &mut deflater {
             Some(deflater) => deflater,
             none => {
@@ -131,23 +135,34 @@ pub(crate) fn work(session: &Session<'_>) -> Result<(), MigrationError> {
                 Content::Normal
             });
         }
-        session.compress.runs.give_back(run);
+        threads.runs.give_back(run);
     }
     Ok(())
 }
 
 /// The migration thread's side in one round.
 pub(crate) struct HandOut<'a> {
-    session: &'a Session<'a>,
+    runs: &'a Flow<Run>,
+    guest: &'a dyn Guest,
+    options: &'a Options,
+    counters: &'a Counters,
     block: usize,
     /// Offsets of the pages that are handed out next.
     gathered: Vec<u64>,
 }
 
 impl<'a> HandOut<'a> {
-    pub(crate) fn new(session: &'a Session<'a>) -> Self {
+    pub(crate) fn new(
+        threads: &'a CompressThreads,
+        guest: &'a dyn Guest,
+        options: &'a Options,
+        counters: &'a Counters,
+    ) -> Self {
         Self {
-            session,
+            runs: &threads.runs,
+            guest,
+            options,
+            counters,
             block: 0,
             gathered: Vec::with_capacity(RUN_PAGES),
         }
@@ -171,9 +186,9 @@ impl<'a> HandOut<'a> {
     /// Returns when all pages of the round have been written, or the migration has failed.
     pub(crate) fn finish(&mut self, main: &mut MainSend) -> Result<(), MigrationError> {
         self.hand_out(main)?;
-        let runs = &self.session.compress.runs;
+        let runs = self.runs;
         if runs.drain() {
-            let mut written = Vec::with_capacity(RUNS_PER_THREAD * threads(self.session.options));
+            let mut written = Vec::with_capacity(RUNS_PER_THREAD * threads(self.options));
             while let Some(mut run) = runs.try_take() {
                 self.write(main, &mut run)?;
                 written.push(run);
@@ -187,8 +202,8 @@ impl<'a> HandOut<'a> {
         if self.gathered.is_empty() {
             return Ok(());
         }
-        let runs = &self.session.compress.runs;
-        let run = if self.session.options.compress_wait_thread {
+        let runs = self.runs;
+        let run = if self.options.compress_wait_thread {
             runs.take()
         } else {
             runs.try_take()
@@ -224,8 +239,7 @@ impl<'a> HandOut<'a> {
                 Content::Compressed(_) => main.compressed_page(run.block, *offset, bytes)?,
             }
         }
-        let counters = &self.session.main.counters;
-        counters.add_pages(run.contents.len() - zero, zero);
+        self.counters.add_pages(run.contents.len() - zero, zero);
         run.offsets.clear();
         run.contents.clear();
         run.bytes.clear();
@@ -234,8 +248,8 @@ impl<'a> HandOut<'a> {
 
     /// Without a thread for them, pages go out as they are.
     fn send_uncompressed(&mut self, main: &mut MainSend) -> Result<(), MigrationError> {
-        let ram = &self.session.guest.ram()[self.block];
-        let detect = self.session.options.zero_page_detection == ZeroPageDetection::Multifd;
+        let ram = &self.guest.ram()[self.block];
+        let detect = self.options.zero_page_detection == ZeroPageDetection::Multifd;
         let (mut normal, mut zero) = (0, 0);
         for offset in self.gathered.drain(..) {
             let at = usize::try_from(offset).unwrap_or(usize::MAX);
@@ -247,7 +261,7 @@ impl<'a> HandOut<'a> {
                 normal += 1;
             }
         }
-        self.session.main.counters.add_pages(normal, zero);
+        self.counters.add_pages(normal, zero);
         Ok(())
     }
 }

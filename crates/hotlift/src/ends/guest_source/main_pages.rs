@@ -39,7 +39,14 @@ pub(crate) fn scan(
 ) -> Result<(), MigrationError> {
     let detection = session.options.zero_page_detection;
     let detect = detection != ZeroPageDetection::None;
-    let mut hand_out = session.options.compress.then(|| HandOut::new(session));
+    let mut hand_out = session.options.compress.then(|| {
+        HandOut::new(
+            &session.compress,
+            session.guest,
+            session.options,
+            &session.main.counters,
+        )
+    });
     // Threads that compress look for themselves.
     let looks = detect && (hand_out.is_none() || detection == ZeroPageDetection::Legacy);
     let mut normal_share = NormalShare::new(session.options.multifd_normal_page_ratio);

@@ -10,7 +10,7 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
 
-use crate::ends::stream_source::main_reader::broken;
+use crate::ends::stream_source::damage::broken;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;

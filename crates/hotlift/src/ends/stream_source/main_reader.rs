@@ -3,7 +3,6 @@
 use std::io;
 use std::time::Duration;
 
-use hotlift_wire::WireError;
 use hotlift_wire::handshake::{CONNECTED, Features, PREEMPT};
 use hotlift_wire::main_channel::postcopy::{
     LOADED_DEVICES_END, PostcopyCommand, asks_for_loaded_devices,
@@ -13,6 +12,7 @@ use hotlift_wire::main_channel::{
 };
 use hotlift_wire::return_path::ReturnMessage;
 
+use crate::ends::stream_source::damage::broken;
 use crate::ends::stream_source::device_state::{self, EOF};
 use crate::ends::stream_source::main_pages::MainPages;
 use crate::ends::stream_source::setup::Setup;
@@ -496,25 +496,6 @@ impl<'a> MainReader<'a> {
         let doing = device_state::hand_over(session, &[EOF], hooks)?;
         device_state::report_taken(session, self.upstream, doing);
         Ok(())
-    }
-}
-
-/// What is wrong with the bytes of main. For a device whose state a relay cannot take out of a stream with multifd, the
-/// error has the way out: without multifd the stream is passed through.
-pub(crate) fn broken(error: WireError, early: &EarlyLengths) -> MigrationError {
-    let got = match (&error, early.searched()) {
-        (WireError::UnknownDevice { idstr, .. }, _) => {
-            format!("the state of device '{idstr}', which sends it while the guest runs")
-        }
-        (WireError::NoSectionEnd { .. } | WireError::SectionLength { .. }, _) => error.to_string(),
-        // Its end may have been taken for another place.
-        (_, Some(idstr)) => format!("{error}, behind device '{idstr}', whose state has no length"),
-        _ => return MigrationError::main_wire(error),
-    };
-    MigrationError::Protocol {
-        channel: Channel::Main,
-        got,
-        doing: "reading RAM (switch multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate without the relay)",
     }
 }
 

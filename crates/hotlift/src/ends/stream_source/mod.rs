@@ -8,11 +8,14 @@
 //! | `receive` | a multifd channel's packets into batches, or to the other side unread |
 //! | `main_reader`, `main_pages` | the main channel: sync points; pages into batches |
 //! | `postcopy` | what a guest waits for that runs on the other side already |
-//! | `preempt` | the connection that a QEMU may send such pages on |
+//! | `candidates`, `preempt` | the connection that a QEMU may send such pages on: found, and read |
+//! | `damage` | what is wrong with the bytes of main |
 //! | `device_state` | what is behind RAM, and who has the guest |
 //! | `pass_through` | a stream that cannot be taken apart, byte for byte |
 
 pub(crate) mod accept;
+pub(crate) mod candidates;
+mod damage;
 pub(crate) mod device_state;
 mod main_pages;
 pub(crate) mod main_reader;

@@ -19,7 +19,7 @@ use crate::control::Control;
 use crate::ends::file::FileError;
 use crate::ends::request::{Outgoing, Request};
 use crate::ends::stream_source::accept::Uncounted;
-use crate::ends::stream_source::preempt::NO_PREEMPT;
+use crate::ends::stream_source::candidates::NO_PREEMPT;
 use crate::error::{Channel, MigrationError, printable};
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::life::threads::spawn;

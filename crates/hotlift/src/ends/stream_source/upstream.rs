@@ -5,8 +5,8 @@ use std::net::Shutdown;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::ends::stream_source::candidates::Candidates;
 use crate::ends::stream_source::postcopy::Demand;
-use crate::ends::stream_source::preempt::Candidates;
 use crate::error::{Channel, MigrationError};
 use crate::stream::graceful_close;
 use crate::transport::Stream;

@@ -3,8 +3,10 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::lazy_ram::KEPT;
 use crate::figures::{BlocktimeFigures, percentiles};
+
+/// Waits that are kept for the figures: of more, the latest.
+pub(super) const KEPT: usize = 1 << 20;
 
 /// Powers of two of microseconds that waits are counted by (QEMU's `BLOCKTIME_LATENCY_BUCKET_N`).
 const BUCKETS: usize = 32;

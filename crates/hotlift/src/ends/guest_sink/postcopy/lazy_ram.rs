@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::{DirtyBitmap, Fault, MissingPages, PAGE_SIZE, Placed, Touch};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::blocktime::Blocktime;
+use super::blocktime::{Blocktime, KEPT};
 use super::empty_gaps;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
@@ -16,9 +16,6 @@ use crate::figures::{PostcopyFigures, percentiles};
 use crate::lock::lock;
 use crate::stream::main_recv::Waiting;
 use crate::transport::Stream;
-
-/// Waits that are kept for the figures: of more, the latest.
-pub(super) const KEPT: usize = 1 << 20;
 
 /// How often a wait looks whether it was called off.
 const TICK: Duration = Duration::from_millis(100);
