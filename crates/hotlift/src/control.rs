@@ -140,6 +140,8 @@ impl Control {
     /// Whether a cancel comes too late, as it does once the guest has been handed over.
     pub(crate) fn set_too_late(&self, too_late: bool) {
         self.0.too_late.store(too_late, Ordering::Release);
+        // A cancel that was too late is not any more.
+        self.0.life.wake();
     }
 
     /// What has done the work of the method so far, on this side.
@@ -230,7 +232,10 @@ impl Control {
         match link {
             Some(link) => link.transport.shutdown(Shutdown::Both),
             None if !self.0.takes_pages.load(Ordering::Acquire) => return false,
-            None => self.0.pause.store(true, Ordering::Release),
+            None => {
+                self.0.pause.store(true, Ordering::Release);
+                self.0.life.wake();
+            }
         }
         true
     }

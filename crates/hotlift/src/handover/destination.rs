@@ -1,12 +1,13 @@
 //! The destination's side of the hand-over, and what a migration's threads share of it.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::convert::Infallible;
+use std::sync::MutexGuard;
+use std::time::Instant;
 
 use hotlift_wire::settle::{Doing, Outcome};
 
-/// Between two looks of who waits for the decision at what nothing wakes it for.
-const TICK: Duration = Duration::from_millis(100);
+use crate::life::Life;
+use crate::life::gate::Gate;
 
 /// How far the destination's side has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -80,8 +81,7 @@ impl DestinationSide {
 /// The state, and who waits for it to be decided.
 #[derive(Debug)]
 pub(crate) struct Taking {
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Gate<State>,
 }
 
 #[derive(Debug)]
@@ -102,34 +102,34 @@ struct State {
 
 impl Taking {
     /// Of a migration with so many connections.
-    pub(crate) fn new(connections: usize) -> Self {
+    pub(crate) fn new(connections: usize, life: &Life) -> Self {
+        let state = State {
+            side: DestinationSide::default(),
+            doing: Doing::default(),
+            open: connections,
+            source_may_ask: false,
+            has_all: false,
+            heard: false,
+            taken_at: None,
+        };
         Self {
-            state: Mutex::new(State {
-                side: DestinationSide::default(),
-                doing: Doing::default(),
-                open: connections,
-                source_may_ask: false,
-                has_all: false,
-                heard: false,
-                taken_at: None,
-            }),
-            changed: Condvar::new(),
+            state: Gate::new(life, state),
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Does a step of the machine, and wakes whoever waits.
     fn step<T>(&self, step: impl FnOnce(&mut DestinationSide) -> T) -> T {
-        let mut state = self.lock();
-        let outcome = step(&mut state.side);
-        if state.side == DestinationSide::Taken {
-            state.taken_at.get_or_insert_with(Instant::now);
-        }
-        self.changed.notify_all();
-        outcome
+        self.state.change(|state| {
+            let outcome = step(&mut state.side);
+            if state.side == DestinationSide::Taken {
+                state.taken_at.get_or_insert_with(Instant::now);
+            }
+            outcome
+        })
     }
 
     pub(crate) fn side(&self) -> DestinationSide {
@@ -205,7 +205,6 @@ impl Taking {
     /// The source knows the outcome.
     pub(crate) fn note_heard(&self) {
         self.lock().heard = true;
-        self.changed.notify_all();
     }
 
     /// Whether a source may still ask: it may know that all is loaded, and has not said that it knows the
@@ -217,31 +216,23 @@ impl Taking {
 
     /// A connection can bring no word any more.
     pub(crate) fn connection_ended(&self) {
-        self.lock().open -= 1;
-        self.changed.notify_all();
+        self.state.change(|state| state.open -= 1);
     }
 
     /// Waits until the guest runs here, or cannot any more; true if it runs. `called_off` ends the wait for a
     /// source that has not committed, and none else.
     pub(crate) fn wait_for_decision(&self, called_off: impl Fn() -> bool) -> bool {
-        let mut state = self.lock();
-        loop {
-            match state.side {
-                DestinationSide::Loaded if state.open == 0 || called_off() => {
-                    state.side.abandon();
-                }
-                DestinationSide::Loaded | DestinationSide::Taking => {
-                    (state, _) = self
-                        .changed
-                        .wait_timeout(state, TICK)
-                        .unwrap_or_else(PoisonError::into_inner);
-                }
-                DestinationSide::Loading
-                | DestinationSide::Taken
-                | DestinationSide::Never
-                | DestinationSide::Unsure => return state.side == DestinationSide::Taken,
+        let goes_on = || Ok::<_, Infallible>(());
+        let Ok(taken) = self.state.wait_until(None, goes_on, |state| {
+            if state.side == DestinationSide::Loaded && (state.open == 0 || called_off()) {
+                state.side.abandon();
             }
-        }
+            match state.side {
+                DestinationSide::Loaded | DestinationSide::Taking => None,
+                side => Some(side == DestinationSide::Taken),
+            }
+        });
+        taken.unwrap_or_default()
     }
 }
 
@@ -251,7 +242,7 @@ mod tests {
 
     #[test]
     fn one_of_many_words_makes_the_guest_run_and_nobody_is_told_before_it_does() {
-        let taking = Taking::new(4);
+        let taking = Taking::new(4, &Life::default());
         assert!(!taking.commit(), "nothing is loaded");
         assert!(taking.loaded());
         std::thread::scope(|scope| {
@@ -275,7 +266,7 @@ mod tests {
 
     #[test]
     fn whoever_knows_that_the_guest_runs_is_still_told_that_it_has_all_its_pages() {
-        let taking = Taking::new(1);
+        let taking = Taking::new(1, &Life::default());
         taking.expect_questions();
         assert!(taking.may_be_asked(), "before anything is loaded");
         assert!(taking.loaded() && taking.commit());
@@ -292,7 +283,7 @@ mod tests {
 
     #[test]
     fn without_a_connection_the_guest_never_runs_here() {
-        let taking = Taking::new(2);
+        let taking = Taking::new(2, &Life::default());
         assert!(taking.loaded());
         taking.connection_ended();
         taking.connection_ended();
@@ -302,7 +293,7 @@ mod tests {
 
     #[test]
     fn a_cancel_ends_the_wait_for_a_source_that_says_nothing() {
-        let taking = Taking::new(2);
+        let taking = Taking::new(2, &Life::default());
         assert!(taking.loaded());
         assert!(!taking.wait_for_decision(|| true));
         assert_eq!(taking.ask(), Outcome::Never);
@@ -310,7 +301,7 @@ mod tests {
 
     #[test]
     fn a_question_before_the_commit_is_answered_never_and_makes_it_so() {
-        let taking = Taking::new(1);
+        let taking = Taking::new(1, &Life::default());
         assert!(taking.loaded());
         assert_eq!(taking.ask(), Outcome::Never);
         assert!(!taking.commit(), "it said that it never will");

@@ -3,17 +3,15 @@
 //! A channel that reads SYNC stops reading until all channels have, and main has reached its flush;
 //! no page of a later round can then be overtaken by one of an earlier round.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::convert::Infallible;
 
-/// How often a wait looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
+use crate::life::Life;
+use crate::life::gate::Gate;
 
 /// One side of the barrier is the main thread, the other the channel threads.
 pub(crate) struct Barrier {
     channels: usize,
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Gate<State>,
 }
 
 #[derive(Default)]
@@ -28,39 +26,33 @@ struct State {
 }
 
 impl Barrier {
-    pub(crate) fn new(channels: usize) -> Self {
+    /// Makes the barrier of so many channels.
+    pub(crate) fn new(channels: usize, life: &Life) -> Self {
         Self {
             channels,
-            state: Mutex::default(),
-            changed: Condvar::new(),
+            state: Gate::new(life, State::default()),
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A channel has read SYNC: waits for the others and for main. False if the migration failed.
     pub(crate) fn channel_arrives(&self) -> bool {
-        let mut state = self.lock();
-        state.arrived += 1;
-        let here = state.passed;
-        self.changed.notify_all();
-        let state = self
-            .changed
-            .wait_while(state, |state| state.passed == here && !state.broken)
-            .unwrap_or_else(PoisonError::into_inner);
-        state.passed != here
+        let here = self.state.change(|state| {
+            state.arrived += 1;
+            state.passed
+        });
+        self.wait(|state| match state.passed == here {
+            true if !state.broken => None,
+            is_here => Some(!is_here),
+        })
     }
 
     /// A channel has ended.
     pub(crate) fn channel_ends(&self) {
-        self.lock().ended += 1;
-        self.changed.notify_all();
+        self.state.change(|state| state.ended += 1);
     }
 
     /// Main has read its multifd flush: waits for every channel and lets all go on. False if the migration
-    /// failed, a channel has ended, or `called_off` says so.
+    /// failed, a channel has ended, or `called_off` returns true.
     pub(crate) fn main_arrives(&self, called_off: impl Fn() -> bool) -> bool {
         self.wait_for_channels(called_off) && {
             self.pass();
@@ -68,33 +60,32 @@ impl Barrier {
         }
     }
 
-    /// The first half of [`Barrier::main_arrives`]: all channels stand still when it returns true.
+    /// The first half of [`Barrier::main_arrives`]: all channels wait when it returns true.
     pub(crate) fn wait_for_channels(&self, called_off: impl Fn() -> bool) -> bool {
-        let mut state = self.lock();
-        while state.arrived < self.channels {
-            if state.ended > 0 || state.broken || called_off() {
-                return false;
-            }
-            (state, _) = self
-                .changed
-                .wait_timeout(state, TICK)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-        true
+        self.wait(|state| match state.arrived < self.channels {
+            true if state.ended > 0 || state.broken || called_off() => Some(false),
+            true => None,
+            false => Some(true),
+        })
+    }
+
+    fn wait(&self, done: impl FnMut(&mut State) -> Option<bool>) -> bool {
+        let goes_on = || Ok::<_, Infallible>(());
+        let Ok(outcome) = self.state.wait_until(None, goes_on, done);
+        outcome.unwrap_or_default()
     }
 
     /// The second half: all channels go on.
     pub(crate) fn pass(&self) {
-        let mut state = self.lock();
-        state.arrived = 0;
-        state.passed += 1;
-        self.changed.notify_all();
+        self.state.change(|state| {
+            state.arrived = 0;
+            state.passed += 1;
+        });
     }
 
     /// Ends all waiting, now and later.
     pub(crate) fn break_up(&self) {
-        self.lock().broken = true;
-        self.changed.notify_all();
+        self.state.change(|state| state.broken = true);
     }
 }
 
@@ -105,7 +96,7 @@ mod tests {
 
     #[test]
     fn nobody_passes_before_all_have_arrived() {
-        let barrier = Barrier::new(3);
+        let barrier = Barrier::new(3, &Life::default());
         let before = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..3 {
@@ -126,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_failure_frees_everybody_who_waits() {
-        let barrier = Barrier::new(2);
+        let barrier = Barrier::new(2, &Life::default());
         std::thread::scope(|scope| {
             let channel = scope.spawn(|| barrier.channel_arrives());
             let main = scope.spawn(|| barrier.main_arrives(|| false));

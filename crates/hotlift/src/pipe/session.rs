@@ -113,7 +113,7 @@ impl<'a> Session<'a> {
             cpu: control.steering().cpu_budget(options),
             // One in the hands of each thread, and one between each pair of them.
             flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
-            barrier: Barrier::new(channels),
+            barrier: Barrier::new(channels, control.life()),
             load: ReceiverLoad::default(),
             sink,
             received,
@@ -123,7 +123,7 @@ impl<'a> Session<'a> {
             since,
             silence_timeout: options.silence_timeout,
             id,
-            taking: Taking::new(1),
+            taking: Taking::new(1, control.life()),
             giving: Giving::default(),
             switched: AtomicBool::new(false),
             may_run_there: AtomicBool::new(false),

@@ -569,7 +569,7 @@ mod tests {
         main.command(advise).unwrap();
         main.ram_start(None, &blocks, false).unwrap();
         let ledger = Arc::new(Ledger::new(&blocks));
-        let answers = Answers::default();
+        let answers = Answers::new(&Life::default());
         let limits = (Arc::new(Pacer::new(0)), Arc::new(CpuBudget::new(0)));
         let connection = Connection::new((ram, ledger), (&mut main, link), &answers, limits);
         test(&connection, &there)

@@ -142,7 +142,8 @@ mod tests {
             path: folder.path().join("socket"),
         };
         let listener = address.listen().unwrap();
-        let (life, taking) = (Life::default(), Taking::new(1));
+        let life = Life::default();
+        let taking = Taking::new(1, &life);
         assert!(taking.loaded() && taking.commit());
         taking.note_doing(Doing::Rests);
         taking.taken();

@@ -128,7 +128,8 @@ fn reason_on<'s>(streams: impl Iterator<Item = &'s Stream>) -> Option<MigrationE
     let deadline = Instant::now() + REASON_WAIT;
     let left = || deadline.saturating_duration_since(Instant::now());
     for stream in streams {
-        let (answers, mut messages) = (Answers::default(), Messages::new(Channel::Main));
+        let (answers, mut messages) =
+            (Answers::new(&Life::default()), Messages::new(Channel::Main));
         // Looked at also when the time is over: one that is silent may have come before one that is not.
         while matches!(stream.wait_readable(left()), Ok(true)) {
             match messages.read(stream, &answers, |_, _| Ok(())) {

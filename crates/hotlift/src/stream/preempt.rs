@@ -6,7 +6,7 @@
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
@@ -18,6 +18,8 @@ use hotlift_wire::{RamBlockEntry, WireError};
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
+use crate::life::Life;
+use crate::life::gate::Gate;
 use crate::lock::lock;
 use crate::stream::main_recv::Waiting;
 use crate::stream::main_send::PageRecords;
@@ -26,31 +28,29 @@ use crate::transport::Stream;
 /// Bytes read at once: some pages.
 const READ: usize = 64 << 10;
 
-/// How often a wait looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
-
 /// One that is read, which may come.
-#[derive(Debug, Default)]
-pub(crate) struct PreemptIn {
-    stream: Mutex<Option<Arc<Stream>>>,
-    changed: Condvar,
-}
+#[derive(Debug)]
+pub(crate) struct PreemptIn(Gate<Option<Arc<Stream>>>);
 
 impl PreemptIn {
+    /// One of a migration with this lifetime.
+    pub(crate) fn new(life: &Life) -> Self {
+        Self(Gate::new(life, None))
+    }
+
     /// It has come.
     pub(crate) fn put(&self, stream: Stream) {
-        *lock(&self.stream) = Some(Arc::new(stream));
-        self.changed.notify_all();
+        self.0.change(|come| *come = Some(Arc::new(stream)));
     }
 
     /// Whether it has come.
     pub(crate) fn is_here(&self) -> bool {
-        lock(&self.stream).is_some()
+        self.0.lock().is_some()
     }
 
     /// Nothing more is to come on it.
     pub(crate) fn end(&self) {
-        if let Some(stream) = &*lock(&self.stream) {
+        if let Some(stream) = &*self.0.lock() {
             stream.shutdown(Shutdown::Both);
         }
     }
@@ -64,21 +64,12 @@ impl PreemptIn {
         patience: Duration,
         waiting: &dyn Waiting,
     ) -> Result<Arc<Stream>, MigrationError> {
-        let begun = Instant::now();
-        let mut come = lock(&self.stream);
-        loop {
-            if let Some(stream) = &*come {
-                return Ok(Arc::clone(stream));
-            }
-            waiting.check()?;
-            if begun.elapsed() > patience {
-                return Err(has_not_come(patience));
-            }
-            (come, _) = self
-                .changed
-                .wait_timeout(come, TICK)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+        let deadline = Instant::now() + patience;
+        let come = |come: &mut Option<Arc<Stream>>| come.clone();
+        let come = self
+            .0
+            .wait_until(Some(deadline), || waiting.check(), come)?;
+        come.ok_or_else(|| has_not_come(patience))
     }
 }
 

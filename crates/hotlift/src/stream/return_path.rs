@@ -1,8 +1,9 @@
 //! The return path that is read: the destination's messages, and what it has said with them so far.
 
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::io;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
 use hotlift_methods::AUTO;
@@ -14,6 +15,8 @@ use hotlift_wire::{WireError, limits};
 
 use crate::error::{Channel, MigrationError, printable};
 use crate::handover::Word;
+use crate::life::Life;
+use crate::life::gate::Gate;
 use crate::stream::handshake;
 use crate::transport::Stream;
 
@@ -132,33 +135,34 @@ struct Heard {
 }
 
 /// What the destination has said: kept by the thread that listens, waited for by the main thread.
-#[derive(Debug, Default)]
-pub(crate) struct Answers {
-    heard: Mutex<Heard>,
-    changed: Condvar,
-}
+#[derive(Debug)]
+pub(crate) struct Answers(Gate<Heard>);
 
 impl Answers {
+    /// Those of a migration with this lifetime.
+    pub(crate) fn new(life: &Life) -> Self {
+        Self(Gate::new(life, Heard::default()))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Heard> {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     fn note(&self, change: impl FnOnce(&mut Heard)) {
-        change(&mut self.lock());
-        self.changed.notify_all();
+        self.0.change(change);
     }
 
-    /// Waits for `patience`, for as long as `waits` says so.
+    /// Waits for `patience`, for as long as `waits` returns true.
     fn wait_while(
         &self,
         patience: Duration,
         waits: impl Fn(&Heard) -> bool,
     ) -> MutexGuard<'_, Heard> {
-        let (heard, _) = self
-            .changed
-            .wait_timeout_while(self.lock(), patience, |heard| waits(heard))
-            .unwrap_or_else(PoisonError::into_inner);
-        heard
+        let deadline = Instant::now().checked_add(patience);
+        let goes_on = || Ok::<_, Infallible>(());
+        let over = |heard: &mut Heard| (!waits(heard)).then_some(());
+        let Ok(_) = self.0.wait_until(deadline, goes_on, over);
+        self.lock()
     }
 
     /// A PING with this value is sent next.
@@ -232,7 +236,8 @@ impl Answers {
             }
             _ => return Ok(false),
         }
-        self.changed.notify_all();
+        drop(heard);
+        self.0.notify();
         Ok(true)
     }
 
@@ -271,6 +276,29 @@ impl Answers {
                 .into());
             }
         }
+    }
+
+    /// The same without a tick: `goes_on` is asked when the lifetime changes.
+    ///
+    /// # Errors
+    /// What `goes_on` returns; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if there will be no answer.
+    pub(crate) fn await_all(
+        &self,
+        (timeout, waiting_for): (Duration, &str),
+        goes_on: impl Fn() -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let deadline = Instant::now().checked_add(timeout);
+        let answered = |heard: &mut Heard| match heard.unanswered.is_empty() {
+            true => Some(Ok(())),
+            false => heard.is_over().then(|| Err(MigrationError::main_closed())),
+        };
+        let answered = self.0.wait_until(deadline, goes_on, answered)?;
+        answered.unwrap_or_else(|| {
+            Err(MigrationError::Timeout {
+                waiting_for: waiting_for.to_owned(),
+                waited: timeout,
+            })
+        })
     }
 
     /// Whether the destination, which has answered `offer`, is a Hotlift.
@@ -396,7 +424,7 @@ mod tests {
     #[test]
     fn a_refusal_that_crosses_the_commit_is_heard_and_an_early_success_is_not() {
         for (value, word) in [(1, Some(Word::Never)), (0, None)] {
-            let answers = Answers::default();
+            let answers = Answers::new(&Life::default());
             let shut = answers.take(&ReturnMessage::Shut(value), false);
             assert!(shut.is_err(), "it fails a migration that is not committed");
             answers.commit();

@@ -112,6 +112,25 @@ impl Recording {
         self
     }
 
+    /// The same with a return path, from a source whose capability `postcopy-ram` a relay carries: it answers the PING as
+    /// soon as it has read main so far.
+    pub fn with_carried_postcopy_advise(mut self) -> Self {
+        let at = self.position(|event| matches!(event, MainEvent::SectionStart { .. }));
+        let page = PAGE_SIZE as u64;
+        let mut advise = Vec::new();
+        for command in [
+            Command::OpenReturnPath,
+            Command::Ping(1),
+            Command::PostcopyAdvise {
+                page_sizes: Some((page, page)),
+            },
+        ] {
+            command.encode(&mut advise);
+        }
+        self.main.splice(at..at, advise);
+        self
+    }
+
     pub fn has_return_path(&self) -> bool {
         let wanted = MainEvent::Command(Command::OpenReturnPath);
         self.events().iter().any(|(_, event)| *event == wanted)

@@ -11,6 +11,7 @@ use hotlift::transport::Stream;
 use hotlift::{Address, Options};
 use hotlift_testkit::alone;
 use hotlift_testkit::pki::Pki;
+use hotlift_wire::main_channel::{MainEvent, SectionKind};
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::log::Log;
@@ -49,7 +50,7 @@ fn a_channel_of_another_host_does_not_join_a_qemus_migration() {
     alone!();
     let pki = Pki::new();
     let [here, ours, other] = ["localhost", "a", "b"].map(|name| pki.host(name));
-    let recording = Recording::small_multifd(2);
+    let recording = Recording::small_multifd(2).with_carried_postcopy_advise();
     let log = Log::default();
     let (_folder, destination) = destination(&recording, 0, None, &log);
     let mut way = settings(&[("multifd", "off")]);
@@ -65,10 +66,13 @@ fn a_channel_of_another_host_does_not_join_a_qemus_migration() {
     };
     thread::scope(|scope| {
         let arriving = scope.spawn(|| destination.run());
-        // A QEMU writes some of main before it connects its channels.
+        // With its first sync point: from there on a relay waits for channels, however late they come.
         let main = connect(&ours);
-        let said = recording.boundaries()[2];
+        let is_part = |event: &MainEvent<'_>| matches!(event, MainEvent::SectionStart { kind, .. } if *kind == SectionKind::Part);
+        let said = recording.position(is_part);
         (&main).write_all(&recording.main[..said]).unwrap();
+        // The answer to the PING: main is the first of the connections, which decides whose the others must be.
+        assert!(main.wait_readable(DEADLINE).unwrap());
         let _before = open_as_b(0);
         until_turned_away(&relay, ANOTHER, 1);
         let first = connect(&ours);

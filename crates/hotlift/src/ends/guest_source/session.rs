@@ -86,11 +86,11 @@ impl<'a> Session<'a> {
             ledger: OnceLock::new(),
             lost: Failure::default(),
             postcopy_requests: AtomicU64::new(0),
-            control,
             looked_at: AtomicU64::new(0),
             threads: ThreadTimes::default(),
             giving: Giving::default(),
-            answers: Answers::default(),
+            answers: Answers::new(control.life()),
+            control,
         }
     }
 

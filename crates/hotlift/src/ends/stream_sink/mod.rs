@@ -69,9 +69,6 @@ const LOOK_AFTER: Duration = Duration::from_secs(5);
 /// Between two questions to whoever else knows of the guest.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// How often a wait looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
-
 /// What the opening is answered with.
 const OPENED: &str = "the destination's answer to the opening (is its machine the source's, has it as many \
                       multifd channels, and the same method?)";
@@ -288,7 +285,7 @@ impl<'a> StreamSink<'a> {
             link,
             finds_zeros: AtomicBool::new(seen.zeros_were_looked_for),
             multifd,
-            answers: Answers::default(),
+            answers: Answers::new(control.life()),
             out: OnceLock::new(),
             switched: AtomicBool::new(false),
             preempt: OnceLock::new(),
@@ -332,13 +329,8 @@ impl<'a> StreamSink<'a> {
 
     /// Waits for the answer to this relay's own PING.
     fn await_answer(&self, timeout: Duration, waiting_for: &str) -> Result<(), MigrationError> {
-        self.answers
-            .await_answers(Some((timeout, waiting_for)), TICK, || {
-                match self.control.is_cancelled() {
-                    true => Err(MigrationError::Cancelled),
-                    false => Ok(()),
-                }
-            })
+        let goes_on = || self.control.life().check();
+        self.answers.await_all((timeout, waiting_for), goes_on)
     }
 
     /// What the other side says became of the guest: on main, as the answer to a question, or by whoever else

@@ -184,6 +184,8 @@ mod tests {
     use hotlift_wire::main_channel::postcopy::put_preempt_page;
     use hotlift_wire::return_path::ReturnMessage;
 
+    use crate::life::Life;
+
     use super::*;
 
     fn page(offset: u64) -> Vec<u8> {
@@ -195,7 +197,7 @@ mod tests {
     #[test]
     fn a_stranger_is_no_preempt_channel_and_keeps_none_from_being_found() {
         let blocks = [RamBlockEntry::new("pc.ram", 16 * 4096)];
-        let demand = Demand::new(&blocks, &MemoryLimit::new(1 << 20));
+        let demand = Demand::new(&blocks, &MemoryLimit::new(1 << 20), &Life::default());
         demand.note(&ReturnMessage::ReqPagesId {
             start: 8192,
             length: 4096,
@@ -229,7 +231,7 @@ mod tests {
         let (stream, _other) = Stream::pair().unwrap();
         assert!(candidates.add(stream) && candidates.is_any());
         candidates.end();
-        let demand = Demand::new(&[], &MemoryLimit::new(0));
+        let demand = Demand::new(&[], &MemoryLimit::new(0), &Life::default());
         assert!(candidates.find(&[], &demand, &Control::new()).is_none());
         let (stream, _other) = Stream::pair().unwrap();
         assert!(!candidates.add(stream), "it is over");

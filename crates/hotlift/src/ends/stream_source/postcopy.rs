@@ -4,7 +4,6 @@
 //! the requests, so that it can tell them apart: the former go on at once and alone, the latter into batches as before.
 
 use std::collections::HashSet;
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
@@ -14,22 +13,19 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::page_set::PageSet;
 use crate::error::{Channel, MigrationError};
-use crate::lock::lock;
+use crate::life::Life;
+use crate::life::gate::Gate;
 use crate::stream::main_recv::Waiting;
 
 /// Pages that are waited for at once, at most: a QEMU has one for each thread that may touch RAM. Others go on with the
 /// rest.
 const WAITING: usize = 1 << 16;
 
-/// How often a wait looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
-
 /// What the other side has asked for, and what was sent to it.
 pub(crate) struct Demand {
     /// Name and length of the RAM blocks.
     blocks: Vec<(String, u64)>,
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Gate<State>,
 }
 
 struct State {
@@ -43,28 +39,28 @@ struct State {
 
 impl Demand {
     /// Of a guest with these RAM blocks. What it asks for takes its memory from `memory`.
-    pub(crate) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit) -> Self {
+    pub(crate) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit, life: &Life) -> Self {
         let sets = blocks
             .iter()
             .map(|block| PageSet::new(block.used_length, memory));
+        let state = State {
+            block: None,
+            waiting: HashSet::new(),
+            sent: sets.collect(),
+        };
         Self {
             blocks: blocks
                 .iter()
                 .map(|block| (block.name.clone(), block.used_length))
                 .collect(),
-            state: Mutex::new(State {
-                block: None,
-                waiting: HashSet::new(),
-                sent: sets.collect(),
-            }),
-            changed: Condvar::new(),
+            state: Gate::new(life, state),
         }
     }
 
     /// Takes note of a request on its way to the source. Any other message, and what is no page of the guest's, is nothing
     /// to it: the source judges that.
     pub(crate) fn note(&self, message: &ReturnMessage<'_>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let (start, length) = match *message {
             ReturnMessage::ReqPagesId {
                 start,
@@ -109,7 +105,7 @@ impl Demand {
     /// # Errors
     /// As of [`Demand::take`].
     pub(crate) fn claim(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         if !state.sent[block].insert(offset)? {
             return Err(MigrationError::Protocol {
                 channel: Channel::Main,
@@ -125,9 +121,8 @@ impl Demand {
 
     /// A page that was asked for is on its way.
     pub(crate) fn done(&self, block: usize, offset: u64) {
-        let mut state = lock(&self.state);
-        if state.waiting.remove(&(block, offset)) && state.waiting.is_empty() {
-            self.changed.notify_all();
+        if self.state.lock().waiting.remove(&(block, offset)) {
+            self.state.notify();
         }
     }
 
@@ -145,22 +140,22 @@ impl Demand {
 
     /// Takes the memory for all pages that may be sent: later it would be missing when nothing can be called off.
     pub(crate) fn reserve(&self) -> Result<(), MigrationError> {
-        lock(&self.state).sent.iter().try_for_each(PageSet::reserve)
+        self.state.lock().sent.iter().try_for_each(PageSet::reserve)
     }
 
     /// Whether anything was asked for.
     pub(crate) fn has_begun(&self) -> bool {
-        lock(&self.state).block.is_some()
+        self.state.lock().block.is_some()
     }
 
     /// Whether this page was asked for, and has not come.
     pub(crate) fn has(&self, block: usize, offset: u64) -> bool {
-        lock(&self.state).waiting.contains(&(block, offset))
+        self.state.lock().waiting.contains(&(block, offset))
     }
 
     /// Whether everything that was asked for has come.
     pub(crate) fn is_met(&self) -> bool {
-        lock(&self.state).waiting.is_empty()
+        self.state.lock().waiting.is_empty()
     }
 
     /// Waits until everything that was asked for has come, as long as nothing comes for no longer than `patience`.
@@ -172,24 +167,25 @@ impl Demand {
         patience: Duration,
         waiting: &dyn Waiting,
     ) -> Result<(), MigrationError> {
-        let mut state = lock(&self.state);
-        let (mut least, mut since) = (state.waiting.len(), Instant::now());
-        while !state.waiting.is_empty() {
-            waiting.check()?;
-            if state.waiting.len() < least {
-                (least, since) = (state.waiting.len(), Instant::now());
-            }
-            if since.elapsed() > patience {
-                let missing = state.waiting.len();
-                return Err(MigrationError::Timeout {
-                    waiting_for: format!("{missing} pages that the guest asked its source for"),
-                    waited: patience,
-                });
-            }
-            (state, _) = self
-                .changed
-                .wait_timeout(state, TICK)
-                .unwrap_or_else(PoisonError::into_inner);
+        let mut missing = self.state.lock().waiting.len();
+        while missing > 0 {
+            let deadline = Instant::now() + patience;
+            let fewer = |state: &mut State| {
+                let left = state.waiting.len();
+                (left < missing).then_some(left)
+            };
+            missing = match self
+                .state
+                .wait_until(Some(deadline), || waiting.check(), fewer)?
+            {
+                Some(left) => left,
+                None => {
+                    return Err(MigrationError::Timeout {
+                        waiting_for: format!("{missing} pages that the guest asked its source for"),
+                        waited: patience,
+                    });
+                }
+            };
         }
         Ok(())
     }
@@ -210,7 +206,11 @@ mod tests {
     fn demand() -> Demand {
         let block = |name: &str, pages: u64| RamBlockEntry::new(name, pages * 4096);
         let memory = MemoryLimit::new(1 << 20);
-        Demand::new(&[block("pc.ram", 16), block("vga", 4)], &memory)
+        Demand::new(
+            &[block("pc.ram", 16), block("vga", 4)],
+            &memory,
+            &Life::default(),
+        )
     }
 
     #[test]
@@ -225,12 +225,12 @@ mod tests {
             block: "vga",
         });
         demand.note(&ReturnMessage::ReqPages { start, length });
-        assert!(demand.wait_until_met(TICK, &Never).is_err());
+        assert!(demand.wait_until_met(Duration::ZERO, &Never).is_err());
         for offset in [0, 4096, 8192] {
             assert!(demand.take(1, offset).unwrap());
             assert!(!demand.take(0, offset).unwrap());
         }
-        demand.wait_until_met(TICK, &Never).unwrap();
+        demand.wait_until_met(Duration::ZERO, &Never).unwrap();
     }
 
     struct Always;
@@ -265,7 +265,7 @@ mod tests {
             length: 4096,
             block: "pc.ram",
         });
-        demand.wait_until_met(TICK, &Never).unwrap();
+        demand.wait_until_met(Duration::ZERO, &Never).unwrap();
         demand.note(&ReturnMessage::ReqPages {
             start: u64::MAX - 4095,
             length: u32::MAX,

@@ -206,7 +206,7 @@ pub fn restore(
             }
         };
         let pages_before = ledger.sent();
-        let answers = Answers::default();
+        let answers = Answers::new(control.life());
         let pages = FilePages::new(&file, options, control, hooks.on_lost);
         let connection = Connection::new(
             (&pages, ledger),
@@ -424,13 +424,8 @@ impl Restore<'_> {
     }
 
     fn await_answers(&self, waiting_for: &str) -> Result<(), MigrationError> {
-        let limit = Some((LOADING, waiting_for));
-        self.connection
-            .answers
-            .await_answers(limit, TICK, || match self.control.is_cancelled() {
-                true => Err(MigrationError::Cancelled),
-                false => Ok(()),
-            })
+        let answers = &self.connection.answers;
+        answers.await_all((LOADING, waiting_for), || self.control.life().check())
     }
 
     fn watch(&self) {

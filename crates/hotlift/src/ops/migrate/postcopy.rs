@@ -275,7 +275,7 @@ impl Migration<'_> {
         }
         let configuration = self.main.configuration();
         self.main.send = MainSend::resume(Arc::clone(&link), &configuration, None, &blocks)?;
-        let answers = Answers::default();
+        let answers = Answers::new(control.life());
         answers.serve();
         control.set_status(Status::PostcopyActive);
         let pages = GuestPages::new(session);

@@ -198,7 +198,7 @@ fn pass_on(
         takes_doing,
         by_packet,
     );
-    let demand = Demand::new(&setup.ram.blocks, &memory);
+    let demand = Demand::new(&setup.ram.blocks, &memory, request.control.life());
     if setup.postcopy {
         demand.reserve()?;
     }

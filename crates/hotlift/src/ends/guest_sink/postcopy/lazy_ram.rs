@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{DirtyBitmap, Fault, MissingPages, PAGE_SIZE, Placed, Touch};
@@ -13,20 +12,15 @@ use super::empty_gaps;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{PostcopyFigures, percentiles};
-use crate::lock::lock;
+use crate::life::gate::Gate;
 use crate::stream::main_recv::Waiting;
 use crate::transport::Stream;
-
-/// How often a wait looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
 
 /// RAM that is not all there.
 pub(crate) struct LazyRam<'a> {
     missing: MissingPages,
     received: &'a [DirtyBitmap],
-    waits: Mutex<Waits>,
-    /// A wait is over, or nothing more comes on the preempt channel.
-    changed: Condvar,
+    waits: Gate<Waits>,
     pages: AtomicU64,
 }
 
@@ -69,14 +63,14 @@ impl<'a> LazyRam<'a> {
             empty_gaps(ram, written)?;
         }
         let blocktime = session.options.postcopy_blocktime;
+        let waits = Waits {
+            blocktime: blocktime.then(|| Blocktime::new(&session.guest.vcpu_threads())),
+            ..Waits::default()
+        };
         Ok(Self {
             missing: MissingPages::register(session.guest.ram())?,
             received: &session.received,
-            waits: Mutex::new(Waits {
-                blocktime: blocktime.then(|| Blocktime::new(&session.guest.vcpu_threads())),
-                ..Waits::default()
-            }),
-            changed: Condvar::new(),
+            waits: Gate::new(session.control.life(), waits),
             pages: AtomicU64::new(0),
         })
     }
@@ -113,7 +107,7 @@ impl<'a> LazyRam<'a> {
     }
 
     fn over(&self, page: Fault) {
-        let mut waits = lock(&self.waits);
+        let mut waits = self.waits.lock();
         let Waits {
             open,
             over,
@@ -135,8 +129,10 @@ impl<'a> LazyRam<'a> {
             }
             false
         });
-        if open.is_empty() {
-            self.changed.notify_all();
+        let is_met = open.is_empty();
+        drop(waits);
+        if is_met {
+            self.waits.notify();
         }
     }
 
@@ -151,37 +147,29 @@ impl<'a> LazyRam<'a> {
         waiting: &dyn Waiting,
         over: impl Fn() -> bool,
     ) -> Result<(), MigrationError> {
-        let come = || self.pages.load(Ordering::Relaxed);
-        let (mut before, mut since) = (come(), Instant::now());
-        let mut waits = lock(&self.waits);
-        while !waits.open.is_empty() {
-            if over() {
-                return Err(MigrationError::main_closed());
+        let goes_on = || match over() {
+            true => Err(MigrationError::main_closed()),
+            false => waiting.check(),
+        };
+        let is_met = |waits: &mut Waits| waits.open.is_empty().then_some(());
+        loop {
+            let before = self.pages.load(Ordering::Relaxed);
+            let deadline = Instant::now() + patience;
+            if self
+                .waits
+                .wait_until(Some(deadline), goes_on, is_met)?
+                .is_some()
+            {
+                return Ok(());
             }
-            waiting.check()?;
-            if come() != before {
-                (before, since) = (come(), Instant::now());
-            }
-            if since.elapsed() > patience {
+            if self.pages.load(Ordering::Relaxed) == before {
                 return Err(MigrationError::Timeout {
                     waiting_for: "pages on the preempt channel that the guest has touched"
                         .to_owned(),
                     waited: patience,
                 });
             }
-            (waits, _) = self
-                .changed
-                .wait_timeout(waits, TICK)
-                .unwrap_or_else(PoisonError::into_inner);
         }
-        Ok(())
-    }
-
-    /// Has whoever waits there look once more.
-    pub(super) fn wake(&self) {
-        // With the lock that it looks under.
-        let _waits = lock(&self.waits);
-        self.changed.notify_all();
     }
 
     /// Has `ask` ask for each page that the guest touches and that is not there, until the other end of `stop` is closed.
@@ -217,7 +205,7 @@ impl<'a> LazyRam<'a> {
         let Fault { block, page } = touch.fault;
         let has_come = || self.received[block].test(page);
         if !has_come() {
-            let is_first = lock(&self.waits).begin(touch);
+            let is_first = self.waits.lock().begin(touch);
             if !has_come() {
                 return Ok(is_first);
             }
@@ -230,7 +218,7 @@ impl<'a> LazyRam<'a> {
 
     /// Pages that are waited for.
     pub(super) fn open(&self) -> Vec<Fault> {
-        let mut pages: Vec<_> = lock(&self.waits).open.iter().map(|it| it.0.fault).collect();
+        let mut pages: Vec<_> = self.waits.lock().open.iter().map(|it| it.0.fault).collect();
         pages.sort_unstable();
         pages.dedup();
         pages
@@ -253,7 +241,7 @@ impl<'a> LazyRam<'a> {
 
     /// What the guest's waits have come to so far.
     pub(super) fn figures(&self, complete: Duration) -> PostcopyFigures {
-        let waits = lock(&self.waits);
+        let waits = self.waits.lock();
         PostcopyFigures {
             complete_ms: complete.as_secs_f64() * 1e3,
             pages: self.pages.load(Ordering::Relaxed),

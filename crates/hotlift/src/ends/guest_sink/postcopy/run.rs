@@ -185,7 +185,7 @@ impl Incoming<'_> {
             let urgent = spawn(scope, "mig/dst/preempt".to_owned(), || {
                 let outcome = self.urgent_pages(stream);
                 over.store(true, Ordering::Release);
-                self.lazy.wake();
+                self.session.control.life().wake();
                 // What is asked for from here on would not come.
                 if !whole.load(Ordering::Acquire) {
                     self.link.cut();

@@ -1,0 +1,137 @@
+//! State that threads wait for: until it has a value, until a deadline, or until the lifetime has changed.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crate::life::{Changes, Life, Wake};
+use crate::lock::lock;
+
+/// A mutex with a condition variable that changes of a lifetime wake, so that no wait needs a tick.
+pub(crate) struct Gate<T> {
+    changes: Changes,
+    inner: Arc<Inner<T>>,
+}
+
+struct Inner<T> {
+    state: Mutex<T>,
+    changed: Condvar,
+}
+
+impl<T> std::fmt::Debug for Inner<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gate").finish_non_exhaustive()
+    }
+}
+
+impl<T> std::fmt::Debug for Gate<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.inner.fmt(f)
+    }
+}
+
+impl<T: Send> Wake for Inner<T> {
+    fn wake(&self) {
+        // With the lock that a wait looks under: none is between its look and its sleep.
+        drop(lock(&self.state));
+        self.changed.notify_all();
+    }
+}
+
+impl<T: Send + 'static> Gate<T> {
+    /// Makes one of `life`, with this state.
+    pub(crate) fn new(life: &Life, state: T) -> Self {
+        Self::of_changes(Changes(Arc::clone(&life.shared)), state)
+    }
+
+    pub(super) fn of_changes(changes: Changes, state: T) -> Self {
+        let inner = Arc::new(Inner {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        let wait: Arc<dyn Wake> = inner.clone();
+        changes.register(Arc::downgrade(&wait));
+        Self { changes, inner }
+    }
+
+    /// Locks the state, to be read or changed without waking anything.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        lock(&self.inner.state)
+    }
+
+    /// Wakes all waits, for a change that was made with the lock.
+    pub(crate) fn notify(&self) {
+        self.inner.changed.notify_all();
+    }
+
+    /// Changes the state, and wakes all waits.
+    pub(crate) fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
+        let outcome = change(&mut self.lock());
+        self.notify();
+        outcome
+    }
+
+    /// Waits until `done` returns a value of the state; `None` once `deadline` is over. `goes_on` is asked first, and again
+    /// at each change of the lifetime, without the lock.
+    ///
+    /// # Errors
+    /// What `goes_on` returns.
+    pub(crate) fn wait_until<R, E>(
+        &self,
+        deadline: Option<Instant>,
+        goes_on: impl Fn() -> Result<(), E>,
+        mut done: impl FnMut(&mut T) -> Option<R>,
+    ) -> Result<Option<R>, E> {
+        loop {
+            let seen = self.changes.count();
+            goes_on()?;
+            let mut state = self.lock();
+            while self.changes.count() == seen {
+                if let Some(value) = done(&mut state) {
+                    return Ok(Some(value));
+                }
+                let changed = &self.inner.changed;
+                state = match deadline.map(|end| end.saturating_duration_since(Instant::now())) {
+                    Some(left) if left.is_zero() => return Ok(None),
+                    Some(left) => {
+                        let woken = changed.wait_timeout(state, left);
+                        woken.unwrap_or_else(PoisonError::into_inner).0
+                    }
+                    None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                };
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_wait_ends_by_its_state_by_its_deadline_and_by_its_lifetime() {
+        let life = Life::default();
+        let gate = Gate::new(&life, 0);
+        let is_one = |state: &mut i32| (*state == 1).then_some("one");
+        let goes_on = || match life.is_stopped() {
+            true => Err("stopped"),
+            false => Ok(()),
+        };
+        assert_eq!(
+            gate.wait_until(Some(Instant::now()), goes_on, is_one),
+            Ok(None)
+        );
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| gate.wait_until(None, goes_on, is_one));
+            gate.change(|state| *state = 1);
+            assert_eq!(waits.join().unwrap(), Ok(Some("one")));
+            gate.change(|state| *state = 2);
+            let waits = scope.spawn(|| gate.wait_until(None, goes_on, is_one));
+            // A change that ends nothing is looked at, and waited through.
+            life.wake();
+            life.stop();
+            assert_eq!(waits.join().unwrap(), Err("stopped"));
+        });
+    }
+}
