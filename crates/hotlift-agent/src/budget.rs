@@ -7,17 +7,18 @@
 //! would not.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift::Options;
 use hotlift::control::SharedRate;
 
-use crate::agent::Agent;
+use crate::config::Config;
 use crate::messages::{Id, Kind};
-use crate::session::Share;
+use crate::session::{Session, Share};
 
 /// Between two sharings.
-const ROUND: Duration = Duration::from_millis(250);
+pub(crate) const ROUND: Duration = Duration::from_millis(250);
 
 /// One that has used less than this many percent of its part does not need all of it.
 const NEEDS_ALL: u64 = 80;
@@ -156,11 +157,8 @@ struct Cpu {
 }
 
 impl Shares {
-    /// Shares again.
-    pub fn apply(&self, agent: &Agent) {
-        let config = agent.config();
-        let options = agent.options();
-        let mut sessions = agent.sessions.under_way();
+    /// Shares again among these sessions: `config` has the whole, `options` are those of a migration.
+    pub fn apply(&self, config: &Config, options: &Options, mut sessions: Vec<Arc<Session>>) {
         sessions.retain(|session| session.shares_budget() && session.moment().state != "waiting");
         self.rate.set(config.max_bandwidth.0);
         let mut cpus = self.cpus.lock().unwrap_or_else(PoisonError::into_inner);
@@ -212,16 +210,7 @@ impl Shares {
                 bandwidth,
                 cpu: u32::try_from(cpu).unwrap_or(u32::MAX),
             };
-            session.set_share(share, config.max_bandwidth.0, &options);
-        }
-    }
-
-    /// Shares four times a second while there is something to share, until the agent ends.
-    pub fn serve(&self, agent: &Agent) {
-        self.rate.set(agent.config().max_bandwidth.0);
-        while agent.sessions.wait_for_sharers() && !agent.has_ended() {
-            self.apply(agent);
-            std::thread::sleep(ROUND);
+            session.set_share(share, config.max_bandwidth.0, options);
         }
     }
 }
@@ -337,10 +326,10 @@ mod tests {
                     ..RelayProgress::default()
                 });
             }
-            agent.shares.apply(&agent);
+            agent.share();
             [&migration, &disk, &answers].map(|session| session.moment().share)
         };
-        agent.shares.apply(&agent);
+        agent.share();
         // All that it may have.
         let busy = share([WHOLE, WHOLE, 0]);
         assert_eq!(busy[0].bandwidth, WHOLE / 4);

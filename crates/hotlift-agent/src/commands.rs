@@ -12,7 +12,7 @@ use crate::agent::Agent;
 use crate::config::Plaintext;
 use crate::messages::Id;
 use crate::past::Count;
-use crate::proof::Found;
+use crate::proof::LastCheck;
 use crate::session::{Direction, Session, Share};
 use crate::table;
 
@@ -62,17 +62,6 @@ pub struct AgentInfo {
     pub past_redirect: Vec<Count>,
     /// What the last `hotlift agent check` as root has found, since the agent's start.
     pub last_check: Option<LastCheck>,
-}
-
-/// What an `agent check` has found.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct LastCheck {
-    /// When: RFC 3339.
-    pub at: String,
-    /// What it has found.
-    #[serde(flatten)]
-    pub found: Found,
 }
 
 /// One row of what `query-migrations` says.
@@ -282,7 +271,7 @@ impl AgentCommands {
             return refused("weight is 1 to 1000");
         }
         session.limit(bandwidth, change.weight);
-        self.0.shares.apply(&self.0);
+        self.0.share();
         Ok(json!({}))
     }
 }

@@ -6,9 +6,11 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `agent`, `parts`, `drain` | what the threads share; start, reload, end; what is waited for before the end |
+//! | `run`, `parts`, `drain` | start and end; the threads; what is waited for before the end |
+//! | `agent` | what the threads share; reload |
 //! | `config`, `values` | the configuration file: every key is a field |
-//! | `rules`, `table`, `dial` | the nftables rules; their table in force; connections that pass it, and where a redirected one was to go |
+//! | `rules`, `table`, `table_watch` | the nftables rules; their table in force; put back when something changes it |
+//! | `dial` | connections that pass the table, and where a redirected one was to go |
 //! | `past`, `bypass`, `proof` | what has gone past the redirect; rules of others that cause it; a connection that proves the redirect |
 //! | `redirect`, `source_socket` | this host's connections, told apart, and which of them their QEMU has closed |
 //! | `outgoing` | each migration to the other agent |
@@ -50,12 +52,15 @@ pub mod past;
 pub mod proof;
 mod redirect;
 pub mod rules;
+mod run;
 pub mod session;
 mod sessions;
 mod source_socket;
 pub mod table;
+mod table_watch;
 mod totals;
 mod tunnel;
 pub mod values;
 
-pub use agent::{Agent, Checked, check, run};
+pub use agent::Agent;
+pub use run::{Checked, check, run};

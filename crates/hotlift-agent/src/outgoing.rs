@@ -90,7 +90,7 @@ fn migration(
         ..RelaySettings::default()
     };
     session.control.share_rate(&agent.shares.rate);
-    agent.shares.apply(agent);
+    agent.share();
     let progress = Progress::default();
     let speaker = conversation.speaker();
     let on_source = |source: &SourceStream| {

@@ -40,6 +40,17 @@ pub struct Found {
     pub notes: Vec<String>,
 }
 
+/// What an `agent check` has found.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LastCheck {
+    /// When: RFC 3339.
+    pub at: String,
+    /// What it has found.
+    #[serde(flatten)]
+    pub found: Found,
+}
+
 /// What a connection has shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
