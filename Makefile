@@ -100,7 +100,8 @@ test:
 	HOTLIFT_QEMU11=$$(scripts/qemu-11); \
 	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries); \
 	HOTLIFT_QEMU_QMP=$$(scripts/qemu-qmp); \
-	export HOTLIFT_QEMU10 HOTLIFT_QEMU11 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; \
+	HOTLIFT_PROMTOOL=$$(scripts/promtool); \
+	export HOTLIFT_PROMTOOL HOTLIFT_QEMU10 HOTLIFT_QEMU11 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; \
 	$(MAKE) --no-print-directory fmt lint unit campaign-short test-package
 	scripts/fuzz $(TEST_FUZZ_SECONDS)
 
