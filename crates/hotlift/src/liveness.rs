@@ -37,7 +37,7 @@ use crate::transport::Stream;
 pub(crate) const REPORTED: Duration = Duration::from_secs(5);
 
 /// Interval of the samples: one system call a connection.
-const INTERVAL: Duration = Duration::from_millis(250);
+pub(crate) const INTERVAL: Duration = Duration::from_millis(250);
 
 /// State of a peer at one sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,20 +3,25 @@
 //! | module | subject |
 //! |---|---|
 //! | [`gate`] | state that threads wait for |
+//! | [`bell`] | what a poll waits for beside its sockets |
 //! | [`threads`] | named threads, whose panic is an error of the migration |
 //!
 //! It depends on nothing but errors: no stream, no option and no status is known here.
 
+pub(crate) mod bell;
 pub(crate) mod gate;
 pub(crate) mod threads;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::error::MigrationError;
 use crate::life::gate::Gate;
 use crate::lock::lock;
+
+/// A wait that an event or a change of the lifetime ends.
+pub(crate) const LONG: Duration = Duration::from_secs(3600);
 
 /// A handle on one lifetime. Clones are the same lifetime.
 #[derive(Clone)]

@@ -16,7 +16,7 @@ use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
 use crate::handover::DestinationSide;
 use crate::life::threads::{OnPanic, caught, spawn};
-use crate::liveness::Liveness;
+use crate::liveness::{self, Liveness};
 use crate::lock::lock;
 use crate::options::Options;
 use crate::stream::attend::{attend, linger};
@@ -99,7 +99,9 @@ fn run(
         None,
         options.handshake_timeout,
         control.strangers(),
-    );
+        control.life(),
+    )
+    .map_err(MigrationError::opening)?;
     let (accepted, mut door) = accept::accept(door, guest.uuid(), options, control)?;
     let session = Session::new(guest, options, control.clone(), id, accepted);
     let refuse = || {
@@ -138,10 +140,10 @@ fn run(
                 &mut door,
                 &session.asked(&refuse),
                 &stopped,
-                &|door, arrivals| {
+                (liveness::INTERVAL, &|door, arrivals| {
                     session.look_for_preempt(door, arrivals);
                     session.look_for_silence(&mut liveness.borrow_mut());
-                },
+                }),
             );
             session.threads.book("mig/dst/door");
             door

@@ -7,6 +7,7 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
+use crate::life::LONG;
 use crate::life::threads::{OnPanic, Yielding, caught, spawn};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::Session;
@@ -80,7 +81,7 @@ pub(crate) fn run_threads(
             if let Some(door) = door {
                 spawn(scope, "relay/door".to_owned(), || {
                     let _ends = OnPanic(aborting);
-                    attend(door, &session.asked(&refuse), &stopped, &|_, _| ());
+                    attend(door, &session.asked(&refuse), &stopped, (LONG, &|_, _| ()));
                     session.threads.book("relay/door");
                 })?;
             }

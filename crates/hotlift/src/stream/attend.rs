@@ -9,9 +9,6 @@ use crate::life::Life;
 use crate::stream::door::{Arrival, Asked, Door};
 use crate::transport::Stream;
 
-/// Between two looks at what nothing wakes this for.
-const TICK: Duration = Duration::from_millis(100);
-
 /// After an error of the listener (no file descriptors are left, for one), which goes on.
 const RETRY: Duration = Duration::from_millis(100);
 
@@ -19,15 +16,15 @@ const RETRY: Duration = Duration::from_millis(100);
 const READ: usize = 4 << 10;
 
 /// Answers questions and turns strangers away until the other end of `stop` is closed. `further` takes what else is the
-/// migration's out of what has come.
+/// migration's out of what has come; it is called after each event, and at least `every` so often.
 pub(crate) fn attend(
     door: &mut Door<'_>,
     asked: &Asked<'_>,
     stop: &Stream,
-    further: &dyn Fn(&mut Door<'_>, &mut Vec<Arrival>),
+    (every, further): (Duration, &dyn Fn(&mut Door<'_>, &mut Vec<Arrival>)),
 ) {
     loop {
-        match door.step(TICK, &[(stop, PollFlags::IN)], Some(asked)) {
+        match door.step(every, &[(stop, PollFlags::IN)], Some(asked)) {
             Ok((mut arrivals, stopped)) => {
                 further(door, &mut arrivals);
                 door.keep(arrivals);
@@ -87,7 +84,8 @@ pub(crate) fn linger(
         let watched: Vec<_> = open
             .map(|connection| (connection.stream, PollFlags::IN))
             .collect();
-        match door.step(TICK, &watched, Some(asked)) {
+        let left = patience.saturating_sub(begun.elapsed());
+        match door.step(left, &watched, Some(asked)) {
             Ok((arrivals, on_streams)) => {
                 door.keep(arrivals);
                 if on_streams {
@@ -159,7 +157,9 @@ mod tests {
             None,
             patience,
             &Strangers::default(),
-        );
+            &life,
+        )
+        .unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| linger(&mut door, &asked, &[], &[], CALLED_OFF * 6, &life));
             let to = Remote::new(&address, None);

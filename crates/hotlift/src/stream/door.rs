@@ -13,10 +13,12 @@ use hotlift_wire::settle::{
     Doing, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, QUESTION_MAGIC, TOKEN_LEN, TOKEN_MAGIC,
     answer, heard, read_question, read_token,
 };
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::error::error_line;
 use crate::handover::Taking;
+use crate::life::Life;
+use crate::life::bell::Bell;
 use crate::stream::pass::Pass;
 use crate::stream::strangers::Strangers;
 use crate::transport::{Acceptor, Host, Listener, Stream};
@@ -102,6 +104,7 @@ pub(crate) struct Asked<'a> {
 pub(crate) struct Door<'a> {
     acceptor: Acceptor<'a>,
     strangers: Strangers,
+    bell: Bell,
     /// What opens each connection of a migration that a conversation has announced.
     pass: Option<Pass>,
     /// How long a connection may take to say what it is.
@@ -114,22 +117,27 @@ pub(crate) struct Door<'a> {
 }
 
 impl<'a> Door<'a> {
-    /// For the connections of `acceptor`.
+    /// For the connections of `acceptor`. Changes of `life` end its waits.
+    ///
+    /// # Errors
+    /// The system gives no descriptor.
     pub(crate) fn new(
         acceptor: Acceptor<'a>,
         pass: Option<Pass>,
         patience: Duration,
         strangers: &Strangers,
-    ) -> Self {
-        Self {
+        life: &Life,
+    ) -> io::Result<Self> {
+        Ok(Self {
             acceptor,
             strangers: strangers.clone(),
+            bell: Bell::new(life)?,
             pass,
             patience,
             callers: Vec::new(),
             told: Vec::new(),
             others: Vec::new(),
-        }
+        })
     }
 
     pub(crate) fn listener(&self) -> &'a Listener {
@@ -143,7 +151,7 @@ impl<'a> Door<'a> {
         all.any(|since| since.elapsed() < time)
     }
 
-    /// A connection that was let in, whatever its first bytes; `None` if there is none within `wait`, less than a second.
+    /// A connection that was let in, whatever its first bytes; `None` if there is none within `wait`.
     ///
     /// # Errors
     /// The system's reason why nothing can be waited for, or nobody be accepted.
@@ -159,7 +167,9 @@ impl<'a> Door<'a> {
                 true => Duration::ZERO,
                 false => wait,
             };
-            poll_for(&mut silent.chain(knocking).collect::<Vec<_>>(), wait)?;
+            let mut fds = silent.chain(knocking).collect();
+            self.bell.poll(&mut fds, self.until_late(wait))?;
+            drop(fds);
             self.accept()?;
             for index in (0..self.callers.len()).rev() {
                 if !self.callers[index].admitted {
@@ -183,7 +193,7 @@ impl<'a> Door<'a> {
         Some(self.callers.remove(index).stream)
     }
 
-    /// Waits for up to `wait`, less than a second, for something to happen here or on `watched`; what has
+    /// Waits for up to `wait` for something to happen here or on `watched`, or for a change of the lifetime; what has
     /// arrived, and whether something happened on `watched` (that `flags` speak of). Questions are answered
     /// by `asked`.
     ///
@@ -213,7 +223,11 @@ impl<'a> Door<'a> {
             .map(|it| it.stream.has_plaintext())
             .collect();
         let at_once = returned || decrypted.contains(&true);
-        poll_for(&mut fds, if at_once { Duration::ZERO } else { wait })?;
+        let wait = match at_once {
+            true => Duration::ZERO,
+            false => self.until_late(wait),
+        };
+        self.bell.poll(&mut fds, wait)?;
         let happened: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
         let (callers, told) = (self.callers.len(), self.told.len());
@@ -262,6 +276,18 @@ impl<'a> Door<'a> {
             since,
             admitted: self.pass.is_none(),
         });
+    }
+
+    /// Shortens `wait` to the moment when a connection has been silent for too long.
+    fn until_late(&self, wait: Duration) -> Duration {
+        let left =
+            |caller: &Caller, patience: Duration| patience.saturating_sub(caller.since.elapsed());
+        let callers = self
+            .callers
+            .iter()
+            .map(|caller| left(caller, self.patience));
+        let told = self.told.iter().map(|caller| left(caller, HEARING));
+        callers.chain(told).fold(wait, Duration::min)
     }
 
     /// Drops whoever has been silent for too long.
@@ -450,18 +476,6 @@ pub fn announced(stream: &Stream) -> Announced {
         Said::Token(token) => Announced::Token(token),
         Said::Question(id) => Announced::Question(id.0),
         Said::Stranger(_) => Announced::Other,
-    }
-}
-
-/// Waits for up to `wait`, less than a second.
-fn poll_for(fds: &mut [PollFd<'_>], wait: Duration) -> io::Result<()> {
-    let wait = Timespec {
-        tv_sec: 0,
-        tv_nsec: wait.subsec_nanos().into(),
-    };
-    match rustix::event::poll(fds, Some(&wait)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(errno) => Err(errno.into()),
     }
 }
 

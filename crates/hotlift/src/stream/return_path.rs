@@ -15,13 +15,10 @@ use hotlift_wire::{WireError, limits};
 
 use crate::error::{Channel, MigrationError, printable};
 use crate::handover::Word;
-use crate::life::Life;
 use crate::life::gate::Gate;
+use crate::life::{LONG, Life};
 use crate::stream::handshake;
 use crate::transport::Stream;
-
-/// A wait for bytes that is ended by the end of the connection.
-const LONG: Duration = Duration::from_secs(3600);
 
 /// The messages of one connection.
 #[derive(Debug)]

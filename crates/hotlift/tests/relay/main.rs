@@ -9,6 +9,7 @@ mod destination;
 mod dialects;
 mod early;
 mod hostile;
+mod idle;
 mod log;
 mod options;
 mod recording;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::sock::IoScratch;
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
 use hotlift_wire::main_channel::FILE_HEADER;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
@@ -26,6 +26,8 @@ use super::place_reader::PlaceReader;
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, error_line};
+use crate::life::LONG;
+use crate::life::bell::Bell;
 use crate::life::threads::spawn;
 use crate::lock::lock;
 use crate::tls::Tls;
@@ -48,8 +50,8 @@ const OPENING: Duration = Duration::from_secs(10);
 /// found by the kernel (keepalive).
 const UNREAD: Duration = Duration::from_secs(60);
 
-/// How often the server looks whether it is to end.
-const TICK: Duration = Duration::from_millis(50);
+/// After an error of the listener (no file descriptors are left, for one), which goes on.
+const RETRY: Duration = Duration::from_millis(50);
 
 /// What somebody reads of a file, over all connections that he has at once.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,13 +136,14 @@ pub(super) fn serve_some(
         guests: Mutex::default(),
     };
     let mut acceptor = Acceptor::new(listener, tls).map_err(MigrationError::opening)?;
+    let bell = Bell::new(control.life()).map_err(MigrationError::opening)?;
     thread::scope(|scope| {
         while !control.is_cancelled() {
-            let accepted = match wait_for(&acceptor).and_then(|()| acceptor.take()) {
+            let accepted = match wait_for(&acceptor, &bell).and_then(|()| acceptor.take()) {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     on_event(ServerEvent::Trouble(error));
-                    control.life().sleep_while(Instant::now() + TICK, || true);
+                    control.life().sleep_while(Instant::now() + RETRY, || true);
                     continue;
                 }
             };
@@ -162,20 +165,14 @@ pub(super) fn serve_some(
     Ok(())
 }
 
-fn wait_for(acceptor: &Acceptor<'_>) -> io::Result<()> {
+fn wait_for(acceptor: &Acceptor<'_>, bell: &Bell) -> io::Result<()> {
     let polled = acceptor.polled();
-    let mut polled: Vec<_> = polled
-        .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-        .collect();
-    let tick = match acceptor.is_ready() {
+    let polled = polled.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    let wait = match acceptor.is_ready() {
         true => Duration::ZERO,
-        false => TICK,
+        false => LONG,
     };
-    let tick = Timespec::try_from(tick).map_err(io::Error::other)?;
-    match poll(&mut polled, Some(&tick)) {
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(errno) => Err(errno.into()),
-    }
+    bell.poll(&mut polled.collect(), wait)
 }
 
 struct Server<'a> {

@@ -12,6 +12,7 @@ use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
 
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
+use crate::life::LONG;
 use crate::options::{MAX_PACKET_SIZE, Options};
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::door::Door;
@@ -19,7 +20,7 @@ use crate::stream::handshake::{self, Beginning};
 use crate::stream::multifd_recv::Methods;
 use crate::transport::Stream;
 
-/// How often a wait for connections looks whether it was called off.
+/// How often the beginning of a main channel is looked at while its multifd channels are missing.
 const TICK: Duration = Duration::from_millis(100);
 
 /// How long a channel may be behind a main channel that has pages already: its connection was made before, but the last
@@ -109,7 +110,11 @@ impl Expected<'_> {
             return Err(self.timed_out(arrivals));
         }
         // A channel that has said what it is waits for the others; only its end is of interest.
-        arrivals.step(TICK, &|packet, others| self.check(packet, others))?;
+        let wait = match arrivals.since {
+            Some(_) => TICK,
+            None => LONG,
+        };
+        arrivals.step(wait, &|packet, others| self.check(packet, others))?;
         // The channels would be waited for in vain. (One that has gone already is turned away in the next step.)
         let main = arrivals.main.as_ref().map(|(main, _)| main);
         if arrivals.waits_for_channels()

@@ -237,6 +237,8 @@ impl<'a> Session<'a> {
         waiting: &dyn Waiting,
     ) -> Result<Arc<Stream>, MigrationError> {
         self.awaits_preempt.store(true, Ordering::Release);
+        // The thread at the door looks for it only now.
+        self.control.life().wake();
         // Half of the source's patience, so that it hears the reason before it runs out.
         let patience = self.options.handshake_timeout / 2;
         self.preempt.wait_for(patience, waiting)

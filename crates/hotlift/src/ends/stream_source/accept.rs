@@ -12,14 +12,12 @@ use hotlift_wire::multifd::{Hello, InitialPacket};
 use crate::control::Control;
 use crate::ends::settings::RelaySettings;
 use crate::error::MigrationError;
+use crate::life::LONG;
 use crate::pipe::session::Call;
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::door::{Arrival, Door, Kind};
 use crate::stream::main_recv::Waiting;
 use crate::transport::{Acceptor, Listener, Stream, wait_readable};
-
-/// How often a wait for connections looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
 
 /// How long the last channel of a source may be behind its first multifd flush on main, before which it was
 /// connected: on one host nothing but this process's own delay.
@@ -98,7 +96,9 @@ impl<'a> Uncounted<'a> {
             settings.incoming_pass.clone(),
             timeout,
             control.strangers(),
-        );
+            control.life(),
+        )
+        .map_err(MigrationError::opening)?;
         Ok(Self {
             arrivals: Arrivals::new(door, None, control.strangers()),
             timeout,
@@ -115,7 +115,8 @@ impl<'a> Uncounted<'a> {
                 self.let_channels_in(&main.0, call)?;
                 return Ok(main);
             }
-            self.step(TICK, call)?;
+            let left = |until: Instant| until.saturating_duration_since(Instant::now());
+            self.step(deadline.map_or(LONG, left), call)?;
             if self.arrivals.multifd.is_empty() && self.arrivals.main.is_none() {
                 // Whoever is here only may be a source.
                 deadline = None;

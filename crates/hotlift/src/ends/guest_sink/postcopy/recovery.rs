@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use hotlift_mem::Fault;
 use hotlift_wire::main_channel::postcopy::{PostcopyCommand, put_bitmap};
@@ -15,6 +15,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use super::run::{Incoming, out_of_place};
 use crate::error::MigrationError;
+use crate::life::LONG;
 use crate::life::threads::{caught, spawn};
 use crate::status::Status;
 use crate::stream::door::{Arrival, Door, Kind, RESUMED_MAGIC};
@@ -23,9 +24,6 @@ use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
-
-/// Between two looks whether a wait was called off.
-const TICK: Duration = Duration::from_millis(100);
 
 /// Within so many times what a handshake may take it is to be agreed what is missing: the bitmaps of 1 TiB are 32 MiB.
 const AGREEING: u32 = 2;
@@ -56,7 +54,14 @@ impl Incoming<'_> {
         let acceptor = Acceptor::new(listener, tls::of_options(session.options, &address)?);
         let acceptor = acceptor.map_err(MigrationError::opening)?;
         let patience = session.options.handshake_timeout;
-        let mut door = Door::new(acceptor, None, patience, control.strangers());
+        let mut door = Door::new(
+            acceptor,
+            None,
+            patience,
+            control.strangers(),
+            control.life(),
+        )
+        .map_err(MigrationError::opening)?;
         while !control.life().is_stopped() && !control.has_recovery() {
             for arrival in self.arrivals(&mut door)? {
                 if !self.is_the_source(&arrival) {
@@ -93,7 +98,7 @@ impl Incoming<'_> {
     fn arrivals(&self, door: &mut Door<'_>) -> Result<Vec<Arrival>, MigrationError> {
         // Whoever asks is told that the guest runs.
         let asked = self.session.asked(&|| ());
-        let step = door.step(TICK, &[], Some(&asked));
+        let step = door.step(LONG, &[], Some(&asked));
         Ok(step.map_err(MigrationError::opening)?.0)
     }
 

@@ -1,0 +1,86 @@
+//! What a poll waits for beside its sockets: the next change of the lifetime.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use crate::life::{Changes, Life, Wake};
+
+/// A descriptor that is readable after each change of a lifetime, so that a poll needs no tick.
+#[derive(Debug)]
+pub(crate) struct Bell(Arc<Counter>);
+
+#[derive(Debug)]
+struct Counter(OwnedFd);
+
+impl Wake for Counter {
+    fn wake(&self) {
+        // It counts to 2^64 - 2, and wakes at 1.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Bell {
+    /// Makes one of `life`.
+    ///
+    /// # Errors
+    /// The system gives no descriptor.
+    pub(crate) fn new(life: &Life) -> io::Result<Self> {
+        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let counter = Arc::new(Counter(eventfd(0, flags)?));
+        let wait: Arc<dyn Wake> = counter.clone();
+        Changes(Arc::clone(&life.shared)).register(Arc::downgrade(&wait));
+        Ok(Self(counter))
+    }
+
+    /// Waits until something happens on `fds`, the lifetime changes, or `wait` is over. The caller looks at the lifetime
+    /// before each call: a change since then ends the wait at once.
+    ///
+    /// # Errors
+    /// The system's reason why nothing can be waited for.
+    pub(crate) fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
+        fds.push(PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN));
+        // A time that does not fit is as good as none.
+        let wait = Timespec::try_from(wait).ok();
+        let polled = poll(fds, wait.as_ref());
+        let bell = fds.pop();
+        if bell.is_some_and(|bell| !bell.revents().is_empty()) {
+            let _ = rustix::io::read(&self.0.0, &mut [0; 8]);
+        }
+        match polled {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_before_or_within_a_poll_ends_it_and_is_taken_once() {
+        const LONG: Duration = Duration::from_secs(600);
+        let life = Life::default();
+        let bell = Bell::new(&life).unwrap();
+        life.cancel();
+        bell.poll(&mut Vec::new(), LONG).unwrap();
+        std::thread::scope(|scope| {
+            let polls = scope.spawn(|| bell.poll(&mut Vec::new(), LONG));
+            life.wake();
+            polls.join().unwrap().unwrap();
+        });
+        let mut fds = [PollFd::new(&bell, PollFlags::IN)];
+        assert_eq!(poll(&mut fds, Some(&Timespec::default())), Ok(0));
+    }
+}
