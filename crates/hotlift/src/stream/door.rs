@@ -278,7 +278,7 @@ impl<'a> Door<'a> {
         });
     }
 
-    /// Shortens `wait` to the moment when a connection has been silent for too long.
+    /// Shortens `wait` to the moment when a connection has been silent for too long, or when a handshake may give way.
     fn until_late(&self, wait: Duration) -> Duration {
         let left =
             |caller: &Caller, patience: Duration| patience.saturating_sub(caller.since.elapsed());
@@ -287,7 +287,8 @@ impl<'a> Door<'a> {
             .iter()
             .map(|caller| left(caller, self.patience));
         let told = self.told.iter().map(|caller| left(caller, HEARING));
-        callers.chain(told).fold(wait, Duration::min)
+        let wait = callers.chain(told).fold(wait, Duration::min);
+        self.acceptor.shortened(wait)
     }
 
     /// Drops whoever has been silent for too long.

@@ -43,6 +43,15 @@ impl<'a> Acceptor<'a> {
         listener.into_iter().chain(ended)
     }
 
+    /// Shortens a wait for what [`Self::polled`] shows, if something else may come first.
+    #[must_use]
+    pub fn shortened(&self, wait: Duration) -> Duration {
+        match &self.handshakes {
+            Some(all) => all.shortened(wait, Instant::now()),
+            None => wait,
+        }
+    }
+
     /// Whether [`Self::take`] has something to do that no poll shows.
     #[must_use]
     pub fn is_ready(&self) -> bool {
@@ -58,7 +67,8 @@ impl<'a> Acceptor<'a> {
     /// has to give way.
     #[must_use]
     pub fn has_room(&self) -> bool {
-        self.handshakes.as_ref().is_none_or(Handshakes::has_room)
+        let has_room = |all: &Handshakes| all.has_room(Instant::now());
+        self.handshakes.as_ref().is_none_or(has_room)
     }
 
     /// Takes what has come, without waiting.

@@ -16,6 +16,9 @@ use crate::transport::{Stream, wait_readable};
 /// Handshakes that may be under way. Others wait in the listener's queue, where they cost this process nothing.
 const UNDER_WAY: usize = 64;
 
+/// How often it is looked, while all places are taken, whether a handshake has had its time.
+const FULL: Duration = Duration::from_millis(100);
+
 /// For how long a handshake cannot be pushed out by a new connection when all places are taken: two round-trip times of any
 /// network, and some work. If none were pushed out, as many silent connections would keep everybody out for ten seconds.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -85,13 +88,21 @@ impl Handshakes {
     }
 
     /// Whether there is room for another, or one that has to give way to it.
-    pub(super) fn has_room(&self) -> bool {
-        self.under_way.len() < UNDER_WAY || self.gives_way().is_some()
+    pub(super) fn has_room(&self, now: Instant) -> bool {
+        self.under_way.len() < UNDER_WAY || self.gives_way(now).is_some()
+    }
+
+    /// Shortens a wait for connections while there is no room: that a handshake gives way by its time shows at no descriptor.
+    pub(super) fn shortened(&self, wait: Duration, now: Instant) -> Duration {
+        match self.has_room(now) {
+            true => wait,
+            false => wait.min(FULL),
+        }
     }
 
     /// The place of the handshake that has to give way to a new one where there is no room.
-    fn gives_way(&self) -> Option<usize> {
-        let has_had = |time| move |one: &UnderWay| one.since.elapsed() > time;
+    fn gives_way(&self, now: Instant) -> Option<usize> {
+        let has_had = |time| move |one: &UnderWay| now.saturating_duration_since(one.since) > time;
         let of_a_crowd = |one: &UnderWay| {
             let same = self.under_way.iter().filter(|other| other.from == one.from);
             same.count() > UNDER_WAY / 2 && has_had(PATIENCE_WITH_A_CROWD)(one)
@@ -106,7 +117,7 @@ impl Handshakes {
     /// The system gives no file descriptor or thread.
     pub(super) fn begin(&mut self, stream: Stream, since: Instant) -> io::Result<()> {
         if self.under_way.len() >= UNDER_WAY {
-            let place = self.gives_way().unwrap_or(0);
+            let place = self.gives_way(Instant::now()).unwrap_or(0);
             self.under_way.remove(place).end();
         }
         let number = self.next;
@@ -205,26 +216,26 @@ mod tests {
     fn a_handshake_that_does_not_move_gives_way_to_the_next() {
         let tls = some_tls();
         let mut handshakes = Handshakes::new(tls).unwrap();
-        let long_ago = Instant::now().checked_sub(2 * PATIENCE).unwrap();
+        let now = Instant::now();
+        let long_ago = now.checked_sub(2 * PATIENCE).unwrap();
+        let wait = Duration::from_secs(600);
         let mut others = Vec::new();
         for number in 0..UNDER_WAY {
-            assert!(handshakes.has_room());
+            assert!(handshakes.has_room(now));
             let (here, there) = UnixStream::pair().unwrap();
             let here = Stream::from(here);
             others.push(there);
-            let since = if number == 0 {
-                long_ago
-            } else {
-                Instant::now()
-            };
+            let since = if number == 0 { long_ago } else { now };
             handshakes.begin(here, since).unwrap();
         }
-        assert!(handshakes.has_room(), "the first has had its time");
+        assert!(handshakes.has_room(now), "the first has had its time");
+        assert_eq!(handshakes.shortened(wait, now), wait);
         let (here, _there) = UnixStream::pair().unwrap();
-        handshakes.begin(here.into(), Instant::now()).unwrap();
+        handshakes.begin(here.into(), now).unwrap();
         assert_eq!(handshakes.under_way.len(), UNDER_WAY);
         let ended = handshakes.take_ended();
         assert!(matches!(ended[..], [(Err(_), since)] if since == long_ago));
-        assert!(!handshakes.has_room(), "nobody else has");
+        assert!(!handshakes.has_room(now), "nobody else has");
+        assert_eq!(handshakes.shortened(wait, now), FULL);
     }
 }

@@ -170,7 +170,7 @@ fn wait_for(acceptor: &Acceptor<'_>, bell: &Bell) -> io::Result<()> {
     let polled = polled.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     let wait = match acceptor.is_ready() {
         true => Duration::ZERO,
-        false => LONG,
+        false => acceptor.shortened(LONG),
     };
     bell.poll(&mut polled.collect(), wait)
 }
