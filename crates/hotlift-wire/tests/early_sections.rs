@@ -121,6 +121,9 @@ fn the_state_of_virtio_mem_ends_by_its_layout_and_names_what_is_plugged() {
         assert_eq!(read.bytes, bytes);
         assert_eq!(read.payload_len, u64::try_from(payload.len()).unwrap());
         let memory = read.memory.unwrap();
+        assert!(memory.is_in("0000:00:01.0/vm0", BLOCKS * BLOCK));
+        assert!(!memory.is_in("0000:00:01.0:00.0/vm0", BLOCKS * BLOCK));
+        assert!(!memory.is_in("0000:00:01.0/vm0", BLOCK));
         for block in 0..BLOCKS {
             let is_plugged = plugged.contains(&block);
             assert_eq!(memory.is_plugged(block * BLOCK), is_plugged, "{block}");

@@ -248,12 +248,13 @@ proptest! {
     }
 }
 
-/// A section of a device in which the first three of 16 blocks of 4 pages are plugged, and the last.
-fn virtio_mem(id: u32) -> Vec<u8> {
+/// A section of the device with number `id`, in which those of 16 blocks of 4 pages are plugged that have a bit in `plugged`.
+fn virtio_mem(id: u32, plugged: u16) -> Vec<u8> {
     let name = format!("0000:00:{id:02}.0/virtio-mem-device-early");
     let page = PAGE as u64;
     let fields = [4 << 30, 64 * page, 4 * page].map(u64::to_be_bytes);
-    let behind_node = [16 * page, 0x8007].map(u64::to_be_bytes);
+    let plugged_bytes = u64::from(plugged.count_ones()) * 4 * page;
+    let behind_node = [plugged_bytes, plugged.into()].map(u64::to_be_bytes);
     [
         &[4][..],
         &id.to_be_bytes(),
@@ -271,12 +272,25 @@ fn virtio_mem(id: u32) -> Vec<u8> {
 
 #[test]
 fn memory_that_a_device_has_unplugged_is_left_out_on_every_way_between_files() {
-    let plugged = |page: &u8| *page < 12 || *page >= 60;
+    // Of one size: the path of a device alone has its RAM block. Their sections have another order than the blocks.
+    let devices = [(8, 0x8007_u16), (9, 0x0ff0)];
+    let is_plugged = |plugged: u16, page: u8| plugged >> (page / 4) & 1 == 1;
     let mut saved = small("pc-i440fx-10.0");
-    let pages = (0..64).map(|page| (plugged(&page) && page % 3 != 0).then_some(page + 1));
-    saved.blocks.push(("vm0".to_owned(), pages.collect()));
+    for (id, plugged) in devices {
+        let pages = (0..64).map(|page| {
+            let has_content = is_plugged(plugged, page) && page % 3 != 0;
+            has_content.then_some(page + 1)
+        });
+        let name = format!("0000:00:{id:02}.0/vm");
+        saved.blocks.push((name, pages.collect()));
+    }
     saved.tail = b"\x04device\0\x06\0\0\0\x0e{\"devices\":[]}".to_vec();
-    for early in [[virtio_mem(40), Vec::new()], [Vec::new(), virtio_mem(41)]] {
+    let sections = devices.map(|(id, plugged)| virtio_mem(id, plugged));
+    let [first, second] = &sections;
+    for early in [
+        [[&second[..], first].concat(), Vec::new()],
+        [Vec::new(), [&second[..], first].concat()],
+    ] {
         saved.early = early;
         let folder = folder();
         let path = |name: &str| folder.path().join(name);
@@ -284,7 +298,11 @@ fn memory_that_a_device_has_unplugged_is_left_out_on_every_way_between_files() {
         let settings = settings("none", 2);
         let zeros = saved.blocks[..2].iter().flat_map(|(_, pages)| pages);
         let zeros = zeros.filter(|page| page.is_none()).count();
-        let plugged_zeros = (0..64).filter(plugged).filter(|page| page % 3 == 0).count();
+        let plugged_zeros = devices.map(|(_, plugged)| {
+            let pages = (0..64).filter(|&page| is_plugged(plugged, page));
+            pages.filter(|page| page % 3 == 0).count()
+        });
+        let plugged_zeros: usize = plugged_zeros.iter().sum();
         let ways = [
             ("qemu", "ours", FileFormat::Hotlift),
             ("ours", "again", FileFormat::MappedRam),

@@ -53,6 +53,8 @@ pub struct EarlySection {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PluggableMemory {
+    /// Path of the device, which its section's name begins with; empty if it has none.
+    pub device: String,
     /// Bytes of the device's RAM block.
     pub region_size: u64,
     /// Bytes that one bit of the bitmap stands for, a power of two.
@@ -68,8 +70,8 @@ impl PluggableMemory {
         reader: &mut Reader<'_>,
     ) -> Result<Option<Self>, WireError> {
         const WHAT: &str = "state of virtio-mem";
-        let name = header.idstr.rsplit('/').next();
-        if name != Some(VIRTIO_MEM) || header.version_id != VIRTIO_MEM_VERSION {
+        let (device, name) = header.idstr.rsplit_once('/').unwrap_or(("", header.idstr));
+        if name != VIRTIO_MEM || header.version_id != VIRTIO_MEM_VERSION {
             return Ok(None);
         }
         let mut ahead = reader.clone();
@@ -89,6 +91,7 @@ impl PluggableMemory {
         };
         let (words, _) = ahead.take(bytes, WHAT)?.as_chunks();
         let memory = Self {
+            device: device.to_owned(),
             region_size,
             block_size,
             plugged: words.iter().map(|word| u64::from_be_bytes(*word)).collect(),
@@ -105,6 +108,15 @@ impl PluggableMemory {
     pub fn plugged_bytes(&self) -> Option<u64> {
         let blocks = self.plugged.iter().map(|word| u64::from(word.count_ones()));
         blocks.sum::<u64>().checked_mul(self.block_size)
+    }
+
+    /// Whether the RAM block with this name and length is the device's: QEMU puts the device's path before both names
+    /// (`qemu_ram_set_idstr`, `vmstate_register`).
+    #[must_use]
+    pub fn is_in(&self, block: &str, length: u64) -> bool {
+        let name = block.strip_prefix(&self.device);
+        let has_path = name.is_some_and(|name| name.starts_with('/'));
+        has_path && !self.device.is_empty() && length == self.region_size
     }
 
     /// Whether the guest has the byte at this offset of the region.

@@ -159,8 +159,7 @@ impl Complete {
     }
 
     /// Checks that every page has come, but for those that the source leaves out, as it reports beside the stream or, of
-    /// virtio-mem, in the stream. That of the stream has each page, and decides where there is one: for a block of the
-    /// device's length.
+    /// virtio-mem, in the stream. That of the stream has each page, and decides where there is one for the block.
     ///
     /// # Errors
     /// [`FileError::Incomplete`] with the first RAM block that lacks pages.
@@ -169,22 +168,18 @@ impl Complete {
         left_out: &[LeftOut],
         memory_devices: &[PluggableMemory],
     ) -> Result<(), FileError> {
-        let mut devices: Vec<_> = memory_devices.iter().collect();
         for block in &self.blocks {
             let (missing, first) = block.missing();
             if first.is_none() {
                 continue;
             }
-            let is_of_block = |device: &&PluggableMemory| device.region_size == block.length;
-            let has_device = memory_devices.iter().any(|device| is_of_block(&device));
-            let of_block =
-                |device: &&PluggableMemory| is_of_block(device) && block.has_all_of(device);
-            if let Some(device) = devices.iter().position(of_block) {
-                devices.remove(device);
+            let mut devices = memory_devices.iter();
+            let device = devices.find(|device| device.is_in(&block.name, block.length));
+            if device.is_some_and(|device| block.has_all_of(device)) {
                 continue;
             }
             let may_lack = |left_out: &LeftOut| match left_out {
-                LeftOut::Unplugged { .. } if has_device => false,
+                LeftOut::Unplugged { .. } if device.is_some() => false,
                 LeftOut::Unplugged { block: name, bytes } => {
                     let is_this = block.name == *name || block.name.ends_with(&format!("/{name}"));
                     is_this && missing <= *bytes
@@ -261,13 +256,18 @@ mod tests {
         assert!(check(&[], &[]).is_some());
     }
 
-    /// A device of blocks of 2 pages.
-    fn device(pages: u64, plugged: u64) -> PluggableMemory {
+    /// A device with blocks of 2 pages, whose RAM block is `mem0` of this path.
+    fn device_at(device: &str, pages: u64, plugged: u64) -> PluggableMemory {
         PluggableMemory {
+            device: device.to_owned(),
             region_size: pages * PAGE,
             block_size: 2 * PAGE,
             plugged: vec![plugged],
         }
+    }
+
+    fn device(pages: u64, plugged: u64) -> PluggableMemory {
+        device_at("/objects", pages, plugged)
     }
 
     #[test]
@@ -281,10 +281,9 @@ mod tests {
             None
         );
         assert!(check(&[0, 1, 6], std::slice::from_ref(&plugged)).is_some());
-        assert_eq!(
-            check(&[0, 1, 6], &[plugged.clone(), device(8, 0b0001)]),
-            None
-        );
+        // Another device has unplugged more.
+        let other = device_at("/other", 8, 0b0001);
+        assert!(check(&[0, 1, 6], &[other, plugged.clone()]).is_some());
         assert!(check(&[0, 1, 6, 7], &[device(6, 0b0001)]).is_some());
         // A report beside the stream does not go beyond it.
         let beside = [unplugged("mem0", 8)];
@@ -294,17 +293,24 @@ mod tests {
 
     #[test]
     fn a_device_leaves_out_what_it_has_unplugged_of_one_block() {
-        let blocks = ["a", "b"].map(|name| RamBlockEntry::new(name, 8 * PAGE));
+        // The path of the first is the beginning of another.
+        let blocks = ["a/mem0", "a:b/mem0"].map(|name| RamBlockEntry::new(name, 8 * PAGE));
         let complete = Complete::new(&blocks, &MemoryLimit::new(1 << 20));
-        let nothing = device(8, 0);
-        assert!(complete.check(&[], std::slice::from_ref(&nothing)).is_err());
-        complete.check(&[], &[nothing.clone(), nothing]).unwrap();
+        let [first, second] = ["a", "a:b"].map(|path| device_at(path, 8, 0));
+        assert!(complete.check(&[], std::slice::from_ref(&first)).is_err());
+        assert!(
+            complete
+                .check(&[], &[first.clone(), first.clone()])
+                .is_err()
+        );
+        assert!(complete.check(&[], &[device_at("", 8, 0)]).is_err());
+        complete.check(&[], &[second, first]).unwrap();
     }
 
     #[test]
     fn a_device_of_many_parts_is_compared_in_each() {
         let pages = 3 * PART;
-        let blocks = [RamBlockEntry::new("mem0", pages * PAGE)];
+        let blocks = [RamBlockEntry::new("/objects/mem0", pages * PAGE)];
         let complete = Complete::new(&blocks, &MemoryLimit::new(1 << 20));
         let mut batch = Batch::new();
         batch.start(0);
@@ -312,6 +318,7 @@ mod tests {
         complete.note(&batch).unwrap();
         for (plugged, is_complete) in [(0b0_1100, true), (0b1_1100, false), (0b0_1110, false)] {
             let device = PluggableMemory {
+                device: "/objects".to_owned(),
                 region_size: pages * PAGE,
                 block_size: PART * PAGE / 2,
                 plugged: vec![plugged],

@@ -54,20 +54,12 @@ impl SavedStream {
         lengths.check(&self.end)
     }
 
-    /// The virtio-mem device whose memory a RAM block is: all blocks of its length are such devices', and these have
-    /// plugged the same.
+    /// The virtio-mem device whose memory a RAM block is.
     fn memory_device(&self, block: usize) -> Option<&PluggableMemory> {
-        let length = self.ram.blocks[block].used_length;
-        let devices = self
-            .early
-            .all()
-            .filter_map(|section| section.memory.as_ref());
-        let mut devices = devices.filter(|device| device.region_size == length);
-        let first = devices.next()?;
-        let blocks = self.ram.blocks.iter();
-        let others = blocks.filter(|block| block.used_length == length).count() - 1;
-        let same = devices.filter(|device| *device == first).count();
-        (same == others).then_some(first)
+        let block = &self.ram.blocks[block];
+        let sections = self.early.all();
+        let mut devices = sections.filter_map(|section| section.memory.as_ref());
+        devices.find(|device| device.is_in(&block.name, block.used_length))
     }
 }
 
