@@ -26,6 +26,7 @@ use hotlift_qemu::compare::{self, compare};
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::error::at_destination;
 use hotlift_qemu::incoming;
+use hotlift_qemu::left_out::left_out;
 use hotlift_qemu::run_state::words;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::QmpAddress;
@@ -212,7 +213,9 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     let channels = args.multifd_channels;
     incoming::listen(&mut destination, Purpose::Restore, channels, &[], &socket)?;
     let limits = args.limits.options();
+    let left_out = left_out(&mut destination.qemu()).map_err(at_destination)?;
     let settings = RelaySettings {
+        left_out,
         salvage: args.salvage,
         flush_after_each_section: args.flush.value(),
         ..incoming::relay_settings(&mut destination, args.multifd_channels, limits)?

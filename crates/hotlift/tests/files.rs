@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use hotlift::file::{FileError, FileFormat, describe};
-use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, relay};
+use hotlift::relay::{Hooks, Incoming, LeftOut, Outgoing, RelayReport, RelaySettings, relay};
 use hotlift::{Control, MigrationError, Options};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{
@@ -320,6 +320,39 @@ fn memory_that_a_device_has_unplugged_is_left_out_on_every_way_between_files() {
         }
         assert!(Saved::read(&path("again")) == saved);
         assert!(Saved::read(&path("mapped")) == saved);
+    }
+}
+
+#[test]
+fn zeros_are_not_sent_to_memory_that_is_unplugged_at_the_destination() {
+    let mut saved = small("pc-i440fx-7.2");
+    let pages = (0..64).map(|page| (page % 3 == 0).then_some(page + 1));
+    saved
+        .blocks
+        .push(("0000:00:08.0/vm".to_owned(), pages.collect()));
+    let zeros = saved.blocks[..2].iter().flat_map(|(_, pages)| pages);
+    let zeros = zeros.filter(|page| page.is_none()).count();
+    let folder = folder();
+    let path = |name: &str| folder.path().join(name);
+    saved.write(&path("qemu"), 0);
+    let plugged_zeros = saved.blocks[2].1.iter().filter(|page| page.is_none());
+    for (unplugged, expected) in [(64, zeros), (63, zeros + plugged_zeros.count())] {
+        let settings = RelaySettings {
+            left_out: vec![LeftOut::Unplugged {
+                block: "vm".to_owned(),
+                bytes: (unplugged * PAGE) as u64,
+            }],
+            ..settings("none", 2)
+        };
+        let carried = carry(
+            (&path("qemu"), 0),
+            &path("again"),
+            FileFormat::MappedRam,
+            &settings,
+        );
+        let report = carried.unwrap_or_else(|error| panic!("{}", error.chain()));
+        assert_eq!(report.zero_pages, expected as u64, "{unplugged}");
+        assert!(Saved::read(&path("again")) == saved);
     }
 }
 

@@ -16,7 +16,7 @@ const FLOORS: &[&[&str]] = &[
     &["control"],
     &["liveness", "postcopy"],
     &["pipe"],
-    &["ends/settings", "ends/page_set"],
+    &["ends/page_set"],
     &["ends/file"],
     &["ends/request"],
     &[

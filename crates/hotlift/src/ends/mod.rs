@@ -8,13 +8,12 @@
 //! | `stream_sink` | a stream to somebody else, out of batches |
 //! | `file` | save files, and QEMU's `mapped-ram` files |
 //!
-//! `request` chooses among those of a relay, `settings` tells how; `page_set` is what two of them keep of pages.
+//! `request` chooses among those of a relay; `page_set` is what two of them keep of pages.
 
 pub mod file;
 pub(crate) mod guest_sink;
 pub(crate) mod guest_source;
 pub(crate) mod page_set;
 pub(crate) mod request;
-pub(crate) mod settings;
 pub(crate) mod stream_sink;
 pub(crate) mod stream_source;

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use crate::control::Control;
 use crate::ends::file::{FileFormat, RemoteFile};
-use crate::ends::settings::RelaySettings;
 use crate::pipe::hooks::Hooks;
+use crate::pipe::settings::RelaySettings;
 use crate::transport::{Address, Listener};
 
 /// Where the stream comes from.

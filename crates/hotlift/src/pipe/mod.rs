@@ -7,6 +7,7 @@
 //! | `barrier` | channels stand still at a sync point until main has come to it |
 //! | `gate` | channels start and end a round of the guest's pages together |
 //! | `session`, `run`, `watch` | what the threads share; the threads; what ends them when they all wait |
+//! | `settings` | how a relay passes a stream on |
 //! | `hooks` | what the caller wants to know, and knows better |
 
 pub(crate) mod barrier;
@@ -16,6 +17,7 @@ pub(crate) mod gate;
 pub(crate) mod hooks;
 pub(crate) mod run;
 pub(crate) mod session;
+pub(crate) mod settings;
 pub(crate) mod sink;
 pub(crate) mod source;
 pub(crate) mod watch;

@@ -14,11 +14,11 @@ use crate::cpu_limit::CpuBudget;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, MethodFigures, ThreadCpu, ThreadTimes};
 use crate::handover::{Giving, Taking, Verdict, Word};
-use crate::options::Options;
 use crate::pipe::barrier::Barrier;
 use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
 use crate::pipe::hooks::Hooks;
+use crate::pipe::settings::{LeftOut, RelaySettings};
 use crate::pipe::sink::{EarlySections, RamLayout, Sink};
 use crate::status::Status;
 use crate::stream::door::Asked;
@@ -61,6 +61,8 @@ pub(crate) struct Session<'a> {
     pub accelerator: Accelerator,
     /// What the source can make this relay take.
     pub memory: MemoryLimit,
+    /// RAM that the QEMU beside this relay leaves out.
+    pub left_out: Vec<LeftOut>,
     /// CPU time that the channels of both sides may take together.
     pub cpu: Arc<CpuBudget>,
     pub flow: Flow<Batch>,
@@ -97,7 +99,7 @@ pub(crate) struct Session<'a> {
 impl<'a> Session<'a> {
     pub(crate) fn new(
         control: &Control,
-        options: &Options,
+        settings: &RelaySettings,
         memory: MemoryLimit,
         sink: &'a dyn Sink,
         received: Vec<Counters>,
@@ -106,11 +108,13 @@ impl<'a> Session<'a> {
     ) -> Self {
         // The last is that of main.
         let channels = received.len() - 1;
+        let options = &settings.outgoing;
         Self {
             control: control.clone(),
             accelerator: options.accelerator,
             memory,
             cpu: control.steering().cpu_budget(options),
+            left_out: settings.left_out.clone(),
             // One in the hands of each thread, and one between each pair of them.
             flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
             barrier: Barrier::new(channels, control.life()),

@@ -23,13 +23,13 @@ use super::layout::{self, BLOCK_HEAD_LEN, BlockHead, Contents, Entry, FileInfo, 
 use super::partial::PartialFile;
 use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
-use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
 use crate::lock::lock;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
+use crate::pipe::settings::{LeftOut, RelaySettings};
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
 use crate::stream::codec::Encoder;
 use crate::stream::handshake;

@@ -8,10 +8,10 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::PluggableMemory;
 
 use super::FileError;
-use crate::ends::settings::LeftOut;
 use crate::error::{Channel, MigrationError};
 use crate::lock::lock;
 use crate::pipe::batch::Batch;
+use crate::pipe::settings::LeftOut;
 
 /// Pages that share a bitmap: 128 MiB of RAM, 4 KiB. It is there only while some of them have come and some have not. A source
 /// sends RAM in order, so that few are there at a time, however much RAM there is.
@@ -179,10 +179,9 @@ impl Complete {
                 continue;
             }
             let may_lack = |left_out: &LeftOut| match left_out {
-                LeftOut::Unplugged { .. } if device.is_some() => false,
-                LeftOut::Unplugged { block: name, bytes } => {
-                    let is_this = block.name == *name || block.name.ends_with(&format!("/{name}"));
-                    is_this && missing <= *bytes
+                LeftOut::Unplugged { .. } => {
+                    let unplugged = left_out.unplugged(&block.name);
+                    device.is_none() && unplugged.is_some_and(|bytes| missing <= bytes)
                 }
                 // A block of which nothing came is more than the guest's free pages.
                 LeftOut::Free => missing < block.length,

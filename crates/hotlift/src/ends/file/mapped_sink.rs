@@ -19,11 +19,11 @@ use super::complete::Complete;
 use super::partial::PartialFile;
 use super::{FileError, check_ram};
 use crate::control::Control;
-use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
 use crate::lock::lock;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
+use crate::pipe::settings::{LeftOut, RelaySettings};
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
 
 /// Space set aside for EOF and VM description, which are written after the source was told that its

@@ -6,7 +6,7 @@ use std::thread;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{Command, Configuration, EarlyLengths, PluggableMemory};
-use hotlift_wire::{WireError, limits};
+use hotlift_wire::{RamBlockEntry, WireError, limits};
 
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
@@ -192,6 +192,11 @@ impl<P: Places> Source for FileSource<P> {
         let mut places = self.file.reader(session)?;
         while let Some((block, share)) = self.next_share() {
             let device = self.stream().memory_device(block);
+            let RamBlockEntry {
+                name, used_length, ..
+            } = &self.stream().ram.blocks[block];
+            let mut left_out = session.left_out.iter();
+            let is_empty = left_out.any(|it| it.unplugged(name) >= Some(*used_length));
             for start in share.clone().step_by(BATCH_PAGES) {
                 let Some(mut batch) = session.flow.take() else {
                     return Ok(());
@@ -200,9 +205,11 @@ impl<P: Places> Source for FileSource<P> {
                 let pages = start..share.end.min(start + BATCH_PAGES);
                 let read = self.file.fill(&mut places, &mut batch, block, pages)?;
                 session.received[reader].add_bytes(read);
-                if let Some(device) = device {
-                    // To send one as zero has QEMU read it, and its host take memory for it.
-                    batch.zero.retain(|offset| device.is_plugged(*offset));
+                // To send one as zero has QEMU read it, and its host take memory for it.
+                match device {
+                    Some(device) => batch.zero.retain(|offset| device.is_plugged(*offset)),
+                    None if is_empty => batch.zero.clear(),
+                    None => {}
                 }
                 match batch.len() {
                     0 => session.flow.release(batch),

@@ -21,10 +21,10 @@ use crate::ends::file::partial::PartialFile;
 use crate::ends::file::{
     BlockFile, BlockSink, Blocks, FileError, Places, SavedVm, describe, inspect,
 };
-use crate::ends::settings::RelaySettings;
 use crate::error::MigrationError;
 use crate::options::Options;
 use crate::pipe::batch::Batch;
+use crate::pipe::settings::RelaySettings;
 use crate::pipe::sink::{Opening, RamLayout, Sink, WritePages};
 
 /// Somebody else: `nobody`, on every Linux.

@@ -28,7 +28,6 @@ use crate::control::Control;
 use crate::ends::file::{BlockSink, FileFormat, MappedRamSink};
 use crate::ends::page_set::PageSet;
 use crate::ends::request::{Outgoing, Request};
-use crate::ends::settings::RelaySettings;
 use crate::ends::stream_sink::host_pages::HostPages;
 use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
 use crate::ends::stream_sink::postcopy::Background;
@@ -37,6 +36,7 @@ use crate::figures::MethodFigures;
 use crate::handover::{Word, await_word, say_farewell, say_heard};
 use crate::lock::lock;
 use crate::pipe::hooks::Taken;
+use crate::pipe::settings::RelaySettings;
 use crate::pipe::sink::{
     Forward, ForwardPackets, HasTaken, Opening, Postcopy, RamLayout, Sink, WritePages,
 };

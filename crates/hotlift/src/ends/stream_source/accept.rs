@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use hotlift_wire::multifd::{Hello, InitialPacket};
 
 use crate::control::Control;
-use crate::ends::settings::RelaySettings;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::pipe::session::Call;
+use crate::pipe::settings::RelaySettings;
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::door::{Arrival, Door, Kind};
 use crate::stream::main_recv::Waiting;

@@ -38,8 +38,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::ends::request::Request;
 pub use crate::ends::request::{Incoming, Outgoing};
-pub use crate::ends::settings::{LeftOut, RelaySettings};
 pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream, Taken};
+pub use crate::pipe::settings::{LeftOut, RelaySettings};
 pub use crate::stream::door::{Announced, announced};
 pub use crate::stream::pass::Pass;
 pub use hotlift_wire::settle::Doing;

@@ -205,7 +205,7 @@ fn pass_on(
     let upstream = Upstream::new(main, multifd, who, setup.return_path, demand);
     let session = Session::new(
         request.control,
-        &request.settings.outgoing,
+        request.settings,
         memory,
         &*sink,
         received,

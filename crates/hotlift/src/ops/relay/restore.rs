@@ -50,7 +50,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let session = Session::new(
         request.control,
-        &request.settings.outgoing,
+        request.settings,
         memory,
         &*sink,
         received,

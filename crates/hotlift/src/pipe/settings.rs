@@ -8,8 +8,7 @@ use crate::options::{Options, ZeroPageDetection};
 use crate::stream::pass::Pass;
 use crate::tls::Tls;
 
-/// RAM that a source leaves out of its stream, because one of its devices reports that the guest does not use it. It reads as
-/// zero in a file.
+/// RAM that a QEMU leaves out, because one of its devices reports that the guest does not use it. It reads as zero in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LeftOut {
     /// Up to `bytes` of a RAM block are unplugged (virtio-mem).
@@ -21,6 +20,17 @@ pub enum LeftOut {
     },
     /// Pages that the guest reports as free, anywhere (free page hints of virtio-balloon).
     Free,
+}
+
+impl LeftOut {
+    /// How many bytes of this RAM block may be unplugged; `None` if it is not the block that this names.
+    pub(crate) fn unplugged(&self, name: &str) -> Option<u64> {
+        let Self::Unplugged { block, bytes } = self else {
+            return None;
+        };
+        let is_this = name == block || name.ends_with(&format!("/{block}"));
+        is_this.then_some(*bytes)
+    }
 }
 
 /// How to pass the stream on.
@@ -46,7 +56,8 @@ pub struct RelaySettings {
     pub salvage: bool,
     /// Description of the source's VM, kept in the header of a save file for the caller that restores it.
     pub vm: Option<Value>,
-    /// RAM that the source leaves out. Into a file, every other page must come: as content, or as zero.
+    /// RAM that the QEMU beside this relay leaves out. Into a file, every other page must come: as content, or as zero. Out of
+    /// a file, a RAM block that is unplugged as a whole gets content alone: a zero page would have QEMU take memory for it.
     pub left_out: Vec<LeftOut>,
     /// What each incoming connection must begin with: given to the one source that may connect, over a
     /// conversation of its own. Not given: whoever speaks the format is taken in.
