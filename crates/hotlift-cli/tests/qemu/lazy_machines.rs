@@ -218,7 +218,7 @@ pub const LINUX: (Release, [Release; 3]) = {
 };
 
 /// The last number that the guest has said behind `name`.
-fn said(vm: &Vm, name: &str) -> Option<u64> {
+pub fn said(vm: &Vm, name: &str) -> Option<u64> {
     let console = vm.console();
     let (lines, _) = console.rsplit_once('\n')?;
     let numbers = lines.split_whitespace().rev();

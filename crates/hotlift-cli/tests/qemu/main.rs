@@ -25,6 +25,7 @@
 //! | `salvage` | damaged files |
 //! | `clock` | the clock of a restored guest |
 //! | `machine_types` | machine types whose names show no version, or are not in the stream |
+//! | `pluggable` | a Linux with memory that virtio-mem has plugged |
 //! | `large_devices` | devices with more state than a relay keeps in memory |
 //! | `settings` | capabilities and parameters: refused, changed, restored |
 
@@ -56,6 +57,7 @@ mod linux_moves;
 mod machine_types;
 mod matrix;
 mod operator;
+mod pluggable;
 mod postcopy;
 mod preflight;
 mod qmp_proxy;

@@ -303,9 +303,14 @@ pub struct Moved {
 impl Route {
     /// Moves `here` into a new QEMU, checks that the guest runs there and nowhere else, and leaves it
     /// running. `None`: it cannot be tested here.
-    pub fn take(&self, mut here: Vm, to: Release) -> Option<Moved> {
+    pub fn take(&self, here: Vm, to: Release) -> Option<Moved> {
+        self.take_with(here, to, &[])
+    }
+
+    /// The same of a machine that has `devices`, too.
+    pub fn take_with(&self, mut here: Vm, to: Release, devices: &[String]) -> Option<Moved> {
         let machine: Machine = here.machine.clone();
-        let mut there = Vm::waiting(to, &machine)?;
+        let mut there = Vm::waiting_with(to, &machine, devices)?;
         self.source.apply(&mut here);
         self.destination.apply(&mut there);
         let waiting_at = there.uri("incoming");

@@ -7,6 +7,7 @@ use crate::dialect::{COMPRESS_FOR_QEMU, COMPRESSED_BY_QEMU, COMPRESSED_FOR_QEMU,
 use crate::lazy_machines;
 use crate::linux_moves::{JOURNEY, STARTS_IN};
 use crate::matrix::{MORE_PAIRS, PAIRS, choice, rows};
+use crate::pluggable::{self, runs_in};
 use crate::vm::Release;
 
 fn render(suite: &str) -> String {
@@ -103,9 +104,34 @@ fn render(suite: &str) -> String {
             to.name()
         );
     }
+    text += &plugged();
     text += &lazy();
     text += suite;
     text += CHANGED_IN_11;
+    text
+}
+
+/// Moves of a Linux with memory of virtio-mem.
+fn plugged() -> String {
+    let mib = |bytes| bytes >> 20;
+    let mut text = format!(
+        "\n## Memory that virtio-mem has plugged\n\n\
+         Debian's cloud kernel under TCG fills memory of a virtio-mem device that has {} of {} MiB plugged. A second one of\n\
+         this size has nothing plugged. The guest boots in QEMU {}, and goes from each of these QEMUs to the next. After each\n\
+         move it finds its memory right, the devices have their sizes, and QEMU has taken no memory for unplugged pages.\n\n\
+         | machine | to | guest | by |\n|---|---|---|---|\n",
+        mib(pluggable::PLUGGED),
+        mib(pluggable::REGION),
+        pluggable::STARTS_IN.name()
+    );
+    for (machine, ways) in pluggable::JOURNEYS {
+        let mut from = pluggable::STARTS_IN;
+        for (to, way) in ways {
+            let guest = if runs_in(from) { "runs" } else { "stopped" };
+            let _ = writeln!(text, "| {machine} | {} | {guest} | {way} |", to.name());
+            from = *to;
+        }
+    }
     text
 }
 

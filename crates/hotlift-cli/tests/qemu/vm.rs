@@ -147,21 +147,21 @@ impl Vm {
     pub fn ram(&self) -> Vec<u8> {
         let file = match self.machine.memory {
             Memory::File => self.path("ram"),
-            Memory::HugePages => self.memfd(),
+            Memory::HugePages => self.memfds().pop().expect("a memfd"),
         };
         fs::read(file).expect("the guest's RAM")
     }
 
-    /// The memfd that its RAM is in.
-    fn memfd(&self) -> PathBuf {
+    /// The memfds that memory of it is in.
+    pub fn memfds(&self) -> Vec<PathBuf> {
         let open = fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("it runs");
-        let mut open = open.flatten().map(|file| file.path());
-        let is_ram = |file: &PathBuf| {
+        let open = open.flatten().map(|file| file.path());
+        let is_memory = |file: &PathBuf| {
             // QEMU's name of it; some files are closed meanwhile.
             fs::read_link(file)
                 .is_ok_and(|to| to.starts_with("/memfd:memory-backend-memfd (deleted)"))
         };
-        open.find(is_ram).expect("a memfd")
+        open.filter(is_memory).collect()
     }
 
     /// What the guest has said so far.
@@ -308,7 +308,8 @@ pub fn command_line(machine: &Machine, folder: &Path) -> Vec<String> {
     let guest = &machine.guest;
     let accelerator = machine.accelerator.name();
     let memory = (machine.memory, guest.ram_bytes());
-    let mut line = qemu::machine(machine.name, accelerator, memory, folder);
+    let mut line = guest.objects();
+    line.extend(qemu::machine(machine.name, accelerator, memory, folder));
     line.extend(guest.boot(folder));
     line
 }

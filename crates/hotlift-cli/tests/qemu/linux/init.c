@@ -12,6 +12,9 @@
  * Says "linux writes=N checks=C bad=B disk=D" on the serial port about four times a second of its own time, and
  * answers whatever line comes on the second one. On a virtio disk, if it has one, it writes a page with each report,
  * past its own cache, and reads an older one: D pages were read, and were what was written.
+ *
+ * With plugged=MIB it begins once the kernel has so much memory from a virtio-mem device, and writes every page once
+ * before the first report. Each report then ends with "plugged=P": P of its pages lie in such memory.
  * Settings are `name=number` words of the kernel's command line, which the kernel hands to init.
  */
 #define _GNU_SOURCE
@@ -24,6 +27,7 @@
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysinfo.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -33,9 +37,12 @@
 #define TICK_US 5000
 #define TICKS_A_REPORT 50
 #define DISK_PAGES 16
+#define MIB (1UL << 20)
+#define ABOVE_4_GIB (1UL << 20) /* the first frame; the machine's own RAM is below it, a device's memory is not */
 
 static uint64_t pages = 4096; /* of 4 KiB, no multiple of STEP */
 static uint64_t rate = 1000;  /* pages a second */
+static uint64_t plugged = 0;  /* MiB of memory of virtio-mem */
 
 /* Splitmix64's finaliser. */
 static uint64_t mix(uint64_t z)
@@ -78,12 +85,12 @@ static uint64_t versions(uint64_t page, uint64_t n, uint64_t inverse)
 	return n < first ? 0 : (n - first) / pages + 1;
 }
 
-/* Has the kernel find virtio disks. Each module needs those before it. */
+/* Has the kernel find virtio disks and virtio-mem. Each module needs those before it. */
 static void load_modules(void)
 {
 	static const char *const modules[] = {
 		"/virtio.ko", "/virtio_ring.ko", "/virtio_pci_legacy_dev.ko", "/virtio_pci_modern_dev.ko",
-		"/virtio_pci.ko", "/virtio_blk.ko",
+		"/virtio_pci.ko", "/virtio_mem.ko", "/virtio_blk.ko",
 	};
 
 	for (size_t i = 0; i < sizeof modules / sizeof *modules; i++) {
@@ -94,6 +101,31 @@ static void load_modules(void)
 			close(module);
 		}
 	}
+}
+
+/* Memory that the kernel uses. */
+static uint64_t total_mib(void)
+{
+	struct sysinfo info;
+
+	return sysinfo(&info) ? 0 : info.totalram * info.mem_unit / MIB;
+}
+
+/* How many pages of `memory` lie in memory of a device (Linux: Documentation/admin-guide/mm/pagemap.rst). */
+static uint64_t plugged_pages(int pagemap, const uint64_t *memory)
+{
+	static uint64_t entries[WORDS];
+	uint64_t count = 0;
+
+	for (uint64_t first = 0; first < pages; first += WORDS) {
+		uint64_t some = pages - first < WORDS ? pages - first : WORDS;
+
+		if (pread(pagemap, entries, some * 8, ((uintptr_t)memory / PAGE + first) * 8) != (ssize_t)some * 8)
+			return 0;
+		for (uint64_t i = 0; i < some; i++)
+			count += entries[i] >> 63 && (entries[i] & ((1UL << 55) - 1)) >= ABOVE_4_GIB;
+	}
+	return count;
 }
 
 /* Writes page `count` of the disk's, and reads the one that was written half of a round before; true if that is right. */
@@ -123,15 +155,24 @@ int main(void)
 		pages = strtoull(value, NULL, 10);
 	if ((value = getenv("rate")))
 		rate = strtoull(value, NULL, 10);
+	if ((value = getenv("plugged")))
+		plugged = strtoull(value, NULL, 10);
 	mkdir("/dev", 0755);
+	mkdir("/proc", 0755);
 	mount("devtmpfs", "/dev", "devtmpfs", 0, NULL);
+	mount("proc", "/proc", "proc", 0, NULL);
 	int console = open("/dev/ttyS0", O_WRONLY | O_NOCTTY);
 	if (console < 0)
 		return 1;
+	uint64_t boot_mib = total_mib();
 	load_modules();
+	/* The driver plugs in a thread of its own. */
+	while (total_mib() < boot_mib + plugged)
+		usleep(TICK_US);
 	int disk = open("/dev/vda", O_RDWR | O_DIRECT);
 	/* One that is not there gives errors. */
 	int talk = open("/dev/ttyS1", O_RDWR | O_NONBLOCK | O_NOCTTY);
+	int pagemap = open("/proc/self/pagemap", O_RDONLY);
 	memory = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (memory == MAP_FAILED || pages % STEP == 0) {
 		dprintf(console, "linux BAD settings\n");
@@ -139,6 +180,8 @@ int main(void)
 	}
 	while (inverse * STEP % pages != 1)
 		inverse++;
+
+	due = plugged ? pages * 1000000 : 0;
 
 	struct timespec next;
 	clock_gettime(CLOCK_MONOTONIC, &next);
@@ -164,7 +207,10 @@ int main(void)
 				bad++;
 				dprintf(console, "linux BAD disk page=%lu\n", disk_pages);
 			}
-			dprintf(console, "linux writes=%lu checks=%lu bad=%lu disk=%lu\n", writes, checks, bad, disk_pages);
+			dprintf(console, "linux writes=%lu checks=%lu bad=%lu disk=%lu", writes, checks, bad, disk_pages);
+			if (plugged)
+				dprintf(console, " plugged=%lu", plugged_pages(pagemap, memory));
+			dprintf(console, "\n");
 		}
 		char line[64];
 		ssize_t length = read(talk, line, sizeof line - 1);
