@@ -82,6 +82,7 @@ impl DestinationSide {
 #[derive(Debug)]
 pub(crate) struct Taking {
     state: Gate<State>,
+    life: Life,
 }
 
 #[derive(Debug)]
@@ -114,6 +115,7 @@ impl Taking {
         };
         Self {
             state: Gate::new(life, state),
+            life: life.clone(),
         }
     }
 
@@ -123,13 +125,19 @@ impl Taking {
 
     /// Does a step of the machine, and wakes whoever waits.
     fn step<T>(&self, step: impl FnOnce(&mut DestinationSide) -> T) -> T {
-        self.state.change(|state| {
+        let (outcome, is_new) = self.state.change(|state| {
+            let before = state.side;
             let outcome = step(&mut state.side);
             if state.side == DestinationSide::Taken {
                 state.taken_at.get_or_insert_with(Instant::now);
             }
-            outcome
-        })
+            (outcome, state.side != before)
+        });
+        if is_new {
+            // What waits for more of main looks whether another connection has brought the source's commit.
+            self.life.wake();
+        }
+        outcome
     }
 
     pub(crate) fn side(&self) -> DestinationSide {

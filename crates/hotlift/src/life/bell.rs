@@ -9,6 +9,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use crate::life::{Changes, Life, Wake};
+use crate::transport::Stream;
 
 /// A descriptor that is readable after each change of a lifetime, so that a poll needs no tick.
 #[derive(Debug)]
@@ -55,6 +56,24 @@ impl Bell {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
+    }
+}
+
+impl Bell {
+    /// Waits until a read of `stream` comes back at once; false if the lifetime has changed, or `wait` is over, before.
+    ///
+    /// # Errors
+    /// As of [`Bell::poll`].
+    pub(crate) fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
+        if stream.has_plaintext() {
+            return Ok(true);
+        }
+        let mut fds = Vec::with_capacity(2);
+        fds.push(PollFd::new(stream, PollFlags::IN));
+        self.poll(&mut fds, wait)?;
+        // With TLS a part of a record may have come.
+        Ok(!fds[0].revents().is_empty()
+            && (stream.is_plain() || stream.wait_readable(Duration::ZERO)?))
     }
 }
 

@@ -108,6 +108,7 @@ fn run(
         session.fail(MigrationError::main_closed());
     };
     let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
+    let mut receiver = MainReceiver::new(&session)?;
     thread::scope(|scope| {
         let mut threads = Vec::new();
         for id in 0..options.channels() {
@@ -149,7 +150,6 @@ fn run(
             door
         });
         let _ends = OnPanic(|| session.abort());
-        let mut receiver = MainReceiver::new(&session);
         let outcome = threads
             .into_iter()
             .collect::<Result<Vec<_>, _>>()

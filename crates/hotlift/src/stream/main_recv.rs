@@ -8,11 +8,10 @@ use hotlift_wire::{WireError, limits};
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
+use crate::life::bell::Bell;
+use crate::life::{LONG, Life};
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::transport::Stream;
-
-/// How often a wait for the source looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
 
 /// Bytes asked of the socket at once. A source without multifd sends its pages here; with 64 KiB a
 /// tenth of the time went into system calls.
@@ -30,6 +29,11 @@ pub(crate) trait Waiting {
     /// # Errors
     /// Why it does not: the migration was cancelled, or has ended elsewhere.
     fn check(&self) -> Result<(), MigrationError>;
+
+    /// How often it is asked, beside at each change of the lifetime.
+    fn every(&self) -> Duration {
+        LONG
+    }
 }
 
 /// For how long the source may be silent.
@@ -48,6 +52,7 @@ pub(crate) enum Silence {
 pub(crate) struct MainInput<'a> {
     channel: &'a Stream,
     counters: &'a Counters,
+    bell: Bell,
     buffer: CountedBuffer,
     /// The part of `buffer` that was read and not yet taken.
     unread: std::ops::Range<usize>,
@@ -62,29 +67,35 @@ pub(crate) struct MainInput<'a> {
 
 /// What a [`MainInput`] has read ahead of what was taken.
 pub(crate) struct ReadAhead {
+    bell: Bell,
     buffer: CountedBuffer,
     unread: std::ops::Range<usize>,
     crc: Option<crc32fast::Hasher>,
 }
 
 impl<'a> MainInput<'a> {
-    /// A reader whose buffer, beyond its own choice, takes no more than `memory` has.
+    /// A reader whose buffer, beyond its own choice, takes no more than `memory` has. Changes of `life` end its waits.
+    ///
+    /// # Errors
+    /// [`MigrationError::Connection`] if the system gives no descriptor.
     pub(crate) fn new(
         channel: &'a Stream,
         counters: &'a Counters,
         silence: Silence,
         memory: &MemoryLimit,
-    ) -> Self {
-        Self {
+        life: &Life,
+    ) -> Result<Self, MigrationError> {
+        Ok(Self {
             channel,
             counters,
+            bell: Bell::new(life).map_err(broken)?,
             buffer: CountedBuffer::with_own(vec![0; READ], memory),
             unread: 0..0,
             keeps: false,
             silence,
             read: READ,
             crc: Some(crc32fast::Hasher::new()),
-        }
+        })
     }
 
     /// Keeps everything from the first byte on, and reads little beyond what is needed, until [`MainInput::detach`].
@@ -148,6 +159,7 @@ impl<'a> MainInput<'a> {
     /// kept, nor, from a source that sends no checksum, summed up.
     pub(crate) fn detach(self, checksummed: bool) -> ReadAhead {
         ReadAhead {
+            bell: self.bell,
             buffer: self.buffer,
             unread: self.unread,
             crc: self.crc.filter(|_| checksummed),
@@ -159,6 +171,7 @@ impl<'a> MainInput<'a> {
         Self {
             channel,
             counters,
+            bell: ahead.bell,
             buffer: ahead.buffer,
             unread: ahead.unread,
             keeps: false,
@@ -217,7 +230,17 @@ impl<'a> MainInput<'a> {
             grown.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         }
         let since = Instant::now();
-        while !self.channel.wait_readable(TICK).map_err(broken)? {
+        let limit = [patience, self.silence_limit()].into_iter().flatten().min();
+        loop {
+            let left = limit.map_or(LONG, |limit| limit.saturating_sub(since.elapsed()));
+            let wait = left.min(waiting.every());
+            if self
+                .bell
+                .wait_readable(self.channel, wait)
+                .map_err(broken)?
+            {
+                break;
+            }
             waiting.check()?;
             if patience.is_some_and(|patience| since.elapsed() >= patience) {
                 return Ok(false);
@@ -236,20 +259,27 @@ impl<'a> MainInput<'a> {
 }
 
 impl MainInput<'_> {
+    /// For how long the source may be silent now.
+    fn silence_limit(&self) -> Option<Duration> {
+        match self.silence {
+            Silence::Always(limit) => Some(limit),
+            Silence::WithinRecords(limit) => (!self.unread.is_empty()).then_some(limit),
+            Silence::Unlimited => None,
+        }
+    }
+
     /// Whether the source may be silent for so long, while `needed` bytes are awaited.
     fn check_silence(&self, silent: Duration, needed: usize) -> Result<(), MigrationError> {
-        let (limit, waiting_for) = match self.silence {
-            Silence::Always(limit) if silent >= limit => {
-                (limit, "the source's set-up on main".to_owned())
-            }
-            Silence::WithinRecords(limit) if silent >= limit && !self.unread.is_empty() => {
+        let Some(limit) = self.silence_limit().filter(|limit| silent >= *limit) else {
+            return Ok(());
+        };
+        let waiting_for = match self.silence {
+            Silence::WithinRecords(_) => {
                 let come = self.unread.len();
                 let wanted = come + needed;
-                let record =
-                    format!("a record of the main channel ({come} of {wanted} bytes have come)");
-                (limit, record)
+                format!("a record of the main channel ({come} of {wanted} bytes have come)")
             }
-            _ => return Ok(()),
+            Silence::Always(_) | Silence::Unlimited => "the source's set-up on main".to_owned(),
         };
         Err(MigrationError::Timeout {
             waiting_for: format!("the rest of {waiting_for}"),

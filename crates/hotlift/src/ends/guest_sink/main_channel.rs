@@ -68,9 +68,9 @@ struct State<'a> {
 }
 
 impl<'a> MainReceiver<'a> {
-    pub(crate) fn new(session: &'a Session<'a>) -> Self {
+    pub(crate) fn new(session: &'a Session<'a>) -> Result<Self, MigrationError> {
         let decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
-        Self {
+        Ok(Self {
             session,
             decoder: match session.options.postcopy_ram {
                 true => decoder.taking_postcopy(),
@@ -82,7 +82,8 @@ impl<'a> MainReceiver<'a> {
                 // Half of the source's patience, so that it hears the reason before it runs out.
                 Silence::WithinRecords(session.options.handshake_timeout / 2),
                 &session.memory,
-            ),
+                session.control.life(),
+            )?,
             state: State {
                 session,
                 return_path: false,
@@ -98,7 +99,7 @@ impl<'a> MainReceiver<'a> {
                 inflater: None,
                 stage: Stage::default(),
             },
-        }
+        })
     }
 
     /// Reads until the guest is this side's, or until something is wrong.

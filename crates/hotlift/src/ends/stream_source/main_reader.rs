@@ -18,6 +18,7 @@ use crate::ends::stream_source::main_pages::MainPages;
 use crate::ends::stream_source::setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
+use crate::life::LONG;
 use crate::life::threads::{OnPanic, Yielding};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::{Call, Session};
@@ -524,6 +525,12 @@ impl Waiting for Looking<'_> {
             further.preempt(self.switched);
         }
         self.call.check()
+    }
+
+    fn every(&self) -> Duration {
+        /// How soon a preempt channel is let in: its source waits for the handshake.
+        const LOOK: Duration = Duration::from_millis(100);
+        self.further.map_or(LONG, |_| LOOK)
     }
 }
 

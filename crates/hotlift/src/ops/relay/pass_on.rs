@@ -79,7 +79,8 @@ fn pass_on(
         Some(_) => Silence::Unlimited,
         None => Silence::Always(settings.outgoing.handshake_timeout),
     };
-    let mut input = MainInput::new(&main, &unbooked, silence, &memory).keep_everything();
+    let mut input =
+        MainInput::new(&main, &unbooked, silence, &memory, control.life())?.keep_everything();
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed)
         .taking_postcopy()
         .taking_early_sections();

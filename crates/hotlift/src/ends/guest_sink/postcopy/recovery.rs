@@ -77,7 +77,8 @@ impl Incoming<'_> {
                     session.main_counters(),
                     Silence::Always(patience),
                     &session.memory,
-                );
+                    control.life(),
+                )?;
                 self.link.recover(Arc::clone(&main));
                 match self.agree_in_time(decoder, &mut input, &mut door) {
                     Ok(preempt) => {
