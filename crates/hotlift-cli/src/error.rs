@@ -306,6 +306,9 @@ impl CommandError {
             Self::Qemu(QemuError::Busy { .. }) => {
                 Some("wait for the end of what is under way, or 'migrate_cancel' it")
             }
+            Self::Qemu(QemuError::Blocked { .. }) => {
+                Some("remove the device, or change the setting, that QEMU names")
+            }
             Self::Qemu(QemuError::NotWaiting { migration, .. })
                 if migration == "postcopy-paused" =>
             {

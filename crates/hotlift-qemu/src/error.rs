@@ -30,6 +30,12 @@ pub enum QemuError {
         /// Address of the source's QMP socket.
         qmp: String,
     },
+    /// A source with a device or a setting that does not migrate.
+    #[error("QEMU at the source does not migrate this VM: {reasons}")]
+    Blocked {
+        /// QEMU's reasons, in one line.
+        reasons: String,
+    },
     /// A destination that cannot wait for pages.
     #[error(
         "QEMU at the destination cannot run a guest before its pages are there (postcopy): {said}"

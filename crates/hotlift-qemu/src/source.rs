@@ -8,7 +8,7 @@ use hotlift::relay::Ownership;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
 use hotlift_console::signals::TICK;
-use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, RunState};
+use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, RunState, one_line};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -82,6 +82,16 @@ enum Whereabouts {
     InDoubt,
 }
 
+/// Refuses a VM that QEMU does not migrate to any destination.
+fn check_blocked(migration: &MigrationInfo) -> Result<(), QemuError> {
+    match migration.blocked_reasons.as_deref() {
+        None | Some([]) => Ok(()),
+        Some(reasons) => Err(QemuError::Blocked {
+            reasons: one_line(&reasons.join("; ")),
+        }),
+    }
+}
+
 impl Source {
     /// Connects, and sees whether a migration with this purpose can be begun. Restores the settings that an earlier command has
     /// left changed.
@@ -112,6 +122,7 @@ impl Source {
             });
         }
         settings::check(&mut qemu, Side::Source, purpose)?;
+        check_blocked(&migration)?;
         Ok(Self {
             address: address.clone(),
             qemu: Mutex::new(qemu),
@@ -123,9 +134,10 @@ impl Source {
     /// Connects to compare its VM with another: changes nothing, also not what an earlier command has left changed.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If it does not answer, or does not migrate its VM.
     pub fn to_compare(address: &QmpAddress) -> Result<Self, QemuError> {
         let mut qemu = connect(address, CONNECT).map_err(at_source)?;
+        check_blocked(&qemu.query_migrate().map_err(at_source)?)?;
         let was = qemu.query_status().map_err(at_source)?.run_state();
         Ok(Self {
             address: address.clone(),

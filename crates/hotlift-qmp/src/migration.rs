@@ -49,6 +49,8 @@ objects! {
             "postcopy-non-vcpu-latency" postcopy_non_vcpu_latency: u64,
             /// Why it failed, in QEMU's words.
             "error-desc" error_desc: String,
+            /// Why QEMU does not migrate this machine at all; absent if it does.
+            "blocked-reasons" blocked_reasons: Vec<String>,
             /// Where a source can connect to.
             "socket-address" socket_address: Vec<SocketAddress>,
             /// Present pass over the dirty pages, from 1.

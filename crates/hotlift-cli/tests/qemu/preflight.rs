@@ -175,3 +175,40 @@ fn a_saved_vm_is_compared_with_the_one_that_gets_its_guest() {
         );
     }
 }
+
+#[test]
+fn a_vm_that_qemu_does_not_migrate_is_refused_before_the_destination_is_asked() {
+    let files = folder();
+    let memory = files.path().join("memory");
+    let file = files.path().join("vm").display().to_string();
+    // A peer shares the memory of another machine.
+    let peer = words(&format!(
+        "-object memory-backend-file,id=m,size=4M,share=on,mem-path={} -device ivshmem-plain,memdev=m",
+        memory.display()
+    ));
+    for release in RELEASES {
+        println!("{release:?}");
+        let machine = machine(release.machine());
+        let mut here = need!(Vm::running_with(release, &machine, &peer));
+        let mut there = need!(Vm::waiting_with(release, &machine, &peer));
+        let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+        let qmp = here.free_qmp();
+        let migrate = ["migrate", "--qmp", &qmp, "--to", &uri];
+        for line in [
+            &[&migrate[..], &["--check"]].concat()[..],
+            &migrate,
+            &["save", "--qmp", &qmp, &file],
+        ] {
+            let (code, said) = run(line);
+            assert_eq!(code, Some(1), "{line:?}: {said}");
+            let expected = "does not migrate this VM: Migration is disabled when using feature 'peer mode' in device 'ivshmem'";
+            assert!(said.contains(expected), "{line:?}: {said}");
+            assert!(here.is_running());
+        }
+        assert!(waits(&mut there));
+        assert!(!std::path::Path::new(&file).exists());
+        serve.signal(Signal::INT);
+        let (_, said) = serve.wait();
+        assert!(!said.join("\n").contains("the source"), "{said:?}");
+    }
+}
