@@ -2,6 +2,7 @@
 //! they wrote.
 
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -26,7 +27,16 @@ pub enum Guest {
         /// QEMU's objects that come before its RAM.
         objects: Vec<String>,
     },
+    /// SeaBIOS without a disk, for machine types on which the program prints nothing. It counts the ticks of the timer, and
+    /// writes to no other page once it has found nothing to boot.
+    Firmware,
 }
+
+/// Last line of a [`Guest::Firmware`].
+pub const NOTHING_TO_BOOT: &str = "No bootable device.";
+
+/// Address of the firmware's tick count, 32 bits (BIOS data area).
+const TICKS: u64 = 0x46c;
 
 impl Guest {
     /// The program in 64 MiB, half of it written to. A migration takes about a second.
@@ -85,6 +95,7 @@ impl Guest {
         match self {
             Self::Program(program) => program.ram_bytes(),
             Self::Linux { ram_bytes, .. } => *ram_bytes,
+            Self::Firmware => 64 << 20,
         }
     }
 
@@ -92,7 +103,7 @@ impl Guest {
     pub fn fill(&self, ram: &Path) {
         match self {
             Self::Program(program) => program.fill(ram).expect("the RAM's content"),
-            Self::Linux { .. } => {
+            Self::Linux { .. } | Self::Firmware => {
                 let file = File::create(ram).expect("the RAM's file");
                 file.set_len(self.ram_bytes()).expect("its length");
             }
@@ -106,7 +117,7 @@ impl Guest {
                 let content = program.load(&folder.join("content"));
                 content.expect("the RAM's content")
             }
-            Self::Linux { .. } => Vec::new(),
+            Self::Linux { .. } | Self::Firmware => Vec::new(),
         }
     }
 
@@ -140,7 +151,20 @@ impl Guest {
                     .flat_map(<[_; 2]>::from)
                     .collect()
             }
+            // The ticks begin with those of the day, which end at midnight.
+            Self::Firmware => ["-bios", "bios-256k.bin", "-rtc", "base=2000-01-01"]
+                .map(str::to_owned)
+                .into(),
         }
+    }
+
+    /// Reads a firmware's tick count from the file of RAM; `None` before the first, and for another guest.
+    pub fn ticks(&self, ram: &Path) -> Option<u64> {
+        let Self::Firmware = self else { return None };
+        let mut ticks = [0; 4];
+        let file = File::open(ram).expect("the RAM's file");
+        file.read_exact_at(&mut ticks, TICKS).expect("its content");
+        Some(u32::from_le_bytes(ticks).into()).filter(|&ticks| ticks > 0)
     }
 
     /// The count in a line of the guest. Panics if the line says that memory is wrong.
@@ -152,6 +176,7 @@ impl Guest {
         let wrong = match self {
             Self::Program(_) => "errors",
             Self::Linux { .. } => "bad",
+            Self::Firmware => return None,
         };
         let says_so = line.starts_with("linux BAD") || value(wrong).is_some_and(|wrong| wrong > 0);
         assert!(!says_so, "the guest finds its memory wrong: {line}");
@@ -168,6 +193,7 @@ impl Guest {
                 proven.map_err(|error| error.to_string())
             }
             Self::Linux { .. } => vm.count().ok_or_else(|| "it says nothing".to_owned()),
+            Self::Firmware => Err("the firmware's writes cannot be replayed".to_owned()),
         }
     }
 }

@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::guest::Guest;
+use crate::guest::{Guest, NOTHING_TO_BOOT};
 
 /// Far beyond what anything here takes on a machine that does other things besides.
 pub const DEADLINE: Duration = Duration::from_secs(60);
@@ -123,7 +123,7 @@ impl Vm {
             release,
         };
         if !waits {
-            until(|| vm.explain("the guest says nothing"), || vm.count());
+            until(|| vm.explain("the guest says nothing"), || vm.begins());
         }
         Some(vm)
     }
@@ -172,7 +172,17 @@ impl Vm {
 
     /// The count in the last line that the guest has said here; panics if the guest found an error.
     pub fn count(&self) -> Option<u64> {
-        count_in(&self.console(), &self.machine.guest)
+        match *self.machine.guest {
+            Guest::Firmware => self.machine.guest.ticks(&self.path("ram")),
+            _ => count_in(&self.console(), &self.machine.guest),
+        }
+    }
+
+    /// Returns the count of a guest that has booted here.
+    fn begins(&self) -> Option<u64> {
+        let boots = matches!(*self.machine.guest, Guest::Firmware)
+            && !self.console().contains(NOTHING_TO_BOOT);
+        self.count().filter(|_| !boots)
     }
 
     /// Waits until the guest has counted on from `before`, and says how far.
