@@ -65,6 +65,12 @@ impl Program {
         self.layout.ram_bytes()
     }
 
+    /// Counts the bytes that [`Program::prove`] compares: from the table to the end of RAM.
+    #[must_use]
+    pub fn proven_bytes(&self) -> u64 {
+        self.layout.ram_bytes() - self.layout.table().start
+    }
+
     /// Puts its content into the file of RAM, before the first start.
     ///
     /// # Errors

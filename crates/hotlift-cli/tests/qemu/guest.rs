@@ -99,6 +99,17 @@ impl Guest {
         }
     }
 
+    /// Counts the pages that are compared after the guest has moved.
+    pub fn compared_pages(&self) -> usize {
+        let bytes = match self {
+            Self::Program(program) => program.proven_bytes(),
+            // All but the first page.
+            Self::Firmware => self.ram_bytes() - 4096,
+            Self::Linux { .. } => 0,
+        };
+        usize::try_from(bytes / 4096).expect("few pages")
+    }
+
     /// Makes the file of RAM before the first start.
     pub fn fill(&self, ram: &Path) {
         match self {

@@ -6,6 +6,7 @@
 //! | `route` | how a machine goes from one QEMU to another |
 //! | `direct` | the same without us: what all this is worth |
 //! | `matrix`, `linux_moves` | machines that move through relays |
+//! | `device_matrix` | machines with each kind of memory and device, by every way |
 //! | `dialect` | QEMU's own compression on either side of a relay |
 //! | `faults` | whatever is killed or cut |
 //! | `custody`, `qmp_proxy` | a started QEMU outlives whatever fails after the commit |
@@ -40,6 +41,7 @@ mod agent_table;
 mod back_and_forth;
 mod clock;
 mod custody;
+mod device_matrix;
 mod dialect;
 mod direct;
 mod faults;
