@@ -255,6 +255,19 @@ pub struct Domain {
     pub name: String,
     program: Arc<Program>,
     console: PathBuf,
+    /// Id of its RAM's backend.
+    ram: &'static str,
+}
+
+/// What a domain has beside its vCPU and RAM.
+#[derive(Debug, Clone, Copy)]
+pub enum Hardware<'a> {
+    /// A disk, on the machine type that all releases of QEMU have.
+    Disk(Disk),
+    /// These `<devices>`, on the same machine type; there are slots for memory in node 0.
+    Devices(&'a str),
+    /// A microvm, which has no PCI devices.
+    Microvm,
 }
 
 /// Where the disk of a domain is.
@@ -361,7 +374,7 @@ impl Hosts {
         Ok(())
     }
 
-    /// Starts a domain at the source, and waits until its guest writes.
+    /// Starts a domain with a disk at the source, and waits until its guest writes.
     ///
     /// # Errors
     /// If it does not start.
@@ -371,18 +384,36 @@ impl Hosts {
         program: &Arc<Program>,
         disk: Disk,
     ) -> Result<Domain, KitError> {
+        self.make_disks(name, disk)?;
+        self.domain_with(name, program, Hardware::Disk(disk))
+    }
+
+    /// Starts a domain with other hardware at the source, and waits until its guest writes.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub fn domain_with(
+        &self,
+        name: &str,
+        program: &Arc<Program>,
+        hardware: Hardware<'_>,
+    ) -> Result<Domain, KitError> {
         let domain = Domain {
             name: name.to_owned(),
             program: Arc::clone(program),
             console: self.folder().join(format!("{name}.console")),
+            ram: match hardware {
+                Hardware::Disk(_) => "pc.ram",
+                Hardware::Devices(_) => "ram-node0",
+                Hardware::Microvm => "microvm.ram",
+            },
         };
-        self.make_disks(name, disk)?;
         make_file(&domain.console, 0)?;
         let xml = self.folder().join(format!("{name}.xml"));
-        fs::write(&xml, self.xml(&domain, disk)?).map_err(KitError::system("write the XML"))?;
+        fs::write(&xml, self.xml(&domain, hardware)?).map_err(KitError::system("write the XML"))?;
         let source = &self.source;
         source.virsh(&["create", "--paused", &xml.display().to_string()])?;
-        program.fill(&self.ram(source, &domain)?)?;
+        program.fill(&self.memory(source, &domain, domain.ram)?)?;
         source.virsh(&["resume", name])?;
         let deadline = Instant::now() + PATIENCE;
         while !fs::read_to_string(&domain.console).is_ok_and(|said| said.contains("writes=")) {
@@ -410,21 +441,44 @@ impl Hosts {
         }
     }
 
-    fn xml(&self, domain: &Domain, disk: Disk) -> Result<String, KitError> {
+    fn xml(&self, domain: &Domain, hardware: Hardware<'_>) -> Result<String, KitError> {
         let name = &domain.name;
+        let ram = domain.program.ram_bytes() >> 10;
         let elf = self.folder().join("hotlift.elf");
         let boot = domain.program.boot(&elf)?;
         // '-kernel', the file, '-append', its words.
         let append = boot.last().cloned().unwrap_or_default();
-        let disk = match disk {
-            Disk::Shared => self.folder().join(format!("{name}.disk")),
-            Disk::OfEachHost => PathBuf::from(format!("/run/{name}.disk")),
+        let machine = match hardware {
+            Hardware::Microvm => "microvm",
+            Hardware::Disk(_) | Hardware::Devices(_) => qemu::PC_7,
         };
+        let (mut memory, mut devices) = (String::new(), String::new());
+        match hardware {
+            Hardware::Disk(disk) => {
+                let disk = match disk {
+                    Disk::Shared => self.folder().join(format!("{name}.disk")),
+                    Disk::OfEachHost => PathBuf::from(format!("/run/{name}.disk")),
+                };
+                devices = format!(
+                    "<disk type='file'><driver name='qemu' type='raw'/><source file='{}'/>\
+                     <target dev='vda' bus='virtio'/></disk><memballoon model='none'/>",
+                    disk.display()
+                );
+            }
+            Hardware::Devices(xml) => {
+                memory = format!(
+                    "<maxMemory slots='4' unit='GiB'>1</maxMemory>\
+                     <cpu><numa><cell id='0' cpus='0' memory='{ram}' unit='KiB'/></numa></cpu>"
+                );
+                xml.clone_into(&mut devices);
+            }
+            Hardware::Microvm => "<memballoon model='none'/>".clone_into(&mut devices),
+        }
         let mut xml = String::new();
         let written = write!(
             xml,
             "<domain type='kvm'><name>{name}</name>\
-             <memory unit='KiB'>{ram}</memory>\
+             <memory unit='KiB'>{ram}</memory>{memory}\
              <memoryBacking><source type='file'/><access mode='shared'/></memoryBacking>\
              <vcpu>1</vcpu>\
              <os><type arch='x86_64' machine='{machine}'>hvm</type>\
@@ -432,27 +486,25 @@ impl Hosts {
              <kernel>{elf}</kernel><cmdline>{append}</cmdline></os>\
              <features><acpi/></features>\
              <devices>\
-             <disk type='file'><driver name='qemu' type='raw'/><source file='{disk}'/>\
-             <target dev='vda' bus='virtio'/></disk>\
              <controller type='usb' model='none'/>\
              <serial type='file'><source path='{console}' append='on'/></serial>\
-             <memballoon model='none'/>\
+             {devices}\
              </devices></domain>",
-            ram = domain.program.ram_bytes() >> 10,
-            machine = qemu::PC_7,
             elf = elf.display(),
-            disk = disk.display(),
             console = domain.console.display(),
         );
         written.expect("a String takes everything");
         Ok(xml)
     }
 
-    /// The file of a domain's RAM on a host.
-    fn ram(&self, host: &Host, domain: &Domain) -> Result<PathBuf, KitError> {
-        let id = host.virsh(&["domid", &domain.name])?;
+    /// The file of a domain's memory backend on a host. libvirt gives that of a DIMM its alias, as `dimm0`.
+    ///
+    /// # Errors
+    /// If the domain is not there.
+    pub fn memory(&self, host: &Host, domain: &Domain, id: &str) -> Result<PathBuf, KitError> {
+        let number = host.virsh(&["domid", &domain.name])?;
         let name = &domain.name;
-        Ok(host.path(&format!("/run/ram/libvirt/qemu/{id}-{name}/pc.ram")))
+        Ok(host.path(&format!("/run/ram/libvirt/qemu/{number}-{name}/{id}")))
     }
 
     /// Where the only guest of a domain runs.
@@ -486,7 +538,7 @@ impl Hosts {
         let name = &domain.name;
         host.virsh(&["suspend", name])?;
         let registers = host.virsh(&["qemu-monitor-command", "--hmp", name, "info registers"])?;
-        let ram = fs::read(self.ram(host, domain)?);
+        let ram = fs::read(self.memory(host, domain, domain.ram)?);
         let ram = ram.map_err(KitError::system("read the file of RAM"))?;
         let writes = domain.program.prove(&registers, &ram)?;
         host.virsh(&["resume", name])?;
@@ -494,8 +546,11 @@ impl Hosts {
     }
 }
 
-/// A file that every user may write to.
-fn make_file(path: &Path, bytes: u64) -> Result<(), KitError> {
+/// Makes a file that every user may write to.
+///
+/// # Errors
+/// If it cannot be made.
+pub fn make_file(path: &Path, bytes: u64) -> Result<(), KitError> {
     let what = || format!("make {}", path.display());
     let file = fs::File::create(path).map_err(KitError::system(what()))?;
     file.set_len(bytes).map_err(KitError::system(what()))?;

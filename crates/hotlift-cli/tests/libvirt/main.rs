@@ -5,6 +5,7 @@
 //! | `plain` | libvirt alone: what the hosts of these tests are worth |
 //! | `agents` | the agents of both hosts |
 //! | `carried` | every way of libvirt's, through the agents |
+//! | `devices` | domains with memory and devices of each kind |
 //! | `faults` | what is killed, cut, aborted, or not there |
 //! | `by_domain` | `hotlift migrate --domain` |
 //! | `drain` | `hotlift drain` |
@@ -19,6 +20,7 @@
 mod agents;
 mod by_domain;
 mod carried;
+mod devices;
 mod drain;
 mod faults;
 mod over_ssh;
