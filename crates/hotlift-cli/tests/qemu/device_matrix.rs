@@ -57,6 +57,8 @@ impl Kind {
     }
 }
 
+const SIX_OUTPUTS: &str = "virtio-gpu of six outputs";
+
 pub const KINDS: [Kind; 13] = [
     Kind::new(
         "virtio-mem",
@@ -64,11 +66,7 @@ pub const KINDS: [Kind; 13] = [
         0,
     ),
     Kind::new("virtio-gpu", "-device virtio-gpu-pci", 0),
-    Kind::new(
-        "virtio-gpu of six outputs",
-        "-device virtio-gpu-pci,max_outputs=6",
-        0,
-    ),
+    Kind::new(SIX_OUTPUTS, "-device virtio-gpu-pci,max_outputs=6", 0),
     Kind::new(
         "pc-dimm",
         "-m slots=2,maxmem=1G -object memory-backend-file,id=m,size=32M,share=on,mem-path=FILE -device pc-dimm,memdev=m",
@@ -103,10 +101,10 @@ pub const KINDS: [Kind; 13] = [
         )
     },
     Kind::new(
-        "all of them",
+        "all in one machine",
         "-machine nvdimm=on -m slots=2,maxmem=1G -object memory-backend-file,id=m,size=32M,share=on,mem-path=FILE \
          -device nvdimm,memdev=m -object memory-backend-ram,id=v,size=64M -device virtio-mem-pci,memdev=v \
-         -object memory-backend-ram,id=d,size=32M -device pc-dimm,memdev=d -device virtio-gpu-pci,max_outputs=6 \
+         -object memory-backend-ram,id=d,size=32M -device pc-dimm,memdev=d -device virtio-gpu-pci \
          -object memory-backend-ram,id=i,size=4M,share=on -device ivshmem-plain,memdev=i,master=on \
          -device virtio-balloon-pci",
         32,
@@ -248,6 +246,11 @@ impl Cell {
         match kind.name {
             // A peer's memory belongs to another machine.
             "ivshmem as peer" => Some("'peer mode' in device 'ivshmem'"),
+            // Each of these releases has another layout of the second output's state, also without Hotlift.
+            SIX_OUTPUTS if self.from != self.to => Some(match way {
+                Way::Relays => "its QEMU could not load the guest",
+                _ => "load of migration failed: Invalid argument",
+            }),
             // Such a file has the machine's name.
             _ if kind.is_old() && is_mapped => {
                 Some("machine types up to 2.3 do not go together with mapped-ram")
@@ -298,9 +301,13 @@ impl Cell {
                 Some(format!("moved, {pages} pages compared"))
             }
             (Err(panic), Some(reason)) if said(&*panic).contains(reason) => {
-                let before = here.count().expect("the guest has counted");
-                here.counts_on_from(before);
-                assert!(!there.is_running(), "it runs at both ends");
+                assert!(!there.is_running(), "it runs at the destination");
+                // A saved guest is in its file, and paused at the source.
+                let is_saved = here.migration().status() == "completed";
+                if !is_saved || [Way::Relays, Way::Migrate].contains(&way) {
+                    let before = here.count().expect("the guest has counted");
+                    here.counts_on_from(before);
+                }
                 Some(format!("refused as expected: {reason}"))
             }
             (Err(panic), _) => resume_unwind(panic),

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use crate::device_matrix::{self, Cell, Kind, Way};
 use crate::dialect::{COMPRESS_FOR_QEMU, COMPRESSED_BY_QEMU, COMPRESSED_FOR_QEMU, OLDER_RECORDS};
 use crate::lazy_machines;
 use crate::linux_moves::{JOURNEY, STARTS_IN};
@@ -106,6 +107,7 @@ fn render(suite: &str) -> String {
     }
     text += &plugged();
     text += &lazy();
+    text += &devices();
     text += suite;
     text += CHANGED_IN_11;
     text
@@ -165,6 +167,56 @@ fn lazy() -> String {
          {to}: it answers on a serial port and uses its virtio disk while most of its pages are missing.",
         from.name()
     );
+    text
+}
+
+/// Kinds of machines, and the releases that they move between.
+fn devices() -> String {
+    let moves = |cells: &[&Cell]| {
+        let moves = cells.iter().map(|it| (it.from.name(), it.to.name()));
+        let mut moves: Vec<_> = moves.map(|(from, to)| format!("{from} → {to}")).collect();
+        moves.dedup();
+        moves.join(", ")
+    };
+    let cells = device_matrix::cells();
+    let of = |kind: &Kind| -> Vec<&Cell> {
+        let is = |cell: &&Cell| cell.kind.name == kind.name;
+        cells.iter().filter(is).collect()
+    };
+    let all = moves(&of(&device_matrix::KINDS[0]));
+    let mut text = format!(
+        "\n## Memory and devices\n\n\
+         `make qemu-matrix` takes a machine of each kind by each of these ways, and compares memory of guest and device. The guest\n\
+         uses no device. One run: [bench/results](../bench/results/README.md#memory-and-devices).\n\n"
+    );
+    for way in Way::ALL {
+        let _ = writeln!(text, "- {}", way.name());
+    }
+    let _ = write!(
+        text,
+        "\nAll releases: {all}.\n\n| machine or device | releases | result |\n|---|---|---|\n"
+    );
+    for kind in &device_matrix::KINDS {
+        let cells = of(kind);
+        let releases = Some(moves(&cells)).filter(|releases| *releases != all);
+        let releases = releases.unwrap_or_else(|| "all".to_owned());
+        let refused: Vec<_> = cells.iter().filter(|it| it.refusal().is_some()).collect();
+        let reason = |cell: &Cell| cell.refusal().unwrap_or_default();
+        let result = match refused[..] {
+            [] => "moves".to_owned(),
+            [first, ..] if refused.len() == cells.len() => {
+                format!("QEMU refuses: {}", reason(first))
+            }
+            _ if cells.iter().all(|it| it.refusal().is_some() == (it.from != it.to)) => {
+                "moves within a release; QEMU does not load it between releases, also without Hotlift".to_owned()
+            }
+            _ => {
+                let ways = refused.iter().map(|it| format!("; {} is refused: {}", it.way.name(), reason(it)));
+                format!("moves{}", ways.collect::<String>())
+            }
+        };
+        let _ = writeln!(text, "| {} | {releases} | {result} |", kind.name);
+    }
     text
 }
 
