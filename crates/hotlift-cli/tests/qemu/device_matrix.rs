@@ -189,7 +189,8 @@ impl Way {
 
 fn through_relays(here: &mut Vm, there: &mut Vm) {
     let two = Multifd::Channels(2);
-    Side::new(two).apply(here);
+    // Without it the source gives its guest up although the destination cannot load it.
+    Side::new(two).with("return-path").apply(here);
     Side::new(two).apply(there);
     let waiting_at = there.uri("incoming");
     there
@@ -248,8 +249,12 @@ impl Cell {
             "ivshmem as peer" => Some("'peer mode' in device 'ivshmem'"),
             // Each of these releases has another layout of the second output's state, also without Hotlift.
             SIX_OUTPUTS if self.from != self.to => Some(match way {
-                Way::Relays => "its QEMU could not load the guest",
-                _ => "load of migration failed: Invalid argument",
+                Way::Relays => "relay failed: ",
+                Way::Migrate => "migration failed: ",
+                Way::MappedRamByQemu => "load of migration failed",
+                Way::Restore | Way::RestoreLazily | Way::MappedRam => {
+                    "the guest was not restored: "
+                }
             }),
             // Such a file has the machine's name.
             _ if kind.is_old() && is_mapped => {

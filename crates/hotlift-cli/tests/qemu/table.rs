@@ -184,10 +184,10 @@ fn devices() -> String {
         cells.iter().filter(is).collect()
     };
     let all = moves(&of(&device_matrix::KINDS[0]));
-    let mut text = format!(
+    let mut text = String::from(
         "\n## Memory and devices\n\n\
          `make qemu-matrix` takes a machine of each kind by each of these ways, and compares memory of guest and device. The guest\n\
-         uses no device. One run: [bench/results](../bench/results/README.md#memory-and-devices).\n\n"
+         uses no device. One run: [bench/results](../bench/results/README.md#memory-and-devices).\n\n",
     );
     for way in Way::ALL {
         let _ = writeln!(text, "- {}", way.name());
