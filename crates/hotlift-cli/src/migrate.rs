@@ -123,9 +123,10 @@ fn to_serve(
         false => Source::connect(qmp, purpose)?,
     };
     let tls = security::tls(&relay_settings.outgoing, to)?;
+    // A busy QEMU describes its VM slowly, and the destination drops a caller that sends no hello.
+    let hello = hello(&source, &relay_settings, args)?;
     let mut destination = Conversation::connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
-    let hello = hello(&source, &relay_settings, args)?;
     relay_settings.uuid = Some(hello.vm.uuid.0);
     destination.say(&hello)?;
     let (address, token, destination_qemu) = match ready(to, &mut destination, &interrupt)? {

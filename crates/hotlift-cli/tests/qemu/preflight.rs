@@ -1,7 +1,11 @@
 //! Differences of both VMs: refused, reported or printed before the first page.
 
 use std::fs;
+use std::io::ErrorKind;
+use std::net::TcpListener;
+use std::path::Path;
 
+use hotlift_testkit::qemu::Launched;
 use rustix::process::Signal;
 
 use crate::hotlift::Hotlift;
@@ -206,9 +210,29 @@ fn a_vm_that_qemu_does_not_migrate_is_refused_before_the_destination_is_asked() 
             assert!(here.is_running());
         }
         assert!(waits(&mut there));
-        assert!(!std::path::Path::new(&file).exists());
+        assert!(!Path::new(&file).exists());
         serve.signal(Signal::INT);
         let (_, said) = serve.wait();
         assert!(!said.join("\n").contains("the source"), "{said:?}");
     }
+}
+
+#[test]
+fn the_vm_is_described_before_the_destination_is_connected() {
+    let program = need!(Release::V7.program());
+    let folder = folder();
+    let qmp = folder.path().join("qmp").display().to_string();
+    let socket = format!("unix:{qmp},server=on,wait=off");
+    // It has no shared memory, so its description for --ignore-shared fails.
+    let line = ["-accel", "tcg", "-S", "-qmp", &socket];
+    let here = Launched::bare(&program, &line).expect("a QEMU");
+    here.connect().expect("it answers");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+    let uri = format!("tcp:{}", listener.local_addr().expect("its address"));
+    let (code, said) = run(&["migrate", "--ignore-shared", "--qmp", &qmp, "--to", &uri]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("no memory backend with share=on"), "{said}");
+    listener.set_nonblocking(true).expect("a listener");
+    let connected = listener.accept().map_err(|error| error.kind());
+    assert_eq!(connected.err(), Some(ErrorKind::WouldBlock));
 }
