@@ -14,12 +14,16 @@ use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
 
 use crate::capabilities::Purpose;
 use crate::error::QemuError;
-use crate::progress::Watch;
+use crate::progress::{Watch, not_connected};
 use crate::settings;
 use crate::source::Source;
 
 /// Between two looks at QEMU's figures.
 const LOOK: Duration = Duration::from_millis(500);
+
+/// Time without a connection from which the operator is shown the address, as of a silent host in a migration (`REPORTED`
+/// of hotlift's liveness).
+const UNCONNECTED: Duration = Duration::from_secs(5);
 
 /// How long a relay may take to notice that QEMU has given up.
 const GRACE: Duration = Duration::from_secs(5);
@@ -172,7 +176,12 @@ impl Moving<'_> {
             if looked.elapsed() >= LOOK {
                 looked = Instant::now();
                 if let Ok(info) = self.source.look() {
-                    let mut line = watch.look(&info, latest(), control.stall());
+                    let mut line = match control.connecting() {
+                        Some((address, time)) if time >= UNCONNECTED => {
+                            not_connected(&address, time)
+                        }
+                        _ => watch.look(&info, latest(), control.stall()),
+                    };
                     line.text.push_str(&jobs(&control.jobs()));
                     display.show_line(watch.round(), || line);
                     if info.has_failed() {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use hotlift::Address;
 use hotlift::progress::{Stall, StallKind};
 use hotlift::relay::RelayProgress;
 use hotlift_console::progress::{Line, bytes, rounded, stalled, throttled};
@@ -35,6 +36,18 @@ const NOTHING_SENT: &str = "nothing is sent, though the other host answers: QEMU
 /// The same of a save, which no other host takes part in.
 const NOTHING_WRITTEN: &str = "nothing is written: QEMU, the disk of its guest or the disk of the file may be stopped or slow; the \
                                save waits, and Ctrl-C ends it, with the guest here";
+
+/// Cause where the port for the pages accepts no connection, and 'hotlift serve' was reached at its own.
+const BLOCKED: &str = "a firewall may drop packets to that port, which 'hotlift serve' chooses: open it, or set it by 'hotlift serve \
+                       --data-port PORT'";
+
+/// The line for a connection to 'hotlift serve' that is not accepted for `time`.
+pub fn not_connected(address: &Address, time: Duration) -> Line {
+    Line {
+        text: format!("no connection to {address} for {} s", time.as_secs()),
+        remark: Some(BLOCKED.to_owned()),
+    }
+}
 
 /// Follows one migration from look to look.
 #[derive(Debug, Default)]
@@ -389,6 +402,14 @@ mod tests {
         };
         let line = look(StallKind::Silent, setup);
         assert_eq!(line.text, "migration setup, 192.0.2.2 silent for 12 s");
+    }
+
+    #[test]
+    fn a_connection_that_is_not_made_names_the_port_and_the_option() {
+        let address = "tcp:192.0.2.2:37621".parse().unwrap();
+        let line = not_connected(&address, Duration::from_millis(5_900));
+        assert_eq!(line.text, "no connection to tcp:192.0.2.2:37621 for 5 s");
+        assert!(line.remark.unwrap().contains("--data-port"));
     }
 
     #[test]

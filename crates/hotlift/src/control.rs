@@ -20,6 +20,7 @@ use crate::options::Options;
 pub use crate::pacing::SharedRate;
 use crate::pacing::{Pace, Pacer};
 use crate::progress::Stall;
+use crate::remote::{Connecting, Dialing};
 use crate::status::{MigrationEvent, Status};
 use crate::steering::Steering;
 use crate::stream::main_send::MainLink;
@@ -67,6 +68,8 @@ struct Shared {
     peer_is_suspect: AtomicBool,
     /// See [`Control::stall`].
     stall: Mutex<Option<Stall>>,
+    /// See [`Control::connecting`].
+    connecting: Connecting,
     /// Set by [`Control::set_takes_pages`].
     takes_pages: AtomicBool,
     /// Set by [`Control::pause_postcopy`] at a destination, until it is taken.
@@ -255,6 +258,20 @@ impl Control {
     /// Reports that host, or that none does.
     pub fn set_stall(&self, stall: Option<Stall>) {
         *lock(&self.0.stall) = stall;
+    }
+
+    /// The address that a connection is being made to, and the time that this takes so far.
+    #[must_use]
+    pub fn connecting(&self) -> Option<(Address, Duration)> {
+        self.0.connecting.address()
+    }
+
+    /// What ends the connections that this side makes, and shows them.
+    pub(crate) fn dialing(&self) -> Dialing {
+        Dialing {
+            life: self.0.life.clone(),
+            connecting: self.0.connecting.clone(),
+        }
     }
 
     /// Whether [`Control::suspect_peer`] was called.

@@ -1,12 +1,41 @@
 //! The other side of a connection that this side makes.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use crate::error::MigrationError;
 use crate::life::Life;
+use crate::lock::lock;
 use crate::tls::Tls;
 use crate::transport::{Address, Stream};
+
+/// How long each address of the other host may take to accept a connection. A host that is there answers within a round
+/// trip; three lost SYN packets are sent again in this time.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// The connection that is being made, for what shows it. Clones are of the same migration.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Connecting(Arc<Mutex<Option<(Address, Instant)>>>);
+
+impl Connecting {
+    /// The address that it is made to, and the time that this takes so far.
+    pub(crate) fn address(&self) -> Option<(Address, Duration)> {
+        let connecting = lock(&self.0);
+        let (address, since) = connecting.as_ref()?;
+        Some((address.clone(), since.elapsed()))
+    }
+
+    fn set(&self, address: Option<&Address>) {
+        *lock(&self.0) = address.map(|address| (address.clone(), Instant::now()));
+    }
+}
+
+/// What ends the connections that a migration makes, and shows them.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Dialing {
+    pub life: Life,
+    pub connecting: Connecting,
+}
 
 /// Where the other side listens, and how it is spoken to.
 #[derive(Debug, Clone)]
@@ -23,13 +52,17 @@ impl Remote {
         }
     }
 
-    /// A connection, unless `life` is cancelled meanwhile.
+    /// A connection, unless the migration is cancelled meanwhile; it is shown until then. A handshake may take `timeout`.
     pub(crate) fn connect_for(
         &self,
-        life: &Life,
+        dialing: &Dialing,
         timeout: Duration,
     ) -> Result<Stream, MigrationError> {
-        self.connect_unless(timeout, &|| life.is_cancelled())
+        dialing.connecting.set(Some(&self.address));
+        let times = (timeout.min(CONNECT), timeout);
+        let connected = self.connect_within(times, &|| dialing.life.is_cancelled());
+        dialing.connecting.set(None);
+        connected
     }
 
     /// The same, unless it is `stopped` meanwhile.
@@ -38,10 +71,18 @@ impl Remote {
         timeout: Duration,
         stopped: &dyn Fn() -> bool,
     ) -> Result<Stream, MigrationError> {
-        let connected = self.address.connect_unless(timeout, stopped);
+        self.connect_within((timeout, timeout), stopped)
+    }
+
+    fn connect_within(
+        &self,
+        (accepting, handshake): (Duration, Duration),
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<Stream, MigrationError> {
+        let connected = self.address.connect_unless(accepting, stopped);
         let secured = connected
             .map_err(MigrationError::from)
-            .and_then(|stream| self.secure(stream, timeout, stopped));
+            .and_then(|stream| self.secure(stream, handshake, stopped));
         match stopped() {
             true => Err(MigrationError::Cancelled),
             false => secured,
@@ -72,5 +113,39 @@ impl Remote {
             }
             None => Ok(stream),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_that_is_not_accepted_is_shown_until_it_is_cancelled() {
+        // A listener whose queue is full answers no SYN.
+        let family = rustix::net::AddressFamily::INET;
+        let full = rustix::net::socket(family, rustix::net::SocketType::STREAM, None).unwrap();
+        rustix::net::bind(&full, &std::net::SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        rustix::net::listen(&full, 0).unwrap();
+        let full = std::net::TcpListener::from(full);
+        let port = full.local_addr().unwrap().port();
+        let _only = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let address: Address = format!("tcp:127.0.0.1:{port}").parse().unwrap();
+        let remote = Remote::new(&address, None);
+        let dialing = Dialing::default();
+        assert_eq!(dialing.connecting.address(), None);
+        std::thread::scope(|scope| {
+            let connecting = scope.spawn(|| remote.connect_for(&dialing, CONNECT));
+            while dialing.connecting.address().is_none() {
+                assert!(!connecting.is_finished(), "it was never shown");
+                std::thread::yield_now();
+            }
+            let shown = dialing.connecting.address().map(|(to, _)| to);
+            assert_eq!(shown, Some(address));
+            dialing.life.cancel();
+            let error = connecting.join().unwrap().unwrap_err();
+            assert!(matches!(error, MigrationError::Cancelled), "{error}");
+        });
+        assert_eq!(dialing.connecting.address(), None);
     }
 }

@@ -108,7 +108,7 @@ fn run(
         None,
         &opening,
         options.handshake_timeout,
-        control.life(),
+        &control.dialing(),
     )?;
     let session = Session::new(
         guest,

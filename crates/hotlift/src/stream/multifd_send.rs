@@ -35,7 +35,7 @@ use crate::life::Life;
 use crate::lock::lock;
 use crate::options::Options;
 use crate::pacing::Pacer;
-use crate::remote::Remote;
+use crate::remote::{Dialing, Remote};
 use crate::stream::auto_encoder::AutoEncoder;
 use crate::stream::channel_out::{send, send_guest_memory};
 use crate::stream::codec::Encoder;
@@ -83,9 +83,9 @@ pub(crate) fn connect_with(
     pass: Option<&Pass>,
     to: &Remote,
     timeout: Duration,
-    life: &Life,
+    dialing: &Dialing,
 ) -> Result<Stream, MigrationError> {
-    let stream = to.connect_for(life, timeout)?;
+    let stream = to.connect_for(dialing, timeout)?;
     if let Some(pass) = pass {
         let shown = (&stream).write_all(&settle::token(pass.token_on(&stream)));
         shown.map_err(MigrationError::opening)?;
@@ -100,9 +100,9 @@ pub(crate) fn connect(
     pass: Option<&Pass>,
     opening: &ChannelOpening,
     timeout: Duration,
-    life: &Life,
+    dialing: &Dialing,
 ) -> Result<(Stream, Vec<Stream>), MigrationError> {
-    let connect = || connect_with(pass, to, timeout, life);
+    let connect = || connect_with(pass, to, timeout, dialing);
     let main = connect()?;
     let mut multifd = Vec::new();
     for id in 0..opening.hello.channels {

@@ -218,7 +218,7 @@ pub(crate) fn open<'a>(
             let (pass, timeout) = (settings.outgoing_pass.as_ref(), options.handshake_timeout);
             let to = Remote::new(address, settings.outgoing_tls.clone());
             let (main, multifd) =
-                multifd_send::connect(&to, pass, &channels, timeout, control.life())?;
+                multifd_send::connect(&to, pass, &channels, timeout, &control.dialing())?;
             (main, multifd, to)
         }
         Outgoing::File {

@@ -63,7 +63,7 @@ impl Postcopy for StreamSink<'_> {
         }
         let timeout = self.settings.outgoing.handshake_timeout;
         let pass = self.settings.outgoing_pass.as_ref();
-        let stream = connect_with(pass, &self.to, timeout, self.control.life())?;
+        let stream = connect_with(pass, &self.to, timeout, &self.control.dialing())?;
         let counters = Arc::clone(&self.link.counters);
         let _ = self.preempt.set(PreemptOut::new(stream, counters));
         Ok(())

@@ -154,7 +154,14 @@ fn carry_all(
     }
     let timeout = settings.outgoing.handshake_timeout;
     let to = &Remote::new(to, settings.outgoing_tls.clone());
-    let connect = || connect_with(settings.outgoing_pass.as_ref(), to, timeout, control.life());
+    let connect = || {
+        connect_with(
+            settings.outgoing_pass.as_ref(),
+            to,
+            timeout,
+            &control.dialing(),
+        )
+    };
     if let Some(on_source) = hooks.on_source {
         on_source(&SourceStream {
             channels: 0,

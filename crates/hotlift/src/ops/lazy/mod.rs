@@ -176,7 +176,7 @@ pub fn restore(
         file.persist(PATIENCE);
         let begun = Instant::now();
         let to = Remote::new(to, None);
-        let connect = || to.connect_for(control.life(), options.handshake_timeout);
+        let connect = || to.connect_for(&control.dialing(), options.handshake_timeout);
         let connect_at = |moment| match hooks.preempt == Some(moment) {
             true => connect().map(Some),
             false => Ok(None),

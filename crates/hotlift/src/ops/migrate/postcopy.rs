@@ -247,7 +247,7 @@ impl Migration<'_> {
             pass.as_ref(),
             &remote,
             options.handshake_timeout,
-            control.life(),
+            &control.dialing(),
         )?;
         let link = Arc::new(MainLink {
             transport: main,
@@ -298,7 +298,12 @@ impl Migration<'_> {
             return Ok(None);
         }
         let pass = self.pass();
-        let stream = connect_with(pass.as_ref(), to, options.handshake_timeout, control.life())?;
+        let stream = connect_with(
+            pass.as_ref(),
+            to,
+            options.handshake_timeout,
+            &control.dialing(),
+        )?;
         Ok(Some(stream))
     }
 
