@@ -5,9 +5,6 @@ use hotlift_console::table::new_table;
 use hotlift_console::width;
 use hotlift_qemu::compare::{Outcome, Row};
 
-/// Columns of the table where standard output is no terminal.
-const COLUMNS: u16 = 80;
-
 /// The table of all comparisons, with a line for each remedy below it.
 pub fn table(rows: &[Row]) -> String {
     let mut table = new_table(&["", "source", "destination", "result"]);
@@ -20,12 +17,12 @@ pub fn table(rows: &[Row]) -> String {
         };
         table.add_row([&row.what, &row.source, &row.destination, result]);
     }
-    width::wrap_to(&mut table, COLUMNS);
+    width::wrap_all(&mut table);
     let mut text = table.to_string();
     for row in rows.iter().filter(|row| !row.remedy.is_empty()) {
         let Row { what, remedy, .. } = row;
         let line = format!("{what}: start the destination's QEMU with {remedy}");
-        text += &format!("\n{}", width::folded_to(COLUMNS.into(), &line));
+        text += &format!("\n{}", width::folded(&line));
     }
     text
 }

@@ -4,7 +4,6 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use comfy_table::ContentArrangement;
 use hotlift::options::parse_size;
 use hotlift_console::output;
 use hotlift_console::output_args::OutputArgs;
@@ -22,9 +21,6 @@ use hotlift_qmp::QmpAddress;
 use serde::Serialize;
 
 use crate::error::CommandError;
-
-/// Columns that the list may take.
-const LIST_WIDTH: usize = 100;
 
 /// Flags of `methods`.
 #[derive(Debug, Args)]
@@ -228,8 +224,6 @@ fn list() -> Vec<Listed> {
 
 /// The table of methods, and a line on each.
 fn table() -> String {
-    let columns = width::columns(rustix::stdio::stdout());
-    let width = columns.map_or(LIST_WIDTH, |columns| columns.min(LIST_WIDTH));
     let mut table = new_table(&[
         "method",
         "unit",
@@ -238,9 +232,7 @@ fn table() -> String {
         "software here",
         "at the other end",
     ]);
-    table
-        .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(width.try_into().unwrap_or(u16::MAX));
+    width::wrap_all(&mut table);
     let list = list();
     for method in &list {
         let levels = method.levels.zip(method.default_level);

@@ -35,6 +35,25 @@ pub fn columns(of: impl AsFd) -> Option<usize> {
     (size.ws_col > 0).then_some(size.ws_col.into())
 }
 
+/// Columns of output that is kept or piped, where no environment variable COLUMNS has another number: those of a terminal
+/// as it opens, and of a mail or a ticket that quotes it.
+const KEPT: usize = 80;
+
+/// Columns of standard output: its terminal's, or those of the environment variable COLUMNS; `None` if neither is known.
+pub fn of_output() -> Option<usize> {
+    columns(rustix::stdio::stdout()).or_else(|| named(std::env::var("COLUMNS").ok()?.as_str()))
+}
+
+/// The number in COLUMNS, if it is one.
+fn named(value: &str) -> Option<usize> {
+    value.trim().parse().ok().filter(|columns| *columns > 0)
+}
+
+/// Columns for what loses nothing where it is broken between words.
+fn broken_at() -> usize {
+    of_output().unwrap_or(KEPT)
+}
+
 /// As much of `text` as `columns` take, with a mark at its end if that is not all.
 pub fn cut(text: &str, columns: usize) -> String {
     if text.width() <= columns {
@@ -54,16 +73,13 @@ pub fn cut(text: &str, columns: usize) -> String {
     cut
 }
 
-/// `text` with lines that fit the terminal of standard output, broken between words; as it is elsewhere.
+/// `text` with lines that fit standard output, broken between words.
 pub fn folded(text: &str) -> String {
-    match columns(rustix::stdio::stdout()) {
-        Some(columns) => folded_to(columns, text),
-        None => text.to_owned(),
-    }
+    folded_to(broken_at(), text)
 }
 
 /// `text` with lines of at most so many columns, broken between words. What is broken off is indented as its line is.
-pub fn folded_to(columns: usize, text: &str) -> String {
+fn folded_to(columns: usize, text: &str) -> String {
     let mut lines = Vec::new();
     for whole in text.lines() {
         if whole.width() <= columns {
@@ -92,9 +108,9 @@ pub fn folded_to(columns: usize, text: &str) -> String {
 /// too narrow for all else.
 const NAMES: u16 = 10;
 
-/// A table for standard output: what fits its terminal, and all of it elsewhere.
+/// A table for standard output: the columns that fit, and all of them in a file or pipe without COLUMNS.
 pub fn fitted(header: &[&str], rows: &[Vec<String>], finish: impl Fn(&mut Table)) -> String {
-    fitted_to(columns(rustix::stdio::stdout()), header, rows, finish)
+    fitted_to(of_output(), header, rows, finish)
 }
 
 fn fitted_to(
@@ -145,37 +161,28 @@ fn wrap_names(table: &mut Table, columns: usize) {
     }
 }
 
-/// Lets the words in column `words` go on in further lines where the terminal of standard output is too
-/// narrow.
+/// Lets the words in column `words` continue in further lines where standard output is too narrow.
 pub fn wrap(table: &mut Table, words: usize) {
-    let columns = columns(rustix::stdio::stdout()).and_then(|columns| columns.try_into().ok());
-    let Some(columns) = columns else {
-        return;
-    };
-    table
-        .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(columns);
+    wrap_all(table);
     let others = table.column_iter_mut().enumerate();
     for (_, column) in others.filter(|(index, _)| *index != words) {
         column.set_constraint(ColumnConstraint::ContentWidth);
     }
 }
 
-/// Lets the words of every column continue in further lines, so that the table fits the terminal of standard output, or
-/// `otherwise` columns elsewhere.
-pub fn wrap_to(table: &mut Table, otherwise: u16) {
-    let columns = columns(rustix::stdio::stdout()).and_then(|columns| columns.try_into().ok());
+/// Lets the words of every column continue in further lines where standard output is too narrow.
+pub fn wrap_all(table: &mut Table) {
     table
         .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(columns.unwrap_or(otherwise));
+        .set_width(broken_at().try_into().unwrap_or(u16::MAX));
 }
 
-/// How many columns of figures go side by side with one of names, so that a table fits the terminal of
-/// standard output; all of them elsewhere.
+/// How many columns of figures go side by side with one of names, so that a table fits standard output; all of
+/// them in a file or pipe without COLUMNS.
 pub fn side_by_side(names: usize, figures: usize, number: usize) -> usize {
     // A rule and a blank on each side.
     const BESIDE: usize = 3;
-    match columns(rustix::stdio::stdout()) {
+    match of_output() {
         None => number.max(1),
         Some(columns) => {
             let room = columns.saturating_sub(names + BESIDE + 1);
@@ -187,6 +194,20 @@ pub fn side_by_side(names: usize, figures: usize, number: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn columns_of_the_environment_are_a_number_above_zero() {
+        for (value, columns) in [
+            ("120", Some(120)),
+            (" 60\n", Some(60)),
+            ("0", None),
+            ("-1", None),
+            ("", None),
+            ("x", None),
+        ] {
+            assert_eq!(named(value), columns, "{value:?}");
+        }
+    }
 
     #[test]
     fn a_line_is_cut_by_what_it_takes_on_the_screen() {

@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 /// Longer than anything here takes on a machine that does other things besides.
 const DEADLINE: Duration = Duration::from_secs(120);
 
+/// Columns of standard output, with room for all of a table: no line is broken between words that a test looks for.
+const COLUMNS: &str = "300";
+
 /// A running `hotlift`, killed when it goes out of scope.
 pub struct Hotlift {
     child: Child,
@@ -28,6 +31,7 @@ impl Hotlift {
         let mut child = Command::new("env")
             .args(["--default-signal=HUP", env!("CARGO_BIN_EXE_hotlift")])
             .args(args)
+            .env("COLUMNS", COLUMNS)
             .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
