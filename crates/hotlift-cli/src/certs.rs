@@ -163,7 +163,8 @@ impl CertsError {
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::NoCa { .. } => Some(
-                "'hotlift certs init' makes a CA; its key stays on one host, where 'certs host' and 'certs renew' run",
+                "'hotlift certs init' makes a CA; its key stays on one host, where 'certs host' and 'certs renew' run; 'certs renew --ca DIR' names \
+                 its folder there",
             ),
             Self::NothingToRenew { .. } => Some("'hotlift certs host NAME' makes one"),
             Self::Credentials(CredentialsError::NoFolder { .. }) => {
@@ -177,7 +178,11 @@ impl CertsError {
     pub fn is_usage(&self) -> bool {
         matches!(
             self,
-            Self::Authority(AuthorityError::BadName { .. } | AuthorityError::NoName)
+            Self::Authority(
+                AuthorityError::BadName { .. }
+                    | AuthorityError::Wildcard { .. }
+                    | AuthorityError::NoName
+            )
         )
     }
 }

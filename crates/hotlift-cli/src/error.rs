@@ -3,6 +3,7 @@
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
@@ -134,7 +135,10 @@ pub enum CommandError {
     #[error("nothing was begun, and a guest that waits for its pages still does: {reasons}")]
     StillWaits { reasons: String },
     #[error("the guest was not saved: {reason}")]
-    Save { reason: String },
+    Save {
+        reason: String,
+        advice: Option<&'static str>,
+    },
     #[error("the save file cannot be used: {reason}")]
     Show { reason: String },
     #[error("cannot hand out files: {reason}")]
@@ -151,6 +155,17 @@ pub enum CommandError {
     SettledHere,
     #[error(transparent)]
     Qemu(QemuError),
+    /// Differences that a table has just shown, with their remedies.
+    #[error("QEMU refuses {count} of the differences above: a migration would fail")]
+    Different { count: usize },
+    /// 'hotlift serve' does not get on.
+    #[error("'hotlift serve' at {address} failed: {missing} within {limit:?}")]
+    ServeSilent {
+        address: Address,
+        missing: &'static str,
+        limit: Duration,
+        has_hello: bool,
+    },
     /// No connection for pages, where that of the conversation was made.
     #[error(transparent)]
     DataPort(QemuError),
@@ -193,6 +208,8 @@ pub enum CommandError {
     NoGuest { domain: String, uri: String },
     #[error("no domain is named {typed}, neither here nor at a destination")]
     NoDomain { typed: String },
+    #[error("the agent of the destination sent no answer within {limit:?}")]
+    AgentSilent { limit: Duration },
     #[error("cannot reach the agent at {agent}")]
     NoAgentThere {
         agent: Address,
@@ -287,6 +304,31 @@ impl CommandError {
             {
                 Some(
                     "choose another port, or end the process that listens there ('ss -ltnp' names it)",
+                )
+            }
+            Self::ServeSilent {
+                has_hello: false, ..
+            } => Some(
+                "that process may be stopped, or serve another source: look at it on the destination host, or start it again",
+            ),
+            Self::ServeSilent {
+                has_hello: true, ..
+            } => Some(
+                "its QEMU may wait for a disk, for memory or for another QMP client: look at the output of 'hotlift serve'",
+            ),
+            Self::Different { .. } => Some(
+                "start the destination's QEMU as the lines below the table describe; 'hotlift migrate --ignore-differences' leaves \
+                 the decision to QEMU",
+            ),
+            Self::Save { advice, .. } => *advice,
+            Self::AgentSilent { .. } => {
+                Some("its log on that host names the reason: journalctl -u hotlift-agent")
+            }
+            Self::Virsh(VirshError::Refused { said, .. })
+                if said.contains("connect to the hypervisor") =>
+            {
+                Some(
+                    "check that libvirt runs there, and that this user may use it: virsh --connect URI list",
                 )
             }
             Self::DataPort(_) => Some(

@@ -18,7 +18,7 @@ use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
-use hotlift_qemu::compare::{self, compare};
+use hotlift_qemu::compare::{Outcome, compare};
 use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::outgoing::{self, Moving};
 use hotlift_qemu::run_state::words;
@@ -33,8 +33,16 @@ use crate::migrate_domain::{self, DomainArgs};
 use crate::peer::{Answer, Differences, Hello, PROTOCOL, SourceMessage};
 use crate::relay_report::Migration;
 
-/// How long the destination may take to get ready; it may start a QEMU first.
+/// How long the destination may take to get ready, once it has the hello; it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
+
+/// How long 'hotlift serve' may take to read the hello: as long as a relay's handshake (`handshake_timeout`), which a busy
+/// host passes.
+const HELLO: Duration = Duration::from_secs(30);
+
+/// Time without an answer from which the operator is shown what is waited for, as of a silent host in a migration
+/// (`REPORTED` of hotlift's liveness).
+const SHOWN: Duration = Duration::from_secs(5);
 
 /// How long the destination's QEMU may take to end, and 'hotlift serve' to say what it has said.
 const EXPLANATION: Duration = Duration::from_secs(5);
@@ -83,7 +91,16 @@ impl FromStr for To {
     fn from_str(text: &str) -> Result<Self, TransportError> {
         match text.contains("://") {
             true => Ok(Self::Libvirt(text.to_owned())),
-            false => Address::of_peer(text).map(Self::Serve),
+            false => match Address::of_peer(text) {
+                Ok(address @ Address::Tcp { .. }) => Ok(Self::Serve(address)),
+                Ok(Address::Unix { .. }) | Err(TransportError::UnknownScheme { .. }) => {
+                    Err(TransportError::UnknownScheme {
+                        uri: text.to_owned(),
+                        known: "tcp:HOST:PORT; with --domain qemu+ssh://HOST/system".to_owned(),
+                    })
+                }
+                Err(error) => Err(error),
+            },
         }
     }
 }
@@ -171,7 +188,14 @@ fn to_serve(
 fn checked(args: &MigrateArgs, here: &Vm, there: &Vm) -> Result<(), CommandError> {
     let rows = compare(here, there);
     args.output.print(&rows, || differences::table(&rows))?;
-    Ok(compare::check(&rows)?)
+    match rows
+        .iter()
+        .filter(|row| row.outcome == Outcome::Refused)
+        .count()
+    {
+        0 => Ok(()),
+        count => Err(CommandError::Different { count }),
+    }
 }
 
 fn hello(
@@ -225,7 +249,7 @@ fn ready(
     destination: &mut Conversation,
     interrupt: &Interrupt,
 ) -> Result<Ready, CommandError> {
-    let deadline = Instant::now() + READY;
+    let mut waiting = Waiting::new(Stage::Hello, Instant::now());
     loop {
         match destination.hear(TICK)? {
             Some(Answer::Compared { vm }) => return Ok(Ready::Compared(vm)),
@@ -255,13 +279,88 @@ fn ready(
                 let reason = hotlift_qmp::one_line(&reason);
                 return Err(ConsoleError::Refused { reason }.into());
             }
-            Some(Answer::Progress { .. } | Answer::Completed { .. }) | None => {}
+            Some(Answer::Progress { .. }) => waiting = Waiting::new(Stage::Ready, Instant::now()),
+            Some(Answer::Completed { .. }) | None => {}
         }
         if interrupt.is_raised() {
             return Err(ConsoleError::Interrupted.into());
         }
-        if Instant::now() >= deadline {
-            return Err(ConsoleError::Silent { waited: READY }.into());
+        let stage = waiting.stage;
+        match waiting.next(Instant::now()) {
+            Due::Nothing => {}
+            Due::Line => complain!("waiting for 'hotlift serve' at {to}: {}", stage.missing()),
+            Due::End => {
+                return Err(CommandError::ServeSilent {
+                    address: to.clone(),
+                    missing: stage.missing(),
+                    limit: stage.limit(),
+                    has_hello: stage == Stage::Ready,
+                });
+            }
+        }
+    }
+}
+
+/// Decides when the operator is shown what is waited for, and when the wait ends.
+struct Waiting {
+    stage: Stage,
+    since: Instant,
+    is_shown: bool,
+}
+
+/// What is due in a wait.
+#[derive(Debug, PartialEq, Eq)]
+enum Due {
+    Nothing,
+    /// A line for the operator, once a stage.
+    Line,
+    /// The end of the wait.
+    End,
+}
+
+impl Waiting {
+    fn new(stage: Stage, since: Instant) -> Self {
+        Self {
+            stage,
+            since,
+            is_shown: false,
+        }
+    }
+
+    fn next(&mut self, now: Instant) -> Due {
+        let waited = now.duration_since(self.since);
+        if waited >= self.stage.limit() {
+            Due::End
+        } else if waited >= SHOWN && !std::mem::replace(&mut self.is_shown, true) {
+            Due::Line
+        } else {
+            Due::Nothing
+        }
+    }
+}
+
+/// What 'hotlift serve' has to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// To read the hello.
+    Hello,
+    /// To get its QEMU ready.
+    Ready,
+}
+
+impl Stage {
+    fn limit(self) -> Duration {
+        match self {
+            Self::Hello => HELLO,
+            Self::Ready => READY,
+        }
+    }
+
+    /// Names it for the operator.
+    fn missing(self) -> &'static str {
+        match self {
+            Self::Hello => "it accepted the connection and does not answer",
+            Self::Ready => "its QEMU is not ready",
         }
     }
 }
@@ -522,6 +621,64 @@ impl Move<'_> {
         match settled.into_error(theirs, self.interrupt.is_raised()) {
             error @ QemuError::Failed { .. } if is_unreachable => CommandError::DataPort(error),
             error => error.into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_serve_that_does_not_answer_is_shown_once_and_ends_the_wait_before_a_qemu_may_be_ready() {
+        let begin = Instant::now();
+        let mut waiting = Waiting::new(Stage::Hello, begin);
+        let mut at = |seconds| waiting.next(begin + Duration::from_secs(seconds));
+        assert_eq!([at(1), at(4)], [Due::Nothing, Due::Nothing]);
+        assert_eq!([at(5), at(6)], [Due::Line, Due::Nothing]);
+        assert_eq!([at(29), at(30)], [Due::Nothing, Due::End]);
+        let mut waiting = Waiting::new(Stage::Ready, begin);
+        let mut at = |seconds| waiting.next(begin + Duration::from_secs(seconds));
+        assert_eq!(
+            [at(30), at(89), at(90)],
+            [Due::Line, Due::Nothing, Due::End]
+        );
+    }
+
+    #[test]
+    fn a_serve_that_does_not_answer_is_named_with_what_is_missing_and_the_next_step() {
+        let silent = |stage: Stage| CommandError::ServeSilent {
+            address: "tcp:b.example:4444".parse().unwrap(),
+            missing: stage.missing(),
+            limit: stage.limit(),
+            has_hello: stage == Stage::Ready,
+        };
+        let error = silent(Stage::Hello);
+        assert_eq!(
+            error.line(),
+            "'hotlift serve' at tcp:b.example:4444 failed: it accepted the connection and does not answer within 30s"
+        );
+        assert!(error.advice().unwrap().contains("may be stopped"));
+        let error = silent(Stage::Ready);
+        assert!(error.line().ends_with("its QEMU is not ready within 90s"));
+        assert!(
+            error
+                .advice()
+                .unwrap()
+                .contains("output of 'hotlift serve'")
+        );
+    }
+
+    #[test]
+    fn a_destination_is_an_address_of_tcp_or_a_libvirt() {
+        assert!(matches!("tcp:b:4444".parse(), Ok(To::Serve(_))));
+        assert!(matches!("qemu+ssh://b/system".parse(), Ok(To::Libvirt(_))));
+        for text in ["unix:/run/vm.sock", "b:4444", "b"] {
+            let error = text.parse::<To>().unwrap_err().to_string();
+            assert!(
+                error.contains("expected one of tcp:HOST:PORT; with --domain"),
+                "{error}"
+            );
         }
     }
 }

@@ -360,7 +360,7 @@ fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], Comm
             reason: "it answers out of turn".to_owned(),
         }
         .into()),
-        None => Err(ConsoleError::Silent { waited: ANSWER }.into()),
+        None => Err(CommandError::AgentSilent { limit: ANSWER }),
     }
 }
 

@@ -4,6 +4,7 @@
 //! ```text
 //! migrate                 serve
 //! hello            ---->  compares, prepares its QEMU, starts its relay
+//!                  <----  progress, at once: the hello has arrived
 //!                  <----  ready, or refused; or its VM, where the source only compares: the end
 //!                  <----  progress, each second
 //! failed           ---->  (in place of a connection that only ends)
@@ -90,7 +91,7 @@ pub enum Answer {
         /// Why, in one line.
         reason: String,
     },
-    /// The relay of the destination is at work.
+    /// The hello has arrived, and later: the relay of the destination is at work.
     Progress {
         /// Bytes that have arrived.
         received_bytes: u64,

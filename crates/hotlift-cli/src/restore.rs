@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{ArgGroup, Args};
 use hotlift::file::{self, FileError, FileInfo, Location, LostPages};
 use hotlift::options::OptionError;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
@@ -42,13 +42,14 @@ const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
 
 /// Flags of `restore`.
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("receiver").args(["command", "qmp"]).required(true)))]
 #[command(mut_arg("multifd_flush_after_each_section", |arg| arg.conflicts_with("lazy")))]
 pub struct RestoreArgs {
     /// File that 'hotlift save' or QEMU (with mapped-ram) has written, or tcp:HOST:PORT/NAME at a 'hotlift serve --files'
     #[arg(value_name = "FILE", value_parser = location())]
     file: Location,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
-    #[arg(long, value_name = "ADDRESS", required_unless_present = "command")]
+    #[arg(long, value_name = "ADDRESS")]
     qmp: Option<QmpAddress>,
     /// Byte where a mapped-ram file begins, as in QEMU's file:PATH,offset=N
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -141,10 +142,33 @@ impl RestoreArgs {
 
 /// Runs the command.
 pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
-    let restored = restore(args);
+    let restored = restore(args).map_err(|error| named(error, &args.file));
     match args.resume {
         true => restored.map_err(still_waits),
         false => restored,
+    }
+}
+
+/// Names the file in an error of its content.
+pub(crate) fn named(error: CommandError, file: &Location) -> CommandError {
+    let of_file = |reasons: String| {
+        let file = file.to_string();
+        match reasons.contains(&file) {
+            true => reasons,
+            false => format!("{file}: {reasons}"),
+        }
+    };
+    match error {
+        CommandError::Restore { reasons } => CommandError::Restore {
+            reasons: of_file(reasons),
+        },
+        CommandError::Damaged { reasons } => CommandError::Damaged {
+            reasons: of_file(reasons),
+        },
+        CommandError::Show { reason } => CommandError::Show {
+            reason: of_file(reason),
+        },
+        error => error,
     }
 }
 

@@ -1,10 +1,12 @@
 //! `hotlift save`: the guest of a running QEMU into a file.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::thread;
 
 use clap::{Args, ValueEnum};
-use hotlift::file::{self, FileFormat};
+use hotlift::MigrationError;
+use hotlift::file::{self, FileError, FileFormat};
 use hotlift::relay::Outgoing;
 use hotlift_console::error::error_line;
 use hotlift_console::migration_args::{RoleArgs, role};
@@ -64,6 +66,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     format.check(&settings.outgoing)?;
     file::check_target(&args.file).map_err(|error| CommandError::Save {
         reason: error_line(&error),
+        advice: None,
     })?;
     let source = Source::connect(&args.qmp, Purpose::Save)?;
     let vm = source.vm()?;
@@ -97,7 +100,8 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
             ..
         }) => {
             let settled = source.settle(&error, false, || GuestThere::NotHere);
-            Err(not_saved(settled.into_error(None, interrupt.is_raised())))
+            let failed = settled.into_error(None, interrupt.is_raised());
+            Err(not_saved(failed, room(&error)))
         }
         Err(error) => Err(error.into()),
     };
@@ -125,13 +129,33 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
 }
 
 /// Returns the error of a save, which has no destination.
-fn not_saved(error: QemuError) -> CommandError {
+fn not_saved(error: QemuError, advice: Option<&'static str>) -> CommandError {
     match error {
-        QemuError::Failed { reasons } => CommandError::Save { reason: reasons },
+        QemuError::Failed { reasons } => CommandError::Save {
+            reason: reasons,
+            advice,
+        },
         QemuError::Gone { reasons } => CommandError::Save {
             reason: format!("its QEMU has ended or does not answer: {reasons}"),
+            advice: None,
         },
         error => error.into(),
+    }
+}
+
+/// What to do about a file that had no room.
+fn room(error: &MigrationError) -> Option<&'static str> {
+    let MigrationError::File(FileError::Write { source, .. }) = error else {
+        return None;
+    };
+    match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => Some(
+            "free space there, or save to another disk; '--method zstd' makes the file smaller",
+        ),
+        ErrorKind::FileTooLarge => Some(
+            "raise the limit of this process ('ulimit -f'), or save to another file system; '--method zstd' makes the file smaller",
+        ),
+        _ => None,
     }
 }
 
@@ -144,13 +168,34 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_file_without_room_has_a_next_step() {
+        let error = |kind: ErrorKind| {
+            MigrationError::File(FileError::Write {
+                path: "/saved/vm".into(),
+                source: kind.into(),
+            })
+        };
+        assert!(
+            room(&error(ErrorKind::StorageFull))
+                .unwrap()
+                .contains("another disk")
+        );
+        assert!(
+            room(&error(ErrorKind::FileTooLarge))
+                .unwrap()
+                .contains("ulimit -f")
+        );
+        assert_eq!(room(&error(ErrorKind::PermissionDenied)), None);
+    }
+
+    #[test]
     fn a_save_that_failed_is_no_migration_and_has_no_destination() {
         let reasons = || "no space".to_owned();
         for error in [
             QemuError::Failed { reasons: reasons() },
             QemuError::Gone { reasons: reasons() },
         ] {
-            let line = not_saved(error).line();
+            let line = not_saved(error, None).line();
             assert!(line.starts_with("the guest was not saved: "), "{line}");
             assert!(line.ends_with("no space"), "{line}");
             assert!(!line.contains("destination"), "{line}");

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::tls::Tls;
 use hotlift::{Address, Control, Listener, MigrationError};
@@ -44,12 +44,13 @@ const PROGRESS: Duration = Duration::from_secs(1);
 
 /// Flags of `serve`.
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("receiver").args(["command", "qmp", "files"]).required(true)))]
 pub struct ServeArgs {
     /// Where 'hotlift migrate' connects to: tcp:HOST:PORT (empty HOST: all addresses)
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Address,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
-    #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["command", "files"])]
+    #[arg(long, value_name = "ADDRESS")]
     qmp: Option<QmpAddress>,
     /// Hand out the save files in this folder, and receive no guest
     #[arg(
@@ -208,6 +209,8 @@ impl Host<'_> {
         hello: &Hello,
         held: &mut Option<Destination>,
     ) -> Visit {
+        // A QEMU may take its time to start. A source that has gone is noticed by what follows.
+        let _ = source.say(&Answer::Progress { received_bytes: 0 });
         let destination = match held.take() {
             Some(destination) => Ok(destination),
             None => Destination::start(&self.args.command, self.interrupt),

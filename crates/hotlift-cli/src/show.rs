@@ -14,7 +14,7 @@ use hotlift_qmp::{Uuid, one_line};
 
 use crate::clock::{SavedAt, now};
 use crate::error::CommandError;
-use crate::restore::location;
+use crate::restore::{self, location};
 
 /// Flags of `show`.
 #[derive(Debug, Args)]
@@ -41,7 +41,7 @@ pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
     };
     let file = args.file.clone().with_tls(tls);
     let described = interrupt.cancelling(&control, || describe(&file, args.verify, &control));
-    let description = described.map_err(|error| match error {
+    let described = described.map_err(|error| match error {
         MigrationError::Cancelled => ConsoleError::Interrupted.into(),
         // It begins as this command's own error does.
         MigrationError::File(error) => CommandError::Show {
@@ -50,7 +50,8 @@ pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
         error => CommandError::Show {
             reason: error_line(&error),
         },
-    })?;
+    });
+    let description = described.map_err(|error| restore::named(error, &args.file))?;
     Ok(args.output.print(&description, || table(&description))?)
 }
 
@@ -282,6 +283,9 @@ mod tests {
         for words in ["RAM block d1", "256.0 MiB, all zero", "not in the stream"] {
             assert!(shown.contains(words), "{words}: {shown}");
         }
+        let columns = width::of_output().unwrap_or(80);
+        let is_long = |line: &&str| line.chars().count() > columns;
+        assert_eq!(shown.lines().find(is_long), None, "{shown}");
         let mut damaged = description("pc-q35-10.0", &[("pc.ram", 1 << 30, 9)]);
         damaged.format = FileFormat::MappedRam;
         damaged.modified = Some(0);

@@ -149,14 +149,14 @@ pub enum ConsoleError {
         /// The flag that it was given with.
         flag: &'static str,
     },
-    /// Nothing has come.
-    #[error("the other side said nothing for {waited:?}")]
+    /// A client without a request.
+    #[error("it sent no request within {waited:?}")]
     Silent {
-        /// For how long it was waited.
+        /// Time since it has connected.
         waited: Duration,
     },
     /// Too many have connected.
-    #[error("more than {most} have connected, and it has said nothing for longest")]
+    #[error("too many pending connections (limit {most}); closed the oldest idle one")]
     Crowd {
         /// How many may wait.
         most: usize,
@@ -188,7 +188,7 @@ impl ConsoleError {
     pub fn is_usage(&self) -> bool {
         match self {
             Self::Option(OptionError::NoAccelerator { .. }) => false,
-            Self::Option(_) | Self::Layout(_) => true,
+            Self::Option(_) | Self::Layout(_) | Self::OnlyTcp { .. } => true,
             _ => false,
         }
     }
@@ -208,13 +208,30 @@ impl ConsoleError {
                  serve' at work",
             ),
             Self::QemuEnded { .. } => Some(QEMUS_OWN_WORDS),
-            Self::NoServe { .. } => Some("start 'hotlift serve' on the destination host first"),
+            Self::NoServe {
+                source: TransportError::Connect { source, .. },
+            } => Some(not_connected(source.kind())),
+            Self::Program { .. } => Some("give the name or the path of an installed QEMU"),
             Self::Conversation(ConversationError::Closed) => Some(
                 "the log of the process that listens there names the reason; a 'hotlift serve --files' takes no guest, and closes \
                  the connection too",
             ),
             _ => None,
         }
+    }
+}
+
+/// What to do where a connection to 'hotlift serve' failed with an error of `kind`.
+fn not_connected(kind: io::ErrorKind) -> &'static str {
+    match kind {
+        io::ErrorKind::ConnectionRefused => "start 'hotlift serve' on the destination host first",
+        io::ErrorKind::TimedOut => {
+            "that host is down, or a firewall drops packets to this port: open it on the destination host"
+        }
+        io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => {
+            "there is no route to that address, or a firewall rejects it: check the address, 'ip route get' and the firewall"
+        }
+        _ => "check the name or address of the destination host",
     }
 }
 
@@ -244,6 +261,22 @@ mod tests {
             "the TLS handshake with 198.51.100.2 failed: the TLS handshake was not done within 10s: the other host does not \
              acknowledge what was sent; the path may drop packets of the full size (check the MTU)"
         );
+    }
+
+    #[test]
+    fn each_cause_of_a_missing_connection_has_its_own_next_step() {
+        let advice = |kind: io::ErrorKind| {
+            let source = TransportError::Connect {
+                uri: "tcp:b:4444".to_owned(),
+                source: kind.into(),
+            };
+            ConsoleError::NoServe { source }.advice().unwrap()
+        };
+        assert!(advice(io::ErrorKind::ConnectionRefused).contains("start 'hotlift serve'"));
+        assert!(advice(io::ErrorKind::TimedOut).contains("firewall drops"));
+        assert!(advice(io::ErrorKind::NetworkUnreachable).contains("no route"));
+        // A name that is not known.
+        assert!(advice(io::ErrorKind::Other).contains("name or address"));
     }
 
     #[test]

@@ -188,7 +188,10 @@ impl MigrationArgs {
             if method.levels.is_none() {
                 return Err(OptionError::Value {
                     name: "level",
-                    expected: format!("a method that has levels, and '{}' has none", method.name),
+                    expected: format!(
+                        "a method that has levels, as zstd ('{}' has none)",
+                        method.name
+                    ),
                     got: level.clone(),
                 });
             }
@@ -239,6 +242,8 @@ fn flag(option: &OptionInfo, role: Role) -> Arg {
     let arg = Arg::new(option.name)
         .long(option.name)
         .value_name("VALUE")
+        // It is refused as a value of this option, and not as a flag.
+        .allow_negative_numbers(true)
         .help(help(option, role))
         .help_heading(option.group.title())
         // Who only receives has no others.
@@ -557,6 +562,14 @@ mod tests {
             (
                 &["--multifd-zstd-level=99"],
                 "parameter 'multifd-zstd-level' expects",
+            ),
+            (
+                &["--downtime-limit=3s"],
+                "parameter 'downtime-limit' expects a value between 0 and 2000000, in ms, got '3s'",
+            ),
+            (
+                &["--max-bandwidth", "-1"],
+                "parameter 'max-bandwidth' expects a number of bytes with an optional suffix K, M, G or T, in bytes/s, got '-1'",
             ),
             (
                 &["--method=none", "--level=1"],

@@ -182,7 +182,7 @@ pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
     Some(if jobs.hardware > 0 {
         format!("an accelerator was given up, the rest goes on without it: {why}")
     } else {
-        format!("runs on the CPU, without an accelerator: {why} ('hotlift accel' tells more)")
+        format!("runs on the CPU, without an accelerator: {why} (see 'hotlift accel')")
     })
 }
 

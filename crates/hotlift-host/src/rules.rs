@@ -56,7 +56,7 @@ pub fn rules(devices: &Devices) -> Vec<Rule> {
             set: "--method auto",
             when: else_it_is,
             reason: "it chooses by packet while the migration runs",
-            from: "Hotlift: no published rule speaks",
+            from: "Hotlift: no published rule applies",
             applies: !only_qat_is_fast && !iaa_is_fast,
         },
         Rule {

@@ -41,6 +41,14 @@ pub enum AuthorityError {
         /// The name.
         name: String,
     },
+    /// A name that stands for many hosts.
+    #[error(
+        "'{name}' is a wildcard: name each host, since a stolen key would be that of every host"
+    )]
+    Wildcard {
+        /// The name.
+        name: String,
+    },
     /// No name at all.
     #[error("a host's certificate needs a name")]
     NoName,
@@ -202,6 +210,11 @@ fn alternative(name: &str) -> Result<SanType, AuthorityError> {
     };
     if let Ok(address) = name.parse::<IpAddr>() {
         return Ok(SanType::IpAddress(address));
+    }
+    if name.contains('*') {
+        return Err(AuthorityError::Wildcard {
+            name: name.to_owned(),
+        });
     }
     DnsName::try_from(name).map_err(|_| bad())?;
     Ok(SanType::DnsName(name.try_into().map_err(|_| bad())?))

@@ -57,11 +57,33 @@ fn a_serve_prints_the_port_of_the_pages_and_does_not_start_where_it_is_taken() {
 /// Says `words` to a `serve`, and returns the answer.
 fn tell(address: &str, words: &[u8]) -> String {
     let stream = TcpStream::connect(address).expect("it listens");
-    let mut answer = String::new();
     // One that is not heard out closes the connection, with or without an answer on it.
     let _ = (&stream).write_all(words);
-    let _ = BufReader::new(&stream).read_line(&mut answer);
-    answer
+    answer_on(&stream).unwrap_or_default()
+}
+
+/// The first message of a `serve` after those about its progress.
+fn answer_on(stream: &TcpStream) -> std::io::Result<String> {
+    let mut lines = BufReader::new(stream).lines();
+    let is_answer = |line: &std::io::Result<String>| {
+        !line
+            .as_ref()
+            .is_ok_and(|line| line.contains("\"progress\""))
+    };
+    lines.find(is_answer).unwrap_or_else(|| Ok(String::new()))
+}
+
+#[test]
+fn a_serve_answers_a_hello_before_it_starts_its_qemu() {
+    let (serve, address) = serve();
+    let stream = TcpStream::connect(&address).expect("it listens");
+    (&stream).write_all(HELLO.as_bytes()).expect("it reads");
+    let mut lines = BufReader::new(&stream).lines().map_while(Result::ok);
+    let first = lines.next().expect("an answer");
+    assert!(first.contains("\"progress\""), "{first}");
+    let second = lines.next().expect("another answer");
+    assert!(second.contains("QEMU ended before"), "{second}");
+    drop(serve);
 }
 
 #[test]
@@ -126,9 +148,7 @@ fn a_serve_hears_a_source_beside_many_who_say_nothing() {
     let source = TcpStream::connect(&address).expect("it listens");
     source.set_read_timeout(Some(ANSWER)).expect("a time-out");
     (&source).write_all(HELLO.as_bytes()).expect("it is heard");
-    let mut answer = String::new();
-    let heard = BufReader::new(&source).read_line(&mut answer);
-    assert!(heard.is_ok(), "it does not answer: {heard:?}");
+    let answer = answer_on(&source).expect("it answers");
     assert!(answer.contains("QEMU ended before"), "{answer}");
     drop((silent, serve));
 }
@@ -167,6 +187,48 @@ fn a_migration_whose_other_ends_are_missing_says_what_to_start() {
 }
 
 #[test]
+fn a_save_file_that_is_not_one_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).expect("a file");
+        path.display().to_string()
+    };
+    let gzip = [&b"\x1f\x8b\x08\0"[..], &[b'x'; 9000]].concat();
+    for (path, words) in [
+        (file("text", &[b'x'; 9000]), "this is neither a save file"),
+        (file("vm.gz", &gzip), "decompress it first"),
+        (file("empty", b""), "is empty"),
+    ] {
+        for command in [
+            &["show", &path][..],
+            &["restore", &path, "--qmp=/nowhere"],
+            &["restore", "--lazy", &path, "--qmp=/nowhere"],
+        ] {
+            let (status, said) = Hotlift::start(command).wait();
+            let errors = errors(&said);
+            assert_eq!(status.code(), Some(1), "{errors:?}");
+            assert!(errors[0].contains(words), "{command:?}: {errors:?}");
+            assert_eq!(
+                errors[0].matches(&path).count(),
+                1,
+                "{command:?}: {errors:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_save_into_a_folder_that_is_not_there_is_refused_before_qemu_is_asked() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("missing/vm").display().to_string();
+    let (status, said) = Hotlift::start(&["save", "--qmp=/nowhere", &file]).wait();
+    assert_eq!(status.code(), Some(1), "{said:?}");
+    let expected = format!("hotlift: the guest was not saved: cannot write {file}: No such file");
+    assert!(said[0].starts_with(&expected), "{said:?}");
+}
+
+#[test]
 fn a_fifo_in_place_of_a_save_file_is_refused_and_not_waited_for() {
     let folder = tempfile::tempdir().expect("a folder");
     let fifo = folder.path().join("fifo").display().to_string();
@@ -191,7 +253,29 @@ fn a_fifo_in_place_of_a_save_file_is_refused_and_not_waited_for() {
 #[test]
 fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
     for (command, words) in [
-        (&["serve", "--listen", "tcp::0"][..], "--qmp"),
+        (
+            &["serve", "--listen", "tcp::0"][..],
+            "<QEMU|--qmp <ADDRESS>|--files <DIR>>",
+        ),
+        (&["restore", "f"], "<QEMU|--qmp <ADDRESS>>"),
+        (
+            &["migrate", "--qmp=q", "--to=unix:/x"],
+            "expected one of tcp:HOST:PORT",
+        ),
+        (
+            &["migrate", "--qmp=q", "--to=tcp:h:80000"],
+            "with a port up to 65535",
+        ),
+        (
+            &[
+                "migrate",
+                "--qmp=q",
+                "--to=tcp:h:1",
+                "--max-bandwidth",
+                "-1",
+            ],
+            "got '-1'",
+        ),
         (
             &["serve", "--listen", "tcp::0", "--qmp", "q", "--", "qemu"],
             "cannot be used with",
@@ -478,10 +562,7 @@ fn a_serve_that_is_killed_leaves_neither_a_qemu_that_waits_nor_a_folder() {
     let stream =
         TcpStream::connect(line.rsplit("tcp:").next().unwrap_or_default()).expect("it listens");
     (&stream).write_all(HELLO.as_bytes()).expect("it reads");
-    let mut answer = String::new();
-    BufReader::new(&stream)
-        .read_line(&mut answer)
-        .expect("it answers");
+    let answer = answer_on(&stream).expect("it answers");
     assert!(answer.contains("\"ready\""), "{answer}");
     let pid = std::fs::read_to_string(&pidfile).expect("QEMU runs");
     // Empty for one that has ended and that nobody has waited for yet.

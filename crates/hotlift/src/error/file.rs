@@ -41,6 +41,12 @@ pub enum FileError {
         /// Its kind.
         is: &'static str,
     },
+    /// A file without a byte.
+    #[error("{} is empty", path.display())]
+    Empty {
+        /// Its name.
+        path: PathBuf,
+    },
     /// What has the file's name is not replaced.
     #[error("{} is {is}, and is not replaced: remove it, or choose another name", path.display())]
     NotReplaced {

@@ -236,7 +236,7 @@ pub enum OptionError {
         got: String,
     },
     /// The accelerator is required, and cannot be used.
-    #[error("accelerator=required: {device} cannot be used: {reason} ('hotlift accel' tells more)")]
+    #[error("accelerator=required: {device} cannot be used: {reason} (see 'hotlift accel')")]
     NoAccelerator {
         /// The device.
         device: &'static str,
@@ -345,7 +345,10 @@ impl Options {
             .parse(value)
             .ok_or_else(|| OptionError::Value {
                 name: option.name,
-                expected: option.values.to_string(),
+                expected: match option.unit {
+                    "" => option.values.to_string(),
+                    unit => format!("{}, in {unit}", option.values),
+                },
                 got: value.to_owned(),
             })?;
         (option.access.store)(self, value);

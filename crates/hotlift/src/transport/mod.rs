@@ -98,6 +98,10 @@ trait Transport: Sync {
     fn scheme(&self) -> &'static str;
     /// The form of its addresses, for messages.
     fn form(&self) -> &'static str;
+    /// What an address that does not parse lacks.
+    fn expected(&self) -> &'static str {
+        self.form()
+    }
     /// Parses what follows the scheme.
     fn parse(&self, rest: &str) -> Option<Address>;
 }
@@ -146,7 +150,7 @@ impl std::str::FromStr for Address {
             .parse(rest)
             .ok_or_else(|| TransportError::BadAddress {
                 address: rest.to_owned(),
-                expected: transport.form(),
+                expected: transport.expected(),
             })?;
         match address {
             Self::Tcp { host, .. } if is_link_local(&host) => Err(TransportError::NoZone { host }),

@@ -46,6 +46,10 @@ impl Transport for Tcp {
         "tcp:HOST:PORT"
     }
 
+    fn expected(&self) -> &'static str {
+        "tcp:HOST:PORT, with a port up to 65535"
+    }
+
     fn parse(&self, rest: &str) -> Option<Address> {
         let (host, port) = rest.rsplit_once(':')?;
         let host = match host.strip_prefix('[') {

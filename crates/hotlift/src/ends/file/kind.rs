@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Access, Mode, OFlags};
 
 use super::FileError;
 
@@ -42,24 +42,41 @@ pub fn open(path: &Path) -> Result<File, FileError> {
     let opened = rustix::fs::open(path, flags, Mode::empty());
     let file = File::from(opened.map_err(|errno| failed(errno.into()))?);
     // Another file may have taken the name in between.
-    check(file.metadata().map_err(failed)?.file_type())?;
+    let there = file.metadata().map_err(failed)?;
+    check(there.file_type())?;
+    // A block device has no length here.
+    if there.is_file() && there.len() == 0 {
+        return Err(FileError::Empty {
+            path: path.to_owned(),
+        });
+    }
     Ok(file)
 }
 
-/// Checks that a save could replace what has its name, before anything else is begun.
+/// The folder that a file is in.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
+}
+
+/// Checks that a save could create its file, or replace what has its name, before anything else is begun.
 ///
 /// # Errors
-/// [`FileError::NotReplaced`] for anything else than a regular file.
+/// [`FileError::NotReplaced`] for anything else than a regular file; [`FileError::Write`] where the folder is not there, or
+/// takes no file.
 pub fn check_target(path: &Path) -> Result<(), FileError> {
+    let failed = |source| FileError::Write {
+        path: path.to_owned(),
+        source,
+    };
+    let access = Access::WRITE_OK | Access::EXEC_OK;
+    rustix::fs::access(folder_of(path), access).map_err(|errno| failed(errno.into()))?;
     let there = match fs::symlink_metadata(path) {
         Ok(there) => there,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        Err(source) => {
-            return Err(FileError::Write {
-                path: path.to_owned(),
-                source,
-            });
-        }
+        Err(source) => return Err(failed(source)),
     };
     match not_regular(there.file_type()) {
         Some(is) => Err(FileError::NotReplaced {

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use tempfile::TempPath;
 
 use super::FileError;
-use super::kind::check_target;
+use super::kind::{check_target, folder_of};
 
 /// Slices that are handed to the kernel at once.
 const SLICES: usize = 16;
@@ -50,10 +50,7 @@ impl PartialFile {
     /// Also if what has its name is no regular file of this user: [`FileError::NotReplaced`].
     pub(crate) fn create(path: &Path) -> Result<Self, FileError> {
         let failed = |source| write_error(path, source);
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
+        let folder = folder_of(path);
         let folder_file = File::open(folder).map_err(failed)?;
         let (file, name) = open_in(folder).map_err(failed)?;
         check_replaceable(path, &file)?;
