@@ -316,8 +316,10 @@ fn states_under_way() -> impl Iterator<Item = &'static str> {
 
 /// The sum over all addresses; no row where it is not known.
 fn past(seen: &Seen, of: fn(&Count) -> u64) -> Values {
-    let sum = |counts: &Vec<Count>| one(counts.iter().map(|count| number(of(count))).sum());
-    seen.past.as_ref().map_or_else(Vec::new, sum)
+    // A sum of no f64 is -0.0.
+    let sum = |counts: &Vec<Count>| counts.iter().map(of).fold(0, u64::saturating_add);
+    let past = seen.past.as_ref().map(sum);
+    past.map_or_else(Vec::new, |sum| one(number(sum)))
 }
 
 fn one(value: f64) -> Values {
@@ -590,6 +592,7 @@ mod tests {
         };
         let [idle, busy] = agents();
         let names = counters(&idle);
+        assert!(!text(&idle, Format::Text).contains(" -0"));
         assert_eq!(names, counters(&busy), "what has happened adds no series");
         for series in [
             "hotlift_agent_ended_total{direction=\"incoming\",kind=\"tunnel\",outcome=\"cancelled\"}",

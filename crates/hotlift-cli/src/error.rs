@@ -334,6 +334,18 @@ impl CommandError {
             Self::DataPort(_) => Some(
                 "the pages go to a port of their own, which a firewall must let pass too: 'hotlift serve --data-port PORT' sets it",
             ),
+            // QEMU's words for a disk that another process has locked.
+            Self::Qemu(QemuError::Failed { reasons })
+                if reasons.contains("Failed to get") && reasons.contains("lock") =>
+            {
+                Some(
+                    "another process uses a disk of this VM: end it, and migrate again; QEMU's own log names the file",
+                )
+            }
+            // QEMU's words for RAM in a file of a disk.
+            Self::Qemu(QemuError::NoPostcopy { said }) if said.contains("TMPFS") => Some(
+                "give that QEMU its RAM in anonymous memory, memfd, tmpfs or hugetlbfs; or restore without --lazy",
+            ),
             Self::Qemu(QemuError::NoPostcopy { .. }) => Some(
                 "if QEMU's log names userfaultfd: 'sysctl vm.unprivileged_userfaultfd=1', or give QEMU's user read and write access \
                  to /dev/userfaultfd (Linux 6.1 and newer)",
@@ -542,6 +554,12 @@ mod tests {
         let (line, advice) = of(QemuError::NoPostcopy { said });
         assert!(line.ends_with("(postcopy): Postcopy is not supported"));
         assert!(advice.contains("vm.unprivileged_userfaultfd=1"), "{advice}");
+        let reasons = "its QEMU: Failed to get \"write\" lock".to_owned();
+        let (_, advice) = of(QemuError::Failed { reasons });
+        assert!(advice.contains("another process uses a disk"), "{advice}");
+        let said = "Host backend files need to be TMPFS or HUGETLBFS only".to_owned();
+        let (_, advice) = of(QemuError::NoPostcopy { said });
+        assert!(advice.contains("without --lazy"), "{advice}");
         let reasons = "cannot reach the other side".to_owned();
         let blocked = CommandError::DataPort(QemuError::Failed { reasons });
         assert_eq!(

@@ -136,7 +136,7 @@ fn to_serve(
         ignore_shared: args.ignore_shared,
     };
     let source = match args.check {
-        true => Source::to_compare(qmp)?,
+        true => Source::to_compare(qmp, purpose)?,
         false => Source::connect(qmp, purpose)?,
     };
     let tls = security::tls(&relay_settings.outgoing, to)?;

@@ -495,7 +495,12 @@ impl Host<'_> {
         }
         let statement =
             destination.after_failure(in_doubt, settle_timeout, || self.interrupt.is_raised());
-        let explained = |words: &str| format!("{}; its QEMU: {words}", error.chain());
+        let trouble = match error {
+            // This host is the destination.
+            MigrationError::Destination { reason } => reason.clone(),
+            error => error.chain(),
+        };
+        let explained = |words: &str| format!("{trouble}; its QEMU: {words}");
         match statement {
             Statement::Here { state } => {
                 let reason = error.chain();

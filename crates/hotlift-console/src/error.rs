@@ -150,7 +150,10 @@ pub enum ConsoleError {
         flag: &'static str,
     },
     /// A client without a request.
-    #[error("it sent no request within {waited:?}")]
+    #[error(
+        "the client sent no complete request within {waited:?}: it may be stopped, or the path drops packets of the full size \
+         (check the MTU)"
+    )]
     Silent {
         /// Time since it has connected.
         waited: Duration,
@@ -204,13 +207,16 @@ impl ConsoleError {
                 source: QmpError::Timeout { .. },
                 ..
             } => Some(
-                "a QMP socket serves one client at a time: another one may hold it, such as a 'hotlift restore' or 'hotlift \
-                 serve' at work",
+                "QEMU may be stopped; or another client holds this QMP socket, which serves one at a time: a 'hotlift restore' or \
+                 'hotlift serve' at work, for example",
             ),
             Self::QemuEnded { .. } => Some(QEMUS_OWN_WORDS),
             Self::NoServe {
                 source: TransportError::Connect { source, .. },
             } => Some(not_connected(source.kind())),
+            Self::Tls { source, .. } if matches!(**source, TlsError::PlaintextPeer) => {
+                Some("give '--tls DIR' to the command on that host, too; or '--insecure' to both")
+            }
             Self::Program { .. } => Some("give the name or the path of an installed QEMU"),
             Self::Conversation(ConversationError::Closed) => Some(
                 "the log of the process that listens there names the reason; a 'hotlift serve --files' takes no guest, and closes \
@@ -277,6 +283,23 @@ mod tests {
         assert!(advice(io::ErrorKind::NetworkUnreachable).contains("no route"));
         // A name that is not known.
         assert!(advice(io::ErrorKind::Other).contains("name or address"));
+    }
+
+    #[test]
+    fn a_peer_without_tls_and_a_silent_qemu_have_a_next_step() {
+        let plaintext = ConsoleError::Tls {
+            host: "192.0.2.2".to_owned(),
+            source: Box::new(TlsError::PlaintextPeer),
+        };
+        assert!(plaintext.advice().unwrap().contains("'--tls DIR'"));
+        let silent = ConsoleError::Qmp {
+            side: "source",
+            source: QmpError::Timeout {
+                command: "greeting".to_owned(),
+                waited: Duration::from_secs(2),
+            },
+        };
+        assert!(silent.advice().unwrap().contains("may be stopped"));
     }
 
     #[test]

@@ -131,13 +131,15 @@ impl Source {
         })
     }
 
-    /// Connects to compare its VM with another: changes nothing, also not what an earlier command has left changed.
+    /// Connects to compare its VM with another before a migration with this purpose: changes nothing, also not what an earlier
+    /// command has left changed.
     ///
     /// # Errors
-    /// If it does not answer, or does not migrate its VM.
-    pub fn to_compare(address: &QmpAddress) -> Result<Self, QemuError> {
+    /// If it does not answer, does not migrate its VM, or has settings that the migration refuses.
+    pub fn to_compare(address: &QmpAddress, purpose: Purpose) -> Result<Self, QemuError> {
         let mut qemu = connect(address, CONNECT).map_err(at_source)?;
         check_blocked(&qemu.query_migrate().map_err(at_source)?)?;
+        settings::check(&mut qemu, Side::Source, purpose)?;
         let was = qemu.query_status().map_err(at_source)?.run_state();
         Ok(Self {
             address: address.clone(),

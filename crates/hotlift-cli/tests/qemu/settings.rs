@@ -82,9 +82,10 @@ fn what_a_command_refuses_is_named_before_anything_is_sent() {
         let qmp = here.free_qmp();
         let save = ["save", "--qmp", &qmp, &file];
         let migrate = ["migrate", "--qmp", &qmp, "--to", NOWHERE];
+        let check = [&migrate[..], &["--check"]].concat();
         let before = settings(&mut here);
         for (capability, commands) in [
-            (IGNORE_SHARED, &[&save[..], &migrate][..]),
+            (IGNORE_SHARED, &[&save[..], &migrate, &check][..]),
             ("dirty-bitmaps", &[&save[..]]),
         ] {
             here.qmp
@@ -102,7 +103,7 @@ fn what_a_command_refuses_is_named_before_anything_is_sent() {
             here.qmp
                 .set_parameters(&json!({ "mode": "cpr-reboot" }))
                 .expect("a mode");
-            for command in [&save[..], &migrate] {
+            for command in [&save[..], &migrate, &check] {
                 let lines = fails(Hotlift::start(command));
                 assert!(lines.contains("'mode'"), "{lines}");
             }
