@@ -140,7 +140,7 @@ fn to_serve(
         false => Source::connect(qmp, purpose)?,
     };
     let tls = security::tls(&relay_settings.outgoing, to)?;
-    // A busy QEMU describes its VM slowly, and the destination drops a caller that sends no hello.
+    // 'hotlift serve' waits 10 s for a hello, and a QEMU on a busy host may need longer to describe its VM.
     let hello = hello(&source, &relay_settings, args)?;
     let mut destination = Conversation::connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
