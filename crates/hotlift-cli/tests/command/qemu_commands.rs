@@ -478,7 +478,7 @@ fn a_restore_refuses_what_is_no_save_before_it_starts_a_qemu() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("file");
     for (content, words) in [
-        (&b""[..], "cut short"),
+        (&b""[..], "is empty"),
         (b"HOTLIFT SAVE? NO", "neither a save file"),
     ] {
         std::fs::write(&file, content).expect("a file");
