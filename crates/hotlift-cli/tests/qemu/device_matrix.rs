@@ -249,7 +249,7 @@ impl Cell {
             "ivshmem as peer" => Some("'peer mode' in device 'ivshmem'"),
             // Each of these releases has another layout of the second output's state, also without Hotlift.
             SIX_OUTPUTS if self.from != self.to => Some(match way {
-                Way::Relays => "relay failed: ",
+                Way::Relays => "waited for 'completed', got MigrationInfo { status: Some(\"failed\")",
                 Way::Migrate => "migration failed: ",
                 Way::MappedRamByQemu => "load of migration failed",
                 Way::Restore | Way::RestoreLazily | Way::MappedRam => {
