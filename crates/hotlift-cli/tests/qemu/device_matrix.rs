@@ -115,7 +115,7 @@ pub const KINDS: [Kind; 13] = [
 ];
 
 /// Source, destination, and the newest machine type that both have.
-const RELEASES: [(Release, Release, &str); 7] = {
+const RELEASES: [(Release, Release, &str); 6] = {
     use Release::{V7, V10, V11};
     [
         (V7, V7, PC_7),
@@ -124,7 +124,6 @@ const RELEASES: [(Release, Release, &str); 7] = {
         (V7, V10, PC_7),
         (V10, V7, PC_7),
         (V10, V11, PC_10),
-        (V11, V10, PC_10),
     ]
 };
 
@@ -249,7 +248,9 @@ impl Cell {
             "ivshmem as peer" => Some("'peer mode' in device 'ivshmem'"),
             // Each of these releases has another layout of the second output's state, also without Hotlift.
             SIX_OUTPUTS if self.from != self.to => Some(match way {
-                Way::Relays => "waited for 'completed', got MigrationInfo { status: Some(\"failed\")",
+                Way::Relays => {
+                    "waited for 'completed', got MigrationInfo { status: Some(\"failed\")"
+                }
                 Way::Migrate => "migration failed: ",
                 Way::MappedRamByQemu => "load of migration failed",
                 Way::Restore | Way::RestoreLazily | Way::MappedRam => {
