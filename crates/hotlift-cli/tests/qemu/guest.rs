@@ -135,7 +135,7 @@ impl Guest {
     /// What QEMU has before its RAM, as a part of its command line.
     pub fn objects(&self) -> Vec<String> {
         match self {
-            Self::Program(_) => Vec::new(),
+            Self::Program(_) | Self::Firmware => Vec::new(),
             Self::Linux { objects, .. } => objects.clone(),
         }
     }
