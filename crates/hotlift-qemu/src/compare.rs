@@ -109,7 +109,7 @@ impl Row {
             remedy => format!(" (start the destination's QEMU with {remedy})"),
         };
         format!(
-            "{what} differs: the source has {source}, the destination has {destination}{remedy}"
+            "{what}: the source has {source}, the destination has {destination}{remedy}"
         )
     }
 }

@@ -24,7 +24,7 @@ pub enum TlsSetupError {
     Authz(#[from] AuthzError),
     /// Other hosts are spoken with, and there are no certificates.
     #[error(
-        "{address} is open to other hosts, and nothing encrypts it: give '--tls DIR' ('hotlift certs' makes one), or \
+        "{address} is for other hosts, and nothing encrypts it: give '--tls DIR' ('hotlift certs' makes one), or \
          '--insecure'"
     )]
     Insecure {

@@ -363,7 +363,7 @@ fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
     );
     let said = fails_to_move(&here, &more, &[]);
     let words = format!(
-        "RAM size differs: the source has {bytes} bytes, the destination has {} bytes",
+        "RAM size: the source has {bytes} bytes, the destination has {} bytes",
         2 * bytes
     );
     assert!(said.contains(&words), "{said}");
@@ -371,7 +371,7 @@ fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
     let mut more = line;
     more.extend(["-smp", "2"].map(str::to_owned));
     let said = fails_to_move(&here, &more, &[]);
-    let words = "number of vCPUs differs: the source has 1, the destination has 2";
+    let words = "number of vCPUs: the source has 1, the destination has 2";
     assert!(said.contains(words), "{said}");
     assert_eq!(here.migration().status(), "none");
     assert!(here.is_running());
@@ -386,7 +386,7 @@ fn why_the_destinations_qemu_gave_up_is_said_at_the_source() {
         let line = need!(there.line(release));
         let line = with(&line, "graphics=off", "graphics=off,hpet=off");
         let said = fails_to_move(&here, &line, &["--ignore-differences"]);
-        let warning = "warning: device hpet differs: the source has hpet, the destination has none";
+        let warning = "warning: device hpet: the source has hpet, the destination has none";
         assert!(said.contains(warning), "{said}");
         assert!(said.contains("'hpet'"), "{said}");
         assert!(here.is_running());

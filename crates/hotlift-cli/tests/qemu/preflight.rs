@@ -61,16 +61,16 @@ fn what_qemu_refuses_is_refused_and_printed_before_the_first_page() {
         for (other, expected) in [
             (
                 line(4, dimm, ""),
-                "number of possible vCPUs differs: the source has 8, the destination has 4 (start the destination's QEMU with \
+                "number of possible vCPUs: the source has 8, the destination has 4 (start the destination's QEMU with \
                  -smp …,maxcpus=8)",
             ),
             (
                 line(8, "", ""),
-                "RAM block dimm0 differs: the source has 67108864 bytes, the destination has none",
+                "RAM block dimm0: the source has 67108864 bytes, the destination has none",
             ),
             (
                 line(8, dimm, &other_rom),
-                "virtio-net-pci.rom differs: the source has 262144 bytes, the destination has 524288 bytes",
+                "virtio-net-pci.rom: the source has 262144 bytes, the destination has 524288 bytes",
             ),
         ] {
             let mut there = need!(Vm::waiting_with(release, &machine, &other));
@@ -123,12 +123,12 @@ fn what_qemu_accepts_is_a_warning_and_the_guest_moves_to_a_serve_that_was_checke
         let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
         let qmp = here.free_qmp();
         let mut expected = vec![
-            "CPU flags differs: the source has cx16, the destination has none of its own",
+            "CPU flags: the source has cx16, the destination has none of its own",
             "the source has none, the destination has virtio-rng-pci",
         ];
         if !smp.is_empty() {
             expected
-                .push("number of possible vCPUs differs: the source has 1, the destination has 2");
+                .push("number of possible vCPUs: the source has 1, the destination has 2");
         }
         let (code, said) = run(&["migrate", "--qmp", &qmp, "--to", &uri, "--check", "--json"]);
         assert_eq!(code, Some(0), "{said}");
@@ -162,8 +162,8 @@ fn a_saved_vm_is_compared_with_the_one_that_gets_its_guest() {
             let (code, said) = run(&[&["restore", &file, "--qmp", &qmp][..], how].concat());
             assert_eq!(code, Some(1), "{said}");
             for words in [
-                "number of vCPUs differs: the source has 2, the destination has 1",
-                "device i440FX-pcihost/07.0 differs: the source has virtio-rng-pci",
+                "number of vCPUs: the source has 2, the destination has 1",
+                "device i440FX-pcihost/07.0: the source has virtio-rng-pci",
             ] {
                 assert!(said.contains(words), "{said}");
             }

@@ -279,8 +279,8 @@ fn a_refusal_has_both_values_and_the_line_to_change() {
     });
     let error = check(&rows).unwrap_err().to_string();
     for words in [
-        "number of vCPUs differs: the source has 2, the destination has 1 (start the destination's QEMU with -smp 2)",
-        "device host/02.0 differs: the source has virtio-net-pci, 1af4:1000, 4 vectors, the destination has virtio-net-pci, \
+        "number of vCPUs: the source has 2, the destination has 1 (start the destination's QEMU with -smp 2)",
+        "device host/02.0: the source has virtio-net-pci, 1af4:1000, 4 vectors, the destination has virtio-net-pci, \
          1af4:1000, 2 vectors (start the destination's QEMU with -device virtio-net-pci,addr=02.0,vectors=4 on the same bus)",
         "--ignore-differences",
     ] {

@@ -189,7 +189,7 @@ pub enum MigrationError {
     #[error("the file cannot be used")]
     File(#[from] FileError),
     /// The two sides do not agree.
-    #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
+    #[error("{what}: the source has {source_has}, the destination has {destination_has}")]
     Mismatch {
         /// What was compared.
         what: String,

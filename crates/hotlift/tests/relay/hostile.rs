@@ -268,7 +268,7 @@ fn packets_that_a_relay_has_no_room_for_are_refused() {
     assert_refused(&[case(
         "129 pages",
         &[&main, &channel],
-        "multifd-packet-size differs: the source has 528384 bytes",
+        "multifd-packet-size: the source has 528384 bytes",
     )]);
 }
 
