@@ -5,9 +5,9 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift::Control;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::error::ConsoleError;
 use crate::output::{self, complain};
 
-/// How often the flag is looked at.
+/// How often the flag is looked at beside another wait.
 pub const TICK: Duration = Duration::from_millis(50);
 
 /// Folders of this process, which it removes itself on every other way out.
@@ -100,20 +100,57 @@ pub fn survive_file_size_limit() -> Result<(), ConsoleError> {
 /// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never
 /// does, nor does it count as the first of two: a terminal that closes sends it more than once, and nobody is
 /// there who could insist.
-#[derive(Clone)]
-pub struct Interrupt {
-    raised: Arc<AtomicBool>,
+#[derive(Clone, Default)]
+pub struct Interrupt(Arc<Flags>);
+
+#[derive(Default)]
+struct Flags {
+    raised: AtomicBool,
     /// By SIGINT or SIGTERM.
-    ordered: Arc<AtomicBool>,
+    ordered: AtomicBool,
+    /// Held by a wait between its look and its sleep.
+    waits: Mutex<()>,
+    changed: Condvar,
+}
+
+impl Flags {
+    fn set(&self, flag: &AtomicBool) {
+        flag.store(true, Ordering::Release);
+        drop(self.waits.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+
+    /// Waits until a signal has come (true), until `over` is set, or until `end` (false).
+    fn wait(&self, end: Option<Instant>, over: &AtomicBool) -> bool {
+        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if self.raised.load(Ordering::Acquire) {
+                return true;
+            }
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            if over.load(Ordering::Acquire) || left.is_some_and(|left| left.is_zero()) {
+                return false;
+            }
+            waits = match left {
+                Some(left) => {
+                    let woken = self.changed.wait_timeout(waits, left);
+                    woken.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => {
+                    let woken = self.changed.wait(waits);
+                    woken.unwrap_or_else(PoisonError::into_inner)
+                }
+            };
+        }
+    }
 }
 
 /// Ends a watch when it goes out of scope.
-struct Ends<'a>(&'a AtomicBool, &'a thread::Thread);
+struct Ends<'a>(&'a AtomicBool, &'a Flags);
 
 impl Drop for Ends<'_> {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
-        self.1.unpark();
+        self.1.set(self.0);
     }
 }
 
@@ -124,44 +161,40 @@ impl Interrupt {
             what: "signal handlers",
             source,
         };
-        let this = Self {
-            raised: Arc::default(),
-            ordered: Arc::default(),
-        };
-        let mut orders = Signals::new([SIGINT, SIGTERM]).map_err(failed)?;
-        let (raised, ordered) = (Arc::clone(&this.raised), Arc::clone(&this.ordered));
+        let this = Self::default();
+        let mut caught = vec![SIGINT, SIGTERM];
+        caught.extend((!is_ignored(SIGHUP)).then_some(SIGHUP));
+        let mut signals = Signals::new(caught).map_err(failed)?;
+        let flags = Arc::clone(&this.0);
         let watch = move || {
-            for _ in orders.forever() {
-                if ordered.swap(true, Ordering::Relaxed) {
+            for signal in signals.forever() {
+                if signal != SIGHUP && flags.ordered.swap(true, Ordering::Relaxed) {
                     end();
                 }
-                raised.store(true, Ordering::Relaxed);
+                flags.set(&flags.raised);
             }
         };
         thread::Builder::new()
             .name("signals".to_owned())
             .spawn(watch)
             .map_err(failed)?;
-        if !is_ignored(SIGHUP) {
-            signal_hook::flag::register(SIGHUP, Arc::clone(&this.raised)).map_err(failed)?;
-        }
         Ok(this)
     }
 
     /// True after a signal.
     pub fn is_raised(&self) -> bool {
-        self.raised.load(Ordering::Relaxed)
+        self.0.raised.load(Ordering::Acquire)
     }
 
     /// True after a SIGINT or SIGTERM: somebody wants the process to end, whatever is lost.
     pub fn is_ordered(&self) -> bool {
-        self.ordered.load(Ordering::Relaxed)
+        self.0.ordered.load(Ordering::Relaxed)
     }
 
     /// As if no signal had come: what it was for is over.
     pub fn forget(&self) {
-        self.raised.store(false, Ordering::Relaxed);
-        self.ordered.store(false, Ordering::Relaxed);
+        self.0.raised.store(false, Ordering::Release);
+        self.0.ordered.store(false, Ordering::Relaxed);
     }
 
     /// A second signal ends the process with these words on stderr and this exit code from now on: what it leaves behind is not
@@ -172,39 +205,28 @@ impl Interrupt {
 
     /// Does what a signal does.
     pub fn raise(&self) {
-        self.raised.store(true, Ordering::Relaxed);
+        self.0.set(&self.0.raised);
     }
 
     /// Runs `work` and cancels `control` if a signal comes meanwhile.
     pub fn cancelling<T>(&self, control: &Control, work: impl FnOnce() -> T) -> T {
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
-            let watch = scope.spawn(|| {
-                while !done.load(Ordering::Acquire) {
-                    if self.is_raised() {
-                        control.cancel();
-                        return;
-                    }
-                    thread::park_timeout(TICK);
+            scope.spawn(|| {
+                if self.0.wait(None, &done) {
+                    control.cancel();
                 }
             });
             // However `work` ends: a panic must not wait for a watch that waits for a signal.
-            let _ends = Ends(&done, watch.thread());
+            let _ends = Ends(&done, &self.0);
             work()
         })
     }
 
     /// Sleeps for `time` (for ever if there is none) or until a signal; true if it was a signal.
     pub fn sleep(&self, time: Option<Duration>) -> bool {
-        let end = time.map(|time| std::time::Instant::now() + time);
-        while !self.is_raised() {
-            let left = end.map(|end| end.saturating_duration_since(std::time::Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) {
-                return false;
-            }
-            thread::sleep(left.map_or(TICK, |left| left.min(TICK)));
-        }
-        true
+        let end = time.map(|time| Instant::now() + time);
+        self.0.wait(end, &AtomicBool::new(false))
     }
 }
 
