@@ -132,7 +132,7 @@ pub fn carry_all(
                             false => carry(&pair.0, &pair.1, &mut |bytes| {
                                 let control = &session.control;
                                 control.wait_for_rate(&session.rate, bytes.len());
-                                control.wait_for_rate(&limits.rate, bytes.len());
+                                control.wait_for_rate(limits.rate, bytes.len());
                                 count(&carried.sent, bytes);
                             }),
                         };

@@ -108,9 +108,7 @@ impl Row {
             "" => String::new(),
             remedy => format!(" (start the destination's QEMU with {remedy})"),
         };
-        format!(
-            "{what}: the source has {source}, the destination has {destination}{remedy}"
-        )
+        format!("{what}: the source has {source}, the destination has {destination}{remedy}")
     }
 }
 

@@ -207,7 +207,7 @@ fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advic
     for (release, words) in [
         (Release::V10, "load of migration failed"),
         (Release::V7, "never ran the guest"),
-        (Release::V11, "was not restored: QEMU: "),
+        (Release::V11, "QEMU: loadvm failed during postcopy"),
     ] {
         println!("{release:?}");
         let machine = machine(release.machine(), Accelerator::Kvm);

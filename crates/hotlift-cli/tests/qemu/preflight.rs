@@ -127,8 +127,7 @@ fn what_qemu_accepts_is_a_warning_and_the_guest_moves_to_a_serve_that_was_checke
             "the source has none, the destination has virtio-rng-pci",
         ];
         if !smp.is_empty() {
-            expected
-                .push("number of possible vCPUs: the source has 1, the destination has 2");
+            expected.push("number of possible vCPUs: the source has 1, the destination has 2");
         }
         let (code, said) = run(&["migrate", "--qmp", &qmp, "--to", &uri, "--check", "--json"]);
         assert_eq!(code, Some(0), "{said}");

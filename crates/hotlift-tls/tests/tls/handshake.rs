@@ -429,12 +429,14 @@ fn a_ca_signs_only_with_its_own_key_and_not_beyond_its_end() {
         .unwrap();
     assert_eq!(server.identity.ends, authority.identity().ends);
     assert!(read.is_usable(), "{read:?}");
-    for bad in ["*.example", "a b", "", "-"] {
+    for (bad, says) in [
+        ("*.example", "is a wildcard: name each host"),
+        ("a b", "neither a DNS name nor an IP address"),
+        ("", "neither a DNS name nor an IP address"),
+        ("-", "neither a DNS name nor an IP address"),
+    ] {
         let error = authority.issue(&[bad], Role::Server, 1, now).unwrap_err();
-        assert_says(
-            &error.to_string(),
-            &["neither a DNS name nor an IP address"],
-        );
+        assert_says(&error.to_string(), &[says]);
     }
     let over = authority
         .issue(&["b"], Role::Server, 1, now + 11 * DAY)

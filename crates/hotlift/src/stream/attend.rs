@@ -15,13 +15,16 @@ const RETRY: Duration = Duration::from_millis(100);
 /// Bytes read at once of what a source sends behind its commit.
 const READ: usize = 4 << 10;
 
+/// Takes what else is the migration's out of what has come at the door.
+pub(crate) type Further<'f> = &'f dyn Fn(&mut Door<'_>, &mut Vec<Arrival>);
+
 /// Answers questions and turns strangers away until the other end of `stop` is closed. `further` takes what else is the
 /// migration's out of what has come; it is called after each event, and at least `every` so often.
 pub(crate) fn attend(
     door: &mut Door<'_>,
     asked: &Asked<'_>,
     stop: &Stream,
-    (every, further): (Duration, &dyn Fn(&mut Door<'_>, &mut Vec<Arrival>)),
+    (every, further): (Duration, Further<'_>),
 ) {
     loop {
         match door.step(every, &[(stop, PollFlags::IN)], Some(asked)) {
