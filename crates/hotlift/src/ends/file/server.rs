@@ -125,6 +125,9 @@ pub(super) fn serve_some(
     control: &Control,
     (on_event, places): (&(dyn Fn(ServerEvent) + Sync), Places),
 ) -> Result<(), MigrationError> {
+    // Before the folder: its descriptor is the last that a server without connections opens.
+    let mut acceptor = Acceptor::new(listener, tls).map_err(MigrationError::opening)?;
+    let bell = Bell::new(control.life()).map_err(MigrationError::opening)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(folder, flags, Mode::empty());
     let server = Server {
@@ -135,8 +138,6 @@ pub(super) fn serve_some(
         on_event,
         guests: Mutex::default(),
     };
-    let mut acceptor = Acceptor::new(listener, tls).map_err(MigrationError::opening)?;
-    let bell = Bell::new(control.life()).map_err(MigrationError::opening)?;
     thread::scope(|scope| {
         while !control.is_cancelled() {
             let accepted = match wait_for(&acceptor, &bell).and_then(|()| acceptor.take()) {
