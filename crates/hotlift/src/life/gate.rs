@@ -70,19 +70,22 @@ impl<T: Send + 'static> Gate<T> {
         outcome
     }
 
-    /// Waits until `done` returns a value of the state; `None` once `deadline` is over. `goes_on` is asked first, and again
-    /// at each change of the lifetime, without the lock.
+    /// Waits until `done` returns a value of the state; `None` once `deadline` is over. Before it sleeps, and at each change
+    /// of the lifetime, `goes_on` is asked without the lock: a state that is reached already counts first.
     ///
     /// # Errors
     /// What `goes_on` returns.
     pub(crate) fn wait_until<R, E>(
         &self,
         deadline: Option<Instant>,
-        goes_on: impl Fn() -> Result<(), E>,
+        mut goes_on: impl FnMut() -> Result<(), E>,
         mut done: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<Option<R>, E> {
         loop {
             let seen = self.changes.count();
+            if let Some(value) = done(&mut self.lock()) {
+                return Ok(Some(value));
+            }
             goes_on()?;
             let mut state = self.lock();
             while self.changes.count() == seen {
@@ -133,5 +136,7 @@ mod tests {
             life.stop();
             assert_eq!(waits.join().unwrap(), Err("stopped"));
         });
+        gate.change(|state| *state = 1);
+        assert_eq!(gate.wait_until(None, goes_on, is_one), Ok(Some("one")));
     }
 }

@@ -238,64 +238,42 @@ impl Answers {
         Ok(true)
     }
 
-    /// Waits until every PING sent so far has been answered. Every `tick` meanwhile `doing` is called, which may end the
-    /// wait; `limit` does, and says what was waited for.
+    /// Waits until every PING sent so far has been answered. Meanwhile `doing` is called, which may end the wait: at least
+    /// `every` so often, and when the lifetime changes. `limit` ends it, too, and names what was waited for.
     ///
     /// # Errors
-    /// What `doing` says; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if there will be no answer.
+    /// What `doing` returns; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if there will be no answer.
     pub(crate) fn await_answers<E: From<MigrationError>>(
         &self,
         limit: Option<(Duration, &str)>,
-        tick: Duration,
+        every: Duration,
         mut doing: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
         let begun = Instant::now();
         loop {
-            let heard = self.wait_while(tick, |heard| {
-                !heard.unanswered.is_empty() && !heard.is_over()
-            });
-            let (is_answered, is_over) = (heard.unanswered.is_empty(), heard.is_over());
-            drop(heard);
-            if is_answered {
-                return Ok(());
-            }
-            doing()?;
-            if is_over {
-                return Err(MigrationError::main_closed().into());
-            }
-            if let Some((timeout, waiting_for)) = limit
-                && begun.elapsed() > timeout
-            {
-                return Err(MigrationError::Timeout {
-                    waiting_for: waiting_for.to_owned(),
-                    waited: timeout,
+            let left = limit.map(|(timeout, _)| timeout.saturating_sub(begun.elapsed()));
+            let until = Instant::now() + left.map_or(every, |left| left.min(every));
+            let ended = self.0.wait_until(Some(until), &mut doing, |heard| {
+                let is_answered = heard.unanswered.is_empty();
+                (is_answered || heard.is_over()).then_some(is_answered)
+            })?;
+            match (ended, limit) {
+                (Some(true), _) => return Ok(()),
+                (Some(false), _) => {
+                    // It may know why.
+                    doing()?;
+                    return Err(MigrationError::main_closed().into());
                 }
-                .into());
+                (None, Some((timeout, waiting_for))) if begun.elapsed() >= timeout => {
+                    return Err(MigrationError::Timeout {
+                        waiting_for: waiting_for.to_owned(),
+                        waited: timeout,
+                    }
+                    .into());
+                }
+                (None, _) => {}
             }
         }
-    }
-
-    /// The same without a tick: `goes_on` is asked when the lifetime changes.
-    ///
-    /// # Errors
-    /// What `goes_on` returns; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if there will be no answer.
-    pub(crate) fn await_all(
-        &self,
-        (timeout, waiting_for): (Duration, &str),
-        goes_on: impl Fn() -> Result<(), MigrationError>,
-    ) -> Result<(), MigrationError> {
-        let deadline = Instant::now().checked_add(timeout);
-        let answered = |heard: &mut Heard| match heard.unanswered.is_empty() {
-            true => Some(Ok(())),
-            false => heard.is_over().then(|| Err(MigrationError::main_closed())),
-        };
-        let answered = self.0.wait_until(deadline, goes_on, answered)?;
-        answered.unwrap_or_else(|| {
-            Err(MigrationError::Timeout {
-                waiting_for: waiting_for.to_owned(),
-                waited: timeout,
-            })
-        })
     }
 
     /// Whether the destination, which has answered `offer`, is a Hotlift.

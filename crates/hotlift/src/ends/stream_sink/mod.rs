@@ -34,6 +34,7 @@ use crate::ends::stream_sink::postcopy::Background;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
 use crate::handover::{Word, await_word, say_farewell, say_heard};
+use crate::life::LONG;
 use crate::lock::lock;
 use crate::pipe::hooks::Taken;
 use crate::pipe::settings::RelaySettings;
@@ -330,7 +331,8 @@ impl<'a> StreamSink<'a> {
     /// Waits for the answer to this relay's own PING.
     fn await_answer(&self, timeout: Duration, waiting_for: &str) -> Result<(), MigrationError> {
         let goes_on = || self.control.life().check();
-        self.answers.await_all((timeout, waiting_for), goes_on)
+        let limit = Some((timeout, waiting_for));
+        self.answers.await_answers(limit, LONG, goes_on)
     }
 
     /// What the other side says became of the guest: on main, as the answer to a question, or by whoever else

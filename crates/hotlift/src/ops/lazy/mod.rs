@@ -32,6 +32,7 @@ use crate::control::Control;
 use crate::control::run_as;
 use crate::ends::file::{BlockFile, FileError, Location, LostPages, Places, SavedStream};
 use crate::error::{Channel, MigrationError};
+use crate::life::LONG;
 use crate::life::threads::spawn;
 use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
@@ -425,7 +426,8 @@ impl Restore<'_> {
 
     fn await_answers(&self, waiting_for: &str) -> Result<(), MigrationError> {
         let answers = &self.connection.answers;
-        answers.await_all((LOADING, waiting_for), || self.control.life().check())
+        let limit = Some((LOADING, waiting_for));
+        answers.await_answers(limit, LONG, || self.control.life().check())
     }
 
     fn watch(&self) {
