@@ -549,11 +549,7 @@ fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_th
         let before = here.count().expect("it counts");
         // It has room for the devices in its socket, and loads none of them.
         there.signal(Signal::STOP);
-        let switched = here
-            .qmp
-            .client()
-            .execute("migrate-start-postcopy", &Value::Null);
-        switched.expect("migrate-start-postcopy");
+        here.start_postcopy();
         here.says("postcopy-device");
         // The agent beside it has no room left: what it reads after its end makes none.
         let to_agent = format!("dport = :{port}");

@@ -86,11 +86,7 @@ fn large_devices_switch_over_in_postcopy_within_the_memory_limit() {
     let relays = Relays::start(&here, &incoming, &options);
     here.qmp.migrate(relays.uri()).expect("migrate");
     here.reaches("active");
-    let start = here
-        .qmp
-        .client()
-        .execute("migrate-start-postcopy", &json!(null));
-    start.expect("migrate-start-postcopy");
+    here.start_postcopy();
     there.says("postcopy-active");
     let fast = json!({ "max-bandwidth": 1_u64 << 40, "max-postcopy-bandwidth": 1_u64 << 40 });
     here.qmp.set_parameters(&fast).expect("parameters");

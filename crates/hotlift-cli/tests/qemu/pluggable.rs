@@ -170,11 +170,7 @@ fn switches_over(here: &mut Vm, there: &mut Vm) {
     let relays = Relays::start(here, &incoming, &options);
     here.qmp.migrate(relays.uri()).expect("migrate");
     here.reaches("active");
-    let start = here
-        .qmp
-        .client()
-        .execute("migrate-start-postcopy", &json!(null));
-    start.expect("migrate-start-postcopy");
+    here.start_postcopy();
     there.says("postcopy-active");
     let fast = json!({ "max-bandwidth": 1_u64 << 40, "max-postcopy-bandwidth": 1_u64 << 40 });
     here.qmp.set_parameters(&fast).expect("parameters");

@@ -8,7 +8,7 @@ use hotlift::tls::{Profile, of_folder};
 use hotlift::transport::Stream;
 use hotlift::{Address, Options};
 use rustix::process::Signal;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::guest::Guest;
 use crate::need;
@@ -120,10 +120,7 @@ impl Way {
         let mut strangers = Vec::new();
         strangers.extend(in_front.then(|| silent(relays.uri())));
         let before = here.count().expect("the guest has counted");
-        here.qmp
-            .client()
-            .execute("migrate-start-postcopy", &Value::Null)
-            .expect("migrate-start-postcopy");
+        here.start_postcopy();
         there.says("postcopy-active");
         // It goes on there while its pages are here.
         there.counts_on_from(before);
@@ -350,10 +347,7 @@ fn a_guest_whose_relay_is_killed_while_its_devices_load_runs_again_at_the_source
         let before = here.count().expect("the guest has counted");
         // It has room for the devices in its socket, and loads none of them.
         there.signal(Signal::STOP);
-        let switched = here.qmp.client();
-        switched
-            .execute("migrate-start-postcopy", &Value::Null)
-            .expect("migrate-start-postcopy");
+        here.start_postcopy();
         here.says("postcopy-device");
         let said = relays.kill(killed);
         // Whether the devices have come to the relay that is left or not, the guest runs nowhere else.

@@ -221,6 +221,13 @@ impl Vm {
         info.unwrap_or_else(|error| panic!("{}", self.explain(&error.to_string())))
     }
 
+    /// Lets the guest run at the destination before all of its pages are there.
+    pub fn start_postcopy(&mut self) {
+        let started = self.qmp.client();
+        let started = started.execute("migrate-start-postcopy", &Value::Null);
+        started.expect("migrate-start-postcopy");
+    }
+
     /// Waits for a status of the migration. Panics at once if it ends with another one.
     pub fn reaches(&mut self, status: &str) -> MigrationInfo {
         let start = Instant::now();
