@@ -75,7 +75,7 @@ pub fn check(file: &Path) -> Result<Checked, AgentError> {
 /// [`AgentError`]: why it could not begin, or had to end.
 pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let config = Config::read(file).inspect_err(|error| {
-        // Without a file nobody has said that there is to be an agent.
+        // Without a file no agent is configured.
         if redirect && !error.is_no_file() {
             let (config, log) = (Config::of_good_keys(file), Log::new(LogLevel::Info));
             if let Err(error) = table::refuse_all(&config, &log) {

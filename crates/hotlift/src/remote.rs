@@ -89,7 +89,7 @@ impl Remote {
         }
     }
 
-    /// A connection that nobody cancels; it is there, or has failed, within twice this time.
+    /// A connection that cannot be cancelled; it is made, or has failed, within twice this time.
     pub(crate) fn connect(&self, timeout: Duration) -> Result<Stream, MigrationError> {
         let stream = self.address.connect(timeout)?;
         self.secure(stream, timeout, &|| false)

@@ -10,9 +10,9 @@ pub enum Status {
     Setup,
     /// Sending rounds while the guest runs.
     Active,
-    /// The guest stands still until [`crate::Control::proceed`], with `pause-before-switchover`.
+    /// The guest is paused until [`crate::Control::proceed`], with `pause-before-switchover`.
     PreSwitchover,
-    /// The guest stands still; the rest of its state is on its way.
+    /// The guest is paused; the rest of its state is being sent.
     Device,
     /// The guest runs at the destination, and gets its pages as it asks for them.
     PostcopyActive,

@@ -38,7 +38,7 @@ pub enum Outgoing<'a> {
     },
 }
 
-/// All that the caller of a relay says, but for where the stream comes from.
+/// The caller's request to a relay, without the source of the stream.
 #[derive(Clone, Copy)]
 pub(crate) struct Request<'a> {
     pub outgoing: &'a Outgoing<'a>,

@@ -7,7 +7,7 @@ use hotlift_mem::{GuestRun, PAGE_SIZE};
 pub(crate) enum Pages<'p, 'm> {
     /// Guest memory, which may change meanwhile.
     Guest(&'p [GuestRun<'m>]),
-    /// Memory that nobody else writes to.
+    /// Memory without another writer.
     Private(&'p [u8]),
 }
 

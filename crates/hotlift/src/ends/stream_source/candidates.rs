@@ -1,7 +1,7 @@
 //! Connections that may be a QEMU's preempt channel at a relay.
 //!
-//! Nothing on it says what it is. Whoever connects when it may come is a candidate; the one whose first page was asked for
-//! is the channel, and a stranger loses nothing but its own connection.
+//! It has no header. Each connection that is made while it may come is a candidate; the one whose first page was asked for
+//! is the channel, and a stranger loses its own connection only.
 
 use std::net::Shutdown;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -44,7 +44,7 @@ struct State {
     over: bool,
 }
 
-/// What the first bytes of a candidate say.
+/// Meaning of a candidate's first bytes.
 enum Said {
     Nothing,
     Part,
@@ -142,7 +142,7 @@ fn turn_away(stream: &Stream, control: &Control) {
     stream.shutdown(Shutdown::Both);
 }
 
-/// Waits until one of them may have said something, for [`TICK`] at most.
+/// Waits until one of them is readable, for [`TICK`] at most.
 fn wait_for_word(streams: &[Arc<Stream>]) {
     let tick = match streams.iter().any(|stream| stream.has_plaintext()) {
         true => Duration::ZERO,
