@@ -38,9 +38,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("200mbit", "1gbit", "none")
 KINDS = ("plain", "agent", "relays", "domain", "drain", "all", "all-plain", "each", "idle")
 OF_DRAIN = ("drain", "all", "all-plain", "each")
-# What the agent's unit gives it.
-ENVIRONMENT = next(line.split("=", 1)[1].split() for line in (ROOT / "packaging/hotlift-agent.service").read_text().splitlines()
-                   if line.startswith("Environment="))
 CHANNELS = 2
 # Of the relays: QEMU and relay of the destination, and the other relay.
 QEMU_PORT, RELAY_PORT = 49300, 49301
@@ -179,7 +176,7 @@ class Rig:
                 file.write_text("\n".join([f'tls = "{self.folder}/{host.name}.hotlift"', 'control = "/run/agent.sock"', 'metrics = ""',
                                            *config]) + "\n")
                 log = open(self.folder / f"{host.name}.log", "w+")
-                words = host.words("env", *ENVIRONMENT, self.arguments.hotlift, "agent", "run", f"--config={file}")
+                words = host.words(self.arguments.hotlift, "agent", "run", f"--config={file}")
                 processes.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT))
                 wait_for(lambda: "listening on" in Path(log.name).read_text())
             yield [children(process.pid)[0] for process in processes]
