@@ -1,4 +1,5 @@
-# make build   builds target/release/hotlift, and in target/share its manual pages and shell completions
+# make build   builds target/release/hotlift
+# make dist    builds target/dist/hotlift, smaller and slower to build, and in target/share its manual pages and shell completions
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all of them
 # make deb, make rpm   build, and leave a package in target/packages
@@ -57,7 +58,7 @@ MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 # How many paths of QEMU's test 'make qemu-suite' runs at a time.
 JOBS = 2
 
-.PHONY: demo build deb rpm test test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix qemu-suite fuzz bench \
+.PHONY: demo build dist deb rpm test test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix qemu-suite fuzz bench \
 	bench-suites bench-relay bench-auto bench-restore bench-agent soak
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
@@ -65,7 +66,7 @@ JOBS = 2
 REPEATS = 3
 FILL = $(or $(wildcard ../shared/silesia),generated)
 OUT = bench/results/$(shell date -u +%F)-$(RESULTS)
-BENCH = target/release/hotlift bench --out $(OUT) --fill $(FILL)
+BENCH = target/dist/hotlift bench --out $(OUT) --fill $(FILL)
 QEMU = $$(scripts/qemu-10.0)/qemu-system-x86_64
 QEMU_7 = /usr/bin/qemu-system-x86_64
 
@@ -82,15 +83,19 @@ demo: build
 build:
 	@scripts/install-packages $(BUILD_PACKAGES)
 	cargo build --release --locked
-	target/release/hotlift manual target/share
 
-deb: build
+dist:
+	@scripts/install-packages $(BUILD_PACKAGES)
+	cargo build --profile dist --locked
+	target/dist/hotlift manual target/share
+
+deb: dist
 	@scripts/install-packages $(PACKAGE_PACKAGES)
-	packaging/debian/build target/release/hotlift
+	packaging/debian/build target/dist/hotlift
 
-rpm: build
+rpm: dist
 	@scripts/install-packages $(PACKAGE_PACKAGES) rpm
-	packaging/rpm/build target/release/hotlift
+	packaging/rpm/build target/dist/hotlift
 
 test:
 	@scripts/install-packages $(TEST_PACKAGES)
@@ -160,51 +165,51 @@ fuzz:
 
 # A run that fails costs its own line only. QEMU 10.0 has no 'compress': 7.2 has it.
 bench: RESULTS = pair
-bench: build
+bench: dist
 	@scripts/install-packages $(BENCH_PACKAGES) qemu-system-x86
 	$(PAIRS)
 	-$(BENCH) --method compress --level 1 --ram 2G --zero-share 0.1 --repeats $(REPEATS) --with-qemu $(QEMU_7)
 	-$(BENCH) --method qpl,uadk,qatzip,lz4 --ram 2G --zero-share 0.1 --repeats $(REPEATS)
-	target/release/hotlift bench --kept $(OUT)/runs.jsonl
+	target/dist/hotlift bench --kept $(OUT)/runs.jsonl
 
 # 'compress' is in 7.2, and in 2.11 as it was before its rework.
 bench-suites: RESULTS = suites
-bench-suites: build
+bench-suites: dist
 	@scripts/install-packages $(BENCH_PACKAGES) qemu-system-x86
 	-$(BENCH) --suite all --ram 1G --rate 2000 --repeats $(REPEATS) --with-qemu $(QEMU)
 	-$(BENCH) --suite legacy-rework --ram 1G --rate 2000 --repeats 1 --with-qemu $(QEMU_7)
 	-$(BENCH) --suite legacy-rework --ram 1G --rate 2000 --repeats 1 --with-qemu $$(scripts/qemu-2.11)/qemu-system-x86_64
 	$(PAIRS)
 	-$(BENCH) --method none,lz4,zstd,zlib,qatzip --max-bandwidth 25M,62M,125M,312M,625M,0 --ram 512M --zero-share 0.1 --repeats $(REPEATS)
-	target/release/hotlift bench --kept $(OUT)/runs.jsonl
+	target/dist/hotlift bench --kept $(OUT)/runs.jsonl
 
 # Without a limit on the link, QEMU's default of 300 ms would let it stop the guest with some 400 MB left.
 RELAYS = $(BENCH) --relays --ram 2G --zero-share 0.1 --repeats $(REPEATS) --with-qemu $(QEMU)
 bench-relay: RESULTS = relay
-bench-relay: build
+bench-relay: dist
 	@scripts/install-packages $(BENCH_PACKAGES)
 	-$(RELAYS) --link 200mbit --method none,zlib,zstd
 	-$(RELAYS) --link 1gbit --method none,zlib,zstd
 	-$(RELAYS) --method none --with downtime-limit=10
 	-$(RELAYS) --method none --with downtime-limit=10 --workload random --rate 1000 --working-set 64M
-	target/release/hotlift bench --kept $(OUT)/runs.jsonl
+	target/dist/hotlift bench --kept $(OUT)/runs.jsonl
 
 # Without an image of a Linux guest the rows of it are left out.
 bench-auto: RESULTS = auto
 bench-auto: REPEATS = 5
-bench-auto: build
+bench-auto: dist
 	@scripts/install-packages $(BENCH_PACKAGES) qemu-system-x86 python3
 	-$(BENCH),$$(scripts/linux-guest-ram || echo generated) --suite auto --repeats $(REPEATS)
 	-$(RELAYS) --link 200mbit --method none,lz4,zlib,zstd,auto
 	-$(RELAYS) --link 1gbit --method none,lz4,zlib,zstd,auto
-	target/release/hotlift bench --kept $(OUT)/runs.jsonl
+	target/dist/hotlift bench --kept $(OUT)/runs.jsonl
 
 # RAM sizes; the saved VMs of one take 2.7 times as much on the disk.
 RAM = 512M,2G,8G
 bench-restore: RESULTS = restore
 bench-restore: REPEATS = 10
 bench-restore: FILES = .cache/bench-restore
-bench-restore: build
+bench-restore: dist
 	@scripts/install-packages $(BENCH_PACKAGES) python3 zstd
 	@mkdir -p $(FILES)
 	-bench/restore.py --ram $(RAM) --repeats $(REPEATS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) \
@@ -214,13 +219,13 @@ bench-restore: build
 # RAM of the domain, and of all domains of the drain together.
 bench-agent: RESULTS = agent
 bench-agent: RAM = 2G
-bench-agent: build
+bench-agent: dist
 	@scripts/install-packages $(BENCH_PACKAGES) $(LIBVIRT_PACKAGES) qemu-system-x86 nftables python3 zstd
 	-bench/agent.py --ram $(RAM) --repeats $(REPEATS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) --out $(OUT)
 	bench/agent.py --table $(OUT)/runs.jsonl
 
 soak: RESULTS = soak
 soak: HOURS = 2
-soak: build
+soak: dist
 	@scripts/install-packages $(BENCH_PACKAGES) $(LIBVIRT_PACKAGES) qemu-system-x86 nftables python3 zstd
 	bench/soak.py --hours $(HOURS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) --out $(OUT)

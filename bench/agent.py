@@ -293,7 +293,7 @@ def one(rig, kind, ram, link):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hotlift", type=Path, default=ROOT / "target/release/hotlift")
+    parser.add_argument("--hotlift", type=Path, default=ROOT / "target/dist/hotlift")
     parser.add_argument("--ram", type=size, default=size("2G"), help="of the domain, or of all domains together")
     parser.add_argument("--domains", type=int, default=8, help="of a drain")
     parser.add_argument("--links", default=",".join(LINKS))

@@ -151,7 +151,7 @@ def line(label, kinds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/release/hotlift"))
+    parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/dist/hotlift"))
     parser.add_argument("--symbols", type=int, nargs="?", const=15, default=0, help="also the N hottest (15)")
     parser.add_argument("--keep", metavar="FILE", help="keep perf's data there, for perf report")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of hotlift bench, behind --")

@@ -53,7 +53,7 @@ def parse():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fill", type=Path, help="folder of files, .zst or not; generated text if there is none")
     parser.add_argument("--qemu", type=Path, default="qemu-system-x86_64", help="10.1 or later")
-    parser.add_argument("--hotlift", type=Path, default="target/release/hotlift")
+    parser.add_argument("--hotlift", type=Path, default="target/dist/hotlift")
     parser.add_argument("--out", type=Path, default=Path("hotlift-postcopy"))
     parser.add_argument("--table", type=Path, metavar="RUNS", help="print the table of kept runs")
     return parser.parse_args()

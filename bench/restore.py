@@ -78,7 +78,7 @@ def parse():
     parser.add_argument("--fill", type=Path, help="folder of files, .zst or not; generated text if there is none")
     parser.add_argument("--qemu", type=Path, default="qemu-system-x86_64")
     parser.add_argument("--newer-qemu", type=Path, help="10.1 or later, for way lazy-11, which is left out without")
-    parser.add_argument("--hotlift", type=Path, default="target/release/hotlift")
+    parser.add_argument("--hotlift", type=Path, default="target/dist/hotlift")
     parser.add_argument("--files", type=Path, help="folder for the saved VMs, 2.7 times the RAM; a temporary one by default")
     parser.add_argument("--out", type=Path, default=Path("hotlift-restore"))
     parser.add_argument("--table", type=Path, nargs="+", metavar="RUNS", help="print the table of kept runs")

@@ -216,7 +216,7 @@ def table(samples):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hotlift", type=Path, default=agent.ROOT / "target/release/hotlift")
+    parser.add_argument("--hotlift", type=Path, default=agent.ROOT / "target/dist/hotlift")
     parser.add_argument("--hours", type=float, default=2)
     parser.add_argument("--domains", type=int, default=8)
     parser.add_argument("--rest", type=float, default=0, help="seconds between two migrations of a thread")
