@@ -24,6 +24,24 @@
 //! result is a private value. Such a read may be torn. That is harmless by the order of events that
 //! every caller keeps: a page's dirty bit is fetched and cleared *before* the page is read, so a
 //! write that tears the read has marked the page again, and it is sent once more.
+//!
+//! # Example
+//!
+//! ```
+//! use hotlift_mem::{Backing, DirtyBitmap, PAGE_SIZE, RamBlock};
+//!
+//! let ram = RamBlock::new("pc.ram", 16 * PAGE_SIZE, Backing::Private)?;
+//! ram.write(3 * PAGE_SIZE, b"a guest wrote this")?;
+//!
+//! let dirty = DirtyBitmap::new(ram.pages());
+//! dirty.set(3);
+//! assert_eq!(dirty.take_word(0), 1 << 3); // fetched and cleared, and only then read:
+//! let mut page = [0; PAGE_SIZE];
+//! ram.read(3 * PAGE_SIZE, &mut page)?;
+//! assert!(page.starts_with(b"a guest wrote this"));
+//! assert_eq!(dirty.count(), 0);
+//! # Ok::<_, hotlift_mem::MemError>(())
+//! ```
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("hotlift-mem needs 64-bit Linux");

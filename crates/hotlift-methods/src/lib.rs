@@ -35,6 +35,27 @@
 //! the channel's state is lost: every later call fails with [`MethodError::Failed`].
 //!
 //! Buffers grow to the largest packet that needs them and stay; nothing is allocated for each packet.
+//!
+//! # Example
+//!
+//! ```
+//! use hotlift_mem::{Backing, PAGE_SIZE, RamBlock};
+//! use hotlift_methods::{Accelerator, EncoderSettings, MethodError, method};
+//!
+//! let zstd = method("zstd").expect("a row of the table");
+//! let pages = vec![42; 8 * PAGE_SIZE];
+//! let mut payload = Vec::new();
+//! (zstd.encoder)(&EncoderSettings::software(zstd.default_level))?.encode(&pages, &mut payload)?;
+//! assert!(payload.len() < pages.len() / 100);
+//!
+//! let ram = RamBlock::new("pc.ram", 8 * PAGE_SIZE, Backing::Private).expect("a mapping of 32 KiB");
+//! let run = ram.run(0, pages.len()).expect("within the block");
+//! (zstd.decoder)(Accelerator::Off)?.decode(&payload, &[run])?;
+//! let mut decoded = vec![0; pages.len()];
+//! ram.read(0, &mut decoded).expect("within the block");
+//! assert_eq!(decoded, pages);
+//! # Ok::<_, MethodError>(())
+//! ```
 
 #![cfg(target_os = "linux")]
 #![cfg(target_pointer_width = "64")]

@@ -8,6 +8,22 @@
 //! its CPUs, memory devices, disks and devices. [`set_guest_time`] speaks to the agent in a guest. Both block, with a
 //! deadline for every wait. QEMU serves one QMP connection at a time on a socket; a second one hears
 //! nothing until the first has gone, which is what a greeting that does not come usually means.
+//!
+//! # Example
+//!
+//! ```no_run
+//! use std::time::Duration;
+//!
+//! use hotlift_qmp::{Qemu, QmpAddress};
+//!
+//! let address: QmpAddress = "/run/vm.qmp".parse()?;
+//! let mut qemu = Qemu::connect(&address, Duration::from_secs(5))?;
+//! println!("QEMU {} with {:?}", qemu.version(), qemu.machine_type()?);
+//! qemu.set_capabilities(&[("multifd", true)])?;
+//! qemu.migrate("tcp:192.0.2.2:4444")?;
+//! println!("{:?}", qemu.query_migrate()?.status);
+//! # Ok::<_, Box<dyn std::error::Error>>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

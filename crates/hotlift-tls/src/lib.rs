@@ -21,6 +21,25 @@
 //!
 //! What is *not* here: which connections need TLS, how many strangers may be in a handshake at a time, and when an end
 //! without `close_notify` is nevertheless an end (QEMU's main channel). The engine knows.
+//!
+//! # Example
+//!
+//! ```no_run
+//! use std::net::TcpStream;
+//! use std::path::Path;
+//! use std::sync::Arc;
+//!
+//! use hotlift_tls::{Credentials, Profile, Settings, Tls};
+//!
+//! let credentials = Credentials::open(Path::new("/etc/pki/hotlift"))?;
+//! let tls = Tls::new(Arc::new(credentials), Settings::new(Profile::Hotlift));
+//! let mut socket = TcpStream::connect("b.example:4444")?;
+//! let mut session = tls.connect(&socket, Some("b.example"))?;
+//! let mut answer = [0; 5];
+//! session.reader.read_exact(&mut socket, &mut answer)?;
+//! session.writer.close(&mut socket)?;
+//! # Ok::<_, Box<dyn std::error::Error>>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

@@ -15,6 +15,37 @@
 //! Integers are big-endian and unsigned. Everything that comes from a peer goes through one
 //! [`Reader`], which cannot index out of range, and every number that sizes an allocation is first
 //! held against a name in [`limits`].
+//!
+//! # Example
+//!
+//! A decoder takes bytes as they come, and asks for more where a record is not whole:
+//!
+//! ```
+//! use hotlift_wire::main_channel::{
+//!     Command, Configuration, DeviceLengths, MainDecoder, MainEncoder, MainEvent, Step,
+//! };
+//!
+//! let configuration = Configuration { machine: "pc-q35-10.0".to_owned(), ..Configuration::default() };
+//! let mut stream = Vec::new();
+//! let mut encoder = MainEncoder::new(&configuration, &mut stream)?;
+//! encoder.command(Command::Ping(7), &mut stream)?;
+//!
+//! let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
+//! let mut pings = Vec::new();
+//! while !stream.is_empty() {
+//!     match decoder.next(&stream)? {
+//!         Step::Event { event, consumed } => {
+//!             if let MainEvent::Command(Command::Ping(value)) = event {
+//!                 pings.push(value);
+//!             }
+//!             stream.drain(..consumed);
+//!         }
+//!         Step::Need(bytes) => panic!("{bytes} bytes are missing"),
+//!     }
+//! }
+//! assert_eq!(pings, [7]);
+//! # Ok::<_, hotlift_wire::WireError>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

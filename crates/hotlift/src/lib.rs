@@ -21,6 +21,34 @@
 //!
 //! At every moment exactly one side may run the guest, whatever fails just then: the state machine of
 //! `handover` decides it for every kind of migration, and draws how.
+//!
+//! # Example
+//!
+//! ```no_run
+//! use hotlift::guest::Guest;
+//! use hotlift::{Control, MigrationError, Options};
+//!
+//! fn send(guest: &dyn Guest) -> Result<(), Box<dyn std::error::Error>> {
+//!     let mut options = Options::default();
+//!     options.set("multifd-compression", "zstd")?;
+//!     let destination = "tcp:192.0.2.2:4444".parse()?;
+//!     let control = Control::new(); // a clone of it cancels, from any thread
+//!     match hotlift::migrate(guest, &destination, &options, &control, &|_progress| ()) {
+//!         Ok(report) => println!("moved in {:.0} ms", report.total_ms),
+//!         Err(MigrationError::InDoubt) => println!("the guest may run there: it must not run here"),
+//!         Err(error) => println!("it runs here: {error}"),
+//!     }
+//!     Ok(())
+//! }
+//!
+//! fn receive(guest: &dyn Guest) -> Result<(), Box<dyn std::error::Error>> {
+//!     let listener = "tcp::4444".parse::<hotlift::Address>()?.listen()?;
+//!     hotlift::receive(guest, listener, &Options::default(), &Control::new())?;
+//!     Ok(())
+//! }
+//! ```
+//!
+//! `examples/vmm` is a whole VMM that does this.
 
 #![forbid(unsafe_code)]
 
