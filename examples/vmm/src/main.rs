@@ -51,11 +51,7 @@ impl Vmm {
         let mut segments = vcpu.get_sregs()?;
         (segments.cs.base, segments.cs.selector) = (0, 0);
         vcpu.set_sregs(&segments)?;
-        vcpu.set_regs(&kvm_regs {
-            rip: PROGRAM_AT,
-            rflags: 2,
-            ..kvm_regs::default()
-        })?;
+        vcpu.set_regs(&registers(PROGRAM_AT))?;
         let vmm = Self {
             memory,
             ram,
@@ -71,18 +67,16 @@ impl Vmm {
 
     /// Gives KVM the memory, with these flags.
     fn map(&self, flags: u32) -> Result<(), GuestError> {
-        let failed = |error| GuestError::new("map its memory", error);
         let address = self.memory.get_host_address(GuestAddress(0));
         let region = kvm_userspace_memory_region {
             slot: 0,
             flags,
             guest_phys_addr: 0,
             memory_size: RAM_BYTES as u64,
-            userspace_addr: address.map_err(|error| GuestError::new("find its memory", error))?
-                as u64,
+            userspace_addr: address.map_err(failed("find its memory"))? as u64,
         };
         // SAFETY: the mapping is RAM_BYTES long, and `memory` holds it for as long as the VM.
-        unsafe { self.vm.set_user_memory_region(region) }.map_err(failed)
+        unsafe { self.vm.set_user_memory_region(region) }.map_err(failed("map its memory"))
     }
 
     /// Runs the vCPU from exit to exit, and waits where the guest is paused.
@@ -144,8 +138,7 @@ impl Guest for Vmm {
 
     fn sync_dirty_log(&self, _block: usize, into: &DirtyBitmap) -> Result<u64, GuestError> {
         let log = self.vm.get_dirty_log(0, RAM_BYTES);
-        let log = log.map_err(|error| GuestError::new("fetch its dirty log", error))?;
-        Ok(into.or_words(0, &log))
+        Ok(into.or_words(0, &log.map_err(failed("fetch its dirty log"))?))
     }
 
     /// [`Guest::sync_dirty_log`] has cleared what it fetched.
@@ -170,38 +163,49 @@ impl Guest for Vmm {
         Ok(())
     }
 
-    /// The one device is the vCPU. Of its registers the program uses the instruction pointer and the flags.
+    /// The one device is the vCPU. Of its registers the program uses only the instruction pointer.
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
         let regs = lock(&self.vcpu).get_regs();
-        let regs = regs.map_err(|error| GuestError::new("read its registers", error))?;
         Ok(vec![DeviceState {
             idstr: "cpu".to_owned(),
             instance_id: 0,
             version_id: 1,
-            payload: [regs.rip.to_le_bytes(), regs.rflags.to_le_bytes()].concat(),
+            payload: regs
+                .map_err(failed("read its registers"))?
+                .rip
+                .to_le_bytes()
+                .to_vec(),
         }])
     }
 
     fn load_devices(&self, devices: Vec<DeviceState>) -> Result<(), GuestError> {
-        let state = match devices.as_slice() {
-            [cpu] if cpu.idstr == "cpu" && cpu.version_id == 1 => cpu.payload.as_chunks::<8>(),
-            _ => return Err(GuestError::new("load its devices", "not those of this VMM")),
+        let rip = match devices.as_slice() {
+            [cpu] if cpu.idstr == "cpu" => cpu.payload.as_slice().try_into(),
+            _ => {
+                return Err(GuestError::new(
+                    "load its devices",
+                    "they are not this VMM's",
+                ));
+            }
         };
-        let ([rip, rflags], []) = state else {
-            return Err(GuestError::new(
-                "load its vCPU",
-                "its state has another length",
-            ));
-        };
-        let [rip, rflags] = [rip, rflags].map(|bytes| u64::from_le_bytes(*bytes));
-        let regs = kvm_regs {
-            rip,
-            rflags,
-            ..kvm_regs::default()
-        };
-        let loaded = lock(&self.vcpu).set_regs(&regs);
-        loaded.map_err(|error| GuestError::new("load its registers", error))
+        let rip = u64::from_le_bytes(rip.map_err(failed("load its vCPU"))?);
+        lock(&self.vcpu)
+            .set_regs(&registers(rip))
+            .map_err(failed("set its registers"))
     }
+}
+
+fn registers(rip: u64) -> kvm_regs {
+    kvm_regs {
+        rip,
+        rflags: 2,
+        ..kvm_regs::default()
+    }
+}
+
+/// Makes the engine's error out of the reason why the guest could not do `action`.
+fn failed<E: Error + Send + Sync + 'static>(action: &'static str) -> impl FnOnce(E) -> GuestError {
+    move |error| GuestError::new(action, error)
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
