@@ -71,43 +71,10 @@ const POSTCOPY: &[NotFor] = &[
     NotFor::any(RELAYS, "the QEMUs agree on it; set it there"),
 ];
 
-/// Every option of a migration.
-pub static OPTIONS: &[OptionInfo] = &[
+/// A switch of QEMU's that is off at first; rows state what differs.
+const fn capability(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
-        name: "xbzrle",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
-        group: Group::Main,
-        not_for: &[NotFor::any(
-            RELAYS,
-            "a relay keeps no page that it could compare with",
-        )],
-        defaults: &[],
-        with: None,
-        help: "Send what changed of a page that was sent before, without multifd",
-        access: plain!(Switch, xbzrle),
-    },
-    OptionInfo {
-        name: "auto-converge",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
-        group: Group::Everyday(8),
-        not_for: &[NotFor::any(RELAYS, SLOWS)],
-        defaults: &[],
-        with: None,
-        help: "Slow the guest down while it dirties pages faster than they are sent",
-        access: plain!(Switch, auto_converge),
-    },
-    OptionInfo {
-        name: "events",
+        name,
         alias: None,
         kind: Kind::Capability,
         values: Values::Switch,
@@ -115,6 +82,49 @@ pub static OPTIONS: &[OptionInfo] = &[
         unit: "",
         live: false,
         group: Group::Others,
+        not_for: &[],
+        defaults: &[],
+        with: None,
+        help: "",
+        access,
+    }
+}
+
+/// The same for a parameter of QEMU's.
+const fn parameter(name: &'static str, access: Access) -> OptionInfo {
+    OptionInfo {
+        kind: Kind::Parameter,
+        ..capability(name, access)
+    }
+}
+
+/// The same for an option that QEMU lacks.
+const fn ours(name: &'static str, access: Access) -> OptionInfo {
+    OptionInfo {
+        kind: Kind::Ours,
+        ..capability(name, access)
+    }
+}
+
+/// Every option of a migration.
+pub static OPTIONS: &[OptionInfo] = &[
+    OptionInfo {
+        help: "Send what changed of a page that was sent before, without multifd",
+        group: Group::Main,
+        not_for: &[NotFor::any(
+            RELAYS,
+            "a relay keeps no page that it could compare with",
+        )],
+        ..capability("xbzrle", plain!(Switch, xbzrle))
+    },
+    OptionInfo {
+        help: "Slow the guest down while it dirties pages faster than they are sent",
+        group: Group::Everyday(8),
+        not_for: &[NotFor::any(RELAYS, SLOWS)],
+        ..capability("auto-converge", plain!(Switch, auto_converge))
+    },
+    OptionInfo {
+        help: "Tell each state of a migration as a QMP event; without a monitor there is nobody to tell",
         not_for: &[
             NotFor::any(
                 &[Role::Pair],
@@ -125,64 +135,25 @@ pub static OPTIONS: &[OptionInfo] = &[
                 "it has no monitor; the source's QEMU tells its states at its own",
             ),
         ],
-        defaults: &[],
-        with: None,
-        help: "Tell each state of a migration as a QMP event; without a monitor there is nobody to tell",
-        access: plain!(Switch, events),
+        ..capability("events", plain!(Switch, events))
     },
     OptionInfo {
-        name: "compress",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
-        group: Group::Everyday(9),
-        not_for: &[],
-        defaults: &[],
-        with: None,
         help: "Compress pages on the main channel, for QEMU up to 9.0; both sides must agree",
-        access: plain!(Switch, compress),
+        group: Group::Everyday(9),
+        ..capability("compress", plain!(Switch, compress))
     },
     OptionInfo {
-        name: "postcopy-ram",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
+        help: "Let the guest run at the destination before all its pages are there; both sides must agree",
         group: Group::Switchover,
         not_for: POSTCOPY,
-        defaults: &[],
-        with: None,
-        help: "Let the guest run at the destination before all its pages are there; both sides must agree",
-        access: plain!(Switch, postcopy_ram),
+        ..capability("postcopy-ram", plain!(Switch, postcopy_ram))
     },
     OptionInfo {
-        name: "return-path",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
-        group: Group::Others,
-        not_for: &[],
-        defaults: &[],
-        with: None,
         help: "Kept for those who set it: the destination always answers, as with on",
-        access: plain!(Switch, return_path),
+        ..capability("return-path", plain!(Switch, return_path))
     },
     OptionInfo {
-        name: "pause-before-switchover",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
+        help: "Stop before the last pages are sent, until a monitor says migrate-continue",
         group: Group::Switchover,
         not_for: &[
             NotFor::any(
@@ -192,21 +163,15 @@ pub static OPTIONS: &[OptionInfo] = &[
             ),
             NotFor::any(RELAYS, "the source's QEMU stops its guest; set it there"),
         ],
-        defaults: &[],
-        with: None,
-        help: "Stop before the last pages are sent, until a monitor says migrate-continue",
-        access: plain!(Switch, pause_before_switchover),
+        ..capability(
+            "pause-before-switchover",
+            plain!(Switch, pause_before_switchover),
+        )
     },
     OptionInfo {
-        name: "multifd",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "on",
-        unit: "",
-        live: false,
+        help: "Send pages on multifd channels; off, as with compress, puts them on the main channel",
         group: Group::Channels,
-        not_for: &[],
+        default: "on",
         defaults: &[
             RoleDefault {
                 roles: &[Role::Guest],
@@ -219,295 +184,192 @@ pub static OPTIONS: &[OptionInfo] = &[
                 words: "on; off with compress or xbzrle",
             },
         ],
-        with: None,
-        help: "Send pages on multifd channels; off, as with compress, puts them on the main channel",
-        access: Access {
-            store: |options, value| {
-                if let Value::Switch(on) = value {
-                    options.multifd = Some(on);
-                }
+        ..capability(
+            "multifd",
+            Access {
+                store: |options, value| {
+                    if let Value::Switch(on) = value {
+                        options.multifd = Some(on);
+                    }
+                },
+                read: |options| Value::Switch(options.multifd()),
             },
-            read: |options| Value::Switch(options.multifd()),
-        },
+        )
     },
     OptionInfo {
-        name: "postcopy-blocktime",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
+        help: "Count at the destination how long vCPUs wait for pages",
         group: Group::Switchover,
         not_for: &[
             NO_MONITOR,
             NotFor::any(RELAYS, "the destination's QEMU counts it; set it there"),
         ],
-        defaults: &[],
         with: Some(With::PostcopyRam),
-        help: "Count at the destination how long vCPUs wait for pages",
-        access: plain!(Switch, postcopy_blocktime),
+        ..capability("postcopy-blocktime", plain!(Switch, postcopy_blocktime))
     },
     OptionInfo {
-        name: "zero-copy-send",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
+        help: "Send pages of method none by reference (vmsplice), not by copy",
         group: Group::Channels,
         not_for: &[NotFor::any(
             RELAYS,
             "a relay passes pages of method none from socket to socket by reference \
                anyway",
         )],
-        defaults: &[],
-        with: None,
-        help: "Send pages of method none by reference (vmsplice), not by copy",
-        access: plain!(Switch, zero_copy_send),
+        ..capability("zero-copy-send", plain!(Switch, zero_copy_send))
     },
     OptionInfo {
-        name: "postcopy-preempt",
-        alias: None,
-        kind: Kind::Capability,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
+        help: "Send pages that the guest waits for on a connection of their own; both sides must agree",
         group: Group::Switchover,
         not_for: POSTCOPY,
-        defaults: &[],
         with: Some(With::PostcopyRam),
-        help: "Send pages that the guest waits for on a connection of their own; both sides must agree",
-        access: plain!(Switch, postcopy_preempt),
+        ..capability("postcopy-preempt", plain!(Switch, postcopy_preempt))
     },
     OptionInfo {
-        name: "announce-initial",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Before the second announcement of a guest at its destination",
+        group: Group::Announce,
         values: number(0, 100000),
         default: "50",
         unit: "ms",
-        live: false,
-        group: Group::Announce,
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
-        defaults: &[],
-        with: None,
-        help: "Before the second announcement of a guest at its destination",
-        access: number!(announce_initial),
+        ..parameter("announce-initial", number!(announce_initial))
     },
     OptionInfo {
-        name: "announce-max",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Longest time between two announcements",
+        group: Group::Announce,
         values: number(0, 100000),
         default: "550",
         unit: "ms",
-        live: false,
-        group: Group::Announce,
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
-        defaults: &[],
-        with: None,
-        help: "Longest time between two announcements",
-        access: number!(announce_max),
+        ..parameter("announce-max", number!(announce_max))
     },
     OptionInfo {
-        name: "announce-rounds",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Number of announcements",
+        group: Group::Announce,
         values: number(0, 1000),
         default: "5",
-        unit: "",
-        live: false,
-        group: Group::Announce,
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
-        defaults: &[],
-        with: None,
-        help: "Number of announcements",
-        access: number!(announce_rounds),
+        ..parameter("announce-rounds", number!(announce_rounds))
     },
     OptionInfo {
-        name: "announce-step",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "What each announcement adds to the time before the next",
+        group: Group::Announce,
         values: number(1, 10000),
         default: "100",
         unit: "ms",
-        live: false,
-        group: Group::Announce,
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
-        defaults: &[],
-        with: None,
-        help: "What each announcement adds to the time before the next",
-        access: number!(announce_step),
+        ..parameter("announce-step", number!(announce_step))
     },
     OptionInfo {
-        name: "compress-level",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Level of compress: 0 leaves pages as they are, 1 is fastest, 9 is smallest",
+        group: Group::Levels,
         values: number(0, 9),
         default: "1",
-        unit: "",
-        live: false,
-        group: Group::Levels,
-        not_for: &[],
-        defaults: &[],
         with: Some(With::Compress),
-        help: "Level of compress: 0 leaves pages as they are, 1 is fastest, 9 is smallest",
-        access: number!(compress_level),
+        ..parameter("compress-level", number!(compress_level))
     },
     OptionInfo {
-        name: "compress-threads",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Number of threads that compress, with compress",
+        group: Group::Main,
         values: number(1, 255),
         default: "8",
-        unit: "",
-        live: false,
-        group: Group::Main,
-        not_for: &[],
-        defaults: &[],
         with: Some(With::Compress),
-        help: "Number of threads that compress, with compress",
-        access: number!(compress_threads),
+        ..parameter("compress-threads", number!(compress_threads))
     },
     OptionInfo {
-        name: "compress-wait-thread",
-        alias: None,
-        kind: Kind::Parameter,
-        values: Values::Switch,
-        default: "on",
-        unit: "",
-        live: false,
+        help: "Wait for a thread that compresses; off sends pages that find none free as they are",
         group: Group::Main,
+        default: "on",
         not_for: &[NotFor::any(
             RELAYS,
             "a relay always waits for a thread that compresses",
         )],
-        defaults: &[],
         with: Some(With::Compress),
-        help: "Wait for a thread that compresses; off sends pages that find none free as they are",
-        access: plain!(Switch, compress_wait_thread),
+        ..parameter("compress-wait-thread", plain!(Switch, compress_wait_thread))
     },
     OptionInfo {
-        name: "decompress-threads",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Number of threads that decompress, with compress",
+        group: Group::Main,
         values: number(1, 255),
         default: "2",
-        unit: "",
-        live: false,
-        group: Group::Main,
         not_for: &[NotFor::any(
             RELAYS,
             "a relay decompresses as it reads; for the destination's QEMU it is set \
                there",
         )],
-        defaults: &[],
         with: Some(With::Compress),
-        help: "Number of threads that decompress, with compress",
-        access: number!(decompress_threads),
+        ..parameter("decompress-threads", number!(decompress_threads))
     },
     OptionInfo {
-        name: "throttle-trigger-threshold",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Dirtied bytes over sent bytes of a round above which auto-converge slows the guest down",
+        group: Group::Throttle,
         values: number(1, 100),
         default: "50",
         unit: "%",
         live: true,
-        group: Group::Throttle,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
-        defaults: &[],
         with: Some(With::AutoConverge),
-        help: "Dirtied bytes over sent bytes of a round above which auto-converge slows the guest down",
-        access: number!(throttle_trigger_threshold),
+        ..parameter(
+            "throttle-trigger-threshold",
+            number!(throttle_trigger_threshold),
+        )
     },
     OptionInfo {
-        name: "cpu-throttle-initial",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Share of time that auto-converge takes from the vCPUs at first",
+        group: Group::Throttle,
         values: number(1, 99),
         default: "20",
         unit: "%",
         live: true,
-        group: Group::Throttle,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
-        defaults: &[],
         with: Some(With::AutoConverge),
-        help: "Share of time that auto-converge takes from the vCPUs at first",
-        access: number!(cpu_throttle_initial),
+        ..parameter("cpu-throttle-initial", number!(cpu_throttle_initial))
     },
     OptionInfo {
-        name: "cpu-throttle-increment",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "What auto-converge adds each time that it was not enough",
+        group: Group::Throttle,
         values: number(1, 99),
         default: "10",
         unit: "%",
         live: true,
-        group: Group::Throttle,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
-        defaults: &[],
         with: Some(With::AutoConverge),
-        help: "What auto-converge adds each time that it was not enough",
-        access: number!(cpu_throttle_increment),
+        ..parameter("cpu-throttle-increment", number!(cpu_throttle_increment))
     },
     OptionInfo {
-        name: "cpu-throttle-tailslow",
-        alias: None,
-        kind: Kind::Parameter,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: true,
-        group: Group::Throttle,
-        not_for: &[NotFor::any(RELAYS, SLOWS)],
-        defaults: &[],
-        with: Some(With::AutoConverge),
         help: "Add no more than is needed at the end of the throttling",
-        access: plain!(Switch, cpu_throttle_tailslow),
+        group: Group::Throttle,
+        live: true,
+        not_for: &[NotFor::any(RELAYS, SLOWS)],
+        with: Some(With::AutoConverge),
+        ..parameter(
+            "cpu-throttle-tailslow",
+            plain!(Switch, cpu_throttle_tailslow),
+        )
     },
     OptionInfo {
-        name: "max-cpu-throttle",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Most that auto-converge takes from the vCPUs",
+        group: Group::Throttle,
         values: number(1, 99),
         default: "99",
         unit: "%",
         live: true,
-        group: Group::Throttle,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
-        defaults: &[],
         with: Some(With::AutoConverge),
-        help: "Most that auto-converge takes from the vCPUs",
-        access: number!(max_cpu_throttle),
+        ..parameter("max-cpu-throttle", number!(max_cpu_throttle))
     },
     OptionInfo {
-        name: "tls-creds",
+        help: "Encrypt with the certificates in this folder, as 'hotlift certs' makes them; both sides need TLS",
+        group: Group::Tls,
         alias: Some("tls"),
-        kind: Kind::Parameter,
         values: Values::Text("a folder"),
         default: "",
-        unit: "",
-        live: false,
-        group: Group::Tls,
         not_for: &[NotFor::any(LOCAL, NO_HOST)],
-        defaults: &[],
-        with: None,
-        help: "Encrypt with the certificates in this folder, as 'hotlift certs' makes them; both sides need TLS",
-        access: plain!(Text, tls_creds),
+        ..parameter("tls-creds", plain!(Text, tls_creds))
     },
     OptionInfo {
-        name: "tls-hostname",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Name that the destination's certificate must have, if not that of its address",
+        group: Group::TlsNames,
         values: Values::Text("a host name or an IP address"),
         default: "",
-        unit: "",
-        live: false,
-        group: Group::TlsNames,
         not_for: &[
             NotFor::any(LOCAL, NO_HOST),
             NotFor::any(
@@ -515,104 +377,83 @@ pub static OPTIONS: &[OptionInfo] = &[
                 "the side that connects looks for a name: give it to 'hotlift migrate'",
             ),
         ],
-        defaults: &[],
-        with: None,
-        help: "Name that the destination's certificate must have, if not that of its address",
-        access: plain!(Text, tls_hostname),
+        ..parameter("tls-hostname", plain!(Text, tls_hostname))
     },
     OptionInfo {
-        name: "max-bandwidth",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Limit over all channels together; 0 is unlimited",
+        group: Group::Everyday(4),
         values: Values::Size,
         default: "128M",
         unit: "bytes/s",
         live: true,
-        group: Group::Everyday(4),
-        not_for: &[],
         defaults: &[RoleDefault {
             roles: &[Role::Pair, Role::Relay, Role::Migrate, Role::Save],
             value: Some("0"),
             words: "unlimited",
         }],
-        with: None,
-        help: "Limit over all channels together; 0 is unlimited",
-        access: number!(max_bandwidth),
+        ..parameter("max-bandwidth", number!(max_bandwidth))
     },
     OptionInfo {
-        name: "avail-switchover-bandwidth",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Bandwidth to reckon with for the switchover; 0 measures it",
+        group: Group::Switchover,
         values: Values::Size,
         default: "0",
         unit: "bytes/s",
         live: true,
-        group: Group::Switchover,
         not_for: &[NotFor::any(RELAYS, SWITCHES)],
-        defaults: &[],
-        with: None,
-        help: "Bandwidth to reckon with for the switchover; 0 measures it",
-        access: number!(avail_switchover_bandwidth),
+        ..parameter(
+            "avail-switchover-bandwidth",
+            number!(avail_switchover_bandwidth),
+        )
     },
     OptionInfo {
-        name: "downtime-limit",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "How long the guest may stand still while it is switched over",
+        group: Group::Everyday(5),
         values: number(0, 2000000),
         default: "300",
         unit: "ms",
         live: true,
-        group: Group::Everyday(5),
         not_for: &[NotFor::any(&[Role::Relay], SWITCHES)],
         defaults: &[RoleDefault {
             roles: &[Role::Migrate, Role::Save],
             value: None,
             words: "as the source's QEMU has it",
         }],
-        with: None,
-        help: "How long the guest may stand still while it is switched over",
-        access: Access {
-            store: |options, value| {
-                if let Value::Number(ms) = value {
-                    options.downtime_limit = Duration::from_millis(ms);
-                }
+        ..parameter(
+            "downtime-limit",
+            Access {
+                store: |options, value| {
+                    if let Value::Number(ms) = value {
+                        options.downtime_limit = Duration::from_millis(ms);
+                    }
+                },
+                read: |options| {
+                    Value::Number(
+                        options
+                            .downtime_limit
+                            .as_millis()
+                            .try_into()
+                            .unwrap_or(u64::MAX),
+                    )
+                },
             },
-            read: |options| {
-                Value::Number(
-                    options
-                        .downtime_limit
-                        .as_millis()
-                        .try_into()
-                        .unwrap_or(u64::MAX),
-                )
-            },
-        },
+        )
     },
     OptionInfo {
-        name: "multifd-channels",
+        help: "Number of multifd channels; both sides must agree",
+        group: Group::Everyday(3),
         alias: Some("channels"),
-        kind: Kind::Parameter,
         values: number(1, 255),
         default: "2",
-        unit: "",
-        live: false,
-        group: Group::Everyday(3),
-        not_for: &[],
-        defaults: &[],
         with: Some(With::Multifd),
-        help: "Number of multifd channels; both sides must agree",
-        access: number!(multifd_channels),
+        ..parameter("multifd-channels", number!(multifd_channels))
     },
     OptionInfo {
-        name: "multifd-compression",
+        help: "Page compression method; auto chooses one for each packet",
+        group: Group::Everyday(1),
         alias: Some("method"),
-        kind: Kind::Parameter,
         values: Values::Method,
         default: "none",
-        unit: "",
-        live: false,
-        group: Group::Everyday(1),
-        not_for: &[],
         defaults: &[
             RoleDefault {
                 roles: &[Role::Pair],
@@ -630,64 +471,34 @@ pub static OPTIONS: &[OptionInfo] = &[
                 words: "auto; none towards a QEMU",
             },
         ],
-        with: None,
-        help: "Page compression method; auto chooses one for each packet",
-        access: plain!(Method, multifd_compression),
+        ..parameter("multifd-compression", plain!(Method, multifd_compression))
     },
     OptionInfo {
-        name: "multifd-zlib-level",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Level of method zlib: 0 stores, 1 is fastest, 9 is smallest",
+        group: Group::Levels,
         values: number(0, 9),
         default: "1",
-        unit: "",
-        live: false,
-        group: Group::Levels,
-        not_for: &[],
-        defaults: &[],
-        with: None,
-        help: "Level of method zlib: 0 stores, 1 is fastest, 9 is smallest",
-        access: number!(multifd_zlib_level),
+        ..parameter("multifd-zlib-level", number!(multifd_zlib_level))
     },
     OptionInfo {
-        name: "multifd-zstd-level",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Level of method zstd: 1 is fastest, 20 is smallest; 0 is 3",
+        group: Group::Levels,
         values: number(0, 20),
         default: "1",
-        unit: "",
-        live: false,
-        group: Group::Levels,
-        not_for: &[],
-        defaults: &[],
-        with: None,
-        help: "Level of method zstd: 1 is fastest, 20 is smallest; 0 is 3",
-        access: number!(multifd_zstd_level),
+        ..parameter("multifd-zstd-level", number!(multifd_zstd_level))
     },
     OptionInfo {
-        name: "multifd-qatzip-level",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Level of method qatzip: 1 is fastest, 9 is smallest",
+        group: Group::Levels,
         values: number(1, 9),
         default: "1",
-        unit: "",
-        live: false,
-        group: Group::Levels,
-        not_for: &[],
-        defaults: &[],
-        with: None,
-        help: "Level of method qatzip: 1 is fastest, 9 is smallest",
-        access: number!(multifd_qatzip_level),
+        ..parameter("multifd-qatzip-level", number!(multifd_qatzip_level))
     },
     OptionInfo {
-        name: "zero-page-detection",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Where zero pages are looked for: nowhere, migration thread, channel threads, DSA",
+        group: Group::Everyday(6),
         values: Values::ZeroPages,
         default: "multifd",
-        unit: "",
-        live: false,
-        group: Group::Everyday(6),
         not_for: &[NotFor {
             roles: RELAYS,
             value: Some("dsa-accel"),
@@ -699,163 +510,114 @@ pub static OPTIONS: &[OptionInfo] = &[
             value: None,
             words: "where the source has not looked",
         }],
-        with: None,
-        help: "Where zero pages are looked for: nowhere, migration thread, channel threads, DSA",
-        access: Access {
-            store: |options, value| {
-                if let Value::ZeroPages(mode, devices) = value {
-                    options.zero_page_detection = mode;
-                    options.zero_page_devices = devices;
-                }
+        ..parameter(
+            "zero-page-detection",
+            Access {
+                store: |options, value| {
+                    if let Value::ZeroPages(mode, devices) = value {
+                        options.zero_page_detection = mode;
+                        options.zero_page_devices = devices;
+                    }
+                },
+                read: |options| {
+                    Value::ZeroPages(options.zero_page_detection, options.zero_page_devices)
+                },
             },
-            read: |options| {
-                Value::ZeroPages(options.zero_page_detection, options.zero_page_devices)
-            },
-        },
+        )
     },
     OptionInfo {
-        name: "accel-path",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Work queues of DSA that zero-page-detection=dsa-accel uses in turn",
+        group: Group::Devices,
         values: Values::AccelPath,
         default: "",
-        unit: "",
-        live: false,
-        group: Group::Devices,
         not_for: &[NotFor::any(
             RELAYS,
             "a relay has its pages in the CPU's cache, and looks for zero pages \
                itself",
         )],
-        defaults: &[],
         with: Some(With::DsaAccel),
-        help: "Work queues of DSA that zero-page-detection=dsa-accel uses in turn",
-        access: plain!(AccelPath, accel_path),
+        ..parameter("accel-path", plain!(AccelPath, accel_path))
     },
     OptionInfo {
-        name: "insecure",
-        alias: None,
-        kind: Kind::Ours,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
+        help: "Do not encrypt connections to other hosts: anyone on the network can read and change the guest",
         group: Group::Tls,
         not_for: &[NotFor::any(LOCAL, NO_HOST)],
-        defaults: &[],
-        with: None,
-        help: "Do not encrypt connections to other hosts: anyone on the network can read and change the guest",
-        access: plain!(Switch, insecure),
+        ..ours("insecure", plain!(Switch, insecure))
     },
     OptionInfo {
-        name: "multifd-normal-page-ratio",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Share of the zero pages that is sent as if they had content, to measure throughput",
+        group: Group::Channels,
         values: number(0, 100),
         default: "0",
         unit: "%",
-        live: false,
-        group: Group::Channels,
         not_for: &[NotFor::any(
             RELAYS,
             "a relay carries pages as what they are",
         )],
-        defaults: &[],
-        with: None,
-        help: "Share of the zero pages that is sent as if they had content, to measure throughput",
-        access: number!(multifd_normal_page_ratio),
+        ..parameter(
+            "multifd-normal-page-ratio",
+            number!(multifd_normal_page_ratio),
+        )
     },
     OptionInfo {
-        name: "multifd-packet-size",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Pages of one multifd packet, in bytes; more than 512K needs a Hotlift on the other side",
+        group: Group::Channels,
         values: PACKET_SIZE,
         default: "512K",
         unit: "bytes",
-        live: false,
-        group: Group::Channels,
         not_for: &[NotFor::any(RELAYS, "a relay carries QEMU's packets")],
-        defaults: &[],
         with: Some(With::Multifd),
-        help: "Pages of one multifd packet, in bytes; more than 512K needs a Hotlift on the other side",
-        access: number!(multifd_packet_size),
+        ..parameter("multifd-packet-size", number!(multifd_packet_size))
     },
     OptionInfo {
-        name: "xbzrle-cache-size",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Memory that keeps pages as they were sent, with xbzrle",
+        group: Group::Main,
         values: Values::PowerOfTwo,
         default: "64M",
         unit: "bytes",
-        live: false,
-        group: Group::Main,
         not_for: &[NotFor::any(RELAYS, "a relay has no xbzrle")],
-        defaults: &[],
         with: Some(With::Xbzrle),
-        help: "Memory that keeps pages as they were sent, with xbzrle",
-        access: number!(xbzrle_cache_size),
+        ..parameter("xbzrle-cache-size", number!(xbzrle_cache_size))
     },
     OptionInfo {
-        name: "max-postcopy-bandwidth",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Bytes a second of postcopy for pages that nobody has asked for; 0 is unlimited",
+        group: Group::Switchover,
         values: Values::Size,
         default: "0",
-        unit: "",
         live: true,
-        group: Group::Switchover,
         not_for: &[
             NO_MONITOR,
             NotFor::any(RELAYS, "the source's QEMU sends its pages; set it there"),
         ],
-        defaults: &[],
         with: Some(With::PostcopyRam),
-        help: "Bytes a second of postcopy for pages that nobody has asked for; 0 is unlimited",
-        access: number!(max_postcopy_bandwidth),
+        ..parameter("max-postcopy-bandwidth", number!(max_postcopy_bandwidth))
     },
     OptionInfo {
-        name: "tls-authz",
-        alias: None,
-        kind: Kind::Parameter,
+        help: "Who may be at the other end, by the names in its certificate, as in '*.example.org 10.0.0.*'",
+        group: Group::TlsNames,
         values: Values::Text("patterns of names, with spaces between"),
         default: "",
-        unit: "",
-        live: false,
-        group: Group::TlsNames,
         not_for: &[NotFor::any(LOCAL, NO_HOST)],
-        defaults: &[],
-        with: None,
-        help: "Who may be at the other end, by the names in its certificate, as in '*.example.org 10.0.0.*'",
-        access: plain!(Text, tls_authz),
+        ..parameter("tls-authz", plain!(Text, tls_authz))
     },
     OptionInfo {
-        name: "goal",
-        alias: None,
-        kind: Kind::Ours,
+        help: "What the migration is to be good at, where it can choose: with method auto, and at the switchover",
+        group: Group::Channels,
         values: Values::Goal,
         default: "fastest",
-        unit: "",
         live: true,
-        group: Group::Channels,
         not_for: &[NotFor {
             roles: RELAYS,
             value: Some("shortest-downtime"),
             instead: SWITCHES,
         }],
-        defaults: &[],
-        with: None,
-        help: "What the migration is to be good at, where it can choose: with method auto, and at the switchover",
-        access: plain!(Goal, goal),
+        ..ours("goal", plain!(Goal, goal))
     },
     OptionInfo {
-        name: "qemu-reads",
-        alias: None,
-        kind: Kind::Ours,
+        help: "What method auto sends to a QEMU, as that is set; zlib and zstd at each packet's own level",
+        group: Group::Channels,
         values: Values::Method,
         default: "none",
-        unit: "",
-        live: false,
-        group: Group::Channels,
         not_for: &[NotFor::any(
             &[Role::Save],
             "no QEMU reads a save file; 'hotlift restore' does",
@@ -865,140 +627,94 @@ pub static OPTIONS: &[OptionInfo] = &[
             value: None,
             words: "zstd where method auto is given, else none",
         }],
-        with: None,
-        help: "What method auto sends to a QEMU, as that is set; zlib and zstd at each packet's own level",
-        access: plain!(Method, qemu_reads),
+        ..ours("qemu-reads", plain!(Method, qemu_reads))
     },
     OptionInfo {
-        name: "cpu-limit",
-        alias: None,
-        kind: Kind::Ours,
+        help: "CPU time that the channels of this side may take, in cores; 0 is no limit",
+        group: Group::Channels,
         values: Values::Cores,
         default: "0",
-        unit: "",
         live: true,
-        group: Group::Channels,
-        not_for: &[],
-        defaults: &[],
-        with: None,
-        help: "CPU time that the channels of this side may take, in cores; 0 is no limit",
-        access: plain!(Cores, cpu_limit),
+        ..ours("cpu-limit", plain!(Cores, cpu_limit))
     },
     OptionInfo {
-        name: "accelerator",
-        alias: None,
-        kind: Kind::Ours,
+        help: "Accelerator of the method: used if it works, never, or required at the start",
+        group: Group::Everyday(7),
         values: Values::Accelerator,
         default: "auto",
-        unit: "",
-        live: false,
-        group: Group::Everyday(7),
-        not_for: &[],
-        defaults: &[],
-        with: None,
-        help: "Accelerator of the method: used if it works, never, or required at the start",
-        access: plain!(Accelerator, accelerator),
+        ..ours("accelerator", plain!(Accelerator, accelerator))
     },
     OptionInfo {
-        name: "mem-prealloc",
-        alias: None,
-        kind: Kind::Ours,
-        values: Values::Switch,
-        default: "off",
-        unit: "",
-        live: false,
+        help: "Populate the destination's RAM before the first page arrives",
         group: Group::Everyday(10),
         not_for: &[NotFor::any(
             RELAYS,
             "the RAM is that of the destination's QEMU; set prealloc=on of its memory \
                backend",
         )],
-        defaults: &[],
-        with: None,
-        help: "Populate the destination's RAM before the first page arrives",
-        access: plain!(Switch, mem_prealloc),
+        ..ours("mem-prealloc", plain!(Switch, mem_prealloc))
     },
     OptionInfo {
-        name: "max-channels",
-        alias: None,
-        kind: Kind::Ours,
+        help: "Most multifd channels that a relay takes from a source",
+        group: Group::Limits,
         values: number(1, 255),
         default: "64",
-        unit: "",
-        live: false,
-        group: Group::Limits,
         not_for: &[NotFor::any(
             &[Role::Pair, Role::Guest],
             "a guest takes as many as multifd-channels says",
         )],
-        defaults: &[],
-        with: None,
-        help: "Most multifd channels that a relay takes from a source",
-        access: number!(max_channels),
+        ..ours("max-channels", number!(max_channels))
     },
     OptionInfo {
-        name: "memory-limit",
-        alias: None,
-        kind: Kind::Ours,
+        help: "Most memory that a source can make its receiver take, with 1M for each channel besides; \
+               packets under way and the threads' own are not in it",
+        group: Group::Limits,
         values: Values::Size,
         default: "64M",
         unit: "bytes",
-        live: false,
-        group: Group::Limits,
-        not_for: &[],
-        defaults: &[],
-        with: None,
-        help: "Most memory that a source can make its receiver take, with 1M for each channel besides; \
-               packets under way and the threads' own are not in it",
-        access: number!(memory_limit),
+        ..ours("memory-limit", number!(memory_limit))
     },
     OptionInfo {
-        name: "settle-timeout",
-        alias: None,
-        kind: Kind::Ours,
+        help: "How long a source whose connections are lost at the hand-over asks the destination what became of \
+               the guest",
+        group: Group::Limits,
         values: number(1, 86_400),
         default: "60",
         unit: "s",
-        live: false,
-        group: Group::Limits,
         not_for: &[NotFor::any(
             &[Role::Save],
             "a file has nobody who could be asked",
         )],
-        defaults: &[],
-        with: None,
-        help: "How long a source whose connections are lost at the hand-over asks the destination what became of \
-               the guest",
-        access: Access {
-            store: |options, value| {
-                if let Value::Number(seconds) = value {
-                    options.settle_timeout = Duration::from_secs(seconds);
-                }
+        ..ours(
+            "settle-timeout",
+            Access {
+                store: |options, value| {
+                    if let Value::Number(seconds) = value {
+                        options.settle_timeout = Duration::from_secs(seconds);
+                    }
+                },
+                read: |options| Value::Number(options.settle_timeout.as_secs()),
             },
-            read: |options| Value::Number(options.settle_timeout.as_secs()),
-        },
+        )
     },
     OptionInfo {
-        name: "silence-timeout",
-        alias: None,
-        kind: Kind::Ours,
+        help: "Longest silence of the other host before the switchover, at least 5 s, until the migration fails; a host that \
+               answers and does not read is waited for; 0: the kernel's own limit, about 15 minutes with data under way",
+        group: Group::Limits,
         values: number(0, MAX_SILENCE_TIMEOUT.as_secs()),
         default: "40",
         unit: "s",
-        live: false,
-        group: Group::Limits,
         not_for: &[NotFor::any(&[Role::Save], "a file is on no other host")],
-        defaults: &[],
-        with: None,
-        help: "Longest silence of the other host before the switchover, at least 5 s, until the migration fails; a host that \
-               answers and does not read is waited for; 0: the kernel's own limit, about 15 minutes with data under way",
-        access: Access {
-            store: |options, value| {
-                if let Value::Number(seconds) = value {
-                    options.silence_timeout = Duration::from_secs(seconds);
-                }
+        ..ours(
+            "silence-timeout",
+            Access {
+                store: |options, value| {
+                    if let Value::Number(seconds) = value {
+                        options.silence_timeout = Duration::from_secs(seconds);
+                    }
+                },
+                read: |options| Value::Number(options.silence_timeout.as_secs()),
             },
-            read: |options| Value::Number(options.silence_timeout.as_secs()),
-        },
+        )
     },
 ];
