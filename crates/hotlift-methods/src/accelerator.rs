@@ -1,7 +1,9 @@
 //! Accelerators: whether one may run, and what has run.
 
 use std::ops::AddAssign;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+use crate::library;
 
 /// Whether a method's accelerator is used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -91,7 +93,43 @@ pub struct Hardware {
     pub library: &'static str,
     /// Environment variable that names another file for it.
     pub variable: &'static str,
-    /// Tries the accelerator, once in the process's life: what there is, as in "libqpl 1.9.0", or why
-    /// it cannot be used.
-    pub probe: fn() -> Result<Arc<str>, Arc<str>>,
+    trial: fn() -> Result<String, String>,
+    tried: OnceLock<Result<Arc<str>, Arc<str>>>,
+}
+
+impl Hardware {
+    /// The accelerator `device`, which `trial` uses once.
+    pub(crate) const fn new(
+        device: &'static str,
+        library: &'static str,
+        variable: &'static str,
+        trial: fn() -> Result<String, String>,
+    ) -> Self {
+        Self {
+            device,
+            library,
+            variable,
+            trial,
+            tried: OnceLock::new(),
+        }
+    }
+
+    /// Tries the accelerator, once in the process's life, and describes it, as in "libqpl 1.9.0".
+    ///
+    /// # Errors
+    ///
+    /// Why it cannot be used.
+    pub fn probe(&self) -> Result<Arc<str>, Arc<str>> {
+        let tried = self.tried.get_or_init(|| match (self.trial)() {
+            Ok(found) => Ok(found.into()),
+            Err(reason) => Err(reason.into()),
+        });
+        tried.clone()
+    }
+
+    /// The file of its library, which stands for the version where the library does not report one.
+    pub(crate) fn file(&self) -> String {
+        let file = library::file(self.library, Some(self.variable));
+        file.to_string_lossy().into_owned()
+    }
 }

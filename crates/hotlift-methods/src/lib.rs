@@ -17,8 +17,9 @@
 //! | `qatzip/` | gzip members with QAT's extra field |
 //! | `lz4/` | an LZ4 block a packet, between two Hotlifts |
 //! | `accelerator` | whether one may run, and what has run |
+//! | `check` | what encoders refuse: parts of pages, levels that do not exist |
 //! | `environment` | whether this process may take settings from its environment |
-//! | `library` | libraries that are opened at run time |
+//! | `library` | libraries that are opened at run time, each by a table of its functions |
 //! | `memory` | how much memory a peer may make its receiver take |
 //! | `software` | pages and members to deflate without an accelerator |
 //! | `isal/` | ISA-L's igzip, opened at run time |
@@ -61,6 +62,7 @@
 #![cfg(target_pointer_width = "64")]
 
 mod accelerator;
+mod check;
 pub mod environment;
 mod error;
 mod isal;

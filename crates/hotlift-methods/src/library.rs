@@ -10,6 +10,52 @@ use libloading::Library;
 
 use crate::environment;
 
+/// Declares a table of the functions of a library, each by its name in C: `get` opens the library
+/// once in the process's life. A variable that names another file for it may follow its soname.
+///
+/// Who declares one vouches that the library's constructors are sound to run, and that the types are
+/// those of the header for the soname.
+macro_rules! functions {
+    (
+        $(#[$doc:meta])*
+        $vis:vis struct $table:ident($soname:expr, $variable:expr) {
+            $($(#[$about:meta])* $name:ident: fn($($argument:ty),*) $(-> $result:ty)?,)*
+        }
+    ) => {
+        $(#[$doc])*
+        $vis struct $table {
+            $($(#[$about])* $vis $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+        }
+
+        impl $table {
+            /// The library, opened once in the process's life.
+            ///
+            /// # Errors
+            ///
+            /// The loader's message.
+            $vis fn get() -> Result<&'static Self, String> {
+                static OPENED: std::sync::OnceLock<Result<$table, String>> =
+                    std::sync::OnceLock::new();
+                let opened = OPENED.get_or_init(|| {
+                    // SAFETY: whoever declares the table vouches for the library's constructors; who
+                    // names another file, for those of that.
+                    let library = unsafe { $crate::library::open($soname, $variable) }?;
+                    // SAFETY: who declares the table vouches for the types.
+                    let table = unsafe {
+                        Self {
+                            $($name: library.function(concat!(stringify!($name), "\0"))?,)*
+                        }
+                    };
+                    library.keep();
+                    Ok(table)
+                });
+                opened.as_ref().map_err(Clone::clone)
+            }
+        }
+    };
+}
+pub(crate) use functions;
+
 /// An open library.
 pub(crate) struct Opened(Library);
 
@@ -56,9 +102,9 @@ impl Opened {
     /// # Safety
     ///
     /// `T` must be the function's type in the header for the soname.
-    pub(crate) unsafe fn function<T: Copy>(&self, name: &[u8]) -> Result<T, String> {
+    pub(crate) unsafe fn function<T: Copy>(&self, name: &str) -> Result<T, String> {
         // SAFETY: the caller's promise.
-        let symbol = unsafe { self.0.get::<T>(name) };
+        let symbol = unsafe { self.0.get::<T>(name.as_bytes()) };
         symbol.map(|symbol| *symbol).map_err(|error| reason(&error))
     }
 

@@ -6,7 +6,7 @@
 use hotlift_mem::GuestRun;
 
 use crate::target::Target;
-use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, table};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, check};
 
 const NAME: &str = "none";
 
@@ -22,7 +22,7 @@ struct Copy;
 
 impl Encode for Copy {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
-        table::check_whole_pages(NAME, pages)?;
+        check::whole_pages(NAME, pages)?;
         out.clear();
         out.extend_from_slice(pages);
         Ok(())

@@ -101,7 +101,7 @@ pub(crate) fn library(method: &'static str) -> String {
 /// ISA-L, if it is there and does what it should: tried once in the process's life.
 fn usable(method: &'static str) -> Result<&'static Isal, MethodError> {
     static TRIED: OnceLock<Result<(), String>> = OnceLock::new();
-    let isal = Isal::get(method)?;
+    let isal = Isal::for_method(method)?;
     TRIED
         .get_or_init(|| {
             trial(Stateless::with_sampled_codes(isal))?;

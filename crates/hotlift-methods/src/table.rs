@@ -2,8 +2,6 @@
 
 use std::ops::RangeInclusive;
 
-use hotlift_mem::PAGE_SIZE;
-
 use crate::{
     Accelerator, Decode, Encode, EncoderSettings, Hardware, MethodError, lz4, none, qatzip, qpl,
     uadk, zlib, zstd,
@@ -212,32 +210,4 @@ pub fn selection(name: &str) -> Option<&'static MethodInfo> {
 /// The method of that name.
 pub fn method(name: &str) -> Option<&'static MethodInfo> {
     METHODS.iter().find(|method| method.name == name)
-}
-
-/// What every encoder asks of its input.
-pub(crate) fn check_whole_pages(method: &'static str, pages: &[u8]) -> Result<(), MethodError> {
-    if pages.is_empty() || !pages.len().is_multiple_of(PAGE_SIZE) {
-        return Err(MethodError::UnevenInput {
-            method,
-            bytes: pages.len(),
-        });
-    }
-    Ok(())
-}
-
-/// What every encoder asks of its level.
-pub(crate) fn check_level(
-    method: &'static str,
-    levels: &RangeInclusive<u8>,
-    level: u8,
-) -> Result<(), MethodError> {
-    if !levels.contains(&level) {
-        return Err(MethodError::Level {
-            method,
-            level,
-            min: *levels.start(),
-            max: *levels.end(),
-        });
-    }
-    Ok(())
 }

@@ -12,7 +12,7 @@ fn what_is_wanted_runs_on_the_cpu_and_what_is_required_is_an_error() {
     simulated.behave("absent=1");
     for method in METHODS.iter().filter(|method| method.hardware.is_some()) {
         let hardware = method.hardware.expect("filtered");
-        let why = (hardware.probe)().expect_err("no device");
+        let why = hardware.probe().expect_err("no device");
         let decoder = (method.decoder)(Accelerator::Auto).expect(method.name);
         assert_eq!(decoder.runs_on(), RunsOn::Fallback(why.clone()));
         let Err(error) = (method.decoder)(Accelerator::Required) else {
@@ -29,7 +29,7 @@ fn what_is_wanted_runs_on_the_cpu_and_what_is_required_is_an_error() {
     }
     let why = |name| {
         let hardware = hotlift_methods::method(name).and_then(|method| method.hardware);
-        (hardware.expect(name).probe)().expect_err("no device")
+        hardware.expect(name).probe().expect_err("no device")
     };
     assert_eq!(
         &*why("qpl"),

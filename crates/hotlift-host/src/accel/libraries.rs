@@ -27,7 +27,7 @@ impl Library {
     /// Tries the library of a method, unless the host is a copy; `None` if the method has none.
     pub fn of(host: &Host, name: &str) -> Option<Self> {
         let hardware = method(name)?.hardware?;
-        let tried = host.is_live().then(|| (hardware.probe)());
+        let tried = host.is_live().then(|| hardware.probe());
         let file = tried.is_some().then(|| file_of(host, hardware)).flatten();
         let (found, problem) = match tried {
             Some(Ok(found)) => (Some(found.to_string()), None),

@@ -12,65 +12,31 @@ use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
-use std::sync::OnceLock;
 
 pub(crate) use stateless::Stateless;
-pub(crate) use sys::{COMP_OK, FULL_FLUSH, LEVEL_2_BUFFER, Stream};
+pub(crate) use sys::{COMP_OK, FULL_FLUSH, Isal, LEVEL_2_BUFFER, Stream};
 
-use crate::{MethodError, library};
-use sys::SONAME;
+use crate::MethodError;
 
 /// The library's name in messages.
 pub(crate) const LIBRARY: &str = "ISA-L";
 
-/// The opened library.
-pub(crate) struct Isal {
-    pub(crate) deflate_init: sys::Init,
-    pub(crate) deflate: sys::Deflate,
-    stateless_init: sys::Init,
-    deflate_stateless: sys::Deflate,
-    set_hufftables: sys::SetHufftables,
-    update_histogram: sys::UpdateHistogram,
-    create_hufftables: sys::CreateHufftables,
-    version: String,
-}
-
 impl Isal {
-    /// The library, opened once in the process's life, for the method called `method`.
+    /// [`Isal::get`] for the method called `method`.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Unavailable`] with what the loader said.
-    pub(crate) fn get(method: &'static str) -> Result<&'static Self, MethodError> {
-        static LOADED: OnceLock<Result<Isal, String>> = OnceLock::new();
-        let loaded = LOADED.get_or_init(Self::open).as_ref();
-        loaded.map_err(|reason| unavailable(method, reason))
-    }
-
-    fn open() -> Result<Self, String> {
-        // SAFETY: libisal has no constructors beyond those of the C runtime.
-        let library = unsafe { library::open(SONAME, None) }?;
-        // SAFETY: the types are those of the header for this soname.
-        let isal = unsafe {
-            let deflate: sys::Deflate = library.function(b"isal_deflate\0")?;
-            Self {
-                deflate_init: library.function(b"isal_deflate_init\0")?,
-                deflate,
-                stateless_init: library.function(b"isal_deflate_stateless_init\0")?,
-                deflate_stateless: library.function(b"isal_deflate_stateless\0")?,
-                set_hufftables: library.function(b"isal_deflate_set_hufftables\0")?,
-                update_histogram: library.function(b"isal_update_histogram\0")?,
-                create_hufftables: library.function(b"isal_create_hufftables\0")?,
-                version: version_of(deflate as *const c_void),
-            }
-        };
-        library.keep();
-        Ok(isal)
+    /// [`MethodError::Unavailable`] with the loader's message.
+    pub(crate) fn for_method(method: &'static str) -> Result<&'static Self, MethodError> {
+        Self::get().map_err(|reason| unavailable(method, &reason))
     }
 
     /// Name and version, as in "ISA-L 2.30".
     pub(crate) fn name(&self) -> String {
-        format!("{LIBRARY}{}", self.version)
+        format!(
+            "{LIBRARY}{}",
+            version_of(self.isal_deflate as *const c_void)
+        )
     }
 }
 

@@ -77,12 +77,13 @@ impl Stateless {
             let len = i32::try_from(sample.len()).map_err(|error| error.to_string())?;
             // SAFETY: reads the slice, counts in the histogram, which is ours.
             unsafe {
-                (self.isal.update_histogram)(sample.as_ptr(), len, &raw mut **histogram);
+                (self.isal.isal_update_histogram)(sample.as_ptr(), len, &raw mut **histogram);
             }
         }
         histogram.raise(RAREST_LITERAL, RAREST_DISTANCE);
         // SAFETY: both are memory of the library's layout with room to spare.
-        let code = unsafe { (self.isal.create_hufftables)(&raw mut **codes, &raw mut **histogram) };
+        let code =
+            unsafe { (self.isal.isal_create_hufftables)(&raw mut **codes, &raw mut **histogram) };
         if code != COMP_OK {
             return Err(format!("no Huffman codes: {code}"));
         }
@@ -98,13 +99,17 @@ impl Stateless {
     ) -> Result<Option<usize>, String> {
         let stream = &mut *self.stream;
         // SAFETY: the stream is zeroed or used memory of the library's layout with room to spare.
-        unsafe { (self.isal.stateless_init)(&raw mut *stream) };
+        unsafe { (self.isal.isal_deflate_stateless_init)(&raw mut *stream) };
         match &mut self.codes {
             Codes::Sampled { codes, .. } => {
                 // SAFETY: the stream is initialised; the codes were made by the library and outlive
                 // the call.
                 let code = unsafe {
-                    (self.isal.set_hufftables)(&raw mut *stream, &raw mut **codes, HUFFTABLE_CUSTOM)
+                    (self.isal.isal_deflate_set_hufftables)(
+                        &raw mut *stream,
+                        &raw mut **codes,
+                        HUFFTABLE_CUSTOM,
+                    )
                 };
                 if code != COMP_OK {
                     return Err(format!("codes not taken: {code}"));
@@ -125,7 +130,7 @@ impl Stateless {
         stream.avail_out = count(room.len())?;
         // SAFETY: the stream is initialised and ours alone (`&mut self`); next_in and next_out are
         // valid for avail_in and avail_out bytes.
-        match unsafe { (self.isal.deflate_stateless)(&raw mut *stream) } {
+        match unsafe { (self.isal.isal_deflate_stateless)(&raw mut *stream) } {
             COMP_OK => Ok(Some(room.len().saturating_sub(stream.avail_out as usize))),
             STATELESS_OVERFLOW => Ok(None),
             code => Err(format!("code {code}")),

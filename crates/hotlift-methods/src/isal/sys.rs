@@ -5,6 +5,8 @@
 
 use std::ffi::c_int;
 
+use crate::library::functions;
+
 /// Soname that promises the layouts below.
 pub(crate) const SONAME: &str = "libisal.so.2";
 
@@ -91,16 +93,25 @@ impl Histogram {
     }
 }
 
-/// `void isal_deflate_init(struct isal_zstream *)`, `isal_deflate_stateless_init` likewise.
-pub(crate) type Init = unsafe extern "C" fn(*mut Stream);
-/// `int isal_deflate(struct isal_zstream *)`, `isal_deflate_stateless` likewise.
-pub(crate) type Deflate = unsafe extern "C" fn(*mut Stream) -> c_int;
-/// `int isal_deflate_set_hufftables(struct isal_zstream *, struct isal_hufftables *, int)`.
-pub(crate) type SetHufftables = unsafe extern "C" fn(*mut Stream, *mut Hufftables, c_int) -> c_int;
-/// `void isal_update_histogram(uint8_t *, int, struct isal_huff_histogram *)`.
-pub(crate) type UpdateHistogram = unsafe extern "C" fn(*const u8, c_int, *mut Histogram);
-/// `int isal_create_hufftables(struct isal_hufftables *, struct isal_huff_histogram *)`.
-pub(crate) type CreateHufftables = unsafe extern "C" fn(*mut Hufftables, *mut Histogram) -> c_int;
+functions! {
+    /// The opened library, which has no constructors beyond those of the C runtime.
+    pub(crate) struct Isal(SONAME, None) {
+        /// `void isal_deflate_init(struct isal_zstream *)`.
+        isal_deflate_init: fn(*mut Stream),
+        /// `int isal_deflate(struct isal_zstream *)`.
+        isal_deflate: fn(*mut Stream) -> c_int,
+        /// `void isal_deflate_stateless_init(struct isal_zstream *)`.
+        isal_deflate_stateless_init: fn(*mut Stream),
+        /// `int isal_deflate_stateless(struct isal_zstream *)`.
+        isal_deflate_stateless: fn(*mut Stream) -> c_int,
+        /// `int isal_deflate_set_hufftables(struct isal_zstream *, struct isal_hufftables *, int)`.
+        isal_deflate_set_hufftables: fn(*mut Stream, *mut Hufftables, c_int) -> c_int,
+        /// `void isal_update_histogram(uint8_t *, int, struct isal_huff_histogram *)`.
+        isal_update_histogram: fn(*const u8, c_int, *mut Histogram),
+        /// `int isal_create_hufftables(struct isal_hufftables *, struct isal_huff_histogram *)`.
+        isal_create_hufftables: fn(*mut Hufftables, *mut Histogram) -> c_int,
+    }
+}
 
 #[cfg(test)]
 mod tests {

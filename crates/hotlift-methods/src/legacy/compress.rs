@@ -24,7 +24,7 @@ use hotlift_mem::{GuestRun, PAGE_SIZE};
 use crate::libdeflate::{self, Compressor, Decompressor, Outcome, Wrapper, adler32};
 use crate::software::{self, Software};
 use crate::target::Extent;
-use crate::{MethodError, table, zlib};
+use crate::{MethodError, check, zlib};
 
 /// Name of the capability, in messages and reports.
 pub const NAME: &str = "compress";
@@ -63,7 +63,7 @@ impl Deflater {
     /// [`MethodError::Level`] for a level outside of [`LEVELS`]; [`MethodError::Library`] if memory
     /// runs out.
     pub fn new(level: u8) -> Result<Self, MethodError> {
-        table::check_level(NAME, &LEVELS, level)?;
+        check::level(NAME, &LEVELS, level)?;
         let libdeflate = |level| Compressor::new(NAME, level).map(Software::Libdeflate);
         let software = match level {
             0 => None,

@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use lz4_sys::{LZ4_compress_fast, LZ4_compressBound};
 
 use super::{LIBRARY, NAME};
-use crate::{Encode, MethodError, table};
+use crate::{Encode, MethodError, check};
 
 /// Bytes that the library jumps where it finds no match; 1 is its default. On nine Silesia files (Xeon
 /// of 2.5 GHz, liblz4 1.10, 512 KiB a packet, `benches/codecs.rs --levels --only lz4`), in time to encode,
@@ -29,7 +29,7 @@ pub(super) struct Encoder;
 
 impl Encode for Encoder {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
-        table::check_whole_pages(NAME, pages)?;
+        check::whole_pages(NAME, pages)?;
         let failed = |reason: String| MethodError::Library {
             method: NAME,
             library: LIBRARY,

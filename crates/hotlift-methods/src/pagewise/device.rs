@@ -140,7 +140,7 @@ impl Service {
         if accelerator == Accelerator::Off {
             return Ok(Self::none(RunsOn::Software));
         }
-        let opened = (hardware.probe)().and_then(|found| {
+        let opened = hardware.probe().and_then(|found| {
             let device = open(direction).map_err(|reason| reason.as_str().into());
             device.map(|device| (device, found))
         });

@@ -5,7 +5,7 @@ use hotlift_mem::PAGE_SIZE;
 use super::device::{Done, Service};
 use super::{ENTRY, Wrapper};
 use crate::software::Software;
-use crate::{Encode, Jobs, MethodError, RunsOn, table};
+use crate::{Encode, Jobs, MethodError, RunsOn, check};
 
 /// A channel's compressor.
 pub(crate) struct Encoder {
@@ -121,7 +121,7 @@ impl Cpu {
 
 impl Encode for Encoder {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
-        table::check_whole_pages(self.method, pages)?;
+        check::whole_pages(self.method, pages)?;
         let table = pages.len() / PAGE_SIZE * ENTRY;
         out.clear();
         out.reserve(table + pages.len());

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::NAME;
-use super::library::{self, HARDWARE, Library};
 use super::session::{Backend, Direction, Failure, Session};
-use crate::{Accelerator, MethodError, RunsOn};
+use super::sys::{self, Library};
+use super::{NAME, members};
+use crate::{Accelerator, Hardware, MethodError, RunsOn};
 
 /// Failures one after the other until the device is left: each costs a session's set-up and the packet
 /// is done again on the CPU. What fails three times in three sessions is no accident.
@@ -19,6 +19,35 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// Packets one after the other that found no instance until the device is left: a dead one says no
 /// more than that.
 const REFUSED: u32 = 64;
+
+/// What serves the method beside the CPU.
+pub(crate) static HARDWARE: Hardware =
+    Hardware::new("Intel QAT", sys::SONAME, sys::VARIABLE, trial);
+
+/// Two members through the hardware and back: without one the library's second `qzInit` reports success.
+fn trial() -> Result<String, String> {
+    let library = Library::get()?;
+    let sample: Vec<u8> = (0..members::LARGEST + members::LARGEST / 2)
+        .map(|i| ((i * i) >> 7).to_le_bytes()[0])
+        .collect();
+    let run = |direction, bytes: &[u8]| -> Result<Vec<u8>, String> {
+        let mut session = Session::new(library, Backend::Hardware, direction, 1)?;
+        let output = session.run(bytes, sample.len()).map(<[u8]>::to_vec);
+        output.map_err(|failure| {
+            // It may have work under way.
+            session.leak();
+            failure.to_string()
+        })
+    };
+    let payload = run(Direction::Compress, &sample)?;
+    if members::count(&payload, sample.len(), members::LARGEST).is_none() {
+        return Err("a trial gave no members of what went in".to_owned());
+    }
+    if run(Direction::Decompress, &payload)? != sample {
+        return Err("a trial did not give back what went in".to_owned());
+    }
+    Ok(HARDWARE.file())
+}
 
 /// A channel's device, or why there is none.
 pub(super) struct Device {
@@ -47,7 +76,8 @@ impl Device {
         if accelerator == Accelerator::Off {
             return Ok(Self::none(direction, RunsOn::Software));
         }
-        let opened = library::probe()
+        let opened = HARDWARE
+            .probe()
             .and_then(|found| Self::by(Backend::Hardware, direction, level, &found));
         match opened {
             Ok(device) => Ok(device),

@@ -6,7 +6,7 @@ use super::device::Device;
 use super::members::{self, LARGEST as MEMBER};
 use super::{EXTRA, LEVELS, MAGIC, NAME, SUBFIELD, crc32};
 use crate::software::Software;
-use crate::{Encode, Jobs, MethodError, RunsOn, table};
+use crate::{Encode, Jobs, MethodError, RunsOn, check};
 
 /// Bytes that a member's deflate may have: stored blocks take 5 bytes for each 65,535, libdeflate's
 /// 5 for each 5,000. A session's hardware takes up to 9/8 and 1 KiB.
@@ -24,7 +24,7 @@ pub(super) struct Encoder {
 
 impl Encoder {
     pub(super) fn new(device: Device, level: u8) -> Result<Self, MethodError> {
-        table::check_level(NAME, &LEVELS, level)?;
+        check::level(NAME, &LEVELS, level)?;
         Ok(Self {
             device,
             software: Software::members(NAME, level)?,
@@ -85,7 +85,7 @@ impl Encoder {
 
 impl Encode for Encoder {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
-        table::check_whole_pages(NAME, pages)?;
+        check::whole_pages(NAME, pages)?;
         out.clear();
         if self.by_device(pages, out) {
             return Ok(());

@@ -16,24 +16,23 @@
 //! | `members` | what headers and trailers say |
 //! | `device` | the hardware's part in a channel, until it fails for good |
 //! | `session` | sessions of libqatzip, and memory that the hardware reads and writes |
-//! | `library`, `sys` | libqatzip, opened at run time |
+//! | `sys` | libqatzip, opened at run time |
 
 mod decode;
 mod device;
 mod encode;
-mod library;
 mod members;
 mod session;
 mod sys;
 
 use std::ops::RangeInclusive;
 
-use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, software, table};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, check, software};
 use device::Device;
 use session::Direction;
 
 pub(crate) use crate::libdeflate::crc32;
-pub(crate) use library::HARDWARE;
+pub(crate) use device::HARDWARE;
 
 const NAME: &str = "qatzip";
 
@@ -52,7 +51,7 @@ const EXTRA: usize = 8;
 const TRAILER: usize = 8;
 
 pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
-    table::check_level(NAME, &LEVELS, settings.level)?;
+    check::level(NAME, &LEVELS, settings.level)?;
     let device = Device::open(settings.accelerator, Direction::Compress, settings.level)?;
     Ok(Box::new(encode::Encoder::new(device, settings.level)?))
 }
@@ -71,7 +70,7 @@ pub(crate) fn decoder(accelerator: Accelerator) -> Result<Box<dyn Decode>, Metho
 /// [`MethodError::Level`] for a level outside of 1 to 9; [`MethodError::Unavailable`] without the
 /// library.
 pub fn library_encoder(level: u8) -> Result<Box<dyn Encode>, MethodError> {
-    table::check_level(NAME, &LEVELS, level)?;
+    check::level(NAME, &LEVELS, level)?;
     let device = Device::software(Direction::Compress, level)?;
     Ok(Box::new(encode::Encoder::new(device, level)?))
 }

@@ -16,8 +16,8 @@ use std::ptr::NonNull;
 
 use hotlift_mem::PAGE_SIZE;
 
-use super::library::Library;
-use super::{members, sys};
+use super::members;
+use super::sys::{self, Library};
 
 /// Bytes of the largest packet of a QEMU; buffers begin with room for it.
 const PACKET: usize = 128 * PAGE_SIZE;
@@ -110,12 +110,12 @@ impl Session {
         let mut raw = Box::new(sys::Session::zeroed());
         let mut params = sys::Params::default();
         // SAFETY: a session of zeroes.
-        let code = unsafe { (library.init)(&raw mut *raw, backend.sw_backup()) };
+        let code = unsafe { (library.qzInit)(&raw mut *raw, backend.sw_backup()) };
         if code != sys::OK && code != sys::DUPLICATE {
             return Err(told("qzInit", code));
         }
         // SAFETY: parameters for the library to fill.
-        let code = unsafe { (library.get_defaults)(&raw mut params) };
+        let code = unsafe { (library.qzGetDefaultsDeflate)(&raw mut params) };
         if code != sys::OK {
             return Err(told("qzGetDefaultsDeflate", code));
         }
@@ -130,7 +130,7 @@ impl Session {
         params.input_threshold = u32::try_from(members::SMALLEST).unwrap_or(u32::MAX);
         params.data_format = sys::GZIP_EXT;
         // SAFETY: an initialised session that is not set up, and parameters.
-        let code = unsafe { (library.setup)(&raw mut *raw, &raw mut params) };
+        let code = unsafe { (library.qzSetupSessionDeflate)(&raw mut *raw, &raw mut params) };
         let on_hardware = code == sys::OK && raw.hw_session_stat == 0;
         if code < 0 || (backend == Backend::Hardware && !on_hardware) {
             let state = raw.hw_session_stat;
@@ -180,10 +180,10 @@ impl Session {
         let code = unsafe {
             match self.direction {
                 Direction::Compress => {
-                    (self.library.compress)(session, from, &raw mut taken, to, &raw mut given, 1)
+                    (self.library.qzCompress)(session, from, &raw mut taken, to, &raw mut given, 1)
                 }
                 Direction::Decompress => {
-                    (self.library.decompress)(session, from, &raw mut taken, to, &raw mut given)
+                    (self.library.qzDecompress)(session, from, &raw mut taken, to, &raw mut given)
                 }
             }
         };
@@ -217,7 +217,7 @@ impl Session {
 
     fn compressed_length(&mut self, bytes: u32, pages: usize) -> Result<usize, String> {
         // SAFETY: a session that is set up.
-        let room = unsafe { (self.library.max_compressed_length)(bytes, &raw mut *self.raw) };
+        let room = unsafe { (self.library.qzMaxCompressedLength)(bytes, &raw mut *self.raw) };
         let room = room as usize;
         // 9/8 and a little more in 1.3.1 and 2.0.0.
         if (pages..=2 * pages + PAGE_SIZE).contains(&room) {
@@ -250,8 +250,8 @@ impl Drop for Session {
 unsafe fn end(library: &Library, session: *mut sys::Session) {
     // SAFETY: the caller's promise; in this order, says the header.
     unsafe {
-        (library.teardown)(session);
-        (library.close)(session);
+        (library.qzTeardownSession)(session);
+        (library.qzClose)(session);
     }
 }
 
@@ -277,7 +277,7 @@ impl Buffer {
         let node = 0;
         let ptr = [sys::PINNED, sys::COMMON].into_iter().find_map(|kind| {
             // SAFETY: the library is initialised.
-            NonNull::new(unsafe { (library.malloc)(len, node, kind) }.cast::<u8>())
+            NonNull::new(unsafe { (library.qzMalloc)(len, node, kind) }.cast::<u8>())
         });
         let ptr = ptr.ok_or_else(|| format!("qzMalloc has no {len} bytes"))?;
         // A device should meet no page that is not there.
@@ -303,6 +303,6 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: from the library's malloc, and freed only here.
-        unsafe { (self.library.free)(self.ptr.as_ptr().cast::<c_void>()) };
+        unsafe { (self.library.qzFree)(self.ptr.as_ptr().cast::<c_void>()) };
     }
 }

@@ -3,8 +3,12 @@
 
 use std::ffi::{c_int, c_void};
 
+use crate::library::functions;
+
 /// Soname that promises the layouts below.
 pub(super) const SONAME: &str = "libqatzip.so.3";
+/// Environment variable that names another file for it.
+pub(super) const VARIABLE: &str = "HOTLIFT_LIBQATZIP";
 
 /// `QZ_OK`; in a session: it runs on the hardware.
 pub(super) const OK: c_int = 0;
@@ -73,28 +77,33 @@ pub(super) struct Params {
     pub(super) data_format: u32,
 }
 
-/// `int qzInit(QzSession_T *, unsigned char sw_backup)`.
-pub(super) type Init = unsafe extern "C" fn(*mut Session, u8) -> c_int;
-/// `int qzGetDefaultsDeflate(QzSessionParamsDeflate_T *)`.
-pub(super) type GetDefaults = unsafe extern "C" fn(*mut Params) -> c_int;
-/// `int qzSetupSessionDeflate(QzSession_T *, QzSessionParamsDeflate_T *)`.
-pub(super) type Setup = unsafe extern "C" fn(*mut Session, *mut Params) -> c_int;
-/// `unsigned int qzMaxCompressedLength(unsigned int, QzSession_T *)`.
-pub(super) type MaxCompressedLength = unsafe extern "C" fn(u32, *mut Session) -> u32;
-/// `int qzCompress(QzSession_T *, const unsigned char *, unsigned int *src_len, unsigned char *,
-/// unsigned int *dest_len, unsigned int last)`.
-pub(super) type Compress =
-    unsafe extern "C" fn(*mut Session, *const u8, *mut u32, *mut u8, *mut u32, u32) -> c_int;
-/// `int qzDecompress(QzSession_T *, const unsigned char *, unsigned int *src_len, unsigned char *,
-/// unsigned int *dest_len)`.
-pub(super) type Decompress =
-    unsafe extern "C" fn(*mut Session, *const u8, *mut u32, *mut u8, *mut u32) -> c_int;
-/// `void *qzMalloc(size_t, int numa, int force_pinned)`.
-pub(super) type Malloc = unsafe extern "C" fn(usize, c_int, c_int) -> *mut c_void;
-/// `void qzFree(void *)`.
-pub(super) type Free = unsafe extern "C" fn(*mut c_void);
-/// `int qzTeardownSession(QzSession_T *)`, `qzClose` likewise.
-pub(super) type End = unsafe extern "C" fn(*mut Session) -> c_int;
+functions! {
+    /// libqatzip, which has no constructors beyond those of the C runtime.
+    #[expect(non_snake_case, reason = "each function has its name in C")]
+    pub(super) struct Library(SONAME, Some(VARIABLE)) {
+        /// `int qzInit(QzSession_T *, unsigned char sw_backup)`.
+        qzInit: fn(*mut Session, u8) -> c_int,
+        /// `int qzGetDefaultsDeflate(QzSessionParamsDeflate_T *)`.
+        qzGetDefaultsDeflate: fn(*mut Params) -> c_int,
+        /// `int qzSetupSessionDeflate(QzSession_T *, QzSessionParamsDeflate_T *)`.
+        qzSetupSessionDeflate: fn(*mut Session, *mut Params) -> c_int,
+        /// `unsigned int qzMaxCompressedLength(unsigned int, QzSession_T *)`.
+        qzMaxCompressedLength: fn(u32, *mut Session) -> u32,
+        /// `int qzCompress(QzSession_T *, const unsigned char *, unsigned int *src_len, unsigned char *,
+        /// unsigned int *dest_len, unsigned int last)`.
+        qzCompress: fn(*mut Session, *const u8, *mut u32, *mut u8, *mut u32, u32) -> c_int,
+        /// `int qzDecompress(QzSession_T *, const unsigned char *, unsigned int *src_len, unsigned char *,
+        /// unsigned int *dest_len)`.
+        qzDecompress: fn(*mut Session, *const u8, *mut u32, *mut u8, *mut u32) -> c_int,
+        /// `void *qzMalloc(size_t, int numa, int force_pinned)`.
+        qzMalloc: fn(usize, c_int, c_int) -> *mut c_void,
+        /// `void qzFree(void *)`.
+        qzFree: fn(*mut c_void),
+        /// `int qzTeardownSession(QzSession_T *)`, `qzClose` likewise.
+        qzTeardownSession: fn(*mut Session) -> c_int,
+        qzClose: fn(*mut Session) -> c_int,
+    }
+}
 
 /// What a code says, in the header's order.
 pub(super) fn meaning(code: i64) -> &'static str {

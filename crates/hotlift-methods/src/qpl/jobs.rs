@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 
-use super::library::Library;
-use super::{Path, sys};
+use super::Path;
+use super::sys::{self, Library};
 use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
 
 /// Jobs of a channel's half that may be in flight: the pages of a multifd packet. 189 KB each of memory
@@ -62,7 +62,7 @@ impl Pool {
         };
         let mut size = 0;
         // SAFETY: `size` is ours to write.
-        let status = unsafe { (library.get_job_size)(path_code, &raw mut size) };
+        let status = unsafe { (library.qpl_get_job_size)(path_code, &raw mut size) };
         let size = usize::try_from(size)
             .unwrap_or(0)
             .max(size_of::<sys::Job>());
@@ -99,7 +99,7 @@ impl Pool {
             Path::Software => sys::PATH_SOFTWARE,
         };
         // SAFETY: zeroed memory of the size that the library asks for on this path.
-        match unsafe { (self.library.init_job)(path, memory.ptr.as_ptr().cast()) } {
+        match unsafe { (self.library.qpl_init_job)(path, memory.ptr.as_ptr().cast()) } {
             sys::OK => {
                 self.jobs.push(memory);
                 Ok(())
@@ -151,8 +151,8 @@ impl PageDevice for Pool {
             (*job).dictionary = std::ptr::null_mut();
         }
         let run = match self.path {
-            Path::Hardware => self.library.submit_job,
-            Path::Software => self.library.execute_job,
+            Path::Hardware => self.library.qpl_submit_job,
+            Path::Software => self.library.qpl_execute_job,
         };
         // SAFETY: the job is set up, and what it points to stays until it is collected: the input by
         // the caller's promise, the output because it is this value's.
@@ -178,7 +178,7 @@ impl PageDevice for Pool {
                 questions >= SPINS && begin.get_or_insert_with(Instant::now).elapsed() >= DEADLINE;
             let code = match self.path {
                 // SAFETY: the job was submitted, and lives.
-                Path::Hardware => unsafe { (self.library.check_job)(job) },
+                Path::Hardware => unsafe { (self.library.qpl_check_job)(job) },
                 Path::Software => self.done,
             };
             match code {
@@ -218,7 +218,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         for memory in &self.jobs {
             // SAFETY: the job is initialised and not in flight, the trait's condition.
-            unsafe { (self.library.fini_job)(memory.ptr.as_ptr().cast()) };
+            unsafe { (self.library.qpl_fini_job)(memory.ptr.as_ptr().cast()) };
         }
     }
 }

@@ -9,17 +9,29 @@
 //! out is looked at. The CPU's way is not libqpl's: its software is slower than libdeflate and ISA-L.
 
 mod jobs;
-mod library;
 mod sys;
 
 use crate::pagewise::{self, Direction, Service, Wrapper};
-use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, software};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, Hardware, MethodError, software};
 
 use jobs::Pool;
-pub(crate) use library::HARDWARE;
-use library::Library;
+use sys::Library;
 
 const NAME: &str = "qpl";
+
+/// What does `qpl` where there is one.
+pub(crate) static HARDWARE: Hardware =
+    Hardware::new("Intel IAA", sys::SONAME, sys::VARIABLE, trial);
+
+/// A page through a hardware job and back.
+fn trial() -> Result<String, String> {
+    let name = Library::get()?.name();
+    let trial = pagewise::trial(Wrapper::Raw, |direction| {
+        Pool::open(Path::Hardware, direction)
+    });
+    trial.map_err(|reason| format!("{name}: {reason}"))?;
+    Ok(name)
+}
 
 /// What does the jobs of libqpl.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +71,7 @@ fn service_by(path: Path, direction: Direction) -> Result<Service, MethodError> 
     });
     let (pool, what) = pool.map_err(|reason| MethodError::Unavailable {
         method: NAME,
-        library: HARDWARE.library,
+        library: sys::SONAME,
         reason,
     })?;
     Ok(Service::on(pool, direction, &what))

@@ -1,7 +1,14 @@
 //! The part of libqpl's C interface that is used, after the public headers of QPL 1.2 to 1.9
 //! (`qpl/c_api/job.h`, `defs.h`, `status.h`; MIT), which agree in what is here.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
+
+use crate::library::functions;
+
+/// Soname that promises the layouts below.
+pub(super) const SONAME: &str = "libqpl.so.1";
+/// Environment variable that names another file for it.
+pub(super) const VARIABLE: &str = "HOTLIFT_LIBQPL";
 
 /// `qpl_path_hardware`. (`qpl_path_auto` is never used: it does not say what ran where.)
 pub(super) const PATH_HARDWARE: u32 = 1;
@@ -53,14 +60,37 @@ pub(super) struct Job {
     pub(super) dictionary: *mut c_void,
 }
 
-/// `const char *qpl_get_library_version(void)`.
-pub(super) type GetVersion = unsafe extern "C" fn() -> *const c_char;
-/// `qpl_status qpl_get_job_size(qpl_path_t, uint32_t *)`.
-pub(super) type GetJobSize = unsafe extern "C" fn(u32, *mut u32) -> u32;
-/// `qpl_status qpl_init_job(qpl_path_t, qpl_job *)`.
-pub(super) type InitJob = unsafe extern "C" fn(u32, *mut Job) -> u32;
-/// `qpl_status qpl_submit_job(qpl_job *)`; `check`, `execute` and `fini` likewise.
-pub(super) type RunJob = unsafe extern "C" fn(*mut Job) -> u32;
+functions! {
+    /// libqpl, whose constructors fill tables of its own.
+    pub(super) struct Library(SONAME, Some(VARIABLE)) {
+        /// `const char *qpl_get_library_version(void)`.
+        qpl_get_library_version: fn() -> *const c_char,
+        /// `qpl_status qpl_get_job_size(qpl_path_t, uint32_t *)`.
+        qpl_get_job_size: fn(u32, *mut u32) -> u32,
+        /// `qpl_status qpl_init_job(qpl_path_t, qpl_job *)`.
+        qpl_init_job: fn(u32, *mut Job) -> u32,
+        /// `qpl_status qpl_submit_job(qpl_job *)`; the others likewise.
+        qpl_submit_job: fn(*mut Job) -> u32,
+        qpl_check_job: fn(*mut Job) -> u32,
+        qpl_execute_job: fn(*mut Job) -> u32,
+        qpl_fini_job: fn(*mut Job) -> u32,
+    }
+}
+
+impl Library {
+    /// Name and version, as in "libqpl 1.9.0".
+    pub(super) fn name(&self) -> String {
+        // SAFETY: a call without conditions.
+        let version = unsafe { (self.qpl_get_library_version)() };
+        let version = if version.is_null() {
+            c"of no version"
+        } else {
+            // SAFETY: the version is a constant that ends with a NUL.
+            unsafe { CStr::from_ptr(version) }
+        };
+        format!("libqpl {}", version.to_string_lossy())
+    }
+}
 
 /// What a code that is met without a device means.
 pub(super) fn meaning(code: u32) -> &'static str {

@@ -8,17 +8,29 @@
 //! which every QEMU reads. What a device then fails to do is compressed on the CPU, since its peer's
 //! device reads that as well. A Hotlift always gets pages compressed, and reads them without a device.
 
-mod library;
 mod session;
 mod sys;
 
 use crate::pagewise::{self, Direction, Service, Wrapper};
-use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, RunsOn, software};
+use crate::{
+    Accelerator, Decode, Encode, EncoderSettings, Hardware, MethodError, RunsOn, software,
+};
 
-pub(crate) use library::HARDWARE;
-use session::Session;
+use session::{Session, ready};
 
 const NAME: &str = "uadk";
+
+/// What does `uadk` where there is one.
+pub(crate) static HARDWARE: Hardware =
+    Hardware::new("HiSilicon ZIP", sys::SONAME, sys::VARIABLE, trial);
+
+/// A page through a session and back.
+fn trial() -> Result<String, String> {
+    ready()?;
+    pagewise::trial(Wrapper::Zlib, Session::open)
+        .map_err(|reason| format!("libwd_comp: {reason}"))?;
+    Ok(HARDWARE.file())
+}
 
 fn service(accelerator: Accelerator, direction: Direction) -> Result<Service, MethodError> {
     Service::open(NAME, &HARDWARE, accelerator, direction, Session::open)

@@ -4,11 +4,11 @@
 //! seconds. A session that waits otherwise would need contexts and a scheduler of our own.
 
 use std::ffi::c_int;
+use std::sync::OnceLock;
 
 use hotlift_mem::PAGE_SIZE;
 
-use super::library::Library;
-use super::sys;
+use super::sys::{self, Library};
 use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
 
 /// Room for a page's output (QEMU: as much): the device may write more than it read.
@@ -32,7 +32,7 @@ impl Session {
     ///
     /// What the library said.
     pub(super) fn open(direction: Direction) -> Result<Box<dyn PageDevice>, String> {
-        let library = Library::get()?;
+        let library = ready()?;
         let op_type = op_type(direction);
         let mut params = sys::SchedParams {
             // As QEMU: the first node's device, or the next one's.
@@ -52,7 +52,7 @@ impl Session {
             slack: [0; sys::SLACK],
         };
         // SAFETY: both structures are those of the header, with zeroes behind, and not kept.
-        let handle = unsafe { (library.alloc_session)(&raw mut setup) };
+        let handle = unsafe { (library.wd_comp_alloc_sess)(&raw mut setup) };
         if handle == 0 {
             return Err("no session".to_owned());
         }
@@ -64,6 +64,31 @@ impl Session {
             done: (0, 0, 0),
         }))
     }
+}
+
+/// The library with the device in use, prepared once in the process's life. The device's contexts stay
+/// with the process: QEMU gives them up at the end of each channel, which takes them from the others.
+pub(super) fn ready() -> Result<&'static Library, String> {
+    static READY: OnceLock<Result<(), String>> = OnceLock::new();
+    let library = Library::get()?;
+    let ready = READY.get_or_init(|| {
+        let mut algorithm = *b"zlib\0";
+        // SAFETY: the algorithm ends with a NUL and is not kept.
+        let code = unsafe {
+            (library.wd_comp_init2_)(
+                algorithm.as_mut_ptr().cast(),
+                sys::SCHED_ROUND_ROBIN,
+                sys::TASK_HARDWARE,
+                std::ptr::null_mut(),
+            )
+        };
+        match code {
+            0 | sys::EXISTS => Ok(()),
+            sys::NO_DEVICE => Err("libwd_comp: no device for zlib".to_owned()),
+            code => Err(format!("libwd_comp: no device for zlib: code {code}")),
+        }
+    });
+    ready.clone().map(|()| library)
 }
 
 fn op_type(direction: Direction) -> u32 {
@@ -103,7 +128,7 @@ impl PageDevice for Session {
         };
         // SAFETY: the session is live and used by nobody else (`&mut self`); source and destination are
         // as long as said.
-        let code = unsafe { (self.library.do_sync)(self.handle, &raw mut request) };
+        let code = unsafe { (self.library.wd_do_comp_sync)(self.handle, &raw mut request) };
         if code == sys::BUSY {
             return Submitted::Busy;
         }
@@ -139,6 +164,6 @@ impl PageDevice for Session {
 impl Drop for Session {
     fn drop(&mut self) {
         // SAFETY: the session is live, and freed only here.
-        unsafe { (self.library.free_session)(self.handle) };
+        unsafe { (self.library.wd_comp_free_sess)(self.handle) };
     }
 }

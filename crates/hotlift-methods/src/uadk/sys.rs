@@ -6,6 +6,13 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
+use crate::library::functions;
+
+/// Soname that promises the layouts below.
+pub(super) const SONAME: &str = "libwd_comp.so.2";
+/// Environment variable that names another file for it.
+pub(super) const VARIABLE: &str = "HOTLIFT_LIBWD";
+
 /// Zeroes behind each structure, should a later library read more. The setup has a table of memory
 /// functions there by now.
 pub(super) const SLACK: usize = 256;
@@ -76,14 +83,19 @@ pub(super) struct Request {
     pub(super) slack: [u8; SLACK],
 }
 
-/// `int wd_comp_init2_(char *, __u32, int, struct wd_ctx_params *)`.
-pub(super) type Init = unsafe extern "C" fn(*mut c_char, u32, c_int, *mut c_void) -> c_int;
-/// `handle_t wd_comp_alloc_sess(struct wd_comp_sess_setup *)`, 0 if it failed.
-pub(super) type AllocSession = unsafe extern "C" fn(*mut Setup) -> usize;
-/// `void wd_comp_free_sess(handle_t)`.
-pub(super) type FreeSession = unsafe extern "C" fn(usize);
-/// `int wd_do_comp_sync(handle_t, struct wd_comp_req *)`.
-pub(super) type DoSync = unsafe extern "C" fn(usize, *mut Request) -> c_int;
+functions! {
+    /// libwd_comp, whose constructors open its drivers.
+    pub(super) struct Library(SONAME, Some(VARIABLE)) {
+        /// `int wd_comp_init2_(char *, __u32, int, struct wd_ctx_params *)`.
+        wd_comp_init2_: fn(*mut c_char, u32, c_int, *mut c_void) -> c_int,
+        /// `handle_t wd_comp_alloc_sess(struct wd_comp_sess_setup *)`, 0 if it failed.
+        wd_comp_alloc_sess: fn(*mut Setup) -> usize,
+        /// `void wd_comp_free_sess(handle_t)`.
+        wd_comp_free_sess: fn(usize),
+        /// `int wd_do_comp_sync(handle_t, struct wd_comp_req *)`.
+        wd_do_comp_sync: fn(usize, *mut Request) -> c_int,
+    }
+}
 
 #[cfg(test)]
 mod tests {

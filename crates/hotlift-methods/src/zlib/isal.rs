@@ -15,7 +15,7 @@ use crate::isal::{
 /// [`MethodError::Unavailable`] with what the loader or the trial said.
 pub(super) fn isal() -> Result<&'static Isal, MethodError> {
     static TRIED: OnceLock<Result<(), String>> = OnceLock::new();
-    let isal = Isal::get(NAME)?;
+    let isal = Isal::for_method(NAME)?;
     TRIED
         .get_or_init(|| trial(&mut Deflate::with(isal)))
         .as_ref()
@@ -49,7 +49,7 @@ impl Deflate {
         let mut level_buffer = vec![0u8; LEVEL_2_BUFFER].into_boxed_slice();
         let mut stream = zeroed_stream();
         // SAFETY: the stream is zeroed memory of the library's layout with room to spare.
-        unsafe { (isal.deflate_init)(&raw mut *stream) };
+        unsafe { (isal.isal_deflate_init)(&raw mut *stream) };
         stream.level = 2;
         stream.level_buf = level_buffer.as_mut_ptr();
         stream.level_buf_size = u32::try_from(level_buffer.len()).unwrap_or(u32::MAX);
@@ -88,7 +88,7 @@ impl Compress for Deflate {
             self.stream.avail_out = free;
             // SAFETY: the stream was initialised by the library and is ours alone (`&mut self`);
             // next_in and next_out are valid for avail_in and avail_out bytes.
-            let code = unsafe { (self.isal.deflate)(&raw mut *self.stream) };
+            let code = unsafe { (self.isal.isal_deflate)(&raw mut *self.stream) };
             let written = free.saturating_sub(self.stream.avail_out);
             // SAFETY: the library has written that many bytes of the spare capacity.
             unsafe { out.set_len(out.len() + written as usize) };

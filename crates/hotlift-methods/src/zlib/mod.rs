@@ -28,7 +28,7 @@ use std::ops::RangeInclusive;
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, table};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, check};
 
 const NAME: &str = "zlib";
 
@@ -68,9 +68,9 @@ pub fn library_for(level: u8) -> Library {
 /// [`MethodError::Level`] for a level outside of [`LEVELS`] or of what the library serves;
 /// [`MethodError::Unavailable`] if the library is missing.
 pub fn encoder_by(library: Library, level: u8) -> Result<Box<dyn Encode>, MethodError> {
-    table::check_level(NAME, &LEVELS, level)?;
+    check::level(NAME, &LEVELS, level)?;
     if library == Library::Isal {
-        table::check_level(NAME, &(1..=2), level)?;
+        check::level(NAME, &(1..=2), level)?;
     }
     Ok(Box::new(Encoder {
         by_level: vec![(level, compressor(library, level)?)],
@@ -116,7 +116,7 @@ struct Encoder {
 
 impl Encode for Encoder {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
-        table::check_whole_pages(NAME, pages)?;
+        check::whole_pages(NAME, pages)?;
         out.clear();
         if let Some(header) = self.header.take() {
             out.extend_from_slice(&header);
@@ -131,7 +131,7 @@ impl Encode for Encoder {
             self.current = made;
             return Ok(());
         }
-        table::check_level(NAME, &LEVELS, level)?;
+        check::level(NAME, &LEVELS, level)?;
         let made = compressor(library_for(level), level)?;
         self.by_level.push((level, made));
         self.current = self.by_level.len() - 1;

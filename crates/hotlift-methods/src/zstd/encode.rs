@@ -9,7 +9,7 @@ use zstd_sys::{
 };
 
 use super::{NAME, check, failed};
-use crate::{Encode, EncoderSettings, MethodError, table};
+use crate::{Encode, EncoderSettings, MethodError};
 
 /// A channel's compressor: the context with all its tables, kept for the whole migration.
 pub(super) struct Encoder {
@@ -141,7 +141,7 @@ fn smaller_window(level: u8, most: usize) -> Option<i32> {
 
 impl Encode for Encoder {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
-        table::check_whole_pages(NAME, pages)?;
+        crate::check::whole_pages(NAME, pages)?;
         out.clear();
         // SAFETY: a pure function of the size.
         out.reserve(unsafe { ZSTD_compressBound(pages.len()) });

@@ -16,7 +16,7 @@ use std::ops::RangeInclusive;
 
 use zstd_sys::{ZSTD_getErrorName, ZSTD_isError, ZSTD_versionString};
 
-use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, table};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, check};
 
 const NAME: &str = "zstd";
 const LIBRARY: &str = "libzstd";
@@ -32,7 +32,7 @@ pub(crate) const LEVELS: RangeInclusive<u8> = 0..=20;
 pub const WINDOW_LOG_MAX: u8 = 27;
 
 pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
-    table::check_level(NAME, &LEVELS, settings.level)?;
+    check::level(NAME, &LEVELS, settings.level)?;
     Ok(Box::new(encode::Encoder::new(settings)?))
 }
 

@@ -134,7 +134,7 @@ impl Candidate {
     pub(crate) fn of_hotlifts(accelerator: Accelerator) -> Vec<Self> {
         let all = TABLE.iter().map(|(one, _)| *one);
         all.filter(|one| match one.hardware() {
-            Some(hardware) => accelerator != Accelerator::Off && (hardware.probe)().is_ok(),
+            Some(hardware) => accelerator != Accelerator::Off && hardware.probe().is_ok(),
             None => one.level >= 0 && one.method != Method::Zlib,
         })
         .collect()

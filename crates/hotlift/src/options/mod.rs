@@ -478,7 +478,8 @@ impl Options {
                 needs: "a method that an accelerator serves ('hotlift methods' lists them)",
             }),
             Some(hardware) => {
-                (hardware.probe)()
+                hardware
+                    .probe()
                     .map(|_| ())
                     .map_err(|reason| OptionError::NoAccelerator {
                         device: hardware.device,
