@@ -17,7 +17,8 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::sock::{self, IoScratch, Splicer};
+use hotlift_mem::Splicer;
+use hotlift_mem::sock::{self, IoScratch};
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time, zero};
 
 const GIB: usize = 1 << 30;

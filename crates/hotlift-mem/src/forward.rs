@@ -1,8 +1,9 @@
 //! Bytes from one socket to another by reference: a relay's pages pass without a copy of its own.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
+use rustix::io::retry_on_intr;
 use rustix::pipe::{SpliceFlags, splice};
 
 use crate::sock::{IoScratch, send_segments};
@@ -54,32 +55,16 @@ impl Forwarder {
         let mut left = bytes;
         while left > 0 {
             let flags = SpliceFlags::MOVE;
-            let mut held = retried(|| splice(from, None, pipe.into.as_fd(), None, left, flags))?;
+            let held = retry_on_intr(|| splice(from, None, &pipe.into, None, left, flags))?;
             if held == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             left -= held;
-            // With the flag on the last piece TCP would hold it back, waiting for more.
-            let more = if left > 0 {
-                SpliceFlags::MORE
-            } else {
-                SpliceFlags::empty()
-            };
-            while held > 0 {
-                let sent = retried(|| splice(pipe.from.as_fd(), None, to, None, held, more))?;
-                if sent == 0 {
-                    return Err(io::ErrorKind::WriteZero.into());
-                }
-                held -= sent;
-            }
+            pipe.empty(to, held, left > 0)?;
         }
         self.pipe = Some(pipe);
         Ok(())
     }
-}
-
-fn retried(mut call: impl FnMut() -> rustix::io::Result<usize>) -> io::Result<usize> {
-    Ok(rustix::io::retry_on_intr(&mut call)?)
 }
 
 #[cfg(test)]
@@ -87,6 +72,7 @@ mod tests {
     use super::*;
     use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
     fn tcp_pair() -> (TcpStream, TcpStream) {

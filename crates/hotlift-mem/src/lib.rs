@@ -67,9 +67,11 @@ pub mod zero;
 pub use cpu_time::{RunQueue, thread_cpu_time};
 pub use dirty_bitmap::DirtyBitmap;
 pub use error::MemError;
+pub use forward::Forwarder;
 pub use guest_run::GuestRun;
 pub use heap::give_back_freed_memory;
 pub use ram_block::{Backing, RamBlock, ram_blocks_of};
+pub use splice::Splicer;
 pub use stdio::stdout_was_closed;
 pub use userfault::{Fault, MissingPages, Placed, Touch, UserfaultSupport, probe_userfault};
 

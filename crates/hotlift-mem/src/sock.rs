@@ -8,8 +8,6 @@ use std::ptr;
 use libc::{c_int, iovec, msghdr};
 
 use crate::GuestRun;
-pub use crate::forward::Forwarder;
-pub use crate::splice::Splicer;
 pub use crate::tcp_info::{TcpSending, unacknowledged};
 
 /// Most segments that one system call takes (`IOV_MAX`, the same on every Linux).
@@ -196,7 +194,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Backing, PAGE_SIZE, RamBlock};
+    use crate::{Backing, PAGE_SIZE, RamBlock, Splicer};
 
     const PAGES: usize = 2600;
 

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 use libc::iovec;
+use rustix::io::retry_on_intr;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 
 use crate::GuestRun;
@@ -38,7 +39,7 @@ pub struct Splicer {
 
 #[derive(Debug)]
 pub(crate) struct Pipe {
-    pub(crate) from: OwnedFd,
+    from: OwnedFd,
     pub(crate) into: OwnedFd,
 }
 
@@ -48,6 +49,23 @@ impl Pipe {
         // Refused where the user's pipes hold too much already: it works with what it has then.
         let _ = fcntl_setpipe_size(&into, PIPE_SIZE);
         Ok(Self { from, into })
+    }
+
+    /// Moves the `held` bytes that it holds to a socket.
+    pub(crate) fn empty(&self, to: BorrowedFd<'_>, mut held: usize, more: bool) -> io::Result<()> {
+        // With the flag on the last piece TCP would hold it back, waiting for more.
+        let flags = if more {
+            SpliceFlags::MORE
+        } else {
+            SpliceFlags::empty()
+        };
+        while held > 0 {
+            match retry_on_intr(|| splice(&self.from, None, to, None, held, flags))? {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                sent => held -= sent,
+            }
+        }
+        Ok(())
     }
 }
 
@@ -98,24 +116,11 @@ fn splice_segments(fd: BorrowedFd<'_>, pipe: &Pipe, mut left: &mut [iovec]) -> i
                 libc::SPLICE_F_NONBLOCK,
             )
         };
-        let Some(mut held) = check(referred)? else {
+        let Some(held) = check(referred)? else {
             continue;
         };
         left = advance(left, held);
-        // With the flag on the last piece TCP would hold it back, waiting for more.
-        let more = if left.is_empty() {
-            SpliceFlags::empty()
-        } else {
-            SpliceFlags::MORE
-        };
-        while held != 0 {
-            match splice(&pipe.from, None, fd, None, held, more) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(sent) => held -= sent,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
+        pipe.empty(fd, held, !left.is_empty())?;
     }
     Ok(())
 }

@@ -3,7 +3,8 @@
 use std::os::fd::AsFd;
 
 use hotlift_mem::GuestRun;
-use hotlift_mem::sock::{IoScratch, Splicer};
+use hotlift_mem::Splicer;
+use hotlift_mem::sock::IoScratch;
 
 use crate::error::{Channel, MigrationError};
 use crate::transport::Stream;

@@ -19,7 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hotlift_mem::sock::{Forwarder, IoScratch, Splicer};
+use hotlift_mem::sock::IoScratch;
+use hotlift_mem::{Forwarder, Splicer};
 use hotlift_mem::{GuestRun, PAGE_SIZE, thread_cpu_time};
 use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter,
