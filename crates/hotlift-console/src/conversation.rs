@@ -13,59 +13,11 @@ use hotlift_qmp::{Connection, Line, Lines, one_line};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::error::ConsoleError;
+pub use crate::error::ConversationError;
+use crate::error::{ConsoleError, MAX_MESSAGE, WRITE};
 
 /// How long connecting to the other host may take.
 pub const CONNECT: Duration = Duration::from_secs(10);
-
-/// Longest message, in bytes. The longest is a result with the CPU time of 255 channels.
-const MAX_MESSAGE: usize = 256 << 10;
-
-/// How long the other side may take to read a message.
-const WRITE: Duration = Duration::from_secs(10);
-
-/// Why a conversation ended.
-#[derive(Debug, thiserror::Error)]
-pub enum ConversationError {
-    /// The connection.
-    #[error("the connection broke")]
-    Io(#[from] std::io::Error),
-    /// An end without a word.
-    #[error("the other side closed the connection")]
-    Closed,
-    /// An alert of TLS.
-    #[error("the other side speaks TLS only: give '--tls DIR'")]
-    SpeaksTls,
-    /// A handshake of TLS.
-    #[error(
-        "the other side speaks TLS, and this one does not: give '--tls DIR' here, or '--insecure' there"
-    )]
-    BeginsTls,
-    /// A line without end.
-    #[error("a message of more than {MAX_MESSAGE} bytes")]
-    TooLong,
-    /// A full connection.
-    #[error("the other side did not take a message within {WRITE:?}")]
-    NotTaken,
-    /// Something else.
-    #[error("a message that is not understood ({problem}): '{start}'")]
-    Garbage {
-        /// What is wrong with it.
-        problem: String,
-        /// Its first bytes.
-        start: String,
-    },
-    /// Another version of the protocol that is spoken over it.
-    #[error(
-        "the other side speaks version {theirs} of the control protocol, this one {ours}: use the same hotlift on both hosts"
-    )]
-    Version {
-        /// The other side's.
-        theirs: u64,
-        /// This side's.
-        ours: u32,
-    },
-}
 
 /// The connection of a conversation. Cheap to clone.
 #[derive(Debug, Clone)]

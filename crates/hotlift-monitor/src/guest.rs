@@ -18,46 +18,10 @@ use hotlift_qmp::{MigrationInfo, StatusInfo, Uuid, UuidInfo};
 use serde_json::{Map, Value, json};
 
 use crate::error::MonitorError;
-use crate::run_control::RunControl;
+use crate::run_control::{RunControl, RunState};
 use crate::settings::{IN_PROGRESS, Settings};
 use crate::shutdown::ShutdownRequest;
 use crate::{address, command_table, events, introspection, query_migrate, refusal};
-
-/// Whether the guest runs; QEMU's names (`RunState`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RunState {
-    /// It has not arrived.
-    InMigrate,
-    Running,
-    /// Its operator has stopped it.
-    Paused,
-    /// Its migration has.
-    FinishMigrate,
-    /// It runs elsewhere.
-    PostMigrate,
-}
-
-impl RunState {
-    /// All of them.
-    pub(crate) const ALL: [Self; 5] = [
-        Self::InMigrate,
-        Self::Running,
-        Self::Paused,
-        Self::FinishMigrate,
-        Self::PostMigrate,
-    ];
-
-    /// QEMU's name.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::InMigrate => "inmigrate",
-            Self::Running => "running",
-            Self::Paused => "paused",
-            Self::FinishMigrate => "finish-migrate",
-            Self::PostMigrate => "postmigrate",
-        }
-    }
-}
 
 /// The monitor of a machine with a guest. Clones are the same machine.
 #[derive(Clone)]

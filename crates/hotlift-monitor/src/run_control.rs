@@ -8,6 +8,42 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hotlift::guest::{Announcer, DeviceState, Guest, GuestError};
 use hotlift_mem::{DirtyBitmap, RamBlock};
 
+/// Whether the guest runs; QEMU's names (`RunState`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunState {
+    /// It has not arrived.
+    InMigrate,
+    Running,
+    /// Its operator has stopped it.
+    Paused,
+    /// Its migration has.
+    FinishMigrate,
+    /// It runs elsewhere.
+    PostMigrate,
+}
+
+impl RunState {
+    /// All of them.
+    pub const ALL: [Self; 5] = [
+        Self::InMigrate,
+        Self::Running,
+        Self::Paused,
+        Self::FinishMigrate,
+        Self::PostMigrate,
+    ];
+
+    /// QEMU's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::InMigrate => "inmigrate",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::FinishMigrate => "finish-migrate",
+            Self::PostMigrate => "postmigrate",
+        }
+    }
+}
+
 /// Name of the device section.
 const GLOBALSTATE: &str = "globalstate";
 

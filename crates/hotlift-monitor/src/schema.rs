@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 
 use hotlift::Status;
 use hotlift::options::{Kind, OPTIONS, QmpType};
-use hotlift_qmp::qapi::{self, Member, Object, Type, needed, optional};
+use hotlift_qmp::all_objects;
+use hotlift_qmp::qapi::{Member, Object, Type, needed, optional};
 use serde_json::{Value, json};
 
 use crate::command_table::{COMMANDS, CommandInfo};
-use crate::guest::RunState;
+use crate::run_control::RunState;
 
 /// Objects that are arguments, or data of events. Those that are answers come from their types, those of the options from
 /// their table.
@@ -80,7 +81,7 @@ pub fn schema(has: &dyn Fn(&str) -> bool) -> Value {
             json!({ "meta-type": "builtin", "json-type": builtin(name) }),
         );
     }
-    for object in OBJECTS.iter().chain(qapi::all_objects()) {
+    for object in OBJECTS.iter().chain(all_objects()) {
         schema.object(object.name, object.members);
     }
     schema.options();

@@ -325,7 +325,7 @@ impl Client {
     }
 
     fn queue(&mut self, event: Event) {
-        self.guest.take(&event);
+        self.guest.take(&event.name, &event.data);
         if self.events.len() == MAX_QUEUED_EVENTS {
             self.events.pop_front();
         }

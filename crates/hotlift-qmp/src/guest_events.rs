@@ -2,7 +2,6 @@
 
 use serde_json::Value;
 
-use crate::client::Event;
 use crate::error::one_line;
 
 /// What the events of one connection have reported of the guest so far. Unlike the queue of events it forgets nothing.
@@ -21,9 +20,9 @@ pub struct GuestEvents {
 }
 
 impl GuestEvents {
-    pub(crate) fn take(&mut self, event: &Event) {
-        let text = |name: &str| event.data.get(name).and_then(Value::as_str).map(one_line);
-        match &*event.name {
+    pub(crate) fn take(&mut self, event: &str, data: &Value) {
+        let text = |name: &str| data.get(name).and_then(Value::as_str).map(one_line);
+        match event {
             "RESUME" => self.has_run = true,
             "MIGRATION" => {
                 let status = text("status");
@@ -81,11 +80,7 @@ mod tests {
     fn after(events: &[(&str, Value)]) -> GuestEvents {
         let mut guest = GuestEvents::default();
         for (name, data) in events {
-            guest.take(&Event {
-                name: (*name).to_owned(),
-                data: data.clone(),
-                at: None,
-            });
+            guest.take(name, data);
         }
         guest
     }

@@ -63,3 +63,8 @@ pub use qemu::Qemu;
 pub use qtree::{MachineDevice, general_type};
 pub use ram_blocks::RamBlock;
 pub use uuid::Uuid;
+
+/// All objects that are answers, or parts of answers.
+pub fn all_objects() -> impl Iterator<Item = &'static qapi::Object> {
+    machine::OBJECTS.iter().chain(migration::OBJECTS)
+}

@@ -167,10 +167,3 @@ macro_rules! objects {
 }
 
 pub(crate) use objects;
-
-/// All objects that are answers, or parts of answers.
-pub fn all_objects() -> impl Iterator<Item = &'static Object> {
-    crate::machine::OBJECTS
-        .iter()
-        .chain(crate::migration::OBJECTS)
-}

@@ -6,10 +6,9 @@ use hotlift::guest::{Guest, GuestError};
 use hotlift_mem::MemError;
 
 use crate::fill::{FillError, FillSettings, Filled};
-use crate::kvm::{self, KvmError, KvmGuest};
+use crate::kvm::error::KvmError;
 use crate::layout::{Layout, LayoutError};
-use crate::settings::{GuestKind, GuestSettings};
-use crate::threads::ThreadsGuest;
+use crate::settings::GuestKind;
 use crate::verify::{Verified, VerifyError};
 
 /// A guest of this crate.
@@ -81,26 +80,4 @@ pub enum CreateError {
     /// A vCPU thread could not be started.
     #[error("cannot start a vCPU thread")]
     Thread(#[source] std::io::Error),
-}
-
-/// Makes a guest of `kind`.
-///
-/// # Errors
-/// [`CreateError`].
-pub fn create(
-    kind: GuestKind,
-    settings: &GuestSettings,
-) -> Result<Box<dyn BuiltinGuest>, CreateError> {
-    Ok(match kind {
-        GuestKind::Kvm => Box::new(KvmGuest::new(settings)?),
-        GuestKind::Threads => Box::new(ThreadsGuest::new(settings)?),
-    })
-}
-
-/// The guest to take if none is asked for: KVM, or threads where it cannot be used, and then why.
-pub fn best_kind() -> (GuestKind, Option<KvmError>) {
-    match kvm::usable() {
-        Ok(()) => (GuestKind::Kvm, None),
-        Err(why) => (GuestKind::Threads, Some(why)),
-    }
 }

@@ -30,6 +30,28 @@ mod throttle;
 pub mod verify;
 pub mod workload;
 
-pub use builtin::{BuiltinGuest, CreateError, best_kind, create};
+pub use builtin::{BuiltinGuest, CreateError};
 pub use device::DeviceError;
 pub use settings::{GuestKind, GuestSettings, UnknownGuest};
+
+/// Makes a guest of `kind`.
+///
+/// # Errors
+/// [`CreateError`].
+pub fn create(
+    kind: GuestKind,
+    settings: &GuestSettings,
+) -> Result<Box<dyn BuiltinGuest>, CreateError> {
+    Ok(match kind {
+        GuestKind::Kvm => Box::new(kvm::KvmGuest::new(settings)?),
+        GuestKind::Threads => Box::new(threads::ThreadsGuest::new(settings)?),
+    })
+}
+
+/// The guest to take if none is asked for: KVM, or threads where it cannot be used, and then why.
+pub fn best_kind() -> (GuestKind, Option<kvm::KvmError>) {
+    match kvm::usable() {
+        Ok(()) => (GuestKind::Kvm, None),
+        Err(why) => (GuestKind::Threads, Some(why)),
+    }
+}

@@ -13,7 +13,7 @@
 //! | `dirty_log` | pages written |
 
 mod dirty_log;
-mod error;
+pub(crate) mod error;
 mod program;
 mod state;
 mod vcpu;
