@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hotlift_console::progress::rounded;
 
-use crate::report::rate_text;
+use crate::stats::rate_text;
 
 /// What a link carries, and when that changes.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -63,6 +63,32 @@ pub fn text(values: impl IntoIterator<Item = f64>) -> String {
     spread(values).map_or("-".to_owned(), |spread| spread.text())
 }
 
+/// "1 Gbit/s", or "no limit"; of bytes a second.
+pub fn rate_text(rate: Option<f64>) -> String {
+    match rate.map(|bytes| bytes * 8.0) {
+        None => "no limit".to_owned(),
+        Some(bits) if bits >= 1e9 => format!("{} Gbit/s", short(bits / 1e9)),
+        Some(bits) => format!("{} Mbit/s", short(bits / 1e6)),
+    }
+}
+
+/// At most two places, none that are zero, and none of a large number.
+pub fn short(value: f64) -> String {
+    if value >= 100.0 {
+        return format!("{value:.0}");
+    }
+    let text = format!("{value:.2}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+/// A published figure as it was published, or "-".
+pub fn plain(figure: Option<f64>) -> String {
+    match figure.filter(|figure| figure.is_finite()) {
+        None => "-".to_owned(),
+        Some(figure) => format!("{figure}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use maud::{Markup, html};
 
 use super::Chapter;
-use super::group::{Series, rate_text};
+use super::group::Series;
 use super::pictures::{Crossover, seconds};
 use super::tables;
 use crate::best_fixed;
 use crate::record::{Completed, Engine, Record};
 use crate::stats;
+use crate::stats::rate_text;
 use crate::table::{Grid, pairs};
 
 /// What was fastest, whether all is well, and how Hotlift compares with a QEMU.

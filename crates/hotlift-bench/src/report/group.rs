@@ -4,7 +4,7 @@ use hotlift_console::args::Fill;
 
 use crate::figures::{self, Figure};
 use crate::record::{Completed, Engine, Outcome, Record, Row};
-use crate::stats::Spread;
+use crate::stats::{Spread, rate_text};
 use crate::table::{Labels, channels, series, zero_share};
 
 /// All runs of one row.
@@ -167,24 +167,6 @@ pub fn wire_text(row: &Row) -> String {
 pub fn neighbour(row: &Row) -> Option<String> {
     let at = row.neighbour.as_ref()?;
     Some(format!("a neighbour takes a core from {at}"))
-}
-
-/// "1 Gbit/s", or "no limit".
-pub fn rate_text(rate: Option<f64>) -> String {
-    match rate.map(|bytes| bytes * 8.0) {
-        None => "no limit".to_owned(),
-        Some(bits) if bits >= 1e9 => format!("{} Gbit/s", short(bits / 1e9)),
-        Some(bits) => format!("{} Mbit/s", short(bits / 1e6)),
-    }
-}
-
-/// At most two places, none that are zero, and none of a large number.
-pub fn short(value: f64) -> String {
-    if value >= 100.0 {
-        return format!("{value:.0}");
-    }
-    let text = format!("{value:.2}");
-    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 /// The guest of a row, in words.

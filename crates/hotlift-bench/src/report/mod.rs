@@ -32,7 +32,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 use super::record::Record;
 use super::suite::{self, Suite};
 use group::{Condition, Series, conditions};
-pub use group::{neighbour, rate, rate_text};
+pub use group::{neighbour, rate};
 
 /// A page that runs nothing, and fetches nothing.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'";

@@ -3,12 +3,13 @@
 use hotlift_console::events::Moment;
 use maud::{Markup, html};
 
-use super::group::{self, Condition, Series, cpu, rate_text};
+use super::group::{self, Condition, Series, cpu};
 use super::plot::{Axis, Bar, Line, Part, Plot, bars, legend, lines};
 use super::tables;
 use crate::best_fixed::AUTO;
 use crate::figures::{self, Figure};
 use crate::record::{Engine, Record};
+use crate::stats::rate_text;
 use crate::table::Grid;
 
 /// Most rows of a chapter whose threads are drawn.

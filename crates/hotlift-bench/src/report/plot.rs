@@ -6,8 +6,7 @@
 
 use maud::{Markup, html};
 
-use super::group::short;
-use crate::stats::number;
+use crate::stats::{number, short};
 
 /// Colours of the style.
 const COLOURS: usize = 8;

@@ -1,6 +1,5 @@
 //! What runs over TLS take more than the same without, beside what the cipher takes by itself.
 
-use super::sheet::Sheet;
 use crate::certificates::{OPTION, wants_row};
 use crate::figures::{DESTINATION_CPU, SOURCE_CPU, both_cpu};
 use crate::record::{Completed, Record, Row};
@@ -46,8 +45,8 @@ fn more(figure: fn(&Completed) -> Option<f64>, with: &Completed, without: &Compl
     of(figure, with) - of(figure, without)
 }
 
-/// Adds the table, if runs over TLS are among `records`.
-pub fn add(records: &[Record], sheet: &mut Sheet) {
+/// The table, if runs over TLS are among `records`.
+pub fn table(records: &[Record]) -> Option<(String, Grid)> {
     let names = COLUMNS.iter().map(|(name, _)| *name);
     let mut table = Grid::new(["", ""].into_iter().chain(names), 1);
     for (row, who) in series(records)
@@ -64,10 +63,8 @@ pub fn add(records: &[Record], sheet: &mut Sheet) {
             .rows
             .push([channels, who].into_iter().chain(figures).collect());
     }
-    if !table.rows.is_empty() {
-        let caption = "TLS, more than without in the same turn; AES-128-GCM alone, over memory that is in no cache";
-        sheet.tables.push((caption.to_owned(), table));
-    }
+    let caption = "TLS, more than without in the same turn; AES-128-GCM alone, over memory that is in no cache";
+    (!table.rows.is_empty()).then_some((caption.to_owned(), table))
 }
 
 fn text(pairs: &Pairs<'_>, figure: Figure) -> String {

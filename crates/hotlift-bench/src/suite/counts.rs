@@ -1,7 +1,6 @@
 //! What the kernel has counted for kinds of threads: waits, page faults, CPU.
 
 use super::load::{Kind, Side, Suite};
-use super::sheet::Sheet;
 use crate::record::{Completed, Record, ThreadCounts, whos};
 use crate::stats;
 use crate::table::Grid;
@@ -20,8 +19,8 @@ pub const COUNTS: &[Count] = &[
     ("CPU s", |thread| thread.cpu_s),
 ];
 
-/// Adds the counts of all threads of a kind together, per GiB of pages with content.
-pub fn add(suite: &Suite, records: &[Record], sheet: &mut Sheet) {
+/// The counts of all threads of a kind together, per GiB of pages with content; none of a suite without kinds.
+pub fn table(suite: &Suite, records: &[Record]) -> Option<(String, Grid)> {
     let names = COUNTS.iter().map(|(name, _)| *name);
     let mut table = Grid::new(["threads", ""].into_iter().chain(names), 1);
     for block in &suite.blocks {
@@ -45,7 +44,7 @@ pub fn add(suite: &Suite, records: &[Record], sheet: &mut Sheet) {
         }
     }
     let caption = "what the kernel counted, per GiB of pages with content".to_owned();
-    sheet.tables.push((caption, table));
+    (!suite.kinds.is_empty()).then_some((caption, table))
 }
 
 /// The sum of each count over the threads of a kind, for each run that has such threads.

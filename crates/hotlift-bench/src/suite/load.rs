@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use hotlift::Options;
 use hotlift::options::{OptionError, option};
 use hotlift_vmm::workload::Workload;
-use serde::{Deserialize, Deserializer, de};
+use serde::Deserialize;
 
 use super::columns::Column;
-use super::sweep::Sweep;
+use super::sweep::{self, Sweep};
 use crate::cell::with_method;
 use hotlift_console::migration_args::MigrationArgs;
 
@@ -63,7 +63,7 @@ pub struct Block {
     /// Options of all rows.
     pub options: BTreeMap<String, String>,
     /// Where the guest writes; nowhere if nothing is said.
-    #[serde(default = "idle", deserialize_with = "workload")]
+    #[serde(default = "sweep::idle", deserialize_with = "sweep::workload")]
     pub workload: Workload,
     /// Share of pages that stay zero, 0 to 1.
     pub zero_share: f64,
@@ -231,16 +231,6 @@ fn check_options(block: &Block, row: &Published) -> Result<(), OptionError> {
         }
     }
     Ok(())
-}
-
-pub fn idle() -> Workload {
-    Workload::Idle
-}
-
-pub fn workload<'de, D: Deserializer<'de>>(text: D) -> Result<Workload, D::Error> {
-    String::deserialize(text)?
-        .parse()
-        .map_err(de::Error::custom)
 }
 
 #[cfg(test)]

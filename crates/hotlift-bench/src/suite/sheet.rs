@@ -9,7 +9,7 @@ use super::load::{Block, DEVICES, Published, Suite};
 use super::{added_by_tls, counts, is_of, is_simulated, threads};
 use crate::best_fixed;
 use crate::record::{Record, Row};
-use crate::stats;
+use crate::stats::{self, plain};
 use crate::table::{Grid, Labels, is_the_same_work, pairs, series};
 
 /// A published table with ours beside it.
@@ -79,13 +79,12 @@ impl Suite {
                            cores change on the way";
             sheet.tables = vec![(caption.to_owned(), best_fixed::table(records))];
         }
-        if !self.threads.is_empty() {
-            threads::add(&self.threads, records, &mut sheet);
+        sheet.tables.extend(threads::tables(&self.threads, records));
+        if !self.threads.is_empty() && !threads::has_device(records) {
+            sheet.differs.push(threads::NO_DEVICE.to_owned());
         }
-        added_by_tls::add(records, &mut sheet);
-        if !self.kinds.is_empty() {
-            counts::add(self, records, &mut sheet);
-        }
+        sheet.tables.extend(added_by_tls::table(records));
+        sheet.tables.extend(counts::table(self, records));
         sheet
     }
 
@@ -212,14 +211,6 @@ impl Suite {
 fn needs_device((block, row): &(&Block, &Published)) -> bool {
     let mut options = block.options_of(row);
     options.any(|(name, value)| (name, value) == ("accelerator", "required") || value == DEVICES)
-}
-
-/// A published figure as it was published, or "-".
-pub fn plain(figure: Option<f64>) -> String {
-    match figure.filter(|figure| figure.is_finite()) {
-        None => "-".to_owned(),
-        Some(figure) => format!("{figure}"),
-    }
 }
 
 #[cfg(test)]

@@ -10,7 +10,6 @@ use hotlift_console::migration_args::MigrationArgs;
 use hotlift_vmm::workload::Workload;
 use serde::{Deserialize, Deserializer, de};
 
-use super::load;
 use crate::cell::{Cell, with_method};
 use crate::error::BenchError;
 use crate::link::Link;
@@ -29,7 +28,7 @@ pub struct Sweep {
     #[serde(deserialize_with = "sizes")]
     ram: Vec<u64>,
     /// Where the guest writes; nowhere if nothing is said.
-    #[serde(default = "load::idle", deserialize_with = "load::workload")]
+    #[serde(default = "idle", deserialize_with = "workload")]
     workload: Workload,
     /// Pages that it writes a second.
     #[serde(default)]
@@ -169,6 +168,16 @@ impl Sweep {
             rates => each(&guests, rates, |guest, rate| guest.rate = *rate),
         }
     }
+}
+
+pub fn idle() -> Workload {
+    Workload::Idle
+}
+
+pub fn workload<'de, D: Deserializer<'de>>(text: D) -> Result<Workload, D::Error> {
+    String::deserialize(text)?
+        .parse()
+        .map_err(de::Error::custom)
 }
 
 /// "512M".

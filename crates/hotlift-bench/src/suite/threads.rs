@@ -1,10 +1,9 @@
 //! CPU time by thread, published and ours, with zero pages found by the CPU and by DSA.
 
 use super::load::ThreadTable;
-use super::sheet::{Sheet, plain};
 use super::{has_zero_share, is_simulated};
 use crate::record::{Engine, Record};
-use crate::stats;
+use crate::stats::{self, plain};
 use crate::table::Grid;
 
 /// The published thread that only DSA has.
@@ -25,20 +24,22 @@ struct Column<'a> {
     runs: Vec<&'a Record>,
 }
 
-/// Adds the tables, and the line that says why a column is missing.
-pub fn add(tables: &[ThreadTable], records: &[Record], sheet: &mut Sheet) {
-    for published in tables {
+/// Why a column is missing.
+pub const NO_DEVICE: &str = "no DSA device here, so the CPU's column stands alone: see 'hotlift accel'; a simulated one is \
+     --with accel-path=dsa-model:";
+
+/// Whether a run used a device, real or simulated.
+pub fn has_device(records: &[Record]) -> bool {
+    let mut options = records.iter().map(|run| &run.row.options);
+    options.any(|options| options.contains_key("accel-path"))
+}
+
+/// The tables, each with its caption.
+pub fn tables(tables: &[ThreadTable], records: &[Record]) -> impl Iterator<Item = (String, Grid)> {
+    tables.iter().map(|published| {
         let caption = format!("{}, CPU ms by thread", published.title);
-        sheet.tables.push((caption, table(published, records)));
-    }
-    let by_device = |run: &Record| run.row.options.contains_key("accel-path");
-    if !records.iter().any(by_device) {
-        sheet.differs.push(
-            "no DSA device here, so the CPU's column stands alone: see 'hotlift accel'; a simulated one is \
-             --with accel-path=dsa-model:"
-                .to_owned(),
-        );
-    }
+        (caption, table(published, records))
+    })
 }
 
 fn table(published: &ThreadTable, records: &[Record]) -> Grid {
