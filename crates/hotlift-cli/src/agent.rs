@@ -1,13 +1,10 @@
 //! `hotlift agent`: the agent of a host, and what is asked and told of it over its control socket.
 
-use std::io::ErrorKind;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use hotlift_agent::commands::{AgentInfo, MigrationRow};
-use hotlift_agent::config::{CONFIG_FILE, Config, ConfigError, Plaintext};
+use hotlift_agent::config::{CONFIG_FILE, Config, Plaintext};
 use hotlift_agent::error::AgentError;
 use hotlift_agent::messages::Id;
 use hotlift_agent::{proof, rules, table};
@@ -16,15 +13,11 @@ use hotlift_console::output_args::print;
 use hotlift_console::progress::bytes;
 use hotlift_console::table::align_with_words;
 use hotlift_console::width::fitted;
-use hotlift_qmp::{Client, QmpAddress, QmpError};
 use rustix::process::geteuid;
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::agent_control::{ControlArgs, agent_error, of_this_host};
 use crate::error::CommandError;
-
-/// How long the agent may take to answer.
-const ANSWER: Duration = Duration::from_secs(10);
 
 /// `hotlift agent`.
 #[derive(Debug, Subcommand)]
@@ -71,14 +64,6 @@ pub struct RulesArgs {
     /// Remove the table that an agent has left: from then on migrations leave this host as without an agent
     #[arg(long)]
     remove: bool,
-}
-
-/// Where the agent is asked.
-#[derive(Debug, Args)]
-pub struct ControlArgs {
-    /// The agent's control socket [default: /run/hotlift/agent.sock]
-    #[arg(long, value_name = "PATH")]
-    control: Option<PathBuf>,
 }
 
 /// Flags of a question.
@@ -189,73 +174,6 @@ fn check_redirect(config: &Config) -> Result<(), CommandError> {
     match found.problems.len() {
         0 => Ok(()),
         count => Err(agent_error(AgentError::NotRedirected { count })),
-    }
-}
-
-/// What this host's agent says of itself; `None` if there is none, or if it does not answer, which is then said.
-pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
-    match control.ask("query-agent", &Value::Null) {
-        Ok(info) => Some(info),
-        Err(CommandError::NoAgentHere { .. }) => None,
-        Err(error) => {
-            complain!("hotlift: {}", error.line());
-            None
-        }
-    }
-}
-
-/// The configuration of this host's agent in `file`; that of an agent of which nothing is said if there is none.
-pub fn config_in(file: &Path) -> Result<Config, CommandError> {
-    match Config::read(file) {
-        Err(ConfigError::Read { source, .. }) if source.kind() == ErrorKind::NotFound => {
-            Ok(Config::default())
-        }
-        read => read.map_err(|error| agent_error(error.into())),
-    }
-}
-
-fn agent_error(error: AgentError) -> CommandError {
-    CommandError::Agent(Box::new(error))
-}
-
-impl ControlArgs {
-    fn path(&self) -> PathBuf {
-        let control = self.control.clone();
-        control.unwrap_or_else(|| Config::default().control)
-    }
-
-    fn ask<T: DeserializeOwned>(
-        &self,
-        command: &str,
-        arguments: &Value,
-    ) -> Result<T, CommandError> {
-        let path = self.path();
-        let failed = |source| match source {
-            QmpError::Command { desc, .. } => CommandError::AgentRefuses { reason: desc },
-            source => CommandError::NoAgent {
-                control: path.clone(),
-                source,
-            },
-        };
-        // The client would wait for a socket that is not there, as for that of a QEMU that is starting.
-        if let Err(source) = UnixStream::connect(&path)
-            && matches!(
-                source.kind(),
-                ErrorKind::NotFound | ErrorKind::ConnectionRefused
-            )
-        {
-            let control = path;
-            return Err(CommandError::NoAgentHere { control, source });
-        }
-        let address = QmpAddress::Unix(path.clone());
-        let mut client = Client::connect(&address, ANSWER).map_err(failed)?;
-        let answer = client.execute(command, arguments).map_err(failed)?;
-        serde_json::from_value(answer).map_err(|source| {
-            failed(QmpError::Answer {
-                command: command.to_owned(),
-                source,
-            })
-        })
     }
 }
 

@@ -1,8 +1,10 @@
 //! `hotlift certs`: a CA and hosts' certificates for TLS, and a look at those that are there.
 
+pub mod error;
+
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, Permissions};
-use std::io::{self, Write as _};
+use std::io::Write as _;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -11,11 +13,11 @@ use clap::{Args, Subcommand};
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::{self, complain};
 use hotlift_tls::{
-    Authority, AuthorityError, CA_DAYS, CredentialsError, FOLDERS, File, HOST_DAYS, Issued,
-    Listing, Role, find_folder,
+    Authority, CA_DAYS, FOLDERS, File, HOST_DAYS, Issued, Listing, Role, find_folder,
 };
 use serde_json::{Value, json};
 
+use self::error::CertsError;
 use crate::error::CommandError;
 
 /// Files as QEMU and libvirt name them; only the CA's key is a name of ours.
@@ -127,64 +129,6 @@ pub struct RenewArgs {
     /// Only those that end within so many days
     #[arg(long, value_name = "DAYS", value_parser = clap::value_parser!(u32).range(0..=36_500))]
     within: Option<u32>,
-}
-
-/// Why `hotlift certs` failed.
-#[derive(Debug, thiserror::Error)]
-pub enum CertsError {
-    #[error("{} exists already: --force replaces it", path.display())]
-    Exists { path: PathBuf },
-    #[error("cannot read {}", path.display())]
-    Read {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("cannot write {}", path.display())]
-    Write {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("{} has no CA to sign with ({})", dir.display(), file)]
-    NoCa { dir: PathBuf, file: &'static str },
-    #[error(transparent)]
-    Authority(#[from] AuthorityError),
-    #[error(transparent)]
-    Credentials(#[from] CredentialsError),
-    #[error("{} has no certificate to renew", dir.display())]
-    NothingToRenew { dir: PathBuf },
-    #[error("{} has a problem", dir.display())]
-    Problem { dir: PathBuf },
-}
-
-impl CertsError {
-    /// What to do next.
-    pub fn advice(&self) -> Option<&'static str> {
-        match self {
-            Self::NoCa { .. } => Some(
-                "'hotlift certs init' makes a CA; its key stays on one host, where 'certs host' and 'certs renew' run; 'certs renew --ca DIR' names \
-                 its folder there",
-            ),
-            Self::NothingToRenew { .. } => Some("'hotlift certs host NAME' makes one"),
-            Self::Credentials(CredentialsError::NoFolder { .. }) => {
-                Some("'hotlift certs init', then 'hotlift certs host NAME', make them")
-            }
-            _ => None,
-        }
-    }
-
-    /// Whether the command line is to blame.
-    pub fn is_usage(&self) -> bool {
-        matches!(
-            self,
-            Self::Authority(
-                AuthorityError::BadName { .. }
-                    | AuthorityError::Wildcard { .. }
-                    | AuthorityError::NoName
-            )
-        )
-    }
 }
 
 /// Runs the command.

@@ -3,6 +3,12 @@
 //! The migrations are libvirt's; the agents of the hosts carry them. A drain keeps no state: what has gone is not here any
 //! more, so that the same command again goes on with what is left.
 
+mod choice;
+mod display;
+mod one_move;
+mod peers;
+mod plan;
+
 use std::ffi::OsString;
 use std::net::Ipv6Addr;
 use std::sync::Arc;
@@ -17,14 +23,14 @@ use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::{Interrupt, TICK};
 
-use crate::agent::{self, ControlArgs};
-use crate::drain_choice::{self, Domains};
-use crate::drain_display::{Display, Fate, Outcome, table};
-use crate::drain_move::{LOOK, Move, Told};
-use crate::drain_peers::{Watch, lost};
-use crate::drain_plan::{Budget, Plan, Step};
+use self::choice::Domains;
+use self::display::{Display, Fate, Outcome, table};
+use self::one_move::{LOOK, Move, Told};
+use self::peers::{Watch, lost};
+use self::plan::{Budget, Plan, Step};
+use crate::agent_control::{self, ControlArgs};
 use crate::error::CommandError;
-use crate::virsh::Libvirt;
+use crate::libvirt::virsh::Libvirt;
 
 /// Flags of `drain`.
 #[derive(Debug, Args)]
@@ -91,9 +97,9 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     let here = Libvirt::at(&args.connect);
     // Without it the destinations do not matter.
     here.ask(&["uri"])?;
-    let places = drain_choice::places(&args.to)?;
+    let places = choice::places(&args.to)?;
     let domains = Domains::chosen(&here, &args.domains, &places)?;
-    let agent = agent::of_this_host(&args.control);
+    let agent = agent_control::of_this_host(&args.control);
     let budget = Budget::new(args.bandwidth, args.at_once, agent.as_ref());
     let plan = Plan::new(domains.measured(&here), places, budget);
     if args.dry_run {
@@ -282,7 +288,7 @@ impl<'a> Drain<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::virsh::host_of;
+    use crate::libvirt::virsh::host_of;
 
     #[test]
     fn a_host_becomes_a_uri_that_names_it_by_any_kind_of_address() {

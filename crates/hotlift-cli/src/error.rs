@@ -24,8 +24,8 @@ use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
 use hotlift_vmm::verify::VerifyError;
 
-use crate::certs::CertsError;
-use crate::virsh::VirshError;
+use crate::certs::error::CertsError;
+use crate::libvirt::virsh::VirshError;
 
 /// In a line to type, what is not known here.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";

@@ -1,5 +1,7 @@
 //! `hotlift migrate`: moves the guest of a running QEMU to a host where `hotlift serve` waits; a domain of libvirt:
-//! `migrate_domain`.
+//! `domain`.
+
+mod domain;
 
 use std::str::FromStr;
 use std::thread;
@@ -27,9 +29,9 @@ use hotlift_qemu::vm::{self, Vm};
 use hotlift_qemu::{settings, shared_memory};
 use hotlift_qmp::{QmpAddress, RunState, Uuid, Version};
 
+use self::domain::DomainArgs;
 use crate::differences;
 use crate::error::CommandError;
-use crate::migrate_domain::{self, DomainArgs};
 use crate::peer::{Answer, Differences, Hello, PROTOCOL, SourceMessage};
 use crate::relay_report::Migration;
 
@@ -111,7 +113,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     match (&args.qmp, &args.domain, &args.to) {
         (Some(qmp), None, To::Serve(to)) => to_serve(args, qmp, to, settings),
         (None, Some(domain), To::Libvirt(uri)) => {
-            migrate_domain::run(&args.libvirt, domain, uri, settings, &args.output)
+            domain::run(&args.libvirt, domain, uri, settings, &args.output)
         }
         (None, ..) => Err(CommandError::WrongTo {
             flag: "--domain",

@@ -10,8 +10,8 @@ use hotlift_console::width;
 use hotlift_qmp::{MigrationInfo, MigrationStats, RunState, Version};
 use serde::Serialize;
 
+use crate::libvirt::virsh::{Domain, Job};
 use crate::report::done_by;
-use crate::virsh::{Domain, Job};
 
 /// One migration through a pair of relays, as `--json` writes it.
 #[derive(Debug, Serialize)]

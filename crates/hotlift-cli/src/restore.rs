@@ -1,12 +1,13 @@
 //! `hotlift restore`: a guest from a file into a QEMU.
 
+mod lazily;
+
 use std::ffi::OsString;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use hotlift::file::{self, FileError, FileInfo, Location, LostPages};
 use hotlift::options::OptionError;
@@ -35,7 +36,7 @@ use crate::clock::{GuestClock, SavedAt};
 use crate::differences;
 use crate::error::CommandError;
 use crate::relay_report::relay_table;
-use crate::restore_lazily;
+use crate::save_file::{location, named};
 
 /// What a stream of QEMU begins with (`QEMU_VM_FILE_MAGIC`).
 const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
@@ -67,16 +68,16 @@ pub struct RestoreArgs {
     lazy: bool,
     /// Go on with a lazy restore that was interrupted: QEMU runs the guest, and waits for pages
     #[arg(long, requires_all = ["lazy", "qmp"])]
-    pub(crate) resume: bool,
+    resume: bool,
     /// Go on without what is damaged of the file: zero pages in its place, each of them named
     #[arg(long)]
-    pub(crate) salvage: bool,
+    salvage: bool,
     /// With --lazy: limit of what the guest has not asked for; 0 is unlimited [default: 0]
     #[arg(long, value_name = "BYTES/S", requires = "lazy")]
-    pub(crate) max_bandwidth: Option<String>,
+    max_bandwidth: Option<String>,
     /// With --lazy: CPU time for what the guest has not asked for, in cores; 0 is unlimited [default: 0]
     #[arg(long, value_name = "CORES", requires = "lazy")]
-    pub(crate) cpu_limit: Option<String>,
+    cpu_limit: Option<String>,
     /// Begin also with differences from the saved VM that QEMU refuses: QEMU decides
     #[arg(long, conflicts_with = "resume")]
     ignore_differences: bool,
@@ -86,7 +87,7 @@ pub struct RestoreArgs {
     #[arg(long, value_name = "SOCKET")]
     sync_time: Option<PathBuf>,
     #[command(flatten)]
-    pub(crate) output: OutputArgs,
+    output: OutputArgs,
     #[command(flatten)]
     limits: LimitArgs<role::Restore>,
     /// Command line of the QEMU to start; '-incoming defer' and a QMP socket are added
@@ -94,14 +95,9 @@ pub struct RestoreArgs {
     command: Vec<OsString>,
 }
 
-/// Reads where a save file is.
-pub(crate) fn location() -> impl TypedValueParser<Value = Location> {
-    OsStringValueParser::new().try_map(|text| Location::parse(&text))
-}
-
 impl RestoreArgs {
     /// The command that brings a guest the rest of its pages, in a QEMU with a QMP socket at `qmp`, from `file`.
-    pub(crate) fn to_resume(&self, file: &str, qmp: Option<&QmpAddress>) -> String {
+    fn to_resume(&self, file: &str, qmp: Option<&QmpAddress>) -> String {
         let qmp = qmp.map_or("ADDRESS".to_owned(), QmpAddress::to_string);
         let mut words = vec![
             "hotlift", "restore", "--lazy", "--resume", file, "--qmp", &qmp,
@@ -149,29 +145,6 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Names the file in an error of its content.
-pub(crate) fn named(error: CommandError, file: &Location) -> CommandError {
-    let of_file = |reasons: String| {
-        let file = file.to_string();
-        match reasons.contains(&file) {
-            true => reasons,
-            false => format!("{file}: {reasons}"),
-        }
-    };
-    match error {
-        CommandError::Restore { reasons } => CommandError::Restore {
-            reasons: of_file(reasons),
-        },
-        CommandError::Damaged { reasons } => CommandError::Damaged {
-            reasons: of_file(reasons),
-        },
-        CommandError::Show { reason } => CommandError::Show {
-            reason: of_file(reason),
-        },
-        error => error,
-    }
-}
-
 /// What a failed `--resume` leaves is what was there before: a guest that waits, unless QEMU says otherwise.
 fn still_waits(error: CommandError) -> CommandError {
     match error {
@@ -190,7 +163,7 @@ fn still_waits(error: CommandError) -> CommandError {
 fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let lazily = match args.lazy {
-        true => Some(restore_lazily::options(args, args.limits.options())?),
+        true => Some(lazily::options(args, args.limits.options())?),
         false => None,
     };
     let file = args.file()?;
@@ -224,7 +197,7 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
         if !args.resume {
             incoming::listen_for_pages(&mut destination, &socket)?;
         }
-        return restore_lazily::run(
+        return lazily::run(
             args,
             (&file, id),
             destination,
@@ -287,7 +260,7 @@ fn compare_saved(
 }
 
 /// Everything was sent: waits until QEMU says that it has the guest, and says so, whoever reads the figures.
-pub(crate) fn taken(
+fn taken(
     destination: Destination,
     clock: &GuestClock,
     settle_timeout: Duration,
@@ -307,7 +280,7 @@ pub(crate) fn taken(
 /// Reports what QEMU has stated of the guest that it has, or had; `trouble` is what the restore has met. Where QEMU has no guest,
 /// `never` makes the error out of the reason, and where that is not known, `unknown` does, out of whether QEMU answers and the
 /// reason.
-pub(crate) fn conclude(
+fn conclude(
     statement: Statement,
     (destination, clock): (Destination, &GuestClock),
     trouble: Option<&str>,
@@ -350,7 +323,7 @@ pub(crate) fn conclude(
 }
 
 /// The relay has failed: says why, and whether the guest runs all the same.
-pub(crate) fn failed(
+fn failed(
     error: &MigrationError,
     destination: Destination,
     clock: GuestClock,
@@ -389,7 +362,7 @@ pub(crate) fn failed(
 }
 
 /// Names what is damaged, and zero in the guest.
-pub(crate) fn say_lost(lost: &LostPages) {
+fn say_lost(lost: &LostPages) {
     complain!("hotlift: lost: {lost}");
 }
 

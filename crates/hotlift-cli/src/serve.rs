@@ -1,5 +1,7 @@
 //! `hotlift serve`: waits on the destination host for `hotlift migrate`, and gets a QEMU ready; or hands out files.
 
+mod files;
+
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -34,7 +36,6 @@ use hotlift_qmp::{QmpAddress, RunState, Uuid, one_line};
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
-use crate::serve_files;
 
 /// How long a source whose connections have ended may take to say why.
 const REASON: Duration = Duration::from_secs(2);
@@ -48,7 +49,7 @@ const PROGRESS: Duration = Duration::from_secs(1);
 pub struct ServeArgs {
     /// Where 'hotlift migrate' connects to: tcp:HOST:PORT (empty HOST: all addresses)
     #[arg(long, value_name = "URI")]
-    pub(crate) listen: Address,
+    listen: Address,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     qmp: Option<QmpAddress>,
@@ -61,7 +62,7 @@ pub struct ServeArgs {
     files: Option<PathBuf>,
     /// With --files: say what happens as lines of JSON on standard output
     #[arg(long, requires = "files")]
-    pub(crate) json: bool,
+    json: bool,
     /// Port for the pages, on the same addresses [default: one that is free]
     #[arg(
         long,
@@ -75,13 +76,13 @@ pub struct ServeArgs {
     ignore_shared: bool,
     /// Show no progress
     #[arg(long)]
-    pub(crate) quiet: bool,
+    quiet: bool,
     #[command(flatten)]
     flush: FlushArgs,
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
-    pub(crate) limits: LimitArgs<role::Receive>,
+    limits: LimitArgs<role::Receive>,
     /// Command line of the QEMU to start when a source has come; '-incoming defer' and a QMP socket
     /// are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
@@ -102,7 +103,7 @@ enum Visit {
 pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     if let Some(folder) = &args.files {
-        return serve_files::run(args, folder, &interrupt);
+        return files::run(args, folder, &interrupt);
     }
     let Address::Tcp { host, .. } = &args.listen else {
         return Err(ConsoleError::OnlyTcp { flag: "--listen" }.into());
@@ -625,7 +626,7 @@ fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
 }
 
 /// Where somebody who is not told otherwise connects to.
-pub(crate) fn address_of(listener: &Listener) -> Result<Address, ConsoleError> {
+fn address_of(listener: &Listener) -> Result<Address, ConsoleError> {
     listener.address().map_err(|source| ConsoleError::Process {
         what: "listener",
         source,

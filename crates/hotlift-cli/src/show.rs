@@ -14,7 +14,7 @@ use hotlift_qmp::{Uuid, one_line};
 
 use crate::clock::{SavedAt, now};
 use crate::error::CommandError;
-use crate::restore::{self, location};
+use crate::save_file::{location, named};
 
 /// Flags of `show`.
 #[derive(Debug, Args)]
@@ -51,7 +51,7 @@ pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
             reason: error_line(&error),
         },
     });
-    let description = described.map_err(|error| restore::named(error, &args.file))?;
+    let description = described.map_err(|error| named(error, &args.file))?;
     Ok(args.output.print(&description, || table(&description))?)
 }
 

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
 
-use crate::drain_plan::{Candidate, Place, Stays, short};
+use crate::drain::plan::{Candidate, Place, Stays, short};
 use crate::error::CommandError;
-use crate::virsh::{Domain, Libvirt, Memory, State, VirshError};
+use crate::libvirt::virsh::{Domain, Libvirt, Memory, State, VirshError};
 
 /// How long the samples of what domains write may take; they take a second.
 const SAMPLES: Duration = Duration::from_secs(10);

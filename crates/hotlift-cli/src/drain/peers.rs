@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use hotlift_console::error::error_line;
 
-use crate::drain_plan::{Plan, short};
-use crate::virsh::{Libvirt, VirshError};
+use crate::drain::plan::{Plan, short};
+use crate::libvirt::virsh::{Libvirt, VirshError};
 
 /// Between two looks whether a destination answers; at the second time that it does not it is lost.
 const PEER_LOOK: Duration = Duration::from_secs(3);

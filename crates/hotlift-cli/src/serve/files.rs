@@ -12,8 +12,8 @@ use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
 use serde::Serialize;
 
+use super::{ServeArgs, address_of};
 use crate::error::CommandError;
-use crate::serve::{ServeArgs, address_of};
 
 /// What has happened, as it is told: in words, or as a line of JSON with these fields.
 #[derive(Debug, Serialize)]

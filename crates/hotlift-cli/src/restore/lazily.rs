@@ -18,9 +18,9 @@ use hotlift_qemu::incoming;
 use hotlift_qemu::run_state::words;
 use hotlift_qmp::ANSWER_TIMEOUT;
 
+use super::{RestoreArgs, conclude, failed, say_lost, taken};
 use crate::clock::GuestClock;
 use crate::error::{CommandError, RestFrom, STANDS_STILL};
-use crate::restore::{RestoreArgs, conclude, failed, say_lost, taken};
 
 /// How long a QEMU whose connection was lost may take to say what it makes of it.
 const WORD: Duration = Duration::from_secs(5);

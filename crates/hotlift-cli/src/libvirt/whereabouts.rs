@@ -1,6 +1,6 @@
 //! Where a domain is after its migration has failed, by what both libvirts say.
 
-use crate::virsh::{Domain, Libvirt, State, VirshError};
+use crate::libvirt::virsh::{Domain, Libvirt, State, VirshError};
 
 /// Where a domain is after a migration that has failed.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -7,8 +7,8 @@ use hotlift_console::progress::bytes;
 use hotlift_console::table::{align_with_words, new_table};
 use serde::Serialize;
 
-use crate::drain_plan::{Step, short};
-use crate::virsh::Job;
+use crate::drain::plan::{Step, short};
+use crate::libvirt::virsh::Job;
 
 /// What has become of a domain.
 #[derive(Debug, Clone, Serialize)]

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use hotlift_console::error::error_line;
 
-use crate::drain_display::Fate;
-use crate::drain_peers::lost_for;
-use crate::drain_plan::Step;
-use crate::virsh::{Domain, Job, Libvirt, Migrating, State, VirshError};
-use crate::whereabouts::{Whereabouts, whereabouts};
+use crate::drain::display::Fate;
+use crate::drain::peers::lost_for;
+use crate::drain::plan::Step;
+use crate::libvirt::virsh::{Domain, Job, Libvirt, Migrating, State, VirshError};
+use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
 
 /// Between two looks at what libvirt says of a migration under way.
 pub const LOOK: Duration = Duration::from_secs(1);

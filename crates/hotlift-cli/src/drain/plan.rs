@@ -12,7 +12,7 @@ use hotlift_console::progress::{bytes, rounded};
 use hotlift_console::table::{align_with_words, new_table};
 use serde::Serialize;
 
-use crate::virsh::{Domain, host_of};
+use crate::libvirt::virsh::{Domain, host_of};
 
 /// Bytes a second of a link of which nothing is said: 1 Gbit/s, the slowest that hosts are given.
 pub const LINK: u64 = 125_000_000;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_qmp::one_line;
 
-use crate::virsh_run::Run;
+use crate::libvirt::virsh_run::Run;
 
 /// How long libvirt may take to answer, behind SSH and while it does other things for the domain.
 const ANSWER: Duration = Duration::from_secs(40);

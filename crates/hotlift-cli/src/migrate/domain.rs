@@ -26,11 +26,11 @@ use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qmp::one_line;
 
-use crate::agent::config_in;
+use crate::agent_control::config_in;
 use crate::error::CommandError;
+use crate::libvirt::virsh::{Domain, Libvirt, State, VirshError, host_of};
+use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
 use crate::relay_report::{DomainMigration, progress_line};
-use crate::virsh::{Domain, Libvirt, State, VirshError, host_of};
-use crate::whereabouts::{Whereabouts, whereabouts};
 
 /// How long the agent may take to answer.
 const ANSWER: Duration = Duration::from_secs(30);
