@@ -144,7 +144,6 @@ fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> M
         areas: &areas,
         lines: link.as_slice(),
         markers: false,
-        bands: &[],
     })
 }
 

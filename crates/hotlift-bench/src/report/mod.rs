@@ -173,9 +173,6 @@ fn machine(records: &[Record], number: usize) -> Markup {
             }
         }
         (choices::of(&chapters, &format!("m{number}-choices")))
-        @if let Some(timeline) = pictures::timeline(records, &format!("m{number}-timeline")) {
-            section { h2 { "One migration, round by round" } (timeline) }
-        }
         (conclusions::not_possible(&chapters))
     }
 }
@@ -188,15 +185,12 @@ fn chapter(chapter: &Chapter<'_>) -> Markup {
             p.soft { (condition.note) }
             (pictures::condition(condition, chapter.records))
         }
-        @if let Some(threads) = pictures::threads(&chapter.conditions) {
-            (tables::details("CPU by thread, of the run in the middle of each row, over the fastest wire", &threads))
-        }
     };
     match chapter.suite {
         None => pictures,
         Some(suite) => html! {
             (published(suite, chapter.records))
-            (tables::details("The same as bars, and by thread", &pictures))
+            (tables::details("The same as bars", &pictures))
         },
     }
 }

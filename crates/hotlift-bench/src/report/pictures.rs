@@ -1,6 +1,5 @@
 //! The pictures of a report, each with the table that it was drawn from.
 
-use hotlift_console::events::Moment;
 use maud::{Markup, html};
 
 use super::group::{self, Condition, Series, cpu};
@@ -11,12 +10,6 @@ use crate::figures::{self, Figure};
 use crate::record::{Engine, Record};
 use crate::stats::rate_text;
 use crate::table::Grid;
-
-/// Most rows of a chapter whose threads are drawn.
-const MOST_ROWS_OF_THREADS: usize = 16;
-
-/// Threads of less than this share of the busiest are put together.
-const SMALL_THREAD: f64 = 0.01;
 
 /// Colours of who ran a row, and of the sides of a migration.
 const ENGINES: [(&str, usize); 3] = [("Hotlift", 0), ("QEMU", 6), ("QEMU through relays", 2)];
@@ -221,7 +214,6 @@ impl Crossover<'_> {
                 areas: &[],
                 lines: &all,
                 markers: true,
-                bands: &[],
             })
         };
         let dashes = match self.ways.iter().any(|way| way.engine == Engine::Qemu) {
@@ -261,173 +253,4 @@ impl Crossover<'_> {
         }
         table
     }
-}
-
-/// CPU by thread, of the run in the middle of each row, over the fastest wire of each guest; `None` if nothing ran.
-pub fn threads(conditions: &[Condition<'_>]) -> Option<Markup> {
-    let is_fastest = |condition: &&Condition<'_>| {
-        let rate = |condition: &Condition<'_>| condition.rate().unwrap_or(f64::INFINITY);
-        let mut same = conditions
-            .iter()
-            .filter(|other| other.has_the_guest_of(condition));
-        same.all(|other| rate(other) <= rate(condition))
-    };
-    let all = conditions.iter().filter(is_fastest);
-    let rows: Vec<_> = all
-        .flat_map(|condition| {
-            condition
-                .series
-                .iter()
-                .map(move |series| (condition, series))
-        })
-        .filter_map(|(condition, series)| Some((condition, series, series.typical()?)))
-        .collect();
-    let left_out = rows.len().saturating_sub(MOST_ROWS_OF_THREADS);
-    let drawn = rows.iter().take(MOST_ROWS_OF_THREADS);
-    (!rows.is_empty()).then(|| {
-        html! {
-            (legend(&SIDES))
-            div.pair {
-                @for (condition, series, run) in drawn {
-                    figure {
-                        (bars(
-                            &format!("{}. {}. CPU ms", series.name, condition.title),
-                            "ms",
-                            &bars_of_threads([&run.source.side.threads, &run.destination.side.threads]),
-                        ))
-                        (tables::counts(run))
-                    }
-                }
-            }
-            @if left_out > 0 { p.soft { (left_out) " rows more are in runs.jsonl." } }
-        }
-    })
-}
-
-fn bars_of_threads(sides: [&Vec<hotlift::figures::ThreadCpu>; 2]) -> Vec<Bar> {
-    let all = sides
-        .into_iter()
-        .zip(SIDES)
-        .flat_map(|(threads, (_, colour))| {
-            threads
-                .iter()
-                .map(move |thread| (thread.name.clone(), thread.cpu_s, colour))
-        });
-    let most = all.clone().map(|(_, cpu_s, _)| cpu_s).fold(0.0, f64::max);
-    let (mut shown, small): (Vec<_>, Vec<_>) =
-        all.partition(|(_, cpu_s, _)| *cpu_s >= most * SMALL_THREAD && most > 0.0);
-    if !small.is_empty() {
-        let others = if small.len() == 1 { "other" } else { "others" };
-        let sum = small.iter().map(|(_, cpu_s, _)| cpu_s).sum();
-        shown.push((format!("{} {others}", small.len()), sum, 6));
-    }
-    let bar = |(name, cpu_s, colour): (String, f64, usize)| Bar {
-        name: name.clone(),
-        parts: vec![Part {
-            name,
-            value: cpu_s * 1e3,
-            colour,
-        }],
-        spread: None,
-    };
-    shown.into_iter().map(bar).collect()
-}
-
-/// Round by round: Hotlift's migration with the most rounds.
-pub fn timeline(records: &[Record], id: &str) -> Option<Markup> {
-    let ours = |record: &&Record| record.row.engine == Engine::Hotlift;
-    let runs = records
-        .iter()
-        .filter(ours)
-        .filter_map(|record| Some((record, record.completed()?)));
-    let (record, run) = runs
-        .filter(|(_, run)| run.timeline.len() > 2)
-        .max_by_key(|(_, run)| (run.source.rounds, run.timeline.len()))?;
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    let end = run.source.total_ms.max(run.timeline.last()?.elapsed_ms) / 1e3;
-    // While it is set up nothing is left that was ever there.
-    let set_up = |moment: &&Moment| moment.remaining_bytes == 0;
-    let moments: Vec<&Moment> = run.timeline.iter().skip_while(set_up).collect();
-    let of = |name: &str, colour: usize, figure: fn(&Moment) -> u64| Line {
-        name: name.to_owned(),
-        colour,
-        dashed: false,
-        bold: false,
-        points: moments
-            .iter()
-            .map(|moment| (moment.elapsed_ms / 1e3, mib(figure(moment))))
-            .collect(),
-    };
-    let curves = [
-        of("left in the round", 0, |moment| moment.remaining_bytes),
-        of("on the wire so far", 1, |moment| moment.transferred_bytes),
-    ];
-    let title = format!(
-        "{}, {}, wire: {}; {}; {} rounds, {:.2} s, downtime {:.0} ms",
-        record.row.method_and_level(),
-        crate::table::channels(&record.row),
-        group::wire_text(&record.row),
-        group::guest(&record.row),
-        run.source.rounds,
-        run.source.total_ms / 1e3,
-        run.source.downtime_ms
-    );
-    let values = curves.iter().flat_map(|line| &line.points);
-    let plot = Plot {
-        id,
-        title: &format!("Pages left and bytes sent over time: {title}"),
-        x: Axis::new("s since the request", std::iter::once(end), false),
-        y: Axis::new("MiB", values.map(|point| point.1), false),
-        areas: &[],
-        lines: &curves,
-        markers: false,
-        bands: &rounds(&moments, end),
-    };
-    Some(html! {
-        figure { figcaption { (title) } (lines(&plot)) }
-        (tables::details("The moments", &tables::of(&moments_of(&run.timeline))))
-    })
-}
-
-fn moments_of(timeline: &[Moment]) -> Grid {
-    let mib = |bytes: u64| format!("{:.1}", bytes as f64 / f64::from(1 << 20));
-    let header = [
-        "ms",
-        "status",
-        "round",
-        "MiB left",
-        "MiB sent",
-        "Mbit/s",
-        "pages/s",
-        "dirty pages/s",
-    ];
-    let mut table = Grid::new(header, 1);
-    table.rows.extend(timeline.iter().map(|moment| {
-        vec![
-            format!("{:.0}", moment.elapsed_ms),
-            moment.status.clone(),
-            moment.round.to_string(),
-            mib(moment.remaining_bytes),
-            mib(moment.transferred_bytes),
-            format!("{:.0}", moment.bytes_per_second * 8.0 / 1e6),
-            format!("{:.0}", moment.pages_per_second),
-            format!("{:.0}", moment.dirty_pages_per_second),
-        ]
-    }));
-    table
-}
-
-/// From, to and name of each round, in seconds.
-fn rounds(moments: &[&Moment], end: f64) -> Vec<(f64, f64, String)> {
-    let rounds: Vec<_> = moments.chunk_by(|a, b| a.round == b.round).collect();
-    let start = |i: usize| match (i, rounds.get(i)) {
-        (0, _) => 0.0,
-        (_, Some(round)) => round[0].elapsed_ms / 1e3,
-        (_, None) => end,
-    };
-    let all = rounds.iter().enumerate();
-    let band = |(i, round): (usize, &&[&Moment])| {
-        (start(i), start(i + 1), format!("round {}", round[0].round))
-    };
-    all.map(band).collect()
 }

@@ -179,8 +179,6 @@ pub struct Plot<'a> {
     pub lines: &'a [Line],
     /// Whether points have markers.
     pub markers: bool,
-    /// Bands behind the lines, as of rounds: from, to, name.
-    pub bands: &'a [(f64, f64, String)],
 }
 
 /// The picture's own units are those of its text, of which a line is 16 high.
@@ -189,9 +187,6 @@ const LEFT: f64 = 52.0;
 const RIGHT: f64 = WIDTH - 32.0;
 const TOP: f64 = 28.0;
 const BOTTOM: f64 = 300.0;
-
-/// Width of a character at most.
-const CHARACTER: f64 = 8.2;
 
 /// The picture, with a legend whose order is that of the lines' ends.
 pub fn lines(plot: &Plot<'_>) -> Markup {
@@ -229,9 +224,6 @@ pub fn lines(plot: &Plot<'_>) -> Markup {
             svg.lines viewBox={ "0 0 " (WIDTH) " " (BOTTOM + 46.0) } role="img" aria-labelledby={ (plot.id) "-t " (plot.id) "-d" } {
                 title id={ (plot.id) "-t" } { (plot.title) }
                 desc id={ (plot.id) "-d" } { (description.join("; ")) }
-                @for (i, (from, to, name)) in plot.bands.iter().enumerate() {
-                    (band(across(*from), across(*to), name, i % 2 == 0))
-                }
                 @for (value, text) in &plot.y.ticks {
                     path.grid d=(format!("M{LEFT} {:.1}H{RIGHT}", up(*value))) {}
                     text.soft x=(LEFT - 8.0) y=(format!("{:.1}", up(*value) + 4.0)) text-anchor="end" { (text) }
@@ -297,19 +289,6 @@ fn marker(line: &Line, (x, y): (f64, f64), title: &str) -> Markup {
     let fill = if line.dashed { "var(--bg)" } else { &colour };
     html! {
         path.marker d=(shape) fill=(fill) stroke=(colour) stroke-width="1.5" { title { (title) } }
-    }
-}
-
-/// A band of the x axis; its name, where that fits.
-fn band(from: f64, to: f64, name: &str, dark: bool) -> Markup {
-    let width = (to - from).max(0.5);
-    let characters = u32::try_from(name.chars().count()).unwrap_or(u32::MAX);
-    html! {
-        rect.band x=(format!("{from:.1}")) y=(TOP) width=(format!("{width:.1}")) height=(BOTTOM - TOP)
-            fill=(colour(6)) opacity=(if dark { "0.12" } else { "0.03" }) {}
-        @if width > CHARACTER * f64::from(characters) {
-            text.soft x=(format!("{:.1}", f64::midpoint(from, to))) y=(TOP + 16.0) text-anchor="middle" { (name) }
-        }
     }
 }
 
@@ -385,7 +364,6 @@ mod tests {
             areas: &[],
             lines: &all,
             markers: false,
-            bands: &[],
         });
         let text = text.into_string();
         let legend = text.split("<ul").nth(1).expect("a legend");

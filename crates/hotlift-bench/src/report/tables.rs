@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use super::group::{Condition, Series};
 use crate::figures::{self, Figure};
-use crate::record::{Completed, Record, ThreadCounts};
+use crate::record::{Completed, Record};
 use crate::table::{Grid, is_the_same_work, pairs, verified};
 
 /// A table, as the terminal has it. A spread stays in one line, below its median where the table is narrow.
@@ -106,34 +106,4 @@ pub fn compared(condition: &Condition<'_>) -> [(&'static str, Figure); 5] {
         ("destination CPU", destination),
         ("bytes", figures::BYTES),
     ]
-}
-
-/// What the kernel has counted for the threads of a run; empty if it was not asked.
-pub fn counts(run: &Completed) -> Markup {
-    let header = [
-        "thread",
-        "side",
-        "CPU ms",
-        "waits",
-        "preempted",
-        "page faults",
-    ];
-    let mut table = Grid::new(header, 1);
-    let mut add = |side: &str, threads: &[ThreadCounts]| {
-        for thread in threads {
-            table.rows.push(vec![
-                thread.name.clone(),
-                side.to_owned(),
-                format!("{:.1}", thread.cpu_s * 1e3),
-                thread.waits.to_string(),
-                thread.preempted.to_string(),
-                thread.page_faults.to_string(),
-            ]);
-        }
-    };
-    add("source", &run.source_threads);
-    add("destination", &run.destination_threads);
-    html! {
-        @if !table.rows.is_empty() { (details("What the kernel has counted", &of(&table))) }
-    }
 }

@@ -2,8 +2,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use hotlift::figures::{SideFigures, ThreadCpu};
-use hotlift_console::events::Moment;
+use hotlift::figures::SideFigures;
 
 use super::super::record::tests::example;
 use super::super::record::{Completed, Engine, Outcome, Record};
@@ -13,21 +12,11 @@ use super::*;
 const HOSTILE: &str =
     "</title><script>console.error('ran')</script><img src=x onerror=alert(1)>&\"'";
 
-fn side(prefix: &str, cpu_s: f64, core_s_per_gib: f64) -> SideFigures {
-    let thread = |name: &str, share: f64| ThreadCpu {
-        name: format!("mig/{prefix}/{name}"),
-        cpu_s: cpu_s * share,
-    };
+fn side(cpu_s: f64, core_s_per_gib: f64) -> SideFigures {
     SideFigures {
         cpu_s,
         cpu_percent: 80.0,
         core_s_per_gib,
-        threads: vec![
-            thread("main", 0.02),
-            thread("chan_0", 0.49),
-            thread("chan_1", 0.487),
-            thread("return", 0.003),
-        ],
         ..SideFigures::default()
     }
 }
@@ -74,10 +63,8 @@ fn records() -> Vec<Record> {
                     run.source.rounds = 3;
                     run.source.ratio = ratio;
                     run.source.transferred_bytes = 300_000_000;
-                    run.source.side = side("src", source * slower * gib, source * slower);
-                    run.destination.side =
-                        side("dst", destination * slower * gib, destination * slower);
-                    run.timeline = timeline(total * 1e3);
+                    run.source.side = side(source * slower * gib, source * slower);
+                    run.destination.side = side(destination * slower * gib, destination * slower);
                     record.outcome = Outcome::Completed(Box::new(run));
                     records.push(record);
                 }
@@ -93,28 +80,6 @@ fn records() -> Vec<Record> {
     records
 }
 
-fn timeline(total_ms: f64) -> Vec<Moment> {
-    let ends = [0.0, 0.7, 0.9, 0.97, 1.0];
-    (0..40)
-        .map(|i| {
-            let at = f64::from(i) / 39.0;
-            let round = ends.iter().rposition(|end| *end <= at).unwrap_or(0).min(3);
-            let left = (ends[round + 1] - at) / (ends[round + 1] - ends[round]);
-            let most = [800.0, 200.0, 60.0, 20.0][round];
-            Moment {
-                elapsed_ms: at * total_ms,
-                status: "active".to_owned(),
-                round: round as u64 + 1,
-                remaining_bytes: hotlift_console::progress::rounded(left * most * 1_048_576.0),
-                transferred_bytes: hotlift_console::progress::rounded(at * 400.0 * 1_048_576.0),
-                bytes_per_second: 1e8,
-                pages_per_second: 9e4,
-                dirty_pages_per_second: 2e4,
-            }
-        })
-        .collect()
-}
-
 fn count(text: &str, what: &str) -> usize {
     text.matches(what).count()
 }
@@ -122,9 +87,9 @@ fn count(text: &str, what: &str) -> usize {
 #[test]
 fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
     let html = html(&records());
-    // Two of the crossover with a line a method, one timeline with two.
-    assert_eq!(count(&html, "<svg class=\"lines\""), 3);
-    assert_eq!(count(&html, "<path class=\"line\""), 4 + 4 + 2);
+    // Two of the crossover with a line a method.
+    assert_eq!(count(&html, "<svg class=\"lines\""), 2);
+    assert_eq!(count(&html, "<path class=\"line\""), 4 + 4);
     // Total time, downtime and CPU of four rates.
     assert!(count(&html, "<table class=\"bars\"") > 12);
     for words in [
@@ -132,12 +97,9 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
         "Fastest, by wire: zstd 1, 2 ch (200 Mbit/s); zlib 1, 2 ch (1 Gbit/s); none, 2 ch (10 Gbit/s to no limit).",
         "54 of 55 runs completed, all of them verified",
         "Hotlift / QEMU",
-        "round by round",
-        "CPU by thread",
         "QEMU zstd 1, 2 ch",
         "no limit",
         "200 Mbit/s",
-        "mig/src/chan_0",
         "a CPU, 2 cores",
         "25 % zero (never touched)",
         "hotlift bench",
@@ -232,13 +194,7 @@ fn names_of_runs_cannot_become_markup() {
     record.machine.destination = Some(HOSTILE.to_owned());
     record.machine.versions = BTreeMap::from([(HOSTILE.to_owned(), HOSTILE.to_owned())]);
     let mut run = Completed::default();
-    run.source.side.threads = vec![ThreadCpu {
-        name: HOSTILE.to_owned(),
-        cpu_s: 1.0,
-    }];
     run.source.side.jobs.devices = vec![HOSTILE.to_owned()];
-    run.timeline = timeline(100.0);
-    run.timeline[0].status = HOSTILE.to_owned();
     let mut failed = record.clone();
     failed.outcome = Outcome::Skipped {
         reason: HOSTILE.to_owned(),
@@ -320,7 +276,7 @@ fn a_browser_shows_the_report_without_a_complaint() {
     };
     let dom = run(&["--dump-dom"]);
     assert_eq!(count(&dom, "<path class=\"line\""), 10, "{dom}");
-    assert_eq!(count(&dom, "<svg class=\"lines\""), 3);
+    assert_eq!(count(&dom, "<svg class=\"lines\""), 2);
     assert!(count(&dom, "<span class=\"bar\"") > 30);
     assert!(!dom.contains("<script"));
     for (name, flags) in [
