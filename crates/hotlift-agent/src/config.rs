@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use hotlift::options::{MAX_SILENCE_TIMEOUT, Options, SILENCE_TIMEOUT};
 use hotlift::{Address, relay};
+use hotlift_mem::FileError;
 use serde::{Deserialize, Serialize};
 
 use crate::values::{Bandwidth, HostPort, Ports, Prefix, Time};
@@ -23,15 +24,9 @@ const MOST: u64 = 1 << 20;
 /// Why there is no configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The file.
-    #[error("cannot read {}", file.display())]
-    Read {
-        /// Which.
-        file: PathBuf,
-        /// The system's reason.
-        #[source]
-        source: std::io::Error,
-    },
+    /// A file that cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A file of an odd size.
     #[error("{} has more than {MOST} bytes", file.display())]
     TooLong {
@@ -66,7 +61,7 @@ impl ConfigError {
     /// Whether there is no file.
     #[must_use]
     pub fn is_no_file(&self) -> bool {
-        matches!(self, Self::Read { source, .. } if source.kind() == std::io::ErrorKind::NotFound)
+        matches!(self, Self::File(file) if file.is_missing())
     }
 }
 
@@ -190,16 +185,13 @@ impl Default for Config {
 
 /// What `file` has.
 fn text_of(file: &Path) -> Result<String, ConfigError> {
-    let read = |source| ConfigError::Read {
-        file: file.to_owned(),
-        source,
-    };
+    let read = FileError::reading(file);
     if std::fs::metadata(file).map_err(read)?.len() > MOST {
         return Err(ConfigError::TooLong {
             file: file.to_owned(),
         });
     }
-    std::fs::read_to_string(file).map_err(read)
+    Ok(std::fs::read_to_string(file).map_err(read)?)
 }
 
 impl Config {

@@ -1,6 +1,5 @@
 //! Why the agent, or something that it carries, failed.
 
-use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -80,11 +79,7 @@ impl AgentError {
     /// What to do next, where that is not plain from the error.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
-            Self::Config(ConfigError::Read { source, .. })
-                if source.kind() == ErrorKind::NotFound =>
-            {
-                Some(NO_FILE)
-            }
+            Self::Config(error) if error.is_no_file() => Some(NO_FILE),
             _ => None,
         }
     }

@@ -8,6 +8,7 @@ use hotlift_console::error::ConsoleError;
 use hotlift_console::output_file;
 
 use super::record::Record;
+use hotlift_mem::FileError;
 
 /// The file, and what could not be written to it yet.
 #[derive(Debug)]
@@ -29,15 +30,13 @@ impl Journal {
             std::fs::create_dir_all(folder)?;
             output_file::open(&path, OpenOptions::new().create(true).append(true))
         };
-        match open() {
-            Ok(file) => Ok(Self {
-                path,
-                file,
-                pending: Vec::new(),
-                told: false,
-            }),
-            Err(source) => Err(ConsoleError::Write { path, source }),
-        }
+        let file = open().map_err(FileError::writing(&path))?;
+        Ok(Self {
+            path,
+            file,
+            pending: Vec::new(),
+            told: false,
+        })
     }
 
     /// Where it is.
@@ -85,10 +84,8 @@ impl Journal {
     /// # Errors
     /// If runs stay unwritten.
     pub fn finish(&mut self) -> Result<(), ConsoleError> {
-        self.write_pending().map_err(|source| ConsoleError::Write {
-            path: self.path.clone(),
-            source,
-        })
+        let written = self.write_pending();
+        Ok(written.map_err(FileError::writing(&self.path))?)
     }
 }
 

@@ -53,6 +53,7 @@ use hotlift_console::output_file;
 use hotlift_console::progress::bytes;
 use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::Interrupt;
+use hotlift_mem::FileError;
 use hotlift_vmm::layout::MAX_VCPUS;
 
 use crate::error::BenchError;
@@ -361,10 +362,8 @@ fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError>
     let path = folder.join("report.html");
     std::fs::create_dir_all(folder)
         .and_then(|()| output_file::write(&path, report::html(records).as_bytes()))
-        .map_err(|source| ConsoleError::Write {
-            path: path.clone(),
-            source,
-        })?;
+        .map_err(FileError::writing(&path))
+        .map_err(ConsoleError::from)?;
     Ok(format!("report: {}", path.display()))
 }
 
@@ -372,7 +371,7 @@ fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError>
 fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
     let mut records = Vec::new();
     for path in files {
-        records.extend(record::read(path)?);
+        records.extend(record::read(path).map_err(ConsoleError::from)?);
     }
     let beside = files.first().and_then(|file| file.parent());
     let folder = out.or(beside).unwrap_or(Path::new("."));

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::tls;
-use hotlift_console::error::ConsoleError;
 use hotlift_console::events::{Filling, Moment};
+use hotlift_mem::FileError;
 use serde::{Deserialize, Serialize};
 
 use super::link::Link;
@@ -292,11 +292,8 @@ impl Row {
 ///
 /// # Errors
 /// If it cannot be read, or a line is not a record; the line is named.
-pub fn read(path: &Path) -> Result<Vec<Record>, ConsoleError> {
-    let failed = |source| ConsoleError::Look {
-        path: path.to_owned(),
-        source,
-    };
+pub fn read(path: &Path) -> Result<Vec<Record>, FileError> {
+    let failed = FileError::of("look at", path);
     let text = std::fs::read_to_string(path).map_err(failed)?;
     let parse = |(number, line)| {
         serde_json::from_str(line)
@@ -404,7 +401,7 @@ pub mod tests {
         std::fs::write(&path, &text).unwrap();
         assert_eq!(read(&path).unwrap(), records);
         std::fs::write(&path, format!("{text}\n{{}}\n")).unwrap();
-        let error = read(&path).unwrap_err().line();
+        let error = hotlift_console::error::error_line(&read(&path).unwrap_err());
         assert!(error.contains("line 4"), "{error}");
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 use hotlift_agent::commands::AgentInfo;
-use hotlift_agent::config::{Config, ConfigError};
+use hotlift_agent::config::Config;
 use hotlift_agent::error::AgentError;
 use hotlift_console::output::complain;
 use hotlift_qmp::{Client, QmpAddress, QmpError};
@@ -42,9 +42,7 @@ pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
 /// The configuration of this host's agent in `file`; that of an agent of which nothing is said if there is none.
 pub fn config_in(file: &Path) -> Result<Config, CommandError> {
     match Config::read(file) {
-        Err(ConfigError::Read { source, .. }) if source.kind() == ErrorKind::NotFound => {
-            Ok(Config::default())
-        }
+        Err(error) if error.is_no_file() => Ok(Config::default()),
         read => read.map_err(|error| agent_error(error.into())),
     }
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 use clap::{Args, Subcommand};
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::{self, complain};
+use hotlift_mem::FileError;
 use hotlift_tls::{
     Authority, CA_DAYS, FOLDERS, File, HOST_DAYS, Issued, Listing, Role, find_folder,
 };
@@ -275,11 +276,8 @@ fn authority(dir: &Path) -> Result<Authority, CertsError> {
     )?)
 }
 
-fn read(path: &Path) -> Result<String, CertsError> {
-    fs::read_to_string(path).map_err(|source| CertsError::Read {
-        path: path.to_owned(),
-        source,
-    })
+fn read(path: &Path) -> Result<String, FileError> {
+    fs::read_to_string(path).map_err(FileError::reading(path))
 }
 
 fn refuse_existing(files: &[PathBuf], force: bool) -> Result<(), CertsError> {
@@ -290,11 +288,8 @@ fn refuse_existing(files: &[PathBuf], force: bool) -> Result<(), CertsError> {
 }
 
 /// Makes a folder for this user alone; those above it are as ever.
-fn make_folder(dir: &Path) -> Result<(), CertsError> {
-    let failed = |source| CertsError::Write {
-        path: dir.to_owned(),
-        source,
-    };
+fn make_folder(dir: &Path) -> Result<(), FileError> {
+    let failed = FileError::writing(dir);
     if dir.is_dir() {
         return Ok(());
     }
@@ -310,18 +305,15 @@ const SECRET: u32 = 0o600;
 
 /// Writes certificate and key. The key comes first: whoever reads in between has an old certificate with a new key, which he
 /// does not take (and tries again), and not a new one that is lost if this ends here.
-fn put(files: &[PathBuf; 2], issued: &Issued, force: bool) -> Result<(), CertsError> {
+fn put(files: &[PathBuf; 2], issued: &Issued, force: bool) -> Result<(), FileError> {
     let [certificate, key] = files;
     write(key, &issued.key, SECRET, force)?;
     write(certificate, &issued.certificate, PUBLIC, force)
 }
 
 /// Writes a file all at once, so that nobody reads half of it.
-fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), CertsError> {
-    let failed = |source| CertsError::Write {
-        path: path.to_owned(),
-        source,
-    };
+fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), FileError> {
+    let failed = FileError::writing(path);
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
     let mut file = tempfile::Builder::new()
         .permissions(Permissions::from_mode(mode))

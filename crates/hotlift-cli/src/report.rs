@@ -13,6 +13,7 @@ use hotlift_console::output_file;
 use hotlift_console::pair::destination_side;
 use hotlift_console::table::{align, align_with_words, new_table};
 use hotlift_console::width;
+use hotlift_mem::FileError;
 use hotlift_vmm::{GuestKind, GuestSettings};
 use serde::ser::Error;
 use serde::{Serialize, Serializer};
@@ -439,13 +440,10 @@ pub fn done_by(jobs: &JobFigures) -> String {
 
 /// Writes all runs as a JSON array.
 pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), ConsoleError> {
-    let failed = |source| ConsoleError::Write {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = FileError::writing(path);
     let mut text = serde_json::to_string_pretty(runs).map_err(|error| failed(error.into()))?;
     text.push('\n');
-    output_file::write(path, text.as_bytes()).map_err(failed)
+    Ok(output_file::write(path, text.as_bytes()).map_err(failed)?)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use hotlift::options::parse_size;
-use hotlift_mem::Backing;
+use hotlift_mem::{Backing, FileError};
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::layout::{Layout, MAX_RAM, MAX_VCPUS, MIN_RAM};
 use hotlift_vmm::workload::Workload;
@@ -150,13 +150,8 @@ impl GuestArgs {
         let Fill::Path(path) = &self.fill else {
             return Ok(());
         };
-        match std::fs::metadata(path) {
-            Ok(_) => Ok(()),
-            Err(source) => Err(ConsoleError::Look {
-                path: path.clone(),
-                source,
-            }),
-        }
+        std::fs::metadata(path).map_err(FileError::of("look at", path))?;
+        Ok(())
     }
 
     /// The guest to make. Says why it is not a KVM guest if nobody asked for another.

@@ -10,6 +10,7 @@ pub use hotlift::error::error_line;
 use hotlift::options::OptionError;
 use hotlift::tls::{TlsError, TlsSetupError};
 use hotlift::transport::TransportError;
+use hotlift_mem::FileError;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
@@ -89,27 +90,12 @@ pub enum ConsoleError {
         /// Of how many.
         runs: usize,
     },
-    /// A file or folder that is to be read.
-    #[error("cannot look at {}", path.display())]
-    Look {
-        /// Which.
-        path: PathBuf,
-        /// The system's reason.
-        #[source]
-        source: io::Error,
-    },
+    /// A file or folder that is to be read, or a file for results.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// Standard output.
     #[error("cannot write the result")]
     Output(#[source] io::Error),
-    /// A file for results.
-    #[error("cannot write {}", path.display())]
-    Write {
-        /// Which.
-        path: PathBuf,
-        /// The system's reason.
-        #[source]
-        source: io::Error,
-    },
     /// A process, or something else that the system is asked for.
     #[error("cannot run '{what}'")]
     Process {

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::Control;
-use hotlift_mem::stdout_was_closed;
+use hotlift_mem::{lock, stdout_was_closed};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
@@ -179,7 +179,7 @@ struct Text {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 }
 

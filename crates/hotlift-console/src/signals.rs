@@ -16,6 +16,7 @@ use tempfile::TempDir;
 
 use crate::error::ConsoleError;
 use crate::output::{self, complain};
+use hotlift_mem::lock;
 
 /// How often the flag is looked at beside another wait.
 pub const TICK: Duration = Duration::from_millis(50);
@@ -35,7 +36,7 @@ impl OwnFolder {
             .prefix("hotlift-")
             .permissions(Permissions::from_mode(0o700));
         let folder = builder.tempdir().map_err(no_folder)?;
-        let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut folders = lock(&FOLDERS);
         folders.push(folder.path().to_owned());
         drop(folders);
         Ok(Self(folder))
@@ -50,7 +51,7 @@ impl OwnFolder {
 impl Drop for OwnFolder {
     fn drop(&mut self) {
         // Its name is anybody's as soon as it is removed.
-        let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut folders = lock(&FOLDERS);
         folders.retain(|folder| folder != self.0.path());
     }
 }
@@ -68,13 +69,13 @@ static LAST_WORDS: Mutex<Option<(u8, String)>> = Mutex::new(None);
 
 /// Ends the process at once.
 fn end() -> ! {
-    let folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let folders = lock(&FOLDERS);
     for folder in folders.iter() {
         // It may be on its way out.
         let _ = std::fs::remove_dir_all(folder);
     }
     drop(folders);
-    let mut last_words = LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut last_words = lock(&LAST_WORDS);
     let Some((code, words)) = last_words.take() else {
         signal_hook::low_level::exit(130);
     };
@@ -116,13 +117,13 @@ struct Flags {
 impl Flags {
     fn set(&self, flag: &AtomicBool) {
         flag.store(true, Ordering::Release);
-        drop(self.waits.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(lock(&self.waits));
         self.changed.notify_all();
     }
 
     /// Waits until a signal has come (true), until `over` is set, or until `end` (false).
     fn wait(&self, end: Option<Instant>, over: &AtomicBool) -> bool {
-        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waits = lock(&self.waits);
         loop {
             if self.raised.load(Ordering::Acquire) {
                 return true;
@@ -200,7 +201,7 @@ impl Interrupt {
     /// A second signal ends the process with these words on stderr and this exit code from now on: what it leaves behind is not
     /// nothing any more. `None`: as before.
     pub fn insisted(&self, last_words: Option<(u8, String)>) {
-        *LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner) = last_words;
+        *lock(&LAST_WORDS) = last_words;
     }
 
     /// Does what a signal does.

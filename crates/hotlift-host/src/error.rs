@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use hotlift_console::error::ConsoleError;
-use hotlift_mem::MemError;
+use hotlift_mem::{FileError, MemError};
 use hotlift_methods::MethodError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
@@ -49,14 +49,8 @@ pub enum HostError {
         source: io::Error,
     },
     /// An image, a folder, or a socket.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// An image without pages.
     #[error("{} has no page of {} bytes in it", path.display(), hotlift_mem::PAGE_SIZE)]
     Empty {

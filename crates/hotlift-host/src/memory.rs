@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use hotlift_mem::{Backing, PAGE_SIZE, RamBlock};
+use hotlift_mem::{Backing, FileError, PAGE_SIZE, RamBlock};
 use hotlift_vmm::fill::{FillSettings, FillSource, fill};
 use hotlift_vmm::layout::Layout;
 use rustix::io::Errno;
@@ -200,10 +200,7 @@ pub struct Image {
 impl Image {
     /// Opens the file.
     pub fn open(path: &Path) -> Result<Self, HostError> {
-        let failed = |source| HostError::Read {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = FileError::reading(path);
         let file = File::open(path).map_err(failed)?;
         let page = PAGE_SIZE as u64;
         let len = file.metadata().map_err(failed)?.len() / page * page;
@@ -236,10 +233,7 @@ impl Memory for Image {
         to.resize(len, 0);
         self.file
             .read_exact_at(to, at)
-            .map_err(|source| HostError::Read {
-                path: self.path.clone(),
-                source,
-            })?;
+            .map_err(FileError::reading(&self.path))?;
         Ok(Some([false; PACKET_PAGES]))
     }
 }

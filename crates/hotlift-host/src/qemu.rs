@@ -4,6 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use hotlift_console::error::ConsoleError;
+use hotlift_mem::FileError;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 use rustix::net::sockopt::socket_peercred;
 use serde_json::Value;
@@ -37,10 +38,7 @@ fn process(address: &QmpAddress) -> Result<u32, HostError> {
         return Err(no_peer());
     };
     // QEMU takes one client at a time: this connection ends before the next one speaks.
-    let socket = UnixStream::connect(path).map_err(|source| HostError::Read {
-        path: path.into(),
-        source,
-    })?;
+    let socket = UnixStream::connect(path).map_err(FileError::reading(path))?;
     let peer = socket_peercred(&socket).map_err(|_| no_peer())?;
     let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(|_| no_peer())?;
     let name = memory::name_of(pid).ok_or_else(no_peer)?;

@@ -1,20 +1,16 @@
 //! Attribute files of sysfs: one value each, in text.
 
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+
+use hotlift_mem::FileError;
 
 /// Why what sysfs says cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SysfsError {
     /// The file or folder is there and cannot be read.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// The file or folder.
-        path: PathBuf,
-        /// The system's reason.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// The file holds something else than its attribute's values.
     #[error("{} holds '{text}', expected {expected}", path.display())]
     Value {
@@ -38,7 +34,7 @@ pub(crate) fn text(folder: &Path, name: &str) -> Result<Option<String>, SysfsErr
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             Ok(None)
         }
-        Err(source) => Err(SysfsError::Read { path, source }),
+        Err(error) => Err(FileError::reading(&path)(error).into()),
     }
 }
 

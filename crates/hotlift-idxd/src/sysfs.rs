@@ -9,6 +9,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::attribute::{OpSet, SysfsError, flag, index, number, op_set, parsed, text};
+use hotlift_mem::FileError;
 
 /// What a device computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -253,14 +254,11 @@ fn pci_address(folder: &Path) -> Option<String> {
 
 /// Names in `folder` that are `prefix` and a number, or two with a dot between; by number.
 fn names(folder: &Path, prefix: &str) -> Result<Vec<String>, SysfsError> {
-    let failed = |source| SysfsError::Read {
-        path: folder.to_owned(),
-        source,
-    };
+    let failed = FileError::reading(folder);
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(failed(error)),
+        Err(error) => return Err(failed(error).into()),
     };
     let mut found = Vec::new();
     for entry in entries {

@@ -1,7 +1,7 @@
 //! The commands of a monitor over a guest of this process: one machine, and one migration of it at a time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
@@ -12,6 +12,7 @@ use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError, MigrationEvent, Options, Status};
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
+use hotlift_mem::lock;
 use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Events, Refusal};
 use hotlift_qmp::{MigrationInfo, StatusInfo, Uuid, UuidInfo};
@@ -596,7 +597,7 @@ impl Commands for GuestMonitor {
 
 impl Machine {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn ram_bytes(&self) -> u64 {

@@ -1,6 +1,6 @@
 //! The commands of a monitor over a relay: it has no guest, so that it is watched, paced and cancelled.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Control, MigrationError, MigrationEvent, Options, Status};
@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use crate::settings::Settings;
 use crate::{command_table, events, introspection, query_migrate, refusal};
+use hotlift_mem::lock;
 
 /// Commands that a relay does not have, and who has what they ask for.
 const OF_OTHERS: &[(&str, &str)] = &[
@@ -205,7 +206,7 @@ impl Commands for RelayMonitor {
 
 impl Relay {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// As the engine has it; the end is shown with its figures, by [`RelayMonitor::ended`].

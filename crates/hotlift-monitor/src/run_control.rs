@@ -3,10 +3,10 @@
 //! It runs when neither keeps it from running. A guest that its operator has stopped arrives stopped, as
 //! QEMU's do, and in QEMU's way: the run state travels as the device `globalstate`.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use hotlift::guest::{Announcer, DeviceState, Guest, GuestError};
-use hotlift_mem::{DirtyBitmap, RamBlock};
+use hotlift_mem::{DirtyBitmap, RamBlock, lock};
 
 /// Whether the guest runs; QEMU's names (`RunState`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,9 +72,7 @@ impl RunControl {
     }
 
     fn lock(&self) -> MutexGuard<'_, StoppedBy> {
-        self.stopped_by
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.stopped_by)
     }
 
     /// Whether the operator wants it stopped.

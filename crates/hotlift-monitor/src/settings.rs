@@ -1,6 +1,6 @@
 //! The options of a monitor: capabilities and parameters, as they are set and asked for.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use hotlift::options::{Kind, OPTIONS, QmpRefusal};
 use hotlift::{Control, Options};
@@ -11,6 +11,7 @@ use hotlift_qmp::server::Refusal;
 use serde_json::{Map, Value};
 
 use crate::command_table::check_members;
+use hotlift_mem::lock;
 
 /// What a client hears that wants another migration, or other capabilities, while one is under way.
 pub const IN_PROGRESS: &str = "There's a migration process in progress";
@@ -33,7 +34,7 @@ impl Settings {
     }
 
     fn lock(&self) -> MutexGuard<'_, Options> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// As a migration takes them. Parameters of multifd are QEMU's to ignore while that is off.

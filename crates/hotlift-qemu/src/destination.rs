@@ -21,6 +21,7 @@ use crate::process::{Custody, Started, waits_for_cont};
 use crate::run_state::{Before, Judgement, judge};
 use crate::settings::{self, Changed};
 use crate::vm::Vm;
+use hotlift_mem::lock;
 
 /// How long the QMP socket of a waiting QEMU is tried.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -257,7 +258,7 @@ impl Destination {
 
     /// This QEMU, for one command.
     pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
-        self.qemu.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.qemu)
     }
 
     /// To be given up when it may run its guest.
@@ -267,7 +268,7 @@ impl Destination {
 
     fn process(&self) -> Option<MutexGuard<'_, Started>> {
         let process = self.process.as_ref()?;
-        Some(process.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(lock(process))
     }
 
     /// A socket for the stream, in a folder that goes with this.
@@ -321,7 +322,7 @@ impl Destination {
     }
 
     fn before(&self) -> MutexGuard<'_, Before> {
-        self.before.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.before)
     }
 
     /// Whether it has taken the guest, whose state before was `was`, as far as it says so at once. One that was started here and
@@ -469,7 +470,7 @@ impl Destination {
     }
 
     fn settled(&self) -> MutexGuard<'_, Option<Statement>> {
-        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.settled)
     }
 
     /// What is to be said of a guest that is in this state here.
@@ -578,10 +579,7 @@ impl Destination {
         if let Some(settled) = &*self.settled() {
             return settled.clone();
         }
-        let mut ask_again_at = self
-            .ask_again_at
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut ask_again_at = lock(&self.ask_again_at);
         let answer = if ask_again_at.is_some_and(|until| Instant::now() < until) {
             Err("QEMU does not answer over QMP".to_owned())
         } else {

@@ -5,12 +5,13 @@
 //! is QEMU's. A look follows each write (inotify), so that only what others write within the same moment is taken for
 //! QEMU's.
 
+use hotlift_mem::lock;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -70,7 +71,7 @@ impl LogFile {
     /// What QEMU has written, as far as it is kept.
     pub fn written(&self) -> Vec<u8> {
         self.look();
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = lock(&self.seen);
         let mut written = Vec::new();
         for part in &seen.parts {
             let length = (part.end - part.start).min(PART);
@@ -84,7 +85,7 @@ impl LogFile {
 
     /// Notes what was appended since the last look.
     fn look(&self) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = lock(&self.seen);
         // The end first: what QEMU appends between the two is QEMU's by its position.
         let Ok(end) = self.file.metadata().map(|file| file.len()) else {
             return;

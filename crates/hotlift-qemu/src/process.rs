@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use hotlift_console::error::ConsoleError;
@@ -23,6 +23,7 @@ use crate::error::{QemuError, at_destination};
 use crate::guard::Guard;
 use crate::launch::{self, NoAnswer};
 use crate::stderr::{ErrorOutput, Streams};
+use hotlift_mem::lock;
 
 /// How long a killed QEMU may take to end: one that waits for storage that hangs cannot be killed. Below the default of
 /// `settle-timeout`, so that the other side is answered in time.
@@ -71,7 +72,7 @@ impl Custody {
     }
 
     fn guard(&self) -> MutexGuard<'_, Option<Guard>> {
-        self.0.guard.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.guard)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The QEMU whose guest is to leave: prepared, watched, and put back if the guest stays.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use hotlift::MigrationError;
@@ -17,6 +17,7 @@ use crate::connect::connect;
 use crate::error::{QemuError, Side, at_source};
 use crate::settings::{self, Changed};
 use crate::vm::Vm;
+use hotlift_mem::lock;
 
 /// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
 const CONNECT: Duration = Duration::from_secs(2);
@@ -174,7 +175,7 @@ impl Source {
 
     /// This QEMU, for one command.
     pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
-        self.qemu.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.qemu)
     }
 
     /// Its VM, to be compared with the destination's.
@@ -409,7 +410,7 @@ impl Source {
     }
 
     fn changed(&self) -> MutexGuard<'_, Option<Changed>> {
-        self.changed.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.changed)
     }
 }
 

@@ -6,7 +6,7 @@ use std::io::{self, BufRead, BufReader, PipeReader, Read};
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use hotlift_qmp::one_line;
 use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
 
 use crate::log_file::LogFile;
+use hotlift_mem::lock;
 
 /// Standard error of this process, as a path.
 const STDERR: &str = "/proc/self/fd/2";
@@ -105,9 +106,7 @@ impl ErrorOutput {
         self.finish();
         let mut found = Errors::default();
         let errors = match &self.0 {
-            Captured::PassedOn { errors, .. } => {
-                errors.lock().unwrap_or_else(PoisonError::into_inner).line()
-            }
+            Captured::PassedOn { errors, .. } => lock(errors).line(),
             Captured::Logged(log) => {
                 for line in String::from_utf8_lossy(&log.written()).lines() {
                     found.take(line);
@@ -180,9 +179,7 @@ fn pass_on(output: PipeReader) -> Captured {
         ) {
             let text = String::from_utf8_lossy(&line);
             let text = text.trim_end_matches('\n');
-            kept.lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take(text);
+            lock(&kept).take(text);
             hotlift_console::output::err(text);
             line.clear();
         }

@@ -1,7 +1,8 @@
 //! The exporter (RFC 8446, section 7.5): a secret that both ends of one connection know, and nobody else.
 
+use hotlift_mem::lock;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use aws_lc_rs::hmac;
 use rustls::crypto::tls13::OkmBlock;
@@ -89,7 +90,7 @@ pub(crate) struct ExporterSecret(Mutex<Option<OkmBlock>>);
 
 impl ExporterSecret {
     pub(crate) fn exporter(&self, suite: &'static Tls13CipherSuite) -> Option<Exporter> {
-        let mut secret = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut secret = lock(&self.0);
         let secret = Arc::new(secret.take()?);
         Some(Exporter { secret, suite })
     }
@@ -107,7 +108,7 @@ const EXPORTER_SECRET: &str = "EXPORTER_SECRET";
 impl KeyLog for ExporterSecret {
     fn log(&self, label: &str, _client_random: &[u8], secret: &[u8]) {
         if self.will_log(label) && secret.len() <= OkmBlock::MAX_LEN {
-            let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut kept = lock(&self.0);
             *kept = Some(OkmBlock::new(secret));
         }
     }

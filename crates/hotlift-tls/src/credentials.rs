@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use rustls::RootCertStore;
@@ -19,6 +19,7 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use crate::error::{CredentialsError, date};
 use crate::identity::{Identity, issuer_of_list};
 use crate::provider::provider;
+use hotlift_mem::{FileError, lock};
 
 /// Where certificates are looked for if no folder is given: Hotlift's own, then QEMU's, which libvirt fills.
 pub const FOLDERS: [&str; 2] = ["/etc/pki/hotlift", "/etc/pki/qemu"];
@@ -360,7 +361,7 @@ impl Credentials {
 
     /// What is to be used for a connection that begins now.
     pub(crate) fn current(&self) -> Arc<Material> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loaded = lock(&self.loaded);
         let stamps = Stamps::of(&self.dir);
         if stamps != loaded.stamps {
             match Material::read(&self.dir) {
@@ -403,7 +404,7 @@ impl Credentials {
             warnings.extend(key_is_readable(&key));
         }
         warnings.dedup();
-        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let loaded = lock(&self.loaded);
         warnings.extend(
             loaded
                 .problem
@@ -549,10 +550,7 @@ fn contents(path: &Path) -> Result<Vec<u8>, CredentialsError> {
             .read_to_end(&mut text)?;
         Ok(text)
     };
-    let text = read().map_err(|source| CredentialsError::Read {
-        file: path.to_owned(),
-        source,
-    })?;
+    let text = read().map_err(FileError::reading(path))?;
     if text.len() as u64 > MAX_FILE {
         return Err(CredentialsError::TooLarge {
             file: path.to_owned(),

@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 use rustls::AlertDescription;
 
 use crate::identity::NotACertificate;
+use hotlift_mem::FileError;
 
 /// Why a folder of certificates cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -44,14 +45,8 @@ pub enum CredentialsError {
         role: &'static str,
     },
     /// A file that cannot be read.
-    #[error("cannot read {}", file.display())]
-    Read {
-        /// The file.
-        file: PathBuf,
-        /// The system's reason.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A file that is larger than any such file.
     #[error("{} has more than {limit} bytes", file.display())]
     TooLarge {

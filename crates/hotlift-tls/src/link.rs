@@ -1,13 +1,14 @@
 //! What the two directions of a connection share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use rustls::kernel::KernelConnection;
 
 use crate::cipher::Cipher;
 use crate::error::RecordError;
 use crate::record::{MAX_RECORD, OVERHEAD, RECORD_PLAINTEXT};
+use hotlift_mem::lock;
 
 /// Buffer of the direction that has much to say: three records of [`crate::RECORD_PLAINTEXT`], each with what seals it. Two
 /// to a system call took 5 % more of both sides' CPU; a fourth does not fit into 64 KiB with [`SMALL_BUFFER`].
@@ -77,7 +78,7 @@ impl Link {
     }
 
     fn keys(&self) -> MutexGuard<'_, Box<dyn Keys>> {
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.keys)
     }
 
     /// The reader has met a request.

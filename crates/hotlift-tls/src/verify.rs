@@ -1,6 +1,6 @@
 //! The other side's certificate: who it says that it is, whether the CA says so, too, and whether it is on the list.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use rustls::client::WebPkiServerVerifier;
@@ -13,6 +13,7 @@ use crate::authz::Authz;
 use crate::credentials::{Material, Role};
 use crate::error::{Fault, TlsError};
 use crate::identity::{Identity, at};
+use hotlift_mem::lock;
 
 /// Characters of a stranger's name that a message shows: it may have sixty thousand.
 const MAX_SHOWN: usize = 200;
@@ -23,11 +24,11 @@ pub(crate) struct Seen(Arc<Mutex<Option<Identity>>>);
 
 impl Seen {
     pub(crate) fn take(&self) -> Option<Identity> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.0).take()
     }
 
     fn put(&self, identity: Identity) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(identity);
+        *lock(&self.0) = Some(identity);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Letting vCPU threads run, for all of the time or part of it, and waiting until none of them does.
 
+use hotlift_mem::lock;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -178,7 +179,7 @@ impl Control {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

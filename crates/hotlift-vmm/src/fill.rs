@@ -12,12 +12,11 @@ mod image;
 mod mixed;
 
 use std::fs::File;
-use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hotlift_mem::{MemError, PAGE_SIZE, RamBlock, zero};
+use hotlift_mem::{FileError, MemError, PAGE_SIZE, RamBlock, zero};
 
 use crate::bytes::{reduce, to_u64, to_usize};
 use crate::layout::{Layout, filled_offset};
@@ -96,24 +95,9 @@ pub enum FillError {
         /// The folder or file.
         path: PathBuf,
     },
-    /// A file or folder could not be read.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// The file or folder.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// The file to write to could not be written.
-    #[error("cannot write {}", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
+    /// A file or folder that cannot be read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// Guest memory could not be written.
     #[error("cannot write guest memory")]
     Memory(#[from] MemError),
@@ -160,10 +144,7 @@ pub fn write_fill(
 ) -> Result<Filled, FillError> {
     let pages = Pages::new(layout.filled_pages(), settings)?;
     let digester = Digester::new(layout);
-    let failed = |source| FillError::Write {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = FileError::writing(path);
     let file = File::create(path).map_err(failed)?;
     file.set_len(layout.filled().end - layout.filled().start)
         .map_err(failed)?;

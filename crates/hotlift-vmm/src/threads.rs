@@ -2,12 +2,12 @@
 //! they wrote.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hotlift::guest::{DeviceState, Guest, GuestError};
-use hotlift_mem::{DirtyBitmap, MemError, PAGE_SIZE, RamBlock};
+use hotlift_mem::{DirtyBitmap, MemError, PAGE_SIZE, RamBlock, lock};
 
 use crate::builtin::{BuiltinGuest, CreateError};
 use crate::bytes::to_usize;
@@ -99,14 +99,11 @@ impl ThreadsGuest {
     }
 
     fn life(&self) -> MutexGuard<'_, Life> {
-        self.shared
-            .life
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.life)
     }
 
     fn command(&self) -> MutexGuard<'_, ()> {
-        self.commands.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.commands)
     }
 
     fn want(&self, want: Want) {
@@ -147,21 +144,14 @@ impl Shared {
                 Ok(Err(error)) => format!("vCPU {index} cannot write: {error}"),
                 Err(_) => format!("vCPU {index} panicked"),
             };
-            self.death
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .get_or_insert(reason);
+            lock(&self.death).get_or_insert(reason);
             return;
         }
     }
 
     /// Writes at the pace asked for until it is to stop.
     fn work(&self, index: u8) -> Result<(), MemError> {
-        let program = self
-            .life
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .program;
+        let program = lock(&self.life).program;
         let generator = Generator::new(program.workload, program.seed, &program.layout, index);
         let pace = program.pace();
         let tick = Duration::from_micros(pace.tick_us);
@@ -410,12 +400,7 @@ impl BuiltinGuest for ThreadsGuest {
     }
 
     fn health(&self) -> Result<(), GuestError> {
-        match &*self
-            .shared
-            .death
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-        {
+        match &*lock(&self.shared.death) {
             None => Ok(()),
             Some(reason) => Err(GuestError::new("go on running", reason.clone())),
         }

@@ -5,10 +5,11 @@
 //! does between two exits has no end that it could wait for.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::thread::JoinHandle;
 
 use crate::control::Control;
+use hotlift_mem::lock;
 
 /// Ends the slices of a guest's vCPUs while there are any.
 #[derive(Default)]
@@ -23,7 +24,7 @@ impl Throttle {
         control: &Control,
         spawn: impl FnOnce() -> io::Result<JoinHandle<()>>,
     ) -> bool {
-        let mut thread = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut thread = lock(&self.0);
         control.throttle(percent);
         match (percent, thread.take()) {
             (0, Some(ended)) => {

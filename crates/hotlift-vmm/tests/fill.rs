@@ -258,7 +258,7 @@ fn an_image_that_is_empty_or_not_there_is_said_by_name() {
     let error = fill(&ram(), &layout(), &of_image(&path)).unwrap_err();
     assert!(matches!(error, FillError::Empty { .. }), "{error}");
     let error = fill(&ram(), &layout(), &of_image(folder.path())).unwrap_err();
-    assert!(matches!(error, FillError::Read { .. }), "{error}");
+    assert!(matches!(error, FillError::File(_)), "{error}");
 }
 
 #[test]
@@ -354,7 +354,7 @@ fn what_cannot_be_read_is_named() {
     assert!(matches!(attempt(&from(&folder)), FillError::Empty { .. }));
     fs::write(folder.path().join("broken.zst"), b"not packed").unwrap();
     match attempt(&from(&folder)) {
-        FillError::Read { path, .. } => assert!(path.ends_with("broken.zst")),
+        FillError::File(file) => assert!(file.path.ends_with("broken.zst")),
         other => panic!("{other}"),
     }
     let share = FillSettings {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use hotlift_console::error::ConsoleError;
 use hotlift_console::events::Filling;
 use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_mem::FileError;
 use hotlift_qemu::launch::{self, NoAnswer};
 use hotlift_qmp::Qemu;
 use hotlift_vmm::fill::{FillSettings, write_fill};
@@ -73,10 +74,8 @@ impl Image {
         layout: &Layout,
         settings: &FillSettings,
     ) -> Result<(File, Filling), BenchError> {
-        let failed = |source| ConsoleError::Write {
-            path: tempfile::env::temp_dir(),
-            source,
-        };
+        let folder = tempfile::env::temp_dir();
+        let failed = |source| ConsoleError::from(FileError::writing(&folder)(source));
         let mut kept = self.0.borrow_mut();
         if let Some(kept) = kept.as_ref()
             && kept.layout == *layout

@@ -1,8 +1,8 @@
 //! Why `hotlift certs` failed.
 
-use std::io;
 use std::path::PathBuf;
 
+use hotlift_mem::FileError;
 use hotlift_tls::{AuthorityError, CredentialsError};
 
 /// Why `hotlift certs` failed.
@@ -10,18 +10,8 @@ use hotlift_tls::{AuthorityError, CredentialsError};
 pub enum CertsError {
     #[error("{} exists already: --force replaces it", path.display())]
     Exists { path: PathBuf },
-    #[error("cannot read {}", path.display())]
-    Read {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("cannot write {}", path.display())]
-    Write {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error("{} has no CA to sign with ({})", dir.display(), file)]
     NoCa { dir: PathBuf, file: &'static str },
     #[error(transparent)]

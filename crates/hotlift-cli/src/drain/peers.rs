@@ -1,7 +1,7 @@
 //! Whether the destinations of a drain answer.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -9,6 +9,7 @@ use hotlift_console::error::error_line;
 
 use crate::drain::plan::{Plan, short};
 use crate::libvirt::virsh::{Libvirt, VirshError};
+use hotlift_mem::lock;
 
 /// Between two looks whether a destination answers; at the second time that it does not it is lost.
 const PEER_LOOK: Duration = Duration::from_secs(3);
@@ -56,7 +57,7 @@ fn watch(lost: &Weak<Mutex<Option<String>>>, to: &Libvirt) {
                 failures += 1;
                 if failures == 2 {
                     let reason = lost_for(to, &error);
-                    *lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(reason);
+                    *lock(&lost) = Some(reason);
                     return;
                 }
             }
@@ -69,7 +70,7 @@ fn watch(lost: &Weak<Mutex<Option<String>>>, to: &Libvirt) {
 /// The destinations that are lost, and why.
 pub fn lost(watches: &[Watch]) -> Vec<(String, String)> {
     let reason = |watch: &Watch| {
-        let lost = watch.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        let lost = lock(&watch.lost);
         Some((watch.uri.clone(), lost.clone()?))
     };
     watches.iter().filter_map(reason).collect()

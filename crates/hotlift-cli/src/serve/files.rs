@@ -10,6 +10,7 @@ use hotlift_console::output::{complain, say};
 use hotlift_console::progress::bytes;
 use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
+use hotlift_mem::FileError;
 use serde::Serialize;
 
 use super::{ServeArgs, address_of};
@@ -98,10 +99,9 @@ impl Event {
 /// Serves the files of `folder` until a signal comes, which is the end that is meant for it.
 pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(), CommandError> {
     // Before anybody is told that he may come.
-    std::fs::read_dir(folder).map_err(|source| ConsoleError::Look {
-        path: folder.to_owned(),
-        source,
-    })?;
+    std::fs::read_dir(folder)
+        .map_err(FileError::of("look at", folder))
+        .map_err(ConsoleError::from)?;
     let tls = security::tls(&args.limits.options(), &args.listen)?;
     let listener = args.listen.listen()?;
     let address = address_of(&listener)?.to_string();

@@ -9,6 +9,7 @@ use hotlift_idxd::CpuFeatures;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use super::AccelError;
+use hotlift_mem::FileError;
 
 /// Capabilities, by their bit in `/proc/self/status` (`linux/capability.h`).
 #[derive(Debug, Clone, Copy)]
@@ -41,11 +42,10 @@ pub struct Host {
 
 impl Host {
     pub fn new(root: &Path) -> Result<Self, AccelError> {
-        let failed = |source| ConsoleError::Look {
-            path: root.to_owned(),
-            source,
-        };
-        let root = root.canonicalize().map_err(failed)?;
+        let looked = root.canonicalize();
+        let root = looked
+            .map_err(FileError::of("look at", root))
+            .map_err(ConsoleError::from)?;
         let mut host = Self {
             live: root == Path::new("/"),
             root,

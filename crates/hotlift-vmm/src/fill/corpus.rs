@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use hotlift_mem::PAGE_SIZE;
+use hotlift_mem::{FileError, PAGE_SIZE};
 
 use super::FillError;
 use crate::bytes::{low_u8, to_u64, to_usize};
@@ -30,7 +30,7 @@ impl Corpus {
             if left == 0 {
                 break;
             }
-            append(&path, left, &mut bytes).map_err(|source| FillError::Read { path, source })?;
+            append(&path, left, &mut bytes).map_err(FileError::reading(&path))?;
         }
         if bytes.is_empty() {
             return Err(FillError::Empty {
@@ -80,10 +80,7 @@ pub(super) fn perturbation(repetition: u64, seed: u64, len: u64) -> (u64, u8) {
 
 /// The regular files under `folder`, sorted by path. Links are not followed.
 fn list(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), FillError> {
-    let failed = |source| FillError::Read {
-        path: folder.to_owned(),
-        source,
-    };
+    let failed = FileError::reading(folder);
     let mut entries = fs::read_dir(folder)
         .and_then(Iterator::collect::<io::Result<Vec<_>>>)
         .map_err(failed)?;

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use hotlift_mem::{PAGE_SIZE, zero};
+use hotlift_mem::{FileError, PAGE_SIZE, zero};
 
 use super::FillError;
 use super::corpus::{append, perturbation};
@@ -29,10 +29,7 @@ enum Bytes {
 impl Image {
     /// Opens the file `path`, of which `enough` bytes are wanted at most.
     pub fn open(path: &Path, enough: u64, seed: u64) -> Result<Self, FillError> {
-        let failed = |source| FillError::Read {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = FileError::reading(path);
         let (bytes, len) = if path.extension().is_some_and(|extension| extension == "zst") {
             let mut bytes = Vec::new();
             append(path, enough, &mut bytes).map_err(failed)?;
@@ -42,9 +39,8 @@ impl Image {
             let file = File::open(path).map_err(failed)?;
             let metadata = file.metadata().map_err(failed)?;
             if !metadata.is_file() {
-                return Err(failed(io::Error::other(
-                    "neither a folder nor a regular file",
-                )));
+                let problem = io::Error::other("neither a folder nor a regular file");
+                return Err(failed(problem).into());
             }
             (Bytes::File(file), metadata.len())
         };
@@ -79,10 +75,7 @@ impl Image {
             }
             Bytes::File(file) => {
                 let read = file.read_exact_at(&mut page[..filled], at);
-                read.map_err(|source| FillError::Read {
-                    path: self.path.clone(),
-                    source,
-                })?;
+                read.map_err(FileError::reading(&self.path))?;
             }
         }
         if constant != 0 && !zero::is_zero(page) {

@@ -20,12 +20,12 @@ mod vcpu;
 mod vm;
 
 use std::os::unix::thread::JoinHandleExt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use hotlift::guest::{DeviceState, Guest, GuestError};
-use hotlift_mem::{DirtyBitmap, RamBlock};
+use hotlift_mem::{DirtyBitmap, RamBlock, lock};
 use kvm_ioctls::VmFd;
 
 use crate::builtin::{BuiltinGuest, CreateError};
@@ -116,11 +116,11 @@ impl KvmGuest {
     }
 
     fn life(&self) -> MutexGuard<'_, Life> {
-        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.life)
     }
 
     fn command(&self) -> MutexGuard<'_, ()> {
-        self.commands.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.commands)
     }
 
     fn stop(&self, want: Want) {
@@ -391,23 +391,14 @@ impl BuiltinGuest for KvmGuest {
     }
 
     fn health(&self) -> Result<(), GuestError> {
-        match &*self
-            .shared
-            .death
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-        {
+        match &*lock(&self.shared.death) {
             None => Ok(()),
             Some(reason) => Err(GuestError::new("go on running", reason.clone())),
         }
     }
 
     fn serial(&self) -> Vec<String> {
-        let mut lines = self
-            .shared
-            .lines
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut lines = lock(&self.shared.lines);
         lines.drain(..).collect()
     }
 }

@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Mutex, MutexGuard, Once};
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
@@ -21,6 +21,7 @@ use super::program::{
 };
 use super::state::MAX_LINE;
 use crate::control::{Control, Want};
+use hotlift_mem::lock;
 
 /// Serial lines kept for who asks; older ones are forgotten.
 const MAX_LINES: usize = 1000;
@@ -95,7 +96,7 @@ impl Vcpu {
 
     /// The vCPU, once it does not run.
     pub fn core(&self) -> MutexGuard<'_, Core> {
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.core)
     }
 
     /// First half of stopping it; the signal is the second.
@@ -113,11 +114,7 @@ impl Vcpu {
                 Ok(Stop::Ready(_)) => {}
                 Err(reason) => {
                     let reason = format!("vCPU {}: {reason}", self.index);
-                    shared
-                        .death
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .get_or_insert(reason);
+                    lock(&shared.death).get_or_insert(reason);
                     return;
                 }
             }
@@ -295,7 +292,7 @@ fn put(line: &mut Vec<u8>, byte: u8, shared: &Shared) {
     }
     let text = String::from_utf8_lossy(line).into_owned();
     line.clear();
-    let mut lines = shared.lines.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut lines = lock(&shared.lines);
     if lines.len() == MAX_LINES {
         lines.pop_front();
     }

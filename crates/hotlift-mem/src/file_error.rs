@@ -1,0 +1,44 @@
+//! A file or folder that cannot be used.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// A failed use of a file or folder.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {verb} {}", path.display())]
+pub struct FileError {
+    /// The use: `read`, `write`.
+    pub verb: &'static str,
+    /// The file or folder.
+    pub path: PathBuf,
+    /// The system's reason.
+    #[source]
+    pub source: io::Error,
+}
+
+impl FileError {
+    /// Makes the error of a failed use of `path`, for [`Result::map_err`].
+    pub fn of(verb: &'static str, path: &Path) -> impl Fn(io::Error) -> Self + Copy {
+        move |source| Self {
+            verb,
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    /// The same of a file that cannot be read.
+    pub fn reading(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
+        Self::of("read", path)
+    }
+
+    /// The same of a file that cannot be written.
+    pub fn writing(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
+        Self::of("write", path)
+    }
+
+    /// Whether there is no such file.
+    #[must_use]
+    pub fn is_missing(&self) -> bool {
+        self.source.kind() == io::ErrorKind::NotFound
+    }
+}

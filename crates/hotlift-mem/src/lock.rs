@@ -1,0 +1,8 @@
+//! Mutexes without poisoning.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a mutex whose holder cannot leave anything half done, not even by a panic.
+pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
