@@ -1,26 +1,17 @@
-//! The source asks the destination what became of the guest, on a connection of its own.
+//! Carries out the source's question about its guest, on connections of their own.
 
 use std::io::Write;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_wire::settle::{ANSWER_LEN, Doing, MigrationId, Outcome, heard, question, read_answer};
+use hotlift_wire::settle::{ANSWER_LEN, Doing, MigrationId, heard, question};
 
 use crate::handover::Word;
+use crate::handover::settle::{Question, Step, statement};
 use crate::remote::Remote;
 use crate::transport::Stream;
 
-/// How long one attempt may take. Short, so that a network that is back is found soon: a SYN that was lost
-/// is sent again by the kernel after 1, 3, 7 … s, a new connection at once.
-const ATTEMPT: Duration = Duration::from_millis(1500);
-
-/// Between two attempts.
-const PAUSE: Duration = Duration::from_millis(100);
-
-/// How long a destination that was told to run the guest may be silent before it is asked on a connection of its
-/// own. It has loaded everything by then: some milliseconds are usual.
-const ASK_AFTER: Duration = Duration::from_secs(5);
-
-/// How long a destination is told of a migration that ended before the commit.
+/// Time limit for informing a destination of a migration that ended before the commit.
 const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Waits for `patience` for the destination's statement, and for the guest's run state there. The statement comes on the stream,
@@ -31,44 +22,30 @@ pub(crate) fn await_word(
     to_ask: Option<(&Remote, MigrationId)>,
     on_stream: &mut dyn FnMut(Duration) -> Option<(Word, Doing)>,
 ) -> Option<(Word, Doing)> {
-    let committed = Instant::now();
-    let silence = to_ask.map_or(patience, |_| patience.min(ASK_AFTER));
-    if let Some(word) = on_stream(silence) {
-        return Some(word);
+    let mut question = Question::after_commit(Instant::now(), patience, to_ask.is_some());
+    while let Some(step) = question.next(Instant::now()) {
+        let statement = match step {
+            Step::Listen(wait) => on_stream(wait),
+            Step::Ask(within) => to_ask.and_then(|(to, id)| ask_once(to, id, within)),
+            Step::Pause(wait) => {
+                thread::sleep(wait);
+                on_stream(Duration::ZERO)
+            }
+        };
+        if statement.is_some() {
+            return statement;
+        }
     }
-    let (to, id) = to_ask?;
-    let left = patience.saturating_sub(committed.elapsed());
-    ask(to, id, left, &mut || on_stream(Duration::ZERO))
+    None
 }
 
-/// Of a migration that ended before the commit: a destination that has loaded everything may wait for a source that
+/// Informs the destination of a migration that ended before the commit: one that loaded everything may wait for a source that
 /// may have committed, and need not after this.
 pub(crate) fn say_farewell(to: &Remote, id: MigrationId) {
     ask_once(to, id, FAREWELL);
 }
 
-/// Asks `to` about `id` until it makes a statement, `other_word` brings one, or `patience` is over.
-pub(crate) fn ask(
-    to: &Remote,
-    id: MigrationId,
-    patience: Duration,
-    other_word: &mut dyn FnMut() -> Option<(Word, Doing)>,
-) -> Option<(Word, Doing)> {
-    let deadline = Instant::now() + patience;
-    loop {
-        if let Some(word) = other_word() {
-            return Some(word);
-        }
-        let left = deadline.checked_duration_since(Instant::now())?;
-        if let Some(word) = ask_once(to, id, left.min(ATTEMPT)) {
-            return Some(word);
-        }
-        std::thread::sleep(PAUSE.min(deadline.saturating_duration_since(Instant::now())));
-    }
-}
-
-/// One question. What is no statement (no connection, no answer, "ask again", an answer that is damaged) is
-/// `None`.
+/// Asks one question. No connection, no answer in time, and an answer without a statement are `None`.
 pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Option<(Word, Doing)> {
     let stream = to.connect(patience).ok()?;
     stream.set_timeouts(patience).ok()?;
@@ -82,19 +59,15 @@ pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Opti
             _ => return None,
         }
     }
-    let (outcome, doing) = read_answer(&answer, id).ok()?;
-    let word = match outcome {
-        Outcome::Runs => Word::Runs,
-        Outcome::Never => Word::Never,
-        Outcome::HasAll => Word::HasAll,
-        Outcome::Unknown | Outcome::Undecided => return None,
-    };
-    say_heard(&stream, id);
-    Some((word, doing))
+    let statement = statement(&answer, id);
+    if statement.is_some() {
+        say_heard(&stream, id);
+    }
+    statement
 }
 
-/// Tells the destination that its word was heard, so that it need not wait for a question. One that does not
-/// hear it waits in vain.
+/// Confirms to the destination that its statement arrived, so that it need not wait for a question. Without the confirmation
+/// it waits in vain.
 pub(crate) fn say_heard(mut stream: &Stream, id: MigrationId) {
     let _ = stream.write_all(&heard(id));
 }

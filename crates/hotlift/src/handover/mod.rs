@@ -70,11 +70,12 @@
 //! The tests explore every order of messages, losses, cuts, kills and cancels on exactly this code
 //! (`model`).
 
-pub(crate) mod ask;
+mod ask;
 mod destination;
 mod giving;
 #[cfg(test)]
 mod model;
+pub(crate) mod settle;
 mod source;
 
 pub(crate) use ask::{ask_once, await_word, say_farewell, say_heard};

@@ -637,11 +637,8 @@ impl Model for HandOver {
                     return None;
                 };
                 state.question = None;
-                let word = match ANSWERS[usize::from(code)] {
-                    Outcome::Runs => Word::Runs,
-                    Outcome::Never => Word::Never,
-                    Outcome::HasAll => Word::HasAll,
-                    Outcome::Unknown | Outcome::Undecided => return Some(state),
+                let Some(word) = Word::of_outcome(ANSWERS[usize::from(code)]) else {
+                    return Some(state);
                 };
                 if state.source.hear(word) {
                     if self.mutant == Mutant::LetsGoOfPages {

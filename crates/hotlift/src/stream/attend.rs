@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use hotlift_wire::settle::{HEARD_LEN, heard};
 use rustix::event::PollFlags;
 
+use crate::handover::settle::{AnswerPeriod, Confirmation};
 use crate::life::Life;
 use crate::stream::door::{Arrival, Asked, Door};
 use crate::transport::Stream;
@@ -44,18 +44,12 @@ pub(crate) fn attend(
 /// A connection of the migration on which the source may say that it knows the outcome.
 struct Lingering<'a> {
     stream: &'a Stream,
-    /// The last bytes that came.
-    last: Vec<u8>,
+    last: Confirmation,
     open: bool,
 }
 
-/// How long a destination that is cancelled still answers: a source that has lost its connections asks at once, and
-/// keeps its guest paused without an answer.
-const CALLED_OFF: Duration = Duration::from_secs(10);
-
 /// Answers until the source has said, on one of `streams` or after a question, that it knows the outcome; until
-/// it cannot ask any more, which is after `patience`, or [`CALLED_OFF`] after a cancel. `read_ahead` was read of the
-/// first stream before.
+/// it cannot ask any more, by [`AnswerPeriod`]. `read_ahead` was read of the first stream before.
 pub(crate) fn linger(
     door: &mut Door<'_>,
     asked: &Asked<'_>,
@@ -64,30 +58,25 @@ pub(crate) fn linger(
     patience: Duration,
     life: &Life,
 ) {
-    let begun = Instant::now();
-    let mut patience = patience;
-    let mut cancelled_at = None;
+    let mut period = AnswerPeriod::new(Instant::now(), patience);
     let mut connections: Vec<_> = streams
         .iter()
         .map(|stream| Lingering {
             stream,
-            last: Vec::new(),
+            last: Confirmation::default(),
             open: true,
         })
         .collect();
     if let Some(first) = connections.first_mut() {
         first.note(read_ahead, asked);
     }
-    while asked.taking.may_be_asked() && begun.elapsed() < patience {
-        if life.is_cancelled() {
-            let since = *cancelled_at.get_or_insert_with(|| begun.elapsed());
-            patience = patience.min(since + CALLED_OFF);
-        }
+    while asked.taking.may_be_asked()
+        && let Some(left) = period.left(Instant::now(), life.is_cancelled())
+    {
         let open = connections.iter().filter(|connection| connection.open);
         let watched: Vec<_> = open
             .map(|connection| (connection.stream, PollFlags::IN))
             .collect();
-        let left = patience.saturating_sub(begun.elapsed());
         match door.step(left, &watched, Some(asked)) {
             Ok((arrivals, on_streams)) => {
                 door.keep(arrivals);
@@ -114,12 +103,8 @@ impl Lingering<'_> {
         }
     }
 
-    /// The word is the last that a source says; what comes before it is nobody's concern any more.
     fn note(&mut self, bytes: &[u8], asked: &Asked<'_>) {
-        self.last.extend_from_slice(bytes);
-        let excess = self.last.len().saturating_sub(HEARD_LEN);
-        self.last.drain(..excess);
-        if self.last == heard(asked.id) {
+        if self.last.take(bytes, asked.id) {
             asked.taking.note_heard();
         }
     }
@@ -128,9 +113,7 @@ impl Lingering<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::handover::Taking;
-    use crate::handover::Word;
-    use crate::handover::ask::ask;
+    use crate::handover::{Taking, Word, ask_once};
     use crate::remote::Remote;
     use crate::stream::strangers::Strangers;
     use crate::transport::{Acceptor, Address};
@@ -154,7 +137,7 @@ mod tests {
             taking: &taking,
             refuse: &|| (),
         };
-        let patience = CALLED_OFF / 2;
+        let patience = Duration::from_secs(5);
         let mut door = Door::new(
             Acceptor::new(&listener, None).unwrap(),
             None,
@@ -164,9 +147,9 @@ mod tests {
         )
         .unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| linger(&mut door, &asked, &[], &[], CALLED_OFF * 6, &life));
+            scope.spawn(|| linger(&mut door, &asked, &[], &[], patience * 12, &life));
             let to = Remote::new(&address, None);
-            let word = ask(&to, asked.id, patience, &mut || None);
+            let word = ask_once(&to, asked.id, patience);
             assert_eq!(word, Some((Word::Runs, Doing::Rests)));
         });
         assert!(!taking.may_be_asked(), "it was heard");

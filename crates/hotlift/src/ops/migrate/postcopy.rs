@@ -19,7 +19,9 @@ use super::{Ended, Migration, TICK};
 use crate::ends::guest_source::postcopy_pages::GuestPages;
 use crate::ends::guest_source::session::Session;
 use crate::error::{Channel, MigrationError};
+use crate::handover::settle::{Question, Step};
 use crate::handover::{Verdict, Word, ask_once, say_heard};
+use crate::life::LONG;
 use crate::life::threads::spawn;
 use crate::postcopy::{Connection, Ledger, go_on};
 use crate::remote::Remote;
@@ -33,9 +35,6 @@ use crate::transport::{Address, Stream};
 
 /// How long the destination may take to load the devices, which may need pages.
 const LOADING: Duration = Duration::from_secs(60);
-
-/// How long a question may take of whether the guest runs at the destination: an operator who wants to go on waits for it.
-const QUESTION: Duration = Duration::from_millis(500);
 
 impl Migration<'_> {
     /// Hands the guest over before the destination has all pages, and returns when it has; the time for which the guest,
@@ -200,7 +199,8 @@ impl Migration<'_> {
         control.set_status(Status::PostcopyPaused);
         // A refusal in words; that all is there shows only at the end of the stream.
         let mut word = answers.word().filter(|word| *word == Word::Never);
-        let mut asks = self.session.options.settle_timeout;
+        let patience = self.session.options.settle_timeout;
+        let mut question = Question::while_paused(Instant::now(), patience);
         loop {
             if let Some(word) = word.take() {
                 giving.settle(Some(word));
@@ -221,16 +221,20 @@ impl Migration<'_> {
                 giving.settle(None);
                 return Err(lost.into());
             }
-            if let Some(to) = control.take_resume(TICK) {
+            // It may not have all pages before all are sent, and a statement that it runs is there already.
+            let may_ask = self.sent_all || !giving.is_known_to_run();
+            let id = answers.id().filter(|_| may_ask);
+            let wait = match id.and_then(|_| question.next(Instant::now())) {
+                Some(Step::Ask(within)) => {
+                    let asked = id.and_then(|id| ask_once(self.to, id, within));
+                    word = asked.map(|(word, _)| word);
+                    continue;
+                }
+                Some(Step::Listen(wait) | Step::Pause(wait)) => wait,
+                None => LONG,
+            };
+            if let Some(to) = control.take_resume(wait) {
                 return Ok(Some(to));
-            }
-            if let Some(id) = answers.id()
-                && (self.sent_all || !giving.is_known_to_run())
-                && !asks.is_zero()
-            {
-                let since = Instant::now();
-                word = ask_once(self.to, id, QUESTION).map(|(word, _)| word);
-                asks = asks.saturating_sub(since.elapsed() + TICK);
             }
         }
     }
