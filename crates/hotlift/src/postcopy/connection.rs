@@ -27,14 +27,48 @@ use crate::transport::Stream;
 /// sockets and relays, may have to pass a slow link.
 const LAST_WORD: Duration = Duration::from_secs(600);
 
-/// How often it is looked whether the destination reads pages that it waits for.
-const READER_TICK: Duration = Duration::from_millis(1);
-
 /// Threads that send the background at most.
 const THREADS: usize = 4;
 
 /// Batches of neighbours that wait to be written, at most: 1 MiB of a save file's.
 const BESIDE: usize = 32;
+
+/// The wait for a destination to read a page. No kernel reports when a socket's send queue is empty, so that it is sampled, at
+/// intervals that double.
+struct ReaderWait {
+    until: Instant,
+    interval: Duration,
+}
+
+impl ReaderWait {
+    /// The first interval: a QEMU that waits for a page reads it within some of them.
+    const FIRST: Duration = Duration::from_millis(1);
+    /// The last one, next to which a migration's end is long.
+    const LAST: Duration = Duration::from_millis(100);
+
+    fn new(now: Instant) -> Self {
+        Self {
+            until: now + LAST_WORD,
+            interval: Self::FIRST,
+        }
+    }
+
+    /// Returns the time of the next sample, after one at `now` that shows an unread page.
+    ///
+    /// # Errors
+    /// [`MigrationError::Timeout`].
+    fn next(&mut self, now: Instant) -> Result<Instant, MigrationError> {
+        if now >= self.until {
+            return Err(MigrationError::Timeout {
+                waiting_for: "the destination to read the page that it asked for".to_owned(),
+                waited: LAST_WORD,
+            });
+        }
+        let next = self.until.min(now + self.interval);
+        self.interval = Self::LAST.min(self.interval * 2);
+        Ok(next)
+    }
+}
 
 /// The connection of pages that the guest waits for.
 struct Preempt {
@@ -159,7 +193,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         let mut current = None;
         loop {
             let read = messages.read(&self.link.transport, self.answers, |message, _| {
-                self.ledger.note(&mut current, &message)
+                self.ledger.note(&mut current, &message, Instant::now())
             })?;
             if !read {
                 return self.answers.ended(MigrationError::main_closed());
@@ -173,7 +207,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         while let Some(request) = self.ledger.requests.next() {
             let answered = self.answer(&request, &mut reader, &mut batch);
             if answered.is_err() {
-                self.ledger.requests.done(&request, false);
+                self.ledger.requests.done(&request, false, Instant::now());
             }
             self.pages.unless_damaged(answered)?;
         }
@@ -194,7 +228,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             reader.add_all(block, self.ledger.together(block, page), batch)?;
         }
         if !self.ledger.claim(block, page) {
-            self.ledger.requests.done(request, false);
+            self.ledger.requests.done(request, false, Instant::now());
             return Ok(());
         }
         // What follows a zero page may be anything, and what follows a huge page is not needed soon.
@@ -202,7 +236,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         if let Some(preempt) = self.preempt.get() {
             // This page alone: the destination reads to the end here what it has asked for, and not what else there is.
             let sent = self.write(&mut Way::Alone(&preempt.channel), block, batch);
-            self.ledger.requests.done(request, true);
+            self.ledger.requests.done(request, true, Instant::now());
             sent?;
             return match is_alone {
                 true => Ok(()),
@@ -211,7 +245,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
         let mut way = Way::Main(self.main.take_urgently());
         let sent = self.write(&mut way, block, batch);
-        self.ledger.requests.done(request, true);
+        self.ledger.requests.done(request, true, Instant::now());
         sent?;
         // Somebody who waits comes first.
         if !is_alone && !self.ledger.requests.is_waiting() {
@@ -413,19 +447,13 @@ impl<'a, P: Pages> Connection<'a, P> {
                 None => self.ledger.requests.end_and_drain(),
             }
         }
-        let deadline = Instant::now() + LAST_WORD;
+        let mut wait = ReaderWait::new(Instant::now());
         while channel.is_used() && !channel.is_read() {
             if self.is_over() {
                 return Err(MigrationError::main_closed());
             }
-            if Instant::now() > deadline {
-                return Err(MigrationError::Timeout {
-                    waiting_for: "the destination to read the page that it asked for".to_owned(),
-                    waited: LAST_WORD,
-                });
-            }
-            let soon = Instant::now() + READER_TICK;
-            self.sleeps.sleep_while(soon, || !self.is_over());
+            let again = wait.next(Instant::now())?;
+            self.sleeps.sleep_while(again, || !self.is_over());
         }
         Ok(())
     }
@@ -592,7 +620,7 @@ mod tests {
                 let requests = &connection.ledger.requests;
                 // A zero page, a small one, and one that cannot be read.
                 for (block, page) in [(1, HUGE), (0, 2), (1, 3 * HUGE)] {
-                    requests.add(block, page);
+                    requests.add(block, page, Instant::now());
                 }
                 requests.end();
                 connection.answer_all();
@@ -612,6 +640,21 @@ mod tests {
         };
         let expected = [huge(1, &[]), vec![((0, 2), false)], huge(0, &[1, 6])];
         assert_eq!(pages_of(&received), expected.concat());
+    }
+
+    #[test]
+    fn a_reader_is_waited_for_up_to_its_limit_at_intervals_that_double() {
+        let begun = Instant::now();
+        let at = |ms| begun + Duration::from_millis(ms);
+        let mut wait = ReaderWait::new(begun);
+        for (now, next) in [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31), (31, 63)] {
+            assert_eq!(wait.next(at(now)).unwrap(), at(next));
+        }
+        wait.next(at(63)).unwrap();
+        assert_eq!(wait.next(at(127)).unwrap(), at(227));
+        let limit = begun + LAST_WORD;
+        assert_eq!(wait.next(limit - ReaderWait::FIRST).unwrap(), limit);
+        assert!(wait.next(limit).is_err());
     }
 
     #[test]

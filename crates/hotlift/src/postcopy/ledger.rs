@@ -1,6 +1,7 @@
 //! What one connection carries: which pages are sent, and which are asked for.
 
 use std::ops::Range;
+use std::time::Instant;
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_wire::RamBlockEntry;
@@ -108,11 +109,12 @@ impl Ledger {
         self.seen[block].set(self.first(block, page))
     }
 
-    /// Takes a message that is a request; `current` is the RAM block that the last one was for.
+    /// Takes a message that is a request, and was read at `now`; `current` is the RAM block that the last one was for.
     pub(crate) fn note(
         &self,
         current: &mut Option<usize>,
         message: &ReturnMessage<'_>,
+        now: Instant,
     ) -> Result<(), MigrationError> {
         let (start, length) = match *message {
             ReturnMessage::ReqPagesId {
@@ -141,7 +143,7 @@ impl Ledger {
             // Each page waits once, however often it is asked for.
             let first = self.first(block, number);
             if !self.is_sent(block, first) && self.asked[block].set(first) {
-                self.requests.add(block, first);
+                self.requests.add(block, first, now);
             }
         }
         Ok(())
@@ -181,14 +183,16 @@ mod tests {
     fn a_page_waits_once_and_not_at_all_if_it_is_on_its_way() {
         let ledger = ledger();
         assert!(ledger.claim(1, 2) && !ledger.claim(1, 2));
-        let mut current = None;
+        let (mut current, now) = (None, Instant::now());
         ledger
-            .note(&mut current, &ask(Some("b"), 4096, 8192))
+            .note(&mut current, &ask(Some("b"), 4096, 8192), now)
             .unwrap();
-        ledger.note(&mut current, &ask(None, 4096, 4096)).unwrap();
+        ledger
+            .note(&mut current, &ask(None, 4096, 4096), now)
+            .unwrap();
         // Past the end: there is nothing to wait for.
         ledger
-            .note(&mut current, &ask(None, 1 << 40, u32::MAX))
+            .note(&mut current, &ask(None, 1 << 40, u32::MAX), now)
             .unwrap();
         ledger.requests.end();
         let request = ledger.requests.next().unwrap();
@@ -209,11 +213,11 @@ mod tests {
         assert_eq!(ledger.together(1, 19), 16..20);
         assert!(ledger.look_at(1, 3) && !ledger.look_at(1, 4));
 
-        let mut current = None;
+        let (mut current, now) = (None, Instant::now());
         for (block, start) in [(Some("huge"), 8), (None, 9), (None, 16), (None, 0)] {
             // The destination says it of whole ones; a part is as good.
             let message = ask(block, start * PAGE_SIZE as u64, 8192);
-            ledger.note(&mut current, &message).unwrap();
+            ledger.note(&mut current, &message, now).unwrap();
         }
         assert!(ledger.claim(1, 12) && !ledger.claim(1, 8) && ledger.is_sent(1, 15));
         assert!(!ledger.is_sent(1, 16));
@@ -235,7 +239,11 @@ mod tests {
     fn a_request_for_no_block_of_the_guest_is_refused() {
         let mut current = None;
         for message in [ask(None, 0, 4096), ask(Some("c"), 0, 4096)] {
-            assert!(ledger().note(&mut current, &message).is_err());
+            assert!(
+                ledger()
+                    .note(&mut current, &message, Instant::now())
+                    .is_err()
+            );
         }
     }
 }

@@ -18,8 +18,10 @@
 mod connection;
 mod ledger;
 mod near;
-mod recovery;
+pub(crate) mod recovery;
 mod requests;
+#[cfg(test)]
+mod simulation;
 pub(crate) mod turns;
 
 use std::ops::Range;

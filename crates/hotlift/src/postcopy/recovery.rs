@@ -1,4 +1,13 @@
-//! A postcopy that was interrupted goes on: the destination says which pages it has, and then asks for others.
+//! The source's side of a postcopy that resumes on another connection: it learns which pages the destination has, and lets it
+//! continue. [`Recovery`] decides, without I/O and without a clock; [`go_on`] reads and writes.
+//!
+//! ```text
+//! RECV_BITMAP  for each RAM block     ---->
+//!                                     <----  its bitmap
+//! (the connection of requested pages)
+//! RESUME                              ---->
+//!                                     <----  RESUME_ACK, requests
+//! ```
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
@@ -9,82 +18,147 @@ use hotlift_wire::{Reader, WireError};
 
 use crate::error::MigrationError;
 use crate::life::Life;
+use crate::life::bell::Bell;
 use crate::postcopy::Ledger;
 use crate::transport::Stream;
 
-/// Learns on a new connection which pages a guest has that waits for the others, does what is to be `ready` before it goes
-/// on, and has it go on. What the destination has said since, of which nothing was taken.
+/// Time limit for all answers together: a destination that sends a byte now and then has no more time than a silent one.
+const ANSWERS: Duration = Duration::from_secs(60);
+
+/// Resumes over `main`, and calls `ready` for what must be there before the destination continues. Returns what came after the
+/// answers, of which nothing was taken.
 pub(crate) fn go_on(
     mut main: &Stream,
     ledger: &Ledger,
     life: &Life,
-    ready: impl FnOnce() -> Result<(), MigrationError>,
+    mut ready: impl FnMut() -> Result<(), MigrationError>,
 ) -> Result<Vec<u8>, MigrationError> {
-    let mut answers = Reading::new(main, life);
-    for (index, block) in ledger.blocks().iter().enumerate() {
-        let mut request = Vec::new();
-        postcopy::put_bitmap_request(&block.name, &mut request)
-            .map_err(MigrationError::main_wire)?;
-        main.write_all(&request).map_err(MigrationError::opening)?;
-        ledger.has(index, &answers.bitmap(&block.name, ledger.pages(index))?);
+    let bell = Bell::new(life).map_err(MigrationError::opening)?;
+    let mut recovery = Recovery::new(ledger, Instant::now());
+    let mut buffer = [0; 64 << 10];
+    loop {
+        match recovery.next(Instant::now())? {
+            Step::Send(bytes) => main.write_all(&bytes).map_err(MigrationError::opening)?,
+            Step::Prepare => ready()?,
+            Step::Receive(wait) => {
+                life.check()?;
+                let is_there = bell.wait_readable(main, wait);
+                if is_there.map_err(MigrationError::opening)? {
+                    match main.read(&mut buffer).map_err(MigrationError::opening)? {
+                        0 => return Err(MigrationError::main_closed()),
+                        read => recovery.receive(&buffer[..read]),
+                    }
+                }
+            }
+            Step::Resumed(rest) => return Ok(rest),
+        }
     }
-    ready()?;
-    let mut resume = Vec::new();
-    postcopy::put_resume(&mut resume);
-    main.write_all(&resume).map_err(MigrationError::opening)?;
-    answers.resumed()?;
-    Ok(answers.rest())
 }
 
-/// What a destination answers whose guest waits for pages, before requests may come.
-struct Reading<'a> {
-    from: &'a Stream,
-    life: &'a Life,
+/// Next step of a source that resumes.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Sends these bytes.
+    Send(Vec<u8>),
+    /// Prepares what must be there before the destination continues.
+    Prepare,
+    /// Waits for bytes, up to this time.
+    Receive(Duration),
+    /// The destination continues. These bytes came after its answers.
+    Resumed(Vec<u8>),
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Stage {
+    /// The bitmap of the RAM block with this index is requested next, or awaited.
+    Request(usize),
+    Bitmap(usize),
+    /// RESUME is sent next, or its answer is awaited.
+    Resume,
+    Acknowledge,
+}
+
+/// A source that resumes.
+pub(crate) struct Recovery<'l> {
+    ledger: &'l Ledger,
+    stage: Stage,
     /// Read, and not taken.
     pending: Vec<u8>,
-    /// The last request with a RAM block's name that came too early: those behind it may mean the same block.
+    /// The last request with a RAM block's name that came too early: those after it may refer to the same block.
     early: Vec<u8>,
-    deadline: Instant,
+    until: Instant,
 }
 
-impl<'a> Reading<'a> {
-    /// How long all answers may take.
-    const PATIENCE: Duration = Duration::from_secs(60);
-    const TICK: Duration = Duration::from_millis(100);
-
-    fn new(from: &'a Stream, life: &'a Life) -> Self {
+impl<'l> Recovery<'l> {
+    /// Begins with the first bitmap; `ledger` gets what the destination has.
+    pub(crate) fn new(ledger: &'l Ledger, now: Instant) -> Self {
         Self {
-            from,
-            life,
+            ledger,
+            stage: Stage::Request(0),
             pending: Vec::new(),
             early: Vec::new(),
-            deadline: Instant::now() + Self::PATIENCE,
+            until: now + ANSWERS,
         }
     }
 
-    /// The pages of a RAM block that it has, as the answer to a request for them.
-    fn bitmap(&mut self, block: &str, pages: usize) -> Result<Vec<u8>, MigrationError> {
-        self.take(|bytes| bitmap(bytes, block, pages))
+    /// Takes bytes of the destination.
+    pub(crate) fn receive(&mut self, bytes: &[u8]) {
+        self.pending.extend_from_slice(bytes);
     }
 
-    /// Its word that it goes on.
-    fn resumed(&mut self) -> Result<(), MigrationError> {
-        self.take(|bytes| match ReturnMessage::decode(bytes)? {
-            (ReturnMessage::ResumeAck(1), length) => Ok(((), length)),
-            _ => Err(WireError::OutOfOrder {
-                got: "a message",
-                expected: "the word that it goes on",
+    /// Returns the next step.
+    ///
+    /// # Errors
+    /// [`MigrationError::Wire`] for what is no answer; [`MigrationError::Timeout`].
+    pub(crate) fn next(&mut self, now: Instant) -> Result<Step, MigrationError> {
+        let blocks = self.ledger.blocks();
+        loop {
+            match self.stage {
+                Stage::Request(index) => {
+                    let Some(block) = blocks.get(index) else {
+                        self.stage = Stage::Resume;
+                        return Ok(Step::Prepare);
+                    };
+                    self.stage = Stage::Bitmap(index);
+                    let mut request = Vec::new();
+                    postcopy::put_bitmap_request(&block.name, &mut request)
+                        .map_err(MigrationError::main_wire)?;
+                    return Ok(Step::Send(request));
+                }
+                Stage::Bitmap(index) => {
+                    let (name, pages) = (&blocks[index].name, self.ledger.pages(index));
+                    let Some(bits) = self.take(|bytes| bitmap(bytes, name, pages))? else {
+                        break;
+                    };
+                    self.ledger.has(index, &bits);
+                    self.stage = Stage::Request(index + 1);
+                }
+                Stage::Resume => {
+                    self.stage = Stage::Acknowledge;
+                    let mut resume = Vec::new();
+                    postcopy::put_resume(&mut resume);
+                    return Ok(Step::Send(resume));
+                }
+                Stage::Acknowledge => match self.take(acknowledged)? {
+                    Some(()) => {
+                        let rest = [&self.early[..], &self.pending].concat();
+                        return Ok(Step::Resumed(rest));
+                    }
+                    None => break,
+                },
+            }
+        }
+        match self.until.saturating_duration_since(now) {
+            Duration::ZERO => Err(MigrationError::Timeout {
+                waiting_for: "what the destination says of the pages that it has".to_owned(),
+                waited: ANSWERS,
             }),
-        })
+            left => Ok(Step::Receive(left)),
+        }
     }
 
-    /// What was read behind the answers.
-    fn rest(self) -> Vec<u8> {
-        [self.early, self.pending].concat()
-    }
-
-    /// Requests of a thread that slept through the interruption. The destination asks again for all that is open once it goes
-    /// on.
+    /// Skips requests of a thread that slept through the interruption: the destination repeats all that are open once it
+    /// continues.
     fn skip_requests(&mut self) {
         loop {
             let length = match ReturnMessage::decode(&self.pending) {
@@ -99,43 +173,30 @@ impl<'a> Reading<'a> {
         }
     }
 
+    /// Takes an answer, once it is there whole.
     fn take<T>(
         &mut self,
         decode: impl Fn(&[u8]) -> Result<(T, usize), WireError>,
-    ) -> Result<T, MigrationError> {
-        let mut buffer = [0; 64 << 10];
-        loop {
-            self.skip_requests();
-            match decode(&self.pending) {
-                Ok((answer, length)) => {
-                    self.pending.drain(..length);
-                    return Ok(answer);
-                }
-                Err(WireError::Truncated { .. }) => {}
-                Err(source) => return Err(MigrationError::main_wire(source)),
+    ) -> Result<Option<T>, MigrationError> {
+        self.skip_requests();
+        match decode(&self.pending) {
+            Ok((answer, length)) => {
+                self.pending.drain(..length);
+                Ok(Some(answer))
             }
-            // Whether something comes or not: a destination that sends a byte now and then has no more time.
-            if self.life.is_cancelled() {
-                return Err(MigrationError::Cancelled);
-            }
-            if Instant::now() > self.deadline {
-                return Err(MigrationError::Timeout {
-                    waiting_for: "what the destination says of the pages that it has".to_owned(),
-                    waited: Self::PATIENCE,
-                });
-            }
-            let mut from = self.from;
-            if !from
-                .wait_readable(Self::TICK)
-                .map_err(MigrationError::opening)?
-            {
-                continue;
-            }
-            match from.read(&mut buffer).map_err(MigrationError::opening)? {
-                0 => return Err(MigrationError::main_closed()),
-                read => self.pending.extend_from_slice(&buffer[..read]),
-            }
+            Err(WireError::Truncated { .. }) => Ok(None),
+            Err(source) => Err(MigrationError::main_wire(source)),
         }
+    }
+}
+
+fn acknowledged(bytes: &[u8]) -> Result<((), usize), WireError> {
+    match ReturnMessage::decode(bytes)? {
+        (ReturnMessage::ResumeAck(1), length) => Ok(((), length)),
+        _ => Err(WireError::OutOfOrder {
+            got: "a message",
+            expected: "the word that it goes on",
+        }),
     }
 }
 
@@ -154,13 +215,10 @@ fn bitmap(bytes: &[u8], block: &str, pages: usize) -> Result<(Vec<u8>, usize), W
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
-
     use super::*;
 
     #[test]
     fn requests_that_come_before_an_answer_are_not_the_answer() {
-        let (here, there) = Stream::pair().unwrap();
         let (length, block) = (4096, "pc.ram");
         let late = ReturnMessage::ReqPagesId {
             start: 0,
@@ -175,32 +233,16 @@ mod tests {
         for message in [&late, &ReturnMessage::ResumeAck(1), &after] {
             message.encode(&mut sent).unwrap();
         }
-        (&there).write_all(&sent).unwrap();
-        let life = Life::default();
-        let mut answers = Reading::new(&here, &life);
-        answers.resumed().unwrap();
-        let rest = answers.rest();
+        let (ledger, now) = (Ledger::new(&[]), Instant::now());
+        let mut recovery = Recovery::new(&ledger, now);
+        assert_eq!(recovery.next(now).unwrap(), Step::Prepare);
+        recovery.next(now).unwrap();
+        recovery.receive(&sent);
+        let Step::Resumed(rest) = recovery.next(now).unwrap() else {
+            panic!("it is acknowledged");
+        };
         let (named, length) = ReturnMessage::decode(&rest).unwrap();
         assert_eq!(named, late);
         assert_eq!(ReturnMessage::decode(&rest[length..]).unwrap().0, after);
-    }
-
-    #[test]
-    fn answers_that_come_byte_by_byte_have_no_more_time_than_others() {
-        let (here, there) = Stream::pair().unwrap();
-        // Ends with the connection.
-        let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});
-        let life = Life::default();
-        let mut answers = Reading::new(&here, &life);
-        answers.deadline = Instant::now();
-        let ever = |bytes: &[u8]| -> Result<((), usize), WireError> {
-            assert!(bytes.len() < 1 << 22, "it is waited for on and on");
-            let (what, needed) = ("an answer", 1);
-            Err(WireError::Truncated { what, needed })
-        };
-        let error = answers.take(ever).unwrap_err();
-        assert!(matches!(error, MigrationError::Timeout { .. }), "{error}");
-        drop(here);
-        dribbling.join().unwrap();
     }
 }

@@ -39,11 +39,12 @@ struct State {
 }
 
 impl Requests {
-    pub(crate) fn add(&self, block: usize, page: usize) {
+    /// Adds a page whose request was read at `now`.
+    pub(crate) fn add(&self, block: usize, page: usize, now: Instant) {
         let request = Request {
             block,
             page,
-            since: Instant::now(),
+            since: now,
         };
         let mut state = lock(&self.state);
         // Who answers may have gone.
@@ -72,12 +73,13 @@ impl Requests {
     }
 
     /// The one that was handed out last is done; its page was sent for it, or was on its way.
-    pub(crate) fn done(&self, request: &Request, sent: bool) {
+    pub(crate) fn done(&self, request: &Request, sent: bool, now: Instant) {
         let mut state = lock(&self.state);
         state.under_way = false;
         if sent {
             state.served += 1;
-            let took = u32::try_from(request.since.elapsed().as_micros()).unwrap_or(u32::MAX);
+            let took = now.saturating_duration_since(request.since).as_micros();
+            let took = u32::try_from(took).unwrap_or(u32::MAX);
             if state.latencies.len() == KEPT {
                 state.latencies.pop_front();
             }
@@ -139,20 +141,20 @@ mod tests {
 
     #[test]
     fn requests_come_out_in_order_and_what_is_left_at_the_end_too() {
-        let requests = Requests::default();
-        requests.add(0, 5);
-        requests.add(1, 6);
+        let (requests, now) = (Requests::default(), Instant::now());
+        requests.add(0, 5, now);
+        requests.add(1, 6, now);
         let first = requests.next().unwrap();
         assert_eq!((first.block, first.page), (0, 5));
-        requests.done(&first, true);
+        requests.done(&first, true, now + Duration::from_micros(7));
         requests.end();
-        requests.add(2, 7);
+        requests.add(2, 7, now);
         let second = requests.next().unwrap();
         assert_eq!((second.block, second.page), (1, 6));
-        requests.done(&second, false);
+        requests.done(&second, false, now);
         assert_eq!(requests.next(), None);
         requests.end_and_drain();
         assert_eq!(requests.served(), 1);
-        assert!(requests.latencies()[2] >= requests.latencies()[0]);
+        assert_eq!(requests.latencies(), [7.0; 3]);
     }
 }

@@ -150,7 +150,7 @@ impl Peer<'_> {
         let asked_block = &mut self.asked_block;
         let is_open = self.messages.read(self.stream, answers, |message, _| {
             if let (Channel::Main, Some(ledger)) = (channel, session.ledger.get()) {
-                ledger.note(asked_block, &message)?;
+                ledger.note(asked_block, &message, Instant::now())?;
             }
             if let (ReturnMessage::Load(load), Some(auto)) = (&message, session.multifd.auto()) {
                 auto.destination(load);

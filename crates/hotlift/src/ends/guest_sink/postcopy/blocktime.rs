@@ -58,8 +58,7 @@ pub(super) struct Blocktime {
 
 impl Blocktime {
     /// Of a guest whose vCPUs have these threads.
-    pub(super) fn new(threads: &[u32]) -> Self {
-        let now = Instant::now();
+    pub(super) fn new(threads: &[u32], now: Instant) -> Self {
         let vcpu = |thread: &u32| Vcpu {
             thread: *thread,
             open: 0,
@@ -149,8 +148,8 @@ mod tests {
 
     #[test]
     fn all_vcpus_are_blocked_only_while_each_of_them_waits() {
-        let mut blocktime = Blocktime::new(&[10, 11]);
         let start = Instant::now();
+        let mut blocktime = Blocktime::new(&[10, 11], start);
         let at = |ms| start + Duration::from_millis(ms);
         blocktime.begins(10, at(0));
         blocktime.begins(99, at(1));
@@ -181,7 +180,7 @@ mod tests {
 
     #[test]
     fn a_guest_whose_vcpus_are_not_known_has_waits_all_the_same() {
-        let mut blocktime = Blocktime::new(&[]);
+        let mut blocktime = Blocktime::new(&[], Instant::now());
         let now = Instant::now();
         blocktime.begins(7, now);
         blocktime.ends(7, now, now + Duration::from_micros(3));

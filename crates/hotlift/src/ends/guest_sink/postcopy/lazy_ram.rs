@@ -37,7 +37,7 @@ struct Waits {
 
 impl Waits {
     /// A thread waits for a page; true if it is the first to do so.
-    fn begin(&mut self, touch: Touch) -> bool {
+    fn begin(&mut self, touch: Touch, now: Instant) -> bool {
         // The kernel may tell of one more than once.
         if self.open.iter().any(|(other, _)| *other == touch) {
             return false;
@@ -46,7 +46,6 @@ impl Waits {
             .open
             .iter()
             .all(|(other, _)| other.fault != touch.fault);
-        let now = Instant::now();
         self.open.push((touch, now));
         self.requests += u64::from(is_first);
         if let Some(blocktime) = &mut self.blocktime {
@@ -64,7 +63,8 @@ impl<'a> LazyRam<'a> {
         }
         let blocktime = session.options.postcopy_blocktime;
         let waits = Waits {
-            blocktime: blocktime.then(|| Blocktime::new(&session.guest.vcpu_threads())),
+            blocktime: blocktime
+                .then(|| Blocktime::new(&session.guest.vcpu_threads(), Instant::now())),
             ..Waits::default()
         };
         Ok(Self {
@@ -205,7 +205,7 @@ impl<'a> LazyRam<'a> {
         let Fault { block, page } = touch.fault;
         let has_come = || self.received[block].test(page);
         if !has_come() {
-            let is_first = self.waits.lock().begin(touch);
+            let is_first = self.waits.lock().begin(touch, Instant::now());
             if !has_come() {
                 return Ok(is_first);
             }

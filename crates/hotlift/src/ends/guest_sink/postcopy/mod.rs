@@ -16,10 +16,12 @@
 //! | `link` | what is said to the source, over whichever connection there is |
 //! | `run` | the threads: devices and RUN on `mig/dst/main`, pages on `mig/dst/listen`, faults on `mig/dst/fault` |
 //! | `recovery` | another connection in the place of one that was lost |
+//! | `agreement` | decides what is answered to a source that resumes, and for how long |
 //!
 //! RUN is this side's commit: up to there every failure leaves the guest with the source, and it never runs here. From
 //! there on it is here for good, and what fails leaves it without pages that it waits for.
 
+mod agreement;
 mod blocktime;
 mod lazy_ram;
 mod link;

@@ -6,27 +6,23 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotlift_mem::Fault;
-use hotlift_wire::main_channel::postcopy::{PostcopyCommand, put_bitmap};
-use hotlift_wire::main_channel::{MainDecoder, MainEvent, Step};
+use hotlift_wire::main_channel::{MainDecoder, Step};
 use hotlift_wire::return_path::ReturnMessage;
 
-use super::run::{Incoming, out_of_place};
+use super::agreement::{self, Agreement, Answer, PreemptWait};
+use super::run::Incoming;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::life::threads::{caught, spawn};
 use crate::status::Status;
 use crate::stream::door::{Arrival, Door, Kind, RESUMED_MAGIC};
-use crate::stream::main_recv::{MainInput, Silence, Waiting, event_name};
-use crate::stream::preempt::has_not_come;
+use crate::stream::main_recv::{MainInput, Silence, Waiting};
 use crate::stream::return_path::encode;
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
-
-/// Within so many times what a handshake may take it is to be agreed what is missing: the bitmaps of 1 TiB are 32 MiB.
-const AGREEING: u32 = 2;
 
 impl Incoming<'_> {
     /// Takes the rest from a source that connects to where somebody says that it will; how that ended. `None` once the
@@ -63,7 +59,7 @@ impl Incoming<'_> {
         )
         .map_err(MigrationError::opening)?;
         while !control.life().is_stopped() && !control.has_recovery() {
-            for arrival in self.arrivals(&mut door)? {
+            for arrival in self.arrivals(&mut door, LONG)? {
                 if !self.is_the_source(&arrival) {
                     control
                         .strangers()
@@ -96,10 +92,14 @@ impl Incoming<'_> {
         Ok(None)
     }
 
-    fn arrivals(&self, door: &mut Door<'_>) -> Result<Vec<Arrival>, MigrationError> {
+    fn arrivals(
+        &self,
+        door: &mut Door<'_>,
+        wait: Duration,
+    ) -> Result<Vec<Arrival>, MigrationError> {
         // Whoever asks is told that the guest runs.
         let asked = self.session.asked(&|| ());
-        let step = door.step(LONG, &[], Some(&asked));
+        let step = door.step(wait, &[], Some(&asked));
         Ok(step.map_err(MigrationError::opening)?.0)
     }
 
@@ -128,26 +128,32 @@ impl Incoming<'_> {
         door: &mut Door<'_>,
     ) -> Result<Option<Stream>, MigrationError> {
         let control = &self.session.control;
-        let until = Instant::now() + AGREEING * self.session.options.handshake_timeout;
+        let options = self.session.options;
+        let agreement = Agreement::new(
+            Instant::now(),
+            options.handshake_timeout,
+            options.postcopy_preempt,
+        );
         let is_over = AtomicBool::new(false);
         let is_waited_for = || !is_over.load(Ordering::Acquire) && !control.has_recovery();
         thread::scope(|scope| {
             let limit = spawn(scope, "mig/dst/agree".to_owned(), || {
-                control.life().sleep_while(until, is_waited_for);
+                control.life().sleep_while(agreement.until(), is_waited_for);
                 if !is_over.load(Ordering::Acquire) {
                     self.link.cut();
                 }
             })?;
-            let agreed = caught(|| self.agree(decoder, input, door));
+            let agreed = caught(|| self.agree(&agreement, decoder, input, door));
             is_over.store(true, Ordering::Release);
             control.life().wake();
             limit.join().and(agreed)
         })
     }
 
-    /// Tells the source which pages have come, until it goes on; its preempt channel, if it is to have one.
+    /// Informs the source which pages have come, until it resumes. Returns its preempt channel, if there must be one.
     fn agree(
         &self,
+        agreement: &Agreement,
         decoder: &mut MainDecoder,
         input: &mut MainInput<'_>,
         door: &mut Door<'_>,
@@ -155,46 +161,39 @@ impl Incoming<'_> {
         decoder.reconnect();
         loop {
             let next = decoder.next(input.unread());
-            let (event, consumed) = match next.map_err(MigrationError::main_wire)? {
+            let (answer, consumed) = match next.map_err(MigrationError::main_wire)? {
                 Step::Need(needed) => {
                     if !input.fill(needed, self)? {
                         return Err(MigrationError::main_closed());
                     }
                     continue;
                 }
-                Step::Event { event, consumed } => (event, consumed),
-            };
-            let resumes = match event {
-                MainEvent::Postcopy(PostcopyCommand::RecvBitmap(block)) => {
-                    self.say(&self.bitmap(block))?;
-                    false
+                Step::Event { event, consumed } => {
+                    (agreement.take(&event, Instant::now())?, consumed)
                 }
-                MainEvent::Postcopy(PostcopyCommand::Resume) => true,
-                other => return Err(out_of_place(&event_name(&other))),
             };
             input.take(consumed);
-            if resumes {
-                break;
+            match answer {
+                Answer::Bitmap(block) => self.say(&self.bitmap(block))?,
+                Answer::AwaitPreempt(wait) => return self.await_preempt(door, &wait).map(Some),
+                Answer::Agreed => return Ok(None),
             }
-        }
-        // The source has made it before it goes on.
-        match self.session.options.postcopy_preempt {
-            true => self.await_preempt(door).map(Some),
-            false => Ok(None),
         }
     }
 
-    fn await_preempt(&self, door: &mut Door<'_>) -> Result<Stream, MigrationError> {
-        let patience = self.session.options.handshake_timeout / 2;
-        let begun = Instant::now();
+    fn await_preempt(
+        &self,
+        door: &mut Door<'_>,
+        wait: &PreemptWait,
+    ) -> Result<Stream, MigrationError> {
         loop {
-            let mut arrivals = self.arrivals(door)?;
+            let mut arrivals = self.arrivals(door, wait.left(Instant::now())?)?;
             if let Some(stream) = self.session.find_preempt(door, &mut arrivals) {
                 return Ok(stream);
             }
             self.check()?;
-            if begun.elapsed() > patience || self.session.control.has_recovery() {
-                return Err(has_not_come(patience));
+            if self.session.control.has_recovery() {
+                return Err(MigrationError::main_closed());
             }
         }
     }
@@ -218,10 +217,8 @@ impl Incoming<'_> {
 
     fn bitmap(&self, block: usize) -> Vec<u8> {
         let ram = &self.session.guest.ram()[block];
-        let mut answer = encode(&[ReturnMessage::RecvBitmap { block: ram.name() }]);
         let word = |word| self.lazy.received_word(block, word);
-        put_bitmap(ram.pages(), word, &mut answer);
-        answer
+        agreement::bitmap(ram.name(), ram.pages(), word)
     }
 
     fn say(&self, bytes: &[u8]) -> Result<(), MigrationError> {
