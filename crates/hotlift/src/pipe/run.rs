@@ -52,7 +52,7 @@ pub(crate) fn run_threads(
                 })?;
             }
             for worker in 0..session.sink.workers() {
-                let name = format!("relay/send_{worker}");
+                let name = source.name(&format!("send_{worker}"));
                 spawn(scope, name.clone(), move || {
                     let _ends = OnPanic(aborting);
                     let ended = write_batches(session, blocks, worker);
@@ -62,21 +62,20 @@ pub(crate) fn run_threads(
                     }
                 })?;
             }
-            spawn(scope, "relay/return".to_owned(), || {
+            spawn(scope, source.name("return"), || {
                 let _ends = OnPanic(aborting);
-                let failed = |error| {
-                    session.fail(error);
-                };
-                let forward = |message: &ReturnMessage<'_>, bytes: &[u8]| {
+                let failed = |channel, error| source.lost(session, channel, error);
+                let forward = |channel, message: &ReturnMessage<'_>, bytes: &[u8]| {
                     session.note_answer(message);
-                    source.answer(message, bytes);
+                    source.answer(session, channel, message, bytes)?;
                     if session.is_switched() {
                         // A reader that waits for a batch may have to go on to the page that was asked for.
                         session.flow.ask_again();
                     }
+                    Ok(())
                 };
                 session.sink.return_path(&forward, &failed);
-                session.threads.book("relay/return");
+                session.threads.book(&source.name("return"));
             })?;
             if let Some(door) = door {
                 spawn(scope, "relay/door".to_owned(), || {
@@ -85,7 +84,7 @@ pub(crate) fn run_threads(
                     session.threads.book("relay/door");
                 })?;
             }
-            spawn(scope, "relay/watch".to_owned(), || {
+            spawn(scope, source.name("watch"), || {
                 let _ends = OnPanic(aborting);
                 watch.run(session, source, total_bytes, hooks.on_progress);
             })?;
@@ -99,6 +98,7 @@ pub(crate) fn run_threads(
         // Everything has been written, or nothing will be: nobody need wait for anybody.
         session.release_waiting();
         if session.giving.failure.is_set()
+            && !session.giving.is_committed()
             && let Some(reason) = session.sink.closing_reason()
         {
             session.giving.failure.explain(reason);
@@ -117,10 +117,11 @@ pub(crate) fn run_threads(
         }
         source.over();
     });
-    session.threads.book("relay/main");
+    session.threads.book(&source.name("main"));
     let is_offered = session.giving.is_offered();
     match session.giving.failure.take() {
         None => Ok(()),
+        Some(error @ MigrationError::PagesMissing { .. }) => Err(error),
         // The package was refused.
         Some(error @ MigrationError::Destination { .. }) if session.sink.refuses_in_words() => {
             Err(error)

@@ -109,6 +109,10 @@ impl<'a> Session<'a> {
         // The last is that of main.
         let channels = received.len() - 1;
         let options = &settings.outgoing;
+        let batches = match sink.workers() {
+            0 => 0,
+            workers => 2 * channels.max(1) + 2 * workers,
+        };
         Self {
             control: control.clone(),
             accelerator: options.accelerator,
@@ -116,7 +120,7 @@ impl<'a> Session<'a> {
             cpu: control.steering().cpu_budget(options),
             left_out: settings.left_out.clone(),
             // One in the hands of each thread, and one between each pair of them.
-            flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
+            flow: Flow::new((0..batches).map(|_| Batch::new())),
             barrier: Barrier::new(channels, control.life()),
             load: ReceiverLoad::default(),
             sink,
@@ -223,7 +227,9 @@ impl<'a> Session<'a> {
     /// anything, and no cancel is heard.
     pub(crate) fn commit(&self, hooks: Hooks<'_>) -> bool {
         // A cancel that came behind the offer came too late.
-        if !self.giving.commit(|| true) {
+        let too_late = self.giving.is_offered();
+        let may = || too_late || !self.control.life().is_stopped();
+        if !self.giving.commit(may) {
             return false;
         }
         self.control.set_too_late(true);

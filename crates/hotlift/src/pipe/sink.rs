@@ -11,9 +11,15 @@
 //! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, commands, `begin_package`, `package_part*`,
 //! `end_package`; then pages, `ram_end` and `commit`.
 //!
+//! A guest of this process has no workers: between two barriers the threads of its channels send packets of their own, and
+//! the migration thread writes records, both by the [`StreamOut`](crate::pipe::stream_out::StreamOut) of the sink.
+//! `catch_up` follows a barrier there.
+//!
 //! Worker threads meanwhile write batches, each by a [`WritePages`] of its own. Before `barrier`,
 //! `delta` and `ram_end` the caller has seen to it that all workers are idle: every page of the
 //! interval before has been written.
+
+use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
@@ -79,7 +85,7 @@ impl RamLayout {
 
 /// An outgoing side.
 pub(crate) trait Sink: Sync {
-    /// Worker threads that it wants, at least 1.
+    /// Worker threads that it wants; 0 for a source that needs none.
     fn workers(&self) -> usize;
 
     /// The writer of worker `worker`, from 0. Called in the worker's thread, after `ram_start`.
@@ -112,6 +118,17 @@ pub(crate) trait Sink: Sync {
     /// All pages written so far come before all pages written later.
     fn barrier(&self) -> Result<(), MigrationError>;
 
+    /// Waits until the other side has worked through all that was written, however long that takes. Meanwhile `doing` is
+    /// called, which may end the wait: at least `every` so often.
+    fn catch_up(
+        &self,
+        every: Duration,
+        doing: &mut dyn FnMut() -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let _ = (every, doing);
+        Ok(())
+    }
+
     /// An XBZRLE delta to a page whose present content has been written, and a barrier after it.
     fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError>;
 
@@ -130,7 +147,7 @@ pub(crate) trait Sink: Sync {
     /// file is on disk.
     fn await_loaded(&self) -> Result<(), MigrationError>;
 
-    /// EOF and what follows it, at which the other side runs the guest (if it is to run); returns
+    /// EOF and what follows it (`end`, which is empty for a guest of this process), at which the other side runs the guest (if it is to run); returns
     /// when it is known to, with what the guest does. `has_taken` knows what a QEMU does not say.
     ///
     /// # Errors
@@ -138,12 +155,11 @@ pub(crate) trait Sink: Sync {
     /// [`MigrationError::InDoubt`] if there is no word of it.
     fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<Doing, MigrationError>;
 
-    /// Carries answers of the other side, with `forward` for those meant for the source (the message and its bytes), until
-    /// the connection ends.
-    /// `failed` hears what the other side has said that is wrong, or that the connection ended before its time, and
-    /// hears it before anybody's wait for an answer ends. Runs in a thread of its own; a side that gives no answers
+    /// Carries answers of the other side, with `forward` for those meant for the source, until the connections end.
+    /// `failed` takes what the other side has sent that is wrong, or how a connection ended before its time, and
+    /// takes it before any wait for an answer ends. Runs in a thread of its own; a side that gives no answers
     /// returns at once.
-    fn return_path(&self, forward: Forward<'_>, failed: &dyn Fn(MigrationError)) {
+    fn return_path(&self, forward: Forward<'_>, failed: &dyn Fn(Channel, MigrationError)) {
         let _ = (forward, failed);
     }
 
@@ -195,6 +211,10 @@ pub(crate) trait Sink: Sync {
 
 /// What an outgoing side does in postcopy: the guest runs there, and asks for the pages that it needs.
 pub(crate) trait Postcopy: Sync {
+    /// Returns when the other side is ready for postcopy, so that nothing of what was sent can be refused behind it. A
+    /// source that is a stream asks by itself.
+    fn await_ready(&self) -> Result<(), MigrationError>;
+
     /// From now on every page is written once at most, in any order, and no barrier is needed.
     fn begin(&self);
 
@@ -227,8 +247,9 @@ pub(crate) trait Postcopy: Sync {
     ) -> Result<(), MigrationError>;
 }
 
-/// Takes an answer that is meant for a source, and its bytes.
-pub(crate) type Forward<'a> = &'a dyn Fn(&ReturnMessage<'_>, &[u8]);
+/// Takes an answer on a connection that is meant for a source, and its bytes.
+pub(crate) type Forward<'a> =
+    &'a dyn Fn(Channel, &ReturnMessage<'_>, &[u8]) -> Result<(), MigrationError>;
 
 /// One worker's half of a sink.
 pub(crate) trait WritePages {

@@ -4,13 +4,14 @@
 //! |---|---|
 //! | `receive` | a stream's multifd channels, each with a thread |
 //! | `file/source` | a file, read from any place |
+//! | `guest_source` | the guest of this process, whose threads send pages by themselves |
 //!
 //! Its threads fill batches, and stand still at the session's barrier where the main thread wants them to. What is no
 //! page is the main thread's: `main_reader` and `device_state` read it from a stream, `restore` from a file.
 
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::error::MigrationError;
+use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
 use crate::transport::Stream;
 
@@ -22,15 +23,41 @@ pub(crate) trait Source: Sync {
     /// What the thread of `reader` does, by which its CPU time is booked.
     fn thread_name(&self, reader: usize) -> String;
 
-    /// Fills batches until the pages of `reader`, from 0, have ended. Runs in a thread of its own.
+    /// Name of a thread that is none of its readers.
+    fn name(&self, thread: &str) -> String {
+        format!("relay/{thread}")
+    }
+
+    /// Fills batches until the pages of `reader`, from 0, have ended; or sends the pages. Runs in a thread of its own.
     ///
     /// # Errors
     /// What is wrong with the pages, or with what they come from.
     fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError>;
 
     /// Takes an answer of the other side that is meant for a source, and its bytes.
-    fn answer(&self, message: &ReturnMessage<'_>, bytes: &[u8]) {
-        let _ = (message, bytes);
+    ///
+    /// # Errors
+    /// Why it can be none: nothing more is read on this connection.
+    fn answer(
+        &self,
+        session: &Session<'_>,
+        channel: Channel,
+        message: &ReturnMessage<'_>,
+        bytes: &[u8],
+    ) -> Result<(), MigrationError> {
+        let _ = (session, channel, message, bytes);
+        Ok(())
+    }
+
+    /// A connection to the other side has ended before its time, or has brought what is wrong.
+    fn lost(&self, session: &Session<'_>, channel: Channel, error: MigrationError) {
+        let _ = channel;
+        session.fail(error);
+    }
+
+    /// Looks for what no wait notices; called at each look of the watch.
+    fn look(&self, session: &Session<'_>) {
+        let _ = session;
     }
 
     /// Whether the source has gone too early: one that takes answers stays until it has had the last.

@@ -70,6 +70,7 @@ impl Watch {
             {
                 session.fail(MigrationError::Cancelled);
             }
+            source.look(session);
             if !session.giving.is_offered() && source.has_gone() {
                 session.fail(MigrationError::main_closed());
             }

@@ -77,8 +77,8 @@ struct Preempt {
 }
 
 /// How pages go out.
-enum Way<'c, 'm> {
-    Main(Turn<'c, &'m mut MainSend>),
+enum Way<'c> {
+    Main(Turn<'c, MainSend>),
     Alone(&'c PreemptOut),
 }
 
@@ -86,7 +86,7 @@ enum Way<'c, 'm> {
 pub(crate) struct Connection<'a, P> {
     pub pages: &'a P,
     pub ledger: Arc<Ledger>,
-    pub main: Turns<&'a mut MainSend>,
+    pub main: &'a Turns<MainSend>,
     pub link: Arc<MainLink>,
     pub answers: &'a Answers,
     /// Where pages go that the guest waits for; without it on main, before all others.
@@ -109,14 +109,14 @@ impl<'a, P: Pages> Connection<'a, P> {
     /// One to write to by `main`; `pace` and `cpu` hold for what the guest has not asked for.
     pub(crate) fn new(
         (pages, ledger): (&'a P, Arc<Ledger>),
-        (main, link): (&'a mut MainSend, Arc<MainLink>),
+        (main, link): (&'a Turns<MainSend>, Arc<MainLink>),
         answers: &'a Answers,
         (pace, cpu): (Arc<Pacer>, Arc<CpuBudget>),
     ) -> Self {
         Self {
             pages,
             ledger,
-            main: Turns::new(main),
+            main,
             link,
             answers,
             preempt: OnceLock::new(),
@@ -400,12 +400,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     }
 
     /// Sends these pages, if there are any, with no other between them.
-    fn write(
-        &self,
-        way: &mut Way<'_, 'a>,
-        block: usize,
-        batch: &Batch,
-    ) -> Result<(), MigrationError> {
+    fn write(&self, way: &mut Way<'_>, block: usize, batch: &Batch) -> Result<(), MigrationError> {
         if batch.is_empty() {
             return Ok(());
         }
@@ -596,10 +591,11 @@ mod tests {
         let advise = Command::PostcopyAdvise { page_sizes: sizes };
         main.command(advise).unwrap();
         main.ram_start(None, &blocks, false).unwrap();
+        let main = Turns::new(main);
         let ledger = Arc::new(Ledger::new(&blocks));
         let answers = Answers::new(&Life::default());
         let limits = (Arc::new(Pacer::new(0)), Arc::new(CpuBudget::new(0)));
-        let connection = Connection::new((ram, ledger), (&mut main, link), &answers, limits);
+        let connection = Connection::new((ram, ledger), (&main, link), &answers, limits);
         test(&connection, &there)
     }
 

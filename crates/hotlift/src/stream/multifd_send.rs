@@ -255,17 +255,19 @@ impl MultifdSend {
         }
     }
 
-    /// A SYNC packet on every channel, behind what was written.
+    /// A SYNC packet on every channel, behind what was written; also on those behind one that fails.
     pub(crate) fn sync(&self) -> Result<(), MigrationError> {
         let mut writer = self.writer();
         let mut scratch = IoScratch::new();
+        let mut outcome = Ok(());
         for id in (0..=u8::MAX).take(self.len()) {
             let header = self.frame(&mut writer, id, &self.sync_fields())?;
-            self.write(id, header.len(), |transport| {
+            let written = self.write(id, header.len(), |transport| {
                 send(transport, Channel::Multifd(id), &[header], &mut scratch)
-            })?;
+            });
+            outcome = outcome.and(written.map(drop));
         }
-        Ok(())
+        outcome
     }
 
     fn writer(&self) -> PacketWriter {

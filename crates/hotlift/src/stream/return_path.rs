@@ -12,6 +12,7 @@ use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::{Doing, MigrationId};
 use hotlift_wire::{WireError, limits};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::error::{Channel, MigrationError, printable};
 use crate::handover::Word;
@@ -100,6 +101,84 @@ impl Messages {
         self.pending.drain(..taken);
         Ok(is_open)
     }
+}
+
+/// One connection that is listened to.
+struct Peer<'s> {
+    stream: &'s Stream,
+    messages: Messages,
+    is_open: bool,
+}
+
+/// Listens on `streams`, main before the multifd channels, until all have ended. `others` takes what is not for this side.
+/// `lost` takes how a connection ended before its time, before any wait for an answer ends.
+pub(crate) fn listen<'s>(
+    streams: impl Iterator<Item = &'s Stream>,
+    answers: &Answers,
+    mut others: impl FnMut(Channel, &ReturnMessage<'_>, &[u8]) -> Result<(), MigrationError>,
+    mut lost: impl FnMut(Channel, MigrationError),
+) {
+    let _ends = EndsAnswers(answers);
+    let channels = std::iter::once(Channel::Main).chain((0..=u8::MAX).map(Channel::Multifd));
+    let mut peers: Vec<_> = streams
+        .zip(channels)
+        .map(|(stream, channel)| Peer {
+            stream,
+            messages: Messages::new(channel),
+            is_open: true,
+        })
+        .collect();
+    while !peers.is_empty() {
+        for index in readable(&peers) {
+            let Peer {
+                stream,
+                messages,
+                is_open,
+            } = &mut peers[index];
+            let channel = messages.channel;
+            let read = messages.read(stream, answers, |message, bytes| {
+                others(channel, &message, bytes)
+            });
+            let ended = match read {
+                Ok(true) => continue,
+                Ok(false) => answers.ended(MigrationError::Closed { channel }),
+                Err(error @ MigrationError::Connection { .. }) => answers.ended(error),
+                Err(error) => Err(error),
+            };
+            *is_open = false;
+            if let Err(error) = ended {
+                lost(channel, error);
+            }
+        }
+        peers.retain(|peer| peer.is_open);
+    }
+}
+
+/// Waits for peers that have something to read or have ended; their indexes.
+fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
+    if let [_] = peers {
+        // Its read waits.
+        return vec![0];
+    }
+    let all = 0..peers.len();
+    let decrypted = |index: &usize| peers[*index].stream.has_plaintext();
+    if all.clone().any(|index| decrypted(&index)) {
+        return all.filter(decrypted).collect();
+    }
+    let fds = peers
+        .iter()
+        .map(|peer| PollFd::new(peer.stream, PollFlags::IN));
+    let mut fds: Vec<_> = fds.collect();
+    // Interrupted, or no memory for the call: it is tried again.
+    if rustix::event::poll(&mut fds, None).is_err() {
+        return Vec::new();
+    }
+    // A read of a part of a record would block, and there are other connections.
+    let answers = |stream: &Stream| {
+        stream.is_plain() || !matches!(stream.wait_readable(Duration::ZERO), Ok(false))
+    };
+    all.filter(|index| !fds[*index].revents().is_empty() && answers(peers[*index].stream))
+        .collect()
 }
 
 /// Reads from a connection that something is written to meanwhile. Linux wakes a thread that sleeps in a read of a UNIX
@@ -262,7 +341,9 @@ impl Answers {
                 (Some(false), _) => {
                     // It may know why.
                     doing()?;
-                    return Err(MigrationError::main_closed().into());
+                    let closed = MigrationError::main_closed;
+                    let refused = self.ended(closed()).err();
+                    return Err(refused.unwrap_or_else(closed).into());
                 }
                 (None, Some((timeout, waiting_for))) if begun.elapsed() >= timeout => {
                     return Err(MigrationError::Timeout {
@@ -356,7 +437,7 @@ impl Answers {
 
 impl Heard {
     fn is_over(&self) -> bool {
-        self.ended || self.aborted
+        self.ended || self.aborted || self.word == Some(Word::Never)
     }
 }
 

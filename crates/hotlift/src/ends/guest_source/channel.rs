@@ -10,17 +10,16 @@ use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_wire::multifd::ZeroPageDetection;
 
 use crate::ends::guest_source::normal_share::NormalShare;
-use crate::ends::guest_source::session::Session;
+use crate::ends::guest_source::source::GuestSource;
 use crate::ends::guest_source::zero_devices::Pipeline;
 use crate::error::MigrationError;
-use crate::pipe::gate::Job;
 use crate::precopy::ram::{Chunk, offsets};
 use crate::stream::multifd_send::PacketSender;
 use crate::stream::pages::Pages;
 
 /// One channel's working state; everything that a packet needs is kept from packet to packet.
 pub(crate) struct ChannelSender<'a> {
-    session: &'a Session<'a>,
+    source: &'a GuestSource<'a>,
     packets: PacketSender<'a>,
     block: usize,
     /// Pages that a packet holds.
@@ -36,19 +35,19 @@ pub(crate) struct ChannelSender<'a> {
 }
 
 impl<'a> ChannelSender<'a> {
-    pub(crate) fn new(session: &'a Session<'a>, id: u8) -> Result<Self, MigrationError> {
-        let options = session.options;
+    pub(crate) fn new(source: &'a GuestSource<'a>, id: u8) -> Result<Self, MigrationError> {
+        let options = source.options;
         let packet_pages = options.packet_pages();
         Ok(Self {
-            session,
-            packets: PacketSender::new(&session.multifd, id, options, true, true)?,
+            source,
+            packets: PacketSender::new(&source.out.multifd, id, options, true, true)?,
             block: 0,
             packet_pages,
             normal_share: NormalShare::new(options.multifd_normal_page_ratio),
             normal: Vec::with_capacity(packet_pages),
             zero: Vec::with_capacity(packet_pages),
             runs: Vec::with_capacity(packet_pages),
-            pipeline: session
+            pipeline: source
                 .zero_devices
                 .as_ref()
                 .map(|devices| Pipeline::new(devices, packet_pages)),
@@ -57,29 +56,24 @@ impl<'a> ChannelSender<'a> {
         })
     }
 
-    /// Does jobs until told to exit.
+    /// Works through rounds, each closed by a SYNC packet, until there are no more.
     pub(crate) fn run(&mut self) -> Result<(), MigrationError> {
-        let mut generation = 0;
-        loop {
-            match self.session.gate.next_job(&mut generation) {
-                Job::Round => {
-                    self.round()?;
-                    self.packets.sync()?;
-                }
-                Job::Sync => self.packets.sync()?,
-                Job::Exit => return Ok(()),
-            }
-            self.session.gate.finish();
+        let mut round = 0;
+        while self.source.rounds.next(&mut round) {
+            self.round()?;
+            self.packets.sync()?;
+            self.source.rounds.finish();
         }
+        Ok(())
     }
 
     /// Works on chunks until the round has no more.
     fn round(&mut self) -> Result<(), MigrationError> {
-        while let Some(chunk) = self.session.ram.take() {
-            if self.session.control.life().is_stopped() {
+        while let Some(chunk) = self.source.ram.take() {
+            if self.source.control.life().is_stopped() {
                 return Ok(());
             }
-            if self.session.cuts_round() {
+            if self.source.cuts_round() {
                 break;
             }
             self.chunk(chunk)?;
@@ -103,12 +97,12 @@ impl<'a> ChannelSender<'a> {
     fn chunk(&mut self, chunk: Chunk) -> Result<(), MigrationError> {
         let mut dirty = std::mem::take(&mut self.dirty_words);
         let mut untouched = std::mem::take(&mut self.untouched_words);
-        let session = self.session;
+        let source = self.source;
         // With `legacy` detection the migration thread has been here before and cleared the log.
-        let any = if session.options.zero_page_detection == ZeroPageDetection::Legacy {
-            session.ram.fetch(chunk, &mut dirty)
+        let any = if source.options.zero_page_detection == ZeroPageDetection::Legacy {
+            source.ram.fetch(chunk, &mut dirty)
         } else {
-            session.ram.fetch_and_clear(chunk, &mut dirty)?
+            source.ram.fetch_and_clear(chunk, &mut dirty)?
         };
         if any {
             let waiting = self.pipeline.as_ref().map(Pipeline::block);
@@ -121,15 +115,15 @@ impl<'a> ChannelSender<'a> {
                 }
                 None => {}
             }
-            let detect = session.options.zero_page_detection == ZeroPageDetection::Multifd;
+            let detect = source.options.zero_page_detection == ZeroPageDetection::Multifd;
             if detect {
-                session.ram.untouched(chunk, &mut untouched);
+                source.ram.untouched(chunk, &mut untouched);
             }
-            let ram = &session.guest.ram()[chunk.block];
+            let ram = &source.guest.ram()[chunk.block];
             let mut looked_at = 0;
             for (page, offset) in offsets(chunk, &dirty) {
-                if session.cuts_round() {
-                    session.ram.put_back(chunk.block, chunk.first_page + page);
+                if source.cuts_round() {
+                    source.ram.put_back(chunk.block, chunk.first_page + page);
                     continue;
                 }
                 let is_untouched = detect && untouched[page / 64] >> (page % 64) & 1 == 1;
@@ -152,7 +146,7 @@ impl<'a> ChannelSender<'a> {
                     self.send_packet()?;
                 }
             }
-            session.looked_at.fetch_add(looked_at, Ordering::Relaxed);
+            source.looked_at.fetch_add(looked_at, Ordering::Relaxed);
         }
         self.dirty_words = dirty;
         self.untouched_words = untouched;
@@ -164,7 +158,7 @@ impl<'a> ChannelSender<'a> {
         if self.normal.is_empty() && self.zero.is_empty() {
             return Ok(());
         }
-        let ram = &self.session.guest.ram()[self.block];
+        let ram = &self.source.guest.ram()[self.block];
         self.runs.clear();
         for (offset, len) in contiguous(&self.normal) {
             self.runs.push(ram.run(offset, len)?);

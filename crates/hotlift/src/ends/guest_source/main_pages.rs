@@ -13,7 +13,7 @@ use hotlift_wire::multifd::ZeroPageDetection;
 
 use crate::ends::guest_source::compress_threads::HandOut;
 use crate::ends::guest_source::normal_share::NormalShare;
-use crate::ends::guest_source::session::Session;
+use crate::ends::guest_source::source::GuestSource;
 use crate::ends::guest_source::xbzrle::{Form, Xbzrle};
 use crate::error::MigrationError;
 use crate::options::Options;
@@ -32,44 +32,44 @@ pub(crate) fn needed(options: &Options) -> bool {
 /// Works through all chunks of the round that has just started.
 /// `between` is called again and again: a chunk may take minutes.
 pub(crate) fn scan(
-    session: &Session<'_>,
+    source: &GuestSource<'_>,
     main: &mut MainSend,
     xbzrle: &mut Option<Xbzrle>,
     mut between: impl FnMut(&Option<Xbzrle>),
 ) -> Result<(), MigrationError> {
-    let detection = session.options.zero_page_detection;
+    let detection = source.options.zero_page_detection;
     let detect = detection != ZeroPageDetection::None;
-    let mut hand_out = session.options.compress.then(|| {
+    let mut hand_out = source.options.compress.then(|| {
         HandOut::new(
-            &session.compress,
-            session.guest,
-            session.options,
-            &session.main.counters,
+            &source.compress,
+            source.guest,
+            source.options,
+            &source.out.link.counters,
         )
     });
     // Threads that compress look for themselves.
     let looks = detect && (hand_out.is_none() || detection == ZeroPageDetection::Legacy);
-    let mut normal_share = NormalShare::new(session.options.multifd_normal_page_ratio);
+    let mut normal_share = NormalShare::new(source.options.multifd_normal_page_ratio);
     let mut dirty = Vec::new();
     let mut untouched = Vec::new();
-    for (index, chunk) in session.ram.chunks().iter().copied().enumerate() {
-        if session.control.life().is_stopped() || session.giving.failure.is_set() {
+    for (index, chunk) in source.ram.chunks().iter().copied().enumerate() {
+        if source.control.life().is_stopped() {
             return Ok(());
         }
-        if session.cuts_round() {
-            session.ram.release(session.ram.chunks().len());
+        if source.cuts_round() {
+            source.ram.release(source.ram.chunks().len());
             break;
         }
-        if session.ram.fetch_and_clear(chunk, &mut dirty)? {
-            session.ram.untouched(chunk, &mut untouched);
-            let ram = &session.guest.ram()[chunk.block];
+        if source.ram.fetch_and_clear(chunk, &mut dirty)? {
+            source.ram.untouched(chunk, &mut untouched);
+            let ram = &source.guest.ram()[chunk.block];
             let (mut normal_pages, mut zero_pages) = (0, 0);
             for (nth, (page, offset)) in offsets(chunk, &dirty).enumerate() {
                 if nth % PAGES_BETWEEN == 0 {
                     between(xbzrle);
                 }
-                if session.cuts_round() {
-                    session.ram.put_back(chunk.block, chunk.first_page + page);
+                if source.cuts_round() {
+                    source.ram.put_back(chunk.block, chunk.first_page + page);
                     continue;
                 }
                 let is_zero = detect && untouched[page / 64] >> (page % 64) & 1 == 1
@@ -80,8 +80,8 @@ pub(crate) fn scan(
                         xbzrle.zero_page(chunk.block, chunk.first_page + page);
                     }
                     zero_pages += 1;
-                } else if session.options.multifd() {
-                    session.ram.put_back(chunk.block, chunk.first_page + page);
+                } else if source.options.multifd() {
+                    source.ram.put_back(chunk.block, chunk.first_page + page);
                 } else if let Some(hand_out) = &mut hand_out {
                     hand_out.page(main, chunk.block, offset as u64)?;
                 } else {
@@ -99,9 +99,9 @@ pub(crate) fn scan(
                     normal_pages += 1;
                 }
             }
-            session.main.counters.add_pages(normal_pages, zero_pages);
+            source.out.link.counters.add_pages(normal_pages, zero_pages);
         }
-        session.ram.release(index + 1);
+        source.ram.release(index + 1);
         between(xbzrle);
     }
     if let Some(hand_out) = &mut hand_out {

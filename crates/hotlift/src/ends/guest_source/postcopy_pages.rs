@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::ZeroPageDetection;
 
-use crate::ends::guest_source::session::Session;
+use crate::ends::guest_source::source::GuestSource;
 use crate::error::MigrationError;
 use crate::lock::lock;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
@@ -19,7 +19,7 @@ const SHARE: usize = 64;
 
 /// Pages that are still to be sent, near the latest request first and then in order.
 pub(crate) struct GuestPages<'a> {
-    session: &'a Session<'a>,
+    source: &'a GuestSource<'a>,
     near: Near,
     /// RAM block, and what no thread has taken yet of the chunk that was taken last.
     rest: Mutex<(usize, Range<usize>)>,
@@ -27,11 +27,11 @@ pub(crate) struct GuestPages<'a> {
 
 impl<'a> GuestPages<'a> {
     /// All pages that are dirty.
-    pub(crate) fn new(session: &'a Session<'a>) -> Self {
-        session.ram.start_round(false);
+    pub(crate) fn new(source: &'a GuestSource<'a>) -> Self {
+        source.ram.start_round(false);
         Self {
-            session,
-            near: Near::new(session.guest.ram().iter().map(|block| block.pages())),
+            source,
+            near: Near::new(source.guest.ram().iter().map(|block| block.pages())),
             rest: Mutex::new((0, 0..0)),
         }
     }
@@ -45,7 +45,7 @@ impl Pages for GuestPages<'_> {
 
     fn reader(&self) -> Result<GuestReader<'_>, MigrationError> {
         Ok(GuestReader {
-            session: self.session,
+            source: self.source,
             prepared: (0, 0),
             page: Box::new([0; PAGE_SIZE]),
         })
@@ -57,7 +57,7 @@ impl Pages for GuestPages<'_> {
         }
         let mut rest = lock(&self.rest);
         if rest.1.is_empty() {
-            let Some(chunk) = self.session.ram.take() else {
+            let Some(chunk) = self.source.ram.take() else {
                 return Ok(None);
             };
             let first = chunk.first_page;
@@ -75,7 +75,7 @@ impl Pages for GuestPages<'_> {
 
 /// A thread's reader.
 pub(crate) struct GuestReader<'a> {
-    session: &'a Session<'a>,
+    source: &'a GuestSource<'a>,
     /// RAM block and page from which on the background takes pages.
     prepared: (usize, usize),
     page: Box<[u8; PAGE_SIZE]>,
@@ -84,9 +84,9 @@ pub(crate) struct GuestReader<'a> {
 impl GuestReader<'_> {
     /// Copies a page; false if it is zero, and may be sent so.
     fn read(&mut self, block: usize, page: usize) -> Result<bool, MigrationError> {
-        let Session { guest, ram, .. } = self.session;
+        let GuestSource { guest, ram, .. } = self.source;
         ram.settle(block, page);
-        let detection = self.session.options.zero_page_detection;
+        let detection = self.source.options.zero_page_detection;
         let memory = &guest.ram()[block];
         if detection != ZeroPageDetection::None && memory.page_is_zero(page) {
             return Ok(false);
@@ -105,13 +105,13 @@ impl Reader for GuestReader<'_> {
 
     fn prepare(&mut self, block: usize, page: usize, _: &Ledger) -> Result<bool, MigrationError> {
         self.prepared = (block, page);
-        Ok(self.session.ram.is_dirty(block, page))
+        Ok(self.source.ram.is_dirty(block, page))
     }
 
     fn take(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError> {
         let (block, first) = self.prepared;
         for page in first..first + BATCH {
-            if self.session.ram.is_dirty(block, page) && ledger.claim(block, page) {
+            if self.source.ram.is_dirty(block, page) && ledger.claim(block, page) {
                 match self.read(block, page)? {
                     true => batch.add(page, &*self.page),
                     false => batch.add_zero(page),

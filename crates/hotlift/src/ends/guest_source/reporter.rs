@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::PAGE_SIZE;
 
 use crate::auto::{Auto, Timeline};
-use crate::ends::guest_source::session::Session;
+use crate::ends::guest_source::source::GuestSource;
 use crate::ends::guest_source::xbzrle::Xbzrle;
 use crate::figures::{Counts, MethodFigures, MethodMoment, XbzrleFigures, to_f64};
 use crate::precopy::auto_converge::AutoConverge;
@@ -19,9 +19,9 @@ pub(crate) const INTERVAL: Duration = Duration::from_millis(100);
 /// Share of max-bandwidth from which on it is what limits the rate.
 const AT_THE_LIMIT: f64 = 0.8;
 
-/// Makes reports out of the session's counters.
+/// Makes reports out of the source's counters.
 pub(crate) struct Reporter<'a> {
-    session: &'a Session<'a>,
+    source: &'a GuestSource<'a>,
     on_progress: OnProgress<'a>,
     started: Instant,
     last: (Instant, Counts),
@@ -36,12 +36,12 @@ pub(crate) struct Reporter<'a> {
 
 impl<'a> Reporter<'a> {
     pub(crate) fn new(
-        session: &'a Session<'a>,
+        source: &'a GuestSource<'a>,
         on_progress: OnProgress<'a>,
         started: Instant,
     ) -> Self {
         Self {
-            session,
+            source,
             on_progress,
             started,
             last: (started, Counts::default()),
@@ -49,13 +49,13 @@ impl<'a> Reporter<'a> {
             throttle_percent: 0,
             throttle_refused: false,
             xbzrle: None,
-            timeline: session.multifd.auto().map(|_| Timeline::new()),
+            timeline: source.out.multifd.auto().map(|_| Timeline::new()),
         }
     }
 
     /// What went by which method, where each packet has its own.
     pub(crate) fn methods(&self) -> Vec<MethodFigures> {
-        let auto = self.session.multifd.auto();
+        let auto = self.source.out.multifd.auto();
         auto.map(Auto::figures).unwrap_or_default()
     }
 
@@ -88,12 +88,12 @@ impl<'a> Reporter<'a> {
 
     /// Reports.
     pub(crate) fn tell(&mut self, round: u64, estimator: &Estimator) {
-        self.session.tell_zero_jobs();
-        let bytes = self.session.bytes();
+        self.source.show_zero_jobs();
+        let bytes = self.source.bytes();
         let counts = Counts {
             // Channels count on: the sum is to be that of the parts.
             transferred_bytes: bytes.sum(),
-            ..self.session.counts()
+            ..self.source.out.counts()
         };
         let now = Instant::now();
         let (last, before) = self.last;
@@ -107,19 +107,19 @@ impl<'a> Reporter<'a> {
         };
         let new = counts.since(before);
         let pages_per_second = per_second(new.normal_pages + new.zero_pages);
-        let remaining_pages = self.session.ram.pending();
+        let remaining_pages = self.source.ram.pending();
         let bytes_per_second = per_second(new.transferred_bytes);
-        let live = self.session.control.steering().latest(self.session.options);
+        let live = self.source.control.steering().latest(self.source.options);
         let time_left = (pages_per_second > 0.0)
             .then(|| Duration::try_from_secs_f64(to_f64(remaining_pages) / pages_per_second).ok())
             .flatten();
         let elapsed = self.started.elapsed();
-        let auto = self.session.multifd.auto().zip(self.timeline.as_mut());
+        let auto = self.source.out.multifd.auto().zip(self.timeline.as_mut());
         let methods = auto.map(|(auto, timeline)| timeline.look(auto, elapsed));
         (self.on_progress)(&Progress {
-            status: self.session.control.status(),
+            status: self.source.control.status(),
             round,
-            total_bytes: self.session.ram.total_bytes(),
+            total_bytes: self.source.ram.total_bytes(),
             remaining_bytes: remaining_pages * PAGE_SIZE as u64,
             transferred_bytes: counts.transferred_bytes,
             bytes_per_second,
@@ -131,14 +131,14 @@ impl<'a> Reporter<'a> {
             expected_downtime: estimator.expected_downtime(),
             normal_pages: counts.normal_pages,
             zero_pages: counts.zero_pages,
-            dirty_syncs: self.session.ram.syncs(),
+            dirty_syncs: self.source.ram.syncs(),
             bytes,
             throttle_percent: self.throttle_percent,
             throttle_refused: self.throttle_refused,
             auto_converge: live.auto_converge,
             bandwidth_limited: live.max_bandwidth > 0
                 && bytes_per_second >= to_f64(live.max_bandwidth) * AT_THE_LIMIT,
-            postcopy_requests: self.session.postcopy_requests.load(Ordering::Relaxed),
+            postcopy_requests: self.source.postcopy_requests.load(Ordering::Relaxed),
             xbzrle: self.xbzrle,
             methods,
             stalled: estimator.is_stalled(),

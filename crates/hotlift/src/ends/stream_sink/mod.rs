@@ -5,6 +5,8 @@
 //! | `page_writers` | pages: where zero pages go, and to which channel the others |
 //! | `postcopy` | pages of a guest that runs there already |
 //! | `host_pages` | the same of a guest in huge pages, of which QEMU takes none in part |
+//!
+//! The guest of this process sends pages and device sections by [`StreamSink::out`] itself; all else is the same.
 
 mod host_pages;
 mod page_writers;
@@ -12,7 +14,7 @@ mod postcopy;
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
@@ -41,16 +43,17 @@ use crate::pipe::settings::RelaySettings;
 use crate::pipe::sink::{
     Forward, ForwardPackets, HasTaken, Opening, Postcopy, RamLayout, Sink, WritePages,
 };
-use crate::postcopy::turns::{Turn, Turns};
+use crate::pipe::stream_out::StreamOut;
+use crate::postcopy::turns::Turn;
 use crate::remote::Remote;
-use crate::stream::main_send::{MainLink, MainSend};
-use crate::stream::multifd_send;
-use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
+use crate::stream::handshake;
+use crate::stream::main_send::MainSend;
+use crate::stream::multifd_send::ChannelOpening;
 use crate::stream::preempt::PreemptOut;
-use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::transport::Stream;
+use crate::stream::return_path::listen;
+use crate::transport::{Address, Stream};
 
-/// How long a destination may take to load the devices.
+/// How long the destination of a relay may take to load the devices.
 const LOADING: Duration = Duration::from_secs(60);
 
 /// What comes behind the devices.
@@ -80,12 +83,19 @@ const CONFIRMING: Duration = Duration::from_secs(10);
 /// Why a QEMU that was ended did not get the guest.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
 
+/// What a destination is asked before the guest is to run there without all of its pages.
+const READY: &str =
+    "the destination's word that it is ready for postcopy (has it capability postcopy-ram?)";
+
 /// What a relay is asked behind the RAM blocks.
 const CONFIRMATION: &str =
     "the destination's relay to report that its QEMU is connected (see its own log)";
 
 /// How long the reason of the other side may be behind its going.
 const REASON_WAIT: Duration = Duration::from_millis(200);
+
+/// The same for a guest of this process, which runs again by then.
+const REASON_WAIT_OF_GUEST: Duration = Duration::from_secs(2);
 
 /// Where zero pages go. The table of zero pages in packets came with QEMU 9.0; an older one takes no
 /// notice of it, and would keep what it had in those pages.
@@ -149,28 +159,34 @@ pub(crate) struct Seen {
     pub sync_points: Option<SyncPoints>,
     /// The source is a relay that has looked for zero pages.
     pub zeros_were_looked_for: bool,
+    /// The source is the guest of this process. The threads of its channels close each round with a SYNC packet themselves.
+    pub is_guest: bool,
+}
+
+impl Seen {
+    /// What is known of the guest of this process.
+    pub(crate) fn guest() -> Self {
+        Self {
+            sync_points: Some(SyncPoints::shown(false)),
+            zeros_were_looked_for: true,
+            is_guest: true,
+        }
+    }
 }
 
 pub(crate) struct StreamSink<'a> {
     settings: &'a RelaySettings,
-    /// Where the other side listens.
-    to: Remote,
-    /// The other side may know that it has loaded everything.
+    pub out: StreamOut,
+    /// The other side may know that it has loaded everything, and not that the migration has ended before the commit.
     asked_whether_loaded: AtomicBool,
-    /// It has said what became of the guest.
-    is_settled: AtomicBool,
     control: Control,
     memory: MemoryLimit,
     seen: Seen,
     sync_points: SyncPoints,
     /// The machine type's version does not show the sync points.
     is_unversioned: bool,
-    link: Arc<MainLink>,
-    multifd: MultifdSend,
     /// The source has sent zero pages as such: it looks for them.
     finds_zeros: AtomicBool,
-    answers: Answers,
-    out: OnceLock<Turns<MainSend>>,
     /// Postcopy has begun.
     switched: AtomicBool,
     /// Where a QEMU takes the pages that its guest waits for, if not on main.
@@ -209,18 +225,10 @@ pub(crate) fn open<'a>(
     let Request {
         settings, control, ..
     } = request;
-    let channels = ChannelOpening {
-        uuid: opening.uuid,
-        hello: hello_of(settings),
-    };
-    let options = &settings.outgoing;
-    let (main, multifd, to) = match request.outgoing {
-        Outgoing::Address(address) => {
-            let (pass, timeout) = (settings.outgoing_pass.as_ref(), options.handshake_timeout);
-            let to = Remote::new(address, settings.outgoing_tls.clone());
-            let (main, multifd) =
-                multifd_send::connect(&to, pass, &channels, timeout, &control.dialing())?;
-            (main, multifd, to)
+    match request.outgoing {
+        Outgoing::Address(to) => {
+            let sink = StreamSink::connect(to, settings, seen, opening, memory, control)?;
+            Ok(Box::new(sink))
         }
         Outgoing::File {
             path,
@@ -228,20 +236,16 @@ pub(crate) fn open<'a>(
         } => {
             let flushes = SyncPoints::known(settings, seen.sync_points);
             let sink = BlockSink::create(path, settings, (opening, flushes), memory, control)?;
-            return Ok(Box::new(sink));
+            Ok(Box::new(sink))
         }
         Outgoing::File {
             path,
             format: FileFormat::MappedRam,
         } => {
             let sink = MappedRamSink::create(path, settings, memory, control)?;
-            return Ok(Box::new(sink));
+            Ok(Box::new(sink))
         }
-    };
-    let multifd = (multifd, &channels.hello);
-    let seen = (seen, &opening.configuration);
-    let sink = StreamSink::new(main, multifd, to, settings, seen, memory, control);
-    Ok(Box::new(sink))
+    }
 }
 
 /// What a relay has to know of the channels.
@@ -250,99 +254,77 @@ fn hello_of(settings: &RelaySettings) -> Hello {
     Hello {
         channels: options.channels(),
         method: options.packet_method(),
-        layout: PacketLayout::QEMU,
+        layout: options.packet_layout(),
         zero_page_detection: settings.zero_pages.unwrap_or(ZeroPageDetection::Multifd),
     }
 }
 
 impl<'a> StreamSink<'a> {
-    fn new(
-        main: Stream,
-        (multifd, hello): (Vec<Stream>, &Hello),
-        to: Remote,
+    /// Opens the connections to `to`.
+    pub(crate) fn connect(
+        to: &Address,
         settings: &'a RelaySettings,
-        (seen, configuration): (Seen, &Configuration),
+        seen: Seen,
+        opening: &Opening,
         memory: &MemoryLimit,
         control: &Control,
-    ) -> Self {
-        let pacer = control.steering().pacer(&settings.outgoing);
-        let multifd = MultifdSend::new(multifd, hello, control.sending(&settings.outgoing, &pacer));
-        let link = Arc::new(MainLink {
-            transport: main,
-            counters: Arc::default(),
-            pacer,
-            life: control.life().clone(),
-        });
-        Self {
+    ) -> Result<Self, MigrationError> {
+        let configuration = &opening.configuration;
+        let channels = ChannelOpening {
+            uuid: opening.uuid,
+            hello: hello_of(settings),
+        };
+        let out = StreamOut::connect(
+            Remote::new(to, settings.outgoing_tls.clone()),
+            settings.outgoing_pass.as_ref(),
+            &channels,
+            configuration,
+            &settings.outgoing,
+            control,
+        )?;
+        Ok(Self {
             settings,
-            to,
+            out,
             asked_whether_loaded: AtomicBool::new(false),
-            is_settled: AtomicBool::new(false),
             control: control.clone(),
             memory: memory.clone(),
             seen,
             sync_points: SyncPoints::of_destination(settings, seen.sync_points, configuration),
             is_unversioned: version_of(configuration).is_none(),
-            link,
             finds_zeros: AtomicBool::new(seen.zeros_were_looked_for),
-            multifd,
-            answers: Answers::new(control.life()),
-            out: OnceLock::new(),
             switched: AtomicBool::new(false),
             preempt: OnceLock::new(),
             other_side: OnceLock::new(),
             ram: OnceLock::new(),
             run_state: OnceLock::new(),
             run_state_search: Mutex::default(),
-        }
+        })
     }
 
-    /// Takes answers until the connection ends.
-    fn listen(&self, main: &Stream, forward: Forward<'_>) -> Result<(), MigrationError> {
-        let mut messages = Messages::new(Channel::Main);
-        let lost = loop {
-            let read = messages.read(main, &self.answers, |message, bytes| match message {
-                ReturnMessage::Hello { .. } => Err(MigrationError::Protocol {
-                    channel: Channel::Main,
-                    got: "a second HELLO".to_owned(),
-                    doing: "listening to the destination",
-                }),
-                ReturnMessage::Load(load) => {
-                    if let Some(auto) = self.multifd.auto() {
-                        auto.destination(&load);
-                    }
-                    Ok(())
-                }
-                _ => {
-                    forward(&message, bytes);
-                    Ok(())
-                }
-            });
-            match read {
-                Ok(true) => {}
-                Ok(false) => break MigrationError::main_closed(),
-                Err(error @ MigrationError::Connection { .. }) => break error,
-                Err(error) => return Err(error),
-            }
-        };
-        self.answers.ended(lost)
+    /// Connections on which the other side reports what became of the guest, and takes that this was heard: each of a guest's, so
+    /// that one that is cut does no harm.
+    fn heard(&self) -> impl Iterator<Item = &Stream> {
+        let streams = if self.seen.is_guest { usize::MAX } else { 1 };
+        self.out.streams().take(streams)
     }
 
-    /// Waits for the answer to this relay's own PING.
+    /// Waits for the answer to this side's own PING.
     fn await_answer(&self, timeout: Duration, waiting_for: &str) -> Result<(), MigrationError> {
         let goes_on = || self.control.life().check();
         let limit = Some((timeout, waiting_for));
-        self.answers.await_answers(limit, LONG, goes_on)
+        self.out.answers.await_answers(limit, LONG, goes_on)
     }
 
     /// What the other side says became of the guest: on main, as the answer to a question, or by whoever else
     /// knows. And what the guest does.
     fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<(Word, Doing)> {
         let patience = self.settings.outgoing.settle_timeout;
-        let on_stream = &mut |wait| self.answers.wait_word(wait);
-        let to_ask = self.answers.id().map(|id| (&self.to, id));
+        let on_stream = &mut |wait| self.out.answers.wait_word(wait);
+        let to_ask = self.out.answers.id().map(|id| (&self.out.to, id));
         let Some(has_taken) = has_taken.filter(|_| to_ask.is_none()) else {
-            return await_word(patience, to_ask, &mut |wait| self.answers.wait_told(wait));
+            return await_word(patience, to_ask, &mut |wait| {
+                self.out.answers.wait_told(wait)
+            });
         };
         let committed = Instant::now();
         let was = self.run_state.get().map(String::as_str);
@@ -356,7 +338,7 @@ impl<'a> StreamSink<'a> {
             let said_before = word.or_else(|| on_stream(LOOK));
             match (taken, said_before) {
                 (Taken::Ended, _) => {
-                    self.answers.explain(DID_NOT_RUN);
+                    self.out.answers.explain(DID_NOT_RUN);
                     return Some((Word::Never, Doing::Unknown));
                 }
                 // QEMU also refuses a guest that it runs, if the end of the stream is lost behind EOF.
@@ -377,25 +359,41 @@ impl<'a> StreamSink<'a> {
         word.map(|word| (word, Doing::Unknown))
     }
 
-    /// What a relay that listens there is told of the stream.
+    /// What a Hotlift that listens there is told of the stream.
     fn offer(&self) -> Offer {
+        if self.seen.is_guest {
+            return Offer::new(handshake::features(&self.settings.outgoing));
+        }
         let mut features =
             Features::RELAYED | Features::PACKAGE_CHECKED | Features::CONFIRMED | Features::DOING;
-        features.set(Features::MULTIFD, !self.multifd.is_empty());
-        features.set(Features::METHOD_BY_PACKET, self.multifd.auto().is_some());
+        features.set(Features::MULTIFD, !self.out.multifd.is_empty());
+        features.set(
+            Features::METHOD_BY_PACKET,
+            self.out.multifd.auto().is_some(),
+        );
         features.set(Features::SYNC_POINTS_SHOWN, self.sync_points.are_shown);
         Offer::new(features)
     }
 
-    fn main(&self) -> &Turns<MainSend> {
-        match self.out.get() {
-            Some(out) => out,
-            None => unreachable!("`open` comes first"),
-        }
+    fn lock_main(&self) -> Turn<'_, MainSend> {
+        self.out.main.take()
     }
 
-    fn lock_main(&self) -> Turn<'_, MainSend> {
-        self.main().take()
+    /// Sends a PING with the checksum of all that was written on main: a Hotlift compares it.
+    fn ping(&self) -> Result<(), MigrationError> {
+        let mut main = self.lock_main();
+        let value = main.crc().unwrap_or_default();
+        self.out.answers.ask(value);
+        main.command(Command::Ping(value))
+    }
+
+    /// Closes a section of a guest's RAM for a Hotlift. The PING behind the last asks whether all is loaded, which comes
+    /// behind the devices.
+    fn section_sent(&self) -> Result<(), MigrationError> {
+        match self.out.answers.id() {
+            Some(_) if !self.lock_main().is_completing() => self.ping(),
+            _ => Ok(()),
+        }
     }
 
     fn other_side(&self) -> OtherSide {
@@ -447,7 +445,7 @@ impl<'a> StreamSink<'a> {
 
     /// SYNC on all channels, and a section of RAM with the multifd flush.
     fn sync_point(&self) -> Result<(), MigrationError> {
-        self.multifd.sync()?;
+        self.out.multifd.sync()?;
         self.zero_section(self.flushes())
     }
 
@@ -464,14 +462,14 @@ impl<'a> StreamSink<'a> {
 
     /// Whether a multifd flush is a record of its own; else every section's end is a sync point.
     fn flushes(&self) -> bool {
-        !self.multifd.is_empty() && !self.sync_points.each_section
+        !self.out.multifd.is_empty() && !self.sync_points.each_section
     }
 
     /// Whether a QEMU gets sync points of which nothing has shown that it takes them.
     fn has_guessed_sync_points(&self) -> bool {
         let is_guess = self.is_unversioned && !self.sync_points.are_shown;
         let to_qemu = self.other_side.get().is_some_and(|other| !other.is_relay);
-        is_guess && to_qemu && !self.multifd.is_empty()
+        is_guess && to_qemu && !self.out.multifd.is_empty()
     }
 
     /// Decides what the other side can read.
@@ -511,15 +509,17 @@ fn machine_version(machine: &str) -> Option<(u32, u32)> {
 impl Sink for StreamSink<'_> {
     fn workers(&self) -> usize {
         let options = &self.settings.outgoing;
-        if options.compress {
+        if self.seen.is_guest {
+            0
+        } else if options.compress {
             options.compress_threads.into()
         } else {
-            self.multifd.len().max(1)
+            self.out.multifd.len().max(1)
         }
     }
 
     fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
-        let before: Box<dyn WritePages + '_> = match self.multifd.is_empty() {
+        let before: Box<dyn WritePages + '_> = match self.out.multifd.is_empty() {
             true => Box::new(MainWriter::new(self)?),
             false => {
                 let id = u8::try_from(worker).unwrap_or(u8::MAX);
@@ -534,27 +534,45 @@ impl Sink for StreamSink<'_> {
     }
 
     fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
-        let mut out = MainSend::new(Arc::clone(&self.link), &opening.configuration)?;
-        out.command(Command::OpenReturnPath)?;
         let offer = self.offer();
-        self.answers.ask(offer.ping());
-        out.command(Command::Ping(offer.ping()))?;
-        let timeout = self.settings.outgoing.handshake_timeout;
-        self.await_answer(timeout, OPENED)?;
-        let is_relay = self.answers.opened(offer)?;
-        self.multifd.reader_is(match is_relay {
+        let (settings, answers) = (&self.settings.outgoing, &self.out.answers);
+        {
+            let mut main = self.lock_main();
+            main.command(Command::OpenReturnPath)?;
+            answers.ask(offer.ping());
+            main.command(Command::Ping(offer.ping()))?;
+        }
+        let waiting_for = match self.seen.is_guest {
+            true => format!(
+                "the destination's answer to the opening (does it expect {} multifd channels, too?)",
+                settings.channels()
+            ),
+            false => OPENED.to_owned(),
+        };
+        self.await_answer(settings.handshake_timeout, &waiting_for)?;
+        let is_relay = answers.opened(offer)?;
+        self.out.multifd.reader_is(match is_relay {
             true => Reader::Hotlift,
-            false => Reader::Qemu(self.settings.outgoing.qemu_reads()),
+            false => Reader::Qemu(settings.qemu_reads()),
         })?;
-        if !is_relay {
-            out.drop_checksum();
+        if !is_relay && settings.packet_layout() != PacketLayout::QEMU {
+            return Err(MigrationError::Mismatch {
+                what: "multifd-packet-size".to_owned(),
+                source_has: format!("{} bytes", settings.multifd_packet_size),
+                destination_has: format!(
+                    "room for {}: it is a QEMU",
+                    PacketLayout::QEMU.pages() * PacketLayout::QEMU.page_size()
+                ),
+            });
+        }
+        if !is_relay && !self.seen.is_guest {
+            self.lock_main().drop_checksum();
         }
         let other_side = self.learn(&opening.configuration, is_relay);
         let _ = self.other_side.set(other_side);
         if self.has_guessed_sync_points() {
-            self.answers.explain(GUESSED_SYNC_POINTS);
+            self.out.answers.explain(GUESSED_SYNC_POINTS);
         }
-        let _ = self.out.set(Turns::new(out));
         Ok(())
     }
 
@@ -575,14 +593,17 @@ impl Sink for StreamSink<'_> {
             zeros: zeros.collect(),
             kept: AtomicUsize::new(0),
         });
-        self.multifd.sync()?;
+        self.out.multifd.sync()?;
         let flush = self.flushes();
         let id = Some(layout.section_id);
         self.lock_main().ram_start(id, &layout.blocks, flush)?;
-        if !self.answers.takes(Features::CONFIRMED) {
+        if self.seen.is_guest {
+            return self.section_sent();
+        }
+        if !self.out.answers.takes(Features::CONFIRMED) {
             return Ok(());
         }
-        self.answers.ask(CONNECTED);
+        self.out.answers.ask(CONNECTED);
         self.lock_main().command(Command::Ping(CONNECTED))?;
         // The other relay waits for channels, for a connection, and for its QEMU's answer, and reports which one is missing.
         let timeout = 3 * self.settings.outgoing.handshake_timeout;
@@ -591,7 +612,7 @@ impl Sink for StreamSink<'_> {
 
     fn section_end(&self) -> Result<(), MigrationError> {
         // Where each section is a sync point, there may be no other sections.
-        let each = self.sync_points.each_section && !self.multifd.is_empty();
+        let each = self.sync_points.each_section && !self.out.multifd.is_empty();
         if each || self.ram().kept.swap(0, Ordering::Relaxed) == 0 {
             return Ok(());
         }
@@ -599,6 +620,10 @@ impl Sink for StreamSink<'_> {
     }
 
     fn barrier(&self) -> Result<(), MigrationError> {
+        if self.seen.is_guest {
+            self.lock_main().end_section(self.flushes())?;
+            return self.section_sent();
+        }
         // Records of one stream are in order by themselves.
         if self.pages_on_main() {
             return Ok(());
@@ -606,10 +631,23 @@ impl Sink for StreamSink<'_> {
         self.sync_point()
     }
 
+    fn catch_up(
+        &self,
+        every: Duration,
+        doing: &mut dyn FnMut() -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let answers = &self.out.answers;
+        // A Hotlift was asked behind the barrier, for its checksum.
+        if answers.id().is_none() {
+            self.ping()?;
+        }
+        answers.await_answers(None, every, doing)
+    }
+
     fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
-        let each_section = !self.multifd.is_empty() && self.sync_points.each_section;
+        let each_section = !self.out.multifd.is_empty() && self.sync_points.each_section;
         if each_section {
-            self.multifd.sync()?;
+            self.out.multifd.sync()?;
         }
         let mut main = self.lock_main();
         main.xbzrle_page(block, offset, delta)?;
@@ -652,7 +690,7 @@ impl Sink for StreamSink<'_> {
         // A QEMU compares nothing; it is sent a value that no source has for a PING of its own.
         let value = main.crc().unwrap_or_else(|| self.offer().ping());
         self.asked_whether_loaded.store(true, Ordering::Release);
-        self.answers.ask(value);
+        self.out.answers.ask(value);
         let mut ping = Vec::new();
         Command::Ping(value).encode(&mut ping);
         main.raw(&ping)?;
@@ -660,54 +698,82 @@ impl Sink for StreamSink<'_> {
             true => format!("{LOADED} ({GUESSED_SYNC_POINTS})"),
             false => LOADED.to_owned(),
         };
-        self.await_answer(LOADING, &waiting_for)
+        let limit = match self.seen.is_guest {
+            true => self.settings.outgoing.handshake_timeout,
+            false => LOADING,
+        };
+        self.await_answer(limit, &waiting_for)
     }
 
     fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
-        self.answers.commit();
+        let StreamOut {
+            main,
+            link,
+            multifd,
+            answers,
+            ..
+        } = &self.out;
+        answers.commit();
+        self.asked_whether_loaded.store(false, Ordering::Release);
+        let id = answers.id();
         // A connection that is lost now may have relayed EOF.
-        let _ = self.lock_main().raw(end);
-        if end.len() == 1 && self.answers.id().is_none() {
-            // Without a VM description, which a QEMU may wait for; not beyond the end of the stream.
-            self.link.transport.shutdown(Shutdown::Write);
+        if self.seen.is_guest {
+            main.take().end_of_file();
+            if id.is_some() {
+                // The same on every channel: one of several that carry it may fail.
+                let _ = multifd.sync();
+            }
+        } else {
+            let _ = main.take().raw(end);
+            if end.len() == 1 && id.is_none() {
+                // Without a VM description, which a QEMU may wait for; not beyond the end of the stream.
+                link.transport.shutdown(Shutdown::Write);
+            }
         }
         let word = self.await_word(has_taken);
-        if word.is_some()
-            && let Some(id) = self.answers.id()
-        {
-            self.is_settled.store(true, Ordering::Release);
-            say_heard(&self.link.transport, id);
+        if let (Some(_), Some(id)) = (word, id) {
+            self.heard().for_each(|stream| say_heard(stream, id));
         }
         match word {
             Some((Word::Runs | Word::HasAll, doing)) => Ok(doing),
-            Some((Word::Never, _)) => Err(self.answers.refusal()),
+            Some((Word::Never, _)) => Err(self.out.answers.refusal()),
             None => Err(MigrationError::InDoubt),
         }
     }
 
-    fn return_path(&self, forward: Forward<'_>, failed: &dyn Fn(MigrationError)) {
-        let _ends = EndsAnswers(&self.answers);
-        if let Err(error) = self.listen(&self.link.transport, forward) {
-            failed(error);
-        }
+    fn return_path(&self, forward: Forward<'_>, failed: &dyn Fn(Channel, MigrationError)) {
+        let others = |channel, message: &ReturnMessage<'_>, bytes: &[u8]| match message {
+            ReturnMessage::Hello { .. } if !self.seen.is_guest => Err(MigrationError::Protocol {
+                channel,
+                got: "a second HELLO".to_owned(),
+                doing: "listening to the destination",
+            }),
+            ReturnMessage::Load(load) => {
+                if let Some(auto) = self.out.multifd.auto() {
+                    auto.destination(load);
+                }
+                Ok(())
+            }
+            _ => forward(channel, message, bytes),
+        };
+        listen(self.heard(), &self.out.answers, others, failed);
     }
 
     fn streams(&self) -> Vec<&Stream> {
-        let main = std::iter::once(&self.link.transport);
-        main.chain(self.multifd.sockets()).collect()
+        self.out.streams().collect()
     }
 
     fn lost_channel(&self) -> Option<Channel> {
-        self.multifd.lost_channel()
+        self.out.multifd.lost_channel()
     }
 
     fn abort(&self) {
-        self.answers.abort();
-        self.multifd.shut_down();
+        self.out.answers.abort();
+        self.out.multifd.shut_down();
         if let Some(channel) = self.preempt.get() {
             channel.shut();
         }
-        self.link.transport.shutdown(Shutdown::Write);
+        self.out.link.transport.shutdown(Shutdown::Write);
     }
 
     fn shows_loading(&self) -> bool {
@@ -715,26 +781,28 @@ impl Sink for StreamSink<'_> {
     }
 
     fn refuses_in_words(&self) -> bool {
-        self.answers.id().is_some()
+        self.out.answers.id().is_some()
     }
 
     fn closing_reason(&self) -> Option<String> {
-        self.answers.wait_reason(REASON_WAIT)
+        self.out.answers.wait_reason(match self.seen.is_guest {
+            true => REASON_WAIT_OF_GUEST,
+            false => REASON_WAIT,
+        })
     }
 
     fn close(&self) {
         self.abort();
-        self.link.transport.shutdown(Shutdown::Both);
+        self.out.link.transport.shutdown(Shutdown::Both);
         if self.asked_whether_loaded.load(Ordering::Acquire)
-            && !self.is_settled.load(Ordering::Acquire)
-            && let Some(id) = self.answers.id()
+            && let Some(id) = self.out.answers.id()
         {
-            say_farewell(&self.to, id);
+            say_farewell(&self.out.to, id);
         }
     }
 
     fn sent_bytes(&self) -> u64 {
-        self.multifd.counts().transferred_bytes + self.link.counters.read().transferred_bytes
+        self.out.counts().transferred_bytes
     }
 
     fn method(&self) -> &'static str {
@@ -742,7 +810,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn methods(&self) -> Vec<MethodFigures> {
-        let auto = self.multifd.auto();
+        let auto = self.out.multifd.auto();
         auto.map(Auto::figures).unwrap_or_default()
     }
 }

@@ -23,7 +23,7 @@ impl<'s, 'a> ChannelWriter<'s, 'a> {
         let options = &sink.settings.outgoing;
         let to_relay = sink.other_side().is_relay;
         // The main thread writes the SYNC packets: nothing may wait in a worker for them.
-        let packets = PacketSender::new(&sink.multifd, id, options, to_relay, false)?;
+        let packets = PacketSender::new(&sink.out.multifd, id, options, to_relay, false)?;
         Ok(Self { sink, packets })
     }
 }
@@ -70,7 +70,7 @@ impl<'s, 'a> Forwarding<'s, 'a> {
         if sink.looks_for_zeros() {
             return None;
         }
-        let packets = PacketForwarder::new(&sink.multifd, channel)?;
+        let packets = PacketForwarder::new(&sink.out.multifd, channel)?;
         Some(Self { sink, packets })
     }
 }

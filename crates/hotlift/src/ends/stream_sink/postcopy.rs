@@ -11,8 +11,8 @@ use hotlift_mem::zero::is_zero;
 use hotlift_wire::handshake::{Features, PREEMPT};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 
-use crate::ends::stream_sink::StreamSink;
 use crate::ends::stream_sink::host_pages::HostPages;
+use crate::ends::stream_sink::{READY, StreamSink};
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::sink::{Postcopy, WritePages};
@@ -42,18 +42,25 @@ impl StreamSink<'_> {
             Some(channel) if channel.is_taken()? => {
                 channel.pages(self.block_name(pages.block), &pages)
             }
-            _ => self.main().take_urgently().pages_at_once(pages),
+            _ => self.out.main.take_urgently().pages_at_once(pages),
         }
     }
 
     /// Whether all pages are records of main, which are in order by themselves.
     pub(super) fn pages_on_main(&self) -> bool {
-        self.multifd.is_empty() || (self.is_switched() && !self.other_side().is_relay)
+        self.out.multifd.is_empty() || (self.is_switched() && !self.other_side().is_relay)
     }
 }
 
 impl Postcopy for StreamSink<'_> {
+    fn await_ready(&self) -> Result<(), MigrationError> {
+        self.asked_whether_loaded.store(true, Ordering::Release);
+        self.ping()?;
+        self.await_answer(self.settings.outgoing.handshake_timeout, READY)
+    }
+
     fn begin(&self) {
+        self.asked_whether_loaded.store(false, Ordering::Release);
         self.switched.store(true, Ordering::Release);
     }
 
@@ -63,8 +70,8 @@ impl Postcopy for StreamSink<'_> {
         }
         let timeout = self.settings.outgoing.handshake_timeout;
         let pass = self.settings.outgoing_pass.as_ref();
-        let stream = connect_with(pass, &self.to, timeout, &self.control.dialing())?;
-        let counters = Arc::clone(&self.link.counters);
+        let stream = connect_with(pass, &self.out.to, timeout, &self.control.dialing())?;
+        let counters = Arc::clone(&self.out.link.counters);
         let _ = self.preempt.set(PreemptOut::new(stream, counters));
         Ok(())
     }
@@ -92,7 +99,7 @@ impl Postcopy for StreamSink<'_> {
             let mut main = self.lock_main();
             main.raw(bytes)?;
             // Nothing else can be told of it before the guest runs.
-            if self.answers.takes(Features::PACKAGE_CHECKED)
+            if self.out.answers.takes(Features::PACKAGE_CHECKED)
                 && let Some(value) = main.crc()
             {
                 main.command(Command::Ping(value))?;
@@ -144,9 +151,9 @@ impl<'s, 'a> Background<'s, 'a> {
 impl Background<'_, '_> {
     /// Writes pages to main. Waits for the limit on bandwidth first: an urgent page would wait for whoever did in its turn.
     fn put(&self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
-        let link = &self.sink.link;
+        let link = &self.sink.out.link;
         link.pacer.wait(pages.content.len(), &link.life);
-        self.sink.main().take_after_urgent().pages_at_once(pages)
+        self.sink.out.main.take_after_urgent().pages_at_once(pages)
     }
 }
 

@@ -62,10 +62,17 @@ impl Source for Streams<'_> {
         receive(session, self.blocks, self.upstream, id)
     }
 
-    fn answer(&self, message: &ReturnMessage<'_>, bytes: &[u8]) {
+    fn answer(
+        &self,
+        _: &Session<'_>,
+        _: Channel,
+        message: &ReturnMessage<'_>,
+        bytes: &[u8],
+    ) -> Result<(), MigrationError> {
         // Before the source can send the page.
         self.upstream.demand.note(message);
         self.upstream.answer(bytes);
+        Ok(())
     }
 
     fn has_gone(&self) -> bool {

@@ -37,6 +37,7 @@ use crate::life::threads::spawn;
 use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
 use crate::pacing::Pacer;
+use crate::postcopy::turns::Turns;
 use crate::postcopy::{Connection, LARGEST_PAGE, Ledger, go_on};
 use crate::remote::Remote;
 use crate::status::Status;
@@ -194,7 +195,7 @@ pub fn restore(
         let stream = file.stream();
         let ledger = Arc::new(Ledger::new(&blocks));
         let mut messages = Messages::new(Channel::Main);
-        let mut main = match resume {
+        let main = Turns::new(match resume {
             false => MainSend::new(Arc::clone(&link), &stream.configuration)?,
             true => {
                 let rest = go_on(&link.transport, &ledger, control.life(), || {
@@ -205,13 +206,13 @@ pub fn restore(
                 let id = stream.ram.section_id;
                 MainSend::resume(Arc::clone(&link), &stream.configuration, Some(id), &blocks)?
             }
-        };
+        });
         let pages_before = ledger.sent();
         let answers = Answers::new(control.life());
         let pages = FilePages::new(&file, options, control, hooks.on_lost);
         let connection = Connection::new(
             (&pages, ledger),
-            (&mut main, link),
+            (&main, link),
             &answers,
             (
                 control.steering().pacer(options),

@@ -8,6 +8,7 @@
 //! end      END, EOF; SHUT(0)                                    status completed
 //! ```
 
+use std::net::Shutdown;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -15,14 +16,16 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::main_channel::postcopy;
 
-use super::{Ended, Migration, TICK};
+use super::Migration;
 use crate::ends::guest_source::postcopy_pages::GuestPages;
-use crate::ends::guest_source::session::Session;
+use crate::ends::guest_source::reporter::INTERVAL;
+use crate::ends::guest_source::source::GuestSource;
 use crate::error::{Channel, MigrationError};
 use crate::handover::settle::{Question, Step};
 use crate::handover::{Verdict, Word, ask_once, say_heard};
 use crate::life::LONG;
 use crate::life::threads::spawn;
+use crate::pipe::sink::Postcopy;
 use crate::postcopy::{Connection, Ledger, go_on};
 use crate::remote::Remote;
 use crate::status::Status;
@@ -39,38 +42,39 @@ const LOADING: Duration = Duration::from_secs(60);
 impl Migration<'_> {
     /// Hands the guest over before the destination has all pages, and returns when it has; the time for which the guest,
     /// stopped at `stopped_at`, stood still.
-    pub(super) fn postcopy(&mut self, stopped_at: Instant) -> Result<Duration, Ended> {
-        let session = self.session;
-        session.pacer.lift();
+    pub(super) fn postcopy(&mut self, stopped_at: Instant) -> Result<Duration, MigrationError> {
+        let (session, source) = (self.session, self.source);
+        let (out, control) = (source.out, source.control);
+        out.link.pacer.lift();
         self.sync()?;
         self.discard()?;
-        let devices = session.guest.save_devices()?;
-        let (package, ping) = self.main.send.package(&devices, LOADED)?;
-        let ledger = Arc::new(Ledger::new(&self.main.blocks()));
-        let _ = session.ledger.set(Arc::clone(&ledger));
-        if !session.serve() {
-            self.check()?;
-            return Err(MigrationError::Cancelled.into());
+        let devices = source.guest.save_devices()?;
+        let (package, ping) = out.main.take().package(&devices, LOADED)?;
+        let ledger = Arc::new(Ledger::new(&source.blocks()));
+        let _ = source.ledger.set(Arc::clone(&ledger));
+        if !session.giving.serve(|| !control.life().is_stopped()) {
+            return Err(MigrationError::Cancelled);
         }
-        session.answers.ask(ping);
-        let pages = GuestPages::new(session);
+        session.switch();
+        out.answers.serve();
+        out.answers.ask(ping);
+        let pages = GuestPages::new(source);
         let mut downtime = None;
-        let first = (Arc::clone(&session.main), None);
+        let first = (Arc::clone(&out.link), None);
         // What fails from here on leaves the connection lost, and the guest where it is.
-        let mut outcome = match self.main.send.raw(&package) {
-            Ok(()) => {
-                session.postcopy_begins();
-                session.control.set_status(Status::PostcopyActive);
-                self.serve(&pages, ledger, first, &session.answers, &mut || {
-                    downtime.get_or_insert_with(|| stopped_at.elapsed());
-                })
-            }
-            Err(error) => Err(error),
-        };
+        let sent = out.main.take().raw(&package);
+        let mut outcome = sent.and_then(|()| {
+            source.postcopy_begins();
+            control.set_status(Status::PostcopyActive);
+            self.serve(&pages, ledger, first, &out.answers, &mut || {
+                downtime.get_or_insert_with(|| stopped_at.elapsed());
+            })
+        });
         while let Err(error) = outcome {
             // What ended the connection, and not what ended with it.
-            let error = session.lost.take().unwrap_or(error);
-            session.shut_down();
+            let error = source.lost.take().unwrap_or(error);
+            let streams = out.streams();
+            streams.for_each(|stream| stream.shutdown(Shutdown::Both));
             outcome = match self.await_resume(error)? {
                 Some(to) => self.resume(&to),
                 None => Ok(()),
@@ -81,24 +85,20 @@ impl Migration<'_> {
     }
 
     /// Has the destination throw away what the guest has written since it was sent, and what was never sent.
-    fn discard(&mut self) -> Result<(), Ended> {
-        let ram = &self.session.ram;
+    fn discard(&mut self) -> Result<(), MigrationError> {
+        let GuestSource { ram, out, .. } = self.source;
         if ram.pending() == 0 {
             // A QEMU without anything to throw away waits for ever.
             ram.put_back(0, 0);
         }
         let mut discards = Vec::new();
-        for (index, block) in self.main.blocks().iter().enumerate() {
+        for (index, block) in self.source.blocks().iter().enumerate() {
             postcopy::put_discards(&block.name, &ram.dirty_ranges(index), &mut discards)
                 .map_err(MigrationError::main_wire)?;
         }
-        self.main.send.raw(&discards)?;
-        // Nothing that it could refuse is left for behind the commit.
-        self.asked_whether_loaded = true;
-        self.main.ping()?;
-        self.await_pongs(Some(
-            "the destination's word that it is ready for postcopy (has it capability postcopy-ram?)",
-        ))
+        out.main.take().raw(&discards)?;
+        let postcopy = self.session.sink.postcopy();
+        postcopy.map_or(Ok(()), Postcopy::await_ready)
     }
 
     /// Gives the guest its pages over one connection, until the destination has all. `messages` are read by a thread of
@@ -111,17 +111,18 @@ impl Migration<'_> {
         answers: &Answers,
         on_loaded: &mut dyn FnMut(),
     ) -> Result<(), MigrationError> {
-        let session = self.session;
+        let (session, source) = (self.session, self.source);
+        let control = source.control;
         let (reporter, estimator, round) = (&mut self.reporter, &self.estimator, self.round);
         let sent_all = &mut self.sent_all;
         let is_first = messages.is_none();
-        let before = session.postcopy_requests.load(Ordering::Relaxed);
-        session.control.set_postcopy_link(&link);
-        let pace = session.control.steering().postcopy_pacer(session.options);
-        let cpu = session.control.steering().cpu_budget(session.options);
+        let before = source.postcopy_requests.load(Ordering::Relaxed);
+        control.set_postcopy_link(&link);
+        let pace = control.steering().postcopy_pacer(source.options);
+        let cpu = control.steering().cpu_budget(source.options);
         let connection = Connection::new(
             (pages, ledger),
-            (&mut self.main.send, link),
+            (&source.out.main, link),
             answers,
             (pace, cpu),
         );
@@ -131,7 +132,7 @@ impl Migration<'_> {
         let count = || {
             let served = connection.ledger.requests.served();
             let all = before + served;
-            session.postcopy_requests.store(all, Ordering::Relaxed);
+            source.postcopy_requests.store(all, Ordering::Relaxed);
         };
         thread::scope(|scope| {
             let outcome = (|| {
@@ -146,19 +147,19 @@ impl Migration<'_> {
                 })?;
                 let waiting = "the destination's word that it has loaded the devices";
                 let limit = Some((LOADING, waiting));
-                answers.await_answers(limit, TICK, || match answers.word() {
+                answers.await_answers(limit, LONG, || match answers.word() {
                     // It stays connected until that was heard.
                     Some(Word::Never) => Err(answers.refusal()),
                     _ => Ok(()),
                 })?;
                 on_loaded();
-                spawn(scope, "mig/src/watch".to_owned(), || {
-                    while !connection.ledger.requests.wait_for_end(TICK) {
+                spawn(scope, "mig/src/report".to_owned(), || {
+                    while !connection.ledger.requests.wait_for_end(INTERVAL) {
                         count();
                         reporter.tell(round, estimator);
                     }
                     // The loss of the first connection may be noticed late.
-                    if is_first && session.lost.is_set() {
+                    if is_first && source.lost.is_set() {
                         // The background may sleep for its limits.
                         connection.close();
                     }
@@ -173,7 +174,7 @@ impl Migration<'_> {
             match outcome {
                 Err(error) => connection.fail(error),
                 Ok(()) => {
-                    if let Some(id) = session.answers.id() {
+                    if let Some(id) = source.out.answers.id() {
                         say_heard(&connection.link.transport, id);
                     }
                     connection.close();
@@ -189,17 +190,18 @@ impl Migration<'_> {
     ///
     /// # Errors
     /// The guest has not run at the destination, and never will; or nobody goes on.
-    fn await_resume(&self, lost: MigrationError) -> Result<Option<Address>, Ended> {
-        let Session {
+    fn await_resume(&self, lost: MigrationError) -> Result<Option<Address>, MigrationError> {
+        let GuestSource {
             control,
-            giving,
-            answers,
+            out,
+            options,
             ..
-        } = self.session;
+        } = self.source;
+        let (giving, answers) = (&self.session.giving, &out.answers);
         control.set_status(Status::PostcopyPaused);
         // A refusal in words; that all is there shows only at the end of the stream.
         let mut word = answers.word().filter(|word| *word == Word::Never);
-        let patience = self.session.options.settle_timeout;
+        let patience = options.settle_timeout;
         let mut question = Question::while_paused(Instant::now(), patience);
         loop {
             if let Some(word) = word.take() {
@@ -213,20 +215,19 @@ impl Migration<'_> {
                             answers.refusal()
                         }
                         other => other,
-                    }
-                    .into());
+                    });
                 }
             }
             if control.is_cancelled() || control.life().is_stopped() {
                 giving.settle(None);
-                return Err(lost.into());
+                return Err(lost);
             }
             // It may not have all pages before all are sent, and a statement that it runs is there already.
             let may_ask = self.sent_all || !giving.is_known_to_run();
             let id = answers.id().filter(|_| may_ask);
             let wait = match id.and_then(|_| question.next(Instant::now())) {
                 Some(Step::Ask(within)) => {
-                    let asked = id.and_then(|id| ask_once(self.to, id, within));
+                    let asked = id.and_then(|id| ask_once(&out.to, id, within));
                     word = asked.map(|(word, _)| word);
                     continue;
                 }
@@ -241,8 +242,13 @@ impl Migration<'_> {
 
     /// Goes on over a connection to `to`: with what the destination has, and what it asks for.
     fn resume(&mut self, to: &Address) -> Result<(), MigrationError> {
-        let session = self.session;
-        let (control, options) = (&session.control, session.options);
+        let GuestSource {
+            control,
+            options,
+            out,
+            ram,
+            ..
+        } = self.source;
         control.set_status(Status::PostcopyRecover);
         let remote = Remote::new(to, tls::of_options(options, to)?);
         // A destination that waits for another guest's pages turns it away.
@@ -255,11 +261,11 @@ impl Migration<'_> {
         )?;
         let link = Arc::new(MainLink {
             transport: main,
-            counters: Arc::clone(&session.main.counters),
-            pacer: Arc::clone(&session.pacer),
+            counters: Arc::clone(&out.link.counters),
+            pacer: Arc::clone(&out.link.pacer),
             life: control.life().clone(),
         });
-        let blocks = self.main.blocks();
+        let blocks = self.source.blocks();
         let ledger = Arc::new(Ledger::new(&blocks));
         let mut messages = Messages::new(Channel::Main);
         let mut preempt = None;
@@ -268,36 +274,36 @@ impl Migration<'_> {
             Ok(())
         })?);
         self.preempt = preempt;
-        session.giving.settle(Some(Word::Runs));
+        self.session.giving.settle(Some(Word::Runs));
         for block in 0..blocks.len() {
             for page in 0..ledger.pages(block) {
                 match ledger.is_sent(block, page) {
-                    true => session.ram.settle(block, page),
-                    false => session.ram.put_back(block, page),
+                    true => ram.settle(block, page),
+                    false => ram.put_back(block, page),
                 }
             }
         }
-        let configuration = self.main.configuration();
-        self.main.send = MainSend::resume(Arc::clone(&link), &configuration, None, &blocks)?;
+        let configuration = &self.opening.configuration;
+        *out.main.take() = MainSend::resume(Arc::clone(&link), configuration, None, &blocks)?;
         let answers = Answers::new(control.life());
         answers.serve();
         control.set_status(Status::PostcopyActive);
-        let pages = GuestPages::new(session);
+        let pages = GuestPages::new(self.source);
         let connection = (link, Some(messages));
         self.serve(&pages, ledger, connection, &answers, &mut || ())
     }
 
     /// What a Hotlift is shown on every further connection of the migration.
     fn pass(&self) -> Option<Pass> {
-        let id = self.session.answers.id();
+        let id = self.source.out.answers.id();
         id.map(|id| Pass::new(id.0, None))
     }
 
     /// Connects to `to` for the pages that the guest waits for, with `postcopy-preempt`.
     pub(super) fn connect_preempt(&self, to: &Remote) -> Result<Option<Stream>, MigrationError> {
-        let Session {
+        let GuestSource {
             options, control, ..
-        } = self.session;
+        } = self.source;
         if !options.postcopy_preempt {
             return Ok(None);
         }

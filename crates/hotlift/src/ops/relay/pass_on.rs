@@ -157,6 +157,7 @@ fn pass_on(
         }),
         zeros_were_looked_for: hello
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
+        is_guest: false,
     };
     if let Some(on_source) = hooks.on_source {
         let channels = channels.as_ref().map_or(&[][..], |it| &it.channels);

@@ -44,6 +44,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
     let seen = Seen {
         sync_points: stream.flush_after_each_section.map(SyncPoints::shown),
         zeros_were_looked_for: true,
+        is_guest: false,
     };
     let sink = stream_sink::open(request, seen, &opening, &memory)?;
     let received = Counters::of_side(file.readers());

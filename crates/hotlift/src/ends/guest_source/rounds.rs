@@ -1,0 +1,88 @@
+//! Where the migration thread and the channel threads meet: one round at a time, for all of them.
+
+use std::time::{Duration, Instant};
+
+use crate::error::MigrationError;
+use crate::life::Life;
+use crate::life::gate::Gate;
+
+/// The meeting point.
+pub(crate) struct Rounds {
+    state: Gate<State>,
+    channels: usize,
+}
+
+#[derive(Default)]
+struct State {
+    /// The present round.
+    round: u64,
+    /// Channels that have finished it.
+    finished: usize,
+    /// No other round begins.
+    over: bool,
+}
+
+impl Rounds {
+    /// Makes those of so many channels.
+    pub(crate) fn new(channels: usize, life: &Life) -> Self {
+        Self {
+            state: Gate::new(life, State::default()),
+            channels,
+        }
+    }
+
+    /// Begins a round.
+    pub(crate) fn start(&self) {
+        self.state.change(|state| {
+            state.round += 1;
+            state.finished = 0;
+        });
+    }
+
+    /// Waits until all channel threads have finished the round. Meanwhile `doing` is called, which may end the wait: at
+    /// least `every` so often, and when the lifetime changes.
+    ///
+    /// # Errors
+    /// What `doing` returns.
+    pub(crate) fn await_channels(
+        &self,
+        every: Duration,
+        mut doing: impl FnMut() -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let mut ended = None;
+        while ended.is_none() {
+            let until = Instant::now() + every;
+            ended = self.state.wait_until(Some(until), &mut doing, |state| {
+                (state.over || state.finished == self.channels).then_some(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Waits in a channel's thread for the round behind `round`, which is moved on; false if there is none.
+    pub(crate) fn next(&self, round: &mut u64) -> bool {
+        let goes_on = || Ok::<_, std::convert::Infallible>(());
+        let Ok(next) = self.state.wait_until(None, goes_on, |state| {
+            let is_next = state.round != *round;
+            (state.over || is_next).then_some((state.round, !state.over))
+        });
+        let (next, begins) = next.unwrap_or_default();
+        *round = next;
+        begins
+    }
+
+    /// A channel's thread has finished its part of the round.
+    pub(crate) fn finish(&self) {
+        let mut state = self.state.lock();
+        state.finished += 1;
+        if state.finished == self.channels {
+            drop(state);
+            self.state.notify();
+        }
+    }
+
+    /// No other round begins: ends all waits.
+    pub(crate) fn end(&self) {
+        self.state.change(|state| state.over = true);
+    }
+}

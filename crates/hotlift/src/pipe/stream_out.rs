@@ -1,0 +1,69 @@
+//! The connections to the other side of a migration, and what it has answered on them.
+
+use std::sync::Arc;
+
+use hotlift_wire::main_channel::Configuration;
+
+use crate::control::Control;
+use crate::error::MigrationError;
+use crate::figures::Counts;
+use crate::options::Options;
+use crate::postcopy::turns::Turns;
+use crate::remote::Remote;
+use crate::stream::main_send::{MainLink, MainSend};
+use crate::stream::multifd_send::{ChannelOpening, MultifdSend, connect};
+use crate::stream::pass::Pass;
+use crate::stream::return_path::Answers;
+use crate::transport::Stream;
+
+/// A main channel and the multifd channels.
+pub(crate) struct StreamOut {
+    /// Where the other side listens.
+    pub to: Remote,
+    pub link: Arc<MainLink>,
+    pub main: Turns<MainSend>,
+    pub multifd: MultifdSend,
+    pub answers: Answers,
+}
+
+impl StreamOut {
+    /// Connects to `to`, and opens the multifd channels. Nothing is sent on main yet.
+    pub(crate) fn connect(
+        to: Remote,
+        pass: Option<&Pass>,
+        opening: &ChannelOpening,
+        configuration: &Configuration,
+        options: &Options,
+        control: &Control,
+    ) -> Result<Self, MigrationError> {
+        let timeout = options.handshake_timeout;
+        let (main, multifd) = connect(&to, pass, opening, timeout, &control.dialing())?;
+        let pacer = control.steering().pacer(options);
+        let multifd = MultifdSend::new(multifd, &opening.hello, control.sending(options, &pacer));
+        let link = Arc::new(MainLink {
+            transport: main,
+            counters: Arc::default(),
+            pacer,
+            life: control.life().clone(),
+        });
+        let main = MainSend::new(Arc::clone(&link), configuration)?;
+        Ok(Self {
+            to,
+            link,
+            main: Turns::new(main),
+            multifd,
+            answers: Answers::new(control.life()),
+        })
+    }
+
+    /// All connections, main first.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = &Stream> {
+        std::iter::once(&self.link.transport).chain(self.multifd.sockets())
+    }
+
+    /// All counters together.
+    pub(crate) fn counts(&self) -> Counts {
+        let main = self.link.counters.read();
+        [self.multifd.counts(), main].into_iter().sum()
+    }
+}
