@@ -21,7 +21,7 @@ pub(crate) mod controller;
 pub(crate) mod costs;
 mod link;
 #[cfg(test)]
-mod simulation;
+mod tests;
 mod timeline;
 
 pub(crate) use candidates::Reader;

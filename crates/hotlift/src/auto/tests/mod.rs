@@ -5,7 +5,7 @@
 //! | `model` | hosts, channels, the wire, and what the controller is told |
 //! | `truth` | what things cost there, and the most that could be delivered |
 //!
-//! `cargo test -p hotlift auto::simulation -- --nocapture` prints each cell of the grid, beside the best mix there is.
+//! `cargo test -p hotlift auto::tests -- --nocapture` prints each cell of the grid, beside the best mix there is.
 
 mod model;
 mod optimum;
