@@ -75,9 +75,7 @@ impl BlockFile {
         }
         stream.uuid = info.uuid_bytes();
         stream.flush_after_each_section = info.flush_after_each_section;
-        let lengths = stream.ram.blocks.iter().map(|block| block.used_length);
-        let ram = lengths.fold(0, u64::saturating_add);
-        check_ram(ram).map_err(|source| FileError::Stream {
+        check_ram(&stream.ram.blocks).map_err(|source| FileError::Stream {
             position: at,
             source,
         })?;

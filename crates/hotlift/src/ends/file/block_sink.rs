@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::legacy::xbzrle;
 use hotlift_methods::{MemoryLimit, MethodInfo, method};
 use hotlift_wire::main_channel::{
     Command, EOF_WITHOUT_DESCRIPTION, EarlySection, MainEncoder, PluggableMemory,
@@ -21,7 +20,7 @@ use super::complete::Complete;
 use super::index::{CHUNK_LEN, Index};
 use super::layout::{self, BLOCK_HEAD_LEN, BlockHead, Contents, Entry, FileInfo, Part, Share};
 use super::partial::PartialFile;
-use super::{FileError, IGNORE_SHARED, check_ram};
+use super::{FileError, IGNORE_SHARED, apply_delta, check_ram};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
@@ -33,10 +32,6 @@ use crate::pipe::settings::{LeftOut, RelaySettings};
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
 use crate::stream::codec::Encoder;
 use crate::stream::handshake;
-
-/// Space set aside for what is written after the source was told that its guest is safe: EOF, a VM description of 100 KB to
-/// some MB, and the table of contents.
-const END: u64 = 4 << 20;
 
 /// What auto is in a file, which has no link that gets faster or slower: what leaves the least for its time.
 const AUTO: &str = "zstd";
@@ -358,9 +353,7 @@ impl Sink for BlockSink {
     }
 
     fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
-        let lengths = ram.blocks.iter().map(|block| block.used_length);
-        let ram_bytes = lengths.fold(0, u64::saturating_add);
-        check_ram(ram_bytes).map_err(MigrationError::main_wire)?;
+        check_ram(&ram.blocks).map_err(MigrationError::main_wire)?;
         // The chunks themselves take no more than the pages that come.
         let table = Index::chunks_of(&ram.blocks).saturating_mul(24);
         let table = self
@@ -400,12 +393,7 @@ impl Sink for BlockSink {
             blocks.load(entry, (block, number), read)?;
             page = *blocks.page(entry.place);
         }
-        let name = &ram.layout.blocks[block].name;
-        xbzrle::apply(delta, &mut page).map_err(|source| MigrationError::Page {
-            block: name.clone(),
-            offset: usize::try_from(offset).unwrap_or(usize::MAX),
-            source,
-        })?;
+        apply_delta(delta, &mut page, (&ram.layout.blocks[block].name, offset))?;
         match BlockHead::of(block, std::iter::once(number)) {
             Some((head, _)) => self.put(&head, &page),
             None => Ok(()),
@@ -434,9 +422,7 @@ impl Sink for BlockSink {
         self.end_state()?;
         self.write_index()?;
         self.write_contents()?;
-        let position = self.position.load(Ordering::Relaxed);
-        self.file.reserve(position, END)?;
-        Ok(self.file.sync()?)
+        Ok(self.file.settle(self.position.load(Ordering::Relaxed))?)
     }
 
     fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {

@@ -149,16 +149,10 @@ impl MappedFile {
     /// Reads a block's bitmap. The decoder has seen that it lies in the file, with its pages; but a
     /// sparse file can have any length.
     fn read_bitmap(&self, place: &MappedBlock) -> Result<Vec<u64>, FileError> {
-        let before: u64 = self
-            .blocks
-            .iter()
-            .map(|block| block.place.entry.used_length)
-            .sum();
-        check_ram(before.saturating_add(place.entry.used_length)).map_err(|source| {
-            FileError::Stream {
-                position: place.bitmap_offset,
-                source,
-            }
+        let before = self.blocks.iter().map(|block| &block.place.entry);
+        check_ram(before.chain([&place.entry])).map_err(|source| FileError::Stream {
+            position: place.bitmap_offset,
+            source,
         })?;
         let length = usize::try_from(place.bitmap_len()).unwrap_or(usize::MAX);
         let mut bytes = vec![0; length];

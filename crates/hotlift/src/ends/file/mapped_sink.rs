@@ -7,8 +7,6 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::MemoryLimit;
-use hotlift_methods::legacy::xbzrle;
-use hotlift_wire::WireError;
 use hotlift_wire::main_channel::{
     Command, EarlySection, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, PluggableMemory,
     put_mapped_end,
@@ -17,7 +15,7 @@ use hotlift_wire::settle::Doing;
 
 use super::complete::Complete;
 use super::partial::PartialFile;
-use super::{FileError, check_ram};
+use super::{FileError, apply_delta, check_ram};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::lock::lock;
@@ -25,10 +23,6 @@ use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::settings::{LeftOut, RelaySettings};
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
-
-/// Space set aside for EOF and VM description, which are written after the source was told that its
-/// guest is safe.
-const END: u64 = 4 << 20;
 
 /// Bitmap words that are written at once.
 const WORDS: usize = 8192;
@@ -150,7 +144,9 @@ impl Sink for MappedRamSink {
         }
         configuration.capabilities.push(MAPPED_RAM.to_owned());
         let mut bytes = FILE_HEADER.to_vec();
-        configuration.encode(&mut bytes).map_err(wire)?;
+        configuration
+            .encode(&mut bytes)
+            .map_err(MigrationError::main_wire)?;
         self.append(&bytes)
     }
 
@@ -170,13 +166,12 @@ impl Sink for MappedRamSink {
     }
 
     fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
-        let lengths = ram.blocks.iter().map(|block| block.used_length);
-        let ram_bytes = lengths.fold(0, u64::saturating_add);
-        check_ram(ram_bytes).map_err(wire)?;
+        let ram_bytes = check_ram(&ram.blocks).map_err(MigrationError::main_wire)?;
         let bitmaps = self.memory.take(page_of(ram_bytes) / 8);
         bitmaps.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         let position = self.position.load(Ordering::Relaxed);
-        let layout = MappedLayout::new(ram.section_id, &ram.blocks, position).map_err(wire)?;
+        let layout = MappedLayout::new(ram.section_id, &ram.blocks, position)
+            .map_err(MigrationError::main_wire)?;
         for (position, piece) in &layout.pieces {
             self.write(piece, *position)?;
         }
@@ -206,11 +201,7 @@ impl Sink for MappedRamSink {
             let read = self.file.file().read_exact_at(&mut page, position);
             read.map_err(|source| self.file.failed(source))?;
         }
-        xbzrle::apply(delta, &mut page).map_err(|source| MigrationError::Page {
-            block: block.place.entry.name.clone(),
-            offset: usize::try_from(offset).unwrap_or(usize::MAX),
-            source,
-        })?;
+        apply_delta(delta, &mut page, (&block.place.entry.name, offset))?;
         self.write(&page, position)?;
         block.bitmap.set(page_of(offset));
         Ok(())
@@ -232,9 +223,7 @@ impl Sink for MappedRamSink {
         for block in &self.ram().blocks {
             self.write_bitmap(block)?;
         }
-        let position = self.position.load(Ordering::Relaxed);
-        self.file.reserve(position, END)?;
-        Ok(self.file.sync()?)
+        Ok(self.file.settle(self.position.load(Ordering::Relaxed))?)
     }
 
     fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
@@ -282,13 +271,6 @@ impl WritePages for Writer<'_> {
 
 fn page_of(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE
-}
-
-fn wire(source: WireError) -> MigrationError {
-    MigrationError::Wire {
-        channel: Channel::Main,
-        source,
-    }
 }
 
 #[cfg(test)]

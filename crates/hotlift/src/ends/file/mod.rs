@@ -65,24 +65,44 @@ pub(crate) use remote::RemoteReader;
 pub use server::{ServerEvent, Visit, serve};
 pub(crate) use source::{FileSource, Places, SavedStream, Shares};
 
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::legacy::xbzrle;
+use hotlift_wire::{RamBlockEntry, WireError};
+
 use crate::control::Control;
+use crate::error::MigrationError;
 use crate::options::{OptionError, Options};
-use hotlift_wire::WireError;
 use mapped_file::MappedFile;
 
 /// Most RAM of a VM in a `mapped-ram` file, in bytes: 16 TiB, of which the bitmaps, all in memory, are
 /// 512 MiB. The largest hosts have that.
 const RAM_MAX: u64 = 16 << 40;
 
-fn check_ram(bytes: u64) -> Result<(), WireError> {
-    if bytes > RAM_MAX {
+/// Returns the bytes of all RAM blocks together, of which a VM in a file has no more than [`RAM_MAX`].
+fn check_ram<'a>(blocks: impl IntoIterator<Item = &'a RamBlockEntry>) -> Result<u64, WireError> {
+    let lengths = blocks.into_iter().map(|block| block.used_length);
+    let got = lengths.fold(0, u64::saturating_add);
+    if got > RAM_MAX {
         return Err(WireError::OverLimit {
             what: "RAM of a VM in a file",
             limit: RAM_MAX,
-            got: bytes,
+            got,
         });
     }
-    Ok(())
+    Ok(got)
+}
+
+/// Applies an XBZRLE delta to a page of the RAM block `name`.
+fn apply_delta(
+    delta: &[u8],
+    page: &mut [u8; PAGE_SIZE],
+    (name, offset): (&str, u64),
+) -> Result<(), MigrationError> {
+    xbzrle::apply(delta, page).map_err(|source| MigrationError::Page {
+        block: name.to_owned(),
+        offset: usize::try_from(offset).unwrap_or(usize::MAX),
+        source,
+    })
 }
 
 /// The capability that leaves shared RAM out of a stream.

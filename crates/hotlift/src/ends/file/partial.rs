@@ -17,6 +17,10 @@ use super::kind::{check_target, folder_of};
 /// Slices that are handed to the kernel at once.
 const SLICES: usize = 16;
 
+/// Bytes set aside for what is written after the source was told that its guest is safe: EOF, a VM description of 100 KB to
+/// some MB, and a table of contents.
+const END: u64 = 4 << 20;
+
 /// Files that this process has open, by number.
 const OPEN_FILES: &str = "/proc/self/fd";
 
@@ -96,18 +100,13 @@ impl PartialFile {
         Ok(())
     }
 
-    /// Sets blocks aside for `length` bytes from `position` on, where the file system can: what is
-    /// written there later cannot fail for lack of space.
-    pub(crate) fn reserve(&self, position: u64, length: u64) -> Result<(), FileError> {
-        match rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, position, length) {
-            Ok(()) | Err(Errno::OPNOTSUPP | Errno::INTR) => Ok(()),
-            Err(errno) => Err(self.failed(errno.into())),
+    /// Returns when everything written is on disk, blocks for the file's end are set aside at `position`, where the file
+    /// system can, and the file has a name that only has to be changed: what can fail for lack of space or rights is done.
+    pub(crate) fn settle(&self, position: u64) -> Result<(), FileError> {
+        match rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, position, END) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::INTR) => {}
+            Err(errno) => return Err(self.failed(errno.into())),
         }
-    }
-
-    /// Returns when everything written is on disk, and the file has a name that only has to be changed:
-    /// what can fail for lack of space or rights has been done.
-    pub(crate) fn sync(&self) -> Result<(), FileError> {
         self.file
             .sync_data()
             .and_then(|()| self.give_random_name(&mut self.lock()))

@@ -458,7 +458,7 @@ fn begin(path: &Path, content: &[u8]) -> Result<PartialFile, FileError> {
 
 fn write(path: &Path) {
     let file = begin(path, END).unwrap();
-    file.sync().unwrap();
+    file.settle(END.len() as u64).unwrap();
     file.publish(END.len() as u64).unwrap();
 }
 
@@ -531,7 +531,7 @@ fn assert_not_replaced(path: &Path, is: &str, put: impl Fn()) {
         assert!(error.contains(&path.display().to_string()), "{error}");
     };
     let file = begin(path, END).unwrap();
-    file.sync().unwrap();
+    file.settle(END.len() as u64).unwrap();
     put();
     let before = names(path.parent().unwrap());
     assert_eq!(before.len(), 3, "{before:?}");
