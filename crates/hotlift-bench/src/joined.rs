@@ -1,8 +1,10 @@
 //! A real limit on one machine: source and destination in two network namespaces, joined by a veth pair
 //! with a token bucket at each end.
 
+use std::ffi::OsString;
 use std::io::Read;
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use hotlift_console::error::ConsoleError;
@@ -10,6 +12,7 @@ use hotlift_console::pair::Place;
 
 use crate::error::BenchError;
 use crate::link::Link;
+use crate::tied::Tied;
 
 /// RFC 5737: addresses for examples, that no route leads to.
 const ADDRESSES: [&str; 2] = ["192.0.2.1", "192.0.2.2"];
@@ -150,7 +153,7 @@ fn words(command: &str) -> Vec<&str> {
 
 /// A process that lives in a network namespace of its own, and thereby keeps it.
 #[derive(Debug)]
-struct Holder(Child);
+struct Holder(Tied);
 
 impl Holder {
     fn start() -> Result<Self, BenchError> {
@@ -158,19 +161,20 @@ impl Holder {
             what: "setpriv … unshare --net",
             source,
         };
-        // It ends with this process however that ends. The word comes from within: the namespace stands.
-        let child = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL", "unshare", "--net", "sh", "-c"])
-            .arg("echo stands; exec sleep infinity")
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .map_err(failed)?;
-        let mut holder = Self(child);
+        // The word comes from within: the namespace stands.
+        let words = [
+            "unshare",
+            "--net",
+            "sh",
+            "-c",
+            "echo stands; exec sleep infinity",
+        ];
+        let words = words.map(OsString::from);
+        let holder = Tied::start(&[], words, Stdio::piped(), Path::new("/dev/null"));
+        let mut holder = holder.map_err(failed)?;
         let mut word = [0; 6];
         let stands = holder
-            .0
+            .child
             .stdout
             .take()
             .is_some_and(|mut stdout| stdout.read_exact(&mut word).is_ok());
@@ -179,11 +183,11 @@ impl Holder {
                 problem: "no network namespace can be made: --link needs root".to_owned(),
             });
         }
-        Ok(holder)
+        Ok(Self(holder))
     }
 
     fn pid(&self) -> String {
-        self.0.id().to_string()
+        self.0.child.id().to_string()
     }
 
     fn end(&self) -> End {
@@ -193,13 +197,6 @@ impl Holder {
                 format!("--net=/proc/{}/ns/net", self.pid()),
             ],
         }
-    }
-}
-
-impl Drop for Holder {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 

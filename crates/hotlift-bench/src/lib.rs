@@ -40,6 +40,7 @@ mod stats;
 mod suite;
 mod table;
 mod threads;
+mod tied;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

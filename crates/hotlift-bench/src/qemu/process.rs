@@ -1,11 +1,12 @@
 //! A QEMU with a guest of ours: started, filled, compared and ended.
 
 use std::cell::RefCell;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use hotlift_console::error::ConsoleError;
@@ -21,6 +22,7 @@ use hotlift_vmm::{GuestKind, GuestSettings};
 use tempfile::{NamedTempFile, TempDir};
 
 use crate::error::BenchError;
+use crate::tied::Tied;
 
 /// How long a guest may take until it writes.
 const START: Duration = Duration::from_secs(60);
@@ -118,20 +120,11 @@ pub struct Start<'a> {
 
 /// A QEMU; killed when it goes out of scope, and by the kernel if this process is killed.
 pub struct Process {
-    child: EndsWithOwner,
+    process: Tied,
     /// Its machine protocol.
     pub qmp: Qemu,
     ram_bytes: u64,
-    folder: TempDir,
-}
-
-struct EndsWithOwner(Child);
-
-impl Drop for EndsWithOwner {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+    _folder: TempDir,
 }
 
 impl Process {
@@ -149,35 +142,25 @@ impl Process {
             .tempdir()
             .map_err(failed)?;
         let socket = folder.path().join("qmp");
-        let said = File::create(folder.path().join("stderr")).map_err(failed)?;
-        let mut words: Vec<String> = start.prefix.to_vec();
-        // QEMU is not to outlive a bench that is killed, and cannot be told so itself.
-        words.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
-        words.push(start.program.display().to_string());
-        words.extend(command_line(start, folder.path()).map_err(failed)?);
-        let (first, rest) = words.split_first().ok_or(ConsoleError::NoQemu)?;
-        let child = Command::new(first)
-            .args(rest)
-            .args(launch::qmp_arguments(&socket))
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(said)
-            .spawn()
-            .map_err(failed)?;
-        let mut child = EndsWithOwner(child);
-        let qmp = launch::connect(&mut child.0, &socket, start.interrupt)
-            .map_err(|error| explain(error, folder.path()))?;
+        let mut words = vec![OsString::from(start.program)];
+        let line = command_line(start, folder.path()).map_err(failed)?;
+        words.extend(line.into_iter().map(OsString::from));
+        words.extend(launch::qmp_arguments(&socket));
+        let errors = folder.path().join("stderr");
+        let mut process =
+            Tied::start(start.prefix, words, Stdio::null(), &errors).map_err(failed)?;
+        let connected = launch::connect(&mut process.child, &socket, start.interrupt);
         Ok(Self {
-            child,
-            qmp,
+            qmp: connected.map_err(|error| explain(error, &process))?,
+            process,
             ram_bytes: start.guest.ram_bytes,
-            folder,
+            _folder: folder,
         })
     }
 
     /// Its process.
     pub fn pid(&self) -> u32 {
-        self.child.0.id()
+        self.process.child.id()
     }
 
     /// Writes `image` into RAM; its zero pages too if they are to be `touched`.
@@ -340,7 +323,7 @@ impl Process {
 
     fn failed(&self, what: &'static str, source: io::Error) -> BenchError {
         // A QEMU that has ended explains itself.
-        match last_line(self.folder.path()) {
+        match self.process.last_line() {
             Some(words) if !Path::new(&format!("/proc/{}/maps", self.pid())).exists() => {
                 ConsoleError::QemuCommand { problem: words }.into()
             }
@@ -455,21 +438,15 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
 }
 
 /// In the words of a QEMU that has ended.
-fn explain(error: NoAnswer, folder: &Path) -> BenchError {
+fn explain(error: NoAnswer, process: &Tied) -> BenchError {
     match error {
-        NoAnswer::Ended(status) => match last_line(folder) {
+        NoAnswer::Ended(status) => match process.last_line() {
             Some(problem) => ConsoleError::QemuCommand { problem }.into(),
             None => ConsoleError::QemuEnded { status }.into(),
         },
         NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
         NoAnswer::Qmp(error) => BenchError::qmp(error),
     }
-}
-
-fn last_line(folder: &Path) -> Option<String> {
-    let said = std::fs::read_to_string(folder.join("stderr")).ok()?;
-    let line = said.lines().rfind(|line| !line.trim().is_empty())?;
-    Some(line.to_owned())
 }
 
 #[cfg(test)]

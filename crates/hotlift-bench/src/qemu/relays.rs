@@ -1,9 +1,9 @@
 //! Two relays between two QEMUs: `hotlift relay source` and `hotlift relay destination`, as processes beside them.
 
-use std::fs::File;
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 use hotlift::options::{OptionError, Role, option};
@@ -19,6 +19,7 @@ use crate::cell::Cell;
 use crate::certificates;
 use crate::error::BenchError;
 use crate::threads::has_ended;
+use crate::tied::Tied;
 
 /// How long relays may take to end when both QEMUs have completed.
 const END: Duration = Duration::from_secs(10);
@@ -106,7 +107,7 @@ impl Relays {
 
     /// Their processes: the source's, then the destination's.
     pub fn pids(&self) -> [u32; 2] {
-        [self.source.child.id(), self.destination.child.id()]
+        [&self.source, &self.destination].map(|relay| relay.process.child.id())
     }
 
     /// Waits until both have ended. What the kernel has counted for them can still be read.
@@ -120,7 +121,7 @@ impl Relays {
     /// What they have said last on standard error, if anything.
     pub fn said(&self) -> String {
         let said = [&self.source, &self.destination].map(|relay| {
-            let line = last_line(self.folder.path(), relay.side)?;
+            let line = relay.process.last_line()?;
             Some(format!("relay {}: {line}", relay.side))
         });
         said.into_iter().flatten().collect::<Vec<_>>().join("; ")
@@ -131,8 +132,8 @@ impl Relays {
     /// # Errors
     /// If either failed; with what it says.
     pub fn sent_bytes(mut self) -> Result<u64, BenchError> {
-        self.destination.report(self.folder.path())?;
-        Ok(self.source.report(self.folder.path())?.sent_bytes)
+        self.destination.report()?;
+        Ok(self.source.report()?.sent_bytes)
     }
 }
 
@@ -154,7 +155,7 @@ fn of_relay(all: &MigrationArgs) -> Result<MigrationArgs, OptionError> {
 /// A relay.
 struct Relay {
     side: &'static str,
-    child: Child,
+    process: Tied,
     said: BufReader<ChildStdout>,
     address: String,
 }
@@ -172,31 +173,31 @@ impl Relay {
             what: "hotlift relay",
             source,
         };
-        let errors = File::create(folder.join(side).with_extension("stderr")).map_err(failed)?;
-        // A relay is not to outlive a bench that is killed.
-        let tied = ["setpriv", "--pdeathsig", "KILL"].map(str::to_owned);
         let prefix = match side {
             "source" => &place.source_prefix,
             _ => &place.destination_prefix,
         };
-        let words: Vec<String> = prefix.iter().cloned().chain(tied).collect();
-        let mut child = Command::new(&words[0])
-            .args(&words[1..])
-            .arg(std::env::current_exe().map_err(failed)?)
-            .args(["relay", side, "--json", "--quiet", "--listen", listen])
-            .args(["--connect", connect])
-            .args(migration.to_flags())
-            .args(place.flags(migration))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(errors)
-            .spawn()
-            .map_err(failed)?;
-        let said = child.stdout.take().map(BufReader::new);
+        let words = [
+            "relay",
+            side,
+            "--json",
+            "--quiet",
+            "--listen",
+            listen,
+            "--connect",
+            connect,
+        ];
+        let mut all = vec![std::env::current_exe().map_err(failed)?.into_os_string()];
+        all.extend(words.map(OsString::from));
+        all.extend(migration.to_flags().into_iter().map(OsString::from));
+        all.extend(place.flags(migration).into_iter().map(OsString::from));
+        let errors = folder.join(side).with_extension("stderr");
+        let mut process = Tied::start(prefix, all, Stdio::piped(), &errors).map_err(failed)?;
+        let said = process.child.stdout.take().map(BufReader::new);
         let said = said.ok_or_else(|| failed(std::io::ErrorKind::BrokenPipe.into()))?;
         let mut relay = Self {
             side,
-            child,
+            process,
             said,
             address: String::new(),
         };
@@ -204,42 +205,28 @@ impl Relay {
         relay.said.read_line(&mut line).map_err(failed)?;
         match line.trim_end().strip_prefix(LISTENS) {
             Some(address) => relay.address = address.to_owned(),
-            None => return Err(relay.problem(folder)),
+            None => return Err(relay.problem()),
         }
         Ok(relay)
     }
 
-    fn report(&mut self, folder: &Path) -> Result<Report, BenchError> {
+    fn report(&mut self) -> Result<Report, BenchError> {
         let mut said = String::new();
         // It has ended, or is not going to: then it is not waited for either.
-        let _ = self.child.kill();
+        let _ = self.process.child.kill();
         let read = self.said.read_to_string(&mut said);
         let line = said.lines().last().unwrap_or_default();
         match (read, serde_json::from_str(line)) {
             (Ok(_), Ok(report)) => Ok(report),
-            _ => Err(self.problem(folder)),
+            _ => Err(self.problem()),
         }
     }
 
-    fn problem(&self, folder: &Path) -> BenchError {
-        let line = last_line(folder, self.side);
+    fn problem(&self) -> BenchError {
+        let line = self.process.last_line();
         BenchError::Relay {
             side: self.side,
             problem: line.unwrap_or_else(|| "it ended without a word".to_owned()),
         }
-    }
-}
-
-/// The last line that the relay of that side has said on standard error.
-fn last_line(folder: &Path, side: &str) -> Option<String> {
-    let said = std::fs::read_to_string(folder.join(side).with_extension("stderr")).ok()?;
-    let line = said.lines().rfind(|line| !line.trim().is_empty())?;
-    Some(line.to_owned())
-}
-
-impl Drop for Relay {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
