@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::agent::Agent;
 use crate::config::Plaintext;
-use crate::messages::Id;
+use crate::messages::{Id, Kind};
 use crate::past::Count;
 use crate::proof::LastCheck;
 use crate::session::{Direction, Session, Share};
@@ -70,10 +70,10 @@ pub struct AgentInfo {
 pub struct MigrationRow {
     /// On both hosts.
     pub id: Id,
-    /// "outgoing" or "incoming".
-    pub direction: String,
-    /// "migration" or "tunnel".
-    pub kind: String,
+    /// Seen from this host.
+    pub direction: Direction,
+    /// What its connections carry.
+    pub kind: Kind,
     /// QEMU's name of the state, or "waiting", "connecting", "passed-through".
     pub status: String,
     /// Where the source's connections were to go.
@@ -124,8 +124,8 @@ impl MigrationRow {
         let Share { bandwidth, cpu } = moment.share;
         Self {
             id: subject.id,
-            direction: subject.direction.name().to_owned(),
-            kind: subject.kind.name().to_owned(),
+            direction: subject.direction,
+            kind: subject.kind,
             status: moment.state.to_owned(),
             to: subject.to.to_string(),
             peer: subject.peer.clone(),

@@ -12,7 +12,7 @@ use hotlift::relay::{Pass, RelayProgress, RelayReport};
 use hotlift::tls::Identity;
 use hotlift::transport::{Giver, Stream};
 use hotlift::{Control, MigrationEvent, Options, Status};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::config::LogLevel;
 use crate::log::Log;
@@ -20,7 +20,7 @@ use crate::messages::{Id, Kind};
 use crate::source_socket::Sockets;
 
 /// Which way the guest goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Direction {
     /// Away from this host.

@@ -6,7 +6,8 @@ use clap::{Args, Subcommand};
 use hotlift_agent::commands::{AgentInfo, MigrationRow};
 use hotlift_agent::config::{CONFIG_FILE, Config, Plaintext};
 use hotlift_agent::error::AgentError;
-use hotlift_agent::messages::Id;
+use hotlift_agent::messages::{Id, Kind};
+use hotlift_agent::session::Direction;
 use hotlift_agent::{proof, rules, table};
 use hotlift_console::output::{complain, say};
 use hotlift_console::output_args::print;
@@ -248,9 +249,9 @@ fn list(rows: &[MigrationRow]) -> String {
         "id", "way", "to", "status", "seconds", "sent", "rate", "of RAM",
     ];
     let cells = rows.iter().map(|row| {
-        let way = match row.direction.as_str() {
-            "outgoing" => "out",
-            _ => "in",
+        let way = match row.direction {
+            Direction::Outgoing => "out",
+            Direction::Incoming => "in",
         };
         let pages = row.normal_pages + row.zero_pages;
         let share = (pages * 4096 * 100).checked_div(row.ram_bytes);
@@ -258,9 +259,9 @@ fn list(rows: &[MigrationRow]) -> String {
             row.id.to_string(),
             way.to_owned(),
             row.to.clone(),
-            match row.kind.as_str() {
-                "tunnel" => "tunnel".to_owned(),
-                _ => row.status.clone(),
+            match row.kind {
+                Kind::Tunnel => "tunnel".to_owned(),
+                Kind::Migration => row.status.clone(),
             },
             format!("{:.1}", row.seconds),
             bytes(row.sent_bytes),
