@@ -337,6 +337,7 @@ impl Migration<'_> {
         self.source.rounds.start();
         if on_main {
             let Self {
+                session,
                 source,
                 reporter,
                 estimator,
@@ -347,7 +348,7 @@ impl Migration<'_> {
             if let Some(xbzrle) = xbzrle {
                 xbzrle.start_round(source.is_guest_stopped());
             }
-            main_pages::scan(source, &mut source.out.main.take(), xbzrle, |xbzrle| {
+            main_pages::scan(source, &session.flow, xbzrle, |xbzrle| {
                 if reporter.is_due() {
                     reporter.encoded(xbzrle.as_ref());
                     reporter.tell(*round, estimator);

@@ -80,6 +80,13 @@ impl Batch {
         self.normal.push(offset);
     }
 
+    /// Adds a copy of a page of guest memory; the batch must not be full. A page that changes meanwhile is dirty again.
+    pub(crate) fn push_guest(&mut self, offset: u64, page: GuestRun<'_>) {
+        let at = self.normal.len() * PAGE_SIZE;
+        page.copy_to(&mut self.pages[at..at + PAGE_SIZE]);
+        self.normal.push(offset);
+    }
+
     /// Adds a compressed page; the batch must not be full.
     pub(crate) fn push_compressed(&mut self, offset: u64, stream: &[u8]) {
         self.compressed.push((offset, stream.len()));

@@ -52,7 +52,7 @@ pub(crate) fn run_threads(
                 })?;
             }
             for worker in 0..session.sink.workers() {
-                let name = source.name(&format!("send_{worker}"));
+                let name = source.worker_name(worker);
                 spawn(scope, name.clone(), move || {
                     let _ends = OnPanic(aborting);
                     let ended = write_batches(session, blocks, worker);

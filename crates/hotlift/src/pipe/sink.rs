@@ -11,8 +11,8 @@
 //! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, commands, `begin_package`, `package_part*`,
 //! `end_package`; then pages, `ram_end` and `commit`.
 //!
-//! A guest of this process has no workers: between two barriers the threads of its channels send packets of their own, and
-//! the migration thread writes records, both by the [`StreamOut`](crate::pipe::stream_out::StreamOut) of the sink.
+//! A guest of this process has workers for `compress` alone: between two barriers the threads of its channels send packets
+//! of their own, and the migration thread writes records, both by the [`StreamOut`](crate::pipe::stream_out::StreamOut) of the sink.
 //! `catch_up` follows a barrier there.
 //!
 //! Worker threads meanwhile write batches, each by a [`WritePages`] of its own. Before `barrier`,

@@ -28,6 +28,11 @@ pub(crate) trait Source: Sync {
         format!("relay/{thread}")
     }
 
+    /// Name of a thread that writes batches.
+    fn worker_name(&self, worker: usize) -> String {
+        format!("relay/send_{worker}")
+    }
+
     /// Fills batches until the pages of `reader`, from 0, have ended; or sends the pages. Runs in a thread of its own.
     ///
     /// # Errors

@@ -283,7 +283,7 @@ impl MainSend {
         written
     }
 
-    /// A section with these pages as `compressed` has them.
+    /// These pages as `compressed` has them, in the section of RAM, which is begun if it was not.
     pub(crate) fn compressed_pages(
         &mut self,
         pages: PageRecords<'_>,
@@ -303,7 +303,7 @@ impl MainSend {
                 self.compressed_page(pages.block, *offset, stream)?;
             }
         }
-        self.end_section(false)
+        Ok(())
     }
 
     /// A device, in a section of its own.

@@ -626,3 +626,33 @@ impl<'a> PacketForwarder<'a> {
         written.map(|_| ())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use hotlift_wire::multifd::ZeroPageDetection;
+
+    use super::*;
+
+    #[test]
+    fn a_channel_that_fails_keeps_no_sync_from_those_behind_it() {
+        let (first, _far_first) = Stream::pair().unwrap();
+        let (second, far_second) = Stream::pair().unwrap();
+        first.shutdown(Shutdown::Both);
+        let hello = Hello {
+            channels: 2,
+            method: Some(Method::None),
+            layout: PacketLayout::QEMU,
+            zero_page_detection: ZeroPageDetection::Multifd,
+        };
+        let with = Sending {
+            auto: None,
+            pacer: Arc::new(Pacer::new(0)),
+            cpu: Arc::new(CpuBudget::new(0)),
+            stats: Arc::default(),
+            life: Life::default(),
+        };
+        let multifd = MultifdSend::new(vec![first, second], &hello, with);
+        assert!(multifd.sync().is_err());
+        assert!(far_second.wait_readable(Duration::ZERO).unwrap());
+    }
+}

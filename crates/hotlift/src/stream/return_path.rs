@@ -475,7 +475,38 @@ pub(crate) fn encode(messages: &[ReturnMessage<'_>]) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::sync::mpsc;
+
     use super::*;
+
+    #[test]
+    fn the_end_of_one_connection_leaves_the_word_to_the_others() {
+        let (main, far_main) = Stream::pair().unwrap();
+        let (channel, far_channel) = Stream::pair().unwrap();
+        let answers = Answers::new(&Life::default());
+        answers.commit();
+        let (ended, ends) = mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let lost = |channel, _| ended.send(channel).unwrap();
+                listen(
+                    [&main, &channel].into_iter(),
+                    &answers,
+                    |_, _, _| Ok(()),
+                    lost,
+                );
+            });
+            drop(far_main);
+            assert_eq!(ends.recv(), Ok(Channel::Main));
+            let word = encode(&[ReturnMessage::Shut(0)]);
+            (&far_channel).write_all(&word).unwrap();
+            drop(far_channel);
+            assert_eq!(answers.wait_word(LONG), Some(Word::Runs));
+        });
+        // Behind the word the end of a connection is nothing that is lost.
+        assert!(ends.try_recv().is_err());
+    }
 
     #[test]
     fn a_refusal_that_crosses_the_commit_is_heard_and_an_early_success_is_not() {

@@ -8,12 +8,11 @@
 //! | `zero_devices` | devices look for zero pages, in place of that thread |
 //! | `normal_share` | pages that are sent with their content though they are zero (a test option of QEMU) |
 //! | `main_pages` | pages as records of main: without multifd, and of `legacy` zero-page detection |
-//! | `compress_threads`, `xbzrle` | what such records are made of |
+//! | `xbzrle` | what such records are made of, of pages that were sent before |
 //! | `postcopy_pages` | pages that a guest lacks which runs at the destination |
 //! | `reporter` | progress, put together of what the rounds know and what the channels count |
 
 mod channel;
-mod compress_threads;
 pub(crate) mod main_pages;
 mod normal_share;
 pub(crate) mod postcopy_pages;

@@ -86,3 +86,47 @@ impl Rounds {
         self.state.change(|state| state.over = true);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::life::LONG;
+
+    #[test]
+    fn every_channel_works_through_every_round_and_the_end_frees_it() {
+        let rounds = Rounds::new(3, &Life::default());
+        let done = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    let mut round = 0;
+                    while rounds.next(&mut round) {
+                        done.fetch_add(round, Ordering::SeqCst);
+                        rounds.finish();
+                    }
+                });
+            }
+            for expected in [3, 9, 18] {
+                rounds.start();
+                rounds.await_channels(LONG, || Ok(())).unwrap();
+                assert_eq!(done.load(Ordering::SeqCst), expected);
+            }
+            rounds.end();
+        });
+    }
+
+    #[test]
+    fn a_change_of_the_lifetime_ends_the_wait_for_channels_that_stand_still() {
+        let life = Life::default();
+        let rounds = Rounds::new(1, &life);
+        rounds.start();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| rounds.await_channels(LONG, || life.check()));
+            life.cancel();
+            let ended = waits.join().unwrap();
+            assert!(matches!(ended, Err(MigrationError::Cancelled)));
+        });
+    }
+}

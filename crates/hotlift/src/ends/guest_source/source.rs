@@ -10,7 +10,6 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::control::Control;
 use crate::ends::guest_source::channel::ChannelSender;
-use crate::ends::guest_source::compress_threads::{self, CompressThreads};
 use crate::ends::guest_source::rounds::Rounds;
 use crate::ends::guest_source::zero_devices::ZeroDevices;
 use crate::error::{Channel, MigrationError};
@@ -37,7 +36,6 @@ pub(crate) struct GuestSource<'a> {
     pub zero_devices: Option<ZeroDevices>,
     pub ram: RamState<'a>,
     pub rounds: Rounds,
-    pub compress: CompressThreads,
     /// Bytes that had been written to main when the guest was stopped.
     main_at_stop: OnceLock<u64>,
     /// The same when it was told to run at the destination, of a postcopy.
@@ -60,8 +58,6 @@ pub(crate) struct GuestSource<'a> {
 enum Reader {
     /// Sends the pages of a multifd channel.
     Channel(u8),
-    /// Compresses pages of main.
-    Compress(usize),
     /// Takes what devices have found.
     Devices,
     /// Is such a device.
@@ -84,7 +80,6 @@ impl<'a> GuestSource<'a> {
             zero_devices,
             ram: RamState::new(guest),
             rounds: Rounds::new(out.multifd.len(), control.life()),
-            compress: CompressThreads::new(options),
             main_at_stop: OnceLock::new(),
             main_at_postcopy: OnceLock::new(),
             ledger: OnceLock::new(),
@@ -178,17 +173,14 @@ impl<'a> GuestSource<'a> {
     /// What a thread does.
     fn reader(&self, number: usize) -> Reader {
         let channels = self.out.multifd.len();
-        let behind = channels + compress_threads::threads(self.options);
         if let Ok(id) = u8::try_from(number)
             && number < channels
         {
             Reader::Channel(id)
-        } else if number < behind {
-            Reader::Compress(number - channels)
-        } else if number == behind {
+        } else if number == channels {
             Reader::Devices
         } else {
-            Reader::Simulated(number - behind - 1)
+            Reader::Simulated(number - channels - 1)
         }
     }
 }
@@ -197,13 +189,12 @@ impl Source for GuestSource<'_> {
     fn readers(&self) -> usize {
         let devices = self.zero_devices.as_ref();
         let devices = devices.map_or(0, |devices| 1 + devices.models.len());
-        self.out.multifd.len() + compress_threads::threads(self.options) + devices
+        self.out.multifd.len() + devices
     }
 
     fn thread_name(&self, reader: usize) -> String {
         match self.reader(reader) {
             Reader::Channel(id) => self.name(&format!("send_{id}")),
-            Reader::Compress(number) => format!("compress_{number}"),
             // QEMU's series calls it so.
             Reader::Devices => "dsa_completion".to_owned(),
             Reader::Simulated(_) => "dsa_simulated".to_owned(),
@@ -214,12 +205,13 @@ impl Source for GuestSource<'_> {
         format!("mig/src/{thread}")
     }
 
+    fn worker_name(&self, worker: usize) -> String {
+        format!("compress_{worker}")
+    }
+
     fn read(&self, _: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
         match (self.reader(reader), &self.zero_devices) {
             (Reader::Channel(id), _) => ChannelSender::new(self, id)?.run()?,
-            (Reader::Compress(_), _) => {
-                compress_threads::work(&self.compress, self.guest, self.options)?;
-            }
             (Reader::Devices, Some(devices)) => devices.finder.listen(),
             (Reader::Simulated(number), Some(devices)) => devices.models[number].run(),
             (Reader::Devices | Reader::Simulated(_), None) => {}
@@ -287,7 +279,6 @@ impl Source for GuestSource<'_> {
 
     fn over(&self) {
         self.rounds.end();
-        self.compress.end();
         self.ram.abandon();
         if let Some(devices) = &self.zero_devices {
             devices.close();

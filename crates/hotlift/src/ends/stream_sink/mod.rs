@@ -509,10 +509,10 @@ fn machine_version(machine: &str) -> Option<(u32, u32)> {
 impl Sink for StreamSink<'_> {
     fn workers(&self) -> usize {
         let options = &self.settings.outgoing;
-        if self.seen.is_guest {
-            0
-        } else if options.compress {
+        if options.compress {
             options.compress_threads.into()
+        } else if self.seen.is_guest {
+            0
         } else {
             self.out.multifd.len().max(1)
         }

@@ -136,9 +136,15 @@ impl WritePages for MainWriter<'_, '_> {
                 .map_err(|source| page_failed(block, *offset, source))?;
             pages.lengths.push(pages.streams.len() - before);
         }
-        self.sink
-            .lock_main()
-            .compressed_pages(records(batch), pages)
+        let counters = &self.sink.out.link.counters;
+        counters.add_pages(batch.normal.len(), batch.zero.len());
+        let mut main = self.sink.lock_main();
+        main.compressed_pages(records(batch), pages)?;
+        match self.sink.seen.is_guest {
+            // Its rounds end a section: a destination waits there for its threads.
+            true => Ok(()),
+            false => main.end_section(false),
+        }
     }
 }
 
