@@ -39,7 +39,6 @@ pub(crate) struct RamState<'a> {
     /// zero pages (`legacy` detection).
     released: Mutex<usize>,
     more_released: Condvar,
-    abandoned: AtomicBool,
     /// True until the first round is over: pages may never have been touched.
     first_round: AtomicBool,
     /// Reads of the dirty log.
@@ -79,7 +78,6 @@ impl<'a> RamState<'a> {
             next: AtomicUsize::new(usize::MAX),
             released: Mutex::new(0),
             more_released: Condvar::new(),
-            abandoned: AtomicBool::new(false),
             first_round: AtomicBool::new(true),
             syncs: AtomicU64::new(0),
         }
@@ -133,16 +131,14 @@ impl<'a> RamState<'a> {
         &self.chunks
     }
 
+    /// Lets all chunks be taken.
+    pub(crate) fn release_all(&self) {
+        self.release(self.chunks.len());
+    }
+
     /// Lets the first `count` chunks be taken.
     pub(crate) fn release(&self, count: usize) {
         *self.lock_released() = count;
-        self.more_released.notify_all();
-    }
-
-    /// Sets free every thread that waits for a chunk; there will be no more.
-    pub(crate) fn abandon(&self) {
-        let _released = self.lock_released();
-        self.abandoned.store(true, Ordering::Release);
         self.more_released.notify_all();
     }
 
@@ -150,16 +146,11 @@ impl<'a> RamState<'a> {
     pub(crate) fn take(&self) -> Option<Chunk> {
         let index = self.next.fetch_add(1, Ordering::AcqRel);
         let chunk = *self.chunks.get(index)?;
-        let mut released = self.lock_released();
-        while *released <= index {
-            if self.abandoned.load(Ordering::Acquire) {
-                return None;
-            }
-            released = self
-                .more_released
-                .wait(released)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+        let released = self.lock_released();
+        let waits = self
+            .more_released
+            .wait_while(released, |released| *released <= index);
+        drop(waits);
         Some(chunk)
     }
 

@@ -56,7 +56,7 @@ pub(crate) fn scan(
             return Ok(());
         }
         if source.cuts_round() {
-            source.ram.release(source.ram.chunks().len());
+            source.ram.release_all();
             break;
         }
         if source.ram.fetch_and_clear(chunk, &mut dirty)? {

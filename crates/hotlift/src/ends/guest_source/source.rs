@@ -279,7 +279,8 @@ impl Source for GuestSource<'_> {
 
     fn over(&self) {
         self.rounds.end();
-        self.ram.abandon();
+        // Whoever takes one sees that it is over.
+        self.ram.release_all();
         if let Some(devices) = &self.zero_devices {
             devices.close();
         }

@@ -183,26 +183,20 @@ pub(crate) struct StreamSink<'a> {
     memory: MemoryLimit,
     seen: Seen,
     sync_points: SyncPoints,
-    /// The machine type's version does not show the sync points.
-    is_unversioned: bool,
+    /// Of the machine type.
+    version: Option<(u32, u32)>,
     /// The source has sent zero pages as such: it looks for them.
     finds_zeros: AtomicBool,
     /// Postcopy has begun.
     switched: AtomicBool,
     /// Where a QEMU takes the pages that its guest waits for, if not on main.
     preempt: OnceLock<PreemptOut>,
-    other_side: OnceLock<OtherSide>,
+    /// The other side is a Hotlift.
+    is_hotlift: AtomicBool,
     ram: OnceLock<Ram>,
     /// What the guest did before, by its devices.
     run_state: OnceLock<String>,
     run_state_search: Mutex<RunStateSearch>,
-}
-
-/// What is known once the other side has answered.
-#[derive(Debug, Clone, Copy)]
-struct OtherSide {
-    is_relay: bool,
-    zero_place: ZeroPlace,
 }
 
 struct Ram {
@@ -290,11 +284,11 @@ impl<'a> StreamSink<'a> {
             memory: memory.clone(),
             seen,
             sync_points: SyncPoints::of_destination(settings, seen.sync_points, configuration),
-            is_unversioned: version_of(configuration).is_none(),
+            version: version_of(configuration),
             finds_zeros: AtomicBool::new(seen.zeros_were_looked_for),
             switched: AtomicBool::new(false),
             preempt: OnceLock::new(),
-            other_side: OnceLock::new(),
+            is_hotlift: AtomicBool::new(false),
             ram: OnceLock::new(),
             run_state: OnceLock::new(),
             run_state_search: Mutex::default(),
@@ -396,11 +390,9 @@ impl<'a> StreamSink<'a> {
         }
     }
 
-    fn other_side(&self) -> OtherSide {
-        match self.other_side.get() {
-            Some(other_side) => *other_side,
-            None => unreachable!("`open` comes first"),
-        }
+    /// Whether the other side is a Hotlift, once it has answered.
+    fn is_hotlift(&self) -> bool {
+        self.is_hotlift.load(Ordering::Acquire)
     }
 
     fn ram(&self) -> &Ram {
@@ -430,8 +422,18 @@ impl<'a> StreamSink<'a> {
         }
     }
 
+    /// Where the other side can read zero pages.
     fn zero_place(&self) -> ZeroPlace {
-        self.other_side().zero_place
+        match (self.settings.zero_pages, self.version) {
+            (Some(ZeroPageDetection::Legacy), _) => ZeroPlace::Main,
+            (Some(ZeroPageDetection::Multifd), _) => ZeroPlace::Packets,
+            (_, Some(_)) if self.is_hotlift() => ZeroPlace::Packets,
+            (_, Some(version)) if version >= (9, 0) => ZeroPlace::Packets,
+            (_, Some(_)) => ZeroPlace::Main,
+            // Machines without a version (microvm) are those of the QEMU that has them; what its
+            // source sends, it reads.
+            (_, None) => ZeroPlace::AsTheyCame,
+        }
     }
 
     /// Keeps zero pages for the next section on main.
@@ -467,27 +469,8 @@ impl<'a> StreamSink<'a> {
 
     /// Whether a QEMU gets sync points of which nothing has shown that it takes them.
     fn has_guessed_sync_points(&self) -> bool {
-        let is_guess = self.is_unversioned && !self.sync_points.are_shown;
-        let to_qemu = self.other_side.get().is_some_and(|other| !other.is_relay);
-        is_guess && to_qemu && !self.out.multifd.is_empty()
-    }
-
-    /// Decides what the other side can read.
-    fn learn(&self, configuration: &Configuration, is_relay: bool) -> OtherSide {
-        let zero_place = match (self.settings.zero_pages, version_of(configuration)) {
-            (Some(ZeroPageDetection::Legacy), _) => ZeroPlace::Main,
-            (Some(ZeroPageDetection::Multifd), _) => ZeroPlace::Packets,
-            (_, Some(_)) if is_relay => ZeroPlace::Packets,
-            (_, Some(version)) if version >= (9, 0) => ZeroPlace::Packets,
-            (_, Some(_)) => ZeroPlace::Main,
-            // Machines without a version (microvm) are those of the QEMU that has them; what its
-            // source sends, it reads.
-            (_, None) => ZeroPlace::AsTheyCame,
-        };
-        OtherSide {
-            is_relay,
-            zero_place,
-        }
+        let is_guess = self.version.is_none() && !self.sync_points.are_shown;
+        is_guess && !self.is_hotlift() && !self.out.multifd.is_empty()
     }
 }
 
@@ -533,7 +516,7 @@ impl Sink for StreamSink<'_> {
         Some(Box::new(Forwarding::new(self, channel)?))
     }
 
-    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
+    fn open(&self, _: &Opening) -> Result<(), MigrationError> {
         let offer = self.offer();
         let (settings, answers) = (&self.settings.outgoing, &self.out.answers);
         {
@@ -550,12 +533,13 @@ impl Sink for StreamSink<'_> {
             false => OPENED.to_owned(),
         };
         self.await_answer(settings.handshake_timeout, &waiting_for)?;
-        let is_relay = answers.opened(offer)?;
-        self.out.multifd.reader_is(match is_relay {
+        let is_hotlift = answers.opened(offer)?;
+        self.is_hotlift.store(is_hotlift, Ordering::Release);
+        self.out.multifd.reader_is(match is_hotlift {
             true => Reader::Hotlift,
             false => Reader::Qemu(settings.qemu_reads()),
         })?;
-        if !is_relay && settings.packet_layout() != PacketLayout::QEMU {
+        if !is_hotlift && settings.packet_layout() != PacketLayout::QEMU {
             return Err(MigrationError::Mismatch {
                 what: "multifd-packet-size".to_owned(),
                 source_has: format!("{} bytes", settings.multifd_packet_size),
@@ -565,11 +549,9 @@ impl Sink for StreamSink<'_> {
                 ),
             });
         }
-        if !is_relay && !self.seen.is_guest {
+        if !is_hotlift && !self.seen.is_guest {
             self.lock_main().drop_checksum();
         }
-        let other_side = self.learn(&opening.configuration, is_relay);
-        let _ = self.other_side.set(other_side);
         if self.has_guessed_sync_points() {
             self.out.answers.explain(GUESSED_SYNC_POINTS);
         }
@@ -671,7 +653,7 @@ impl Sink for StreamSink<'_> {
 
     fn devices(&self, part: &[u8]) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
-        if self.other_side().is_relay {
+        if self.is_hotlift() {
             let mut parts = part.chunks(limits::DEVICE_PART);
             return parts.try_for_each(|part| main.device_part(part));
         }

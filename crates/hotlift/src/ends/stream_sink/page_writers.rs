@@ -21,7 +21,7 @@ pub(crate) struct ChannelWriter<'s, 'a> {
 impl<'s, 'a> ChannelWriter<'s, 'a> {
     pub(crate) fn new(sink: &'s StreamSink<'a>, id: u8) -> Result<Self, MigrationError> {
         let options = &sink.settings.outgoing;
-        let to_relay = sink.other_side().is_relay;
+        let to_relay = sink.is_hotlift();
         // The main thread writes the SYNC packets: nothing may wait in a worker for them.
         let packets = PacketSender::new(&sink.out.multifd, id, options, to_relay, false)?;
         Ok(Self { sink, packets })

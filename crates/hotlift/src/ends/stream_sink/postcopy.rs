@@ -32,7 +32,7 @@ impl StreamSink<'_> {
     /// Where pages of this RAM block wait for the others of their host page. A relay passes them on as they come.
     fn gathers(&self, block: usize) -> Option<&HostPages> {
         let host_pages = &self.ram().host_pages;
-        let are_gathered = !self.other_side().is_relay && host_pages.are_huge(block);
+        let are_gathered = !self.is_hotlift() && host_pages.are_huge(block);
         are_gathered.then_some(host_pages)
     }
 
@@ -48,7 +48,7 @@ impl StreamSink<'_> {
 
     /// Whether all pages are records of main, which are in order by themselves.
     pub(super) fn pages_on_main(&self) -> bool {
-        self.out.multifd.is_empty() || (self.is_switched() && !self.other_side().is_relay)
+        self.out.multifd.is_empty() || (self.is_switched() && !self.is_hotlift())
     }
 }
 
@@ -65,7 +65,7 @@ impl Postcopy for StreamSink<'_> {
     }
 
     fn preempt(&self) -> Result<(), MigrationError> {
-        if self.other_side().is_relay {
+        if self.is_hotlift() {
             return self.lock_main().command(Command::Ping(PREEMPT));
         }
         let timeout = self.settings.outgoing.handshake_timeout;
