@@ -48,7 +48,7 @@ use crate::postcopy::turns::Turn;
 use crate::remote::Remote;
 use crate::stream::handshake;
 use crate::stream::main_send::MainSend;
-use crate::stream::multifd_send::ChannelOpening;
+use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::listen;
 use crate::transport::{Address, Stream};
@@ -746,7 +746,9 @@ impl Sink for StreamSink<'_> {
     }
 
     fn lost_channel(&self) -> Option<Channel> {
-        self.out.multifd.lost_channel()
+        // Those of a guest are listened to.
+        let looked_at = Some(&self.out.multifd).filter(|_| !self.seen.is_guest);
+        looked_at.and_then(MultifdSend::lost_channel)
     }
 
     fn abort(&self) {
@@ -799,7 +801,77 @@ impl Sink for StreamSink<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use hotlift_wire::main_channel::{DeviceLengths, MainDecoder, MainEvent, Step};
+    use hotlift_wire::settle::MigrationId;
+
     use super::*;
+    use crate::options::Options;
+    use crate::stream::return_path::encode;
+
+    /// A Hotlift that has answered all PINGs of a connection to `listener`, until it ends.
+    fn answer_pings(listener: &TcpListener) {
+        let (mut main, _) = listener.accept().unwrap();
+        let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
+        let (mut unread, mut here) = (Vec::new(), [0; 4096]);
+        while let Ok(read @ 1..) = main.read(&mut here) {
+            unread.extend_from_slice(&here[..read]);
+            while let Step::Event { event, consumed } = decoder.next(&unread).unwrap() {
+                let answer = match event {
+                    MainEvent::Command(Command::Ping(value)) => match Offer::of_ping(value) {
+                        Some(offer) => {
+                            let id = MigrationId([7; 16]);
+                            encode(&handshake::answer(offer, offer.features, id))
+                        }
+                        None => encode(&[ReturnMessage::Pong(value)]),
+                    },
+                    _ => Vec::new(),
+                };
+                unread.drain(..consumed);
+                main.write_all(&answer).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn who_may_run_the_guest_takes_no_farewell_and_who_only_waits_for_it_does() {
+        let settings = RelaySettings {
+            outgoing: Options {
+                multifd: Some(false),
+                ..Options::default()
+            },
+            ..RelaySettings::default()
+        };
+        let opening = Opening {
+            configuration: Configuration {
+                machine: "hotlift".to_owned(),
+                ..Configuration::default()
+            },
+            uuid: [0; 16],
+        };
+        for commits in [false, true] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let to = format!("tcp:{}", listener.local_addr().unwrap());
+            let (to, memory) = (to.parse().unwrap(), MemoryLimit::new(1 << 20));
+            let (seen, control) = (Seen::guest(), Control::new());
+            let sink = StreamSink::connect(&to, &settings, seen, &opening, &memory, &control);
+            let sink = sink.unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(|| answer_pings(&listener));
+                scope.spawn(|| sink.return_path(&|_, _, _| Ok(()), &|_, _| ()));
+                sink.open(&opening).unwrap();
+                sink.await_ready().unwrap();
+                if commits {
+                    sink.begin();
+                }
+                sink.close();
+            });
+            listener.set_nonblocking(true).unwrap();
+            assert_eq!(listener.accept().is_ok(), !commits);
+        }
+    }
 
     #[test]
     fn a_machine_type_says_its_version_or_none() {

@@ -56,6 +56,11 @@ impl Migration<'_> {
             return Err(MigrationError::Cancelled);
         }
         session.switch();
+        session
+            .sink
+            .postcopy()
+            .into_iter()
+            .for_each(Postcopy::begin);
         out.answers.serve();
         out.answers.ask(ping);
         let pages = GuestPages::new(source);
