@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use hotlift::error::error_line;
 use hotlift::relay::RelayReport;
@@ -18,7 +18,7 @@ use crate::config::{Config, LogLevel};
 use crate::error::{AgentError, CarryError};
 use crate::log::Log;
 use crate::proof::LastCheck;
-use crate::session::Session;
+use crate::session::{Session, lock};
 use crate::sessions::Sessions;
 use crate::table::Table;
 
@@ -83,7 +83,7 @@ impl Agent {
     /// The configuration in force.
     #[must_use]
     pub fn config(&self) -> Arc<Config> {
-        Arc::clone(&self.config.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&lock(&self.config))
     }
 
     /// The options of a migration that leaves this host.
@@ -95,8 +95,7 @@ impl Agent {
 
     /// What the last `agent check` on this host has found, if there was one since the start.
     pub(crate) fn last_check(&self) -> MutexGuard<'_, Option<LastCheck>> {
-        let last = self.last_check.lock();
-        last.unwrap_or_else(PoisonError::into_inner)
+        lock(&self.last_check)
     }
 
     /// Something or somebody was refused.
@@ -123,14 +122,14 @@ impl Agent {
         if streams.is_empty() {
             return;
         }
-        let mut returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut returned = lock(&self.returned);
         returned.extend(streams.into_iter().map(|stream| (stream, to)));
         signal(&self.has_returned);
     }
 
     /// Those that were given back.
     pub(crate) fn take_returned(&self) -> Vec<(Stream, SocketAddr)> {
-        let mut returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut returned = lock(&self.returned);
         let _ = rustix::io::read(&self.has_returned, &mut [0; 8]);
         std::mem::take(&mut returned)
     }
@@ -191,13 +190,13 @@ impl Agent {
             self.log.say(LogLevel::Warning, &text);
         }
         self.log.set_level(new.log);
-        *self.config.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
+        *lock(&self.config) = Arc::new(new);
         Ok(())
     }
 
     /// The nftables table, which is changed and looked at by one at a time.
     pub(crate) fn table(&self) -> MutexGuard<'_, Option<Table>> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 }
 

@@ -28,8 +28,22 @@ pub struct Progress {
     pub is_committed: AtomicBool,
 }
 
-/// Runs `relay`, listens to the other agent until it has ended, and tells it how. A relay that has not begun within `patience`
-/// is cancelled; with `follows` one that is not committed is, too, when the other agent goes.
+impl Progress {
+    /// Returns true if a relay of this age is cancelled: it has not begun within `patience`, or `follows` the other agent, which
+    /// has gone, and the guest cannot run at the destination.
+    fn must_end(
+        &self,
+        age: Duration,
+        (patience, follows): (Duration, bool),
+        is_there: bool,
+    ) -> bool {
+        let is_late = age > patience && !self.has_begun.load(Ordering::Acquire);
+        is_late || follows && !is_there && !self.is_committed.load(Ordering::Acquire)
+    }
+}
+
+/// Runs `relay`, listens to the other agent until it has ended, and tells it how. A relay that has not begun within the first of
+/// `limits` is cancelled; with the second one that is not committed is, too, when the other agent goes.
 ///
 /// # Errors
 /// What the relay says, and what the other agent says of its own.
@@ -37,7 +51,7 @@ pub fn relay(
     session: &Session,
     conversation: &mut Conversation,
     progress: &Progress,
-    (patience, follows): (Duration, bool),
+    limits: (Duration, bool),
     relay: &(dyn Fn() -> Result<RelayReport, MigrationError> + Sync),
 ) -> Result<RelayReport, CarryError> {
     let control = &session.control;
@@ -53,9 +67,7 @@ pub fn relay(
         let begun = Instant::now();
         let mut is_there = true;
         while !running.is_finished() {
-            let is_late = begun.elapsed() > patience && !progress.has_begun.load(Ordering::Acquire);
-            let is_alone = follows && !is_there && !progress.is_committed.load(Ordering::Acquire);
-            if is_late || is_alone {
+            if progress.must_end(begun.elapsed(), limits, is_there) {
                 control.cancel();
             }
             if !is_there {
@@ -104,5 +116,27 @@ pub fn relay(
             other: one_line(&reason),
         }),
         (Err(error), _) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_relay_is_cancelled_at_its_limit_or_with_the_other_agent_and_not_behind_the_commit() {
+        const MS: Duration = Duration::from_millis(1);
+        let patience = Duration::from_secs(150);
+        for follows in [false, true] {
+            let progress = Progress::default();
+            let ends = |age, is_there| progress.must_end(age, (patience, follows), is_there);
+            assert!(!ends(patience, true));
+            assert!(ends(patience + MS, true));
+            progress.has_begun.store(true, Ordering::Release);
+            assert!(!ends(patience * 100, true));
+            assert_eq!(ends(MS, false), follows);
+            progress.is_committed.store(true, Ordering::Release);
+            assert!(!ends(MS, false), "it may run there");
+        }
     }
 }

@@ -7,7 +7,7 @@
 //! would not.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hotlift::Options;
@@ -15,7 +15,8 @@ use hotlift::control::SharedRate;
 
 use crate::config::Config;
 use crate::messages::{Id, Kind};
-use crate::session::{Session, Share};
+use crate::moment::{Moment, Share, State};
+use crate::session::{Session, lock};
 
 /// Between two sharings.
 pub(crate) const ROUND: Duration = Duration::from_millis(250);
@@ -143,10 +144,23 @@ fn fill(total: u64, wants: &[(u64, u64)], group: &[usize], parts: &mut [u64]) ->
 /// What is kept of the migrations from round to round.
 #[derive(Default)]
 pub struct Shares {
-    cpus: Mutex<HashMap<Id, Cpu>>,
+    usage: Mutex<Usage>,
     /// What all of them keep together. The parts only say how they share it.
     pub rate: SharedRate,
 }
+
+/// One of those that share.
+struct Sharer {
+    id: Id,
+    moment: Moment,
+    is_urgent: bool,
+    /// CPU time so far, of one with a relay.
+    cpu: Option<Duration>,
+}
+
+/// CPU usage by session.
+#[derive(Default)]
+struct Usage(HashMap<Id, Cpu>);
 
 /// CPU time of one, and when it was read.
 struct Cpu {
@@ -158,17 +172,46 @@ struct Cpu {
 
 impl Shares {
     /// Shares again among these sessions: `config` has the whole, `options` are those of a migration.
-    pub fn apply(&self, config: &Config, options: &Options, mut sessions: Vec<Arc<Session>>) {
-        sessions.retain(|session| session.shares_budget() && session.moment().state != "waiting");
+    pub fn apply(&self, config: &Config, options: &Options, sessions: Vec<Arc<Session>>) {
         self.rate.set(config.max_bandwidth.0);
-        let mut cpus = self.cpus.lock().unwrap_or_else(PoisonError::into_inner);
-        cpus.retain(|id, _| sessions.iter().any(|session| session.subject.id == *id));
-        let (mut bandwidth, mut cpu) = (Vec::new(), Vec::new());
-        for session in &sessions {
+        let sharers = sessions.into_iter().filter_map(|session| {
             let moment = session.moment();
+            let shares = session.shares_budget() && moment.state != State::Waiting;
+            let has_relay =
+                session.subject.kind == Kind::Migration && moment.state != State::PassedThrough;
+            let sharer = Sharer {
+                id: session.subject.id,
+                moment,
+                is_urgent: session.is_urgent(),
+                cpu: has_relay.then(|| session.control.cpu_time()),
+            };
+            shares.then_some((session, sharer))
+        });
+        let (sessions, sharers): (Vec<_>, Vec<_>) = sharers.unzip();
+        let mut usage = lock(&self.usage);
+        let shares = usage.share(config, &sharers, Instant::now());
+        for (session, share) in sessions.iter().zip(shares) {
+            session.set_share(share, config.max_bandwidth.0, options);
+        }
+    }
+}
+
+impl Usage {
+    /// Returns the share of each at `now`, of what `config` has.
+    fn share(&mut self, config: &Config, sharers: &[Sharer], now: Instant) -> Vec<Share> {
+        self.0
+            .retain(|id, _| sharers.iter().any(|sharer| sharer.id == *id));
+        let (mut bandwidth, mut cpu) = (Vec::new(), Vec::new());
+        for Sharer {
+            id,
+            moment,
+            is_urgent,
+            cpu: time,
+        } in sharers
+        {
             let claim = Claim {
                 weight: moment.weight,
-                is_urgent: session.is_urgent(),
+                is_urgent: *is_urgent,
                 ..Claim::default()
             };
             // What it could have used is known once it has reported.
@@ -185,12 +228,9 @@ impl Shares {
                 most: moment.limit,
                 ..claim
             });
-            let has_relay =
-                session.subject.kind == Kind::Migration && moment.state != "passed-through";
-            let used = |cpus| cpu_used(cpus, session.subject.id, session.control.cpu_time());
-            cpu.push(has_relay.then(|| Claim {
+            cpu.push(time.map(|time| Claim {
                 // No schedule holds all of them to the cores: an idle one keeps a part of its own.
-                used: used(&mut cpus).max(1),
+                used: self.cores(*id, time, now).max(1),
                 had: had(moment.share.cpu.into()),
                 ..claim
             }));
@@ -198,43 +238,37 @@ impl Shares {
         // Checked to be in range.
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let cores = (config.cpu_limit * 1000.0).ceil() as u64;
-        let bandwidth = divide(config.max_bandwidth.0, &bandwidth);
         let claims: Vec<_> = cpu.iter().flatten().copied().collect();
         let mut parts = divide(cores, &claims).into_iter();
-        let cpu = cpu
-            .into_iter()
-            .map(|claim| claim.and_then(|_| parts.next()));
-        for ((session, bandwidth), cpu) in sessions.iter().zip(bandwidth).zip(cpu) {
-            let cpu = cpu.unwrap_or_default();
-            let share = Share {
-                bandwidth,
-                cpu: u32::try_from(cpu).unwrap_or(u32::MAX),
-            };
-            session.set_share(share, config.max_bandwidth.0, options);
-        }
+        let mut core_part = |claim: &Option<Claim>| claim.and_then(|_| parts.next()).unwrap_or(0);
+        let bandwidth = divide(config.max_bandwidth.0, &bandwidth).into_iter();
+        let shares = bandwidth.zip(&cpu).map(|(bandwidth, claim)| Share {
+            bandwidth,
+            cpu: u32::try_from(core_part(claim)).unwrap_or(u32::MAX),
+        });
+        shares.collect()
     }
-}
 
-/// Thousandths of a core that the one with `id` uses, which has used `time` now.
-fn cpu_used(cpus: &mut HashMap<Id, Cpu>, id: Id, time: Duration) -> u64 {
-    let now = Instant::now();
-    let cpu = cpus.entry(id).or_insert(Cpu {
-        time,
-        at: now,
-        used: 0,
-    });
-    let since = now - cpu.at;
-    if since >= ROUND / 2 {
-        let thousandths =
-            time.saturating_sub(cpu.time).as_micros() * 1000 / since.as_micros().max(1);
-        let used = u64::try_from(thousandths).unwrap_or(u64::MAX);
-        *cpu = Cpu {
+    /// Returns the thousandths of a core that the session with `id` uses, whose CPU time at `now` is `time`.
+    fn cores(&mut self, id: Id, time: Duration, now: Instant) -> u64 {
+        let cpu = self.0.entry(id).or_insert(Cpu {
             time,
             at: now,
-            used,
-        };
+            used: 0,
+        });
+        let since = now.saturating_duration_since(cpu.at);
+        if since >= ROUND / 2 {
+            let thousandths =
+                time.saturating_sub(cpu.time).as_micros() * 1000 / since.as_micros().max(1);
+            let used = u64::try_from(thousandths).unwrap_or(u64::MAX);
+            *cpu = Cpu {
+                time,
+                at: now,
+                used,
+            };
+        }
+        cpu.used
     }
-    cpu.used
 }
 
 #[cfg(test)]
@@ -403,6 +437,135 @@ mod tests {
             };
             test(&mut draw);
         }
+    }
+
+    /// A session of a host whose clock is virtual.
+    struct Host {
+        sharer: Sharer,
+        /// Bytes a second that it would send.
+        demand: u64,
+        /// Thousandths of a core that it would use.
+        work: u64,
+    }
+
+    /// One round of all of them: what each has sent and used since the last, and what it may now.
+    fn round(usage: &mut Usage, config: &Config, hosts: &mut [Host], now: Instant) {
+        for host in &mut *hosts {
+            let Host {
+                sharer,
+                demand,
+                work,
+            } = host;
+            let Share { bandwidth, cpu } = sharer.moment.share;
+            let may = |share: u64, whole| if whole == 0 { u64::MAX } else { share };
+            let sent = (*demand).min(may(bandwidth, config.max_bandwidth.0));
+            let progress = RelayProgress {
+                elapsed: sharer.moment.progress.elapsed + ROUND,
+                sent_bytes: sharer.moment.progress.sent_bytes + sent / 4,
+                ..RelayProgress::default()
+            };
+            sharer.moment.note(&progress, None);
+            let used = (*work).min(may(cpu.into(), 1));
+            if let Some(time) = &mut sharer.cpu {
+                *time += ROUND * u32::try_from(used).unwrap() / 1000;
+            }
+        }
+        let sharers: Vec<_> = hosts.iter().map(|host| host.sharer.again()).collect();
+        let shares = usage.share(config, &sharers, now);
+        for (host, share) in hosts.iter_mut().zip(shares) {
+            host.sharer.moment.set_share(share, config.max_bandwidth.0);
+        }
+    }
+
+    impl Sharer {
+        fn again(&self) -> Self {
+            Self {
+                id: self.id,
+                moment: self.moment.clone(),
+                is_urgent: self.is_urgent,
+                cpu: self.cpu,
+            }
+        }
+    }
+
+    #[test]
+    fn whoever_needs_more_has_its_part_within_some_rounds_whatever_the_others_do() {
+        let mut config = agent("").config().as_ref().clone();
+        config.cpu_limit = 2.0;
+        config.max_bandwidth.0 = WHOLE;
+        for seed in 0..500 {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let mut usage = Usage::default();
+            let mut now = Instant::now();
+            let mut hosts: Vec<_> = (0..rng.u32(1..6))
+                .map(|id| Host {
+                    sharer: Sharer {
+                        id: Id(id),
+                        moment: Moment {
+                            weight: rng.u32(1..=1000),
+                            ..Moment::default()
+                        },
+                        is_urgent: false,
+                        cpu: (rng.u8(0..3) > 0).then_some(Duration::ZERO),
+                    },
+                    demand: 0,
+                    work: 0,
+                })
+                .collect();
+            // They come and go, and change what they need.
+            for _ in 0..30 {
+                let chosen = rng.usize(0..hosts.len());
+                hosts[chosen].demand = *rng.choice(&[0, WHOLE / 100, 10 * WHOLE]).unwrap();
+                hosts[chosen].work = rng.u64(0..4000);
+                now += ROUND;
+                round(&mut usage, &config, &mut hosts, now);
+            }
+            // All need all.
+            for host in &mut hosts {
+                (host.demand, host.work) = (10 * WHOLE, 10_000);
+            }
+            for _ in 0..12 {
+                now += ROUND;
+                round(&mut usage, &config, &mut hosts, now);
+            }
+            let weights: u32 = hosts.iter().map(|host| host.sharer.moment.weight).sum();
+            let relays = || hosts.iter().filter(|host| host.sharer.cpu.is_some());
+            let of_relays: u32 = relays().map(|host| host.sharer.moment.weight).sum();
+            for host in &hosts {
+                let Moment { weight, share, .. } = host.sharer.moment;
+                let part = WHOLE * u64::from(weight) / u64::from(weights);
+                assert!(
+                    share.bandwidth.abs_diff(part) <= 8,
+                    "seed {seed}: {share:?} is not {part}"
+                );
+                // What was used is rounded, and what a division leaves over goes to one of them.
+                let cores = match host.sharer.cpu {
+                    Some(_) => 2000 * weight / of_relays,
+                    None => 0,
+                };
+                assert!(
+                    share.cpu.abs_diff(cores) <= 4,
+                    "seed {seed}: {share:?} is not {cores}"
+                );
+            }
+            // One that ends is forgotten.
+            hosts.truncate(1);
+            round(&mut usage, &config, &mut hosts, now + ROUND);
+            assert!(usage.0.len() <= 1, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn cpu_usage_is_measured_over_half_a_round_at_least() {
+        const MS: Duration = Duration::from_millis(1);
+        let (mut usage, begun) = (Usage::default(), Instant::now());
+        let mut used =
+            |ms: u64, at: Duration| usage.cores(Id(1), Duration::from_millis(ms), begun + at);
+        assert_eq!(used(500, Duration::ZERO), 0, "nothing is known");
+        assert_eq!(used(600, ROUND / 2 - MS), 0, "too soon");
+        assert_eq!(used(625, ROUND / 2), 1000);
+        assert_eq!(used(900, ROUND / 2 + MS), 1000, "kept");
+        assert_eq!(used(1125, ROUND), 4000);
     }
 
     #[test]

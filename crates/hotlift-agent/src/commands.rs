@@ -1,7 +1,7 @@
 //! The commands of the control socket: QMP's dialect, with the agent's own commands.
 
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use hotlift::options::parse_size;
 use hotlift_qmp::server::{Commands, Refusal};
@@ -11,9 +11,10 @@ use serde_json::{Value, json};
 use crate::agent::Agent;
 use crate::config::Plaintext;
 use crate::messages::{Id, Kind};
+use crate::moment::Share;
 use crate::past::Count;
 use crate::proof::LastCheck;
-use crate::session::{Direction, Session, Share};
+use crate::session::{Direction, Session};
 use crate::table;
 
 /// The commands' names.
@@ -115,9 +116,9 @@ pub struct MigrationRow {
 }
 
 impl MigrationRow {
-    /// How `session` gets on.
+    /// How `session` gets on at `now`.
     #[must_use]
-    pub fn of(session: &Session) -> Self {
+    pub fn of(session: &Session, now: Instant) -> Self {
         let moment = session.moment();
         let subject = &session.subject;
         let (progress, report) = (&moment.progress, moment.report.as_ref());
@@ -126,10 +127,10 @@ impl MigrationRow {
             id: subject.id,
             direction: subject.direction,
             kind: subject.kind,
-            status: moment.state.to_owned(),
+            status: moment.state.name().to_owned(),
             to: subject.to.to_string(),
             peer: subject.peer.clone(),
-            seconds: session.age().as_secs_f64(),
+            seconds: session.age(now).as_secs_f64(),
             sent_bytes: report.map_or(progress.sent_bytes, |report| report.sent_bytes),
             received_bytes: report.map_or(progress.received_bytes, |report| report.received_bytes),
             normal_pages: report.map_or(progress.normal_pages, |report| report.normal_pages),
@@ -141,7 +142,7 @@ impl MigrationRow {
             limit: moment.limit,
             bandwidth,
             cores: f64::from(cpu) / 1000.0,
-            downtime_seconds: moment.still().as_secs_f64(),
+            downtime_seconds: moment.still(now).as_secs_f64(),
             // The last one of a migration that has ended is part of its error.
             stall: session
                 .control
@@ -205,7 +206,8 @@ impl AgentCommands {
         let ended = self.0.sessions.ended();
         let under_way = self.0.sessions.under_way();
         let all = ended.iter().chain(&under_way);
-        all.map(|session| MigrationRow::of(session)).collect()
+        let now = Instant::now();
+        all.map(|session| MigrationRow::of(session, now)).collect()
     }
 
     fn change(&self, arguments: &Value) -> Result<(Arc<Session>, Change), Refusal> {

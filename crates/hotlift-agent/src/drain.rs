@@ -3,36 +3,97 @@
 //! A guest in postcopy runs at the destination, and some of its pages are at the source alone: a cancel would not bring it
 //! back, and an agent that has gone leaves it without them.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::agent::Agent;
 use crate::config::LogLevel;
 use crate::notify;
+use crate::session::Session;
 
-/// Between two looks whether a postcopy still goes on.
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval of the reports to systemd while a postcopy goes on.
+const REPORT: Duration = Duration::from_secs(1);
+
+/// The end of an agent, by what is under way and when. No I/O, no clock.
+#[derive(Debug)]
+struct Draining {
+    /// The end of the time in which all may end by itself, or, `is_cancelled`, in which what was cancelled may.
+    until: Instant,
+    last: Duration,
+    is_cancelled: bool,
+}
+
+/// What is done next.
+#[derive(Debug, PartialEq, Eq)]
+enum Step {
+    /// Waits for another session to end, up to this time.
+    Wait(Duration),
+    /// Cancels what is left.
+    Cancel,
+    /// Informs systemd that the agent still ends.
+    Report,
+    /// The agent may end.
+    Done,
+}
+
+impl Draining {
+    fn new(now: Instant, (limit, last): (Duration, Duration)) -> Self {
+        Self {
+            until: now + limit,
+            last,
+            is_cancelled: false,
+        }
+    }
+
+    /// Returns the next step, with `all` sessions under way, `postcopies` among them.
+    fn next(&mut self, now: Instant, all: usize, postcopies: usize) -> Step {
+        let is_over = now >= self.until;
+        match self.is_cancelled {
+            false if all == 0 => Step::Done,
+            false if is_over => {
+                self.is_cancelled = true;
+                self.until = now + self.last;
+                Step::Cancel
+            }
+            true if postcopies == 0 && (is_over || all == 0) => Step::Done,
+            // Only they are waited for.
+            true if is_over => {
+                self.until = now + REPORT;
+                Step::Report
+            }
+            _ => Step::Wait(self.until - now),
+        }
+    }
+}
 
 /// Waits for all that is under way for up to `limit`, cancels what is left, and waits for that up to `last`; for a postcopy for
 /// as long as it goes on, which systemd is told.
 pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
     let sessions = &agent.sessions;
-    if sessions.wait_until(limit, <[_]>::is_empty) {
-        return;
-    }
-    let under_way = sessions.under_way();
-    let count = under_way.iter().filter(|it| it.is_in_postcopy()).count();
-    let text = match count {
-        0 => "what is still under way is cancelled".to_owned(),
-        _ => format!(
-            "what is still under way is cancelled, and waits for {count} in postcopy, whose guests need pages of their source"
-        ),
+    let count = |left: &[Arc<Session>]| {
+        let postcopies = left.iter().filter(|it| it.is_in_postcopy()).count();
+        (left.len(), postcopies)
     };
-    agent.log.say(LogLevel::Warning, &text);
-    cancel_all(agent);
-    sessions.wait_until(last, |left| left.iter().all(|it| it.is_in_postcopy()));
-    // Its end is told, and that its connection is lost is not.
-    while !sessions.wait_until(LOOK, |left| !left.iter().any(|it| it.is_in_postcopy())) {
-        notify::say(&notify::stopping(last.saturating_mul(2)));
+    let mut draining = Draining::new(Instant::now(), (limit, last));
+    loop {
+        let (all, postcopies) = count(&sessions.under_way());
+        match draining.next(Instant::now(), all, postcopies) {
+            Step::Wait(time) => {
+                sessions.wait_until(time, |left| count(left) != (all, postcopies));
+            }
+            Step::Cancel => {
+                let text = match postcopies {
+                    0 => "what is still under way is cancelled".to_owned(),
+                    _ => format!(
+                        "what is still under way is cancelled, and waits for {postcopies} in postcopy, whose guests need pages of their source"
+                    ),
+                };
+                agent.log.say(LogLevel::Warning, &text);
+                cancel_all(agent);
+            }
+            Step::Report => notify::say(&notify::stopping(last.saturating_mul(2))),
+            Step::Done => return,
+        }
     }
 }
 
@@ -53,10 +114,45 @@ mod tests {
     use super::*;
     use crate::fixture::{agent, session, subject, until};
     use crate::messages::Kind;
+    use crate::moment::State;
     use crate::session::Direction;
 
-    /// Long enough for a wait that is none to end.
-    const LOOKS: u32 = 30;
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn each_limit_of_the_end_holds_to_the_millisecond() {
+        let (limit, last) = (Duration::from_secs(300), Duration::from_secs(10));
+        let begun = Instant::now();
+        let at = |time: Duration| begun + time;
+        let draining = || Draining::new(begun, (limit, last));
+        assert_eq!(draining().next(begun, 0, 0), Step::Done);
+
+        let mut one = draining();
+        assert_eq!(one.next(at(limit - MS), 1, 0), Step::Wait(MS));
+        assert_eq!(one.next(at(limit), 1, 0), Step::Cancel);
+        assert_eq!(one.next(at(limit), 1, 0), Step::Wait(last));
+        assert_eq!(one.next(at(limit + last - MS), 1, 0), Step::Wait(MS));
+        assert_eq!(one.next(at(limit + last), 1, 0), Step::Done, "it is stuck");
+
+        let mut both = draining();
+        assert_eq!(both.next(at(limit), 2, 1), Step::Cancel);
+        assert_eq!(both.next(at(limit), 1, 1), Step::Wait(last));
+        // A postcopy is waited for without a limit, and systemd knows.
+        let mut now = limit + last;
+        for _ in 0..10_000 {
+            assert_eq!(both.next(at(now), 2, 1), Step::Report);
+            assert_eq!(both.next(at(now), 2, 1), Step::Wait(REPORT));
+            now += REPORT - MS;
+            assert_eq!(both.next(at(now), 2, 1), Step::Wait(MS));
+            now += MS;
+        }
+        assert_eq!(both.next(at(now), 1, 0), Step::Done, "one is stuck");
+
+        let mut postcopy = draining();
+        assert_eq!(postcopy.next(at(limit), 1, 1), Step::Cancel);
+        assert_eq!(postcopy.next(at(limit), 1, 1), Step::Wait(last));
+        assert_eq!(postcopy.next(at(limit), 0, 0), Step::Done);
+    }
 
     #[test]
     fn what_is_cancelled_is_not_waited_for_without_end_and_a_postcopy_is() {
@@ -65,16 +161,13 @@ mod tests {
         let (stuck, postcopy) = (of(1), of(2));
         agent.sessions.add(&stuck).unwrap();
         agent.sessions.add(&postcopy).unwrap();
-        postcopy.enter(Status::PostcopyActive.name());
+        postcopy.enter(State::Of(Status::PostcopyActive));
         thread::scope(|scope| {
             let waits = scope.spawn(|| wait(&agent, (Duration::ZERO, Duration::ZERO)));
             until("it cancels", || stuck.control.is_cancelled());
-            for _ in 0..LOOKS {
-                assert!(!waits.is_finished(), "the guest has not all its pages");
-                thread::sleep(Duration::from_millis(10));
-            }
+            assert!(!waits.is_finished(), "the guest has not all its pages");
             agent.ended(&postcopy, Ok(None));
-            until("it waits no more", || waits.is_finished());
+            waits.join().unwrap();
         });
         assert_eq!(agent.sessions.under_way().len(), 1);
     }

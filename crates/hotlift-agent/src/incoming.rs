@@ -7,7 +7,7 @@ use std::time::Duration;
 use hotlift::relay::{
     self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
 };
-use hotlift::{Address, Listener, Options};
+use hotlift::{Address, Listener, Options, Status};
 use hotlift_console::conversation::Conversation;
 use hotlift_qmp::Uuid;
 
@@ -17,6 +17,7 @@ use crate::config::{Config, WEIGHT};
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message};
+use crate::moment::State;
 use crate::session::{Direction, Session, Subject};
 use crate::tunnel::{self, Limits};
 
@@ -108,7 +109,7 @@ fn migration(
     conversation: &mut Conversation,
     listener: &Listener,
 ) -> Result<RelayReport, CarryError> {
-    session.enter("connecting");
+    session.enter(State::Connecting);
     let (channels, method) = source(session, conversation)?;
     session.open();
     let options = options(&agent.config(), channels, &method)?;
@@ -184,7 +185,7 @@ fn tunnelled(
     conversation: Conversation,
     listener: &Listener,
 ) -> Result<(), CarryError> {
-    session.enter("active");
+    session.enter(State::Of(Status::Active));
     let near = std::cell::Cell::new(conversation.into_stream());
     // The one connection of the listener is that to the server.
     let limits = Limits::of(agent);
@@ -245,7 +246,7 @@ mod tests {
             let runs = scope.spawn(|| {
                 run(&agent, Conversation::new(stream), &hello(Kind::Migration));
             });
-            let waits = |session: &Session| session.moment().state == "connecting";
+            let waits = |session: &Session| session.moment().state == State::Connecting;
             until("it waits", || agent.sessions.find(waits).is_some());
             drop(announcer);
             until("it ends", || runs.is_finished());

@@ -17,6 +17,7 @@
 //! | `door`, `incoming` | the agent's port, and what other agents announce there |
 //! | `messages`, `attend` | what two agents say of a migration, and while its relay is at work |
 //! | `tunnel` | what is no migration: bytes as they are |
+//! | `moment` | the life of one migration by what happens to it and when: states, downtime |
 //! | `session`, `sessions` | one migration; all of them, places and totals |
 //! | `budget` | bandwidth and cores, shared |
 //! | `commands`, `log`, `notify` | the control socket, the journal, systemd |
@@ -44,6 +45,7 @@ mod incoming;
 mod log;
 pub mod messages;
 mod metrics;
+pub mod moment;
 mod names;
 mod notify;
 mod outgoing;

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
-use hotlift::Status;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{
     DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet, text::encode,
@@ -14,8 +14,9 @@ use prometheus_client::registry::Registry;
 
 use crate::agent::Agent;
 use crate::messages::Kind;
+use crate::moment::{Moment, State};
 use crate::past::Count;
-use crate::session::{Moment, Session, is_end};
+use crate::session::Session;
 use crate::table;
 use crate::totals::{Counts, DIRECTIONS, Histograms, Totals, Traffic, number};
 
@@ -178,10 +179,11 @@ const TABLE: &[Row] = &[
         |seen| {
             let mut states: BTreeMap<(&str, &str), u64> = BTreeMap::new();
             for direction in DIRECTIONS {
-                states.extend(states_under_way().map(|state| ((direction.name(), state), 0)));
+                let names = State::under_way().map(State::name);
+                states.extend(names.map(|state| ((direction.name(), state), 0)));
             }
             for (session, moment) in &seen.migrations {
-                let state = (session.subject.direction.name(), moment.state);
+                let state = (session.subject.direction.name(), moment.state.name());
                 *states.entry(state).or_default() += 1;
             }
             let labelled = |(direction, state): (&str, &str)| {
@@ -260,7 +262,7 @@ const TABLE: &[Row] = &[
     each_gauge(
         "hotlift_migration_downtime_seconds",
         "Time that its guest stands or stood still, as far as the relay sees",
-        |_, moment| moment.still().as_secs_f64(),
+        |_, moment| moment.still(Instant::now()).as_secs_f64(),
     ),
     each_gauge(
         "hotlift_migration_share_bandwidth_bytes_per_second",
@@ -275,7 +277,7 @@ const TABLE: &[Row] = &[
     each_gauge(
         "hotlift_migration_seconds",
         "Time since it began",
-        |session, _| session.age().as_secs_f64(),
+        |session, _| session.age(Instant::now()).as_secs_f64(),
     ),
 ];
 
@@ -305,13 +307,6 @@ const fn each_gauge(
     value: fn(&Session, &Moment) -> f64,
 ) -> Row {
     row(name, help, Source::EachGauge(value))
-}
-
-/// States of a migration that has not ended: the agent's own, and those of its relay.
-fn states_under_way() -> impl Iterator<Item = &'static str> {
-    let relays = Status::ALL.into_iter().filter(|status| !is_end(*status));
-    let own = ["none", "waiting", "connecting", "passed-through"];
-    own.into_iter().chain(relays.map(Status::name))
 }
 
 /// The sum over all addresses; no row where it is not known.
@@ -458,6 +453,7 @@ mod tests {
     use std::process::{Command, Stdio};
     use std::time::Duration;
 
+    use hotlift::Status;
     use hotlift::relay::{RelayProgress, RelayReport};
     use hotlift_testkit::skip;
 

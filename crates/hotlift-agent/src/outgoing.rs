@@ -10,7 +10,7 @@ use hotlift::relay::{
     Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
 };
 use hotlift::transport::{Stream, TransportError};
-use hotlift::{Address, Listener, Options};
+use hotlift::{Address, Listener, Options, Status};
 use hotlift_console::conversation::Conversation;
 use hotlift_qmp::one_line;
 
@@ -20,6 +20,7 @@ use crate::config::{Config, LogLevel, Plaintext};
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message, PROTOCOL};
+use crate::moment::State;
 use crate::session::Session;
 use crate::tunnel::{self, Far, Limits};
 
@@ -62,7 +63,7 @@ fn migration(
 ) -> Result<Option<RelayReport>, CarryError> {
     let most = || agent.config().migrations;
     let _place = agent.sessions.place(session, most)?;
-    session.enter("connecting");
+    session.enter(State::Connecting);
     let config = agent.config();
     let to = session.subject.to;
     let (mut conversation, address) = match reach(agent, &config, to)? {
@@ -133,7 +134,7 @@ fn migration(
 }
 
 fn tunnelled(agent: &Agent, session: &Arc<Session>, listener: &Listener) -> Result<(), CarryError> {
-    session.enter("active");
+    session.enter(State::Of(Status::Active));
     let config = agent.config();
     let to = session.subject.to;
     let open = || match reach(agent, &config, to)? {
@@ -225,7 +226,7 @@ fn allow_plaintext(
             let why = hotlift::error::error_line(&source);
             let text = format!("no agent there, it goes unencrypted: {why}");
             session.say(LogLevel::Warning, &text);
-            session.enter("passed-through");
+            session.enter(State::PassedThrough);
             Ok(())
         }
     }

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift::control::SharedRate;
-use hotlift::progress::StallKind;
 use hotlift::relay::{Pass, RelayProgress, RelayReport};
 use hotlift::tls::Identity;
 use hotlift::transport::{Giver, Stream};
@@ -17,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::LogLevel;
 use crate::log::Log;
 use crate::messages::{Id, Kind};
+use crate::moment::{Moment, Share, State};
 use crate::source_socket::Sockets;
 
 /// Which way the guest goes.
@@ -84,75 +84,11 @@ impl Subject {
     }
 }
 
-/// What a migration may use of the host; 0 is unlimited.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct Share {
-    /// Bytes a second.
-    pub bandwidth: u64,
-    /// Thousandths of a core.
-    pub cpu: u32,
-}
-
-/// How it gets on.
-#[derive(Debug, Clone, Default)]
-pub struct Moment {
-    /// The last of the states.
-    pub state: &'static str,
-    /// What the relay has reported.
-    pub progress: RelayProgress,
-    /// Kind of the stall at its last report.
-    stall: Option<StallKind>,
-    /// Bytes a second between its last two reports.
-    pub rate: f64,
-    /// Its weight in the sharing.
-    pub weight: u32,
-    /// Most bytes a second that an operator has set; 0 for none.
-    pub limit: u64,
-    /// What it may use now.
-    pub share: Share,
-    /// Method of its pages; "auto" where each packet has its own, and empty before it is known.
-    pub method: &'static str,
-    /// Since when its guest stands still.
-    stopped: Option<Instant>,
-    /// How long its guest stood still, once it runs at the destination: from the first device state that the relay has seen
-    /// until the other side's word, or, in postcopy, until that has all that the guest needs to run.
-    pub downtime: Option<Duration>,
-    /// How long it took, once it has ended.
-    pub took: Option<Duration>,
-    /// Why it failed.
-    pub error: Option<String>,
-    /// What it came to.
-    pub report: Option<Box<RelayReport>>,
-}
-
-impl Moment {
-    /// The guest's own part of a relay's state.
-    fn follow(&mut self, status: Status, now: Instant) {
-        match status {
-            Status::PreSwitchover | Status::Device => {
-                self.stopped.get_or_insert(now);
-            }
-            Status::PostcopyActive | Status::Completed => {
-                let stopped = self.stopped.take();
-                self.downtime = self.downtime.or(stopped.map(|at| now - at));
-            }
-            _ => self.stopped = None,
-        }
-    }
-
-    /// How long its guest stands or stood still.
-    #[must_use]
-    pub fn still(&self) -> Duration {
-        let stands = || self.stopped.map(|at| at.elapsed());
-        self.downtime.or_else(stands).unwrap_or_default()
-    }
-}
-
 /// A migration or a tunnel.
 pub struct Session {
     /// What it is.
     pub subject: Subject,
+    since: Instant,
     /// Steers its relay.
     pub control: Control,
     /// Gives it the connections that belong to it; an ended one, which is still shown, holds no descriptor.
@@ -161,16 +97,15 @@ pub struct Session {
     pub pass: Option<Pass>,
     /// Paces what is carried without a relay, as its share is.
     pub rate: SharedRate,
-    /// When it began.
-    pub since: Instant,
     /// Its connections are accepted as they come.
     is_open: AtomicBool,
     moment: Arc<Mutex<Moment>>,
     log: Log,
 }
 
-fn lock(moment: &Mutex<Moment>) -> MutexGuard<'_, Moment> {
-    moment.lock().unwrap_or_else(PoisonError::into_inner)
+/// Locks what a thread that panicked may have left.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Session {
@@ -178,20 +113,16 @@ impl Session {
     #[must_use]
     pub fn new(subject: Subject, giver: Giver, pass: Option<Pass>, weight: u32, log: &Log) -> Self {
         let moment = Arc::new(Mutex::new(Moment {
-            state: "none",
             weight,
             ..Moment::default()
         }));
         let watcher = {
             let (subject, moment, log) = (subject.clone(), Arc::clone(&moment), log.clone());
             move |event| {
-                let MigrationEvent::Status(status) = event else {
-                    return;
-                };
-                lock(&moment).follow(status, Instant::now());
-                // The end is told with its figures.
-                if !is_end(status) {
-                    enter(&subject, &moment, &log, status.name());
+                if let MigrationEvent::Status(status) = event
+                    && lock(&moment).follow(status, Instant::now())
+                {
+                    log.say(LogLevel::Info, &subject.line(status.name()));
                 }
             }
         };
@@ -226,63 +157,34 @@ impl Session {
     }
 
     /// It is in another state.
-    pub fn enter(&self, state: &'static str) {
-        enter(&self.subject, &self.moment, &self.log, state);
+    pub fn enter(&self, state: State) {
+        if lock(&self.moment).enter(state) {
+            self.log
+                .say(LogLevel::Info, &self.subject.line(state.name()));
+        }
     }
 
     /// Something about it for the log.
     pub fn say(&self, level: LogLevel, text: &str) {
-        let line = self.subject.line(lock(&self.moment).state);
+        let line = self.subject.line(lock(&self.moment).state.name());
         self.log.say(level, &format!("{line} {text}"));
     }
 
     /// A report of its relay.
     pub fn note(&self, progress: &RelayProgress) {
         let stall = self.control.stall();
-        let kind = stall.map(|stall| stall.kind);
-        let before = std::mem::replace(&mut lock(&self.moment).stall, kind);
-        if kind != before {
-            let (level, text) = match stall {
-                Some(stall) => (LogLevel::Warning, stall.to_string()),
-                None => (
-                    LogLevel::Info,
-                    "the peer answers and reads again".to_owned(),
-                ),
-            };
-            self.say(level, &text);
+        let is_new = lock(&self.moment).note(progress, stall);
+        match stall {
+            _ if !is_new => {}
+            Some(stall) => self.say(LogLevel::Warning, &stall.to_string()),
+            None => self.say(LogLevel::Info, "the peer answers and reads again"),
         }
-        let mut moment = lock(&self.moment);
-        let time = progress.elapsed.saturating_sub(moment.progress.elapsed);
-        if !time.is_zero() {
-            let bytes = progress
-                .sent_bytes
-                .saturating_sub(moment.progress.sent_bytes);
-            // Bytes of half a second are far below 2^53.
-            #[allow(clippy::cast_precision_loss)]
-            let bytes = bytes as f64;
-            moment.rate = bytes / time.as_secs_f64();
-        }
-        moment.progress = *progress;
     }
 
     /// Sets what it may use of the host's `whole` bandwidth (0: unlimited), for its relay, or for what is carried without one.
     pub fn set_share(&self, share: Share, whole: u64, options: &Options) {
-        let mut moment = lock(&self.moment);
-        if moment.share == share {
+        let Some(max_bandwidth) = lock(&self.moment).set_share(share, whole) else {
             return;
-        }
-        moment.share = share;
-        let most = if moment.limit == 0 {
-            u64::MAX
-        } else {
-            moment.limit
-        };
-        drop(moment);
-        // The whole is kept by all together. One that waits there must be able to catch up.
-        let room = if whole == 0 { 0 } else { share.bandwidth / 4 };
-        let max_bandwidth = match share.bandwidth {
-            0 => 0,
-            part => part.saturating_add(room).min(most),
         };
         self.rate.set(max_bandwidth);
         let options = Options {
@@ -317,62 +219,31 @@ impl Session {
         )
     }
 
-    /// Whether its guest runs at the destination, and its source has pages that the destination has not.
+    /// Returns true if its guest runs at the destination, and its source has pages that the destination has not.
     #[must_use]
     pub fn is_in_postcopy(&self) -> bool {
-        let states = [Status::PostcopyActive, Status::PostcopyRecover];
-        let state = lock(&self.moment).state;
-        states.iter().any(|postcopy| postcopy.name() == state)
+        lock(&self.moment).state.is_postcopy()
     }
 
     /// It has ended: the last line of the log about it.
     pub fn end(&self, outcome: Result<Option<RelayReport>, String>) {
-        self.giver
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        let mut moment = lock(&self.moment);
-        moment.rate = 0.0;
-        let took = self.since.elapsed();
-        moment.took = Some(took);
-        let seconds = took.as_secs_f64();
-        let (level, state, rest) = match outcome {
-            Ok(None) => (LogLevel::Info, "completed", format!("seconds={seconds:.1}")),
-            Ok(Some(report)) => {
-                let downtime = match moment.downtime {
-                    Some(time) => format!(" downtime-seconds={:.3}", time.as_secs_f64()),
-                    None => String::new(),
-                };
-                let rest = format!(
-                    "seconds={seconds:.1}{downtime} sent={} received={} pages={} zero-pages={} ratio={:.2} cpu-seconds={:.2}{}",
-                    report.sent_bytes,
-                    report.received_bytes,
-                    report.normal_pages,
-                    report.zero_pages,
-                    report.ratio,
-                    report.side.cpu_s,
-                    match &report.passed_through {
-                        Some(why) => format!(" passed-through=\"{why}\""),
-                        None => String::new(),
-                    }
-                );
-                moment.report = Some(Box::new(report));
-                (LogLevel::Info, "completed", rest)
-            }
-            Err(why) => {
-                let state = match self.control.is_cancelled() {
-                    true => "cancelled",
-                    false => "failed",
-                };
-                let rest = format!("seconds={seconds:.1} error=\"{why}\"");
-                moment.error = Some(why);
-                (LogLevel::Error, state, rest)
-            }
+        lock(&self.giver).take();
+        let level = match outcome {
+            Ok(_) => LogLevel::Info,
+            Err(_) => LogLevel::Error,
         };
-        moment.state = state;
+        let mut moment = lock(&self.moment);
+        let rest = moment.end(outcome, self.control.is_cancelled(), self.since.elapsed());
+        let line = self.subject.line(moment.state.name());
         drop(moment);
-        let line = self.subject.line(state);
         self.log.say(level, &format!("{line} {rest}"));
+    }
+
+    /// Returns its duration up to `now`, or to its end.
+    #[must_use]
+    pub fn age(&self, now: Instant) -> Duration {
+        let so_far = || now.saturating_duration_since(self.since);
+        lock(&self.moment).took.unwrap_or_else(so_far)
     }
 
     /// Gives it a connection.
@@ -380,7 +251,7 @@ impl Session {
     /// # Errors
     /// The connection, if it takes none any more.
     pub fn give(&self, stream: Stream) -> Result<(), Stream> {
-        match &*self.giver.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*lock(&self.giver) {
             Some(giver) => giver.give(stream),
             None => Err(stream),
         }
@@ -394,8 +265,7 @@ impl Session {
     /// Connections that wait because nobody accepts them yet.
     #[must_use]
     pub fn held(&self) -> usize {
-        let giver = self.giver.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*giver {
+        match &*lock(&self.giver) {
             Some(giver) if !self.is_open.load(Ordering::Acquire) => giver.waiting(),
             _ => 0,
         }
@@ -409,31 +279,10 @@ impl Session {
             let sockets = sockets.get_or_init(|| Sockets::open().ok()).as_ref();
             sockets.is_some_and(|sockets| sockets.has_closed(stream, self.subject.to))
         };
-        let giver = self.giver.lock().unwrap_or_else(PoisonError::into_inner);
-        let giver = giver.as_ref();
-        giver.is_some_and(|giver| giver.is_deserted(&has_closed))
-    }
-
-    /// How long it has been under way, or was.
-    #[must_use]
-    pub fn age(&self) -> Duration {
-        let took = lock(&self.moment).took;
-        took.unwrap_or_else(|| self.since.elapsed())
-    }
-}
-
-/// Returns true for states of a relay that does not run.
-pub(crate) fn is_end(status: Status) -> bool {
-    matches!(
-        status,
-        Status::None | Status::Completed | Status::Failed | Status::Cancelled
-    )
-}
-
-fn enter(subject: &Subject, moment: &Mutex<Moment>, log: &Log, state: &'static str) {
-    let before = std::mem::replace(&mut lock(moment).state, state);
-    if before != state {
-        log.say(LogLevel::Info, &subject.line(state));
+        let giver = lock(&self.giver);
+        giver
+            .as_ref()
+            .is_some_and(|giver| giver.is_deserted(&has_closed))
     }
 }
 
@@ -458,33 +307,8 @@ mod tests {
             session.control.set_stall(stall);
             session.note(&RelayProgress::default());
             assert_eq!(session.moment().stall, stall.map(|stall| stall.kind));
-            let row = crate::commands::MigrationRow::of(&session);
+            let row = crate::commands::MigrationRow::of(&session, Instant::now());
             assert_eq!(row.stall, stall.map(|stall| stall.to_string()));
         }
-    }
-
-    #[test]
-    fn downtime_is_from_the_guests_stop_to_its_run_at_the_destination() {
-        let begun = Instant::now();
-        let after = |statuses: &[(u64, Status)]| {
-            let mut moment = Moment::default();
-            for (ms, status) in statuses {
-                moment.follow(*status, begun + Duration::from_millis(*ms));
-            }
-            moment.downtime.map(|time| time.as_millis())
-        };
-        let (active, device, completed) = (Status::Active, Status::Device, Status::Completed);
-        let precopy = [(0, active), (10, device), (15, device), (17, completed)];
-        assert_eq!(after(&precopy), Some(7));
-        let postcopy = [(10, device), (13, Status::PostcopyActive), (900, completed)];
-        assert_eq!(after(&postcopy), Some(3));
-        assert_eq!(after(&[(10, device), (20, Status::Failed)]), None);
-        let again = [(10, device), (20, active), (30, device), (34, completed)];
-        assert_eq!(after(&again), Some(4), "it ran on in between");
-        assert_eq!(
-            after(&[(0, active), (17, completed)]),
-            None,
-            "nobody saw it"
-        );
     }
 }

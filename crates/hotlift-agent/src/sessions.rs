@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use crate::error::CarryError;
 use crate::messages::{Id, Kind};
-use crate::session::{Direction, Session};
+use crate::moment::State;
+use crate::session::{Direction, Session, Subject, lock};
 use crate::totals::Totals;
 
 /// Sessions that have ended and are still shown.
@@ -26,7 +27,8 @@ const OF_ONE_HOST: usize = 128;
 /// migrations with the most channels.
 const HELD: usize = 512;
 
-/// How often one that waits for a place looks whether its source is still there.
+/// Interval at which one that waits for a place checks that its source is still there: the end of a connection whose bytes
+/// are unread arrives at no socket.
 const LOOK: Duration = Duration::from_millis(250);
 
 /// All of them.
@@ -41,13 +43,36 @@ struct All {
     under_way: Vec<Arc<Session>>,
     /// The latest is last.
     ended: VecDeque<Arc<Session>>,
-    /// Those that wait for a place; the first is served first.
-    queue: VecDeque<Id>,
-    /// Places that are taken.
-    placed: u32,
+    places: Places,
     /// Nothing new is taken.
     is_ending: bool,
     totals: Totals,
+}
+
+/// The places of migrations that may go on at once.
+#[derive(Default)]
+struct Places {
+    /// Those that wait for a place; the first is served first.
+    queue: VecDeque<Id>,
+    taken: u32,
+}
+
+impl Places {
+    /// Takes a place of `most` (0: unlimited) for the one with this id if it is its turn; false while it must wait.
+    fn take(&mut self, id: Id, most: u32) -> bool {
+        let is_free = most == 0 || self.taken < most;
+        let may = is_free && self.queue.front() == Some(&id);
+        if may {
+            self.leave(id);
+            self.taken += 1;
+        }
+        may
+    }
+
+    /// It waits no more.
+    fn leave(&mut self, id: Id) {
+        self.queue.retain(|other| *other != id);
+    }
 }
 
 /// A place among the migrations that may go on at once.
@@ -55,14 +80,50 @@ pub struct Place<'a>(&'a Sessions);
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.0.lock().placed -= 1;
+        self.0.lock().places.taken -= 1;
         self.0.changed.notify_all();
     }
 }
 
+/// Returns an error if another one like `subject` may not begin beside those that are under way: nothing new is taken, there
+/// are too many, or one has its id.
+fn may_begin<'s>(
+    subject: &Subject,
+    under_way: impl Iterator<Item = &'s Subject>,
+    is_ending: bool,
+) -> Result<(), CarryError> {
+    let refused = |reason: &str| {
+        Err(CarryError::Refused {
+            reason: reason.to_owned(),
+        })
+    };
+    let (mut all, mut of_this_host, mut is_there) = (0, 0, false);
+    for other in under_way.filter(|other| other.direction == subject.direction) {
+        all += 1;
+        of_this_host += usize::from(other.is_of_one_announcer(subject));
+        is_there |= other.id == subject.id;
+    }
+    // The connections of a tunnel come one by one, with one id.
+    let is_another = is_there && subject.kind == Kind::Tunnel;
+    if is_ending && !is_another {
+        return Err(CarryError::Ending);
+    }
+    if is_there && !is_another {
+        return refused("a migration with this id is under way");
+    }
+    let is_incoming = subject.direction == Direction::Incoming;
+    if all >= if is_incoming { INCOMING } else { OUTGOING } {
+        return refused("too many migrations are under way");
+    }
+    if is_incoming && of_this_host >= OF_ONE_HOST {
+        return refused("too many migrations of this host are under way");
+    }
+    Ok(())
+}
+
 impl Sessions {
     fn lock(&self) -> MutexGuard<'_, All> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.all)
     }
 
     /// Adds one.
@@ -71,32 +132,8 @@ impl Sessions {
     /// If nothing new is taken, there are too many, or one has its id.
     pub fn add(&self, session: &Arc<Session>) -> Result<(), CarryError> {
         let mut all = self.lock();
-        let subject = &session.subject;
         let subjects = all.under_way.iter().map(|other| &other.subject);
-        let same_way = subjects.filter(|other| other.direction == subject.direction);
-        let refused = |reason: &str| CarryError::Refused {
-            reason: reason.to_owned(),
-        };
-        // The connections of a tunnel come one by one, with one id.
-        let is_there = same_way.clone().any(|other| other.id == subject.id);
-        let is_another = is_there && subject.kind == Kind::Tunnel;
-        if all.is_ending && !is_another {
-            return Err(CarryError::Ending);
-        }
-        if is_there && !is_another {
-            return Err(refused("a migration with this id is under way"));
-        }
-        let most = match subject.direction {
-            Direction::Outgoing => OUTGOING,
-            Direction::Incoming => INCOMING,
-        };
-        if same_way.clone().count() >= most {
-            return Err(refused("too many migrations are under way"));
-        }
-        let of_this_host = same_way.filter(|other| other.is_of_one_announcer(subject));
-        if subject.direction == Direction::Incoming && of_this_host.count() >= OF_ONE_HOST {
-            return Err(refused("too many migrations of this host are under way"));
-        }
+        may_begin(&session.subject, subjects, all.is_ending)?;
         all.under_way.push(Arc::clone(session));
         self.changed.notify_all();
         Ok(())
@@ -170,10 +207,8 @@ impl Sessions {
     ) -> Result<Place<'_>, CarryError> {
         let id = session.subject.id;
         let mut all = self.lock();
-        all.queue.push_back(id);
+        all.places.queue.push_back(id);
         loop {
-            let most = most();
-            let is_free = most == 0 || all.placed < most;
             let refused = if session.control.is_cancelled() {
                 Some(CarryError::Cancelled)
             } else if all.is_ending {
@@ -183,20 +218,15 @@ impl Sessions {
             } else {
                 None
             };
-            let is_next = all.queue.front() == Some(&id);
-            if refused.is_some() || (is_free && is_next) {
-                all.queue.retain(|other| *other != id);
-                if let Some(error) = refused {
-                    self.changed.notify_all();
-                    return Err(error);
-                }
-                all.placed += 1;
+            if refused.is_some() || all.places.take(id, most()) {
+                all.places.leave(id);
                 self.changed.notify_all();
-                return Ok(Place(self));
+                return match refused {
+                    Some(error) => Err(error),
+                    None => Ok(Place(self)),
+                };
             }
-            if session.moment().state != "waiting" {
-                session.enter("waiting");
-            }
+            session.enter(State::Waiting);
             let waited = self.changed.wait_timeout(all, LOOK);
             (all, _) = waited.unwrap_or_else(PoisonError::into_inner);
         }
@@ -264,20 +294,77 @@ mod tests {
         })
     }
 
+    fn of_host(id: u32, host: &str) -> Subject {
+        Subject {
+            peer: host.to_owned(),
+            ..subject(id, Direction::Incoming, Kind::Migration)
+        }
+    }
+
     #[test]
     fn one_host_cannot_take_the_places_of_others_or_of_what_leaves() {
-        let sessions = Sessions::default();
-        let add = |id, host: &str| sessions.add(&incoming(id, Kind::Migration, host).0).is_ok();
-        let (of_one, places) = (u32::try_from(OF_ONE_HOST).unwrap(), 0..u32::MAX);
-        let taken = places.take_while(|id| add(*id, "greedy")).count();
+        let mut under_way: Vec<Subject> = Vec::new();
+        let mut add = |subject: Subject| {
+            let may = may_begin(&subject, under_way.iter(), false).is_ok();
+            under_way.extend(may.then_some(subject));
+            may
+        };
+        let of_one = u32::try_from(OF_ONE_HOST).unwrap();
+        let taken = (0..).take_while(|id| add(of_host(*id, "greedy"))).count();
         assert_eq!(taken, OF_ONE_HOST);
-        assert!(add(of_one, "another"), "other hosts have theirs");
-        let full = (of_one + 1..).take_while(|id| add(*id, &format!("host {id}")));
+        assert!(add(of_host(of_one, "another")), "other hosts have theirs");
+        let full = (of_one + 1..).take_while(|id| add(of_host(*id, &format!("host {id}"))));
         assert_eq!(full.count() + OF_ONE_HOST + 1, INCOMING);
-        assert!(
-            sessions.add(&outgoing(0).0).is_ok(),
-            "this host has its own"
-        );
+        let leaves = |id| subject(id, Direction::Outgoing, Kind::Migration);
+        let left = (0..).take_while(|id| add(leaves(*id)));
+        assert_eq!(left.count(), OUTGOING, "this host has its own");
+    }
+
+    #[test]
+    fn places_go_out_in_turn_and_never_more_than_there_are() {
+        for seed in 0..5000 {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let mut places = Places::default();
+            let (mut waits, mut most) = (VecDeque::new(), 2);
+            for id in 0..60 {
+                match rng.u8(0..8) {
+                    0..3 => {
+                        places.queue.push_back(Id(id));
+                        waits.push_back(Id(id));
+                    }
+                    // Any of them may look at any time.
+                    3..6 if !waits.is_empty() => {
+                        let looks = waits[rng.usize(0..waits.len())];
+                        let before = places.taken;
+                        let is_next = looks == waits[0] && (most == 0 || before < most);
+                        assert_eq!(places.take(looks, most), is_next, "seed {seed}");
+                        assert_eq!(places.taken, before + u32::from(is_next));
+                        if is_next {
+                            waits.pop_front();
+                        }
+                    }
+                    // One is cancelled where it waits.
+                    6 if !waits.is_empty() => {
+                        let left = waits.remove(rng.usize(0..waits.len())).unwrap();
+                        places.leave(left);
+                        assert!(!places.take(left, 0), "seed {seed}: it has gone");
+                    }
+                    7 => most = rng.u32(0..4),
+                    _ => places.taken = places.taken.saturating_sub(1),
+                }
+            }
+            // All of them come to their turn.
+            most = 1;
+            places.taken = 0;
+            while let Some(next) = waits.pop_front() {
+                assert!(
+                    places.take(next, most),
+                    "seed {seed}: {next} waits for ever"
+                );
+                places.taken -= 1;
+            }
+            assert!(places.queue.is_empty(), "seed {seed}");
+        }
     }
 
     #[test]
@@ -332,7 +419,7 @@ mod tests {
         second.give(stream).unwrap();
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| sessions.place(&second, || 1).err());
-            until("it waits", || second.moment().state == "waiting");
+            until("it waits", || second.moment().state == State::Waiting);
             drop(source);
             becomes(|| waits.is_finished());
             // Ends one that has not seen it.

@@ -17,6 +17,30 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// After the table could not be put back.
 const RETRY: Duration = Duration::from_secs(1);
 
+/// When packets past the redirect are logged again, and when the table is put back again. No I/O, no clock.
+#[derive(Debug, Default)]
+struct Schedule {
+    log: Option<Instant>,
+    retry: Option<Instant>,
+}
+
+impl Schedule {
+    /// Returns the time for which nothing is due; none without anything that waits.
+    fn wait(&self, now: Instant) -> Option<Duration> {
+        let first = self.log.into_iter().chain(self.retry).min();
+        first.map(|at| at.saturating_duration_since(now))
+    }
+
+    /// Returns what is due: the log, if some packets `came` or some wait; the table, if it was `changed` or could not be put back.
+    fn due(&mut self, now: Instant, came: bool, changed: bool) -> (bool, bool) {
+        let is_due = |at: &mut Option<Instant>| at.take_if(|at| now >= *at).is_some();
+        (
+            came | is_due(&mut self.log),
+            changed | is_due(&mut self.retry),
+        )
+    }
+}
+
 /// Puts the table back whenever something has changed it, and logs what goes past the redirect, until the agent ends.
 pub fn keep(agent: &Agent, changes: &Changes) {
     let packets = Packets::listen().inspect_err(|error| {
@@ -27,29 +51,29 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     });
     let packets = packets.ok();
     let mut logged = Logged::default();
-    let later = |waits: bool| waits.then(|| Instant::now() + AGAIN);
-    // While no agent ran.
-    let mut next_log = later(log_past(agent, &mut logged));
-    let mut is_due = false;
+    let later = |waits: bool, now: Instant| waits.then(|| now + AGAIN);
+    let now = Instant::now();
+    let mut schedule = Schedule {
+        // While no agent ran.
+        log: later(log_past(agent, &mut logged, now), now),
+        retry: None,
+    };
     while !agent.has_ended() {
-        let time = if is_due {
-            Some(RETRY)
-        } else {
-            next_log.map(|at| at.saturating_duration_since(Instant::now()))
-        };
         let mut fds = vec![changes.0.as_fd(), agent.ended_fd()];
         fds.extend(packets.as_ref().map(AsFd::as_fd));
-        wait(&fds, time);
+        wait(&fds, schedule.wait(Instant::now()));
+        let now = Instant::now();
         let came = packets.as_ref().is_some_and(Packets::have_come);
-        if came || next_log.is_some_and(|at| Instant::now() >= at) {
+        let (logs, restores) = schedule.due(now, came, changes.concern_table());
+        if logs {
             // The kernel limits the rate of its reports: a packet after the last one may have none.
-            next_log = later(log_past(agent, &mut logged) || came);
+            schedule.log = later(log_past(agent, &mut logged, now) || came, now);
         }
-        if !changes.concern_table() && !is_due {
+        if !restores {
             continue;
         }
         let restored = agent.table().as_mut().map_or(Ok(false), Table::restore);
-        is_due = restored.is_err();
+        schedule.retry = restored.is_err().then(|| now + RETRY);
         match restored {
             Ok(false) => continue,
             Ok(true) => {
@@ -66,9 +90,9 @@ pub fn keep(agent: &Agent, changes: &Changes) {
 }
 
 /// Logs what has gone past the redirect since the last time; whether something waits for its time.
-fn log_past(agent: &Agent, logged: &mut Logged) -> bool {
+fn log_past(agent: &Agent, logged: &mut Logged, now: Instant) -> bool {
     // What is wrong with nft shows elsewhere.
-    let (news, waits) = logged.news(counts().unwrap_or_default(), Instant::now());
+    let (news, waits) = logged.news(counts().unwrap_or_default(), now);
     let plaintext = agent.config().plaintext;
     for count in news {
         let line = count.line(plaintext);
@@ -89,4 +113,28 @@ fn wait(fds: &[BorrowedFd<'_>], time: Option<Duration>) {
     let time = time.and_then(|time| Timespec::try_from(time).ok());
     // A signal ends it early.
     let _ = poll(&mut polled, time.as_ref());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_and_packets_have_their_times_to_the_millisecond() {
+        const MS: Duration = Duration::from_millis(1);
+        let now = Instant::now();
+        let mut schedule = Schedule::default();
+        assert_eq!(schedule.wait(now), None);
+        assert_eq!(schedule.due(now, false, false), (false, false));
+        assert_eq!(schedule.due(now, true, false), (true, false));
+        assert_eq!(schedule.due(now, false, true), (false, true));
+        (schedule.retry, schedule.log) = (Some(now + RETRY), Some(now + AGAIN));
+        assert_eq!(schedule.wait(now), Some(RETRY.min(AGAIN)));
+        assert_eq!(schedule.due(now + RETRY - MS, false, false), (false, false));
+        assert_eq!(schedule.due(now + RETRY, false, false), (false, true));
+        assert_eq!(schedule.due(now + AGAIN - MS, false, false), (false, false));
+        assert_eq!(schedule.wait(now + AGAIN - MS), Some(MS));
+        assert_eq!(schedule.due(now + AGAIN, false, false), (true, false));
+        assert_eq!(schedule.wait(now), None);
+    }
 }

@@ -2,17 +2,16 @@
 
 use std::collections::BTreeMap;
 
+use hotlift::Status;
 use hotlift_methods::METHODS;
 use prometheus_client::metrics::histogram::Histogram;
 
 use crate::messages::Kind;
-use crate::session::{Direction, Moment, Session};
+use crate::moment::{ENDS, Moment, State};
+use crate::session::{Direction, Session};
 
 /// Both directions.
 pub const DIRECTIONS: [Direction; 2] = [Direction::Outgoing, Direction::Incoming];
-
-/// States in which sessions end.
-pub const OUTCOMES: [&str; 3] = ["completed", "failed", "cancelled"];
 
 /// Threads of a relay, by their names without numbers.
 const THREADS: [&str; 5] = [
@@ -90,7 +89,7 @@ impl Default for Totals {
         let mut ended = BTreeMap::new();
         for direction in directions() {
             for kind in kinds {
-                ended.extend(OUTCOMES.map(|outcome| ([direction, kind, outcome], 0)));
+                ended.extend(ENDS.map(|end| ([direction, kind, end.name()], 0)));
             }
         }
         Self {
@@ -112,11 +111,11 @@ impl Totals {
         let moment = session.moment();
         let subject = &session.subject;
         let direction = subject.direction.name();
-        let outcome = [direction, subject.kind.name(), moment.state];
+        let outcome = [direction, subject.kind.name(), moment.state.name()];
         *self.ended.entry(outcome).or_default() += 1;
         self.traffic.add(session, &moment);
         if subject.kind == Kind::Migration
-            && moment.state == "completed"
+            && moment.state == State::Of(Status::Completed)
             && let (Some(took), Some(durations)) = (moment.took, self.durations.get(direction))
         {
             durations.observe(took.as_secs_f64());

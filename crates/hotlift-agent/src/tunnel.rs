@@ -37,7 +37,7 @@ struct Carried {
 impl Carried {
     fn progress(&self, session: &Session) -> RelayProgress {
         RelayProgress {
-            elapsed: session.since.elapsed(),
+            elapsed: session.age(Instant::now()),
             sent_bytes: self.sent.load(Ordering::Relaxed),
             received_bytes: self.received.load(Ordering::Relaxed),
             ..RelayProgress::default()
