@@ -314,67 +314,28 @@ pub struct BlocktimeFigures {
     pub by_time: Vec<u64>,
 }
 
-/// What a source has measured when its migration has completed.
-pub(crate) struct Measured {
-    pub total: Duration,
-    pub setup: Duration,
-    pub downtime: Duration,
-    pub rounds: u64,
-    pub dirty_syncs: u64,
-    pub counts: Counts,
-    pub bytes: ByteFigures,
-    pub throttle_percent: u8,
-    pub throttle_refused: bool,
-    pub postcopy_requests: u64,
-    pub xbzrle: Option<XbzrleFigures>,
-    pub methods: Vec<MethodFigures>,
-    pub explored_packets: u64,
-    pub timeline: Vec<MethodMoment>,
-    pub threads: Vec<ThreadCpu>,
-    pub jobs: JobFigures,
-    pub zero_jobs: JobFigures,
-}
-
-impl From<Measured> for SourceReport {
-    fn from(measured: Measured) -> Self {
-        let counts = measured.counts;
-        let sending = measured.total.saturating_sub(measured.setup);
-        let settled = counts.normal_pages + counts.zero_pages;
+impl SourceReport {
+    /// Returns the part that follows from its times (all of it, set-up and downtime), what was sent, and the cost.
+    pub(crate) fn new(
+        [total, setup, downtime]: [Duration; 3],
+        counts: Counts,
+        side: SideFigures,
+    ) -> Self {
+        let bytes = to_f64(counts.transferred_bytes);
+        let settled = to_f64(counts.normal_pages + counts.zero_pages);
+        let sending = total.saturating_sub(setup);
         Self {
-            total_ms: measured.total.as_secs_f64() * 1e3,
-            setup_ms: measured.setup.as_secs_f64() * 1e3,
-            downtime_ms: measured.downtime.as_secs_f64() * 1e3,
-            rounds: measured.rounds,
+            total_ms: total.as_secs_f64() * 1e3,
+            setup_ms: setup.as_secs_f64() * 1e3,
+            downtime_ms: downtime.as_secs_f64() * 1e3,
             transferred_bytes: counts.transferred_bytes,
-            throughput_mbps: ratio(
-                to_f64(counts.transferred_bytes) * 8.0 / 1e6,
-                sending.as_secs_f64(),
-            ),
-            pages_per_second: ratio(to_f64(settled), measured.total.as_secs_f64()),
+            throughput_mbps: ratio(bytes * 8.0 / 1e6, sending.as_secs_f64()),
+            pages_per_second: ratio(settled, total.as_secs_f64()),
             normal_pages: counts.normal_pages,
             zero_pages: counts.zero_pages,
-            ratio: ratio(
-                to_f64(counts.normal_pages) * 4096.0,
-                to_f64(counts.transferred_bytes),
-            ),
-            dirty_syncs: measured.dirty_syncs,
-            bytes: measured.bytes,
-            throttle_percent: measured.throttle_percent,
-            throttle_refused: measured.throttle_refused,
-            postcopy_requests: measured.postcopy_requests,
-            xbzrle: measured.xbzrle,
-            methods: measured.methods,
-            explored_packets: measured.explored_packets,
-            timeline: measured.timeline,
-            side: SideFigures {
-                zero_jobs: measured.zero_jobs,
-                ..SideFigures::new(
-                    measured.threads,
-                    measured.total,
-                    counts.normal_pages,
-                    measured.jobs,
-                )
-            },
+            ratio: ratio(to_f64(counts.normal_pages) * 4096.0, bytes),
+            side,
+            ..Self::default()
         }
     }
 }
@@ -487,38 +448,20 @@ mod tests {
 
     #[test]
     fn figures_follow_their_definitions() {
-        let report = SourceReport::from(Measured {
-            total: Duration::from_millis(2100),
-            setup: Duration::from_millis(100),
-            downtime: Duration::from_millis(30),
-            rounds: 3,
-            dirty_syncs: 4,
-            bytes: ByteFigures::default(),
-            throttle_percent: 0,
-            throttle_refused: false,
-            postcopy_requests: 0,
-            xbzrle: None,
-            methods: Vec::new(),
-            explored_packets: 0,
-            timeline: Vec::new(),
-            counts: Counts {
-                normal_pages: 1 << 18,
-                zero_pages: 5,
-                transferred_bytes: 1 << 28,
-            },
-            threads: vec![
-                ThreadCpu {
-                    name: "a".into(),
-                    cpu_s: 1.0,
-                },
-                ThreadCpu {
-                    name: "b".into(),
-                    cpu_s: 0.5,
-                },
-            ],
-            jobs: JobFigures::default(),
-            zero_jobs: JobFigures::default(),
-        });
+        let [total, setup, downtime] = [2100, 100, 30].map(Duration::from_millis);
+        let counts = Counts {
+            normal_pages: 1 << 18,
+            zero_pages: 5,
+            transferred_bytes: 1 << 28,
+        };
+        let thread = |(name, cpu_s): (&str, f64)| ThreadCpu {
+            name: name.to_owned(),
+            cpu_s,
+        };
+        let threads = [("a", 1.0), ("b", 0.5)].map(thread).to_vec();
+        let jobs = JobFigures::default();
+        let side = SideFigures::new(threads, total, counts.normal_pages, jobs);
+        let report = SourceReport::new([total, setup, downtime], counts, side);
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-9 * b.abs().max(1.0), "{a} {b}");
         close(report.throughput_mbps, f64::from(1 << 28) * 8.0 / 2.0 / 1e6);
         close(report.pages_per_second, f64::from((1 << 18) + 5) / 2.1);

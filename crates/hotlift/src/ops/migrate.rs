@@ -32,7 +32,7 @@ use crate::ends::guest_source::xbzrle::Xbzrle;
 use crate::ends::guest_source::{main_pages, zero_devices};
 use crate::ends::stream_sink::{Seen, StreamSink};
 use crate::error::MigrationError;
-use crate::figures::{Counters, Measured, SourceReport};
+use crate::figures::{Counters, SideFigures, SourceReport};
 use crate::guest::Guest;
 use crate::handover::Word;
 use crate::life::threads::caught;
@@ -112,7 +112,9 @@ fn run(
         opening: &opening,
         reporter: Reporter::new(&source, on_progress, started),
         started,
-        times: Times::default(),
+        total: Duration::ZERO,
+        setup: Duration::ZERO,
+        downtime: Duration::ZERO,
         estimator: Estimator::default(),
         auto_converge: AutoConverge::new(|percent| guest.throttle(percent), Instant::now()),
         xbzrle,
@@ -125,13 +127,17 @@ fn run(
     let outcome = run_threads(&session, &source, &[], Hooks::default(), &mut main, None);
     migration.not_restored.take().map_or(outcome, Err)?;
     source.show_zero_jobs();
-    Ok(SourceReport::from(Measured {
-        total: migration.times.total,
-        setup: migration.times.setup,
-        downtime: migration.times.downtime,
+    let counts = source.out.counts();
+    let threads = session.threads.read();
+    let pages = counts.normal_pages;
+    let side = SideFigures {
+        zero_jobs: control.zero_jobs(),
+        ..SideFigures::new(threads, migration.total, pages, control.jobs())
+    };
+    let times = [migration.total, migration.setup, migration.downtime];
+    Ok(SourceReport {
         rounds: migration.round,
         dirty_syncs: source.ram.syncs(),
-        counts: source.out.counts(),
         bytes: source.bytes(),
         throttle_percent: migration.auto_converge.highest(),
         throttle_refused: migration.auto_converge.is_refused(),
@@ -140,18 +146,8 @@ fn run(
         methods: migration.reporter.methods(),
         explored_packets: source.out.multifd.auto().map_or(0, Auto::explored),
         timeline: migration.reporter.timeline(),
-        threads: session.threads.read(),
-        jobs: control.jobs(),
-        zero_jobs: control.zero_jobs(),
-    }))
-}
-
-/// How long it all took, and two parts of it.
-#[derive(Default)]
-struct Times {
-    total: Duration,
-    setup: Duration,
-    downtime: Duration,
+        ..SourceReport::new(times, counts, side)
+    })
 }
 
 /// The migration thread's own state.
@@ -161,7 +157,10 @@ struct Migration<'a> {
     opening: &'a Opening,
     reporter: Reporter<'a>,
     started: Instant,
-    times: Times,
+    /// How long it all took, and two parts of it.
+    total: Duration,
+    setup: Duration,
+    downtime: Duration,
     estimator: Estimator,
     auto_converge: AutoConverge<'a>,
     xbzrle: Option<Xbzrle>,
@@ -211,9 +210,9 @@ impl Migration<'_> {
 
     /// All phases, in order.
     fn phases(&mut self) -> Result<(), MigrationError> {
-        self.setup()?;
-        self.times.setup = self.started.elapsed();
-        self.reporter.set_up(self.times.setup);
+        self.set_up()?;
+        self.setup = self.started.elapsed();
+        self.reporter.set_up(self.setup);
         self.session.control.set_status(Status::Active);
         let switch = self.rounds()?;
         if let Switch::Postcopy = switch {
@@ -222,7 +221,7 @@ impl Migration<'_> {
         }
         let stopped_at = Instant::now();
         self.stop_guest()?;
-        self.times.downtime = match switch {
+        self.downtime = match switch {
             Switch::Whole => {
                 self.switch_over()?;
                 self.hand_over()?;
@@ -230,12 +229,12 @@ impl Migration<'_> {
             }
             Switch::Postcopy => self.postcopy(stopped_at)?,
         };
-        self.times.total = self.started.elapsed();
+        self.total = self.started.elapsed();
         Ok(())
     }
 
     /// Sends what opens the stream, and waits until the destination has taken it.
-    fn setup(&mut self) -> Result<(), MigrationError> {
+    fn set_up(&mut self) -> Result<(), MigrationError> {
         let Self {
             session, source, ..
         } = self;
@@ -288,7 +287,7 @@ impl Migration<'_> {
             self.reporter.throttled(&self.auto_converge);
             // Rounds shorter than a wait for the channels are told of here.
             if self.reporter.is_due() {
-                self.reporter.tell(self.round, &self.estimator);
+                self.tell();
             }
             let fits = |time| time <= live.downtime_limit;
             if self.estimator.time_for(pending).is_some_and(fits) {
@@ -313,18 +312,17 @@ impl Migration<'_> {
     /// not yet in its memory. Sockets hold some MiB, which a slow decoder works off in 100 ms; behind the switchover
     /// that is downtime. It costs a round-trip time a round.
     fn catch_up(&mut self) -> Result<(), MigrationError> {
-        let Self {
-            session,
-            reporter,
-            estimator,
-            round,
-            ..
-        } = self;
+        let session = self.session;
         session.sink.catch_up(INTERVAL, &mut || {
             check(session)?;
-            reporter.tell(*round, estimator);
+            self.tell();
             Ok(())
         })
+    }
+
+    /// Reports to the caller.
+    fn tell(&mut self) {
+        self.reporter.tell(self.round, &self.estimator);
     }
 
     /// One pass over the dirty pages, closed by a barrier: until the destination has them all.
@@ -385,7 +383,7 @@ impl Migration<'_> {
             control.set_status(Status::PreSwitchover);
             while !control.may_proceed(INTERVAL) {
                 check(self.session)?;
-                self.reporter.tell(self.round, &self.estimator);
+                self.tell();
             }
         }
         check(self.session)?;
@@ -432,18 +430,11 @@ impl Migration<'_> {
 
     /// Waits until the channel threads have finished the round, and shows how they get on.
     fn wait_for_channels(&mut self) -> Result<(), MigrationError> {
-        let Self {
-            session,
-            source,
-            reporter,
-            estimator,
-            round,
-            ..
-        } = self;
+        let (session, source) = (self.session, self.source);
         source.rounds.await_channels(INTERVAL, || {
             check(session)?;
-            if reporter.is_due() {
-                reporter.tell(*round, estimator);
+            if self.reporter.is_due() {
+                self.tell();
             }
             Ok(())
         })
