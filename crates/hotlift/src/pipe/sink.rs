@@ -22,7 +22,6 @@
 use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration, EarlySection};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
@@ -31,6 +30,7 @@ use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
 use crate::pipe::batch::Batch;
 pub(crate) use crate::pipe::hooks::HasTaken;
+pub(crate) use crate::stream::main_channel::{EarlySections, RamLayout};
 use crate::transport::Stream;
 
 /// What opens a stream.
@@ -40,47 +40,6 @@ pub(crate) struct Opening {
     pub configuration: Configuration,
     /// The VM's UUID; all zero if it has none.
     pub uuid: [u8; 16],
-}
-
-/// The RAM of the VM.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct RamLayout {
-    /// The source's id of the section `ram`, which its other ids are distinct from.
-    pub section_id: u32,
-    /// The RAM blocks, in the source's order.
-    pub blocks: Vec<RamBlockEntry>,
-}
-
-/// Sections of devices before the end of RAM, in their order.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct EarlySections {
-    /// Those before the START section of `ram`.
-    pub before_ram: Vec<EarlySection>,
-    /// Those behind it.
-    pub behind_start: Vec<EarlySection>,
-}
-
-impl EarlySections {
-    /// All of them.
-    pub(crate) fn all(&self) -> impl Iterator<Item = &EarlySection> {
-        self.before_ram.iter().chain(&self.behind_start)
-    }
-
-    /// Adds a section that comes next in a stream where `ram` has begun or not.
-    pub(crate) fn push(&mut self, section: EarlySection, ram_has_begun: bool) {
-        match ram_has_begun {
-            true => self.behind_start.push(section),
-            false => self.before_ram.push(section),
-        }
-    }
-}
-
-impl RamLayout {
-    /// Whether the host has some of it in huge pages.
-    pub(crate) fn has_huge_pages(&self) -> bool {
-        let mut blocks = self.blocks.iter();
-        blocks.any(|block| block.page_size > PAGE_SIZE as u64)
-    }
 }
 
 /// An outgoing side.

@@ -35,9 +35,7 @@ pub(crate) use ledger::Ledger;
 pub(crate) use near::Near;
 pub(crate) use recovery::go_on;
 
-/// Size in bytes of the largest host pages that RAM may be in. A page that is sent together has to be in memory whole, and the
-/// next size of x86 is 1 GiB: a guest in such pages is better moved before it runs.
-pub(crate) const LARGEST_PAGE: usize = 2 << 20;
+pub(crate) use crate::stream::main_channel::LARGEST_PAGE;
 
 /// The last byte of a stream (`QEMU_VM_EOF`).
 const EOF: u8 = 0;

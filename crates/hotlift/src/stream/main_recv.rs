@@ -3,14 +3,13 @@
 use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
-use hotlift_wire::main_channel::MainEvent;
-use hotlift_wire::{WireError, limits};
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::life::bell::Bell;
 use crate::life::{LONG, Life};
 use crate::stream::counted_buffer::CountedBuffer;
+use crate::stream::main_channel::{Action, Ended, MainChannel, Step};
 use crate::transport::Stream;
 
 /// Bytes asked of the socket at once. A source without multifd sends its pages here; with 64 KiB a
@@ -36,18 +35,6 @@ pub(crate) trait Waiting {
     }
 }
 
-/// For how long the source may be silent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Silence {
-    /// At any time.
-    Always(Duration),
-    /// Within a record. A source writes records whole: one that stays a part has a damaged length, and what is awaited
-    /// will never come. Between records silence is usual.
-    WithinRecords(Duration),
-    /// As long as it likes.
-    Unlimited,
-}
-
 /// A buffered reader that can give back all it has read so far.
 pub(crate) struct MainInput<'a> {
     channel: &'a Stream,
@@ -58,11 +45,8 @@ pub(crate) struct MainInput<'a> {
     unread: std::ops::Range<usize>,
     /// Everything from the first byte on is kept in `buffer`, until the stream is understood.
     keeps: bool,
-    silence: Silence,
     /// Bytes asked of the socket at once.
     read: usize,
-    /// Of every byte taken so far, as long as somebody may ask for it.
-    crc: Option<crc32fast::Hasher>,
 }
 
 /// What a [`MainInput`] has read ahead of what was taken.
@@ -70,7 +54,6 @@ pub(crate) struct ReadAhead {
     bell: Bell,
     buffer: CountedBuffer,
     unread: std::ops::Range<usize>,
-    crc: Option<crc32fast::Hasher>,
 }
 
 impl<'a> MainInput<'a> {
@@ -81,7 +64,6 @@ impl<'a> MainInput<'a> {
     pub(crate) fn new(
         channel: &'a Stream,
         counters: &'a Counters,
-        silence: Silence,
         memory: &MemoryLimit,
         life: &Life,
     ) -> Result<Self, MigrationError> {
@@ -92,9 +74,7 @@ impl<'a> MainInput<'a> {
             buffer: CountedBuffer::with_own(vec![0; READ], memory),
             unread: 0..0,
             keeps: false,
-            silence,
             read: READ,
-            crc: Some(crc32fast::Hasher::new()),
         })
     }
 
@@ -103,11 +83,6 @@ impl<'a> MainInput<'a> {
         self.keeps = true;
         self.read = READ_OF_SET_UP;
         self
-    }
-
-    /// From here on the source may be silent between records, and within them for `limit`.
-    pub(crate) fn be_patient(&mut self, limit: Duration) {
-        self.silence = Silence::WithinRecords(limit);
     }
 
     /// From here on little is read at once.
@@ -127,27 +102,7 @@ impl<'a> MainInput<'a> {
 
     /// Takes `length` of the unread bytes.
     pub(crate) fn take(&mut self, length: usize) {
-        let taken = self.unread.start..self.unread.start + length;
-        if let Some(crc) = &mut self.crc {
-            crc.update(&self.buffer[taken]);
-        }
         self.unread.start += length;
-    }
-
-    /// Compares the CRC-32 of everything taken with the source's, where it is summed up.
-    ///
-    /// # Errors
-    /// [`WireError::Checksum`], with both.
-    pub(crate) fn check_crc(&self, expected: u32) -> Result<(), WireError> {
-        match self.crc() {
-            Some(taken) => check_crc(taken, expected),
-            None => Ok(()),
-        }
-    }
-
-    /// The CRC-32 of everything taken, to go on with; `None` where it is not summed up.
-    pub(crate) fn crc(&self) -> Option<crc32fast::Hasher> {
-        self.crc.clone()
     }
 
     /// Everything read so far, taken or not; only before [`MainInput::detach`].
@@ -155,14 +110,12 @@ impl<'a> MainInput<'a> {
         &self.buffer[..self.unread.end]
     }
 
-    /// What was read ahead, to go on elsewhere. The stream is understood: what was taken need not be
-    /// kept, nor, from a source that sends no checksum, summed up.
-    pub(crate) fn detach(self, checksummed: bool) -> ReadAhead {
+    /// What was read ahead, to go on elsewhere. The stream is understood: what was taken need not be kept.
+    pub(crate) fn detach(self) -> ReadAhead {
         ReadAhead {
             bell: self.bell,
             buffer: self.buffer,
             unread: self.unread,
-            crc: self.crc.filter(|_| checksummed),
         }
     }
 
@@ -175,9 +128,7 @@ impl<'a> MainInput<'a> {
             buffer: ahead.buffer,
             unread: ahead.unread,
             keeps: false,
-            silence: Silence::Unlimited,
             read: READ,
-            crc: ahead.crc,
         }
     }
 
@@ -186,53 +137,49 @@ impl<'a> MainInput<'a> {
         self.channel.wait_readable(Duration::ZERO).map_err(broken)
     }
 
-    /// Reads at least `needed` more bytes; false if the source closed the stream before.
-    pub(crate) fn fill(
+    /// Does the next step of `machine`: has `act` do what there is to do, with the bytes that it took, or reads what is
+    /// missing and returns `None`.
+    ///
+    /// # Errors
+    /// That of the machine, of `act` or of [`MainInput::fill`].
+    pub(crate) fn step<T>(
         &mut self,
-        needed: usize,
+        machine: &mut MainChannel,
         waiting: &dyn Waiting,
-    ) -> Result<bool, MigrationError> {
-        let wanted = self.unread.len() + needed;
-        if wanted > limits::MAIN_RECORD {
-            return Err(MigrationError::Wire {
-                channel: Channel::Main,
-                source: WireError::OverLimit {
-                    what: "record of the main channel",
-                    limit: limits::MAIN_RECORD as u64,
-                    got: wanted as u64,
-                },
-            });
-        }
-        while self.unread.len() < wanted {
-            let more = wanted - self.unread.len();
-            if !self.fill_some(more, None, waiting)? {
-                return Ok(false);
+        act: impl FnOnce(Action<'_>, &[u8]) -> Result<T, MigrationError>,
+    ) -> Result<Option<T>, MigrationError> {
+        match machine.next(self.unread())? {
+            Step::Need(needed) => self.fill(machine, needed, waiting).map(|()| None),
+            Step::Do(action, consumed) => {
+                let done = act(action, &self.unread()[..consumed])?;
+                self.take(consumed);
+                Ok(Some(done))
             }
         }
-        Ok(true)
     }
 
-    /// Reads what there is, with room for at least `room` bytes; false if the source has closed, or
-    /// said nothing for `patience`.
-    pub(crate) fn fill_some(
+    /// Reads some of the `needed` bytes that `machine` awaits, and perhaps more, or informs it that none come.
+    ///
+    /// # Errors
+    /// [`MigrationError::Connection`], that of `waiting`, and [`MigrationError::Memory`] if there is no room.
+    pub(crate) fn fill(
         &mut self,
-        room: usize,
-        patience: Option<Duration>,
+        machine: &mut MainChannel,
+        needed: usize,
         waiting: &dyn Waiting,
-    ) -> Result<bool, MigrationError> {
+    ) -> Result<(), MigrationError> {
         if !self.keeps && self.unread.start > 0 {
             self.buffer.as_mut().copy_within(self.unread.clone(), 0);
             self.unread = 0..self.unread.len();
         }
-        if self.buffer.len() < self.unread.end + room {
-            let length = self.unread.end + room.max(READ);
+        if self.buffer.len() < self.unread.end + needed {
+            let length = self.unread.end + needed.max(READ);
             let grown = self.buffer.grow_to(length);
             grown.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         }
-        let since = Instant::now();
-        let limit = [patience, self.silence_limit()].into_iter().flatten().min();
+        let deadline = machine.deadline(Instant::now(), self.unread.len());
         loop {
-            let left = limit.map_or(LONG, |limit| limit.saturating_sub(since.elapsed()));
+            let left = deadline.map_or(LONG, |it| it.saturating_duration_since(Instant::now()));
             let wait = left.min(waiting.every());
             if self
                 .bell
@@ -242,72 +189,23 @@ impl<'a> MainInput<'a> {
                 break;
             }
             waiting.check()?;
-            if patience.is_some_and(|patience| since.elapsed() >= patience) {
-                return Ok(false);
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                machine.ended(Ended::Silent);
+                return Ok(());
             }
-            self.check_silence(since.elapsed(), room)?;
         }
         waiting.check()?;
-        let most = self.unread.end + room.max(self.read);
+        let most = self.unread.end + needed.max(self.read);
         let end = most.min(self.buffer.len());
         let into = &mut self.buffer.as_mut()[self.unread.end..end];
         let read = self.channel.read_some(into).map_err(broken)?;
         self.counters.add_bytes(read);
         self.unread.end += read;
-        Ok(read > 0)
-    }
-}
-
-impl MainInput<'_> {
-    /// For how long the source may be silent now.
-    fn silence_limit(&self) -> Option<Duration> {
-        match self.silence {
-            Silence::Always(limit) => Some(limit),
-            Silence::WithinRecords(limit) => (!self.unread.is_empty()).then_some(limit),
-            Silence::Unlimited => None,
+        if read == 0 {
+            machine.ended(Ended::Closed);
         }
+        Ok(())
     }
-
-    /// Whether the source may be silent for so long, while `needed` bytes are awaited.
-    fn check_silence(&self, silent: Duration, needed: usize) -> Result<(), MigrationError> {
-        let Some(limit) = self.silence_limit().filter(|limit| silent >= *limit) else {
-            return Ok(());
-        };
-        let waiting_for = match self.silence {
-            Silence::WithinRecords(_) => {
-                let come = self.unread.len();
-                let wanted = come + needed;
-                format!("a record of the main channel ({come} of {wanted} bytes have come)")
-            }
-            Silence::Always(_) | Silence::Unlimited => "the source's set-up on main".to_owned(),
-        };
-        Err(MigrationError::Timeout {
-            waiting_for: format!("the rest of {waiting_for}"),
-            waited: limit,
-        })
-    }
-}
-
-/// Compares the CRC-32 of everything that `taken` has with the source's.
-///
-/// # Errors
-/// [`WireError::Checksum`], with both.
-pub(crate) fn check_crc(taken: crc32fast::Hasher, expected: u32) -> Result<(), WireError> {
-    match taken.finalize() {
-        got if got == expected => Ok(()),
-        got => Err(WireError::Checksum {
-            what: "the main channel",
-            expected,
-            got,
-        }),
-    }
-}
-
-/// An event's name, without what is in it.
-pub(crate) fn event_name(event: &MainEvent<'_>) -> String {
-    let text = format!("{event:?}");
-    let end = text.find([' ', '(', '{']).unwrap_or(text.len());
-    text[..end].to_owned()
 }
 
 fn broken(source: std::io::Error) -> MigrationError {

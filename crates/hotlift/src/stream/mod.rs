@@ -12,7 +12,8 @@
 //! | `packet_reader` | its bytes: headers ahead, payloads straight to their place |
 //! | `multifd_send` | the multifd channels that are written: packets and sync points |
 //! | `pages` | the content of a packet's pages: guest memory, or private |
-//! | `main_recv` | the bytes of the main channel that is read |
+//! | `main_channel` | the main channel that is read, as a machine without I/O: order, state and refusals |
+//! | `main_recv` | its bytes, read for that machine |
 //! | `main_send` | the main channel that is written: stream setup, sections of RAM, device state, end |
 //! | `preempt` | the connection of pages that are waited for, in both directions |
 //! | `return_path` | the destination's messages |
@@ -32,6 +33,7 @@ pub(crate) mod door;
 pub(crate) mod graceful_close;
 pub(crate) mod handshake;
 pub(crate) mod load;
+pub(crate) mod main_channel;
 pub(crate) mod main_recv;
 pub(crate) mod main_send;
 pub(crate) mod multifd_recv;

@@ -1,19 +1,13 @@
-//! The incoming main channel: sync points between rounds, and what else is not a page.
+//! The incoming main channel on its way through: does what [`MainChannel`] asks for, at the sink and towards the source.
 
 use std::io;
 use std::time::Duration;
 
-use hotlift_wire::handshake::{CONNECTED, Features, PREEMPT};
-use hotlift_wire::main_channel::postcopy::{
-    LOADED_DEVICES_END, PostcopyCommand, asks_for_loaded_devices,
-};
-use hotlift_wire::main_channel::{
-    Command, EarlyLengths, EarlySection, MainDecoder, MainEvent, PageContent, SectionKind, Step,
-};
+use hotlift_wire::main_channel::PageContent;
+use hotlift_wire::main_channel::postcopy::asks_for_loaded_devices;
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::ends::stream_source::damage::broken;
-use crate::ends::stream_source::device_state::{self, EOF};
+use crate::ends::stream_source::device_state::{await_release, hand_over, report_taken};
 use crate::ends::stream_source::main_pages::MainPages;
 use crate::ends::stream_source::setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
@@ -24,7 +18,8 @@ use crate::pipe::hooks::Hooks;
 use crate::pipe::session::{Call, Session};
 use crate::pipe::sink::{Opening, Postcopy};
 use crate::status::Status;
-use crate::stream::main_recv::{MainInput, Waiting, event_name};
+use crate::stream::main_channel::{Action, EOF, Ended, MainChannel, Step, unexpected};
+use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::return_path::encode;
 use crate::transport::TransportError;
 
@@ -35,47 +30,34 @@ const UNDER_WAY: Duration = Duration::from_secs(1);
 /// How long a source may send nothing of what was asked for, behind its last page on main.
 const SILENT: Duration = Duration::from_secs(30);
 
-/// How long a relay may send nothing within a package, which its QEMU has whole when it begins. If the length is damaged, the rest
-/// never comes, and a postcopy cannot be cancelled. Longer than a loss takes to be noticed.
-const PACKAGE: Duration = Duration::from_secs(60);
-
-/// The main thread's own state.
+/// Reads main, and passes it on.
 pub(crate) struct MainReader<'a> {
+    input: MainInput<'a>,
+    machine: MainChannel,
+    relay: Relay<'a>,
+}
+
+/// What the main thread does with what it reads.
+struct Relay<'a> {
     session: &'a Session<'a>,
     upstream: &'a Upstream,
     setup: &'a Setup,
-    input: MainInput<'a>,
-    decoder: MainDecoder,
     pages: MainPages<'a>,
-    section: SectionKind,
-    /// What the devices' sections before the end of RAM are compared with at the end of the stream.
-    early: EarlyLengths,
-    /// Postcopy has begun: each page comes once, and nothing is a sync point.
+    /// Postcopy has begun.
     switched: bool,
     /// The other side knows that there is a preempt channel.
     preempt_is_known: bool,
-    /// A relay's sync point behind the package is still to come.
-    awaits_sync: bool,
     /// Once the preempt channel is found, main has what nobody waits for.
     yielding: Yielding,
 }
 
-/// What an event leaves to be done once its bytes have been taken.
-enum Then {
-    Nothing,
-    SyncPoint,
-    SectionEnd,
-    Command(Command),
-    Early(EarlySection),
-    /// Ranges that the other side is to have nothing in, as the command's bytes.
-    Discard(Vec<u8>),
-    /// So many bytes follow, with the devices and the command that the guest may run.
-    Package(u32),
-    /// A relay's source has a preempt channel.
-    Preempt,
-    /// A guest has asked with this value whether everything so far has come, or a relay whether QEMU is connected.
-    Pong(u32),
-    RamEnded,
+/// What follows an action.
+enum Next {
+    GoOn,
+    /// What is not taken yet ends the stream, and the source has released the guest.
+    End,
+    /// Everything is done.
+    Done,
 }
 
 impl<'a> MainReader<'a> {
@@ -85,26 +67,26 @@ impl<'a> MainReader<'a> {
         upstream: &'a Upstream,
         setup: &'a Setup,
         input: MainInput<'a>,
-        decoder: MainDecoder,
+        mut machine: MainChannel,
     ) -> Self {
+        machine.set_shows_loading(session.sink.shows_loading());
         Self {
-            session,
-            upstream,
-            setup,
             input,
-            decoder,
-            pages: MainPages::new(
+            machine,
+            relay: Relay {
                 session,
-                &setup.ram,
-                upstream.multifd.is_empty(),
-                &upstream.demand,
-            ),
-            section: SectionKind::Start,
-            early: EarlyLengths::default(),
-            switched: false,
-            preempt_is_known: false,
-            awaits_sync: false,
-            yielding: Yielding::default(),
+                upstream,
+                setup,
+                pages: MainPages::new(
+                    session,
+                    &setup.ram,
+                    upstream.multifd.is_empty(),
+                    &upstream.demand,
+                ),
+                switched: false,
+                preempt_is_known: false,
+                yielding: Yielding::default(),
+            },
         }
     }
 
@@ -115,16 +97,13 @@ impl<'a> MainReader<'a> {
         hooks: Hooks<'_>,
         further: &dyn Further,
     ) -> Result<(), MigrationError> {
-        self.open(opening)?;
-        let unsure = || {
-            if self.session.may_run_there() {
-                self.session.taking.unsure();
-            }
-        };
-        let _unsure = OnPanic(unsure);
+        let session = self.relay.session;
+        self.relay.open(opening)?;
+        // Nothing but a guest that is being taken becomes unsure.
+        let _unsure = OnPanic(|| session.taking.unsure());
         let outcome = self.pass_all_on(hooks, further);
         if outcome.is_err() {
-            unsure();
+            session.taking.unsure();
         }
         outcome
     }
@@ -134,187 +113,189 @@ impl<'a> MainReader<'a> {
         hooks: Hooks<'_>,
         further: &dyn Further,
     ) -> Result<(), MigrationError> {
-        while !self.next(hooks, further)? {}
-        if self.switched {
-            return self.end_of_postcopy(hooks);
-        }
-        if self.upstream.is_guest {
-            let (input, decoder) = (&mut self.input, &mut self.decoder);
-            device_state::from_guest(self.session, self.upstream, input, decoder, hooks)
-        } else if self.upstream.is_relay {
-            device_state::from_relay(self.session, self.upstream, &mut self.input, hooks)
-        } else {
-            let input = &mut self.input;
-            let late_channel = || further.late_channel();
-            let has_footers = !self.setup.configuration.is_absent();
-            let early = &self.early;
-            device_state::from_qemu(
-                self.session,
-                self.upstream,
-                input,
-                (has_footers, early),
-                hooks,
-                &late_channel,
-            )
+        loop {
+            let unread = self.input.unread();
+            match self.machine.next(unread)? {
+                Step::Need(needed) => self.read(needed, further)?,
+                Step::Do(action, consumed) => {
+                    let taken = &unread[..consumed];
+                    match self.relay.act(action, taken, hooks, further)? {
+                        Next::GoOn => self.input.take(consumed),
+                        Next::End => return self.relay.end_of_qemu(unread, hooks),
+                        Next::Done => return Ok(()),
+                    }
+                }
+            }
         }
     }
 
+    fn read(&mut self, needed: usize, further: &dyn Further) -> Result<(), MigrationError> {
+        let Self {
+            input,
+            machine,
+            relay,
+        } = self;
+        if relay.switched {
+            input.read_little();
+            // A page that was gathered may be waited for; without postcopy nobody does.
+            if !input.is_readable()? {
+                relay.pages.submit();
+            }
+        }
+        let looking = Looking {
+            call: relay.session.call(),
+            further: Some(further).filter(|_| relay.setup.postcopy),
+            switched: relay.switched,
+        };
+        match input.fill(machine, needed, &looking) {
+            // Nothing may fail any more: without memory for the description, the guest goes without.
+            Err(_) if relay.session.giving.is_committed() => machine.ended(Ended::Closed),
+            filled => filled?,
+        }
+        // A destination that takes one loads nothing before it has it, and asks for nothing.
+        if relay.switched && !relay.upstream.demand.has_begun() {
+            relay.tell_of_preempt()?;
+        }
+        relay.yielding.once(relay.upstream.preempt.is_found());
+        Ok(())
+    }
+}
+
+impl Relay<'_> {
     /// Opens the other side, up to the RAM blocks.
-    fn open(&mut self, opening: &Opening) -> Result<(), MigrationError> {
+    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
         let session = self.session;
         session.sink.open(opening)?;
         for command in &self.setup.commands {
             session.sink.command(*command)?;
         }
-        let early = &self.setup.early;
-        for section in early.all() {
-            self.early.note(section);
-        }
-        session.start_ram(early, &self.setup.ram)
+        session.start_ram(&self.setup.early, &self.setup.ram)
     }
 
-    /// Handles the next event; true behind the END section of `ram`.
-    fn next(&mut self, hooks: Hooks<'_>, further: &dyn Further) -> Result<bool, MigrationError> {
-        let step = self
-            .decoder
-            .next(self.input.unread())
-            .map_err(|error| broken(error, &self.early))?;
-        let (event, consumed) = match step {
-            Step::Event { event, consumed } => (event, consumed),
-            Step::Need(needed) => {
-                // A page that was gathered may be waited for; without postcopy nobody does.
-                if self.switched && !self.input.is_readable()? {
-                    self.pages.submit();
-                }
-                let looking = Looking {
-                    call: self.session.call(),
-                    further: Some(further).filter(|_| self.setup.postcopy),
-                    switched: self.switched,
-                };
-                if !self.input.fill(needed, &looking)? {
-                    return Err(MigrationError::main_closed());
-                }
-                // A destination that takes one loads nothing before it has it, and asks for nothing.
-                if self.switched && !self.upstream.demand.has_begun() {
-                    self.tell_of_preempt()?;
-                }
-                self.yielding.once(self.upstream.preempt.is_found());
-                return Ok(false);
-            }
-        };
-        let then = match event {
-            MainEvent::SectionStart {
-                kind: kind @ (SectionKind::Part | SectionKind::End),
-                ..
-            } => {
-                self.section = kind;
-                Then::Nothing
-            }
-            MainEvent::RamPage {
+    /// Does what the machine asks for; `bytes` are those that it took.
+    fn act(
+        &mut self,
+        action: Action<'_>,
+        bytes: &[u8],
+        hooks: Hooks<'_>,
+        further: &dyn Further,
+    ) -> Result<Next, MigrationError> {
+        let session = self.session;
+        match action {
+            Action::Nothing => {}
+            Action::Page {
                 block,
                 offset,
                 content,
-            } => {
-                let asked = self.switched && self.upstream.demand.take(block, offset)?;
-                match (asked, content) {
-                    (true, PageContent::Normal(page)) => {
-                        postcopy(self.session)?.page(block, offset, Some(page))?;
-                        self.session.pages.add_pages(1, 0);
-                    }
-                    (true, PageContent::Zero) => {
-                        postcopy(self.session)?.page(block, offset, None)?;
-                        self.session.pages.add_pages(0, 1);
-                    }
-                    (_, content) => self.pages.add(block, offset, content)?,
+            } => self.page(block, offset, content)?,
+            Action::SyncPoint => self.barrier()?,
+            // The source may rest now; its pages need not.
+            Action::SectionEnd => {
+                self.pages.submit();
+                session.sink.section_end()?;
+            }
+            Action::RamEnd { is_sync_point } => self.ram_end(is_sync_point)?,
+            Action::Pong(value) => {
+                let pong = encode(&[ReturnMessage::Pong(value)]);
+                self.upstream.answer(&pong);
+            }
+            Action::Command(command) => session.sink.command(command)?,
+            Action::Early(section) => session.sink.early_section(&section)?,
+            Action::Preempt => self.make_preempt()?,
+            Action::Discard { .. } => {
+                self.switch(further)?;
+                postcopy(session)?.command(bytes)?;
+            }
+            Action::Package(length) => {
+                self.switch(further)?;
+                session.control.set_status(Status::Device);
+                postcopy(session)?.begin_package(length)?;
+            }
+            Action::PackagePart(part) => postcopy(session)?.package_part(part)?,
+            Action::PackageEnd(end) => self.run_there(end, hooks)?,
+            Action::Devices(part) => {
+                session.control.set_status(Status::Device);
+                session.sink.devices(part)?;
+            }
+            Action::Load(asked) => {
+                session.sink.await_loaded()?;
+                if !session.taking.loaded() {
+                    return Err(MigrationError::Cancelled);
                 }
-                Then::Nothing
+                let pong = encode(&[ReturnMessage::Pong(asked)]);
+                self.upstream.answer(&pong);
             }
-            MainEvent::Postcopy(PostcopyCommand::Discard { .. }) if self.setup.postcopy => {
-                Then::Discard(self.input.unread()[..consumed].to_vec())
+            Action::DevicesEnd => {
+                self.offer(further)?;
+                if let Some(ownership) = hooks.ownership {
+                    await_release(session, ownership)?;
+                    return Ok(Next::End);
+                }
             }
-            MainEvent::Postcopy(PostcopyCommand::Packaged(length))
-                if self.setup.postcopy && !self.session.may_run_there() =>
-            {
-                Then::Package(length)
+            Action::Released => return Ok(Next::End),
+            Action::Eof { .. } if self.switched => {
+                if !session.commit(hooks) {
+                    return Err(MigrationError::Cancelled);
+                }
+                let doing = hand_over(session, &[EOF], hooks)?;
+                report_taken(session, self.upstream, doing);
+                return Ok(Next::Done);
             }
-            MainEvent::EarlySection(section) => Then::Early(section),
-            MainEvent::MultifdFlush => Then::SyncPoint,
-            MainEvent::RamEos => Then::SectionEnd,
-            MainEvent::Command(Command::Ping(value)) if self.upstream.is_guest => {
-                let checked = self.input.check_crc(value);
-                checked.map_err(MigrationError::main_wire)?;
-                Then::Pong(value)
+            Action::Eof { .. } => self.commit(hooks)?,
+            Action::End(end) => {
+                let outcome = hand_over(session, end, hooks);
+                match &outcome {
+                    Ok(doing) => report_taken(session, self.upstream, *doing),
+                    Err(MigrationError::Destination { .. } | MigrationError::File(_)) => {
+                        session.taking.refused();
+                    }
+                    Err(_) => session.taking.unsure(),
+                }
+                return outcome.map(|_| Next::Done);
             }
-            // The other side has answered the opening before.
-            MainEvent::Command(Command::Ping(CONNECTED)) if self.upstream.is_relay => {
-                Then::Pong(CONNECTED)
-            }
-            MainEvent::Command(Command::Ping(PREEMPT)) if self.upstream.is_relay => Then::Preempt,
-            MainEvent::Command(command) => Then::Command(command),
-            MainEvent::SectionFooter if self.section == SectionKind::End => Then::RamEnded,
-            MainEvent::SectionFooter => Then::Nothing,
-            other => {
-                return Err(MigrationError::Protocol {
-                    channel: Channel::Main,
-                    got: event_name(&other),
-                    doing: "reading RAM",
-                });
-            }
-        };
-        self.input.take(consumed);
-        match then {
-            Then::Nothing => {}
-            Then::SyncPoint => self.barrier()?,
-            Then::SectionEnd => self.section_end()?,
-            Then::Pong(value) => self.upstream.answer(&encode(&[ReturnMessage::Pong(value)])),
-            Then::Preempt => self.make_preempt()?,
-            Then::Discard(bytes) => {
-                self.switch(further)?;
-                postcopy(self.session)?.command(&bytes)?;
-            }
-            Then::Package(length) => {
-                self.switch(further)?;
-                self.package(length, hooks)?;
-            }
-            Then::Command(command) => self.session.sink.command(command)?,
-            Then::Early(section) => {
-                self.early.note(&section);
-                self.session.sink.early_section(&section)?;
-            }
-            Then::RamEnded => return Ok(true),
+            _ => return Err(unexpected("what only a guest takes")),
         }
-        Ok(false)
+        Ok(Next::GoOn)
     }
 
-    /// EOS. With machine types up to 8.0 and multifd it is a sync point, too.
-    fn section_end(&mut self) -> Result<(), MigrationError> {
-        let is_last = self.section == SectionKind::End;
-        let is_sync_point = !self.upstream.multifd.is_empty()
-            && !self.setup.flush
-            && (!self.switched
-                || (is_last && self.upstream.is_relay)
-                || std::mem::take(&mut self.awaits_sync));
-        match (is_sync_point, is_last) {
-            (true, false) => self.barrier()?,
-            // The source may rest now; its pages need not.
-            (false, false) => {
-                self.pages.submit();
-                self.session.sink.section_end()?;
+    fn page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        content: PageContent<'_>,
+    ) -> Result<(), MigrationError> {
+        let session = self.session;
+        let asked = self.switched && self.upstream.demand.take(block, offset)?;
+        match (asked, content) {
+            (true, PageContent::Normal(page)) => {
+                postcopy(session)?.page(block, offset, Some(page))?;
+                session.pages.add_pages(1, 0);
+                Ok(())
             }
-            (_, true) => {
-                // Without a sync point here the channels have had their last one: only main's own pages
-                // are left.
-                if is_sync_point {
-                    self.session.meet_readers()?;
-                }
-                self.await_urgent_pages()?;
-                self.pages.settle()?;
-                self.session.sink.ram_end()?;
-                self.pages.barrier_passed();
-                if is_sync_point {
-                    self.session.barrier.pass();
-                }
+            (true, PageContent::Zero) => {
+                postcopy(session)?.page(block, offset, None)?;
+                session.pages.add_pages(0, 1);
+                Ok(())
             }
+            (_, content) => self.pages.add(block, offset, content),
+        }
+    }
+
+    /// The end of RAM. Without a sync point here the channels have had their last one: only main's own pages are left.
+    fn ram_end(&mut self, is_sync_point: bool) -> Result<(), MigrationError> {
+        if is_sync_point {
+            self.session.meet_readers()?;
+        }
+        self.await_urgent_pages()?;
+        self.pages.settle()?;
+        self.session.sink.ram_end()?;
+        self.pages.barrier_passed();
+        if is_sync_point {
+            self.session.barrier.pass();
+        }
+        // Everything of a postcopy's devices, and a relay's first part of them, comes at another time.
+        if !self.switched && (self.upstream.is_guest || !self.upstream.is_relay) {
+            self.session.control.set_status(Status::Device);
         }
         Ok(())
     }
@@ -366,7 +347,6 @@ impl<'a> MainReader<'a> {
             self.tell_of_preempt()?;
         }
         postcopy.begin();
-        self.input.read_little();
         self.pages.switch();
         self.switched = true;
         Ok(())
@@ -390,112 +370,64 @@ impl<'a> MainReader<'a> {
         Ok(())
     }
 
-    /// Has the other side run the guest. The package is passed on as it comes, but its end only once all of it is here and
-    /// checked: a QEMU uses nothing of a package that it has not whole, so that a source that is lost on the way, or a damaged
-    /// byte, runs no guest there.
-    fn package(&mut self, length: u32, hooks: Hooks<'_>) -> Result<(), MigrationError> {
-        // A postcopy has no description to compare lengths with.
-        self.early
-            .check(&[])
-            .map_err(|error| broken(error, &self.early))?;
-        let postcopy = postcopy(self.session)?;
-        self.session.control.set_status(Status::Device);
-        postcopy.begin_package(length)?;
-        let length = usize::try_from(length).unwrap_or(usize::MAX);
-        let end = self.pass_package(postcopy, length)?;
-        let is_checked = |features: Features| features.contains(Features::PACKAGE_CHECKED);
-        if self.setup.relay.is_some_and(is_checked) {
-            self.check()?;
+    /// Has the other side run the guest, by the end of a package that is whole.
+    fn run_there(&self, end: &[u8], hooks: Hooks<'_>) -> Result<(), MigrationError> {
+        let session = self.session;
+        if asks_for_loaded_devices(end) {
+            session.note_source_resumes();
         }
-        if asks_for_loaded_devices(&end) {
-            self.session.note_source_resumes();
+        session.switch_over(hooks)?;
+        // Whoever asks a relay's relay from here on must not hear that the guest never runs there.
+        if self.upstream.is_relay && !(session.taking.loaded() && session.taking.commit()) {
+            return Err(unexpected("the switch behind a failure"));
         }
-        self.session.switch_over(hooks)?;
-        if self.upstream.is_relay {
-            // Whoever asks from here on must not hear that the guest never runs there.
-            if !(self.session.taking.loaded() && self.session.taking.commit()) {
-                return Err(device_state::unexpected("the switch behind a failure"));
-            }
-            self.awaits_sync = !self.upstream.multifd.is_empty() && !self.setup.flush;
-        }
-        postcopy.end_package(&end)?;
-        self.session.control.set_status(Status::PostcopyActive);
+        postcopy(session)?.end_package(end)?;
+        session.control.set_status(Status::PostcopyActive);
         Ok(())
     }
 
-    /// Passes a package of `length` bytes on, but for its end, which it returns. A relay that sends nothing for [`PACKAGE`] counts as
-    /// closed.
-    fn pass_package(
-        &mut self,
-        postcopy: &dyn Postcopy,
-        length: usize,
-    ) -> Result<Vec<u8>, MigrationError> {
-        let patience = self.upstream.is_relay.then_some(PACKAGE);
-        let mut missing = length;
-        loop {
-            let unread = self.input.unread();
-            let come = unread.len().min(missing);
-            if come == missing && missing <= LOADED_DEVICES_END {
-                let end = unread[..missing].to_vec();
-                self.input.take(missing);
-                return Ok(end);
-            }
-            let passed = come.min(missing.saturating_sub(LOADED_DEVICES_END));
-            if passed > 0 {
-                postcopy.package_part(&unread[..passed])?;
-                self.input.take(passed);
-                missing -= passed;
-                continue;
-            }
-            if !self.input.fill_some(1, patience, &self.session.call())? {
-                return Err(MigrationError::main_closed());
-            }
+    /// Asks a QEMU to release the guest, whose devices are loaded.
+    fn offer(&self, further: &dyn Further) -> Result<(), MigrationError> {
+        let (session, upstream) = (self.session, self.upstream);
+        session.sink.await_loaded()?;
+        if further.late_channel() {
+            return Err(MigrationError::Protocol {
+                channel: Channel::Main,
+                got: "a further multifd channel at the end of the stream".to_owned(),
+                doing: "reading RAM (its connection came too late to be counted)",
+            });
         }
-    }
-
-    /// Reads the PING behind a package: everything so far is as the source's relay has written it.
-    fn check(&mut self) -> Result<(), MigrationError> {
-        loop {
-            let step = self.decoder.next(self.input.unread());
-            match step.map_err(MigrationError::main_wire)? {
-                Step::Event {
-                    event: MainEvent::Command(Command::Ping(value)),
-                    consumed,
-                } => {
-                    let checked = self.input.check_crc(value);
-                    self.input.take(consumed);
-                    return checked.map_err(MigrationError::main_wire);
-                }
-                Step::Event { .. } => {
-                    return Err(device_state::unexpected(
-                        "something else than the checksum of the package",
-                    ));
-                }
-                Step::Need(needed) => {
-                    let call = self.session.call();
-                    if !self.input.fill_some(needed, Some(PACKAGE), &call)? {
-                        return Err(MigrationError::main_closed());
-                    }
-                }
-            }
-        }
-    }
-
-    /// All pages are on the other side: the end of the stream, and its word that it has them.
-    fn end_of_postcopy(&mut self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
-        let session = self.session;
-        if self.input.unread().is_empty() && !self.input.fill(1, &session.call())? {
+        // A source that takes answers releases the guest at SHUT(0), and not before: one that has gone already was
+        // cancelled, or has died.
+        if upstream.return_path && upstream.is_closed() {
             return Err(MigrationError::main_closed());
         }
-        if self.input.unread()[0] != EOF || !session.may_run_there() {
-            return Err(device_state::unexpected("something else than EOF"));
-        }
-        self.input.take(1);
-        if !session.commit(hooks) {
+        if !session.offer() {
             return Err(MigrationError::Cancelled);
         }
-        let doing = device_state::hand_over(session, &[EOF], hooks)?;
-        device_state::report_taken(session, self.upstream, doing);
+        upstream.answer_surely(&encode(&[ReturnMessage::Shut(0)]))
+    }
+
+    /// A QEMU has released the guest: the other side runs it, by the `end` of the stream.
+    fn end_of_qemu(&self, end: &[u8], hooks: Hooks<'_>) -> Result<(), MigrationError> {
+        self.session.giving.released();
+        if !self.session.commit(hooks) {
+            return Err(MigrationError::Cancelled);
+        }
+        hand_over(self.session, end, hooks).map(drop)
+    }
+
+    /// A Hotlift has released the guest, or its source has.
+    fn commit(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
+        let session = self.session;
+        // A source that was told meanwhile that the guest never runs here has it.
+        if !session.taking.commit() {
+            return Err(unexpected("EOF of a source that has kept the guest"));
+        }
+        if !session.commit(hooks) {
+            session.taking.refused();
+            return Err(MigrationError::Cancelled);
+        }
         Ok(())
     }
 }

@@ -4,7 +4,6 @@ use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::handshake::Features;
-use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
 use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroPageDetection};
 
 use crate::ends::request::{Outgoing, Request};
@@ -28,10 +27,11 @@ use crate::pipe::session::{Call, Relayed, Session};
 use crate::pipe::sink::Opening;
 use crate::postcopy::LARGEST_PAGE;
 use crate::stream::attend::linger;
-use crate::stream::door::{Door, RESUMED_MAGIC};
+use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
-use crate::stream::main_recv::{MainInput, Silence, Waiting};
+use crate::stream::main_channel::{MainChannel, Silence, Taker};
+use crate::stream::main_recv::{MainInput, Waiting};
 use crate::transport::{Listener, Stream};
 
 /// How long the first page of a source may be behind its channels.
@@ -79,12 +79,9 @@ fn pass_on(
         Some(_) => Silence::Unlimited,
         None => Silence::Always(settings.outgoing.handshake_timeout),
     };
-    let mut input =
-        MainInput::new(&main, &unbooked, silence, &memory, control.life())?.keep_everything();
-    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed)
-        .taking_postcopy()
-        .taking_early_sections();
+    let mut input = MainInput::new(&main, &unbooked, &memory, control.life())?.keep_everything();
     let into_stream = matches!(request.outgoing, Outgoing::Address(_));
+    let mut machine = MainChannel::new(Taker::Relay { into_stream }, silence);
     let pass_through = |arrivals, input: &MainInput<'_>, preempt, why, is_answered| {
         let source = Unread {
             main: input.socket(),
@@ -95,15 +92,7 @@ fn pass_on(
         };
         pass_through::run(arrivals, source, request, since)
     };
-    if !input.fill(RESUMED_MAGIC.len(), &early)? {
-        return Err(MigrationError::main_closed());
-    }
-    if input.unread().starts_with(&RESUMED_MAGIC) {
-        let why = "a postcopy that was interrupted goes on".to_owned();
-        // It is answered as soon as the destination has compared what it has.
-        return pass_through(arrivals, &input, None, why, false);
-    }
-    let stream_setup = read_setup(&mut input, &mut decoder, id, into_stream, &early)?;
+    let stream_setup = read_setup(&mut input, &mut machine, id, &early)?;
     let mut setup = match stream_setup {
         StreamSetup::PageByPage(setup) => setup,
         StreamSetup::PassThrough(why, is_answered) => {
@@ -128,10 +117,8 @@ fn pass_on(
         Some(false) => None,
         _ => arrivals.channels(input.socket(), expected, &early)?,
     };
-    if channels.is_none()
-        && setup.relay.is_none()
-        && let Some(why) = other_devices(&mut input, &mut decoder, &mut setup.early, &early)?
-    {
+    machine.begin(channels.is_some());
+    if let Some(why) = other_devices(&mut input, &mut machine, &mut setup, &early)? {
         return pass_through(arrivals, &input, None, why, setup.return_path);
     }
     let said = channels.as_ref().map(|channels| channels.uuid);
@@ -189,7 +176,7 @@ fn pass_on(
     if let Some(on_main) = received.last() {
         on_main.add_bytes(input.everything().len());
     }
-    let read_ahead = input.detach(setup.relay.is_some());
+    let read_ahead = input.detach();
     let by_packet = hello.is_some_and(|hello| hello.method.is_none());
     let takes_doing = setup
         .relay
@@ -219,7 +206,7 @@ fn pass_on(
         &upstream.main,
         &session.received[upstream.multifd.len()],
     );
-    let mut reader = MainReader::new(&session, &upstream, &setup, input, decoder);
+    let mut reader = MainReader::new(&session, &upstream, &setup, input, machine);
     // A relay says how many channels it has, and asks; a QEMU does neither.
     let mut door = None;
     let mut uncounted = None;

@@ -3,13 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use hotlift_wire::main_channel::MainEvent;
-use hotlift_wire::main_channel::postcopy::{PostcopyCommand, put_bitmap};
+use hotlift_wire::main_channel::postcopy::put_bitmap;
 use hotlift_wire::return_path::ReturnMessage;
 
-use super::run::out_of_place;
 use crate::error::MigrationError;
-use crate::stream::main_recv::event_name;
+use crate::stream::main_channel::{Action, unexpected};
 use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
 
@@ -49,25 +47,19 @@ impl Agreement {
         self.until
     }
 
-    /// Takes an event of the source.
+    /// Takes what the source asks for.
     ///
     /// # Errors
     /// [`MigrationError::Protocol`] for anything but a request for a bitmap and RESUME.
-    pub(super) fn take(
-        &self,
-        event: &MainEvent<'_>,
-        now: Instant,
-    ) -> Result<Answer, MigrationError> {
-        match (event, self.preempt) {
-            (MainEvent::Postcopy(PostcopyCommand::RecvBitmap(block)), _) => {
-                Ok(Answer::Bitmap(*block))
-            }
-            (MainEvent::Postcopy(PostcopyCommand::Resume), Some(patience)) => {
+    pub(super) fn take(&self, action: &Action<'_>, now: Instant) -> Result<Answer, MigrationError> {
+        match (action, self.preempt) {
+            (Action::Bitmap(block), _) => Ok(Answer::Bitmap(*block)),
+            (Action::Resume, Some(patience)) => {
                 let until = self.until.min(now + patience);
                 Ok(Answer::AwaitPreempt(PreemptWait { until, patience }))
             }
-            (MainEvent::Postcopy(PostcopyCommand::Resume), None) => Ok(Answer::Agreed),
-            (other, _) => Err(out_of_place(&event_name(other))),
+            (Action::Resume, None) => Ok(Answer::Agreed),
+            _ => Err(unexpected("what is not agreed")),
         }
     }
 }

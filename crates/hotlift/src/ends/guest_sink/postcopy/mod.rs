@@ -12,7 +12,6 @@
 //! |---|---|
 //! | `lazy_ram` | which pages have come, who waits for which, and for how long |
 //! | `blocktime` | how long vCPUs stand still for them |
-//! | `package` | what is in PACKAGED |
 //! | `link` | what is said to the source, over whichever connection there is |
 //! | `run` | the threads: devices and RUN on `mig/dst/main`, pages on `mig/dst/listen`, faults on `mig/dst/fault` |
 //! | `recovery` | another connection in the place of one that was lost |
@@ -25,7 +24,6 @@ mod agreement;
 mod blocktime;
 mod lazy_ram;
 mod link;
-mod package;
 mod recovery;
 mod run;
 
@@ -37,18 +35,6 @@ use hotlift_wire::main_channel::postcopy::Ranges;
 
 use crate::ends::guest_sink::session::Session;
 use crate::error::MigrationError;
-
-/// How far the source has come, by its commands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Stage {
-    /// Nothing was said of postcopy.
-    #[default]
-    Precopy,
-    /// It may follow.
-    Advised,
-    /// Pages have been taken back.
-    Discarding,
-}
 
 /// Takes everything away that guest RAM may hold: from here on what is there has come from this source.
 pub(crate) fn empty_ram(session: &Session<'_>) -> Result<(), MigrationError> {

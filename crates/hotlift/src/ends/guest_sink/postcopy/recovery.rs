@@ -9,7 +9,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::Fault;
-use hotlift_wire::main_channel::{MainDecoder, Step};
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::agreement::{self, Agreement, Answer, PreemptWait};
@@ -19,7 +18,8 @@ use crate::life::LONG;
 use crate::life::threads::{caught, spawn};
 use crate::status::Status;
 use crate::stream::door::{Arrival, Door, Kind, RESUMED_MAGIC};
-use crate::stream::main_recv::{MainInput, Silence, Waiting};
+use crate::stream::main_channel::MainChannel;
+use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::return_path::encode;
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
@@ -27,10 +27,10 @@ use crate::transport::{Acceptor, Listener, Stream};
 impl Incoming<'_> {
     /// Takes the rest from a source that connects to where somebody says that it will; how that ended. `None` once the
     /// rest is called off.
-    pub(super) fn recover(&self, decoder: &mut MainDecoder) -> Option<Result<(), MigrationError>> {
+    pub(super) fn recover(&self, machine: &mut MainChannel) -> Option<Result<(), MigrationError>> {
         loop {
             let listener = self.session.control.await_recovery()?;
-            match self.recover_at(&listener, decoder) {
+            match self.recover_at(&listener, machine) {
                 // Called off, or the source is to come to another listener.
                 Ok(None) => {}
                 Ok(Some(outcome)) => return Some(outcome),
@@ -42,7 +42,7 @@ impl Incoming<'_> {
     fn recover_at(
         &self,
         listener: &Listener,
-        decoder: &mut MainDecoder,
+        machine: &mut MainChannel,
     ) -> Result<Option<Result<(), MigrationError>>, MigrationError> {
         let session = self.session;
         let control = &session.control;
@@ -71,16 +71,15 @@ impl Incoming<'_> {
                 let mut input = MainInput::new(
                     &main,
                     session.main_counters(),
-                    Silence::Always(patience),
                     &session.memory,
                     control.life(),
                 )?;
                 self.link.recover(Arc::clone(&main));
-                match self.agree_in_time(decoder, &mut input, &mut door) {
+                machine.reconnect(patience);
+                match self.agree_in_time(machine, &mut input, &mut door) {
                     Ok(preempt) => {
-                        input.be_patient(patience / 2);
                         let preempt = preempt.as_ref();
-                        return Ok(Some(self.go_on(decoder, &mut input, preempt)));
+                        return Ok(Some(self.go_on(machine, &mut input, preempt)));
                     }
                     Err(_) => {
                         self.link.lose();
@@ -123,7 +122,7 @@ impl Incoming<'_> {
     /// the connection is cut, whatever is read or written on it.
     fn agree_in_time(
         &self,
-        decoder: &mut MainDecoder,
+        machine: &mut MainChannel,
         input: &mut MainInput<'_>,
         door: &mut Door<'_>,
     ) -> Result<Option<Stream>, MigrationError> {
@@ -143,7 +142,7 @@ impl Incoming<'_> {
                     self.link.cut();
                 }
             })?;
-            let agreed = caught(|| self.agree(&agreement, decoder, input, door));
+            let agreed = caught(|| self.agree(&agreement, machine, input, door));
             is_over.store(true, Ordering::Release);
             control.life().wake();
             limit.join().and(agreed)
@@ -154,29 +153,21 @@ impl Incoming<'_> {
     fn agree(
         &self,
         agreement: &Agreement,
-        decoder: &mut MainDecoder,
+        machine: &mut MainChannel,
         input: &mut MainInput<'_>,
         door: &mut Door<'_>,
     ) -> Result<Option<Stream>, MigrationError> {
-        decoder.reconnect();
         loop {
-            let next = decoder.next(input.unread());
-            let (answer, consumed) = match next.map_err(MigrationError::main_wire)? {
-                Step::Need(needed) => {
-                    if !input.fill(needed, self)? {
-                        return Err(MigrationError::main_closed());
-                    }
-                    continue;
-                }
-                Step::Event { event, consumed } => {
-                    (agreement.take(&event, Instant::now())?, consumed)
-                }
-            };
-            input.take(consumed);
+            let answer = input.step(machine, self, |action, _| {
+                agreement.take(&action, Instant::now())
+            })?;
             match answer {
-                Answer::Bitmap(block) => self.say(&self.bitmap(block))?,
-                Answer::AwaitPreempt(wait) => return self.await_preempt(door, &wait).map(Some),
-                Answer::Agreed => return Ok(None),
+                None => {}
+                Some(Answer::Bitmap(block)) => self.say(&self.bitmap(block))?,
+                Some(Answer::AwaitPreempt(wait)) => {
+                    return self.await_preempt(door, &wait).map(Some);
+                }
+                Some(Answer::Agreed) => return Ok(None),
             }
         }
     }
@@ -201,7 +192,7 @@ impl Incoming<'_> {
     /// Takes the pages that have not come, of a source that knows which.
     fn go_on(
         &self,
-        decoder: &mut MainDecoder,
+        machine: &mut MainChannel,
         input: &mut MainInput<'_>,
         preempt: Option<&Stream>,
     ) -> Result<(), MigrationError> {
@@ -212,7 +203,7 @@ impl Incoming<'_> {
         for Fault { block, page } in self.lazy.open() {
             self.link.ask_for(block, page);
         }
-        self.all_pages(decoder, input, preempt)
+        self.all_pages(machine, input, preempt)
     }
 
     fn bitmap(&self, block: usize) -> Vec<u8> {

@@ -4,20 +4,20 @@ use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use crc32fast::Hasher;
-use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
+use hotlift_wire::main_channel::PageContent;
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::LazyRam;
 use super::link::Link;
-use super::package::Package;
 use crate::ends::guest_sink::announce;
 use crate::ends::guest_sink::session::Session;
-use crate::error::{Channel, MigrationError};
+use crate::error::MigrationError;
+use crate::guest::DeviceState;
 use crate::handover::DestinationSide;
 use crate::life::threads::{OnPanic, caught, spawn};
 use crate::status::Status;
-use crate::stream::main_recv::{MainInput, Waiting, event_name};
+use crate::stream::main_channel::{Action, MainChannel, unexpected};
+use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::preempt;
 use crate::stream::return_path::encode;
 use crate::transport::Stream;
@@ -29,19 +29,21 @@ pub(super) struct Incoming<'a> {
     pub(super) link: Link<'a>,
 }
 
-/// Runs the guest of `package`, which has come whole, and brings it its pages; returns when it has all of them. `crc` is
-/// that of main before the package, of a source that says it.
+/// Devices, and the PINGs that are answered once they are loaded.
+type Package<'p> = (Vec<DeviceState>, &'p [u32]);
+
+/// Runs the guest with the devices of a package that has come whole, answers the `pings` of it, and brings the guest its
+/// pages; returns when it has all of them.
 ///
 /// # Errors
 /// [`MigrationError::PagesMissing`] if the guest runs here, and somebody has called the rest off. Any other leaves it with
 /// the source.
 pub(crate) fn run<'a>(
     session: &'a Session<'a>,
-    decoder: &mut MainDecoder,
+    machine: &mut MainChannel,
     input: &mut MainInput<'_>,
-    (crc, package): (Option<&Hasher>, &[u8]),
+    package: Package<'_>,
 ) -> Result<(), MigrationError> {
-    let package = Package::read(decoder, crc, package)?;
     let preempt = match session.options.postcopy_preempt {
         true => Some(session.await_preempt(session)?),
         false => None,
@@ -54,7 +56,7 @@ pub(crate) fn run<'a>(
     session.set_listening();
     session.control.set_takes_pages();
     session.accepted.main.notice_loss();
-    let outcome = incoming.run(decoder, input, package, preempt.as_deref());
+    let outcome = incoming.run(machine, input, package, preempt.as_deref());
     match session.taking.side() {
         DestinationSide::Taken => {
             let waits = incoming.lazy.figures(session.accepted.since.elapsed());
@@ -72,9 +74,9 @@ pub(crate) fn run<'a>(
 impl Incoming<'_> {
     fn run(
         &self,
-        decoder: &mut MainDecoder,
+        machine: &mut MainChannel,
         input: &mut MainInput<'_>,
-        package: Package,
+        package: Package<'_>,
         preempt: Option<&Stream>,
     ) -> Result<(), MigrationError> {
         let session = self.session;
@@ -103,7 +105,7 @@ impl Incoming<'_> {
             let pages = faults.and_then(|_| {
                 spawn(scope, "mig/dst/listen".to_owned(), move || {
                     let _ends = OnPanic(panicked);
-                    let outcome = self.listen(decoder, input, preempt);
+                    let outcome = self.listen(machine, input, preempt);
                     session.threads.book("mig/dst/listen");
                     outcome.map_err(|error| {
                         failed(error);
@@ -125,10 +127,10 @@ impl Incoming<'_> {
     }
 
     /// Loads the devices, and makes the guest run.
-    fn load(&self, package: Package) -> Result<(), MigrationError> {
+    fn load(&self, (devices, pings): Package<'_>) -> Result<(), MigrationError> {
         let session = self.session;
-        session.guest.load_devices(package.devices)?;
-        let pongs: Vec<_> = package.pings.into_iter().map(ReturnMessage::Pong).collect();
+        session.guest.load_devices(devices)?;
+        let pongs: Vec<_> = pings.iter().copied().map(ReturnMessage::Pong).collect();
         // A source that does not hear it finds the connection broken.
         let _ = self.link.say(&encode(&pongs));
         if !(session.taking.loaded() && session.taking.commit()) {
@@ -146,11 +148,11 @@ impl Incoming<'_> {
     /// Takes pages until all have come, over one connection after the other.
     fn listen(
         &self,
-        decoder: &mut MainDecoder,
+        machine: &mut MainChannel,
         input: &mut MainInput<'_>,
         preempt: Option<&Stream>,
     ) -> Result<(), MigrationError> {
-        let mut outcome = self.all_pages(decoder, input, preempt);
+        let mut outcome = self.all_pages(machine, input, preempt);
         while let Err(lost) = outcome {
             // A guest that does not run yet never will, and a refusal may be said on main. One that is being started does.
             self.session.taking.abandon();
@@ -159,7 +161,7 @@ impl Incoming<'_> {
             }
             self.link.lose();
             self.session.control.set_status(Status::PostcopyPaused);
-            outcome = match self.recover(decoder) {
+            outcome = match self.recover(machine) {
                 Some(outcome) => outcome,
                 None => return Err(lost),
             };
@@ -172,12 +174,12 @@ impl Incoming<'_> {
     /// Takes pages until all have come, over one connection and its preempt channel.
     pub(super) fn all_pages(
         &self,
-        decoder: &mut MainDecoder,
+        machine: &mut MainChannel,
         input: &mut MainInput<'_>,
         preempt: Option<&Stream>,
     ) -> Result<(), MigrationError> {
         let Some(stream) = preempt else {
-            return self.pages(decoder, input);
+            return self.pages(machine, input);
         };
         // Main has brought its last page; the preempt channel has ended.
         let (whole, over) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -194,7 +196,7 @@ impl Incoming<'_> {
                 outcome
             });
             let outcome = urgent.and_then(|urgent| {
-                let mut outcome = self.pages(decoder, input);
+                let mut outcome = self.pages(machine, input);
                 whole.store(true, Ordering::Release);
                 // What main's end has overtaken.
                 if outcome.is_ok() {
@@ -229,61 +231,42 @@ impl Incoming<'_> {
     /// Takes the pages of main.
     fn pages(
         &self,
-        decoder: &mut MainDecoder,
+        machine: &mut MainChannel,
         input: &mut MainInput<'_>,
     ) -> Result<(), MigrationError> {
-        loop {
-            let next = decoder.next(input.unread());
-            match next.map_err(MigrationError::main_wire)? {
-                Step::Need(needed) => {
-                    if !input.fill(needed, self)? {
-                        return Err(MigrationError::main_closed());
-                    }
-                }
-                Step::Event { event, consumed } => {
-                    let is_end = event == MainEvent::Eof;
-                    if !is_end {
-                        self.take(event)?;
-                    }
-                    input.take(consumed);
-                    if is_end {
-                        return Ok(());
-                    }
-                }
-            }
+        let mut goes_on = true;
+        while goes_on {
+            let taken = input.step(machine, self, |action, _| self.take(&action))?;
+            goes_on = taken.unwrap_or(true);
         }
+        Ok(())
     }
 
-    fn take(&self, event: MainEvent<'_>) -> Result<(), MigrationError> {
-        match event {
-            MainEvent::RamPage {
+    /// Does what the machine asks for; false behind the last page.
+    fn take(&self, action: &Action<'_>) -> Result<bool, MigrationError> {
+        match action {
+            Action::Nothing => {}
+            Action::Page {
                 block,
                 offset,
                 content,
             } => {
                 let bytes = match content {
-                    PageContent::Zero => None,
-                    PageContent::Normal(bytes) => Some(bytes),
-                    _ => return Err(out_of_place("a compressed page")),
+                    PageContent::Normal(bytes) => Some(*bytes),
+                    _ => None,
                 };
-                self.lazy.place(block, offset, bytes)?;
+                self.lazy.place(*block, *offset, bytes)?;
                 let counters = self.session.main_counters();
                 counters.add_pages(bytes.is_some().into(), bytes.is_none().into());
-                Ok(())
             }
-            MainEvent::Command(Command::Ping(value)) => {
+            Action::Pong(value) => {
                 // Who does not hear it is lost, which is noticed where it is read from.
-                let _ = self.link.say(&encode(&[ReturnMessage::Pong(value)]));
-                Ok(())
+                let _ = self.link.say(&encode(&[ReturnMessage::Pong(*value)]));
             }
-            MainEvent::SectionStart {
-                kind: SectionKind::Part | SectionKind::End,
-                ..
-            }
-            | MainEvent::RamEos
-            | MainEvent::SectionFooter => Ok(()),
-            other => Err(out_of_place(&event_name(&other))),
+            Action::Eof { .. } => return Ok(false),
+            _ => return Err(unexpected("what a guest that runs does not take")),
         }
+        Ok(true)
     }
 
     /// The guest runs, and has everything.
@@ -311,13 +294,5 @@ impl Waiting for Incoming<'_> {
             _ if session.control.take_pause() => Err(MigrationError::main_closed()),
             _ => Ok(()),
         }
-    }
-}
-
-pub(super) fn out_of_place(got: &str) -> MigrationError {
-    MigrationError::Protocol {
-        channel: Channel::Main,
-        got: got.to_owned(),
-        doing: "bringing pages to a guest that runs",
     }
 }

@@ -7,7 +7,10 @@ use std::sync::Arc;
 use fastrand::Rng;
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::main_channel::{Configuration, DeviceLengths, MainDecoder, Step as Decoded};
+use hotlift_wire::main_channel::postcopy::PostcopyCommand;
+use hotlift_wire::main_channel::{
+    Configuration, DeviceLengths, MainDecoder, MainEvent, Step as Decoded,
+};
 
 use super::*;
 use crate::life::Life;
@@ -96,6 +99,15 @@ impl Wire {
             self.under_way
                 .push_back((at, std::mem::replace(&mut bytes, rest)));
         }
+    }
+}
+
+/// What the machine of the main channel makes of an event.
+fn action(event: &MainEvent<'_>) -> Action<'static> {
+    match event {
+        MainEvent::Postcopy(PostcopyCommand::RecvBitmap(block)) => Action::Bitmap(*block),
+        MainEvent::Postcopy(PostcopyCommand::Resume) => Action::Resume,
+        _ => Action::Nothing,
     }
 }
 
@@ -195,7 +207,8 @@ impl<'l> Pair<'l> {
             let outcome = match next.map_err(MigrationError::main_wire) {
                 Ok(Decoded::Need(_)) => return,
                 Ok(Decoded::Event { event, consumed }) => {
-                    self.agreement.take(&event, now).map(|it| (it, consumed))
+                    let answer = self.agreement.take(&action(&event), now);
+                    answer.map(|it| (it, consumed))
                 }
                 Err(error) => Err(error),
             };
@@ -355,7 +368,7 @@ fn each_limit_of_a_recovery_holds_to_the_millisecond() {
     recovery.receive(&bitmap("pc.ram", 130, |_| 0)[20..]);
     assert!(matches!(recovery.next(begun + ANSWERS), Ok(Step::Send(_))));
 
-    let resume = MainEvent::Postcopy(PostcopyCommand::Resume);
+    let resume = Action::Resume;
     let agreement = Agreement::new(begun, HANDSHAKE, false);
     assert_eq!(agreement.until(), begun + 2 * HANDSHAKE);
     assert_eq!(agreement.take(&resume, begun).unwrap(), Answer::Agreed);
@@ -385,16 +398,11 @@ fn answers_that_are_doubled_and_events_out_of_place_end_the_recovery() {
     assert!(matches!(error, MigrationError::Wire { .. }), "{error}");
 
     let agreement = Agreement::new(now, HANDSHAKE, false);
-    let commands = [PostcopyCommand::Run, PostcopyCommand::Listen];
-    for event in commands
-        .map(MainEvent::Postcopy)
-        .into_iter()
-        .chain([MainEvent::Eof])
-    {
-        assert!(agreement.take(&event, now).is_err(), "{event:?}");
+    for action in [Action::Run(Vec::new()), Action::Eof { unasked: false }] {
+        assert!(agreement.take(&action, now).is_err(), "{action:?}");
     }
     // A source that asks twice is answered twice.
-    let again = MainEvent::Postcopy(PostcopyCommand::RecvBitmap(1));
+    let again = Action::Bitmap(1);
     for _ in 0..2 {
         assert_eq!(agreement.take(&again, now).unwrap(), Answer::Bitmap(1));
     }

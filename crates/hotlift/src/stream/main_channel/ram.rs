@@ -1,0 +1,300 @@
+//! Sections of RAM, sync points, commands between them, and the switch to postcopy with its package.
+
+use hotlift_wire::handshake::{CONNECTED, PREEMPT};
+use hotlift_wire::main_channel::postcopy::{LOADED_DEVICES_END, PostcopyCommand};
+use hotlift_wire::main_channel::{self as wire, Command, MainEvent, SectionKind};
+
+use super::set_up::{PRECOPY, broken};
+use super::{
+    Action, DEVICE_BYTES, MainChannel, Phase, Source, Stage, Step, Taker, event_name, protocol,
+    too_many_devices, unexpected,
+};
+use crate::error::MigrationError;
+use crate::guest::DeviceState;
+
+/// What a guest reads a package for.
+const READING_PACKAGE: &str = "reading the package of a postcopy";
+
+impl MainChannel {
+    /// A record between the set-up and the end of RAM.
+    pub(super) fn ram<'a>(&mut self, event: MainEvent<'a>) -> Result<Action<'a>, MigrationError> {
+        let is_guest = matches!(self.taker, Taker::Guest(_));
+        Ok(match event {
+            MainEvent::RamPage {
+                block,
+                offset,
+                content,
+            } => Action::Page {
+                block,
+                offset,
+                content,
+            },
+            MainEvent::SectionStart { kind, .. } if kind != SectionKind::Full => {
+                self.section = Some(kind);
+                self.flushed = false;
+                Action::Nothing
+            }
+            MainEvent::MultifdFlush => {
+                self.flushed = true;
+                Action::SyncPoint
+            }
+            MainEvent::RamEos => self.section_end()?,
+            MainEvent::SectionFooter => {
+                if self.section == Some(SectionKind::End) {
+                    self.phase = match self.source {
+                        _ if is_guest => Phase::Devices,
+                        _ if self.has_begun() => Phase::Last,
+                        Source::Guest => Phase::Devices,
+                        Source::Relay => Phase::Parts { any: false },
+                        Source::Qemu => Phase::QemuDevices,
+                    };
+                }
+                Action::Nothing
+            }
+            MainEvent::Command(command) => self.command(command)?,
+            MainEvent::Postcopy(PostcopyCommand::Discard { block, ranges })
+                if self.may_switch(Stage::Advised) =>
+            {
+                self.stage = self.stage.max(Stage::Begun);
+                Action::Discard { block, ranges }
+            }
+            // QEMU hangs without a DISCARD before: of a guest no source is tried that does without.
+            MainEvent::Postcopy(PostcopyCommand::Packaged(length))
+                if self.may_switch(match is_guest {
+                    true => Stage::Begun,
+                    false => Stage::Advised,
+                }) && self.stage != Stage::Ran =>
+            {
+                self.begin_package(length)?
+            }
+            MainEvent::EarlySection(section) if !is_guest => {
+                self.early.note(&section);
+                Action::Early(section)
+            }
+            MainEvent::SectionStart { .. } if is_guest => {
+                return Err(protocol(
+                    "a device before the end of RAM, or behind the last",
+                    PRECOPY,
+                ));
+            }
+            MainEvent::Postcopy(other) if is_guest => {
+                return Err(protocol(&format!("{other:?}"), PRECOPY));
+            }
+            other if is_guest => return Err(protocol(&event_name(&other), PRECOPY)),
+            other => return Err(protocol(&event_name(&other), "reading RAM")),
+        })
+    }
+
+    /// Whether postcopy has begun: each page comes once, and nothing is a sync point.
+    fn has_begun(&self) -> bool {
+        self.stage >= Stage::Begun
+    }
+
+    /// Whether a command of postcopy may come, where the source is as far as `stage`.
+    fn may_switch(&self, stage: Stage) -> bool {
+        match self.taker {
+            Taker::Relay { .. } => self.takes_postcopy,
+            Taker::Guest(_) => self.stage >= stage,
+        }
+    }
+
+    /// EOS. With machine types up to 8.0 and multifd it is a sync point, too.
+    fn section_end(&mut self) -> Result<Action<'static>, MigrationError> {
+        let is_last = self.section == Some(SectionKind::End);
+        if let Taker::Guest(_) = self.taker {
+            let misses_sync_point = self.multifd && !self.flushed;
+            return match self.section {
+                Some(SectionKind::Start) if misses_sync_point => Err(protocol(
+                    "a stream with a barrier in each section (machine types up to 8.0)",
+                    PRECOPY,
+                )),
+                Some(SectionKind::End) if misses_sync_point => {
+                    Err(protocol("the end of RAM without a barrier", PRECOPY))
+                }
+                _ => Ok(Action::SectionEnd),
+            };
+        }
+        let is_sync_point = self.multifd
+            && !self.has_flushes
+            && (!self.has_begun()
+                || (is_last && self.is_hotlift())
+                || std::mem::take(&mut self.awaits_sync));
+        Ok(match (is_sync_point, is_last) {
+            (_, true) => Action::RamEnd { is_sync_point },
+            (true, false) => Action::SyncPoint,
+            (false, false) => Action::SectionEnd,
+        })
+    }
+
+    pub(super) fn command(&mut self, command: Command) -> Result<Action<'static>, MigrationError> {
+        if let Taker::Guest(rules) = self.taker {
+            return match command {
+                Command::OpenReturnPath => {
+                    self.return_path = true;
+                    Ok(Action::Nothing)
+                }
+                Command::Ping(value) => self.ping_of_guest(rules, value),
+                Command::SwitchoverStart => Ok(Action::Nothing),
+                Command::PostcopyAdvise { page_sizes } => self.advise_guest(rules, page_sizes),
+            };
+        }
+        Ok(match (command, self.source) {
+            (Command::Ping(value), Source::Guest) => {
+                self.check_crc(&[], value)?;
+                Action::Pong(value)
+            }
+            // The other side has answered the opening before.
+            (Command::Ping(CONNECTED), Source::Relay) => Action::Pong(CONNECTED),
+            (Command::Ping(PREEMPT), Source::Relay) => Action::Preempt,
+            _ => Action::Command(command),
+        })
+    }
+
+    fn begin_package(&mut self, length: u32) -> Result<Action<'static>, MigrationError> {
+        let missing = usize::try_from(length).unwrap_or(usize::MAX);
+        if let Taker::Guest(_) = self.taker {
+            if missing > DEVICE_BYTES {
+                return Err(too_many_devices("length of a package of devices", missing));
+            }
+            self.phase = Phase::Package { missing };
+            return Ok(Action::Nothing);
+        }
+        // A postcopy has no description to compare lengths with.
+        let checked = self.early.check(&[]);
+        checked.map_err(|error| broken(error, &self.early))?;
+        self.stage = self.stage.max(Stage::Begun);
+        self.phase = Phase::Package { missing };
+        Ok(Action::Package(length))
+    }
+
+    /// Passes a package on as it comes, but its end only once all of it is here and checked: a QEMU uses nothing of a package
+    /// that it has not whole, so that a source that is lost on the way, or a damaged byte, runs no guest there.
+    pub(super) fn pass_package<'a>(
+        &mut self,
+        bytes: &'a [u8],
+        missing: usize,
+    ) -> Result<Step<'a>, MigrationError> {
+        if missing > LOADED_DEVICES_END {
+            let part = bytes.len().min(missing - LOADED_DEVICES_END);
+            if part == 0 {
+                return Ok(Step::Need(1));
+            }
+            let missing = missing - part;
+            self.phase = Phase::Package { missing };
+            return Ok(Step::Do(Action::PackagePart(&bytes[..part]), part));
+        }
+        let Some((end, behind)) = bytes.split_at_checked(missing) else {
+            return Ok(Step::Need(missing - bytes.len()));
+        };
+        let mut taken = missing;
+        if self.package_is_checked {
+            let step = self.decoder.next(behind);
+            match step.map_err(MigrationError::main_wire)? {
+                wire::Step::Need(needed) => return Ok(Step::Need(needed)),
+                wire::Step::Event {
+                    event: MainEvent::Command(Command::Ping(value)),
+                    consumed,
+                } => {
+                    self.check_crc(end, value)?;
+                    taken += consumed;
+                }
+                wire::Step::Event { .. } => {
+                    return Err(unexpected(
+                        "something else than the checksum of the package",
+                    ));
+                }
+            }
+        }
+        self.phase = Phase::Ram;
+        self.stage = Stage::Ran;
+        self.awaits_sync = self.is_hotlift() && self.multifd && !self.has_flushes;
+        Ok(Step::Do(Action::PackageEnd(end), taken))
+    }
+
+    /// Takes a package apart for a guest, which runs at its end, and not before all of it was checked.
+    pub(super) fn take_package<'a>(
+        &mut self,
+        bytes: &'a [u8],
+        missing: usize,
+    ) -> Result<Step<'a>, MigrationError> {
+        let misplaced = |got: &str| Err(protocol(got, READING_PACKAGE));
+        if missing == 0 {
+            return misplaced("the end of the package, before RUN");
+        }
+        let (event, consumed) = match self.decode(bytes).map_err(MigrationError::main_wire)? {
+            wire::Step::Need(needed) if needed <= missing.saturating_sub(bytes.len()) => {
+                return Ok(Step::Need(needed));
+            }
+            wire::Step::Event { event, consumed } if consumed <= missing => (event, consumed),
+            _ => return misplaced("the end of the package"),
+        };
+        let missing = missing - consumed;
+        self.phase = Phase::Package { missing };
+        let action = match event {
+            MainEvent::Postcopy(PostcopyCommand::Listen) if !self.listens => {
+                self.listens = true;
+                Action::Nothing
+            }
+            _ if !self.listens => return misplaced("something before LISTEN"),
+            MainEvent::Postcopy(PostcopyCommand::Run) => {
+                if missing > 0 {
+                    return misplaced("something behind RUN");
+                }
+                if self.is_hotlift() && self.pings.is_empty() {
+                    return misplaced("RUN without a checksum");
+                }
+                self.phase = Phase::Pages;
+                self.crc = None;
+                Action::Run(std::mem::take(&mut self.pings))
+            }
+            MainEvent::Command(Command::Ping(value)) => {
+                self.check_crc(&[], value)?;
+                self.pings.push(value);
+                Action::Nothing
+            }
+            event => match self.take_device(event)? {
+                Ok(action) => action,
+                Err(other) => return misplaced(&event_name(&other)),
+            },
+        };
+        Ok(Step::Do(action, consumed))
+    }
+
+    /// Takes a guest's device; gives an event back that is none.
+    pub(super) fn take_device<'a>(
+        &mut self,
+        event: MainEvent<'a>,
+    ) -> Result<Result<Action<'a>, MainEvent<'a>>, MigrationError> {
+        Ok(Ok(match event {
+            MainEvent::SectionStart {
+                kind: SectionKind::Full,
+                idstr,
+                instance_id,
+                version_id,
+                ..
+            } => {
+                self.device = Some(DeviceState {
+                    idstr: idstr.to_owned(),
+                    instance_id,
+                    version_id,
+                    payload: Vec::new(),
+                });
+                Action::Nothing
+            }
+            MainEvent::DevicePayload(payload) => {
+                self.device_bytes += payload.len();
+                if self.device_bytes > DEVICE_BYTES {
+                    let what = "length of all device payloads";
+                    return Err(too_many_devices(what, self.device_bytes));
+                }
+                let device = self.device.take().map(|device| DeviceState {
+                    payload: payload.to_vec(),
+                    ..device
+                });
+                device.map_or(Action::Nothing, Action::Device)
+            }
+            MainEvent::SectionFooter => Action::Nothing,
+            other => return Ok(Err(other)),
+        }))
+    }
+}

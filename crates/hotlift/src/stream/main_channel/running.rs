@@ -1,0 +1,59 @@
+//! Pages of a guest that runs already, and what is agreed on a connection in the place of one that was lost.
+
+use hotlift_wire::main_channel::postcopy::PostcopyCommand;
+use hotlift_wire::main_channel::{Command, MainEvent, PageContent, SectionKind};
+
+use super::{Action, MainChannel, Phase, Silence, event_name, protocol};
+use crate::error::MigrationError;
+
+impl MainChannel {
+    /// A record behind the package.
+    pub(super) fn running<'a>(
+        &mut self,
+        event: MainEvent<'a>,
+    ) -> Result<Action<'a>, MigrationError> {
+        match event {
+            MainEvent::RamPage {
+                block,
+                offset,
+                content: content @ (PageContent::Zero | PageContent::Normal(_)),
+            } => Ok(Action::Page {
+                block,
+                offset,
+                content,
+            }),
+            MainEvent::RamPage { .. } => Err(out_of_place("a compressed page")),
+            MainEvent::Command(Command::Ping(value)) => Ok(Action::Pong(value)),
+            MainEvent::SectionStart {
+                kind: SectionKind::Part | SectionKind::End,
+                ..
+            }
+            | MainEvent::RamEos
+            | MainEvent::SectionFooter => Ok(Action::Nothing),
+            MainEvent::Eof => {
+                self.phase = Phase::Over;
+                Ok(Action::Eof { unasked: false })
+            }
+            other => Err(out_of_place(&event_name(&other))),
+        }
+    }
+
+    /// A record of a source that goes on.
+    pub(super) fn agree<'a>(&mut self, event: MainEvent<'a>) -> Result<Action<'a>, MigrationError> {
+        match event {
+            MainEvent::Postcopy(PostcopyCommand::RecvBitmap(block)) => Ok(Action::Bitmap(block)),
+            MainEvent::Postcopy(PostcopyCommand::Resume) => {
+                self.phase = Phase::Pages;
+                if let Silence::Always(limit) = self.silence {
+                    self.silence = Silence::WithinRecords(limit / 2);
+                }
+                Ok(Action::Resume)
+            }
+            other => Err(out_of_place(&event_name(&other))),
+        }
+    }
+}
+
+fn out_of_place(got: &str) -> MigrationError {
+    protocol(got, "bringing pages to a guest that runs")
+}

@@ -1,0 +1,469 @@
+//! What a stream has before its first page, and whether a relay can take it apart.
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::handshake::{Features, Offer};
+use hotlift_wire::main_channel::{
+    self as wire, Command, Configuration, EarlyLengths, EarlySection, MainEvent, SectionKind,
+};
+use hotlift_wire::{RamBlockEntry, WireError, limits};
+
+use super::{
+    Action, GuestRules, MainChannel, Phase, Silence, Source, Stage, Step, Taker, event_name,
+    protocol,
+};
+use crate::error::{Channel, MigrationError};
+use crate::stream::door::RESUMED_MAGIC;
+
+/// Size in bytes of the largest host pages that RAM may be in. A page that is sent together has to be in memory whole, and the
+/// next size of x86 is 1 GiB: a guest in such pages is better moved before it runs.
+pub(crate) const LARGEST_PAGE: usize = 2 << 20;
+
+/// The section type of a device that sends more than one section: START.
+const START: u8 = 0x01;
+
+/// The section type of an early section: FULL.
+const FULL: u8 = 0x04;
+
+/// What a set-up is read for.
+const OPENING: &str = "opening the migration";
+
+/// What a guest's stream is read for.
+pub(super) const PRECOPY: &str = "a multifd precopy migration";
+
+/// Why a stream is passed through in which a device with a START section follows `ram`.
+const LIVE_DEVICE: &str =
+    "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)";
+
+/// The RAM of the VM.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct RamLayout {
+    /// The source's id of the section `ram`, which its other ids are distinct from.
+    pub section_id: u32,
+    /// The RAM blocks, in the source's order.
+    pub blocks: Vec<RamBlockEntry>,
+}
+
+impl RamLayout {
+    /// Whether the host has some of it in huge pages.
+    pub(crate) fn has_huge_pages(&self) -> bool {
+        let mut blocks = self.blocks.iter();
+        blocks.any(|block| block.page_size > PAGE_SIZE as u64)
+    }
+}
+
+/// Sections of devices before the end of RAM, in their order.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct EarlySections {
+    /// Those before the START section of `ram`.
+    pub before_ram: Vec<EarlySection>,
+    /// Those behind it.
+    pub behind_start: Vec<EarlySection>,
+}
+
+impl EarlySections {
+    /// All of them.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &EarlySection> {
+        self.before_ram.iter().chain(&self.behind_start)
+    }
+
+    /// Adds a section that comes next in a stream where `ram` has begun or not.
+    pub(crate) fn push(&mut self, section: EarlySection, ram_has_begun: bool) {
+        match ram_has_begun {
+            true => self.behind_start.push(section),
+            false => self.before_ram.push(section),
+        }
+    }
+}
+
+/// What the stream has before its first page.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Setup {
+    pub configuration: Configuration,
+    /// Commands for the other side.
+    pub commands: Vec<Command>,
+    pub ram: RamLayout,
+    /// Sections of devices that have come so far.
+    pub early: EarlySections,
+    /// The multifd flush of the set-up is a record; else, with multifd, every section's end is a sync point.
+    pub flush: bool,
+    /// What a Hotlift's stream has, a relay's or a guest's; `None` of a QEMU.
+    pub relay: Option<Features>,
+    pub return_path: bool,
+    /// The guest may be switched over before its pages are there.
+    pub postcopy: bool,
+}
+
+impl Setup {
+    /// Whether the source is a guest of Hotlift's own.
+    pub(crate) fn is_guest(&self) -> bool {
+        self.relay
+            .is_some_and(|features| !features.contains(Features::RELAYED))
+    }
+}
+
+impl MainChannel {
+    /// Goes on behind the set-up of a source with or without multifd channels. Other devices may follow that cannot be
+    /// taken apart; [`Action::Opened`] comes behind those.
+    pub(crate) fn begin(&mut self, multifd: bool) {
+        self.multifd = multifd;
+        // With multifd the source may write nothing more on main before its channels are read; there such a device is
+        // refused when it comes, and what was taken for the end of an unknown layout is checked at the end.
+        self.phase = Phase::Others {
+            section_has_ended: false,
+        };
+        if multifd || self.is_hotlift() {
+            self.open();
+        }
+    }
+
+    /// Whether the taker shows that it loads the devices. A file takes whatever comes.
+    pub(crate) fn set_shows_loading(&mut self, shows: bool) {
+        self.shows_loading = shows;
+    }
+
+    /// Whether the stream is not open yet.
+    pub(crate) fn looks_at_devices(&self) -> bool {
+        matches!(self.phase, Phase::Others { .. })
+    }
+
+    fn open(&mut self) {
+        self.phase = Phase::Ram;
+        self.silence = Silence::Unlimited;
+        if !self.is_hotlift() {
+            self.crc = None;
+        }
+    }
+
+    /// A postcopy that was interrupted is answered as soon as the destination has compared what it has.
+    pub(super) fn first(&mut self, bytes: &[u8]) -> Step<'static> {
+        let missing = RESUMED_MAGIC.len().saturating_sub(bytes.len());
+        if missing > 0 {
+            return Step::Need(missing);
+        }
+        if bytes.starts_with(&RESUMED_MAGIC) {
+            let why = "a postcopy that was interrupted goes on".to_owned();
+            let is_answered = false;
+            return Step::Do(Action::PassThrough { why, is_answered }, 0);
+        }
+        self.phase = Phase::SetUp;
+        Step::Do(Action::Nothing, 0)
+    }
+
+    fn pass_through(&self, why: String) -> Action<'static> {
+        Action::PassThrough {
+            why,
+            is_answered: self.return_path,
+        }
+    }
+
+    /// What follows from bytes that are no event.
+    pub(super) fn undecoded(&mut self, error: WireError) -> Result<Step<'static>, MigrationError> {
+        let is_guest = matches!(self.taker, Taker::Guest(_));
+        let why = match (self.phase, error) {
+            (_, error) if is_guest => return Err(MigrationError::main_wire(error)),
+            (Phase::SetUp, WireError::UnknownDevice { idstr, .. }) => {
+                format!("device '{idstr}' sends state while the guest runs")
+            }
+            (Phase::SetUp | Phase::Others { .. }, WireError::NoSectionEnd { idstr, .. }) => {
+                before_ram(&idstr)
+            }
+            (Phase::SetUp, WireError::Unsupported { what }) => format!("it has {what}"),
+            (Phase::SetUp | Phase::Others { .. } | Phase::Devices, error) => {
+                return Err(MigrationError::main_wire(error));
+            }
+            (_, error) => return Err(broken(error, &self.early)),
+        };
+        Ok(Step::Do(self.pass_through(why), 0))
+    }
+
+    /// A record of the set-up, of so many bytes.
+    pub(super) fn set_up<'a>(
+        &mut self,
+        event: MainEvent<'a>,
+        length: usize,
+    ) -> Result<Action<'a>, MigrationError> {
+        self.set_up_bytes += length;
+        let into_stream = match self.taker {
+            Taker::Guest(_) => return self.set_up_of_guest(event),
+            Taker::Relay { into_stream } => into_stream,
+        };
+        over_limit(
+            self.set_up_bytes,
+            limits::MAIN_RECORD,
+            "length of the set-up",
+        )?;
+        match event {
+            MainEvent::Configuration(configuration) => self.set_up.configuration = configuration,
+            MainEvent::Command(command) => return self.set_up_command(command, into_stream),
+            MainEvent::SectionStart {
+                kind: SectionKind::Start,
+                id,
+                ..
+            } => self.set_up.ram.section_id = id,
+            MainEvent::EarlySection(section) => {
+                self.early.note(&section);
+                self.set_up.early.push(section, false);
+            }
+            MainEvent::RamBlocks(blocks) => self.set_up.ram.blocks = blocks,
+            MainEvent::MultifdFlush if !self.set_up.flush => self.set_up.flush = true,
+            MainEvent::Header => {}
+            // The footer may stay in the source's buffer until its channels are read.
+            MainEvent::RamEos => {
+                let set_up = Setup {
+                    return_path: self.return_path,
+                    postcopy: self.takes_postcopy,
+                    ..std::mem::take(&mut self.set_up)
+                };
+                self.has_footers = !set_up.configuration.is_absent();
+                self.has_flushes = set_up.flush;
+                self.section = Some(SectionKind::Start);
+                self.phase = Phase::Chosen;
+                return Ok(Action::SetUp(Box::new(set_up)));
+            }
+            other => return Err(protocol(&event_name(&other), OPENING)),
+        }
+        Ok(Action::Nothing)
+    }
+
+    fn set_up_command(
+        &mut self,
+        command: Command,
+        into_stream: bool,
+    ) -> Result<Action<'static>, MigrationError> {
+        match command {
+            Command::OpenReturnPath => {
+                self.return_path = true;
+                return Ok(Action::Nothing);
+            }
+            Command::PostcopyAdvise { page_sizes } if !page_sizes.is_some_and(are_carried) => {
+                let why = match page_sizes {
+                    Some(_) => {
+                        "with host pages of more than 2 MiB, or target pages that are not of 4 KiB"
+                    }
+                    None => "of bitmaps alone",
+                };
+                let why = format!("postcopy may follow (capability postcopy-ram), {why}");
+                return Ok(self.pass_through(why));
+            }
+            Command::Ping(ping)
+                if !self.is_hotlift()
+                    && self.set_up.commands.is_empty()
+                    && let Some(offer) = Offer::of_ping(ping) =>
+            {
+                return Ok(self.meet(offer, into_stream));
+            }
+            Command::PostcopyAdvise { .. } if !into_stream => {
+                let why = "postcopy may follow (capability postcopy-ram)".to_owned();
+                return Ok(self.pass_through(why));
+            }
+            _ => {}
+        }
+        let commands = &mut self.set_up.commands;
+        over_limit(
+            commands.len() + 1,
+            limits::SETUP_COMMANDS,
+            "number of commands in the set-up",
+        )?;
+        commands.push(command);
+        if !matches!(command, Command::PostcopyAdvise { .. }) {
+            return Ok(Action::Nothing);
+        }
+        self.takes_postcopy = true;
+        if !self.return_path || self.is_hotlift() {
+            return Ok(Action::Nothing);
+        }
+        // PINGs of a QEMU are answered in place of the destination, which does not get them then. A QEMU that switches
+        // over at once waits for that before it sends its RAM blocks, without which no destination can be opened.
+        let commands = &mut self.set_up.commands;
+        let pings = commands.extract_if(.., |command| matches!(command, Command::Ping(_)));
+        let values = pings.filter_map(|command| match command {
+            Command::Ping(value) => Some(value),
+            _ => None,
+        });
+        Ok(Action::Pongs(values.collect()))
+    }
+
+    /// A Hotlift's offer to a relay. A guest that is not saved is refused: nobody who takes a QEMU's stream runs it.
+    fn meet(&mut self, offer: Offer, into_stream: bool) -> Action<'static> {
+        self.set_up.relay = Some(offer.features);
+        self.source = match offer.features.contains(Features::RELAYED) {
+            true => Source::Relay,
+            false => Source::Guest,
+        };
+        self.package_is_checked = offer.features.contains(Features::PACKAGE_CHECKED);
+        let relayed = match into_stream {
+            true => Features::RELAYED,
+            false => offer.features & Features::RELAYED,
+        };
+        let known = Features::MULTIFD | Features::PACKAGE_CHECKED | Features::CONFIRMED;
+        let takes = relayed | (offer.features & known);
+        Action::Greet { offer, takes }
+    }
+
+    /// Looks whether another device sends state while the guest runs, or before RAM in a layout that is not known. Their
+    /// sections follow the footer of `ram`'s.
+    pub(super) fn others<'a>(
+        &mut self,
+        bytes: &'a [u8],
+        section_has_ended: bool,
+    ) -> Result<Step<'a>, MigrationError> {
+        if let Some(idstr) = self.early.searched() {
+            return Ok(Step::Do(self.pass_through(before_ram(idstr)), 0));
+        }
+        if section_has_ended {
+            match bytes.first() {
+                None => return Ok(Step::Need(1)),
+                Some(&START) => {
+                    return Ok(Step::Do(self.pass_through(LIVE_DEVICE.to_owned()), 0));
+                }
+                Some(&FULL) => {}
+                Some(_) => {
+                    self.open();
+                    return Ok(Step::Do(Action::Opened, 0));
+                }
+            }
+        }
+        match self.decode(bytes) {
+            Ok(wire::Step::Need(needed)) => Ok(Step::Need(needed)),
+            Ok(wire::Step::Event { event, consumed }) => {
+                let action = match event {
+                    MainEvent::EarlySection(section) => {
+                        self.early.note(&section);
+                        Action::Early(section)
+                    }
+                    _ => {
+                        self.phase = Phase::Others {
+                            section_has_ended: true,
+                        };
+                        Action::Nothing
+                    }
+                };
+                Ok(Step::Do(action, consumed))
+            }
+            Err(error) => self.undecoded(error),
+        }
+    }
+
+    fn set_up_of_guest<'a>(&mut self, event: MainEvent<'a>) -> Result<Action<'a>, MigrationError> {
+        match event {
+            MainEvent::Configuration(configuration) => {
+                self.is_named = true;
+                Ok(Action::Machine(configuration))
+            }
+            MainEvent::RamBlocks(_) if !self.is_named => {
+                Err(protocol("a stream that does not name its machine", PRECOPY))
+            }
+            MainEvent::RamBlocks(blocks) => {
+                self.phase = Phase::Ram;
+                if !self.is_hotlift() {
+                    self.crc = None;
+                }
+                Ok(Action::RamBlocks(blocks))
+            }
+            MainEvent::Header => Ok(Action::Nothing),
+            other => self.ram(other),
+        }
+    }
+
+    /// A PING of the source of a guest, before it has opened the migration or behind that.
+    pub(super) fn ping_of_guest(
+        &mut self,
+        rules: GuestRules,
+        value: u32,
+    ) -> Result<Action<'static>, MigrationError> {
+        if !self.return_path {
+            return Err(protocol("PING without an open return path", PRECOPY));
+        }
+        if self.is_hotlift() {
+            self.check_crc(&[], value)?;
+            return Ok(Action::Pong(value));
+        }
+        match (Offer::of_ping(value), rules.is_hotlift) {
+            // Without channels a Hotlift has no other place to show that it is one.
+            (Some(offer), Some(true) | None) => {
+                self.source = Source::Guest;
+                let takes = rules.takes;
+                Ok(Action::Greet { offer, takes })
+            }
+            (None, Some(false) | None) => Ok(Action::Pong(value)),
+            _ => Err(protocol(
+                "the first PING of another source than the channels'",
+                PRECOPY,
+            )),
+        }
+    }
+
+    /// Postcopy may follow: nothing that RAM holds now is the source's.
+    pub(super) fn advise_guest(
+        &mut self,
+        rules: GuestRules,
+        page_sizes: Option<(u64, u64)>,
+    ) -> Result<Action<'static>, MigrationError> {
+        let differs = |what: &str, source_has: &str, destination_has: &str| {
+            Err(MigrationError::Mismatch {
+                what: what.to_owned(),
+                source_has: source_has.to_owned(),
+                destination_has: destination_has.to_owned(),
+            })
+        };
+        let page = PAGE_SIZE as u64;
+        match page_sizes {
+            _ if !rules.postcopy_ram => differs("postcopy-ram", "on", "off"),
+            _ if self.section.is_some() || self.stage != Stage::Precopy => Err(protocol(
+                "POSTCOPY_ADVISE behind the RAM blocks, or a second",
+                PRECOPY,
+            )),
+            Some((host, target)) if (host, target) != (page, page) => differs(
+                "the size of pages (all of the host's, and the guest's)",
+                &format!("{host:#x}, {target:#x}"),
+                &format!("{page:#x}, {page:#x}"),
+            ),
+            None => differs("postcopy-ram", "off, and postcopy of bitmaps alone", "on"),
+            Some(_) => {
+                self.stage = Stage::Advised;
+                Ok(Action::Advised)
+            }
+        }
+    }
+}
+
+/// Why a stream is passed through in which this device has an early section of an unknown layout.
+fn before_ram(idstr: &str) -> String {
+    format!("device '{idstr}' sends state before RAM in a layout that is not known")
+}
+
+/// Whether postcopy is carried for all these sizes of host pages, ORed, and this one of the target's.
+fn are_carried((host, target): (u64, u64)) -> bool {
+    let page = PAGE_SIZE as u64;
+    target == page && (page..2 * LARGEST_PAGE as u64).contains(&host)
+}
+
+fn over_limit(got: usize, limit: usize, what: &'static str) -> Result<(), MigrationError> {
+    match got > limit {
+        true => Err(MigrationError::main_wire(WireError::OverLimit {
+            what,
+            limit: limit as u64,
+            got: got as u64,
+        })),
+        false => Ok(()),
+    }
+}
+
+/// What is wrong with the bytes of main. For a device whose state a relay cannot take out of a stream with multifd, the
+/// error has the way out: without multifd the stream is passed through.
+pub(super) fn broken(error: WireError, early: &EarlyLengths) -> MigrationError {
+    let got = match (&error, early.searched()) {
+        (WireError::UnknownDevice { idstr, .. }, _) => {
+            format!("the state of device '{idstr}', which sends it while the guest runs")
+        }
+        (WireError::NoSectionEnd { .. } | WireError::SectionLength { .. }, _) => error.to_string(),
+        // Its end may have been taken for another place.
+        (_, Some(idstr)) => format!("{error}, behind device '{idstr}', whose state has no length"),
+        _ => return MigrationError::main_wire(error),
+    };
+    MigrationError::Protocol {
+        channel: Channel::Main,
+        got,
+        doing: "reading RAM (switch multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate without the relay)",
+    }
+}
