@@ -225,30 +225,18 @@ fn flips_of_type(unit: &Unit) -> impl Iterator<Item = Fault> + '_ {
     (0..8).map(|bit| flip(unit, 0, 1 << bit))
 }
 
+/// Each byte is damaged where no connection is (`hotlift/src/stream/main_channel/tests.rs`); one of each unit here shows that
+/// both sides do what is decided there.
 #[test]
-fn any_flipped_byte_of_the_main_channel_leaves_one_guest() {
+fn a_flipped_byte_of_each_unit_of_the_main_channel_leaves_one_guest() {
     let _alone = alone();
     let census = Census::take();
     let mut course = Course::new(GuestKind::Threads, options("none"));
     let log = course.watch();
-    for (unit, length) in places(&log, 2) {
-        if unit.back || unit.socket != Some(Socket::Main) {
-            continue;
-        }
-        // Behind its length a payload is for the checksum alone, and the description for nobody.
-        let (whole, stride) = match unit.name.split(" #").next() {
-            Some("device payload") => (8, 16),
-            Some("VM description") => (5, 64),
-            _ => (length, 1),
-        };
-        for fault in flips_of_type(&unit) {
-            course.suffer(&fault);
-        }
-        for byte in (0..length).filter(|byte| *byte < whole || byte % stride == 0) {
-            for mask in MASKS {
-                course.suffer(&flip(&unit, byte, mask));
-            }
-        }
+    let forth = |unit: &Unit| !unit.back && unit.socket == Some(Socket::Main);
+    let units = places(&log, 2).into_iter().filter(|(unit, _)| forth(unit));
+    for (number, (unit, length)) in units.enumerate() {
+        course.suffer(&flip(&unit, length / 2, MASKS[number % 3]));
     }
     course.finish(&census);
 }

@@ -1,4 +1,7 @@
 //! A damaged byte between two relays never makes another guest of the one that went in.
+//!
+//! Each byte of main is damaged where no connection is (`stream/main_channel/tests.rs`): a sample here shows that relays do what
+//! is decided there.
 
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -140,18 +143,20 @@ fn at(direction: Direction, positions: impl Iterator<Item = usize>) -> Vec<Flip>
 
 #[test]
 fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
+    /// Of all bytes, and of those that may become EOF.
+    const SAMPLE: usize = 12;
     let expected = expected();
     let between = settings(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
     let carried = undamaged(&between, &expected);
     let main = &carried[&MAIN];
-    // Of the text of the description a part is enough. What closes main behind it is random.
     let description = b"{\"devices\"";
     let mut places = main.windows(description.len());
     let text = places.position(|bytes| bytes == description).unwrap();
-    let mut flips = at(MAIN, (0..text).chain((text..main.len()).step_by(29)));
+    let mut flips = at(MAIN, (0..text).step_by(text / SAMPLE));
     // A command that becomes EOF is the worst that can happen.
-    let commands = (0..text).filter(|&at| main[at] == 8);
-    flips.extend(commands.map(|at| Flip {
+    let commands: Vec<_> = (0..text).filter(|&at| main[at] == 8).collect();
+    let sample = commands.into_iter().rev().take(SAMPLE);
+    flips.extend(sample.map(|at| Flip {
         direction: MAIN,
         at,
         mask: 8,
@@ -227,7 +232,7 @@ fn no_flipped_byte_of_pages_on_main_makes_another_guest() {
     let between = settings(&[("multifd", "off")]);
     let carried = undamaged(&between, &expected);
     let main = carried[&MAIN].len();
-    let flips = at(MAIN, (0..main).step_by(2741));
+    let flips = at(MAIN, (0..main).step_by(main / 24));
     let harmless = damage_all(&between, &flips, &expected);
     assert!(harmless * 10 < flips.len(), "{harmless} of {}", flips.len());
 }
@@ -341,7 +346,7 @@ fn no_flipped_byte_of_a_package_runs_a_guest() {
     let main = &carried[&MAIN];
     let mut places = main.windows(PACKAGE.len());
     let begins = places.position(|bytes| bytes == PACKAGE).unwrap();
-    for flip in at(MAIN, begins..main.len()) {
+    for flip in at(MAIN, (begins..main.len()).step_by(7)) {
         assert_eq!(switched(Some(flip)).0, None, "{flip:?}");
     }
 }
