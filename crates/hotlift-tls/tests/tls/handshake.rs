@@ -44,17 +44,11 @@ fn a_proof_binds_one_connection_to_one_conversation() {
     );
     let proof = conversation.0.1.exporter.proof(&data.0.1.exporter);
     let here = &conversation.1.1.exporter;
-    assert!(here.is_proven(&data.1.1.exporter, &proof));
-    assert!(
-        !here.is_proven(&other.1.1.exporter, &proof),
-        "another connection"
-    );
-    assert!(
-        !other.1.1.exporter.is_proven(&data.1.1.exporter, &proof),
-        "another conversation"
-    );
-    assert!(!here.is_proven(&data.1.1.exporter, &proof[..31]), "cut");
-    assert!(!here.is_proven(&data.1.1.exporter, &[]), "none");
+    assert_eq!(here.proof(&data.1.1.exporter), proof);
+    let of_other = here.proof(&other.1.1.exporter);
+    assert_ne!(of_other, proof, "another connection");
+    let by_other = other.1.1.exporter.proof(&data.1.1.exporter);
+    assert_ne!(by_other, proof, "another conversation");
 }
 
 #[test]

@@ -3,7 +3,6 @@
 
 mod handshake;
 mod judged;
-mod kernel;
 mod memory;
 mod openssl;
 mod qemu;
