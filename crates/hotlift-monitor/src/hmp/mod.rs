@@ -30,8 +30,4 @@ pub fn run_line(commands: &dyn Commands, line: &str) -> String {
 }
 
 #[cfg(test)]
-mod docs;
-#[cfg(test)]
-mod fake;
-#[cfg(test)]
 mod tests;

@@ -1,3 +1,6 @@
+mod docs;
+mod fake;
+
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -5,10 +8,10 @@ use hotlift_qmp::Socket;
 use serde_json::json;
 
 use super::complete::complete;
-use super::fake::Fake;
 use super::table::{COMMANDS, INFO};
 use super::terminal::serve_pipe;
 use super::*;
+use fake::Fake;
 
 /// Types lines, and gives back all that was printed.
 fn typed(fake: &Fake, lines: &[&str]) -> String {

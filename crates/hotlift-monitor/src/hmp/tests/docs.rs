@@ -5,7 +5,7 @@ use std::path::Path;
 
 use hotlift::options::{Kind, OLDER_NAMES, OPTIONS, QmpType};
 
-use super::table::{COMMANDS, HmpCommand, INFO};
+use super::super::table::{COMMANDS, HmpCommand, INFO};
 
 /// A bar in a cell ends it.
 fn cell(text: &str) -> String {
