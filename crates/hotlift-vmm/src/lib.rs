@@ -9,7 +9,8 @@
 //! | `layout` | where things lie in its RAM; the record that each write leaves |
 //! | `workload` | which page the n-th write goes to, and when |
 //! | `fill` | what RAM holds before the start |
-//! | `kvm`, `threads` | the two guests |
+//! | `machine` | what both guests are |
+//! | `kvm`, `threads` | the vCPUs of each |
 //! | `guest/hotlift.s` | the program that the KVM guest runs, and any other VMM can |
 //! | `life`, `control`, `throttle`, `device` | their phases, their threads, their device state |
 //! | `verify` | the proof |
@@ -24,8 +25,9 @@ pub mod fill;
 pub mod kvm;
 pub mod layout;
 mod life;
+mod machine;
 mod settings;
-pub mod threads;
+mod threads;
 mod throttle;
 pub mod verify;
 pub mod workload;
@@ -43,8 +45,8 @@ pub fn create(
     settings: &GuestSettings,
 ) -> Result<Box<dyn BuiltinGuest>, CreateError> {
     Ok(match kind {
-        GuestKind::Kvm => Box::new(kvm::KvmGuest::new(settings)?),
-        GuestKind::Threads => Box::new(threads::ThreadsGuest::new(settings)?),
+        GuestKind::Kvm => Box::new(machine::Machine::<kvm::KvmVcpus>::new(settings)?),
+        GuestKind::Threads => Box::new(machine::Machine::<threads::Workers>::new(settings)?),
     })
 }
 

@@ -155,15 +155,12 @@ impl Generator {
 pub struct Position {
     /// Writes that are wholly in memory.
     pub writes: u64,
-    /// Stores of the next write that are in memory, 0 to [`Position::STORES`]. The stores of a write
+    /// Stores of the next write that are in memory, 0 to 4. The stores of a write
     /// are, in order: version and sequence in the table, version and sequence in the page.
     pub stores: u8,
 }
 
 impl Position {
-    /// Stores that make a write.
-    pub const STORES: u8 = 4;
-
     /// A vCPU that stands between two writes.
     pub fn between(writes: u64) -> Self {
         Self { writes, stores: 0 }

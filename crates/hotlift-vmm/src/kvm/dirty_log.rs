@@ -58,11 +58,6 @@ impl DirtyLog {
         })
     }
 
-    /// True if fetching and clearing are two steps.
-    pub fn is_manual(&self) -> bool {
-        self.manual
-    }
-
     /// Called when the slot has begun to log.
     pub fn started(&self, ram: &RamBlock) {
         // The first round reads all pages without a fetch, so it has to clear all bits.

@@ -20,24 +20,19 @@ mod vcpu;
 mod vm;
 
 use std::os::unix::thread::JoinHandleExt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
-use hotlift::guest::{DeviceState, Guest, GuestError};
+use hotlift::guest::{DeviceState, GuestError};
 use hotlift_mem::{DirtyBitmap, RamBlock, lock};
 use kvm_ioctls::VmFd;
 
-use crate::builtin::{BuiltinGuest, CreateError};
-use crate::bytes::to_usize;
+use crate::builtin::CreateError;
 use crate::control::Want;
-use crate::device::{self, DeviceError};
-use crate::fill::{self, FillError, FillSettings, Filled};
-use crate::layout::{Layout, RAM_BLOCK};
-use crate::life::Life;
-use crate::settings::{GuestKind, GuestSettings, Program};
-use crate::throttle::Throttle;
-use crate::verify::{self, Verified, VerifyError};
+use crate::device::DeviceError;
+use crate::machine::{Common, Vcpus};
+use crate::settings::{GuestKind, Program};
+use crate::verify::VerifyError;
 use crate::workload::Position;
 use dirty_log::DirtyLog;
 use program::Head;
@@ -48,105 +43,31 @@ pub use error::KvmError;
 pub use program::ELF;
 pub use vm::{host_tsc_khz, usable};
 
-/// The KVM guest.
-pub struct KvmGuest {
-    // Dropped in this order: the vCPUs and the VM before the RAM that they map.
-    threads: Vec<JoinHandle<()>>,
+/// The vCPUs of a KVM guest, with their VM.
+pub(crate) struct KvmVcpus {
     vcpus: Vec<Arc<Vcpu>>,
     vm: VmFd,
-    blocks: Vec<Arc<RamBlock>>,
     shared: Arc<Shared>,
     model: Model,
     head: Head,
     dirty_log: DirtyLog,
-    life: Mutex<Life>,
-    /// Held by who starts, pauses or resumes, so that each finds done what it waits for.
-    commands: Mutex<()>,
-    uuid: [u8; 16],
-    throttle: Throttle,
 }
 
-impl KvmGuest {
-    /// A guest that has not run, with its threads parked.
-    ///
-    /// # Errors
-    /// [`CreateError`] if the settings do not fit together, or KVM, memory or a thread cannot be had.
-    pub fn new(settings: &GuestSettings) -> Result<Self, CreateError> {
-        let program = Program::new(settings)?;
-        let ram = RamBlock::new(RAM_BLOCK, to_usize(settings.ram_bytes), settings.backing)?;
-        let (vm, fds, model) = vm::create(settings.vcpus)?;
-        let dirty_log = DirtyLog::new(&vm, ram.pages())?;
-        vm::map(&vm, &ram, false)?;
-        // Made before its threads: if one of them cannot be started, dropping it ends the others.
-        let mut guest = Self {
-            threads: Vec::new(),
-            vcpus: (0..)
-                .zip(fds)
-                .map(|(index, fd)| Arc::new(Vcpu::new(index, fd)))
-                .collect(),
-            vm,
-            blocks: vec![Arc::new(ram)],
-            shared: Arc::new(Shared::new()),
-            model,
-            head: Head::read(),
-            dirty_log,
-            life: Mutex::new(Life::new(program)),
-            commands: Mutex::new(()),
-            uuid: settings.uuid,
-            throttle: Throttle::default(),
-        };
-        for (index, vcpu) in guest.vcpus.iter().enumerate() {
-            let (vcpu, shared) = (Arc::clone(vcpu), Arc::clone(&guest.shared));
-            let thread = std::thread::Builder::new()
-                .name(format!("vcpu-{index}"))
-                .spawn(move || vcpu.run(&shared))
-                .map_err(CreateError::Thread)?;
-            guest.threads.push(thread);
-        }
-        Ok(guest)
-    }
-
-    /// True if fetching the dirty log and clearing it are two steps here.
-    pub fn clears_dirty_log_by_range(&self) -> bool {
-        self.dirty_log.is_manual()
-    }
-
-    fn ram_block(&self) -> &RamBlock {
-        &self.blocks[0]
-    }
-
-    fn life(&self) -> MutexGuard<'_, Life> {
-        lock(&self.life)
-    }
-
-    fn command(&self) -> MutexGuard<'_, ()> {
-        lock(&self.commands)
-    }
-
-    fn stop(&self, want: Want) {
-        self.shared.want(want, &self.vcpus);
-        for thread in &self.threads {
-            send_kick(thread.as_pthread_t());
-        }
-    }
-
-    fn check_block(&self, block: usize, action: &'static str) -> Result<(), GuestError> {
-        if block == 0 {
-            Ok(())
-        } else {
-            Err(GuestError::new(action, format!("no RAM block {block}")))
-        }
+impl KvmVcpus {
+    /// The vCPUs with their numbers.
+    fn numbered(&self) -> impl Iterator<Item = (u8, &Arc<Vcpu>)> {
+        (0u8..).zip(&self.vcpus)
     }
 
     /// How far a vCPU has come, from its registers, and whether its memory agrees.
-    fn position(&self, index: u8, vcpu: &Vcpu) -> Result<Position, VerifyError> {
+    fn position(&self, ram: &RamBlock, index: u8, vcpu: &Vcpu) -> Result<Position, VerifyError> {
         let regs = vcpu
             .core()
             .fd
             .get_regs()
             .map_err(|error| GuestError::new("read a vCPU's registers", error))?;
         let block = self.head.block(index);
-        let errors = vm::peek(self.ram_block(), block + program::ERRORS);
+        let errors = vm::peek(ram, block + program::ERRORS);
         if errors > 0 {
             return Err(VerifyError::Guest {
                 vcpu: index,
@@ -158,7 +79,7 @@ impl KvmGuest {
         } else {
             regs.r10
         };
-        let got = vm::peek(self.ram_block(), block + program::PUBLISHED);
+        let got = vm::peek(ram, block + program::PUBLISHED);
         if got != expected {
             return Err(VerifyError::Published {
                 vcpu: index,
@@ -176,163 +97,73 @@ impl KvmGuest {
     }
 }
 
-impl Drop for KvmGuest {
-    fn drop(&mut self) {
-        self.throttle(0);
-        self.stop(Want::Stop);
-        for thread in self.threads.drain(..) {
-            // A panic of it is one that was printed; there is nobody left to tell.
-            let _ = thread.join();
-        }
-    }
-}
+impl Vcpus for KvmVcpus {
+    const KIND: GuestKind = GuestKind::Kvm;
+    const SECTION: (&'static str, u32) = (VCPU, VCPU_VERSION);
 
-impl Guest for KvmGuest {
-    fn machine(&self) -> &str {
-        GuestKind::Kvm.machine()
-    }
-
-    fn uuid(&self) -> [u8; 16] {
-        self.uuid
-    }
-
-    fn ram(&self) -> &[Arc<RamBlock>] {
-        &self.blocks
-    }
-
-    fn ram_is_fresh(&self) -> bool {
-        self.life().ram_is_fresh()
-    }
-
-    fn start_dirty_log(&self) -> Result<(), GuestError> {
-        vm::map(&self.vm, self.ram_block(), true)
-            .map_err(|error| GuestError::new("start its dirty log", error))?;
-        self.dirty_log.started(self.ram_block());
-        Ok(())
-    }
-
-    fn stop_dirty_log(&self) -> Result<(), GuestError> {
-        vm::map(&self.vm, self.ram_block(), false)
-            .map_err(|error| GuestError::new("stop its dirty log", error))
-    }
-
-    fn sync_dirty_log(&self, block: usize, into: &DirtyBitmap) -> Result<u64, GuestError> {
-        self.check_block(block, "fetch its dirty log")?;
-        self.dirty_log
-            .sync(&self.vm, self.ram_block(), into)
-            .map_err(|error| GuestError::new("fetch its dirty log", error))
-    }
-
-    fn clear_dirty_log(&self, block: usize, first: usize, pages: usize) -> Result<(), GuestError> {
-        self.check_block(block, "clear its dirty log")?;
-        self.dirty_log
-            .clear(&self.vm, self.ram_block(), first, pages)
-            .map_err(|error| GuestError::new("clear its dirty log", error))
-    }
-
-    fn pause(&self) -> Result<(), GuestError> {
-        let _command = self.command();
-        self.stop(Want::Pause);
-        self.shared.control.wait_until_parked();
-        self.life().paused();
-        self.health()
-    }
-
-    fn resume(&self) -> Result<(), GuestError> {
-        let _command = self.command();
-        self.life().resume()?;
-        self.shared.want(Want::Run, &self.vcpus);
-        Ok(())
-    }
-
-    fn vcpu_threads(&self) -> Vec<u32> {
-        self.shared.control.threads(self.vcpus.len())
-    }
-
-    fn throttle(&self, percent: u8) -> bool {
-        let shared = Arc::clone(&self.shared);
-        // They are joined after the thread that kicks them.
-        let vcpus: Vec<_> = self
-            .threads
-            .iter()
-            .map(JoinHandleExt::as_pthread_t)
-            .collect();
-        self.throttle.set(percent, &self.shared.control, || {
-            let kick = move || vcpus.iter().for_each(|vcpu| send_kick(*vcpu));
-            std::thread::Builder::new()
-                .name("vcpu-throttle".to_owned())
-                .spawn(move || shared.control.end_slices(kick))
+    fn new(vcpus: u8, ram: &Arc<RamBlock>, common: &Arc<Common>) -> Result<Self, CreateError> {
+        let (vm, fds, model) = vm::create(vcpus)?;
+        let dirty_log = DirtyLog::new(&vm, ram.pages())?;
+        vm::map(&vm, ram, false)?;
+        Ok(Self {
+            vcpus: (0..)
+                .zip(fds)
+                .map(|(index, fd)| Arc::new(Vcpu::new(index, fd)))
+                .collect(),
+            vm,
+            shared: Arc::new(Shared::new(common)),
+            model,
+            head: Head::read(),
+            dirty_log,
         })
     }
 
-    fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
-        self.health()?;
-        let life = self.life();
-        life.check_paused("save its devices")?;
-        let mut devices = vec![device::save_guest(&life.program, &life.digest)];
-        for (instance, vcpu) in (0u32..).zip(&self.vcpus) {
-            let core = vcpu.core();
-            let state = VcpuState::save(&core.fd, &self.model, &core.line)
-                .map_err(|error| GuestError::new("save its devices", error))?;
-            devices.push(state.device(instance));
-        }
-        Ok(devices)
+    fn thread(&self, index: u8) -> Box<dyn FnOnce() + Send> {
+        let vcpu = Arc::clone(&self.vcpus[usize::from(index)]);
+        let shared = Arc::clone(&self.shared);
+        Box::new(move || vcpu.run(&shared))
     }
 
-    fn load_devices(&self, devices: Vec<DeviceState>) -> Result<(), GuestError> {
-        let mut life = self.life();
-        life.check_fresh("load its devices")?;
-        let load = || -> Result<_, DeviceError> {
-            let vcpus = life.program.layout.vcpus();
-            let (guest, payloads) = device::sort(&devices, VCPU, VCPU_VERSION, vcpus)?;
-            let (program, digest) = device::load_guest(guest, &life.program.layout)?;
-            // All is parsed before anything is loaded.
-            let states = payloads
-                .into_iter()
-                .map(|payload| VcpuState::parse(payload, &self.model))
-                .collect::<Result<Vec<_>, _>>()?;
-            for ((index, vcpu), state) in (0u8..).zip(&self.vcpus).zip(states) {
-                let mut core = vcpu.core();
-                state.load(&core.fd, index, &self.model)?;
-                core.line = state.serial;
+    fn want(&self, want: Want) {
+        self.shared.common.control.want(want, || {
+            if want != Want::Run {
+                self.vcpus.iter().for_each(|vcpu| vcpu.stop_soon());
             }
-            Ok((program, digest))
-        };
-        let (program, digest) =
-            load().map_err(|error| GuestError::new("load its devices", error))?;
-        life.loaded(program, digest);
+        });
+    }
+
+    fn kick(threads: &[JoinHandle<()>]) -> impl Fn() + Send + 'static {
+        let threads: Vec<_> = threads.iter().map(JoinHandleExt::as_pthread_t).collect();
+        move || threads.iter().for_each(|thread| send_kick(*thread))
+    }
+
+    fn start_dirty_log(&self, ram: &RamBlock) -> Result<(), GuestError> {
+        vm::map(&self.vm, ram, true)
+            .map_err(|error| GuestError::new("start its dirty log", error))?;
+        self.dirty_log.started(ram);
         Ok(())
     }
-}
 
-impl BuiltinGuest for KvmGuest {
-    fn kind(&self) -> GuestKind {
-        GuestKind::Kvm
+    fn stop_dirty_log(&self, ram: &RamBlock) -> Result<(), GuestError> {
+        vm::map(&self.vm, ram, false).map_err(|error| GuestError::new("stop its dirty log", error))
     }
 
-    fn layout(&self) -> Layout {
-        self.life().program.layout
+    fn sync_dirty_log(&self, ram: &RamBlock, into: &DirtyBitmap) -> Result<u64, GuestError> {
+        let fetched = self.dirty_log.sync(&self.vm, ram, into);
+        fetched.map_err(|error| GuestError::new("fetch its dirty log", error))
     }
 
-    fn rate(&self) -> u64 {
-        self.life().program.rate()
+    fn clear_dirty_log(
+        &self,
+        ram: &RamBlock,
+        first: usize,
+        pages: usize,
+    ) -> Result<(), GuestError> {
+        let cleared = self.dirty_log.clear(&self.vm, ram, first, pages);
+        cleared.map_err(|error| GuestError::new("clear its dirty log", error))
     }
 
-    fn fill(&self, settings: &FillSettings) -> Result<Filled, FillError> {
-        let mut life = self.life();
-        life.begin_fill()?;
-        let filled = fill::fill(self.ram_block(), &life.program.layout, settings)?;
-        life.digest.clone_from(&filled.digest);
-        Ok(filled)
-    }
-
-    fn start(&self) -> Result<(), GuestError> {
-        let _command = self.command();
-        let program = {
-            let life = self.life();
-            life.check_fresh("start")?;
-            life.program
-        };
+    fn boot(&self, ram: &RamBlock, program: &Program) -> Result<(), GuestError> {
         let failed =
             |reason: Box<dyn std::error::Error + Send + Sync>| GuestError::new("start", reason);
         let (first, others) = self
@@ -340,8 +171,7 @@ impl BuiltinGuest for KvmGuest {
             .split_first()
             .ok_or_else(|| failed("no vCPU".into()))?;
         let tsc_khz = vm::tsc_khz(&first.core().fd);
-        let entry = program::load(self.ram_block(), &program, tsc_khz)
-            .map_err(|error| failed(error.into()))?;
+        let entry = program::load(ram, program, tsc_khz).map_err(|error| failed(error.into()))?;
         let address = first
             .boot(&entry, &self.shared)
             .map_err(|reason| failed(reason.into()))?;
@@ -355,50 +185,46 @@ impl BuiltinGuest for KvmGuest {
             vcpu.start_as(&first.fd, address)
                 .map_err(|error| failed(error.into()))?;
         }
-        self.life().start()?;
-        self.shared.want(Want::Run, &self.vcpus);
         Ok(())
     }
 
-    fn verify(&self) -> Result<Verified, VerifyError> {
-        self.health()?;
-        let (program, digest) = {
-            let life = self.life();
-            life.check_paused("be verified")?;
-            (life.program, life.digest.clone())
+    fn save(&self) -> Result<Vec<DeviceState>, GuestError> {
+        let save = |(instance, vcpu): (u8, &Arc<Vcpu>)| {
+            let core = vcpu.core();
+            let state = VcpuState::save(&core.fd, &self.model, &core.line)
+                .map_err(|error| GuestError::new("save its devices", error))?;
+            Ok(state.device(instance.into()))
         };
-        let positions = (0u8..)
-            .zip(&self.vcpus)
-            .map(|(index, vcpu)| self.position(index, vcpu))
+        self.numbered().map(save).collect()
+    }
+
+    fn load(&self, states: Vec<&[u8]>) -> Result<(), DeviceError> {
+        let states = states
+            .into_iter()
+            .map(|state| VcpuState::parse(state, &self.model))
             .collect::<Result<Vec<_>, _>>()?;
-        verify::verify(self.ram_block(), &program, &positions, &digest)
-    }
-
-    fn writes(&self) -> u64 {
-        (0u8..)
-            .zip(&self.vcpus)
-            .map(|(index, _)| {
-                vm::peek(
-                    self.ram_block(),
-                    self.head.block(index) + program::PUBLISHED,
-                )
-            })
-            .sum()
-    }
-
-    fn throttled_time(&self) -> Duration {
-        self.shared.control.slept()
-    }
-
-    fn health(&self) -> Result<(), GuestError> {
-        match &*lock(&self.shared.death) {
-            None => Ok(()),
-            Some(reason) => Err(GuestError::new("go on running", reason.clone())),
+        for ((index, vcpu), state) in self.numbered().zip(states) {
+            let mut core = vcpu.core();
+            state.load(&core.fd, index, &self.model)?;
+            core.line = state.serial;
         }
+        Ok(())
+    }
+
+    fn positions(&self, ram: &RamBlock) -> Result<Vec<Position>, VerifyError> {
+        let position = |(index, vcpu): (u8, &Arc<Vcpu>)| self.position(ram, index, vcpu);
+        self.numbered().map(position).collect()
+    }
+
+    fn writes(&self, ram: &RamBlock) -> u64 {
+        let published = |index| self.head.block(index) + program::PUBLISHED;
+        let writes = self
+            .numbered()
+            .map(|(index, _)| vm::peek(ram, published(index)));
+        writes.sum()
     }
 
     fn serial(&self) -> Vec<String> {
-        let mut lines = lock(&self.shared.lines);
-        lines.drain(..).collect()
+        lock(&self.shared.lines).drain(..).collect()
     }
 }

@@ -7,9 +7,10 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, MutexGuard, Once};
+use std::sync::{Arc, Mutex, MutexGuard, Once};
 use std::time::{Duration, Instant};
 
+use hotlift_mem::lock;
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
@@ -20,8 +21,7 @@ use super::program::{
     STOLEN_PORT,
 };
 use super::state::MAX_LINE;
-use crate::control::{Control, Want};
-use hotlift_mem::lock;
+use crate::machine::Common;
 
 /// Serial lines kept for who asks; older ones are forgotten.
 const MAX_LINES: usize = 1000;
@@ -67,9 +67,8 @@ impl ImmediateExit {
 
 /// What vCPUs of a guest share.
 pub(super) struct Shared {
-    pub control: Control,
+    pub common: Arc<Common>,
     pub lines: Mutex<VecDeque<String>>,
-    pub death: Mutex<Option<String>>,
 }
 
 /// Why a vCPU stopped running.
@@ -106,15 +105,15 @@ impl Vcpu {
 
     /// The thread of this vCPU.
     pub fn run(&self, shared: &Shared) {
-        shared.control.started(self.index);
-        while let Some(_running) = shared.control.park(|| self.immediate_exit.set(0)) {
+        shared.common.control.started(self.index);
+        while let Some(_running) = shared.common.control.park(|| self.immediate_exit.set(0)) {
             match self.run_until_stopped(&mut self.core(), shared) {
                 Ok(Stop::Kicked) => {}
                 // A guest that is migrated back in time says it again.
                 Ok(Stop::Ready(_)) => {}
                 Err(reason) => {
                     let reason = format!("vCPU {}: {reason}", self.index);
-                    lock(&shared.death).get_or_insert(reason);
+                    lock(&shared.common.death).get_or_insert(reason);
                     return;
                 }
             }
@@ -175,12 +174,12 @@ impl Vcpu {
 
     fn run_until_stopped(&self, core: &mut Core, shared: &Shared) -> Result<Stop, String> {
         let Core { fd, line, stolen } = core;
-        let mut slice = shared.control.slice();
+        let mut slice = shared.common.control.slice();
         loop {
             // A kick in the moment before it enters the guest is lost: it then runs for a slice more.
-            if shared.control.slice() != slice {
-                slice = shared.control.slice();
-                *stolen += shared.control.sleep_off();
+            if shared.common.control.slice() != slice {
+                slice = shared.common.control.slice();
+                *stolen += shared.common.control.sleep_off();
             }
             match fd.run() {
                 Err(error) if error.errno() == libc::EINTR => {
@@ -197,7 +196,10 @@ impl Vcpu {
                 }
                 Ok(VcpuExit::IoOut(SLEEP_PORT, &[a, b, c, d])) => {
                     let time = u32::from_le_bytes([a, b, c, d]);
-                    shared.control.sleep(Duration::from_micros(u64::from(time)));
+                    shared
+                        .common
+                        .control
+                        .sleep(Duration::from_micros(u64::from(time)));
                 }
                 Ok(VcpuExit::IoOut(READY_PORT, &[a, b, c, d])) => {
                     let address = u64::from(u32::from_le_bytes([a, b, c, d]));
@@ -313,20 +315,10 @@ pub(super) fn send_kick(thread: libc::pthread_t) {
 }
 
 impl Shared {
-    pub fn new() -> Self {
+    pub fn new(common: &Arc<Common>) -> Self {
         Self {
-            control: Control::new(),
+            common: Arc::clone(common),
             lines: Mutex::default(),
-            death: Mutex::default(),
         }
-    }
-
-    /// Tells all of `vcpus` what to do.
-    pub fn want(&self, want: Want, vcpus: &[std::sync::Arc<Vcpu>]) {
-        self.control.want(want, || {
-            if want != Want::Run {
-                vcpus.iter().for_each(|vcpu| vcpu.stop_soon());
-            }
-        });
     }
 }

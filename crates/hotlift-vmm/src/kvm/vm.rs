@@ -90,7 +90,7 @@ pub(super) fn map(vm: &VmFd, ram: &RamBlock, log: bool) -> Result<(), KvmError> 
         userspace_addr: to_u64(ram.host_addr().addr()),
     };
     // SAFETY: the range is the block's whole mapping. Whoever holds the VM holds the block (see
-    // `KvmGuest`), so it stays mapped, and it is accessed as memory that a guest may write only.
+    // `Machine`), so it stays mapped, and it is accessed as memory that a guest may write only.
     unsafe { vm.set_user_memory_region(region) }.map_err(KvmError::of("map guest RAM"))
 }
 
