@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use crate::address::QmpAddress;
 use crate::client::{Client, Event};
 use crate::error::QmpError;
-use crate::machine::{NameInfo, StatusInfo, UuidInfo, Version, VersionInfo};
+use crate::machine::{StatusInfo, UuidInfo, Version, VersionInfo};
 use crate::migration::{MigrationCapabilityStatus, MigrationInfo, MigrationThreadInfo};
 use crate::ram_blocks::{self, RamBlock};
 use crate::uuid::Uuid;
@@ -84,14 +84,6 @@ impl Qemu {
             command: "query-uuid".to_owned(),
             problem: "a UUID that is none".to_owned(),
         })
-    }
-
-    /// `query-name`: what `-name` gave the machine.
-    ///
-    /// # Errors
-    /// As [`Client::execute`].
-    pub fn query_name(&mut self) -> Result<Option<String>, QmpError> {
-        Ok(self.ask::<NameInfo>("query-name", &Value::Null)?.name)
     }
 
     /// The machine type, such as `pc-i440fx-7.2`; `None` if this QEMU does not tell.
