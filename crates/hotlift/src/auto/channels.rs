@@ -10,11 +10,11 @@ use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::Load;
 
 use crate::auto::candidates::{Candidate, RAW, Reader};
-use crate::auto::controller::{Choice, Controller, Goal, Look, Scarce, Spent};
+use crate::auto::controller::{Choice, Controller, Look, Scarce, Spent};
 use crate::auto::link::LinkMeter;
 use crate::figures::{MethodFigures, to_f64};
 use crate::lock::lock;
-use crate::options::{self, Options};
+use crate::options::{Goal, Options};
 use crate::transport::Stream;
 
 /// Pages of a method over which a destination's word on it says something: those of one packet.
@@ -102,9 +102,9 @@ pub(crate) struct Sent {
 
 impl Auto {
     /// Of a migration with these options, if it is to choose.
-    pub(crate) fn of(options: &Options, goal: options::Goal) -> Option<Self> {
+    pub(crate) fn of(options: &Options, goal: Goal) -> Option<Self> {
         let is_auto = options.multifd() && options.multifd_compression.is_auto();
-        is_auto.then(|| Self::new(of_option(goal), options.accelerator))
+        is_auto.then(|| Self::new(goal, options.accelerator))
     }
 
     fn new(goal: Goal, accelerator: Accelerator) -> Self {
@@ -146,8 +146,7 @@ impl Auto {
     }
 
     /// From now on the migration is to be good at this.
-    pub(crate) fn set_goal(&self, goal: options::Goal) {
-        let goal = of_option(goal);
+    pub(crate) fn set_goal(&self, goal: Goal) {
         *lock(&self.goal) = goal;
         if self.choices.get().is_some() {
             self.controller().set_goal(goal);
@@ -328,14 +327,6 @@ impl Auto {
             })
         })
         .collect()
-    }
-}
-
-/// What the choice of methods does for a goal. The guest stands still the less, the faster its pages go.
-fn of_option(goal: options::Goal) -> Goal {
-    match goal {
-        options::Goal::Fastest | options::Goal::ShortestDowntime => Goal::Fastest,
-        options::Goal::LeastCpu => Goal::LeastCpu,
     }
 }
 

@@ -28,6 +28,7 @@ use std::time::Duration;
 use crate::auto::candidates::Candidate;
 use crate::auto::costs::{Average, Class, Costs};
 use crate::figures::to_f64;
+use crate::options::Goal;
 
 // Constants without another origin were chosen in the simulation beside this file.
 
@@ -149,15 +150,6 @@ pub(crate) enum Scarce {
     Link,
     /// The wire waits for threads.
     Cores,
-}
-
-/// What the migration is to be good at.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Goal {
-    /// To end soon.
-    Fastest,
-    /// To take little CPU time of both hosts.
-    LeastCpu,
 }
 
 /// What a packet's costs are weighed by.
@@ -369,6 +361,7 @@ impl Controller {
     }
 
     fn worth(&self, price: f64, queued: f64) -> Worth {
+        // A guest is stopped for a shorter time the faster its pages go.
         if self.goal == Goal::LeastCpu {
             return Worth {
                 byte: 0.0,

@@ -18,8 +18,8 @@ use truth::{HALF, HOPELESS, KINDS, MIX, Random, TEXT, Truth};
 use hotlift_methods::Accelerator;
 
 use crate::auto::candidates::Candidate;
-use crate::auto::controller::Goal;
 use crate::figures::to_f64;
+use crate::options::Goal;
 
 /// Bytes a ns.
 const GBIT: f64 = 0.125;

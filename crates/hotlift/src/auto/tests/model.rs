@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use super::truth::{KINDS, Random, Truth};
 use crate::auto::candidates::Candidate;
-use crate::auto::controller::{Choice, Controller, Goal, Look, Spent};
+use crate::auto::controller::{Choice, Controller, Look, Spent};
 use crate::auto::costs::Class;
 use crate::figures::to_f64;
+use crate::options::Goal;
 
 /// A second, in the simulation's unit.
 pub(super) const SECOND: f64 = 1e9;
