@@ -295,20 +295,8 @@ mod tests {
             dirty_pages_per_second: 40_000.0,
             elapsed: Duration::from_secs(70),
             time_left: Some(Duration::from_millis(4400)),
-            setup: None,
-            expected_downtime: None,
-            normal_pages: 0,
-            zero_pages: 0,
             dirty_syncs: 1,
-            bytes: hotlift::figures::ByteFigures::default(),
-            throttle_percent: 0,
-            throttle_refused: false,
-            postcopy_requests: 0,
-            auto_converge: false,
-            bandwidth_limited: false,
-            xbzrle: None,
-            methods: None,
-            stalled: false,
+            ..Progress::default()
         }
     }
 

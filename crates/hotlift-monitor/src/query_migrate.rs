@@ -116,26 +116,8 @@ pub fn not_begun(total_bytes: u64) -> Progress {
         round: 1,
         total_bytes,
         remaining_bytes: total_bytes,
-        transferred_bytes: 0,
-        bytes_per_second: 0.0,
-        pages_per_second: 0.0,
-        dirty_pages_per_second: 0.0,
-        elapsed: Duration::ZERO,
-        time_left: None,
-        setup: None,
-        expected_downtime: None,
-        normal_pages: 0,
-        zero_pages: 0,
         dirty_syncs: 1,
-        bytes: ByteFigures::default(),
-        throttle_percent: 0,
-        throttle_refused: false,
-        postcopy_requests: 0,
-        auto_converge: false,
-        bandwidth_limited: false,
-        xbzrle: None,
-        methods: None,
-        stalled: false,
+        ..Progress::default()
     }
 }
 

@@ -38,7 +38,7 @@ impl std::fmt::Display for Stall {
 }
 
 /// A moment of a migration, as its source sees it.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Progress {
     /// State of the migration.
     pub status: Status,

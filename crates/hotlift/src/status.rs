@@ -1,10 +1,11 @@
 //! States and events of a migration, as QMP names them.
 
 /// State of a migration; QEMU's names (`MigrationStatus`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
     /// Not started.
+    #[default]
     None,
     /// Connecting and sending the list of RAM blocks.
     Setup,
