@@ -4,10 +4,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use hotlift_mem::thread_cpu_time;
 use hotlift_wire::multifd::INITIAL_PACKET_LEN;
 use serde::{Deserialize, Serialize};
 
@@ -21,34 +19,6 @@ pub struct ThreadCpu {
     pub name: String,
     /// User and system time, in seconds, from the thread's start to its end.
     pub cpu_s: f64,
-}
-
-/// CPU times of a migration's threads, each booked by the thread itself at its end.
-#[derive(Debug, Default)]
-pub(crate) struct ThreadTimes(Mutex<Vec<ThreadCpu>>);
-
-impl ThreadTimes {
-    /// Books the calling thread's CPU time.
-    pub(crate) fn book(&self, name: &str) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(ThreadCpu {
-                name: name.to_owned(),
-                cpu_s: thread_cpu_time().as_secs_f64(),
-            });
-    }
-
-    /// What was booked so far, in the order of the names' numbers.
-    pub(crate) fn read(&self) -> Vec<ThreadCpu> {
-        let mut threads = self
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        threads.sort_by(|a, b| (a.name.len(), &a.name).cmp(&(b.name.len(), &b.name)));
-        threads
-    }
 }
 
 /// What has done the work of one side's method. All 0 and empty for a method that no accelerator

@@ -58,7 +58,6 @@ pub mod control;
 mod cpu_limit;
 mod ends;
 pub mod error;
-mod failure;
 pub mod figures;
 pub mod guest;
 mod handover;

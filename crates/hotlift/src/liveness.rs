@@ -39,6 +39,10 @@ pub(crate) const REPORTED: Duration = Duration::from_secs(5);
 /// Interval of the samples: one system call a connection.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(250);
 
+/// Interval of the samples while nothing is under way, in which case only the peer's keepalive can show that it is lost:
+/// below [`REPORTED`], from which on a gap means that this process was stopped.
+const IDLE_INTERVAL: Duration = Duration::from_millis(2500);
+
 /// State of a peer at one sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
@@ -59,6 +63,8 @@ struct Judge {
     probed_again: Option<Instant>,
     /// Bytes that the peer has acknowledged, and when this has changed last, or nothing has waited.
     moved: Option<(u64, Instant)>,
+    /// Something was under way at the last sample, or has been acknowledged since the one before.
+    is_active: bool,
 }
 
 impl Judge {
@@ -70,6 +76,8 @@ impl Judge {
         let is_probed_again = facts.probes > 1;
         self.probed_again = is_probed_again.then(|| self.probed_again.unwrap_or(now));
         let waits = facts.in_flight > 0 || facts.not_sent > 0;
+        let has_moved = |(bytes, _)| bytes != facts.acknowledged;
+        self.is_active = waits || facts.probes > 0 || self.moved.is_none_or(has_moved);
         let before = self
             .moved
             .filter(|(bytes, _)| waits && *bytes == facts.acknowledged);
@@ -101,6 +109,8 @@ pub struct Liveness {
     judges: Vec<Judge>,
     looked: Option<Instant>,
     stall: Option<Stall>,
+    /// Time from the last sample to the next; `None` if no connection is to another host.
+    interval: Option<Duration>,
 }
 
 impl Liveness {
@@ -115,6 +125,7 @@ impl Liveness {
             judges: judges.collect(),
             looked: None,
             stall: None,
+            interval: Some(INTERVAL),
         }
     }
 
@@ -151,7 +162,23 @@ impl Liveness {
             self.judges.fill_with(Judge::default);
         }
         self.looked = Some(now);
+        let mut is_remote = false;
+        let facts = facts.inspect(|facts| is_remote |= facts.is_some());
         self.stall = worst(&mut self.judges, facts, now);
+        let is_active = self.judges.iter().any(|judge| judge.is_active);
+        self.interval = is_remote.then_some(match self.limit {
+            _ if is_active => INTERVAL,
+            Duration::ZERO => IDLE_INTERVAL,
+            limit => (limit / 4).clamp(INTERVAL, IDLE_INTERVAL),
+        });
+    }
+
+    /// Returns when the next sample is due; `None` is never.
+    pub(crate) fn next(&self, now: Instant) -> Option<Instant> {
+        match self.looked {
+            Some(looked) => Some(looked + self.interval?),
+            None => Some(now),
+        }
     }
 
     /// Does the same for the migration of `control`, which shows the peer.
@@ -160,7 +187,7 @@ impl Liveness {
         control: &Control,
         streams: impl Iterator<Item = &'s Stream>,
     ) -> Result<(), MigrationError> {
-        let looked = self.look(streams, Instant::now(), control.is_peer_suspect());
+        let looked = self.look(streams, control.life().now(), control.is_peer_suspect());
         control.set_stall(self.stall);
         looked.map(drop)
     }
@@ -408,6 +435,7 @@ mod tests {
             judges: vec![Judge::default()],
             looked: None,
             stall: None,
+            interval: Some(INTERVAL),
         };
         let mut at = |time: Duration| {
             let facts = TcpSending {

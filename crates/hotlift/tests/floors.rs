@@ -9,7 +9,7 @@ const FLOORS: &[&[&str]] = &[
     &["schedule", "transport", "accelerator_stats"],
     &["tls", "auto"],
     &["error"],
-    &["life", "failure"],
+    &["life"],
     &["pacing", "cpu_limit", "remote"],
     &["status", "handover", "steering"],
     &["stream", "progress", "precopy"],

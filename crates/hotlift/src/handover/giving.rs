@@ -4,16 +4,25 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::source::{SourceSide, Verdict, Word};
 use crate::error::MigrationError;
-use crate::failure::Failure;
+use crate::life::Life;
+use crate::life::failure::Failure;
 
 /// The state, and the first failure, which decides over each other.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Giving {
     side: Mutex<SourceSide>,
+    /// That of the lifetime.
     pub failure: Failure,
 }
 
 impl Giving {
+    pub(crate) fn new(life: &Life) -> Self {
+        Self {
+            side: Mutex::default(),
+            failure: life.failure().clone(),
+        }
+    }
+
     fn side(&self) -> MutexGuard<'_, SourceSide> {
         self.side.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -114,12 +123,12 @@ mod tests {
 
     #[test]
     fn a_failure_keeps_the_guest_here_and_a_commit_keeps_failures_out() {
-        let giving = Giving::default();
+        let giving = Giving::new(&Life::default());
         assert!(giving.fail(MigrationError::Cancelled));
         assert_eq!(giving.verdict(), Some(Verdict::Kept));
         assert!(!giving.commit(|| true));
 
-        let giving = Giving::default();
+        let giving = Giving::new(&Life::default());
         assert!(!giving.commit(|| false));
         assert!(giving.commit(|| true));
         assert!(!giving.fail(MigrationError::Cancelled));
@@ -135,14 +144,14 @@ mod tests {
             (&[Word::Never][..], Some(Verdict::Refused)),
             (&[Word::Runs, Word::Never], None),
         ] {
-            let giving = Giving::default();
+            let giving = Giving::new(&Life::default());
             assert!(giving.serve(|| true));
             assert!(!giving.fail(MigrationError::Cancelled), "a lost connection");
             words.iter().for_each(|word| giving.settle(Some(*word)));
             assert_eq!(giving.verdict(), verdict, "{words:?}");
         }
 
-        let giving = Giving::default();
+        let giving = Giving::new(&Life::default());
         assert!(giving.serve(|| true));
         giving.settle(Some(Word::Runs));
         assert!(giving.is_committed(), "its pages are still here");
@@ -152,7 +161,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_was_offered_is_nobodys_after_a_failure() {
-        let giving = Giving::default();
+        let giving = Giving::new(&Life::default());
         assert!(giving.offer());
         assert!(giving.fail(MigrationError::Cancelled));
         assert_eq!(giving.verdict(), Some(Verdict::Refused));

@@ -8,7 +8,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
-use crate::life::{Changes, Life, Wake};
+use crate::life::{Life, Wake};
 use crate::transport::Stream;
 
 /// A descriptor that is readable after each change of a lifetime, so that a poll needs no tick.
@@ -19,7 +19,7 @@ pub(crate) struct Bell(Arc<Counter>);
 struct Counter(OwnedFd);
 
 impl Wake for Counter {
-    fn wake(&self) {
+    fn wake(&self, _: bool) {
         // It counts to 2^64 - 2, and wakes at 1.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
@@ -33,9 +33,19 @@ impl Bell {
     pub(crate) fn new(life: &Life) -> io::Result<Self> {
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let counter = Arc::new(Counter(eventfd(0, flags)?));
-        let wait: Arc<dyn Wake> = counter.clone();
-        Changes(Arc::clone(&life.shared)).register(Arc::downgrade(&wait));
+        life.register(&counter);
         Ok(Self(counter))
+    }
+
+    /// Rings for the changes of `life` too.
+    pub(crate) fn and(self, life: &Life) -> Self {
+        life.register(&self.0);
+        self
+    }
+
+    /// Makes it silent until the next change. The caller checks the lifetime after each call.
+    pub(crate) fn clear(&self) {
+        let _ = rustix::io::read(&self.0.0, &mut [0; 8]);
     }
 
     /// Waits until something happens on `fds`, the lifetime changes, or `wait` is over. The caller looks at the lifetime
@@ -50,7 +60,7 @@ impl Bell {
         let polled = poll(fds, wait.as_ref());
         let bell = fds.pop();
         if bell.is_some_and(|bell| !bell.revents().is_empty()) {
-            let _ = rustix::io::read(&self.0.0, &mut [0; 8]);
+            self.clear();
         }
         match polled {
             Ok(_) | Err(Errno::INTR) => Ok(()),

@@ -30,7 +30,7 @@ impl<T> std::fmt::Debug for Gate<T> {
 }
 
 impl<T: Send> Wake for Inner<T> {
-    fn wake(&self) {
+    fn wake(&self, _: bool) {
         // With the lock that a wait looks under: none is between its look and its sleep.
         drop(lock(&self.state));
         self.changed.notify_all();
@@ -93,7 +93,8 @@ impl<T: Send + 'static> Gate<T> {
                     return Ok(Some(value));
                 }
                 let changed = &self.inner.changed;
-                state = match deadline.map(|end| end.saturating_duration_since(Instant::now())) {
+                state = match deadline.map(|end| end.saturating_duration_since(self.changes.now()))
+                {
                     Some(left) if left.is_zero() => return Ok(None),
                     Some(left) => {
                         let woken = changed.wait_timeout(state, left);
@@ -109,18 +110,17 @@ impl<T: Send + 'static> Gate<T> {
 #[cfg(test)]
 mod tests {
     use std::thread;
+    use std::time::Duration;
 
     use super::*;
+    use crate::life::Closed;
 
     #[test]
     fn a_wait_ends_by_its_state_by_its_deadline_and_by_its_lifetime() {
         let life = Life::default();
         let gate = Gate::new(&life, 0);
         let is_one = |state: &mut i32| (*state == 1).then_some("one");
-        let goes_on = || match life.is_stopped() {
-            true => Err("stopped"),
-            false => Ok(()),
-        };
+        let goes_on = || life.check_open();
         assert_eq!(
             gate.wait_until(Some(Instant::now()), goes_on, is_one),
             Ok(None)
@@ -133,10 +133,25 @@ mod tests {
             let waits = scope.spawn(|| gate.wait_until(None, goes_on, is_one));
             // A change that ends nothing is looked at, and waited through.
             life.wake();
-            life.stop();
-            assert_eq!(waits.join().unwrap(), Err("stopped"));
+            life.close();
+            assert_eq!(waits.join().unwrap(), Err(Closed));
         });
         gate.change(|state| *state = 1);
         assert_eq!(gate.wait_until(None, goes_on, is_one), Ok(Some("one")));
+    }
+
+    #[test]
+    fn a_deadline_is_one_of_the_lifetimes_clock() {
+        let hours = Duration::from_secs(1 << 30);
+        let life = &Life::default();
+        let gate = Gate::new(life, ());
+        thread::scope(|scope| {
+            let deadline = Some(life.now() + hours);
+            let gate = &gate;
+            let goes_on = || life.check_open();
+            let waits = scope.spawn(move || gate.wait_until(deadline, goes_on, |()| None::<()>));
+            life.advance(hours);
+            assert_eq!(waits.join().unwrap(), Ok(None));
+        });
     }
 }

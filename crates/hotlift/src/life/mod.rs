@@ -4,11 +4,16 @@
 //! |---|---|
 //! | [`gate`] | state that threads wait for |
 //! | [`bell`] | what a poll waits for beside its sockets |
-//! | [`threads`] | named threads, whose panic is an error of the migration |
+//! | [`failure`] | the first error, which ends it |
+//! | [`threads`] | named threads: a panic is an error of the migration, CPU time is recorded |
+//!
+//! Three verbs end a lifetime: [`Life::cancel`] asks, [`Life::fail`] keeps the first error and closes, [`Life::close`]
+//! releases every wait.
 //!
 //! It depends on nothing but errors: no stream, no option and no status is known here.
 
 pub(crate) mod bell;
+pub(crate) mod failure;
 pub(crate) mod gate;
 pub(crate) mod threads;
 
@@ -17,6 +22,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use crate::error::MigrationError;
+use crate::life::failure::Failure;
 use crate::life::gate::Gate;
 use crate::lock::lock;
 
@@ -34,15 +40,51 @@ pub(crate) struct Life {
 #[derive(Debug, Default)]
 struct Shared {
     cancelled: AtomicBool,
-    stopped: AtomicBool,
+    closed: AtomicBool,
+    failure: Failure,
     /// Counts the changes that a wait has to look at.
     changes: AtomicU64,
     waits: Mutex<Vec<Weak<dyn Wake>>>,
+    clock: Clock,
+}
+
+/// The lifetime is closed: nothing waits any more.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Closed;
+
+/// The system's clock. Tests can set it forward.
+#[derive(Debug, Default)]
+struct Clock {
+    #[cfg(test)]
+    ahead: Mutex<Duration>,
+}
+
+impl Clock {
+    #[cfg(not(test))]
+    #[expect(clippy::unused_self, reason = "a test's clock has a state")]
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    #[cfg(test)]
+    fn now(&self) -> Instant {
+        Instant::now() + *lock(&self.ahead)
+    }
+}
+
+#[cfg(test)]
+impl Life {
+    /// Sets the clock forward, and wakes all waits.
+    pub(crate) fn advance(&self, time: Duration) {
+        *lock(&self.shared.clock.ahead) += time;
+        self.wake();
+    }
 }
 
 /// A wait that changes of a lifetime wake.
-trait Wake: Send + Sync + std::fmt::Debug {
-    fn wake(&self);
+pub(crate) trait Wake: Send + Sync + std::fmt::Debug {
+    /// Takes note of a change. `is_closed` is true once the lifetime is closed.
+    fn wake(&self, is_closed: bool);
 }
 
 /// The changes of a lifetime, for what waits in it.
@@ -52,6 +94,10 @@ struct Changes(Arc<Shared>);
 impl Changes {
     fn count(&self) -> u64 {
         self.0.changes.load(Ordering::Acquire)
+    }
+
+    fn now(&self) -> Instant {
+        self.0.clock.now()
     }
 
     fn register(&self, wait: Weak<dyn Wake>) {
@@ -79,10 +125,22 @@ impl Default for Life {
 }
 
 impl Life {
-    /// Asks the migration to end, and ends all sleeps.
+    /// Asks the migration to end, and ends all sleeps. Whoever decides over the guest closes the lifetime, unless it is too
+    /// late.
     pub(crate) fn cancel(&self) {
         self.shared.cancelled.store(true, Ordering::Release);
-        self.stop();
+        self.wake();
+    }
+
+    /// Keeps `error` if it is the first, and releases every wait.
+    pub(crate) fn fail(&self, error: MigrationError) {
+        self.shared.failure.keep(error);
+        self.close();
+    }
+
+    /// The first error of the migration.
+    pub(crate) fn failure(&self) -> &Failure {
+        &self.shared.failure
     }
 
     /// Returns true once [`Life::cancel`] was called.
@@ -101,15 +159,43 @@ impl Life {
         }
     }
 
-    /// Ends all sleeps, now and later, and makes all waits look whether they go on.
-    pub(crate) fn stop(&self) {
-        self.shared.stopped.store(true, Ordering::Release);
+    /// Releases every wait, now and later.
+    pub(crate) fn close(&self) {
+        self.shared.closed.store(true, Ordering::Release);
         self.wake();
     }
 
-    /// Returns true once [`Life::stop`] was called.
+    /// Returns true once [`Life::close`] was called.
+    fn is_closed(&self) -> bool {
+        self.shared.closed.load(Ordering::Acquire)
+    }
+
+    /// Returns true once [`Life::close`] or [`Life::cancel`] was called: no sleep goes on.
     pub(crate) fn is_stopped(&self) -> bool {
-        self.shared.stopped.load(Ordering::Acquire)
+        self.is_closed() || self.is_cancelled()
+    }
+
+    /// Returns an error once [`Life::close`] was called.
+    pub(crate) fn check_open(&self) -> Result<(), Closed> {
+        match self.is_closed() {
+            true => Err(Closed),
+            false => Ok(()),
+        }
+    }
+
+    /// Wakes `wait` at each change from now on, for as long as it lives.
+    pub(crate) fn register(&self, wait: &Arc<impl Wake + 'static>) {
+        let wait: Arc<dyn Wake> = Arc::clone(wait) as _;
+        Changes(Arc::clone(&self.shared)).register(Arc::downgrade(&wait));
+        // A lifetime that was closed before changes no more.
+        if self.is_closed() {
+            wait.wake(true);
+        }
+    }
+
+    /// The present time of this lifetime's clock.
+    pub(crate) fn now(&self) -> Instant {
+        self.shared.clock.now()
     }
 
     /// Makes all waits look whether they go on. Must not be called with the lock of a [`Gate`].
@@ -117,7 +203,7 @@ impl Life {
         self.shared.changes.fetch_add(1, Ordering::AcqRel);
         let waits = lock(&self.shared.waits).clone();
         for wait in waits.iter().filter_map(Weak::upgrade) {
-            wait.wake();
+            wait.wake(self.is_closed());
         }
     }
 

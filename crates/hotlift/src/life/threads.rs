@@ -3,11 +3,15 @@
 //! A migration runs inside the process that holds the guest. A panic that went on would end both.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
 use std::thread;
 
+use hotlift_mem::thread_cpu_time;
 use rustix::process::setpriority_process;
 
 use crate::error::MigrationError;
+use crate::figures::ThreadCpu;
+use crate::lock::lock;
 
 /// A thread that was started.
 pub(crate) struct Running<'scope, T>(thread::ScopedJoinHandle<'scope, Option<T>>);
@@ -34,6 +38,45 @@ impl<T> Running<'_, T> {
         let name = self.0.thread().name().unwrap_or_default().to_owned();
         let ended = self.0.join().ok().flatten();
         ended.ok_or(MigrationError::Panicked { thread: name })
+    }
+}
+
+/// The threads of one migration. Each records its CPU time at its end.
+#[derive(Debug, Default)]
+pub(crate) struct ThreadTimes(Mutex<Vec<ThreadCpu>>);
+
+impl ThreadTimes {
+    /// Starts a thread with a name of up to 15 bytes. `failed` gets the error of its work, and a panic in it as one.
+    pub(crate) fn spawn<'scope>(
+        &'scope self,
+        scope: &'scope thread::Scope<'scope, '_>,
+        name: String,
+        failed: &'scope (dyn Fn(MigrationError) + Sync),
+        work: impl FnOnce() -> Result<(), MigrationError> + Send + 'scope,
+    ) -> Result<(), MigrationError> {
+        let started = spawn(scope, name.clone(), move || {
+            let ended = caught(work);
+            self.book(&name);
+            if let Err(error) = ended {
+                failed(error);
+            }
+        });
+        started.map(drop)
+    }
+
+    /// Records the calling thread's CPU time.
+    pub(crate) fn book(&self, name: &str) {
+        lock(&self.0).push(ThreadCpu {
+            name: name.to_owned(),
+            cpu_s: thread_cpu_time().as_secs_f64(),
+        });
+    }
+
+    /// The CPU times that were recorded so far, in the order of the names' numbers.
+    pub(crate) fn read(&self) -> Vec<ThreadCpu> {
+        let mut threads = lock(&self.0).clone();
+        threads.sort_by(|a, b| (a.name.len(), &a.name).cmp(&(b.name.len(), &b.name)));
+        threads
     }
 }
 
@@ -88,6 +131,31 @@ mod tests {
     use rustix::process::getpriority_process;
 
     use super::*;
+
+    #[test]
+    fn an_error_and_a_panic_of_a_thread_are_reported_and_its_cpu_time_is_recorded() {
+        let (threads, errors) = (ThreadTimes::default(), Mutex::new(Vec::new()));
+        let failed = |error: MigrationError| lock(&errors).push(error.to_string());
+        let works = [
+            || Ok(()),
+            || Err(MigrationError::Cancelled),
+            || panic!("a thread's"),
+        ];
+        thread::scope(|scope| {
+            for (number, work) in works.into_iter().enumerate() {
+                let name = format!("relay/recv_{number}");
+                threads.spawn(scope, name, &failed, work).unwrap();
+            }
+        });
+        let mut errors = errors.into_inner().unwrap();
+        errors.sort();
+        assert_eq!(errors.len(), 2);
+        let cancelled = MigrationError::Cancelled.to_string();
+        assert!(errors.contains(&cancelled), "{errors:?}");
+        assert!(errors.iter().any(|error| error.contains("relay/recv_2")));
+        let names = threads.read().into_iter().map(|thread| thread.name);
+        assert!(names.eq((0..3).map(|number| format!("relay/recv_{number}"))));
+    }
 
     #[test]
     fn only_the_thread_that_says_so_gives_way() {

@@ -3,15 +3,14 @@
 //! A channel that reads SYNC stops reading until all channels have, and main has reached its flush;
 //! no page of a later round can then be overtaken by one of an earlier round.
 
-use std::convert::Infallible;
-
 use crate::life::Life;
 use crate::life::gate::Gate;
 
-/// One side of the barrier is the main thread, the other the channel threads.
+/// One side of the barrier is the main thread, the other the channel threads. The end of the lifetime ends all waiting.
 pub(crate) struct Barrier {
     channels: usize,
     state: Gate<State>,
+    life: Life,
 }
 
 #[derive(Default)]
@@ -22,7 +21,6 @@ struct State {
     ended: usize,
     /// Barriers passed.
     passed: u64,
-    broken: bool,
 }
 
 impl Barrier {
@@ -31,6 +29,7 @@ impl Barrier {
         Self {
             channels,
             state: Gate::new(life, State::default()),
+            life: life.clone(),
         }
     }
 
@@ -40,10 +39,7 @@ impl Barrier {
             state.arrived += 1;
             state.passed
         });
-        self.wait(|state| match state.passed == here {
-            true if !state.broken => None,
-            is_here => Some(!is_here),
-        })
+        self.wait(|state| (state.passed != here).then_some(true))
     }
 
     /// A channel has ended.
@@ -63,16 +59,15 @@ impl Barrier {
     /// The first half of [`Barrier::main_arrives`]: all channels wait when it returns true.
     pub(crate) fn wait_for_channels(&self, called_off: impl Fn() -> bool) -> bool {
         self.wait(|state| match state.arrived < self.channels {
-            true if state.ended > 0 || state.broken || called_off() => Some(false),
+            true if state.ended > 0 || called_off() => Some(false),
             true => None,
             false => Some(true),
         })
     }
 
     fn wait(&self, done: impl FnMut(&mut State) -> Option<bool>) -> bool {
-        let goes_on = || Ok::<_, Infallible>(());
-        let Ok(outcome) = self.state.wait_until(None, goes_on, done);
-        outcome.unwrap_or_default()
+        let outcome = self.state.wait_until(None, || self.life.check_open(), done);
+        outcome == Ok(Some(true))
     }
 
     /// The second half: all channels go on.
@@ -81,11 +76,6 @@ impl Barrier {
             state.arrived = 0;
             state.passed += 1;
         });
-    }
-
-    /// Ends all waiting, now and later.
-    pub(crate) fn break_up(&self) {
-        self.state.change(|state| state.broken = true);
     }
 }
 
@@ -117,11 +107,12 @@ mod tests {
 
     #[test]
     fn a_failure_frees_everybody_who_waits() {
-        let barrier = Barrier::new(2, &Life::default());
+        let life = Life::default();
+        let barrier = Barrier::new(2, &life);
         std::thread::scope(|scope| {
             let channel = scope.spawn(|| barrier.channel_arrives());
             let main = scope.spawn(|| barrier.main_arrives(|| false));
-            barrier.break_up();
+            life.close();
             assert!(!channel.join().unwrap());
             assert!(!main.join().unwrap());
         });

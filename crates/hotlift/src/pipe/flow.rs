@@ -12,6 +12,8 @@
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use crate::life::Wake;
+
 #[derive(Debug)]
 pub(crate) struct Flow<B> {
     state: Mutex<State<B>>,
@@ -37,6 +39,14 @@ struct State<B> {
     under_way: usize,
     ended: bool,
     broken: bool,
+}
+
+impl<B: Send + std::fmt::Debug> Wake for Flow<B> {
+    fn wake(&self, is_closed: bool) {
+        if is_closed {
+            self.break_up();
+        }
+    }
 }
 
 impl<B> Flow<B> {

@@ -8,11 +8,11 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
 use crate::life::LONG;
-use crate::life::threads::{OnPanic, Yielding, caught, spawn};
+use crate::life::threads::{Yielding, caught};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
-use crate::pipe::watch::{EndsWatch, Watch};
+use crate::pipe::watch::Watch;
 use crate::status::Status;
 use crate::stream::attend::attend;
 use crate::stream::door::Door;
@@ -28,43 +28,30 @@ pub(crate) fn run_threads(
     door: Option<&mut Door<'_>>,
 ) -> Result<(), MigrationError> {
     let total_bytes = blocks.iter().map(|block| block.used_length).sum();
-    let watch = Watch::default();
+    let watch = Watch::new(session, source).map_err(MigrationError::opening)?;
     let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
+    let threads = &session.threads;
     let refuse = || session.fail(MigrationError::main_closed());
-    let aborting = &|| {
-        session.fail(MigrationError::panicked_here());
-        source.shut_down();
+    let failed = |error| {
+        let is_panic = matches!(error, MigrationError::Panicked { .. });
+        session.fail(error);
+        if is_panic {
+            source.shut_down();
+        }
     };
     thread::scope(|scope| {
-        let _watched = EndsWatch(&watch);
+        let _watched = watch.ends();
         let outcome = (|| {
             for reader in 0..source.readers() {
                 let name = source.thread_name(reader);
-                spawn(scope, name.clone(), move || {
-                    let _ends = OnPanic(aborting);
-                    let ended = source.read(session, reader);
-                    session.threads.book(&name);
-                    if let Err(error) = ended
-                        && !session.giving.is_committed()
-                    {
-                        session.fail(error);
-                    }
-                })?;
+                threads.spawn(scope, name, &failed, move || source.read(session, reader))?;
             }
             for worker in 0..session.sink.workers() {
-                let name = source.worker_name(worker);
-                spawn(scope, name.clone(), move || {
-                    let _ends = OnPanic(aborting);
-                    let ended = write_batches(session, blocks, worker);
-                    session.threads.book(&name);
-                    if let Err(error) = ended {
-                        session.fail(error);
-                    }
-                })?;
+                let work = move || write_batches(session, blocks, worker);
+                threads.spawn(scope, source.worker_name(worker), &failed, work)?;
             }
-            spawn(scope, source.name("return"), || {
-                let _ends = OnPanic(aborting);
-                let failed = |channel, error| source.lost(session, channel, error);
+            let listen = || {
+                let lost = |channel, error| source.lost(session, channel, error);
                 let forward = |channel, message: &ReturnMessage<'_>, bytes: &[u8]| {
                     session.note_answer(message);
                     source.answer(session, channel, message, bytes)?;
@@ -74,20 +61,19 @@ pub(crate) fn run_threads(
                     }
                     Ok(())
                 };
-                session.sink.return_path(&forward, &failed);
-                session.threads.book(&source.name("return"));
-            })?;
+                session.sink.return_path(&forward, &lost);
+                Ok(())
+            };
+            threads.spawn(scope, source.name("return"), &failed, listen)?;
             if let Some(door) = door {
-                spawn(scope, "relay/door".to_owned(), || {
-                    let _ends = OnPanic(aborting);
+                let answer = || {
                     attend(door, &session.asked(&refuse), &stopped, (LONG, &|_, _| ()));
-                    session.threads.book("relay/door");
-                })?;
+                    Ok(())
+                };
+                threads.spawn(scope, "relay/door".to_owned(), &failed, answer)?;
             }
-            spawn(scope, source.name("watch"), || {
-                let _ends = OnPanic(aborting);
-                watch.run(session, source, total_bytes, hooks.on_progress);
-            })?;
+            let watch = || watch.run(total_bytes, hooks.on_progress);
+            threads.spawn(scope, source.name("watch"), &failed, watch)?;
             caught(main)
         })();
         drop(stop);
@@ -95,8 +81,8 @@ pub(crate) fn run_threads(
             session.end(error);
         }
         session.flow.end();
-        // Everything has been written, or nothing will be: nobody need wait for anybody.
-        session.release_waiting();
+        // Everything has been written, or nothing will be: no thread need wait for another.
+        session.control.life().close();
         if session.giving.failure.is_set()
             && !session.giving.is_committed()
             && let Some(reason) = session.sink.closing_reason()

@@ -12,8 +12,9 @@ use hotlift_wire::settle::MigrationId;
 use crate::control::Control;
 use crate::cpu_limit::CpuBudget;
 use crate::error::{Channel, MigrationError};
-use crate::figures::{Counters, Counts, MethodFigures, ThreadCpu, ThreadTimes};
+use crate::figures::{Counters, Counts, MethodFigures, ThreadCpu};
 use crate::handover::{Giving, Taking, Verdict, Word};
+use crate::life::threads::ThreadTimes;
 use crate::pipe::barrier::Barrier;
 use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
@@ -65,7 +66,7 @@ pub(crate) struct Session<'a> {
     pub left_out: Vec<LeftOut>,
     /// CPU time that the channels of both sides may take together.
     pub cpu: Arc<CpuBudget>,
-    pub flow: Flow<Batch>,
+    pub flow: Arc<Flow<Batch>>,
     pub barrier: Barrier,
     /// What the incoming channels do, for a source that wants to know.
     pub load: ReceiverLoad,
@@ -109,18 +110,20 @@ impl<'a> Session<'a> {
         // The last is that of main.
         let channels = received.len() - 1;
         let options = &settings.outgoing;
+        // One in the hands of each thread, and one between each pair of them.
         let batches = match sink.workers() {
             0 => 0,
             workers => 2 * channels.max(1) + 2 * workers,
         };
+        let flow = Arc::new(Flow::new((0..batches).map(|_| Batch::new())));
+        control.life().register(&flow);
         Self {
             control: control.clone(),
             accelerator: options.accelerator,
             memory,
             cpu: control.steering().cpu_budget(options),
             left_out: settings.left_out.clone(),
-            // One in the hands of each thread, and one between each pair of them.
-            flow: Flow::new((0..batches).map(|_| Batch::new())),
+            flow,
             barrier: Barrier::new(channels, control.life()),
             load: ReceiverLoad::default(),
             sink,
@@ -132,7 +135,7 @@ impl<'a> Session<'a> {
             silence_timeout: options.silence_timeout,
             id,
             taking: Taking::new(1, control.life()),
-            giving: Giving::default(),
+            giving: Giving::new(control.life()),
             switched: AtomicBool::new(false),
             may_run_there: AtomicBool::new(false),
             source_resumes: AtomicBool::new(false),
@@ -151,29 +154,22 @@ impl<'a> Session<'a> {
     /// [`Giving::fail`]).
     pub(crate) fn fail(&self, error: MigrationError) {
         if self.giving.fail(error) {
-            self.stop();
+            self.release();
         }
     }
 
     /// The main thread has ended with `error`, before the commit or behind it.
     pub(crate) fn end(&self, error: MigrationError) {
         if self.giving.end(error) {
-            self.stop();
+            self.release();
         }
     }
 
     /// Ends all waiting and sending.
-    fn stop(&self) {
+    fn release(&self) {
         self.taking.abandon();
-        self.control.life().stop();
-        self.release_waiting();
+        self.control.life().close();
         self.sink.abort();
-    }
-
-    /// Ends every wait of the threads for each other: something failed, or everything is done.
-    pub(crate) fn release_waiting(&self) {
-        self.flow.break_up();
-        self.barrier.break_up();
     }
 
     /// Waits until every reader stands still: before its first page, at a sync point, or behind its last page.
@@ -290,7 +286,7 @@ impl<'a> Session<'a> {
         if self.giving.verdict() == Some(Verdict::Moved) {
             // Whoever watches need not wait until the source knows it.
             self.control.set_status(Status::Completed);
-            let _ = self.moved_at.set(Instant::now());
+            let _ = self.moved_at.set(self.control.life().now());
         }
     }
 
@@ -305,7 +301,8 @@ impl<'a> Session<'a> {
 
     /// From the source's first connection until the other side had the guest.
     pub(crate) fn total(&self) -> Duration {
-        let end = self.moved_at.get().copied().unwrap_or_else(Instant::now);
+        let moved_at = self.moved_at.get().copied();
+        let end = moved_at.unwrap_or_else(|| self.control.life().now());
         end.saturating_duration_since(self.since)
     }
 

@@ -127,7 +127,7 @@ pub(crate) trait Sink: Sync {
         None
     }
 
-    /// The connections to the other side.
+    /// The connections to the other side: the main channel, then those of [`Sink::lost_channel`].
     fn streams(&self) -> Vec<&Stream> {
         Vec::new()
     }

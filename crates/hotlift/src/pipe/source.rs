@@ -9,6 +9,8 @@
 //! Its threads fill batches, and stand still at the session's barrier where the main thread wants them to. What is no
 //! page is the main thread's: `main_reader` and `device_state` read it from a stream, `restore` from a file.
 
+use std::time::Instant;
+
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::{Channel, MigrationError};
@@ -60,14 +62,15 @@ pub(crate) trait Source: Sync {
         session.fail(error);
     }
 
-    /// Looks for what no wait notices; called at each look of the watch.
-    fn look(&self, session: &Session<'_>) {
-        let _ = session;
+    /// Checks at `now` for what no wait notices; returns when it must be called again.
+    fn look(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
+        let _ = (session, now);
+        None
     }
 
-    /// Whether the source has gone too early: one that takes answers stays until it has had the last.
-    fn has_gone(&self) -> bool {
-        false
+    /// The connection that a source keeps open until it has had the last answer: its end before ends the migration.
+    fn kept_open(&self) -> Option<&Stream> {
+        None
     }
 
     /// Whether a QEMU gives the guest up to this relay, before the other side runs it.

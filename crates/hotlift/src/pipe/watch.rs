@@ -1,22 +1,27 @@
-//! The thread that sees what no other one can while it waits: a cancel, and a source that has gone.
+//! The thread that notices what no other one can while all wait: a cancel, and a source that has gone.
 //!
-//! A destination that takes nothing stops the workers, those stop the readers, and then nobody reads from
-//! the source, whose going would be noticed there.
+//! A destination that takes nothing stops the workers, those stop the readers, and then nothing is read from the source,
+//! where its end would be noticed.
+//!
+//! It sleeps until a connection ends, the lifetime changes, or a deadline is over. Two things make it wake up periodically:
+//! a caller that wants progress, and the samples of connections to other hosts ([`Liveness`]).
 
-use std::sync::atomic::Ordering;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::error::MigrationError;
+use rustix::event::{PollFd, PollFlags};
+
+use crate::error::{Channel, MigrationError};
+use crate::life::LONG;
+use crate::life::bell::Bell;
 use crate::liveness::Liveness;
 use crate::pipe::hooks::RelayProgress;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
+use crate::transport::Stream;
 
-/// How often it looks.
-const LOOK: Duration = Duration::from_millis(50);
-
-/// How often progress is told.
+/// Interval of progress reports.
 pub(crate) const REPORT: Duration = Duration::from_millis(500);
 
 /// How long a destination that has lost a channel may still say that it has loaded the guest. It may have read everything
@@ -26,98 +31,150 @@ const LOST: Duration = Duration::from_secs(5);
 /// How long the graceful close towards a source may take before its main channel is closed all the same.
 const GRACEFUL_CLOSE: Duration = Duration::from_secs(8);
 
-/// Ends the watch when the main thread does, however it does.
-#[derive(Debug, Default)]
-pub(crate) struct Watch {
-    over: Mutex<bool>,
-    changed: Condvar,
+/// Takes progress.
+type OnProgress<'a> = Option<&'a (dyn Fn(&RelayProgress) + Sync)>;
+
+/// The watch over one migration.
+pub(crate) struct Watch<'a> {
+    session: &'a Session<'a>,
+    source: &'a dyn Source,
+    bell: Bell,
+    is_over: AtomicBool,
 }
 
-impl Watch {
-    /// The migration is over.
-    pub(crate) fn end(&self) {
-        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.changed.notify_all();
+impl<'a> Watch<'a> {
+    /// # Errors
+    /// The system gives no descriptor.
+    pub(crate) fn new(session: &'a Session<'a>, source: &'a dyn Source) -> io::Result<Self> {
+        Ok(Self {
+            session,
+            source,
+            bell: Bell::new(session.control.life())?,
+            is_over: AtomicBool::new(false),
+        })
     }
 
-    /// Waits for [`LOOK`]; true once it is over.
-    fn rest(&self) -> bool {
-        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
-        let (over, _) = self
-            .changed
-            .wait_timeout_while(over, LOOK, |over| !*over)
-            .unwrap_or_else(PoisonError::into_inner);
-        *over
+    /// Ends the watch when the result goes out of scope: when the main thread ends, however it does.
+    pub(crate) fn ends(&self) -> impl Drop {
+        EndsWatch(self)
     }
 
-    /// Watches, and tells `on_progress`, until the end.
+    /// Watches, and reports to `on_progress`, until the end.
+    ///
+    /// # Errors
+    /// Nothing can be waited for.
     pub(crate) fn run(
         &self,
-        session: &Session<'_>,
-        source: &dyn Source,
         total_bytes: u64,
-        on_progress: Option<&(dyn Fn(&RelayProgress) + Sync)>,
-    ) {
-        let mut told = Instant::now();
-        let mut failed_at = None;
-        let mut lost_at = None;
-        let streams = || session.sink.streams().into_iter().chain(source.streams());
+        on_progress: OnProgress<'_>,
+    ) -> Result<(), MigrationError> {
+        let session = self.session;
+        let life = session.control.life();
+        let streams = || {
+            let incoming = self.source.streams();
+            session.sink.streams().into_iter().chain(incoming)
+        };
         let mut liveness = Liveness::new(session.silence_timeout, streams());
-        while !self.rest() {
-            if session.control.is_cancelled()
-                && !session.giving.is_offered()
-                && !session.is_switched()
-            {
-                session.fail(MigrationError::Cancelled);
-            }
-            source.look(session);
-            if !session.giving.is_offered() && source.has_gone() {
-                session.fail(MigrationError::main_closed());
-            }
-            if !session.giving.is_offered()
-                && !session.giving.is_committed()
-                && let Some(channel) = session.sink.lost_channel()
-                && lost_at.get_or_insert_with(Instant::now).elapsed() > LOST
-            {
-                session.fail(MigrationError::Closed { channel });
-            }
-            if let Err(error) = liveness.look_for(&session.control, streams())
-                && !session.giving.is_offered()
-                && !session.is_switched()
+        let mut report_at = on_progress.map(|_| life.now() + REPORT);
+        let (mut lost_until, mut closes_until) = (None, None);
+        let mut has_failed = false;
+        while !self.is_over.load(Ordering::Acquire) {
+            let now = life.now();
+            let is_over = |until: &Option<Instant>| until.is_some_and(|until| now >= until);
+            let answers = liveness.look_for(&session.control, streams());
+            if self.may_fail()
+                && let Err(error) = self.check(now, &mut lost_until, answers)
             {
                 session.fail(error);
             }
-            if session.giving.failure.is_set() {
-                source.free_readers();
-                let since = *failed_at.get_or_insert_with(Instant::now);
-                if since.elapsed() > GRACEFUL_CLOSE {
-                    source.shut_down();
+            let looks_at = self.source.look(session, now);
+            if session.giving.failure.is_set() && !std::mem::replace(&mut has_failed, true) {
+                self.source.free_readers();
+                closes_until = Some(now + GRACEFUL_CLOSE);
+            }
+            if is_over(&closes_until) {
+                closes_until = None;
+                self.source.shut_down();
+            }
+            if let Some(on_progress) = on_progress.filter(|_| is_over(&report_at)) {
+                report_at = Some(now + REPORT);
+                on_progress(&self.progress(total_bytes));
+            }
+            let mut deadlines = vec![report_at, closes_until, looks_at, liveness.next(now)];
+            let mut fds = Vec::new();
+            if self.may_fail() {
+                let ends = |stream| PollFd::new(stream, PollFlags::RDHUP);
+                fds.extend(self.source.kept_open().map(ends));
+                match lost_until {
+                    None => fds.extend(session.sink.streams().into_iter().skip(1).map(ends)),
+                    lost_until => deadlines.push(lost_until),
                 }
             }
-            if let Some(on_progress) = on_progress
-                && told.elapsed() >= REPORT
-            {
-                told = Instant::now();
-                let pages = session.pages.read();
-                on_progress(&RelayProgress {
-                    elapsed: session.since.elapsed(),
-                    received_bytes: session.received().transferred_bytes,
-                    sent_bytes: session.sink.sent_bytes(),
-                    normal_pages: pages.normal_pages,
-                    zero_pages: pages.zero_pages,
-                    barriers: session.barriers.load(Ordering::Relaxed),
-                    total_bytes,
-                });
-            }
+            let next = deadlines.into_iter().flatten().min();
+            let wait = next.map_or(LONG, |next| next.saturating_duration_since(now));
+            self.bell
+                .poll(&mut fds, wait)
+                .map_err(|source| MigrationError::Connection {
+                    channel: Channel::Main,
+                    doing: "watching the connections",
+                    source,
+                })?;
+        }
+        Ok(())
+    }
+
+    /// Returns true as long as what this thread notices can end the migration.
+    fn may_fail(&self) -> bool {
+        let giving = &self.session.giving;
+        !giving.failure.is_set() && !giving.is_offered()
+    }
+
+    /// Checks at `now` whether the migration goes on; `answers` is about the other hosts. A lost channel has until
+    /// `lost_until`.
+    fn check(
+        &self,
+        now: Instant,
+        lost_until: &mut Option<Instant>,
+        answers: Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let session = self.session;
+        if session.control.is_cancelled() && !session.is_switched() {
+            return Err(MigrationError::Cancelled);
+        }
+        if self.source.kept_open().is_some_and(Stream::is_hung_up) {
+            return Err(MigrationError::main_closed());
+        }
+        if let Some(channel) = session.sink.lost_channel()
+            && now >= *lost_until.get_or_insert(now + LOST)
+        {
+            return Err(MigrationError::Closed { channel });
+        }
+        answers.or_else(|error| match session.is_switched() {
+            true => Ok(()),
+            false => Err(error),
+        })
+    }
+
+    fn progress(&self, total_bytes: u64) -> RelayProgress {
+        let session = self.session;
+        let pages = session.pages.read();
+        RelayProgress {
+            elapsed: session.since.elapsed(),
+            received_bytes: session.received().transferred_bytes,
+            sent_bytes: session.sink.sent_bytes(),
+            normal_pages: pages.normal_pages,
+            zero_pages: pages.zero_pages,
+            barriers: session.barriers.load(Ordering::Relaxed),
+            total_bytes,
         }
     }
 }
 
-/// Ends a watch when it goes out of scope.
-pub(crate) struct EndsWatch<'a>(pub &'a Watch);
+struct EndsWatch<'a>(&'a Watch<'a>);
 
 impl Drop for EndsWatch<'_> {
     fn drop(&mut self) {
-        self.0.end();
+        self.0.is_over.store(true, Ordering::Release);
+        self.0.session.control.life().wake();
     }
 }

@@ -12,10 +12,9 @@ use super::turns::{Turn, Turns};
 use super::{Batch, EOF, Ledger, Pages, Reader};
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::MigrationError;
-use crate::failure::Failure;
 use crate::handover::Word;
 use crate::life::Life;
-use crate::life::threads::{OnPanic, give_way, spawn};
+use crate::life::threads::{caught, give_way, spawn};
 use crate::lock::lock;
 use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
@@ -93,13 +92,10 @@ pub(crate) struct Connection<'a, P> {
     preempt: OnceLock<Preempt>,
     /// Neighbours of pages that were asked for, with their RAM block. What is dropped the background reads again.
     beside: Mutex<VecDeque<(usize, Batch)>>,
-    failure: Failure,
-    /// Nothing more is to be sent.
-    over: AtomicBool,
     /// All is written on main: what is still answered is for the other connection alone, which the destination ends.
     ended: AtomicBool,
-    /// Of the background's limits: a cancel that comes too late does not end them.
-    sleeps: Life,
+    /// Its own: a cancel of the migration that comes too late does not end the sleeps of the background.
+    life: Life,
     /// Of the background.
     pace: Arc<Pacer>,
     cpu: Arc<CpuBudget>,
@@ -121,10 +117,8 @@ impl<'a, P: Pages> Connection<'a, P> {
             answers,
             preempt: OnceLock::new(),
             beside: Mutex::default(),
-            failure: Failure::default(),
-            over: AtomicBool::new(false),
             ended: AtomicBool::new(false),
-            sleeps: Life::default(),
+            life: Life::default(),
             pace,
             cpu,
         }
@@ -142,17 +136,16 @@ impl<'a, P: Pages> Connection<'a, P> {
 
     /// Keeps the first error, and ends every wait.
     pub(crate) fn fail(&self, error: MigrationError) {
-        self.failure.keep(error);
+        self.life.fail(error);
         self.close();
         self.answers.end();
     }
 
     /// Ends what is under way, without an error of its own.
     pub(crate) fn close(&self) {
-        self.over.store(true, Ordering::Release);
+        self.life.close();
         self.ledger.requests.abandon();
         self.pages.abandon();
-        self.sleeps.stop();
         self.link.transport.shutdown(Shutdown::Both);
         if let Some(preempt) = self.preempt.get() {
             preempt.channel.shut();
@@ -161,18 +154,17 @@ impl<'a, P: Pages> Connection<'a, P> {
 
     /// The first error, to be returned.
     pub(crate) fn take_failure(&self) -> Option<MigrationError> {
-        self.failure.take()
+        self.life.failure().take()
     }
 
     fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
+        self.life.is_stopped()
     }
 
     /// What the thread does that listens to the destination.
     pub(crate) fn hear(&self, messages: Messages) {
-        let _panics = OnPanic(|| self.fail(MigrationError::panicked_here()));
         let _ends = EndsAnswers(self.answers);
-        if let Err(error) = self.listen(messages) {
+        if let Err(error) = caught(|| self.listen(messages)) {
             self.fail(error);
         }
         self.ledger.requests.end();
@@ -180,8 +172,7 @@ impl<'a, P: Pages> Connection<'a, P> {
 
     /// What the thread does that answers requests: loading the devices may need pages.
     pub(crate) fn answer_all(&self) {
-        let _panics = OnPanic(|| self.fail(MigrationError::panicked_here()));
-        if let Err(error) = self.answer_requests()
+        if let Err(error) = caught(|| self.answer_requests())
             && !self.ended.load(Ordering::Acquire)
         {
             self.fail(error);
@@ -305,7 +296,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             let ended = thread.join().and_then(|ended| ended);
             if ended.is_err() {
                 // The others stop, too.
-                self.over.store(true, Ordering::Release);
+                self.life.close();
                 outcome = outcome.and(ended);
             }
         }
@@ -339,8 +330,8 @@ impl<'a, P: Pages> Connection<'a, P> {
                 };
                 self.pages.unless_damaged(sent)?;
                 if !batch.is_empty() {
-                    self.pace.wait(batch.content.len(), &self.sleeps);
-                    cpu.spend(&self.sleeps);
+                    self.pace.wait(batch.content.len(), &self.life);
+                    cpu.spend(&self.life);
                 }
             }
         }
@@ -358,7 +349,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             batch.claim(block, &self.ledger);
             self.write(&mut way, block, &batch)?;
             drop(way);
-            self.pace.wait(batch.content.len(), &self.sleeps);
+            self.pace.wait(batch.content.len(), &self.life);
         }
     }
 
@@ -448,7 +439,7 @@ impl<'a, P: Pages> Connection<'a, P> {
                 return Err(MigrationError::main_closed());
             }
             let again = wait.next(Instant::now())?;
-            self.sleeps.sleep_while(again, || !self.is_over());
+            self.life.sleep_while(again, || !self.is_over());
         }
         Ok(())
     }

@@ -83,7 +83,7 @@ impl RemoteReader {
 
     /// Nobody wants more of the file: reads that are under way, and all later ones, fail.
     pub(crate) fn give_up(&self) {
-        self.waits.stop();
+        self.waits.close();
     }
 
     fn is_over(&self) -> bool {

@@ -18,11 +18,11 @@ use crate::ends::guest_sink::accept::Accepted;
 use crate::ends::guest_sink::announce;
 use crate::ends::guest_sink::decompress_threads::{DecompressThreads, Target};
 use crate::error::{Channel, MigrationError};
-use crate::failure::Failure;
-use crate::figures::{Counters, Counts, PostcopyFigures, ThreadTimes};
+use crate::figures::{Counters, Counts, PostcopyFigures};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, Taking};
-use crate::life::threads::OnPanic;
+use crate::life::failure::Failure;
+use crate::life::threads::{OnPanic, ThreadTimes};
 use crate::liveness::Liveness;
 use crate::lock::lock;
 use crate::options::{CHANNEL_MEMORY, Options};
@@ -302,8 +302,7 @@ impl<'a> Session<'a> {
     pub(crate) fn fail(&self, error: MigrationError) {
         self.failure.keep(error);
         self.taking.abandon();
-        self.control.life().stop();
-        self.barrier.break_up();
+        self.control.life().close();
         self.decompress.end();
         for stream in &self.accepted.multifd {
             stream.shutdown(Shutdown::Both);

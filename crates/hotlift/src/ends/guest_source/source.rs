@@ -3,7 +3,7 @@
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
@@ -13,7 +13,7 @@ use crate::ends::guest_source::channel::ChannelSender;
 use crate::ends::guest_source::rounds::Rounds;
 use crate::ends::guest_source::zero_devices::ZeroDevices;
 use crate::error::{Channel, MigrationError};
-use crate::failure::Failure;
+use crate::life::failure::Failure;
 use crate::figures::{ByteFigures, JobFigures};
 use crate::guest::Guest;
 use crate::lock::lock;
@@ -24,6 +24,9 @@ use crate::pipe::stream_out::StreamOut;
 use crate::postcopy::Ledger;
 use crate::precopy::ram::RamState;
 use crate::status::Status;
+
+/// Time between two samples of the bytes that are sent while the guest is paused.
+const STANDSTILL_SAMPLE: Duration = Duration::from_millis(100);
 
 /// A guest that leaves.
 pub(crate) struct GuestSource<'a> {
@@ -105,6 +108,8 @@ impl<'a> GuestSource<'a> {
     /// The guest has been stopped.
     pub(crate) fn guest_stopped(&self) {
         let _ = self.main_at_stop.set(self.main_bytes());
+        // The watch looks at what is sent from here on.
+        self.control.life().wake();
     }
 
     /// Whether [`Self::guest_stopped`] has come.
@@ -258,19 +263,23 @@ impl Source for GuestSource<'_> {
 
     /// Ends what no other thread can: one that is blocked in a write while the guest stands still for a destination that
     /// takes nothing.
-    fn look(&self, session: &Session<'_>) {
+    fn look(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
+        if !self.is_guest_stopped() {
+            return None;
+        }
         let transferred = self.out.counts().transferred_bytes;
         let mut moved = lock(&self.moved);
         if transferred != moved.0 || self.control.status() != Status::Device {
-            *moved = (transferred, Instant::now());
+            *moved = (transferred, now);
         }
         let limit = self.options.handshake_timeout;
-        if moved.1.elapsed() > limit {
+        if now.saturating_duration_since(moved.1) > limit {
             session.fail(MigrationError::Timeout {
                 waiting_for: "any progress while the guest stands still".to_owned(),
                 waited: limit,
             });
         }
+        Some(now + STANDSTILL_SAMPLE)
     }
 
     fn shut_down(&self) {

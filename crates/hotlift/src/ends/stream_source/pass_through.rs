@@ -21,8 +21,8 @@ use crate::ends::request::{Outgoing, Request};
 use crate::ends::stream_source::accept::Uncounted;
 use crate::ends::stream_source::candidates::NO_PREEMPT;
 use crate::error::{Channel, MigrationError, printable};
-use crate::figures::{Counters, Counts, ThreadTimes};
-use crate::life::threads::spawn;
+use crate::figures::{Counters, Counts};
+use crate::life::threads::{ThreadTimes, spawn};
 use crate::liveness::Liveness;
 use crate::options::Options;
 use crate::pacing::Pacer;
@@ -431,7 +431,7 @@ mod tests {
                 (&source).read_exact(&mut bytes).unwrap();
             }
             let sent = flow.progress(Instant::now()).sent_bytes;
-            control.life().stop();
+            control.life().close();
             source.shutdown(Shutdown::Both);
             destination.shutdown(Shutdown::Both);
             (late.map_err(|error| error.kind()), sent)

@@ -75,10 +75,10 @@ impl Source for Streams<'_> {
         Ok(())
     }
 
-    fn has_gone(&self) -> bool {
+    fn kept_open(&self) -> Option<&Stream> {
         // A QEMU keeps its side open until it has had the last answer; a relay ends its own when all is written.
         let stays = self.upstream.return_path && !self.upstream.is_relay;
-        stays && self.upstream.is_closed()
+        stays.then_some(&self.upstream.main)
     }
 
     fn releases_guest(&self) -> bool {

@@ -8,7 +8,7 @@ use hotlift_methods::MemoryLimit;
 use crate::control::Control;
 use crate::ends::file::{BlockFile, Blocks, Entry, LostPages, RemoteReader, Shares, is_of_a_part};
 use crate::error::MigrationError;
-use crate::failure::Failure;
+use crate::life::failure::Failure;
 use crate::lock::lock;
 use crate::options::Options;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};

@@ -1,12 +1,13 @@
 //! The one place for the error that ends a migration.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::error::MigrationError;
+use crate::lock::lock;
 
-/// The first error of a migration, whichever thread met it. What fails behind it is its consequence.
-#[derive(Debug, Default)]
-pub(crate) struct Failure(Mutex<First>);
+/// The first error of a migration, whichever thread met it. Later errors are its consequences. Clones are the same place.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Failure(Arc<Mutex<First>>);
 
 #[derive(Debug, Default)]
 pub(crate) struct First {
@@ -18,7 +19,7 @@ pub(crate) struct First {
 impl Failure {
     /// For what must not come between a look and a step.
     pub(crate) fn lock(&self) -> MutexGuard<'_, First> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Keeps `error` if it is the first.
