@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use crate::error::MigrationError;
 use crate::life::Life;
+use crate::life::bell::Bell;
 use crate::lock::lock;
 use crate::tls::Tls;
-use crate::transport::{Address, Stream};
+use crate::transport::{Address, Stop, Stream};
 
 /// How long each address of the other host may take to accept a connection. A host that is there answers within a round
 /// trip; three lost SYN packets are sent again in this time.
@@ -60,30 +61,35 @@ impl Remote {
     ) -> Result<Stream, MigrationError> {
         dialing.connecting.set(Some(&self.address));
         let times = (timeout.min(CONNECT), timeout);
-        let connected = self.connect_within(times, &|| dialing.life.is_cancelled());
+        let bell = Bell::new(&dialing.life).map_err(MigrationError::opening)?;
+        let is_stopped = || {
+            bell.clear();
+            dialing.life.is_cancelled()
+        };
+        let connected = self.connect_within(times, bell.stop(&is_stopped));
         dialing.connecting.set(None);
         connected
     }
 
-    /// The same, unless it is `stopped` meanwhile.
+    /// The same, unless it is stopped.
     pub(crate) fn connect_unless(
         &self,
         timeout: Duration,
-        stopped: &dyn Fn() -> bool,
+        stop: Stop<'_>,
     ) -> Result<Stream, MigrationError> {
-        self.connect_within((timeout, timeout), stopped)
+        self.connect_within((timeout, timeout), stop)
     }
 
     fn connect_within(
         &self,
         (accepting, handshake): (Duration, Duration),
-        stopped: &dyn Fn() -> bool,
+        stop: Stop<'_>,
     ) -> Result<Stream, MigrationError> {
-        let connected = self.address.connect_unless(accepting, stopped);
+        let connected = self.address.connect_unless(accepting, stop);
         let secured = connected
             .map_err(MigrationError::from)
-            .and_then(|stream| self.secure(stream, handshake, stopped));
-        match stopped() {
+            .and_then(|stream| self.secure(stream, handshake, stop.is_stopped));
+        match (stop.is_stopped)() {
             true => Err(MigrationError::Cancelled),
             false => secured,
         }

@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use crate::life::{Life, Wake};
-use crate::transport::Stream;
+use crate::transport::{Stop, Stream};
 
 /// A descriptor that is readable after each change of a lifetime, so that a poll needs no tick.
 #[derive(Debug)]
@@ -46,6 +46,14 @@ impl Bell {
     /// Makes it silent until the next change. The caller checks the lifetime after each call.
     pub(crate) fn clear(&self) {
         let _ = rustix::io::read(&self.0.0, &mut [0; 8]);
+    }
+
+    /// Ends the making of a connection at the change that makes `is_stopped` true, which begins with [`Bell::clear`].
+    pub(crate) fn stop<'a>(&'a self, is_stopped: &'a dyn Fn() -> bool) -> Stop<'a> {
+        Stop {
+            bell: Some(self.as_fd()),
+            is_stopped,
+        }
     }
 
     /// Waits until something happens on `fds`, the lifetime changes, or `wait` is over. The caller looks at the lifetime

@@ -216,19 +216,18 @@ impl Address {
     /// # Errors
     /// [`TransportError::Connect`] with the system's reason of each address.
     pub fn connect(&self, timeout: Duration) -> Result<Stream, TransportError> {
-        self.connect_unless(timeout, &|| false)
+        self.connect_unless(timeout, Stop::NEVER)
     }
 
-    /// The same, unless it is `stopped` meanwhile, within a second. Only a name that the system's resolver looks for is
-    /// waited for.
+    /// The same, unless it is stopped. Only a lookup of a name by the system's resolver is not interrupted.
     pub(crate) fn connect_unless(
         &self,
         timeout: Duration,
-        stopped: &dyn Fn() -> bool,
+        stop: Stop<'_>,
     ) -> Result<Stream, TransportError> {
         let connected = match self {
-            Self::Tcp { host, port } => tcp::connect(host, *port, timeout, stopped),
-            Self::Unix { path } => unix::connect(path, timeout, stopped),
+            Self::Tcp { host, port } => tcp::connect(host, *port, timeout, stop),
+            Self::Unix { path } => unix::connect(path, timeout, stop),
         };
         connected.map_err(|source| TransportError::Connect {
             uri: self.to_string(),
@@ -410,9 +409,36 @@ fn is_this_host(host: &str) -> bool {
     }
 }
 
-/// Whoever wanted a connection wants it no more.
-fn was_stopped() -> io::Error {
-    io::Error::new(io::ErrorKind::Interrupted, "it was cancelled")
+/// What ends the making of a connection early.
+#[derive(Clone, Copy)]
+pub(crate) struct Stop<'a> {
+    /// Readable once `is_stopped` may have become true.
+    pub bell: Option<BorrowedFd<'a>>,
+    /// Returns true once the connection is not wanted any more. It silences the bell first.
+    pub is_stopped: &'a dyn Fn() -> bool,
+}
+
+impl<'a> Stop<'a> {
+    /// For a connection that cannot be cancelled.
+    pub(crate) const NEVER: Self = Self {
+        bell: None,
+        is_stopped: &|| false,
+    };
+
+    /// Waits until something happens on `fds`, `wait` is over, or it is stopped.
+    fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
+        if (self.is_stopped)() {
+            let why = "it was cancelled";
+            return Err(io::Error::new(io::ErrorKind::Interrupted, why));
+        }
+        let bell = self.bell.as_ref();
+        fds.extend(bell.map(|bell| PollFd::new(bell, PollFlags::IN)));
+        let wait = Timespec::try_from(wait).map_err(io::Error::other)?;
+        match rustix::event::poll(fds, Some(&wait)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
 }
 
 /// Waits until `fd` has something to read (or has ended); false if nothing came within `timeout`.

@@ -6,15 +6,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::{limit_retransmission_interval, limit_unsent};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 
 use super::attempts::{Failed, Schedule, check_zone};
-use super::{Address, Bound, Stream, Transport};
-
-/// How often a connection that is being made looks whether it is still wanted.
-const TICK: Duration = Duration::from_millis(100);
+use super::{Address, Bound, Stop, Stream, Transport};
 
 /// Between probes of a connection on which nothing comes.
 const KEEPALIVE: Duration = Duration::from_secs(10);
@@ -69,14 +66,14 @@ pub(super) fn connect(
     host: &str,
     port: u16,
     timeout: Duration,
-    stopped: &dyn Fn() -> bool,
+    stop: Stop<'_>,
 ) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
     // Nobody else answers for this host, whatever a resolver says: connections to it go without TLS.
     let stays = super::is_this_host(host);
     let addresses = (host, port).to_socket_addrs()?;
     let addresses = addresses.filter(|address| !stays || address.ip().to_canonical().is_loopback());
-    let stream = connect_to_first(Schedule::new(addresses), host, timeout, stopped)?;
+    let stream = connect_to_first(Schedule::new(addresses), host, timeout, stop)?;
     prepare(&stream)?;
     Ok(stream.into())
 }
@@ -93,7 +90,7 @@ fn connect_to_first(
     mut schedule: Schedule,
     host: &str,
     timeout: Duration,
-    stopped: &dyn Fn() -> bool,
+    stop: Stop<'_>,
 ) -> io::Result<TcpStream> {
     let mut attempts: Vec<Attempt> = Vec::new();
     let mut failed = Failed::default();
@@ -117,8 +114,8 @@ fn connect_to_first(
         }
         let left = attempts.iter().map(|attempt| attempt.deadline);
         let left = left.map(|deadline| deadline.saturating_duration_since(now));
-        let wait = left.chain(schedule.wait(now)).min().unwrap_or(TICK);
-        let answered = wait_for_any(&attempts, wait.min(TICK))?;
+        let wait = left.chain(schedule.wait(now)).min().unwrap_or_default();
+        let answered = wait_for_any(&attempts, wait, stop)?;
         for index in (0..attempts.len()).rev() {
             let outcome = if answered[index] {
                 sockopt::socket_error(&attempts[index].socket)?.map_err(io::Error::from)
@@ -143,9 +140,6 @@ fn connect_to_first(
                 }
             }
         }
-        if stopped() {
-            return Err(super::was_stopped());
-        }
     }
 }
 
@@ -165,16 +159,14 @@ fn begin(address: &SocketAddr) -> io::Result<OwnedFd> {
 }
 
 /// Waits until one handshake has ended; returns which have.
-fn wait_for_any(attempts: &[Attempt], time: Duration) -> io::Result<Vec<bool>> {
+fn wait_for_any(attempts: &[Attempt], time: Duration, stop: Stop<'_>) -> io::Result<Vec<bool>> {
     let polled = attempts.iter();
     let polled = polled.map(|attempt| PollFd::new(&attempt.socket, PollFlags::OUT));
     let mut polled: Vec<_> = polled.collect();
-    let time = Timespec::try_from(time).map_err(io::Error::other)?;
-    match poll(&mut polled, Some(&time)) {
-        Ok(_) | Err(Errno::INTR) => {}
-        Err(errno) => return Err(errno.into()),
-    }
-    let ended = polled.iter().map(|one| !one.revents().is_empty());
+    stop.poll(&mut polled, time)?;
+    let ended = polled[..attempts.len()]
+        .iter()
+        .map(|one| !one.revents().is_empty());
     Ok(ended.collect())
 }
 
@@ -267,11 +259,11 @@ mod tests {
         let _only = TcpStream::connect(silent.0).unwrap();
         let schedule = Schedule::new([silent.0, there]);
         let never = Duration::from_secs(600);
-        let stream = connect_to_first(schedule, "name", never, &|| false).unwrap();
+        let stream = connect_to_first(schedule, "name", never, Stop::NEVER).unwrap();
         assert_eq!(stream.peer_addr().unwrap(), there);
 
         let schedule = Schedule::new([silent.0]);
-        let error = connect_to_first(schedule, "name", Duration::from_millis(20), &|| false);
+        let error = connect_to_first(schedule, "name", Duration::from_millis(20), Stop::NEVER);
         let error = error.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         let silent = silent.0;
@@ -280,7 +272,11 @@ mod tests {
             format!("{silent} (this host): no answer within 20ms")
         );
         let schedule = Schedule::new([silent]);
-        let error = connect_to_first(schedule, "name", never, &|| true).unwrap_err();
+        let stop = Stop {
+            bell: None,
+            is_stopped: &|| true,
+        };
+        let error = connect_to_first(schedule, "name", never, stop).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Interrupted);
     }
 

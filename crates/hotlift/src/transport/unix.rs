@@ -10,7 +10,7 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
-use super::{Address, Stream, Transport};
+use super::{Address, Stop, Stream, Transport};
 
 /// Connections that wait to be accepted; std's own.
 const BACKLOG: i32 = 128;
@@ -72,11 +72,7 @@ impl Drop for UnixSocketFile {
     }
 }
 
-pub(super) fn connect(
-    path: &Path,
-    timeout: Duration,
-    stopped: &dyn Fn() -> bool,
-) -> io::Result<Stream> {
+pub(super) fn connect(path: &Path, timeout: Duration, stop: Stop<'_>) -> io::Result<Stream> {
     let begun = Instant::now();
     loop {
         match try_connect(path) {
@@ -84,8 +80,8 @@ pub(super) fn connect(
                 stream.set_nonblocking(false)?;
                 return Ok(stream.into());
             }
-            Err(Errno::AGAIN) if stopped() => return Err(super::was_stopped()),
-            Err(Errno::AGAIN) if begun.elapsed() < timeout => std::thread::sleep(RETRY),
+            // No event shows that the queue has room again.
+            Err(Errno::AGAIN) if begun.elapsed() < timeout => stop.poll(&mut Vec::new(), RETRY)?,
             Err(Errno::AGAIN) => {
                 let why = "its queue of connections is full, and nobody takes one";
                 return Err(io::Error::new(io::ErrorKind::TimedOut, why));
@@ -153,16 +149,20 @@ mod tests {
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
         rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         rustix::net::listen(&socket, 0).unwrap();
-        let _only = connect(&path, Duration::ZERO, &|| false).unwrap();
+        let _only = connect(&path, Duration::ZERO, Stop::NEVER).unwrap();
 
-        let error = connect(&path, Duration::from_millis(50), &|| false).unwrap_err();
+        let error = connect(&path, Duration::from_millis(50), Stop::NEVER).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        let error = connect(&path, Duration::from_secs(600), &|| true).unwrap_err();
+        let stop = Stop {
+            bell: None,
+            is_stopped: &|| true,
+        };
+        let error = connect(&path, Duration::from_secs(600), stop).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Interrupted);
         assert!(listen(&path, None).is_err() && path.exists());
 
         let waiting = std::thread::spawn(move || {
-            connect(&path, Duration::from_secs(60), &|| false).map(drop)
+            connect(&path, Duration::from_secs(60), Stop::NEVER).map(drop)
         });
         let listener = UnixListener::from(socket);
         let (_first, _second) = (listener.accept().unwrap(), listener.accept().unwrap());

@@ -13,6 +13,7 @@ use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VE
 use super::location::RemoteFile;
 use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, printable};
+use crate::life::bell::Bell;
 use crate::remote::Remote;
 use crate::tls::TlsError;
 use crate::transport::Stream;
@@ -27,9 +28,6 @@ const ANSWER: Duration = Duration::from_secs(20);
 /// Bytes a second that are counted for the bytes of an answer: a fourth of what each of a restore's five connections has of a
 /// link with 10 Mbit/s.
 const SLOWEST: u64 = 64 << 10;
-
-/// Between two looks whether an answer is still wanted.
-const TICK: Duration = Duration::from_millis(100);
 
 /// Bytes of the file that are wanted.
 pub(super) struct Range<'a> {
@@ -81,15 +79,22 @@ impl From<io::Error> for Trouble {
 /// How long bytes are waited for.
 pub(super) struct Wait<'a> {
     until: Instant,
-    /// Whether nobody wants them any more.
-    is_over: &'a dyn Fn() -> bool,
+    wanted: Wanted<'a>,
+}
+
+/// Whether bytes are still wanted.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted<'a> {
+    /// Rings when `is_over` may have become true.
+    pub bell: &'a Bell,
+    pub is_over: &'a dyn Fn() -> bool,
 }
 
 impl<'a> Wait<'a> {
-    pub(super) fn new(time: Duration, is_over: &'a dyn Fn() -> bool) -> Self {
+    pub(super) fn new(time: Duration, wanted: Wanted<'a>) -> Self {
         Self {
             until: Instant::now() + time,
-            is_over,
+            wanted,
         }
     }
 
@@ -98,18 +103,20 @@ impl<'a> Wait<'a> {
         let mut there = 0;
         while there < into.len() {
             let left = self.until.saturating_duration_since(Instant::now());
-            let ended = match (self.is_over)() {
+            let ended = match (self.wanted.is_over)() {
                 true => Some(io::ErrorKind::Interrupted),
                 false => left.is_zero().then_some(io::ErrorKind::TimedOut),
             };
             if let Some(kind) = ended {
                 return Err(ServerError::Connection(kind.into()));
             }
-            match stream.read_within(&mut into[there..], left.min(TICK)) {
-                Ok(0) => return Err(ServerError::Closed),
-                Ok(read) => there += read,
-                Err(error) if error.kind() == io::ErrorKind::TimedOut => {}
-                Err(error) => return Err(ServerError::Connection(error)),
+            let wait = self.wanted.bell.wait_readable(stream, left);
+            if wait.map_err(ServerError::Connection)? {
+                let read = stream.read_some(&mut into[there..]);
+                match read.map_err(ServerError::Connection)? {
+                    0 => return Err(ServerError::Closed),
+                    read => there += read,
+                }
             }
         }
         Ok(())
@@ -142,10 +149,15 @@ impl<'a> Wait<'a> {
 pub(super) fn connect(
     file: &RemoteFile,
     visitor: u64,
-    is_over: &dyn Fn() -> bool,
+    wanted: Wanted<'_>,
 ) -> Result<(Stream, Opened), Trouble> {
     let remote = Remote::new(&file.address, file.tls.clone());
-    let stream = remote.connect_unless(CONNECT, is_over).map_err(|error| {
+    let is_stopped = || {
+        wanted.bell.clear();
+        (wanted.is_over)()
+    };
+    let stop = wanted.bell.stop(&is_stopped);
+    let stream = remote.connect_unless(CONNECT, stop).map_err(|error| {
         let is_final = match &error {
             MigrationError::Tls { source, .. } => !matches!(
                 **source,
@@ -170,7 +182,7 @@ pub(super) fn connect(
     encoded.map_err(|source| Trouble::Final(FileError::server(file, source)))?;
     (&stream).write_all(&bytes)?;
     bytes.clear();
-    let reply = Wait::new(ANSWER, is_over).receive(&stream, &mut bytes, |bytes| {
+    let reply = Wait::new(ANSWER, wanted).receive(&stream, &mut bytes, |bytes| {
         let (reply, length) = Reply::decode(bytes)?;
         let owned = match reply {
             Reply::Opened { length, id } => Ok(Opened { length, id }),
@@ -200,7 +212,7 @@ pub(super) fn exchange(
     mut stream: &Stream,
     file: &RemoteFile,
     ranges: &mut [Range<'_>],
-    is_over: &dyn Fn() -> bool,
+    wanted: Wanted<'_>,
 ) -> Result<(), Trouble> {
     let mut requests = Vec::with_capacity(ranges.len() * READ_LEN);
     let mut expected = 0;
@@ -213,7 +225,7 @@ pub(super) fn exchange(
         expected += range.into.len() as u64;
     }
     stream.write_all(&requests)?;
-    let wait = Wait::new(ANSWER + Duration::from_secs(expected / SLOWEST), is_over);
+    let wait = Wait::new(ANSWER + Duration::from_secs(expected / SLOWEST), wanted);
     let mut head = Vec::new();
     let mut failure = None;
     for range in ranges {
@@ -249,6 +261,7 @@ mod tests {
     use std::thread;
 
     use super::*;
+    use crate::life::Life;
 
     #[test]
     fn a_message_that_comes_byte_by_byte_has_no_more_time_than_others() {
@@ -256,7 +269,12 @@ mod tests {
         // Ends with the connection.
         let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});
         let mut message = Vec::new();
-        let wait = Wait::new(Duration::from_millis(1), &|| false);
+        let bell = &Bell::new(&Life::default()).unwrap();
+        let wanted = Wanted {
+            bell,
+            is_over: &|| false,
+        };
+        let wait = Wait::new(Duration::from_millis(1), wanted);
         let received = wait.receive(&here, &mut message, |bytes| -> Result<((), usize), _> {
             assert!(bytes.len() < 1 << 16, "it is waited for on and on");
             let (what, needed) = ("a message", 1);

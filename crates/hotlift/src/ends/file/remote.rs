@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::exchange::{Opened, Range, Trouble, connect, exchange};
+use super::exchange::{Opened, Range, Trouble, Wanted, connect, exchange};
 use super::location::RemoteFile;
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
 use crate::life::Life;
+use crate::life::bell::Bell;
 use crate::lock::lock;
 use crate::stream::handshake;
 use crate::transport::Stream;
@@ -29,8 +30,8 @@ pub(crate) struct RemoteReader {
     file: RemoteFile,
     visitor: u64,
     opened: Opened,
-    /// Connections that nobody reads from just now.
-    idle: Mutex<Vec<Stream>>,
+    /// Connections that no thread reads from now, each with what ends its waits.
+    idle: Mutex<Vec<(Stream, Bell)>>,
     /// Of whoever opened the file: ends reads until somebody persists.
     control: Control,
     /// For how long a lost server is tried again; not at all without.
@@ -49,7 +50,14 @@ impl RemoteReader {
             unreachable!("an id has 16 bytes");
         };
         let visitor = u64::from_be_bytes(*visitor);
-        let (stream, opened) = match connect(file, visitor, &|| control.life().is_stopped()) {
+        let waits = Life::default();
+        let bell = Bell::new(&waits).map_err(|source| failed(ServerError::Connection(source)))?;
+        let bell = bell.and(control.life());
+        let wanted = Wanted {
+            bell: &bell,
+            is_over: &|| control.life().is_stopped(),
+        };
+        let (stream, opened) = match connect(file, visitor, wanted) {
             Ok(connected) => connected,
             Err(Trouble::Lost(source)) => return Err(failed(source)),
             Err(Trouble::Unread(error) | Trouble::Final(error)) => return Err(error),
@@ -58,10 +66,10 @@ impl RemoteReader {
             file: file.clone(),
             visitor,
             opened,
-            idle: Mutex::new(vec![stream]),
+            idle: Mutex::new(vec![(stream, bell)]),
             control: control.clone(),
             patience: OnceLock::new(),
-            waits: Life::default(),
+            waits,
             is_lost: AtomicBool::new(false),
         })
     }
@@ -131,33 +139,42 @@ impl RemoteReader {
     }
 
     fn try_read(&self, ranges: &mut [Range<'_>]) -> Result<(), Trouble> {
-        let is_over = || self.is_over();
-        let stream = self.take(&is_over)?;
-        let outcome = exchange(&stream, &self.file, ranges, &is_over);
+        let is_over = &|| self.is_over();
+        let (stream, bell) = self.take(is_over)?;
+        let wanted = Wanted {
+            bell: &bell,
+            is_over,
+        };
+        let outcome = exchange(&stream, &self.file, ranges, wanted);
         let mut idle = lock(&self.idle);
         match outcome {
             // Those that nobody uses are most likely gone with it.
             Err(Trouble::Lost(_)) => idle.clear(),
-            _ => idle.push(stream),
+            _ => idle.push((stream, bell)),
         }
         outcome
     }
 
     /// A connection for one read: that which was used last, or a new one.
-    fn take(&self, is_over: &dyn Fn() -> bool) -> Result<Stream, Trouble> {
+    fn take(&self, is_over: &dyn Fn() -> bool) -> Result<(Stream, Bell), Trouble> {
         let mut idle = lock(&self.idle);
-        while let Some(stream) = idle.pop() {
+        while let Some((stream, bell)) = idle.pop() {
             // A server closes what nobody has used for long.
             if !stream.is_hung_up() {
-                return Ok(stream);
+                return Ok((stream, bell));
             }
         }
         drop(idle);
-        let (stream, opened) = connect(&self.file, self.visitor, is_over)?;
+        let bell = Bell::new(&self.waits)?.and(self.control.life());
+        let wanted = Wanted {
+            bell: &bell,
+            is_over,
+        };
+        let (stream, opened) = connect(&self.file, self.visitor, wanted)?;
         if opened != self.opened {
             let file = self.file.to_string();
             return Err(Trouble::Final(FileError::OtherFile { file }));
         }
-        Ok(stream)
+        Ok((stream, bell))
     }
 }

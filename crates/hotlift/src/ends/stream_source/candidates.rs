@@ -3,26 +3,27 @@
 //! It has no header. Each connection that is made while it may come is a candidate; the one whose first page was asked for
 //! is the channel, and a stranger loses its own connection only.
 
+use std::io;
 use std::net::Shutdown;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hotlift_wire::main_channel::postcopy::{PREEMPT_HEAD_LEN, PreemptDecoder};
 use hotlift_wire::{RamBlockEntry, WireError};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::control::Control;
 use crate::ends::stream_source::postcopy::Demand;
+use crate::error::MigrationError;
+use crate::life::bell::Bell;
+use crate::life::{LONG, Life};
 use crate::lock::lock;
 use crate::transport::Stream;
 
 /// Candidates at most: a QEMU makes one connection, and they wait in memory for as long as the migration takes.
 const MOST: usize = 64;
 
-/// Between two looks for further candidates.
-const TICK: Duration = Duration::from_millis(100);
-
-/// Between two looks at a connection that has sent a part of its first record.
+/// Between two checks of a connection that has sent a part of its first record: what has come keeps a poll from waiting.
 const HALF_SAID: Duration = Duration::from_millis(2);
 
 /// Why a connection was turned away.
@@ -32,7 +33,8 @@ pub(crate) const NO_PREEMPT: &str = "a connection that is no preempt channel";
 #[derive(Debug, Default)]
 pub(crate) struct Candidates {
     state: Mutex<State>,
-    changed: Condvar,
+    /// Changes with the state.
+    life: Life,
 }
 
 #[derive(Debug, Default)]
@@ -59,7 +61,7 @@ impl Candidates {
         let has_room = state.streams.len() < MOST && !state.over && !state.is_found;
         if has_room {
             state.streams.push(Arc::new(stream));
-            self.changed.notify_all();
+            self.life.wake();
         }
         has_room
     }
@@ -81,42 +83,44 @@ impl Candidates {
         for stream in &state.streams {
             stream.shutdown(Shutdown::Both);
         }
-        self.changed.notify_all();
+        self.life.wake();
     }
 
     /// Waits for the first page of one that `demand` has; that one, or `None` once nothing is to come. Others are dropped.
+    ///
+    /// # Errors
+    /// The system gives no descriptor, or nothing can be waited for.
     pub(super) fn find(
         &self,
         blocks: &[RamBlockEntry],
         demand: &Demand,
         control: &Control,
-    ) -> Option<Arc<Stream>> {
+    ) -> Result<Option<Arc<Stream>>, MigrationError> {
+        let bell = Bell::new(&self.life).map_err(MigrationError::opening)?;
         let decoder = PreemptDecoder::new(blocks.to_vec());
-        loop {
-            let streams = self.wait_for_any()?;
-            wait_for_word(&streams);
+        while let Some(streams) = self.open() {
+            wait_for_word(&streams, &bell).map_err(MigrationError::opening)?;
             let mut part = false;
             for stream in &streams {
                 match said(stream, &decoder) {
                     Said::Nothing => {}
                     Said::Part => part = true,
                     Said::Page(block, offset) if demand.has(block, offset) => {
-                        return self.take(stream, control);
+                        return Ok(self.take(stream, control));
                     }
                     Said::Page(..) | Said::Stranger => self.drop(stream, control),
                 }
             }
             if part {
-                // What has come keeps the poll from waiting.
                 std::thread::sleep(HALF_SAID);
             }
         }
+        Ok(None)
     }
 
-    fn wait_for_any(&self) -> Option<Vec<Arc<Stream>>> {
-        let none_yet = |state: &mut State| state.streams.is_empty() && !state.over;
-        let state = self.changed.wait_while(lock(&self.state), none_yet);
-        let state = state.unwrap_or_else(PoisonError::into_inner);
+    /// The candidates; `None` once nothing is to come.
+    fn open(&self) -> Option<Vec<Arc<Stream>>> {
+        let state = lock(&self.state);
         (!state.over).then(|| state.streams.clone())
     }
 
@@ -142,22 +146,17 @@ fn turn_away(stream: &Stream, control: &Control) {
     stream.shutdown(Shutdown::Both);
 }
 
-/// Waits until one of them is readable, for [`TICK`] at most.
-fn wait_for_word(streams: &[Arc<Stream>]) {
-    let tick = match streams.iter().any(|stream| stream.has_plaintext()) {
+/// Waits until one of them is readable, or there are others.
+fn wait_for_word(streams: &[Arc<Stream>], bell: &Bell) -> io::Result<()> {
+    let wait = match streams.iter().any(|stream| stream.has_plaintext()) {
         true => Duration::ZERO,
-        false => TICK,
-    };
-    let tick = Timespec {
-        tv_sec: 0,
-        tv_nsec: tick.subsec_nanos().into(),
+        false => LONG,
     };
     let fds = streams.iter();
     let mut fds: Vec<_> = fds
         .map(|stream| PollFd::new(&**stream, PollFlags::IN))
         .collect();
-    // A poll that fails is as good as one that was interrupted: each is looked at.
-    let _ = poll(&mut fds, Some(&tick));
+    bell.poll(&mut fds, wait)
 }
 
 /// Looks at the first bytes of a candidate without waiting and without taking them.
@@ -183,8 +182,6 @@ mod tests {
     use hotlift_methods::MemoryLimit;
     use hotlift_wire::main_channel::postcopy::put_preempt_page;
     use hotlift_wire::return_path::ReturnMessage;
-
-    use crate::life::Life;
 
     use super::*;
 
@@ -216,7 +213,10 @@ mod tests {
         let _others = [add(Some(b"GET / HTTP/1.1\r\n")), add(Some(&page(4096)))];
         let _half = add(Some(&page(8192)[..4]));
         let real = add(Some(&page(8192)));
-        let found = candidates.find(&blocks, &demand, &control).unwrap();
+        let found = candidates
+            .find(&blocks, &demand, &control)
+            .unwrap()
+            .unwrap();
         assert!(candidates.is_found());
         drop(found);
         assert_eq!((&silent).read(&mut [0]).unwrap(), 0, "it is dropped");
@@ -232,7 +232,8 @@ mod tests {
         assert!(candidates.add(stream) && candidates.is_any());
         candidates.end();
         let demand = Demand::new(&[], &MemoryLimit::new(0), &Life::default());
-        assert!(candidates.find(&[], &demand, &Control::new()).is_none());
+        let found = candidates.find(&[], &demand, &Control::new());
+        assert!(found.unwrap().is_none());
         let (stream, _other) = Stream::pair().unwrap();
         assert!(!candidates.add(stream), "it is over");
     }

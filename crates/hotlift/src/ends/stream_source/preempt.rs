@@ -15,7 +15,7 @@ pub(crate) fn receive(
     upstream: &Upstream,
 ) -> Result<(), MigrationError> {
     let (candidates, demand) = (&upstream.preempt, &upstream.demand);
-    let Some(stream) = candidates.find(blocks, demand, &session.control) else {
+    let Some(stream) = candidates.find(blocks, demand, &session.control)? else {
         return Ok(());
     };
     let counters = &session.received[upstream.multifd.len()];

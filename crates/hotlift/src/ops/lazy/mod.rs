@@ -51,9 +51,6 @@ const LOADING: Duration = Duration::from_secs(60);
 /// How long a lost server of the file is tried again. The guest waits beyond that, for somebody who resumes the restore.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Between two looks whether a wait was called off.
-const TICK: Duration = Duration::from_millis(100);
-
 /// Between two questions to QEMU whether it loads the devices.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
@@ -402,7 +399,8 @@ impl Restore<'_> {
         let limit = Some((LOADING, "QEMU to load the devices"));
         let mut asked = Instant::now();
         let mut was_idle = false;
-        answers.await_answers(limit, TICK, || {
+        let every = self.hooks.loading.map_or(LONG, |_| ASK_AGAIN);
+        answers.await_answers(limit, every, || {
             let Some(loading) = self.hooks.loading else {
                 return Ok(());
             };
@@ -431,6 +429,7 @@ impl Restore<'_> {
         answers.await_answers(limit, LONG, || self.control.life().check())
     }
 
+    /// Reports progress for as long as a caller wants it.
     fn watch(&self) {
         const EVERY: Duration = Duration::from_millis(500);
         let Some(on_progress) = self.hooks.on_progress else {
