@@ -247,32 +247,21 @@ impl AgentCommands {
         if session.subject.direction == Direction::Incoming {
             return refused("a migration is limited on the host that it leaves");
         }
-        let bandwidth = match &change.max_bandwidth {
-            None => None,
-            Some(Value::String(text)) => match parse_size(text) {
-                None => {
-                    return refused(
-                        "max-bandwidth is bytes a second as in \"100M\"; 0 is unlimited",
-                    );
-                }
-                size => size,
-            },
-            Some(value) => match value.as_u64() {
-                None => {
-                    return refused(
-                        "max-bandwidth is bytes a second as in \"100M\"; 0 is unlimited",
-                    );
-                }
-                size => size,
-            },
-        };
+        let bandwidth = change.max_bandwidth.as_ref().map(|value| match value {
+            Value::String(text) => parse_size(text),
+            value => value.as_u64(),
+        });
+        if bandwidth == Some(None) {
+            return refused("max-bandwidth is bytes a second as in \"100M\"; 0 is unlimited");
+        }
+        let allowed = 1..=1000;
         if change
             .weight
-            .is_some_and(|weight| !(1..=1000).contains(&weight))
+            .is_some_and(|weight| !allowed.contains(&weight))
         {
             return refused("weight is 1 to 1000");
         }
-        session.limit(bandwidth, change.weight);
+        session.limit(bandwidth.flatten(), change.weight);
         self.0.share();
         Ok(json!({}))
     }
