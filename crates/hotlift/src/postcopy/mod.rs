@@ -20,8 +20,6 @@ mod ledger;
 mod near;
 pub(crate) mod recovery;
 mod requests;
-#[cfg(test)]
-mod simulation;
 pub(crate) mod turns;
 
 use std::ops::Range;
@@ -181,6 +179,8 @@ impl Batch {
 
 #[cfg(test)]
 mod tests {
+    mod simulation;
+
     use hotlift_wire::RamBlockEntry;
 
     use super::*;

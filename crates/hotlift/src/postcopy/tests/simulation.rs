@@ -9,8 +9,8 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
-use super::requests::Request;
-use super::{Ledger, Near, Place};
+use crate::postcopy::requests::Request;
+use crate::postcopy::{Ledger, Near, Place};
 
 /// Pages of each RAM block, and of one of its huge pages.
 const BLOCKS: [(&str, usize, usize); 2] = [("small", 150, 1), ("huge", 64, 8)];
