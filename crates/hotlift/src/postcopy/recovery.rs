@@ -68,20 +68,14 @@ pub(crate) enum Step {
     Resumed(Vec<u8>),
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Stage {
-    /// The bitmap of the RAM block with this index is requested next, or awaited.
-    Request(usize),
-    Bitmap(usize),
-    /// RESUME is sent next, or its answer is awaited.
-    Resume,
-    Acknowledge,
-}
-
 /// A source that resumes.
 pub(crate) struct Recovery<'l> {
     ledger: &'l Ledger,
-    stage: Stage,
+    /// The RAM block whose bitmap is requested; behind the last it is RESUME.
+    block: usize,
+    is_prepared: bool,
+    /// The request is sent, and its answer awaited.
+    is_sent: bool,
     /// Read, and not taken.
     pending: Vec<u8>,
     /// The last request with a RAM block's name that came too early: those after it may refer to the same block.
@@ -94,7 +88,9 @@ impl<'l> Recovery<'l> {
     pub(crate) fn new(ledger: &'l Ledger, now: Instant) -> Self {
         Self {
             ledger,
-            stage: Stage::Request(0),
+            block: 0,
+            is_prepared: false,
+            is_sent: false,
             pending: Vec::new(),
             early: Vec::new(),
             until: now + ANSWERS,
@@ -111,42 +107,38 @@ impl<'l> Recovery<'l> {
     /// # Errors
     /// [`MigrationError::Wire`] for what is no answer; [`MigrationError::Timeout`].
     pub(crate) fn next(&mut self, now: Instant) -> Result<Step, MigrationError> {
-        let blocks = self.ledger.blocks();
+        let ledger = self.ledger;
         loop {
-            match self.stage {
-                Stage::Request(index) => {
-                    let Some(block) = blocks.get(index) else {
-                        self.stage = Stage::Resume;
-                        return Ok(Step::Prepare);
-                    };
-                    self.stage = Stage::Bitmap(index);
-                    let mut request = Vec::new();
-                    postcopy::put_bitmap_request(&block.name, &mut request)
-                        .map_err(MigrationError::main_wire)?;
-                    return Ok(Step::Send(request));
+            let block = ledger.blocks().get(self.block);
+            if block.is_none() && !std::mem::replace(&mut self.is_prepared, true) {
+                return Ok(Step::Prepare);
+            }
+            if !std::mem::replace(&mut self.is_sent, true) {
+                let mut request = Vec::new();
+                if let Some(block) = block {
+                    let put = postcopy::put_bitmap_request(&block.name, &mut request);
+                    put.map_err(MigrationError::main_wire)?;
+                } else {
+                    postcopy::put_resume(&mut request);
                 }
-                Stage::Bitmap(index) => {
-                    let (name, pages) = (&blocks[index].name, self.ledger.pages(index));
-                    let Some(bits) = self.take(|bytes| bitmap(bytes, name, pages))? else {
-                        break;
-                    };
-                    self.ledger.has(index, &bits);
-                    self.stage = Stage::Request(index + 1);
-                }
-                Stage::Resume => {
-                    self.stage = Stage::Acknowledge;
-                    let mut resume = Vec::new();
-                    postcopy::put_resume(&mut resume);
-                    return Ok(Step::Send(resume));
-                }
-                Stage::Acknowledge => match self.take(acknowledged)? {
+                return Ok(Step::Send(request));
+            }
+            let Some(block) = block else {
+                match self.take(acknowledged)? {
                     Some(()) => {
                         let rest = [&self.early[..], &self.pending].concat();
                         return Ok(Step::Resumed(rest));
                     }
                     None => break,
-                },
-            }
+                }
+            };
+            let pages = ledger.pages(self.block);
+            let Some(bits) = self.take(|bytes| bitmap(bytes, &block.name, pages))? else {
+                break;
+            };
+            ledger.has(self.block, &bits);
+            self.block += 1;
+            self.is_sent = false;
         }
         match self.until.saturating_duration_since(now) {
             Duration::ZERO => Err(MigrationError::Timeout {

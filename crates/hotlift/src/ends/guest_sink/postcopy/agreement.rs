@@ -8,7 +8,6 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
 use crate::stream::main_channel::{Action, unexpected};
-use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
 
 /// Handshake times in which all must be agreed: the bitmaps of 1 TiB are 32 MiB.
@@ -27,8 +26,8 @@ pub(super) struct Agreement {
 pub(super) enum Answer {
     /// The bitmap of the RAM block with this index.
     Bitmap(usize),
-    /// None before the preempt channel is there.
-    AwaitPreempt(PreemptWait),
+    /// None before the preempt channel is there, which is awaited up to this time.
+    AwaitPreempt(Instant),
     /// All is agreed.
     Agreed,
 }
@@ -55,31 +54,10 @@ impl Agreement {
         match (action, self.preempt) {
             (Action::Bitmap(block), _) => Ok(Answer::Bitmap(*block)),
             (Action::Resume, Some(patience)) => {
-                let until = self.until.min(now + patience);
-                Ok(Answer::AwaitPreempt(PreemptWait { until, patience }))
+                Ok(Answer::AwaitPreempt(self.until.min(now + patience)))
             }
             (Action::Resume, None) => Ok(Answer::Agreed),
             _ => Err(unexpected("what is not agreed")),
-        }
-    }
-}
-
-/// The wait for the preempt channel of a source that resumes.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct PreemptWait {
-    until: Instant,
-    patience: Duration,
-}
-
-impl PreemptWait {
-    /// Returns the rest of it.
-    ///
-    /// # Errors
-    /// [`MigrationError::Timeout`].
-    pub(super) fn left(&self, now: Instant) -> Result<Duration, MigrationError> {
-        match self.until.saturating_duration_since(now) {
-            Duration::ZERO => Err(has_not_come(self.patience)),
-            left => Ok(left),
         }
     }
 }

@@ -15,8 +15,6 @@ use crate::transport::Stream;
 pub(super) struct Link<'a> {
     session: &'a Session<'a>,
     now: Mutex<Now>,
-    /// The connection in the place of the main channel, to be shut while somebody writes to it.
-    open: Mutex<Option<Arc<Stream>>>,
 }
 
 #[derive(Default)]
@@ -36,13 +34,13 @@ impl<'a> Link<'a> {
         Self {
             session,
             now: Mutex::default(),
-            open: Mutex::default(),
         }
     }
 
     /// Ends the connection: who reads it finds it lost, and whoever writes to a source that reads nothing goes on.
     pub(super) fn cut(&self) {
-        match lock(&self.open).as_deref() {
+        // Apart from `now`, whose lock a writer may have.
+        match lock(&self.session.recovered).as_deref() {
             Some(stream) => stream.shutdown(Shutdown::Both),
             None => self.session.accepted.main.shutdown(Shutdown::Both),
         }
@@ -59,7 +57,6 @@ impl<'a> Link<'a> {
 
     /// From here on `stream` is the connection. No page is asked for before [`Link::go_on`].
     pub(super) fn recover(&self, stream: Arc<Stream>) {
-        *lock(&self.open) = Some(Arc::clone(&stream));
         *lock(&self.session.recovered) = Some(Arc::clone(&stream));
         *lock(&self.now) = Now {
             recovered: Some(stream),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::Fault;
 use hotlift_wire::return_path::ReturnMessage;
 
-use super::agreement::{self, Agreement, Answer, PreemptWait};
+use super::agreement::{self, Agreement, Answer};
 use super::run::Incoming;
 use crate::error::MigrationError;
 use crate::life::LONG;
@@ -20,6 +20,7 @@ use crate::status::Status;
 use crate::stream::door::{Arrival, Door, Kind, RESUMED_MAGIC};
 use crate::stream::main_channel::MainChannel;
 use crate::stream::main_recv::{MainInput, Waiting};
+use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
@@ -164,28 +165,25 @@ impl Incoming<'_> {
             match answer {
                 None => {}
                 Some(Answer::Bitmap(block)) => self.say(&self.bitmap(block))?,
-                Some(Answer::AwaitPreempt(wait)) => {
-                    return self.await_preempt(door, &wait).map(Some);
+                Some(Answer::AwaitPreempt(until)) => {
+                    return self.await_preempt(door, until).map(Some);
                 }
                 Some(Answer::Agreed) => return Ok(None),
             }
         }
     }
 
-    fn await_preempt(
-        &self,
-        door: &mut Door<'_>,
-        wait: &PreemptWait,
-    ) -> Result<Stream, MigrationError> {
+    fn await_preempt(&self, door: &mut Door<'_>, until: Instant) -> Result<Stream, MigrationError> {
         loop {
-            let mut arrivals = self.arrivals(door, wait.left(Instant::now())?)?;
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.session.control.has_recovery() {
+                return Err(has_not_come(self.session.options.handshake_timeout / 2));
+            }
+            let mut arrivals = self.arrivals(door, left)?;
             if let Some(stream) = self.session.find_preempt(door, &mut arrivals) {
                 return Ok(stream);
             }
             self.check()?;
-            if self.session.control.has_recovery() {
-                return Err(MigrationError::main_closed());
-            }
         }
     }
 
