@@ -106,25 +106,25 @@ fn a_destination_that_has_lost_a_channel_is_not_awaited_to_the_end() {
 
 #[test]
 fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt() {
-    for way in [vec![off()], vec![channels(), off()]] {
-        for failure in [Failure::Dies, Failure::Refuses] {
-            let fails = Some((Moment::Eof, failure));
-            let mut way = way.clone();
-            for relay in &mut way {
-                // A relay that does not know either is asked in vain.
-                relay.outgoing.settle_timeout = Duration::from_secs(1);
-                relay.outgoing.handshake_timeout = Duration::from_secs(5);
-            }
-            let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
-            assert_eq!(outcome.told.shut, Some(0), "{failure:?}");
-            for relay in &outcome.relays {
-                let error = relay.as_ref().unwrap_err();
-                let wanted = match failure {
-                    Failure::Refuses => matches!(error, MigrationError::Destination { .. }),
-                    _ => matches!(error, MigrationError::InDoubt),
-                };
-                assert!(wanted, "{failure:?}: {}", error.chain());
-            }
+    for (mut way, failure) in [
+        (vec![off()], Failure::Refuses),
+        (vec![channels(), off()], Failure::Dies),
+    ] {
+        let fails = Some((Moment::Eof, failure));
+        for relay in &mut way {
+            // A relay that does not know either is asked in vain.
+            relay.outgoing.settle_timeout = Duration::from_secs(1);
+            relay.outgoing.handshake_timeout = Duration::from_secs(5);
+        }
+        let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
+        assert_eq!(outcome.told.shut, Some(0), "{failure:?}");
+        for relay in &outcome.relays {
+            let error = relay.as_ref().unwrap_err();
+            let wanted = match failure {
+                Failure::Refuses => matches!(error, MigrationError::Destination { .. }),
+                _ => matches!(error, MigrationError::InDoubt),
+            };
+            assert!(wanted, "{failure:?}: {}", error.chain());
         }
     }
 }
