@@ -41,7 +41,7 @@ use crate::pipe::hooks::Hooks;
 use crate::pipe::run::run_threads;
 use crate::pipe::session::Session;
 use crate::pipe::settings::RelaySettings;
-use crate::pipe::sink::{Opening, RamLayout};
+use crate::pipe::sink::{Opening, Postcopy, RamLayout};
 use crate::precopy::auto_converge::AutoConverge;
 use crate::precopy::estimate::Estimator;
 use crate::progress::OnProgress;
@@ -143,7 +143,7 @@ fn run(
         throttle_refused: migration.auto_converge.is_refused(),
         postcopy_requests: source.postcopy_requests.load(Ordering::Relaxed),
         xbzrle: migration.xbzrle.as_ref().map(Xbzrle::figures),
-        methods: migration.reporter.methods(),
+        methods: session.sink.methods(),
         explored_packets: source.out.multifd.auto().map_or(0, Auto::explored),
         timeline: migration.reporter.timeline(),
         ..SourceReport::new(times, counts, side)
@@ -184,6 +184,8 @@ impl Migration<'_> {
         let ended = match outcome {
             Err(error) if !session.giving.is_committed() => error,
             moved => {
+                let postcopy = session.sink.postcopy().into_iter();
+                postcopy.for_each(Postcopy::settled);
                 // The guest is gone from here; its log only costs.
                 let _ = source.guest.stop_dirty_log();
                 return moved.map_err(|error| match self.is_torn() {

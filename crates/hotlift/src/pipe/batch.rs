@@ -1,4 +1,4 @@
-//! Pages on their way through the relay: what one incoming packet holds, decoded.
+//! Pages on their way to a sink: what one incoming packet holds, decoded, or what a guest has for threads that compress.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::MethodError;

@@ -174,6 +174,10 @@ pub(crate) trait Postcopy: Sync {
     /// source that is a stream asks by itself.
     fn await_ready(&self) -> Result<(), MigrationError>;
 
+    /// The other side may run the guest whose migration has ended: it is asked nothing more. Without this one that was asked
+    /// whether it is ready learns at the end that no question comes any more.
+    fn settled(&self);
+
     /// From now on every page is written once at most, in any order, and no barrier is needed.
     fn begin(&self);
 

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::auto::{Auto, Timeline};
+use crate::auto::Timeline;
 use crate::ends::guest_source::source::GuestSource;
 use crate::ends::guest_source::xbzrle::Xbzrle;
-use crate::figures::{Counts, MethodFigures, MethodMoment, XbzrleFigures, to_f64};
+use crate::figures::{Counts, MethodMoment, XbzrleFigures, to_f64};
 use crate::precopy::auto_converge::AutoConverge;
 use crate::precopy::estimate::Estimator;
 use crate::progress::{OnProgress, Progress};
@@ -53,13 +53,7 @@ impl<'a> Reporter<'a> {
         }
     }
 
-    /// What went by which method, where each packet has its own.
-    pub(crate) fn methods(&self) -> Vec<MethodFigures> {
-        let auto = self.source.out.multifd.auto();
-        auto.map(Auto::figures).unwrap_or_default()
-    }
-
-    /// The same by time.
+    /// What went by which method by time, where each packet has its own.
     pub(crate) fn timeline(&self) -> Vec<MethodMoment> {
         let timeline = self.timeline.as_ref();
         timeline.map(Timeline::moments).unwrap_or_default()

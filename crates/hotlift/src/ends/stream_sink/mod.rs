@@ -53,8 +53,8 @@ use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::listen;
 use crate::transport::{Address, Stream};
 
-/// How long the destination of a relay may take to load the devices.
-const LOADING: Duration = Duration::from_secs(60);
+/// How long the destination of a relay may take to load the devices, and that of a postcopy, which may need pages for it.
+pub(crate) const LOADING: Duration = Duration::from_secs(60);
 
 /// What comes behind the devices.
 const LOADED: &str = "the destination's word that it has loaded the guest";
@@ -864,7 +864,7 @@ mod tests {
                 sink.open(&opening).unwrap();
                 sink.await_ready().unwrap();
                 if commits {
-                    sink.begin();
+                    sink.settled();
                 }
                 sink.close();
             });

@@ -59,8 +59,11 @@ impl Postcopy for StreamSink<'_> {
         self.await_answer(self.settings.outgoing.handshake_timeout, READY)
     }
 
-    fn begin(&self) {
+    fn settled(&self) {
         self.asked_whether_loaded.store(false, Ordering::Release);
+    }
+
+    fn begin(&self) {
         self.switched.store(true, Ordering::Release);
     }
 

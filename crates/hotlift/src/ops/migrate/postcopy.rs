@@ -20,6 +20,7 @@ use super::Migration;
 use crate::ends::guest_source::postcopy_pages::GuestPages;
 use crate::ends::guest_source::reporter::INTERVAL;
 use crate::ends::guest_source::source::GuestSource;
+use crate::ends::stream_sink::LOADING;
 use crate::error::{Channel, MigrationError};
 use crate::handover::settle::{Question, Step};
 use crate::handover::{Verdict, Word, ask_once, say_heard};
@@ -35,9 +36,6 @@ use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
 use crate::tls;
 use crate::transport::{Address, Stream};
-
-/// How long the destination may take to load the devices, which may need pages.
-const LOADING: Duration = Duration::from_secs(60);
 
 impl Migration<'_> {
     /// Hands the guest over before the destination has all pages, and returns when it has; the time for which the guest,
@@ -56,11 +54,6 @@ impl Migration<'_> {
             return Err(MigrationError::Cancelled);
         }
         session.switch();
-        session
-            .sink
-            .postcopy()
-            .into_iter()
-            .for_each(Postcopy::begin);
         out.answers.serve();
         out.answers.ask(ping);
         let pages = GuestPages::new(source);
@@ -256,16 +249,8 @@ impl Migration<'_> {
         } = self.source;
         control.set_status(Status::PostcopyRecover);
         let remote = Remote::new(to, tls::of_options(options, to)?);
-        // A destination that waits for another guest's pages turns it away.
-        let pass = self.pass();
-        let main = connect_with(
-            pass.as_ref(),
-            &remote,
-            options.handshake_timeout,
-            &control.dialing(),
-        )?;
         let link = Arc::new(MainLink {
-            transport: main,
+            transport: self.connect(&remote)?,
             counters: Arc::clone(&out.link.counters),
             pacer: Arc::clone(&out.link.pacer),
             life: control.life().clone(),
@@ -298,28 +283,24 @@ impl Migration<'_> {
         self.serve(&pages, ledger, connection, &answers, &mut || ())
     }
 
-    /// What a Hotlift is shown on every further connection of the migration.
-    fn pass(&self) -> Option<Pass> {
-        let id = self.source.out.answers.id();
-        id.map(|id| Pass::new(id.0, None))
+    /// Makes a further connection of the migration, to `to`. A Hotlift is shown what it calls the migration: one that waits
+    /// for another guest's pages turns the connection away.
+    fn connect(&self, to: &Remote) -> Result<Stream, MigrationError> {
+        let GuestSource {
+            options,
+            control,
+            out,
+            ..
+        } = self.source;
+        let pass = out.answers.id().map(|id| Pass::new(id.0, None));
+        let timeout = options.handshake_timeout;
+        connect_with(pass.as_ref(), to, timeout, &control.dialing())
     }
 
     /// Connects to `to` for the pages that the guest waits for, with `postcopy-preempt`.
     pub(super) fn connect_preempt(&self, to: &Remote) -> Result<Option<Stream>, MigrationError> {
-        let GuestSource {
-            options, control, ..
-        } = self.source;
-        if !options.postcopy_preempt {
-            return Ok(None);
-        }
-        let pass = self.pass();
-        let stream = connect_with(
-            pass.as_ref(),
-            to,
-            options.handshake_timeout,
-            &control.dialing(),
-        )?;
-        Ok(Some(stream))
+        let preempts = self.source.options.postcopy_preempt;
+        preempts.then(|| self.connect(to)).transpose()
     }
 
     /// Whether the guest runs at the destination, and will not get all of its pages.
