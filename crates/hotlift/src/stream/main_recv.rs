@@ -16,7 +16,7 @@ use crate::transport::Stream;
 /// tenth of the time went into system calls.
 const READ: usize = 512 << 10;
 
-/// The same where somebody may wait for a page behind those that are read: what was read with it comes before.
+/// The same where a guest may wait for a page behind those that are read: what was read with it comes before.
 const READ_IN_POSTCOPY: usize = 64 << 10;
 
 /// The same of a set-up, which is read before the destination is known to take the stream. A set-up with few RAM blocks has

@@ -52,7 +52,7 @@ impl<'a> MainReceiver<'a> {
             postcopy_ram: options.postcopy_ram,
             is_hotlift: options.multifd().then(|| session.is_hotlift()),
         };
-        // Half of the source's patience, so that it hears the reason before it runs out.
+        // Half of the source's patience, so that the reason reaches it before that runs out.
         let silence = Silence::WithinRecords(options.handshake_timeout / 2);
         Ok(Self {
             machine: MainChannel::new(Taker::Guest(rules), silence),
@@ -121,7 +121,7 @@ impl Waiting for Session<'_> {
         if called_off && self.taking.abandon() {
             return Err(MigrationError::Cancelled);
         }
-        // Another connection may have brought the source's word meanwhile.
+        // Another connection may have brought the source's word.
         match self.taking.side() {
             DestinationSide::Loading | DestinationSide::Loaded => Ok(()),
             _ => Err(MigrationError::main_closed()),

@@ -49,7 +49,7 @@ pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: Do
     upstream.answer(&messages);
 }
 
-/// Waits until the source has given the guest up, by the word of whoever watches it.
+/// Waits until the source has given the guest up, as the hook that watches it reports.
 pub(crate) fn await_release(
     session: &Session<'_>,
     ownership: &dyn Fn() -> Ownership,

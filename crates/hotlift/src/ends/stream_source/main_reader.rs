@@ -47,7 +47,7 @@ struct Relay<'a> {
     switched: bool,
     /// The other side knows that there is a preempt channel.
     preempt_is_known: bool,
-    /// Once the preempt channel is found, main has what nobody waits for.
+    /// Once the preempt channel is found, main has what no guest waits for.
     yielding: Yielding,
 }
 
@@ -137,7 +137,7 @@ impl<'a> MainReader<'a> {
         } = self;
         if relay.switched {
             input.read_little();
-            // A page that was gathered may be waited for; without postcopy nobody does.
+            // The guest may wait for a page that was gathered; without postcopy it does not.
             if !input.is_readable()? {
                 relay.pages.submit();
             }
@@ -310,7 +310,7 @@ impl Relay<'_> {
         }
         let call = self.session.call();
         match demand.wait_until_met(UNDER_WAY, &call) {
-            // Those who have come are strangers, and a QEMU does not answer what it hears behind its last page.
+            // What has come are strangers, and a QEMU does not answer what comes behind its last page.
             Err(MigrationError::Timeout { .. }) if !preempt.is_found() => Ok(()),
             Err(MigrationError::Timeout { .. }) => demand.wait_until_met(SILENT, &call),
             waited => waited,
@@ -377,7 +377,7 @@ impl Relay<'_> {
             session.note_source_resumes();
         }
         session.switch_over(hooks)?;
-        // Whoever asks a relay's relay from here on must not hear that the guest never runs there.
+        // From here on a question must not be answered with: the guest never runs there.
         if self.upstream.is_relay && !(session.taking.loaded() && session.taking.commit()) {
             return Err(unexpected("the switch behind a failure"));
         }
@@ -420,7 +420,7 @@ impl Relay<'_> {
     /// A Hotlift has released the guest, or its source has.
     fn commit(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         let session = self.session;
-        // A source that was told meanwhile that the guest never runs here has it.
+        // A source that has had the answer that the guest never runs here has it.
         if !session.taking.commit() {
             return Err(unexpected("EOF of a source that has kept the guest"));
         }
@@ -466,7 +466,7 @@ impl Waiting for Looking<'_> {
     }
 }
 
-/// Whether nobody listens there.
+/// Whether nothing listens there.
 fn is_closed_to_all(error: &MigrationError) -> bool {
     let MigrationError::Transport(TransportError::Connect { source, .. }) = error else {
         return false;

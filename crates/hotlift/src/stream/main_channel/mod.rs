@@ -259,7 +259,7 @@ pub(crate) struct MainChannel {
     phase: Phase,
     stage: Stage,
     silence: Silence,
-    /// CRC-32 of every byte taken, as long as somebody may ask for it.
+    /// CRC-32 of every byte taken, until it is known that no checksum comes.
     crc: Option<Hasher>,
     /// Since when no byte has come, behind so many.
     silent: Option<(usize, Instant)>,

@@ -283,7 +283,7 @@ impl MainChannel {
         Ok(Action::Pongs(values.collect()))
     }
 
-    /// A Hotlift's offer to a relay. A guest that is not saved is refused: nobody who takes a QEMU's stream runs it.
+    /// A Hotlift's offer to a relay. A guest that is not saved is refused: what takes a QEMU's stream cannot run it.
     fn meet(&mut self, offer: Offer, into_stream: bool) -> Action<'static> {
         self.set_up.relay = Some(offer.features);
         self.source = match offer.features.contains(Features::RELAYED) {
