@@ -8,8 +8,8 @@ use hotlift_wire::main_channel::{
 
 use super::set_up::broken;
 use super::{
-    Action, EOF, Ended, MainChannel, Phase, SILENCE, Stage, Step, Taker, event_name, protocol,
-    unexpected,
+    Action, ENDING, EOF, Ended, MainChannel, Phase, SILENCE, Stage, Step, Taker, event_name,
+    protocol, unexpected,
 };
 use crate::error::MigrationError;
 
@@ -61,10 +61,7 @@ impl MainChannel {
                 | MainEvent::SectionFooter,
                 None,
             ) => Ok(Action::Devices(whole)),
-            (event, Some(_)) => match self.take_device(event)? {
-                Ok(action) => Ok(action),
-                Err(other) => Err(unexpected(&event_name(&other))),
-            },
+            (event, Some(_)) => self.take_device(event, ENDING),
             (other, None) => Err(unexpected(&event_name(&other))),
         }
     }

@@ -64,6 +64,9 @@ pub(crate) const RELEASE: Duration = Duration::from_secs(60);
 /// How long a VM description may be behind the EOF of a relay, which sends both in one go.
 const DESCRIPTION: Duration = Duration::from_secs(1);
 
+/// What a Hotlift's stream is read for behind RAM.
+const ENDING: &str = "reading the end of a hotlift's stream";
+
 /// For how long the source may be silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Silence {
@@ -530,7 +533,7 @@ fn event_name(event: &MainEvent<'_>) -> String {
 
 /// What a Hotlift's stream has in a wrong place.
 pub(crate) fn unexpected(got: &str) -> MigrationError {
-    protocol(got, "reading the end of a hotlift's stream")
+    protocol(got, ENDING)
 }
 
 /// The source has taken [`RELEASE`] and more.

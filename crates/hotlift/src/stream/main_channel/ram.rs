@@ -252,20 +252,18 @@ impl MainChannel {
                 self.pings.push(value);
                 Action::Nothing
             }
-            event => match self.take_device(event)? {
-                Ok(action) => action,
-                Err(other) => return misplaced(&event_name(&other)),
-            },
+            event => self.take_device(event, READING_PACKAGE)?,
         };
         Ok(Step::Do(action, consumed))
     }
 
-    /// Takes a guest's device; gives an event back that is none.
+    /// Takes a record of a guest's device; refuses any other.
     pub(super) fn take_device<'a>(
         &mut self,
         event: MainEvent<'a>,
-    ) -> Result<Result<Action<'a>, MainEvent<'a>>, MigrationError> {
-        Ok(Ok(match event {
+        doing: &'static str,
+    ) -> Result<Action<'a>, MigrationError> {
+        match event {
             MainEvent::SectionStart {
                 kind: SectionKind::Full,
                 idstr,
@@ -279,7 +277,7 @@ impl MainChannel {
                     version_id,
                     payload: Vec::new(),
                 });
-                Action::Nothing
+                Ok(Action::Nothing)
             }
             MainEvent::DevicePayload(payload) => {
                 self.device_bytes += payload.len();
@@ -291,10 +289,10 @@ impl MainChannel {
                     payload: payload.to_vec(),
                     ..device
                 });
-                device.map_or(Action::Nothing, Action::Device)
+                Ok(device.map_or(Action::Nothing, Action::Device))
             }
-            MainEvent::SectionFooter => Action::Nothing,
-            other => return Ok(Err(other)),
-        }))
+            MainEvent::SectionFooter => Ok(Action::Nothing),
+            other => Err(protocol(&event_name(&other), doing)),
+        }
     }
 }
