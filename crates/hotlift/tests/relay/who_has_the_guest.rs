@@ -107,8 +107,10 @@ fn a_destination_that_has_lost_a_channel_is_not_awaited_to_the_end() {
 #[test]
 fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt() {
     for (mut way, failure) in [
+        (vec![off()], Failure::Dies),
         (vec![off()], Failure::Refuses),
         (vec![channels(), off()], Failure::Dies),
+        (vec![channels(), off()], Failure::Refuses),
     ] {
         let fails = Some((Moment::Eof, failure));
         for relay in &mut way {
