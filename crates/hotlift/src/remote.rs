@@ -62,11 +62,8 @@ impl Remote {
         dialing.connecting.set(Some(&self.address));
         let times = (timeout.min(CONNECT), timeout);
         let bell = Bell::new(&dialing.life).map_err(MigrationError::opening)?;
-        let is_stopped = || {
-            bell.clear();
-            dialing.life.is_cancelled()
-        };
-        let connected = self.connect_within(times, bell.stop(&is_stopped));
+        let cancelled = || dialing.life.is_cancelled();
+        let connected = self.connect_within(times, bell.stop(&cancelled));
         dialing.connecting.set(None);
         connected
     }
@@ -88,8 +85,8 @@ impl Remote {
         let connected = self.address.connect_unless(accepting, stop);
         let secured = connected
             .map_err(MigrationError::from)
-            .and_then(|stream| self.secure(stream, handshake, stop.is_stopped));
-        match (stop.is_stopped)() {
+            .and_then(|stream| self.secure(stream, handshake, stop.when));
+        match stop.is_stopped() {
             true => Err(MigrationError::Cancelled),
             false => secured,
         }

@@ -43,17 +43,10 @@ impl Bell {
         self
     }
 
-    /// Makes it silent until the next change. The caller checks the lifetime after each call.
-    pub(crate) fn clear(&self) {
-        let _ = rustix::io::read(&self.0.0, &mut [0; 8]);
-    }
-
-    /// Ends the making of a connection at the change that makes `is_stopped` true, which begins with [`Bell::clear`].
-    pub(crate) fn stop<'a>(&'a self, is_stopped: &'a dyn Fn() -> bool) -> Stop<'a> {
-        Stop {
-            bell: Some(self.as_fd()),
-            is_stopped,
-        }
+    /// Ends the making of a connection at the change that makes `when` true.
+    pub(crate) fn stop<'a>(&'a self, when: &'a dyn Fn() -> bool) -> Stop<'a> {
+        let bell = Some(self.as_fd());
+        Stop { bell, when }
     }
 
     /// Waits until something happens on `fds`, the lifetime changes, or `wait` is over. The caller looks at the lifetime
@@ -68,7 +61,7 @@ impl Bell {
         let polled = poll(fds, wait.as_ref());
         let bell = fds.pop();
         if bell.is_some_and(|bell| !bell.revents().is_empty()) {
-            self.clear();
+            let _ = rustix::io::read(&self.0.0, &mut [0; 8]);
         }
         match polled {
             Ok(_) | Err(Errno::INTR) => Ok(()),
@@ -89,9 +82,7 @@ impl Bell {
         let mut fds = Vec::with_capacity(2);
         fds.push(PollFd::new(stream, PollFlags::IN));
         self.poll(&mut fds, wait)?;
-        // With TLS a part of a record may have come.
-        Ok(!fds[0].revents().is_empty()
-            && (stream.is_plain() || stream.wait_readable(Duration::ZERO)?))
+        stream.is_readable(&fds[0])
     }
 }
 

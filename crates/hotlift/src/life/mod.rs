@@ -52,35 +52,6 @@ struct Shared {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Closed;
 
-/// The system's clock. Tests can set it forward.
-#[derive(Debug, Default)]
-struct Clock {
-    #[cfg(test)]
-    ahead: Mutex<Duration>,
-}
-
-impl Clock {
-    #[cfg(not(test))]
-    #[expect(clippy::unused_self, reason = "a test's clock has a state")]
-    fn now(&self) -> Instant {
-        Instant::now()
-    }
-
-    #[cfg(test)]
-    fn now(&self) -> Instant {
-        Instant::now() + *lock(&self.ahead)
-    }
-}
-
-#[cfg(test)]
-impl Life {
-    /// Sets the clock forward, and wakes all waits.
-    pub(crate) fn advance(&self, time: Duration) {
-        *lock(&self.shared.clock.ahead) += time;
-        self.wake();
-    }
-}
-
 /// A wait that changes of a lifetime wake.
 pub(crate) trait Wake: Send + Sync + std::fmt::Debug {
     /// Takes note of a change. `is_closed` is true once the lifetime is closed.
@@ -214,5 +185,34 @@ impl Life {
             false => Ok(()),
         };
         let _ = self.sleepers.wait_until(Some(until), over, |()| None::<()>);
+    }
+}
+
+/// The system's clock. Tests can set it forward.
+#[derive(Debug, Default)]
+struct Clock {
+    #[cfg(test)]
+    ahead: Mutex<Duration>,
+}
+
+impl Clock {
+    #[cfg(not(test))]
+    #[expect(clippy::unused_self, reason = "a test's clock has a state")]
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    #[cfg(test)]
+    fn now(&self) -> Instant {
+        Instant::now() + *lock(&self.ahead)
+    }
+}
+
+#[cfg(test)]
+impl Life {
+    /// Sets the clock forward, and wakes all waits.
+    pub(crate) fn advance(&self, time: Duration) {
+        *lock(&self.shared.clock.ahead) += time;
+        self.wake();
     }
 }

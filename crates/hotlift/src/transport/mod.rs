@@ -412,22 +412,29 @@ fn is_this_host(host: &str) -> bool {
 /// What ends the making of a connection early.
 #[derive(Clone, Copy)]
 pub(crate) struct Stop<'a> {
-    /// Readable once `is_stopped` may have become true.
+    /// Readable once `when` may have become true.
     pub bell: Option<BorrowedFd<'a>>,
-    /// Returns true once the connection is not wanted any more. It silences the bell first.
-    pub is_stopped: &'a dyn Fn() -> bool,
+    /// Returns true once the connection is not wanted any more.
+    pub when: &'a dyn Fn() -> bool,
 }
 
 impl<'a> Stop<'a> {
     /// For a connection that cannot be cancelled.
     pub(crate) const NEVER: Self = Self {
         bell: None,
-        is_stopped: &|| false,
+        when: &|| false,
     };
+
+    /// Returns true once the connection is not wanted any more.
+    pub(crate) fn is_stopped(&self) -> bool {
+        // The check sees what has rung so far.
+        let _ = self.bell.map(|bell| rustix::io::read(bell, &mut [0; 8]));
+        (self.when)()
+    }
 
     /// Waits until something happens on `fds`, `wait` is over, or it is stopped.
     fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
-        if (self.is_stopped)() {
+        if self.is_stopped() {
             let why = "it was cancelled";
             return Err(io::Error::new(io::ErrorKind::Interrupted, why));
         }
@@ -438,6 +445,17 @@ impl<'a> Stop<'a> {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
+    }
+
+    /// Waits until a read of `stream` comes back at once; false if it may not, or `wait` is over.
+    pub(crate) fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
+        if stream.has_plaintext() {
+            return Ok(true);
+        }
+        let mut fds = Vec::with_capacity(2);
+        fds.push(PollFd::new(stream, PollFlags::IN));
+        self.poll(&mut fds, wait)?;
+        stream.is_readable(&fds[0])
     }
 }
 
@@ -677,6 +695,12 @@ impl Stream {
                 None => return wait_readable(self.as_fd(), left),
             }
         }
+    }
+
+    /// Returns true if a read comes back at once, after a poll. With TLS a part of a record may have come.
+    pub(crate) fn is_readable(&self, polled: &PollFd<'_>) -> io::Result<bool> {
+        Ok(!polled.revents().is_empty()
+            && (self.is_plain() || self.wait_readable(Duration::ZERO)?))
     }
 
     /// Whether a write of some pages would come back at once: most of the room for what is not yet taken is free.

@@ -274,7 +274,7 @@ mod tests {
         let schedule = Schedule::new([silent]);
         let stop = Stop {
             bell: None,
-            is_stopped: &|| true,
+            when: &|| true,
         };
         let error = connect_to_first(schedule, "name", never, stop).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Interrupted);

@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         let stop = Stop {
             bell: None,
-            is_stopped: &|| true,
+            when: &|| true,
         };
         let error = connect(&path, Duration::from_secs(600), stop).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Interrupted);

@@ -13,10 +13,9 @@ use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VE
 use super::location::RemoteFile;
 use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, printable};
-use crate::life::bell::Bell;
 use crate::remote::Remote;
 use crate::tls::TlsError;
-use crate::transport::Stream;
+use crate::transport::{Stop, Stream};
 
 /// How long a connection may take.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -79,22 +78,14 @@ impl From<io::Error> for Trouble {
 /// How long bytes are waited for.
 pub(super) struct Wait<'a> {
     until: Instant,
-    wanted: Wanted<'a>,
-}
-
-/// Whether bytes are still wanted.
-#[derive(Clone, Copy)]
-pub(super) struct Wanted<'a> {
-    /// Rings when `is_over` may have become true.
-    pub bell: &'a Bell,
-    pub is_over: &'a dyn Fn() -> bool,
+    stop: Stop<'a>,
 }
 
 impl<'a> Wait<'a> {
-    pub(super) fn new(time: Duration, wanted: Wanted<'a>) -> Self {
+    pub(super) fn new(time: Duration, stop: Stop<'a>) -> Self {
         Self {
             until: Instant::now() + time,
-            wanted,
+            stop,
         }
     }
 
@@ -103,14 +94,11 @@ impl<'a> Wait<'a> {
         let mut there = 0;
         while there < into.len() {
             let left = self.until.saturating_duration_since(Instant::now());
-            let ended = match (self.wanted.is_over)() {
-                true => Some(io::ErrorKind::Interrupted),
-                false => left.is_zero().then_some(io::ErrorKind::TimedOut),
-            };
-            if let Some(kind) = ended {
+            if left.is_zero() {
+                let kind = io::ErrorKind::TimedOut;
                 return Err(ServerError::Connection(kind.into()));
             }
-            let wait = self.wanted.bell.wait_readable(stream, left);
+            let wait = self.stop.wait_readable(stream, left);
             if wait.map_err(ServerError::Connection)? {
                 let read = stream.read_some(&mut into[there..]);
                 match read.map_err(ServerError::Connection)? {
@@ -149,14 +137,9 @@ impl<'a> Wait<'a> {
 pub(super) fn connect(
     file: &RemoteFile,
     visitor: u64,
-    wanted: Wanted<'_>,
+    stop: Stop<'_>,
 ) -> Result<(Stream, Opened), Trouble> {
     let remote = Remote::new(&file.address, file.tls.clone());
-    let is_stopped = || {
-        wanted.bell.clear();
-        (wanted.is_over)()
-    };
-    let stop = wanted.bell.stop(&is_stopped);
     let stream = remote.connect_unless(CONNECT, stop).map_err(|error| {
         let is_final = match &error {
             MigrationError::Tls { source, .. } => !matches!(
@@ -182,7 +165,7 @@ pub(super) fn connect(
     encoded.map_err(|source| Trouble::Final(FileError::server(file, source)))?;
     (&stream).write_all(&bytes)?;
     bytes.clear();
-    let reply = Wait::new(ANSWER, wanted).receive(&stream, &mut bytes, |bytes| {
+    let reply = Wait::new(ANSWER, stop).receive(&stream, &mut bytes, |bytes| {
         let (reply, length) = Reply::decode(bytes)?;
         let owned = match reply {
             Reply::Opened { length, id } => Ok(Opened { length, id }),
@@ -212,7 +195,7 @@ pub(super) fn exchange(
     mut stream: &Stream,
     file: &RemoteFile,
     ranges: &mut [Range<'_>],
-    wanted: Wanted<'_>,
+    stop: Stop<'_>,
 ) -> Result<(), Trouble> {
     let mut requests = Vec::with_capacity(ranges.len() * READ_LEN);
     let mut expected = 0;
@@ -225,7 +208,7 @@ pub(super) fn exchange(
         expected += range.into.len() as u64;
     }
     stream.write_all(&requests)?;
-    let wait = Wait::new(ANSWER + Duration::from_secs(expected / SLOWEST), wanted);
+    let wait = Wait::new(ANSWER + Duration::from_secs(expected / SLOWEST), stop);
     let mut head = Vec::new();
     let mut failure = None;
     for range in ranges {
@@ -261,7 +244,6 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::life::Life;
 
     #[test]
     fn a_message_that_comes_byte_by_byte_has_no_more_time_than_others() {
@@ -269,12 +251,7 @@ mod tests {
         // Ends with the connection.
         let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});
         let mut message = Vec::new();
-        let bell = &Bell::new(&Life::default()).unwrap();
-        let wanted = Wanted {
-            bell,
-            is_over: &|| false,
-        };
-        let wait = Wait::new(Duration::from_millis(1), wanted);
+        let wait = Wait::new(Duration::from_millis(1), Stop::NEVER);
         let received = wait.receive(&here, &mut message, |bytes| -> Result<((), usize), _> {
             assert!(bytes.len() < 1 << 16, "it is waited for on and on");
             let (what, needed) = ("a message", 1);

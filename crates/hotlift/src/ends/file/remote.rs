@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::exchange::{Opened, Range, Trouble, Wanted, connect, exchange};
+use super::exchange::{Opened, Range, Trouble, connect, exchange};
 use super::location::RemoteFile;
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
@@ -53,11 +53,8 @@ impl RemoteReader {
         let waits = Life::default();
         let bell = Bell::new(&waits).map_err(|source| failed(ServerError::Connection(source)))?;
         let bell = bell.and(control.life());
-        let wanted = Wanted {
-            bell: &bell,
-            is_over: &|| control.life().is_stopped(),
-        };
-        let (stream, opened) = match connect(file, visitor, wanted) {
+        let is_over = || control.life().is_stopped();
+        let (stream, opened) = match connect(file, visitor, bell.stop(&is_over)) {
             Ok(connected) => connected,
             Err(Trouble::Lost(source)) => return Err(failed(source)),
             Err(Trouble::Unread(error) | Trouble::Final(error)) => return Err(error),
@@ -141,11 +138,7 @@ impl RemoteReader {
     fn try_read(&self, ranges: &mut [Range<'_>]) -> Result<(), Trouble> {
         let is_over = &|| self.is_over();
         let (stream, bell) = self.take(is_over)?;
-        let wanted = Wanted {
-            bell: &bell,
-            is_over,
-        };
-        let outcome = exchange(&stream, &self.file, ranges, wanted);
+        let outcome = exchange(&stream, &self.file, ranges, bell.stop(is_over));
         let mut idle = lock(&self.idle);
         match outcome {
             // Those that nobody uses are most likely gone with it.
@@ -166,11 +159,7 @@ impl RemoteReader {
         }
         drop(idle);
         let bell = Bell::new(&self.waits)?.and(self.control.life());
-        let wanted = Wanted {
-            bell: &bell,
-            is_over,
-        };
-        let (stream, opened) = connect(&self.file, self.visitor, wanted)?;
+        let (stream, opened) = connect(&self.file, self.visitor, bell.stop(is_over))?;
         if opened != self.opened {
             let file = self.file.to_string();
             return Err(Trouble::Final(FileError::OtherFile { file }));

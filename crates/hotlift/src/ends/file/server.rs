@@ -21,7 +21,7 @@ use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use super::block_file::read_ends;
-use super::exchange::{Wait, Wanted};
+use super::exchange::Wait;
 use super::place_reader::PlaceReader;
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
@@ -313,14 +313,12 @@ impl Server<'_> {
             Ok(bell) => bell,
             Err(error) => return refused(error.to_string()),
         };
-        let wanted = Wanted {
-            bell: &bell,
-            is_over: &|| self.control.is_cancelled(),
-        };
-        let opening = Wait::new(OPENING, wanted).receive(stream, &mut bytes, |bytes| {
-            let (open, length) = Open::decode(bytes)?;
-            Ok(((open.version, open.visitor, open.name.to_owned()), length))
-        });
+        let is_over = || self.control.is_cancelled();
+        let opening =
+            Wait::new(OPENING, bell.stop(&is_over)).receive(stream, &mut bytes, |bytes| {
+                let (open, length) = Open::decode(bytes)?;
+                Ok(((open.version, open.visitor, open.name.to_owned()), length))
+            });
         let (version, visitor, name) = match opening {
             Ok(opening) => opening,
             // One who has changed his mind.
