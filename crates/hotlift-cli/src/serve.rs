@@ -176,7 +176,7 @@ impl Host<'_> {
                 return Err(ConsoleError::Interrupted.into());
             }
             let mut hear = |source: &mut Conversation| Hello::hear(source, Duration::ZERO);
-            let Some(call) = callers.next(Some(TICK), &[], &mut hear) else {
+            let Some(call) = callers.next(None, &[self.interrupt.bell()], &mut hear) else {
                 continue;
             };
             let mut source = call.conversation;

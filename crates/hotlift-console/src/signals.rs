@@ -2,6 +2,7 @@
 
 use std::fs::Permissions;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::Control;
+use rustix::event::{EventfdFlags, eventfd};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
@@ -101,10 +103,9 @@ pub fn survive_file_size_limit() -> Result<(), ConsoleError> {
 /// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never
 /// does, nor does it count as the first of two: a terminal that closes sends it more than once, and nobody is
 /// there who could insist.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Interrupt(Arc<Flags>);
 
-#[derive(Default)]
 struct Flags {
     raised: AtomicBool,
     /// By SIGINT or SIGTERM.
@@ -112,9 +113,26 @@ struct Flags {
     /// Held by a wait between its look and its sleep.
     waits: Mutex<()>,
     changed: Condvar,
+    /// Readable while `raised` is set.
+    bell: OwnedFd,
 }
 
 impl Flags {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            raised: AtomicBool::default(),
+            ordered: AtomicBool::default(),
+            waits: Mutex::default(),
+            changed: Condvar::default(),
+            bell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
+        })
+    }
+
+    fn raise(&self) {
+        self.set(&self.raised);
+        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+    }
+
     fn set(&self, flag: &AtomicBool) {
         flag.store(true, Ordering::Release);
         drop(lock(&self.waits));
@@ -162,7 +180,7 @@ impl Interrupt {
             what: "signal handlers",
             source,
         };
-        let this = Self::default();
+        let this = Self(Arc::new(Flags::new().map_err(failed)?));
         let mut caught = vec![SIGINT, SIGTERM];
         caught.extend((!is_ignored(SIGHUP)).then_some(SIGHUP));
         let mut signals = Signals::new(caught).map_err(failed)?;
@@ -172,7 +190,7 @@ impl Interrupt {
                 if signal != SIGHUP && flags.ordered.swap(true, Ordering::Relaxed) {
                     end();
                 }
-                flags.set(&flags.raised);
+                flags.raise();
             }
         };
         thread::Builder::new()
@@ -187,6 +205,11 @@ impl Interrupt {
         self.0.raised.load(Ordering::Acquire)
     }
 
+    /// Readable after a signal: for a poll.
+    pub fn bell(&self) -> BorrowedFd<'_> {
+        self.0.bell.as_fd()
+    }
+
     /// True after a SIGINT or SIGTERM: somebody wants the process to end, whatever is lost.
     pub fn is_ordered(&self) -> bool {
         self.0.ordered.load(Ordering::Relaxed)
@@ -194,6 +217,7 @@ impl Interrupt {
 
     /// As if no signal had come: what it was for is over.
     pub fn forget(&self) {
+        let _ = rustix::io::read(&self.0.bell, &mut [0; 8]);
         self.0.raised.store(false, Ordering::Release);
         self.0.ordered.store(false, Ordering::Relaxed);
     }
@@ -206,7 +230,7 @@ impl Interrupt {
 
     /// Does what a signal does.
     pub fn raise(&self) {
-        self.0.set(&self.0.raised);
+        self.0.raise();
     }
 
     /// Runs `work` and cancels `control` if a signal comes meanwhile.

@@ -19,6 +19,7 @@
 //! | [`drive`] | makes the faults happen in their moments |
 //! | [`verdict`] | what may come of a case, and what did |
 //! | [`summary`] | the count at the end |
+//! | [`wake_ups`] | wake-ups of threads that have nothing to do |
 //! | [`error`] | why something could not be set up |
 #![forbid(unsafe_code)]
 
@@ -40,3 +41,4 @@ pub mod skip;
 pub mod strangers;
 pub mod summary;
 pub mod verdict;
+pub mod wake_ups;

@@ -81,7 +81,7 @@ fn a_guest_runs_before_it_has_its_pages_and_gets_them_all() {
 }
 
 /// A guest in a file, and the number of writes that it has made at least.
-fn saved(files: &Path, machine: &Machine) -> Option<(String, u64)> {
+pub fn saved(files: &Path, machine: &Machine) -> Option<(String, u64)> {
     saved_as(files, "vm.save", machine)
 }
 

@@ -50,6 +50,7 @@ mod guest;
 #[path = "../command/hotlift.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]
 mod hotlift;
+mod idle;
 mod large_devices;
 mod lazy;
 mod lazy_huge;

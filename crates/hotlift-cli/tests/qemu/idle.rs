@@ -1,0 +1,65 @@
+//! Processes that wait sleep until something happens.
+
+use std::path::Path;
+use std::thread;
+
+use hotlift::lazy::{Hooks, restore};
+use hotlift::{Control, Options, Status};
+use hotlift_testkit::alone;
+use hotlift_testkit::wake_ups::sleep_through;
+
+use crate::agent::Hosts;
+use crate::files::machine;
+use crate::hotlift::Hotlift;
+use crate::lazy::{listens_for_pages, saved};
+use crate::need;
+use crate::vm::{Accelerator, PC_7, Release, Vm, folder, until};
+
+#[test]
+fn an_agent_a_serve_a_file_server_and_a_lazy_restore_that_wait_never_wake() {
+    alone!();
+    let hosts = need!(Hosts::new());
+    let files = folder();
+    let machine = machine(PC_7, Accelerator::Kvm);
+    let (file, _) = need!(saved(files.path(), &machine));
+    let mut vm = need!(Vm::waiting(Release::V10, &machine));
+    let address = listens_for_pages(&mut vm);
+    // The rest of its pages takes years. The guest soon has those that it asks for.
+    let options = Options {
+        max_bandwidth: 1,
+        ..Options::default()
+    };
+    let control = Control::default();
+    let agent = hosts.source("");
+    let mut waits = Hotlift::start(&["serve", "--listen=tcp:127.0.0.1:0", "--", "false"]);
+    waits.wait_for("listening on tcp:");
+    let listen = format!("--listen=unix:{}", files.path().join("socket").display());
+    let folder = format!("--files={}", files.path().display());
+    let mut file_server = Hotlift::start(&["serve", &listen, &folder]);
+    file_server.wait_for("listening");
+    let pid = |it: &Hotlift| u32::try_from(it.pid()).expect("a process id");
+    let hooks = Hooks::default();
+    let restores = || restore(Path::new(&file), &address, false, &options, &control, hooks);
+    thread::scope(|scope| {
+        let restored = scope.spawn(restores);
+        until(
+            || "it does not run".to_owned(),
+            || (control.status() == Status::Active).then_some(()),
+        );
+        // A guest that runs asks for pages.
+        vm.qmp.stop().expect("stop");
+        let threads = [
+            (std::process::id(), "lazy/"),
+            (pid(&agent.agent), ""),
+            (pid(&waits), ""),
+            (pid(&file_server), ""),
+        ];
+        sleep_through(&threads, &[]);
+        drop(vm);
+        assert!(
+            restored.join().expect("a thread").is_err(),
+            "its guest has gone"
+        );
+    });
+    agent.end();
+}

@@ -1,0 +1,74 @@
+//! Wake-ups of threads that have nothing to do.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Time in which no idle thread wakes up: longer than any periodic wait of the product.
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// Time for threads that start to come to rest.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// Threads, by process and the start of their names.
+pub type Threads<'a> = &'a [(u32, &'a str)];
+
+/// The number of times that each of `threads` has gone to sleep so far, by its id and name.
+fn sleeps(threads: Threads<'_>) -> BTreeMap<(String, String), u64> {
+    let of_process = |(pid, begins): &(u32, &str)| {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task"));
+        let tasks = tasks.into_iter().flatten().filter_map(|task| {
+            let task = task.ok()?.path();
+            let name = fs::read_to_string(task.join("comm")).ok()?;
+            let name = name.trim_end().to_owned();
+            let status = fs::read_to_string(task.join("status")).ok()?;
+            let mut lines = status.lines();
+            let line = lines.find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
+            let id = task.file_name()?.to_string_lossy().into_owned();
+            let count = line.trim().parse().ok()?;
+            name.starts_with(begins).then_some(((id, name), count))
+        });
+        tasks.collect::<Vec<_>>()
+    };
+    threads.iter().flat_map(of_process).collect()
+}
+
+/// Checks that none of `threads` wakes up in 10 s, once they have come to rest. Those `with_reason` may, by their name, so
+/// many times.
+///
+/// # Panics
+/// One wakes up more often, ends or starts; there is none, or they never come to rest.
+pub fn sleep_through(threads: Threads<'_>, with_reason: &[(&str, u64)]) {
+    let allowed = |name: &str| with_reason.iter().find(|(may, _)| *may == name);
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let mut before = sleeps(threads);
+        thread::sleep(Duration::from_secs(1));
+        let mut after = sleeps(threads);
+        for counts in [&mut before, &mut after] {
+            counts.retain(|(_, name), _| allowed(name).is_none());
+        }
+        if !before.is_empty() && before == after {
+            break;
+        }
+        let all = format!("{before:?}, {after:?}");
+        assert!(Instant::now() < deadline, "they never rest: {all}");
+    }
+    let before = sleeps(threads);
+    thread::sleep(WINDOW);
+    let after = sleeps(threads);
+    assert!(before.keys().eq(after.keys()), "{before:?}, {after:?}");
+    let woken = after
+        .iter()
+        .map(|(thread, count)| (thread, count - before[thread]));
+    let too_often = woken.filter(|((_, name), woken)| {
+        let allowed = allowed(name).map_or(0, |(_, most)| *most);
+        *woken > allowed
+    });
+    let too_often: Vec<_> = too_often.collect();
+    assert!(
+        too_often.is_empty(),
+        "wake-ups in {WINDOW:?}: {too_often:?}"
+    );
+}
