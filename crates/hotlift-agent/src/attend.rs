@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::MigrationError;
+use hotlift::conversation::Conversation;
 use hotlift::relay::RelayReport;
-use hotlift_console::conversation::Conversation;
 use hotlift_qmp::one_line;
 
 use crate::error::CarryError;

@@ -1,16 +1,16 @@
 //! The agent's port: who connects, told apart by what it says behind its TLS handshake.
 
+use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use hotlift::Listener;
+use hotlift::admission::{Head, peek_head};
+use hotlift::conversation::callers::{Call, Callers, Unheard};
+use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::error::error_line;
-use hotlift::relay::{Announced, announced};
 use hotlift::transport::Stream;
-use hotlift_console::callers::{Call, Callers};
-use hotlift_console::conversation::{Conversation, ConversationError};
-use hotlift_console::error::ConsoleError;
 
 use crate::agent::Agent;
 use crate::config::LogLevel;
@@ -18,22 +18,19 @@ use crate::error::CarryError;
 use crate::incoming;
 use crate::messages::{Hello, Message};
 
-/// Between two looks at a connection that has sent a part of its first bytes.
-const HALF_SAID: Duration = Duration::from_millis(2);
-
 /// What somebody with a certificate wants.
 enum Wish {
     /// To announce a migration or a tunnel.
     Announce(Hello),
     /// To be a connection of one that was announced, or to ask about it.
-    Belong(Announced),
+    Belong(Head),
 }
 
 /// Serves the agent's port until the agent ends.
 ///
 /// # Errors
 /// The system gives no file descriptors.
-pub fn serve(agent: &Arc<Agent>, listener: &Listener) -> Result<(), ConsoleError> {
+pub fn serve(agent: &Arc<Agent>, listener: &Listener) -> io::Result<()> {
     let complain = |why: &str| {
         agent.sessions.count(|totals| totals.tls_failures += 1);
         let text = format!("a connection was not taken: {why}");
@@ -54,16 +51,13 @@ fn hear(conversation: &mut Conversation) -> Result<Option<Wish>, ConversationErr
     let mut first = [0];
     let has_begun = matches!(stream.peek(&mut first), Ok(Some(1..)));
     // A part of a line was taken off already.
-    if !has_begun || first == *b"{" || conversation.has_begun() {
-        return Ok(Hello::hear(conversation, Duration::ZERO)?.map(Wish::Announce));
+    if !has_begun || first == *b"{" || conversation.begun() > 0 {
+        let hello = conversation.hear_hello(Duration::ZERO)?;
+        return Ok(hello.map(Wish::Announce));
     }
-    Ok(match announced(stream) {
-        Announced::Nothing => {
-            // What has come keeps a poll from waiting.
-            thread::sleep(HALF_SAID);
-            None
-        }
-        said => Some(Wish::Belong(said)),
+    Ok(match peek_head(stream) {
+        Head::Partial => None,
+        head => Some(Wish::Belong(head)),
     })
 }
 
@@ -74,9 +68,9 @@ fn take(agent: &Arc<Agent>, call: Call<Wish>) {
     } = call;
     match said {
         Ok(Wish::Announce(hello)) => announce(agent, conversation, hello),
-        Ok(Wish::Belong(said)) => {
+        Ok(Wish::Belong(head)) => {
             if let Some((stream, _)) = conversation.into_stream() {
-                belong(agent, stream, said);
+                belong(agent, stream, head);
             }
         }
         Err(error) => {
@@ -92,9 +86,9 @@ fn take(agent: &Arc<Agent>, call: Call<Wish>) {
 }
 
 /// Returns the error of a conversation as one with an agent: nothing else connects to this port.
-fn of_an_agent(error: ConsoleError) -> CarryError {
+fn of_an_agent(error: Unheard) -> CarryError {
     match error {
-        ConsoleError::Conversation(source) => CarryError::Conversation(source),
+        Unheard::Conversation(source) => CarryError::Conversation(source),
         other => CarryError::Unannounced(other),
     }
 }
@@ -110,13 +104,13 @@ fn announce(agent: &Arc<Agent>, conversation: Conversation, hello: Hello) {
 }
 
 /// Gives a connection to the migration that it belongs to.
-fn belong(agent: &Agent, stream: Stream, said: Announced) {
-    let session = match said {
-        Announced::Token(token) => agent.sessions.find(|session| {
+fn belong(agent: &Agent, stream: Stream, head: Head) {
+    let session = match head {
+        Head::Token(token) => agent.sessions.find(|session| {
             let pass = session.pass.as_ref();
             pass.is_some_and(|pass| pass.token_on(&stream) == token)
         }),
-        Announced::Question(id) => agent
+        Head::Question(id) => agent
             .sessions
             .find(|session| session.control.is_asked_about_by(&id)),
         _ => None,
@@ -147,11 +141,11 @@ mod tests {
         let agent = agent("");
         for (hello, words) in [
             (
-                r#"{"hotlift-agent":2,"new":1}"#,
-                "talking to the other agent failed: the other side speaks version 2 of the control protocol, this one 1",
+                r#"{"hotlift":99,"new":1}"#,
+                "talking to the other agent failed: the other side speaks version 99 of the control protocol, this one ",
             ),
             (
-                r#"{"hotlift":1}"#,
+                r#"{"hot":1}"#,
                 "talking to the other agent failed: a message that is not understood",
             ),
         ] {

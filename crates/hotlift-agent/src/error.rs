@@ -4,9 +4,10 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use hotlift::MigrationError;
+use hotlift::conversation::ConversationError;
+use hotlift::conversation::callers::Unheard;
 use hotlift::tls::{TlsError, TlsSetupError};
 use hotlift::transport::TransportError;
-use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::ConsoleError;
 use hotlift_monitor::MonitorError;
 
@@ -171,7 +172,7 @@ pub enum CarryError {
     Conversation(#[from] ConversationError),
     /// A peer without a hello, or one too many.
     #[error("the other agent was dropped before its hello")]
-    Unannounced(#[source] ConsoleError),
+    Unannounced(#[source] Unheard),
     /// It said nothing.
     #[error("the other agent did not answer in time")]
     Silent,

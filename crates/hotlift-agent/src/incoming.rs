@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use hotlift::conversation::Conversation;
 use hotlift::relay::{
     self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
 };
 use hotlift::{Address, Listener, Options, Status};
-use hotlift_console::conversation::Conversation;
 use hotlift_qmp::Uuid;
 
 use crate::agent::Agent;
@@ -200,11 +200,9 @@ mod tests {
 
     use super::*;
     use crate::fixture::{agent, connection, until};
-    use crate::messages::PROTOCOL;
 
     fn hello(kind: Kind) -> Hello {
         Hello {
-            hotlift_agent: PROTOCOL,
             id: crate::messages::Id(7),
             kind,
             // Nobody listens there.

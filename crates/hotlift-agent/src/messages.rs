@@ -13,14 +13,10 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::time::Duration;
 
-use hotlift_console::conversation::{Conversation, ConversationError};
+use hotlift::conversation::Wish;
 use hotlift_qmp::Uuid;
 use serde::{Deserialize, Serialize};
-
-/// Version of these messages. Another version is refused: both agents come from one version of the package.
-pub const PROTOCOL: u32 = 1;
 
 /// What names a migration in the logs of both hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -84,8 +80,6 @@ impl Kind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Hello {
-    /// [`PROTOCOL`].
-    pub hotlift_agent: u32,
     /// Of the migration.
     pub id: Id,
     /// What it is.
@@ -124,17 +118,8 @@ pub enum Message {
     },
 }
 
-impl Hello {
-    /// The first message of another agent, if it has come within `timeout`.
-    ///
-    /// # Errors
-    /// If it is none, or the conversation ends.
-    pub fn hear(
-        conversation: &mut Conversation,
-        timeout: Duration,
-    ) -> Result<Option<Self>, ConversationError> {
-        conversation.hear_hello(("hotlift-agent", PROTOCOL), timeout)
-    }
+impl Wish for Hello {
+    const ROLE: &'static str = "agent";
 }
 
 #[cfg(test)]
@@ -144,7 +129,6 @@ mod tests {
     #[test]
     fn a_hello_reads_as_it_is_written() {
         let hello = Hello {
-            hotlift_agent: PROTOCOL,
             id: Id(0x1a),
             kind: Kind::Tunnel,
             to: "[2001:db8::1]:49152".parse().unwrap(),
@@ -152,7 +136,7 @@ mod tests {
         let text = serde_json::to_string(&hello).unwrap();
         assert_eq!(
             text,
-            r#"{"hotlift-agent":1,"id":"0000001a","kind":"tunnel","to":"[2001:db8::1]:49152"}"#
+            r#"{"id":"0000001a","kind":"tunnel","to":"[2001:db8::1]:49152"}"#
         );
         assert_eq!(serde_json::from_str::<Hello>(&text).unwrap(), hello);
         assert!("1a".parse::<Id>().is_err());

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use hotlift::conversation::Conversation;
 use hotlift::relay::{
     Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
 };
 use hotlift::transport::{Stream, TransportError};
 use hotlift::{Address, Listener, Options, Status};
-use hotlift_console::conversation::Conversation;
 use hotlift_qmp::one_line;
 
 use crate::agent::Agent;
@@ -19,7 +19,7 @@ use crate::attend::{self, Progress};
 use crate::config::{Config, LogLevel, Plaintext};
 use crate::dial;
 use crate::error::CarryError;
-use crate::messages::{Hello, Kind, Message, PROTOCOL};
+use crate::messages::{Hello, Kind, Message};
 use crate::moment::State;
 use crate::session::Session;
 use crate::tunnel::{self, Far, Limits};
@@ -198,8 +198,7 @@ fn ask(
     session: &Session,
     kind: Kind,
 ) -> Result<Message, CarryError> {
-    conversation.say(&Hello {
-        hotlift_agent: PROTOCOL,
+    conversation.say_hello(&Hello {
         id: session.subject.id,
         kind,
         to: session.subject.to,

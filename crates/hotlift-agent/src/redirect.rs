@@ -5,14 +5,15 @@
 //! connection for the main channel.
 
 use std::collections::HashMap;
+use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift::admission::{Head, Limits, Room, peek_head};
 use hotlift::error::error_line;
-use hotlift::relay::{Announced, announced};
 use hotlift::transport::{Stream, TransportError};
 use hotlift::{Address, Listener, relay};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -31,11 +32,11 @@ use crate::session::{Direction, Session, Subject};
 /// as it is; an NBD client waits that much longer for its server, once for each disk.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// Between two looks at a connection that has sent a part of its first bytes.
-const HALF_SAID: Duration = Duration::from_millis(2);
-
-/// Connections that may wait to be told apart; the one that has waited for longest goes first.
-const WAITING: usize = 1024;
+/// Of connections that are to be told apart.
+const LIMITS: Limits = Limits {
+    most: 1024,
+    patience: SILENCE,
+};
 
 /// After a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
@@ -44,7 +45,14 @@ const RETRY: Duration = Duration::from_millis(100);
 struct Waiting {
     stream: Stream,
     to: SocketAddr,
-    since: Instant,
+    /// What it has said.
+    head: Head,
+}
+
+impl AsFd for Waiting {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
 }
 
 /// The listeners, IPv6's where the host has it.
@@ -109,22 +117,21 @@ impl Place {
     }
 }
 
-fn has_said_something(stream: &Stream) -> bool {
-    matches!(stream.peek(&mut [0]), Ok(Some(1..)))
-}
-
 /// Tells connections apart, and starts what they belong to.
 struct Router<'a> {
     agent: &'a Arc<Agent>,
-    waiting: Vec<Waiting>,
+    waiting: Room<Waiting>,
     sessions: HashMap<SocketAddr, Weak<Session>>,
     /// Of any user of this host.
     not_redirected: Seldom,
 }
 
 /// Serves the listeners until the agent ends.
-pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) {
-    let mut router = Router::new(agent);
+///
+/// # Errors
+/// The system gives no descriptor.
+pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) -> io::Result<()> {
+    let mut router = Router::new(agent)?;
     while !agent.has_ended() {
         let knocks = router.wait(redirected);
         for ((listener, v6), knocks) in redirected.0.iter().zip(knocks) {
@@ -136,32 +143,35 @@ pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) {
         for (stream, to) in agent.take_returned() {
             router.keep(stream, to);
         }
-        router.look();
+        router.look(Instant::now());
     }
+    Ok(())
 }
 
 impl<'a> Router<'a> {
-    fn new(agent: &'a Arc<Agent>) -> Self {
-        Self {
+    fn new(agent: &'a Arc<Agent>) -> io::Result<Self> {
+        Ok(Self {
             agent,
-            waiting: Vec::new(),
+            waiting: Room::new(LIMITS)?,
             sessions: HashMap::new(),
             not_redirected: Seldom::default(),
-        }
+        })
     }
 
     /// Waits until something happens; which listeners have a connection.
     fn wait(&self, redirected: &Redirected) -> Vec<bool> {
         let listeners = redirected.0.iter().map(|(listener, _)| listener.as_fd());
-        let more = [self.agent.ended_fd(), self.agent.returned_fd()];
-        let silent = self.waiting.iter().map(|one| one.stream.as_fd());
-        let fds: Vec<BorrowedFd<'_>> = listeners.chain(more).chain(silent).collect();
+        let more = [
+            self.agent.ended_fd(),
+            self.agent.returned_fd(),
+            self.waiting.polled(),
+        ];
+        let fds: Vec<BorrowedFd<'_>> = listeners.chain(more).collect();
         let polled = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN));
         let mut polled: Vec<_> = polled.collect();
-        let now = Instant::now();
-        let deadlines = self.waiting.iter().map(|one| one.since + SILENCE);
-        let time = deadlines.min().map(|at| at.saturating_duration_since(now));
-        let time = time.and_then(|time| Timespec::try_from(time).ok());
+        let time = self.waiting.shortened(Duration::MAX, Instant::now());
+        // A time that does not fit is as good as none.
+        let time = Timespec::try_from(time).ok();
         // A signal ends the wait early.
         let _ = poll(&mut polled, time.as_ref());
         let listeners = &polled[..redirected.0.len()];
@@ -198,8 +208,8 @@ impl<'a> Router<'a> {
     }
 
     fn keep(&mut self, stream: Stream, to: SocketAddr) {
-        let since = Instant::now();
-        let one = Waiting { stream, to, since };
+        let head = Head::Partial;
+        let one = Waiting { stream, to, head };
         if self.agent.sessions.is_ending() {
             // What is under way may end, with all connections that it makes until then.
             if let Some(_new) = self.give(one) {
@@ -208,56 +218,66 @@ impl<'a> Router<'a> {
             }
             return;
         }
-        if self.waiting.len() >= WAITING {
-            self.waiting.remove(0);
-            self.agent.refuse("error=\"too many connections wait\"");
+        match self.waiting.enter(one, Instant::now()) {
+            Ok(None) => {}
+            Ok(Some(_oldest)) => self.agent.refuse("error=\"too many connections wait\""),
+            Err(error) => self.agent.refuse(&format!("to={to} error=\"{error}\"")),
         }
-        self.waiting.push(one);
     }
 
     /// Looks at what waits, in the order in which it came.
-    fn look(&mut self) {
+    fn look(&mut self, now: Instant) {
         self.sessions
             .retain(|_, session| session.strong_count() > 0);
-        let mut places: HashMap<SocketAddr, Place> = HashMap::new();
-        let mut has_begun = false;
-        self.waiting.retain(|one| {
-            let said = announced(&one.stream);
-            let is_late = one.since.elapsed() >= SILENCE;
-            has_begun |= said == Announced::Nothing && has_said_something(&one.stream);
-            let place = places.entry(one.to).or_default();
-            match said {
-                Announced::Gone => return false,
-                Announced::Main => place.main = true,
-                Announced::Channel => place.channel = true,
-                Announced::Nothing if !is_late => place.silent = true,
-                _ => place.other = true,
-            }
-            // Its main channel was there before it, and has gone.
-            said != Announced::Channel || !is_late
-        });
-        for one in std::mem::take(&mut self.waiting) {
-            let to = one.to;
-            let Some(one) = self.give(one) else {
-                continue;
-            };
-            match places.get(&to).and_then(Place::kind) {
-                Some(kind) => self.begin(kind, one),
-                None => self.waiting.push(one),
+        while let Some(number) = self.waiting.next_news() {
+            if let Some(one) = self.waiting.get(number) {
+                one.head = peek_head(&one.stream);
             }
         }
-        if has_begun && !self.waiting.is_empty() {
-            // What has come keeps the poll from waiting.
-            thread::sleep(HALF_SAID);
+        let is_late = |since| now.saturating_duration_since(since) >= SILENCE;
+        let is_over = |one: &Waiting, since| match one.head {
+            Head::Gone(_) => true,
+            // Its main channel was there before it, and has gone.
+            Head::Channel(_) | Head::OtherVersion(_) => is_late(since),
+            _ => false,
+        };
+        let mut places: HashMap<SocketAddr, Place> = HashMap::new();
+        for (one, since) in self.waiting.iter() {
+            let place = places.entry(one.to).or_default();
+            match one.head {
+                Head::Gone(_) => {}
+                Head::Main => place.main = true,
+                Head::Channel(_) | Head::OtherVersion(_) => place.channel = true,
+                Head::Partial if !is_late(since) => place.silent = true,
+                _ => place.other = true,
+            }
+        }
+        while self.waiting.take_first(is_over).is_some() {}
+        let goes_on = |to: &SocketAddr, place: &Place| {
+            let under_way = under_way(&self.sessions, *to);
+            place.kind().is_some() || under_way.is_some_and(|session| session.takes())
+        };
+        places.retain(|to, place| goes_on(to, place));
+        while let Some((one, since)) =
+            (self.waiting).take_first(|one, _| places.contains_key(&one.to))
+        {
+            let kind = places.get(&one.to).and_then(Place::kind);
+            match (self.give(one), kind) {
+                (None, _) => {}
+                (Some(one), Some(kind)) => self.begin(kind, one),
+                // What is under way has just ended: the connection may be the next one's.
+                (Some(one), None) => {
+                    places.remove(&one.to);
+                    let _ = self.waiting.enter(one, since);
+                }
+            }
         }
     }
 
     /// Gives a connection to what is under way to its place; the connection, if there is nothing, or what there is has lost
     /// its source.
     fn give(&self, one: Waiting) -> Option<Waiting> {
-        let known = self.sessions.get(&one.to).and_then(Weak::upgrade);
-        // A source that was cancelled while it waited for a place, and tries again, must not be taken for what it was.
-        let Some(session) = known.filter(|session| !session.is_deserted()) else {
+        let Some(session) = under_way(&self.sessions, one.to) else {
             return Some(one);
         };
         let given = session.give(one.stream);
@@ -279,6 +299,16 @@ impl<'a> Router<'a> {
             }
         }
     }
+}
+
+/// Returns what is under way to `to`, if it has not lost its source: one that was cancelled while it waited for a place, and
+/// tries again, must not be taken for what it was.
+fn under_way(
+    sessions: &HashMap<SocketAddr, Weak<Session>>,
+    to: SocketAddr,
+) -> Option<Arc<Session>> {
+    let known = sessions.get(&to).and_then(Weak::upgrade);
+    known.filter(|session| !session.is_deserted())
 }
 
 fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>, CarryError> {
@@ -337,12 +367,12 @@ mod tests {
         let agent = agent("");
         let subject = subject(1, Direction::Outgoing, Kind::Migration);
         let (waits, _listener) = session(subject);
-        let mut router = Router::new(&agent);
+        let mut router = Router::new(&agent).unwrap();
         let to = destination();
         router.sessions.insert(to, Arc::downgrade(&waits));
         let offer = |stream| {
-            let since = Instant::now();
-            router.give(Waiting { stream, to, since })
+            let head = Head::Partial;
+            router.give(Waiting { stream, to, head })
         };
         let (main, source) = connection();
         assert!(offer(main).is_none(), "it is there");
@@ -356,7 +386,7 @@ mod tests {
     fn an_agent_that_is_to_end_takes_connections_of_what_is_under_way_and_no_others() {
         let agent = agent("");
         let (under_way, listener) = session(subject(1, Direction::Outgoing, Kind::Migration));
-        let mut router = Router::new(&agent);
+        let mut router = Router::new(&agent).unwrap();
         let to = destination();
         router.sessions.insert(to, Arc::downgrade(&under_way));
         agent.sessions.end();
@@ -365,7 +395,7 @@ mod tests {
         assert!(listener.accept(Duration::ZERO).unwrap().is_some());
         let (other, _source) = connection();
         router.keep(other, SocketAddr::new(to.ip(), to.port() + 1));
-        assert!(router.waiting.is_empty());
+        assert_eq!(router.waiting.iter().count(), 0);
         assert_eq!(agent.sessions.totals().refusals, 1);
     }
 

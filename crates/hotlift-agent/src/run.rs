@@ -125,7 +125,9 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
         })?;
         let (of_redirect, redirected) = (Arc::clone(&agent), Arc::clone(&redirected));
         parts.start("agent/redirect", move || {
-            redirect::serve(&of_redirect, &redirected);
+            if let Err(error) = redirect::serve(&of_redirect, &redirected) {
+                of_redirect.log.say(LogLevel::Error, &error_line(&error));
+            }
         })?;
         let of_budget = Arc::clone(&agent);
         parts.start("agent/budget", move || share(&of_budget))?;

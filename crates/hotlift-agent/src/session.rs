@@ -257,6 +257,13 @@ impl Session {
         }
     }
 
+    /// Returns whether it takes a connection.
+    #[must_use]
+    pub fn takes(&self) -> bool {
+        let giver = self.giver.lock().unwrap_or_else(PoisonError::into_inner);
+        giver.as_ref().is_some_and(Giver::takes)
+    }
+
     /// From now on its connections are accepted as they come.
     pub fn open(&self) {
         self.is_open.store(true, Ordering::Release);

@@ -15,11 +15,12 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift::conversation::callers::{Call, Callers};
+use hotlift::conversation::{Conversation, ConversationError, Wish};
 use hotlift::tls::Tls;
-use hotlift::transport::{Acceptor, Stream};
 use hotlift::{Address, Options};
-use hotlift_console::conversation::{Conversation, ConversationError};
-use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::connect::connect;
+use hotlift_console::error::ConsoleError;
 use hotlift_console::events::{self, Event};
 use hotlift_console::pair::Destination;
 use hotlift_console::security::SecurityArgs;
@@ -33,23 +34,20 @@ use super::cell::{Cell, memory};
 use super::machine;
 use crate::error::BenchError;
 
-/// Version of [`Wanted`]. Another is refused: both commands come from one binary.
-const PROTOCOL: u32 = 1;
-
-/// How long the other side may take to connect, or to say what it wants.
-const GREETING: Duration = Duration::from_secs(10);
-
 /// Most options of a run: more than the table has.
 const MAX_OPTIONS: usize = 256;
 
 /// What the destination of a run is to be.
 #[derive(Debug, Serialize, Deserialize)]
 struct Wanted {
-    hotlift_bench: u32,
     guest: String,
     ram: u64,
     vcpus: u8,
     options: Vec<(String, String)>,
+}
+
+impl Wish for Wanted {
+    const ROLE: &'static str = "bench";
 }
 
 /// Where `hotlift bench --serve` is.
@@ -106,7 +104,7 @@ impl RemoteHost {
         // them can be left behind.
         thread::spawn(move || {
             let tls = host.tls.as_deref();
-            connected.send(Conversation::connect(&host.address, "--to", tls))
+            connected.send(connect(&host.address, "--to", tls))
         });
         let mut conversation = loop {
             match connection.recv_timeout(TICK) {
@@ -121,13 +119,12 @@ impl RemoteHost {
         let given = cell.migration.given().iter();
         let given = given.filter(|(name, _)| !is_of_tls(name));
         let wanted = Wanted {
-            hotlift_bench: PROTOCOL,
             guest: cell.kind.name().to_owned(),
             ram: cell.guest.ram,
             vcpus: cell.guest.vcpus,
             options: given.cloned().collect(),
         };
-        let said = conversation.say(&wanted);
+        let said = conversation.say_hello(&wanted);
         said.map_err(|error| BenchError::NoRemoteHost(error.into()))?;
         Ok(conversation)
     }
@@ -176,29 +173,20 @@ pub fn serve(
     super::say(format!(
         "waiting for 'hotlift bench --to tcp:HOST:{port}'; Ctrl-C ends it"
     ))?;
-    let mut acceptor = Acceptor::new(&listener, tls).map_err(failed)?;
+    let complain = |why: &str| super::warn(why);
+    let mut callers = Callers::new(&listener, tls, &complain).map_err(failed)?;
     while !interrupt.is_raised() {
-        let accepted = acceptor.take().map_err(failed)?;
-        if accepted.is_empty() {
-            thread::sleep(TICK);
-        }
-        for (stream, _) in accepted {
-            let stream = match stream {
-                Ok(stream) => stream,
-                Err(refused) => {
-                    super::warn(error_line(&refused));
-                    continue;
-                }
-            };
-            let peer = stream.peer_ip().map(|peer| peer.to_canonical().to_string());
-            let peer = peer.unwrap_or_default();
-            match serve_one(stream, security, interrupt) {
-                // Who read this may have gone; the next run is served all the same.
-                Ok(what) => {
-                    let _ = super::say(format!("{peer}: {what}"));
-                }
-                Err(error) => super::warn(format!("{peer}: {error}")),
+        let mut hear = |source: &mut Conversation| source.hear_hello(Duration::ZERO);
+        let Some(call) = callers.next(Some(TICK), &[], &mut hear) else {
+            continue;
+        };
+        let peer = call.conversation.stream().peer_host();
+        match serve_one(call, security, interrupt) {
+            // Who read this may have gone; the next run is served all the same.
+            Ok(what) => {
+                let _ = super::say(format!("{peer}: {what}"));
             }
+            Err(error) => super::warn(format!("{peer}: {error}")),
         }
     }
     Ok(())
@@ -206,28 +194,30 @@ pub fn serve(
 
 /// Serves one run, and says what it was.
 fn serve_one(
-    stream: Stream,
+    call: Call<Wanted>,
     security: &SecurityArgs,
     interrupt: &Interrupt,
 ) -> Result<String, ConversationError> {
-    let here = stream.local_ip();
+    let mut conversation = call.conversation;
+    let here = conversation.stream().local_ip();
     let here = here.ok_or(ConversationError::Closed)?;
-    let mut conversation = Conversation::new(stream);
-    let Some(wanted) = hear::<Wanted>(&mut conversation, GREETING, interrupt)? else {
-        return Ok("said nothing".to_owned());
+    let checked = match call.said {
+        Ok(wanted) => flags(&wanted).map(|flags| (wanted, flags)),
+        Err(error) => Err(error.to_string()),
     };
     let host = if here.is_ipv6() && here.to_canonical().is_ipv6() {
         format!("[{here}]")
     } else {
         here.to_canonical().to_string()
     };
-    let flags = match flags(&wanted) {
-        Ok(flags) => flags,
+    let (wanted, flags) = match checked {
+        Ok(checked) => checked,
         Err(reason) => {
             let refused = Event::Failed {
                 error: format!("the other host refuses: {reason}"),
             };
-            conversation.say(&refused)?;
+            // A client that has gone reads nothing.
+            let _ = conversation.say(&refused);
             return Ok(format!("refused: {reason}"));
         }
     };
@@ -284,9 +274,6 @@ fn end_with(
 
 /// What was asked for as flags of `guest run`, each of them checked here.
 fn flags(wanted: &Wanted) -> Result<Vec<String>, String> {
-    if wanted.hotlift_bench != PROTOCOL {
-        return Err("use the same hotlift on both hosts".to_owned());
-    }
     let kind = wanted
         .guest
         .parse::<hotlift_vmm::GuestKind>()
@@ -339,7 +326,6 @@ mod tests {
 
     fn wanted(options: &[(&str, &str)]) -> Wanted {
         Wanted {
-            hotlift_bench: PROTOCOL,
             guest: "threads".to_owned(),
             ram: 16 << 20,
             vcpus: 1,
@@ -389,7 +375,6 @@ mod tests {
             |wanted: &mut Wanted| wanted.ram = u64::MAX,
             |wanted: &mut Wanted| wanted.ram = 0,
             |wanted: &mut Wanted| wanted.vcpus = 0,
-            |wanted: &mut Wanted| wanted.hotlift_bench = 2,
             |wanted: &mut Wanted| wanted.guest = "kvm --json=x".to_owned(),
         ] {
             let mut bad = wanted(&[]);

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use hotlift::conversation::ConversationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
@@ -12,7 +13,6 @@ use hotlift::{Address, MigrationError};
 use hotlift_agent::error::AgentError;
 use hotlift_agent::values::Ports;
 use hotlift_bench::error::BenchError;
-use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
 use hotlift_host::accel::AccelError;
 use hotlift_host::error::HostError;

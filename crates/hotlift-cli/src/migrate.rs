@@ -8,10 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::relay::{Doing, Outgoing, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
-use hotlift_console::conversation::{CONNECT, Conversation, ConversationError};
+use hotlift_console::connect::{CONNECT, connect};
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
@@ -32,7 +33,7 @@ use hotlift_qmp::{QmpAddress, RunState, Uuid, Version};
 use self::domain::DomainArgs;
 use crate::differences;
 use crate::error::CommandError;
-use crate::peer::{Answer, Differences, Hello, PROTOCOL, SourceMessage};
+use crate::peer::{Answer, Differences, Hello, SourceMessage};
 use crate::relay_report::Migration;
 
 /// How long the destination may take to get ready, once it has the hello; it may start a QEMU first.
@@ -144,10 +145,10 @@ fn to_serve(
     let tls = security::tls(&relay_settings.outgoing, to)?;
     // 'hotlift serve' waits 10 s for a hello, and a QEMU on a busy host may need longer to describe its VM.
     let hello = hello(&source, &relay_settings, args)?;
-    let mut destination = Conversation::connect(to, "--to", tls.as_deref())?;
+    let mut destination = connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
     relay_settings.uuid = Some(hello.vm.uuid.0);
-    destination.say(&hello)?;
+    destination.say_hello(&hello)?;
     let (address, token, destination_qemu) = match ready(to, &mut destination, &interrupt)? {
         Ready::Compared(there) => return checked(args, &hello.vm, &there),
         Ready::Listens {
@@ -213,7 +214,6 @@ fn hello(
         false => None,
     };
     Ok(Hello {
-        hotlift_control: PROTOCOL,
         qemu: qemu.version(),
         vm,
         differences: match (args.check, args.ignore_differences) {

@@ -14,25 +14,18 @@
 //! A connection that ends early cancels what the other side does, as far as it still can be cancelled:
 //! who has the guest is settled by the relays alone.
 
-use std::time::Duration;
-
+use hotlift::conversation::Wish;
 use hotlift::relay::RelayReport;
-use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_qemu::shared_memory::SharedFile;
 use hotlift_qemu::source::GuestThere;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::{RunState, Uuid, Version};
 use serde::{Deserialize, Serialize};
 
-/// Version of these messages. Another version is refused: both commands come from one binary.
-pub const PROTOCOL: u32 = 5;
-
 /// Opens the conversation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Hello {
-    /// [`PROTOCOL`].
-    pub hotlift_control: u32,
     /// Version of the source's QEMU.
     pub qemu: Version,
     /// The source's VM.
@@ -123,24 +116,19 @@ pub enum SourceMessage {
     },
 }
 
-impl Hello {
-    /// The first message of somebody who has connected.
-    ///
-    /// # Errors
-    /// If it is none, or the conversation ends.
-    pub fn hear(
-        conversation: &mut Conversation,
-        timeout: Duration,
-    ) -> Result<Option<Self>, ConversationError> {
-        conversation.hear_hello(("hotlift-control", PROTOCOL), timeout)
-    }
+impl Wish for Hello {
+    const ROLE: &'static str = "serve";
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    use hotlift::conversation::{Conversation, ConversationError};
+
+    use super::*;
 
     const LONG: Duration = Duration::from_secs(30);
 
@@ -153,7 +141,6 @@ mod tests {
 
     fn hello() -> Hello {
         Hello {
-            hotlift_control: PROTOCOL,
             qemu: Version {
                 major: 7,
                 minor: 2,
@@ -175,16 +162,18 @@ mod tests {
     #[test]
     fn messages_arrive_as_they_were_said_however_they_are_cut() {
         let (theirs, mut ours) = pair();
-        let mut line = serde_json::to_vec(&hello()).unwrap();
-        line.push(b'\n');
+        let mut line = serde_json::to_value(hello()).unwrap();
+        line["hotlift"] = hotlift::conversation::VERSION.into();
+        line["role"] = Hello::ROLE.into();
+        let line = format!("{line}\n").into_bytes();
         let (start, end) = line.split_at(10);
         (&theirs).write_all(start).unwrap();
         assert_eq!(
-            Hello::hear(&mut ours, Duration::from_millis(10)).unwrap(),
+            ours.hear_hello::<Hello>(Duration::from_millis(10)).unwrap(),
             None
         );
         (&theirs).write_all(end).unwrap();
-        assert_eq!(Hello::hear(&mut ours, LONG).unwrap(), Some(hello()));
+        assert_eq!(ours.hear_hello::<Hello>(LONG).unwrap(), Some(hello()));
         let failed = Answer::Failed {
             reason: "why".to_owned(),
             guest: GuestThere::NotHere,
@@ -197,14 +186,6 @@ mod tests {
             ours.hear::<Answer>(LONG),
             Err(ConversationError::Closed)
         ));
-    }
-
-    #[test]
-    fn another_version_is_named_even_if_nothing_else_is_understood() {
-        let (theirs, mut ours) = pair();
-        (&theirs).write_all(b"{\"hotlift-control\": 7}\n").unwrap();
-        let error = Hello::hear(&mut ours, LONG).unwrap_err().to_string();
-        assert!(error.contains("version 7"), "{error}");
     }
 
     #[test]
@@ -221,7 +202,7 @@ mod tests {
         ] {
             let (theirs, mut ours) = pair();
             writeln!(&theirs, "{bad}").unwrap();
-            let error = Hello::hear(&mut ours, LONG).unwrap_err();
+            let error = ours.hear_hello::<Hello>(LONG).unwrap_err();
             assert!(
                 matches!(error, ConversationError::Garbage { .. }),
                 "{error}"
@@ -243,7 +224,7 @@ mod tests {
             while (&theirs).write_all(&chunk).is_ok() {}
         });
         assert!(matches!(
-            Hello::hear(&mut ours, LONG),
+            ours.hear_hello::<Hello>(LONG),
             Err(ConversationError::TooLong)
         ));
         drop(ours);

@@ -9,11 +9,11 @@ use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use clap::{ArgGroup, Args};
+use hotlift::conversation::callers::Callers;
+use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::tls::Tls;
 use hotlift::{Address, Control, Listener, MigrationError};
-use hotlift_console::callers::Callers;
-use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::flush_args::FlushArgs;
 use hotlift_console::migration_args::{LimitArgs, role};
@@ -170,12 +170,16 @@ impl Host<'_> {
                 why.clone_into(&mut trouble);
             }
         };
-        let mut callers = Callers::new(listener, self.tls.clone(), &complain)?;
+        let callers = Callers::new(listener, self.tls.clone(), &complain);
+        let mut callers = callers.map_err(|source| ConsoleError::Process {
+            what: "listener",
+            source,
+        })?;
         loop {
             if self.interrupt.is_raised() {
                 return Err(ConsoleError::Interrupted.into());
             }
-            let mut hear = |source: &mut Conversation| Hello::hear(source, Duration::ZERO);
+            let mut hear = |source: &mut Conversation| source.hear_hello::<Hello>(Duration::ZERO);
             let Some(call) = callers.next(None, &[self.interrupt.bell()], &mut hear) else {
                 continue;
             };
@@ -192,6 +196,7 @@ impl Host<'_> {
                     }
                 },
                 Err(error) => {
+                    let error = ConsoleError::from(error);
                     refuse(&mut source, &error);
                     error.into()
                 }

@@ -3,9 +3,10 @@
 use std::io;
 use std::path::PathBuf;
 use std::process::ExitStatus;
-use std::time::Duration;
 
 use hotlift::Address;
+use hotlift::conversation::ConversationError;
+use hotlift::conversation::callers::Unheard;
 pub use hotlift::error::error_line;
 use hotlift::options::OptionError;
 use hotlift::tls::{TlsError, TlsSetupError};
@@ -14,55 +15,6 @@ use hotlift_mem::FileError;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
-
-/// Longest message, in bytes. The longest is a result with the CPU time of 255 channels.
-pub(crate) const MAX_MESSAGE: usize = 256 << 10;
-
-/// How long the other side may take to read a message.
-pub(crate) const WRITE: Duration = Duration::from_secs(10);
-
-/// Why a conversation ended.
-#[derive(Debug, thiserror::Error)]
-pub enum ConversationError {
-    /// The connection.
-    #[error("the connection broke")]
-    Io(#[from] std::io::Error),
-    /// An end without a word.
-    #[error("the other side closed the connection")]
-    Closed,
-    /// An alert of TLS.
-    #[error("the other side speaks TLS only: give '--tls DIR'")]
-    SpeaksTls,
-    /// A handshake of TLS.
-    #[error(
-        "the other side speaks TLS, and this one does not: give '--tls DIR' here, or '--insecure' there"
-    )]
-    BeginsTls,
-    /// A line without end.
-    #[error("a message of more than {MAX_MESSAGE} bytes")]
-    TooLong,
-    /// A full connection.
-    #[error("the other side did not take a message within {WRITE:?}")]
-    NotTaken,
-    /// Something else.
-    #[error("a message that is not understood ({problem}): '{start}'")]
-    Garbage {
-        /// What is wrong with it.
-        problem: String,
-        /// Its first bytes.
-        start: String,
-    },
-    /// Another version of the protocol that is spoken over it.
-    #[error(
-        "the other side speaks version {theirs} of the control protocol, this one {ours}: use the same hotlift on both hosts"
-    )]
-    Version {
-        /// The other side's.
-        theirs: u64,
-        /// This side's.
-        ours: u32,
-    },
-}
 
 /// What goes wrong in more than one command.
 #[derive(Debug, thiserror::Error)]
@@ -182,21 +134,9 @@ pub enum ConsoleError {
         /// The flag that it was given with.
         flag: &'static str,
     },
-    /// A client without a request.
-    #[error(
-        "the client sent no complete request within {waited:?}: it may be stopped, or the path drops packets of the full size \
-         (check the MTU)"
-    )]
-    Silent {
-        /// Time since it has connected.
-        waited: Duration,
-    },
-    /// Too many have connected.
-    #[error("too many pending connections (limit {most}); closed the oldest idle one")]
-    Crowd {
-        /// How many may wait.
-        most: usize,
-    },
+    /// A caller that is not heard.
+    #[error(transparent)]
+    Unheard(Unheard),
     /// The other host has an answer, and it is no.
     #[error("the destination refuses: {reason}")]
     Refused {
@@ -206,6 +146,15 @@ pub enum ConsoleError {
     /// A signal.
     #[error("interrupted")]
     Interrupted,
+}
+
+impl From<Unheard> for ConsoleError {
+    fn from(error: Unheard) -> Self {
+        match error {
+            Unheard::Conversation(error) => Self::Conversation(error),
+            error => Self::Unheard(error),
+        }
+    }
 }
 
 impl From<TlsSetupError> for ConsoleError {

@@ -7,15 +7,14 @@
 //! | `progress`, `table`, `width` | the progress display; tables; what fits a terminal |
 //! | `signals` | Ctrl-C and its like |
 //! | `pair`, `events`, `held_memory` | two `guest run` processes, their events, memory for the destination |
-//! | `conversation`, `callers` | JSON lines between two hosts; who has connected, and what for |
+//! | `connect` | a conversation with another host, at an address that a flag gave |
 //! | `security` | TLS as a command's flags ask for it |
 //! | `error` | why a command failed, where several can fail so |
 
 #![forbid(unsafe_code)]
 
 pub mod args;
-pub mod callers;
-pub mod conversation;
+pub mod connect;
 pub mod error;
 pub mod events;
 pub mod flush_args;

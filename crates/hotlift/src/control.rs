@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use hotlift_wire::settle::MigrationId;
 
 use crate::accelerator_stats::AcceleratorStats;
+use crate::admission::strangers::Strangers;
 use crate::error::MigrationError;
 use crate::figures::{JobFigures, MethodFigures, ThreadCpu};
 use crate::life::Life;
@@ -25,7 +26,6 @@ use crate::status::{MigrationEvent, Status};
 use crate::steering::Steering;
 use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::Sending;
-use crate::stream::strangers::Strangers;
 use crate::transport::{Address, Listener};
 
 /// Takes events, on the thread in which they happen; must not block for long.

@@ -53,8 +53,10 @@
 #![forbid(unsafe_code)]
 
 mod accelerator_stats;
+pub mod admission;
 mod auto;
 pub mod control;
+pub mod conversation;
 mod cpu_limit;
 mod ends;
 pub mod error;

@@ -12,12 +12,13 @@ use std::thread;
 use std::time::Duration;
 
 use clap::Args;
+use hotlift::conversation::Conversation;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings, SourceStream};
 use hotlift::{Address, Control, Listener};
 use hotlift_agent::config::CONFIG_FILE;
-use hotlift_agent::messages::{Hello, Id, Kind, Message, PROTOCOL};
+use hotlift_agent::messages::{Hello, Id, Kind, Message};
 use hotlift_agent::values::Ports;
-use hotlift_console::conversation::Conversation;
+use hotlift_console::connect::connect;
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
@@ -231,10 +232,12 @@ impl Move<'_> {
         mut settings: RelaySettings,
     ) -> Result<Ended, CommandError> {
         let tls = settings.outgoing_tls.clone();
-        let mut conversation = Conversation::connect(self.agent, "--agent", tls.as_deref())
-            .map_err(|source| CommandError::NoAgentThere {
-                agent: self.agent.clone(),
-                source: Box::new(source),
+        let mut conversation =
+            connect(self.agent, "--agent", tls.as_deref()).map_err(|source| {
+                CommandError::NoAgentThere {
+                    agent: self.agent.clone(),
+                    source: Box::new(source),
+                }
             })?;
         let token = announce(&mut conversation, port)?;
         settings.outgoing_pass = Some(conversation.pass(token));
@@ -344,8 +347,7 @@ const ALONE: u32 = 600;
 
 /// Announces a migration to a port of the agent's host; what its connections begin with.
 fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], CommandError> {
-    conversation.say(&Hello {
-        hotlift_agent: PROTOCOL,
+    conversation.say_hello(&Hello {
         id: Id(fastrand::u32(..)),
         kind: Kind::Migration,
         to: SocketAddr::from((Ipv4Addr::LOCALHOST, port)),

@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use crate::hotlift::{Hotlift, errors};
 
 /// What `hotlift migrate` says first, for a machine without RAM and vCPUs.
-const HELLO: &str = "{\"hotlift-control\":5,\"qemu\":{\"major\":7,\"minor\":2,\"micro\":0},\
+const HELLO: &str = "{\"hotlift\":6,\"role\":\"serve\",\"qemu\":{\"major\":7,\"minor\":2,\"micro\":0},\
     \"machine\":\"none\",\"uuid\":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],\"ram-bytes\":0,\
     \"vcpus\":0,\"differences\":\"refuse\",\"state\":\"running\",\"channels\":2,\"alike\":[]}\n";
 
@@ -96,7 +96,7 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
     );
     let answer = tell(&address, b"{\"hotlift-control\": 99}\n");
     assert!(answer.contains("version 99"), "{answer}");
-    let answer = tell(&address, b"{\"hotlift-control\": 5}\n");
+    let answer = tell(&address, b"{\"hotlift\": 6, \"role\": \"serve\"}\n");
     assert!(answer.contains("missing field"), "{answer}");
     // Megabytes without an end of line: given up at a limit.
     tell(&address, &vec![b'x'; 8 << 20]);

@@ -6,6 +6,7 @@ use std::thread;
 
 use hotlift_mem::RamBlock;
 
+use crate::admission::Acceptor;
 use crate::control::Control;
 use crate::control::run_as;
 use crate::ends::guest_sink::main_channel::MainReceiver;
@@ -24,7 +25,7 @@ use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
 use crate::tls;
-use crate::transport::{Acceptor, Listener, Stream};
+use crate::transport::{Listener, Stream};
 
 /// Threads that populate RAM at most: memory bandwidth is used up by then.
 const POPULATE_THREADS: usize = 8;

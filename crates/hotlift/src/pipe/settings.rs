@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
+use crate::admission::pass::Pass;
 use crate::options::{Options, ZeroPageDetection};
-use crate::stream::pass::Pass;
 use crate::tls::Tls;
 
 /// RAM that a QEMU leaves out, because one of its devices reports that the guest does not use it. It reads as zero in a file.

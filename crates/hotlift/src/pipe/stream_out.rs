@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use hotlift_wire::main_channel::Configuration;
 
+use crate::admission::pass::Pass;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::Counts;
@@ -12,7 +13,6 @@ use crate::postcopy::turns::Turns;
 use crate::remote::Remote;
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend, connect};
-use crate::stream::pass::Pass;
 use crate::stream::return_path::Answers;
 use crate::transport::Stream;
 

@@ -3,9 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `door` | tells connections apart: channels, questions, strangers |
-//! | `strangers` | the connections that belong to no migration, counted |
 //! | `attend` | answers for a migration while it runs, and until its source knows the outcome |
-//! | `pass` | what opens the connections that a conversation has announced |
 //! | `arrivals` | the connections of one migration, in any order |
 //! | `handshake` | what two Hotlifts say to each other first |
 //! | `multifd_recv` | a multifd channel that is read: packets, into a [`PageSink`](multifd_recv::PageSink) |
@@ -40,7 +38,5 @@ pub(crate) mod multifd_recv;
 pub(crate) mod multifd_send;
 mod packet_reader;
 pub(crate) mod pages;
-pub(crate) mod pass;
 pub(crate) mod preempt;
 pub(crate) mod return_path;
-pub(crate) mod strangers;

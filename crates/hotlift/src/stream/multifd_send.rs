@@ -28,6 +28,7 @@ use hotlift_wire::multifd::{
 use hotlift_wire::settle;
 
 use crate::accelerator_stats::AcceleratorStats;
+use crate::admission::pass::Pass;
 use crate::auto::{Auto, Reader};
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
@@ -41,7 +42,6 @@ use crate::stream::auto_encoder::AutoEncoder;
 use crate::stream::channel_out::{send, send_guest_memory};
 use crate::stream::codec::Encoder;
 use crate::stream::pages::Pages;
-use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
 use crate::transport::Stream;
 

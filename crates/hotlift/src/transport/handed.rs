@@ -30,6 +30,12 @@ struct State {
     is_begun: bool,
 }
 
+impl State {
+    fn takes(&self) -> bool {
+        self.is_open && self.waiting.len() < MOST
+    }
+}
+
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
@@ -54,13 +60,19 @@ impl Giver {
     /// `stream` itself once the listener is gone, or if it lets too many wait.
     pub fn give(&self, stream: Stream) -> Result<(), Stream> {
         let mut state = self.0.lock();
-        if !state.is_open || state.waiting.len() >= MOST {
+        if !state.takes() {
             return Err(stream);
         }
         state.waiting.push_back(stream);
         // It counts to 2^64 - 2.
         let _ = rustix::io::write(&self.0.count, &1_u64.to_ne_bytes());
         Ok(())
+    }
+
+    /// Returns whether the listener takes a connection.
+    #[must_use]
+    pub fn takes(&self) -> bool {
+        self.0.lock().takes()
     }
 
     /// How many wait to be accepted.

@@ -4,11 +4,9 @@
 //! They are plain blocking sockets; a thread that is blocked in one is set free by
 //! [`Stream::shutdown`] from any other thread, which is how cancel and failure work.
 
-mod acceptor;
 mod attempts;
 mod carry;
 mod handed;
-mod handshakes;
 mod secured;
 mod tcp;
 mod unix;
@@ -27,11 +25,9 @@ use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::sockopt::socket_peercred;
 
-pub use acceptor::Acceptor;
 pub use carry::carry;
 pub use handed::Giver;
 use handed::Handed;
-pub use handshakes::{Accepted, Refused};
 pub(crate) use tcp::UNSENT;
 pub use unix::UnixSocketFile;
 

@@ -23,6 +23,7 @@ use rustix::io::Errno;
 use super::block_file::read_ends;
 use super::exchange::Wait;
 use super::place_reader::PlaceReader;
+use crate::admission::Acceptor;
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, error_line};
@@ -31,7 +32,7 @@ use crate::life::bell::Bell;
 use crate::life::threads::spawn;
 use crate::lock::lock;
 use crate::tls::Tls;
-use crate::transport::{Acceptor, Listener, Stream};
+use crate::transport::{Listener, Stream};
 
 /// Connections that read at once: 32 visitors with all of theirs, which 1 GiB of reads' buffers bounds.
 const MOST: usize = 256;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::multifd::{Hello, InitialPacket};
 
+use crate::admission::Acceptor;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::life::LONG;
@@ -17,7 +18,7 @@ use crate::pipe::settings::RelaySettings;
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::door::{Arrival, Door, Kind};
 use crate::stream::main_recv::Waiting;
-use crate::transport::{Acceptor, Listener, Stream, wait_readable};
+use crate::transport::{Listener, Stream, wait_readable};
 
 /// How long the last channel of a source may be behind its first multifd flush on main, before which it was
 /// connected: on one host nothing but this process's own delay.

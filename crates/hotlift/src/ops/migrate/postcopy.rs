@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use hotlift_wire::main_channel::postcopy;
 
 use super::Migration;
+use crate::admission::pass::Pass;
 use crate::ends::guest_source::postcopy_pages::GuestPages;
 use crate::ends::guest_source::reporter::INTERVAL;
 use crate::ends::guest_source::source::GuestSource;
@@ -32,7 +33,6 @@ use crate::remote::Remote;
 use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::multifd_send::connect_with;
-use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
 use crate::tls;
 use crate::transport::{Address, Stream};

@@ -40,8 +40,8 @@ use crate::ends::request::Request;
 pub use crate::ends::request::{Incoming, Outgoing};
 pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream, Taken};
 pub use crate::pipe::settings::{LeftOut, RelaySettings};
-pub use crate::stream::door::{Announced, announced};
-pub use crate::stream::pass::Pass;
+
+pub use crate::admission::pass::Pass;
 pub use hotlift_wire::settle::Doing;
 
 use crate::control::Control;

@@ -11,8 +11,8 @@ use super::{
     Action, GuestRules, MainChannel, Phase, Silence, Source, Stage, Step, Taker, event_name,
     protocol,
 };
+use crate::admission::head::RESUMED_MAGIC;
 use crate::error::{Channel, MigrationError};
-use crate::stream::door::RESUMED_MAGIC;
 
 /// Size in bytes of the largest host pages that RAM may be in. A page that is sent together has to be in memory whole, and the
 /// next size of x86 is 1 GiB: a guest in such pages is better moved before it runs.

@@ -13,17 +13,19 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use super::agreement::{self, Agreement, Answer};
 use super::run::Incoming;
+use crate::admission::Acceptor;
+use crate::admission::head::RESUMED_MAGIC;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::life::threads::{caught, spawn};
 use crate::status::Status;
-use crate::stream::door::{Arrival, Door, Kind, RESUMED_MAGIC};
+use crate::stream::door::{Arrival, Door, Kind};
 use crate::stream::main_channel::MainChannel;
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
 use crate::tls;
-use crate::transport::{Acceptor, Listener, Stream};
+use crate::transport::{Listener, Stream};
 
 impl Incoming<'_> {
     /// Takes the rest from a source that connects to where somebody says that it will; how that ended. `None` once the

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use hotlift_tls::Tls;
 
-use super::Listener;
 use super::handshakes::{Accepted, Handshakes};
+use crate::transport::Listener;
 
 /// Accepts the connections of a listener, without waiting.
 pub struct Acceptor<'a> {
@@ -47,8 +47,9 @@ impl<'a> Acceptor<'a> {
     #[must_use]
     pub fn shortened(&self, wait: Duration) -> Duration {
         match &self.handshakes {
-            Some(all) => all.shortened(wait, Instant::now()),
-            None => wait,
+            // A place that becomes free by time alone shows at no descriptor.
+            Some(all) if !self.has_room() => wait.min(all.places.until_room(Instant::now())),
+            _ => wait,
         }
     }
 
@@ -60,14 +61,14 @@ impl<'a> Acceptor<'a> {
 
     /// When the connections were accepted whose handshakes are under way.
     pub(crate) fn under_way(&self) -> impl Iterator<Item = Instant> + '_ {
-        self.handshakes.iter().flat_map(Handshakes::since)
+        self.handshakes.iter().flat_map(|all| all.places.since())
     }
 
     /// Whether a connection that has come is accepted now; if not, it waits in the kernel's queue until a handshake ends or
     /// has to give way.
     #[must_use]
     pub fn has_room(&self) -> bool {
-        let has_room = |all: &Handshakes| all.has_room(Instant::now());
+        let has_room = |all: &Handshakes| all.places.has_room(Instant::now());
         self.handshakes.as_ref().is_none_or(has_room)
     }
 

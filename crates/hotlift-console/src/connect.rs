@@ -1,0 +1,39 @@
+//! A conversation with another host, at an address that a flag gave.
+
+use std::time::Duration;
+
+use hotlift::Address;
+use hotlift::conversation::Conversation;
+use hotlift::tls::Tls;
+
+use crate::error::ConsoleError;
+
+/// How long connecting to the other host may take.
+pub const CONNECT: Duration = Duration::from_secs(10);
+
+/// Connects to the process that listens at `to`, which was given with `flag`.
+///
+/// # Errors
+/// If none listens there, or the handshake of `tls` fails.
+pub fn connect(
+    to: &Address,
+    flag: &'static str,
+    tls: Option<&Tls>,
+) -> Result<Conversation, ConsoleError> {
+    if !matches!(to, Address::Tcp { .. }) {
+        return Err(ConsoleError::OnlyTcp { flag });
+    }
+    let stream = to.connect(CONNECT);
+    let stream = stream.map_err(|source| ConsoleError::NoServe { source })?;
+    Ok(Conversation::new(match tls {
+        Some(tls) => {
+            let host = stream.peer_host();
+            let secured = stream.secure(tls, Some(to.host()));
+            secured.map_err(|source| ConsoleError::Tls {
+                host,
+                source: Box::new(source),
+            })?
+        }
+        None => stream,
+    }))
+}

@@ -1,0 +1,128 @@
+//! What the first bytes of a connection state.
+
+use hotlift_tls::HANDSHAKE_BEGINS;
+use hotlift_wire::WireError;
+use hotlift_wire::multifd::{INITIAL_PACKET_LEN, InitialPacket, MAGIC};
+use hotlift_wire::settle::{QUESTION_MAGIC, TOKEN_MAGIC, read_question, read_token};
+
+use crate::transport::Stream;
+
+/// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
+const MAIN_MAGIC: [u8; 4] = *b"QEVM";
+
+/// The same of a postcopy that was interrupted and goes on: the command RECV_BITMAP.
+pub(crate) const RESUMED_MAGIC: [u8; 3] = [0x08, 0x00, 0x0a];
+
+/// Bytes of a main channel that state nothing yet of a VM: magic and version. A source sends more with them.
+const MAIN_HEAD: usize = 8;
+
+/// Why a connection was turned away that has ended by itself.
+pub(crate) const BROKEN: &str = "a connection that was reset";
+
+/// What a connection is, by its first bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Head {
+    /// They are not enough.
+    Partial,
+    /// The main channel of a migration.
+    Main,
+    /// A multifd channel of one, by its opening.
+    Channel(InitialPacket),
+    /// A multifd channel of a Hotlift of this other version.
+    OtherVersion(u16),
+    /// It shows the token of a migration that was announced in a conversation.
+    Token([u8; 16]),
+    /// It asks about the migration with this id.
+    Question([u8; 16]),
+    /// None of these, and why.
+    Other(&'static str),
+    /// It has ended without a byte or by a reset, and which of both.
+    Gone(&'static str),
+}
+
+/// Looks at the first bytes of `stream` without taking them and without waiting for them.
+#[must_use]
+pub fn peek_head(stream: &Stream) -> Head {
+    let mut bytes = [0; INITIAL_PACKET_LEN];
+    match stream.peek(&mut bytes) {
+        Ok(None) => Head::Partial,
+        Ok(Some(0)) => Head::Gone("a connection that was closed without a word"),
+        Ok(Some(seen)) => match read_head(&bytes[..seen]) {
+            Head::Partial if stream.is_hung_up() => {
+                Head::Other("a connection that was closed in its first bytes")
+            }
+            head => head,
+        },
+        Err(_) => Head::Gone(BROKEN),
+    }
+}
+
+/// Returns what a connection is that begins with `bytes`.
+fn read_head(bytes: &[u8]) -> Head {
+    if bytes.starts_with(&HANDSHAKE_BEGINS) {
+        return Head::Other(
+            "a TLS handshake: this side has no certificates for it (--tls DIR; --qemu-tls DIR if a QEMU connects)",
+        );
+    }
+    let Some(magic) = bytes.first_chunk::<4>() else {
+        return Head::Partial;
+    };
+    match *magic {
+        MAIN_MAGIC if bytes.len() > MAIN_HEAD => Head::Main,
+        MAIN_MAGIC => Head::Partial,
+        _ if magic.starts_with(&RESUMED_MAGIC) => Head::Main,
+        TOKEN_MAGIC => {
+            let token = bytes.first_chunk().and_then(read_token);
+            token.map_or(Head::Partial, Head::Token)
+        }
+        QUESTION_MAGIC => match bytes.first_chunk().map(read_question) {
+            Some(Ok(id)) => Head::Question(id.0),
+            Some(Err(_)) => Head::Other("a damaged question"),
+            None => Head::Partial,
+        },
+        _ if *magic == MAGIC.to_be_bytes() => match bytes.first_chunk::<INITIAL_PACKET_LEN>() {
+            None => Head::Partial,
+            Some(opening) => match InitialPacket::decode(opening) {
+                Ok(packet) => Head::Channel(packet),
+                Err(WireError::HotliftVersion { got }) => Head::OtherVersion(got),
+                Err(_) => Head::Other("a damaged opening of a multifd channel"),
+            },
+        },
+        _ => Head::Other("a connection that begins like no migration stream"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hotlift_wire::settle::{MigrationId, question, token};
+
+    use super::*;
+
+    #[test]
+    fn each_kind_is_known_by_its_whole_head_and_by_no_part_of_it() {
+        let opening = InitialPacket {
+            uuid: [7; 16],
+            id: 3,
+            hello: None,
+        };
+        let heads: [(Head, Vec<u8>); 5] = [
+            (Head::Main, b"QEVM\0\0\0\x03\x01".to_vec()),
+            (Head::Main, b"\x08\x00\x0a\x00".to_vec()),
+            (Head::Channel(opening), opening.encode().to_vec()),
+            (Head::Token([9; 16]), token([9; 16]).to_vec()),
+            (
+                Head::Question([5; 16]),
+                question(MigrationId([5; 16])).to_vec(),
+            ),
+        ];
+        for (kind, bytes) in heads {
+            assert_eq!(read_head(&bytes), kind);
+            for part in 0..bytes.len() {
+                assert_eq!(read_head(&bytes[..part]), Head::Partial, "{kind:?} {part}");
+            }
+        }
+        for other in [&b"GET / HTTP/1.1"[..], b"\x16\x03\x01", b"{\"hotlift\":1}"] {
+            assert!(matches!(read_head(other), Head::Other(_)), "{other:?}");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Which TLS handshakes may be under way at once: decided by the time alone.
+
+use std::time::{Duration, Instant};
+
+/// Handshakes that may be under way. Others wait in the listener's queue, where they cost this process nothing.
+pub(super) const PLACES: usize = 64;
+
+/// For how long a handshake cannot be pushed out by a new connection when all places are taken: two round-trip times of any
+/// network, and some work. If none were pushed out, as many silent connections would keep everybody out for ten seconds.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The same where one host has more than half of the places. A Hotlift makes its connections one after the other.
+const PATIENCE_WITH_A_CROWD: Duration = Duration::from_millis(100);
+
+/// Handshakes that are under way, each with what ends it.
+pub(super) struct Places<T> {
+    /// The oldest first.
+    taken: Vec<Place<T>>,
+    /// Number of the next one.
+    next: u64,
+}
+
+struct Place<T> {
+    number: u64,
+    since: Instant,
+    from: String,
+    handshake: T,
+}
+
+impl<T> Places<T> {
+    pub(super) fn new() -> Self {
+        Self {
+            taken: Vec::with_capacity(PLACES),
+            next: 0,
+        }
+    }
+
+    /// Returns when the connections were accepted.
+    pub(super) fn since(&self) -> impl Iterator<Item = Instant> + '_ {
+        self.taken.iter().map(|place| place.since)
+    }
+
+    /// Returns whether there is a place for another, or one that has to give way to it.
+    pub(super) fn has_room(&self, now: Instant) -> bool {
+        self.until_room(now).is_zero()
+    }
+
+    /// Returns the time until there is a place for another, if no handshake ends before.
+    pub(super) fn until_room(&self, now: Instant) -> Duration {
+        if self.taken.len() < PLACES {
+            return Duration::ZERO;
+        }
+        let ends = self.taken.iter().map(|place| self.protected_until(place));
+        let first = ends.min().unwrap_or(now);
+        first.saturating_duration_since(now)
+    }
+
+    /// Takes the handshake out that has to give way to a new one, if there is no place: first one of a crowd.
+    pub(super) fn make_room(&mut self, now: Instant) -> Option<T> {
+        if self.taken.len() < PLACES {
+            return None;
+        }
+        let may_go = |place: &Place<T>| self.protected_until(place) <= now;
+        let of_a_crowd = |place: &Place<T>| self.is_of_a_crowd(place) && may_go(place);
+        let crowd = self.taken.iter().position(of_a_crowd);
+        let place = crowd.or_else(|| self.taken.iter().position(may_go));
+        Some(self.taken.remove(place.unwrap_or(0)).handshake)
+    }
+
+    fn protected_until(&self, place: &Place<T>) -> Instant {
+        let patience = match self.is_of_a_crowd(place) {
+            true => PATIENCE_WITH_A_CROWD,
+            false => PATIENCE,
+        };
+        place.since + patience
+    }
+
+    fn is_of_a_crowd(&self, place: &Place<T>) -> bool {
+        let same = self.taken.iter().filter(|other| other.from == place.from);
+        same.count() > PLACES / 2
+    }
+
+    /// Returns the number of the next handshake that takes a place.
+    pub(super) fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    /// Gives a place to a handshake with `number`, of a connection from the host `from`.
+    pub(super) fn take(&mut self, number: u64, from: String, since: Instant, handshake: T) {
+        self.taken.push(Place {
+            number,
+            since,
+            from,
+            handshake,
+        });
+    }
+
+    /// Frees the place of the handshake with this number; `None` if it had to give way.
+    pub(super) fn free(&mut self, number: u64) -> Option<T> {
+        let place = self.taken.iter().position(|it| it.number == number)?;
+        Some(self.taken.remove(place).handshake)
+    }
+
+    /// Frees all places.
+    pub(super) fn free_all(&mut self) -> impl Iterator<Item = T> + '_ {
+        self.taken.drain(..).map(|place| place.handshake)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn enter(places: &mut Places<u64>, from: &str, now: Instant) -> Option<u64> {
+        let gone = places.make_room(now);
+        let number = places.number();
+        places.take(number, from.to_owned(), now, number);
+        gone
+    }
+
+    #[test]
+    fn ten_thousand_handshakes_that_do_not_move_never_have_more_than_all_places() {
+        for hosts in [1, 2, 10_000] {
+            let mut places = Places::new();
+            let mut now = Instant::now();
+            for stranger in 0..10_000 {
+                // As the acceptor does: it waits until there is room.
+                now += places.until_room(now);
+                assert!(places.has_room(now));
+                enter(&mut places, &format!("host {}", stranger % hosts), now);
+                assert!(places.taken.len() <= PLACES);
+                now += Duration::from_millis(1);
+            }
+        }
+    }
+
+    #[test]
+    fn no_handshake_gives_way_before_its_time_and_one_of_a_crowd_does_first() {
+        let mut places = Places::new();
+        let begun = Instant::now();
+        let long = Duration::from_secs(600);
+        for place in 0..PLACES {
+            assert!(places.until_room(begun).is_zero());
+            let from = if place == 0 {
+                "alone".to_owned()
+            } else {
+                format!("host {place}")
+            };
+            assert_eq!(enter(&mut places, &from, begun), None);
+        }
+        assert_eq!(places.until_room(begun), PATIENCE);
+        assert_eq!(places.until_room(begun + PATIENCE / 2), PATIENCE / 2);
+        assert!(places.has_room(begun + long));
+        assert_eq!(
+            enter(&mut places, "late", begun + PATIENCE),
+            Some(1),
+            "the oldest"
+        );
+        assert_eq!(places.free(2), Some(2));
+        assert_eq!(places.free(1), None, "it had to give way");
+        assert!(places.has_room(begun));
+
+        let mut places = Places::new();
+        for place in 0..PLACES {
+            let from = if place == 0 { "alone" } else { "crowd" };
+            enter(&mut places, from, begun);
+        }
+        assert_eq!(places.until_room(begun), PATIENCE_WITH_A_CROWD);
+        assert_eq!(enter(&mut places, "late", begun + long), Some(2));
+        assert_eq!(places.taken[0].from, "alone");
+    }
+}
