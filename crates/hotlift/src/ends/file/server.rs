@@ -32,7 +32,7 @@ use crate::life::bell::Bell;
 use crate::life::threads::spawn;
 use crate::lock::lock;
 use crate::tls::Tls;
-use crate::transport::{Listener, Stream};
+use crate::transport::{Listener, Stop, Stream};
 
 /// Connections that read at once: 32 visitors with all of theirs, which 1 GiB of reads' buffers bounds.
 const MOST: usize = 256;
@@ -310,16 +310,16 @@ impl Server<'_> {
             });
         };
         let mut bytes = Vec::new();
-        let bell = match Bell::new(self.control.life()) {
-            Ok(bell) => bell,
-            Err(error) => return refused(error.to_string()),
-        };
+        // Without a descriptor for it a cancel waits for the opening, and the client learns from the file what is wrong.
+        let bell = Bell::new(self.control.life()).ok();
         let is_over = || self.control.is_cancelled();
-        let opening =
-            Wait::new(OPENING, bell.stop(&is_over)).receive(stream, &mut bytes, |bytes| {
-                let (open, length) = Open::decode(bytes)?;
-                Ok(((open.version, open.visitor, open.name.to_owned()), length))
-            });
+        let stop = bell
+            .as_ref()
+            .map_or(Stop::NEVER, |bell| bell.stop(&is_over));
+        let opening = Wait::new(OPENING, stop).receive(stream, &mut bytes, |bytes| {
+            let (open, length) = Open::decode(bytes)?;
+            Ok(((open.version, open.visitor, open.name.to_owned()), length))
+        });
         let (version, visitor, name) = match opening {
             Ok(opening) => opening,
             // One who has changed his mind.
