@@ -49,16 +49,22 @@ pub fn serve(agent: &Arc<Agent>, listener: &Listener) -> io::Result<()> {
 fn hear(conversation: &mut Conversation) -> Result<Option<Wish>, ConversationError> {
     let stream = conversation.stream();
     let mut first = [0];
-    let has_begun = matches!(stream.peek(&mut first), Ok(Some(1..)));
-    // A part of a line was taken off already.
-    if !has_begun || first == *b"{" || conversation.begun() > 0 {
-        let hello = conversation.hear_hello(Duration::ZERO)?;
-        return Ok(hello.map(Wish::Announce));
+    let seen = stream.peek(&mut first);
+    match seen {
+        // A read here would take a head that comes after the look for a hello.
+        Ok(None) if conversation.begun() == 0 => Ok(None),
+        Ok(Some(1..)) if first != *b"{" && conversation.begun() == 0 => {
+            Ok(match peek_head(stream) {
+                Head::Partial => None,
+                head => Some(Wish::Belong(head)),
+            })
+        }
+        // A hello, its rest, or an end.
+        _ => {
+            let hello = conversation.hear_hello(Duration::ZERO)?;
+            Ok(hello.map(Wish::Announce))
+        }
     }
-    Ok(match peek_head(stream) {
-        Head::Partial => None,
-        head => Some(Wish::Belong(head)),
-    })
 }
 
 fn take(agent: &Arc<Agent>, call: Call<Wish>) {
