@@ -205,9 +205,16 @@ fn a_file_that_cannot_be_restored_lazily_is_refused_before_the_guest_runs() {
 fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advice_to_resume() {
     let files = folder();
     for (release, words) in [
-        (Release::V10, "load of migration failed"),
-        (Release::V7, "never ran the guest"),
-        (Release::V11, "QEMU: loadvm failed during postcopy"),
+        (Release::V10, &["load of migration failed"][..]),
+        (Release::V7, &["never ran the guest"]),
+        // Its main loop hangs after the failure, sometimes before it can be asked.
+        (
+            Release::V11,
+            &[
+                "QEMU: loadvm failed during postcopy",
+                "QEMU: it has failed before it ran the guest",
+            ],
+        ),
     ] {
         println!("{release:?}");
         let machine = machine(release.machine(), Accelerator::Kvm);
@@ -222,7 +229,7 @@ fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advic
         let (status, said) = Hotlift::start(&lazy).wait();
         let said = said.join("\n");
         assert_eq!(status.code(), Some(1), "{said}");
-        assert!(said.contains(words), "{said}");
+        assert!(words.iter().any(|words| said.contains(words)), "{said}");
         assert!(!said.contains("--resume"), "{said}");
         assert!(!said.contains("the guest runs"), "{said}");
         assert_eq!(there.count(), None, "the guest has run");

@@ -51,6 +51,13 @@ const LOADING: Duration = Duration::from_secs(60);
 /// How long a lost server of the file is tried again. The guest waits beyond that, for somebody who resumes the restore.
 const PATIENCE: Duration = Duration::from_secs(600);
 
+/// How long QEMU may take to report why it has refused the devices, after its refusal on the stream. The main loop of QEMU 11.1
+/// hangs while the connection is open then, and seldom reports anything if it was for long.
+const REASON: Duration = Duration::from_millis(100);
+
+/// Between two questions for that reason.
+const ASK_FOR_REASON: Duration = Duration::from_millis(20);
+
 /// Between two questions to QEMU whether it loads the devices.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
@@ -400,7 +407,7 @@ impl Restore<'_> {
         let mut asked = Instant::now();
         let mut was_idle = false;
         let every = self.hooks.loading.map_or(LONG, |_| ASK_AGAIN);
-        answers.await_answers(limit, every, || {
+        let outcome = answers.await_answers(limit, every, || {
             let Some(loading) = self.hooks.loading else {
                 return Ok(());
             };
@@ -420,7 +427,23 @@ impl Restore<'_> {
                 true => Err(answers.refusal()),
                 false => Ok(()),
             }
-        })
+        });
+        if matches!(outcome, Err(MigrationError::Destination { .. })) {
+            self.await_reason();
+        }
+        outcome
+    }
+
+    /// Waits until QEMU reports over QMP why it has refused the devices. Its message on the stream comes before that, and QEMU
+    /// 10 ends once the connection is closed.
+    fn await_reason(&self) {
+        let until = Instant::now() + REASON;
+        while let Some(loading) = self.hooks.loading
+            && loading() != Loading::Refused
+            && Instant::now() < until
+        {
+            thread::sleep(ASK_FOR_REASON);
+        }
     }
 
     fn await_answers(&self, waiting_for: &str) -> Result<(), MigrationError> {
