@@ -2,7 +2,8 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `source` | what the threads of the migration share, and what each does |
+//! | `source` | state that the threads of the migration share |
+//! | `readers` | the threads: what each does, and how an answer or a loss is taken |
 //! | `rounds` | channels start and end a round together |
 //! | `channel` | a multifd channel's thread: chunks, zero pages, packets |
 //! | `zero_devices` | devices look for zero pages, in place of that thread |
@@ -16,6 +17,7 @@ mod channel;
 pub(crate) mod main_pages;
 mod normal_share;
 pub(crate) mod postcopy_pages;
+mod readers;
 pub(crate) mod reporter;
 mod rounds;
 pub(crate) mod source;

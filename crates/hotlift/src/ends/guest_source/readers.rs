@@ -1,0 +1,148 @@
+//! What the threads of an outgoing migration do with its guest.
+
+use std::time::{Duration, Instant};
+
+use hotlift_wire::return_path::ReturnMessage;
+
+use crate::ends::guest_source::channel::ChannelSender;
+use crate::ends::guest_source::source::GuestSource;
+use crate::error::{Channel, MigrationError};
+use crate::lock::lock;
+use crate::pipe::session::Session;
+use crate::pipe::source::Source;
+use crate::status::Status;
+
+/// Time between two samples of the bytes that are sent while the guest is paused.
+const STANDSTILL_SAMPLE: Duration = Duration::from_millis(100);
+
+/// What one of its threads does.
+enum Reader {
+    /// Sends the pages of a multifd channel.
+    Channel(u8),
+    /// Takes what devices have found.
+    Devices,
+    /// Is such a device.
+    Simulated(usize),
+}
+
+impl GuestSource<'_> {
+    /// What a thread does.
+    fn reader(&self, number: usize) -> Reader {
+        let channels = self.out.multifd.len();
+        if let Ok(id) = u8::try_from(number)
+            && number < channels
+        {
+            Reader::Channel(id)
+        } else if number == channels {
+            Reader::Devices
+        } else {
+            Reader::Simulated(number - channels - 1)
+        }
+    }
+}
+
+impl Source for GuestSource<'_> {
+    fn readers(&self) -> usize {
+        let devices = self.zero_devices.as_ref();
+        let devices = devices.map_or(0, |devices| 1 + devices.models.len());
+        self.out.multifd.len() + devices
+    }
+
+    fn thread_name(&self, reader: usize) -> String {
+        match self.reader(reader) {
+            Reader::Channel(id) => self.name(&format!("send_{id}")),
+            // QEMU's series calls it so.
+            Reader::Devices => "dsa_completion".to_owned(),
+            Reader::Simulated(_) => "dsa_simulated".to_owned(),
+        }
+    }
+
+    fn name(&self, thread: &str) -> String {
+        format!("mig/src/{thread}")
+    }
+
+    fn worker_name(&self, worker: usize) -> String {
+        format!("compress_{worker}")
+    }
+
+    fn read(&self, _: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
+        match (self.reader(reader), &self.zero_devices) {
+            (Reader::Channel(id), _) => ChannelSender::new(self, id)?.run()?,
+            (Reader::Devices, Some(devices)) => devices.finder.listen(),
+            (Reader::Simulated(number), Some(devices)) => devices.models[number].run(),
+            (Reader::Devices | Reader::Simulated(_), None) => {}
+        }
+        Ok(())
+    }
+
+    fn answer(
+        &self,
+        session: &Session<'_>,
+        channel: Channel,
+        message: &ReturnMessage<'_>,
+        _: &[u8],
+    ) -> Result<(), MigrationError> {
+        if let (Channel::Main, Some(ledger)) = (channel, self.ledger.get()) {
+            ledger.note(&mut lock(&self.asked_block), message, Instant::now())?;
+        }
+        if session.giving.is_committed() {
+            // The word may still come behind it.
+            return Ok(());
+        }
+        Err(match (message, self.out.answers.next_pong()) {
+            (ReturnMessage::Pong(pong), Some(ping)) => MigrationError::Mismatch {
+                what: "the value of PING and PONG".to_owned(),
+                source_has: format!("{ping:#x}"),
+                destination_has: format!("{pong:#x}"),
+            },
+            (other, _) => MigrationError::Protocol {
+                channel,
+                got: format!("{other:?}"),
+                doing: "a precopy migration",
+            },
+        })
+    }
+
+    fn lost(&self, session: &Session<'_>, channel: Channel, error: MigrationError) {
+        match self.ledger.get() {
+            // Requests come on main alone.
+            Some(_) if channel == Channel::Main => self.lose(session, error),
+            // Behind the commit the word may come on the other connections; before it, this is the end.
+            _ => session.fail(error),
+        }
+    }
+
+    /// Ends what no other thread can: one that is blocked in a write while the guest stands still for a destination that
+    /// takes nothing.
+    fn look(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
+        if !self.is_guest_stopped() {
+            return None;
+        }
+        let transferred = self.out.counts().transferred_bytes;
+        let mut moved = lock(&self.moved);
+        if transferred != moved.0 || self.control.status() != Status::Device {
+            *moved = (transferred, now);
+        }
+        let limit = self.options.handshake_timeout;
+        if now.saturating_duration_since(moved.1) > limit {
+            session.fail(MigrationError::Timeout {
+                waiting_for: "any progress while the guest stands still".to_owned(),
+                waited: limit,
+            });
+        }
+        Some(now + STANDSTILL_SAMPLE)
+    }
+
+    fn shut_down(&self) {
+        self.over();
+    }
+
+    fn over(&self) {
+        self.rounds.end();
+        // Whoever takes one sees that it is over.
+        self.ram.release_all();
+        if let Some(devices) = &self.zero_devices {
+            devices.close();
+        }
+    }
+}
