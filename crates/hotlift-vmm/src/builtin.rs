@@ -14,7 +14,7 @@ use crate::verify::{Verified, VerifyError};
 /// A guest of this crate.
 ///
 /// A source is created, filled, and started. A destination is created from settings that agree
-/// (see [`GuestSettings`]) and neither filled nor started: the engine writes its RAM, loads its
+/// (see [`GuestSettings`](crate::GuestSettings)) and neither filled nor started: the engine writes its RAM, loads its
 /// devices, and resumes it.
 pub trait BuiltinGuest: Guest {
     /// Which guest it is.
