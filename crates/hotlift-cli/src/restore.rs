@@ -239,17 +239,17 @@ fn compare_saved(
     info: &FileInfo,
     destination: &Destination,
 ) -> Result<(), QemuError> {
-    let there = match args.resume {
-        // It has the guest, and devices may have been plugged since.
-        true => Vm::identity(&mut destination.qemu()).map_err(at_destination)?,
-        false => destination.vm()?,
-    };
     let saved = info.vm.clone().map(serde_json::from_value::<Vm>);
     let saved = Vm {
         machine: Some(info.machine.clone()).filter(|machine| !machine.is_empty()),
         uuid: info.uuid.parse().unwrap_or_default(),
         // The file of an older or newer command compares less.
         ..saved.and_then(Result::ok).unwrap_or_default()
+    };
+    let there = match args.resume {
+        // It has the guest, and devices may have been plugged since.
+        true => Vm::identity(&mut destination.qemu()).map_err(at_destination)?,
+        false => destination.vm(Some(&saved))?,
     };
     let rows = compare(&saved, &there);
     if !args.ignore_differences {

@@ -276,12 +276,12 @@ impl Destination {
         self.folder.path().join("incoming")
     }
 
-    /// Its VM, to be compared with the guest's.
+    /// Its VM, to be compared with the guest's: `other`, where that is known.
     ///
     /// # Errors
     /// If it does not answer.
-    pub fn vm(&self) -> Result<Vm, QemuError> {
-        Ok(Vm::of(&mut self.qemu()).map_err(at_destination)?)
+    pub fn vm(&self, other: Option<&Vm>) -> Result<Vm, QemuError> {
+        Ok(Vm::of(&mut self.qemu(), other).map_err(at_destination)?)
     }
 
     /// UUID of its machine.

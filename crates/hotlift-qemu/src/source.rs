@@ -183,7 +183,7 @@ impl Source {
     /// # Errors
     /// If it does not answer.
     pub fn vm(&self) -> Result<Vm, QemuError> {
-        Ok(Vm::of(&mut self.qemu()).map_err(at_source)?)
+        Ok(Vm::of(&mut self.qemu(), None).map_err(at_source)?)
     }
 
     /// Sets capabilities and parameters, to be put back by [`Source::restore_settings`].

@@ -29,6 +29,8 @@ pub struct Vm {
     pub has_cpu_hotplug_state: Option<bool>,
     /// CPU model.
     pub cpu_model: Option<String>,
+    /// Its CPUID registers, in an order that is the same for the same CPU.
+    pub cpu_registers: Option<String>,
     /// Flags of the CPU that are on, sorted.
     pub cpu_flags: Option<Vec<String>>,
     /// Slots for memory.
@@ -46,12 +48,20 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// That of `qemu`.
+    /// That of `qemu`. Of `other`, to which it will be compared, it takes what need not be read again.
     ///
     /// # Errors
     /// Those of QMP.
-    pub fn of(qemu: &mut Qemu) -> Result<Self, QmpError> {
-        let (cpu_model, cpu_flags) = qemu.cpu()?.map(|cpu| (cpu.model, cpu.flags)).unzip();
+    pub fn of(qemu: &mut Qemu, other: Option<&Self>) -> Result<Self, QmpError> {
+        let cpu = qemu.cpu()?;
+        let cpu_flags = cpu.as_ref().map(|cpu| {
+            let is_alike =
+                |it: &&Self| cpu.registers.is_some() && it.cpu_registers == cpu.registers;
+            let alike = other.filter(is_alike);
+            qemu.cpu_flags(cpu, alike.and_then(|it| it.cpu_flags.as_deref()))
+        });
+        let cpu_flags = cpu_flags.transpose()?;
+        let (cpu_model, cpu_registers) = cpu.map(|cpu| (cpu.model, cpu.registers)).unzip();
         let limits = qemu.memory_limits()?;
         Ok(Self {
             ram_bytes: qemu.base_memory()?,
@@ -59,6 +69,7 @@ impl Vm {
             possible_vcpus: qemu.possible_vcpus()?,
             has_cpu_hotplug_state: qemu.has_cpu_hotplug_state()?,
             cpu_model,
+            cpu_registers: cpu_registers.flatten(),
             cpu_flags,
             memory_slots: limits.map(|MemoryLimits { slots, .. }| slots),
             max_ram_bytes: limits.map(|MemoryLimits { max_bytes, .. }| max_bytes),

@@ -70,6 +70,24 @@ impl Qemu {
         Ok(if_told(entries)?.unwrap_or_default())
     }
 
+    /// Values of an object's properties by name (`qom-list-get`, QEMU 10.1 and newer); `None` from a QEMU that does not list them.
+    pub(crate) fn values(&mut self, path: &str) -> Result<Option<Vec<(String, Value)>>, QmpError> {
+        #[derive(Deserialize)]
+        struct Object {
+            properties: Vec<Property>,
+        }
+        #[derive(Deserialize)]
+        struct Property {
+            name: String,
+            #[serde(default)]
+            value: Value,
+        }
+        let objects = self.ask::<Vec<Object>>("qom-list-get", &json!({ "paths": [path] }));
+        let object = if_told(objects)?.and_then(|objects| objects.into_iter().next());
+        let properties = object.map(|object| object.properties.into_iter());
+        Ok(properties.map(|all| all.map(|it| (it.name, it.value)).collect()))
+    }
+
     /// Makes an object that only keeps `text`, readable as the property `data` of `/objects/ID`; false if this QEMU has no
     /// objects to make.
     ///

@@ -40,6 +40,7 @@ fn vm() -> Vm {
         possible_vcpus: Some(8),
         has_cpu_hotplug_state: Some(true),
         cpu_model: Some("qemu64".to_owned()),
+        cpu_registers: None,
         cpu_flags: Some(["avx", "fpu", "sse"].map(str::to_owned).to_vec()),
         memory_slots: Some(2),
         max_ram_bytes: Some(1 << 30),
