@@ -68,13 +68,11 @@
 //! to run there leaves it TORN. A QEMU answers no question, and its SHUT(1) may come of a guest that has run.
 //!
 //! The tests explore every order of messages, losses, cuts, kills and cancels on exactly this code
-//! (`model`).
+//! (`tests/model.rs`).
 
 mod ask;
 mod destination;
 mod giving;
-#[cfg(test)]
-mod model;
 pub(crate) mod settle;
 mod source;
 
@@ -82,3 +80,8 @@ pub(crate) use ask::{ask_once, await_word, say_farewell, say_heard};
 pub(crate) use destination::{DestinationSide, Taking};
 pub(crate) use giving::Giving;
 pub(crate) use source::{Verdict, Word};
+
+#[cfg(test)]
+mod tests {
+    mod model;
+}

@@ -22,8 +22,8 @@ use std::io::Write;
 use hotlift_wire::settle::Outcome;
 use stateright::{Checker, Model, Property};
 
-use super::source::SourceSide;
-use super::{DestinationSide, Verdict, Word};
+use crate::handover::source::SourceSide;
+use crate::handover::{DestinationSide, Verdict, Word};
 
 /// Who gives the guest away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
