@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use hotlift::options::{MAX_SILENCE_TIMEOUT, Options, SILENCE_TIMEOUT};
+use hotlift::options::{MAX_SILENCE_TIMEOUT, Options};
 use hotlift::{Address, relay};
 use hotlift_mem::FileError;
 use serde::{Deserialize, Serialize};
@@ -168,7 +168,7 @@ impl Default for Config {
             destinations: Vec::new(),
             tls: PathBuf::new(),
             authz: Vec::new(),
-            silence_timeout: Time(SILENCE_TIMEOUT),
+            silence_timeout: Time(Options::default().silence_timeout),
             method: "auto".to_owned(),
             channels: 4,
             max_bandwidth: Bandwidth(0),

@@ -55,6 +55,13 @@ pub struct MethodInfo {
     pub summary: &'static str,
 }
 
+/// The method that leaves pages as they are.
+impl Default for &'static MethodInfo {
+    fn default() -> Self {
+        &METHODS[0]
+    }
+}
+
 impl MethodInfo {
     /// Whether it is [`AUTO`].
     #[must_use]

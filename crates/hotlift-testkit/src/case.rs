@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use fastrand::Rng;
-use hotlift::options::SILENCE_TIMEOUT;
+use hotlift::Options;
 use serde::{Deserialize, Serialize};
 
 use crate::namespace::{End, Message};
@@ -13,9 +13,6 @@ use crate::qemu::Release;
 
 /// How long a source asks what became of its guest, by default (`settle-timeout`).
 pub const SETTLE: Duration = Duration::from_secs(60);
-
-/// Silence of a peer after which a precopy ends, by default (`silence-timeout`).
-pub const SILENCE: Duration = SILENCE_TIMEOUT;
 
 /// Who migrates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -444,7 +441,7 @@ impl Kind {
             | Self::PowerLoss {
                 secs: Some(secs), ..
             } => Duration::from_secs(*secs),
-            Self::PowerLoss { secs: None, .. } => SILENCE,
+            Self::PowerLoss { secs: None, .. } => Options::default().silence_timeout,
             _ => Duration::ZERO,
         }
     }

@@ -47,7 +47,7 @@ pub struct Hello {
 }
 
 /// QEMU's parameter `zero-page-detection`, with the numbers of its enum.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ZeroPageDetection {
     /// Nobody: zero pages travel like any other.
@@ -55,6 +55,7 @@ pub enum ZeroPageDetection {
     /// The migration thread; zero pages travel on the main channel.
     Legacy = 1,
     /// The channels' threads; zero pages are listed in packets.
+    #[default]
     Multifd = 2,
 }
 

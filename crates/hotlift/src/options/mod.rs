@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::compress;
-use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MemoryLimit, MethodInfo};
+use hotlift_methods::{Accelerator, EncoderSettings, MemoryLimit, MethodInfo};
 use hotlift_tls::RECORDS_PER_KEY;
 use hotlift_wire::multifd::{Method, PacketLayout};
 
@@ -24,193 +24,167 @@ pub use values::{
     parse_size,
 };
 
-/// The options of one migration, resolved and in range.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Whether pages travel on multifd channels; if not, they are records of the main channel. `None`:
-    /// on, unless `compress` or `xbzrle` is. What comes of it is [`Options::multifd`].
-    pub multifd: Option<bool>,
-    /// Number of multifd channels, 1 to 255.
-    pub multifd_channels: u8,
-    /// Page compression method.
-    pub multifd_compression: &'static MethodInfo,
-    /// Level of zlib, 0 to 9.
-    pub multifd_zlib_level: u8,
-    /// Level of zstd, 0 to 20; 0 is 3.
-    pub multifd_zstd_level: u8,
-    /// Level of qatzip, 1 to 9.
-    pub multifd_qatzip_level: u8,
-    /// Whether pages on the main channel are compressed by threads (QEMU 2.4 to 9.0).
-    pub compress: bool,
-    /// Level of `compress`, 0 to 9.
-    pub compress_level: u8,
-    /// Number of threads that compress, 1 to 255.
-    pub compress_threads: u8,
-    /// Number of threads that decompress, 1 to 255.
-    pub decompress_threads: u8,
-    /// Whether pages wait for a thread that compresses; if not, those that find none free go
-    /// uncompressed.
-    pub compress_wait_thread: bool,
-    /// Whether the method's accelerator is used.
-    pub accelerator: Accelerator,
-    /// What method `auto` sends to a QEMU, which reads one method: that one, each packet at a level of its own.
-    pub qemu_reads: &'static MethodInfo,
-    /// Limit over all sockets, in bytes a second; 0 is unlimited.
-    pub max_bandwidth: u64,
-    /// Limit over this side's channel threads, in thousandths of a core; 0 is unlimited.
-    pub cpu_limit: u32,
-    /// What the migration is to be good at, where it may choose.
-    pub goal: Goal,
-    /// How long the guest may stand still, 0 to 2,000,000 ms.
-    pub downtime_limit: Duration,
-    /// Where zero pages are looked for.
-    pub zero_page_detection: ZeroPageDetection,
-    /// Whether the devices of `accel_path` look for them.
-    pub zero_page_devices: bool,
-    /// Devices for `zero_page_devices`.
-    pub accel_path: Vec<AccelPath>,
-    /// Whether method none sends guest pages by reference instead of copying them into the socket.
-    pub zero_copy_send: bool,
-    /// Whether the destination populates its RAM before the first page arrives.
-    pub mem_prealloc: bool,
-    /// Whether pages of the main channel are sent as what has changed of them.
-    pub xbzrle: bool,
-    /// Memory of the pages that `xbzrle` compares with, in bytes; a power of two.
-    pub xbzrle_cache_size: u64,
-    /// Whether the guest is slowed down while it dirties pages faster than they are sent.
-    pub auto_converge: bool,
-    /// Dirtied bytes over sent bytes of a round above which it is, 1 to 100 %.
-    pub throttle_trigger_threshold: u8,
-    /// What `auto_converge` takes from the vCPUs at first, 1 to 99 %.
-    pub cpu_throttle_initial: u8,
-    /// What it adds each time, 1 to 99 %.
-    pub cpu_throttle_increment: u8,
-    /// Whether it adds no more than is needed, at the end.
-    pub cpu_throttle_tailslow: bool,
-    /// The most that it takes, 1 to 99 %.
-    pub max_cpu_throttle: u8,
-    /// Whether the source waits for [`Control::proceed`](crate::Control::proceed) once its guest is stopped.
-    pub pause_before_switchover: bool,
-    /// Whether the guest may run at the destination before all its pages are there.
-    pub postcopy_ram: bool,
-    /// Whether pages that the guest waits for have a connection of their own.
-    pub postcopy_preempt: bool,
-    /// Whether the destination counts how long its vCPUs wait for pages.
-    pub postcopy_blocktime: bool,
-    /// Bytes a second of postcopy for pages that the guest has not asked for; 0 is unlimited.
-    pub max_postcopy_bandwidth: u64,
-    /// Whether a monitor tells each state as an event. The engine does not read it.
-    pub events: bool,
-    /// The engine does not read it: the destination always answers.
-    pub return_path: bool,
-    /// Bandwidth to reckon with for the switchover, in bytes a second; 0 measures it.
-    pub avail_switchover_bandwidth: u64,
-    /// Before the second announcement at the destination, in ms.
-    pub announce_initial: u32,
-    /// Longest time between two announcements, in ms.
-    pub announce_max: u32,
-    /// Number of announcements.
-    pub announce_rounds: u16,
-    /// What each adds to the time before the next, in ms.
-    pub announce_step: u16,
-    /// Share of the zero pages that is sent as if they had content, 0 to 100 %.
-    pub multifd_normal_page_ratio: u8,
-    /// Pages of one packet, in bytes; a multiple of the page.
-    pub multifd_packet_size: u32,
-    /// Folder with the certificates for TLS; empty for none.
-    pub tls_creds: String,
-    /// Name that the destination's certificate must have; empty for that of its address.
-    pub tls_hostname: String,
-    /// Who may be at the other end, besides having a certificate of the CA: patterns, with spaces between; empty for
-    /// anybody.
-    pub tls_authz: String,
-    /// Records that are sent under one TLS key. For tests: the default is what the cipher allows.
-    pub tls_records_per_key: u64,
-    /// No TLS with other hosts, even where certificates are found.
-    pub insecure: bool,
-    /// Most multifd channels that a relay takes from a source, 1 to 255.
-    pub max_channels: u8,
-    /// Most bytes that a source can make its receiver take, besides 1 MiB for each channel.
-    pub memory_limit: u64,
-    /// How long a source asks what became of its guest before it is in doubt, 1 to 86,400 s.
-    pub settle_timeout: Duration,
-    /// Longest silence of another host in precopy, after which the migration fails; zero for no limit.
-    pub silence_timeout: Duration,
-    /// How long a started handshake or a silent peer is waited for.
-    pub handshake_timeout: Duration,
+/// Declares the struct, and a value of it for [`OPTIONS`] to put the defaults into.
+macro_rules! options {
+    (
+        $(#[$about:meta])*
+        pub struct Options {
+            $($(#[$doc:meta])* pub $field:ident: $kind:ty,)*
+        }
+    ) => {
+        $(#[$about])*
+        pub struct Options {
+            $($(#[$doc])* pub $field: $kind,)*
+        }
+
+        impl Options {
+            fn blank() -> Self {
+                Self { $($field: Default::default(),)* }
+            }
+        }
+    };
 }
 
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            multifd: None,
-            multifd_channels: 2,
-            multifd_compression: &METHODS[0],
-            multifd_zlib_level: 1,
-            multifd_zstd_level: 1,
-            multifd_qatzip_level: 1,
-            compress: false,
-            compress_level: 1,
-            compress_threads: 8,
-            decompress_threads: 2,
-            compress_wait_thread: true,
-            accelerator: Accelerator::Auto,
-            qemu_reads: &METHODS[0],
-            max_bandwidth: 128 << 20,
-            cpu_limit: 0,
-            goal: Goal::Fastest,
-            downtime_limit: Duration::from_millis(300),
-            zero_page_detection: ZeroPageDetection::Multifd,
-            zero_page_devices: false,
-            accel_path: Vec::new(),
-            zero_copy_send: false,
-            mem_prealloc: false,
-            xbzrle: false,
-            xbzrle_cache_size: 64 << 20,
-            auto_converge: false,
-            throttle_trigger_threshold: 50,
-            cpu_throttle_initial: 20,
-            cpu_throttle_increment: 10,
-            cpu_throttle_tailslow: false,
-            max_cpu_throttle: 99,
-            pause_before_switchover: false,
-            postcopy_ram: false,
-            postcopy_preempt: false,
-            postcopy_blocktime: false,
-            max_postcopy_bandwidth: 0,
-            events: false,
-            return_path: false,
-            avail_switchover_bandwidth: 0,
-            announce_initial: 50,
-            announce_max: 550,
-            announce_rounds: 5,
-            announce_step: 100,
-            multifd_normal_page_ratio: 0,
-            multifd_packet_size: 512 << 10,
-            tls_creds: String::new(),
-            tls_hostname: String::new(),
-            tls_authz: String::new(),
-            tls_records_per_key: RECORDS_PER_KEY,
-            insecure: false,
-            max_channels: 64,
-            memory_limit: MEMORY_LIMIT,
-            settle_timeout: Duration::from_secs(60),
-            silence_timeout: SILENCE_TIMEOUT,
-            handshake_timeout: Duration::from_secs(30),
-        }
+options! {
+    /// The options of one migration, resolved and in range.
+    #[derive(Debug, Clone)]
+    pub struct Options {
+        /// Whether pages travel on multifd channels; if not, they are records of the main channel. `None`:
+        /// on, unless `compress` or `xbzrle` is. What comes of it is [`Options::multifd`].
+        pub multifd: Option<bool>,
+        /// Number of multifd channels, 1 to 255.
+        pub multifd_channels: u8,
+        /// Page compression method.
+        pub multifd_compression: &'static MethodInfo,
+        /// Level of zlib, 0 to 9.
+        pub multifd_zlib_level: u8,
+        /// Level of zstd, 0 to 20; 0 is 3.
+        pub multifd_zstd_level: u8,
+        /// Level of qatzip, 1 to 9.
+        pub multifd_qatzip_level: u8,
+        /// Whether pages on the main channel are compressed by threads (QEMU 2.4 to 9.0).
+        pub compress: bool,
+        /// Level of `compress`, 0 to 9.
+        pub compress_level: u8,
+        /// Number of threads that compress, 1 to 255.
+        pub compress_threads: u8,
+        /// Number of threads that decompress, 1 to 255.
+        pub decompress_threads: u8,
+        /// Whether pages wait for a thread that compresses; if not, those that find none free go
+        /// uncompressed.
+        pub compress_wait_thread: bool,
+        /// Whether the method's accelerator is used.
+        pub accelerator: Accelerator,
+        /// What method `auto` sends to a QEMU, which reads one method: that one, each packet at a level of its own.
+        pub qemu_reads: &'static MethodInfo,
+        /// Limit over all sockets, in bytes a second; 0 is unlimited.
+        pub max_bandwidth: u64,
+        /// Limit over this side's channel threads, in thousandths of a core; 0 is unlimited.
+        pub cpu_limit: u32,
+        /// What the migration is to be good at, where it may choose.
+        pub goal: Goal,
+        /// How long the guest may stand still, 0 to 2,000,000 ms.
+        pub downtime_limit: Duration,
+        /// Where zero pages are looked for.
+        pub zero_page_detection: ZeroPageDetection,
+        /// Whether the devices of `accel_path` look for them.
+        pub zero_page_devices: bool,
+        /// Devices for `zero_page_devices`.
+        pub accel_path: Vec<AccelPath>,
+        /// Whether method none sends guest pages by reference instead of copying them into the socket.
+        pub zero_copy_send: bool,
+        /// Whether the destination populates its RAM before the first page arrives.
+        pub mem_prealloc: bool,
+        /// Whether pages of the main channel are sent as what has changed of them.
+        pub xbzrle: bool,
+        /// Memory of the pages that `xbzrle` compares with, in bytes; a power of two.
+        pub xbzrle_cache_size: u64,
+        /// Whether the guest is slowed down while it dirties pages faster than they are sent.
+        pub auto_converge: bool,
+        /// Dirtied bytes over sent bytes of a round above which it is, 1 to 100 %.
+        pub throttle_trigger_threshold: u8,
+        /// What `auto_converge` takes from the vCPUs at first, 1 to 99 %.
+        pub cpu_throttle_initial: u8,
+        /// What it adds each time, 1 to 99 %.
+        pub cpu_throttle_increment: u8,
+        /// Whether it adds no more than is needed, at the end.
+        pub cpu_throttle_tailslow: bool,
+        /// The most that it takes, 1 to 99 %.
+        pub max_cpu_throttle: u8,
+        /// Whether the source waits for [`Control::proceed`](crate::Control::proceed) once its guest is stopped.
+        pub pause_before_switchover: bool,
+        /// Whether the guest may run at the destination before all its pages are there.
+        pub postcopy_ram: bool,
+        /// Whether pages that the guest waits for have a connection of their own.
+        pub postcopy_preempt: bool,
+        /// Whether the destination counts how long its vCPUs wait for pages.
+        pub postcopy_blocktime: bool,
+        /// Bytes a second of postcopy for pages that the guest has not asked for; 0 is unlimited.
+        pub max_postcopy_bandwidth: u64,
+        /// Whether a monitor tells each state as an event. The engine does not read it.
+        pub events: bool,
+        /// The engine does not read it: the destination always answers.
+        pub return_path: bool,
+        /// Bandwidth to reckon with for the switchover, in bytes a second; 0 measures it.
+        pub avail_switchover_bandwidth: u64,
+        /// Before the second announcement at the destination, in ms.
+        pub announce_initial: u32,
+        /// Longest time between two announcements, in ms.
+        pub announce_max: u32,
+        /// Number of announcements.
+        pub announce_rounds: u16,
+        /// What each adds to the time before the next, in ms.
+        pub announce_step: u16,
+        /// Share of the zero pages that is sent as if they had content, 0 to 100 %.
+        pub multifd_normal_page_ratio: u8,
+        /// Pages of one packet, in bytes; a multiple of the page.
+        pub multifd_packet_size: u32,
+        /// Folder with the certificates for TLS; empty for none.
+        pub tls_creds: String,
+        /// Name that the destination's certificate must have; empty for that of its address.
+        pub tls_hostname: String,
+        /// Who may be at the other end, besides having a certificate of the CA: patterns, with spaces between; empty for
+        /// anybody.
+        pub tls_authz: String,
+        /// Records that are sent under one TLS key. For tests: the default is what the cipher allows.
+        pub tls_records_per_key: u64,
+        /// No TLS with other hosts, even where certificates are found.
+        pub insecure: bool,
+        /// Most multifd channels that a relay takes from a source, 1 to 255.
+        pub max_channels: u8,
+        /// Most bytes that a source can make its receiver take, besides 1 MiB for each channel.
+        pub memory_limit: u64,
+        /// How long a source asks what became of its guest before it is in doubt, 1 to 86,400 s.
+        pub settle_timeout: Duration,
+        /// Longest silence of another host in precopy, after which the migration fails; zero for no limit.
+        pub silence_timeout: Duration,
+        /// How long a started handshake or a silent peer is waited for.
+        pub handshake_timeout: Duration,
     }
 }
 
-/// Default of `silence_timeout`: the time after which the kernel's keepalive ends an idle connection.
-pub const SILENCE_TIMEOUT: Duration = Duration::from_secs(40);
+/// The defaults of the table, and of the fields that no row sets.
+impl Default for Options {
+    fn default() -> Self {
+        let mut options = Self::blank();
+        for option in OPTIONS {
+            if let Some(value) = option.values.parse(option.default) {
+                (option.access.store)(&mut options, value);
+            }
+        }
+        // It depends on the others as long as it is not given.
+        options.multifd = None;
+        options.tls_records_per_key = RECORDS_PER_KEY;
+        options.handshake_timeout = Duration::from_secs(30);
+        options
+    }
+}
 
 /// Longest `silence_timeout`: the same for every interface that sets it.
 pub const MAX_SILENCE_TIMEOUT: Duration = Duration::from_secs(86_400);
 
-/// What a source can make its receiver take, in bytes, where nothing else is said.
-const MEMORY_LIMIT: u64 = 64 << 20;
-
-/// What it can for each channel besides: a payload is up to twice its pages, which are 512 KiB.
+/// What a source can make its receiver take for each channel, beside `memory_limit`: a payload is up to twice its pages,
+/// which are 512 KiB.
 pub(crate) const CHANNEL_MEMORY: usize = 1 << 20;
 
 /// Most bytes of pages in a packet, as an option and as a destination takes them from a Hotlift.
@@ -572,7 +546,7 @@ impl Options {
             window_max: if to_hotlift {
                 // As many windows as there are channels fit the other side's memory-limit, as long as it is
                 // not lowered. A QEMU has none.
-                let limit = usize::try_from(MEMORY_LIMIT).unwrap_or(usize::MAX);
+                let limit = usize::try_from(Self::default().memory_limit).unwrap_or(usize::MAX);
                 limit / usize::from(self.channels().max(1))
             } else {
                 usize::MAX
@@ -611,7 +585,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn defaults_in_the_table_are_the_defaults() {
+    fn every_default_of_the_table_is_a_value_that_its_option_takes() {
         let mut options = Options::default();
         for option in OPTIONS {
             options.set(option.name, option.default).unwrap();

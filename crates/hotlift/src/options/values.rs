@@ -27,9 +27,10 @@ pub const ACCELERATOR: &[(&str, Accelerator)] = &[
 ];
 
 /// What a migration is to be good at: `goal`, an option of ours.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Goal {
     /// To end soon.
+    #[default]
     Fastest,
     /// To take little CPU time of both hosts.
     LeastCpu,
