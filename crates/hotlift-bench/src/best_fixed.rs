@@ -287,7 +287,7 @@ fn labels(all: &[Comparison<'_>]) -> Labels {
 
 #[cfg(test)]
 pub mod tests {
-    use hotlift_console::events::Moment;
+    use hotlift_command::events::Moment;
 
     use super::*;
     use crate::record::{Outcome, tests::example};

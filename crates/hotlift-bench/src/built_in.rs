@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use hotlift::figures::DestinationReport;
-use hotlift_console::events::Moment;
-use hotlift_console::pair::{Errors, Moved, Pair, Place, Tale, destination_side};
+use hotlift_command::events::Moment;
+use hotlift_command::pair::{Errors, Moved, Pair, Place, Tale, destination_side};
 use hotlift_console::signals::Interrupt;
 
 use super::cell::Cell;

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use hotlift::options::OptionError;
-use hotlift_console::args::GuestArgs;
-use hotlift_console::held_memory::HeldMemory;
-use hotlift_console::migration_args::MigrationArgs;
+use hotlift_command::args::GuestArgs;
+use hotlift_command::held_memory::HeldMemory;
+use hotlift_command::migration_args::MigrationArgs;
 use hotlift_vmm::GuestKind;
 use hotlift_vmm::workload::Workload;
 

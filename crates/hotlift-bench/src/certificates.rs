@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use hotlift_command::migration_args::MigrationArgs;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::migration_args::MigrationArgs;
 use tempfile::TempDir;
 
 use crate::cell::Cell;

@@ -1,8 +1,10 @@
 //! Why a bench failed.
 
 use hotlift::options::OptionError;
+use hotlift_command::error::SharedError;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_host::accel::AccelError;
+use hotlift_qemu::QemuError;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::fill::FillError;
 
@@ -12,6 +14,12 @@ pub enum BenchError {
     /// What several commands can fail with.
     #[error(transparent)]
     Console(#[from] ConsoleError),
+    /// Failures that the commands of migrations share.
+    #[error(transparent)]
+    Shared(#[from] SharedError),
+    /// A QEMU.
+    #[error(transparent)]
+    Qemu(#[from] QemuError),
     /// Whether this host has an accelerator.
     #[error(transparent)]
     Accel(#[from] AccelError),
@@ -48,7 +56,7 @@ impl BenchError {
     /// An error of a QEMU.
     pub(crate) fn qmp(source: QmpError) -> Self {
         let side = "bench";
-        ConsoleError::Qmp { side, source }.into()
+        QemuError::Qmp { side, source }.into()
     }
 
     /// The error and its causes, in one line.
@@ -59,12 +67,12 @@ impl BenchError {
 
 impl From<OptionError> for BenchError {
     fn from(error: OptionError) -> Self {
-        ConsoleError::from(error).into()
+        SharedError::from(error).into()
     }
 }
 
 impl From<FillError> for BenchError {
     fn from(error: FillError) -> Self {
-        ConsoleError::from(error).into()
+        SharedError::from(error).into()
     }
 }

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use hotlift_command::pair::Place;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::pair::Place;
 
 use crate::error::BenchError;
 use crate::link::Link;

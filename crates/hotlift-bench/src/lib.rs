@@ -47,12 +47,13 @@ use std::time::Duration;
 
 use clap::Args;
 use hotlift::Address;
-use hotlift_console::args::{Fill, GuestArgs, GuestChoice, RamBackend, ram, size};
+use hotlift_command::args::{Fill, GuestArgs, GuestChoice, RamBackend, ram, size};
+use hotlift_command::error::SharedError;
+use hotlift_command::security::SecurityArgs;
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::{self, complain};
 use hotlift_console::output_file;
 use hotlift_console::progress::bytes;
-use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::Interrupt;
 use hotlift_mem::FileError;
 use hotlift_vmm::layout::MAX_VCPUS;
@@ -395,7 +396,7 @@ fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), BenchError> 
     });
     match failed.count() {
         0 => Ok(()),
-        failed => Err(ConsoleError::Migrations {
+        failed => Err(SharedError::Migrations {
             failed,
             runs: records.len(),
         }

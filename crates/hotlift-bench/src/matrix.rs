@@ -2,8 +2,8 @@
 
 use clap::Args;
 use hotlift::options::{OptionError, Role, option};
-use hotlift_console::args::{Fill, GuestArgs, GuestChoice, share};
-use hotlift_console::migration_args::MigrationArgs;
+use hotlift_command::args::{Fill, GuestArgs, GuestChoice, share};
+use hotlift_command::migration_args::MigrationArgs;
 use hotlift_vmm::GuestKind;
 use hotlift_vmm::workload::Workload;
 

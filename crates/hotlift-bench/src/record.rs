@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::tls;
-use hotlift_console::events::{Filling, Moment};
+use hotlift_command::events::{Filling, Moment};
 use hotlift_mem::FileError;
 use serde::{Deserialize, Serialize};
 

@@ -19,11 +19,12 @@ use hotlift::conversation::callers::{Call, Callers};
 use hotlift::conversation::{Conversation, ConversationError, Wish};
 use hotlift::tls::Tls;
 use hotlift::{Address, Options};
-use hotlift_console::connect::connect;
+use hotlift_command::connect::connect;
+use hotlift_command::error::SharedError;
+use hotlift_command::events::{self, Event};
+use hotlift_command::pair::Destination;
+use hotlift_command::security::SecurityArgs;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::events::{self, Event};
-use hotlift_console::pair::Destination;
-use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
 use serde::de::DeserializeOwned;
@@ -68,7 +69,7 @@ impl RemoteHost {
                 address: address.clone(),
                 tls: security.tls(address)?,
             }),
-            Address::Unix { .. } => Err(ConsoleError::OnlyTcp { flag: "--to" }.into()),
+            Address::Unix { .. } => Err(SharedError::OnlyTcp { flag: "--to" }.into()),
         }
     }
 
@@ -108,7 +109,7 @@ impl RemoteHost {
         });
         let mut conversation = loop {
             match connection.recv_timeout(TICK) {
-                Ok(Err(ConsoleError::NoServe { source })) => {
+                Ok(Err(SharedError::NoServe { source })) => {
                     return Err(BenchError::NoRemoteHost(source.into()));
                 }
                 Ok(conversation) => break conversation?,
@@ -166,9 +167,9 @@ pub fn serve(
     let tls = security.tls(at)?;
     let listener = at
         .listen()
-        .map_err(|source| ConsoleError::Listen { source })?;
+        .map_err(|source| SharedError::Listen { source })?;
     let Address::Tcp { port, .. } = listener.address().map_err(failed)? else {
-        return Err(ConsoleError::OnlyTcp { flag: "--serve" }.into());
+        return Err(SharedError::OnlyTcp { flag: "--serve" }.into());
     };
     super::say(format!(
         "waiting for 'hotlift bench --to tcp:HOST:{port}'; Ctrl-C ends it"

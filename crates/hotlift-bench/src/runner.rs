@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant, SystemTime};
 
-use hotlift_console::events::Moment;
+use hotlift_command::events::Moment;
+use hotlift_command::pair::Place;
 use hotlift_console::output;
-use hotlift_console::pair::Place;
 use hotlift_console::progress::{self, bytes};
 use hotlift_console::signals::Interrupt;
 

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use hotlift_console::output_args;
 use hotlift_console::width;
 use hotlift_host::accel::{Devices, devices};
 use hotlift_host::page_faults::{PageFaults, page_faults};
@@ -11,6 +10,7 @@ use hotlift_host::rules::{Rule, rules};
 use serde::Serialize;
 
 use crate::error::CommandError;
+use crate::output_args;
 
 /// Flags of `advise`.
 #[derive(Debug, Args)]

@@ -10,7 +10,6 @@ use hotlift_agent::messages::{Id, Kind};
 use hotlift_agent::session::Direction;
 use hotlift_agent::{proof, rules, table};
 use hotlift_console::output::{complain, say};
-use hotlift_console::output_args::print;
 use hotlift_console::progress::bytes;
 use hotlift_console::table::align_with_words;
 use hotlift_console::width::fitted;
@@ -19,6 +18,7 @@ use serde_json::{Value, json};
 
 use crate::agent_control::{ControlArgs, agent_error, of_this_host};
 use crate::error::CommandError;
+use crate::output_args::print;
 
 /// `hotlift agent`.
 #[derive(Debug, Subcommand)]

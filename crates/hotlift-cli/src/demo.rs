@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use clap::Args;
 use hotlift::Options;
 use hotlift::options::OptionError;
-use hotlift_console::args::{Fill, GuestArgs};
+use hotlift_command::args::{Fill, GuestArgs};
+use hotlift_command::error::SharedError;
+use hotlift_command::events::Filling;
+use hotlift_command::held_memory::HeldMemory;
+use hotlift_command::migration_args::{MigrationArgs, RoleArgs, role};
+use hotlift_command::pair::{Errors, Pair, Place, Tale};
 use hotlift_console::error::ConsoleError;
-use hotlift_console::events::Filling;
-use hotlift_console::held_memory::HeldMemory;
-use hotlift_console::migration_args::{MigrationArgs, RoleArgs, role};
 use hotlift_console::output::{self, complain};
-use hotlift_console::pair::{Errors, Pair, Place, Tale};
 use hotlift_console::progress;
 use hotlift_console::signals::Interrupt;
 use hotlift_console::width;
@@ -81,7 +82,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     }
     match runs.iter().filter(|run| !run.is_good()).count() {
         0 => Ok(()),
-        failed => Err(ConsoleError::Migrations {
+        failed => Err(SharedError::Migrations {
             failed,
             runs: runs.len(),
         }

@@ -17,10 +17,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
 use clap::Args;
-use hotlift_console::args;
+use hotlift_command::args;
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::complain;
-use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::{Interrupt, TICK};
 
 use self::choice::Domains;
@@ -31,6 +30,7 @@ use self::plan::{Budget, Plan, Step};
 use crate::agent_control::{self, ControlArgs};
 use crate::error::CommandError;
 use crate::libvirt::virsh::Libvirt;
+use crate::output_args::OutputArgs;
 
 /// Flags of `drain`.
 #[derive(Debug, Args)]

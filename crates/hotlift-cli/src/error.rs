@@ -13,11 +13,12 @@ use hotlift::{Address, MigrationError};
 use hotlift_agent::error::AgentError;
 use hotlift_agent::values::Ports;
 use hotlift_bench::error::BenchError;
-use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
+use hotlift_command::error::SharedError;
+use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_host::accel::AccelError;
 use hotlift_host::error::HostError;
 use hotlift_monitor::MonitorError;
-use hotlift_qemu::QemuError;
+use hotlift_qemu::error::{QEMUS_OWN_WORDS, QemuError, at_source};
 use hotlift_qmp::QmpError;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
@@ -86,6 +87,8 @@ fn resume(answers: bool, rest: RestFrom, resume: &str) -> String {
 pub enum CommandError {
     #[error(transparent)]
     Console(#[from] ConsoleError),
+    #[error(transparent)]
+    Shared(SharedError),
     #[error("cannot measure the methods")]
     Measure(#[source] HostError),
     #[error("cannot make the guest")]
@@ -214,7 +217,7 @@ pub enum CommandError {
     NoAgentThere {
         agent: Address,
         #[source]
-        source: Box<ConsoleError>,
+        source: Box<SharedError>,
     },
     #[error("migration failed, and the domain stayed here: {reason}")]
     DomainStayed { reason: String },
@@ -287,7 +290,7 @@ impl CommandError {
     /// The same, where it is always the same.
     fn fixed_advice(&self) -> Option<&'static str> {
         match self {
-            Self::Console(error) => error.advice(),
+            Self::Shared(error) => error.advice(),
             Self::Create(CreateError::Kvm(_)) => {
                 Some("use --guest threads on a host without /dev/kvm, or --guest auto")
             }
@@ -409,6 +412,7 @@ impl CommandError {
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
             ),
+            Self::Qemu(error) => error.advice(),
             _ => None,
         }
     }
@@ -448,7 +452,7 @@ impl CommandError {
     /// Whether the command line is to blame, and nothing was begun.
     pub fn is_usage(&self) -> bool {
         match self {
-            Self::Console(error) => error.is_usage(),
+            Self::Shared(error) => error.is_usage(),
             Self::Certs(error) => error.is_usage(),
             Self::WrongTo { .. } | Self::NoHost { .. } | Self::DiskCopies => true,
             _ => false,
@@ -456,25 +460,34 @@ impl CommandError {
     }
 }
 
-/// What the console's error is made of is an error of a command, too.
-macro_rules! console_errors {
+/// What [`SharedError`] is made of is an error of a command, too.
+macro_rules! shared_errors {
     ($($error:ty),*) => {
         $(
             impl From<$error> for CommandError {
                 fn from(error: $error) -> Self {
-                    ConsoleError::from(error).into()
+                    SharedError::from(error).into()
                 }
             }
         )*
     };
 }
 
-console_errors!(OptionError, LayoutError, FillError, ConversationError);
+shared_errors!(OptionError, LayoutError, FillError, ConversationError);
+
+impl From<SharedError> for CommandError {
+    fn from(error: SharedError) -> Self {
+        match error {
+            SharedError::Console(error) => Self::Console(error),
+            error => Self::Shared(error),
+        }
+    }
+}
 
 impl From<HostError> for CommandError {
     fn from(error: HostError) -> Self {
         match error {
-            HostError::Console(error) => Self::Console(error),
+            HostError::Qmp(error) => at_source(error).into(),
             error => Self::Measure(error),
         }
     }
@@ -504,6 +517,8 @@ impl From<BenchError> for CommandError {
     fn from(error: BenchError) -> Self {
         match error {
             BenchError::Console(error) => Self::Console(error),
+            BenchError::Shared(error) => error.into(),
+            BenchError::Qemu(error) => error.into(),
             error => Self::Bench(error),
         }
     }

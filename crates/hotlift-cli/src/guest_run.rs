@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::{Address, Control, MigrationError, Options};
-use hotlift_console::args::{GuestArgs, seconds};
+use hotlift_command::args::{GuestArgs, seconds};
+use hotlift_command::error::SharedError;
+use hotlift_command::events::{Check, Event, Filling, tell};
+use hotlift_command::migration_args::{RoleArgs, role};
+use hotlift_command::security;
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::events::{Check, Event, Filling, tell};
-use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::{Display, fallback_warning};
-use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
 use hotlift_methods::AUTO;
 use hotlift_monitor::{GuestMonitor, ShutdownRequest, Sockets};
@@ -343,7 +344,7 @@ impl Session<'_> {
         run.checked(&check);
         self.write_json(&[run])?;
         if let Some(problem) = check.problem {
-            return Err(ConsoleError::NotWell { problem }.into());
+            return Err(SharedError::NotWell { problem }.into());
         }
         self.say(&format!(
             "it goes on: {} writes, {} pages checked, no write was lost",

@@ -1,18 +1,19 @@
 //! `hotlift methods`: the methods, and what they do with an operator's own memory.
 
+mod folder;
+
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use hotlift::options::parse_size;
 use hotlift_console::output;
-use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{self, bytes};
 use hotlift_console::table::{align, new_table};
 use hotlift_console::width;
 use hotlift_host::error::HostError;
 use hotlift_host::measure::{Cost, Measured, measure, threads};
-use hotlift_host::memory::{Folder, Image, Process};
+use hotlift_host::memory::{Image, Process};
 use hotlift_host::qemu;
 use hotlift_host::sample::{Memory, Sample};
 use hotlift_mem::PAGE_SIZE;
@@ -21,6 +22,8 @@ use hotlift_qmp::QmpAddress;
 use serde::Serialize;
 
 use crate::error::CommandError;
+use crate::methods::folder::Folder;
+use crate::output_args::OutputArgs;
 
 /// Flags of `methods`.
 #[derive(Debug, Args)]

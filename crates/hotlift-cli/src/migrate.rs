@@ -12,12 +12,12 @@ use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::relay::{Doing, Outgoing, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
-use hotlift_console::connect::{CONNECT, connect};
+use hotlift_command::connect::{CONNECT, connect};
+use hotlift_command::error::SharedError;
+use hotlift_command::migration_args::{RoleArgs, role};
+use hotlift_command::security;
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
-use hotlift_console::output_args::OutputArgs;
-use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
@@ -33,6 +33,7 @@ use hotlift_qmp::{QmpAddress, RunState, Uuid, Version};
 use self::domain::DomainArgs;
 use crate::differences;
 use crate::error::CommandError;
+use crate::output_args::OutputArgs;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
 use crate::relay_report::Migration;
 
@@ -267,7 +268,7 @@ fn ready(
                         port,
                     },
                     Address::Unix { .. } => {
-                        return Err(ConsoleError::OnlyTcp { flag: "--to" }.into());
+                        return Err(SharedError::OnlyTcp { flag: "--to" }.into());
                     }
                 };
                 return Ok(Ready::Listens {
@@ -279,7 +280,7 @@ fn ready(
             }
             Some(Answer::Refused { reason } | Answer::Failed { reason, .. }) => {
                 let reason = hotlift_qmp::one_line(&reason);
-                return Err(ConsoleError::Refused { reason }.into());
+                return Err(SharedError::Refused { reason }.into());
             }
             Some(Answer::Progress { .. }) => waiting = Waiting::new(Stage::Ready, Instant::now()),
             Some(Answer::Completed { .. }) | None => {}

@@ -6,13 +6,11 @@ use std::sync::Arc;
 use clap::{Args, Subcommand};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
+use hotlift_command::migration_args::{RoleArgs, role};
+use hotlift_command::security::{self, QemuTlsArgs};
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::flush_args::FlushArgs;
-use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
-use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, jobs};
-use hotlift_console::security::{self, QemuTlsArgs};
 use hotlift_console::signals::Interrupt;
 use hotlift_monitor::RelayMonitor;
 use hotlift_qmp::Uuid;
@@ -20,6 +18,8 @@ use hotlift_qmp::server::{Commands, Events};
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
+use crate::flush_args::FlushArgs;
+use crate::output_args::OutputArgs;
 use crate::relay_report::{progress_line, relay_table};
 
 /// Which end of the way a relay stands at. Both do the same; what differs is who connects, so what

@@ -13,13 +13,12 @@ use hotlift::file::{self, FileError, FileInfo, Location, LostPages};
 use hotlift::options::OptionError;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
+use hotlift_command::error::SharedError;
+use hotlift_command::migration_args::{LimitArgs, role};
+use hotlift_command::security;
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::flush_args::FlushArgs;
-use hotlift_console::migration_args::{LimitArgs, role};
 use hotlift_console::output::complain;
-use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes};
-use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
@@ -35,6 +34,8 @@ use hotlift_qmp::QmpAddress;
 use crate::clock::{GuestClock, SavedAt};
 use crate::differences;
 use crate::error::CommandError;
+use crate::flush_args::FlushArgs;
+use crate::output_args::OutputArgs;
 use crate::relay_report::relay_table;
 use crate::save_file::{location, named};
 
@@ -119,7 +120,7 @@ impl RestoreArgs {
     }
 
     /// The file, and TLS to its server.
-    fn file(&self) -> Result<Location, ConsoleError> {
+    fn file(&self) -> Result<Location, SharedError> {
         let options = self.limits.options();
         let tls = match self.file.server() {
             Some(server) => security::tls(&options, server)?,

@@ -8,10 +8,9 @@ use clap::{Args, ValueEnum};
 use hotlift::MigrationError;
 use hotlift::file::{self, FileError, FileFormat};
 use hotlift::relay::Outgoing;
+use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_console::error::error_line;
-use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
-use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::Interrupt;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
@@ -23,6 +22,7 @@ use hotlift_qemu::vm;
 use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
+use crate::output_args::OutputArgs;
 use crate::relay_report::Saved;
 
 /// Flags of `save`.

@@ -14,12 +14,12 @@ use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::tls::Tls;
 use hotlift::{Address, Control, Listener, MigrationError};
+use hotlift_command::error::SharedError;
+use hotlift_command::migration_args::{LimitArgs, role};
+use hotlift_command::security;
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::flush_args::FlushArgs;
-use hotlift_console::migration_args::{LimitArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::bytes;
-use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_monitor::RelayMonitor;
 use hotlift_qemu::capabilities::Purpose;
@@ -35,6 +35,7 @@ use hotlift_qmp::{QmpAddress, RunState, Uuid, one_line};
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
+use crate::flush_args::FlushArgs;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
 
 /// How long a source whose connections have ended may take to say why.
@@ -106,7 +107,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
         return files::run(args, folder, &interrupt);
     }
     let Address::Tcp { host, .. } = &args.listen else {
-        return Err(ConsoleError::OnlyTcp { flag: "--listen" }.into());
+        return Err(SharedError::OnlyTcp { flag: "--listen" }.into());
     };
     if args.qmp.is_none() {
         process::waiting(&args.command)?;
@@ -196,7 +197,7 @@ impl Host<'_> {
                     }
                 },
                 Err(error) => {
-                    let error = ConsoleError::from(error);
+                    let error = SharedError::from(error);
                     refuse(&mut source, &error);
                     error.into()
                 }
@@ -345,7 +346,7 @@ impl Host<'_> {
                 }
                 Ok((listener, port, settings))
             }
-            Address::Unix { .. } => Err(ConsoleError::OnlyTcp { flag: "--listen" }.into()),
+            Address::Unix { .. } => Err(SharedError::OnlyTcp { flag: "--listen" }.into()),
         }
     }
 

@@ -3,10 +3,9 @@
 use clap::Args;
 use hotlift::file::{Description, FileFormat, Location, RamDescription, describe};
 use hotlift::{Control, MigrationError};
+use hotlift_command::security::SecurityArgs;
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::bytes;
-use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::Interrupt;
 use hotlift_console::table::{align, new_table};
 use hotlift_console::width;
@@ -14,6 +13,7 @@ use hotlift_qmp::{Uuid, one_line};
 
 use crate::clock::{SavedAt, now};
 use crate::error::CommandError;
+use crate::output_args::OutputArgs;
 use crate::save_file::{location, named};
 
 /// Flags of `show`.

@@ -3,18 +3,16 @@
 use std::io;
 use std::path::PathBuf;
 
-use hotlift_console::error::ConsoleError;
 use hotlift_mem::{FileError, MemError};
 use hotlift_methods::MethodError;
-use hotlift_vmm::fill::FillError;
-use hotlift_vmm::layout::LayoutError;
+use hotlift_qmp::QmpError;
 
 /// Memory that could not be sampled, or a measurement that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// What several commands can fail with.
-    #[error(transparent)]
-    Console(#[from] ConsoleError),
+    /// A QMP socket that does not answer.
+    #[error("QEMU at the source")]
+    Qmp(#[source] QmpError),
     /// Nothing to sample.
     #[error("there is no process {pid}")]
     NoProcess {
@@ -59,10 +57,7 @@ pub enum HostError {
     },
     /// A folder's files.
     #[error("cannot sample the folder")]
-    Folder(#[from] FillError),
-    /// A size that is no guest's.
-    #[error("cannot lay the folder out as memory")]
-    Layout(#[from] LayoutError),
+    Folder(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The system.
     #[error("cannot have memory to measure with")]
     Memory(#[from] MemError),

@@ -5,7 +5,7 @@
 //! | `accel` | accelerators, and what is missing to use them |
 //! | `rules` | published rules for choosing among them |
 //! | `page_faults` | whether a user can bring a guest its pages as they are touched, and what to set if not |
-//! | `memory`, `qemu` | memory of a process, of the QEMU behind a QMP socket, of an image, of a folder |
+//! | `memory`, `qemu` | memory of a process, of the QEMU behind a QMP socket, of an image |
 //! | `sample` | pages drawn from it at random |
 //! | `measure` | every method on such pages |
 

@@ -3,7 +3,6 @@
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use hotlift_console::error::ConsoleError;
 use hotlift_mem::FileError;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 use rustix::net::sockopt::socket_peercred;
@@ -22,10 +21,7 @@ const ANSWER: Duration = Duration::from_secs(60);
 pub fn memory(address: &QmpAddress) -> Result<Process, HostError> {
     // Whose socket it is comes first: nothing is said to something else.
     let pid = process(address)?;
-    let ram_bytes = ram_bytes(address).map_err(|source| {
-        let side = "source";
-        HostError::Console(ConsoleError::Qmp { side, source })
-    })?;
+    let ram_bytes = ram_bytes(address).map_err(HostError::Qmp)?;
     Process::open(pid, ram_bytes)
 }
 

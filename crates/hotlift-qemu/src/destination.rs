@@ -117,7 +117,7 @@ fn without_postcopy(error: QmpError) -> QemuError {
         QmpError::Command { desc, .. } if desc.contains("Postcopy is not supported") => {
             QemuError::NoPostcopy { said: desc }
         }
-        error => at_destination(error).into(),
+        error => at_destination(error),
     }
 }
 
@@ -281,7 +281,7 @@ impl Destination {
     /// # Errors
     /// If it does not answer.
     pub fn vm(&self, other: Option<&Vm>) -> Result<Vm, QemuError> {
-        Ok(Vm::of(&mut self.qemu(), other).map_err(at_destination)?)
+        Vm::of(&mut self.qemu(), other).map_err(at_destination)
     }
 
     /// UUID of its machine.
@@ -289,7 +289,7 @@ impl Destination {
     /// # Errors
     /// If it does not answer.
     pub fn uuid(&self) -> Result<Uuid, QemuError> {
-        Ok(self.qemu().query_uuid().map_err(at_destination)?)
+        self.qemu().query_uuid().map_err(at_destination)
     }
 
     /// Sets capabilities and parameters and listens on a UNIX socket.
@@ -309,7 +309,7 @@ impl Destination {
         let stay_on_error = self.process.is_none();
         let uri = format!("unix:{}", socket.display());
         let listening = self.qemu().migrate_incoming(&uri, stay_on_error);
-        Ok(listening.map_err(at_destination)?)
+        listening.map_err(at_destination)
     }
 
     /// Sets the guest's state at the start of its migration. Its stream may show another. A guest of unknown state is expected to
@@ -813,7 +813,7 @@ mod tests {
             "QEMU at the destination cannot run a guest before its pages are there (postcopy): Postcopy is not supported: \
              Userfaultfd not available"
         );
-        assert!(matches!(refused("no"), QemuError::Console(_)));
+        assert!(matches!(refused("no"), QemuError::Qmp { .. }));
     }
 
     /// A QEMU that waits, and that sends `events` and closes its connection when it is asked for its migration again.

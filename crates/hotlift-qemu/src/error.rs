@@ -1,5 +1,7 @@
 //! Why a QEMU could not be steered, and where its guest is after a migration that did not succeed.
 
+use std::io;
+use std::path::PathBuf;
 use std::process::ExitStatus;
 
 use hotlift::transport::TransportError;
@@ -12,6 +14,39 @@ pub enum QemuError {
     /// What several commands can fail with.
     #[error(transparent)]
     Console(#[from] ConsoleError),
+    /// The program of a QEMU that is to be started.
+    #[error("cannot run QEMU as '{}'", program.display())]
+    Program {
+        /// As it was given.
+        program: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// QMP.
+    #[error("QEMU at the {side}")]
+    Qmp {
+        /// Which QEMU.
+        side: &'static str,
+        /// What it says.
+        #[source]
+        source: QmpError,
+    },
+    /// An empty command line of a QEMU.
+    #[error("no QEMU was given")]
+    NoQemu,
+    /// A command line that QEMU does not take.
+    #[error("bad QEMU command line: {problem}")]
+    Command {
+        /// Why.
+        problem: String,
+    },
+    /// A QEMU that was started.
+    #[error("QEMU ended before it could be asked for anything ({status})")]
+    EndedAtStart {
+        /// How.
+        status: ExitStatus,
+    },
     /// A socket for the stream.
     #[error(transparent)]
     Address(#[from] TransportError),
@@ -185,6 +220,31 @@ pub enum QemuError {
     },
 }
 
+impl QemuError {
+    /// What to do next, where that is not plain from the error.
+    pub fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Qmp {
+                source: QmpError::Connect { .. },
+                ..
+            } => Some("give the path of '-qmp unix:PATH,server=on,wait=off' of a running QEMU"),
+            Self::Qmp {
+                source: QmpError::Timeout { .. },
+                ..
+            } => Some(
+                "QEMU may be stopped; or another client holds this QMP socket, which serves one at a time: a 'hotlift restore' or \
+                 'hotlift serve' at work, for example",
+            ),
+            Self::EndedAtStart { .. } => Some(QEMUS_OWN_WORDS),
+            Self::Program { .. } => Some("give the name or the path of an installed QEMU"),
+            _ => None,
+        }
+    }
+}
+
+/// Where a QEMU that was started says why it failed.
+pub const QEMUS_OWN_WORDS: &str = "its own words are on the terminal that it was started from";
+
 /// Which of the two QEMUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
@@ -199,22 +259,41 @@ impl Side {
     #[must_use]
     pub fn error(self, source: QmpError) -> QemuError {
         match self {
-            Self::Source => at_source(source).into(),
-            Self::Destination => at_destination(source).into(),
+            Self::Source => at_source(source),
+            Self::Destination => at_destination(source),
         }
     }
 }
 
 /// An error of the source's QEMU.
 #[must_use]
-pub fn at_source(source: QmpError) -> ConsoleError {
+pub fn at_source(source: QmpError) -> QemuError {
     let side = "source";
-    ConsoleError::Qmp { side, source }
+    QemuError::Qmp { side, source }
 }
 
 /// An error of the destination's QEMU.
 #[must_use]
-pub fn at_destination(source: QmpError) -> ConsoleError {
+pub fn at_destination(source: QmpError) -> QemuError {
     let side = "destination";
-    ConsoleError::Qmp { side, source }
+    QemuError::Qmp { side, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_silent_qemu_has_a_next_step() {
+        let silent = QemuError::Qmp {
+            side: "source",
+            source: QmpError::Timeout {
+                command: "greeting".to_owned(),
+                waited: Duration::from_secs(2),
+            },
+        };
+        assert!(silent.advice().unwrap().contains("may be stopped"));
+    }
 }

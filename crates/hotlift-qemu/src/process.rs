@@ -93,7 +93,7 @@ impl Started {
             what: "a pipe for QEMU's words",
             source,
         })?;
-        let (program, arguments) = arguments.split_first().ok_or(ConsoleError::NoQemu)?;
+        let (program, arguments) = arguments.split_first().ok_or(QemuError::NoQemu)?;
         let child = Command::new(program)
             .args(arguments)
             .args(launch::qmp_arguments(&socket))
@@ -136,10 +136,10 @@ impl Started {
         launch::connect(&mut self.child, &self.socket, interrupt).map_err(|error| match error {
             NoAnswer::Ended(status) => match self.last_errors() {
                 Some(errors) => QemuError::Ended { status, errors },
-                None => ConsoleError::QemuEnded { status }.into(),
+                None => QemuError::EndedAtStart { status },
             },
             NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
-            NoAnswer::Qmp(error) => at_destination(error).into(),
+            NoAnswer::Qmp(error) => at_destination(error),
         })
     }
 
@@ -286,10 +286,9 @@ pub fn waits_for_cont(qemu: &mut Qemu, command: Option<&[OsString]>) -> Option<b
 /// If it cannot be one that waits for a migration and is watched here.
 pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
     let problem = |problem: &str| {
-        Err(ConsoleError::QemuCommand {
+        Err(QemuError::Command {
             problem: problem.to_owned(),
-        }
-        .into())
+        })
     };
     if names(command, "daemonize").next().is_some() {
         return problem("-daemonize hides the process from hotlift; leave it out");
@@ -309,9 +308,9 @@ pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
 /// # Errors
 /// If it is not, or nobody may run it.
 pub fn find(command: &[OsString]) -> Result<(), QemuError> {
-    let program = command.first().ok_or(ConsoleError::NoQemu)?;
+    let program = command.first().ok_or(QemuError::NoQemu)?;
     let paths = std::env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
-    found(program, &paths).map_err(|source| not_run(program, source).into())
+    found(program, &paths).map_err(|source| not_run(program, source))
 }
 
 /// As `execvp` looks for it: a name without a folder is in one of those of `paths`.
@@ -336,9 +335,9 @@ fn found(program: &OsStr, paths: &OsStr) -> io::Result<()> {
     Err(failed)
 }
 
-fn not_run(program: &OsStr, source: io::Error) -> ConsoleError {
+fn not_run(program: &OsStr, source: io::Error) -> QemuError {
     let program = program.into();
-    ConsoleError::Program { program, source }
+    QemuError::Program { program, source }
 }
 
 #[cfg(test)]

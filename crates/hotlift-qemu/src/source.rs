@@ -183,7 +183,7 @@ impl Source {
     /// # Errors
     /// If it does not answer.
     pub fn vm(&self) -> Result<Vm, QemuError> {
-        Ok(Vm::of(&mut self.qemu(), None).map_err(at_source)?)
+        Vm::of(&mut self.qemu(), None).map_err(at_source)
     }
 
     /// Sets capabilities and parameters, to be put back by [`Source::restore_settings`].
@@ -222,7 +222,7 @@ impl Source {
     /// # Errors
     /// If it refuses.
     pub fn migrate(&self, uri: &str) -> Result<(), QemuError> {
-        Ok(self.qemu().migrate(uri).map_err(at_source)?)
+        self.qemu().migrate(uri).map_err(at_source)
     }
 
     /// What QEMU says of its migration.

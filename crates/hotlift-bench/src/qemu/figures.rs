@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hotlift::figures::SourceReport;
-use hotlift_console::events::Moment;
+use hotlift_command::events::Moment;
 use serde_json::Value;
 
 /// A count of `query-migrate`; 0 if it is not there.

@@ -19,11 +19,12 @@ use std::time::{Duration, Instant};
 
 use hotlift::Options;
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
+use hotlift_command::events::Moment;
+use hotlift_command::pair::Place;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::events::Moment;
-use hotlift_console::pair::Place;
 use hotlift_console::signals::Interrupt;
 use hotlift_host::accel::serves;
+use hotlift_qemu::QemuError;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::layout::Layout;
 use hotlift_vmm::workload::Workload;
@@ -106,7 +107,7 @@ impl Program {
                 version: version.to_owned(),
                 image: Image::default(),
             }),
-            _ => Err(ConsoleError::QemuCommand {
+            _ => Err(QemuError::Command {
                 problem: format!(
                     "{} does not say which version of QEMU it is",
                     path.display()

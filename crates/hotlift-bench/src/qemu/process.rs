@@ -9,10 +9,12 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use hotlift_command::error::SharedError;
+use hotlift_command::events::Filling;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::events::Filling;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_mem::FileError;
+use hotlift_qemu::QemuError;
 use hotlift_qemu::launch::{self, NoAnswer};
 use hotlift_qmp::Qemu;
 use hotlift_vmm::fill::{FillSettings, write_fill};
@@ -233,7 +235,7 @@ impl Process {
                 return Err(ConsoleError::Interrupted.into());
             }
             if Instant::now() > deadline {
-                return Err(ConsoleError::NotWell {
+                return Err(SharedError::NotWell {
                     problem: format!("it has written nothing for {START:?}"),
                 }
                 .into());
@@ -325,7 +327,7 @@ impl Process {
         // A QEMU that has ended explains itself.
         match self.process.last_line() {
             Some(words) if !Path::new(&format!("/proc/{}/maps", self.pid())).exists() => {
-                ConsoleError::QemuCommand { problem: words }.into()
+                QemuError::Command { problem: words }.into()
             }
             _ => ConsoleError::Process { what, source }.into(),
         }
@@ -441,8 +443,8 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
 fn explain(error: NoAnswer, process: &Tied) -> BenchError {
     match error {
         NoAnswer::Ended(status) => match process.last_line() {
-            Some(problem) => ConsoleError::QemuCommand { problem }.into(),
-            None => ConsoleError::QemuEnded { status }.into(),
+            Some(problem) => QemuError::Command { problem }.into(),
+            None => QemuError::EndedAtStart { status }.into(),
         },
         NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
         NoAnswer::Qmp(error) => BenchError::qmp(error),

@@ -7,9 +7,9 @@ use std::process::{ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 use hotlift::options::{OptionError, Role, option};
+use hotlift_command::migration_args::MigrationArgs;
+use hotlift_command::pair::Place;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::migration_args::MigrationArgs;
-use hotlift_console::pair::Place;
 use hotlift_console::signals::TICK;
 use serde::Deserialize;
 use tempfile::TempDir;

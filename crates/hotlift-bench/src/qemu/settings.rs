@@ -171,8 +171,8 @@ fn lacks(error: &QmpError) -> Stop {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use hotlift_console::args::GuestArgs;
-    use hotlift_console::migration_args::MigrationArgs;
+    use hotlift_command::args::GuestArgs;
+    use hotlift_command::migration_args::MigrationArgs;
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use hotlift_console::args::Fill;
+use hotlift_command::args::Fill;
 use hotlift_console::progress::bytes;
 use maud::{Markup, html};
 

@@ -1,6 +1,6 @@
 //! Runs put together: repeats of one row, rows that differ in how they migrate alone.
 
-use hotlift_console::args::Fill;
+use hotlift_command::args::Fill;
 
 use crate::figures::{self, Figure};
 use crate::record::{Completed, Engine, Outcome, Record, Row};

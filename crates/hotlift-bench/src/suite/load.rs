@@ -13,7 +13,7 @@ use serde::Deserialize;
 use super::columns::Column;
 use super::sweep::{self, Sweep};
 use crate::cell::with_method;
-use hotlift_console::migration_args::MigrationArgs;
+use hotlift_command::migration_args::MigrationArgs;
 
 /// As the value of an option: the accelerators of this host, or those that `--with` names.
 pub const DEVICES: &str = "devices";

@@ -24,8 +24,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 
 use hotlift::options::{OptionError, option, parse_size};
-use hotlift_console::args::GuestArgs;
-use hotlift_console::migration_args::MigrationArgs;
+use hotlift_command::args::GuestArgs;
+use hotlift_command::migration_args::MigrationArgs;
 
 use super::cell::{Cell, with_method};
 use super::machine;

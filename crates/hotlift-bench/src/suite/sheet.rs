@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use hotlift_console::args::Fill;
+use hotlift_command::args::Fill;
 use hotlift_console::progress::bytes;
 
 use super::load::{Block, DEVICES, Published, Suite};

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use hotlift::Options;
 use hotlift::options::{OptionError, parse_size};
-use hotlift_console::args::{Fill, GuestArgs};
-use hotlift_console::migration_args::MigrationArgs;
+use hotlift_command::args::{Fill, GuestArgs};
+use hotlift_command::migration_args::MigrationArgs;
 use hotlift_vmm::workload::Workload;
 use serde::{Deserialize, Deserializer, de};
 

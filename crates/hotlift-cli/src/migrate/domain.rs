@@ -18,12 +18,12 @@ use hotlift::{Address, Control, Listener};
 use hotlift_agent::config::CONFIG_FILE;
 use hotlift_agent::messages::{Hello, Id, Kind, Message};
 use hotlift_agent::values::Ports;
-use hotlift_console::connect::connect;
+use hotlift_command::connect::connect;
+use hotlift_command::error::SharedError;
+use hotlift_command::security;
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::complain;
-use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::Display;
-use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qmp::one_line;
 
@@ -31,6 +31,7 @@ use crate::agent_control::config_in;
 use crate::error::CommandError;
 use crate::libvirt::virsh::{Domain, Libvirt, State, VirshError, host_of};
 use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
+use crate::output_args::OutputArgs;
 use crate::relay_report::{DomainMigration, progress_line};
 
 /// How long the agent may take to answer.
@@ -356,9 +357,9 @@ fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], Comm
         Some(Message::Ready { token }) => Ok(token.0),
         Some(Message::Refused { reason } | Message::Failed { reason }) => {
             let reason = one_line(&reason);
-            Err(ConsoleError::Refused { reason }.into())
+            Err(SharedError::Refused { reason }.into())
         }
-        Some(_) => Err(ConsoleError::Refused {
+        Some(_) => Err(SharedError::Refused {
             reason: "it answers out of turn".to_owned(),
         }
         .into()),

@@ -5,10 +5,10 @@ use std::sync::Mutex;
 
 use hotlift::Control;
 use hotlift::file::{self, ServerEvent};
+use hotlift_command::security;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::{complain, say};
 use hotlift_console::progress::bytes;
-use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
 use hotlift_mem::FileError;
 use serde::Serialize;

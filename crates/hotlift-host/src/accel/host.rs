@@ -4,7 +4,6 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use hotlift_console::error::ConsoleError;
 use hotlift_idxd::CpuFeatures;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
@@ -43,9 +42,7 @@ pub struct Host {
 impl Host {
     pub fn new(root: &Path) -> Result<Self, AccelError> {
         let looked = root.canonicalize();
-        let root = looked
-            .map_err(FileError::of("look at", root))
-            .map_err(ConsoleError::from)?;
+        let root = looked.map_err(FileError::of("look at", root))?;
         let mut host = Self {
             live: root == Path::new("/"),
             root,

@@ -20,8 +20,8 @@ mod uadk;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use hotlift_console::error::ConsoleError;
 use hotlift_idxd::SysfsError;
+use hotlift_mem::FileError;
 use serde::Serialize;
 
 use host::Host;
@@ -32,7 +32,7 @@ pub use libraries::Library;
 pub enum AccelError {
     /// Its files.
     #[error(transparent)]
-    Look(#[from] ConsoleError),
+    Look(#[from] FileError),
     /// Files of the driver idxd.
     #[error("the driver idxd says something unexpected")]
     Idxd(#[from] SysfsError),

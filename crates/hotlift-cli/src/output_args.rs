@@ -1,10 +1,9 @@
 //! Flags of what a command shows.
 
 use clap::Args;
+use hotlift_console::error::ConsoleError;
+use hotlift_console::output;
 use serde::Serialize;
-
-use crate::error::ConsoleError;
-use crate::output;
 
 /// How a command shows what it does and what came of it.
 #[derive(Debug, Args)]

@@ -6,7 +6,7 @@ use hotlift::Address;
 use hotlift::conversation::Conversation;
 use hotlift::tls::Tls;
 
-use crate::error::ConsoleError;
+use crate::error::SharedError;
 
 /// How long connecting to the other host may take.
 pub const CONNECT: Duration = Duration::from_secs(10);
@@ -19,17 +19,17 @@ pub fn connect(
     to: &Address,
     flag: &'static str,
     tls: Option<&Tls>,
-) -> Result<Conversation, ConsoleError> {
+) -> Result<Conversation, SharedError> {
     if !matches!(to, Address::Tcp { .. }) {
-        return Err(ConsoleError::OnlyTcp { flag });
+        return Err(SharedError::OnlyTcp { flag });
     }
     let stream = to.connect(CONNECT);
-    let stream = stream.map_err(|source| ConsoleError::NoServe { source })?;
+    let stream = stream.map_err(|source| SharedError::NoServe { source })?;
     Ok(Conversation::new(match tls {
         Some(tls) => {
             let host = stream.peer_host();
             let secured = stream.secure(tls, Some(to.host()));
-            secured.map_err(|source| ConsoleError::Tls {
+            secured.map_err(|source| SharedError::Tls {
                 host,
                 source: Box::new(source),
             })?

@@ -7,15 +7,15 @@ use clap::{Args, ValueEnum};
 use hotlift::options::{OptionError, option};
 use hotlift::tls::{self, Tls};
 use hotlift::{Address, Options};
+use hotlift_console::output::complain;
 
-use crate::error::ConsoleError;
-use crate::output::complain;
+use crate::error::SharedError;
 
 /// TLS to or from another Hotlift at `address`; see [`tls::of_options`].
 ///
 /// # Errors
 /// If it cannot be had, or the address is open to other hosts and there is none.
-pub fn tls(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, ConsoleError> {
+pub fn tls(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, SharedError> {
     let tls = tls::of_options(options, address)?;
     if let Some(tls) = &tls {
         warn(tls);
@@ -79,7 +79,7 @@ impl QemuTlsArgs {
         options: &Options,
         address: &Address,
         connects: bool,
-    ) -> Result<Option<Arc<Tls>>, ConsoleError> {
+    ) -> Result<Option<Arc<Tls>>, SharedError> {
         if self.hostname.is_some() && !connects {
             let conflict = OptionError::Conflict {
                 option: "--qemu-tls-hostname".to_owned(),
@@ -90,7 +90,7 @@ impl QemuTlsArgs {
         // QEMU's main channel ends without close_notify: over a network the end of its connection says nothing, TLS or not.
         if !address.is_on_this_host() && !options.insecure {
             let address = address.clone();
-            return Err(ConsoleError::InsecureQemu { address });
+            return Err(SharedError::InsecureQemu { address });
         }
         let Some(folder) = &self.folder else {
             return Ok(None);
@@ -156,7 +156,7 @@ impl SecurityArgs {
     ///
     /// # Errors
     /// As of [`tls()`].
-    pub fn tls(&self, address: &Address) -> Result<Option<Arc<Tls>>, ConsoleError> {
+    pub fn tls(&self, address: &Address) -> Result<Option<Arc<Tls>>, SharedError> {
         let mut options = Options::default();
         for (name, value) in self.given() {
             options.set(name, value)?;

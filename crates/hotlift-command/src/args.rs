@@ -7,15 +7,16 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use hotlift::options::parse_size;
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::output::complain;
+use hotlift_console::progress::bytes;
 use hotlift_mem::{Backing, FileError};
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::layout::{Layout, MAX_RAM, MAX_VCPUS, MIN_RAM};
 use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings};
 
-use crate::error::{ConsoleError, error_line};
-use crate::output::complain;
-use crate::progress::bytes;
+use crate::error::SharedError;
 
 /// Share of zero pages if none is given: between a busy guest's and a fresh one's.
 const ZERO_SHARE: f64 = 0.25;
@@ -136,7 +137,7 @@ impl GuestArgs {
     ///
     /// # Errors
     /// What of RAM, vCPUs and working set does not go together.
-    pub fn check(&self) -> Result<(), ConsoleError> {
+    pub fn check(&self) -> Result<(), SharedError> {
         let settings = self.settings();
         Layout::new(settings.ram_bytes, settings.vcpus, settings.working_set)?;
         Ok(())

@@ -9,14 +9,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::figures::{DestinationReport, SideFigures, SourceReport};
+use hotlift_console::error::ConsoleError;
+use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_vmm::GuestKind;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::args::GuestArgs;
-use crate::error::ConsoleError;
 use crate::events::{self, Check, Event, Events, Filling, Moment};
 use crate::migration_args::MigrationArgs;
-use crate::signals::{Interrupt, TICK};
 
 /// What is to be migrated, how and where.
 pub struct Pair<'a> {

@@ -1,8 +1,7 @@
 //! The flag for what a stream does not show of a QEMU's multifd.
 
 use clap::Args;
-
-use crate::security::Switch;
+use hotlift_command::security::Switch;
 
 /// The flag, for commands that send a stream with multifd to a QEMU.
 #[derive(Debug, Clone, Default, Args)]

@@ -5,10 +5,9 @@ use std::io::{BufRead, BufReader, Read};
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::progress::Progress;
+use hotlift_console::output;
 use hotlift_vmm::fill::Filled;
 use serde::{Deserialize, Serialize};
-
-use crate::output;
 
 /// Events as they come.
 pub type Events = Box<dyn Iterator<Item = Event>>;

@@ -1,0 +1,60 @@
+//! A folder's files as memory to measure the methods on.
+
+use std::path::Path;
+
+use hotlift_host::error::HostError;
+use hotlift_host::sample::{Memory, PACKET, PACKET_PAGES, Untouched};
+use hotlift_mem::{Backing, PAGE_SIZE, RamBlock};
+use hotlift_vmm::fill::{FillSettings, FillSource, fill};
+use hotlift_vmm::layout::Layout;
+
+/// The files of a folder as they fill a built-in guest.
+pub struct Folder {
+    name: String,
+    ram: RamBlock,
+    filled: std::ops::Range<u64>,
+}
+
+impl Folder {
+    /// Fills as much memory as is to be sampled.
+    pub fn read(path: &Path, bytes: u64, seed: u64) -> Result<Self, HostError> {
+        /// The layout's own part, besides what is filled.
+        const OVERHEAD: u64 = 8 << 20;
+        let packet = PACKET as u64;
+        let bytes = bytes.div_ceil(packet) * packet + OVERHEAD;
+        let layout = Layout::new(bytes, 1, Some(PAGE_SIZE as u64));
+        let layout = layout.map_err(|error| HostError::Folder(error.into()))?;
+        let len = usize::try_from(layout.ram_bytes()).unwrap_or(usize::MAX);
+        let ram = RamBlock::new("sample", len, Backing::Private)?;
+        let settings = FillSettings {
+            source: FillSource::Folder(path.to_owned()),
+            seed,
+            ..FillSettings::default()
+        };
+        fill(&ram, &layout, &settings).map_err(|error| HostError::Folder(error.into()))?;
+        Ok(Self {
+            name: format!("folder {}", path.display()),
+            ram,
+            filled: layout.filled(),
+        })
+    }
+}
+
+impl Memory for Folder {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.filled.end - self.filled.start
+    }
+
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError> {
+        let at = self.filled.start + packet * PACKET as u64;
+        let len = usize::try_from((self.filled.end - at).min(PACKET as u64)).unwrap_or(PACKET);
+        to.resize(len, 0);
+        self.ram
+            .read(usize::try_from(at).unwrap_or(usize::MAX), to)?;
+        Ok(Some([false; PACKET_PAGES]))
+    }
+}

@@ -1,0 +1,212 @@
+//! Causes of failure that commands of migrations share.
+
+use std::io;
+
+use hotlift::Address;
+use hotlift::conversation::ConversationError;
+use hotlift::conversation::callers::Unheard;
+use hotlift::options::OptionError;
+use hotlift::tls::{TlsError, TlsSetupError};
+use hotlift::transport::TransportError;
+use hotlift_console::error::ConsoleError;
+use hotlift_vmm::fill::FillError;
+use hotlift_vmm::layout::LayoutError;
+
+/// Failure of a command that migrates, or of the conversation before its migration.
+#[derive(Debug, thiserror::Error)]
+pub enum SharedError {
+    /// A failure that any command can have.
+    #[error(transparent)]
+    Console(#[from] ConsoleError),
+    /// An option's value, or options that do not go together.
+    #[error("bad option")]
+    Option(#[from] OptionError),
+    /// RAM, vCPUs and working set that do not go together.
+    #[error("there is no such guest")]
+    Layout(#[from] LayoutError),
+    /// The contents of `--fill`.
+    #[error("cannot fill the guest's memory")]
+    Fill(#[from] FillError),
+    /// The guest does not do what it must.
+    #[error("the guest is not well after the migration: {problem}")]
+    NotWell {
+        /// What is wrong.
+        problem: String,
+    },
+    /// Some of many migrations.
+    #[error("{failed} of {runs} migrations failed")]
+    Migrations {
+        /// How many failed.
+        failed: usize,
+        /// Of how many.
+        runs: usize,
+    },
+    /// A conversation that was begun.
+    #[error("talking to 'hotlift serve' failed")]
+    Conversation(#[from] ConversationError),
+    /// A listener.
+    #[error("cannot listen")]
+    Listen {
+        /// The system's reason.
+        #[source]
+        source: TransportError,
+    },
+    /// Nobody listens.
+    #[error("cannot reach 'hotlift serve'")]
+    NoServe {
+        /// The system's reason.
+        #[source]
+        source: TransportError,
+    },
+    /// TLS that cannot be had.
+    #[error("cannot use TLS")]
+    TlsSetup(#[source] Box<TlsSetupError>),
+    /// A handshake of a conversation.
+    #[error("the TLS handshake with {host} failed")]
+    Tls {
+        /// Address of the other host.
+        host: String,
+        /// Why.
+        #[source]
+        source: Box<TlsError>,
+    },
+    /// A QEMU that is spoken with over a network.
+    #[error(
+        "{address} is open to other hosts, and QEMU's stream is safe on one host only: let QEMU use a UNIX socket or \
+         loopback, or give '--insecure'"
+    )]
+    InsecureQemu {
+        /// Where.
+        address: Address,
+    },
+    /// The address of a UNIX socket.
+    #[error("{flag} takes tcp:HOST:PORT")]
+    OnlyTcp {
+        /// The flag that it was given with.
+        flag: &'static str,
+    },
+    /// A caller that is not heard.
+    #[error(transparent)]
+    Unheard(Unheard),
+    /// The other host has an answer, and it is no.
+    #[error("the destination refuses: {reason}")]
+    Refused {
+        /// Why, in one line.
+        reason: String,
+    },
+}
+
+impl From<Unheard> for SharedError {
+    fn from(error: Unheard) -> Self {
+        match error {
+            Unheard::Conversation(error) => Self::Conversation(error),
+            error => Self::Unheard(error),
+        }
+    }
+}
+
+impl From<TlsSetupError> for SharedError {
+    fn from(error: TlsSetupError) -> Self {
+        Self::TlsSetup(Box::new(error))
+    }
+}
+
+impl SharedError {
+    /// True if the command line is to blame, and nothing was begun.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::Option(OptionError::NoAccelerator { .. }) => false,
+            Self::Option(_) | Self::Layout(_) | Self::OnlyTcp { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// Returns the next step, where it is not plain from the error.
+    pub fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::NoServe {
+                source: TransportError::Connect { source, .. },
+            } => Some(not_connected(source.kind())),
+            Self::Tls { source, .. } if matches!(**source, TlsError::PlaintextPeer) => {
+                Some("give '--tls DIR' to the command on that host, too; or '--insecure' to both")
+            }
+            Self::Conversation(ConversationError::Closed) => Some(
+                "the log of the process that listens there names the reason; a 'hotlift serve --files' takes no guest, and closes \
+                 the connection too",
+            ),
+            _ => None,
+        }
+    }
+}
+
+/// What to do where a connection to 'hotlift serve' failed with an error of `kind`.
+fn not_connected(kind: io::ErrorKind) -> &'static str {
+    match kind {
+        io::ErrorKind::ConnectionRefused => "start 'hotlift serve' on the destination host first",
+        io::ErrorKind::TimedOut => {
+            "that host is down, or a firewall drops packets to this port: open it on the destination host"
+        }
+        io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => {
+            "there is no route to that address, or a firewall rejects it: check the address, 'ip route get' and the firewall"
+        }
+        _ => "check the name or address of the destination host",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use hotlift::error::error_line;
+    use hotlift::tls::{Missing, TlsError};
+
+    use super::*;
+
+    #[test]
+    fn a_late_handshake_names_the_host_and_what_is_missing() {
+        let source = TlsError::TimedOut {
+            after: Duration::from_secs(10),
+            missing: Missing::Acknowledgement,
+        };
+        let error = SharedError::Tls {
+            host: "198.51.100.2".to_owned(),
+            source: Box::new(source),
+        };
+        assert_eq!(
+            error_line(&error),
+            "the TLS handshake with 198.51.100.2 failed: the TLS handshake was not done within 10s: the other host does not \
+             acknowledge what was sent; the path may drop packets of the full size (check the MTU)"
+        );
+    }
+
+    #[test]
+    fn each_cause_of_a_missing_connection_has_its_own_next_step() {
+        let advice = |kind: io::ErrorKind| {
+            let source = TransportError::Connect {
+                uri: "tcp:b:4444".to_owned(),
+                source: kind.into(),
+            };
+            SharedError::NoServe { source }.advice().unwrap()
+        };
+        assert!(advice(io::ErrorKind::ConnectionRefused).contains("start 'hotlift serve'"));
+        assert!(advice(io::ErrorKind::TimedOut).contains("firewall drops"));
+        assert!(advice(io::ErrorKind::NetworkUnreachable).contains("no route"));
+        // A name that is not known.
+        assert!(advice(io::ErrorKind::Other).contains("name or address"));
+    }
+
+    #[test]
+    fn a_peer_without_tls_has_a_next_step() {
+        let plaintext = SharedError::Tls {
+            host: "192.0.2.2".to_owned(),
+            source: Box::new(TlsError::PlaintextPeer),
+        };
+        assert!(plaintext.advice().unwrap().contains("'--tls DIR'"));
+    }
+
+    #[test]
+    fn a_server_that_closes_the_conversation_may_be_one_of_files() {
+        let advice = SharedError::from(ConversationError::Closed).advice();
+        assert!(advice.unwrap().contains("serve --files"));
+    }
+}

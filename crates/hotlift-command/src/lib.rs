@@ -1,0 +1,19 @@
+//! Parts of the commands that migrate: flags, conversations, and pairs of `guest run` processes.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `args`, `migration_args` | flags of a built-in guest, and of a migration by the engine's table |
+//! | `security`, `connect` | TLS as a command's flags ask for it; a conversation at an address that a flag gave |
+//! | `pair`, `events`, `held_memory` | two `guest run` processes, their events, memory for the destination |
+//! | `error` | causes of failure that these commands share |
+
+#![forbid(unsafe_code)]
+
+pub mod args;
+pub mod connect;
+pub mod error;
+pub mod events;
+pub mod held_memory;
+pub mod migration_args;
+pub mod pair;
+pub mod security;
