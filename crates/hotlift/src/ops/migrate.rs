@@ -21,6 +21,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration};
 
 use crate::auto::Auto;
@@ -41,7 +42,7 @@ use crate::pipe::hooks::Hooks;
 use crate::pipe::run::run_threads;
 use crate::pipe::session::Session;
 use crate::pipe::settings::RelaySettings;
-use crate::pipe::sink::{Opening, Postcopy, RamLayout};
+use crate::pipe::sink::{EarlySections, Opening, Postcopy, RamLayout};
 use crate::precopy::auto_converge::AutoConverge;
 use crate::precopy::estimate::Estimator;
 use crate::progress::OnProgress;
@@ -93,15 +94,27 @@ fn run(
     let options = &settings.outgoing;
     let xbzrle = Xbzrle::new(guest, options)?;
     let devices = zero_devices::open(guest, options, control)?;
+    let blocks = guest.ram().iter();
+    let blocks = blocks.map(|block| RamBlockEntry::new(block.name(), block.len() as u64));
+    let page_size = PAGE_SIZE as u64;
+    let advise = Command::PostcopyAdvise {
+        page_sizes: Some((page_size, page_size)),
+    };
     let opening = Opening {
-        configuration: Configuration {
+        configuration: &Configuration {
             machine: guest.machine().to_owned(),
             ..Configuration::default()
         },
         uuid: guest.uuid(),
+        commands: &[advise][..usize::from(options.postcopy_ram)],
+        early: &EarlySections::default(),
+        ram: &RamLayout {
+            blocks: blocks.collect(),
+            ..RamLayout::default()
+        },
     };
     let memory = options.memory(0);
-    let sink = StreamSink::connect(to, settings, Seen::guest(), &opening, &memory, control)?;
+    let sink = StreamSink::connect(to, settings, Seen::guest(), opening, &memory, control)?;
     let source = GuestSource::new(guest, options, control, &sink.out, devices);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let received = Counters::of_side(0);
@@ -109,7 +122,7 @@ fn run(
     let mut migration = Migration {
         session: &session,
         source: &source,
-        opening: &opening,
+        opening,
         reporter: Reporter::new(&source, on_progress, started),
         started,
         total: Duration::ZERO,
@@ -154,7 +167,7 @@ fn run(
 struct Migration<'a> {
     session: &'a Session<'a>,
     source: &'a GuestSource<'a>,
-    opening: &'a Opening,
+    opening: Opening<'a>,
     reporter: Reporter<'a>,
     started: Instant,
     /// How long it all took, and two parts of it.
@@ -242,16 +255,7 @@ impl Migration<'_> {
         } = self;
         // The answer shows that it has all channels, and tells a Hotlift from a QEMU.
         session.sink.open(self.opening)?;
-        if source.options.postcopy_ram {
-            let page_size = PAGE_SIZE as u64;
-            session.sink.command(Command::PostcopyAdvise {
-                page_sizes: Some((page_size, page_size)),
-            })?;
-        }
-        session.sink.ram_start(&RamLayout {
-            blocks: source.blocks(),
-            ..RamLayout::default()
-        })?;
+        session.sink.ram_start()?;
         source.ram.start_log()?;
         self.tell_pass();
         Ok(())

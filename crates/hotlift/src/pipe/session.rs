@@ -20,7 +20,7 @@ use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
 use crate::pipe::hooks::Hooks;
 use crate::pipe::settings::{LeftOut, RelaySettings};
-use crate::pipe::sink::{EarlySections, RamLayout, Sink};
+use crate::pipe::sink::{EarlySections, Sink};
 use crate::status::Status;
 use crate::stream::door::Asked;
 use crate::stream::load::ReceiverLoad;
@@ -186,17 +186,10 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Begins RAM at the sink, with the sections of devices around its START, and lets the readers go.
-    pub(crate) fn start_ram(
-        &self,
-        early: &EarlySections,
-        ram: &RamLayout,
-    ) -> Result<(), MigrationError> {
-        for section in &early.before_ram {
-            self.sink.early_section(section)?;
-        }
+    /// Begins RAM at the sink, with the sections of devices behind its START, and lets the readers go.
+    pub(crate) fn start_ram(&self, early: &EarlySections) -> Result<(), MigrationError> {
         self.meet_readers()?;
-        self.sink.ram_start(ram)?;
+        self.sink.ram_start()?;
         for section in &early.behind_start {
             self.sink.early_section(section)?;
         }

@@ -3,10 +3,11 @@
 //! One thread (the relay's main thread) calls the methods of [`Sink`], in this order:
 //!
 //! ```text
-//! open  command*  ram_start  (section_end | barrier | delta | command)*  ram_end  devices*  await_loaded  commit
+//! open  ram_start  (section_end | barrier | delta | command)*  ram_end  devices*  await_loaded  commit
 //! ```
 //!
-//! An early section may come between any two of them up to `ram_end`.
+//! An early section may come between any two of them from `ram_start` to `ram_end`. A sink has what the stream begins with when it
+//! is made, RAM blocks among it: none of its calls depends on what an earlier one has left.
 //!
 //! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, commands, `begin_package`, `package_part*`,
 //! `end_package`; then pages, `ram_end` and `commit`.
@@ -33,13 +34,19 @@ pub(crate) use crate::pipe::hooks::HasTaken;
 pub(crate) use crate::stream::main_channel::{EarlySections, RamLayout};
 use crate::transport::Stream;
 
-/// What opens a stream.
-#[derive(Debug, Clone)]
-pub(crate) struct Opening {
+/// What a stream has before its first page.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Opening<'o> {
     /// The source's machine and capabilities.
-    pub configuration: Configuration,
+    pub configuration: &'o Configuration,
     /// The VM's UUID; all zero if it has none.
     pub uuid: [u8; 16],
+    /// Commands of the source before RAM.
+    pub commands: &'o [Command],
+    /// Sections of devices around the start of RAM.
+    pub early: &'o EarlySections,
+    /// The RAM blocks.
+    pub ram: &'o RamLayout,
 }
 
 /// An outgoing side.
@@ -57,17 +64,23 @@ pub(crate) trait Sink: Sync {
         None
     }
 
-    /// Header and configuration; returns when the other side has taken them.
-    fn open(&self, opening: &Opening) -> Result<(), MigrationError>;
+    /// Opens the stream up to RAM, and returns when the other side has taken header and configuration. A file has them from the
+    /// beginning.
+    fn open(&self, opening: Opening<'_>) -> Result<(), MigrationError> {
+        let _ = opening;
+        Ok(())
+    }
 
     /// A command of the source, between sections.
     fn command(&self, command: Command) -> Result<(), MigrationError>;
 
-    /// A device's section before the end of RAM, which goes out unchanged.
+    /// A device's section between the start and the end of RAM, which goes out unchanged.
     fn early_section(&self, section: &EarlySection) -> Result<(), MigrationError>;
 
-    /// The RAM blocks.
-    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError>;
+    /// Sends the RAM blocks.
+    fn ram_start(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
 
     /// The source has ended a section of RAM and may rest. Nothing has to be idle.
     fn section_end(&self) -> Result<(), MigrationError> {
@@ -230,4 +243,22 @@ pub(crate) trait ForwardPackets {
         normal: &[u64],
         zero: &[u64],
     ) -> Result<(), MigrationError>;
+}
+
+#[cfg(test)]
+impl<'o> Opening<'o> {
+    /// Makes one with neither commands nor sections of devices.
+    pub(crate) fn bare(configuration: &'o Configuration, ram: &'o RamLayout) -> Self {
+        static NONE: EarlySections = EarlySections {
+            before_ram: Vec::new(),
+            behind_start: Vec::new(),
+        };
+        Self {
+            configuration,
+            uuid: [7; 16],
+            commands: &[],
+            early: &NONE,
+            ram,
+        }
+    }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use hotlift_mem::PAGE_SIZE;
@@ -14,6 +14,7 @@ use hotlift_wire::main_channel::{
 };
 use hotlift_wire::multifd::Method;
 use hotlift_wire::settle::Doing;
+use hotlift_wire::{RamBlockEntry, WireError};
 
 use super::block_reader::Blocks;
 use super::complete::Complete;
@@ -29,7 +30,7 @@ use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::settings::{LeftOut, RelaySettings};
-use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
+use crate::pipe::sink::{HasTaken, Opening, Sink, WritePages};
 use crate::stream::codec::Encoder;
 use crate::stream::handshake;
 
@@ -44,10 +45,12 @@ pub(crate) struct BlockSink {
     /// Where the next block goes.
     position: AtomicU64,
     /// The stream without its pages, up to the devices.
-    stream: Mutex<Stream>,
+    pub(super) stream: Mutex<Stream>,
     /// The same with the devices, in the file, once all pages are.
     state: Mutex<Option<State>>,
-    ram: OnceLock<Ram>,
+    blocks: Vec<RamBlockEntry>,
+    index: Index,
+    complete: Complete,
     /// Where the first block was written whose page was there already.
     written_last: AtomicU64,
     shares: Mutex<BTreeMap<&'static str, Share>>,
@@ -66,9 +69,26 @@ pub(crate) struct BlockSink {
 }
 
 /// The main channel of the file.
-struct Stream {
-    encoder: Option<MainEncoder>,
+pub(super) struct Stream {
+    encoder: MainEncoder,
     bytes: Vec<u8>,
+}
+
+impl Stream {
+    /// Encodes what comes before the first page. Nobody answers a PING in a file.
+    pub(super) fn new(opening: Opening<'_>) -> Result<Self, WireError> {
+        let mut bytes = Vec::new();
+        let mut encoder = MainEncoder::new(opening.configuration, &mut bytes)?;
+        if opening.commands.contains(&Command::SwitchoverStart) {
+            encoder.command(Command::SwitchoverStart, &mut bytes)?;
+        }
+        for section in &opening.early.before_ram {
+            bytes.extend_from_slice(&section.bytes);
+        }
+        encoder.set_ram_id(opening.ram.section_id)?;
+        encoder.ram_start(&opening.ram.blocks, false, &mut bytes)?;
+        Ok(Self { encoder, bytes })
+    }
 }
 
 /// A part of the file that grows.
@@ -78,19 +98,13 @@ struct State {
     crc: crc32fast::Hasher,
 }
 
-struct Ram {
-    layout: RamLayout,
-    index: Index,
-    complete: Complete,
-}
-
 impl BlockSink {
     /// Begins the file that will be called `path`, written by as many threads as the options have multifd channels. `flushes`:
     /// QEMU's property `multifd-flush-after-each-section`, if the source has shown it.
     pub(crate) fn create(
         path: &Path,
         settings: &RelaySettings,
-        (opening, flushes): (&Opening, Option<bool>),
+        (opening, flushes): (Opening<'_>, Option<bool>),
         memory: &MemoryLimit,
         control: &Control,
     ) -> Result<Self, MigrationError> {
@@ -119,18 +133,26 @@ impl BlockSink {
             paused: None,
         };
         let (header, seed) = layout::header(&info)?;
+        let blocks = &opening.ram.blocks;
+        check_ram(blocks).map_err(MigrationError::main_wire)?;
+        // The chunks themselves take no more than the pages that come.
+        let table = Index::chunks_of(blocks).saturating_mul(24);
+        let table = memory.take(usize::try_from(table).unwrap_or(usize::MAX));
+        table.map_err(|source| MigrationError::memory(Channel::Main, source))?;
+        let stream = Stream::new(opening).map_err(MigrationError::main_wire)?;
+        let memory_devices = opening.early.before_ram.iter();
+        let memory_devices = memory_devices.filter_map(|section| section.memory.clone());
         let file = PartialFile::create(path)?;
         file.write_at(&[&header], 0)?;
         Ok(Self {
             file,
             seed,
             position: AtomicU64::new(header.len() as u64),
-            stream: Mutex::new(Stream {
-                encoder: None,
-                bytes: Vec::new(),
-            }),
+            stream: Mutex::new(stream),
             state: Mutex::default(),
-            ram: OnceLock::new(),
+            blocks: blocks.clone(),
+            index: Index::new(blocks),
+            complete: Complete::new(blocks, memory),
             written_last: AtomicU64::new(u64::MAX),
             shares: Mutex::default(),
             contents: Mutex::default(),
@@ -141,19 +163,12 @@ impl BlockSink {
                 ..options.clone()
             },
             left_out: settings.left_out.clone(),
-            memory_devices: Mutex::default(),
+            memory_devices: Mutex::new(memory_devices.collect()),
             pacer: control.steering().pacer(options),
             control: control.clone(),
             memory: memory.clone(),
             sent_bytes: AtomicU64::new(header.len() as u64),
         })
-    }
-
-    fn ram(&self) -> &Ram {
-        match self.ram.get() {
-            Some(ram) => ram,
-            None => unreachable!("`ram_start` comes first"),
-        }
     }
 
     /// The place of `length` bytes behind everything.
@@ -218,10 +233,9 @@ impl BlockSink {
         page: u64,
         entry: Option<Entry>,
     ) -> Result<Option<Entry>, MigrationError> {
-        let ram = self.ram();
         let page = usize::try_from(page).unwrap_or(usize::MAX);
-        match ram.index.place(block, page) {
-            Some(place) => Ok(ram.index.set(place, entry)),
+        match self.index.place(block, page) {
+            Some(place) => Ok(self.index.set(place, entry)),
             None => Err(MigrationError::Protocol {
                 channel: Channel::Main,
                 got: format!("page {page} of RAM block {block}"),
@@ -233,19 +247,16 @@ impl BlockSink {
     /// Adds to the file's main channel.
     fn record(
         &self,
-        write: impl FnOnce(&mut MainEncoder, &mut Vec<u8>) -> Result<(), hotlift_wire::WireError>,
+        write: impl FnOnce(&mut MainEncoder, &mut Vec<u8>) -> Result<(), WireError>,
     ) -> Result<(), MigrationError> {
         let mut stream = lock(&self.stream);
         let Stream { encoder, bytes } = &mut *stream;
-        match encoder {
-            Some(encoder) => write(encoder, bytes).map_err(MigrationError::main_wire),
-            None => unreachable!("`open` comes first"),
-        }
+        write(encoder, bytes).map_err(MigrationError::main_wire)
     }
 
     /// Writes the index and its checks.
     fn write_index(&self) -> Result<(), MigrationError> {
-        let index = &self.ram().index;
+        let index = &self.index;
         let position = self.position.load(Ordering::Relaxed);
         let mut checks = Vec::with_capacity(4 * index.chunks());
         let of_zeros = layout::crc_of(self.seed, &[&[0; CHUNK_LEN]]);
@@ -329,13 +340,6 @@ impl Sink for BlockSink {
         }))
     }
 
-    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
-        let mut stream = lock(&self.stream);
-        let encoder = MainEncoder::new(&opening.configuration, &mut stream.bytes);
-        stream.encoder = Some(encoder.map_err(MigrationError::main_wire)?);
-        Ok(())
-    }
-
     /// Nobody answers a PING in a file.
     fn command(&self, command: Command) -> Result<(), MigrationError> {
         match command {
@@ -352,39 +356,18 @@ impl Sink for BlockSink {
         Ok(())
     }
 
-    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
-        check_ram(&ram.blocks).map_err(MigrationError::main_wire)?;
-        // The chunks themselves take no more than the pages that come.
-        let table = Index::chunks_of(&ram.blocks).saturating_mul(24);
-        let table = self
-            .memory
-            .take(usize::try_from(table).unwrap_or(usize::MAX));
-        table.map_err(|source| MigrationError::memory(Channel::Main, source))?;
-        self.record(|encoder, bytes| {
-            encoder.set_ram_id(ram.section_id)?;
-            encoder.ram_start(&ram.blocks, false, bytes)
-        })?;
-        let _ = self.ram.set(Ram {
-            layout: ram.clone(),
-            index: Index::new(&ram.blocks),
-            complete: Complete::new(&ram.blocks, &self.memory),
-        });
-        Ok(())
-    }
-
     /// The index names what came last.
     fn barrier(&self) -> Result<(), MigrationError> {
         Ok(())
     }
 
     fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
-        let ram = self.ram();
         let number = offset / PAGE_SIZE as u64;
         let known = usize::try_from(number)
             .ok()
-            .and_then(|page| ram.index.place(block, page));
+            .and_then(|page| self.index.place(block, page));
         let mut page = [0; PAGE_SIZE];
-        if let Some(entry) = known.and_then(|place| ram.index.get(place)) {
+        if let Some(entry) = known.and_then(|place| self.index.get(place)) {
             let read = |into: &mut [u8], position| {
                 let read = self.file.file().read_at(into, position);
                 read.map_err(|source| self.file.failed(source))
@@ -393,7 +376,7 @@ impl Sink for BlockSink {
             blocks.load(entry, (block, number), read)?;
             page = *blocks.page(entry.place);
         }
-        apply_delta(delta, &mut page, (&ram.layout.blocks[block].name, offset))?;
+        apply_delta(delta, &mut page, (&self.blocks[block].name, offset))?;
         match BlockHead::of(block, std::iter::once(number)) {
             Some((head, _)) => self.put(&head, &page),
             None => Ok(()),
@@ -402,7 +385,7 @@ impl Sink for BlockSink {
 
     fn ram_end(&self) -> Result<(), MigrationError> {
         let memory_devices = lock(&self.memory_devices);
-        self.ram().complete.check(&self.left_out, &memory_devices)?;
+        self.complete.check(&self.left_out, &memory_devices)?;
         self.record(|encoder, bytes| {
             encoder.ram_end(bytes)?;
             encoder.ram_eos(bytes)
@@ -497,7 +480,7 @@ impl Writer<'_> {
 
     fn block(&mut self, mut head: BlockHead, pages: &[u8]) -> Result<(), MigrationError> {
         if let Some(encoder) = &mut self.encoder {
-            let name = &self.sink.ram().layout.blocks[head.ram_block].name;
+            let name = &self.sink.blocks[head.ram_block].name;
             encoder.encode(head.first, name, pages, &mut self.payload)?;
             if self.payload.len() < pages.len() {
                 let flag = self.sink.method.flag;
@@ -516,7 +499,7 @@ impl WritePages for Writer<'_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         // Zero pages take no space, whether the source has looked for them or not.
         batch.find_zero_pages();
-        self.sink.ram().complete.note(batch)?;
+        self.sink.complete.note(batch)?;
         let mut pages = batch.pages();
         let mut rest = batch.normal.as_slice();
         let number = |offset: &u64| *offset / PAGE_SIZE as u64;

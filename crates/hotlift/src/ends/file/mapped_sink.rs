@@ -3,13 +3,13 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::main_channel::{
-    Command, EarlySection, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, PluggableMemory,
-    put_mapped_end,
+    Command, Configuration, EarlySection, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout,
+    PluggableMemory, put_mapped_end,
 };
 use hotlift_wire::settle::Doing;
 
@@ -22,7 +22,7 @@ use crate::lock::lock;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::settings::{LeftOut, RelaySettings};
-use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
+use crate::pipe::sink::{HasTaken, Opening, Sink, WritePages};
 
 /// Bitmap words that are written at once.
 const WORDS: usize = 8192;
@@ -32,21 +32,16 @@ pub(crate) struct MappedRamSink {
     file: PartialFile,
     /// Where the stream goes on.
     position: AtomicU64,
-    ram: OnceLock<Ram>,
+    section_id: u32,
+    blocks: Vec<Block>,
+    complete: Complete,
     workers: usize,
     left_out: Vec<LeftOut>,
     /// What virtio-mem devices have plugged.
     memory_devices: Mutex<Vec<PluggableMemory>>,
     pacer: Arc<Pacer>,
     control: Control,
-    memory: MemoryLimit,
     sent_bytes: AtomicU64,
-}
-
-struct Ram {
-    section_id: u32,
-    blocks: Vec<Block>,
-    complete: Complete,
 }
 
 struct Block {
@@ -56,34 +51,53 @@ struct Block {
 }
 
 impl MappedRamSink {
-    /// Begins the file that will be called `path`, written by as many threads as the options have
-    /// multifd channels.
+    /// Begins the file that will be called `path`, up to the devices behind the RAM blocks, written by as many threads as the
+    /// options have multifd channels.
     pub(crate) fn create(
         path: &Path,
         settings: &RelaySettings,
+        opening: Opening<'_>,
         memory: &MemoryLimit,
         control: &Control,
     ) -> Result<Self, MigrationError> {
         let options = &settings.outgoing;
-        Ok(Self {
+        let early = &opening.early.before_ram;
+        let mut head = head(opening.configuration)?;
+        if opening.commands.contains(&Command::SwitchoverStart) {
+            Command::SwitchoverStart.encode(&mut head);
+        }
+        for section in early {
+            head.extend_from_slice(&section.bytes);
+        }
+        let ram_bytes = check_ram(&opening.ram.blocks).map_err(MigrationError::main_wire)?;
+        let bitmaps = memory.take(page_of(ram_bytes) / 8);
+        bitmaps.map_err(|source| MigrationError::memory(Channel::Main, source))?;
+        let section_id = opening.ram.section_id;
+        let layout = MappedLayout::new(section_id, &opening.ram.blocks, head.len() as u64)
+            .map_err(MigrationError::main_wire)?;
+        let memory_devices = early.iter().filter_map(|section| section.memory.clone());
+        let blocks = layout.blocks.into_iter().map(|place| Block {
+            bitmap: DirtyBitmap::new(page_of(place.entry.used_length)),
+            place,
+        });
+        let sink = Self {
             file: PartialFile::create(path)?,
-            position: AtomicU64::new(0),
-            ram: OnceLock::new(),
+            position: AtomicU64::new(layout.end),
+            section_id,
+            blocks: blocks.collect(),
+            complete: Complete::new(&opening.ram.blocks, memory),
             workers: usize::from(options.channels()).max(1),
             left_out: settings.left_out.clone(),
-            memory_devices: Mutex::default(),
+            memory_devices: Mutex::new(memory_devices.collect()),
             pacer: control.steering().pacer(options),
             control: control.clone(),
-            memory: memory.clone(),
             sent_bytes: AtomicU64::new(0),
-        })
-    }
-
-    fn ram(&self) -> &Ram {
-        match self.ram.get() {
-            Some(ram) => ram,
-            None => unreachable!("`ram_start` comes first"),
+        };
+        sink.write(&head, 0)?;
+        for (position, piece) in &layout.pieces {
+            sink.write(piece, *position)?;
         }
+        Ok(sink)
     }
 
     fn write(&self, bytes: &[u8], position: u64) -> Result<(), MigrationError> {
@@ -117,6 +131,26 @@ impl MappedRamSink {
     }
 }
 
+/// Returns header and configuration of a file.
+fn head(configuration: &Configuration) -> Result<Vec<u8>, MigrationError> {
+    let refused = |reason| Err(FileError::CannotBeSaved { reason }.into());
+    if configuration.is_absent() {
+        let why = "machine types up to 2.3 do not go together with mapped-ram: use format hotlift";
+        return refused(why.to_owned());
+    }
+    if let Some(name) = configuration.capabilities.first() {
+        return refused(format!(
+            "capability {name} does not go together with mapped-ram"
+        ));
+    }
+    let mut configuration = configuration.clone();
+    configuration.capabilities.push(MAPPED_RAM.to_owned());
+    let mut head = FILE_HEADER.to_vec();
+    let encoded = configuration.encode(&mut head);
+    encoded.map_err(MigrationError::main_wire)?;
+    Ok(head)
+}
+
 impl Sink for MappedRamSink {
     fn workers(&self) -> usize {
         self.workers
@@ -124,30 +158,6 @@ impl Sink for MappedRamSink {
 
     fn page_writer(&self, _: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
         Ok(Box::new(Writer(self)))
-    }
-
-    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
-        let mut configuration = opening.configuration.clone();
-        if configuration.is_absent() {
-            return Err(FileError::CannotBeSaved {
-                reason:
-                    "machine types up to 2.3 do not go together with mapped-ram: use format hotlift"
-                        .to_owned(),
-            }
-            .into());
-        }
-        if let Some(name) = configuration.capabilities.first() {
-            return Err(FileError::CannotBeSaved {
-                reason: format!("capability {name} does not go together with mapped-ram"),
-            }
-            .into());
-        }
-        configuration.capabilities.push(MAPPED_RAM.to_owned());
-        let mut bytes = FILE_HEADER.to_vec();
-        configuration
-            .encode(&mut bytes)
-            .map_err(MigrationError::main_wire)?;
-        self.append(&bytes)
     }
 
     /// Nobody answers a PING in a file; QEMU refuses one without a return path.
@@ -165,36 +175,13 @@ impl Sink for MappedRamSink {
         self.append(&section.bytes)
     }
 
-    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
-        let ram_bytes = check_ram(&ram.blocks).map_err(MigrationError::main_wire)?;
-        let bitmaps = self.memory.take(page_of(ram_bytes) / 8);
-        bitmaps.map_err(|source| MigrationError::memory(Channel::Main, source))?;
-        let position = self.position.load(Ordering::Relaxed);
-        let layout = MappedLayout::new(ram.section_id, &ram.blocks, position)
-            .map_err(MigrationError::main_wire)?;
-        for (position, piece) in &layout.pieces {
-            self.write(piece, *position)?;
-        }
-        self.position.store(layout.end, Ordering::Relaxed);
-        let blocks = layout.blocks.into_iter().map(|place| Block {
-            bitmap: DirtyBitmap::new(page_of(place.entry.used_length)),
-            place,
-        });
-        let _ = self.ram.set(Ram {
-            section_id: ram.section_id,
-            blocks: blocks.collect(),
-            complete: Complete::new(&ram.blocks, &self.memory),
-        });
-        Ok(())
-    }
-
     /// Pages have one place each: what is written later is what counts.
     fn barrier(&self) -> Result<(), MigrationError> {
         Ok(())
     }
 
     fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
-        let block = &self.ram().blocks[block];
+        let block = &self.blocks[block];
         let position = block.place.pages_offset + offset;
         let mut page = [0; PAGE_SIZE];
         if block.bitmap.test(page_of(offset)) {
@@ -209,9 +196,9 @@ impl Sink for MappedRamSink {
 
     fn ram_end(&self) -> Result<(), MigrationError> {
         let memory_devices = lock(&self.memory_devices);
-        self.ram().complete.check(&self.left_out, &memory_devices)?;
+        self.complete.check(&self.left_out, &memory_devices)?;
         let mut bytes = Vec::new();
-        put_mapped_end(self.ram().section_id, &mut bytes);
+        put_mapped_end(self.section_id, &mut bytes);
         self.append(&bytes)
     }
 
@@ -220,7 +207,7 @@ impl Sink for MappedRamSink {
     }
 
     fn await_loaded(&self) -> Result<(), MigrationError> {
-        for block in &self.ram().blocks {
+        for block in &self.blocks {
             self.write_bitmap(block)?;
         }
         Ok(self.file.settle(self.position.load(Ordering::Relaxed))?)
@@ -252,8 +239,8 @@ impl WritePages for Writer<'_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         // Zero pages take no space, whether the source has looked for them or not.
         batch.find_zero_pages();
-        self.0.ram().complete.note(batch)?;
-        let block = &self.0.ram().blocks[batch.block];
+        self.0.complete.note(batch)?;
+        let block = &self.0.blocks[batch.block];
         let is_next = |a: &u64, b: &u64| *b == *a + PAGE_SIZE as u64;
         let mut pages = batch.pages();
         for run in batch.normal.chunk_by(is_next) {
@@ -279,35 +266,38 @@ mod tests {
 
     use super::*;
     use hotlift_wire::RamBlockEntry;
-    use hotlift_wire::main_channel::Configuration;
 
-    fn create(path: &Path) -> MappedRamSink {
+    use crate::pipe::sink::RamLayout;
+
+    /// Begins a file of a VM with these capabilities and this RAM.
+    fn create(
+        path: &Path,
+        capabilities: &[&str],
+        blocks: &[(&str, u64)],
+    ) -> Result<MappedRamSink, MigrationError> {
         let settings = RelaySettings::default();
         let memory = settings.outgoing.memory(0);
-        MappedRamSink::create(path, &settings, &memory, &Control::default()).unwrap()
+        let capabilities = capabilities.iter().map(|name| (*name).to_owned());
+        let blocks = blocks.iter();
+        let blocks = blocks.map(|(name, length)| RamBlockEntry::new(*name, *length));
+        let configuration = Configuration {
+            machine: "pc".to_owned(),
+            capabilities: capabilities.collect(),
+            ..Configuration::default()
+        };
+        let ram = RamLayout {
+            section_id: 1,
+            blocks: blocks.collect(),
+        };
+        let opening = Opening::bare(&configuration, &ram);
+        MappedRamSink::create(path, &settings, opening, &memory, &Control::default())
     }
 
     /// What the file has of the first pages of the first block, after `write` did its work.
     fn written(write: impl FnOnce(&MappedRamSink, &mut Writer<'_>)) -> Vec<Option<Vec<u8>>> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        let sink = create(&path);
-        let configuration = Configuration {
-            machine: "pc".to_owned(),
-            ..Configuration::default()
-        };
-        sink.open(&Opening {
-            configuration,
-            uuid: [0; 16],
-        })
-        .unwrap();
-        sink.ram_start(&RamLayout {
-            section_id: 1,
-            blocks: ["ram", "rom"]
-                .map(|name| RamBlockEntry::new(name, 8 * 4096))
-                .into(),
-        })
-        .unwrap();
+        let sink = create(&path, &[], &[("ram", 8 * 4096), ("rom", 8 * 4096)]).unwrap();
         // Every page comes, mostly as zero.
         for page in 0..16_u64 {
             put(
@@ -324,7 +314,7 @@ mod tests {
         sink.commit(b"end", None).unwrap();
         let bytes = fs::read(&path).unwrap();
         assert!(bytes.ends_with(b"end"));
-        let place = &sink.ram().blocks[0].place;
+        let place = &sink.blocks[0].place;
         let at = |position: u64| usize::try_from(position).unwrap();
         let bitmap = bytes[at(place.bitmap_offset)];
         let page = |number: usize| bytes[at(place.pages_offset) + number * 4096..][..4096].to_vec();
@@ -385,16 +375,8 @@ mod tests {
     fn streams_that_qemu_would_not_load_are_not_written() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        let sink = create(&path);
-        let opening = Opening {
-            configuration: Configuration {
-                machine: "pc".to_owned(),
-                capabilities: vec!["x-ignore-shared".to_owned()],
-                ..Configuration::default()
-            },
-            uuid: [0; 16],
-        };
-        let error = sink.open(&opening).unwrap_err();
+        let created = create(&path, &["x-ignore-shared"], &[("ram", 4096)]);
+        let error = created.err().unwrap();
         assert!(
             error.chain().contains("x-ignore-shared"),
             "{}",
@@ -406,11 +388,6 @@ mod tests {
     fn more_ram_than_any_host_has_is_refused_before_memory_is_taken_for_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        let sink = create(&path);
-        let ram = RamLayout {
-            section_id: 1,
-            blocks: vec![RamBlockEntry::new("ram", 1 << 62)],
-        };
-        assert!(sink.ram_start(&ram).is_err());
+        assert!(create(&path, &[], &[("ram", 1 << 62)]).is_err());
     }
 }

@@ -16,12 +16,14 @@ use hotlift_wire::main_channel::{Configuration, MainEncoder};
 use tempfile::TempDir;
 
 use crate::control::Control;
+use crate::ends::file::block_sink::Stream;
 use crate::ends::file::layout::FOOT_LEN;
 use crate::ends::file::partial::PartialFile;
 use crate::ends::file::{
     BlockFile, BlockSink, Blocks, FileError, Places, SavedVm, describe, inspect,
 };
 use crate::error::MigrationError;
+use crate::lock::lock;
 use crate::options::Options;
 use crate::pipe::batch::Batch;
 use crate::pipe::settings::RelaySettings;
@@ -80,35 +82,32 @@ fn sink_with(path: &Path, options: &Options) -> BlockSink {
 
 /// A sink to which no page has come, whose stream has these capabilities.
 fn empty_sink(path: &Path, options: &Options, capabilities: &[&str]) -> BlockSink {
-    let mut opening = Opening {
-        configuration: Configuration {
-            machine: "pc-i440fx-10.0".to_owned(),
-            ..Configuration::default()
-        },
-        uuid: [7; 16],
+    let mut configuration = Configuration {
+        machine: "pc-i440fx-10.0".to_owned(),
+        ..Configuration::default()
     };
+    let mut ram = RamLayout {
+        section_id: 3,
+        blocks: [("ram", PAGES), ("rom", 3)]
+            .map(|(name, pages)| RamBlockEntry::new(name, (pages * PAGE_SIZE) as u64))
+            .into(),
+    };
+    let opening = Opening::bare(&configuration, &ram);
     let control = Control::default();
     let settings = RelaySettings {
         outgoing: options.clone(),
         ..RelaySettings::default()
     };
     let memory = options.memory(0);
-    let sink = BlockSink::create(path, &settings, (&opening, None), &memory, &control).unwrap();
-    let capabilities = capabilities.iter().map(|name| (*name).to_owned());
-    opening.configuration.capabilities = capabilities.collect();
-    let guest_address = (!opening.configuration.capabilities.is_empty()).then_some(0);
-    sink.open(&opening).unwrap();
-    let entries = [("ram", PAGES), ("rom", 3)];
-    sink.ram_start(&RamLayout {
-        section_id: 3,
-        blocks: entries
-            .map(|(name, pages)| RamBlockEntry {
-                guest_address,
-                ..RamBlockEntry::new(name, (pages * PAGE_SIZE) as u64)
-            })
-            .into(),
-    })
-    .unwrap();
+    let sink = BlockSink::create(path, &settings, (opening, None), &memory, &control).unwrap();
+    if !capabilities.is_empty() {
+        let capabilities = capabilities.iter().map(|name| (*name).to_owned());
+        configuration.capabilities = capabilities.collect();
+        let blocks = ram.blocks.iter_mut();
+        blocks.for_each(|block| block.guest_address = Some(0));
+        let opening = Opening::bare(&configuration, &ram);
+        *lock(&sink.stream) = Stream::new(opening).unwrap();
+    }
     sink
 }
 
@@ -214,17 +213,16 @@ fn a_file_without_shared_ram_is_refused_whoever_reads_it() {
     assert!(matches!(error, FileError::WithoutSharedRam), "{error}");
     let described = describe(&*path, true, &control).unwrap_err();
     assert!(described.chain().contains("x-ignore-shared"));
-    let opening = Opening {
-        configuration: Configuration {
-            machine: "pc".to_owned(),
-            capabilities: vec!["x-ignore-shared".to_owned()],
-            ..Configuration::default()
-        },
-        uuid: [0; 16],
+    let configuration = Configuration {
+        machine: "pc".to_owned(),
+        capabilities: vec!["x-ignore-shared".to_owned()],
+        ..Configuration::default()
     };
+    let ram = RamLayout::default();
+    let opening = Opening::bare(&configuration, &ram);
     let settings = RelaySettings::default();
     let memory = settings.outgoing.memory(0);
-    let created = BlockSink::create(&path, &settings, (&opening, None), &memory, &control);
+    let created = BlockSink::create(&path, &settings, (opening, None), &memory, &control);
     assert!(created.err().unwrap().chain().contains("x-ignore-shared"));
 }
 

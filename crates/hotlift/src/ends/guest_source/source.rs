@@ -5,8 +5,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use hotlift_wire::RamBlockEntry;
-
 use crate::control::Control;
 use crate::ends::guest_source::rounds::Rounds;
 use crate::ends::guest_source::zero_devices::ZeroDevices;
@@ -74,13 +72,6 @@ impl<'a> GuestSource<'a> {
             looked_at: AtomicU64::new(0),
             moved: Mutex::new((0, Instant::now())),
         }
-    }
-
-    /// The RAM blocks as the stream has them.
-    pub(crate) fn blocks(&self) -> Vec<RamBlockEntry> {
-        let ram = self.guest.ram().iter();
-        ram.map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
-            .collect()
     }
 
     fn main_bytes(&self) -> u64 {

@@ -180,7 +180,6 @@ pub(crate) struct StreamSink<'a> {
     /// The other side may know that it has loaded everything, and not that the migration has ended before the commit.
     asked_whether_loaded: AtomicBool,
     control: Control,
-    memory: MemoryLimit,
     seen: Seen,
     sync_points: SyncPoints,
     /// Of the machine type.
@@ -193,27 +192,23 @@ pub(crate) struct StreamSink<'a> {
     preempt: OnceLock<PreemptOut>,
     /// The other side is a Hotlift.
     is_hotlift: AtomicBool,
-    ram: OnceLock<Ram>,
-    /// What the guest did before, by its devices.
-    run_state: OnceLock<String>,
-    run_state_search: Mutex<RunStateSearch>,
-}
-
-struct Ram {
-    layout: RamLayout,
+    ram: RamLayout,
     /// What waits in postcopy for the rest of its huge page.
     host_pages: HostPages,
     /// Zero pages that wait for the next section on main.
     zeros: Vec<PageSet>,
     /// How many were added since the last section of its own.
     kept: AtomicUsize,
+    /// What the guest did before, by its devices.
+    run_state: OnceLock<String>,
+    run_state_search: Mutex<RunStateSearch>,
 }
 
 /// Opens the outgoing side, up to the first byte on main.
 pub(crate) fn open<'a>(
     request: Request<'a>,
     seen: Seen,
-    opening: &Opening,
+    opening: Opening<'_>,
     memory: &MemoryLimit,
 ) -> Result<Box<dyn Sink + 'a>, MigrationError> {
     let Request {
@@ -236,7 +231,7 @@ pub(crate) fn open<'a>(
             path,
             format: FileFormat::MappedRam,
         } => {
-            let sink = MappedRamSink::create(path, settings, memory, control)?;
+            let sink = MappedRamSink::create(path, settings, opening, memory, control)?;
             Ok(Box::new(sink))
         }
     }
@@ -259,11 +254,13 @@ impl<'a> StreamSink<'a> {
         to: &Address,
         settings: &'a RelaySettings,
         seen: Seen,
-        opening: &Opening,
+        opening: Opening<'_>,
         memory: &MemoryLimit,
         control: &Control,
     ) -> Result<Self, MigrationError> {
-        let configuration = &opening.configuration;
+        let Opening {
+            configuration, ram, ..
+        } = opening;
         let channels = ChannelOpening {
             uuid: opening.uuid,
             hello: hello_of(settings),
@@ -276,12 +273,13 @@ impl<'a> StreamSink<'a> {
             &settings.outgoing,
             control,
         )?;
+        let blocks = ram.blocks.iter();
+        let zeros = blocks.map(|block| PageSet::new(block.used_length, memory));
         Ok(Self {
             settings,
             out,
             asked_whether_loaded: AtomicBool::new(false),
             control: control.clone(),
-            memory: memory.clone(),
             seen,
             sync_points: SyncPoints::of_destination(settings, seen.sync_points, configuration),
             version: version_of(configuration),
@@ -289,7 +287,10 @@ impl<'a> StreamSink<'a> {
             switched: AtomicBool::new(false),
             preempt: OnceLock::new(),
             is_hotlift: AtomicBool::new(false),
-            ram: OnceLock::new(),
+            ram: ram.clone(),
+            host_pages: HostPages::new(&ram.blocks, memory),
+            zeros: zeros.collect(),
+            kept: AtomicUsize::new(0),
             run_state: OnceLock::new(),
             run_state_search: Mutex::default(),
         })
@@ -395,15 +396,8 @@ impl<'a> StreamSink<'a> {
         self.is_hotlift.load(Ordering::Acquire)
     }
 
-    fn ram(&self) -> &Ram {
-        match self.ram.get() {
-            Some(ram) => ram,
-            None => unreachable!("`ram_start` comes first"),
-        }
-    }
-
     fn block_name(&self, block: usize) -> &str {
-        &self.ram().layout.blocks[block].name
+        &self.ram.blocks[block].name
     }
 
     fn looks_for_zeros(&self) -> bool {
@@ -439,9 +433,9 @@ impl<'a> StreamSink<'a> {
     /// Keeps zero pages for the next section on main.
     fn keep_zeros(&self, block: usize, offsets: &[u64]) -> Result<(), MigrationError> {
         for offset in offsets {
-            self.ram().zeros[block].insert(*offset)?;
+            self.zeros[block].insert(*offset)?;
         }
-        self.ram().kept.fetch_add(offsets.len(), Ordering::Relaxed);
+        self.kept.fetch_add(offsets.len(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -454,7 +448,7 @@ impl<'a> StreamSink<'a> {
     /// A section of RAM with the zero pages that wait.
     fn zero_section(&self, flush: bool) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
-        for (block, zeros) in self.ram().zeros.iter().enumerate() {
+        for (block, zeros) in self.zeros.iter().enumerate() {
             for offset in zeros.take() {
                 main.zero_page(block, offset)?;
             }
@@ -516,7 +510,7 @@ impl Sink for StreamSink<'_> {
         Some(Box::new(Forwarding::new(self, channel)?))
     }
 
-    fn open(&self, _: &Opening) -> Result<(), MigrationError> {
+    fn open(&self, opening: Opening<'_>) -> Result<(), MigrationError> {
         let offer = self.offer();
         let (settings, answers) = (&self.settings.outgoing, &self.out.answers);
         {
@@ -555,7 +549,11 @@ impl Sink for StreamSink<'_> {
         if self.has_guessed_sync_points() {
             self.out.answers.explain(GUESSED_SYNC_POINTS);
         }
-        Ok(())
+        for command in opening.commands {
+            self.lock_main().command(*command)?;
+        }
+        let mut early = opening.early.before_ram.iter();
+        early.try_for_each(|section| self.early_section(section))
     }
 
     fn command(&self, command: Command) -> Result<(), MigrationError> {
@@ -566,19 +564,11 @@ impl Sink for StreamSink<'_> {
         self.lock_main().raw(&section.bytes)
     }
 
-    fn ram_start(&self, layout: &RamLayout) -> Result<(), MigrationError> {
-        let blocks = layout.blocks.iter();
-        let zeros = blocks.map(|block| PageSet::new(block.used_length, &self.memory));
-        let _ = self.ram.set(Ram {
-            layout: layout.clone(),
-            host_pages: HostPages::new(&layout.blocks, &self.memory),
-            zeros: zeros.collect(),
-            kept: AtomicUsize::new(0),
-        });
+    fn ram_start(&self) -> Result<(), MigrationError> {
         self.out.multifd.sync()?;
         let flush = self.flushes();
-        let id = Some(layout.section_id);
-        self.lock_main().ram_start(id, &layout.blocks, flush)?;
+        let id = Some(self.ram.section_id);
+        self.lock_main().ram_start(id, &self.ram.blocks, flush)?;
         if self.seen.is_guest {
             return self.section_sent();
         }
@@ -595,7 +585,7 @@ impl Sink for StreamSink<'_> {
     fn section_end(&self) -> Result<(), MigrationError> {
         // Where each section is a sync point, there may be no other sections.
         let each = self.sync_points.each_section && !self.out.multifd.is_empty();
-        if each || self.ram().kept.swap(0, Ordering::Relaxed) == 0 {
+        if each || self.kept.swap(0, Ordering::Relaxed) == 0 {
             return Ok(());
         }
         self.zero_section(false)
@@ -638,7 +628,7 @@ impl Sink for StreamSink<'_> {
 
     fn ram_end(&self) -> Result<(), MigrationError> {
         // Behind END what nobody has taken would be zero.
-        self.ram().host_pages.are_whole()?;
+        self.host_pages.are_whole()?;
         self.preempt.get().map_or(Ok(true), PreemptOut::is_taken)?;
         self.lock_main().complete();
         match self.pages_on_main() {
@@ -844,24 +834,23 @@ mod tests {
             },
             ..RelaySettings::default()
         };
-        let opening = Opening {
-            configuration: Configuration {
-                machine: "hotlift".to_owned(),
-                ..Configuration::default()
-            },
-            uuid: [0; 16],
+        let configuration = Configuration {
+            machine: "hotlift".to_owned(),
+            ..Configuration::default()
         };
+        let ram = RamLayout::default();
+        let opening = Opening::bare(&configuration, &ram);
         for commits in [false, true] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let to = format!("tcp:{}", listener.local_addr().unwrap());
             let (to, memory) = (to.parse().unwrap(), MemoryLimit::new(1 << 20));
             let (seen, control) = (Seen::guest(), Control::new());
-            let sink = StreamSink::connect(&to, &settings, seen, &opening, &memory, &control);
+            let sink = StreamSink::connect(&to, &settings, seen, opening, &memory, &control);
             let sink = sink.unwrap();
             std::thread::scope(|scope| {
                 scope.spawn(|| answer_pings(&listener));
                 scope.spawn(|| sink.return_path(&|_, _, _| Ok(()), &|_, _| ()));
-                sink.open(&opening).unwrap();
+                sink.open(opening).unwrap();
                 sink.await_ready().unwrap();
                 if commits {
                     sink.settled();

@@ -31,9 +31,8 @@ impl StreamSink<'_> {
 
     /// Where pages of this RAM block wait for the others of their host page. A relay passes them on as they come.
     fn gathers(&self, block: usize) -> Option<&HostPages> {
-        let host_pages = &self.ram().host_pages;
-        let are_gathered = !self.is_hotlift() && host_pages.are_huge(block);
-        are_gathered.then_some(host_pages)
+        let are_gathered = !self.is_hotlift() && self.host_pages.are_huge(block);
+        are_gathered.then_some(&self.host_pages)
     }
 
     /// Pages that the guest waits for.

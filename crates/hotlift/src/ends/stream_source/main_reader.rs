@@ -93,7 +93,7 @@ impl<'a> MainReader<'a> {
     /// Passes the whole stream on.
     pub(crate) fn run(
         &mut self,
-        opening: &Opening,
+        opening: Opening<'_>,
         hooks: Hooks<'_>,
         further: &dyn Further,
     ) -> Result<(), MigrationError> {
@@ -163,13 +163,9 @@ impl<'a> MainReader<'a> {
 
 impl Relay<'_> {
     /// Opens the other side, up to the RAM blocks.
-    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
-        let session = self.session;
-        session.sink.open(opening)?;
-        for command in &self.setup.commands {
-            session.sink.command(*command)?;
-        }
-        session.start_ram(&self.setup.early, &self.setup.ram)
+    fn open(&self, opening: Opening<'_>) -> Result<(), MigrationError> {
+        self.session.sink.open(opening)?;
+        self.session.start_ram(opening.early)
     }
 
     /// Does what the machine asks for; `bytes` are those that it took.

@@ -48,7 +48,7 @@ impl Migration<'_> {
         self.discard()?;
         let devices = source.guest.save_devices()?;
         let (package, ping) = out.main.take().package(&devices, LOADED)?;
-        let ledger = Arc::new(Ledger::new(&source.blocks()));
+        let ledger = Arc::new(Ledger::new(&self.opening.ram.blocks));
         let _ = source.ledger.set(Arc::clone(&ledger));
         if !session.giving.serve(|| !control.life().is_stopped()) {
             return Err(MigrationError::Cancelled);
@@ -90,7 +90,7 @@ impl Migration<'_> {
             ram.put_back(0, 0);
         }
         let mut discards = Vec::new();
-        for (index, block) in self.source.blocks().iter().enumerate() {
+        for (index, block) in self.opening.ram.blocks.iter().enumerate() {
             postcopy::put_discards(&block.name, &ram.dirty_ranges(index), &mut discards)
                 .map_err(MigrationError::main_wire)?;
         }
@@ -255,8 +255,8 @@ impl Migration<'_> {
             pacer: Arc::clone(&out.link.pacer),
             life: control.life().clone(),
         });
-        let blocks = self.source.blocks();
-        let ledger = Arc::new(Ledger::new(&blocks));
+        let blocks = &self.opening.ram.blocks;
+        let ledger = Arc::new(Ledger::new(blocks));
         let mut messages = Messages::new(Channel::Main);
         let mut preempt = None;
         messages.begin_with(go_on(&link.transport, &ledger, control.life(), || {
@@ -273,8 +273,8 @@ impl Migration<'_> {
                 }
             }
         }
-        let configuration = &self.opening.configuration;
-        *out.main.take() = MainSend::resume(Arc::clone(&link), configuration, None, &blocks)?;
+        let configuration = self.opening.configuration;
+        *out.main.take() = MainSend::resume(Arc::clone(&link), configuration, None, blocks)?;
         let answers = Answers::new(control.life());
         answers.serve();
         control.set_status(Status::PostcopyActive);

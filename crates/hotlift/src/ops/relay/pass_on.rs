@@ -123,12 +123,15 @@ fn pass_on(
     }
     let said = channels.as_ref().map(|channels| channels.uuid);
     let opening = Opening {
-        configuration: setup.configuration.clone(),
+        configuration: &setup.configuration,
         uuid: settings
             .uuid
             .or(said)
             .or(setup.configuration.uuid)
             .unwrap_or_default(),
+        commands: &setup.commands,
+        early: &setup.early,
+        ram: &setup.ram,
     };
     let hello = channels.as_ref().and_then(|channels| channels.hello);
     if let Some(error) = hello.and_then(unfit) {
@@ -158,7 +161,12 @@ fn pass_on(
             method: method.name(),
         });
     }
-    let sink = match stream_sink::open(request, seen, &opening, &memory) {
+    let multifd = channels.map_or_else(Vec::new, |Channels { channels, .. }| channels);
+    memory.raise(multifd.len() * CHANNEL_MEMORY);
+    if setup.postcopy && setup.ram.has_huge_pages() {
+        memory.raise((multifd.len() + 1) * HUGE_PAGES * LARGEST_PAGE);
+    }
+    let sink = match stream_sink::open(request, seen, opening, &memory) {
         Ok(sink) => sink,
         Err(error) => {
             if setup.relay.is_some() {
@@ -167,11 +175,6 @@ fn pass_on(
             return Err(error);
         }
     };
-    let multifd = channels.map_or_else(Vec::new, |Channels { channels, .. }| channels);
-    memory.raise(multifd.len() * CHANNEL_MEMORY);
-    if setup.postcopy && setup.ram.has_huge_pages() {
-        memory.raise((multifd.len() + 1) * HUGE_PAGES * LARGEST_PAGE);
-    }
     let received = Counters::of_side(multifd.len());
     if let Some(on_main) = received.last() {
         on_main.add_bytes(input.everything().len());
@@ -227,7 +230,7 @@ fn pass_on(
         &Streams::new(&upstream, &setup),
         &setup.ram.blocks,
         hooks,
-        &mut || reader.run(&opening, hooks, &further),
+        &mut || reader.run(opening, hooks, &further),
         door.as_mut(),
     );
     wind_up(&session, &upstream, door, &settings.outgoing);

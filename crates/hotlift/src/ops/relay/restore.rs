@@ -35,18 +35,20 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
     let since = Instant::now();
     let memory = settings.outgoing.memory(0);
     let stream = file.stream();
-    let configuration = stream.configuration.clone();
-    let said = configuration.uuid.or(stream.uuid);
+    let said = stream.configuration.uuid.or(stream.uuid);
     let opening = Opening {
+        configuration: &stream.configuration,
         uuid: settings.uuid.or(said).unwrap_or_default(),
-        configuration,
+        commands: &[],
+        early: &stream.early,
+        ram: &stream.ram,
     };
     let seen = Seen {
         sync_points: stream.flush_after_each_section.map(SyncPoints::shown),
         zeros_were_looked_for: true,
         is_guest: false,
     };
-    let sink = stream_sink::open(request, seen, &opening, &memory)?;
+    let sink = stream_sink::open(request, seen, opening, &memory)?;
     let received = Counters::of_side(file.readers());
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let session = Session::new(
@@ -58,7 +60,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
         since,
         id,
     );
-    let mut pass_on = || pass_on(&session, file, &opening, hooks);
+    let mut pass_on = || pass_on(&session, file, opening, hooks);
     run_threads(
         &session,
         file,
@@ -74,12 +76,12 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
 fn pass_on<P: Places>(
     session: &Session<'_>,
     file: &FileSource<P>,
-    opening: &Opening,
+    opening: Opening<'_>,
     hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
     let stream = file.stream();
     session.sink.open(opening)?;
-    session.start_ram(&stream.early, &stream.ram)?;
+    session.start_ram(opening.early)?;
 
     session.meet_readers()?;
     if !session.flow.drain() {
