@@ -1,7 +1,7 @@
 //! State that threads wait for: until it has a value, until a deadline, or until the lifetime has changed.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::life::{Changes, Life, Wake};
 use crate::lock::lock;
@@ -70,6 +70,33 @@ impl<T: Send + 'static> Gate<T> {
         outcome
     }
 
+    /// The present time of the lifetime's clock.
+    pub(crate) fn now(&self) -> Instant {
+        self.changes.now()
+    }
+
+    /// Waits as [`Gate::wait_until`] does; `None` once `patience` is over since the beginning, and since the time that `latest`
+    /// returns of the state.
+    ///
+    /// # Errors
+    /// What `goes_on` returns.
+    pub(crate) fn wait_patiently<R, E>(
+        &self,
+        patience: Duration,
+        latest: impl Fn(&T) -> Option<Instant>,
+        mut goes_on: impl FnMut() -> Result<(), E>,
+        mut done: impl FnMut(&mut T) -> Option<R>,
+    ) -> Result<Option<R>, E> {
+        let mut deadline = self.now() + patience;
+        loop {
+            let value = self.wait_until(Some(deadline), &mut goes_on, &mut done)?;
+            match later(deadline, latest(&self.lock()), patience) {
+                Some(later) if value.is_none() => deadline = later,
+                _ => return Ok(value),
+            }
+        }
+    }
+
     /// Waits until `done` returns a value of the state; `None` once `deadline` is over. Before it sleeps, and at each change
     /// of the lifetime, `goes_on` is asked without the lock: a state that is reached already counts first.
     ///
@@ -107,10 +134,16 @@ impl<T: Send + 'static> Gate<T> {
     }
 }
 
+/// Returns the deadline that follows `deadline` where the latest progress was at `latest`; `None` if that was too long ago.
+fn later(deadline: Instant, latest: Option<Instant>, patience: Duration) -> Option<Instant> {
+    let later = latest.map(|latest| latest + patience);
+    later.filter(|later| *later > deadline)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
     use std::thread;
-    use std::time::Duration;
 
     use super::*;
     use crate::life::Closed;
@@ -138,6 +171,43 @@ mod tests {
         });
         gate.change(|state| *state = 1);
         assert_eq!(gate.wait_until(None, goes_on, is_one), Ok(Some("one")));
+    }
+
+    #[test]
+    fn a_deadline_moves_with_progress_to_the_millisecond() {
+        let (patience, ms) = (Duration::from_secs(60), Duration::from_millis(1));
+        let begun = Instant::now();
+        let deadline = begun + patience;
+        let later = |latest| later(deadline, latest, patience);
+        assert_eq!(later(None), None);
+        assert_eq!(later(Some(begun - ms)), None);
+        assert_eq!(later(Some(begun)), None);
+        assert_eq!(later(Some(begun + ms)), Some(deadline + ms));
+    }
+
+    #[test]
+    fn patience_lasts_from_the_latest_progress() {
+        let patience = Duration::from_secs(1 << 30);
+        let life = &Life::default();
+        let latest = life.now() + patience / 2;
+        let gate = &Gate::new(life, Some(latest));
+        let (begins, begun) = mpsc::channel();
+        thread::scope(|scope| {
+            let waits = scope.spawn(move || {
+                let goes_on = || {
+                    let _ = begins.send(());
+                    life.check_open()
+                };
+                let waited = gate.wait_patiently(patience, |it| *it, goes_on, |_| None::<()>);
+                (waited, life.now())
+            });
+            begun.recv().unwrap();
+            life.advance(patience);
+            life.advance(patience / 2);
+            let (waited, ended) = waits.join().unwrap();
+            assert_eq!(waited, Ok(None));
+            assert!(ended >= latest + patience);
+        });
     }
 
     #[test]

@@ -1,84 +1,30 @@
 //! One connection over which a guest gets the pages that it lacks.
 
-use std::collections::VecDeque;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::{Duration, Instant};
 
-use super::requests::Request;
-use super::turns::{Turn, Turns};
-use super::{Batch, EOF, Ledger, Pages, Reader};
+use super::order::{LAST_WORD, Order, ReaderWait, Request};
+use super::turns::Turns;
+use super::{Batch, EOF, Ledger, Next, Pages, Reader, Way};
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::MigrationError;
 use crate::handover::Word;
-use crate::life::Life;
 use crate::life::threads::{caught, give_way, spawn};
-use crate::lock::lock;
 use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
 use crate::transport::Stream;
 
-/// How long the destination may take to say that it has everything, once the last page is written: what is in between, in
-/// sockets and relays, may have to pass a slow link.
-const LAST_WORD: Duration = Duration::from_secs(600);
-
 /// Threads that send the background at most.
 const THREADS: usize = 4;
-
-/// Batches of neighbours that wait to be written, at most: 1 MiB of a save file's.
-const BESIDE: usize = 32;
-
-/// The wait for a destination to read a page. No kernel reports when a socket's send queue is empty, so that it is sampled, at
-/// intervals that double.
-struct ReaderWait {
-    until: Instant,
-    interval: Duration,
-}
-
-impl ReaderWait {
-    /// The first interval: a QEMU that waits for a page reads it within some of them.
-    const FIRST: Duration = Duration::from_millis(1);
-    /// The last one, next to which a migration's end is long.
-    const LAST: Duration = Duration::from_millis(100);
-
-    fn new(now: Instant) -> Self {
-        Self {
-            until: now + LAST_WORD,
-            interval: Self::FIRST,
-        }
-    }
-
-    /// Returns the time of the next sample, after one at `now` that shows an unread page.
-    ///
-    /// # Errors
-    /// [`MigrationError::Timeout`].
-    fn next(&mut self, now: Instant) -> Result<Instant, MigrationError> {
-        if now >= self.until {
-            return Err(MigrationError::Timeout {
-                waiting_for: "the destination to read the page that it asked for".to_owned(),
-                waited: LAST_WORD,
-            });
-        }
-        let next = self.until.min(now + self.interval);
-        self.interval = Self::LAST.min(self.interval * 2);
-        Ok(next)
-    }
-}
 
 /// The connection of pages that the guest waits for.
 struct Preempt {
     channel: PreemptOut,
     ends_by_word: bool,
-}
-
-/// How pages go out.
-enum Way<'c> {
-    Main(Turn<'c, MainSend>),
-    Alone(&'c PreemptOut),
 }
 
 /// What all threads of one connection share.
@@ -90,12 +36,8 @@ pub(crate) struct Connection<'a, P> {
     pub answers: &'a Answers,
     /// Where pages go that the guest waits for; without it on main, before all others.
     preempt: OnceLock<Preempt>,
-    /// Neighbours of pages that were asked for, with their RAM block. What is dropped the background reads again.
-    beside: Mutex<VecDeque<(usize, Batch)>>,
     /// All is written on main: what is still answered is for the other connection alone, which the destination ends.
     ended: AtomicBool,
-    /// Its own: a cancel of the migration that comes too late does not end the sleeps of the background.
-    life: Life,
     /// Of the background.
     pace: Arc<Pacer>,
     cpu: Arc<CpuBudget>,
@@ -116,9 +58,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             link,
             answers,
             preempt: OnceLock::new(),
-            beside: Mutex::default(),
             ended: AtomicBool::new(false),
-            life: Life::default(),
             pace,
             cpu,
         }
@@ -136,15 +76,14 @@ impl<'a, P: Pages> Connection<'a, P> {
 
     /// Keeps the first error, and ends every wait.
     pub(crate) fn fail(&self, error: MigrationError) {
-        self.life.fail(error);
+        self.ledger.life.fail(error);
         self.close();
         self.answers.end();
     }
 
     /// Ends what is under way, without an error of its own.
     pub(crate) fn close(&self) {
-        self.life.close();
-        self.ledger.requests.abandon();
+        self.ledger.life.close();
         self.pages.abandon();
         self.link.transport.shutdown(Shutdown::Both);
         if let Some(preempt) = self.preempt.get() {
@@ -154,11 +93,11 @@ impl<'a, P: Pages> Connection<'a, P> {
 
     /// The first error, to be returned.
     pub(crate) fn take_failure(&self) -> Option<MigrationError> {
-        self.life.failure().take()
+        self.ledger.life.failure().take()
     }
 
     fn is_over(&self) -> bool {
-        self.life.is_stopped()
+        self.ledger.life.is_stopped()
     }
 
     /// What the thread does that listens to the destination.
@@ -167,7 +106,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         if let Err(error) = caught(|| self.listen(messages)) {
             self.fail(error);
         }
-        self.ledger.requests.end();
+        self.ledger.order.change(Order::end);
     }
 
     /// What the thread does that answers requests: loading the devices may need pages.
@@ -184,7 +123,8 @@ impl<'a, P: Pages> Connection<'a, P> {
         let mut current = None;
         loop {
             let read = messages.read(&self.link.transport, self.answers, |message, _| {
-                self.ledger.note(&mut current, &message, Instant::now())
+                self.ledger
+                    .note(&mut current, &message, self.ledger.life.now())
             })?;
             if !read {
                 return self.answers.ended(MigrationError::main_closed());
@@ -195,10 +135,10 @@ impl<'a, P: Pages> Connection<'a, P> {
     fn answer_requests(&self) -> Result<(), MigrationError> {
         let mut reader = self.pages.reader()?;
         let mut batch = Batch::default();
-        while let Some(request) = self.ledger.requests.next() {
+        while let Some(request) = self.ledger.next_request() {
             let answered = self.answer(&request, &mut reader, &mut batch);
             if answered.is_err() {
-                self.ledger.requests.done(&request, false, Instant::now());
+                self.ledger.order.change(|order| order.done(&request, None));
             }
             self.pages.unless_damaged(answered)?;
         }
@@ -212,68 +152,56 @@ impl<'a, P: Pages> Connection<'a, P> {
         batch: &mut Batch,
     ) -> Result<(), MigrationError> {
         let Request { block, page, .. } = *request;
+        let (ledger, order) = (&self.ledger, &self.ledger.order);
         self.pages.asked_for(block, page);
         batch.clear();
-        if !self.ledger.is_sent(block, page) {
+        if !ledger.is_sent(block, page) {
             // Before the page is claimed: one that cannot be read must not look sent.
-            reader.add_all(block, self.ledger.together(block, page), batch)?;
+            reader.add_all(block, ledger.together(block, page), batch)?;
         }
-        if !self.ledger.claim(block, page) {
-            self.ledger.requests.done(request, false, Instant::now());
+        if !ledger.claim(block, page) {
+            order.change(|order| order.done(request, None));
             return Ok(());
         }
         // What follows a zero page may be anything, and what follows a huge page is not needed soon.
-        let is_alone = batch.normal.is_empty() || self.ledger.has_huge_pages(block);
-        if let Some(preempt) = self.preempt.get() {
-            // This page alone: the destination reads to the end here what it has asked for, and not what else there is.
-            let sent = self.write(&mut Way::Alone(&preempt.channel), block, batch);
-            self.ledger.requests.done(request, true, Instant::now());
-            sent?;
-            return match is_alone {
-                true => Ok(()),
-                false => self.pass_neighbours(block, reader, batch),
-            };
-        }
-        let mut way = Way::Main(self.main.take_urgently());
+        let is_alone = batch.normal.is_empty() || ledger.has_huge_pages(block);
+        let preempt = self.preempt.get().map(|preempt| &preempt.channel);
+        let mut way = Way::urgent(self.main, preempt);
         let sent = self.write(&mut way, block, batch);
-        self.ledger.requests.done(request, true, Instant::now());
+        let now = ledger.life.now();
+        let is_waiting = order.change(|order| {
+            order.done(request, Some(now));
+            order.is_waiting()
+        });
         sent?;
-        // Somebody who waits comes first.
-        if !is_alone && !self.ledger.requests.is_waiting() {
-            batch.clear();
-            reader.follow(batch)?;
-            batch.claim(block, &self.ledger);
-            self.write(&mut way, block, batch)?;
+        // A request that waits comes first on main. The connection of requested pages takes no neighbours: the destination reads to
+        // the end there what it has asked for.
+        if is_alone || (is_waiting && matches!(way, Way::Main(_))) {
+            return Ok(());
         }
-        Ok(())
-    }
-
-    /// What goes behind a page that was asked for: on main if that takes no time, or else by whoever writes there next. They
-    /// stay unclaimed until then, so that nobody waits for them if the guest needs one.
-    fn pass_neighbours(
-        &self,
-        block: usize,
-        reader: &mut P::Reader<'_>,
-        batch: &mut Batch,
-    ) -> Result<(), MigrationError> {
         batch.clear();
         reader.follow(batch)?;
         if batch.is_empty() {
             return Ok(());
         }
-        let takes_no_time = !self.ledger.requests.is_waiting()
-            && !self.pace.is_limited()
-            && self.link.transport.is_writable();
-        if takes_no_time && let Some(main) = self.main.try_take() {
-            batch.claim(block, &self.ledger);
-            return self.write(&mut Way::Main(main), block, batch);
-        }
-        let mut beside = lock(&self.beside);
-        if beside.len() == BESIDE {
-            beside.pop_front();
-        }
-        beside.push_back((block, std::mem::take(batch)));
-        Ok(())
+        let turn = match way {
+            Way::Main(turn) => Some(turn),
+            Way::Alone(_) if self.takes_no_time() => self.main.try_take(),
+            Way::Alone(_) => None,
+        };
+        let Some(turn) = turn else {
+            let batch = std::mem::take(batch);
+            order.lock().put_beside(block, batch);
+            return Ok(());
+        };
+        batch.claim(block, ledger);
+        self.write(&mut Way::Main(turn), block, batch)
+    }
+
+    /// Returns true if neighbours of a requested page keep no request and no limit waiting on main.
+    fn takes_no_time(&self) -> bool {
+        let is_waiting = self.ledger.order.lock().is_waiting();
+        !is_waiting && !self.pace.is_limited() && self.link.transport.is_writable()
     }
 
     /// Sends what the guest has not asked for, with up to `threads` threads called `name` and a number. False if the
@@ -296,7 +224,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             let ended = thread.join().and_then(|ended| ended);
             if ended.is_err() {
                 // The others stop, too.
-                self.life.close();
+                self.ledger.life.close();
                 outcome = outcome.and(ended);
             }
         }
@@ -311,46 +239,36 @@ impl<'a, P: Pages> Connection<'a, P> {
         let mut reader = self.pages.reader()?;
         let mut batch = Batch::default();
         let mut cpu = CpuShare::new(&self.cpu);
-        while let Some(share) = self.pages.next()? {
-            reader.read_ahead(&share, &self.ledger)?;
-            for (block, page) in share {
-                if self.is_over() {
-                    return Ok(());
+        let life = &self.ledger.life;
+        let mut share = Vec::new().into_iter();
+        while !self.is_over() {
+            let sent = match self.ledger.next_of(&mut share) {
+                Some(Next::Beside(block, beside)) => {
+                    batch = beside;
+                    let mut way = Way::Main(self.main.take_after_urgent());
+                    batch.claim(block, &self.ledger);
+                    self.write(&mut way, block, &batch)
                 }
-                self.send_neighbours()?;
-                if self.ledger.is_sent(block, page) {
+                Some(Next::From((block, page))) => match self.ledger.has_huge_pages(block) {
+                    false => self.send_from(block, page, &mut reader, &mut batch),
+                    true => self.send_huge_page(block, page, &mut reader, &mut batch),
+                },
+                None => {
+                    let Some(next) = self.pages.next()? else {
+                        break;
+                    };
+                    reader.read_ahead(&next, &self.ledger)?;
+                    share = next.into_iter();
                     continue;
                 }
-                let sent = match self.ledger.has_huge_pages(block) {
-                    false => self.send_from(block, page, &mut reader, &mut batch),
-                    true if self.ledger.look_at(block, page) => {
-                        self.send_huge_page(block, page, &mut reader, &mut batch)
-                    }
-                    true => continue,
-                };
-                self.pages.unless_damaged(sent)?;
-                if !batch.is_empty() {
-                    self.pace.wait(batch.content.len(), &self.life);
-                    cpu.spend(&self.life);
-                }
+            };
+            self.pages.unless_damaged(sent)?;
+            if !batch.is_empty() {
+                self.pace.wait(batch.content.len(), life);
+                cpu.spend(life);
             }
         }
         Ok(())
-    }
-
-    /// What the thread that answers has read besides, the latest first.
-    fn send_neighbours(&self) -> Result<(), MigrationError> {
-        loop {
-            let latest = lock(&self.beside).pop_back();
-            let Some((block, mut batch)) = latest else {
-                return Ok(());
-            };
-            let mut way = Way::Main(self.main.take_after_urgent());
-            batch.claim(block, &self.ledger);
-            self.write(&mut way, block, &batch)?;
-            drop(way);
-            self.pace.wait(batch.content.len(), &self.life);
-        }
     }
 
     fn send_from(
@@ -404,10 +322,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             normal: &batch.normal,
             content: &batch.content,
         };
-        match way {
-            Way::Main(main) => main.pages(pages),
-            Way::Alone(channel) => channel.pages(&self.ledger.blocks()[block].name, &pages),
-        }
+        way.send(&self.ledger.blocks()[block].name, pages)
     }
 
     /// Waits until a QEMU has begun to read the pages that it waits for, behind the background and before [`Self::end`].
@@ -430,16 +345,17 @@ impl<'a, P: Pages> Connection<'a, P> {
                     self.write(&mut Way::Alone(channel), block, &batch)?;
                 }
                 // Nothing is left to be asked for; an answer may be under way.
-                None => self.ledger.requests.end_and_drain(),
+                None => self.ledger.end_and_drain(),
             }
         }
-        let mut wait = ReaderWait::new(Instant::now());
+        let life = &self.ledger.life;
+        let mut wait = ReaderWait::new(life.now());
         while channel.is_used() && !channel.is_read() {
             if self.is_over() {
                 return Err(MigrationError::main_closed());
             }
-            let again = wait.next(Instant::now())?;
-            self.life.sleep_while(again, || !self.is_over());
+            let again = wait.next(life.now())?;
+            life.sleep_while(again, || true);
         }
         Ok(())
     }
@@ -451,7 +367,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             Some(preempt) if !preempt.ends_by_word => {}
             preempt => {
                 // An answer that is being written comes before; what is asked for from here on is zero, which the end says.
-                self.ledger.requests.end_and_drain();
+                self.ledger.end_and_drain();
                 preempt.map_or(Ok(()), |preempt| preempt.channel.end())?;
             }
         }
@@ -476,6 +392,8 @@ impl<'a, P: Pages> Connection<'a, P> {
 #[cfg(test)]
 mod tests {
     use std::io::Read;
+    use std::sync::Mutex;
+    use std::time::{Duration, Instant};
 
     use hotlift_mem::PAGE_SIZE;
     use hotlift_wire::RamBlockEntry;
@@ -484,6 +402,8 @@ mod tests {
     };
 
     use super::*;
+    use crate::life::Life;
+    use crate::lock::lock;
     use crate::postcopy::Place;
 
     /// Pages of a huge one.
@@ -604,12 +524,12 @@ mod tests {
                     let mut received = Vec::new();
                     there.read_to_end(&mut received).map(|_| received)
                 });
-                let requests = &connection.ledger.requests;
+                let order = &connection.ledger.order;
                 // A zero page, a small one, and one that cannot be read.
                 for (block, page) in [(1, HUGE), (0, 2), (1, 3 * HUGE)] {
-                    requests.add(block, page, Instant::now());
+                    order.change(|order| order.ask(block, page, Instant::now()));
                 }
-                requests.end();
+                order.change(Order::end);
                 connection.answer_all();
                 let background =
                     thread::scope(|scope| connection.send_background(scope, "send_", 4));
@@ -627,21 +547,6 @@ mod tests {
         };
         let expected = [huge(1, &[]), vec![((0, 2), false)], huge(0, &[1, 6])];
         assert_eq!(pages_of(&received), expected.concat());
-    }
-
-    #[test]
-    fn a_reader_is_waited_for_up_to_its_limit_at_intervals_that_double() {
-        let begun = Instant::now();
-        let at = |ms| begun + Duration::from_millis(ms);
-        let mut wait = ReaderWait::new(begun);
-        for (now, next) in [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31), (31, 63)] {
-            assert_eq!(wait.next(at(now)).unwrap(), at(next));
-        }
-        wait.next(at(63)).unwrap();
-        assert_eq!(wait.next(at(127)).unwrap(), at(227));
-        let limit = begun + LAST_WORD;
-        assert_eq!(wait.next(limit - ReaderWait::FIRST).unwrap(), limit);
-        assert!(wait.next(limit).is_err());
     }
 
     #[test]

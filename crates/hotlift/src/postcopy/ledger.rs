@@ -1,14 +1,17 @@
-//! What one connection carries: which pages are sent, and which are asked for.
+//! What one connection carries: which pages are sent, which are asked for, and which come next.
 
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
-use super::requests::Requests;
+use super::order::{Order, Request};
+use super::{Batch, Place};
 use crate::error::{Channel, MigrationError};
+use crate::life::Life;
+use crate::life::gate::Gate;
 
 /// Kept by the thread that listens, and by those that send.
 pub(crate) struct Ledger {
@@ -22,12 +25,24 @@ pub(crate) struct Ledger {
     asked: Vec<DirtyBitmap>,
     /// The same: the background has looked at it.
     seen: Vec<DirtyBitmap>,
-    pub requests: Requests,
+    /// Its own: a cancel of the migration that comes too late does not end the sleeps of the background.
+    pub life: Life,
+    pub order: Gate<Order>,
+}
+
+/// What the background sends next.
+#[derive(Debug)]
+pub(crate) enum Next {
+    /// Neighbours of a page of this RAM block that was asked for, which were read with it.
+    Beside(usize, Batch),
+    /// Pages from this one on.
+    From(Place),
 }
 
 impl Ledger {
     /// Nothing is sent of these RAM blocks.
     pub(crate) fn new(blocks: &[RamBlockEntry]) -> Self {
+        let life = Life::default();
         let page_size = PAGE_SIZE as u64;
         let pages = |block: &RamBlockEntry| usize::try_from(block.used_length / page_size);
         let bitmaps = || {
@@ -42,7 +57,8 @@ impl Ledger {
             sent: bitmaps(),
             asked: bitmaps(),
             seen: bitmaps(),
-            requests: Requests::default(),
+            order: Gate::new(&life, Order::default()),
+            life,
         }
     }
 
@@ -104,9 +120,48 @@ impl Ledger {
         })
     }
 
-    /// Whether nobody of the background has looked at this page before, nor at those that go out with it.
-    pub(crate) fn look_at(&self, block: usize, page: usize) -> bool {
-        self.seen[block].set(self.first(block, page))
+    /// Takes what the background sends next: what was read beside requested pages, and then the pages of its `share` that were
+    /// not sent; `None` at the end of the share.
+    pub(crate) fn next_of(&self, share: &mut impl Iterator<Item = Place>) -> Option<Next> {
+        if let Some((block, batch)) = self.order.lock().beside.pop_back() {
+            return Some(Next::Beside(block, batch));
+        }
+        // One thread looks at a huge page, and once.
+        let is_seen = |block: usize, page| {
+            self.has_huge_pages(block) && !self.seen[block].set(self.first(block, page))
+        };
+        let next = share.find(|&(block, page)| !self.is_sent(block, page) && !is_seen(block, page));
+        next.map(Next::From)
+    }
+
+    /// Waits for the next request; `None` if there will be none.
+    pub(crate) fn next_request(&self) -> Option<Request> {
+        let next = self
+            .order
+            .wait_until(None, || self.life.check_open(), Order::next);
+        next.ok()
+            .flatten()
+            .flatten()
+            .filter(|_| !self.life.is_stopped())
+    }
+
+    /// Ends requests, and waits until those that were made are answered.
+    pub(crate) fn end_and_drain(&self) {
+        self.order.change(Order::end);
+        let is_drained = |order: &mut Order| order.is_drained().then_some(());
+        let _ = self
+            .order
+            .wait_until(None, || self.life.check_open(), is_drained);
+    }
+
+    /// Waits for `time` until requests have ended; false if they have not.
+    pub(crate) fn wait_for_end(&self, time: Duration) -> bool {
+        let until = Some(self.life.now() + time);
+        let has_ended = |order: &mut Order| order.ended.then_some(());
+        let ended = self
+            .order
+            .wait_until(until, || self.life.check_open(), has_ended);
+        ended != Ok(None)
     }
 
     /// Takes a message that is a request, and was read at `now`; `current` is the RAM block that the last one was for.
@@ -143,7 +198,7 @@ impl Ledger {
             // Each page waits once, however often it is asked for.
             let first = self.first(block, number);
             if !self.is_sent(block, first) && self.asked[block].set(first) {
-                self.requests.add(block, first, now);
+                self.order.change(|order| order.ask(block, first, now));
             }
         }
         Ok(())
@@ -194,10 +249,10 @@ mod tests {
         ledger
             .note(&mut current, &ask(None, 1 << 40, u32::MAX), now)
             .unwrap();
-        ledger.requests.end();
-        let request = ledger.requests.next().unwrap();
+        ledger.order.change(Order::end);
+        let request = ledger.next_request().unwrap();
         assert_eq!((request.block, request.page), (1, 1));
-        assert_eq!(ledger.requests.next(), None);
+        assert_eq!(ledger.next_request(), None);
     }
 
     #[test]
@@ -211,7 +266,8 @@ mod tests {
         assert_eq!(ledger.together(0, 5), 5..6);
         assert_eq!(ledger.together(1, 5), 0..8);
         assert_eq!(ledger.together(1, 19), 16..20);
-        assert!(ledger.look_at(1, 3) && !ledger.look_at(1, 4));
+        let next = |block, page| ledger.next_of(&mut [(block, page)].into_iter());
+        assert!(next(1, 3).is_some() && next(1, 4).is_none());
 
         let (mut current, now) = (None, Instant::now());
         for (block, start) in [(Some("huge"), 8), (None, 9), (None, 16), (None, 0)] {
@@ -221,8 +277,8 @@ mod tests {
         }
         assert!(ledger.claim(1, 12) && !ledger.claim(1, 8) && ledger.is_sent(1, 15));
         assert!(!ledger.is_sent(1, 16));
-        ledger.requests.end();
-        let asked = std::iter::from_fn(|| ledger.requests.next());
+        ledger.order.change(Order::end);
+        let asked = std::iter::from_fn(|| ledger.next_request());
         let asked = asked.map(|request| (request.block, request.page));
         assert_eq!(asked.collect::<Vec<_>>(), [(1, 8), (1, 16), (1, 0)]);
 

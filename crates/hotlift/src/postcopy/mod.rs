@@ -2,10 +2,11 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `requests` | what the guest waits for, and for how long it did |
+//! | `order` | what the guest waits for, for how long it did, and when the end may come |
 //! | `turns` | who writes next: an answer comes before the background |
 //! | `near` | what the background sends first: the neighbours of what was asked for |
-//! | `ledger` | which pages are sent, each once, to whoever asks for it first; which are asked for |
+//! | `ledger` | which pages are sent, each once, to whoever asks for it first; which are asked for; which come next |
+//! | `way` | main or the connection of requested pages: where a page goes out |
 //! | `connection` | a connection that carries them: answers, the background, the end |
 //! | `recovery` | what the destination has, where a connection was lost |
 //!
@@ -18,9 +19,10 @@
 mod connection;
 mod ledger;
 mod near;
+pub(crate) mod order;
 pub(crate) mod recovery;
-mod requests;
 pub(crate) mod turns;
+mod way;
 
 use std::ops::Range;
 
@@ -29,9 +31,10 @@ use hotlift_mem::PAGE_SIZE;
 use crate::error::MigrationError;
 
 pub(crate) use connection::Connection;
-pub(crate) use ledger::Ledger;
+pub(crate) use ledger::{Ledger, Next};
 pub(crate) use near::Near;
 pub(crate) use recovery::go_on;
+pub(crate) use way::Way;
 
 pub(crate) use crate::stream::main_channel::LARGEST_PAGE;
 
@@ -178,9 +181,16 @@ impl Batch {
 }
 
 #[cfg(test)]
-mod tests {
-    mod simulation;
+impl Batch {
+    /// Numbers of its pages.
+    pub(crate) fn pages(&self) -> impl Iterator<Item = usize> {
+        let offsets = self.zero.iter().chain(&self.normal);
+        offsets.map(|offset| usize::try_from(*offset).unwrap() / PAGE_SIZE)
+    }
+}
 
+#[cfg(test)]
+mod tests {
     use hotlift_wire::RamBlockEntry;
 
     use super::*;

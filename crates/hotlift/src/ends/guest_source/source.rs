@@ -114,7 +114,7 @@ impl<'a> GuestSource<'a> {
         }
         self.out.answers.end();
         if let Some(ledger) = self.ledger.get() {
-            ledger.requests.abandon();
+            ledger.life.close();
         }
         self.out.link.transport.shutdown(Shutdown::Both);
     }

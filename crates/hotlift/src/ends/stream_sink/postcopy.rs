@@ -16,6 +16,7 @@ use crate::ends::stream_sink::{READY, StreamSink};
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::sink::{Postcopy, WritePages};
+use crate::postcopy::Way;
 use crate::stream::main_send::PageRecords;
 use crate::stream::multifd_send::connect_with;
 use crate::stream::preempt::PreemptOut;
@@ -37,12 +38,11 @@ impl StreamSink<'_> {
 
     /// Pages that the guest waits for.
     fn put_urgently(&self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
-        match self.preempt.get() {
-            Some(channel) if channel.is_taken()? => {
-                channel.pages(self.block_name(pages.block), &pages)
-            }
-            _ => self.out.main.take_urgently().pages_at_once(pages),
-        }
+        let alone = match self.preempt.get() {
+            Some(channel) if channel.is_taken()? => Some(channel),
+            _ => None,
+        };
+        Way::urgent(&self.out.main, alone).send(self.block_name(pages.block), pages)
     }
 
     /// Whether all pages are records of main, which are in order by themselves.

@@ -33,6 +33,8 @@ struct State {
     block: Option<usize>,
     /// RAM block and byte offset of what was asked for, and has not been sent.
     waiting: HashSet<(usize, u64)>,
+    /// When the latest of it was sent.
+    latest: Option<Instant>,
     /// What was sent since the switch, by RAM block.
     sent: Vec<PageSet>,
 }
@@ -46,6 +48,7 @@ impl Demand {
         let state = State {
             block: None,
             waiting: HashSet::new(),
+            latest: None,
             sent: sets.collect(),
         };
         Self {
@@ -121,7 +124,9 @@ impl Demand {
 
     /// A page that was asked for is on its way.
     pub(crate) fn done(&self, block: usize, offset: u64) {
-        if self.state.lock().waiting.remove(&(block, offset)) {
+        let mut state = self.state.lock();
+        if state.waiting.remove(&(block, offset)) {
+            state.latest = Some(self.state.now());
             self.state.notify();
         }
     }
@@ -167,27 +172,18 @@ impl Demand {
         patience: Duration,
         waiting: &dyn Waiting,
     ) -> Result<(), MigrationError> {
-        let mut missing = self.state.lock().waiting.len();
-        while missing > 0 {
-            let deadline = Instant::now() + patience;
-            let fewer = |state: &mut State| {
-                let left = state.waiting.len();
-                (left < missing).then_some(left)
-            };
-            missing = match self
-                .state
-                .wait_until(Some(deadline), || waiting.check(), fewer)?
-            {
-                Some(left) => left,
-                None => {
-                    return Err(MigrationError::Timeout {
-                        waiting_for: format!("{missing} pages that the guest asked its source for"),
-                        waited: patience,
-                    });
-                }
-            };
-        }
-        Ok(())
+        let is_met = |state: &mut State| state.waiting.is_empty().then_some(());
+        let goes_on = || waiting.check();
+        let met = self
+            .state
+            .wait_patiently(patience, |state| state.latest, goes_on, is_met)?;
+        met.ok_or_else(|| MigrationError::Timeout {
+            waiting_for: format!(
+                "{} pages that the guest asked its source for",
+                self.state.lock().waiting.len()
+            ),
+            waited: patience,
+        })
     }
 }
 

@@ -458,10 +458,11 @@ impl Restore<'_> {
         let Some(on_progress) = self.hooks.on_progress else {
             return;
         };
-        while !self.connection.ledger.requests.wait_for_end(EVERY) {
+        while !self.connection.ledger.wait_for_end(EVERY) {
+            let requested = self.connection.ledger.order.lock().served;
             on_progress(&LazyProgress {
                 pages: self.pages_before + self.connection.link.counters.read().normal_pages,
-                requested: self.connection.ledger.requests.served(),
+                requested,
                 is_lost: self.connection.pages.is_lost(),
                 is_damaged: self.connection.pages.damaged.is_set(),
             });
@@ -472,6 +473,7 @@ impl Restore<'_> {
         let connection = &self.connection;
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let counts = connection.link.counters.read();
+        let order = connection.ledger.order.lock();
         LazyReport {
             running_ms: ms(self.running.get().copied().unwrap_or_default()),
             total_ms: ms(self.begun.elapsed()),
@@ -479,8 +481,8 @@ impl Restore<'_> {
             normal_pages: counts.normal_pages,
             zero_pages: counts.zero_pages,
             sent_bytes: counts.transferred_bytes,
-            requests: connection.ledger.requests.served(),
-            request_us: connection.ledger.requests.latencies(),
+            requests: order.served,
+            request_us: order.latencies(),
             machine: self.file.stream().configuration.machine.clone(),
             lost: connection.pages.lost(),
         }

@@ -128,7 +128,7 @@ impl Migration<'_> {
             connection.answer_on(stream, false);
         }
         let count = || {
-            let served = connection.ledger.requests.served();
+            let served = connection.ledger.order.lock().served;
             let all = before + served;
             source.postcopy_requests.store(all, Ordering::Relaxed);
         };
@@ -152,7 +152,7 @@ impl Migration<'_> {
                 })?;
                 on_loaded();
                 spawn(scope, "mig/src/report".to_owned(), || {
-                    while !connection.ledger.requests.wait_for_end(INTERVAL) {
+                    while !connection.ledger.wait_for_end(INTERVAL) {
                         count();
                         reporter.tell(round, estimator);
                     }

@@ -10,7 +10,8 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `lazy_ram` | which pages have come, who waits for which, and for how long |
+//! | `waits` | who waits for which page, and for how long |
+//! | `lazy_ram` | places pages that have come, and reads which the guest touches |
 //! | `blocktime` | how long vCPUs stand still for them |
 //! | `link` | what is said to the source, over whichever connection there is |
 //! | `run` | the threads: devices and RUN on `mig/dst/main`, pages on `mig/dst/listen`, faults on `mig/dst/fault` |
@@ -26,6 +27,7 @@ mod lazy_ram;
 mod link;
 mod recovery;
 mod run;
+mod waits;
 
 pub(crate) use lazy_ram::LazyRam;
 pub(crate) use run::run;

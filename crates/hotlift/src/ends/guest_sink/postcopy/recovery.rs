@@ -200,7 +200,8 @@ impl Incoming<'_> {
         self.say(&encode(&[ReturnMessage::ResumeAck(1)]))?;
         self.link.go_on();
         input.socket().notice_loss();
-        for Fault { block, page } in self.lazy.open() {
+        let open = self.lazy.waits.lock().open();
+        for Fault { block, page } in open {
             self.link.ask_for(block, page);
         }
         self.all_pages(machine, input, preempt)

@@ -59,7 +59,11 @@ pub(crate) fn run<'a>(
     let outcome = incoming.run(machine, input, package, preempt.as_deref());
     match session.taking.side() {
         DestinationSide::Taken => {
-            let waits = incoming.lazy.figures(session.accepted.since.elapsed());
+            let waits = incoming
+                .lazy
+                .waits
+                .lock()
+                .figures(session.accepted.since.elapsed());
             let _ = session.postcopy.set(waits);
             // A guest that lacks pages goes on to wait for them.
             outcome
