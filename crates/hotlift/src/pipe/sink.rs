@@ -9,7 +9,7 @@
 //! An early section may come between any two of them from `ram_start` to `ram_end`. A sink has what the stream begins with when it
 //! is made, RAM blocks among it: none of its calls depends on what an earlier one has left.
 //!
-//! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, commands, `begin_package`, `package_part*`,
+//! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, `raw*`, `begin_package`, `raw*`,
 //! `end_package`; then pages, `ram_end` and `commit`.
 //!
 //! A guest of this process has workers for `compress` alone: between two barriers the threads of its channels send packets
@@ -201,15 +201,12 @@ pub(crate) trait Postcopy: Sync {
     /// Whether pages that the guest waits for go out where nothing else does: whoever writes the others may take its time.
     fn is_apart(&self) -> bool;
 
-    /// A command of the source, byte for byte.
-    fn command(&self, bytes: &[u8]) -> Result<(), MigrationError>;
+    /// A command of the source, or the next bytes of the package, as they came.
+    fn raw(&self, bytes: &[u8]) -> Result<(), MigrationError>;
 
     /// A package of `length` bytes follows, with the devices and the command that the guest may run. The other side reads
     /// all of them before it uses the first.
     fn begin_package(&self, length: u32) -> Result<(), MigrationError>;
-
-    /// The next bytes of the package.
-    fn package_part(&self, bytes: &[u8]) -> Result<(), MigrationError>;
 
     /// The last bytes of the package: the guest may run.
     fn end_package(&self, bytes: &[u8]) -> Result<(), MigrationError>;

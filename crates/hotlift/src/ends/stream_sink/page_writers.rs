@@ -148,7 +148,8 @@ impl WritePages for MainWriter<'_, '_> {
     }
 }
 
-fn records(batch: &Batch) -> PageRecords<'_> {
+/// Returns the pages of a batch as they are.
+pub(super) fn records(batch: &Batch) -> PageRecords<'_> {
     PageRecords {
         block: batch.block,
         zero: &batch.zero,

@@ -12,6 +12,7 @@ use hotlift_wire::handshake::{Features, PREEMPT};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 
 use crate::ends::stream_sink::host_pages::HostPages;
+use crate::ends::stream_sink::page_writers::records;
 use crate::ends::stream_sink::{READY, StreamSink};
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
@@ -82,7 +83,7 @@ impl Postcopy for StreamSink<'_> {
         self.preempt.get().is_some() || !self.pages_on_main()
     }
 
-    fn command(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+    fn raw(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         self.lock_main().raw(bytes)
     }
 
@@ -90,10 +91,6 @@ impl Postcopy for StreamSink<'_> {
         let mut head = Vec::new();
         put_packaged_head(length.into(), &mut head).map_err(MigrationError::main_wire)?;
         self.lock_main().raw(&head)
-    }
-
-    fn package_part(&self, bytes: &[u8]) -> Result<(), MigrationError> {
-        self.lock_main().raw(bytes)
     }
 
     fn end_package(&self, bytes: &[u8]) -> Result<(), MigrationError> {
@@ -169,13 +166,7 @@ impl WritePages for Background<'_, '_> {
         }
         let block = batch.block;
         if let Some(host_pages) = self.sink.gathers(block) {
-            let pages = PageRecords {
-                block,
-                zero: &batch.zero,
-                normal: &batch.normal,
-                content: batch.pages(),
-            };
-            for (offset, content) in pages.each() {
+            for (offset, content) in records(batch).each() {
                 if let Some(whole) = host_pages.add(block, offset, content)? {
                     self.put(whole.pages())?;
                 }

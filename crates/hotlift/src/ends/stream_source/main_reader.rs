@@ -200,14 +200,14 @@ impl Relay<'_> {
             Action::Preempt => self.make_preempt()?,
             Action::Discard { .. } => {
                 self.switch(further)?;
-                postcopy(session)?.command(bytes)?;
+                postcopy(session)?.raw(bytes)?;
             }
             Action::Package(length) => {
                 self.switch(further)?;
                 session.control.set_status(Status::Device);
                 postcopy(session)?.begin_package(length)?;
             }
-            Action::PackagePart(part) => postcopy(session)?.package_part(part)?,
+            Action::PackagePart(part) => postcopy(session)?.raw(part)?,
             Action::PackageEnd(end) => self.run_there(end, hooks)?,
             Action::Devices(part) => {
                 session.control.set_status(Status::Device);
