@@ -249,6 +249,11 @@ mod tests {
         assert!(demand.has_begun() && demand.has(0, 0) && !demand.has(0, 4096));
         let waited = demand.wait_until_met(Duration::ZERO, &Always);
         assert!(matches!(waited, Err(MigrationError::Timeout { .. })));
+        // Patience lasts from the latest page that was asked for.
+        assert!(!demand.take(0, 4096).unwrap());
+        assert_eq!(demand.state.lock().latest, None);
+        assert!(demand.take(0, 0).unwrap());
+        assert!(demand.state.lock().latest.is_some());
     }
 
     #[test]
