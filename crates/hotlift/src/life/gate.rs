@@ -191,22 +191,26 @@ mod tests {
         let life = &Life::default();
         let latest = life.now() + patience / 2;
         let gate = &Gate::new(life, Some(latest));
-        let (begins, begun) = mpsc::channel();
+        let (calls, seen) = mpsc::channel();
+        let looks = calls.clone();
         thread::scope(|scope| {
             let waits = scope.spawn(move || {
                 let goes_on = || {
-                    let _ = begins.send(());
+                    let _ = calls.send("goes on");
                     life.check_open()
                 };
-                let waited = gate.wait_patiently(patience, |it| *it, goes_on, |_| None::<()>);
-                (waited, life.now())
+                let latest = |it: &Option<Instant>| {
+                    let _ = looks.send("latest");
+                    *it
+                };
+                gate.wait_patiently(patience, latest, goes_on, |_| None::<()>)
             });
-            begun.recv().unwrap();
+            assert_eq!(seen.recv(), Ok("goes on"));
             life.advance(patience);
+            assert!(seen.iter().any(|call| call == "latest"));
+            assert_eq!(seen.recv(), Ok("goes on"));
             life.advance(patience / 2);
-            let (waited, ended) = waits.join().unwrap();
-            assert_eq!(waited, Ok(None));
-            assert!(ended >= latest + patience);
+            assert_eq!(waits.join().unwrap(), Ok(None));
         });
     }
 
