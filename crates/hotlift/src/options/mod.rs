@@ -163,6 +163,9 @@ options! {
     }
 }
 
+/// See [`Options::handshake_timeout`].
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// The defaults of the table, and of the fields that no row sets.
 impl Default for Options {
     fn default() -> Self {
@@ -175,7 +178,7 @@ impl Default for Options {
         // It depends on the others as long as it is not given.
         options.multifd = None;
         options.tls_records_per_key = RECORDS_PER_KEY;
-        options.handshake_timeout = Duration::from_secs(30);
+        options.handshake_timeout = HANDSHAKE_TIMEOUT;
         options
     }
 }
