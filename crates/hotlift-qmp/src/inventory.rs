@@ -27,16 +27,20 @@ const NOT_FLAGS: [&str; 10] = [
 
 /// Flags that no CPUID register of `feature-words` has, beside those of [`is_beside_cpuid`] (found with QEMU 7.2 and 10.0; newer
 /// ones list the values of all flags at once).
-const BESIDE_CPUID: [&str; 18] = [
+const BESIDE_CPUID: [&str; 22] = [
     "cpuid-0xb",
     "fb-clear",
     "full-width-write",
+    "host-cache-info",
     "host-phys-bits",
     "ibrs-all",
     "kvm",
+    "kvm-no-smi-migration",
+    "kvm-pv-enforce-cpuid",
     "l3-cache",
     "legacy-cache",
     "lmce",
+    "migratable",
     "pmu",
     "rfds-clear",
     "rsba",

@@ -237,3 +237,38 @@ fn the_vm_is_described_before_the_destination_is_connected() {
     let connected = listener.accept().map_err(|error| error.kind());
     assert_eq!(connected.err(), Some(ErrorKind::WouldBlock));
 }
+
+#[test]
+fn flags_of_a_cpu_with_known_registers_are_those_that_are_read_one_by_one() {
+    // The first changes a CPUID register. The others change none, so that they are read whatever is known of the registers.
+    const CPUS: [(&str, bool); 3] = [
+        ("qemu64,-sse3", false),
+        ("qemu64,kvm-pv-enforce-cpuid=on,l3-cache=off", true),
+        (
+            "qemu64,tcg-cpuid=off,vmware-cpuid-freq=off,hv-relaxed=on",
+            true,
+        ),
+    ];
+    for release in RELEASES {
+        println!("{release:?}");
+        let program = need!(release.program());
+        let launched = |cpu| Launched::bare(&program, &["-accel", "tcg", "-S", "-cpu", cpu]);
+        let vm = |cpu, known| {
+            let launched = launched(cpu).expect("a QEMU");
+            let vm = hotlift_qemu::vm::Vm::of(&mut launched.connect().expect("it answers"), known);
+            vm.expect("a description")
+        };
+        let known = vm("qemu64", None);
+        assert!(known.cpu_registers.is_some());
+        for (cpu, has_its_registers) in CPUS {
+            let read = vm(cpu, None);
+            assert_eq!(
+                read.cpu_registers == known.cpu_registers,
+                has_its_registers,
+                "{cpu}"
+            );
+            assert_ne!(read.cpu_flags, known.cpu_flags, "{cpu}");
+            assert_eq!(vm(cpu, Some(&known)).cpu_flags, read.cpu_flags, "{cpu}");
+        }
+    }
+}
