@@ -2,7 +2,7 @@
 //!
 //! The result table, the JSON and the progress display all read these structs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -403,13 +403,36 @@ pub(crate) fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
-/// The median, one in a hundred, and the largest; 0 without any.
-pub(crate) fn percentiles(mut all: Vec<u32>) -> [f64; 3] {
-    all.sort_unstable();
-    [50, 99, 100].map(|share| {
-        let index = (all.len() * share / 100).min(all.len().saturating_sub(1));
-        all.get(index).copied().map_or(0.0, f64::from)
-    })
+/// The latest of many times.
+#[derive(Debug, Default)]
+pub(crate) struct LatestTimes(VecDeque<u32>);
+
+impl LatestTimes {
+    /// Times that are kept: 4 MiB of them.
+    const KEPT: usize = 1 << 20;
+
+    /// Adds one.
+    pub(crate) fn add(&mut self, took: Duration) {
+        if self.0.len() == Self::KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(micros(took));
+    }
+
+    /// Returns the median, one in a hundred, and the longest, in microseconds; 0 without any.
+    pub(crate) fn percentiles(&self) -> [f64; 3] {
+        let mut all: Vec<_> = self.0.iter().copied().collect();
+        all.sort_unstable();
+        [50, 99, 100].map(|share| {
+            let index = (all.len() * share / 100).min(all.len().saturating_sub(1));
+            all.get(index).copied().map_or(0.0, f64::from)
+        })
+    }
+}
+
+/// A time in microseconds, up to 71 minutes.
+pub(crate) fn micros(took: Duration) -> u32 {
+    u32::try_from(took.as_micros()).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

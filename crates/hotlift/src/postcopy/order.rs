@@ -6,16 +6,13 @@ use std::time::{Duration, Instant};
 
 use super::Batch;
 use crate::error::MigrationError;
-use crate::figures::percentiles;
-
-/// Latencies that are kept: of more, the latest.
-const KEPT: usize = 1 << 20;
+use crate::figures::LatestTimes;
 
 /// Batches of neighbours that wait to be written, at most: 1 MiB of a save file's.
 const BESIDE: usize = 32;
 
-/// How long the destination may take to say that it has everything, once the last page is written: what is in between, in
-/// sockets and relays, may have to pass a slow link.
+/// Longest time from the last page until the destination reports that it has all: what sockets and relays hold may have to pass a
+/// slow link.
 pub(super) const LAST_WORD: Duration = Duration::from_secs(600);
 
 /// A page that is waited for.
@@ -40,8 +37,7 @@ pub(crate) struct Order {
     pub(super) beside: VecDeque<(usize, Batch)>,
     /// Requests that were answered with a page.
     pub(crate) served: u64,
-    /// In microseconds.
-    latencies: VecDeque<u32>,
+    latencies: LatestTimes,
 }
 
 impl Order {
@@ -69,12 +65,8 @@ impl Order {
         self.under_way = false;
         if let Some(sent) = sent {
             self.served += 1;
-            let took = sent.saturating_duration_since(request.since).as_micros();
-            if self.latencies.len() == KEPT {
-                self.latencies.pop_front();
-            }
-            let took = u32::try_from(took).unwrap_or(u32::MAX);
-            self.latencies.push_back(took);
+            let took = sent.saturating_duration_since(request.since);
+            self.latencies.add(took);
         }
     }
 
@@ -98,7 +90,7 @@ impl Order {
 
     /// Returns the median, one in a hundred, and the longest, in microseconds; 0 without any.
     pub(crate) fn latencies(&self) -> [f64; 3] {
-        percentiles(self.latencies.iter().copied().collect())
+        self.latencies.percentiles()
     }
 }
 

@@ -1,12 +1,8 @@
 //! How long vCPUs stand still for pages that have not come, counted as QEMU does (capability `postcopy-blocktime`).
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::figures::{BlocktimeFigures, percentiles};
-
-/// Waits that are kept for the figures: of more, the latest.
-pub(super) const KEPT: usize = 1 << 20;
+use crate::figures::{BlocktimeFigures, LatestTimes, micros};
 
 /// Powers of two of microseconds that waits are counted by (QEMU's `BLOCKTIME_LATENCY_BUCKET_N`).
 const BUCKETS: usize = 32;
@@ -52,8 +48,8 @@ pub(super) struct Blocktime {
     all_since: Instant,
     all_blocked: Duration,
     by_time: [u64; BUCKETS],
-    /// Of vCPUs, in microseconds; of more than are kept the latest.
-    kept: VecDeque<u32>,
+    /// Of vCPUs.
+    kept: LatestTimes,
 }
 
 impl Blocktime {
@@ -73,7 +69,7 @@ impl Blocktime {
             all_since: now,
             all_blocked: Duration::ZERO,
             by_time: [0; BUCKETS],
-            kept: VecDeque::new(),
+            kept: LatestTimes::default(),
         }
     }
 
@@ -95,8 +91,7 @@ impl Blocktime {
     /// A page has come that `thread` has waited for since `since`.
     pub(super) fn ends(&mut self, thread: u32, since: Instant, now: Instant) {
         let took = now.saturating_duration_since(since);
-        let us = u32::try_from(took.as_micros()).unwrap_or(u32::MAX);
-        let bucket = us.checked_ilog2().unwrap_or(0);
+        let bucket = micros(took).checked_ilog2().unwrap_or(0);
         self.by_time[usize::try_from(bucket).map_or(0, |bucket| bucket.min(BUCKETS - 1))] += 1;
         let all = self.blocked == self.vcpus.len();
         let Some(vcpu) = self.vcpus.iter_mut().find(|vcpu| vcpu.thread == thread) else {
@@ -112,10 +107,7 @@ impl Blocktime {
                 self.all_blocked += now.saturating_duration_since(self.all_since);
             }
         }
-        if self.kept.len() == KEPT {
-            self.kept.pop_front();
-        }
-        self.kept.push_back(us);
+        self.kept.add(took);
     }
 
     pub(super) fn figures(&self) -> BlocktimeFigures {
@@ -133,7 +125,7 @@ impl Blocktime {
             all_ms: ms(self.all_blocked),
             vcpu_ms: vcpus.clone().map(|vcpu| ms(vcpu.blocked)).collect(),
             vcpu_waits: vcpus.clone().map(|vcpu| vcpu.waits.count).sum(),
-            vcpu_wait_us: percentiles(self.kept.iter().copied().collect()),
+            vcpu_wait_us: self.kept.percentiles(),
             mean_ns: all.mean_ns(),
             vcpu_mean_ns: vcpus.map(|vcpu| vcpu.waits.mean_ns()).collect(),
             other_mean_ns: self.others.mean_ns(),

@@ -1,31 +1,30 @@
 //! Which pages the guest waits for, and for how long it did. [`Waits`] decides, without I/O and without a clock; `lazy_ram` reads
 //! faults and places pages.
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{Fault, Touch};
 
-use super::blocktime::{Blocktime, KEPT};
-use crate::figures::{PostcopyFigures, percentiles};
+use super::blocktime::Blocktime;
+use crate::figures::{LatestTimes, PostcopyFigures};
 
 /// The waits for pages that have not come.
 #[derive(Default)]
 pub(super) struct Waits {
     /// Who waits for a page that was asked for: few, as each is a thread.
     open: Vec<(Touch, Instant)>,
-    /// How long others were waited for, in microseconds.
-    over: VecDeque<u32>,
+    /// How long others were waited for.
+    over: LatestTimes,
     requests: u64,
     /// Pages that have come, and when the latest did.
     pages: u64,
     pub(super) latest: Option<Instant>,
-    /// Whose the waits are, if that is to be reported.
+    /// Counts the waits by thread, if they are reported.
     blocktime: Option<Blocktime>,
 }
 
 impl Waits {
-    /// Begins without any; `blocktime` counts whose they are.
+    /// Begins without any; `blocktime` counts them by thread.
     pub(super) fn new(blocktime: Option<Blocktime>) -> Self {
         Self {
             blocktime,
@@ -57,12 +56,7 @@ impl Waits {
             if touch.fault != page {
                 return true;
             }
-            let took = now.saturating_duration_since(*since).as_micros();
-            if self.over.len() == KEPT {
-                self.over.pop_front();
-            }
-            let took = u32::try_from(took).unwrap_or(u32::MAX);
-            self.over.push_back(took);
+            self.over.add(now.saturating_duration_since(*since));
             if let Some(blocktime) = &mut self.blocktime {
                 blocktime.ends(touch.thread, *since, now);
             }
@@ -89,7 +83,7 @@ impl Waits {
             complete_ms: complete.as_secs_f64() * 1e3,
             pages: self.pages,
             requests: self.requests,
-            wait_us: percentiles(self.over.iter().copied().collect()),
+            wait_us: self.over.percentiles(),
             blocktime: self.blocktime.as_ref().map(Blocktime::figures),
         }
     }
