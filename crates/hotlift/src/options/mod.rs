@@ -8,6 +8,7 @@ mod roles;
 mod table;
 mod values;
 
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
@@ -167,19 +168,23 @@ options! {
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The defaults of the table, and of the fields that no row sets.
+static DEFAULTS: LazyLock<Options> = LazyLock::new(|| {
+    let mut options = Options::blank();
+    for option in OPTIONS {
+        if let Some(value) = option.values.parse(option.default) {
+            (option.access.store)(&mut options, value);
+        }
+    }
+    // It depends on the others as long as it is not given.
+    options.multifd = None;
+    options.tls_records_per_key = RECORDS_PER_KEY;
+    options.handshake_timeout = HANDSHAKE_TIMEOUT;
+    options
+});
+
 impl Default for Options {
     fn default() -> Self {
-        let mut options = Self::blank();
-        for option in OPTIONS {
-            if let Some(value) = option.values.parse(option.default) {
-                (option.access.store)(&mut options, value);
-            }
-        }
-        // It depends on the others as long as it is not given.
-        options.multifd = None;
-        options.tls_records_per_key = RECORDS_PER_KEY;
-        options.handshake_timeout = HANDSHAKE_TIMEOUT;
-        options
+        DEFAULTS.clone()
     }
 }
 
@@ -549,7 +554,7 @@ impl Options {
             window_max: if to_hotlift {
                 // As many windows as there are channels fit the other side's memory-limit, as long as it is
                 // not lowered. A QEMU has none.
-                let limit = usize::try_from(Self::default().memory_limit).unwrap_or(usize::MAX);
+                let limit = usize::try_from(DEFAULTS.memory_limit).unwrap_or(usize::MAX);
                 limit / usize::from(self.channels().max(1))
             } else {
                 usize::MAX
