@@ -75,7 +75,7 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// Encodes what comes before the first page. Nobody answers a PING in a file.
+    /// Encodes what comes before the first page. A file has no PING, which it could not answer.
     pub(super) fn new(opening: Opening<'_>) -> Result<Self, WireError> {
         let mut bytes = Vec::new();
         let mut encoder = MainEncoder::new(opening.configuration, &mut bytes)?;
@@ -140,8 +140,6 @@ impl BlockSink {
         let table = memory.take(usize::try_from(table).unwrap_or(usize::MAX));
         table.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         let stream = Stream::new(opening).map_err(MigrationError::main_wire)?;
-        let memory_devices = opening.early.before_ram.iter();
-        let memory_devices = memory_devices.filter_map(|section| section.memory.clone());
         let file = PartialFile::create(path)?;
         file.write_at(&[&header], 0)?;
         Ok(Self {
@@ -163,7 +161,7 @@ impl BlockSink {
                 ..options.clone()
             },
             left_out: settings.left_out.clone(),
-            memory_devices: Mutex::new(memory_devices.collect()),
+            memory_devices: Mutex::new(opening.early.plugged()),
             pacer: control.steering().pacer(options),
             control: control.clone(),
             memory: memory.clone(),

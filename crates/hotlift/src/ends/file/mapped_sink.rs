@@ -61,12 +61,11 @@ impl MappedRamSink {
         control: &Control,
     ) -> Result<Self, MigrationError> {
         let options = &settings.outgoing;
-        let early = &opening.early.before_ram;
         let mut head = head(opening.configuration)?;
         if opening.commands.contains(&Command::SwitchoverStart) {
             Command::SwitchoverStart.encode(&mut head);
         }
-        for section in early {
+        for section in &opening.early.before_ram {
             head.extend_from_slice(&section.bytes);
         }
         let ram_bytes = check_ram(&opening.ram.blocks).map_err(MigrationError::main_wire)?;
@@ -75,7 +74,6 @@ impl MappedRamSink {
         let section_id = opening.ram.section_id;
         let layout = MappedLayout::new(section_id, &opening.ram.blocks, head.len() as u64)
             .map_err(MigrationError::main_wire)?;
-        let memory_devices = early.iter().filter_map(|section| section.memory.clone());
         let blocks = layout.blocks.into_iter().map(|place| Block {
             bitmap: DirtyBitmap::new(page_of(place.entry.used_length)),
             place,
@@ -88,7 +86,7 @@ impl MappedRamSink {
             complete: Complete::new(&opening.ram.blocks, memory),
             workers: usize::from(options.channels()).max(1),
             left_out: settings.left_out.clone(),
-            memory_devices: Mutex::new(memory_devices.collect()),
+            memory_devices: Mutex::new(opening.early.plugged()),
             pacer: control.steering().pacer(options),
             control: control.clone(),
             sent_bytes: AtomicU64::new(0),

@@ -3,7 +3,8 @@
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{
-    self as wire, Command, Configuration, EarlyLengths, EarlySection, MainEvent, SectionKind,
+    self as wire, Command, Configuration, EarlyLengths, EarlySection, MainEvent, PluggableMemory,
+    SectionKind,
 };
 use hotlift_wire::{RamBlockEntry, WireError, limits};
 
@@ -61,6 +62,14 @@ pub(crate) struct EarlySections {
 }
 
 impl EarlySections {
+    /// What virtio-mem devices have plugged, as those before RAM show it.
+    pub(crate) fn plugged(&self) -> Vec<PluggableMemory> {
+        let before_ram = self.before_ram.iter();
+        before_ram
+            .filter_map(|section| section.memory.clone())
+            .collect()
+    }
+
     /// All of them.
     pub(crate) fn all(&self) -> impl Iterator<Item = &EarlySection> {
         self.before_ram.iter().chain(&self.behind_start)
