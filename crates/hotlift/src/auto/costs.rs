@@ -238,3 +238,26 @@ impl Costs {
         self.decode[candidate].or(self.guesses[candidate].decode)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use hotlift_methods::Accelerator;
+
+    use super::*;
+
+    #[test]
+    fn what_packets_take_now_counts_however_many_came_before() {
+        let candidates = Candidate::of_hotlifts(Accelerator::Off);
+        let is_encoded = |one: &Candidate| one.guess().encode(0.5) > 0.0;
+        let candidate = candidates.iter().position(is_encoded).unwrap();
+        let mut costs = Costs::new(&candidates);
+        let class = Class::of(0.5);
+        for (packets, encode) in [(10_000, 1.0), (300, 9.0)] {
+            for _ in 0..packets {
+                costs.encoded(candidate, class, encode, 0.5);
+            }
+            let cost = costs.of(candidate, class).encode;
+            assert!((cost - encode).abs() < 0.2, "{cost} in place of {encode}");
+        }
+    }
+}

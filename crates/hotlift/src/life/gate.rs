@@ -90,9 +90,12 @@ impl<T: Send + 'static> Gate<T> {
         let mut deadline = self.now() + patience;
         loop {
             let value = self.wait_until(Some(deadline), &mut goes_on, &mut done)?;
+            if value.is_some() {
+                return Ok(value);
+            }
             match later(deadline, latest(&self.lock()), patience) {
-                Some(later) if value.is_none() => deadline = later,
-                _ => return Ok(value),
+                Some(later) => deadline = later,
+                None => return Ok(None),
             }
         }
     }
@@ -212,6 +215,27 @@ mod tests {
             life.advance(patience / 2);
             assert_eq!(waits.join().unwrap(), Ok(None));
         });
+    }
+
+    #[test]
+    fn a_wait_that_sleeps_is_ended_by_its_lifetime() {
+        let life = Life::default();
+        let gate = Arc::new(Gate::new(&life, 0));
+        let (ended, ends) = mpsc::channel();
+        let (open, waiting) = (life.clone(), Arc::clone(&gate));
+        thread::spawn(move || {
+            let asks = |asked: &mut i32| {
+                *asked += 1;
+                None::<()>
+            };
+            ended.send(waiting.wait_until(None, || open.check_open(), asks))
+        });
+        // The second time is under the lock that the sleep releases.
+        while *gate.lock() < 2 {
+            thread::yield_now();
+        }
+        life.close();
+        assert_eq!(ends.recv_timeout(Duration::from_secs(60)), Ok(Err(Closed)));
     }
 
     #[test]
