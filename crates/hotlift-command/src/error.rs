@@ -51,7 +51,7 @@ pub enum SharedError {
         #[source]
         source: TransportError,
     },
-    /// Nobody listens.
+    /// A connection to 'hotlift serve' that cannot be made.
     #[error("cannot reach 'hotlift serve'")]
     NoServe {
         /// The system's reason.
@@ -70,7 +70,7 @@ pub enum SharedError {
         #[source]
         source: Box<TlsError>,
     },
-    /// A QEMU that is spoken with over a network.
+    /// A QEMU's stream that would cross a network.
     #[error(
         "{address} is open to other hosts, and QEMU's stream is safe on one host only: let QEMU use a UNIX socket or \
          loopback, or give '--insecure'"
@@ -85,10 +85,10 @@ pub enum SharedError {
         /// The flag that it was given with.
         flag: &'static str,
     },
-    /// A caller that is not heard.
+    /// A caller whose messages cannot be read.
     #[error(transparent)]
     Unheard(Unheard),
-    /// The other host has an answer, and it is no.
+    /// A destination that refuses the migration.
     #[error("the destination refuses: {reason}")]
     Refused {
         /// Why, in one line.

@@ -28,7 +28,7 @@ pub enum QemuError {
     Qmp {
         /// Which QEMU.
         side: &'static str,
-        /// What it says.
+        /// Its error.
         #[source]
         source: QmpError,
     },
@@ -242,7 +242,7 @@ impl QemuError {
     }
 }
 
-/// Where a QEMU that was started says why it failed.
+/// Where the errors of a QEMU are that was started.
 pub const QEMUS_OWN_WORDS: &str = "its own words are on the terminal that it was started from";
 
 /// Which of the two QEMUs.
