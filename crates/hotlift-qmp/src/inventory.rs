@@ -223,12 +223,18 @@ impl Qemu {
         let mut flags = match self.values(&cpu.path)? {
             Some(values) => on(values, is_flag),
             None => {
-                let is_asked =
-                    |name: &str| is_flag(name) && (alike.is_none() || is_beside_cpuid(name));
+                // Flags of nested virtualisation mean nothing to a CPU without it, and are a third of all.
+                let is_nested = alike.is_some_and(|flags| flags.iter().any(|flag| flag == "vmx"));
+                let is_read = |name: &str| {
+                    let is_unknown = is_nested || !name.starts_with("vmx-");
+                    alike.is_none() || (is_beside_cpuid(name) && is_unknown)
+                };
                 let names: Vec<String> = self
                     .entries(&cpu.path)?
                     .into_iter()
-                    .filter(|entry| entry.kind == "bool" && is_asked(&entry.name))
+                    .filter(|entry| {
+                        entry.kind == "bool" && is_flag(&entry.name) && is_read(&entry.name)
+                    })
                     .map(|entry| entry.name)
                     .collect();
                 let questions: Vec<_> = names
@@ -238,7 +244,7 @@ impl Qemu {
                 let answers = self.client().execute_each("qom-get", &questions)?;
                 let answers = answers.into_iter().map(Option::unwrap_or_default);
                 let known = alike.unwrap_or_default().iter();
-                let known = known.filter(|flag| !is_beside_cpuid(flag)).cloned();
+                let known = known.filter(|flag| !is_read(flag)).cloned();
                 known
                     .chain(on(names.into_iter().zip(answers), |_| true))
                     .collect()
