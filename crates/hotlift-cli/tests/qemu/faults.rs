@@ -1,6 +1,7 @@
 //! Whatever is killed or cut, and whenever: the guest runs on exactly one side, the QEMUs say what
 //! happened, and nothing is left behind.
 
+use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use crate::guest::Guest;
 use crate::hotlift::{Hotlift, errors};
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, failed, relay};
-use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, folder, until};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, folder, threads_of, until};
 
 /// How far the migration has come when something happens. Each lasts until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +40,12 @@ const PHASES: [Phase; 5] = [
     Phase::BeforeSwitchover,
     Phase::Switchover,
 ];
+
+/// The start of the name of QEMU's migration thread: before 9.1 (7.2 is tested), and since.
+const MIGRATION_THREAD: [&str; 2] = ["live_migration", "mig/src/main"];
+
+/// The start of the names of the threads of a source QEMU's channels: before 9.1, and since.
+const CHANNEL_THREADS: [&str; 2] = ["multifdsend_", "mig/src/send_"];
 
 /// The processes of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -346,9 +353,9 @@ impl Rig {
 
     /// Waits until the source QEMU has ended its migration. `None`: it never will.
     ///
-    /// QEMU 10.0 may hang when its channels break in its completion (in one of four runs, some days).
-    /// The first that notices ends the threads of all; the migration thread may wait for another's SYNC
-    /// by then, holds the big lock, and QMP does not answer. The guest stands still, and the process
+    /// QEMU up to 10.0 may hang when its channels break in its completion (in one of four runs, some
+    /// days). The first that notices ends the threads of all; the migration thread may wait for another's
+    /// SYNC by then, holds the big lock, and QMP does not answer. The guest stands still, and the process
     /// has to be killed.
     ///
     /// In a round (one of some hundred runs) it does not hold the lock: QEMU says "failed" and the guest
@@ -356,12 +363,24 @@ impl Rig {
     /// nothing where the thread was about to end.
     fn source_has_ended(&mut self) -> Option<MigrationInfo> {
         self.here.qmp.client().set_timeout(SILENCE);
+        let last = RefCell::new(String::new());
+        let pid = self.here.pid();
         until(
-            || "the source's migration does not end".to_owned(),
+            || {
+                let threads = threads_of(pid).join(" ");
+                let answer = last.borrow();
+                format!("the source's migration does not end: {answer}; threads: {threads}")
+            },
             || match self.here.qmp.query_migrate() {
                 Err(QmpError::Timeout { .. }) => {
-                    let waits = |name: &str| self.here.has_thread(name);
-                    (waits("mig/src/main") && !waits("mig/src/send_")).then_some(None)
+                    *last.borrow_mut() = "no answer".to_owned();
+                    let threads = threads_of(pid);
+                    let has = |names: [&str; 2]| {
+                        threads
+                            .iter()
+                            .any(|thread| names.iter().any(|name| thread.starts_with(name)))
+                    };
+                    (has(MIGRATION_THREAD) && !has(CHANNEL_THREADS)).then_some(None)
                 }
                 // Whoever manages the source does not know yet; the source may. A guest that is slow to
                 // write comes here from a round, too.
@@ -373,6 +392,7 @@ impl Rig {
                 }
                 answer => {
                     let info = answer.expect("query-migrate");
+                    *last.borrow_mut() = format!("{info:?}");
                     if info.has_failed() && self.here.has_thread("mig/src/main") {
                         self.here.qmp.migrate_cancel().expect("migrate_cancel");
                     }

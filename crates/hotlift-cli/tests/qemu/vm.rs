@@ -30,6 +30,17 @@ pub fn until<T>(what: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) 
     }
 }
 
+/// Lists the names of a process's threads.
+pub fn threads_of(pid: Pid) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero())).expect("it runs");
+    // A thread that ends at the same time has no name.
+    tasks
+        .flatten()
+        .filter_map(|task| fs::read_to_string(task.path().join("comm")).ok())
+        .map(|name| name.trim_end().to_owned())
+        .collect()
+}
+
 /// What runs the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Accelerator {
@@ -286,11 +297,9 @@ impl Vm {
 
     /// Whether a thread of the process has a name that begins so.
     pub fn has_thread(&self, name: &str) -> bool {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).expect("it runs");
-        tasks.flatten().any(|task| {
-            // A thread that ends meanwhile has none.
-            fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.starts_with(name))
-        })
+        threads_of(self.pid())
+            .iter()
+            .any(|thread| thread.starts_with(name))
     }
 
     /// How the process ended, if it has.
