@@ -2,11 +2,11 @@
 //! and takes the guest over when the source releases it.
 
 use std::cell::RefCell;
+use std::sync::Mutex;
 use std::thread;
 
 use hotlift_mem::RamBlock;
 
-use crate::admission::Acceptor;
 use crate::control::Control;
 use crate::control::run_as;
 use crate::ends::guest_sink::main_channel::MainReceiver;
@@ -16,15 +16,14 @@ use crate::error::MigrationError;
 use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
 use crate::handover::DestinationSide;
-use crate::life::threads::{OnPanic, caught, spawn};
+use crate::life::threads::{caught, spawn};
 use crate::liveness::{self, Liveness};
 use crate::lock::lock;
 use crate::options::Options;
 use crate::stream::attend::{attend, linger};
-use crate::stream::door::Door;
+use crate::stream::door::{Arrival, Door};
 use crate::stream::graceful_close;
 use crate::stream::handshake;
-use crate::tls;
 use crate::transport::{Listener, Stream};
 
 /// Threads that populate RAM at most: memory bandwidth is used up by then.
@@ -92,81 +91,58 @@ fn run(
     control: &Control,
 ) -> Result<DestinationReport, MigrationError> {
     let id = handshake::new_id().map_err(MigrationError::opening)?;
-    let address = listener.address().map_err(MigrationError::opening)?;
-    let acceptor = Acceptor::new(&listener, tls::of_options(options, &address)?);
-    let acceptor = acceptor.map_err(MigrationError::opening)?;
-    let door = Door::new(
-        acceptor,
-        None,
-        options.handshake_timeout,
-        control.strangers(),
-        control.life(),
-    )
-    .map_err(MigrationError::opening)?;
-    let (accepted, mut door) = accept::accept(door, guest.uuid(), options, control)?;
-    let session = Session::new(guest, options, control.clone(), id, accepted);
+    let door = accept::open(&listener, options, control)?;
+    let (source, since, door) = accept::accept(door, guest.uuid(), options, control)?;
+    let session = Session::new(guest, options, control.clone(), id, source, since);
     let refuse = || {
         session.fail(MigrationError::main_closed());
     };
+    let failed = |error| {
+        let is_panic = matches!(error, MigrationError::Panicked { .. });
+        session.fail(error);
+        if is_panic {
+            session.shut_down();
+        }
+    };
     let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
     let mut receiver = MainReceiver::new(&session)?;
+    let (session, threads) = (&session, &session.threads);
+    // Its lock is the door thread's until that has ended.
+    let door = Mutex::new(door);
     thread::scope(|scope| {
-        let mut threads = Vec::new();
-        for id in 0..options.channels() {
-            let session = &session;
-            let name = format!("mig/dst/recv_{id}");
-            threads.push(spawn(scope, name.clone(), move || {
-                let _ends = OnPanic(|| session.abort());
-                let outcome = channel::receive(session, id);
-                session.threads.book(&name);
-                session.channel_ended(outcome);
-            }));
-        }
-        for number in 0..decompress_threads::threads(options) {
-            let session = &session;
-            let name = format!("decompress_{number}");
-            threads.push(spawn(scope, name.clone(), move || {
-                let _ends = OnPanic(|| session.abort());
-                let outcome = decompress_threads::work(&session.decompress, session.target());
-                session.threads.book(&name);
-                if let Err(error) = outcome {
-                    session.fail(error);
-                }
-            }));
-        }
-        let attending = spawn(scope, "mig/dst/door".to_owned(), || {
-            let _ends = OnPanic(|| session.abort());
-            let liveness = Liveness::new(options.silence_timeout, session.streams());
-            let liveness = RefCell::new(liveness);
-            attend(
-                &mut door,
-                &session.asked(&refuse),
-                &stopped,
-                (liveness::INTERVAL, &|door, arrivals| {
+        let outcome = (|| {
+            for id in 0..options.channels() {
+                let read = move || session.channel_ended(channel::receive(session, id));
+                threads.spawn(scope, format!("mig/dst/recv_{id}"), &failed, read)?;
+            }
+            for number in 0..decompress_threads::threads(options) {
+                let work = || decompress_threads::work(&session.decompress, session.target());
+                threads.spawn(scope, format!("decompress_{number}"), &failed, work)?;
+            }
+            threads.spawn(scope, "mig/dst/door".to_owned(), &failed, || {
+                let liveness = Liveness::new(options.silence_timeout, session.source.streams());
+                let liveness = RefCell::new(liveness);
+                let look = |door: &mut Door<'_>, arrivals: &mut Vec<Arrival>| {
                     session.look_for_preempt(door, arrivals);
                     session.look_for_silence(&mut liveness.borrow_mut());
-                }),
-            );
-            session.threads.book("mig/dst/door");
-            door
-        });
-        let _ends = OnPanic(|| session.abort());
-        let outcome = threads
-            .into_iter()
-            .collect::<Result<Vec<_>, _>>()
-            .and_then(|_| caught(|| receiver.run()));
-        if let Err(error) = outcome {
-            session.fail(error);
-        }
-        session.decompress.end();
+                };
+                let asked = session.asked(&refuse);
+                attend(&mut lock(&door), &asked, &stopped, (liveness::INTERVAL, &look));
+                Ok(())
+            })?;
+            caught(|| receiver.run())
+        })();
+        outcome.unwrap_or_else(failed);
+        // Nothing is waited for any more but the source's questions.
+        control.life().close();
         drop(stop);
-        let door = attending.ok().and_then(|door| door.join().ok());
-        wind_up(&session, door, receiver.read_ahead());
-        session.threads.book("mig/dst/main");
+        wind_up(session, &mut lock(&door), receiver.read_ahead());
     });
+    threads.book("mig/dst/main");
     // A socket's file should not outlive its use.
+    drop(door);
     drop(listener);
-    if let Some(error) = session.failure.take() {
+    if let Some(error) = control.life().failure().take() {
         return Err(error);
     }
     let total = session.total();
@@ -186,24 +162,23 @@ fn run(
 }
 
 /// Ends the connections, after the source has had the time to read why, and knows what became of the guest.
-fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
-    let main = [&session.accepted.main];
-    if let Some(reason) = session.failure.text()
-        && session.is_hotlift()
+fn wind_up(session: &Session<'_>, door: &mut Door<'_>, read_ahead: &[u8]) {
+    let source = &session.source;
+    let main = [&source.main];
+    if let Some(reason) = session.control.life().failure().text()
+        && source.is_hotlift()
         && session.taking.side() == DestinationSide::Never
     {
         graceful_close::say_reason(&main, &reason);
     }
-    if let Some(mut door) = door
-        && session.is_hotlift()
-    {
+    if source.is_hotlift() {
         let recovered = lock(&session.recovered).clone();
-        let streams: Vec<_> = session.streams().chain(recovered.as_deref()).collect();
+        let streams: Vec<_> = source.streams().chain(recovered.as_deref()).collect();
         let patience = session.options.time_for_questions();
         // It has ended by now.
         let asked = session.asked(&|| ());
         linger(
-            &mut door,
+            door,
             &asked,
             &streams,
             read_ahead,

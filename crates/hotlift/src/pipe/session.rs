@@ -23,7 +23,6 @@ use crate::pipe::settings::{LeftOut, RelaySettings};
 use crate::pipe::sink::{EarlySections, Sink};
 use crate::status::Status;
 use crate::stream::door::Asked;
-use crate::stream::load::ReceiverLoad;
 use crate::stream::main_recv::Waiting;
 
 /// Whether a wait is to go on.
@@ -68,8 +67,6 @@ pub(crate) struct Session<'a> {
     pub cpu: Arc<CpuBudget>,
     pub flow: Arc<Flow<Batch>>,
     pub barrier: Barrier,
-    /// What the incoming channels do, for a source that wants to know.
-    pub load: ReceiverLoad,
     pub sink: &'a dyn Sink,
     /// One an incoming multifd channel, and the last for main.
     pub received: Vec<Counters>,
@@ -125,7 +122,6 @@ impl<'a> Session<'a> {
             left_out: settings.left_out.clone(),
             flow,
             barrier: Barrier::new(channels, control.life()),
-            load: ReceiverLoad::default(),
             sink,
             received,
             pages: Counters::default(),

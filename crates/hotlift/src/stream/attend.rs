@@ -113,7 +113,6 @@ impl Lingering<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admission::Acceptor;
     use crate::admission::strangers::Strangers;
     use crate::handover::{Taking, Word, ask_once};
     use crate::remote::Remote;
@@ -140,7 +139,8 @@ mod tests {
         };
         let patience = Duration::from_secs(5);
         let mut door = Door::new(
-            Acceptor::new(&listener, None).unwrap(),
+            &listener,
+            None,
             None,
             patience,
             &Strangers::default(),

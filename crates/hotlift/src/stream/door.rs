@@ -5,6 +5,7 @@
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::multifd::{INITIAL_PACKET_LEN, InitialPacket};
@@ -21,6 +22,7 @@ use crate::error::error_line;
 use crate::handover::Taking;
 use crate::life::Life;
 use crate::life::bell::Bell;
+use crate::tls::Tls;
 use crate::transport::{Host, Listener, Stream};
 
 /// Connections that may wait to be told apart. A source says what each is as soon as it is made, so that
@@ -91,12 +93,14 @@ pub(crate) struct Door<'a> {
 }
 
 impl<'a> Door<'a> {
-    /// For the connections of `acceptor`, which may take `patience` to say what they are. Changes of `life` end its waits.
+    /// For the connections of `listener`, TLS ones with `tls`, which may take `patience` to say what they are. Changes of
+    /// `life` end its waits.
     ///
     /// # Errors
     /// The system gives no descriptor.
     pub(crate) fn new(
-        acceptor: Acceptor<'a>,
+        listener: &'a Listener,
+        tls: Option<Arc<Tls>>,
         pass: Option<Pass>,
         patience: Duration,
         strangers: &Strangers,
@@ -107,7 +111,7 @@ impl<'a> Door<'a> {
             patience,
         };
         Ok(Self {
-            admission: Admission::new(acceptor, limits(patience))?,
+            admission: Admission::new(Acceptor::new(listener, tls)?, limits(patience))?,
             strangers: strangers.clone(),
             bell: Bell::new(life)?,
             pass,

@@ -46,7 +46,7 @@ pub(crate) trait PageSink {
     fn put(
         &mut self,
         header: &PacketHeader,
-        read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
+        read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadOn, MigrationError>;
 
     /// Passes an uncompressed packet on, whose pages are the next bytes of `from`, without reading them; false if
@@ -153,12 +153,13 @@ impl Decoders<'_> {
 }
 
 impl<'a> MultifdReceiver<'a> {
-    /// A reader of `channel`.
+    /// A reader of `channel`, for the calling thread. `load` is for a source that wants to know what the channels do.
     pub(crate) fn new(
         rules: ChannelRules,
         channel: &'a Stream,
         blocks: &'a [RamBlockEntry],
         limits: ChannelLimits<'a>,
+        load: Option<&'a ReceiverLoad>,
         counters: &'a Counters,
     ) -> Result<Self, MigrationError> {
         let memory = limits.memory;
@@ -200,21 +201,13 @@ impl<'a> MultifdReceiver<'a> {
             header: PacketHeader::new(rules.layout),
             payload,
             counters,
-            load: None,
+            load: load.map(ChannelLoad::new),
             cpu: CpuShare::new(limits.cpu),
         })
     }
 
-    /// The source is told what the channels do. For the thread that reads.
-    pub(crate) fn telling(self, load: &'a ReceiverLoad) -> Self {
-        Self {
-            load: Some(ChannelLoad::new(load)),
-            ..self
-        }
-    }
-
     /// Reads until the channel ends, or need not be read on.
-    pub(crate) fn run(&mut self, sink: &mut impl PageSink) -> Result<(), MigrationError> {
+    pub(crate) fn run(mut self, sink: &mut dyn PageSink) -> Result<(), MigrationError> {
         loop {
             let id = self.id;
             let header = self.packets.header();
@@ -257,7 +250,7 @@ impl<'a> MultifdReceiver<'a> {
         }
     }
 
-    fn pages(&mut self, sink: &mut impl PageSink) -> Result<ReadOn, MigrationError> {
+    fn pages(&mut self, sink: &mut dyn PageSink) -> Result<ReadOn, MigrationError> {
         let Self {
             packets,
             rules,
@@ -288,7 +281,9 @@ impl<'a> MultifdReceiver<'a> {
             return Ok(ReadOn::Yes);
         }
         let block = &blocks[header.block()].name;
-        sink.put(header, |pages| payload.read(packets, header, block, pages))
+        sink.put(header, &mut |pages| {
+            payload.read(packets, header, block, pages)
+        })
     }
 }
 

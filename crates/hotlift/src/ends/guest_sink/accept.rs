@@ -8,17 +8,19 @@ use std::time::{Duration, Instant};
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::AUTO;
 use hotlift_wire::handshake::{Features, Offer};
-use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
+use hotlift_wire::multifd::{Hello, InitialPacket, Method};
 
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::life::LONG;
 use crate::options::{MAX_PACKET_SIZE, Options};
+use crate::pipe::stream_in::StreamIn;
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::door::Door;
 use crate::stream::handshake::{self, Beginning};
 use crate::stream::multifd_recv::Methods;
-use crate::transport::Stream;
+use crate::tls;
+use crate::transport::{Listener, Stream};
 
 /// How often the beginning of a main channel is looked at while its multifd channels are missing.
 const TICK: Duration = Duration::from_millis(100);
@@ -27,37 +29,39 @@ const TICK: Duration = Duration::from_millis(100);
 /// segment of a TCP handshake may be lost, and is sent again after 200 ms at the earliest.
 const LATE: Duration = Duration::from_secs(2);
 
-/// The connections of one migration.
-pub(crate) struct Accepted {
-    pub main: Stream,
-    /// By channel id.
-    pub multifd: Vec<Stream>,
-    /// Whether the source is a Hotlift.
-    pub is_hotlift: bool,
-    /// Size of its packets.
-    pub layout: PacketLayout,
-    /// Their methods.
-    pub methods: Methods,
-    /// The source chooses the method of each packet.
-    pub method_by_packet: bool,
-    /// When the first of them was accepted.
-    pub since: Instant,
-}
-
 /// What the channels of the migration must be like.
 struct Expected<'a> {
     uuid: [u8; 16],
     options: &'a Options,
 }
 
+/// Opens the door of a guest's migration at `listener`.
+pub(crate) fn open<'a>(
+    listener: &'a Listener,
+    options: &Options,
+    control: &Control,
+) -> Result<Door<'a>, MigrationError> {
+    let address = listener.address().map_err(MigrationError::opening)?;
+    let door = Door::new(
+        listener,
+        tls::of_options(options, &address)?,
+        None,
+        options.handshake_timeout,
+        control.strangers(),
+        control.life(),
+    );
+    door.map_err(MigrationError::opening)
+}
+
 /// Waits for the first connection as long as it takes, and for the others as long as a handshake may
-/// take. A Hotlift is told why it is refused. The door comes back, to be watched while the migration is under way.
+/// take; returns when the first was accepted, too. A Hotlift is told why it is refused. The door comes back, to be watched
+/// while the migration is under way.
 pub(crate) fn accept<'a>(
     door: Door<'a>,
     uuid: [u8; 16],
     options: &Options,
     control: &Control,
-) -> Result<(Accepted, Door<'a>), MigrationError> {
+) -> Result<(StreamIn, Instant, Door<'a>), MigrationError> {
     let expected = Expected { uuid, options };
     let mut arrivals = Arrivals::new(door, Some(options.channels()), control.strangers());
     loop {
@@ -82,21 +86,15 @@ pub(crate) fn accept<'a>(
     };
     multifd.sort_by_key(|(packet, _)| packet.id);
     let hello = multifd.first().and_then(|(packet, _)| packet.hello);
-    let accepted = Accepted {
-        main,
-        multifd: multifd.into_iter().map(|(_, stream)| stream).collect(),
-        is_hotlift: hello.is_some(),
-        layout: hello.map_or(PacketLayout::QEMU, |hello| hello.layout),
-        method_by_packet: hello.is_some_and(|hello| hello.method.is_none()),
-        methods: match (options.multifd_compression, hello) {
-            (_, Some(hello)) if hello.method.is_none() => Methods::Each,
-            (one, _) if !one.is_auto() => Methods::One(one),
-            (_, Some(_)) => Methods::Each,
-            (_, None) => Methods::First,
-        },
-        since: first.unwrap_or(since),
+    let methods = match (options.multifd_compression, hello) {
+        (_, Some(hello)) if hello.method.is_none() => Methods::Each,
+        (one, _) if !one.is_auto() => Methods::One(one),
+        (_, Some(_)) => Methods::Each,
+        (_, None) => Methods::First,
     };
-    Ok((accepted, door))
+    let channels = multifd.into_iter().map(|(_, stream)| stream).collect();
+    let source = StreamIn::new(main, channels, hello.is_some(), hello, methods);
+    Ok((source, first.unwrap_or(since), door))
 }
 
 impl Expected<'_> {
@@ -106,13 +104,16 @@ impl Expected<'_> {
             return Err(MigrationError::Cancelled);
         }
         let waited = arrivals.since.map(|since| since.elapsed());
-        if waited.is_some_and(|waited| waited > self.options.handshake_timeout) {
+        let left = waited.map_or(LONG, |waited| {
+            self.options.handshake_timeout.saturating_sub(waited)
+        });
+        if left.is_zero() {
             return Err(self.timed_out(arrivals));
         }
         // A channel that has said what it is waits for the others; only its end is of interest.
-        let wait = match arrivals.since {
-            Some(_) => TICK,
-            None => LONG,
+        let wait = match arrivals.main {
+            Some(_) if arrivals.waits_for_channels() => TICK.min(left),
+            _ => left,
         };
         arrivals.step(wait, &|packet, others| self.check(packet, others))?;
         // The channels would be waited for in vain. (One that has gone already is turned away in the next step.)
@@ -255,7 +256,7 @@ fn hex(bytes: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use hotlift_wire::multifd::ZeroPageDetection;
+    use hotlift_wire::multifd::{PacketLayout, ZeroPageDetection};
 
     use super::*;
 

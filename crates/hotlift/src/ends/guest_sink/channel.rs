@@ -9,39 +9,27 @@ use hotlift_wire::multifd::PacketHeader;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::handover::DestinationSide;
-use crate::stream::multifd_recv::{ChannelLimits, ChannelRules, MultifdReceiver, PageSink, ReadOn};
+use crate::stream::multifd_recv::{ChannelLimits, PageSink, ReadOn};
 
 /// Reads channel `id` until it ends, or the guest is taken over.
 pub(crate) fn receive(session: &Session<'_>, id: u8) -> Result<(), MigrationError> {
-    let options = session.options;
-    let rules = ChannelRules {
-        id,
-        layout: session.accepted.layout,
-        methods: session.accepted.methods,
-        checksum_required: session.is_hotlift(),
-        accelerator: options.accelerator,
+    let Session {
+        source, control, ..
+    } = session;
+    let limits = ChannelLimits {
+        memory: &session.memory,
+        cpu: &session.cpu,
+        stats: control.accelerator_stats(),
+        life: control.life(),
     };
-    let index = usize::from(id);
-    let mut receiver = MultifdReceiver::new(
-        rules,
-        &session.accepted.multifd[index],
-        &session.blocks,
-        ChannelLimits {
-            memory: &session.memory,
-            cpu: &session.cpu,
-            stats: session.control.accelerator_stats(),
-            life: session.control.life(),
-        },
-        &session.counters[index],
-    )?;
-    if session.accepted.method_by_packet {
-        receiver = receiver.telling(&session.load);
-    }
-    receiver.run(&mut GuestRam {
+    let accelerator = session.options.accelerator;
+    let counters = &session.counters[usize::from(id)];
+    let mut ram = GuestRam {
         session,
         id,
-        runs: Vec::with_capacity(rules.layout.pages()),
-    })
+        runs: Vec::with_capacity(source.layout.pages()),
+    };
+    source.read_channel(id, accelerator, &session.blocks, limits, counters, &mut ram)
 }
 
 struct GuestRam<'a> {
@@ -69,7 +57,7 @@ impl PageSink for GuestRam<'_> {
     fn put(
         &mut self,
         header: &PacketHeader,
-        read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
+        read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadOn, MigrationError> {
         let session = self.session;
         self.check_switch("pages")?;
@@ -99,7 +87,7 @@ impl PageSink for GuestRam<'_> {
 
     fn tell(&mut self, message: &[u8]) {
         // Who has gone is noticed where it is read from.
-        let _ = self.session.answer(message);
+        let _ = self.session.source.answer(message);
     }
 
     fn sync(&mut self) -> Result<ReadOn, MigrationError> {
@@ -116,7 +104,7 @@ impl PageSink for GuestRam<'_> {
 
     fn ended(&mut self) -> Result<(), MigrationError> {
         let session = self.session;
-        if session.taking.side() == DestinationSide::Loading && session.is_hotlift() {
+        if session.taking.side() == DestinationSide::Loading && session.source.is_hotlift() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

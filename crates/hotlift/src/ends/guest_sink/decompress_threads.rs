@@ -9,6 +9,8 @@
 //! with a thread waits for all threads. So does the end of each section of RAM, and with it everything
 //! that is no page.
 
+use std::sync::Arc;
+
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Inflater;
@@ -16,6 +18,7 @@ use hotlift_wire::limits;
 
 use crate::error::MigrationError;
 use crate::guest::Guest;
+use crate::life::Life;
 use crate::options::Options;
 use crate::pipe::flow::Flow;
 
@@ -54,23 +57,19 @@ impl Run {
 
 /// The threads' side of a session.
 pub(crate) struct DecompressThreads {
-    runs: Flow<Run>,
+    runs: Arc<Flow<Run>>,
 }
 
 impl DecompressThreads {
-    pub(crate) fn new(options: &Options) -> Self {
+    /// Those of a migration with this lifetime, whose close ends them.
+    pub(crate) fn new(options: &Options, life: &Life) -> Self {
         let count = match threads(options) {
             0 => 0,
             threads => RUNS_PER_THREAD * threads + 1,
         };
-        Self {
-            runs: Flow::new((0..count).map(|_| Run::new())),
-        }
-    }
-
-    /// Ends all threads, and whoever waits for them.
-    pub(crate) fn end(&self) {
-        self.runs.break_up();
+        let runs = Arc::new(Flow::new((0..count).map(|_| Run::new())));
+        life.register(&runs);
+        Self { runs }
     }
 }
 

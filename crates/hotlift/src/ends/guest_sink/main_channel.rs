@@ -50,14 +50,14 @@ impl<'a> MainReceiver<'a> {
         let rules = GuestRules {
             takes: handshake::features(options),
             postcopy_ram: options.postcopy_ram,
-            is_hotlift: options.multifd().then(|| session.is_hotlift()),
+            is_hotlift: options.multifd().then(|| session.source.is_hotlift()),
         };
         // Half of the source's patience, so that the reason reaches it before that runs out.
         let silence = Silence::WithinRecords(options.handshake_timeout / 2);
         Ok(Self {
             machine: MainChannel::new(Taker::Guest(rules), silence),
             input: MainInput::new(
-                &session.accepted.main,
+                &session.source.main,
                 session.main_counters(),
                 &session.memory,
                 session.control.life(),
@@ -117,8 +117,7 @@ impl<'a> MainReceiver<'a> {
 
 impl Waiting for Session<'_> {
     fn check(&self) -> Result<(), MigrationError> {
-        let called_off = self.failure.is_set() || self.control.is_cancelled();
-        if called_off && self.taking.abandon() {
+        if self.control.life().is_stopped() && self.taking.abandon() {
             return Err(MigrationError::Cancelled);
         }
         // Another connection may have brought the source's word.
@@ -146,7 +145,7 @@ impl State<'_> {
             Action::RamBlocks(blocks) => self.ram_blocks(&blocks)?,
             // Also one that is refused is answered, so that it can read why.
             Action::Greet { offer, takes } => {
-                session.set_is_hotlift();
+                session.source.set_is_hotlift();
                 self.answer(&handshake::answer(offer, takes, session.id))?;
                 handshake::check(offer, takes)?;
             }
@@ -191,7 +190,7 @@ impl State<'_> {
     }
 
     fn answer(&self, messages: &[ReturnMessage<'_>]) -> Result<(), MigrationError> {
-        let answered = self.session.answer(&encode(messages));
+        let answered = self.session.source.answer(&encode(messages));
         answered.map_err(|source| MigrationError::Connection {
             channel: Channel::Main,
             doing: "talking to the source",
@@ -296,7 +295,7 @@ impl State<'_> {
     fn load_devices(&mut self) -> Result<(), MigrationError> {
         let devices = std::mem::take(&mut self.devices);
         self.session.guest.load_devices(devices)?;
-        self.session.loaded();
+        self.session.taking.loaded();
         Ok(())
     }
 }

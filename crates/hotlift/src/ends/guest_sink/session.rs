@@ -14,24 +14,22 @@ use hotlift_wire::settle::MigrationId;
 
 use crate::control::Control;
 use crate::cpu_limit::CpuBudget;
-use crate::ends::guest_sink::accept::Accepted;
 use crate::ends::guest_sink::announce;
 use crate::ends::guest_sink::decompress_threads::{DecompressThreads, Target};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, PostcopyFigures};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, Taking};
-use crate::life::failure::Failure;
 use crate::life::threads::{OnPanic, ThreadTimes};
 use crate::liveness::Liveness;
-use crate::lock::lock;
 use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::barrier::Barrier;
+use crate::pipe::stream_in::StreamIn;
 use crate::status::{MigrationEvent, Status};
 use crate::stream::door::{Arrival, Asked, Door, Kind};
-use crate::stream::load::ReceiverLoad;
 use crate::stream::main_recv::Waiting;
 use crate::stream::preempt::PreemptIn;
+use crate::stream::return_path::encode;
 use crate::transport::Stream;
 
 /// One incoming migration.
@@ -43,7 +41,9 @@ pub(crate) struct Session<'a> {
     pub memory: MemoryLimit,
     /// CPU time that its channels may take.
     pub cpu: Arc<CpuBudget>,
-    pub accepted: Accepted,
+    pub source: StreamIn,
+    /// When the first of its connections was accepted.
+    pub since: Instant,
     /// The guest's RAM blocks, as packets name them.
     pub blocks: Vec<RamBlockEntry>,
     /// Pages that hold something: received, or not known to be fresh.
@@ -61,19 +61,13 @@ pub(crate) struct Session<'a> {
     /// What the guest's waits for pages came to.
     pub postcopy: OnceLock<PostcopyFigures>,
     pub barrier: Barrier,
-    /// What the channels do, for a source that wants to know.
-    pub load: ReceiverLoad,
-    /// Keeps answers of different threads apart.
-    answering: Mutex<()>,
     pub counters: Vec<Counters>,
     /// What this side calls the migration.
     pub id: MigrationId,
     pub taking: Taking,
     pub decompress: DecompressThreads,
-    is_hotlift: AtomicBool,
     /// CPU time of the threads that have ended.
     pub threads: ThreadTimes,
-    pub failure: Failure,
 }
 
 impl<'a> Session<'a> {
@@ -82,9 +76,10 @@ impl<'a> Session<'a> {
         options: &'a Options,
         control: Control,
         id: MigrationId,
-        accepted: Accepted,
+        source: StreamIn,
+        since: Instant,
     ) -> Self {
-        let channels = accepted.multifd.len();
+        let channels = source.multifd.len();
         let written: Vec<_> = guest
             .ram()
             .iter()
@@ -102,7 +97,7 @@ impl<'a> Session<'a> {
         };
         let memory = options.memory(channels);
         // Larger packets than QEMU's have larger payloads.
-        let larger = accepted.layout.max_payload().saturating_sub(CHANNEL_MEMORY);
+        let larger = source.layout.max_payload().saturating_sub(CHANNEL_MEMORY);
         memory.raise(channels * larger);
         let blocks = guest
             .ram()
@@ -123,24 +118,15 @@ impl<'a> Session<'a> {
             recovered: Mutex::default(),
             postcopy: OnceLock::new(),
             barrier: Barrier::new(channels, control.life()),
-            load: ReceiverLoad::default(),
-            answering: Mutex::default(),
             counters: Counters::of_side(channels),
-            is_hotlift: AtomicBool::new(accepted.is_hotlift),
-            accepted,
+            source,
+            since,
             id,
             taking: Taking::new(channels + 1, control.life()),
-            decompress: DecompressThreads::new(options),
+            decompress: DecompressThreads::new(options, control.life()),
             threads: ThreadTimes::default(),
-            failure: Failure::default(),
             control,
         }
-    }
-
-    /// Says `bytes` to the source on main, whole messages of the return path.
-    pub(crate) fn answer(&self, bytes: &[u8]) -> std::io::Result<()> {
-        let _one = lock(&self.answering);
-        (&self.accepted.main).write_all(bytes)
     }
 
     /// What questions are about; `refuse` ends the migration.
@@ -150,26 +136,6 @@ impl<'a> Session<'a> {
             taking: &self.taking,
             refuse,
         }
-    }
-
-    /// All connections, the main channel first.
-    pub(crate) fn streams(&self) -> impl Iterator<Item = &Stream> {
-        std::iter::once(&self.accepted.main).chain(&self.accepted.multifd)
-    }
-
-    /// Whether the source is a Hotlift.
-    pub(crate) fn is_hotlift(&self) -> bool {
-        self.is_hotlift.load(Ordering::Acquire)
-    }
-
-    /// A source without multifd channels has said that it is a Hotlift.
-    pub(crate) fn set_is_hotlift(&self) {
-        self.is_hotlift.store(true, Ordering::Release);
-    }
-
-    /// Everything has arrived and was loaded: the source may now release the guest.
-    pub(crate) fn loaded(&self) {
-        self.taking.loaded();
     }
 
     /// The source has released the guest, says one of the connections; the first to say so makes the guest run.
@@ -188,12 +154,11 @@ impl<'a> Session<'a> {
         if !self.run_guest(Status::Completed) {
             return Ok(());
         }
-        // On every socket, so that one that is cut or garbled leaves the source no doubt.
-        let mut running = Vec::new();
-        if ReturnMessage::Shut(0).encode(&mut running).is_ok() {
-            for mut stream in std::iter::once(&self.accepted.main).chain(self.answer_sockets()) {
-                let _ = stream.write_all(&running);
-            }
+        // On every socket, so that one that is cut or garbled leaves the source no doubt. A QEMU reads none but main.
+        let running = encode(&[ReturnMessage::Shut(0)]);
+        let is_read = |number| number == 0 || self.source.is_hotlift();
+        for (_, mut stream) in self.source.streams().enumerate().filter(|it| is_read(it.0)) {
+            let _ = stream.write_all(&running);
         }
         self.taking.taken();
         announce::start(self.guest, self.options);
@@ -253,15 +218,15 @@ impl<'a> Session<'a> {
     ) -> Option<Stream> {
         let named = |arrival: &mut Arrival| matches!(arrival.kind, Kind::Named);
         let of_hotlift = arrivals.extract_if(.., named).last();
-        match self.is_hotlift() {
+        match self.source.is_hotlift() {
             true => of_hotlift.map(|arrival| arrival.stream),
-            false => door.take_silent(&self.accepted.main.host()),
+            false => door.take_silent(&self.source.main.host()),
         }
     }
 
     /// The same while precopy is under way.
     pub(crate) fn look_for_preempt(&self, door: &mut Door<'_>, arrivals: &mut Vec<Arrival>) {
-        let may_come = self.is_hotlift() || self.awaits_preempt.load(Ordering::Acquire);
+        let may_come = self.source.is_hotlift() || self.awaits_preempt.load(Ordering::Acquire);
         if self.options.postcopy_preempt
             && may_come
             && !self.preempt.is_here()
@@ -273,7 +238,7 @@ impl<'a> Session<'a> {
 
     /// Fails if the source is lost before everything has arrived; by its keepalive in postcopy.
     pub(crate) fn look_for_silence(&self, liveness: &mut Liveness) {
-        if let Err(error) = liveness.look_for(&self.control, self.streams())
+        if let Err(error) = liveness.look_for(&self.control, self.source.streams())
             && self.taking.side() == DestinationSide::Loading
             && !self.is_listening()
         {
@@ -283,30 +248,16 @@ impl<'a> Session<'a> {
 
     /// Waits until the guest runs here, or cannot any more; true if it runs.
     pub(crate) fn is_decided_to_run(&self) -> bool {
-        let called_off = || self.control.is_cancelled() || self.failure.is_set();
+        let called_off = || self.control.life().is_stopped();
         self.taking.wait_for_decision(called_off)
-    }
-
-    /// Multifd connections that take answers: those of a Hotlift. QEMU reads nothing there.
-    fn answer_sockets(&self) -> impl Iterator<Item = &Stream> {
-        let count = if self.is_hotlift() {
-            self.accepted.multifd.len()
-        } else {
-            0
-        };
-        self.accepted.multifd[..count].iter()
     }
 
     /// Keeps `error` if it is the first, and ends every thread's waiting. The main channel stays
     /// open, to tell the source.
     pub(crate) fn fail(&self, error: MigrationError) {
-        self.failure.keep(error);
+        self.control.life().fail(error);
         self.taking.abandon();
-        self.control.life().close();
-        self.decompress.end();
-        for stream in &self.accepted.multifd {
-            stream.shutdown(Shutdown::Both);
-        }
+        self.source.shut_channels();
     }
 
     /// Where decompressed pages go.
@@ -324,7 +275,7 @@ impl<'a> Session<'a> {
     /// From the first connection until the guest ran here.
     pub(crate) fn total(&self) -> Duration {
         let end = self.taking.taken_at().unwrap_or_else(Instant::now);
-        end.saturating_duration_since(self.accepted.since)
+        end.saturating_duration_since(self.since)
     }
 
     /// Counters of the main channel.
@@ -334,27 +285,19 @@ impl<'a> Session<'a> {
 
     /// A channel's thread has ended. Once everything has arrived a lost channel is no failure, as
     /// long as another can bring the source's word.
-    pub(crate) fn channel_ended(&self, outcome: Result<(), MigrationError>) {
-        if let Err(error) = outcome
-            && self.taking.side() == DestinationSide::Loading
-        {
-            self.fail(error);
-        }
+    pub(crate) fn channel_ended(
+        &self,
+        outcome: Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let is_loading = self.taking.side() == DestinationSide::Loading;
         self.taking.connection_ended();
-    }
-
-    /// A thread has panicked: frees all others.
-    pub(crate) fn abort(&self) {
-        self.taking.abandon();
-        self.fail(MigrationError::panicked_here());
-        self.shut_down();
+        if is_loading { outcome } else { Ok(()) }
     }
 
     /// Closes every connection in both directions.
     pub(crate) fn shut_down(&self) {
         self.preempt.end();
-        for stream in self.streams() {
-            stream.shutdown(Shutdown::Both);
-        }
+        self.source.main.shutdown(Shutdown::Both);
+        self.source.shut_channels();
     }
 }

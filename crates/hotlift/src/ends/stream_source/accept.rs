@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::multifd::{Hello, InitialPacket};
 
-use crate::admission::Acceptor;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::life::LONG;
@@ -90,10 +89,9 @@ impl<'a> Uncounted<'a> {
         control: &Control,
     ) -> Result<Self, MigrationError> {
         let timeout = settings.outgoing.handshake_timeout;
-        let acceptor = Acceptor::new(listener, settings.incoming_tls.clone());
-        let acceptor = acceptor.map_err(MigrationError::opening)?;
         let door = Door::new(
-            acceptor,
+            listener,
+            settings.incoming_tls.clone(),
             settings.incoming_pass.clone(),
             timeout,
             control.strangers(),

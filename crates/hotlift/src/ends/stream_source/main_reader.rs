@@ -80,7 +80,7 @@ impl<'a> MainReader<'a> {
                 pages: MainPages::new(
                     session,
                     &setup.ram,
-                    upstream.multifd.is_empty(),
+                    upstream.source.multifd.is_empty(),
                     &upstream.demand,
                 ),
                 switched: false,
@@ -290,7 +290,7 @@ impl Relay<'_> {
             self.session.barrier.pass();
         }
         // Everything of a postcopy's devices, and a relay's first part of them, comes at another time.
-        if !self.switched && (self.upstream.is_guest || !self.upstream.is_relay) {
+        if !self.switched && (self.upstream.is_guest || !self.upstream.source.is_hotlift()) {
             self.session.control.set_status(Status::Device);
         }
         Ok(())
@@ -337,7 +337,7 @@ impl Relay<'_> {
         // The source is in postcopy: it does not go on by itself.
         self.session.switch();
         // Nothing but requests goes there from here on.
-        self.upstream.main.notice_loss();
+        self.upstream.source.main.notice_loss();
         // The source has made that connection before it has sent this.
         if further.preempt_for_sure() {
             self.tell_of_preempt()?;
@@ -374,7 +374,7 @@ impl Relay<'_> {
         }
         session.switch_over(hooks)?;
         // From here on a question must not be answered with: the guest never runs there.
-        if self.upstream.is_relay && !(session.taking.loaded() && session.taking.commit()) {
+        if self.upstream.source.is_hotlift() && !(session.taking.loaded() && session.taking.commit()) {
             return Err(unexpected("the switch behind a failure"));
         }
         postcopy(session)?.end_package(end)?;
@@ -395,7 +395,7 @@ impl Relay<'_> {
         }
         // A source that takes answers releases the guest at SHUT(0), and not before: one that has gone already was
         // cancelled, or has died.
-        if upstream.return_path && upstream.is_closed() {
+        if upstream.return_path && upstream.source.main.is_hung_up() {
             return Err(MigrationError::main_closed());
         }
         if !session.offer() {

@@ -3,7 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `accept` | waits for the connections, and finds out how many channels there are |
-//! | `upstream` | the channels, as what answers go to |
+//! | `upstream` | the source: its connections, as what answers go to |
 //! | `setup` | reads what the stream has before its first page, and answers its source |
 //! | `receive` | a multifd channel's packets into batches, or to the other side unread |
 //! | `main_reader`, `main_pages` | does what the main channel asks for: sync points, devices, the end; pages into batches |

@@ -18,7 +18,7 @@ pub(crate) fn receive(
     let Some(stream) = candidates.find(blocks, demand, &session.control)? else {
         return Ok(());
     };
-    let counters = &session.received[upstream.multifd.len()];
+    let counters = &session.received[upstream.source.multifd.len()];
     let outcome = read_pages(&stream, blocks, counters, |block, offset, content| {
         pass_on(session, upstream, (block, offset), content)
     });

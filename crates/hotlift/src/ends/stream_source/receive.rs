@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::GuestRun;
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::multifd::{PacketHeader, PacketLayout};
+use hotlift_wire::multifd::PacketHeader;
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::stream_source::preempt;
@@ -16,9 +16,7 @@ use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 use crate::pipe::sink::ForwardPackets;
 use crate::pipe::source::Source;
-use crate::stream::multifd_recv::{
-    ChannelLimits, ChannelRules, Methods, MultifdReceiver, PageSink, ReadOn,
-};
+use crate::stream::multifd_recv::{ChannelLimits, PageSink, ReadOn};
 use crate::stream::return_path::encode;
 use crate::transport::Stream;
 
@@ -36,25 +34,25 @@ impl<'a> Streams<'a> {
         Self {
             upstream,
             blocks: &setup.ram.blocks,
-            may_preempt: setup.postcopy && !upstream.is_relay,
+            may_preempt: setup.postcopy && !upstream.source.is_hotlift(),
         }
     }
 }
 
 impl Source for Streams<'_> {
     fn readers(&self) -> usize {
-        self.upstream.multifd.len() + usize::from(self.may_preempt)
+        self.upstream.source.multifd.len() + usize::from(self.may_preempt)
     }
 
     fn thread_name(&self, reader: usize) -> String {
-        match reader < self.upstream.multifd.len() {
+        match reader < self.upstream.source.multifd.len() {
             true => format!("relay/recv_{reader}"),
             false => "relay/preempt".to_owned(),
         }
     }
 
     fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
-        if reader >= self.upstream.multifd.len() {
+        if reader >= self.upstream.source.multifd.len() {
             return preempt::receive(session, self.blocks, self.upstream);
         }
         // Ids count from 0 to 254.
@@ -77,16 +75,16 @@ impl Source for Streams<'_> {
 
     fn kept_open(&self) -> Option<&Stream> {
         // A QEMU keeps its side open until it has had the last answer; a relay ends its own when all is written.
-        let stays = self.upstream.return_path && !self.upstream.is_relay;
-        stays.then_some(&self.upstream.main)
+        let stays = self.upstream.return_path && !self.upstream.source.is_hotlift();
+        stays.then_some(&self.upstream.source.main)
     }
 
     fn releases_guest(&self) -> bool {
-        !self.upstream.is_relay
+        !self.upstream.source.is_hotlift()
     }
 
     fn streams(&self) -> Vec<&Stream> {
-        self.upstream.streams().collect()
+        self.upstream.source.streams().collect()
     }
 
     fn free_readers(&self) {
@@ -100,7 +98,7 @@ impl Source for Streams<'_> {
     fn refuse(&self, reason: &str) {
         let shut = ReturnMessage::Shut(1);
         // A QEMU does not know the text.
-        self.upstream.answer(&match self.upstream.is_relay {
+        self.upstream.answer(&match self.upstream.source.is_hotlift() {
             true => encode(&[ReturnMessage::ErrorText(reason), shut]),
             false => encode(&[shut]),
         });
@@ -108,7 +106,7 @@ impl Source for Streams<'_> {
 
     fn over(&self) {
         self.upstream.shut_channels();
-        if !self.upstream.is_relay {
+        if !self.upstream.source.is_hotlift() {
             self.upstream.close();
         }
     }
@@ -121,52 +119,30 @@ fn receive(
     upstream: &Upstream,
     id: u8,
 ) -> Result<(), MigrationError> {
-    let (channel, from_relay) = (&upstream.multifd[usize::from(id)], upstream.is_relay);
-    let rules = ChannelRules {
-        id,
-        layout: PacketLayout::QEMU,
-        // A relay may send each packet by another.
-        methods: match from_relay {
-            true => Methods::Each,
-            false => Methods::First,
-        },
-        checksum_required: from_relay,
-        accelerator: session.accelerator,
+    let limits = ChannelLimits {
+        memory: &session.memory,
+        cpu: &session.cpu,
+        stats: session.control.accelerator_stats(),
+        life: session.control.life(),
     };
-    let mut receiver = MultifdReceiver::new(
-        rules,
-        channel,
-        blocks,
-        ChannelLimits {
-            memory: &session.memory,
-            cpu: &session.cpu,
-            stats: session.control.accelerator_stats(),
-            life: session.control.life(),
-        },
-        &session.received[usize::from(id)],
-    )?;
-    // One that chooses the method of each packet wants to know.
-    if upstream.method_by_packet {
-        receiver = receiver.telling(&session.load);
-    }
-    receiver.run(&mut Batches {
+    let counters = &session.received[usize::from(id)];
+    let mut batches = Batches {
         session,
         upstream,
         id,
-        is_kept_open: from_relay,
         synced: false,
         held_back: Duration::ZERO,
         yielding: Yielding::default(),
         forwarder: None,
-    })
+    };
+    let source = &upstream.source;
+    source.read_channel(id, session.accelerator, blocks, limits, counters, &mut batches)
 }
 
 struct Batches<'a> {
     session: &'a Session<'a>,
     upstream: &'a Upstream,
     id: u8,
-    /// By a relay: it closes its channels when everything is over.
-    is_kept_open: bool,
     /// The SYNC of the set-up has come, and with it everything that pages need.
     synced: bool,
     /// Time in which all batches were with the other side, until the thread asked last.
@@ -205,7 +181,7 @@ impl PageSink for Batches<'_> {
     fn put(
         &mut self,
         header: &PacketHeader,
-        read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
+        read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadOn, MigrationError> {
         self.check_set_up()?;
         let Some(mut batch) = self.free_batch() else {
@@ -259,8 +235,9 @@ impl PageSink for Batches<'_> {
     }
 
     fn ended(&mut self) -> Result<(), MigrationError> {
-        // One that ends before was cut, and main may be quiet for long before anybody waits for its SYNC.
-        if self.is_kept_open && !self.session.giving.is_committed() {
+        // A Hotlift closes its channels when everything is over. One that ends before was cut, and main may be quiet for long
+        // before anything waits for its SYNC.
+        if self.upstream.source.is_hotlift() && !self.session.giving.is_committed() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

@@ -25,6 +25,7 @@ use crate::pipe::hooks::SourceStream;
 use crate::pipe::run::run_threads;
 use crate::pipe::session::{Call, Relayed, Session};
 use crate::pipe::sink::Opening;
+use crate::pipe::stream_in::StreamIn;
 use crate::postcopy::LARGEST_PAGE;
 use crate::stream::attend::linger;
 use crate::stream::door::Door;
@@ -32,6 +33,7 @@ use crate::stream::graceful_close;
 use crate::stream::handshake;
 use crate::stream::main_channel::{MainChannel, Silence, Taker};
 use crate::stream::main_recv::{MainInput, Waiting};
+use crate::stream::multifd_recv::Methods;
 use crate::transport::{Listener, Stream};
 
 /// How long the first page of a source may be behind its channels.
@@ -180,21 +182,21 @@ fn pass_on(
         on_main.add_bytes(input.everything().len());
     }
     let read_ahead = input.detach();
-    let by_packet = hello.is_some_and(|hello| hello.method.is_none());
     let takes_doing = setup
         .relay
         .is_some_and(|features| features.contains(Features::DOING));
-    let who = (
-        setup.relay.is_some(),
-        setup.is_guest(),
-        takes_doing,
-        by_packet,
-    );
+    // A relay may send each packet by another.
+    let methods = match setup.relay {
+        Some(_) => Methods::Each,
+        None => Methods::First,
+    };
+    let source = StreamIn::new(main, multifd, setup.relay.is_some(), hello, methods);
+    let who = (setup.is_guest(), takes_doing, setup.return_path);
     let demand = Demand::new(&setup.ram.blocks, &memory, request.control.life());
     if setup.postcopy {
         demand.reserve()?;
     }
-    let upstream = Upstream::new(main, multifd, who, setup.return_path, demand);
+    let upstream = Upstream::new(source, who, demand);
     let session = Session::new(
         request.control,
         request.settings,
@@ -206,14 +208,14 @@ fn pass_on(
     );
     let input = MainInput::attach(
         read_ahead,
-        &upstream.main,
-        &session.received[upstream.multifd.len()],
+        &upstream.source.main,
+        &session.received[upstream.source.multifd.len()],
     );
     let mut reader = MainReader::new(&session, &upstream, &setup, input, machine);
     // A relay says how many channels it has, and asks; a QEMU does neither.
     let mut door = None;
     let mut uncounted = None;
-    match upstream.is_relay {
+    match upstream.source.is_hotlift() {
         true => door = Some(arrivals.into_door()),
         false => uncounted = Some(arrivals),
     }
@@ -273,14 +275,14 @@ impl<'l> Connections<'_, 'l> {
 impl Further for Connections<'_, '_> {
     fn preempt(&self, switched: bool) {
         if self.is_secured || switched {
-            let main = &self.upstream.main;
+            let main = &self.upstream.source.main;
             self.take(|arrivals| arrivals.another(main, Duration::ZERO, None));
         }
     }
 
     fn preempt_for_sure(&self) -> bool {
         let call = self.session.call();
-        let main = &self.upstream.main;
+        let main = &self.upstream.source.main;
         let preempt = &self.upstream.preempt;
         self.take(|arrivals| {
             // With a candidate nobody's handshake keeps the guest from going on.
@@ -292,7 +294,7 @@ impl Further for Connections<'_, '_> {
 
     fn late_channel(&self) -> bool {
         let mut arrivals = self.arrivals.borrow_mut();
-        let count = self.upstream.multifd.len();
+        let count = self.upstream.source.multifd.len();
         let arrivals = arrivals.as_mut();
         arrivals.is_some_and(|arrivals| arrivals.late_channel(self.uuid, count))
     }
@@ -335,7 +337,7 @@ fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, o
         let patience = options.time_for_questions();
         // It has ended by now.
         let asked = session.asked(&|| ());
-        let main = [&upstream.main];
+        let main = [&upstream.source.main];
         linger(
             &mut door,
             &asked,
@@ -346,7 +348,7 @@ fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, o
         );
     }
     // A QEMU's connections were closed when the threads ended.
-    if upstream.is_relay {
+    if upstream.source.is_hotlift() {
         upstream.close();
     }
 }

@@ -42,7 +42,7 @@ impl<'a> Link<'a> {
         // Apart from `now`, whose lock a writer may have.
         match lock(&self.session.recovered).as_deref() {
             Some(stream) => stream.shutdown(Shutdown::Both),
-            None => self.session.accepted.main.shutdown(Shutdown::Both),
+            None => self.session.source.main.shutdown(Shutdown::Both),
         }
     }
 
@@ -79,7 +79,7 @@ impl<'a> Link<'a> {
         match &now.recovered {
             _ if now.is_lost => Err(io::ErrorKind::NotConnected.into()),
             Some(stream) => (&**stream).write_all(bytes),
-            None => self.session.answer(bytes),
+            None => self.session.source.answer(bytes),
         }
     }
 

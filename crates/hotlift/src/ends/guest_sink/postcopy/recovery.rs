@@ -13,8 +13,8 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use super::agreement::{self, Agreement, Answer};
 use super::run::Incoming;
-use crate::admission::Acceptor;
 use crate::admission::head::RESUMED_MAGIC;
+use crate::ends::guest_sink::accept;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::life::threads::{caught, spawn};
@@ -24,7 +24,6 @@ use crate::stream::main_channel::MainChannel;
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
-use crate::tls;
 use crate::transport::{Listener, Stream};
 
 impl Incoming<'_> {
@@ -49,18 +48,7 @@ impl Incoming<'_> {
     ) -> Result<Option<Result<(), MigrationError>>, MigrationError> {
         let session = self.session;
         let control = &session.control;
-        let address = listener.address().map_err(MigrationError::opening)?;
-        let acceptor = Acceptor::new(listener, tls::of_options(session.options, &address)?);
-        let acceptor = acceptor.map_err(MigrationError::opening)?;
-        let patience = session.options.handshake_timeout;
-        let mut door = Door::new(
-            acceptor,
-            None,
-            patience,
-            control.strangers(),
-            control.life(),
-        )
-        .map_err(MigrationError::opening)?;
+        let mut door = accept::open(listener, session.options, control)?;
         while !control.life().is_stopped() && !control.has_recovery() {
             for arrival in self.arrivals(&mut door, LONG)? {
                 if !self.is_the_source(&arrival) {
@@ -78,7 +66,7 @@ impl Incoming<'_> {
                     control.life(),
                 )?;
                 self.link.recover(Arc::clone(&main));
-                machine.reconnect(patience);
+                machine.reconnect(session.options.handshake_timeout);
                 match self.agree_in_time(machine, &mut input, &mut door) {
                     Ok(preempt) => {
                         let preempt = preempt.as_ref();
@@ -109,8 +97,8 @@ impl Incoming<'_> {
         let mut magic = [0; RESUMED_MAGIC.len()];
         match arrival.kind {
             Kind::Named => true,
-            Kind::Main if !self.session.is_hotlift() => {
-                let first = &self.session.accepted.main;
+            Kind::Main if !self.session.source.is_hotlift() => {
+                let first = &self.session.source.main;
                 let seen = arrival.stream.peek(&mut magic);
                 matches!(seen, Ok(Some(_)))
                     && magic == RESUMED_MAGIC

@@ -55,7 +55,7 @@ pub(crate) fn run<'a>(
     };
     session.set_listening();
     session.control.set_takes_pages();
-    session.accepted.main.notice_loss();
+    session.source.main.notice_loss();
     let outcome = incoming.run(machine, input, package, preempt.as_deref());
     match session.taking.side() {
         DestinationSide::Taken => {
@@ -63,7 +63,7 @@ pub(crate) fn run<'a>(
                 .lazy
                 .waits
                 .lock()
-                .figures(session.accepted.since.elapsed());
+                .figures(session.since.elapsed());
             let _ = session.postcopy.set(waits);
             // A guest that lacks pages goes on to wait for them.
             outcome
@@ -85,40 +85,33 @@ impl Incoming<'_> {
     ) -> Result<(), MigrationError> {
         let session = self.session;
         let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
+        let failed = |error| {
+            session.fail(match session.taking.side() {
+                DestinationSide::Taken => MigrationError::PagesMissing {
+                    source: Box::new(error),
+                },
+                _ => error,
+            });
+            // Whoever loads the devices may wait for a page.
+            if session.taking.side() == DestinationSide::Never {
+                self.lazy.end();
+            }
+        };
+        let threads = &session.threads;
         thread::scope(|scope| {
-            let failed = |error| {
-                session.fail(match session.taking.side() {
-                    DestinationSide::Taken => MigrationError::PagesMissing {
-                        source: Box::new(error),
-                    },
-                    _ => error,
-                });
-                // Whoever loads the devices may wait for a page.
-                if session.taking.side() == DestinationSide::Never {
-                    self.lazy.end();
-                }
-            };
-            let panicked = move || failed(MigrationError::panicked_here());
-            let faults = spawn(scope, "mig/dst/fault".to_owned(), move || {
-                let _ends = OnPanic(panicked);
+            // Without these two nothing brings what the devices need, and the guest stays with its source.
+            threads.spawn(scope, "mig/dst/fault".to_owned(), &failed, move || {
                 let ask = |fault: hotlift_mem::Fault| self.link.ask_for(fault.block, fault.page);
-                let outcome = self.lazy.tell_faults(&stopped, ask);
-                session.threads.book("mig/dst/fault");
-                outcome.unwrap_or_else(failed);
-            });
-            let pages = faults.and_then(|_| {
-                spawn(scope, "mig/dst/listen".to_owned(), move || {
-                    let _ends = OnPanic(panicked);
-                    let outcome = self.listen(machine, input, preempt);
-                    session.threads.book("mig/dst/listen");
-                    outcome.map_err(|error| {
-                        failed(error);
-                        MigrationError::Cancelled
-                    })
+                self.lazy.tell_faults(&stopped, ask)
+            })?;
+            let pages = spawn(scope, "mig/dst/listen".to_owned(), || {
+                let outcome = caught(|| self.listen(machine, input, preempt));
+                threads.book("mig/dst/listen");
+                outcome.map_err(|error| {
+                    failed(error);
+                    MigrationError::Cancelled
                 })
-            });
-            // Without them nobody brings what the devices need, and the guest stays with its source.
-            let pages = pages?;
+            })?;
             let loaded = caught(|| self.load(package));
             if let Err(error) = loaded {
                 failed(error);
@@ -290,7 +283,7 @@ impl Incoming<'_> {
 impl Waiting for Incoming<'_> {
     fn check(&self) -> Result<(), MigrationError> {
         let session = self.session;
-        if session.failure.is_set() || session.control.is_cancelled() {
+        if session.control.life().is_stopped() {
             session.taking.abandon();
         }
         match session.taking.side() {
