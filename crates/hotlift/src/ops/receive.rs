@@ -127,7 +127,12 @@ fn run(
                     session.look_for_silence(&mut liveness.borrow_mut());
                 };
                 let asked = session.asked(&refuse);
-                attend(&mut lock(&door), &asked, &stopped, (liveness::INTERVAL, &look));
+                attend(
+                    &mut lock(&door),
+                    &asked,
+                    &stopped,
+                    (liveness::INTERVAL, &look),
+                );
                 Ok(())
             })?;
             caught(|| receiver.run())

@@ -374,7 +374,9 @@ impl Relay<'_> {
         }
         session.switch_over(hooks)?;
         // From here on a question must not be answered with: the guest never runs there.
-        if self.upstream.source.is_hotlift() && !(session.taking.loaded() && session.taking.commit()) {
+        if self.upstream.source.is_hotlift()
+            && !(session.taking.loaded() && session.taking.commit())
+        {
             return Err(unexpected("the switch behind a failure"));
         }
         postcopy(session)?.end_package(end)?;

@@ -98,10 +98,11 @@ impl Source for Streams<'_> {
     fn refuse(&self, reason: &str) {
         let shut = ReturnMessage::Shut(1);
         // A QEMU does not know the text.
-        self.upstream.answer(&match self.upstream.source.is_hotlift() {
-            true => encode(&[ReturnMessage::ErrorText(reason), shut]),
-            false => encode(&[shut]),
-        });
+        self.upstream
+            .answer(&match self.upstream.source.is_hotlift() {
+                true => encode(&[ReturnMessage::ErrorText(reason), shut]),
+                false => encode(&[shut]),
+            });
     }
 
     fn over(&self) {
@@ -136,7 +137,14 @@ fn receive(
         forwarder: None,
     };
     let source = &upstream.source;
-    source.read_channel(id, session.accelerator, blocks, limits, counters, &mut batches)
+    source.read_channel(
+        id,
+        session.accelerator,
+        blocks,
+        limits,
+        counters,
+        &mut batches,
+    )
 }
 
 struct Batches<'a> {
