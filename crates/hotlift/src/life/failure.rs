@@ -55,13 +55,6 @@ impl Failure {
             error => error.chain(),
         })
     }
-
-    /// The error and its causes in one line.
-    pub(crate) fn text(&self) -> Option<String> {
-        let mut first = self.lock();
-        first.apply_reason();
-        first.error.as_ref().map(MigrationError::chain)
-    }
 }
 
 impl First {
@@ -100,7 +93,7 @@ mod tests {
             channel: Channel::Main,
         });
         failure.keep(MigrationError::Cancelled);
-        assert!(failure.text().unwrap().contains("no memory"));
+        assert_eq!(failure.for_the_source().unwrap(), "no memory");
         let taken = failure.take().unwrap();
         assert!(matches!(taken, MigrationError::Destination { reason } if reason == "no memory"));
 

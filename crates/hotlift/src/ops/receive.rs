@@ -1,30 +1,29 @@
 //! The destination's side of a migration: accepts its connections, fills guest RAM, loads devices,
 //! and takes the guest over when the source releases it.
 
-use std::cell::RefCell;
-use std::sync::Mutex;
 use std::thread;
+use std::time::Instant;
 
 use hotlift_mem::RamBlock;
 
 use crate::control::Control;
 use crate::control::run_as;
+use crate::ends::guest_sink::accept;
 use crate::ends::guest_sink::main_channel::MainReceiver;
-use crate::ends::guest_sink::session::Session;
-use crate::ends::guest_sink::{accept, channel, decompress_threads};
+use crate::ends::guest_sink::sink::GuestSink;
+use crate::ends::guest_sink::source::Arriving;
 use crate::error::MigrationError;
-use crate::figures::{DestinationReport, SideFigures};
+use crate::figures::{Counters, DestinationReport, SideFigures};
 use crate::guest::Guest;
-use crate::handover::DestinationSide;
-use crate::life::threads::{caught, spawn};
-use crate::liveness::{self, Liveness};
+use crate::life::threads::spawn;
 use crate::lock::lock;
-use crate::options::Options;
-use crate::stream::attend::{attend, linger};
-use crate::stream::door::{Arrival, Door};
-use crate::stream::graceful_close;
+use crate::options::{CHANNEL_MEMORY, Options};
+use crate::pipe::hooks::Hooks;
+use crate::pipe::run::run_threads;
+use crate::pipe::session::Session;
+use crate::pipe::settings::RelaySettings;
 use crate::stream::handshake;
-use crate::transport::{Listener, Stream};
+use crate::transport::Listener;
 
 /// Threads that populate RAM at most: memory bandwidth is used up by then.
 const POPULATE_THREADS: usize = 8;
@@ -93,104 +92,44 @@ fn run(
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let door = accept::open(&listener, options, control)?;
     let (source, since, door) = accept::accept(door, guest.uuid(), options, control)?;
-    let session = Session::new(guest, options, control.clone(), id, source, since);
-    let refuse = || {
-        session.fail(MigrationError::main_closed());
+    let channels = source.multifd.len();
+    let memory = options.memory(channels);
+    // Larger packets than QEMU's have larger payloads.
+    let larger = source.layout.max_payload().saturating_sub(CHANNEL_MEMORY);
+    memory.raise(channels * larger);
+    let sink = GuestSink::new(guest, options, control, source);
+    let settings = RelaySettings {
+        outgoing: options.clone(),
+        ..RelaySettings::default()
     };
-    let failed = |error| {
-        let is_panic = matches!(error, MigrationError::Panicked { .. });
-        session.fail(error);
-        if is_panic {
-            session.shut_down();
-        }
+    let received = Counters::of_side(channels);
+    let session = Session::new(control, &settings, memory, &sink, received, since, id);
+    let mut receiver = MainReceiver::new(&session, &sink)?;
+    let mut main = || {
+        let outcome = receiver.run();
+        lock(&sink.read_ahead).extend_from_slice(receiver.read_ahead());
+        outcome
     };
-    let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
-    let mut receiver = MainReceiver::new(&session)?;
-    let (session, threads) = (&session, &session.threads);
-    // Its lock is the door thread's until that has ended.
-    let door = Mutex::new(door);
-    thread::scope(|scope| {
-        let outcome = (|| {
-            for id in 0..options.channels() {
-                let read = move || session.channel_ended(channel::receive(session, id));
-                threads.spawn(scope, format!("mig/dst/recv_{id}"), &failed, read)?;
-            }
-            for number in 0..decompress_threads::threads(options) {
-                let work = || decompress_threads::work(&session.decompress, session.target());
-                threads.spawn(scope, format!("decompress_{number}"), &failed, work)?;
-            }
-            threads.spawn(scope, "mig/dst/door".to_owned(), &failed, || {
-                let liveness = Liveness::new(options.silence_timeout, session.source.streams());
-                let liveness = RefCell::new(liveness);
-                let look = |door: &mut Door<'_>, arrivals: &mut Vec<Arrival>| {
-                    session.look_for_preempt(door, arrivals);
-                    session.look_for_silence(&mut liveness.borrow_mut());
-                };
-                let asked = session.asked(&refuse);
-                attend(
-                    &mut lock(&door),
-                    &asked,
-                    &stopped,
-                    (liveness::INTERVAL, &look),
-                );
-                Ok(())
-            })?;
-            caught(|| receiver.run())
-        })();
-        outcome.unwrap_or_else(failed);
-        // Nothing is waited for any more but the source's questions.
-        control.life().close();
-        drop(stop);
-        wind_up(session, &mut lock(&door), receiver.read_ahead());
-    });
-    threads.book("mig/dst/main");
+    let (blocks, hooks) = (&sink.blocks, Hooks::default());
+    run_threads(
+        &session,
+        &Arriving(&sink),
+        blocks,
+        hooks,
+        &mut main,
+        Some(door),
+    )?;
     // A socket's file should not outlive its use.
-    drop(door);
     drop(listener);
-    if let Some(error) = control.life().failure().take() {
-        return Err(error);
-    }
-    let total = session.total();
-    let counts = session.counts();
+    let end = session.taking.taken_at().unwrap_or_else(Instant::now);
+    let total = end.saturating_duration_since(since);
+    let counts = session.received();
+    let threads = session.threads.read();
     Ok(DestinationReport {
         total_ms: total.as_secs_f64() * 1e3,
         normal_pages: counts.normal_pages,
         zero_pages: counts.zero_pages,
-        postcopy: session.postcopy.get().cloned().map(Box::new),
-        side: SideFigures::new(
-            session.threads.read(),
-            total,
-            counts.normal_pages,
-            session.control.jobs(),
-        ),
+        postcopy: sink.postcopy.get().cloned().map(Box::new),
+        side: SideFigures::new(threads, total, counts.normal_pages, control.jobs()),
     })
-}
-
-/// Ends the connections, after the source has had the time to read why, and knows what became of the guest.
-fn wind_up(session: &Session<'_>, door: &mut Door<'_>, read_ahead: &[u8]) {
-    let source = &session.source;
-    let main = [&source.main];
-    if let Some(reason) = session.control.life().failure().text()
-        && source.is_hotlift()
-        && session.taking.side() == DestinationSide::Never
-    {
-        graceful_close::say_reason(&main, &reason);
-    }
-    if source.is_hotlift() {
-        let recovered = lock(&session.recovered).clone();
-        let streams: Vec<_> = source.streams().chain(recovered.as_deref()).collect();
-        let patience = session.options.time_for_questions();
-        // It has ended by now.
-        let asked = session.asked(&|| ());
-        linger(
-            door,
-            &asked,
-            &streams,
-            read_ahead,
-            patience,
-            session.control.life(),
-        );
-    }
-    graceful_close::close(&main);
-    session.shut_down();
 }

@@ -47,16 +47,8 @@ impl Barrier {
         self.state.change(|state| state.ended += 1);
     }
 
-    /// Main has read its multifd flush: waits for every channel and lets all go on. False if the migration
-    /// failed, a channel has ended, or `called_off` returns true.
-    pub(crate) fn main_arrives(&self, called_off: impl Fn() -> bool) -> bool {
-        self.wait_for_channels(called_off) && {
-            self.pass();
-            true
-        }
-    }
-
-    /// The first half of [`Barrier::main_arrives`]: all channels wait when it returns true.
+    /// Main has read its multifd flush: waits for every channel, which all wait when it returns true. False if the
+    /// migration failed, a channel has ended, or `called_off` returns true.
     pub(crate) fn wait_for_channels(&self, called_off: impl Fn() -> bool) -> bool {
         self.wait(|state| match state.arrived < self.channels {
             true if state.ended > 0 || called_off() => Some(false),
@@ -70,7 +62,7 @@ impl Barrier {
         outcome == Ok(Some(true))
     }
 
-    /// The second half: all channels go on.
+    /// Lets all channels go on.
     pub(crate) fn pass(&self) {
         self.state.change(|state| {
             state.arrived = 0;
@@ -99,8 +91,9 @@ mod tests {
                 });
             }
             for round in 1..=100 {
-                assert!(barrier.main_arrives(|| false));
+                assert!(barrier.wait_for_channels(|| false));
                 assert!(before.load(Ordering::SeqCst) >= 3 * round);
+                barrier.pass();
             }
         });
     }
@@ -111,7 +104,7 @@ mod tests {
         let barrier = Barrier::new(2, &life);
         std::thread::scope(|scope| {
             let channel = scope.spawn(|| barrier.channel_arrives());
-            let main = scope.spawn(|| barrier.main_arrives(|| false));
+            let main = scope.spawn(|| barrier.wait_for_channels(|| false));
             life.close();
             assert!(!channel.join().unwrap());
             assert!(!main.join().unwrap());

@@ -1,5 +1,6 @@
 //! The threads of one migration from a source to a sink.
 
+use std::sync::Mutex;
 use std::thread;
 
 use hotlift_methods::legacy::compress::Inflater;
@@ -9,13 +10,14 @@ use hotlift_wire::return_path::ReturnMessage;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::life::threads::{Yielding, caught};
+use crate::lock::lock;
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
 use crate::pipe::watch::Watch;
 use crate::status::Status;
 use crate::stream::attend::attend;
-use crate::stream::door::Door;
+use crate::stream::door::{Arrival, Door};
 use crate::transport::Stream;
 
 /// Runs all threads of one migration; `main` is what this one does.
@@ -25,7 +27,7 @@ pub(crate) fn run_threads(
     blocks: &[RamBlockEntry],
     hooks: Hooks<'_>,
     main: &mut dyn FnMut() -> Result<(), MigrationError>,
-    door: Option<&mut Door<'_>>,
+    door: Option<Door<'_>>,
 ) -> Result<(), MigrationError> {
     let total_bytes = blocks.iter().map(|block| block.used_length).sum();
     let watch = Watch::new(session, source).map_err(MigrationError::opening)?;
@@ -39,8 +41,11 @@ pub(crate) fn run_threads(
             source.shut_down();
         }
     };
+    let has_door = door.is_some();
+    // Its lock is its thread's until that has ended.
+    let door = Mutex::new(door);
     thread::scope(|scope| {
-        let _watched = watch.ends();
+        let watched = watch.ends();
         let outcome = (|| {
             for reader in 0..source.readers() {
                 let name = source.thread_name(reader);
@@ -64,13 +69,21 @@ pub(crate) fn run_threads(
                 session.sink.return_path(&forward, &lost);
                 Ok(())
             };
-            threads.spawn(scope, source.name("return"), &failed, listen)?;
-            if let Some(door) = door {
+            if !session.sink.is_guest() {
+                threads.spawn(scope, source.name("return"), &failed, listen)?;
+            }
+            if has_door {
                 let answer = || {
-                    attend(door, &session.asked(&refuse), &stopped, (LONG, &|_, _| ()));
+                    let further = |door: &mut Door<'_>, arrivals: &mut Vec<Arrival>| {
+                        source.at_door(session, door, arrivals);
+                    };
+                    let asked = session.asked(&refuse);
+                    if let Some(door) = &mut *lock(&door) {
+                        attend(door, &asked, &stopped, (LONG, &further));
+                    }
                     Ok(())
                 };
-                threads.spawn(scope, "relay/door".to_owned(), &failed, answer)?;
+                threads.spawn(scope, source.name("door"), &failed, answer)?;
             }
             let watch = || watch.run(total_bytes, hooks.on_progress);
             threads.spawn(scope, source.name("watch"), &failed, watch)?;
@@ -94,12 +107,16 @@ pub(crate) fn run_threads(
             && !session.giving.is_committed()
             && !may_run_there
         {
-            source.refuse(&reason);
+            source.refuse(session, &reason);
         }
         session.sink.close();
         if may_run_there && session.giving.failure.is_set() {
             // Both QEMUs wait for each other then, and can be brought together again.
             source.shut_down();
+        }
+        drop(watched);
+        if let Some(door) = &mut *lock(&door) {
+            source.linger(session, door);
         }
         source.over();
     });

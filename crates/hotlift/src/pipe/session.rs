@@ -1,4 +1,4 @@
-//! What the threads of one relayed migration share, and how any of them ends it.
+//! What the threads of one migration share, and how any of them ends it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,7 +13,7 @@ use crate::control::Control;
 use crate::cpu_limit::CpuBudget;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, MethodFigures, ThreadCpu};
-use crate::handover::{Giving, Taking, Verdict, Word};
+use crate::handover::{DestinationSide, Giving, Taking, Verdict, Word};
 use crate::life::threads::ThreadTimes;
 use crate::pipe::barrier::Barrier;
 use crate::pipe::batch::Batch;
@@ -54,12 +54,12 @@ impl Waiting for Call<'_> {
     }
 }
 
-/// One migration on its way through.
+/// One migration from a source to a sink.
 pub(crate) struct Session<'a> {
     pub control: Control,
     /// Whether incoming channels use their method's accelerator.
     pub accelerator: Accelerator,
-    /// What the source can make this relay take.
+    /// What the source can make this side take.
     pub memory: MemoryLimit,
     /// RAM that the QEMU beside this relay leaves out.
     pub left_out: Vec<LeftOut>,
@@ -77,13 +77,15 @@ pub(crate) struct Session<'a> {
     pub since: Instant,
     /// Longest silence of another host; zero for no limit.
     pub silence_timeout: Duration,
+    /// How long a source may ask what became of the guest.
+    pub patience: Duration,
     /// What this side calls the migration.
     pub id: MigrationId,
     /// The hand-over from a source that is a relay.
     pub taking: Taking,
     /// The hand-over to the other side.
     pub giving: Giving,
-    /// Postcopy has begun: its source does not go on by itself.
+    /// Postcopy has begun: its source does not go on by itself, and its channels bring nothing.
     switched: AtomicBool,
     /// With postcopy: the guest may run on the other side, and not all of its pages are there.
     may_run_there: AtomicBool,
@@ -107,6 +109,8 @@ impl<'a> Session<'a> {
         // The last is that of main.
         let channels = received.len() - 1;
         let options = &settings.outgoing;
+        // Connections that can bring the source's commit.
+        let words = if sink.is_guest() { channels + 1 } else { 1 };
         // One in the hands of each thread, and one between each pair of them.
         let batches = match sink.workers() {
             0 => 0,
@@ -129,8 +133,9 @@ impl<'a> Session<'a> {
             threads: ThreadTimes::default(),
             since,
             silence_timeout: options.silence_timeout,
+            patience: options.time_for_questions(),
             id,
-            taking: Taking::new(1, control.life()),
+            taking: Taking::new(words, control.life()),
             giving: Giving::new(control.life()),
             switched: AtomicBool::new(false),
             may_run_there: AtomicBool::new(false),
@@ -144,6 +149,15 @@ impl<'a> Session<'a> {
             control: &self.control,
             session: Some(self),
         }
+    }
+
+    /// Whether a failure that no thread of the migration itself meets still ends it.
+    pub(crate) fn may_fail(&self) -> bool {
+        let is_the_sources = match self.sink.is_guest() {
+            true => self.taking.side() == DestinationSide::Loading && !self.is_switched(),
+            false => !self.giving.is_offered(),
+        };
+        is_the_sources && !self.giving.failure.is_set()
     }
 
     /// Keeps `error` if it is the first, and ends every thread's waiting. After the commit it does nothing (see
@@ -229,6 +243,11 @@ impl<'a> Session<'a> {
     /// Postcopy begins: no cancel is heard from here on.
     pub(crate) fn switch(&self) {
         self.control.set_too_late(true);
+        self.set_switched();
+    }
+
+    /// Postcopy begins for a guest of this process, which a cancel may still keep from running.
+    pub(crate) fn set_switched(&self) {
         self.switched.store(true, Ordering::Release);
     }
 

@@ -16,6 +16,8 @@
 //! of their own, and the migration thread writes records, both by the [`StreamOut`](crate::pipe::stream_out::StreamOut) of the sink.
 //! `catch_up` follows a barrier there.
 //!
+//! A guest of this process as a sink has no workers: the threads that read put each page where it belongs.
+//!
 //! Worker threads meanwhile write batches, each by a [`WritePages`] of its own. Before `barrier`,
 //! `delta` and `ram_end` the caller has seen to it that all workers are idle: every page of the
 //! interval before has been written.
@@ -51,6 +53,12 @@ pub(crate) struct Opening<'o> {
 
 /// An outgoing side.
 pub(crate) trait Sink: Sync {
+    /// Whether it is a guest of this process: every connection of its source can bring the commit, and all that waits for
+    /// the source notices a cancel.
+    fn is_guest(&self) -> bool {
+        false
+    }
+
     /// Worker threads that it wants; 0 for a source that needs none.
     fn workers(&self) -> usize;
 

@@ -2,7 +2,8 @@
 //!
 //! | file | the source is |
 //! |---|---|
-//! | `receive` | a stream's multifd channels, each with a thread |
+//! | `stream_source/receive` | a stream's multifd channels, each with a thread |
+//! | `guest_sink/source` | the same of a guest's destination, which puts pages where they belong |
 //! | `file/source` | a file, read from any place |
 //! | `guest_source` | the guest of this process, whose threads send pages by themselves |
 //!
@@ -15,11 +16,12 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
+use crate::stream::door::{Arrival, Door};
 use crate::transport::Stream;
 
 /// An incoming side.
 pub(crate) trait Source: Sync {
-    /// Threads that fill batches; may be 0.
+    /// Threads that fill batches, or put pages where they belong; may be 0.
     fn readers(&self) -> usize;
 
     /// What the thread of `reader` does, by which its CPU time is booked.
@@ -68,6 +70,16 @@ pub(crate) trait Source: Sync {
         None
     }
 
+    /// Takes what else is the migration's out of what has come at `door`.
+    fn at_door(&self, session: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Arrival>) {
+        let _ = (session, door, arrivals);
+    }
+
+    /// Answers at `door` until the source knows what became of the guest.
+    fn linger(&self, session: &Session<'_>, door: &mut Door<'_>) {
+        let _ = (session, door);
+    }
+
     /// The connection that a source keeps open until it has had the last answer: its end before ends the migration.
     fn kept_open(&self) -> Option<&Stream> {
         None
@@ -90,8 +102,8 @@ pub(crate) trait Source: Sync {
     fn shut_down(&self) {}
 
     /// The migration has failed, and the guest is the source's: why.
-    fn refuse(&self, reason: &str) {
-        let _ = reason;
+    fn refuse(&self, session: &Session<'_>, reason: &str) {
+        let _ = (session, reason);
     }
 
     /// Everything is over on the other side.

@@ -5,13 +5,12 @@ use std::net::Shutdown;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use hotlift_methods::Accelerator;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Hello, PacketLayout};
 
 use crate::error::MigrationError;
-use crate::figures::Counters;
 use crate::lock::lock;
+use crate::pipe::session::Session;
 use crate::stream::load::ReceiverLoad;
 use crate::stream::multifd_recv::{
     ChannelLimits, ChannelRules, Methods, MultifdReceiver, PageSink,
@@ -91,19 +90,24 @@ impl StreamIn {
     /// What is wrong with the channel, and what `pages` returns.
     pub(crate) fn read_channel(
         &self,
+        session: &Session<'_>,
         id: u8,
-        accelerator: Accelerator,
         blocks: &[RamBlockEntry],
-        limits: ChannelLimits<'_>,
-        counters: &Counters,
         pages: &mut dyn PageSink,
     ) -> Result<(), MigrationError> {
+        let limits = ChannelLimits {
+            memory: &session.memory,
+            cpu: &session.cpu,
+            stats: session.control.accelerator_stats(),
+            life: session.control.life(),
+        };
+        let counters = &session.received[usize::from(id)];
         let rules = ChannelRules {
             id,
             layout: self.layout,
             methods: self.methods,
             checksum_required: self.is_hotlift(),
-            accelerator,
+            accelerator: session.accelerator,
         };
         let channel = &self.multifd[usize::from(id)];
         let load = self.by_packet.then_some(&self.load);

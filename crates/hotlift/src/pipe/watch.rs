@@ -82,7 +82,7 @@ impl<'a> Watch<'a> {
             let now = life.now();
             let is_over = |until: &Option<Instant>| until.is_some_and(|until| now >= until);
             let answers = liveness.look_for(&session.control, streams());
-            if self.may_fail()
+            if session.may_fail()
                 && let Err(error) = self.check(now, &mut lost_until, answers)
             {
                 session.fail(error);
@@ -102,7 +102,7 @@ impl<'a> Watch<'a> {
             }
             let mut deadlines = vec![report_at, closes_until, looks_at, liveness.next(now)];
             let mut fds = Vec::new();
-            if self.may_fail() {
+            if session.may_fail() {
                 let ends = |stream| PollFd::new(stream, PollFlags::RDHUP);
                 fds.extend(self.source.kept_open().map(ends));
                 match lost_until {
@@ -123,12 +123,6 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
-    /// Returns true as long as what this thread notices can end the migration.
-    fn may_fail(&self) -> bool {
-        let giving = &self.session.giving;
-        !giving.failure.is_set() && !giving.is_offered()
-    }
-
     /// Checks at `now` whether the migration goes on; `answers` is about the other hosts. A lost channel has until
     /// `lost_until`.
     fn check(
@@ -138,7 +132,9 @@ impl<'a> Watch<'a> {
         answers: Result<(), MigrationError>,
     ) -> Result<(), MigrationError> {
         let session = self.session;
-        if session.control.is_cancelled() && !session.is_switched() {
+        // The waits of a guest's destination end by themselves.
+        let is_noticed = session.sink.is_guest() || session.is_switched();
+        if session.control.is_cancelled() && !is_noticed {
             return Err(MigrationError::Cancelled);
         }
         if self.source.kept_open().is_some_and(Stream::is_hung_up) {

@@ -6,34 +6,31 @@
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_wire::multifd::PacketHeader;
 
-use crate::ends::guest_sink::session::Session;
+use crate::ends::guest_sink::sink::GuestSink;
 use crate::error::{Channel, MigrationError};
 use crate::handover::DestinationSide;
-use crate::stream::multifd_recv::{ChannelLimits, PageSink, ReadOn};
+use crate::pipe::session::Session;
+use crate::stream::multifd_recv::{PageSink, ReadOn};
 
 /// Reads channel `id` until it ends, or the guest is taken over.
-pub(crate) fn receive(session: &Session<'_>, id: u8) -> Result<(), MigrationError> {
-    let Session {
-        source, control, ..
-    } = session;
-    let limits = ChannelLimits {
-        memory: &session.memory,
-        cpu: &session.cpu,
-        stats: control.accelerator_stats(),
-        life: control.life(),
-    };
-    let accelerator = session.options.accelerator;
-    let counters = &session.counters[usize::from(id)];
+pub(crate) fn receive(
+    session: &Session<'_>,
+    sink: &GuestSink<'_>,
+    id: u8,
+) -> Result<(), MigrationError> {
     let mut ram = GuestRam {
         session,
+        sink,
         id,
-        runs: Vec::with_capacity(source.layout.pages()),
+        runs: Vec::with_capacity(sink.source.layout.pages()),
     };
-    source.read_channel(id, accelerator, &session.blocks, limits, counters, &mut ram)
+    let source = &sink.source;
+    source.read_channel(session, id, &sink.blocks, &mut ram)
 }
 
 struct GuestRam<'a> {
     session: &'a Session<'a>,
+    sink: &'a GuestSink<'a>,
     id: u8,
     /// The places of a packet's pages.
     runs: Vec<GuestRun<'a>>,
@@ -42,7 +39,7 @@ struct GuestRam<'a> {
 impl GuestRam<'_> {
     /// Behind the switch to postcopy no channel has anything.
     fn check_switch(&self, got: &str) -> Result<(), MigrationError> {
-        if !self.session.is_listening() {
+        if !self.session.is_switched() {
             return Ok(());
         }
         Err(MigrationError::Protocol {
@@ -59,17 +56,17 @@ impl PageSink for GuestRam<'_> {
         header: &PacketHeader,
         read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadOn, MigrationError> {
-        let session = self.session;
+        let (session, sink) = (self.session, self.sink);
         self.check_switch("pages")?;
         let block = header.block();
-        let (ram, written) = (&session.guest.ram()[block], &session.written[block]);
+        let (ram, written) = (&sink.guest.ram()[block], &sink.written[block]);
         if !header.normal().is_empty() {
             self.runs.clear();
             for run in header.normal().chunk_by(|a, b| a + PAGE_SIZE as u64 == *b) {
                 let offset = usize::try_from(run[0]).unwrap_or(usize::MAX);
                 self.runs.push(ram.run(offset, run.len() * PAGE_SIZE)?);
                 written.set_range(offset / PAGE_SIZE, run.len());
-                session.note_received(block, offset / PAGE_SIZE, run.len());
+                sink.note_received(block, offset / PAGE_SIZE, run.len());
             }
             read(&mut self.runs)?;
         }
@@ -78,16 +75,16 @@ impl PageSink for GuestRam<'_> {
             if written.test(offset / PAGE_SIZE) {
                 ram.zero(offset, PAGE_SIZE)?;
             }
-            session.note_received(block, offset / PAGE_SIZE, 1);
+            sink.note_received(block, offset / PAGE_SIZE, 1);
         }
-        session.counters[usize::from(self.id)]
+        session.received[usize::from(self.id)]
             .add_pages(header.normal().len(), header.zero().len());
         Ok(ReadOn::Yes)
     }
 
     fn tell(&mut self, message: &[u8]) {
         // Who has gone is noticed where it is read from.
-        let _ = self.session.source.answer(message);
+        let _ = self.sink.source.answer(message);
     }
 
     fn sync(&mut self) -> Result<ReadOn, MigrationError> {
@@ -96,7 +93,7 @@ impl PageSink for GuestRam<'_> {
         if session.taking.side() != DestinationSide::Loading {
             // No barrier is left after everything has arrived: the source has committed. What it says behind that is
             // for whoever waits until it knows the outcome.
-            session.take_over()?;
+            self.sink.take_over(session)?;
             return Ok(ReadOn::No);
         }
         Ok(session.barrier.channel_arrives().into())
@@ -104,7 +101,7 @@ impl PageSink for GuestRam<'_> {
 
     fn ended(&mut self) -> Result<(), MigrationError> {
         let session = self.session;
-        if session.taking.side() == DestinationSide::Loading && session.source.is_hotlift() {
+        if session.taking.side() == DestinationSide::Loading && self.sink.source.is_hotlift() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

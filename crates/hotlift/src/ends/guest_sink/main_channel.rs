@@ -1,22 +1,22 @@
 //! The main channel on the destination: does what [`MainChannel`] asks for, with the guest and towards the source.
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::legacy::{compress::Inflater, xbzrle};
-use hotlift_wire::RamBlockEntry;
-use hotlift_wire::main_channel::PageContent;
+use hotlift_methods::legacy::compress::Inflater;
+use hotlift_wire::main_channel::{Command, PageContent};
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::guest_sink::decompress_threads;
 use crate::ends::guest_sink::decompress_threads::{HandOver, failed};
 use crate::ends::guest_sink::postcopy;
-use crate::ends::guest_sink::session::Session;
+use crate::ends::guest_sink::sink::{GuestSink, UntilCommit};
 use crate::error::{Channel, MigrationError};
-use crate::guest::DeviceState;
 use crate::handover::DestinationSide;
-use crate::status::Status;
+use crate::lock::lock;
+use crate::pipe::session::Session;
+use crate::pipe::sink::{Opening, RamLayout, Sink};
 use crate::stream::handshake;
 use crate::stream::main_channel::{Action, GuestRules, MainChannel, Silence, Taker, unexpected};
-use crate::stream::main_recv::{MainInput, Waiting};
+use crate::stream::main_recv::MainInput;
 use crate::stream::return_path::encode;
 
 /// What follows an action.
@@ -37,7 +37,7 @@ pub(crate) struct MainReceiver<'a> {
 /// What the actions so far amount to.
 struct State<'a> {
     session: &'a Session<'a>,
-    devices: Vec<DeviceState>,
+    sink: &'a GuestSink<'a>,
     /// Threads for compressed pages, with `compress`.
     threads: Option<HandOver<'a>>,
     /// Made for the first compressed page, without.
@@ -45,27 +45,30 @@ struct State<'a> {
 }
 
 impl<'a> MainReceiver<'a> {
-    pub(crate) fn new(session: &'a Session<'a>) -> Result<Self, MigrationError> {
-        let options = session.options;
+    pub(crate) fn new(
+        session: &'a Session<'a>,
+        sink: &'a GuestSink<'a>,
+    ) -> Result<Self, MigrationError> {
+        let options = sink.options;
         let rules = GuestRules {
             takes: handshake::features(options),
             postcopy_ram: options.postcopy_ram,
-            is_hotlift: options.multifd().then(|| session.source.is_hotlift()),
+            is_hotlift: options.multifd().then(|| sink.source.is_hotlift()),
         };
         // Half of the source's patience, so that the reason reaches it before that runs out.
         let silence = Silence::WithinRecords(options.handshake_timeout / 2);
         Ok(Self {
             machine: MainChannel::new(Taker::Guest(rules), silence),
             input: MainInput::new(
-                &session.source.main,
-                session.main_counters(),
+                &sink.source.main,
+                &session.received[sink.source.multifd.len()],
                 &session.memory,
                 session.control.life(),
             )?,
             state: State {
                 session,
-                devices: Vec::new(),
-                threads: HandOver::new(&session.decompress, session.guest, options),
+                sink,
+                threads: HandOver::new(&sink.decompress, sink.guest, options),
                 inflater: None,
             },
         })
@@ -73,23 +76,28 @@ impl<'a> MainReceiver<'a> {
 
     /// Reads until the guest is this side's, or until something is wrong.
     pub(crate) fn run(&mut self) -> Result<(), MigrationError> {
-        let session = self.state.session;
-        let decided = |error| match session.is_decided_to_run() {
-            true => Ok(()),
-            false => Err(error),
+        let (session, sink) = (self.state.session, self.state.sink);
+        let decided = |error| {
+            let called_off = || session.control.life().is_stopped();
+            match session.taking.wait_for_decision(called_off) {
+                true => Ok(()),
+                false => Err(error),
+            }
         };
         loop {
             let state = &mut self.state;
             let act = |action: Action<'_>, _: &[u8]| state.act(action);
-            match self.input.step(&mut self.machine, session, act) {
+            match self
+                .input
+                .step(&mut self.machine, &UntilCommit(session), act)
+            {
                 Ok(None | Some(Next::Go)) => {}
                 Ok(Some(Next::Run(pings))) => {
-                    let devices = std::mem::take(&mut self.state.devices);
                     let (machine, input) = (&mut self.machine, &mut self.input);
-                    return postcopy::run(session, machine, input, (devices, &pings));
+                    return postcopy::run(session, sink, machine, input, &pings);
                 }
                 Ok(Some(Next::Committed)) => {
-                    session.take_over()?;
+                    sink.take_over(session)?;
                     return decided(MigrationError::Cancelled);
                 }
                 Err(error) => {
@@ -115,22 +123,9 @@ impl<'a> MainReceiver<'a> {
     }
 }
 
-impl Waiting for Session<'_> {
-    fn check(&self) -> Result<(), MigrationError> {
-        if self.control.life().is_stopped() && self.taking.abandon() {
-            return Err(MigrationError::Cancelled);
-        }
-        // Another connection may have brought the source's word.
-        match self.taking.side() {
-            DestinationSide::Loading | DestinationSide::Loaded => Ok(()),
-            _ => Err(MigrationError::main_closed()),
-        }
-    }
-}
-
 impl State<'_> {
     fn act(&mut self, action: Action<'_>) -> Result<Next, MigrationError> {
-        let session = self.session;
+        let (session, sink) = (self.session, self.sink);
         match action {
             Action::Nothing => {}
             Action::Page {
@@ -138,35 +133,33 @@ impl State<'_> {
                 offset,
                 content,
             } => self.page(block, offset, content)?,
-            Action::Machine(configuration) => {
-                let ours = session.guest.machine();
-                compare("the machine", &configuration.machine, ours)?;
-            }
-            Action::RamBlocks(blocks) => self.ram_blocks(&blocks)?,
+            Action::Machine(configuration) => sink.open(&Opening {
+                configuration,
+                uuid: sink.guest.uuid(),
+            })?,
+            Action::RamBlocks(blocks) => sink.ram_start(&RamLayout {
+                blocks,
+                ..RamLayout::default()
+            })?,
             // Also one that is refused is answered, so that it can read why.
             Action::Greet { offer, takes } => {
-                session.source.set_is_hotlift();
+                sink.source.set_is_hotlift();
                 self.answer(&handshake::answer(offer, takes, session.id))?;
                 handshake::check(offer, takes)?;
             }
             Action::Pong(value) => self.answer(&[ReturnMessage::Pong(value)])?,
-            Action::Advised => postcopy::empty_ram(session)?,
+            Action::Advised => sink.command(Command::PostcopyAdvise { page_sizes: None })?,
             Action::SyncPoint => {
-                let called_off = || session.control.is_cancelled();
-                if !session.barrier.main_arrives(called_off) {
-                    return Err(MigrationError::Protocol {
-                        channel: Channel::Main,
-                        got: "the end of a multifd channel before its SYNC".to_owned(),
-                        doing: "a multifd precopy migration",
-                    });
-                }
+                session.meet_readers()?;
+                sink.barrier()?;
+                session.barrier.pass();
             }
             Action::SectionEnd => {
                 if let Some(threads) = &mut self.threads {
                     threads.settle()?;
                 }
             }
-            Action::Device(device) => self.devices.push(device),
+            Action::Device(device) => lock(&sink.devices).push(device),
             // The one PING behind the end of RAM asks whether all is loaded.
             Action::Load(value) => {
                 self.load_devices()?;
@@ -181,7 +174,7 @@ impl State<'_> {
             Action::Discard { block, ranges } => {
                 // The source commits once it knows that this was done.
                 session.taking.expect_questions();
-                postcopy::discard(session, block, ranges)?;
+                postcopy::discard(sink, block, ranges)?;
             }
             Action::Run(pings) => return Ok(Next::Run(pings)),
             _ => return Err(unexpected("what only a relay takes")),
@@ -190,37 +183,12 @@ impl State<'_> {
     }
 
     fn answer(&self, messages: &[ReturnMessage<'_>]) -> Result<(), MigrationError> {
-        let answered = self.session.source.answer(&encode(messages));
+        let answered = self.sink.source.answer(&encode(messages));
         answered.map_err(|source| MigrationError::Connection {
             channel: Channel::Main,
             doing: "talking to the source",
             source,
         })
-    }
-
-    /// Compares the source's RAM blocks with this guest's: same names in the same order, same
-    /// lengths.
-    fn ram_blocks(&self, theirs: &[RamBlockEntry]) -> Result<(), MigrationError> {
-        let ours = &self.session.blocks;
-        compare(
-            "the number of RAM blocks",
-            &theirs.len().to_string(),
-            &ours.len().to_string(),
-        )?;
-        for (number, (theirs, ours)) in theirs.iter().zip(ours).enumerate() {
-            compare(
-                &format!("the name of RAM block {number}"),
-                &theirs.name,
-                &ours.name,
-            )?;
-            compare(
-                &format!("the size of RAM block '{}'", ours.name),
-                &theirs.used_length.to_string(),
-                &ours.used_length.to_string(),
-            )?;
-        }
-        self.session.control.set_status(Status::Active);
-        Ok(())
     }
 
     /// A page on main: a zero page of `legacy` detection, or any page of a source without multifd.
@@ -230,48 +198,29 @@ impl State<'_> {
         offset: u64,
         content: PageContent<'_>,
     ) -> Result<(), MigrationError> {
-        let session = self.session;
-        let ram = &session.guest.ram()[block];
+        let sink = self.sink;
+        let at = offset;
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
         if let Some(threads) = &mut self.threads {
             threads.wait_for(block, offset)?;
         }
-        session.note_received(block, offset / PAGE_SIZE, 1);
+        sink.note_received(block, offset / PAGE_SIZE, 1);
         match content {
             PageContent::Zero => {
-                if self.session.written[block].test(offset / PAGE_SIZE) {
-                    ram.zero(offset, PAGE_SIZE)?;
+                if sink.written[block].test(offset / PAGE_SIZE) {
+                    sink.guest.ram()[block].zero(offset, PAGE_SIZE)?;
                 }
-                self.session.main_counters().add_pages(0, 1);
             }
-            PageContent::Normal(bytes) => self.put_page(block, offset, bytes)?,
-            PageContent::Xbzrle(delta) => {
-                let mut bytes = [0; PAGE_SIZE];
-                ram.read(offset, &mut bytes)?;
-                xbzrle::apply(delta, &mut bytes)
-                    .map_err(|source| failed(session.guest, block, offset, source))?;
-                self.put_page(block, offset, &bytes)?;
-            }
-            PageContent::Compressed(stream) => {
-                match &mut self.threads {
-                    Some(threads) => threads.page(block, offset, stream)?,
-                    None => self.inflate(block, offset, stream)?,
-                }
-                session.main_counters().add_pages(1, 0);
-            }
+            PageContent::Normal(bytes) => sink.put_page(block, offset, bytes)?,
+            PageContent::Xbzrle(delta) => sink.delta(block, at, delta)?,
+            PageContent::Compressed(stream) => match &mut self.threads {
+                Some(threads) => threads.page(block, offset, stream)?,
+                None => self.inflate(block, offset, stream)?,
+            },
         }
-        Ok(())
-    }
-
-    fn put_page(
-        &self,
-        block: usize,
-        offset: usize,
-        bytes: &[u8; PAGE_SIZE],
-    ) -> Result<(), MigrationError> {
-        self.session.guest.ram()[block].write(offset, bytes)?;
-        self.session.written[block].set(offset / PAGE_SIZE);
-        self.session.main_counters().add_pages(1, 0);
+        let zero = usize::from(content == PageContent::Zero);
+        let counters = &self.session.received[sink.source.multifd.len()];
+        counters.add_pages(1 - zero, zero);
         Ok(())
     }
 
@@ -281,32 +230,20 @@ impl State<'_> {
         offset: usize,
         stream: &[u8],
     ) -> Result<(), MigrationError> {
-        let session = self.session;
+        let sink = self.sink;
         let inflater = match &mut self.inflater {
             Some(inflater) => inflater,
             none => none.insert(
-                Inflater::new().map_err(|source| failed(session.guest, block, offset, source))?,
+                Inflater::new().map_err(|source| failed(sink.guest, block, offset, source))?,
             ),
         };
-        decompress_threads::inflate(session.target(), inflater, block, offset, stream)
+        decompress_threads::inflate(sink.target(), inflater, block, offset, stream)
     }
 
     /// Loads the devices; they are all there.
-    fn load_devices(&mut self) -> Result<(), MigrationError> {
-        let devices = std::mem::take(&mut self.devices);
-        self.session.guest.load_devices(devices)?;
+    fn load_devices(&self) -> Result<(), MigrationError> {
+        self.sink.await_loaded()?;
         self.session.taking.loaded();
         Ok(())
     }
-}
-
-fn compare(what: &str, source_has: &str, destination_has: &str) -> Result<(), MigrationError> {
-    if source_has == destination_has {
-        return Ok(());
-    }
-    Err(MigrationError::Mismatch {
-        what: what.to_owned(),
-        source_has: format!("'{source_has}'"),
-        destination_has: format!("'{destination_has}'"),
-    })
 }

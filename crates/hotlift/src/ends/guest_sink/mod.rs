@@ -3,7 +3,8 @@
 //! | file | what it does |
 //! |---|---|
 //! | `accept` | waits for the connections, and compares their settings |
-//! | `session` | what the threads of the migration share |
+//! | `sink` | the guest, with what has come of it |
+//! | `source` | the connections of its source |
 //! | `channel` | a multifd channel's thread: packets into guest RAM |
 //! | `main_channel` | the main channel: records of RAM, device state, the end |
 //! | `decompress_threads` | pages of `compress` into guest RAM |
@@ -16,4 +17,5 @@ pub(crate) mod channel;
 pub(crate) mod decompress_threads;
 pub(crate) mod main_channel;
 mod postcopy;
-pub(crate) mod session;
+pub(crate) mod sink;
+pub(crate) mod source;

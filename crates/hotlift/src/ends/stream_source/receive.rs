@@ -16,7 +16,9 @@ use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 use crate::pipe::sink::ForwardPackets;
 use crate::pipe::source::Source;
-use crate::stream::multifd_recv::{ChannelLimits, PageSink, ReadOn};
+use crate::stream::attend::linger;
+use crate::stream::door::Door;
+use crate::stream::multifd_recv::{PageSink, ReadOn};
 use crate::stream::return_path::encode;
 use crate::transport::Stream;
 
@@ -95,7 +97,7 @@ impl Source for Streams<'_> {
         self.upstream.shut_down();
     }
 
-    fn refuse(&self, reason: &str) {
+    fn refuse(&self, _: &Session<'_>, reason: &str) {
         let shut = ReturnMessage::Shut(1);
         // A QEMU does not know the text.
         self.upstream
@@ -105,11 +107,24 @@ impl Source for Streams<'_> {
             });
     }
 
-    fn over(&self) {
-        self.upstream.shut_channels();
-        if !self.upstream.source.is_hotlift() {
-            self.upstream.close();
+    fn linger(&self, session: &Session<'_>, door: &mut Door<'_>) {
+        // Before EOF a source asks nothing of a guest that runs there: both QEMUs wait for each other.
+        if session.may_run_there() && !session.giving.is_committed() {
+            return;
         }
+        let main = [&self.upstream.source.main];
+        linger(
+            door,
+            &session.asked(&|| ()),
+            &main,
+            &[],
+            session.patience,
+            session.control.life(),
+        );
+    }
+
+    fn over(&self) {
+        self.upstream.close();
     }
 }
 
@@ -120,13 +135,6 @@ fn receive(
     upstream: &Upstream,
     id: u8,
 ) -> Result<(), MigrationError> {
-    let limits = ChannelLimits {
-        memory: &session.memory,
-        cpu: &session.cpu,
-        stats: session.control.accelerator_stats(),
-        life: session.control.life(),
-    };
-    let counters = &session.received[usize::from(id)];
     let mut batches = Batches {
         session,
         upstream,
@@ -137,14 +145,7 @@ fn receive(
         forwarder: None,
     };
     let source = &upstream.source;
-    source.read_channel(
-        id,
-        session.accelerator,
-        blocks,
-        limits,
-        counters,
-        &mut batches,
-    )
+    source.read_channel(session, id, blocks, &mut batches)
 }
 
 struct Batches<'a> {

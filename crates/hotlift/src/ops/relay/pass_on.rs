@@ -20,15 +20,13 @@ use crate::ends::stream_source::upstream::Upstream;
 use crate::error::MigrationError;
 use crate::figures::Counters;
 
-use crate::options::{CHANNEL_MEMORY, Options};
+use crate::options::CHANNEL_MEMORY;
 use crate::pipe::hooks::SourceStream;
 use crate::pipe::run::run_threads;
 use crate::pipe::session::{Call, Relayed, Session};
 use crate::pipe::sink::Opening;
 use crate::pipe::stream_in::StreamIn;
 use crate::postcopy::LARGEST_PAGE;
-use crate::stream::attend::linger;
-use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
 use crate::stream::main_channel::{MainChannel, Silence, Taker};
@@ -227,16 +225,14 @@ fn pass_on(
         is_secured: settings.incoming_tls.is_some(),
         session: &session,
     };
-    let outcome = run_threads(
+    run_threads(
         &session,
         &Streams::new(&upstream, &setup),
         &setup.ram.blocks,
         hooks,
         &mut || reader.run(opening, hooks, &further),
-        door.as_mut(),
-    );
-    wind_up(&session, &upstream, door, &settings.outgoing);
-    outcome?;
+        door,
+    )?;
     Ok(session.relayed(&setup.configuration.machine))
 }
 
@@ -327,28 +323,4 @@ fn unfit(hello: Hello) -> Option<MigrationError> {
         source_has: size(hello.layout),
         destination_has: format!("{}: it is a relay", size(PacketLayout::QEMU)),
     })
-}
-
-/// Stays until a source that is a relay knows what became of the guest, and closes all connections.
-fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, options: &Options) {
-    // Before EOF a source asks nothing of a guest that runs there: both QEMUs wait for each other.
-    let is_torn = session.may_run_there() && !session.giving.is_committed();
-    if let Some(mut door) = door.filter(|_| !is_torn) {
-        let patience = options.time_for_questions();
-        // It has ended by now.
-        let asked = session.asked(&|| ());
-        let main = [&upstream.source.main];
-        linger(
-            &mut door,
-            &asked,
-            &main,
-            &[],
-            patience,
-            session.control.life(),
-        );
-    }
-    // A QEMU's connections were closed when the threads ended.
-    if upstream.source.is_hotlift() {
-        upstream.close();
-    }
 }

@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::blocktime::Blocktime;
 use super::empty_gaps;
 use super::waits::Waits;
-use crate::ends::guest_sink::session::Session;
+use crate::ends::guest_sink::sink::GuestSink;
 use crate::error::{Channel, MigrationError};
 use crate::life::gate::Gate;
 use crate::stream::main_recv::Waiting;
@@ -23,17 +23,16 @@ pub(crate) struct LazyRam<'a> {
 
 impl<'a> LazyRam<'a> {
     /// Whatever has not come by now is missing.
-    pub(super) fn new(session: &'a Session<'a>) -> Result<Self, MigrationError> {
-        for (ram, written) in session.guest.ram().iter().zip(&session.written) {
+    pub(super) fn new(sink: &'a GuestSink<'a>) -> Result<Self, MigrationError> {
+        for (ram, written) in sink.guest.ram().iter().zip(&sink.written) {
             empty_gaps(ram, written)?;
         }
-        let life = session.control.life();
-        let blocktime = session.options.postcopy_blocktime;
-        let blocktime =
-            blocktime.then(|| Blocktime::new(&session.guest.vcpu_threads(), life.now()));
+        let life = sink.control.life();
+        let blocktime = sink.options.postcopy_blocktime;
+        let blocktime = blocktime.then(|| Blocktime::new(&sink.guest.vcpu_threads(), life.now()));
         Ok(Self {
-            missing: MissingPages::register(session.guest.ram())?,
-            received: &session.received,
+            missing: MissingPages::register(sink.guest.ram())?,
+            received: &sink.received,
             waits: Gate::new(life, Waits::new(blocktime)),
         })
     }

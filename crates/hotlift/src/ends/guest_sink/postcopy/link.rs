@@ -7,13 +7,13 @@ use std::sync::{Arc, Mutex};
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::ends::guest_sink::session::Session;
+use crate::ends::guest_sink::sink::GuestSink;
 use crate::lock::lock;
 use crate::transport::Stream;
 
 /// The return path.
 pub(super) struct Link<'a> {
-    session: &'a Session<'a>,
+    sink: &'a GuestSink<'a>,
     now: Mutex<Now>,
 }
 
@@ -30,9 +30,9 @@ struct Now {
 }
 
 impl<'a> Link<'a> {
-    pub(super) fn new(session: &'a Session<'a>) -> Self {
+    pub(super) fn new(sink: &'a GuestSink<'a>) -> Self {
         Self {
-            session,
+            sink,
             now: Mutex::default(),
         }
     }
@@ -40,9 +40,9 @@ impl<'a> Link<'a> {
     /// Ends the connection: who reads it finds it lost, and whoever writes to a source that reads nothing goes on.
     pub(super) fn cut(&self) {
         // Apart from `now`, whose lock a writer may have.
-        match lock(&self.session.recovered).as_deref() {
+        match lock(&self.sink.recovered).as_deref() {
             Some(stream) => stream.shutdown(Shutdown::Both),
-            None => self.session.source.main.shutdown(Shutdown::Both),
+            None => self.sink.source.main.shutdown(Shutdown::Both),
         }
     }
 
@@ -57,7 +57,7 @@ impl<'a> Link<'a> {
 
     /// From here on `stream` is the connection. No page is asked for before [`Link::go_on`].
     pub(super) fn recover(&self, stream: Arc<Stream>) {
-        *lock(&self.session.recovered) = Some(Arc::clone(&stream));
+        *lock(&self.sink.recovered) = Some(Arc::clone(&stream));
         *lock(&self.now) = Now {
             recovered: Some(stream),
             is_asked: true,
@@ -79,7 +79,7 @@ impl<'a> Link<'a> {
         match &now.recovered {
             _ if now.is_lost => Err(io::ErrorKind::NotConnected.into()),
             Some(stream) => (&**stream).write_all(bytes),
-            None => self.session.source.answer(bytes),
+            None => self.sink.source.answer(bytes),
         }
     }
 
@@ -96,7 +96,7 @@ impl<'a> Link<'a> {
             false => ReturnMessage::ReqPagesId {
                 start,
                 length,
-                block: &self.session.blocks[block].name,
+                block: &self.sink.blocks[block].name,
             },
         };
         let mut bytes = Vec::new();

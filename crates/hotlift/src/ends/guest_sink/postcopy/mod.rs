@@ -35,33 +35,22 @@ pub(crate) use run::run;
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE, RamBlock};
 use hotlift_wire::main_channel::postcopy::Ranges;
 
-use crate::ends::guest_sink::session::Session;
+use crate::ends::guest_sink::sink::GuestSink;
 use crate::error::MigrationError;
-
-/// Takes everything away that guest RAM may hold: from here on what is there has come from this source.
-pub(crate) fn empty_ram(session: &Session<'_>) -> Result<(), MigrationError> {
-    for (block, written) in session.guest.ram().iter().zip(&session.written) {
-        if !session.guest.ram_is_fresh() {
-            block.discard(0, block.len())?;
-        }
-        written.clear_range(0, written.pages());
-    }
-    Ok(())
-}
 
 /// Takes pages back that have come.
 pub(crate) fn discard(
-    session: &Session<'_>,
+    sink: &GuestSink<'_>,
     block: usize,
     ranges: Ranges<'_>,
 ) -> Result<(), MigrationError> {
-    let ram: &RamBlock = &session.guest.ram()[block];
+    let ram: &RamBlock = &sink.guest.ram()[block];
     for (start, length) in ranges.iter() {
         let offset = usize::try_from(start).unwrap_or(usize::MAX);
         let len = usize::try_from(length).unwrap_or(usize::MAX);
         ram.discard(offset, len)?;
-        let mut bitmaps = vec![&session.written[block]];
-        bitmaps.extend(session.received.get(block));
+        let mut bitmaps = vec![&sink.written[block]];
+        bitmaps.extend(sink.received.get(block));
         for bitmap in bitmaps {
             bitmap.clear_range(offset / PAGE_SIZE, len / PAGE_SIZE);
         }

@@ -46,9 +46,9 @@ impl Incoming<'_> {
         listener: &Listener,
         machine: &mut MainChannel,
     ) -> Result<Option<Result<(), MigrationError>>, MigrationError> {
-        let session = self.session;
+        let (session, sink) = (self.session, self.sink);
         let control = &session.control;
-        let mut door = accept::open(listener, session.options, control)?;
+        let mut door = accept::open(listener, sink.options, control)?;
         while !control.life().is_stopped() && !control.has_recovery() {
             for arrival in self.arrivals(&mut door, LONG)? {
                 if !self.is_the_source(&arrival) {
@@ -59,14 +59,10 @@ impl Incoming<'_> {
                 }
                 let main = Arc::new(arrival.stream);
                 control.set_status(Status::PostcopyRecover);
-                let mut input = MainInput::new(
-                    &main,
-                    session.main_counters(),
-                    &session.memory,
-                    control.life(),
-                )?;
+                let mut input =
+                    MainInput::new(&main, self.main_counters(), &session.memory, control.life())?;
                 self.link.recover(Arc::clone(&main));
-                machine.reconnect(session.options.handshake_timeout);
+                machine.reconnect(sink.options.handshake_timeout);
                 match self.agree_in_time(machine, &mut input, &mut door) {
                     Ok(preempt) => {
                         let preempt = preempt.as_ref();
@@ -97,8 +93,8 @@ impl Incoming<'_> {
         let mut magic = [0; RESUMED_MAGIC.len()];
         match arrival.kind {
             Kind::Named => true,
-            Kind::Main if !self.session.source.is_hotlift() => {
-                let first = &self.session.source.main;
+            Kind::Main if !self.sink.source.is_hotlift() => {
+                let first = &self.sink.source.main;
                 let seen = arrival.stream.peek(&mut magic);
                 matches!(seen, Ok(Some(_)))
                     && magic == RESUMED_MAGIC
@@ -118,7 +114,7 @@ impl Incoming<'_> {
         door: &mut Door<'_>,
     ) -> Result<Option<Stream>, MigrationError> {
         let control = &self.session.control;
-        let options = self.session.options;
+        let options = self.sink.options;
         let agreement = Agreement::new(
             Instant::now(),
             options.handshake_timeout,
@@ -167,10 +163,10 @@ impl Incoming<'_> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.session.control.has_recovery() {
-                return Err(has_not_come(self.session.options.handshake_timeout / 2));
+                return Err(has_not_come(self.sink.options.handshake_timeout / 2));
             }
             let mut arrivals = self.arrivals(door, left)?;
-            if let Some(stream) = self.session.find_preempt(door, &mut arrivals) {
+            if let Some(stream) = self.sink.find_preempt(door, &mut arrivals) {
                 return Ok(stream);
             }
             self.check()?;
@@ -196,7 +192,7 @@ impl Incoming<'_> {
     }
 
     fn bitmap(&self, block: usize) -> Vec<u8> {
-        let ram = &self.session.guest.ram()[block];
+        let ram = &self.sink.guest.ram()[block];
         let word = |word| self.lazy.received_word(block, word);
         agreement::bitmap(ram.name(), ram.pages(), word)
     }

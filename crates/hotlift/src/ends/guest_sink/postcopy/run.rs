@@ -10,11 +10,13 @@ use hotlift_wire::return_path::ReturnMessage;
 use super::LazyRam;
 use super::link::Link;
 use crate::ends::guest_sink::announce;
-use crate::ends::guest_sink::session::Session;
+use crate::ends::guest_sink::sink::{GuestSink, UntilCommit};
 use crate::error::MigrationError;
-use crate::guest::DeviceState;
+use crate::figures::Counters;
 use crate::handover::DestinationSide;
 use crate::life::threads::{OnPanic, caught, spawn};
+use crate::pipe::session::Session;
+use crate::pipe::sink::Sink;
 use crate::status::Status;
 use crate::stream::main_channel::{Action, MainChannel, unexpected};
 use crate::stream::main_recv::{MainInput, Waiting};
@@ -25,12 +27,10 @@ use crate::transport::Stream;
 /// What the threads share.
 pub(super) struct Incoming<'a> {
     pub(super) session: &'a Session<'a>,
+    pub(super) sink: &'a GuestSink<'a>,
     pub(super) lazy: LazyRam<'a>,
     pub(super) link: Link<'a>,
 }
-
-/// Devices, and the PINGs that are answered once they are loaded.
-type Package<'p> = (Vec<DeviceState>, &'p [u32]);
 
 /// Runs the guest with the devices of a package that has come whole, answers the `pings` of it, and brings the guest its
 /// pages; returns when it has all of them.
@@ -40,23 +40,25 @@ type Package<'p> = (Vec<DeviceState>, &'p [u32]);
 /// the source.
 pub(crate) fn run<'a>(
     session: &'a Session<'a>,
+    sink: &'a GuestSink<'a>,
     machine: &mut MainChannel,
     input: &mut MainInput<'_>,
-    package: Package<'_>,
+    pings: &[u32],
 ) -> Result<(), MigrationError> {
-    let preempt = match session.options.postcopy_preempt {
-        true => Some(session.await_preempt(session)?),
+    let preempt = match sink.options.postcopy_preempt {
+        true => Some(sink.await_preempt(&UntilCommit(session))?),
         false => None,
     };
     let incoming = Incoming {
         session,
-        lazy: LazyRam::new(session)?,
-        link: Link::new(session),
+        sink,
+        lazy: LazyRam::new(sink)?,
+        link: Link::new(sink),
     };
-    session.set_listening();
+    session.set_switched();
     session.control.set_takes_pages();
-    session.source.main.notice_loss();
-    let outcome = incoming.run(machine, input, package, preempt.as_deref());
+    sink.source.main.notice_loss();
+    let outcome = incoming.run(machine, input, pings, preempt.as_deref());
     match session.taking.side() {
         DestinationSide::Taken => {
             let waits = incoming
@@ -64,7 +66,7 @@ pub(crate) fn run<'a>(
                 .waits
                 .lock()
                 .figures(session.since.elapsed());
-            let _ = session.postcopy.set(waits);
+            let _ = sink.postcopy.set(waits);
             // A guest that lacks pages goes on to wait for them.
             outcome
         }
@@ -80,7 +82,7 @@ impl Incoming<'_> {
         &self,
         machine: &mut MainChannel,
         input: &mut MainInput<'_>,
-        package: Package<'_>,
+        pings: &[u32],
         preempt: Option<&Stream>,
     ) -> Result<(), MigrationError> {
         let session = self.session;
@@ -112,7 +114,7 @@ impl Incoming<'_> {
                     MigrationError::Cancelled
                 })
             })?;
-            let loaded = caught(|| self.load(package));
+            let loaded = caught(|| self.load(pings));
             if let Err(error) = loaded {
                 failed(error);
             }
@@ -124,9 +126,9 @@ impl Incoming<'_> {
     }
 
     /// Loads the devices, and makes the guest run.
-    fn load(&self, (devices, pings): Package<'_>) -> Result<(), MigrationError> {
-        let session = self.session;
-        session.guest.load_devices(devices)?;
+    fn load(&self, pings: &[u32]) -> Result<(), MigrationError> {
+        let (session, sink) = (self.session, self.sink);
+        sink.await_loaded()?;
         let pongs: Vec<_> = pings.iter().copied().map(ReturnMessage::Pong).collect();
         // A source that does not hear it finds the connection broken.
         let _ = self.link.say(&encode(&pongs));
@@ -135,9 +137,9 @@ impl Incoming<'_> {
         }
         session.control.set_too_late(true);
         let _unsure = OnPanic(|| session.taking.unsure());
-        if session.run_guest(Status::PostcopyActive) {
+        if sink.run(session, Status::PostcopyActive) {
             session.taking.taken();
-            announce::start(session.guest, session.options);
+            announce::start(sink.guest, sink.options);
         }
         Ok(())
     }
@@ -197,7 +199,7 @@ impl Incoming<'_> {
                 whole.store(true, Ordering::Release);
                 // What main's end has overtaken.
                 if outcome.is_ok() {
-                    let patience = self.session.options.handshake_timeout;
+                    let patience = self.sink.options.handshake_timeout;
                     let is_over = || over.load(Ordering::Acquire);
                     outcome = self.lazy.wait_until_met(patience, self, is_over);
                 }
@@ -214,9 +216,13 @@ impl Incoming<'_> {
         })
     }
 
+    pub(super) fn main_counters(&self) -> &Counters {
+        &self.session.received[self.sink.source.multifd.len()]
+    }
+
     fn urgent_pages(&self, stream: &Stream) -> Result<(), MigrationError> {
-        let counters = self.session.main_counters();
-        let blocks = &self.session.blocks;
+        let counters = self.main_counters();
+        let blocks = &self.sink.blocks;
         preempt::read_pages(stream, blocks, counters, |block, offset, content| {
             self.lazy.place(block, offset, content)?;
             let normal = usize::from(content.is_some());
@@ -253,7 +259,7 @@ impl Incoming<'_> {
                     _ => None,
                 };
                 self.lazy.place(*block, *offset, bytes)?;
-                let counters = self.session.main_counters();
+                let counters = self.main_counters();
                 counters.add_pages(bytes.is_some().into(), bytes.is_none().into());
             }
             Action::Pong(value) => {

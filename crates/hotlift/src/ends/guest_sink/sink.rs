@@ -1,0 +1,355 @@
+//! The guest of this process, with what has come of it.
+
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_methods::legacy::xbzrle;
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::main_channel::{Command, EarlySection};
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::Doing;
+
+use crate::control::Control;
+use crate::ends::guest_sink::announce;
+use crate::ends::guest_sink::decompress_threads::{DecompressThreads, Target, failed};
+use crate::error::{Channel, MigrationError};
+use crate::figures::PostcopyFigures;
+use crate::guest::{DeviceState, Guest};
+use crate::handover::DestinationSide;
+use crate::life::threads::OnPanic;
+use crate::lock::lock;
+use crate::options::Options;
+use crate::pipe::session::Session;
+use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
+use crate::pipe::stream_in::StreamIn;
+use crate::status::{MigrationEvent, Status};
+use crate::stream::door::{Arrival, Door, Kind};
+use crate::stream::main_channel::unexpected;
+use crate::stream::main_recv::Waiting;
+use crate::stream::preempt::PreemptIn;
+use crate::stream::return_path::encode;
+use crate::transport::Stream;
+
+/// A guest that arrives.
+pub(crate) struct GuestSink<'a> {
+    pub guest: &'a dyn Guest,
+    pub options: &'a Options,
+    pub control: &'a Control,
+    /// Where it comes from.
+    pub source: StreamIn,
+    /// The guest's RAM blocks, as packets name them.
+    pub blocks: Vec<RamBlockEntry>,
+    /// Pages that hold something: received, or not known to be fresh.
+    pub written: Vec<DirtyBitmap>,
+    /// With `postcopy-ram`: pages that have come, also those that are zero.
+    pub received: Vec<DirtyBitmap>,
+    /// Devices that have come and are not loaded.
+    pub devices: Mutex<Vec<DeviceState>>,
+    /// With `postcopy-preempt`: where pages come that are waited for.
+    pub preempt: PreemptIn,
+    /// The source has made that connection, or does not make it any more.
+    awaits_preempt: AtomicBool,
+    /// Of a postcopy, the latest connection in the place of main.
+    pub recovered: Mutex<Option<Arc<Stream>>>,
+    /// What the guest's waits for pages came to.
+    pub postcopy: OnceLock<PostcopyFigures>,
+    pub decompress: DecompressThreads,
+    /// Bytes of main behind the end of the stream, which were read with it.
+    pub read_ahead: Mutex<Vec<u8>>,
+}
+
+impl<'a> GuestSink<'a> {
+    pub(crate) fn new(
+        guest: &'a dyn Guest,
+        options: &'a Options,
+        control: &'a Control,
+        source: StreamIn,
+    ) -> Self {
+        let bitmaps = || -> Vec<_> {
+            let blocks = guest.ram().iter();
+            let bitmaps = blocks.map(|block| DirtyBitmap::new(block.pages()));
+            bitmaps.collect()
+        };
+        let written = bitmaps();
+        if !guest.ram_is_fresh() {
+            written.iter().for_each(DirtyBitmap::set_all);
+        }
+        let blocks = guest.ram().iter();
+        Self {
+            guest,
+            options,
+            control,
+            source,
+            blocks: blocks
+                .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
+                .collect(),
+            written,
+            received: match options.postcopy_ram {
+                true => bitmaps(),
+                false => Vec::new(),
+            },
+            devices: Mutex::default(),
+            preempt: PreemptIn::new(control.life()),
+            awaits_preempt: AtomicBool::new(false),
+            recovered: Mutex::default(),
+            postcopy: OnceLock::new(),
+            decompress: DecompressThreads::new(options, control.life()),
+            read_ahead: Mutex::default(),
+        }
+    }
+
+    /// The source has released the guest, says one of the connections; the first to say so makes the guest run.
+    pub(crate) fn take_over(&self, session: &Session<'_>) -> Result<(), MigrationError> {
+        let taking = &session.taking;
+        if !taking.commit() {
+            return match taking.side() {
+                DestinationSide::Loading => Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: "the end of the stream".to_owned(),
+                    doing: "loading the guest",
+                }),
+                _ => Ok(()),
+            };
+        }
+        let _unsure = OnPanic(|| taking.unsure());
+        if !self.run(session, Status::Completed) {
+            return Ok(());
+        }
+        // On every socket, so that one that is cut or garbled leaves the source no doubt. A QEMU reads none but main.
+        let running = encode(&[ReturnMessage::Shut(0)]);
+        let is_read = |number| number == 0 || self.source.is_hotlift();
+        for (_, mut stream) in self.source.streams().enumerate().filter(|it| is_read(it.0)) {
+            let _ = stream.write_all(&running);
+        }
+        taking.taken();
+        announce::start(self.guest, self.options);
+        Ok(())
+    }
+
+    /// Makes the guest run, in a migration whose state is `status` from here on; false if it cannot.
+    pub(crate) fn run(&self, session: &Session<'_>, status: Status) -> bool {
+        match self.commit(&[], None) {
+            Err(error) => {
+                session.fail(error);
+                session.taking.refused();
+                false
+            }
+            Ok(_) => {
+                self.control.set_status(status);
+                true
+            }
+        }
+    }
+
+    /// Takes everything away that guest RAM may hold: from here on what is there has come from this source.
+    fn empty_ram(&self) -> Result<(), MigrationError> {
+        for (block, written) in self.guest.ram().iter().zip(&self.written) {
+            if !self.guest.ram_is_fresh() {
+                block.discard(0, block.len())?;
+            }
+            written.clear_range(0, written.pages());
+        }
+        Ok(())
+    }
+
+    /// These pages have come.
+    pub(crate) fn note_received(&self, block: usize, first: usize, pages: usize) {
+        if let Some(received) = self.received.get(block) {
+            received.set_range(first, pages);
+        }
+    }
+
+    /// Puts a page with content where it belongs.
+    pub(crate) fn put_page(
+        &self,
+        block: usize,
+        offset: usize,
+        bytes: &[u8; PAGE_SIZE],
+    ) -> Result<(), MigrationError> {
+        self.guest.ram()[block].write(offset, bytes)?;
+        self.written[block].set(offset / PAGE_SIZE);
+        Ok(())
+    }
+
+    /// Where decompressed pages go.
+    pub(crate) fn target(&self) -> Target<'_> {
+        Target {
+            guest: self.guest,
+            written: &self.written,
+        }
+    }
+
+    /// The connection that has come for pages that are waited for, with `waiting` for it.
+    ///
+    /// # Errors
+    /// [`MigrationError::Timeout`]; what `waiting` says.
+    pub(crate) fn await_preempt(
+        &self,
+        waiting: &dyn Waiting,
+    ) -> Result<Arc<Stream>, MigrationError> {
+        self.awaits_preempt.store(true, Ordering::Release);
+        // The thread at the door looks for it only now.
+        self.control.life().wake();
+        // Half of the source's patience, so that it hears the reason before it runs out.
+        let patience = self.options.handshake_timeout / 2;
+        self.preempt.wait_for(patience, waiting)
+    }
+
+    /// Takes that connection out of what has come at `door`. A Hotlift says what it is; a QEMU has made it before this side
+    /// waits for it, and says nothing.
+    pub(crate) fn find_preempt(
+        &self,
+        door: &mut Door<'_>,
+        arrivals: &mut Vec<Arrival>,
+    ) -> Option<Stream> {
+        let named = |arrival: &mut Arrival| matches!(arrival.kind, Kind::Named);
+        let of_hotlift = arrivals.extract_if(.., named).last();
+        match self.source.is_hotlift() {
+            true => of_hotlift.map(|arrival| arrival.stream),
+            false => door.take_silent(&self.source.main.host()),
+        }
+    }
+
+    /// The same while precopy is under way.
+    pub(crate) fn look_for_preempt(&self, door: &mut Door<'_>, arrivals: &mut Vec<Arrival>) {
+        let may_come = self.source.is_hotlift() || self.awaits_preempt.load(Ordering::Acquire);
+        if self.options.postcopy_preempt
+            && may_come
+            && !self.preempt.is_here()
+            && let Some(stream) = self.find_preempt(door, arrivals)
+        {
+            self.preempt.put(stream);
+        }
+    }
+}
+
+impl Sink for GuestSink<'_> {
+    fn is_guest(&self) -> bool {
+        true
+    }
+
+    fn workers(&self) -> usize {
+        0
+    }
+
+    fn page_writer(&self, _: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
+        Err(unexpected("batches of pages"))
+    }
+
+    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
+        let theirs = &opening.configuration.machine;
+        compare("the machine", theirs, self.guest.machine())
+    }
+
+    fn command(&self, command: Command) -> Result<(), MigrationError> {
+        match command {
+            Command::PostcopyAdvise { .. } => self.empty_ram(),
+            _ => Ok(()),
+        }
+    }
+
+    fn early_section(&self, _: &EarlySection) -> Result<(), MigrationError> {
+        Err(unexpected("a device before the end of RAM"))
+    }
+
+    /// Compares the source's RAM blocks with this guest's: same names in the same order, same
+    /// lengths.
+    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
+        compare(
+            "the number of RAM blocks",
+            &ram.blocks.len().to_string(),
+            &self.blocks.len().to_string(),
+        )?;
+        for (number, (theirs, ours)) in ram.blocks.iter().zip(&self.blocks).enumerate() {
+            compare(
+                &format!("the name of RAM block {number}"),
+                &theirs.name,
+                &ours.name,
+            )?;
+            compare(
+                &format!("the size of RAM block '{}'", ours.name),
+                &theirs.used_length.to_string(),
+                &ours.used_length.to_string(),
+            )?;
+        }
+        self.control.set_status(Status::Active);
+        Ok(())
+    }
+
+    fn barrier(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        let mut bytes = [0; PAGE_SIZE];
+        self.guest.ram()[block].read(offset, &mut bytes)?;
+        xbzrle::apply(delta, &mut bytes)
+            .map_err(|source| failed(self.guest, block, offset, source))?;
+        self.put_page(block, offset, &bytes)
+    }
+
+    fn ram_end(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    fn devices(&self, _: &[u8]) -> Result<(), MigrationError> {
+        Err(unexpected("a part of the devices"))
+    }
+
+    /// Loads the devices; they are all there.
+    fn await_loaded(&self) -> Result<(), MigrationError> {
+        let devices = std::mem::take(&mut *lock(&self.devices));
+        Ok(self.guest.load_devices(devices)?)
+    }
+
+    /// Makes the guest run.
+    fn commit(&self, _: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
+        self.guest.resume()?;
+        self.control.tell(MigrationEvent::Resumed);
+        Ok(Doing::Unknown)
+    }
+
+    /// The source's connections end with the threads that read them.
+    fn abort(&self) {}
+
+    fn sent_bytes(&self) -> u64 {
+        0
+    }
+
+    fn method(&self) -> &'static str {
+        self.options.multifd_compression.name
+    }
+}
+
+/// A wait for the source up to its commit.
+pub(crate) struct UntilCommit<'a>(pub &'a Session<'a>);
+
+impl Waiting for UntilCommit<'_> {
+    fn check(&self) -> Result<(), MigrationError> {
+        let Session {
+            control, taking, ..
+        } = self.0;
+        if control.life().is_stopped() && taking.abandon() {
+            return Err(MigrationError::Cancelled);
+        }
+        // Another connection may have brought the source's word.
+        match taking.side() {
+            DestinationSide::Loading | DestinationSide::Loaded => Ok(()),
+            _ => Err(MigrationError::main_closed()),
+        }
+    }
+}
+
+fn compare(what: &str, source_has: &str, destination_has: &str) -> Result<(), MigrationError> {
+    if source_has == destination_has {
+        return Ok(());
+    }
+    Err(MigrationError::Mismatch {
+        what: what.to_owned(),
+        source_has: format!("'{source_has}'"),
+        destination_has: format!("'{destination_has}'"),
+    })
+}

@@ -1,0 +1,95 @@
+//! The connections of a source, as where the pages of a guest of this process come from.
+
+use std::net::Shutdown;
+
+use crate::ends::guest_sink::sink::GuestSink;
+use crate::ends::guest_sink::{channel, decompress_threads};
+use crate::error::MigrationError;
+use crate::handover::DestinationSide;
+use crate::lock::lock;
+use crate::pipe::session::Session;
+use crate::pipe::source::Source;
+use crate::stream::attend::linger;
+use crate::stream::door::{Arrival, Door};
+use crate::stream::graceful_close;
+use crate::transport::Stream;
+
+/// Those of a guest's migration.
+pub(crate) struct Arriving<'a>(pub &'a GuestSink<'a>);
+
+impl Source for Arriving<'_> {
+    fn readers(&self) -> usize {
+        self.0.source.multifd.len() + decompress_threads::threads(self.0.options)
+    }
+
+    fn thread_name(&self, reader: usize) -> String {
+        match reader.checked_sub(self.0.source.multifd.len()) {
+            None => format!("mig/dst/recv_{reader}"),
+            Some(number) => format!("decompress_{number}"),
+        }
+    }
+
+    fn name(&self, thread: &str) -> String {
+        format!("mig/dst/{thread}")
+    }
+
+    fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
+        let sink = self.0;
+        if reader >= sink.source.multifd.len() {
+            return decompress_threads::work(&sink.decompress, sink.target());
+        }
+        // Ids count from 0 to 254.
+        let id = u8::try_from(reader).unwrap_or(u8::MAX);
+        let outcome = channel::receive(session, sink, id);
+        // Once everything has arrived a lost channel is no failure, as long as another can bring the source's word.
+        let is_loading = session.taking.side() == DestinationSide::Loading;
+        session.taking.connection_ended();
+        if is_loading { outcome } else { Ok(()) }
+    }
+
+    fn at_door(&self, _: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Arrival>) {
+        self.0.look_for_preempt(door, arrivals);
+    }
+
+    fn streams(&self) -> Vec<&Stream> {
+        self.0.source.streams().collect()
+    }
+
+    fn free_readers(&self) {
+        self.0.source.shut_channels();
+    }
+
+    fn shut_down(&self) {
+        self.0.preempt.end();
+        self.0.source.main.shutdown(Shutdown::Both);
+        self.0.source.shut_channels();
+    }
+
+    fn refuse(&self, session: &Session<'_>, reason: &str) {
+        let source = &self.0.source;
+        if source.is_hotlift() && session.taking.side() == DestinationSide::Never {
+            graceful_close::say_reason(&[&source.main], reason);
+        }
+    }
+
+    fn linger(&self, session: &Session<'_>, door: &mut Door<'_>) {
+        let source = &self.0.source;
+        if source.is_hotlift() {
+            let recovered = lock(&self.0.recovered).clone();
+            let streams: Vec<_> = source.streams().chain(recovered.as_deref()).collect();
+            linger(
+                door,
+                &session.asked(&|| ()),
+                &streams,
+                &lock(&self.0.read_ahead),
+                session.patience,
+                session.control.life(),
+            );
+        }
+    }
+
+    fn over(&self) {
+        graceful_close::close(&[&self.0.source.main]);
+        self.shut_down();
+    }
+}
