@@ -13,7 +13,7 @@ use crate::error::{Channel, MigrationError};
 use crate::handover::DestinationSide;
 use crate::lock::lock;
 use crate::pipe::session::Session;
-use crate::pipe::sink::{Opening, RamLayout, Sink};
+use crate::pipe::sink::Sink;
 use crate::stream::handshake;
 use crate::stream::main_channel::{Action, GuestRules, MainChannel, Silence, Taker, unexpected};
 use crate::stream::main_recv::MainInput;
@@ -133,14 +133,8 @@ impl State<'_> {
                 offset,
                 content,
             } => self.page(block, offset, content)?,
-            Action::Machine(configuration) => sink.open(&Opening {
-                configuration,
-                uuid: sink.guest.uuid(),
-            })?,
-            Action::RamBlocks(blocks) => sink.ram_start(&RamLayout {
-                blocks,
-                ..RamLayout::default()
-            })?,
+            Action::Machine(configuration) => sink.check_machine(&configuration.machine)?,
+            Action::RamBlocks(blocks) => sink.check_blocks(&blocks)?,
             // Also one that is refused is answered, so that it can read why.
             Action::Greet { offer, takes } => {
                 sink.source.set_is_hotlift();

@@ -22,7 +22,7 @@ use crate::life::threads::OnPanic;
 use crate::lock::lock;
 use crate::options::Options;
 use crate::pipe::session::Session;
-use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
+use crate::pipe::sink::{HasTaken, Sink, WritePages};
 use crate::pipe::stream_in::StreamIn;
 use crate::status::{MigrationEvent, Status};
 use crate::stream::door::{Arrival, Door, Kind};
@@ -98,6 +98,35 @@ impl<'a> GuestSink<'a> {
             decompress: DecompressThreads::new(options, control.life()),
             read_ahead: Mutex::default(),
         }
+    }
+
+    /// Compares the source's machine with this guest's.
+    pub(crate) fn check_machine(&self, theirs: &str) -> Result<(), MigrationError> {
+        compare("the machine", theirs, self.guest.machine())
+    }
+
+    /// Compares the source's RAM blocks with this guest's: same names in the same order, same
+    /// lengths.
+    pub(crate) fn check_blocks(&self, theirs: &[RamBlockEntry]) -> Result<(), MigrationError> {
+        compare(
+            "the number of RAM blocks",
+            &theirs.len().to_string(),
+            &self.blocks.len().to_string(),
+        )?;
+        for (number, (theirs, ours)) in theirs.iter().zip(&self.blocks).enumerate() {
+            compare(
+                &format!("the name of RAM block {number}"),
+                &theirs.name,
+                &ours.name,
+            )?;
+            compare(
+                &format!("the size of RAM block '{}'", ours.name),
+                &theirs.used_length.to_string(),
+                &ours.used_length.to_string(),
+            )?;
+        }
+        self.control.set_status(Status::Active);
+        Ok(())
     }
 
     /// The source has released the guest, says one of the connections; the first to say so makes the guest run.
@@ -238,11 +267,6 @@ impl Sink for GuestSink<'_> {
         Err(unexpected("batches of pages"))
     }
 
-    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
-        let theirs = &opening.configuration.machine;
-        compare("the machine", theirs, self.guest.machine())
-    }
-
     fn command(&self, command: Command) -> Result<(), MigrationError> {
         match command {
             Command::PostcopyAdvise { .. } => self.empty_ram(),
@@ -252,30 +276,6 @@ impl Sink for GuestSink<'_> {
 
     fn early_section(&self, _: &EarlySection) -> Result<(), MigrationError> {
         Err(unexpected("a device before the end of RAM"))
-    }
-
-    /// Compares the source's RAM blocks with this guest's: same names in the same order, same
-    /// lengths.
-    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
-        compare(
-            "the number of RAM blocks",
-            &ram.blocks.len().to_string(),
-            &self.blocks.len().to_string(),
-        )?;
-        for (number, (theirs, ours)) in ram.blocks.iter().zip(&self.blocks).enumerate() {
-            compare(
-                &format!("the name of RAM block {number}"),
-                &theirs.name,
-                &ours.name,
-            )?;
-            compare(
-                &format!("the size of RAM block '{}'", ours.name),
-                &theirs.used_length.to_string(),
-                &ours.used_length.to_string(),
-            )?;
-        }
-        self.control.set_status(Status::Active);
-        Ok(())
     }
 
     fn barrier(&self) -> Result<(), MigrationError> {

@@ -61,11 +61,7 @@ pub(crate) fn run<'a>(
     let outcome = incoming.run(machine, input, pings, preempt.as_deref());
     match session.taking.side() {
         DestinationSide::Taken => {
-            let waits = incoming
-                .lazy
-                .waits
-                .lock()
-                .figures(session.since.elapsed());
+            let waits = incoming.lazy.waits.lock().figures(session.since.elapsed());
             let _ = sink.postcopy.set(waits);
             // A guest that lacks pages goes on to wait for them.
             outcome
