@@ -9,9 +9,10 @@
 //! A connection is one run; when it ends, so does the guest there. Nothing of the other side's becomes a
 //! word of a command line unless it is a number in range or a value that the options' table takes.
 
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,7 +26,8 @@ use hotlift_command::events::{self, Event};
 use hotlift_command::pair::Destination;
 use hotlift_command::security::SecurityArgs;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Interrupt, end_of_thread};
+use hotlift_mem::is_readable;
 use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -99,23 +101,23 @@ impl RemoteHost {
     }
 
     fn ask(&self, cell: &Cell, interrupt: &Interrupt) -> Result<Conversation, BenchError> {
-        let (connected, connection) = channel();
+        let (ended, ends) = end_of_thread()?;
         let host = self.clone();
         // Neither a name that is looked up nor a host that is silent can be interrupted; a thread that waits for
         // them can be left behind.
-        thread::spawn(move || {
-            let tls = host.tls.as_deref();
-            connected.send(connect(&host.address, "--to", tls))
+        let connection = thread::spawn(move || {
+            let _ends = ends;
+            connect(&host.address, "--to", host.tls.as_deref())
         });
-        let mut conversation = loop {
-            match connection.recv_timeout(TICK) {
-                Ok(Err(SharedError::NoServe { source })) => {
-                    return Err(BenchError::NoRemoteHost(source.into()));
-                }
-                Ok(conversation) => break conversation?,
-                Err(RecvTimeoutError::Timeout) if !interrupt.is_raised() => {}
-                Err(_) => return Err(ConsoleError::Interrupted.into()),
+        if interrupt.wait(&[ended.as_fd()], None) {
+            return Err(ConsoleError::Interrupted.into());
+        }
+        let mut conversation = match connection.join() {
+            Ok(Err(SharedError::NoServe { source })) => {
+                return Err(BenchError::NoRemoteHost(source.into()));
             }
+            Ok(conversation) => conversation?,
+            Err(_) => return Err(ConsoleError::Interrupted.into()),
         };
         let given = cell.migration.given().iter();
         let given = given.filter(|(name, _)| !is_of_tls(name));
@@ -144,7 +146,7 @@ fn hear<T: DeserializeOwned>(
 ) -> Result<Option<T>, ConversationError> {
     let end = Instant::now() + limit;
     loop {
-        let heard = conversation.hear(TICK)?;
+        let heard = conversation.hear_until(&[interrupt.bell()], Some(end))?;
         if heard.is_some() || interrupt.is_raised() || Instant::now() >= end {
             return Ok(heard);
         }
@@ -178,7 +180,7 @@ pub fn serve(
     let mut callers = Callers::new(&listener, tls, &complain).map_err(failed)?;
     while !interrupt.is_raised() {
         let mut hear = |source: &mut Conversation| source.hear_hello(Duration::ZERO);
-        let Some(call) = callers.next(Some(TICK), &[], &mut hear) else {
+        let Some(call) = callers.next(None, &[interrupt.bell()], &mut hear) else {
             continue;
         };
         let peer = call.conversation.stream().peer_host();
@@ -237,37 +239,32 @@ fn serve_one(
         .spawn()?;
     let events = child.stdout.take().map(events::read);
     let speaker = conversation.speaker();
+    let (done, is_done) = io::pipe()?;
     thread::scope(|scope| {
-        let (done, watch) = std::sync::mpsc::channel::<()>();
         let child = &mut child;
         // A source that has gone leaves a guest that would wait for it.
-        scope.spawn(move || end_with(child, &mut conversation, &watch, interrupt));
-        for event in events.into_iter().flatten() {
-            if speaker.say(&event).is_err() {
-                break;
-            }
-        }
-        drop(done);
+        scope.spawn(move || end_with(child, &mut conversation, done.as_fd(), interrupt));
+        let _is_done = is_done;
+        let mut events = events.into_iter().flatten();
+        events.all(|event| speaker.say(&event).is_ok());
     });
     speaker.end();
     let _ = child.wait();
     Ok(format!("a run with {}", summary(&wanted)))
 }
 
-/// Ends `child` when the connection has gone, or a signal comes; or lets it go when `watch` ends.
+/// Ends `child` when the connection has gone, or a signal comes; or lets it go once `done` is readable.
 fn end_with(
     child: &mut Child,
     conversation: &mut Conversation,
-    watch: &std::sync::mpsc::Receiver<()>,
+    done: BorrowedFd<'_>,
     interrupt: &Interrupt,
 ) {
-    loop {
-        let gone = conversation.hear::<Value>(TICK).is_err();
+    let wakes = [done, interrupt.bell()];
+    while !is_readable(done) {
+        let gone = conversation.hear_until::<Value>(&wakes, None).is_err();
         if gone || interrupt.is_raised() {
             let _ = child.kill();
-            return;
-        }
-        if watch.recv_timeout(Duration::ZERO) == Err(RecvTimeoutError::Disconnected) {
             return;
         }
     }

@@ -51,13 +51,6 @@ impl Sampler {
     }
 }
 
-/// Whether a process has ended; one that nobody has waited for still has its counts.
-pub fn has_ended(process: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(") ").map(|(_, fields)| fields);
-    state.is_none_or(|fields| fields.starts_with(['Z', 'X']))
-}
-
 /// User and system time of a process, ended threads included, as far as its clock tells (10 ms).
 pub fn process_cpu(process: u32) -> Duration {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();

@@ -10,22 +10,21 @@ mod peers;
 mod plan;
 
 use std::ffi::OsString;
+use std::io::PipeWriter;
 use std::net::Ipv6Addr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift_command::args;
-use hotlift_console::error::ConsoleError;
+use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Interrupt, end_of_thread};
 
 use self::choice::Domains;
 use self::display::{Display, Fate, Outcome, table};
 use self::one_move::{LOOK, Move, Told};
-use self::peers::{Watch, lost};
+use self::peers::Lost;
 use self::plan::{Budget, Plan, Step};
 use crate::agent_control::{self, ControlArgs};
 use crate::error::CommandError;
@@ -151,56 +150,51 @@ struct Drain<'a> {
     here: Libvirt,
     args: &'a DrainArgs,
     outcomes: Vec<Outcome>,
-    /// Of each outcome: it is not to begin any more, or to be aborted.
-    aborts: Vec<Arc<AtomicBool>>,
+    /// Of each outcome under way: it is aborted once this is dropped.
+    aborts: Vec<Option<PipeWriter>>,
     /// Why nothing more is begun.
     stop: Option<String>,
-    watches: Vec<Watch>,
-    /// What is told of the moves, with the domain's index.
-    told: Receiver<(usize, Told)>,
-    tell: Sender<(usize, Told)>,
+    news: Receiver<News>,
+    /// It keeps the channel open, so that only news and time end a wait.
+    to_news: Sender<News>,
     display: Display,
+}
+
+/// What a drain waits for.
+enum News {
+    /// Of the move with this index.
+    Move(usize, Told),
+    Lost(Lost),
+    Interrupted,
 }
 
 impl<'a> Drain<'a> {
     fn new(plan: Plan, here: Libvirt, args: &'a DrainArgs) -> Self {
-        let (tell, told) = channel();
+        let (to_news, news) = channel();
+        let lost = to_news.clone();
+        // The command has ended if nobody listens.
+        peers::watch(&plan, move |one| _ = lost.send(News::Lost(one)));
         Self {
             budget: plan.budget,
-            watches: Watch::all(&plan),
-            aborts: plan.steps.iter().map(|_| Arc::default()).collect(),
+            aborts: plan.steps.iter().map(|_| None).collect(),
             outcomes: plan.steps.into_iter().map(not_begun).collect(),
             here,
             args,
             stop: None,
-            told,
-            tell,
+            news,
+            to_news,
             display: Display::new(args.output.quiet),
         }
     }
 
     fn run(mut self, interrupt: &Interrupt) -> Vec<Outcome> {
-        let mut shown = Instant::now();
-        loop {
-            if interrupt.is_raised() {
-                self.abort("interrupted".to_owned(), None);
-            }
-            for (uri, reason) in lost(&self.watches) {
-                self.abort(reason, Some(&uri));
-            }
-            self.begin();
-            if self.under_way().is_empty() {
-                break;
-            }
-            // A sender of it is held here, so that nothing but time ends the wait.
-            if let Ok((index, told)) = self.told.recv_timeout(TICK) {
-                self.take(index, told);
-            }
-            if shown.elapsed() >= LOOK {
-                shown = Instant::now();
-                self.display.show(&self.outcomes);
-            }
+        let to_news = self.to_news.clone();
+        let signal = move |_| _ = to_news.send(News::Interrupted);
+        // The message of a signal that has come before may not be there yet.
+        if interrupt.is_raised() {
+            self.interrupted();
         }
+        interrupt.watching(None, signal, || self.move_all());
         if let Some(reason) = &self.stop {
             for outcome in &mut self.outcomes {
                 if matches!(outcome.fate, Fate::Waiting) {
@@ -211,6 +205,34 @@ impl<'a> Drain<'a> {
         }
         self.display.finish();
         self.outcomes
+    }
+
+    /// Moves all that may begin, and waits for their ends.
+    fn move_all(&mut self) {
+        let mut show_at = Instant::now() + LOOK;
+        loop {
+            self.begin();
+            if self.under_way().is_empty() {
+                return;
+            }
+            let wait = match self.display.is_table() {
+                true => show_at.saturating_duration_since(Instant::now()),
+                false => Duration::MAX,
+            };
+            let mut news = self.news.recv_timeout(wait).ok();
+            while let Some(one) = news {
+                match one {
+                    News::Move(index, told) => self.take(index, told),
+                    News::Lost(Lost { uri, reason }) => self.abort(reason, Some(&uri)),
+                    News::Interrupted => self.interrupted(),
+                }
+                news = self.news.try_recv().ok();
+            }
+            if Instant::now() >= show_at {
+                show_at = Instant::now() + LOOK;
+                self.display.show(&self.outcomes);
+            }
+        }
     }
 
     fn under_way(&self) -> Vec<&Step> {
@@ -224,6 +246,10 @@ impl<'a> Drain<'a> {
         self.outcomes.iter().position(waits)
     }
 
+    fn interrupted(&mut self) {
+        self.abort("interrupted".to_owned(), None);
+    }
+
     /// Begins nothing more, and aborts what is on its way, to `to` or anywhere.
     fn abort(&mut self, reason: String, to: Option<&str>) {
         if self.stop.is_none() {
@@ -231,9 +257,9 @@ impl<'a> Drain<'a> {
             complain!("hotlift: {reason}; what is on its way is aborted, and stays here");
             self.stop = Some(reason);
         }
-        for (outcome, abort) in self.outcomes.iter().zip(&self.aborts) {
+        for (outcome, abort) in self.outcomes.iter().zip(&mut self.aborts) {
             if to.is_none_or(|to| outcome.step.to.as_deref() == Some(to)) {
-                abort.store(true, Ordering::Relaxed);
+                *abort = None;
             }
         }
     }
@@ -258,14 +284,23 @@ impl<'a> Drain<'a> {
             options.push(self.args.parallel.to_string().into());
         }
         options.extend_from_slice(&self.args.options);
+        let (abort, to_abort) = match end_of_thread() {
+            Ok(ends) => ends,
+            Err(error) => {
+                let reason = error_line(&error);
+                return self.enter(index, Fate::NotBegun { reason });
+            }
+        };
+        self.aborts[index] = Some(to_abort);
         let one = Move {
             here: self.here.clone(),
             step: self.outcomes[index].step.clone(),
             options,
             is_looked_at: self.display.is_table(),
-            abort: Arc::clone(&self.aborts[index]),
+            abort,
         };
-        one.start(index, self.tell.clone());
+        let to_news = self.to_news.clone();
+        one.start(move |told| _ = to_news.send(News::Move(index, told)));
         self.enter(index, Fate::UnderWay { job: None });
     }
 

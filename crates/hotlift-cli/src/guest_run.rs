@@ -14,7 +14,7 @@ use hotlift_command::security;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::{Display, fallback_warning};
-use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
+use hotlift_console::signals::{Interrupt, OwnFolder};
 use hotlift_methods::AUTO;
 use hotlift_monitor::{GuestMonitor, ShutdownRequest, Sockets};
 use hotlift_qmp::QmpAddress;
@@ -30,6 +30,9 @@ const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 
 /// How often the guest is asked for one.
 const LOOK: Duration = Duration::from_millis(2);
+
+/// Between two looks at a guest with a monitor: its serial port, its health and its run state have no event.
+const GUEST_LOOK: Duration = Duration::from_millis(50);
 
 /// Flags of `guest run`.
 #[derive(Debug, Args)]
@@ -254,7 +257,7 @@ impl Session<'_> {
                 monitor.end(false);
                 return Err(error.into());
             }
-            std::thread::sleep(TICK);
+            std::thread::sleep(GUEST_LOOK);
         }
         self.say("the guest goes on here");
         self.interrupt.forget();
@@ -404,7 +407,9 @@ impl Session<'_> {
             if let Some(outcome) = shutdown.take() {
                 return Some(outcome.map_err(CommandError::from));
             }
-            if self.interrupt.sleep(Some(TICK)) || end.is_some_and(|end| Instant::now() >= end) {
+            if self.interrupt.sleep(Some(GUEST_LOOK))
+                || end.is_some_and(|end| Instant::now() >= end)
+            {
                 return None;
             }
             // The terminal is the monitor's.

@@ -3,8 +3,8 @@
 
 mod domain;
 
+use std::os::fd::BorrowedFd;
 use std::str::FromStr;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -18,7 +18,8 @@ use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_command::security;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::Interrupt;
+use hotlift_mem::wait_readable;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::compare::{Outcome, compare};
@@ -50,6 +51,9 @@ const SHOWN: Duration = Duration::from_secs(5);
 
 /// How long the destination's QEMU may take to end, and 'hotlift serve' to say what it has said.
 const EXPLANATION: Duration = Duration::from_secs(5);
+
+/// How long a message may take that 'hotlift serve' has sent before.
+const ON_ITS_WAY: Duration = Duration::from_millis(50);
 
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
@@ -254,7 +258,7 @@ fn ready(
 ) -> Result<Ready, CommandError> {
     let mut waiting = Waiting::new(Stage::Hello, Instant::now());
     loop {
-        match destination.hear(TICK)? {
+        match destination.hear_until(&[interrupt.bell()], Some(waiting.next_at()))? {
             Some(Answer::Compared { vm }) => return Ok(Ready::Compared(vm)),
             Some(Answer::Ready {
                 port,
@@ -328,6 +332,12 @@ impl Waiting {
             since,
             is_shown: false,
         }
+    }
+
+    /// Returns when something is due.
+    fn next_at(&self) -> Instant {
+        let limit = self.stage.limit();
+        self.since + if self.is_shown { limit } else { SHOWN }
     }
 
     fn next(&mut self, now: Instant) -> Due {
@@ -419,8 +429,9 @@ impl Move<'_> {
         let (source, settings) = (self.source, self.settings);
         let changed = outgoing::change_settings(source, self.purpose, settings, own_downtime_limit);
         let relayed = changed.and_then(|()| {
-            moving.run(&mut |timeout, control| {
-                if self.hear(destination, &mut final_message, timeout).is_err() {
+            moving.run(&mut |wakes, until, control| {
+                let heard = self.hear(destination, &mut final_message, wakes, until);
+                if heard.is_err() {
                     // Its host may be lost, and the relay's connections with it.
                     control.suspect_peer();
                 }
@@ -429,7 +440,8 @@ impl Move<'_> {
         let relayed = relayed.inspect_err(|error| say_failed(destination, error_line(error)))?;
         match relayed.outcome {
             Ok(report) => {
-                let final_message = self.wait_for_final_message(destination, final_message);
+                let time = self.settle_time();
+                let final_message = self.final_message(time, destination, final_message);
                 self.moved(final_message, relayed.doing, report, destination_qemu)
             }
             Err(error) => {
@@ -448,7 +460,7 @@ impl Move<'_> {
         }
     }
 
-    /// Takes what the destination says within `timeout`.
+    /// Takes what the destination says until `until`, or until one of `others` is readable.
     ///
     /// # Errors
     /// The conversation is lost, once.
@@ -456,13 +468,14 @@ impl Move<'_> {
         &self,
         destination: &mut Conversation,
         final_message: &mut Option<FinalMessage>,
-        timeout: Duration,
+        others: &[BorrowedFd<'_>],
+        until: Instant,
     ) -> Result<(), ConversationError> {
         if final_message.is_some() {
-            thread::sleep(timeout);
+            wait_readable(others, Some(until));
             return Ok(());
         }
-        match destination.hear(timeout) {
+        match destination.hear_until(others, Some(until)) {
             Ok(Some(Answer::Completed { state, report })) => {
                 *final_message = Some(FinalMessage::Completed { state, report });
             }
@@ -483,19 +496,24 @@ impl Move<'_> {
         Ok(())
     }
 
-    /// Waits for the destination's final message. `serve` asks its QEMU for as long as `settle-timeout`, and sends its
-    /// message behind that, which may take as long as a connection.
-    fn wait_for_final_message(
+    /// Waits for the destination's final message.
+    fn final_message(
         &self,
+        time: Duration,
         destination: &mut Conversation,
-        final_message: Option<FinalMessage>,
+        mut final_message: Option<FinalMessage>,
     ) -> Option<FinalMessage> {
-        let deadline = Instant::now() + self.settings.outgoing.settle_timeout + CONNECT;
-        let mut final_message = final_message;
+        let deadline = Instant::now() + time;
         while final_message.is_none() && Instant::now() < deadline {
-            let _ = self.hear(destination, &mut final_message, TICK);
+            let _ = self.hear(destination, &mut final_message, &[], deadline);
         }
         final_message
+    }
+
+    /// Returns how long the final message may take. `serve` asks its QEMU for as long as `settle-timeout`, and sends its
+    /// message behind that, which may take as long as a connection.
+    fn settle_time(&self) -> Duration {
+        self.settings.outgoing.settle_timeout + CONNECT
     }
 
     /// The relay reports that the destination has the guest: takes the final message of 'hotlift serve', or without it the
@@ -591,7 +609,7 @@ impl Move<'_> {
     ) -> CommandError {
         let mut heard = final_message;
         let settled = self.source.settle(error, is_told, || {
-            heard = self.wait_for_final_message(destination, heard.take());
+            heard = self.final_message(self.settle_time(), destination, heard.take());
             match &heard {
                 Some(FinalMessage::Completed { .. }) => GuestThere::Here,
                 Some(FinalMessage::Failed { guest, .. }) => *guest,
@@ -606,12 +624,9 @@ impl Move<'_> {
         // here, and what it says is heard if it says it at once.
         let patience = match error {
             MigrationError::Destination { .. } => EXPLANATION,
-            _ => TICK,
+            _ => ON_ITS_WAY,
         };
-        if heard.is_none() {
-            let _ = self.hear(destination, &mut heard, patience);
-        }
-        let theirs = match heard {
+        let theirs = match self.final_message(patience, destination, heard) {
             Some(FinalMessage::Failed { reason, .. } | FinalMessage::Lost { reason }) => {
                 Some(format!("the destination: {reason}"))
             }

@@ -268,7 +268,7 @@ fn taken(
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
     interrupt.forget();
-    let statement = destination.wait_for_statement(settle_timeout, || interrupt.is_raised());
+    let statement = destination.statement_in_time(settle_timeout, interrupt);
     conclude(
         statement,
         (destination, clock),
@@ -336,7 +336,7 @@ fn failed(
     if in_doubt {
         interrupt.forget();
     }
-    let statement = destination.after_failure(in_doubt, settle_timeout, || interrupt.is_raised());
+    let statement = destination.after_failure(in_doubt, settle_timeout, interrupt);
     let trouble = error.chain();
     let explained = |words: &str| format!("{trouble}; QEMU: {words}");
     let never = |destination: Destination, reason: String| {

@@ -2,7 +2,6 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::thread;
 
 use clap::{Args, ValueEnum};
 use hotlift::MigrationError;
@@ -12,6 +11,7 @@ use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
 use hotlift_console::signals::Interrupt;
+use hotlift_mem::wait_readable;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::error::at_source;
@@ -85,7 +85,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     };
     let own_downtime_limit = args.migration.has("downtime-limit");
     let outcome = outgoing::change_settings(&source, Purpose::Save, &settings, own_downtime_limit)
-        .and_then(|()| moving.run(&mut |time, _| thread::sleep(time)));
+        .and_then(|()| moving.run(&mut |wakes, until, _| _ = wait_readable(wakes, Some(until))));
     let saved = match outcome {
         Ok(Relayed {
             outcome: Ok(relay), ..

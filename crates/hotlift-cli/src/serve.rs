@@ -3,9 +3,9 @@
 mod files;
 
 use std::ffi::OsString;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use clap::{ArgGroup, Args};
@@ -20,7 +20,8 @@ use hotlift_command::security;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::bytes;
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Interrupt, beside};
+use hotlift_mem::{is_readable, wait_readable};
 use hotlift_monitor::RelayMonitor;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::destination::{Destination, Statement};
@@ -314,7 +315,7 @@ impl Host<'_> {
         };
         source.say(&ready)?;
         let (relayed, source_said) =
-            self.relay(source, &destination, &settings, &listener, &socket);
+            self.relay(source, &destination, &settings, &listener, &socket)?;
         drop(listener);
         let settle_timeout = settings.outgoing.settle_timeout;
         match relayed {
@@ -359,7 +360,7 @@ impl Host<'_> {
         settings: &RelaySettings,
         listener: &Listener,
         socket: &Path,
-    ) -> (Result<RelayReport, MigrationError>, Option<String>) {
+    ) -> Result<(Result<RelayReport, MigrationError>, Option<String>), ConsoleError> {
         let control = self.monitor.waits();
         let outgoing = Address::Unix {
             path: socket.to_owned(),
@@ -379,36 +380,25 @@ impl Host<'_> {
             has_taken: Some(&has_taken),
             ..Hooks::default()
         };
-        let (outcome, source_said) = thread::scope(|scope| {
-            let relay = scope.spawn(|| {
-                hotlift::relay::relay(
-                    Incoming::Listener(listener),
-                    &Outgoing::Address(&outgoing),
-                    settings,
-                    &control,
-                    hooks,
-                )
-            });
+        let relay = || {
+            let (incoming, outgoing) = (Incoming::Listener(listener), Outgoing::Address(&outgoing));
+            hotlift::relay::relay(incoming, &outgoing, settings, &control, hooks)
+        };
+        let custody = destination.custody();
+        let (outcome, source_said) = beside(relay, |ended| {
             let received = || latest.lock().map_or(0, |latest| latest.received_bytes);
-            let said = self.attend(source, &relay, &control, destination.custody(), &received);
-            let outcome = relay.join().unwrap_or_else(|_| {
-                Err(match destination.custody().is_given_up() {
-                    true => MigrationError::InDoubt,
-                    false => MigrationError::Cancelled,
-                })
-            });
-            (outcome, said)
-        });
+            self.attend(source, ended, &control, custody, &received)
+        })?;
         say_turned_away(&control);
         self.monitor.ended(&outcome);
-        (outcome, source_said)
+        Ok((outcome, source_said))
     }
 
-    /// Talks to the source until the relay has ended. Returns what it has said of a failure.
-    fn attend<T>(
+    /// Talks to the source until `ended` is readable. Returns what it has said of a failure.
+    fn attend(
         &self,
         source: &mut Conversation,
-        relay: &ScopedJoinHandle<'_, T>,
+        ended: BorrowedFd<'_>,
         control: &Control,
         custody: &Custody,
         received: &dyn Fn() -> u64,
@@ -416,15 +406,17 @@ impl Host<'_> {
         let mut said = None;
         let mut told = Instant::now();
         let mut source_is_there = true;
-        while !relay.is_finished() {
-            if self.interrupt.is_raised() {
-                control.cancel();
+        while !is_readable(ended) {
+            let mut wakes = vec![ended];
+            match self.interrupt.is_raised() {
+                true => control.cancel(),
+                false => wakes.push(self.interrupt.bell()),
             }
             if !source_is_there {
-                thread::sleep(TICK);
+                wait_readable(&wakes, None);
                 continue;
             }
-            let mut heard = hear_failure(source, TICK, &mut said);
+            let mut heard = hear_failure(source, &wakes, told + PROGRESS, &mut said);
             if told.elapsed() >= PROGRESS {
                 told = Instant::now();
                 let received_bytes = received();
@@ -456,7 +448,7 @@ impl Host<'_> {
     ) -> Result<(), CommandError> {
         // One that came during the hand-over was too late; another ends the wait.
         self.interrupt.forget();
-        match destination.wait_for_statement(settle_timeout, || self.interrupt.is_raised()) {
+        match destination.statement_in_time(settle_timeout, self.interrupt) {
             Statement::Here { state } => {
                 let report = Box::new(report);
                 // Whether the source hears it or not, the guest is here.
@@ -500,8 +492,7 @@ impl Host<'_> {
         if in_doubt {
             self.interrupt.forget();
         }
-        let statement =
-            destination.after_failure(in_doubt, settle_timeout, || self.interrupt.is_raised());
+        let statement = destination.after_failure(in_doubt, settle_timeout, self.interrupt);
         let trouble = match error {
             // This host is the destination.
             MigrationError::Destination { reason } => reason.clone(),
@@ -532,7 +523,7 @@ impl Host<'_> {
                 }
                 let mut said = source_said;
                 if said.is_none() {
-                    let _ = hear_failure(source, REASON, &mut said);
+                    let _ = hear_failure(source, &[], Instant::now() + REASON, &mut said);
                 }
                 let reasons = match (said, error) {
                     // It has ended this relay.
@@ -567,13 +558,14 @@ fn of_data_port(port: u16) -> String {
     }
 }
 
-/// Takes what the source says within `timeout`: why it has failed, if anything.
+/// Takes what the source says until `until`, or until one of `others` is readable: why it has failed, if anything.
 fn hear_failure(
     source: &mut Conversation,
-    timeout: Duration,
+    others: &[BorrowedFd<'_>],
+    until: Instant,
     said: &mut Option<String>,
 ) -> Result<(), ConversationError> {
-    if let Some(SourceMessage::Failed { reason }) = source.hear(timeout)? {
+    if let Some(SourceMessage::Failed { reason }) = source.hear_until(others, Some(until))? {
         said.get_or_insert_with(|| one_line(&reason));
     }
     Ok(())

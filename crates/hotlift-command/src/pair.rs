@@ -4,13 +4,11 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hotlift::figures::{DestinationReport, SideFigures, SourceReport};
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Cause, Interrupt};
 use hotlift_vmm::GuestKind;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -290,33 +288,16 @@ impl Pair<'_> {
         Ok((Process { child, said }, events))
     }
 
-    /// Does `work`, and kills `processes` meanwhile if there is an interrupt, or if it takes longer than
-    /// the limit; true if it was that.
+    /// Does `work`, and kills `processes` before its end if there is an interrupt, or if it takes longer than the limit; true if
+    /// it was that.
     fn watched(&self, processes: &[u32], interrupt: &Interrupt, work: impl FnOnce()) -> bool {
-        let (done, watch) = channel::<()>();
-        let end = self.limit.map(|limit| Instant::now() + limit);
-        thread::scope(|scope| {
-            let watcher = scope.spawn(move || {
-                loop {
-                    // The sender goes when the work is done, whichever way.
-                    if watch.recv_timeout(TICK) == Err(RecvTimeoutError::Disconnected) {
-                        return false;
-                    }
-                    let late = end.is_some_and(|end| Instant::now() >= end);
-                    if late || interrupt.is_raised() {
-                        for &process in processes {
-                            kill(process);
-                        }
-                        return late;
-                    }
-                }
-            });
-            // Moved into the closure, so that a panic drops it too.
-            let _done = done;
-            work();
-            drop(_done);
-            watcher.join().unwrap_or(false)
-        })
+        let mut late = false;
+        let end = |cause| {
+            late = cause == Cause::Deadline;
+            processes.iter().copied().for_each(kill);
+        };
+        interrupt.watching(self.limit, end, work);
+        late
     }
 }
 

@@ -1,12 +1,13 @@
-//! SIGINT, SIGTERM and SIGHUP as a flag that is looked at, so that every way out cleans up.
+//! SIGINT, SIGTERM and SIGHUP as a flag, and as an event that ends waits, so that every way out cleans up.
 
 use std::fs::Permissions;
-use std::io;
+use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,10 +19,7 @@ use tempfile::TempDir;
 
 use crate::error::ConsoleError;
 use crate::output::{self, complain};
-use hotlift_mem::lock;
-
-/// How often the flag is looked at beside another wait.
-pub const TICK: Duration = Duration::from_millis(50);
+use hotlift_mem::{lock, wait_readable};
 
 /// Folders of this process, which it removes itself on every other way out.
 static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
@@ -139,29 +137,28 @@ impl Flags {
         self.changed.notify_all();
     }
 
-    /// Waits until a signal has come (true), until `over` is set, or until `end` (false).
-    fn wait(&self, end: Option<Instant>, over: &AtomicBool) -> bool {
-        let mut waits = lock(&self.waits);
-        loop {
-            if self.raised.load(Ordering::Acquire) {
-                return true;
-            }
-            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
-            if over.load(Ordering::Acquire) || left.is_some_and(|left| left.is_zero()) {
-                return false;
-            }
-            waits = match left {
-                Some(left) => {
-                    let woken = self.changed.wait_timeout(waits, left);
-                    woken.unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => {
-                    let woken = self.changed.wait(waits);
-                    woken.unwrap_or_else(PoisonError::into_inner)
-                }
-            };
+    /// Waits until a signal has come or `time` is over, and returns which; `None` once `over` is set.
+    fn wait(&self, time: Duration, over: &AtomicBool) -> Option<Cause> {
+        let is_set = |flag: &AtomicBool| flag.load(Ordering::Acquire);
+        let waits = |(): &mut ()| !is_set(&self.raised) && !is_set(over);
+        let woken = self
+            .changed
+            .wait_timeout_while(lock(&self.waits), time, waits);
+        drop(woken);
+        match is_set(&self.raised) {
+            true => Some(Cause::Signal),
+            false => (!is_set(over)).then_some(Cause::Deadline),
         }
     }
+}
+
+/// What ends a work early.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// A signal.
+    Signal,
+    /// The end of its time.
+    Deadline,
 }
 
 /// Ends a watch when it goes out of scope.
@@ -233,13 +230,18 @@ impl Interrupt {
         self.0.raise();
     }
 
-    /// Runs `work` and cancels `control` if a signal comes meanwhile.
-    pub fn cancelling<T>(&self, control: &Control, work: impl FnOnce() -> T) -> T {
+    /// Runs `work`, and calls `act` once if a signal comes or `limit` is over before it returns.
+    pub fn watching<T>(
+        &self,
+        limit: Option<Duration>,
+        act: impl FnOnce(Cause) + Send,
+        work: impl FnOnce() -> T,
+    ) -> T {
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
-                if self.0.wait(None, &done) {
-                    control.cancel();
+                if let Some(cause) = self.0.wait(limit.unwrap_or(Duration::MAX), &done) {
+                    act(cause);
                 }
             });
             // However `work` ends: a panic must not wait for a watch that waits for a signal.
@@ -248,11 +250,51 @@ impl Interrupt {
         })
     }
 
+    /// Runs `work`, and cancels `control` if a signal comes before it returns.
+    pub fn cancelling<T>(&self, control: &Control, work: impl FnOnce() -> T) -> T {
+        self.watching(None, |_| control.cancel(), work)
+    }
+
+    /// Waits until a signal has come, one of `others` is readable or has ended, or `deadline` is over; true after a signal.
+    pub fn wait(&self, others: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
+        wait_readable(&[&[self.bell()], others].concat(), deadline)
+    }
+
     /// Sleeps for `time` (for ever if there is none) or until a signal; true if it was a signal.
     pub fn sleep(&self, time: Option<Duration>) -> bool {
-        let end = time.map(|time| Instant::now() + time);
-        self.0.wait(end, &AtomicBool::new(false))
+        self.wait(&[], time.map(|time| Instant::now() + time))
     }
+}
+
+/// Does `work` in a thread of its own, and `attend` here, which is given a descriptor that is readable once `work` has ended.
+///
+/// # Errors
+/// The system gives no pipe.
+pub fn beside<R: Send, T>(
+    work: impl FnOnce() -> R + Send,
+    attend: impl FnOnce(BorrowedFd<'_>) -> T,
+) -> Result<(R, T), ConsoleError> {
+    let (ended, ends) = end_of_thread()?;
+    Ok(thread::scope(|scope| {
+        let worker = scope.spawn(|| {
+            let _ends = ends;
+            work()
+        });
+        let attended = attend(ended.as_fd());
+        let worked = worker.join().unwrap_or_else(|panic| resume_unwind(panic));
+        (worked, attended)
+    }))
+}
+
+/// Makes a descriptor that is readable once the other is dropped: the end of the thread that takes that one with it, for a poll.
+///
+/// # Errors
+/// The system gives no pipe.
+pub fn end_of_thread() -> Result<(PipeReader, PipeWriter), ConsoleError> {
+    io::pipe().map_err(|source| ConsoleError::Process {
+        what: "a pipe",
+        source,
+    })
 }
 
 /// Whether the process was started with `signal` ignored.
@@ -263,4 +305,31 @@ fn is_ignored(signal: i32) -> bool {
         .find_map(|line| line.strip_prefix("SigIgn:"))
         .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn a_work_is_told_of_its_limit_and_of_a_signal_and_a_poll_sees_its_end() {
+        let interrupt = Interrupt::catch().unwrap();
+        for (limit, expected) in [
+            (Some(Duration::ZERO), Cause::Deadline),
+            (None, Cause::Signal),
+        ] {
+            let (told, hears) = channel();
+            let act = move |cause| told.send(cause).unwrap();
+            if expected == Cause::Signal {
+                interrupt.raise();
+            }
+            let cause = interrupt.watching(limit, act, || hears.recv());
+            assert_eq!(cause, Ok(expected));
+        }
+        interrupt.watching(None, |_| (), || assert!(interrupt.wait(&[], None)));
+        let seen = beside(|| 7, |ended| wait_readable(&[ended], None));
+        assert_eq!(seen.unwrap(), (7, true));
+    }
 }

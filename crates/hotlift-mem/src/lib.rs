@@ -14,7 +14,7 @@
 //! | `sock`, `splice` | it goes to a socket, or comes from one, uncopied |
 //! | `forward` | it goes from socket to socket, uncopied |
 //!
-//! `stdio` is no part of it: it needs code that runs before `main`.
+//! `stdio` is no part of it: it needs code that runs before `main`. Neither are `lock` and `wait`, which all crates share.
 //!
 //! # Sharing memory with a running guest
 //!
@@ -64,6 +64,7 @@ mod stream_copy;
 mod tcp_info;
 mod untouched;
 mod userfault;
+mod wait;
 pub mod zero;
 
 pub use cpu_time::{RunQueue, thread_cpu_time};
@@ -78,6 +79,7 @@ pub use ram_block::{Backing, RamBlock, ram_blocks_of};
 pub use splice::Splicer;
 pub use stdio::stdout_was_closed;
 pub use userfault::{Fault, MissingPages, Placed, Touch, UserfaultSupport, probe_userfault};
+pub use wait::{is_readable, wait_readable};
 
 /// Bytes of a guest page, the unit of dirty logging and of the stream (QEMU's target page on x86
 /// and most others).

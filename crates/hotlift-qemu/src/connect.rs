@@ -5,6 +5,10 @@ use std::time::Duration;
 use hotlift_console::output::complain;
 use hotlift_qmp::{Client, Qemu, QmpAddress, QmpError};
 
+/// Between two questions about what QEMU may send no event of: the end of a migration's threads, and a change of state without
+/// the capability `events`.
+pub const QUERY_INTERVAL: Duration = Duration::from_millis(50);
+
 /// Connects within `timeout`; says so if the socket must be waited for.
 ///
 /// # Errors

@@ -1,6 +1,7 @@
 //! The QEMU that is to get a guest: given by its QMP socket, or started here for the purpose.
 
 use std::ffi::OsString;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,13 +10,13 @@ use hotlift::lazy::Loading;
 use hotlift::relay::{Doing, Taken};
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
-use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
+use hotlift_console::signals::{Interrupt, OwnFolder};
 use hotlift_qmp::{
     ANSWER_TIMEOUT, MigrationInfo, Qemu, QmpAddress, QmpError, RunState, StatusInfo, Uuid,
 };
 use serde_json::{Map, Value};
 
-use crate::connect::connect;
+use crate::connect::{QUERY_INTERVAL, connect};
 use crate::error::{QemuError, Side, at_destination};
 use crate::process::{Custody, Started, waits_for_cont};
 use crate::run_state::{Before, Judgement, judge};
@@ -381,8 +382,18 @@ impl Destination {
         client.is_closed() && !has_run
     }
 
-    /// Waits for its statement on the guest, for `time` or until `is_over`.
-    pub fn wait_for_statement(&self, time: Duration, is_over: impl Fn() -> bool) -> Statement {
+    /// Waits for its statement on the guest, for `time` or until a signal comes.
+    pub fn statement_in_time(&self, time: Duration, interrupt: &Interrupt) -> Statement {
+        self.wait_for_statement(time, &[interrupt.bell()], || interrupt.is_raised())
+    }
+
+    /// Waits for its statement on the guest, for `time` or until `is_over`, which may be so once one of `others` is readable.
+    pub fn wait_for_statement(
+        &self,
+        time: Duration,
+        others: &[BorrowedFd<'_>],
+        is_over: impl Fn() -> bool,
+    ) -> Statement {
         let deadline = Instant::now() + time;
         loop {
             let statement = self.ask();
@@ -391,7 +402,8 @@ impl Destination {
             if is_statement || Instant::now() >= deadline || is_over() {
                 return statement;
             }
-            std::thread::sleep(TICK);
+            let until = deadline.min(Instant::now() + QUERY_INTERVAL);
+            self.qemu().client().wait_for_event(others, until);
         }
     }
 
@@ -569,8 +581,7 @@ impl Destination {
             if has_run.is_err() || is_closed || Instant::now() >= deadline {
                 return (has_run, is_closed);
             }
-            drop(qemu);
-            std::thread::sleep(LOOK);
+            client.wait_for_event(&[], deadline);
         }
     }
 
@@ -691,13 +702,13 @@ impl Destination {
         &self,
         in_doubt: bool,
         settle_timeout: Duration,
-        is_over: impl Fn() -> bool,
+        interrupt: &Interrupt,
     ) -> Statement {
         if in_doubt || self.custody.is_given_up() {
             self.custody.give_up();
             let statement = match in_doubt {
                 true => self.ask(),
-                false => self.wait_for_statement(settle_timeout, is_over),
+                false => self.statement_in_time(settle_timeout, interrupt),
             };
             let never = matches!(statement, Statement::Never { .. } | Statement::Ended { .. });
             if let (true, Some(process)) = (never, self.process()) {
@@ -707,7 +718,7 @@ impl Destination {
         }
         // One that answers has not noticed yet, or was never connected; one that does not is about to end, mostly.
         let statement = match self.ask() {
-            Statement::Unknown { answers: false, .. } => self.wait_for_statement(REASON, is_over),
+            Statement::Unknown { answers: false, .. } => self.statement_in_time(REASON, interrupt),
             statement => statement,
         };
         match statement {

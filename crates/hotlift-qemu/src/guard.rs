@@ -6,11 +6,11 @@ use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_console::signals::TICK;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+
+use crate::connect::QUERY_INTERVAL;
 
 /// How long QEMU may take to answer, and a migration whose sockets are gone to end.
 const END: Duration = Duration::from_secs(10);
@@ -91,7 +91,8 @@ fn end(address: &QmpAddress) -> Result<(), QmpError> {
             qemu.quit()?;
             break;
         }
-        thread::sleep(TICK);
+        qemu.client()
+            .wait_for_event(&[], Instant::now() + QUERY_INTERVAL);
     }
     Ok(())
 }

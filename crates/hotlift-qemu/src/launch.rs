@@ -1,18 +1,23 @@
 //! The QMP socket of a QEMU that is started, and the wait for its first answer there.
 
 use std::ffi::OsString;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
 use hotlift_console::signals::Interrupt;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// How long a QEMU may take until it answers on its QMP socket.
 const START: Duration = Duration::from_secs(60);
 
-/// How often it is looked whether it has ended instead.
-const LOOK: Duration = Duration::from_millis(500);
+/// How long one connection waits for the greeting. QEMU answers only once its machine is made, and an end closes the connection.
+const GREETING: Duration = Duration::from_millis(500);
+
+/// Between two checks whether its socket is there yet, of which no descriptor tells.
+const SOCKET: Duration = Duration::from_millis(10);
 
 /// Why a QEMU that was started does not answer.
 #[derive(Debug)]
@@ -41,23 +46,25 @@ pub fn qmp_arguments(socket: &Path) -> [OsString; 2] {
 pub fn connect(child: &mut Child, socket: &Path, interrupt: &Interrupt) -> Result<Qemu, NoAnswer> {
     let address = QmpAddress::Unix(socket.to_owned());
     let deadline = Instant::now() + START;
+    let pid = Pid::from_child(child);
+    // Of one that has ended too: nothing has waited for it yet.
+    let end = pidfd_open(pid, PidfdFlags::empty()).ok();
+    let ends: Vec<_> = end.iter().map(AsFd::as_fd).collect();
     loop {
-        let error = match Qemu::connect(&address, LOOK) {
-            Ok(qemu) => return Ok(qemu),
-            Err(error) => error,
-        };
+        if socket.exists() || Instant::now() >= deadline {
+            match Qemu::connect(&address, GREETING) {
+                Ok(qemu) => return Ok(qemu),
+                Err(
+                    QmpError::Connect { .. } | QmpError::Timeout { .. } | QmpError::Closed { .. },
+                ) if Instant::now() < deadline => {}
+                Err(error) => return Err(NoAnswer::Qmp(error)),
+            }
+        }
         if let Ok(Some(status)) = child.try_wait() {
             return Err(NoAnswer::Ended(status));
         }
-        if interrupt.is_raised() {
+        if interrupt.wait(&ends, Some(Instant::now() + SOCKET)) {
             return Err(NoAnswer::Interrupted);
-        }
-        let is_late = matches!(
-            error,
-            QmpError::Connect { .. } | QmpError::Timeout { .. } | QmpError::Closed { .. }
-        );
-        if !is_late || Instant::now() >= deadline {
-            return Err(NoAnswer::Qmp(error));
         }
     }
 }

@@ -5,7 +5,7 @@
 //! is QEMU's. A look follows each write (inotify), so that only what others write within the same moment is taken for
 //! QEMU's.
 
-use hotlift_mem::lock;
+use hotlift_mem::{lock, wait_readable};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek};
 use std::ops::Range;
@@ -13,10 +13,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::OwnedFd;
+use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::inotify;
 
 /// How often the watch of a log looks whether that is wanted still.
@@ -132,12 +131,9 @@ fn watch(path: &Path, log: Weak<LogFile>) -> io::Result<()> {
 
 /// Waits for the next writes, and looks; `None` if that is not wanted any more.
 fn next(events: &OwnedFd, log: &Weak<LogFile>) -> Option<()> {
-    let mut polled = [PollFd::new(events, PollFlags::IN)];
-    // Of a constant that is in range. A signal ends the wait early.
-    let time = Timespec::try_from(LOOK).ok();
-    let count = poll(&mut polled, time.as_ref()).unwrap_or(0);
+    let has_written = wait_readable(&[events.as_fd()], Some(Instant::now() + LOOK));
     let log = log.upgrade()?;
-    if count > 0 {
+    if has_written {
         // Only that there are some is of interest.
         rustix::io::read(events, &mut [0_u8; 4096]).ok()?;
         log.look();
@@ -148,7 +144,6 @@ fn next(events: &OwnedFd, log: &Weak<LogFile>) -> Option<()> {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
-    use std::time::Instant;
 
     use super::*;
 

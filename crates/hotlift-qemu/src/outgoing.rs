@@ -1,16 +1,17 @@
 //! A running QEMU's migration into a relay of this process: started, watched, shown, and cancelled on
 //! a signal.
 
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
-use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use hotlift::relay::{Doing, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_console::output::complain;
 use hotlift_console::progress::{Display, jobs};
-use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
+use hotlift_console::signals::{Interrupt, OwnFolder, beside};
+use hotlift_mem::is_readable;
 
 use crate::capabilities::Purpose;
 use crate::error::QemuError;
@@ -18,7 +19,7 @@ use crate::progress::{Watch, not_connected};
 use crate::settings;
 use crate::source::Source;
 
-/// Between two looks at QEMU's figures.
+/// Between two questions for QEMU's figures, of which it sends no event.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// Time without a connection from which the operator is shown the address, as of a silent host in a migration (`REPORTED`
@@ -41,6 +42,9 @@ pub struct Moving<'a> {
     /// Whether no progress is shown.
     pub quiet: bool,
 }
+
+/// Waits beside a migration, with the relay's control.
+pub type Attend<'a> = &'a mut dyn FnMut(&[BorrowedFd<'_>], Instant, &Control);
 
 /// How the relay of a migration has ended.
 pub struct Relayed {
@@ -77,12 +81,12 @@ pub fn change_settings(
 }
 
 impl Moving<'_> {
-    /// Runs relay and migration to their end. `attend` is called all the while with the relay's control, and takes about
-    /// as long as it is given.
+    /// Runs relay and migration to their end. `attend` does all waits: until the time that it is given, or until one of the
+    /// descriptors is readable. It may return earlier.
     ///
     /// # Errors
     /// If the migration could not even be begun. What the relay has met is in [`Relayed::outcome`].
-    pub fn run(&self, attend: &mut dyn FnMut(Duration, &Control)) -> Result<Relayed, QemuError> {
+    pub fn run(&self, attend: Attend<'_>) -> Result<Relayed, QemuError> {
         let folder = OwnFolder::private()?;
         let path = folder.path().join("outgoing");
         let uri = format!("unix:{}", path.display());
@@ -108,16 +112,11 @@ impl Moving<'_> {
             on_taken: Some(&on_taken),
             ..Hooks::default()
         };
-        thread::scope(|scope| {
-            let relay = scope.spawn(|| {
-                hotlift::relay::relay(
-                    Incoming::Listener(&listener),
-                    &self.outgoing,
-                    self.settings,
-                    &control,
-                    hooks,
-                )
-            });
+        let relay = || {
+            let incoming = Incoming::Listener(&listener);
+            hotlift::relay::relay(incoming, &self.outgoing, self.settings, &control, hooks)
+        };
+        let (outcome, started) = beside(relay, |ended| {
             let started = self.source.migrate(&uri);
             if started.is_err() {
                 control.cancel();
@@ -127,44 +126,40 @@ impl Moving<'_> {
                     .lock()
                     .map_or_else(|_| RelayProgress::default(), |it| *it)
             };
-            self.watch(&relay, &control, &latest, attend);
-            let relayed = relay.join();
-            let is_told = is_told.load(Ordering::SeqCst);
-            let outcome = relayed.unwrap_or(Err(match is_told {
-                true => MigrationError::InDoubt,
-                false => MigrationError::Cancelled,
-            }));
-            match started {
-                // An answer that came too late is no reason to forget what has happened all the same.
-                Err(error) if outcome.is_err() && !is_told => Err(error),
-                _ => Ok(Relayed {
-                    outcome,
-                    is_told,
-                    doing: doing.get().copied().unwrap_or_default(),
-                }),
-            }
-        })
+            self.watch(ended, &control, &latest, attend);
+            started
+        })?;
+        let is_told = is_told.load(Ordering::SeqCst);
+        match started {
+            // An answer that came too late is no reason to forget what has happened all the same.
+            Err(error) if outcome.is_err() && !is_told => Err(error),
+            _ => Ok(Relayed {
+                outcome,
+                is_told,
+                doing: doing.get().copied().unwrap_or_default(),
+            }),
+        }
     }
 
-    /// Shows how it gets on until the relay has ended; cancels it on a signal.
-    fn watch<T>(
+    /// Shows how it gets on until `ended` is readable; cancels it on a signal.
+    fn watch(
         &self,
-        relay: &ScopedJoinHandle<'_, T>,
+        ended: BorrowedFd<'_>,
         control: &Control,
         latest: &dyn Fn() -> RelayProgress,
-        attend: &mut dyn FnMut(Duration, &Control),
+        attend: Attend<'_>,
     ) {
         let display = Display::new("migration", self.quiet, control);
         let mut watch = match self.outgoing {
             Outgoing::File { .. } => Watch::of_save(),
             Outgoing::Address(_) => Watch::default(),
         };
-        let mut looked = Instant::now();
-        let mut cancelled = false;
-        let mut given_up: Option<Instant> = None;
-        while !relay.is_finished() {
-            if self.interrupt.is_raised() && !cancelled {
-                cancelled = true;
+        let mut look_at = Instant::now() + LOOK;
+        let mut given_up_at: Option<Instant> = None;
+        let mut wakes = vec![ended, self.interrupt.bell()];
+        while !is_readable(ended) {
+            if self.interrupt.is_raised() && wakes.len() > 1 {
+                wakes.truncate(1);
                 display.finish();
                 complain!("cancelling");
                 // QEMU decides whether it is too late; its sockets tell the relay.
@@ -172,24 +167,24 @@ impl Moving<'_> {
                     control.cancel();
                 }
             }
-            attend(TICK, control);
-            if looked.elapsed() >= LOOK {
-                looked = Instant::now();
-                if let Ok(info) = self.source.look() {
-                    let mut line = match control.connecting() {
-                        Some((address, time)) if time >= UNCONNECTED => {
-                            not_connected(&address, time)
-                        }
-                        _ => watch.look(&info, latest(), control.stall()),
-                    };
-                    line.text.push_str(&jobs(&control.jobs()));
-                    display.show_line(watch.round(), || line);
-                    if info.has_failed() {
-                        given_up.get_or_insert(looked);
-                    }
+            attend(&wakes, look_at, control);
+            let now = Instant::now();
+            if now < look_at {
+                continue;
+            }
+            look_at = now + LOOK;
+            if let Ok(info) = self.source.look() {
+                let mut line = match control.connecting() {
+                    Some((address, time)) if time >= UNCONNECTED => not_connected(&address, time),
+                    _ => watch.look(&info, latest(), control.stall()),
+                };
+                line.text.push_str(&jobs(&control.jobs()));
+                display.show_line(watch.round(), || line);
+                if info.has_failed() {
+                    given_up_at.get_or_insert(now);
                 }
             }
-            if given_up.is_some_and(|since| since.elapsed() >= GRACE) {
+            if given_up_at.is_some_and(|since| now - since >= GRACE) {
                 control.cancel();
             }
         }

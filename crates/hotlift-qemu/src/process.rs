@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::CommandExt;
@@ -13,17 +14,17 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::{Interrupt, TICK, no_folder};
+use hotlift_console::signals::{Interrupt, no_folder};
 use hotlift_qmp::{Qemu, QmpAddress};
 use rustix::fs::Access;
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use crate::error::{QemuError, at_destination};
 use crate::guard::Guard;
 use crate::launch::{self, NoAnswer};
 use crate::stderr::{ErrorOutput, Streams};
-use hotlift_mem::lock;
+use hotlift_mem::{lock, wait_readable};
 
 /// How long a killed QEMU may take to end: one that waits for storage that hangs cannot be killed. Below the default of
 /// `settle-timeout`, so that the other side is answered in time.
@@ -183,17 +184,15 @@ impl Started {
     /// If its end is not seen within 20 seconds.
     pub fn end(&mut self) -> io::Result<ExitStatus> {
         let deadline = Instant::now() + END;
+        let pid = Pid::from_child(&self.child);
         // It leads a group of its own, with a QEMU that a wrapper has forked. One that has ended takes no signal.
-        let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
-        loop {
-            if let Some(status) = self.child.try_wait()? {
-                return Ok(status);
-            }
-            if Instant::now() >= deadline {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            std::thread::sleep(TICK);
+        let _ = kill_process_group(pid, Signal::KILL);
+        if self.child.try_wait()?.is_none() {
+            let end = pidfd_open(pid, PidfdFlags::empty())?;
+            wait_readable(&[end.as_fd()], Some(deadline));
         }
+        let ended = self.child.try_wait()?;
+        ended.ok_or_else(|| io::ErrorKind::TimedOut.into())
     }
 
     /// It has said that it has no guest and never will: it may be ended after all.

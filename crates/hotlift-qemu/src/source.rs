@@ -7,13 +7,12 @@ use hotlift::MigrationError;
 use hotlift::relay::Ownership;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
-use hotlift_console::signals::TICK;
 use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, RunState, one_line};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::capabilities::Purpose;
-use crate::connect::connect;
+use crate::connect::{QUERY_INTERVAL, connect};
 use crate::error::{QemuError, Side, at_source};
 use crate::settings::{self, Changed};
 use crate::vm::Vm;
@@ -390,7 +389,7 @@ impl Source {
                     waited: END,
                 });
             }
-            std::thread::sleep(TICK);
+            self.wait_for_event();
         }
     }
 
@@ -405,8 +404,14 @@ impl Source {
             if status.run_state().has_ended() || Instant::now() >= deadline {
                 return Ok(false);
             }
-            std::thread::sleep(TICK);
+            self.wait_for_event();
         }
+    }
+
+    /// Waits until the next question is worth it.
+    fn wait_for_event(&self) {
+        let deadline = Instant::now() + QUERY_INTERVAL;
+        self.qemu().client().wait_for_event(&[], deadline);
     }
 
     fn changed(&self) -> MutexGuard<'_, Option<Changed>> {
@@ -432,7 +437,7 @@ fn wait_cleaned_up(asks: &mut Asks<'_>) -> Result<(), QmpError> {
         match threads {
             None => std::thread::sleep(CLEAN_UP),
             Some(threads) if !threads.is_empty() && Instant::now() < deadline => {
-                std::thread::sleep(TICK);
+                std::thread::sleep(QUERY_INTERVAL);
                 continue;
             }
             Some(_) => {}

@@ -3,10 +3,12 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_mem::wait_readable;
 use rustix::net::sockopt::socket_peercred;
 use serde_json::{Map, Value, json};
 
@@ -275,6 +277,18 @@ impl Client {
                 Err(QmpError::Timeout { .. }) => return Ok(None),
                 Err(error) => return Err(error),
             }
+        }
+    }
+
+    /// Waits until an event has come since the latest answer, one of `others` is readable, or `deadline` is over. The event stays in
+    /// the queue. A connection that is closed brings none.
+    pub fn wait_for_event(&mut self, others: &[BorrowedFd<'_>], deadline: Instant) {
+        let own = (!self.is_closed).then(|| self.lines.connection().as_fd());
+        let fds: Vec<_> = own.into_iter().chain(others.iter().copied()).collect();
+        let has_line = self.lines.begun().contains(&b'\n');
+        if has_line || wait_readable(&fds, Some(deadline)) {
+            // The next command meets the error.
+            let _ = self.take_events();
         }
     }
 

@@ -1,10 +1,11 @@
 //! The protocol against a scripted QEMU, and against a real one.
 
 use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift_qmp::{Client, MAX_LINE, MAX_QUEUED_EVENTS, Qemu, QmpAddress, QmpError};
 use hotlift_testkit::qemu::{self, Launched, Release};
@@ -117,6 +118,34 @@ fn an_answer_is_told_from_the_events_before_it_and_the_events_are_kept() {
         (event.name.as_str(), event.at, event.data),
         ("STOP", None, json!({}))
     );
+}
+
+#[test]
+fn a_wait_for_an_event_ends_with_one_since_the_latest_answer_or_with_another_descriptor() {
+    let (other, ends) = io::pipe().unwrap();
+    let fake = Fake::new(move |peer| {
+        peer.greet();
+        let (_, id, _) = peer.hear();
+        peer.say(r#"{"event":"STOP"}"#);
+        peer.answer(&id, &json!(1));
+        drop(ends);
+        let (_, id, _) = peer.hear();
+        peer.answer(&id, &json!(2));
+        peer.say(r#"{"event":"RESUME"}"#);
+    });
+    let mut client = fake.connect().unwrap();
+    let never = Instant::now() + Duration::from_secs(365 * 86_400);
+    client.execute("a", &Value::Null).unwrap();
+    client.wait_for_event(&[other.as_fd()], never);
+    client.execute("b", &Value::Null).unwrap();
+    client.wait_for_event(&[], never);
+    assert!(client.guest_events().has_run);
+    while !client.is_closed() {
+        client.wait_for_event(&[], never);
+    }
+    // Its end is no event.
+    client.wait_for_event(&[], Instant::now());
+    client.wait_for_event(&[other.as_fd()], never);
 }
 
 #[test]

@@ -356,7 +356,11 @@ fn await_end(
             )));
         }
         // An event is a reason to look before it is time to.
-        source.qmp.wait_event(LOOK)?;
+        let next = Instant::now() + LOOK;
+        source
+            .qmp
+            .client()
+            .wait_for_event(&[interrupt.bell()], next);
     }
     let deadline = Instant::now() + limit;
     loop {
@@ -372,7 +376,8 @@ fn await_end(
                 return Err(Stop::Failed("the destination does not complete".to_owned()));
             }
             _ => {
-                destination.qmp.wait_event(LOOK)?;
+                let next = Instant::now() + LOOK;
+                destination.qmp.client().wait_for_event(&[], next);
             }
         }
     }

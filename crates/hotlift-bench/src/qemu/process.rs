@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use hotlift_command::error::SharedError;
 use hotlift_command::events::Filling;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::Interrupt;
 use hotlift_mem::FileError;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::launch::{self, NoAnswer};
@@ -31,6 +31,9 @@ const START: Duration = Duration::from_secs(60);
 
 /// How long threads of a migration that is over may take to end.
 const THREADS_END: Duration = Duration::from_secs(5);
+
+/// Between two reads of what the guest counts in its memory.
+const COUNT: Duration = Duration::from_millis(50);
 
 /// RAM is written and compared in pieces of so many bytes.
 const PIECE: usize = 1 << 20;
@@ -217,7 +220,7 @@ impl Process {
                 if Instant::now() > deadline {
                     return Ok(false);
                 }
-                std::thread::sleep(TICK);
+                std::thread::sleep(COUNT);
             }
             same &= self.count(ERRORS)? == 0;
         }
@@ -231,16 +234,15 @@ impl Process {
     pub fn await_writes(&self, interrupt: &Interrupt) -> Result<(), BenchError> {
         let deadline = Instant::now() + START;
         while self.count(WRITES)? == 0 {
-            if interrupt.is_raised() {
-                return Err(ConsoleError::Interrupted.into());
-            }
             if Instant::now() > deadline {
                 return Err(SharedError::NotWell {
                     problem: format!("it has written nothing for {START:?}"),
                 }
                 .into());
             }
-            std::thread::sleep(TICK);
+            if interrupt.sleep(Some(COUNT)) {
+                return Err(ConsoleError::Interrupted.into());
+            }
         }
         Ok(())
     }

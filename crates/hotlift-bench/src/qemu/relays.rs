@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::{ChildStdout, Stdio};
 use std::time::{Duration, Instant};
@@ -10,7 +11,8 @@ use hotlift::options::{OptionError, Role, option};
 use hotlift_command::migration_args::MigrationArgs;
 use hotlift_command::pair::Place;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::TICK;
+use hotlift_mem::wait_readable;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::Deserialize;
 use tempfile::TempDir;
 
@@ -18,7 +20,6 @@ use super::Stop;
 use crate::cell::Cell;
 use crate::certificates;
 use crate::error::BenchError;
-use crate::threads::has_ended;
 use crate::tied::Tied;
 
 /// How long relays may take to end when both QEMUs have completed.
@@ -113,8 +114,11 @@ impl Relays {
     /// Waits until both have ended. What the kernel has counted for them can still be read.
     pub fn await_end(&self) {
         let deadline = Instant::now() + END;
-        while !self.pids().into_iter().all(has_ended) && Instant::now() < deadline {
-            std::thread::sleep(TICK / 10);
+        for relay in [&self.source, &self.destination] {
+            let pid = Pid::from_child(&relay.process.child);
+            if let Ok(end) = pidfd_open(pid, PidfdFlags::empty()) {
+                wait_readable(&[end.as_fd()], Some(deadline));
+            }
         }
     }
 

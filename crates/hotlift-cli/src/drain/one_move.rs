@@ -1,25 +1,23 @@
 //! A domain of a drain on its way: in a thread of its own, so that no answer of libvirt's holds up another domain.
 
 use std::ffi::OsString;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Sender;
+use std::io::PipeReader;
+use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_console::error::error_line;
+use hotlift_mem::is_readable;
 
 use crate::drain::display::Fate;
 use crate::drain::peers::lost_for;
 use crate::drain::plan::Step;
-use crate::libvirt::virsh::{Domain, Job, Libvirt, Migrating, State, VirshError};
+use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Job, Libvirt, Migrating, State, VirshError};
 use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
 
 /// Between two looks at what libvirt says of a migration under way.
 pub const LOOK: Duration = Duration::from_secs(1);
-
-/// Between two looks whether it is to be aborted, and between two tries to.
-const ABORT_LOOK: Duration = Duration::from_millis(200);
 
 /// A domain that is to be moved.
 #[derive(Debug)]
@@ -30,8 +28,8 @@ pub struct Move {
     pub options: Vec<OsString>,
     /// Somebody sees what its migration costs so far.
     pub is_looked_at: bool,
-    /// It is not to begin any more, or to be aborted.
-    pub abort: Arc<AtomicBool>,
+    /// Readable once it is not to begin any more, or to be aborted.
+    pub abort: PipeReader,
 }
 
 /// What is told of a move.
@@ -48,54 +46,29 @@ pub enum Told {
     },
 }
 
-/// Tells of a move in the name of its index.
-struct Teller {
-    index: usize,
-    to: Sender<(usize, Told)>,
-    has_ended: bool,
-}
-
-impl Teller {
-    fn tell(&self, told: Told) {
-        // The command has ended if nobody listens.
-        let _ = self.to.send((self.index, told));
-    }
-
-    fn end(mut self, fate: Fate, lost: Option<String>) {
-        self.has_ended = true;
-        self.tell(Told::Ended { fate, lost });
-    }
-}
-
-impl Drop for Teller {
-    /// A drain waits for the end of each, also of one whose thread has panicked.
-    fn drop(&mut self) {
-        if !self.has_ended {
-            let reason = "nobody looks after its migration any more".to_owned();
-            let fate = Fate::Unknown { reason };
-            self.tell(Told::Ended { fate, lost: None });
-        }
-    }
-}
-
 impl Move {
-    /// Begins it, and tells of it under `index`; its end comes last.
-    pub fn start(self, index: usize, to: Sender<(usize, Told)>) {
-        let teller = Teller {
-            index,
-            to,
-            has_ended: false,
-        };
+    /// Begins it, and tells of it; its end comes last.
+    pub fn start(self, tell: impl Fn(Told) + Send + 'static) {
         thread::spawn(move || {
-            let to = Libvirt::at(self.step.to.as_deref().unwrap_or_default());
-            let fate = self.run(&to, |job| teller.tell(Told::Job(job)));
-            let answers = match fate {
-                Fate::Moved { .. } | Fate::Waiting => Ok(()),
-                _ => to.ask(&["uri"]).map(drop),
-            };
-            let lost = answers.err().map(|error| lost_for(&to, &error));
-            teller.end(fate, lost);
+            // A drain waits for the end of each, also of one whose thread has panicked.
+            let ended = catch_unwind(AssertUnwindSafe(|| self.follow(&tell)));
+            tell(ended.unwrap_or_else(|_| {
+                let reason = "nobody looks after its migration any more".to_owned();
+                let fate = Fate::Unknown { reason };
+                Told::Ended { fate, lost: None }
+            }));
         });
+    }
+
+    fn follow(&self, tell: &impl Fn(Told)) -> Told {
+        let to = Libvirt::at(self.step.to.as_deref().unwrap_or_default());
+        let fate = self.run(&to, |job| tell(Told::Job(job)));
+        let answers = match fate {
+            Fate::Moved { .. } | Fate::Waiting => Ok(()),
+            _ => to.ask(&["uri"]).map(drop),
+        };
+        let lost = answers.err().map(|error| lost_for(&to, &error));
+        Told::Ended { fate, lost }
     }
 
     fn run(&self, to: &Libvirt, tell: impl Fn(Job)) -> Fate {
@@ -113,18 +86,26 @@ impl Move {
                 };
             }
         };
-        let mut looked = Instant::now();
+        let mut look_at = Instant::now() + LOOK;
         let mut is_aborted = false;
         loop {
-            match migrating.wait(ABORT_LOOK) {
+            let abort = self.abort.as_fd();
+            let to_abort = is_readable(abort);
+            // One that is not so far that it could be aborted is tried again.
+            if to_abort && !is_aborted {
+                is_aborted = self.here.abort(domain).is_ok();
+            }
+            let until = match (to_abort && !is_aborted, self.is_looked_at) {
+                (true, _) => Some(Instant::now() + ABORT_AGAIN),
+                (false, true) => Some(look_at),
+                (false, false) => None,
+            };
+            let wakes = &[abort][usize::from(to_abort)..];
+            match migrating.wait(wakes, until) {
                 Ok(Some(ended)) => return fate(&self.here, to, domain, ended),
                 Err(error) => return fate(&self.here, to, domain, Err(error_line(&error))),
-                // One that is not so far that it could be aborted is tried again.
-                Ok(None) if self.abort.load(Ordering::Relaxed) && !is_aborted => {
-                    is_aborted = self.here.abort(domain).is_ok();
-                }
-                Ok(None) if self.is_looked_at && looked.elapsed() >= LOOK => {
-                    looked = Instant::now();
+                Ok(None) if self.is_looked_at && Instant::now() >= look_at => {
+                    look_at = Instant::now() + LOOK;
                     self.here.job(domain, false).into_iter().for_each(&tell);
                 }
                 Ok(None) => {}
@@ -139,7 +120,7 @@ impl Move {
         if self.here.is_persistent(&self.step.domain)? {
             options.extend(["--persistent", "--undefinesource"].map(OsString::from));
         }
-        match self.abort.load(Ordering::Relaxed) {
+        match is_readable(self.abort.as_fd()) {
             true => Ok(None),
             false => self.here.migrate(&self.step.domain, to, &options).map(Some),
         }

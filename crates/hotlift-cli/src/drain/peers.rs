@@ -1,7 +1,6 @@
 //! Whether the destinations of a drain answer.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -9,7 +8,6 @@ use hotlift_console::error::error_line;
 
 use crate::drain::plan::{Plan, short};
 use crate::libvirt::virsh::{Libvirt, VirshError};
-use hotlift_mem::lock;
 
 /// Between two looks whether a destination answers; at the second time that it does not it is lost.
 const PEER_LOOK: Duration = Duration::from_secs(3);
@@ -19,59 +17,39 @@ pub fn lost_for(to: &Libvirt, error: &VirshError) -> String {
     format!("{} is lost: {}", short(to.uri()), error_line(error))
 }
 
-/// Watches whether a destination answers: a migration to one that does not may go on for ever, and cannot end well.
-pub struct Watch {
-    uri: String,
-    lost: Arc<Mutex<Option<String>>>,
-}
-
-impl Watch {
-    /// Of all destinations of a plan.
-    pub fn all(plan: &Plan) -> Vec<Self> {
-        let uris: BTreeSet<_> = plan
-            .steps
-            .iter()
-            .filter_map(|step| step.to.as_deref())
-            .collect();
-        uris.into_iter().map(Self::new).collect()
-    }
-
-    fn new(uri: &str) -> Self {
-        let lost = Arc::new(Mutex::new(None));
-        let (of_thread, to) = (Arc::downgrade(&lost), Libvirt::at(uri));
-        // It ends with the command, or when nobody looks any more.
-        thread::spawn(move || watch(&of_thread, &to));
-        Self {
-            uri: uri.to_owned(),
-            lost,
-        }
+/// Watches whether the destinations of a plan answer: a migration to one that does not may go on for ever, and cannot end well.
+/// `lost` is told of each that is lost, once. The watch ends with the command.
+pub fn watch(plan: &Plan, lost: impl Fn(Lost) + Clone + Send + 'static) {
+    let uris = plan.steps.iter().filter_map(|step| step.to.as_deref());
+    for uri in uris.collect::<BTreeSet<_>>() {
+        let (to, lost) = (Libvirt::at(uri), lost.clone());
+        thread::spawn(move || lost(until_lost(&to)));
     }
 }
 
-fn watch(lost: &Weak<Mutex<Option<String>>>, to: &Libvirt) {
+/// A destination that does not answer.
+#[derive(Debug)]
+pub struct Lost {
+    /// Of its libvirt.
+    pub uri: String,
+    /// As the operator is shown it.
+    pub reason: String,
+}
+
+fn until_lost(to: &Libvirt) -> Lost {
     let mut failures = 0;
-    while let Some(lost) = lost.upgrade() {
+    loop {
         match to.ask(&["uri"]) {
             Ok(_) => failures = 0,
             Err(error) => {
                 failures += 1;
                 if failures == 2 {
+                    let uri = to.uri().to_owned();
                     let reason = lost_for(to, &error);
-                    *lock(&lost) = Some(reason);
-                    return;
+                    return Lost { uri, reason };
                 }
             }
         }
-        drop(lost);
         thread::sleep(PEER_LOOK);
     }
-}
-
-/// The destinations that are lost, and why.
-pub fn lost(watches: &[Watch]) -> Vec<(String, String)> {
-    let reason = |watch: &Watch| {
-        let lost = lock(&watch.lost);
-        Some((watch.uri.clone(), lost.clone()?))
-    };
-    watches.iter().filter_map(reason).collect()
 }

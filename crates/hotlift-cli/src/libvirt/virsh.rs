@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -20,6 +21,9 @@ const ANSWER: Duration = Duration::from_secs(40);
 
 /// Between two questions whether libvirt has ended a QEMU.
 const ENDING_POLL: Duration = Duration::from_millis(200);
+
+/// Between two tries to abort a migration that is not so far yet that libvirt aborts it.
+pub const ABORT_AGAIN: Duration = Duration::from_millis(200);
 
 /// Most that is kept of what `virsh` says, in bytes.
 const MOST: usize = 1 << 20;
@@ -175,7 +179,10 @@ impl Libvirt {
         let mut command = self.command(words);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut run = Run::start(command, MOST).map_err(VirshError::Run)?;
-        let Some(status) = run.wait(ANSWER).map_err(VirshError::Run)? else {
+        let Some(status) = run
+            .wait(&[], Some(Instant::now() + ANSWER))
+            .map_err(VirshError::Run)?
+        else {
             return Err(VirshError::Silent {
                 at: self.uri.clone(),
             });
@@ -377,12 +384,17 @@ impl Libvirt {
 pub struct Migrating(Run);
 
 impl Migrating {
-    /// How it has ended: `None` if it does not within `timeout`, or what libvirt says why it failed.
+    /// How it has ended, with what libvirt says why it failed. `None` if it does not until `deadline`, and before one of `others` is
+    /// readable.
     ///
     /// # Errors
     /// The system's.
-    pub fn wait(&mut self, timeout: Duration) -> Result<Option<Result<(), String>>, VirshError> {
-        let status = self.0.wait(timeout).map_err(VirshError::Run)?;
+    pub fn wait(
+        &mut self,
+        others: &[BorrowedFd<'_>],
+        deadline: Option<Instant>,
+    ) -> Result<Option<Result<(), String>>, VirshError> {
+        let status = self.0.wait(others, deadline).map_err(VirshError::Run)?;
         Ok(status.map(|status| match status.success() {
             true => Ok(()),
             false => Err(errors(&self.0.said().1)),

@@ -3,9 +3,9 @@
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use hotlift_mem::{is_readable, wait_readable};
 use rustix::io::ioctl_fionbio;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
@@ -46,12 +46,16 @@ impl Run {
         })
     }
 
-    /// How it has ended, if it does within `timeout`.
+    /// How it has ended, if it does until `deadline` and before one of `others` is readable.
     ///
     /// # Errors
     /// The system's.
-    pub fn wait(&mut self, timeout: Duration) -> io::Result<Option<ExitStatus>> {
-        let deadline = Instant::now() + timeout;
+    pub fn wait(
+        &mut self,
+        others: &[BorrowedFd<'_>],
+        deadline: Option<Instant>,
+    ) -> io::Result<Option<ExitStatus>> {
+        let mut is_over = false;
         loop {
             if self.status.is_none() {
                 self.status = self.child.try_wait()?;
@@ -59,15 +63,19 @@ impl Run {
             // After the look at the child: what it said before its end is in its pipes.
             self.out.read();
             self.err.read();
-            let left = deadline.saturating_duration_since(Instant::now());
-            if self.status.is_some() || left.is_zero() {
+            if self.status.is_some() || is_over {
                 return Ok(self.status);
             }
-            let ends = [Some(self.end.as_fd()), self.out.open(), self.err.open()];
-            let ends = ends.iter().flatten();
-            let mut polled: Vec<_> = ends.map(|end| PollFd::new(end, PollFlags::IN)).collect();
-            // Longer than time is reckoned with is for ever. Whatever ends it, the child is looked at again.
-            let _ = poll(&mut polled, Timespec::try_from(left).ok().as_ref());
+            let own = [Some(self.end.as_fd()), self.out.open(), self.err.open()];
+            let fds: Vec<_> = own
+                .into_iter()
+                .flatten()
+                .chain(others.iter().copied())
+                .collect();
+            wait_readable(&fds, deadline);
+            // Whatever ended the wait, the child is looked at again.
+            is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline)
+                || others.iter().copied().any(is_readable);
         }
     }
 
@@ -135,7 +143,9 @@ mod tests {
 
     use super::*;
 
-    const LONG: Duration = Duration::from_secs(60);
+    fn end(run: &mut Run) -> ExitStatus {
+        run.wait(&[], None).expect("a wait").expect("an end")
+    }
 
     fn shell(line: &str) -> Run {
         let mut command = Command::new("sh");
@@ -147,7 +157,7 @@ mod tests {
     #[test]
     fn all_is_kept_that_one_says_who_ends() {
         let mut run = shell("head -c 100000 /dev/zero; echo why >&2; exit 3");
-        let status = run.wait(LONG).expect("a wait").expect("an end");
+        let status = end(&mut run);
         assert_eq!(status.code(), Some(3));
         let (out, err) = run.said();
         assert_eq!((out.len(), err.as_str()), (100_000, "why\n"));
@@ -156,16 +166,26 @@ mod tests {
     #[test]
     fn one_that_has_ended_is_not_waited_for_because_another_has_its_pipes() {
         let mut run = shell("sleep 600 & echo $!");
-        run.wait(LONG).expect("a wait").expect("an end");
+        end(&mut run);
         let other = run.said().0.trim().parse().ok();
         let other = other.and_then(Pid::from_raw).expect("the other");
         rustix::process::kill_process(other, rustix::process::Signal::KILL).expect("it runs");
     }
 
     #[test]
+    fn another_descriptor_and_the_deadline_end_a_wait_for_one_that_runs() {
+        let mut run = shell("exec sleep 600");
+        let (other, ends) = io::pipe().expect("a pipe");
+        let wait = |run: &mut Run, deadline| run.wait(&[other.as_fd()], deadline).expect("a wait");
+        assert_eq!(wait(&mut run, Some(Instant::now())), None);
+        drop(ends);
+        assert_eq!(wait(&mut run, None), None);
+    }
+
+    #[test]
     fn no_more_is_kept_than_was_asked_for() {
         let mut run = shell("cat /dev/zero");
-        run.wait(LONG).expect("a wait").expect("an end");
+        end(&mut run);
         assert_eq!(run.said().0.len(), 1 << 17);
     }
 }

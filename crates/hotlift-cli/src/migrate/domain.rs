@@ -6,10 +6,10 @@
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Mutex;
-use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::conversation::Conversation;
@@ -24,12 +24,13 @@ use hotlift_command::security;
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::complain;
 use hotlift_console::progress::Display;
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Interrupt, beside};
+use hotlift_mem::is_readable;
 use hotlift_qmp::one_line;
 
 use crate::agent_control::config_in;
 use crate::error::CommandError;
-use crate::libvirt::virsh::{Domain, Libvirt, State, VirshError, host_of};
+use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Libvirt, Migrating, State, VirshError, host_of};
 use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
 use crate::output_args::OutputArgs;
 use crate::relay_report::{DomainMigration, progress_line};
@@ -264,44 +265,41 @@ impl Move<'_> {
             ..Hooks::default()
         };
         let mut theirs = None;
-        let mut is_heard = true;
-        let (libvirt, relay) = thread::scope(|scope| {
-            let relay = scope.spawn(|| {
-                hotlift::relay::relay(
-                    Incoming::Listener(listener),
-                    &Outgoing::Address(self.agent),
-                    &settings,
-                    &control,
-                    hooks,
-                )
-            });
-            let libvirt = self.libvirt(port, &mut || {
+        let relay = || {
+            let (incoming, outgoing) =
+                (Incoming::Listener(listener), Outgoing::Address(self.agent));
+            hotlift::relay::relay(incoming, &outgoing, &settings, &control, hooks)
+        };
+        let (relay, libvirt) = beside(relay, |ended| {
+            let mut is_heard = true;
+            let libvirt = self.libvirt(port, ended, &mut |migrating, wakes, until| {
+                let mut wakes = wakes.to_vec();
+                wakes.extend(is_heard.then(|| conversation.as_fd()));
+                let ended = migrating.wait(&wakes, Some(until))?;
+                while is_heard {
+                    match conversation.hear(Duration::ZERO) {
+                        Ok(Some(Message::Failed { reason })) => theirs = Some(one_line(&reason)),
+                        Ok(Some(_)) => {}
+                        Ok(None) => break,
+                        Err(_) => {
+                            is_heard = false;
+                            control.suspect_peer();
+                        }
+                    }
+                }
                 if let Some(progress) = latest.lock().ok().and_then(|latest| *latest) {
                     display.show_line(0, || {
                         progress_line("migration", &progress, control.stall()).into()
                     });
                 }
-                match is_heard.then(|| conversation.hear::<Message>(Duration::ZERO)) {
-                    Some(Ok(Some(Message::Failed { reason }))) => theirs = Some(one_line(&reason)),
-                    Some(Err(_)) => {
-                        is_heard = false;
-                        control.suspect_peer();
-                    }
-                    Some(Ok(_)) | None => {}
-                }
-                relay.is_finished()
+                Ok(ended)
             });
             // What libvirt has given up nobody connects for any more.
             if !matches!(libvirt, Ok(Ok(()))) {
                 control.cancel();
             }
-            let relay = relay.join().unwrap_or_else(|_| {
-                Err(hotlift::MigrationError::Panicked {
-                    thread: "relay".to_owned(),
-                })
-            });
-            (libvirt, relay)
-        });
+            libvirt
+        })?;
         display.finish();
         let message = match &relay {
             Ok(_) => Message::Completed,
@@ -318,33 +316,50 @@ impl Move<'_> {
         })
     }
 
-    /// Lets libvirt migrate; `attend` is called at every tick, and says whether the relay has ended.
+    /// Lets libvirt migrate. `wait` waits for its end until the time that it is given, or until one of the descriptors is
+    /// readable. `relay_ended` is once the relay has ended.
     fn libvirt(
         &self,
         port: u16,
-        attend: &mut dyn FnMut() -> bool,
+        relay_ended: BorrowedFd<'_>,
+        wait: Wait<'_>,
     ) -> Result<Result<(), String>, VirshError> {
         let options = self.args.options(port);
         let mut migrating = self.here.migrate(self.domain, self.to, &options)?;
         let mut is_aborted = false;
-        let mut has_ended = 0;
+        let mut alone_at = None;
         loop {
-            if let Some(ended) = migrating.wait(TICK)? {
-                return Ok(ended);
+            let now = Instant::now();
+            let mut wakes = Vec::new();
+            if is_readable(relay_ended) {
+                // libvirt needs some time to tell a relay that has ended well.
+                alone_at.get_or_insert(now + ALONE);
+            } else {
+                wakes.push(relay_ended);
             }
-            has_ended += u32::from(attend());
-            // libvirt needs some time to tell a relay that has ended well.
-            let is_alone = has_ended > ALONE;
-            if (self.interrupt.is_raised() || is_alone) && !is_aborted {
+            let is_alone = alone_at.is_some_and(|at| now >= at);
+            match self.interrupt.is_raised() {
+                false if !is_alone => wakes.push(self.interrupt.bell()),
                 // One that is not so far that it could be aborted is tried again.
-                is_aborted = self.here.abort(self.domain).is_ok();
+                _ if !is_aborted => is_aborted = self.here.abort(self.domain).is_ok(),
+                _ => {}
+            }
+            if let Some(ended) = wait(&mut migrating, &wakes, now + ABORT_AGAIN)? {
+                return Ok(ended);
             }
         }
     }
 }
 
-/// Ticks that libvirt may take to end after the relay has: its QEMUs hear of it at once.
-const ALONE: u32 = 600;
+/// A wait for the end of a migration of libvirt's.
+type Wait<'a> = &'a mut dyn FnMut(
+    &mut Migrating,
+    &[BorrowedFd<'_>],
+    Instant,
+) -> Result<Option<Result<(), String>>, VirshError>;
+
+/// How long libvirt may take to end after the relay has: its QEMUs hear of it at once.
+const ALONE: Duration = Duration::from_secs(30);
 
 /// Announces a migration to a port of the agent's host; what its connections begin with.
 fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], CommandError> {

@@ -82,7 +82,7 @@ fn after_start(
     );
     let is_gone = || !has_run && is_broken && destination.is_gone_before_a_run();
     let is_over = || destination.waits_for_pages() || is_gone();
-    let statement = destination.wait_for_statement(WORD, is_over);
+    let statement = destination.wait_for_statement(WORD, &[], is_over);
     let is_gone = is_gone();
     let never = |_: Destination, reason: String| match has_run {
         true => CommandError::NotTaken { reason },

@@ -1,5 +1,7 @@
 //! Processes that wait sleep until something happens.
 
+use std::io::Write;
+use std::net::TcpListener;
 use std::path::Path;
 use std::thread;
 
@@ -62,4 +64,22 @@ fn an_agent_a_serve_a_file_server_and_a_lazy_restore_that_wait_never_wake() {
         );
     });
     agent.end();
+}
+
+#[test]
+fn a_migrate_whose_destination_gets_its_qemu_ready_never_wakes() {
+    alone!();
+    let vm = need!(Vm::running(Release::V10, &machine(PC_7, Accelerator::Kvm)));
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+    let to = format!("--to=tcp:{}", listener.local_addr().expect("an address"));
+    let qmp = format!("--qmp={}", vm.free_qmp());
+    let mut migrate = Hotlift::start(&["migrate", &qmp, &to]);
+    let (mut serve, _) = listener.accept().expect("a connection");
+    let has_hello = b"{\"message\":\"progress\",\"received-bytes\":0}\n";
+    serve.write_all(has_hello).expect("a message");
+    migrate.wait_for("its QEMU is not ready");
+    let pid = u32::try_from(migrate.pid()).expect("a process id");
+    sleep_through(&[(pid, "")], &[]);
+    drop(serve);
+    migrate.wait_for("the other side closed the connection");
 }

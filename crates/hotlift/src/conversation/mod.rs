@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use hotlift_mem::wait_readable;
 use hotlift_qmp::{Connection, Line, Lines, one_line};
 use serde::Serialize;
 use serde::de::{DeserializeOwned, Error as _};
@@ -221,6 +222,21 @@ impl Conversation {
         message.map(Some).map_err(|error| garbage(&line, &error))
     }
 
+    /// The next message. `None` if it has not come whole when something else has: a part of it, `deadline`, or what makes one of
+    /// `others` readable.
+    pub fn hear_until<T: DeserializeOwned>(
+        &mut self,
+        others: &[BorrowedFd<'_>],
+        deadline: Option<Instant>,
+    ) -> Result<Option<T>, ConversationError> {
+        let fds = [&[self.as_fd()], others].concat();
+        let is_there = self.0.begun().contains(&b'\n') || self.stream().has_plaintext();
+        match is_there || wait_readable(&fds, deadline) {
+            true => self.hear(Duration::ZERO),
+            false => Ok(None),
+        }
+    }
+
     /// Says the first message.
     pub fn say_hello<T: Wish>(&mut self, wish: &T) -> Result<(), ConversationError> {
         self.say(&Hello {
@@ -298,6 +314,26 @@ mod tests {
 
     impl Wish for Tea {
         const ROLE: &'static str = "kitchen";
+    }
+
+    #[test]
+    fn a_wait_for_a_message_ends_with_it_its_deadline_the_end_or_another_descriptor() {
+        let (here, there) = Stream::pair().unwrap();
+        let (mut here, mut there) = (Conversation::new(here), Conversation::new(there));
+        let (other, ends) = io::pipe().unwrap();
+        for cups in [1, 2] {
+            here.say(&Tea { cups }).unwrap();
+        }
+        // Both come in one read.
+        for cups in [1, 2] {
+            assert_eq!(there.hear_until(&[], None).unwrap(), Some(Tea { cups }));
+        }
+        let mut wait = |deadline| there.hear_until::<Tea>(&[other.as_fd()], deadline);
+        assert_eq!(wait(Some(Instant::now())).unwrap(), None);
+        drop(ends);
+        assert_eq!(wait(None).unwrap(), None);
+        drop(here);
+        assert!(matches!(wait(None), Err(ConversationError::Closed)));
     }
 
     #[test]
