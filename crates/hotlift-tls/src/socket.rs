@@ -16,9 +16,6 @@ use crate::error::{Missing, TlsError};
 #[error("more bytes than are taken")]
 struct TooMuch;
 
-/// How often a wait looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
-
 /// Who waits has no use of the connection any more.
 #[derive(Debug, thiserror::Error)]
 #[error("it was called off")]
@@ -33,6 +30,7 @@ pub(crate) struct BoundedSocket<'a> {
     bytes: usize,
     /// Of `bytes`, those that may still be read.
     left: usize,
+    bell: Option<BorrowedFd<'a>>,
     is_called_off: &'a dyn Fn() -> bool,
     has_sent: bool,
 }
@@ -47,11 +45,12 @@ fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
 }
 
 impl<'a> BoundedSocket<'a> {
-    /// Reads and writes fail once `is_called_off`.
+    /// Reads and writes fail once `is_called_off`, which may have become true when `bell` is readable.
     pub(crate) fn new(
         fd: BorrowedFd<'a>,
         time: Duration,
         bytes: usize,
+        bell: Option<BorrowedFd<'a>>,
         is_called_off: &'a dyn Fn() -> bool,
     ) -> Self {
         Self {
@@ -60,6 +59,7 @@ impl<'a> BoundedSocket<'a> {
             deadline: Instant::now() + time,
             bytes,
             left: bytes,
+            bell,
             is_called_off,
             has_sent: false,
         }
@@ -91,11 +91,16 @@ impl<'a> BoundedSocket<'a> {
             if (self.is_called_off)() {
                 return Err(io::Error::other(CalledOff));
             }
-            let timeout = Timespec::try_from(left.min(TICK)).map_err(io::Error::other)?;
-            let mut fds = [PollFd::from_borrowed_fd(self.fd, flags)];
+            let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
+            let mut fds = vec![PollFd::from_borrowed_fd(self.fd, flags)];
+            fds.extend(
+                self.bell
+                    .iter()
+                    .map(|bell| PollFd::new(bell, PollFlags::IN)),
+            );
             match poll(&mut fds, Some(&timeout)) {
-                Ok(0) | Err(Errno::INTR) => {}
-                Ok(_) => return Ok(()),
+                Ok(_) if !fds[0].revents().is_empty() => return Ok(()),
+                Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
         }
@@ -144,6 +149,13 @@ impl Write for BoundedSocket<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+
+    use hotlift_mem::is_readable;
+
     use super::*;
 
     #[test]
@@ -161,5 +173,30 @@ mod tests {
             assert!(missing.contains(expected), "{missing}");
             assert_eq!(missing.contains("MTU"), has_sent, "{missing}");
         }
+    }
+
+    #[test]
+    fn a_wait_ends_by_its_bell_or_by_what_arrives() {
+        let year = Duration::from_secs(365 * 86_400);
+        let is_called_off = AtomicBool::new(false);
+        let (bell, ends) = io::pipe().unwrap();
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        thread::scope(|scope| {
+            let wait = || {
+                let is_called_off = || is_called_off.load(Ordering::Acquire);
+                let bell = Some(bell.as_fd());
+                let mut socket = BoundedSocket::new(ours.as_fd(), year, 2, bell, &is_called_off);
+                [socket.read(&mut [0; 1]), socket.read(&mut [0; 1])].map(Result::ok)
+            };
+            let waits = scope.spawn(wait);
+            theirs.write_all(b"1").unwrap();
+            // The first read may not have begun: it is not called off before the byte is there.
+            while is_readable(ours.as_fd()) {
+                thread::yield_now();
+            }
+            is_called_off.store(true, Ordering::Release);
+            drop(ends);
+            assert_eq!(waits.join().unwrap(), [Some(1), None]);
+        });
     }
 }

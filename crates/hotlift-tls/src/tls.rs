@@ -1,6 +1,6 @@
 //! Connections made and accepted.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -151,10 +151,10 @@ impl Tls {
     /// # Errors
     /// See [`TlsError`].
     pub fn connect(&self, socket: impl AsFd, host: Option<&str>) -> Result<Session, TlsError> {
-        self.connect_unless(socket, host, &|| false)
+        self.connect_unless(socket, host, None, &|| false)
     }
 
-    /// The same, which fails within a fraction of a second once `is_called_off`.
+    /// The same, which fails once `is_called_off`. `bell` is readable once that may have become true; the check sees what has rung.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -162,6 +162,7 @@ impl Tls {
         &self,
         socket: impl AsFd,
         host: Option<&str>,
+        bell: Option<BorrowedFd<'_>>,
         is_called_off: &dyn Fn() -> bool,
     ) -> Result<Session, TlsError> {
         let name = self.settings.hostname.as_deref().or(host);
@@ -205,6 +206,7 @@ impl Tls {
             connection.map_err(TlsError::Handshake)?,
             &socket,
             Role::Server,
+            bell,
             is_called_off,
         )
     }
@@ -245,6 +247,7 @@ impl Tls {
             connection.map_err(TlsError::Handshake)?,
             &socket,
             Role::Client,
+            None,
             &|| false,
         )
     }
@@ -292,10 +295,12 @@ impl<'a> Handshake<'a> {
         mut connection: impl Connection,
         socket: &impl AsFd,
         peer: Role,
+        bell: Option<BorrowedFd<'_>>,
         is_called_off: &dyn Fn() -> bool,
     ) -> Result<Session, TlsError> {
         let time = self.settings.handshake_timeout;
-        let socket = &mut BoundedSocket::new(socket.as_fd(), time, HANDSHAKE_BYTES, is_called_off);
+        let socket = socket.as_fd();
+        let socket = &mut BoundedSocket::new(socket, time, HANDSHAKE_BYTES, bell, is_called_off);
         drive(&mut connection, socket).map_err(|error| self.explain(error, peer))?;
         let is_hotlift = connection.common().alpn_protocol() == Some(ALPN.as_bytes());
         let suite = connection.common().negotiated_cipher_suite();

@@ -85,7 +85,7 @@ impl Remote {
         let connected = self.address.connect_unless(accepting, stop);
         let secured = connected
             .map_err(MigrationError::from)
-            .and_then(|stream| self.secure(stream, handshake, stop.when));
+            .and_then(|stream| self.secure(stream, handshake, stop));
         match stop.is_stopped() {
             true => Err(MigrationError::Cancelled),
             false => secured,
@@ -95,20 +95,20 @@ impl Remote {
     /// A connection that cannot be cancelled; it is made, or has failed, within twice this time.
     pub(crate) fn connect(&self, timeout: Duration) -> Result<Stream, MigrationError> {
         let stream = self.address.connect(timeout)?;
-        self.secure(stream, timeout, &|| false)
+        self.secure(stream, timeout, Stop::NEVER)
     }
 
     fn secure(
         &self,
         stream: Stream,
         timeout: Duration,
-        stopped: &dyn Fn() -> bool,
+        stop: Stop<'_>,
     ) -> Result<Stream, MigrationError> {
         let host = Some(self.address.host());
         match &self.tls {
             Some(tls) => {
                 let peer = stream.peer_host();
-                let secured = stream.secure_unless(&tls.within(timeout), host, stopped);
+                let secured = stream.secure_unless(&tls.within(timeout), host, stop);
                 secured.map_err(|source| MigrationError::Tls {
                     host: peer,
                     source: Box::new(source),

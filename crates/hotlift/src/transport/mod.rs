@@ -544,17 +544,17 @@ impl Stream {
     /// # Errors
     /// [`TlsError`]: whose fault, and what is wrong.
     pub fn secure(self, tls: &Tls, host: Option<&str>) -> Result<Self, TlsError> {
-        self.secure_unless(tls, host, &|| false)
+        self.secure_unless(tls, host, Stop::NEVER)
     }
 
-    /// The same, which fails within a second once `stopped`.
+    /// The same, which fails once it is stopped.
     pub(crate) fn secure_unless(
         mut self,
         tls: &Tls,
         host: Option<&str>,
-        stopped: &dyn Fn() -> bool,
+        stop: Stop<'_>,
     ) -> Result<Self, TlsError> {
-        let session = tls.connect_unless(&self, host, stopped)?;
+        let session = tls.connect_unless(&self, host, stop.bell, &|| stop.is_stopped())?;
         self.tls = Some(Box::new(Secured::new(session, tls.profile())));
         Ok(self)
     }
@@ -778,12 +778,10 @@ impl Stream {
 
     /// True if the peer has closed the connection, whatever it has sent before.
     pub(crate) fn is_hung_up(&self) -> bool {
-        let mut fds = [PollFd::new(self, PollFlags::RDHUP)];
-        let at_once = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        matches!(rustix::event::poll(&mut fds, Some(&at_once)), Ok(1..))
+        matches!(
+            wait_for(self.as_fd(), PollFlags::RDHUP, Duration::ZERO),
+            Ok(true)
+        )
     }
 
     /// Resets the connection when it is dropped: the peer learns of it at once, whatever waits in the buffers.
@@ -797,12 +795,10 @@ impl Stream {
     /// Returns true if the peer has reset the connection, which may have lost a part of what it sent.
     pub(crate) fn is_reset(&self) -> bool {
         let mut fds = [PollFd::new(self, PollFlags::empty())];
-        let at_once = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        matches!(rustix::event::poll(&mut fds, Some(&at_once)), Ok(1..))
-            && fds[0].revents().contains(PollFlags::ERR)
+        matches!(
+            rustix::event::poll(&mut fds, Some(&Timespec::default())),
+            Ok(1..)
+        ) && fds[0].revents().contains(PollFlags::ERR)
     }
 
     /// Limits how long a write may wait for the peer to read.
