@@ -22,6 +22,7 @@ use crate::ends::stream_source::accept::Uncounted;
 use crate::ends::stream_source::candidates::NO_PREEMPT;
 use crate::error::{Channel, MigrationError, printable};
 use crate::figures::{Counters, Counts};
+use crate::life::LONG;
 use crate::life::threads::{ThreadTimes, spawn};
 use crate::liveness::Liveness;
 use crate::options::Options;
@@ -41,9 +42,6 @@ const EXTRA: usize = 4;
 
 /// The same with those that the source's side has closed, and the other side has not yet.
 const MOST_EXTRA: usize = 16;
-
-/// Between two looks for further connections, and at what has ended.
-const LOOK: Duration = Duration::from_millis(100);
 
 /// After a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
@@ -184,7 +182,7 @@ fn carry_all(
     let threads = ThreadTimes::default();
     let ended = AtomicUsize::new(0);
     let has_answered = AtomicBool::new(!is_answered);
-    let begun = Instant::now();
+    let answered_by = control.life().now() + timeout;
     let outcome = thread::scope(|scope| {
         let flow = &flow;
         let (threads, ended, has_answered) = (&threads, &ended, &has_answered);
@@ -193,6 +191,7 @@ fn carry_all(
             let copied = copy(&first, source, &heard);
             threads.book("relay/return");
             ended.fetch_add(1, Ordering::AcqRel);
+            control.life().wake();
             copied
         })?;
         let forward = spawn(scope, "relay/main".to_owned(), || {
@@ -210,6 +209,7 @@ fn carry_all(
             };
             threads.book("relay/main");
             ended.fetch_add(1, Ordering::AcqRel);
+            control.life().wake();
             copied
         })?;
         // The preempt channel of postcopy comes late, and may say nothing for long.
@@ -217,7 +217,7 @@ fn carry_all(
             carry_both(scope, pair, flow)?;
         }
         let call = Call::early(control);
-        let mut told = Instant::now();
+        let mut report_at = hooks.on_progress.map(|_| control.life().now() + REPORT);
         // Whether the guest runs at the destination is not known here. The end of a connection to a lost host is safe in
         // every phase: both QEMUs notice it, and the kernel would end it later.
         let streams = || [&first, source].into_iter();
@@ -229,26 +229,32 @@ fn carry_all(
             if let Err(error) = liveness.look_for(control, streams()) {
                 break Err(error);
             }
+            let now = control.life().now();
             if let Some(on_progress) = hooks.on_progress
-                && told.elapsed() >= REPORT
+                && report_at.is_some_and(|at| now >= at)
             {
-                told = Instant::now();
+                report_at = Some(now + REPORT);
                 on_progress(&flow.progress(since));
             }
             if ended.load(Ordering::Acquire) == 2 {
                 break Ok(());
             }
-            if !has_answered.load(Ordering::Acquire) && begun.elapsed() > timeout {
+            let answer_at = (!has_answered.load(Ordering::Acquire)).then_some(answered_by);
+            if answer_at.is_some_and(|at| now > at) {
                 break Err(MigrationError::Timeout {
                     waiting_for: ANSWER.to_owned(),
                     waited: timeout,
                 });
             }
+            let deadlines = [report_at, answer_at, liveness.next(now)];
+            let next = deadlines.into_iter().flatten().min();
+            let wait = next.map_or(LONG, |next| next.saturating_duration_since(now));
+            let another = arrivals.another(source, wait, None);
             // A stranger's is over soon, and must not take the place of the source's. Nobody copies from it then.
             extra.retain(|pair: &Arc<(Stream, Stream)>| Arc::strong_count(pair) > 1);
             let open = extra.iter().filter(|pair| !pair.0.is_hung_up()).count();
             let is_full = open >= EXTRA || extra.len() >= MOST_EXTRA;
-            match arrivals.another(source, LOOK, None) {
+            match another {
                 Ok(None) => {}
                 // Somebody else's connection; the migration goes on without it.
                 Err(_) => thread::sleep(RETRY),
@@ -352,9 +358,13 @@ fn carry_both<'scope, 'env>(
 ) -> Result<(), MigrationError> {
     for (name, back) in [("relay/extra", false), ("relay/extra_r", true)] {
         let ends = Arc::clone(pair);
-        spawn(scope, name.to_owned(), move || match back {
-            true => copy(&ends.1, &ends.0, &|_| ()),
-            false => copy(&ends.0, &ends.1, &|bytes| flow.pass(bytes.len())),
+        spawn(scope, name.to_owned(), move || {
+            match back {
+                true => copy(&ends.1, &ends.0, &|_| ()),
+                false => copy(&ends.0, &ends.1, &|bytes| flow.pass(bytes.len())),
+            };
+            drop(ends);
+            flow.control.life().wake();
         })?;
     }
     Ok(())
