@@ -132,6 +132,7 @@ impl Migration<'_> {
             let all = before + served;
             source.postcopy_requests.store(all, Ordering::Relaxed);
         };
+        let failed = |error| connection.fail(error);
         thread::scope(|scope| {
             let outcome = (|| {
                 if let Some(messages) = messages {
@@ -139,10 +140,12 @@ impl Migration<'_> {
                         connection.hear(messages);
                     })?;
                 }
-                spawn(scope, "mig/src/answer".to_owned(), || {
+                let answer = || {
                     connection.answer_all();
-                    session.threads.book("mig/src/answer");
-                })?;
+                    Ok(())
+                };
+                let threads = &session.threads;
+                threads.spawn(scope, "mig/src/answer".to_owned(), &failed, answer)?;
                 let waiting = "the destination's word that it has loaded the devices";
                 let limit = Some((LOADING, waiting));
                 answers.await_answers(limit, LONG, || match answers.word() {
