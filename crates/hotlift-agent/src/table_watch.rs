@@ -1,10 +1,10 @@
 //! Puts the nftables table back when something has changed it, and logs what goes past the redirect.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotlift::error::error_line;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use hotlift_mem::wait_readable;
 
 use crate::agent::Agent;
 use crate::config::{LogLevel, Plaintext};
@@ -61,7 +61,8 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     while !agent.has_ended() {
         let mut fds = vec![changes.0.as_fd(), agent.ended_fd()];
         fds.extend(packets.as_ref().map(AsFd::as_fd));
-        wait(&fds, schedule.wait(Instant::now()));
+        let now = Instant::now();
+        wait_readable(&fds, schedule.wait(now).map(|time| now + time));
         let now = Instant::now();
         let came = packets.as_ref().is_some_and(Packets::have_come);
         let (logs, restores) = schedule.due(now, came, changes.concern_table());
@@ -85,7 +86,7 @@ pub fn keep(agent: &Agent, changes: &Changes) {
                 agent.log.say(LogLevel::Error, &text);
             }
         }
-        wait(&[agent.ended_fd()], Some(PAUSE));
+        wait_readable(&[agent.ended_fd()], Some(Instant::now() + PAUSE));
     }
 }
 
@@ -102,17 +103,6 @@ fn log_past(agent: &Agent, logged: &mut Logged, now: Instant) -> bool {
         }
     }
     waits
-}
-
-/// Waits until one of `fds` is readable, for up to `time`.
-fn wait(fds: &[BorrowedFd<'_>], time: Option<Duration>) {
-    let mut polled: Vec<_> = fds
-        .iter()
-        .map(|fd| PollFd::new(fd, PollFlags::IN))
-        .collect();
-    let time = time.and_then(|time| Timespec::try_from(time).ok());
-    // A signal ends it early.
-    let _ = poll(&mut polled, time.as_ref());
 }
 
 #[cfg(test)]

@@ -2,8 +2,10 @@
 //! writes by itself: an answer that cannot be written ends the monitor, and nothing else.
 
 use std::io::{self, BufRead, IsTerminal, Read, Write};
+use std::time::Instant;
 
 use hotlift_console::progress;
+use hotlift_mem::wait_readable;
 use hotlift_qmp::server::Commands;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::stdio::stdin;
@@ -126,12 +128,8 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
 
 /// Waits for a key, not for long; true if it was Ctrl-C.
 fn ctrl_c() -> io::Result<bool> {
-    let mut input = [PollFd::from_borrowed_fd(stdin(), PollFlags::IN)];
-    let look = Timespec::try_from(LOOK).map_err(io::Error::other)?;
-    match poll(&mut input, Some(&look)) {
-        Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(false),
-        Ok(_) => {}
-        Err(error) => return Err(error.into()),
+    if !wait_readable(&[stdin()], Some(Instant::now() + LOOK)) {
+        return Ok(false);
     }
     let mut keys = [0; 64];
     let read = rustix::io::read(stdin(), &mut keys)?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use hotlift_mem::wait_readable;
 
 use super::{Conversation, ConversationError};
 use crate::Listener;
@@ -137,15 +137,14 @@ impl<'a> Callers<'a> {
 
     /// Waits until somebody connects or says something.
     fn wait(&self, time: Duration, others: &[BorrowedFd<'_>]) {
-        let all = self.admission.polled().chain(others.iter().copied());
-        let polled = all.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        let polled = self.admission.polled().chain(others.iter().copied());
+        let now = Instant::now();
         let time = match self.left.is_empty() {
-            true => self.admission.shortened(time, Instant::now()),
+            true => self.admission.shortened(time, now),
             false => Duration::ZERO,
         };
-        // A time that does not fit is as good as none. A signal ends the wait early.
-        let time = Timespec::try_from(time).ok();
-        let _ = poll(&mut polled.collect::<Vec<_>>(), time.as_ref());
+        // A time that does not fit is as good as none.
+        wait_readable(&polled.collect::<Vec<_>>(), now.checked_add(time));
     }
 
     fn accept(&mut self) {
