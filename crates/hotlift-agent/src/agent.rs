@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use hotlift::admission::Admitted;
 use hotlift::error::error_line;
 use hotlift::relay::RelayReport;
 use hotlift::tls::{self, Profile, Tls, TlsSetupError};
-use hotlift::transport::Stream;
 use hotlift::{Address, Options};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -39,7 +39,7 @@ pub struct Agent {
     /// What the last `agent check` on this host has found.
     last_check: Mutex<Option<LastCheck>>,
     /// Connections of redirected migrations that the one before has not taken, and where they go.
-    returned: Mutex<Vec<(Stream, SocketAddr)>>,
+    returned: Mutex<Vec<(Admitted, SocketAddr)>>,
     has_returned: OwnedFd,
     ended: AtomicBool,
     /// Readable once the agent has ended.
@@ -118,17 +118,17 @@ impl Agent {
     }
 
     /// Connections to `to` that came while the migration before was under way.
-    pub fn give_back(&self, streams: Vec<Stream>, to: SocketAddr) {
-        if streams.is_empty() {
+    pub fn give_back(&self, connections: Vec<Admitted>, to: SocketAddr) {
+        if connections.is_empty() {
             return;
         }
         let mut returned = lock(&self.returned);
-        returned.extend(streams.into_iter().map(|stream| (stream, to)));
+        returned.extend(connections.into_iter().map(|one| (one, to)));
         signal(&self.has_returned);
     }
 
     /// Those that were given back.
-    pub(crate) fn take_returned(&self) -> Vec<(Stream, SocketAddr)> {
+    pub(crate) fn take_returned(&self) -> Vec<(Admitted, SocketAddr)> {
         let mut returned = lock(&self.returned);
         let _ = rustix::io::read(&self.has_returned, &mut [0; 8]);
         std::mem::take(&mut returned)

@@ -3,14 +3,13 @@
 use std::io;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift::Listener;
-use hotlift::admission::{Head, peek_head};
+use hotlift::admission::{Admitted, Head, peek_head};
 use hotlift::conversation::callers::{Call, Callers, Unheard};
 use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::error::error_line;
-use hotlift::transport::Stream;
 
 use crate::agent::Agent;
 use crate::config::LogLevel;
@@ -47,24 +46,16 @@ pub fn serve(agent: &Arc<Agent>, listener: &Listener) -> io::Result<()> {
 }
 
 fn hear(conversation: &mut Conversation) -> Result<Option<Wish>, ConversationError> {
-    let stream = conversation.stream();
-    let mut first = [0];
-    let seen = stream.peek(&mut first);
-    match seen {
-        // A read here would take a head that comes after the look for a hello.
-        Ok(None) if conversation.begun() == 0 => Ok(None),
-        Ok(Some(1..)) if first != *b"{" && conversation.begun() == 0 => {
-            Ok(match peek_head(stream) {
-                Head::Partial => None,
-                head => Some(Wish::Belong(head)),
-            })
-        }
-        // A hello, its rest, or an end.
-        _ => {
-            let hello = conversation.hear_hello(Duration::ZERO)?;
-            Ok(hello.map(Wish::Announce))
+    if conversation.begun() == 0 {
+        match peek_head(conversation.stream()) {
+            Head::Partial => return Ok(None),
+            Head::Hello | Head::Gone(_) => {}
+            head => return Ok(Some(Wish::Belong(head))),
         }
     }
+    // A hello, its rest, or an end.
+    let hello = conversation.hear_hello(Duration::ZERO)?;
+    Ok(hello.map(Wish::Announce))
 }
 
 fn take(agent: &Arc<Agent>, call: Call<Wish>) {
@@ -76,7 +67,7 @@ fn take(agent: &Arc<Agent>, call: Call<Wish>) {
         Ok(Wish::Announce(hello)) => announce(agent, conversation, hello),
         Ok(Wish::Belong(head)) => {
             if let Some((stream, _)) = conversation.into_stream() {
-                belong(agent, stream, head);
+                belong(agent, Admitted::seen(stream, Instant::now(), head));
             }
         }
         Err(error) => {
@@ -109,24 +100,26 @@ fn announce(agent: &Arc<Agent>, conversation: Conversation, hello: Hello) {
     }
 }
 
-/// Gives a connection to the migration that it belongs to.
-fn belong(agent: &Agent, stream: Stream, head: Head) {
-    let session = match head {
-        Head::Token(token) => agent.sessions.find(|session| {
+/// Gives a connection to the migration that it belongs to, without the token that it has shown.
+fn belong(agent: &Agent, mut one: Admitted) {
+    let session = match one.head() {
+        Head::Token(_) => agent.sessions.find(|session| {
             let pass = session.pass.as_ref();
-            pass.is_some_and(|pass| pass.token_on(&stream) == token)
+            pass.is_some_and(|pass| pass.is_shown_by(&one))
         }),
         Head::Question(id) => agent
             .sessions
             .find(|session| session.control.is_asked_about_by(&id)),
         _ => None,
     };
-    let peer = stream.peer_host();
+    let peer = one.stream.peer_host();
+    let is_token = matches!(one.head(), Head::Token(_));
     let refused = match session {
         Some(session) if !agent.sessions.may_hold(&session) => {
             "too many connections of this host wait for their migrations"
         }
-        Some(session) => match session.give(stream) {
+        Some(_) if is_token && !one.let_pass() => "it has broken",
+        Some(session) => match session.give(one) {
             Ok(()) => return,
             Err(_) => "its migration has ended",
         },

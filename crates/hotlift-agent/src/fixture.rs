@@ -4,9 +4,10 @@ use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift::Listener;
+use hotlift::admission::Admitted;
 use hotlift::transport::Stream;
 use hotlift_testkit::pki::Pki;
 
@@ -49,6 +50,12 @@ pub fn subject(id: u32, direction: Direction, kind: Kind) -> Subject {
         peer: "a.example".to_owned(),
         announcer: None,
     }
+}
+
+/// A connection as a door of the agent lets it in, and the other end.
+pub fn admitted() -> (Admitted, TcpStream) {
+    let (here, there) = connection();
+    (Admitted::new(here, Instant::now()), there)
 }
 
 /// A connection as the agent accepts it, and the other end.

@@ -5,11 +5,10 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use hotlift::admission::limits::METRICS;
+
 use crate::agent::Agent;
 use crate::metrics::{self, Format};
-
-/// Longest time of a client, from its connection to its last byte: the next one waits in the meantime.
-const CLIENT: Duration = Duration::from_secs(2);
 
 /// Longest request that is read, in bytes.
 const REQUEST: usize = 4096;
@@ -23,13 +22,13 @@ pub fn serve(agent: &Arc<Agent>, listener: &TcpListener) {
         match stream {
             // A client that has gone needs no answer.
             Ok(stream) => drop(answer(agent, stream)),
-            Err(_) => std::thread::sleep(CLIENT),
+            Err(_) => std::thread::sleep(METRICS),
         }
     }
 }
 
 fn answer(agent: &Arc<Agent>, mut stream: TcpStream) -> std::io::Result<()> {
-    let deadline = Instant::now() + CLIENT;
+    let deadline = Instant::now() + METRICS;
     let left = || match deadline.saturating_duration_since(Instant::now()) {
         Duration::ZERO => Err(std::io::Error::from(std::io::ErrorKind::TimedOut)),
         left => Ok(Some(left)),
@@ -109,7 +108,7 @@ mod tests {
         std::thread::scope(|scope| {
             let served = scope.spawn(|| answer(&agent, accepted));
             // Each byte comes long before the deadline, and the last one long behind it.
-            for _ in 0..100 * CLIENT.as_secs() {
+            for _ in 0..100 * METRICS.as_secs() {
                 if served.is_finished() || slow.write_all(b"x").is_err() {
                     break;
                 }

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use hotlift::admission::Admitted;
 use hotlift::conversation::Conversation;
 use hotlift::relay::{
     self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
@@ -24,9 +25,6 @@ use crate::tunnel::{self, Limits};
 /// How long a relay's connections may take after the word that its source is there; a little longer than the agent there waits
 /// for that.
 const SOURCE: Duration = Duration::from_secs(150);
-
-/// How often it is looked whether the migration was cancelled meanwhile.
-const LOOK: Duration = Duration::from_millis(250);
 
 /// How long the server that a tunnel leads to may take to answer.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -89,7 +87,7 @@ fn begin(
         Kind::Tunnel => dial::connect(to, CONNECT)
             .map_err(|source| CarryError::Connect { to, source })
             .and_then(|far| {
-                let given = session.give(far);
+                let given = session.give(Admitted::new(far, Instant::now()));
                 given.map_err(|_| CarryError::OutOfTurn)
             }),
     };
@@ -162,12 +160,17 @@ fn options(config: &Config, channels: u8, method: &str) -> Result<Options, Carry
 /// may prepare a guest, which takes minutes for one with large preallocated memory: it is waited for as long as whoever has
 /// announced it stays.
 fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, String), CarryError> {
+    let system = |what| move |source| CarryError::System { what, source };
+    let bell = session.control.bell().map_err(system("descriptor"))?;
     loop {
         if session.control.is_cancelled() {
             return Err(CarryError::Cancelled);
         }
-        match conversation.hear(LOOK)? {
-            None => {}
+        match conversation.hear(Duration::ZERO)? {
+            None => {
+                let waited = bell.wait_readable(conversation.stream(), Duration::MAX);
+                waited.map_err(system("wait"))?;
+            }
             Some(Message::Source { channels, method }) => return Ok((channels, method)),
             Some(Message::Failed { reason }) => {
                 return Err(CarryError::Refused {

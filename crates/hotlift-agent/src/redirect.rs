@@ -12,10 +12,11 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift::admission::{Head, Limits, Room, peek_head};
+use hotlift::admission::limits::{REDIRECTED, SILENCE};
+use hotlift::admission::{Admitted, Head, Listener, Room};
 use hotlift::error::error_line;
-use hotlift::transport::{Stream, TransportError};
-use hotlift::{Address, Listener, relay};
+use hotlift::transport::TransportError;
+use hotlift::{Address, relay};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::agent::Agent;
@@ -28,30 +29,18 @@ use crate::outgoing;
 use crate::rules;
 use crate::session::{Direction, Session, Subject};
 
-/// How long a client may say nothing before it is one that waits for the server. A migration that is slower goes through
-/// as it is; an NBD client waits that much longer for its server, once for each disk.
-const SILENCE: Duration = Duration::from_secs(1);
-
-/// Of connections that are to be told apart.
-const LIMITS: Limits = Limits {
-    most: 1024,
-    patience: SILENCE,
-};
-
 /// After a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// A connection that has not said what it is.
+/// A connection that waits to be told apart.
 struct Waiting {
-    stream: Stream,
+    one: Admitted,
     to: SocketAddr,
-    /// What it has said.
-    head: Head,
 }
 
 impl AsFd for Waiting {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+        self.one.as_fd()
     }
 }
 
@@ -140,8 +129,8 @@ pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) -> io::Result<()> {
             }
         }
         // Of migrations that have ended meanwhile: they belong to the next.
-        for (stream, to) in agent.take_returned() {
-            router.keep(stream, to);
+        for (one, to) in agent.take_returned() {
+            router.keep(one, to);
         }
         router.look(Instant::now());
     }
@@ -152,7 +141,7 @@ impl<'a> Router<'a> {
     fn new(agent: &'a Arc<Agent>) -> io::Result<Self> {
         Ok(Self {
             agent,
-            waiting: Room::new(LIMITS)?,
+            waiting: Room::new(REDIRECTED)?,
             sessions: HashMap::new(),
             not_redirected: Seldom::default(),
         })
@@ -183,8 +172,8 @@ impl<'a> Router<'a> {
 
     fn accept(&mut self, listener: &Listener, v6: bool) {
         let log = &self.agent.log;
-        let stream = match listener.accept(Duration::ZERO) {
-            Ok(Some(stream)) => stream,
+        let one = match listener.accept(Instant::now()) {
+            Ok(Some(one)) => one,
             Ok(None) => return,
             Err(error) => {
                 let text = format!("a connection was not taken: {}", error_line(&error));
@@ -194,10 +183,10 @@ impl<'a> Router<'a> {
             }
         };
         let own = listener.address().ok();
-        match dial::original_destination(&stream, v6) {
+        match dial::original_destination(&one.stream, v6) {
             Ok(to) if Some(tcp(to)) != own => {
                 log.say(LogLevel::Debug, &format!("a connection to {to}"));
-                self.keep(stream, to);
+                self.keep(one, to);
             }
             // Whoever connects here by himself wants nothing that an agent has.
             _ => {
@@ -207,9 +196,8 @@ impl<'a> Router<'a> {
         }
     }
 
-    fn keep(&mut self, stream: Stream, to: SocketAddr) {
-        let head = Head::Partial;
-        let one = Waiting { stream, to, head };
+    fn keep(&mut self, one: Admitted, to: SocketAddr) {
+        let one = Waiting { one, to };
         if self.agent.sessions.is_ending() {
             // What is under way may end, with all connections that it makes until then.
             if let Some(_new) = self.give(one) {
@@ -230,23 +218,23 @@ impl<'a> Router<'a> {
         self.sessions
             .retain(|_, session| session.strong_count() > 0);
         while let Some(number) = self.waiting.next_news() {
-            if let Some(one) = self.waiting.get(number) {
-                one.head = peek_head(&one.stream);
+            if let Some(waiting) = self.waiting.get(number) {
+                waiting.one.look();
             }
         }
         let is_late = |since| now.saturating_duration_since(since) >= SILENCE;
-        let is_over = |one: &Waiting, since| match one.head {
+        let is_over = |waiting: &Waiting, since| match waiting.one.head() {
             Head::Gone(_) => true,
             // Its main channel was there before it, and has gone.
             Head::Channel(_) | Head::OtherVersion(_) => is_late(since),
             _ => false,
         };
         let mut places: HashMap<SocketAddr, Place> = HashMap::new();
-        for (one, since) in self.waiting.iter() {
-            let place = places.entry(one.to).or_default();
-            match one.head {
+        for (waiting, since) in self.waiting.iter() {
+            let place = places.entry(waiting.to).or_default();
+            match waiting.one.head() {
                 Head::Gone(_) => {}
-                Head::Main => place.main = true,
+                Head::Main | Head::Resumed => place.main = true,
                 Head::Channel(_) | Head::OtherVersion(_) => place.channel = true,
                 Head::Partial if !is_late(since) => place.silent = true,
                 _ => place.other = true,
@@ -276,22 +264,23 @@ impl<'a> Router<'a> {
 
     /// Gives a connection to what is under way to its place; the connection, if there is nothing, or what there is has lost
     /// its source.
-    fn give(&self, one: Waiting) -> Option<Waiting> {
-        let Some(session) = under_way(&self.sessions, one.to) else {
-            return Some(one);
+    fn give(&self, waiting: Waiting) -> Option<Waiting> {
+        let Waiting { one, to } = waiting;
+        let Some(session) = under_way(&self.sessions, to) else {
+            return Some(Waiting { one, to });
         };
-        let given = session.give(one.stream);
-        given.err().map(|stream| Waiting { stream, ..one })
+        let given = session.give(one);
+        given.err().map(|one| Waiting { one, to })
     }
 
     /// Starts what goes to `to` with its first connection.
     fn begin(&mut self, kind: Kind, one: Waiting) {
-        let Waiting { stream, to, .. } = one;
+        let Waiting { one, to } = one;
         match start(self.agent, to, kind) {
             Ok(session) => {
                 self.sessions.insert(to, Arc::downgrade(&session));
                 // It has just been made.
-                let _ = session.give(stream);
+                let _ = session.give(one);
             }
             Err(error) => {
                 let text = format!("to={to} error=\"{}\"", error_line(&error));
@@ -360,7 +349,7 @@ fn tcp(to: SocketAddr) -> Address {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::{agent, connection, destination, session, subject, until};
+    use crate::fixture::{admitted, agent, destination, session, subject, until};
 
     #[test]
     fn a_connection_is_not_given_to_what_waits_for_a_place_and_has_lost_its_source() {
@@ -370,15 +359,12 @@ mod tests {
         let mut router = Router::new(&agent).unwrap();
         let to = destination();
         router.sessions.insert(to, Arc::downgrade(&waits));
-        let offer = |stream| {
-            let head = Head::Partial;
-            router.give(Waiting { stream, to, head })
-        };
-        let (main, source) = connection();
+        let offer = |one| router.give(Waiting { one, to });
+        let (main, source) = admitted();
         assert!(offer(main).is_none(), "it is there");
         drop(source);
         until("the end is seen", || waits.is_deserted());
-        let (retried, _source) = connection();
+        let (retried, _source) = admitted();
         assert!(offer(retried).is_some(), "a retry is another migration");
     }
 
@@ -390,10 +376,10 @@ mod tests {
         let to = destination();
         router.sessions.insert(to, Arc::downgrade(&under_way));
         agent.sessions.end();
-        let (channel, _source) = connection();
+        let (channel, _source) = admitted();
         router.keep(channel, to);
-        assert!(listener.accept(Duration::ZERO).unwrap().is_some());
-        let (other, _source) = connection();
+        assert!(listener.accept(Instant::now()).unwrap().is_some());
+        let (other, _source) = admitted();
         router.keep(other, SocketAddr::new(to.ip(), to.port() + 1));
         assert_eq!(router.waiting.iter().count(), 0);
         assert_eq!(agent.sessions.totals().refusals, 1);

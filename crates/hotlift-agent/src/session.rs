@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift::admission::{Admitted, Giver};
 use hotlift::control::SharedRate;
 use hotlift::relay::{Pass, RelayProgress, RelayReport};
 use hotlift::tls::Identity;
-use hotlift::transport::{Giver, Stream};
+use hotlift::transport::Stream;
 use hotlift::{Control, MigrationEvent, Options, Status};
 use serde::{Deserialize, Serialize};
 
@@ -250,10 +251,10 @@ impl Session {
     ///
     /// # Errors
     /// The connection, if it takes none any more.
-    pub fn give(&self, stream: Stream) -> Result<(), Stream> {
+    pub fn give(&self, one: Admitted) -> Result<(), Admitted> {
         match &*lock(&self.giver) {
-            Some(giver) => giver.give(stream),
-            None => Err(stream),
+            Some(giver) => giver.give(one),
+            None => Err(one),
         }
     }
 

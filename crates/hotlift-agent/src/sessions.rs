@@ -281,7 +281,7 @@ impl Sessions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::{becomes, connection, fill, session, subject, until};
+    use crate::fixture::{admitted, becomes, fill, session, subject, until};
 
     fn outgoing(id: u32) -> (Arc<Session>, hotlift::Listener) {
         session(subject(id, Direction::Outgoing, Kind::Migration))
@@ -379,7 +379,7 @@ mod tests {
         let mut others = Vec::new();
         for number in 0..HELD {
             assert!(sessions.may_hold(&all[0].0), "{number} wait");
-            let (stream, other) = connection();
+            let (stream, other) = admitted();
             all[number % 2].0.give(stream).unwrap();
             others.push(other);
         }
@@ -409,7 +409,7 @@ mod tests {
         let sessions = Sessions::default();
         let (first, _listener) = outgoing(1);
         let place = sessions.place(&first, || 1).unwrap();
-        let (stream, source) = connection();
+        let (stream, source) = admitted();
         let (second, _listener) = session(crate::session::Subject {
             to: source.peer_addr().unwrap(),
             ..subject(2, Direction::Outgoing, Kind::Migration)

@@ -10,14 +10,12 @@ use hotlift::Liveness;
 use hotlift::control::SharedRate;
 use hotlift::relay::RelayProgress;
 use hotlift::transport::{Stream, carry};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::agent::Agent;
 use crate::config::LogLevel;
 use crate::error::CarryError;
 use crate::session::Session;
-
-/// How often it is looked for another connection, and for a cancel, while some are carried.
-const LOOK: Duration = Duration::from_millis(100);
 
 /// The other end of a connection, and what was read of it already.
 pub type Far = (Stream, Vec<u8>);
@@ -76,31 +74,41 @@ pub fn carry_all(
 ) -> Result<(), CarryError> {
     let live = AtomicUsize::new(0);
     let carried = Carried::default();
+    let system = |what| move |source| CarryError::System { what, source };
+    let bell = session.control.bell().map_err(system("descriptor"))?;
     let outcome = thread::scope(|scope| {
         let (live, carried) = (&live, &carried);
-        let mut told = Instant::now();
+        let mut report_at = Instant::now() + REPORT;
+        let mut has_begun = false;
         let mut ends: Vec<End> = Vec::new();
         let outcome = loop {
             if session.control.is_cancelled() {
                 break Err(CarryError::Cancelled);
             }
-            if told.elapsed() >= REPORT {
-                told = Instant::now();
+            let now = Instant::now();
+            if now >= report_at {
+                report_at = now + REPORT;
                 session.note(&carried.progress(session));
             }
-            end_silent(session, &mut ends);
-            let accepted = listener.accept(LOOK);
-            let accepted = accepted.map_err(|source| CarryError::System {
-                what: "connection",
-                source,
-            });
-            let near = match accepted {
+            let next =
+                end_silent(session, &mut ends, now).map_or(report_at, |at| at.min(report_at));
+            // Before the listener: the end of the last connection rings after this.
+            let is_over = has_begun && live.load(Ordering::Acquire) == 0;
+            let near = match listener.accept(now).map_err(system("connection")) {
                 Err(error) => break Err(error),
-                Ok(Some(near)) => near,
-                // Nobody is given to it any more once this has ended, and the next begins another one.
-                Ok(None) if live.load(Ordering::Acquire) == 0 => break Ok(()),
-                Ok(None) => continue,
+                Ok(Some(near)) => near.stream,
+                // A connection that comes after this begins another session.
+                Ok(None) if is_over => break Ok(()),
+                Ok(None) => {
+                    let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+                    let waited = bell.poll(&mut fds, next.saturating_duration_since(now));
+                    match waited.map_err(system("wait")) {
+                        Err(error) => break Err(error),
+                        Ok(()) => continue,
+                    }
+                }
             };
+            has_begun = true;
             let (far, begun) = match open() {
                 Ok(far) => far,
                 Err(error) => break Err(error),
@@ -110,7 +118,6 @@ pub fn carry_all(
             }
             session.say(LogLevel::Debug, "a connection is carried");
             let pair = std::sync::Arc::new((near, far));
-            ends.retain(|end| end.pair.strong_count() > 0);
             ends.push(End {
                 pair: std::sync::Arc::downgrade(&pair),
                 liveness: Liveness::new(limits.silence_timeout, [&pair.0, &pair.1].into_iter()),
@@ -137,6 +144,7 @@ pub fn carry_all(
                             }),
                         };
                         live.fetch_sub(1, Ordering::AcqRel);
+                        session.control.wake();
                     });
                 if started.is_err() {
                     live.fetch_sub(1, Ordering::AcqRel);
@@ -159,9 +167,10 @@ struct End {
     liveness: Liveness,
 }
 
-/// Ends each connection whose other host is lost, and shows the host that holds one up.
-fn end_silent(session: &Session, ends: &mut [End]) {
-    let now = Instant::now();
+/// Ends each connection whose other host is lost at `now`, and shows the host that holds one up. Returns when the next sample
+/// is due.
+fn end_silent(session: &Session, ends: &mut Vec<End>, now: Instant) -> Option<Instant> {
+    ends.retain(|end| end.pair.strong_count() > 0);
     let stalls = ends.iter_mut().filter_map(|end| {
         let pair = end.pair.upgrade()?;
         let looked = end
@@ -177,6 +186,7 @@ fn end_silent(session: &Session, ends: &mut [End]) {
     session
         .control
         .set_stall(stalls.max_by_key(|stall| stall.time));
+    ends.iter().filter_map(|end| end.liveness.next(now)).min()
 }
 
 /// Ends connections that are carried.
@@ -193,7 +203,7 @@ mod tests {
     use std::io::Read;
 
     use super::*;
-    use crate::fixture::{connection, session, subject};
+    use crate::fixture::{admitted, connection, session, subject};
     use crate::messages::Kind;
     use crate::session::Direction;
 
@@ -208,7 +218,7 @@ mod tests {
             rate.set(whole);
             let (session, listener) = session(subject(1, Direction::Outgoing, Kind::Tunnel));
             session.rate.set(own);
-            let (near, mut source) = connection();
+            let (near, mut source) = admitted();
             let (far, mut server) = connection();
             session.give(near).unwrap();
             let mut bytes = [0; 1000];

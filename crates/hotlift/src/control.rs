@@ -11,10 +11,12 @@ use std::time::{Duration, Instant};
 use hotlift_wire::settle::MigrationId;
 
 use crate::accelerator_stats::AcceleratorStats;
+use crate::admission::Listener;
 use crate::admission::strangers::Strangers;
 use crate::error::MigrationError;
 use crate::figures::{JobFigures, MethodFigures, ThreadCpu};
 use crate::life::Life;
+pub use crate::life::bell::Bell;
 use crate::life::threads::spawn;
 use crate::lock::lock;
 use crate::options::Options;
@@ -26,7 +28,7 @@ use crate::status::{MigrationEvent, Status};
 use crate::steering::Steering;
 use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::Sending;
-use crate::transport::{Address, Listener};
+use crate::transport::Address;
 
 /// Takes events, on the thread in which they happen; must not block for long.
 pub type Watcher = Box<dyn Fn(MigrationEvent) + Send + Sync>;
@@ -403,6 +405,19 @@ impl Control {
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         self.0.life.is_cancelled()
+    }
+
+    /// Makes a descriptor for polls that a cancel and [`Control::wake`] end.
+    ///
+    /// # Errors
+    /// The system gives no descriptor.
+    pub fn bell(&self) -> std::io::Result<Bell> {
+        Bell::new(&self.0.life)
+    }
+
+    /// Ends the polls of each [`Bell`]: something that they wait for has changed.
+    pub fn wake(&self) {
+        self.0.life.wake();
     }
 
     /// What ends the migration, and its waits.

@@ -81,6 +81,7 @@ mod stream;
 pub mod tls;
 pub mod transport;
 
+pub use admission::Listener;
 pub use ends::file;
 pub use ops::lazy;
 pub use ops::migrate::migrate;
@@ -92,4 +93,4 @@ pub use error::MigrationError;
 pub use liveness::Liveness;
 pub use options::Options;
 pub use status::{MigrationEvent, Status};
-pub use transport::{Address, Listener};
+pub use transport::Address;

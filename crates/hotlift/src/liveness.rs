@@ -174,7 +174,8 @@ impl Liveness {
     }
 
     /// Returns when the next sample is due; `None` is never.
-    pub(crate) fn next(&self, now: Instant) -> Option<Instant> {
+    #[must_use]
+    pub fn next(&self, now: Instant) -> Option<Instant> {
         match self.looked {
             Some(looked) => Some(looked + self.interval?),
             None => Some(now),

@@ -11,8 +11,10 @@ use std::time::{Duration, Instant};
 use hotlift_tls::{Tls, TlsError};
 use rustix::net::RecvFlags;
 
-use super::places::{PLACES, Places};
-use crate::transport::{Stream, wait_readable};
+use super::admitted::Admitted;
+use super::limits::HANDSHAKES;
+use super::places::Places;
+use crate::transport::wait_readable;
 
 /// A handshake that has ended, by its number.
 type Ended = (u64, Accepted);
@@ -27,8 +29,8 @@ pub struct Refused {
     pub source: TlsError,
 }
 
-/// A connection, or why there is none, and when it was accepted.
-pub type Accepted = (Result<Stream, Refused>, Instant);
+/// A connection, or why it was not let in.
+pub(super) type Accepted = Result<Admitted, Refused>;
 
 /// Connections that are in a handshake.
 pub(super) struct Handshakes {
@@ -67,8 +69,9 @@ impl Handshakes {
     ///
     /// # Errors
     /// The system gives no file descriptor or thread.
-    pub(super) fn begin(&mut self, stream: Stream, since: Instant) -> io::Result<()> {
-        if let Some(oldest) = self.places.make_room(Instant::now()) {
+    pub(super) fn begin(&mut self, one: Admitted, now: Instant) -> io::Result<()> {
+        let Admitted { stream, since, .. } = one;
+        if let Some(oldest) = self.places.make_room(now) {
             oldest.end();
         }
         let number = self.places.number();
@@ -87,7 +90,8 @@ impl Handshakes {
                     }
                     Refused { from, source }
                 });
-                let _ = ended.send((number, (secured, since)));
+                let admitted = secured.map(|stream| Admitted::new(stream, since));
+                let _ = ended.send((number, admitted));
                 // A full pipe wakes as well.
                 let _ = (&wake).write(&[0]);
             })?;
@@ -98,14 +102,14 @@ impl Handshakes {
 
     /// Those that have ended since the last call.
     pub(super) fn take_ended(&mut self) -> Vec<Accepted> {
-        let mut bytes = [0; PLACES];
+        let mut bytes = [0; HANDSHAKES];
         while matches!((&self.wake.0).read(&mut bytes), Ok(1..)) {}
         let mut ended = Vec::new();
         while let Ok((number, accepted)) = self.ended.1.try_recv() {
             match self.places.free(number) {
                 Some(handshake) => drop(handshake.thread.join()),
                 // It had to give way when it was done already: its socket is shut.
-                None if accepted.0.is_ok() => continue,
+                None if accepted.is_ok() => continue,
                 None => {}
             }
             ended.push(accepted);
@@ -160,15 +164,16 @@ mod tests {
         let now = Instant::now();
         let long_ago = now.checked_sub(Duration::from_secs(60)).unwrap();
         let mut others = Vec::new();
-        for number in 0..=PLACES {
+        for number in 0..=HANDSHAKES {
             assert!(handshakes.places.has_room(now));
             let (here, there) = UnixStream::pair().unwrap();
             others.push(there);
             let since = if number == 0 { long_ago } else { now };
-            handshakes.begin(here.into(), since).unwrap();
+            let one = Admitted::new(here.into(), since);
+            handshakes.begin(one, now).unwrap();
         }
         let ended = handshakes.take_ended();
-        assert!(matches!(ended[..], [(Err(_), since)] if since == long_ago));
+        assert!(matches!(ended[..], [Err(_)]));
         assert!(!handshakes.places.has_room(now), "all others are new");
     }
 }

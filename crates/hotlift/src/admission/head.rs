@@ -19,6 +19,9 @@ const MAIN_HEAD: usize = 8;
 /// Why a connection was turned away that has ended by itself.
 pub(crate) const BROKEN: &str = "a connection that was reset";
 
+/// The same of one that has sent something else.
+pub(crate) const NO_STREAM: &str = "a connection that begins like no migration stream";
+
 /// What a connection is, by its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Head {
@@ -26,6 +29,8 @@ pub enum Head {
     Partial,
     /// The main channel of a migration.
     Main,
+    /// The main channel of a postcopy that was interrupted and continues.
+    Resumed,
     /// A multifd channel of one, by its opening.
     Channel(InitialPacket),
     /// A multifd channel of a Hotlift of this other version.
@@ -34,13 +39,15 @@ pub enum Head {
     Token([u8; 16]),
     /// It asks about the migration with this id.
     Question([u8; 16]),
+    /// The first message of a conversation.
+    Hello,
     /// None of these, and why.
     Other(&'static str),
     /// It has ended without a byte or by a reset, and which of both.
     Gone(&'static str),
 }
 
-/// Looks at the first bytes of `stream` without taking them and without waiting for them.
+/// Reads the first bytes of `stream` without taking them and without waiting for them.
 #[must_use]
 pub fn peek_head(stream: &Stream) -> Head {
     let mut bytes = [0; INITIAL_PACKET_LEN];
@@ -58,11 +65,14 @@ pub fn peek_head(stream: &Stream) -> Head {
 }
 
 /// Returns what a connection is that begins with `bytes`.
-fn read_head(bytes: &[u8]) -> Head {
+pub(crate) fn read_head(bytes: &[u8]) -> Head {
     if bytes.starts_with(&HANDSHAKE_BEGINS) {
         return Head::Other(
             "a TLS handshake: this side has no certificates for it (--tls DIR; --qemu-tls DIR if a QEMU connects)",
         );
+    }
+    if bytes.starts_with(b"{") {
+        return Head::Hello;
     }
     let Some(magic) = bytes.first_chunk::<4>() else {
         return Head::Partial;
@@ -70,7 +80,7 @@ fn read_head(bytes: &[u8]) -> Head {
     match *magic {
         MAIN_MAGIC if bytes.len() > MAIN_HEAD => Head::Main,
         MAIN_MAGIC => Head::Partial,
-        _ if magic.starts_with(&RESUMED_MAGIC) => Head::Main,
+        _ if magic.starts_with(&RESUMED_MAGIC) => Head::Resumed,
         TOKEN_MAGIC => {
             let token = bytes.first_chunk().and_then(read_token);
             token.map_or(Head::Partial, Head::Token)
@@ -88,7 +98,7 @@ fn read_head(bytes: &[u8]) -> Head {
                 Err(_) => Head::Other("a damaged opening of a multifd channel"),
             },
         },
-        _ => Head::Other("a connection that begins like no migration stream"),
+        _ => Head::Other(NO_STREAM),
     }
 }
 
@@ -107,7 +117,7 @@ mod tests {
         };
         let heads: [(Head, Vec<u8>); 5] = [
             (Head::Main, b"QEVM\0\0\0\x03\x01".to_vec()),
-            (Head::Main, b"\x08\x00\x0a\x00".to_vec()),
+            (Head::Resumed, b"\x08\x00\x0a\x00".to_vec()),
             (Head::Channel(opening), opening.encode().to_vec()),
             (Head::Token([9; 16]), token([9; 16]).to_vec()),
             (
@@ -121,7 +131,8 @@ mod tests {
                 assert_eq!(read_head(&bytes[..part]), Head::Partial, "{kind:?} {part}");
             }
         }
-        for other in [&b"GET / HTTP/1.1"[..], b"\x16\x03\x01", b"{\"hotlift\":1}"] {
+        assert_eq!(read_head(b"{"), Head::Hello);
+        for other in [&b"GET / HTTP/1.1"[..], b"\x16\x03\x01"] {
             assert!(matches!(read_head(other), Head::Other(_)), "{other:?}");
         }
     }

@@ -2,6 +2,8 @@
 
 use hotlift_tls::Exporter;
 
+use super::admitted::Admitted;
+use super::head::Head;
 use crate::transport::Stream;
 
 /// The right to open the connections of one migration.
@@ -32,5 +34,11 @@ impl Pass {
             .zip(stream.exporter())
             .and_then(|(conversation, data)| conversation.proof(data).first_chunk().copied());
         proof.unwrap_or(self.token)
+    }
+
+    /// Returns true if `one` begins with the token that it must show.
+    #[must_use]
+    pub fn is_shown_by(&self, one: &Admitted) -> bool {
+        matches!(one.head(), Head::Token(token) if token == self.token_on(&one.stream))
     }
 }

@@ -2,8 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Handshakes that may be under way. Others wait in the listener's queue, where they cost this process nothing.
-pub(super) const PLACES: usize = 64;
+use super::limits::HANDSHAKES;
 
 /// For how long a handshake cannot be pushed out by a new connection when all places are taken: two round-trip times of any
 /// network, and some work. If none were pushed out, as many silent connections would keep everybody out for ten seconds.
@@ -30,7 +29,7 @@ struct Place<T> {
 impl<T> Places<T> {
     pub(super) fn new() -> Self {
         Self {
-            taken: Vec::with_capacity(PLACES),
+            taken: Vec::with_capacity(HANDSHAKES),
             next: 0,
         }
     }
@@ -47,7 +46,7 @@ impl<T> Places<T> {
 
     /// Returns the time until there is a place for another, if no handshake ends before.
     pub(super) fn until_room(&self, now: Instant) -> Duration {
-        if self.taken.len() < PLACES {
+        if self.taken.len() < HANDSHAKES {
             return Duration::ZERO;
         }
         let ends = self.taken.iter().map(|place| self.protected_until(place));
@@ -57,7 +56,7 @@ impl<T> Places<T> {
 
     /// Takes the handshake out that has to give way to a new one, if there is no place: first one of a crowd.
     pub(super) fn make_room(&mut self, now: Instant) -> Option<T> {
-        if self.taken.len() < PLACES {
+        if self.taken.len() < HANDSHAKES {
             return None;
         }
         let may_go = |place: &Place<T>| self.protected_until(place) <= now;
@@ -77,7 +76,7 @@ impl<T> Places<T> {
 
     fn is_of_a_crowd(&self, place: &Place<T>) -> bool {
         let same = self.taken.iter().filter(|other| other.from == place.from);
-        same.count() > PLACES / 2
+        same.count() > HANDSHAKES / 2
     }
 
     /// Returns the number of the next handshake that takes a place.
@@ -129,7 +128,7 @@ mod tests {
                 now += places.until_room(now);
                 assert!(places.has_room(now));
                 enter(&mut places, &format!("host {}", stranger % hosts), now);
-                assert!(places.taken.len() <= PLACES);
+                assert!(places.taken.len() <= HANDSHAKES);
                 now += Duration::from_millis(1);
             }
         }
@@ -140,7 +139,7 @@ mod tests {
         let mut places = Places::new();
         let begun = Instant::now();
         let long = Duration::from_secs(600);
-        for place in 0..PLACES {
+        for place in 0..HANDSHAKES {
             assert!(places.until_room(begun).is_zero());
             let from = if place == 0 {
                 "alone".to_owned()
@@ -162,7 +161,7 @@ mod tests {
         assert!(places.has_room(begun));
 
         let mut places = Places::new();
-        for place in 0..PLACES {
+        for place in 0..HANDSHAKES {
             let from = if place == 0 { "alone" } else { "crowd" };
             enter(&mut places, from, begun);
         }

@@ -6,14 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
-/// Limits of a [`Room`].
-#[derive(Debug, Clone, Copy)]
-pub struct Limits {
-    /// Connections that may wait. The one that has waited for longest leaves for one more.
-    pub most: usize,
-    /// How long each may wait.
-    pub patience: Duration,
-}
+use super::limits::Limits;
 
 /// Connections that wait.
 #[derive(Debug)]
@@ -89,10 +82,13 @@ impl<S: AsFd> Room<S> {
         if self.waiting.iter().any(|one| one.has_news) {
             return Duration::ZERO;
         }
-        let ends = self.waiting.iter();
-        let ends =
-            ends.map(|one| (one.since + self.limits.patience).saturating_duration_since(now));
-        ends.fold(wait, Duration::min)
+        let patience = self.limits.patience;
+        let waited = self
+            .waiting
+            .iter()
+            .map(|one| now.saturating_duration_since(one.since));
+        let left = waited.map(|waited| patience.saturating_sub(waited));
+        left.fold(wait, Duration::min)
     }
 
     /// Returns the number of the first connection on which something has come since the last look.

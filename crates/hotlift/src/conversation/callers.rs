@@ -10,17 +10,10 @@ use std::time::{Duration, Instant};
 use hotlift_mem::wait_readable;
 
 use super::{Conversation, ConversationError};
-use crate::Listener;
-use crate::admission::{Acceptor, Admission, Entered, Limits};
+use crate::admission::limits::CALLERS;
+use crate::admission::{Admission, Entered, Listener};
 use crate::error::error_line;
 use crate::tls::Tls;
-
-/// How long one who has connected may take to say what he wants.
-const HELLO: Duration = Duration::from_secs(10);
-
-/// Most that are heard at once. For one more the one who has waited longest is sent away: whoever has something to say
-/// says it at once.
-const MOST: usize = 64;
 
 /// After a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(50);
@@ -80,12 +73,8 @@ impl<'a> Callers<'a> {
         tls: Option<Arc<Tls>>,
         complain: Complain<'a>,
     ) -> io::Result<Self> {
-        let limits = Limits {
-            most: MOST,
-            patience: HELLO,
-        };
         Ok(Self {
-            admission: Admission::new(Acceptor::new(listener, tls)?, limits)?,
+            admission: Admission::new(listener, tls, CALLERS)?,
             left: Vec::new(),
             complain,
         })
@@ -104,12 +93,13 @@ impl<'a> Callers<'a> {
             return Some(call);
         }
         if let Some(conversation) = self.admission.room.take_late(Instant::now()) {
-            let said = Err(Unheard::Silent { waited: HELLO });
+            let waited = CALLERS.patience;
+            let said = Err(Unheard::Silent { waited });
             return Some(Call { conversation, said });
         }
         self.accept();
         let conversation = self.left.pop()?;
-        let said = Err(Unheard::Crowd { most: MOST });
+        let said = Err(Unheard::Crowd { most: CALLERS.most });
         Some(Call { conversation, said })
     }
 
@@ -137,8 +127,8 @@ impl<'a> Callers<'a> {
 
     /// Waits until somebody connects or says something.
     fn wait(&self, time: Duration, others: &[BorrowedFd<'_>]) {
-        let polled = self.admission.polled().chain(others.iter().copied());
         let now = Instant::now();
+        let polled = self.admission.polled(now).chain(others.iter().copied());
         let time = match self.left.is_empty() {
             true => self.admission.shortened(time, now),
             false => Duration::ZERO,
@@ -148,7 +138,7 @@ impl<'a> Callers<'a> {
     }
 
     fn accept(&mut self) {
-        match self.admission.accept(Conversation::new) {
+        match (self.admission).accept(Instant::now(), |one| Conversation::new(one.stream)) {
             Ok(not_in) => {
                 for entered in not_in {
                     match entered {

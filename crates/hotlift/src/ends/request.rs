@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
+use crate::admission::Listener;
 use crate::control::Control;
 use crate::ends::file::{FileFormat, RemoteFile};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::settings::RelaySettings;
-use crate::transport::{Address, Listener};
+use crate::transport::Address;
 
 /// Where the stream comes from.
 #[derive(Debug, Clone, Copy)]

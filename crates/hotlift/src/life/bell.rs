@@ -13,7 +13,7 @@ use crate::transport::{Stop, Stream};
 
 /// A descriptor that is readable after each change of a lifetime, so that a poll needs no tick.
 #[derive(Debug)]
-pub(crate) struct Bell(Arc<Counter>);
+pub struct Bell(Arc<Counter>);
 
 #[derive(Debug)]
 struct Counter(OwnedFd);
@@ -54,7 +54,7 @@ impl Bell {
     ///
     /// # Errors
     /// The system's reason why nothing can be waited for.
-    pub(crate) fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
+    pub fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
         fds.push(PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN));
         // A time that does not fit is as good as none.
         let wait = Timespec::try_from(wait).ok();
@@ -75,7 +75,7 @@ impl Bell {
     ///
     /// # Errors
     /// As of [`Bell::poll`].
-    pub(crate) fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
+    pub fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
         if stream.has_plaintext() {
             return Ok(true);
         }

@@ -193,6 +193,9 @@ impl Life {
 struct Clock {
     #[cfg(test)]
     ahead: Mutex<Duration>,
+    /// The time at which it was stopped.
+    #[cfg(test)]
+    stopped: Mutex<Option<Instant>>,
 }
 
 impl Clock {
@@ -204,12 +207,17 @@ impl Clock {
 
     #[cfg(test)]
     fn now(&self) -> Instant {
-        Instant::now() + *lock(&self.ahead)
+        lock(&self.stopped).unwrap_or_else(Instant::now) + *lock(&self.ahead)
     }
 }
 
 #[cfg(test)]
 impl Life {
+    /// Stops the clock, so that [`Life::advance`] alone sets it forward.
+    pub(crate) fn stop_clock(&self) {
+        *lock(&self.shared.clock.stopped) = Some(Instant::now());
+    }
+
     /// Sets the clock forward, and wakes all waits.
     pub(crate) fn advance(&self, time: Duration) {
         *lock(&self.shared.clock.ahead) += time;

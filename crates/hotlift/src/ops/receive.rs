@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use hotlift_mem::RamBlock;
 
+use crate::admission::Listener;
 use crate::control::Control;
 use crate::control::run_as;
 use crate::ends::guest_sink::accept;
@@ -23,7 +24,6 @@ use crate::pipe::run::run_threads;
 use crate::pipe::session::Session;
 use crate::pipe::settings::RelaySettings;
 use crate::stream::handshake;
-use crate::transport::Listener;
 
 /// Threads that populate RAM at most: memory bandwidth is used up by then.
 const POPULATE_THREADS: usize = 8;

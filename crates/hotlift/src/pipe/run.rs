@@ -7,6 +7,7 @@ use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
+use crate::admission::Admitted;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::life::threads::{Yielding, caught};
@@ -17,7 +18,7 @@ use crate::pipe::source::Source;
 use crate::pipe::watch::Watch;
 use crate::status::Status;
 use crate::stream::attend::attend;
-use crate::stream::door::{Arrival, Door};
+use crate::stream::door::Door;
 use crate::transport::Stream;
 
 /// Runs all threads of one migration; `main` is what this one does.
@@ -74,7 +75,7 @@ pub(crate) fn run_threads(
             }
             if has_door {
                 let answer = || {
-                    let further = |door: &mut Door<'_>, arrivals: &mut Vec<Arrival>| {
+                    let further = |door: &mut Door<'_>, arrivals: &mut Vec<Admitted>| {
                         source.at_door(session, door, arrivals);
                     };
                     let asked = session.asked(&refuse);

@@ -14,9 +14,10 @@ use std::time::Instant;
 
 use hotlift_wire::return_path::ReturnMessage;
 
+use crate::admission::Admitted;
 use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
-use crate::stream::door::{Arrival, Door};
+use crate::stream::door::Door;
 use crate::transport::Stream;
 
 /// An incoming side.
@@ -71,7 +72,7 @@ pub(crate) trait Source: Sync {
     }
 
     /// Takes what else is the migration's out of what has come at `door`.
-    fn at_door(&self, session: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Arrival>) {
+    fn at_door(&self, session: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
         let _ = (session, door, arrivals);
     }
 

@@ -10,10 +10,10 @@ use hotlift_wire::handshake::VERSION;
 use hotlift_wire::multifd::InitialPacket;
 use rustix::event::PollFlags;
 
-use crate::admission::head::BROKEN;
+use crate::admission::head::{BROKEN, Head};
 use crate::admission::strangers::Strangers;
 use crate::error::{Channel, MigrationError};
-use crate::stream::door::{Door, Kind};
+use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::transport::{Host, Stream};
 
@@ -86,17 +86,17 @@ impl<'a> Arrivals<'a> {
                 continue;
             }
             self.since.get_or_insert(arrival.since);
-            match arrival.kind {
+            match arrival.head() {
                 // One of them was left by a migration that failed before.
-                Kind::Main if self.main_came => self.strangers.turn_away("a second main channel"),
-                Kind::Main => {
+                Head::Main | Head::Resumed if self.main_came => {
+                    self.strangers.turn_away("a second main channel");
+                }
+                Head::Main | Head::Resumed => {
                     self.main_came = true;
                     self.host.get_or_insert_with(|| arrival.stream.host());
                     self.main = Some((arrival.stream, arrival.since));
                 }
-                // Nobody has been told a name yet.
-                Kind::Named => self.strangers.turn_away(BROKEN),
-                Kind::OtherVersion(version) => {
+                Head::OtherVersion(version) => {
                     // Taken off, so that what is said to it does not end in a reset.
                     arrival.take_opening();
                     self.is_hotlift = true;
@@ -106,8 +106,7 @@ impl<'a> Arrivals<'a> {
                         VERSION.into(),
                     ));
                 }
-                Kind::Channel(_) if !arrival.take_opening() => self.strangers.turn_away(BROKEN),
-                Kind::Channel(packet) => {
+                Head::Channel(packet) if arrival.take_opening() => {
                     if self.multifd.is_empty() {
                         self.is_hotlift = packet.hello.is_some();
                     }
@@ -118,6 +117,8 @@ impl<'a> Arrivals<'a> {
                     self.host.get_or_insert_with(|| arrival.stream.host());
                     self.multifd.push((packet, arrival.stream));
                 }
+                // No token is that of a migration without a name yet.
+                _ => self.strangers.turn_away(BROKEN),
             }
         }
         Ok(())

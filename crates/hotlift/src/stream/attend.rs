@@ -4,9 +4,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
 
+use crate::admission::Admitted;
 use crate::handover::settle::{AnswerPeriod, Confirmation};
 use crate::life::Life;
-use crate::stream::door::{Arrival, Asked, Door};
+use crate::stream::door::{Asked, Door};
 use crate::transport::Stream;
 
 /// After an error of the listener (no file descriptors are left, for one), which goes on.
@@ -16,7 +17,7 @@ const RETRY: Duration = Duration::from_millis(100);
 const READ: usize = 4 << 10;
 
 /// Takes what else is the migration's out of what has come at the door.
-pub(crate) type Further<'f> = &'f dyn Fn(&mut Door<'_>, &mut Vec<Arrival>);
+pub(crate) type Further<'f> = &'f dyn Fn(&mut Door<'_>, &mut Vec<Admitted>);
 
 /// Answers questions and turns strangers away until the other end of `stop` is closed. `further` takes what else is the
 /// migration's out of what has come; it is called after each event, and at least `every` so often.
@@ -143,8 +144,7 @@ mod tests {
             None,
             None,
             patience,
-            &Strangers::default(),
-            &life,
+            (&Strangers::default(), &life),
         )
         .unwrap();
         std::thread::scope(|scope| {

@@ -1,75 +1,29 @@
 //! Who connects to a listener of Hotlift's: a migration's channels, a question about one, or a stranger.
 //!
-//! A stranger costs nothing: at most [`WAITING`] connections wait, each for a limited time, and one that
-//! turns out to be none of a migration's is dropped and counted, whatever it says.
+//! A stranger costs nothing: a limited number of connections waits (`admission/limits.rs`), each for a limited time, and one that
+//! turns out to be none of a migration's is dropped and counted, whatever it sends.
 
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use hotlift_wire::multifd::{INITIAL_PACKET_LEN, InitialPacket};
-use hotlift_wire::settle::{
-    Doing, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, TOKEN_LEN, answer, heard,
-};
+use hotlift_wire::settle::{Doing, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, answer, heard};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::admission::head::{Head, peek_head};
+use crate::admission::head::{Head, NO_STREAM};
+use crate::admission::limits::{CONFIRMATIONS, channels};
 use crate::admission::pass::Pass;
 use crate::admission::strangers::Strangers;
-use crate::admission::{Acceptor, Admission, Entered, Limits, Room};
-use crate::error::error_line;
+use crate::admission::{Admission, Admitted, Entered, Listener, Room};
+use crate::error::{MigrationError, error_line};
 use crate::handover::Taking;
 use crate::life::Life;
 use crate::life::bell::Bell;
 use crate::tls::Tls;
-use crate::transport::{Host, Listener, Stream};
-
-/// Connections that may wait to be told apart. A source says what each is as soon as it is made, so that
-/// the one that has been silent for longest is the one to go.
-const WAITING: usize = 64;
-
-/// How long somebody who asked may take to say that the answer was heard.
-const HEARING: Duration = Duration::from_secs(5);
+use crate::transport::{Host, Stream};
 
 /// How long the answer to a question may wait for room in a socket.
 const ANSWERING: Duration = Duration::from_secs(1);
-
-/// A connection of a migration.
-#[derive(Debug)]
-pub(crate) struct Arrival {
-    pub stream: Stream,
-    /// When it was accepted.
-    pub since: Instant,
-    pub kind: Kind,
-}
-
-/// What an [`Arrival`] is.
-#[derive(Debug)]
-pub(crate) enum Kind {
-    Main,
-    /// A multifd channel, by its opening, which is still to be taken off the connection.
-    Channel(InitialPacket),
-    /// A multifd channel of a Hotlift of this other version.
-    OtherVersion(u16),
-    /// Another connection of the migration that questions are about: it has shown what that is called, which its source
-    /// alone was told.
-    Named,
-}
-
-/// Whoever has connected and not said enough yet.
-#[derive(Debug)]
-struct Caller {
-    stream: Stream,
-    /// It has shown the token, or needs none.
-    admitted: bool,
-}
-
-impl AsFd for Caller {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
-    }
-}
 
 /// The migration that questions are about.
 pub(crate) struct Asked<'a> {
@@ -81,15 +35,16 @@ pub(crate) struct Asked<'a> {
 
 /// Takes connections in and tells them apart.
 pub(crate) struct Door<'a> {
-    admission: Admission<'a, Caller>,
+    admission: Admission<'a, Admitted>,
     strangers: Strangers,
+    life: Life,
     bell: Bell,
     /// What opens each connection of a migration that a conversation has announced.
     pass: Option<Pass>,
     /// Who was told an outcome and has not said that it was heard.
     told: Room<Stream>,
     /// Connections of a later migration.
-    others: Vec<Stream>,
+    others: Vec<Admitted>,
 }
 
 impl<'a> Door<'a> {
@@ -103,21 +58,20 @@ impl<'a> Door<'a> {
         tls: Option<Arc<Tls>>,
         pass: Option<Pass>,
         patience: Duration,
-        strangers: &Strangers,
-        life: &Life,
-    ) -> io::Result<Self> {
-        let limits = |patience| Limits {
-            most: WAITING,
-            patience,
+        (strangers, life): (&Strangers, &Life),
+    ) -> Result<Self, MigrationError> {
+        let made = || {
+            Ok(Self {
+                admission: Admission::new(listener, tls, channels(patience))?,
+                strangers: strangers.clone(),
+                life: life.clone(),
+                bell: Bell::new(life)?,
+                pass,
+                told: Room::new(CONFIRMATIONS)?,
+                others: Vec::new(),
+            })
         };
-        Ok(Self {
-            admission: Admission::new(Acceptor::new(listener, tls)?, limits(patience))?,
-            strangers: strangers.clone(),
-            bell: Bell::new(life)?,
-            pass,
-            told: Room::new(limits(HEARING))?,
-            others: Vec::new(),
-        })
+        made().map_err(MigrationError::opening)
     }
 
     pub(crate) fn listener(&self) -> &'a Listener {
@@ -126,8 +80,9 @@ impl<'a> Door<'a> {
 
     /// Whether somebody has connected within `time` and not said yet what it is.
     pub(crate) fn has_newcomer(&self, time: Duration) -> bool {
+        let now = self.life.now();
         let mut since = self.admission.since();
-        since.any(|since| since.elapsed() < time)
+        since.any(|since| now.saturating_duration_since(since) < time)
     }
 
     /// A connection that was let in, whatever its first bytes; `None` if there is none within `wait`.
@@ -136,9 +91,8 @@ impl<'a> Door<'a> {
     /// The system's reason why nothing can be waited for, or nobody be accepted.
     pub(crate) fn take_any(&mut self, wait: Duration) -> io::Result<Option<Stream>> {
         self.drop_late();
-        let is_admitted = |caller: &Caller, _| caller.admitted;
-        if let Some((caller, _)) = self.admission.room.take_first(is_admitted) {
-            return Ok(Some(caller.stream));
+        if let Some(one) = self.take_first(|_| true) {
+            return Ok(Some(one.stream));
         }
         self.wait(Vec::with_capacity(4), wait)?;
         self.accept()?;
@@ -147,25 +101,29 @@ impl<'a> Door<'a> {
             && let Some(number) = self.admission.room.next_news()
         {
             self.look(number, None, &mut Vec::new());
-            let caller = self.admission.room.get(number);
-            if caller.is_some_and(|caller| caller.admitted) {
-                // What it states next is looked at by whoever takes it.
+            let one = self.admission.room.get(number);
+            if one.is_some_and(|one| one.has_passed) {
+                // Its next bytes are read by the caller.
                 break;
             }
         }
-        let admitted = self.admission.room.take_first(is_admitted);
-        Ok(admitted.map(|(caller, _)| caller.stream))
+        Ok(self.take_first(|_| true).map(|one| one.stream))
     }
 
-    /// A connection of `host` that was let in and has said nothing.
+    /// Takes the first connection that needs no further pass and fits.
+    fn take_first(&mut self, fits: impl Fn(&Stream) -> bool) -> Option<Admitted> {
+        let is_it = |one: &Admitted, _| one.has_passed && fits(&one.stream);
+        let first = self.admission.room.take_first(is_it);
+        first.map(|(one, _)| one)
+    }
+
+    /// A connection of `host` that was let in and has sent nothing.
     pub(crate) fn take_silent(&mut self, host: &Host) -> Option<Stream> {
-        let is_silent = |caller: &Caller, _| {
-            let stream = &caller.stream;
-            let says_nothing = matches!(stream.peek(&mut [0]), Ok(None)) && !stream.is_hung_up();
-            caller.admitted && says_nothing && host.is_at_the_end_of(stream)
+        let is_silent = |stream: &Stream| {
+            let has_sent_nothing = matches!(stream.peek(&mut [0]), Ok(None));
+            has_sent_nothing && !stream.is_hung_up() && host.is_at_the_end_of(stream)
         };
-        let silent = self.admission.room.take_first(is_silent);
-        silent.map(|(caller, _)| caller.stream)
+        self.take_first(is_silent).map(|one| one.stream)
     }
 
     /// Waits for up to `wait` for something to happen here or on `watched`, or for a change of the lifetime; what has
@@ -179,7 +137,7 @@ impl<'a> Door<'a> {
         wait: Duration,
         watched: &[(&Stream, PollFlags)],
         asked: Option<&Asked<'_>>,
-    ) -> io::Result<(Vec<Arrival>, bool)> {
+    ) -> io::Result<(Vec<Admitted>, bool)> {
         self.drop_late();
         let mut fds = Vec::with_capacity(watched.len() + 5);
         let watched = watched.iter();
@@ -200,9 +158,9 @@ impl<'a> Door<'a> {
     /// Waits for up to `wait` for something to happen here or on `watched`; whether it did there.
     fn wait<'w>(&'w self, mut watched: Vec<PollFd<'w>>, wait: Duration) -> io::Result<bool> {
         let count = watched.len();
-        let here = self.admission.polled().chain([self.told.polled()]);
+        let now = self.life.now();
+        let here = self.admission.polled(now).chain([self.told.polled()]);
         watched.extend(here.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        let now = Instant::now();
         let wait = self
             .told
             .shortened(self.admission.shortened(wait, now), now);
@@ -211,11 +169,14 @@ impl<'a> Door<'a> {
         Ok(watched.any(|fd| !fd.revents().is_empty()))
     }
 
-    /// Whoever has ended its handshake may say what it is.
+    /// Lets in what has ended its handshake.
     fn accept(&mut self) -> io::Result<()> {
-        let admitted = self.pass.is_none();
-        let caller = |stream| Caller { stream, admitted };
-        for entered in self.admission.accept(caller)? {
+        let needs_pass = self.pass.is_some();
+        let enter = |one: Admitted| Admitted {
+            has_passed: one.has_passed || !needs_pass,
+            ..one
+        };
+        for entered in self.admission.accept(self.life.now(), enter)? {
             match entered {
                 Entered::Refused(refused) => self.strangers.turn_away(&error_line(&refused)),
                 Entered::Left(_) => self.strangers.turn_away("more connections than may wait"),
@@ -224,9 +185,9 @@ impl<'a> Door<'a> {
         Ok(())
     }
 
-    /// Drops whoever has been silent for too long.
+    /// Drops connections that have been silent for too long.
     fn drop_late(&mut self) {
-        let now = Instant::now();
+        let now = self.life.now();
         while self.admission.room.take_late(now).is_some() {
             self.strangers
                 .turn_away("a connection that did not say what it is in time");
@@ -234,57 +195,45 @@ impl<'a> Door<'a> {
         while self.told.take_late(now).is_some() {}
     }
 
-    /// Looks at what a caller says.
-    fn look(&mut self, number: u64, asked: Option<&Asked<'_>>, arrivals: &mut Vec<Arrival>) {
+    /// Looks at the first bytes of a connection.
+    fn look(&mut self, number: u64, asked: Option<&Asked<'_>>, arrivals: &mut Vec<Admitted>) {
         let room = &mut self.admission.room;
-        let Some(caller) = room.get(number) else {
+        let Some(one) = room.get(number) else {
             return;
         };
-        let (head, admitted) = (peek_head(&caller.stream), caller.admitted);
+        let head = one.look();
         if head == Head::Partial {
             return;
         }
-        let pass = self.pass.as_ref();
-        if let Head::Token(token) = head
-            && !admitted
-            && pass.is_some_and(|pass| pass.token_on(&caller.stream) == token)
-        {
-            caller.admitted = true;
-            if (&caller.stream).read_exact(&mut [0; TOKEN_LEN]).is_ok() {
-                room.look_again(number);
-                return;
-            }
+        let shows_pass =
+            !one.has_passed && self.pass.as_ref().is_some_and(|it| it.is_shown_by(one));
+        if shows_pass && one.let_pass() {
+            return room.look_again(number);
         }
-        let Some((Caller { stream, .. }, since)) = room.remove(number) else {
+        let Some((one, _)) = room.remove(number) else {
             return;
         };
-        let kind = match head {
-            Head::Main if admitted => Kind::Main,
-            Head::Channel(packet) if admitted => Kind::Channel(packet),
-            Head::OtherVersion(version) if admitted => Kind::OtherVersion(version),
-            Head::Token(token)
-                if asked.is_some_and(|asked| asked.id.0 == token)
-                    && (&stream).read_exact(&mut [0; TOKEN_LEN]).is_ok() =>
+        let why = match head {
+            Head::Main | Head::Resumed | Head::Channel(_) | Head::OtherVersion(_)
+                if one.has_passed =>
             {
-                Kind::Named
+                return arrivals.push(one);
             }
-            Head::Question(id) => return self.reply(stream, MigrationId(id), asked),
-            Head::Main | Head::Channel(_) | Head::OtherVersion(_) => {
-                let why = "a connection without this migration's token";
-                return self.strangers.turn_away(why);
+            Head::Main | Head::Resumed | Head::Channel(_) | Head::OtherVersion(_) => {
+                "a connection without this migration's token"
             }
-            Head::Token(_) => {
-                let why = "a connection with another migration's token";
-                return self.strangers.turn_away(why);
+            Head::Token(token)
+                if asked.is_some_and(|asked| asked.id.0 == token) && one.take_token() =>
+            {
+                return arrivals.push(one);
             }
-            Head::Other(why) | Head::Gone(why) => return self.strangers.turn_away(why),
+            Head::Token(_) => "a connection with another migration's token",
+            Head::Question(id) => return self.reply(one.stream, MigrationId(id), asked),
+            Head::Hello => NO_STREAM,
+            Head::Other(why) | Head::Gone(why) => why,
             Head::Partial => return,
         };
-        arrivals.push(Arrival {
-            stream,
-            since,
-            kind,
-        });
+        self.strangers.turn_away(why);
     }
 
     /// Answers a question about `id`.
@@ -306,7 +255,7 @@ impl<'a> Door<'a> {
             .and_then(|()| (&stream).write_all(&answer(id, outcome, doing)));
         if told.is_ok() {
             // One for which there is no room is not waited for.
-            let _ = self.told.enter(stream, Instant::now());
+            let _ = self.told.enter(stream, self.life.now());
         }
     }
 
@@ -328,36 +277,29 @@ impl<'a> Door<'a> {
     }
 
     /// Keeps connections for the migration after this one.
-    pub(crate) fn keep(&mut self, arrivals: Vec<Arrival>) {
-        let room = WAITING.saturating_sub(self.others.len());
-        // What was shown on those is taken off, and of this migration they are.
-        let mut arrivals = arrivals;
-        arrivals.retain(|arrival| !matches!(arrival.kind, Kind::Named));
-        for _ in room..arrivals.len() {
+    pub(crate) fn keep(&mut self, arrivals: Vec<Admitted>) {
+        let room = channels(Duration::ZERO)
+            .most
+            .saturating_sub(self.others.len());
+        // A connection whose token was taken off is of this migration.
+        let arrivals = arrivals.into_iter();
+        let mut others = arrivals.filter(|one| !matches!(one.head(), Head::Token(_)));
+        self.others.extend(others.by_ref().take(room));
+        for _ in others {
             self.strangers.turn_away("more connections than may wait");
         }
-        let streams = arrivals.into_iter().map(|arrival| arrival.stream);
-        self.others.extend(streams.take(room));
     }
 }
 
 impl Drop for Door<'_> {
     fn drop(&mut self) {
-        let is_admitted = |caller: &Caller, _| caller.admitted;
-        while let Some((caller, _)) = self.admission.room.take_first(is_admitted) {
-            self.others.push(caller.stream);
+        while let Some(one) = self.take_first(|_| true) {
+            self.others.push(one);
         }
         let listener = self.admission.listener();
-        self.others
-            .drain(..)
-            .for_each(|stream| listener.put_back(stream));
+        self.others.drain(..).for_each(|one| listener.put_back(one));
     }
 }
 
-impl Arrival {
-    /// Takes a channel's opening off its connection; false if that has broken meanwhile.
-    pub(crate) fn take_opening(&self) -> bool {
-        let mut opening = [0; INITIAL_PACKET_LEN];
-        (&self.stream).read_exact(&mut opening).is_ok()
-    }
-}
+#[cfg(test)]
+mod tests;

@@ -6,17 +6,14 @@
 
 mod attempts;
 mod carry;
-mod handed;
 mod secured;
 mod tcp;
 mod unix;
 
-use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::GuestRun;
@@ -26,10 +23,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::sockopt::socket_peercred;
 
 pub use carry::carry;
-pub use handed::Giver;
-use handed::Handed;
-pub(crate) use tcp::UNSENT;
+pub(crate) use tcp::{UNSENT, listen as listen_tcp};
 pub use unix::UnixSocketFile;
+pub(crate) use unix::listen as listen_unix;
 
 use secured::{GuestParts, Secured};
 
@@ -229,164 +225,6 @@ impl Address {
             uri: self.to_string(),
             source,
         })
-    }
-
-    /// Starts to listen.
-    ///
-    /// # Errors
-    /// [`TransportError::Listen`] with the system's reason.
-    pub fn listen(&self) -> Result<Listener, TransportError> {
-        let listening = match self {
-            Self::Tcp { host, port } => tcp::listen(host, *port),
-            Self::Unix { path } => unix::listen(path, None).map(Bound::Unix),
-        };
-        let bound = listening.map_err(|source| TransportError::Listen {
-            uri: self.to_string(),
-            source,
-        })?;
-        Ok(Listener {
-            bound,
-            returned: Mutex::default(),
-        })
-    }
-}
-
-/// A socket that accepts the connections of one migration.
-#[derive(Debug)]
-pub struct Listener {
-    bound: Bound,
-    /// Connections of the next migration that came while one was under way.
-    returned: Mutex<VecDeque<Stream>>,
-}
-
-#[derive(Debug)]
-enum Bound {
-    Tcp(std::net::TcpListener),
-    /// The socket's file goes when the listener does.
-    Unix(UnixSocketFile),
-    Handed(Handed),
-}
-
-impl Listener {
-    /// A listener that nobody can connect to: it accepts the connections that the giver gives it. Those with TLS have had
-    /// their handshakes. `is_local` says that all are from this host.
-    ///
-    /// # Errors
-    /// The system gives no file descriptor.
-    pub fn handed(is_local: bool) -> io::Result<(Self, Giver)> {
-        let (handed, giver) = Handed::new(is_local)?;
-        let listener = Self {
-            bound: Bound::Handed(handed),
-            returned: Mutex::default(),
-        };
-        Ok((listener, giver))
-    }
-
-    /// The address that a source connects to (with the port that the system chose).
-    ///
-    /// # Errors
-    /// The system's reason; `Unsupported` if it has none ([`Listener::handed`]).
-    pub fn address(&self) -> io::Result<Address> {
-        Ok(match &self.bound {
-            Bound::Tcp(listener) => {
-                let local = listener.local_addr()?;
-                let ip = local.ip();
-                let host = if ip.is_unspecified() {
-                    String::new()
-                } else {
-                    ip.to_string()
-                };
-                Address::Tcp {
-                    host,
-                    port: local.port(),
-                }
-            }
-            Bound::Unix(file) => Address::Unix {
-                path: file.path().to_owned(),
-            },
-            Bound::Handed(_) => return Err(io::ErrorKind::Unsupported.into()),
-        })
-    }
-
-    /// Whether it listens on this host only, where a handshake loses no segment.
-    pub(crate) fn is_local(&self) -> bool {
-        match &self.bound {
-            Bound::Tcp(_) => false,
-            Bound::Unix(_) => true,
-            Bound::Handed(handed) => handed.is_local(),
-        }
-    }
-
-    /// Whether it listens at an address that only this host reaches, though a proxy here may pass on another host's connections.
-    pub(crate) fn is_loopback(&self) -> bool {
-        match &self.bound {
-            Bound::Tcp(listener) => {
-                let address = listener.local_addr();
-                address.is_ok_and(|address| address.ip().to_canonical().is_loopback())
-            }
-            Bound::Unix(_) | Bound::Handed(_) => false,
-        }
-    }
-
-    /// Takes no more connections, and gives back those that were not accepted and those that were put back: they are of a
-    /// later migration. Of a listener that is handed its connections.
-    pub fn close(&self) -> Vec<Stream> {
-        let mut rest: Vec<_> = self.returned().drain(..).collect();
-        if let Bound::Handed(handed) = &self.bound {
-            rest.extend(handed.close());
-        }
-        rest
-    }
-
-    /// Whether somebody else accepts its connections.
-    pub(crate) fn is_handed(&self) -> bool {
-        matches!(self.bound, Bound::Handed(_))
-    }
-
-    /// Keeps a connection that was accepted and not looked at for the next [`Listener::accept`].
-    pub(crate) fn put_back(&self, stream: Stream) {
-        self.returned().push_back(stream);
-    }
-
-    /// Whether [`Listener::accept`] has a connection that was put back.
-    pub(crate) fn has_returned(&self) -> bool {
-        !self.returned().is_empty()
-    }
-
-    fn returned(&self) -> MutexGuard<'_, VecDeque<Stream>> {
-        self.returned.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Accepts a connection, or returns `None` if there was none within `timeout`.
-    ///
-    /// # Errors
-    /// The system's reason.
-    pub fn accept(&self, timeout: Duration) -> io::Result<Option<Stream>> {
-        if let Some(stream) = self.returned().pop_front() {
-            return Ok(Some(stream));
-        }
-        if !wait_readable(self.as_fd(), timeout)? {
-            return Ok(None);
-        }
-        Ok(Some(match &self.bound {
-            Bound::Handed(handed) => return Ok(handed.take()),
-            Bound::Tcp(listener) => {
-                let (stream, _) = listener.accept()?;
-                tcp::prepare(&stream)?;
-                stream.into()
-            }
-            Bound::Unix(file) => file.listener().accept()?.0.into(),
-        }))
-    }
-}
-
-impl AsFd for Listener {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.bound {
-            Bound::Tcp(listener) => listener.as_fd(),
-            Bound::Unix(file) => file.listener().as_fd(),
-            Bound::Handed(handed) => handed.as_fd(),
-        }
     }
 }
 
@@ -1023,7 +861,9 @@ mod tests {
                 .unwrap()
                 .connect(Duration::from_secs(10))
                 .unwrap();
-            let theirs = listener.accept(Duration::from_secs(10)).unwrap().unwrap();
+            let wait = Duration::from_secs(10);
+            assert!(wait_readable(listener.as_fd(), wait).unwrap());
+            let theirs = listener.accept(Instant::now()).unwrap().unwrap().stream;
             (&ours).write_all(b"QEVM").unwrap();
             let mut peeked = [0; 4];
             assert!(wait_readable(theirs.as_fd(), Duration::from_secs(10)).unwrap());

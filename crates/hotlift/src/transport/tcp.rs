@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 
 use super::attempts::{Failed, Schedule, check_zone};
-use super::{Address, Bound, Stop, Stream, Transport};
+use super::{Address, Stop, Stream, Transport};
 
 /// Between probes of a connection on which nothing comes.
 const KEEPALIVE: Duration = Duration::from_secs(10);
@@ -222,7 +222,7 @@ pub(super) fn notice_loss(stream: &TcpStream) {
 /// Connections that may wait to be accepted; Linux takes no more since 5.4 (net.core.somaxconn).
 const BACKLOG: i32 = 4096;
 
-pub(super) fn listen(host: &str, port: u16) -> io::Result<Bound> {
+pub(crate) fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
     // An empty host is all addresses of both families, where the kernel has IPv6.
     let listener = if host.is_empty() {
         TcpListener::bind(("::", port)).or_else(|_| TcpListener::bind(("0.0.0.0", port)))?
@@ -233,7 +233,7 @@ pub(super) fn listen(host: &str, port: u16) -> io::Result<Bound> {
     };
     // The standard library's 128 are filled by strangers, and then a SYN is lost, and a source waits for seconds.
     rustix::net::listen(&listener, BACKLOG)?;
-    Ok(Bound::Tcp(listener))
+    Ok(listener)
 }
 
 #[cfg(test)]

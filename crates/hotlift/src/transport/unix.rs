@@ -100,7 +100,7 @@ fn try_connect(path: &Path) -> Result<UnixStream, Errno> {
 }
 
 /// Listens on a socket whose file has `mode`, or what the umask leaves.
-pub(super) fn listen(path: &Path, mode: Option<Mode>) -> io::Result<UnixSocketFile> {
+pub(crate) fn listen(path: &Path, mode: Option<Mode>) -> io::Result<UnixSocketFile> {
     let listener = match bind(path, mode) {
         // A process that was killed leaves its socket's file behind. Nobody answers there, so the
         // name is free to take; a socket that answers belongs to somebody, and a file that is no

@@ -12,7 +12,7 @@ use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 use super::destination::{Failure, Moment};
 use super::log::{Event, Log};
 use super::recording::{Recording, configuration, page_of};
-use super::rig::{DEADLINE, Relay, destination, settings, until};
+use super::rig::{DEADLINE, Relay, accept, destination, settings, until};
 use super::source::{Ending, play};
 
 /// Settings of a relay that waits for its peers for longer than a test does: it is the cancel that ends it.
@@ -216,7 +216,7 @@ fn while_a_stream_that_is_passed_through_is_not_taken() {
         until("a stream that is passed through", || {
             relay.control.status() == Status::Active
         });
-        let taken = listener.accept(DEADLINE).unwrap();
+        let taken = accept(&listener, DEADLINE);
         // Until everything on the way is full.
         thread::sleep(A_WHILE);
         cancel(relay, "nobody reads what is passed through");

@@ -24,7 +24,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use super::destination::Guest;
 use super::log::{Event, Log};
 use super::recording::{Recording, configuration};
-use super::rig::{DEADLINE, Relay, destination, migrate, settings};
+use super::rig::{DEADLINE, Relay, accept, destination, migrate, settings};
 use super::source::{Ending, play};
 
 /// What has not ended by then waits for something that the damage has made away with.
@@ -277,7 +277,7 @@ fn postcopy() -> Vec<u8> {
 
 /// Answers PINGs as a QEMU does, and reads up to the package; `None` if none comes.
 fn package_of(listener: &Listener) -> Option<Vec<u8>> {
-    let main = &listener.accept(DEADLINE).unwrap().expect("a relay");
+    let main = &accept(listener, DEADLINE).expect("a relay");
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed).taking_postcopy();
     let mut unread = Vec::new();
     let mut package = None;

@@ -22,7 +22,7 @@ use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 
 use super::log::{Event, Log};
 use super::recording::UUID;
-use super::rig::DEADLINE;
+use super::rig::{DEADLINE, accept};
 
 /// Moments of a destination's life at which it can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -208,7 +208,7 @@ impl Destination {
         let mut streams = Vec::new();
         let deadline = Instant::now() + DEADLINE;
         while streams.len() <= usize::from(self.channels) {
-            if let Some(stream) = self.listener.accept(Duration::from_millis(50)).unwrap() {
+            if let Some(stream) = accept(&self.listener, Duration::from_millis(50)) {
                 streams.push(stream);
             } else if self.log.has(Event::RelaysEnded) || Instant::now() > deadline {
                 return Err("nobody came".to_owned());

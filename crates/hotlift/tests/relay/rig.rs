@@ -5,7 +5,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::relay::{Hooks, Incoming, Outgoing, Ownership, RelayReport, RelaySettings, relay};
+use hotlift::transport::Stream;
 use hotlift::{Address, Control, Listener, MigrationError, Status};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 
 use super::destination::{Arrived, Destination, Failure, Moment};
@@ -38,6 +40,14 @@ pub fn listen(over_tcp: bool) -> (TempDir, Listener, Address) {
     let listener = uri.parse::<Address>().unwrap().listen().unwrap();
     let address = listener.address().unwrap();
     (folder, listener, address)
+}
+
+/// The next connection; `None` if none comes within `wait`.
+pub fn accept(listener: &Listener, wait: Duration) -> Option<Stream> {
+    let wait = Timespec::try_from(wait).unwrap();
+    poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&wait)).unwrap();
+    let one = listener.accept(Instant::now()).unwrap();
+    one.map(|one| one.stream)
 }
 
 impl Relay {

@@ -16,7 +16,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use super::log::Log;
 use super::recording::Recording;
-use super::rig::{DEADLINE, Relay, destination, settings, until};
+use super::rig::{DEADLINE, Relay, accept, destination, settings, until};
 use super::source::{Ending, play_on};
 
 /// Why whoever is of another host is not let in.
@@ -102,7 +102,7 @@ fn a_connection_of_another_host_or_without_tls_is_not_passed_through() {
     let relay = Relay::start(&address, &way, true);
     let to = relay.address.clone();
     let connect = |folder| connect(&to, folder, Profile::Hotlift);
-    let accept = || listener.accept(DEADLINE).unwrap().unwrap();
+    let accepted = || accept(&listener, DEADLINE).unwrap();
     let expect = |mut from: &Stream, bytes: &[u8]| {
         let mut come = vec![0; bytes.len()];
         from.read_exact(&mut come).unwrap();
@@ -111,7 +111,7 @@ fn a_connection_of_another_host_or_without_tls_is_not_passed_through() {
     let main = connect(&ours);
     let stream = Recording::small().with_postcopy_advise().main;
     (&main).write_all(&stream).unwrap();
-    let main_there = accept();
+    let main_there = accepted();
     expect(&main_there, &stream);
 
     let of_another = connect(&other);
@@ -124,7 +124,7 @@ fn a_connection_of_another_host_or_without_tls_is_not_passed_through() {
     // The next that comes there is ours.
     let extra = connect(&ours);
     (&extra).write_all(b"a page").unwrap();
-    let extra_there = accept();
+    let extra_there = accepted();
     expect(&extra_there, b"a page");
 
     // The destination ends first, as in postcopy.

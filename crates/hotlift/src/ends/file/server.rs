@@ -1,7 +1,7 @@
 //! Hands the save files of a folder out to other hosts: ranges of their bytes, to whoever is let in.
 //!
 //! What is in a file is covered by its own checksums, up to whoever restores it; so nothing is decoded here. A thread a
-//! connection: there are few, and each waits for its client nearly always.
+//! connection that has named a file: there are few, and each waits for its client nearly always.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -14,16 +14,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::IoScratch;
+use hotlift_wire::WireError;
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
+use hotlift_wire::limits;
 use hotlift_wire::main_channel::FILE_HEADER;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use super::block_file::read_ends;
-use super::exchange::Wait;
 use super::place_reader::PlaceReader;
-use crate::admission::Acceptor;
+use crate::admission::limits::{READER_IDLE, READERS, READERS_OF_ONE, VISITORS};
+use crate::admission::{Admission, Admitted, Entered, Listener};
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, error_line};
@@ -32,20 +34,10 @@ use crate::life::bell::Bell;
 use crate::life::threads::spawn;
 use crate::lock::lock;
 use crate::tls::Tls;
-use crate::transport::{Listener, Stop, Stream};
+use crate::transport::Stream;
 
-/// Connections that read at once: 32 visitors with all of theirs, which 1 GiB of reads' buffers bounds.
-const MOST: usize = 256;
-
-/// The same of one visitor. A restore has as many as threads, five at most; of several on one host those that read go on.
-const EACH: usize = 8;
-
-/// A connection on which nothing was read for so long gives its place to whoever has none: its client makes another when it
-/// needs one.
-const IDLE: Duration = Duration::from_secs(10);
-
-/// How long one who has connected may take to say which file.
-const OPENING: Duration = Duration::from_secs(10);
+/// Most bytes of a client's first message: its head, and the name.
+const OPENING_LEN: usize = 32 + limits::FILE_NAME;
 
 /// How long a client may leave an answer unread. Between two reads it may take as long as it likes; one that is gone is
 /// found by the kernel (keepalive).
@@ -100,9 +92,9 @@ pub fn serve(
     on_event: &(dyn Fn(ServerEvent) + Sync),
 ) -> Result<(), MigrationError> {
     let places = Places {
-        most: MOST,
-        each: EACH,
-        idle: IDLE,
+        most: READERS,
+        each: READERS_OF_ONE,
+        idle: READER_IDLE,
     };
     serve_some(listener, tls, folder, control, (on_event, places))
 }
@@ -114,7 +106,7 @@ pub(super) struct Places {
     pub most: usize,
     /// The same of one visitor.
     pub each: usize,
-    /// See [`IDLE`].
+    /// See [`READER_IDLE`].
     pub idle: Duration,
 }
 
@@ -127,7 +119,8 @@ pub(super) fn serve_some(
     (on_event, places): (&(dyn Fn(ServerEvent) + Sync), Places),
 ) -> Result<(), MigrationError> {
     // Before the folder: its descriptor is the last that a server without connections opens.
-    let mut acceptor = Acceptor::new(listener, tls).map_err(MigrationError::opening)?;
+    let admission = Admission::new(listener, tls, VISITORS);
+    let mut admission = admission.map_err(MigrationError::opening)?;
     let bell = Bell::new(control.life()).map_err(MigrationError::opening)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(folder, flags, Mode::empty());
@@ -141,40 +134,15 @@ pub(super) fn serve_some(
     };
     thread::scope(|scope| {
         while !control.is_cancelled() {
-            let accepted = match wait_for(&acceptor, &bell).and_then(|()| acceptor.take()) {
-                Ok(accepted) => accepted,
-                Err(error) => {
-                    on_event(ServerEvent::Trouble(error));
-                    control.life().sleep_while(Instant::now() + RETRY, || true);
-                    continue;
-                }
-            };
-            for (stream, _) in accepted {
-                match stream {
-                    Ok(stream) => server.begin(scope, stream),
-                    Err(refused) => {
-                        let reason = error_line(&refused.source);
-                        on_event(ServerEvent::Refused {
-                            host: refused.from,
-                            reason,
-                        });
-                    }
-                }
+            if let Err(error) = server.step(scope, &mut admission, &bell) {
+                on_event(ServerEvent::Trouble(error));
+                let until = control.life().now() + RETRY;
+                control.life().sleep_while(until, || true);
             }
         }
         server.end();
     });
     Ok(())
-}
-
-fn wait_for(acceptor: &Acceptor<'_>, bell: &Bell) -> io::Result<()> {
-    let polled = acceptor.polled();
-    let polled = polled.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-    let wait = match acceptor.is_ready() {
-        true => Duration::ZERO,
-        false => acceptor.shortened(LONG),
-    };
-    bell.poll(&mut polled.collect(), wait)
 }
 
 struct Server<'a> {
@@ -261,9 +229,94 @@ struct Handed {
     id: u64,
 }
 
+/// The first message of a client: version, visitor, name of the file.
+type Opening = (u32, u64, String);
+
+/// Takes the first message off `stream` without waiting, or nothing if it has ended without a byte; `None` while it has not come.
+fn opening(stream: &Stream) -> Option<Result<Option<Opening>, ServerError>> {
+    let mut bytes = [0; OPENING_LEN];
+    let seen = match stream.peek(&mut bytes) {
+        Ok(None) => return None,
+        Ok(Some(0)) => return Some(Ok(None)),
+        Ok(Some(seen)) => seen,
+        Err(error) => return Some(Err(ServerError::Connection(error))),
+    };
+    let (opening, length) = match Open::decode(&bytes[..seen]) {
+        Ok((open, length)) => ((open.version, open.visitor, open.name.to_owned()), length),
+        Err(WireError::Truncated { .. }) if !stream.is_hung_up() => return None,
+        Err(WireError::Truncated { .. }) => return Some(Err(ServerError::Closed)),
+        Err(error) => return Some(Err(ServerError::Protocol(error))),
+    };
+    let mut from = stream;
+    let taken = from.read_exact(&mut bytes[..length]);
+    Some(
+        taken
+            .map(|()| Some(opening))
+            .map_err(ServerError::Connection),
+    )
+}
+
 impl Server<'_> {
+    /// Waits for something to happen at the door, and takes it in.
+    fn step<'scope>(
+        &'scope self,
+        scope: &'scope thread::Scope<'scope, '_>,
+        admission: &mut Admission<'_, Admitted>,
+        bell: &Bell,
+    ) -> io::Result<()> {
+        let now = self.control.life().now();
+        let polled = admission.polled(now);
+        let polled = polled.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        bell.poll(&mut polled.collect(), admission.shortened(LONG, now))?;
+        while let Some(number) = admission.room.next_news() {
+            let one = admission.room.get(number);
+            let Some(opening) = one.and_then(|one| opening(&one.stream)) else {
+                continue;
+            };
+            let Some((Admitted { stream, .. }, _)) = admission.room.remove(number) else {
+                continue;
+            };
+            match opening {
+                Ok(Some(opening)) => self.begin(scope, stream, opening),
+                // The client needs nothing any more.
+                Ok(None) => {}
+                Err(ServerError::Protocol(_)) => {
+                    let reason = "it asks for no file, and this 'hotlift serve' has --files and takes no guest";
+                    self.refused(&stream, reason.to_owned());
+                }
+                Err(error) => self.refused(&stream, error_line(&error)),
+            }
+        }
+        let now = self.control.life().now();
+        while let Some(late) = admission.room.take_late(now) {
+            let error = ServerError::Connection(io::ErrorKind::TimedOut.into());
+            self.refused(&late.stream, error_line(&error));
+        }
+        for entered in admission.accept(now, |one| one)? {
+            match entered {
+                Entered::Refused(refused) => (self.on_event)(ServerEvent::Refused {
+                    reason: error_line(&refused.source),
+                    host: refused.from,
+                }),
+                // It has sent nothing for longest.
+                Entered::Left(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn refused(&self, stream: &Stream, reason: String) {
+        let host = stream.peer_host();
+        (self.on_event)(ServerEvent::Refused { host, reason });
+    }
+
     /// Serves a connection in a thread of its own.
-    fn begin<'scope>(&'scope self, scope: &'scope thread::Scope<'scope, '_>, stream: Stream) {
+    fn begin<'scope>(
+        &'scope self,
+        scope: &'scope thread::Scope<'scope, '_>,
+        stream: Stream,
+        opening: Opening,
+    ) {
         let visitor = visitor_of(&stream);
         let (place, connection) = {
             let mut guests = lock(&self.guests);
@@ -285,7 +338,7 @@ impl Server<'_> {
         };
         let serving = spawn(scope, "files/serve".to_owned(), move || {
             let _place = place;
-            self.serve(&connection);
+            self.serve(&connection, opening);
             connection.stream.shutdown(Shutdown::Both);
         });
         if let Err(MigrationError::Thread { source, .. }) = serving {
@@ -300,37 +353,8 @@ impl Server<'_> {
         }
     }
 
-    fn serve(&self, connection: &Connection) {
+    fn serve(&self, connection: &Connection, (version, visitor, name): Opening) {
         let stream = &connection.stream;
-        let host = stream.peer_host();
-        let refused = |reason: String| {
-            (self.on_event)(ServerEvent::Refused {
-                host: host.clone(),
-                reason,
-            });
-        };
-        let mut bytes = Vec::new();
-        // Without a descriptor for it a cancel waits for the opening, and the client learns from the file what is wrong.
-        let bell = Bell::new(self.control.life()).ok();
-        let is_over = || self.control.is_cancelled();
-        let stop = bell
-            .as_ref()
-            .map_or(Stop::NEVER, |bell| bell.stop(&is_over));
-        let opening = Wait::new(OPENING, stop).receive(stream, &mut bytes, |bytes| {
-            let (open, length) = Open::decode(bytes)?;
-            Ok(((open.version, open.visitor, open.name.to_owned()), length))
-        });
-        let (version, visitor, name) = match opening {
-            Ok(opening) => opening,
-            // One who has changed his mind.
-            Err(ServerError::Closed) if bytes.is_empty() => return,
-            Err(ServerError::Protocol(_)) => {
-                let reason =
-                    "it asks for no file, and this 'hotlift serve' has --files and takes no guest";
-                return refused(reason.to_owned());
-            }
-            Err(error) => return refused(error_line(&error)),
-        };
         let outcome = match version {
             VERSION if !connection.has_place => {
                 Err((Refusal::NotNow, "all places are taken".to_owned()))
@@ -350,7 +374,7 @@ impl Server<'_> {
                 Reply::Refused { why, text }.encode(&mut reply);
                 // Whether it is heard or not.
                 let _ = { stream }.write_all(&reply);
-                return refused(format!("{}: {reason}", name.escape_debug()));
+                return self.refused(stream, format!("{}: {reason}", name.escape_debug()));
             }
         };
         let opened = Reply::Opened {
@@ -359,7 +383,7 @@ impl Server<'_> {
         };
         opened.encode(&mut reply);
         if { stream }.write_all(&reply).is_ok() {
-            let key = (host, name, visitor);
+            let key = (stream.peer_host(), name, visitor);
             self.arrives(&key);
             let _leaves = Leaves {
                 server: self,

@@ -10,6 +10,7 @@ use hotlift_methods::AUTO;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method};
 
+use crate::admission::Listener;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::life::LONG;
@@ -20,7 +21,7 @@ use crate::stream::door::Door;
 use crate::stream::handshake::{self, Beginning};
 use crate::stream::multifd_recv::Methods;
 use crate::tls;
-use crate::transport::{Listener, Stream};
+use crate::transport::Stream;
 
 /// How often the beginning of a main channel is looked at while its multifd channels are missing.
 const TICK: Duration = Duration::from_millis(100);
@@ -42,15 +43,13 @@ pub(crate) fn open<'a>(
     control: &Control,
 ) -> Result<Door<'a>, MigrationError> {
     let address = listener.address().map_err(MigrationError::opening)?;
-    let door = Door::new(
+    Door::new(
         listener,
         tls::of_options(options, &address)?,
         None,
         options.handshake_timeout,
-        control.strangers(),
-        control.life(),
-    );
-    door.map_err(MigrationError::opening)
+        (control.strangers(), control.life()),
+    )
 }
 
 /// Waits for the first connection as long as it takes, and for the others as long as a handshake may

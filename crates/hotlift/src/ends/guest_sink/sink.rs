@@ -11,6 +11,8 @@ use hotlift_wire::main_channel::{Command, EarlySection};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
 
+use crate::admission::Admitted;
+use crate::admission::head::Head;
 use crate::control::Control;
 use crate::ends::guest_sink::announce;
 use crate::ends::guest_sink::decompress_threads::{DecompressThreads, Target, failed};
@@ -25,7 +27,7 @@ use crate::pipe::session::Session;
 use crate::pipe::sink::{HasTaken, Sink, WritePages};
 use crate::pipe::stream_in::StreamIn;
 use crate::status::{MigrationEvent, Status};
-use crate::stream::door::{Arrival, Door, Kind};
+use crate::stream::door::Door;
 use crate::stream::main_channel::unexpected;
 use crate::stream::main_recv::Waiting;
 use crate::stream::preempt::PreemptIn;
@@ -231,9 +233,9 @@ impl<'a> GuestSink<'a> {
     pub(crate) fn find_preempt(
         &self,
         door: &mut Door<'_>,
-        arrivals: &mut Vec<Arrival>,
+        arrivals: &mut Vec<Admitted>,
     ) -> Option<Stream> {
-        let named = |arrival: &mut Arrival| matches!(arrival.kind, Kind::Named);
+        let named = |arrival: &mut Admitted| matches!(arrival.head(), Head::Token(_));
         let of_hotlift = arrivals.extract_if(.., named).last();
         match self.source.is_hotlift() {
             true => of_hotlift.map(|arrival| arrival.stream),
@@ -242,7 +244,7 @@ impl<'a> GuestSink<'a> {
     }
 
     /// The same while precopy is under way.
-    pub(crate) fn look_for_preempt(&self, door: &mut Door<'_>, arrivals: &mut Vec<Arrival>) {
+    pub(crate) fn look_for_preempt(&self, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
         let may_come = self.source.is_hotlift() || self.awaits_preempt.load(Ordering::Acquire);
         if self.options.postcopy_preempt
             && may_come

@@ -2,6 +2,7 @@
 
 use std::net::Shutdown;
 
+use crate::admission::Admitted;
 use crate::ends::guest_sink::sink::GuestSink;
 use crate::ends::guest_sink::{channel, decompress_threads};
 use crate::error::MigrationError;
@@ -10,7 +11,7 @@ use crate::lock::lock;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
 use crate::stream::attend::linger;
-use crate::stream::door::{Arrival, Door};
+use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::transport::Stream;
 
@@ -47,7 +48,7 @@ impl Source for Arriving<'_> {
         if is_loading { outcome } else { Ok(()) }
     }
 
-    fn at_door(&self, _: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Arrival>) {
+    fn at_door(&self, _: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
         self.0.look_for_preempt(door, arrivals);
     }
 

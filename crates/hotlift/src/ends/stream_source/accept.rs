@@ -9,15 +9,17 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::multifd::{Hello, InitialPacket};
 
+use crate::admission::head::Head;
+use crate::admission::{Admitted, Listener};
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::pipe::session::Call;
 use crate::pipe::settings::RelaySettings;
 use crate::stream::arrivals::{Arrivals, stray};
-use crate::stream::door::{Arrival, Door, Kind};
+use crate::stream::door::Door;
 use crate::stream::main_recv::Waiting;
-use crate::transport::{Listener, Stream, wait_readable};
+use crate::transport::{Stream, wait_readable};
 
 /// How long the last channel of a source may be behind its first multifd flush on main, before which it was
 /// connected: on one host nothing but this process's own delay.
@@ -94,10 +96,8 @@ impl<'a> Uncounted<'a> {
             settings.incoming_tls.clone(),
             settings.incoming_pass.clone(),
             timeout,
-            control.strangers(),
-            control.life(),
-        )
-        .map_err(MigrationError::opening)?;
+            (control.strangers(), control.life()),
+        )?;
         Ok(Self {
             arrivals: Arrivals::new(door, None, control.strangers()),
             timeout,
@@ -272,13 +272,13 @@ impl<'a> Uncounted<'a> {
             let Ok((arrivals, _)) = self.arrivals.door.step(Duration::ZERO, &[], None) else {
                 return false;
             };
-            let is_late = |arrival: &Arrival| match arrival.kind {
-                Kind::Channel(packet) => {
+            let is_late = |arrival: &Admitted| match arrival.head() {
+                Head::Channel(packet) => {
                     usize::from(packet.id) == count
                         && uuid.is_none_or(|uuid| uuid == packet.uuid)
                         && self.arrivals.is_of_their_host(&arrival.stream)
                 }
-                Kind::Main | Kind::OtherVersion(_) | Kind::Named => false,
+                _ => false,
             };
             if arrivals.iter().any(is_late) {
                 return true;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use hotlift_wire::handshake::Features;
 use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroPageDetection};
 
+use crate::admission::Listener;
 use crate::ends::request::{Outgoing, Request};
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, SyncPoints, version_of};
@@ -32,7 +33,7 @@ use crate::stream::handshake;
 use crate::stream::main_channel::{MainChannel, Silence, Taker};
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::multifd_recv::Methods;
-use crate::transport::{Listener, Stream};
+use crate::transport::Stream;
 
 /// How long the first page of a source may be behind its channels.
 const FIRST_PAGES: Duration = Duration::from_secs(1);

@@ -13,18 +13,19 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use super::agreement::{self, Agreement, Answer};
 use super::run::Incoming;
-use crate::admission::head::RESUMED_MAGIC;
+use crate::admission::head::Head;
+use crate::admission::{Admitted, Listener};
 use crate::ends::guest_sink::accept;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::life::threads::{caught, spawn};
 use crate::status::Status;
-use crate::stream::door::{Arrival, Door, Kind};
+use crate::stream::door::Door;
 use crate::stream::main_channel::MainChannel;
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
-use crate::transport::{Listener, Stream};
+use crate::transport::Stream;
 
 impl Incoming<'_> {
     /// Takes the rest from a source that connects to where somebody says that it will; how that ended. `None` once the
@@ -82,26 +83,22 @@ impl Incoming<'_> {
         &self,
         door: &mut Door<'_>,
         wait: Duration,
-    ) -> Result<Vec<Arrival>, MigrationError> {
+    ) -> Result<Vec<Admitted>, MigrationError> {
         // Whoever asks is told that the guest runs.
         let asked = self.session.asked(&|| ());
         let step = door.step(wait, &[], Some(&asked));
         Ok(step.map_err(MigrationError::opening)?.0)
     }
 
-    fn is_the_source(&self, arrival: &Arrival) -> bool {
-        let mut magic = [0; RESUMED_MAGIC.len()];
-        match arrival.kind {
-            Kind::Named => true,
-            Kind::Main if !self.sink.source.is_hotlift() => {
+    fn is_the_source(&self, arrival: &Admitted) -> bool {
+        match arrival.head() {
+            Head::Token(_) => true,
+            Head::Resumed if !self.sink.source.is_hotlift() => {
                 let first = &self.sink.source.main;
-                let seen = arrival.stream.peek(&mut magic);
-                matches!(seen, Ok(Some(_)))
-                    && magic == RESUMED_MAGIC
-                    // Whoever has a certificate of the same authority may say the same.
-                    && (first.peer().is_none() || first.host().is_at_the_end_of(&arrival.stream))
+                // Any peer with a certificate of the same authority may send the same.
+                first.peer().is_none() || first.host().is_at_the_end_of(&arrival.stream)
             }
-            Kind::Main | Kind::Channel(_) | Kind::OtherVersion(_) => false,
+            _ => false,
         }
     }
 

@@ -1,4 +1,4 @@
-//! A listener without a socket: it gets connections that somebody else has accepted and told apart.
+//! The queue between two doors: connections that one has admitted, and the other accepts.
 
 use std::collections::VecDeque;
 use std::io;
@@ -7,12 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::Stream;
+use super::admitted::Admitted;
+use super::limits::QUEUED;
 use crate::lock::lock;
-
-/// Connections that may wait to be accepted: the most channels that a migration has, its main channel, and some of the
-/// next migration.
-const MOST: usize = 320;
+use crate::transport::Stream;
 
 /// What a listener and its giver share.
 #[derive(Debug)]
@@ -24,7 +22,7 @@ struct Queue {
 
 #[derive(Debug)]
 struct State {
-    waiting: VecDeque<Stream>,
+    waiting: VecDeque<Admitted>,
     is_open: bool,
     /// One was accepted.
     is_begun: bool,
@@ -32,7 +30,7 @@ struct State {
 
 impl State {
     fn takes(&self) -> bool {
-        self.is_open && self.waiting.len() < MOST
+        self.is_open && self.waiting.len() < QUEUED
     }
 }
 
@@ -54,16 +52,16 @@ pub(super) struct Handed {
 pub struct Giver(Arc<Queue>);
 
 impl Giver {
-    /// Lets the listener accept `stream`.
+    /// Lets the listener accept `one`.
     ///
     /// # Errors
-    /// `stream` itself once the listener is gone, or if it lets too many wait.
-    pub fn give(&self, stream: Stream) -> Result<(), Stream> {
+    /// `one` itself once the listener is gone, or if it lets too many wait.
+    pub fn give(&self, one: Admitted) -> Result<(), Admitted> {
         let mut state = self.0.lock();
         if !state.takes() {
-            return Err(stream);
+            return Err(one);
         }
-        state.waiting.push_back(stream);
+        state.waiting.push_back(one);
         // It counts to 2^64 - 2.
         let _ = rustix::io::write(&self.0.count, &1_u64.to_ne_bytes());
         Ok(())
@@ -86,7 +84,9 @@ impl Giver {
     pub fn is_deserted(&self, has_closed: &dyn Fn(&Stream) -> bool) -> bool {
         let state = self.0.lock();
         let has_gone = |stream: &Stream| stream.is_hung_up() || has_closed(stream);
-        !state.is_begun && !state.waiting.is_empty() && state.waiting.iter().all(has_gone)
+        !state.is_begun
+            && !state.waiting.is_empty()
+            && state.waiting.iter().all(|one| has_gone(&one.stream))
     }
 }
 
@@ -115,18 +115,18 @@ impl Handed {
     }
 
     /// The connection that has waited for longest.
-    pub(super) fn take(&self) -> Option<Stream> {
+    pub(super) fn take(&self) -> Option<Admitted> {
         let mut state = self.queue.lock();
-        let stream = state.waiting.pop_front()?;
+        let one = state.waiting.pop_front()?;
         state.is_begun = true;
         let _ = rustix::io::read(&self.queue.count, &mut [0; 8]);
-        Some(stream)
+        Some(one)
     }
 }
 
 impl Handed {
     /// Takes no more connections, and gives back those that have waited.
-    pub(super) fn close(&self) -> VecDeque<Stream> {
+    pub(super) fn close(&self) -> VecDeque<Admitted> {
         let mut state = self.queue.lock();
         state.is_open = false;
         std::mem::take(&mut state.waiting)
@@ -147,28 +147,33 @@ impl Drop for Handed {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::time::Instant;
 
     use super::super::Listener;
     use super::*;
 
+    fn pair() -> (Admitted, Stream) {
+        let (here, there) = Stream::pair().unwrap();
+        (Admitted::new(here, Instant::now()), there)
+    }
+
     #[test]
     fn a_connection_is_accepted_in_its_turn_and_a_listener_that_is_gone_takes_none() {
         let (listener, giver) = Listener::handed(true).unwrap();
-        assert!(listener.accept(Duration::ZERO).unwrap().is_none());
-        let (one, first) = Stream::pair().unwrap();
-        let (two, _second) = Stream::pair().unwrap();
+        assert!(listener.accept(Instant::now()).unwrap().is_none());
+        let (one, first) = pair();
+        let (two, _second) = pair();
         giver.give(one).unwrap();
         giver.give(two).unwrap();
-        let accepted = listener.accept(Duration::from_secs(10)).unwrap().unwrap();
+        let accepted = listener.accept(Instant::now()).unwrap().unwrap();
         std::io::Write::write_all(&mut &first, b"1").unwrap();
         let mut byte = [0];
-        accepted.read_some(&mut byte).unwrap();
+        accepted.stream.read_some(&mut byte).unwrap();
         assert_eq!(&byte, b"1");
-        assert!(listener.accept(Duration::ZERO).unwrap().is_some());
-        assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+        assert!(listener.accept(Instant::now()).unwrap().is_some());
+        assert!(listener.accept(Instant::now()).unwrap().is_none());
         drop(listener);
-        let (three, _third) = Stream::pair().unwrap();
+        let (three, _third) = pair();
         assert!(giver.give(three).is_err());
     }
 
@@ -176,8 +181,8 @@ mod tests {
     fn a_listener_whose_connections_were_all_closed_unaccepted_is_deserted() {
         let (listener, giver) = Listener::handed(true).unwrap();
         assert!(!giver.is_deserted(&|_| false), "nobody was there");
-        let (one, first) = Stream::pair().unwrap();
-        let (two, second) = Stream::pair().unwrap();
+        let (one, first) = pair();
+        let (two, second) = pair();
         std::io::Write::write_all(&mut &first, b"said before it left").unwrap();
         giver.give(one).unwrap();
         giver.give(two).unwrap();
@@ -185,7 +190,7 @@ mod tests {
         assert!(!giver.is_deserted(&|_| false), "one is still there");
         drop(second);
         assert!(giver.is_deserted(&|_| false));
-        drop(listener.accept(Duration::ZERO).unwrap().unwrap());
+        drop(listener.accept(Instant::now()).unwrap().unwrap());
         assert!(
             !giver.is_deserted(&|_| false),
             "whoever accepts finds out himself"
@@ -195,9 +200,9 @@ mod tests {
     #[test]
     fn a_listener_that_accepts_nobody_lets_a_limited_number_wait() {
         let (_listener, giver) = Listener::handed(true).unwrap();
-        let given = (0..=MOST).map(|_| giver.give(Stream::pair().unwrap().0));
+        let given = (0..=QUEUED).map(|_| giver.give(pair().0));
         let given: Vec<_> = given.map(|given| given.is_ok()).collect();
-        assert_eq!(given.iter().filter(|given| **given).count(), MOST);
-        assert!(!given[MOST]);
+        assert_eq!(given.iter().filter(|given| **given).count(), QUEUED);
+        assert!(!given[QUEUED]);
     }
 }

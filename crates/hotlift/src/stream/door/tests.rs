@@ -1,0 +1,339 @@
+//! The whole door on a virtual clock, against a model of it: seeded arrivals of every kind.
+
+use std::collections::BTreeMap;
+
+use hotlift_wire::multifd::InitialPacket;
+use hotlift_wire::settle::{TOKEN_LEN, question, token};
+
+use super::*;
+use crate::admission::head::read_head;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+const PASS: [u8; 16] = [9; 16];
+const SEEDS: u64 = 100;
+const ARRIVALS: u64 = 100;
+
+/// Milliseconds since the start.
+type Time = u64;
+
+/// A client: the bytes that it has sent by a time, and when it closes its side.
+struct Client {
+    stream: Stream,
+    comes: Time,
+    bytes: Vec<u8>,
+    /// The first so many bytes are there from this time on.
+    plan: Vec<(Time, usize)>,
+    closes: Option<Time>,
+    sent: usize,
+    is_closed: bool,
+    /// A byte of its token was flipped.
+    has_no_token: bool,
+}
+
+/// The end of a client, by the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Arrived,
+    Answered,
+    TurnedAway,
+}
+
+/// A connection that waits, by the model.
+struct Waiting {
+    client: usize,
+    since: Time,
+    /// Bytes of a token that was shown.
+    taken: usize,
+}
+
+#[derive(Default)]
+struct Model {
+    needs_pass: bool,
+    waiting: Vec<Waiting>,
+    outcomes: BTreeMap<usize, Outcome>,
+    turned_away: BTreeMap<String, u64>,
+}
+
+impl Model {
+    fn turn_away(&mut self, client: usize, why: &str) {
+        *self.turned_away.entry(why.to_owned()).or_default() += 1;
+        self.outcomes.insert(client, Outcome::TurnedAway);
+    }
+
+    fn drop_late(&mut self, now: Time) {
+        let patience = u64::try_from(PATIENCE.as_millis()).unwrap();
+        while let Some(at) = (self.waiting.iter()).position(|one| now - one.since >= patience) {
+            let client = self.waiting.remove(at).client;
+            self.turn_away(client, "a connection that did not say what it is in time");
+        }
+    }
+
+    fn enter(&mut self, client: usize, now: Time) {
+        if self.waiting.len() == 64 {
+            let oldest = self.waiting.remove(0).client;
+            self.turn_away(oldest, "more connections than may wait");
+        }
+        self.waiting.push(Waiting {
+            client,
+            since: now,
+            taken: 0,
+        });
+    }
+
+    /// Classifies what has come by now of all that wait.
+    fn look(&mut self, clients: &[Client]) {
+        let mut at = 0;
+        while let Some(one) = self.waiting.get_mut(at) {
+            let client = &clients[one.client];
+            let seen = &client.bytes[one.taken..client.sent];
+            let head = match read_head(seen) {
+                Head::Partial if client.is_closed && seen.is_empty() => {
+                    Head::Gone("a connection that was closed without a word")
+                }
+                Head::Partial if client.is_closed => {
+                    Head::Other("a connection that was closed in its first bytes")
+                }
+                head => head,
+            };
+            let has_passed = one.taken > 0 || !self.needs_pass;
+            match head {
+                Head::Partial => {
+                    at += 1;
+                    continue;
+                }
+                Head::Token(PASS) if !has_passed => {
+                    one.taken = TOKEN_LEN;
+                    continue;
+                }
+                _ => {}
+            }
+            let client = self.waiting.remove(at).client;
+            match head {
+                Head::Main | Head::Resumed | Head::Channel(_) | Head::OtherVersion(_) => {
+                    match has_passed {
+                        true => drop(self.outcomes.insert(client, Outcome::Arrived)),
+                        false => {
+                            self.turn_away(client, "a connection without this migration's token");
+                        }
+                    }
+                }
+                Head::Question(_) => drop(self.outcomes.insert(client, Outcome::Answered)),
+                Head::Token(_) => {
+                    self.turn_away(client, "a connection with another migration's token");
+                }
+                Head::Hello => self.turn_away(client, NO_STREAM),
+                Head::Other(why) | Head::Gone(why) => self.turn_away(client, why),
+                Head::Partial => unreachable!("it waits"),
+            }
+        }
+    }
+}
+
+/// Returns a client and the other end of its connection.
+fn client(rng: &mut fastrand::Rng, needs_pass: bool, comes: Time) -> (Client, Stream) {
+    let opening = InitialPacket {
+        uuid: [7; 16],
+        id: rng.u8(0..4),
+        hello: None,
+    };
+    let own = match needs_pass && rng.u8(0..8) > 0 {
+        true => token(PASS).to_vec(),
+        false => Vec::new(),
+    };
+    let head = match rng.u8(0..9) {
+        0 | 1 => b"QEVM\0\0\0\x03\x01".to_vec(),
+        2 | 3 => opening.encode().to_vec(),
+        4 => b"\x08\x00\x0a\x00".to_vec(),
+        5 => question(MigrationId([5; 16])).to_vec(),
+        6 => token([1; 16]).to_vec(),
+        7 => b"\x16\x03\x01\x02\x00\x01".to_vec(),
+        _ => [&b"{\"hotlift\":6}"[..], b"GET / HTTP/1.1", b"", b"\0"][rng.usize(0..4)].to_vec(),
+    };
+    let mut bytes = [own.clone(), head].concat();
+    let mut has_no_token = false;
+    if !bytes.is_empty() && rng.u8(0..4) == 0 {
+        let flipped = rng.usize(0..bytes.len());
+        bytes[flipped] ^= rng.u8(1..);
+        has_no_token = flipped < own.len();
+    }
+    let length = bytes.len();
+    let patience = u64::try_from(PATIENCE.as_millis()).unwrap();
+    let plan = match rng.u8(0..6) {
+        // At once; never; a part; byte by byte; the last byte within a millisecond of the limit.
+        0 | 1 => vec![(comes, length)],
+        2 => Vec::new(),
+        3 => vec![(comes, rng.usize(0..=length))],
+        4 => {
+            let pause = rng.u64(1..400);
+            (0..=length)
+                .map(|sent| (comes + sent as u64 * pause, sent))
+                .collect()
+        }
+        _ => {
+            let last = comes + patience + rng.u64(0..3) - 1;
+            vec![(comes, length.saturating_sub(1)), (last, length)]
+        }
+    };
+    let closes = (rng.u8(0..4) == 0).then(|| comes + rng.u64(0..2 * patience));
+    let (here, stream) = Stream::pair().unwrap();
+    let client = Client {
+        stream,
+        comes,
+        bytes,
+        plan,
+        closes,
+        sent: 0,
+        is_closed: false,
+        has_no_token,
+    };
+    (client, here)
+}
+
+impl Client {
+    /// Sends what it has to send by `now`.
+    fn act(&mut self, now: Time) {
+        if self.is_closed {
+            return;
+        }
+        let due = self.plan.iter().filter(|(at, _)| *at <= now);
+        let due = due.map(|(_, sent)| *sent).max().unwrap_or(0);
+        if due > self.sent {
+            // The door may have closed it.
+            let _ = (&self.stream).write_all(&self.bytes[self.sent..due]);
+            self.sent = due;
+        }
+        if self.closes.is_some_and(|at| at <= now) {
+            self.is_closed = true;
+            self.stream.shutdown(std::net::Shutdown::Write);
+        }
+    }
+
+    /// Returns the next time after `now` at which it does something.
+    fn next(&self, now: Time) -> Option<Time> {
+        let times = self.plan.iter().map(|(at, _)| *at);
+        let times = times.chain(self.closes).chain([self.comes]);
+        times.filter(|at| *at > now).min()
+    }
+
+    /// Returns its outcome, as it sees it; `None` while its connection is open.
+    fn outcome(&self) -> Option<Outcome> {
+        let mut first = [0; 2];
+        match self.stream.peek(&mut first) {
+            Ok(None) => None,
+            Ok(Some(1)) if first[0] == b'A' => Some(Outcome::Arrived),
+            Ok(Some(1..)) => Some(Outcome::Answered),
+            Ok(Some(0)) | Err(_) => Some(Outcome::TurnedAway),
+        }
+    }
+}
+
+/// Runs one seed; the number of arrivals.
+fn run(seed: u64) -> usize {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let life = Life::default();
+    life.stop_clock();
+    let strangers = Strangers::default();
+    let (listener, giver) = Listener::handed(true).unwrap();
+    let needs_pass = rng.bool();
+    let pass = needs_pass.then(|| Pass::new(PASS, None));
+    let mut door = Door::new(&listener, None, pass, PATIENCE, (&strangers, &life)).unwrap();
+    let mut model = Model {
+        needs_pass,
+        ..Model::default()
+    };
+    // A flood, or a trickle.
+    let spread = [1, 1000, 60_000][rng.usize(0..3)];
+    let mut times: Vec<Time> = (0..ARRIVALS).map(|_| rng.u64(0..spread)).collect();
+    times.sort_unstable();
+    let made = times.iter().map(|at| client(&mut rng, needs_pass, *at));
+    let (mut clients, here): (Vec<_>, Vec<_>) = made.unzip();
+    let mut here = here.into_iter().map(Some).collect::<Vec<_>>();
+    let mut arrived = Vec::new();
+    let mut now = 0;
+    loop {
+        clients.iter_mut().for_each(|client| client.act(now));
+        let new: Vec<_> = (0..clients.len())
+            .filter(|client| here[*client].is_some() && clients[*client].comes <= now)
+            .collect();
+        for client in &new {
+            let one = Admitted::new(here[*client].take().unwrap(), life.now());
+            giver.give(one).unwrap();
+        }
+        // A step looks first, and accepts one connection then.
+        for _ in 0..new.len() + 2 {
+            let (arrivals, _) = door.step(Duration::ZERO, &[], None).unwrap();
+            for arrival in arrivals {
+                let _ = (&arrival.stream).write_all(b"A");
+                arrived.push(arrival);
+            }
+            assert!(door.admission.room.iter().count() <= 64, "seed {seed}");
+        }
+        model.drop_late(now);
+        model.look(&clients);
+        for client in new {
+            model.enter(client, now);
+            model.look(&clients);
+        }
+        let deadline = model.waiting.iter().map(|one| one.since + 10_000).min();
+        let left = door.admission.shortened(Duration::MAX, life.now());
+        let expected = deadline.map_or(Duration::MAX, |at| Duration::from_millis(at - now));
+        assert_eq!(left, expected, "seed {seed} at {now} ms");
+        let next = clients.iter().filter_map(|client| client.next(now));
+        let Some(next) = next.chain(deadline).min() else {
+            break;
+        };
+        life.advance(Duration::from_millis(next - now));
+        now = next;
+    }
+    assert_eq!(strangers.counts(), model.turned_away, "seed {seed}");
+    assert_eq!(model.outcomes.len(), clients.len(), "seed {seed}");
+    for (client, outcome) in &model.outcomes {
+        let client = &clients[*client];
+        assert_eq!(client.outcome(), Some(*outcome), "seed {seed}");
+        assert!(
+            !client.has_no_token || *outcome != Outcome::Arrived,
+            "seed {seed}"
+        );
+    }
+    // Nothing is left that takes a place.
+    life.advance(CONFIRMATIONS.patience);
+    door.step(Duration::ZERO, &[], None).unwrap();
+    assert_eq!(door.admission.since().count() + door.told.iter().count(), 0);
+    clients.len()
+}
+
+#[test]
+fn ten_thousand_arrivals_end_as_in_the_model_and_leave_no_place_taken() {
+    let arrivals: usize = (0..SEEDS).map(run).sum();
+    assert_eq!(arrivals, 10_000);
+}
+
+#[test]
+fn a_connection_that_another_door_has_classified_keeps_its_head_and_its_pass() {
+    let life = Life::default();
+    let strangers = Strangers::default();
+    let (listener, giver) = Listener::handed(true).unwrap();
+    let pass = Some(Pass::new(PASS, None));
+    let mut door = Door::new(&listener, None, pass.clone(), PATIENCE, (&strangers, &life)).unwrap();
+    let (here, there) = Stream::pair().unwrap();
+    (&there).write_all(&token(PASS)).unwrap();
+    let mut one = Admitted::new(here, life.now());
+    one.look();
+    assert!(pass.is_some_and(|pass| pass.is_shown_by(&one)) && one.let_pass());
+    (&there).write_all(b"QEVM\0\0\0\x03\x01").unwrap();
+    assert_eq!(one.look(), Head::Main);
+    // What follows is not looked at.
+    (&one.stream).read_exact(&mut [0; 9]).unwrap();
+    giver.give(one).unwrap();
+    let mut arrivals = Vec::new();
+    while arrivals.is_empty() {
+        arrivals = door.step(Duration::ZERO, &[], None).unwrap().0;
+    }
+    assert_eq!(arrivals[0].head(), Head::Main);
+    // The next migration at this listener has another pass.
+    door.keep(arrivals);
+    drop(door);
+    let next = listener.accept(life.now()).unwrap().unwrap();
+    assert_eq!((next.head(), next.has_passed), (Head::Main, false));
+    assert!(strangers.counts().is_empty());
+}
