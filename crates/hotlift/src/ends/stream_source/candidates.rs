@@ -3,15 +3,15 @@
 //! It has no header. Each connection that is made while it may come is a candidate; the one whose first page was asked for
 //! is the channel, and a stranger loses its own connection only.
 
-use std::io;
 use std::net::Shutdown;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use hotlift_wire::main_channel::postcopy::{PREEMPT_HEAD_LEN, PreemptDecoder};
 use hotlift_wire::{RamBlockEntry, WireError};
 use rustix::event::{PollFd, PollFlags};
 
+use crate::admission::Room;
+use crate::admission::limits::CANDIDATES;
 use crate::control::Control;
 use crate::ends::stream_source::postcopy::Demand;
 use crate::error::MigrationError;
@@ -19,12 +19,6 @@ use crate::life::bell::Bell;
 use crate::life::{LONG, Life};
 use crate::lock::lock;
 use crate::transport::Stream;
-
-/// Candidates at most: a QEMU makes one connection, and they wait in memory for as long as the migration takes.
-const MOST: usize = 64;
-
-/// Between two checks of a connection that has sent a part of its first record: what has come keeps a poll from waiting.
-const HALF_SAID: Duration = Duration::from_millis(2);
 
 /// Why a connection was turned away.
 pub(crate) const NO_PREEMPT: &str = "a connection that is no preempt channel";
@@ -39,16 +33,19 @@ pub(crate) struct Candidates {
 
 #[derive(Debug, Default)]
 struct State {
-    streams: Vec<Arc<Stream>>,
-    /// The only one left is the channel.
-    is_found: bool,
+    /// Those that have come since the last look.
+    new: Vec<Stream>,
+    /// Those that are waited for, the new ones among them.
+    count: usize,
+    /// The channel.
+    found: Option<Arc<Stream>>,
     /// Nothing more is to come.
     over: bool,
 }
 
 /// Meaning of a candidate's first bytes.
 enum Said {
-    Nothing,
+    /// They are not enough.
     Part,
     Page(usize, u64),
     Stranger,
@@ -58,9 +55,10 @@ impl Candidates {
     /// This may be it; false, and closed, if there are too many.
     pub(crate) fn add(&self, stream: Stream) -> bool {
         let mut state = lock(&self.state);
-        let has_room = state.streams.len() < MOST && !state.over && !state.is_found;
+        let has_room = state.count < CANDIDATES.most && !state.over && state.found.is_none();
         if has_room {
-            state.streams.push(Arc::new(stream));
+            state.new.push(stream);
+            state.count += 1;
             self.life.wake();
         }
         has_room
@@ -68,20 +66,21 @@ impl Candidates {
 
     /// Whether there is one.
     pub(crate) fn is_any(&self) -> bool {
-        !lock(&self.state).streams.is_empty()
+        lock(&self.state).count > 0
     }
 
     /// Whether the channel is found.
     pub(crate) fn is_found(&self) -> bool {
-        lock(&self.state).is_found
+        lock(&self.state).found.is_some()
     }
 
     /// Nothing more is to come on any.
     pub(crate) fn end(&self) {
         let mut state = lock(&self.state);
         state.over = true;
-        for stream in &state.streams {
-            stream.shutdown(Shutdown::Both);
+        state.new.clear();
+        if let Some(found) = &state.found {
+            found.shutdown(Shutdown::Both);
         }
         self.life.wake();
     }
@@ -97,47 +96,55 @@ impl Candidates {
         control: &Control,
     ) -> Result<Option<Arc<Stream>>, MigrationError> {
         let bell = Bell::new(&self.life).map_err(MigrationError::opening)?;
+        let mut room = Room::new(CANDIDATES).map_err(MigrationError::opening)?;
         let decoder = PreemptDecoder::new(blocks.to_vec());
-        while let Some(streams) = self.open() {
-            wait_for_word(&streams, &bell).map_err(MigrationError::opening)?;
-            let mut part = false;
-            for stream in &streams {
-                match said(stream, &decoder) {
-                    Said::Nothing => {}
-                    Said::Part => part = true,
-                    Said::Page(block, offset) if demand.has(block, offset) => {
-                        return Ok(self.take(stream, control));
-                    }
-                    Said::Page(..) | Said::Stranger => self.drop(stream, control),
+        while let Some(new) = self.take_new() {
+            for stream in new {
+                let entered = room.enter(stream, self.life.now());
+                entered.map_err(MigrationError::opening)?;
+            }
+            while let Some(number) = room.next_news() {
+                let said = room
+                    .get(number)
+                    .map_or(Said::Part, |one| said(one, &decoder));
+                let is_it = match said {
+                    Said::Part => continue,
+                    Said::Page(block, offset) => demand.has(block, offset),
+                    Said::Stranger => false,
+                };
+                let Some((stream, _)) = room.remove(number) else {
+                    continue;
+                };
+                if is_it {
+                    room.iter().for_each(|(other, _)| turn_away(other, control));
+                    return Ok(self.keep(stream, control));
                 }
+                turn_away(&stream, control);
+                lock(&self.state).count -= 1;
             }
-            if part {
-                std::thread::sleep(HALF_SAID);
-            }
+            let mut fds = vec![PollFd::from_borrowed_fd(room.polled(), PollFlags::IN)];
+            bell.poll(&mut fds, LONG).map_err(MigrationError::opening)?;
         }
         Ok(None)
     }
 
-    /// The candidates; `None` once nothing is to come.
-    fn open(&self) -> Option<Vec<Arc<Stream>>> {
-        let state = lock(&self.state);
-        (!state.over).then(|| state.streams.clone())
+    /// The candidates that have come; `None` once nothing is to come.
+    fn take_new(&self) -> Option<Vec<Stream>> {
+        let mut state = lock(&self.state);
+        (!state.over).then(|| std::mem::take(&mut state.new))
     }
 
-    fn take(&self, found: &Arc<Stream>, control: &Control) -> Option<Arc<Stream>> {
+    /// Keeps the channel, and none beside it; `None` once nothing is to come.
+    fn keep(&self, found: Stream, control: &Control) -> Option<Arc<Stream>> {
         let mut state = lock(&self.state);
-        for other in state.streams.iter().filter(|it| !Arc::ptr_eq(it, found)) {
-            turn_away(other, control);
+        if state.over {
+            return None;
         }
-        state.streams = vec![Arc::clone(found)];
-        state.is_found = true;
-        (!state.over).then(|| Arc::clone(found))
-    }
-
-    fn drop(&self, stream: &Arc<Stream>, control: &Control) {
-        turn_away(stream, control);
-        let mut state = lock(&self.state);
-        state.streams.retain(|it| !Arc::ptr_eq(it, stream));
+        for other in state.new.drain(..) {
+            turn_away(&other, control);
+        }
+        state.count = 1;
+        Some(Arc::clone(state.found.insert(Arc::new(found))))
     }
 }
 
@@ -146,26 +153,13 @@ fn turn_away(stream: &Stream, control: &Control) {
     stream.shutdown(Shutdown::Both);
 }
 
-/// Waits until one of them is readable, or there are others.
-fn wait_for_word(streams: &[Arc<Stream>], bell: &Bell) -> io::Result<()> {
-    let wait = match streams.iter().any(|stream| stream.has_plaintext()) {
-        true => Duration::ZERO,
-        false => LONG,
-    };
-    let fds = streams.iter();
-    let mut fds: Vec<_> = fds
-        .map(|stream| PollFd::new(&**stream, PollFlags::IN))
-        .collect();
-    bell.poll(&mut fds, wait)
-}
-
 /// Looks at the first bytes of a candidate without waiting and without taking them.
 fn said(stream: &Stream, decoder: &PreemptDecoder) -> Said {
     let mut head = [0; PREEMPT_HEAD_LEN];
     let seen = match stream.peek(&mut head) {
-        Ok(None) if !stream.is_hung_up() => return Said::Nothing,
+        Ok(None) => 0,
         Ok(Some(seen @ 1..)) => seen,
-        Ok(_) | Err(_) => return Said::Stranger,
+        Ok(Some(0)) | Err(_) => return Said::Stranger,
     };
     match decoder.place(&head[..seen]) {
         Ok((block, offset)) => Said::Page(block, offset),
@@ -212,11 +206,15 @@ mod tests {
         drop(add(None));
         let _others = [add(Some(b"GET / HTTP/1.1\r\n")), add(Some(&page(4096)))];
         let _half = add(Some(&page(8192)[..4]));
-        let real = add(Some(&page(8192)));
-        let found = candidates
-            .find(&blocks, &demand, &control)
-            .unwrap()
-            .unwrap();
+        // The rest of its first record comes later.
+        let whole = page(8192);
+        let (start, rest) = whole.split_at(4);
+        let real = add(Some(start));
+        let found = std::thread::scope(|scope| {
+            let finds = scope.spawn(|| candidates.find(&blocks, &demand, &control));
+            (&real).write_all(rest).unwrap();
+            finds.join().unwrap().unwrap().unwrap()
+        });
         assert!(candidates.is_found());
         drop(found);
         assert_eq!((&silent).read(&mut [0]).unwrap(), 0, "it is dropped");
