@@ -4,17 +4,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift::MigrationError;
 use hotlift::conversation::Conversation;
 use hotlift::relay::RelayReport;
+use hotlift::{Control, MigrationError};
 use hotlift_qmp::one_line;
 
 use crate::error::CarryError;
 use crate::messages::Message;
 use crate::session::Session;
-
-/// How often it is looked whether the relay has ended.
-const LOOK: Duration = Duration::from_millis(100);
 
 /// How long the other agent may take, once this side's relay has ended, to say how its own has.
 const LAST_WORD: Duration = Duration::from_secs(3);
@@ -40,6 +37,24 @@ impl Progress {
         let is_late = age > patience && !self.has_begun.load(Ordering::Acquire);
         is_late || follows && !is_there && !self.is_committed.load(Ordering::Acquire)
     }
+
+    /// Returns how long a relay of this age may go without a look whether it must end, if nothing happens.
+    fn until_late(&self, age: Duration, patience: Duration) -> Duration {
+        match self.has_begun.load(Ordering::Acquire) || age > patience {
+            true => Duration::MAX,
+            false => patience.saturating_sub(age),
+        }
+    }
+}
+
+/// Wakes what waits for the end of a relay, however it ends.
+struct Ends<'a>(&'a AtomicBool, &'a Control);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+        self.1.wake();
+    }
 }
 
 /// Runs `relay`, listens to the other agent until it has ended, and tells it how. A relay that has not begun within the first of
@@ -55,34 +70,44 @@ pub fn relay(
     relay: &(dyn Fn() -> Result<RelayReport, MigrationError> + Sync),
 ) -> Result<RelayReport, CarryError> {
     let control = &session.control;
+    let system = |what| move |source| CarryError::System { what, source };
+    let bell = control.bell().map_err(system("descriptor"))?;
+    let has_ended = AtomicBool::new(false);
     let mut said = None;
     let outcome = thread::scope(|scope| {
         let running = thread::Builder::new()
             .name("agent/relay".to_owned())
-            .spawn_scoped(scope, relay)
-            .map_err(|source| CarryError::System {
-                what: "thread",
-                source,
-            })?;
+            .spawn_scoped(scope, || {
+                let _ends = Ends(&has_ended, control);
+                relay()
+            })
+            .map_err(system("thread"))?;
         let begun = Instant::now();
         let mut is_there = true;
-        while !running.is_finished() {
-            if progress.must_end(begun.elapsed(), limits, is_there) {
+        while !has_ended.load(Ordering::Acquire) {
+            let age = begun.elapsed();
+            if progress.must_end(age, limits, is_there) && !control.is_cancelled() {
                 control.cancel();
             }
-            if !is_there {
-                thread::sleep(LOOK);
-                continue;
-            }
-            match conversation.hear::<Message>(LOOK) {
-                Ok(None) => {}
-                Ok(Some(message)) => {
-                    said.get_or_insert(message);
-                }
-                Err(_) => {
-                    is_there = false;
-                    control.suspect_peer();
-                }
+            let wait = progress.until_late(age, limits.0);
+            let waited = match is_there {
+                true => match conversation.hear::<Message>(Duration::ZERO) {
+                    Ok(None) => bell.wait_readable(conversation.stream(), wait),
+                    Ok(Some(message)) => {
+                        said.get_or_insert(message);
+                        continue;
+                    }
+                    Err(_) => {
+                        is_there = false;
+                        control.suspect_peer();
+                        continue;
+                    }
+                },
+                false => bell.poll(&mut Vec::new(), wait).map(|()| true),
+            };
+            if waited.is_err() {
+                control.cancel();
+                break;
             }
         }
         let panicked = |_| {
@@ -132,7 +157,10 @@ mod tests {
             let ends = |age, is_there| progress.must_end(age, (patience, follows), is_there);
             assert!(!ends(patience, true));
             assert!(ends(patience + MS, true));
+            assert_eq!(progress.until_late(patience - MS, patience), MS);
+            assert_eq!(progress.until_late(patience + MS, patience), Duration::MAX);
             progress.has_begun.store(true, Ordering::Release);
+            assert_eq!(progress.until_late(MS, patience), Duration::MAX);
             assert!(!ends(patience * 100, true));
             assert_eq!(ends(MS, false), follows);
             progress.is_committed.store(true, Ordering::Release);

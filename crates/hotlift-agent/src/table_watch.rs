@@ -1,10 +1,10 @@
 //! Puts the nftables table back when something has changed it, and logs what goes past the redirect.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use hotlift::error::error_line;
-use hotlift_mem::wait_readable;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::agent::Agent;
 use crate::config::{LogLevel, Plaintext};
@@ -22,6 +22,8 @@ const RETRY: Duration = Duration::from_secs(1);
 struct Schedule {
     log: Option<Instant>,
     retry: Option<Instant>,
+    /// The table is left alone until then.
+    pause: Option<Instant>,
 }
 
 impl Schedule {
@@ -34,10 +36,16 @@ impl Schedule {
     /// Returns what is due: the log, if some packets `came` or some wait; the table, if it was `changed` or could not be put back.
     fn due(&mut self, now: Instant, came: bool, changed: bool) -> (bool, bool) {
         let is_due = |at: &mut Option<Instant>| at.take_if(|at| now >= *at).is_some();
-        (
-            came | is_due(&mut self.log),
-            changed | is_due(&mut self.retry),
-        )
+        if changed {
+            self.retry = Some(self.pause.map_or(now, |pause| pause.max(now)));
+        }
+        (came | is_due(&mut self.log), is_due(&mut self.retry))
+    }
+
+    /// Notes that the table was put back at `now`, or could not be.
+    fn restored(&mut self, now: Instant, is_back: bool) {
+        self.pause = Some(now + PAUSE);
+        self.retry = (!is_back).then(|| now + RETRY);
     }
 }
 
@@ -56,13 +64,12 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     let mut schedule = Schedule {
         // While no agent ran.
         log: later(log_past(agent, &mut logged, now), now),
-        retry: None,
+        ..Schedule::default()
     };
     while !agent.has_ended() {
         let mut fds = vec![changes.0.as_fd(), agent.ended_fd()];
         fds.extend(packets.as_ref().map(AsFd::as_fd));
-        let now = Instant::now();
-        wait_readable(&fds, schedule.wait(now).map(|time| now + time));
+        wait(&fds, schedule.wait(Instant::now()));
         let now = Instant::now();
         let came = packets.as_ref().is_some_and(Packets::have_come);
         let (logs, restores) = schedule.due(now, came, changes.concern_table());
@@ -74,9 +81,11 @@ pub fn keep(agent: &Agent, changes: &Changes) {
             continue;
         }
         let restored = agent.table().as_mut().map_or(Ok(false), Table::restore);
-        schedule.retry = restored.is_err().then(|| now + RETRY);
+        if !matches!(restored, Ok(false)) {
+            schedule.restored(Instant::now(), restored.is_ok());
+        }
         match restored {
-            Ok(false) => continue,
+            Ok(false) => {}
             Ok(true) => {
                 let text = "something has changed or removed the nftables table: it is back";
                 agent.log.say(LogLevel::Warning, text);
@@ -86,7 +95,6 @@ pub fn keep(agent: &Agent, changes: &Changes) {
                 agent.log.say(LogLevel::Error, &text);
             }
         }
-        wait_readable(&[agent.ended_fd()], Some(Instant::now() + PAUSE));
     }
 }
 
@@ -105,6 +113,17 @@ fn log_past(agent: &Agent, logged: &mut Logged, now: Instant) -> bool {
     waits
 }
 
+/// Waits until one of `fds` is readable, for up to `time`.
+fn wait(fds: &[BorrowedFd<'_>], time: Option<Duration>) {
+    let mut polled: Vec<_> = fds
+        .iter()
+        .map(|fd| PollFd::new(fd, PollFlags::IN))
+        .collect();
+    let time = time.and_then(|time| Timespec::try_from(time).ok());
+    // A signal ends it early.
+    let _ = poll(&mut polled, time.as_ref());
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,6 +132,14 @@ mod tests {
     fn the_table_and_packets_have_their_times_to_the_millisecond() {
         const MS: Duration = Duration::from_millis(1);
         let now = Instant::now();
+        let mut schedule = Schedule::default();
+        schedule.restored(now, true);
+        assert_eq!(schedule.wait(now), None, "it is back");
+        assert_eq!(schedule.due(now + PAUSE - MS, false, true), (false, false));
+        assert_eq!(schedule.wait(now + PAUSE - MS), Some(MS));
+        assert_eq!(schedule.due(now + PAUSE, false, false), (false, true));
+        schedule.restored(now, false);
+        assert_eq!(schedule.wait(now), Some(RETRY));
         let mut schedule = Schedule::default();
         assert_eq!(schedule.wait(now), None);
         assert_eq!(schedule.due(now, false, false), (false, false));
