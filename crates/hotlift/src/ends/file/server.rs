@@ -102,7 +102,7 @@ pub fn serve(
 /// How many may read at once.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Places {
-    /// Connections. As many more are told that there is no place, and others are closed without a word.
+    /// Connections.
     pub most: usize,
     /// The same of one visitor.
     pub each: usize,
@@ -167,32 +167,27 @@ struct Connection {
     stream: Stream,
     /// Whose it is: all that a certificate names, or an address.
     visitor: String,
-    /// It may read.
-    has_place: bool,
     /// Since when it asks for nothing; `None` while it is answered.
     idle: Mutex<Option<Instant>>,
 }
 
 impl Guests {
-    /// How many there are of `visitor`, and of all.
-    fn count(&self, visitor: &str, counts: impl Fn(&Connection) -> bool) -> (usize, usize) {
-        let all = self.connections.values().filter(|one| counts(one));
-        all.fold((0, 0), |(own, all), one| {
-            (own + usize::from(one.visitor == visitor), all + 1)
-        })
-    }
-
     /// Whether there is a place for `visitor`. One that its client does not use is taken from it for that: from its own
     /// connections if it has as many as it may have, else from anybody's.
-    fn has_place(&mut self, visitor: &str, places: Places) -> bool {
-        let (own, all) = self.count(visitor, |one| one.has_place);
-        if own < places.each && all < places.most {
+    fn has_place(&mut self, visitor: &str, places: Places, now: Instant) -> bool {
+        let own = self
+            .connections
+            .values()
+            .filter(|one| one.visitor == visitor);
+        let own = own.count();
+        if own < places.each && self.connections.len() < places.most {
             return true;
         }
         let is_own = own >= places.each;
         let idle = self.connections.iter().filter_map(|(number, one)| {
-            let may_go = one.has_place && (!is_own || one.visitor == visitor);
-            let since = (*lock(&one.idle)).filter(|since| since.elapsed() >= places.idle);
+            let may_go = !is_own || one.visitor == visitor;
+            let is_idle = |since: &Instant| now.saturating_duration_since(*since) >= places.idle;
+            let since = (*lock(&one.idle)).filter(is_idle);
             since.filter(|_| may_go).map(|since| (since, *number))
         });
         let Some((_, number)) = idle.min() else {
@@ -317,25 +312,28 @@ impl Server<'_> {
         stream: Stream,
         opening: Opening,
     ) {
+        let (version, _, name) = &opening;
+        if *version != VERSION {
+            let text = format!("it speaks version {VERSION} of this protocol, and not {version}");
+            return self.refuse(&stream, name, Refusal::Version, &text);
+        }
         let visitor = visitor_of(&stream);
-        let (place, connection) = {
-            let mut guests = lock(&self.guests);
-            let (own, all) = guests.count(&visitor, |_| true);
-            if own >= 2 * self.places.each || all >= 2 * self.places.most {
-                return;
-            }
-            let connection = Arc::new(Connection {
-                has_place: guests.has_place(&visitor, self.places),
-                stream,
-                visitor,
-                idle: Mutex::default(),
-            });
-            let number = guests.next;
-            guests.next += 1;
-            guests.connections.insert(number, Arc::clone(&connection));
-            let guests = &self.guests;
-            (Place { guests, number }, connection)
-        };
+        let mut guests = lock(&self.guests);
+        if !guests.has_place(&visitor, self.places, self.control.life().now()) {
+            drop(guests);
+            return self.refuse(&stream, name, Refusal::NotNow, "all places are taken");
+        }
+        let connection = Arc::new(Connection {
+            stream,
+            visitor,
+            idle: Mutex::default(),
+        });
+        let number = guests.next;
+        guests.next += 1;
+        guests.connections.insert(number, Arc::clone(&connection));
+        drop(guests);
+        let guests = &self.guests;
+        let place = Place { guests, number };
         let serving = spawn(scope, "files/serve".to_owned(), move || {
             let _place = place;
             self.serve(&connection, opening);
@@ -353,30 +351,23 @@ impl Server<'_> {
         }
     }
 
-    fn serve(&self, connection: &Connection, (version, visitor, name): Opening) {
+    /// Tells a client why it does not get the file with this name.
+    fn refuse(&self, mut stream: &Stream, name: &str, why: Refusal, text: &str) {
+        let mut reply = Vec::new();
+        Reply::Refused { why, text }.encode(&mut reply);
+        // The first bytes on a connection always have room. A client that has gone needs no reason.
+        let _ = stream.write_all(&reply);
+        self.refused(stream, format!("{}: {text}", name.escape_debug()));
+    }
+
+    fn serve(&self, connection: &Connection, (_, visitor, name): Opening) {
         let stream = &connection.stream;
-        let outcome = match version {
-            VERSION if !connection.has_place => {
-                Err((Refusal::NotNow, "all places are taken".to_owned()))
-            }
-            VERSION => self.open(&name),
-            _ => Err((
-                Refusal::Version,
-                format!("it speaks version {VERSION} of this protocol, and not {version}"),
-            )),
+        let file = match self.open(&name) {
+            Ok(file) => file,
+            Err((why, reason)) => return self.refuse(stream, &name, why, &reason),
         };
         let mut reply = Vec::new();
         let _ = stream.set_write_timeout(UNREAD);
-        let file = match outcome {
-            Ok(file) => file,
-            Err((why, reason)) => {
-                let text = &reason;
-                Reply::Refused { why, text }.encode(&mut reply);
-                // Whether it is heard or not.
-                let _ = { stream }.write_all(&reply);
-                return self.refused(stream, format!("{}: {reason}", name.escape_debug()));
-            }
-        };
         let opened = Reply::Opened {
             length: file.file.length(),
             id: file.id,
@@ -580,17 +571,18 @@ mod tests {
     /// Who reads at the moment; the other end of his connection.
     fn come(guests: &mut Guests, visitor: &str) -> Option<Stream> {
         let (stream, client) = Stream::pair().unwrap();
-        let has_place = guests.has_place(visitor, PLACES);
+        if !guests.has_place(visitor, PLACES, Instant::now()) {
+            return None;
+        }
         let number = guests.next;
         guests.next += 1;
         let connection = Connection {
             stream,
             visitor: visitor.to_owned(),
-            has_place,
             idle: Mutex::default(),
         };
         guests.connections.insert(number, Arc::new(connection));
-        has_place.then_some(client)
+        Some(client)
     }
 
     #[test]
