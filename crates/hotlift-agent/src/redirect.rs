@@ -17,7 +17,6 @@ use hotlift::admission::{Admitted, Head, Listener, Room};
 use hotlift::error::error_line;
 use hotlift::transport::TransportError;
 use hotlift::{Address, relay};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::agent::Agent;
 use crate::config::LogLevel;
@@ -122,11 +121,9 @@ struct Router<'a> {
 pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) -> io::Result<()> {
     let mut router = Router::new(agent)?;
     while !agent.has_ended() {
-        let knocks = router.wait(redirected);
-        for ((listener, v6), knocks) in redirected.0.iter().zip(knocks) {
-            if knocks {
-                router.accept(listener, *v6);
-            }
+        router.wait(redirected);
+        for (listener, v6) in &redirected.0 {
+            router.accept(listener, *v6);
         }
         // Of migrations that have ended meanwhile: they belong to the next.
         for (one, to) in agent.take_returned() {
@@ -147,27 +144,12 @@ impl<'a> Router<'a> {
         })
     }
 
-    /// Waits until something happens; which listeners have a connection.
-    fn wait(&self, redirected: &Redirected) -> Vec<bool> {
+    /// Waits until something happens.
+    fn wait(&self, redirected: &Redirected) {
         let listeners = redirected.0.iter().map(|(listener, _)| listener.as_fd());
-        let more = [
-            self.agent.ended_fd(),
-            self.agent.returned_fd(),
-            self.waiting.polled(),
-        ];
-        let fds: Vec<BorrowedFd<'_>> = listeners.chain(more).collect();
-        let polled = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN));
-        let mut polled: Vec<_> = polled.collect();
+        let more = [self.agent.returned_fd(), self.waiting.polled()];
         let time = self.waiting.shortened(Duration::MAX, Instant::now());
-        // A time that does not fit is as good as none.
-        let time = Timespec::try_from(time).ok();
-        // A signal ends the wait early.
-        let _ = poll(&mut polled, time.as_ref());
-        let listeners = &polled[..redirected.0.len()];
-        listeners
-            .iter()
-            .map(|one| !one.revents().is_empty())
-            .collect()
+        self.agent.wait(listeners.chain(more), time);
     }
 
     fn accept(&mut self, listener: &Listener, v6: bool) {

@@ -1,10 +1,9 @@
 //! Puts the nftables table back when something has changed it, and logs what goes past the redirect.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotlift::error::error_line;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::agent::Agent;
 use crate::config::{LogLevel, Plaintext};
@@ -27,10 +26,10 @@ struct Schedule {
 }
 
 impl Schedule {
-    /// Returns the time for which nothing is due; none without anything that waits.
-    fn wait(&self, now: Instant) -> Option<Duration> {
+    /// Returns the time for which nothing is due.
+    fn wait(&self, now: Instant) -> Duration {
         let first = self.log.into_iter().chain(self.retry).min();
-        first.map(|at| at.saturating_duration_since(now))
+        first.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
     /// Returns what is due: the log, if some packets `came` or some wait; the table, if it was `changed` or could not be put back.
@@ -67,9 +66,9 @@ pub fn keep(agent: &Agent, changes: &Changes) {
         ..Schedule::default()
     };
     while !agent.has_ended() {
-        let mut fds = vec![changes.0.as_fd(), agent.ended_fd()];
-        fds.extend(packets.as_ref().map(AsFd::as_fd));
-        wait(&fds, schedule.wait(Instant::now()));
+        let fds = [changes.0.as_fd()].into_iter();
+        let fds = fds.chain(packets.as_ref().map(AsFd::as_fd));
+        agent.wait(fds, schedule.wait(Instant::now()));
         let now = Instant::now();
         let came = packets.as_ref().is_some_and(Packets::have_come);
         let (logs, restores) = schedule.due(now, came, changes.concern_table());
@@ -113,17 +112,6 @@ fn log_past(agent: &Agent, logged: &mut Logged, now: Instant) -> bool {
     waits
 }
 
-/// Waits until one of `fds` is readable, for up to `time`.
-fn wait(fds: &[BorrowedFd<'_>], time: Option<Duration>) {
-    let mut polled: Vec<_> = fds
-        .iter()
-        .map(|fd| PollFd::new(fd, PollFlags::IN))
-        .collect();
-    let time = time.and_then(|time| Timespec::try_from(time).ok());
-    // A signal ends it early.
-    let _ = poll(&mut polled, time.as_ref());
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -134,24 +122,24 @@ mod tests {
         let now = Instant::now();
         let mut schedule = Schedule::default();
         schedule.restored(now, true);
-        assert_eq!(schedule.wait(now), None, "it is back");
+        assert_eq!(schedule.wait(now), Duration::MAX, "it is back");
         assert_eq!(schedule.due(now + PAUSE - MS, false, true), (false, false));
-        assert_eq!(schedule.wait(now + PAUSE - MS), Some(MS));
+        assert_eq!(schedule.wait(now + PAUSE - MS), MS);
         assert_eq!(schedule.due(now + PAUSE, false, false), (false, true));
         schedule.restored(now, false);
-        assert_eq!(schedule.wait(now), Some(RETRY));
+        assert_eq!(schedule.wait(now), RETRY);
         let mut schedule = Schedule::default();
-        assert_eq!(schedule.wait(now), None);
+        assert_eq!(schedule.wait(now), Duration::MAX);
         assert_eq!(schedule.due(now, false, false), (false, false));
         assert_eq!(schedule.due(now, true, false), (true, false));
         assert_eq!(schedule.due(now, false, true), (false, true));
         (schedule.retry, schedule.log) = (Some(now + RETRY), Some(now + AGAIN));
-        assert_eq!(schedule.wait(now), Some(RETRY.min(AGAIN)));
+        assert_eq!(schedule.wait(now), RETRY.min(AGAIN));
         assert_eq!(schedule.due(now + RETRY - MS, false, false), (false, false));
         assert_eq!(schedule.due(now + RETRY, false, false), (false, true));
         assert_eq!(schedule.due(now + AGAIN - MS, false, false), (false, false));
-        assert_eq!(schedule.wait(now + AGAIN - MS), Some(MS));
+        assert_eq!(schedule.wait(now + AGAIN - MS), MS);
         assert_eq!(schedule.due(now + AGAIN, false, false), (true, false));
-        assert_eq!(schedule.wait(now), None);
+        assert_eq!(schedule.wait(now), Duration::MAX);
     }
 }
