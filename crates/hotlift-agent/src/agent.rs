@@ -5,14 +5,15 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift::admission::Admitted;
 use hotlift::error::error_line;
 use hotlift::relay::RelayReport;
 use hotlift::tls::{self, Profile, Tls, TlsSetupError};
 use hotlift::{Address, Options};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use hotlift_mem::wait_readable;
+use rustix::event::{EventfdFlags, eventfd};
 
 use crate::budget::Shares;
 use crate::config::{Config, LogLevel};
@@ -153,12 +154,9 @@ impl Agent {
 
     /// Waits until one of `fds` is readable, for up to `time`, or until the agent has ended.
     pub(crate) fn wait<'f>(&'f self, fds: impl Iterator<Item = BorrowedFd<'f>>, time: Duration) {
-        let fds = fds.chain([self.ended_fd()]);
-        let polled = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        // A time that does not fit is as good as none.
-        let time = Timespec::try_from(time).ok();
-        // A signal ends the wait early.
-        let _ = poll(&mut polled.collect::<Vec<_>>(), time.as_ref());
+        let fds: Vec<_> = fds.chain([self.ended_fd()]).collect();
+        // A time that does not fit has no limit.
+        wait_readable(&fds, Instant::now().checked_add(time));
     }
 
     /// Reads the configuration again; a bad one changes nothing.
