@@ -12,7 +12,7 @@ use hotlift::error::error_line;
 use hotlift::relay::RelayReport;
 use hotlift::tls::{self, Profile, Tls, TlsSetupError};
 use hotlift::{Address, Options};
-use hotlift_mem::wait_readable;
+use hotlift_mem::{lock, wait_readable};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::budget::Shares;
@@ -20,7 +20,7 @@ use crate::config::{Config, LogLevel};
 use crate::error::{AgentError, CarryError};
 use crate::log::Log;
 use crate::proof::LastCheck;
-use crate::session::{Session, lock};
+use crate::session::Session;
 use crate::sessions::Sessions;
 use crate::table::Table;
 

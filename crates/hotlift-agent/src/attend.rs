@@ -70,8 +70,7 @@ pub fn relay(
     relay: &(dyn Fn() -> Result<RelayReport, MigrationError> + Sync),
 ) -> Result<RelayReport, CarryError> {
     let control = &session.control;
-    let system = |what| move |source| CarryError::System { what, source };
-    let bell = control.bell().map_err(system("descriptor"))?;
+    let bell = control.bell().map_err(CarryError::system("descriptor"))?;
     let has_ended = AtomicBool::new(false);
     let mut said = None;
     let outcome = thread::scope(|scope| {
@@ -81,7 +80,7 @@ pub fn relay(
                 let _ends = Ends(&has_ended, control);
                 relay()
             })
-            .map_err(system("thread"))?;
+            .map_err(CarryError::system("thread"))?;
         let begun = Instant::now();
         let mut is_there = true;
         while !has_ended.load(Ordering::Acquire) {

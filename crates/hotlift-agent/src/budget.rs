@@ -16,7 +16,8 @@ use hotlift::control::SharedRate;
 use crate::config::Config;
 use crate::messages::{Id, Kind};
 use crate::moment::{Moment, Share, State};
-use crate::session::{Session, lock};
+use crate::session::Session;
+use hotlift_mem::lock;
 
 /// Between two sharings.
 pub(crate) const ROUND: Duration = Duration::from_millis(250);

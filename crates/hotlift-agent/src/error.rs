@@ -223,3 +223,10 @@ pub enum CarryError {
         source: std::io::Error,
     },
 }
+
+impl CarryError {
+    /// Something of the system's, for [`Result::map_err`].
+    pub fn system(what: &'static str) -> impl Fn(std::io::Error) -> Self {
+        move |source| Self::System { what, source }
+    }
+}

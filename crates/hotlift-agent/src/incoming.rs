@@ -62,12 +62,11 @@ fn begin(
     if !ports.contains(to.port()) {
         return Err(not_here(format!("its port is none of {ports} ('ports')")));
     }
-    let system = |what| move |source| CarryError::System { what, source };
-    if !dial::is_of_this_host(to.ip()).map_err(system("list of addresses"))? {
+    if !dial::is_of_this_host(to.ip()).map_err(CarryError::system("list of addresses"))? {
         return Err(not_here("this host has no such address".to_owned()));
     }
-    let (listener, giver) = Listener::handed(false).map_err(system("descriptor"))?;
-    let token = relay::new_token().map_err(system("random number"))?;
+    let (listener, giver) = Listener::handed(false).map_err(CarryError::system("descriptor"))?;
+    let token = relay::new_token().map_err(CarryError::system("random number"))?;
     let subject = Subject {
         id: hello.id,
         direction: Direction::Incoming,
@@ -160,8 +159,10 @@ fn options(config: &Config, channels: u8, method: &str) -> Result<Options, Carry
 /// may prepare a guest, which takes minutes for one with large preallocated memory: it is waited for as long as whoever has
 /// announced it stays.
 fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, String), CarryError> {
-    let system = |what| move |source| CarryError::System { what, source };
-    let bell = session.control.bell().map_err(system("descriptor"))?;
+    let bell = session
+        .control
+        .bell()
+        .map_err(CarryError::system("descriptor"))?;
     loop {
         if session.control.is_cancelled() {
             return Err(CarryError::Cancelled);
@@ -169,7 +170,7 @@ fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, Str
         match conversation.hear(Duration::ZERO)? {
             None => {
                 let waited = bell.wait_readable(conversation.stream(), Duration::MAX);
-                waited.map_err(system("wait"))?;
+                waited.map_err(CarryError::system("wait"))?;
             }
             Some(Message::Source { channels, method }) => return Ok((channels, method)),
             Some(Message::Failed { reason }) => {

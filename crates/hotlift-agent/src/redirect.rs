@@ -283,9 +283,8 @@ fn under_way(
 }
 
 fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>, CarryError> {
-    let system = |what| move |source| CarryError::System { what, source };
-    let (listener, giver) = Listener::handed(true).map_err(system("descriptor"))?;
-    let token = relay::new_token().map_err(system("random number"))?;
+    let (listener, giver) = Listener::handed(true).map_err(CarryError::system("descriptor"))?;
+    let token = relay::new_token().map_err(CarryError::system("random number"))?;
     let config = agent.config();
     let [a, b, c, d, ..] = token;
     let subject = Subject {
@@ -313,7 +312,7 @@ fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>,
     match started {
         Ok(_) => Ok(session),
         Err(source) => {
-            let error = system("thread")(source);
+            let error = CarryError::system("thread")(source);
             agent.not_begun(&session, &error);
             Err(error)
         }

@@ -3,7 +3,7 @@
 use std::cell::OnceCell;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hotlift::admission::{Admitted, Giver};
@@ -19,6 +19,7 @@ use crate::log::Log;
 use crate::messages::{Id, Kind};
 use crate::moment::{Moment, Share, State};
 use crate::source_socket::Sockets;
+use hotlift_mem::lock;
 
 /// Which way the guest goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -102,11 +103,6 @@ pub struct Session {
     is_open: AtomicBool,
     moment: Arc<Mutex<Moment>>,
     log: Log,
-}
-
-/// Locks what a thread that panicked may have left.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Session {
@@ -261,7 +257,7 @@ impl Session {
     /// Returns whether it takes a connection.
     #[must_use]
     pub fn takes(&self) -> bool {
-        let giver = self.giver.lock().unwrap_or_else(PoisonError::into_inner);
+        let giver = lock(&self.giver);
         giver.as_ref().is_some_and(Giver::takes)
     }
 

@@ -7,8 +7,9 @@ use std::time::Duration;
 use crate::error::CarryError;
 use crate::messages::{Id, Kind};
 use crate::moment::State;
-use crate::session::{Direction, Session, Subject, lock};
+use crate::session::{Direction, Session, Subject};
 use crate::totals::Totals;
+use hotlift_mem::lock;
 
 /// Sessions that have ended and are still shown.
 const REMEMBERED: usize = 32;

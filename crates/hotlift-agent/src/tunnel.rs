@@ -74,8 +74,10 @@ pub fn carry_all(
 ) -> Result<(), CarryError> {
     let live = AtomicUsize::new(0);
     let carried = Carried::default();
-    let system = |what| move |source| CarryError::System { what, source };
-    let bell = session.control.bell().map_err(system("descriptor"))?;
+    let bell = session
+        .control
+        .bell()
+        .map_err(CarryError::system("descriptor"))?;
     let outcome = thread::scope(|scope| {
         let (live, carried) = (&live, &carried);
         let mut report_at = Instant::now() + REPORT;
@@ -94,7 +96,10 @@ pub fn carry_all(
                 end_silent(session, &mut ends, now).map_or(report_at, |at| at.min(report_at));
             // Before the listener: the end of the last connection rings after this.
             let is_over = has_begun && live.load(Ordering::Acquire) == 0;
-            let near = match listener.accept(now).map_err(system("connection")) {
+            let near = match listener
+                .accept(now)
+                .map_err(CarryError::system("connection"))
+            {
                 Err(error) => break Err(error),
                 Ok(Some(near)) => near.stream,
                 // A connection that comes after this begins another session.
@@ -102,7 +107,7 @@ pub fn carry_all(
                 Ok(None) => {
                     let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
                     let waited = bell.poll(&mut fds, next.saturating_duration_since(now));
-                    match waited.map_err(system("wait")) {
+                    match waited.map_err(CarryError::system("wait")) {
                         Err(error) => break Err(error),
                         Ok(()) => continue,
                     }

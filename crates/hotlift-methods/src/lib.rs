@@ -10,7 +10,7 @@
 //! | `table` | [`METHODS`], the one list of what there is |
 //! | `none` | pages as they are |
 //! | `zlib/` | one endless zlib stream a channel; by ISA-L, or zlib-rs where that is missing |
-//! | `zstd/` | a closed frame a packet when sending; that or QEMU's open frame when receiving |
+//! | `zstd/` | a closed frame a packet, or from level 4 on a channel's open frame, as QEMU sends it; either when receiving |
 //! | `pagewise/` | a table of lengths and each page deflated for itself: what qpl and uadk share |
 //! | `qpl/` | raw deflate pages, as Intel's IAA reads and writes them |
 //! | `uadk/` | zlib pages, as HiSilicon's accelerator reads and writes them |

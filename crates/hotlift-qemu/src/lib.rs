@@ -11,7 +11,7 @@
 //! | `process`, `stderr` | a QEMU that was started here, and what it says |
 //! | `log_file` | a log file that it shares with others: which part is its own |
 //! | `connect` | the QMP socket of one that others have started |
-//! | `launch` | the QMP socket of one that was started here, and the wait for its first answer |
+//! | `first_answer` | the QMP socket of one that was started here, and the wait for its first answer |
 //! | `guard` | ends a QEMU whose starter was killed |
 //! | `capabilities` | tables of capabilities and parameters: which are set, kept, or refused |
 //! | `settings` | capabilities and parameters: changed for one migration, and restored |
@@ -30,9 +30,9 @@ pub mod compare;
 pub mod connect;
 pub mod destination;
 pub mod error;
+pub mod first_answer;
 pub mod guard;
 pub mod incoming;
-pub mod launch;
 pub mod left_out;
 mod log_file;
 pub mod outgoing;

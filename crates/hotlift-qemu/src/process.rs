@@ -21,8 +21,8 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use crate::error::{QemuError, at_destination};
+use crate::first_answer::{self, NoAnswer};
 use crate::guard::Guard;
-use crate::launch::{self, NoAnswer};
 use crate::stderr::{ErrorOutput, Streams};
 use hotlift_mem::{lock, wait_readable};
 
@@ -97,7 +97,7 @@ impl Started {
         let (program, arguments) = arguments.split_first().ok_or(QemuError::NoQemu)?;
         let child = Command::new(program)
             .args(arguments)
-            .args(launch::qmp_arguments(&socket))
+            .args(first_answer::qmp_arguments(&socket))
             .stdin(Stdio::null())
             .stdout(streams.stdout)
             .stderr(streams.stderr)
@@ -134,7 +134,8 @@ impl Started {
     }
 
     fn connect(&mut self, interrupt: &Interrupt) -> Result<Qemu, QemuError> {
-        launch::connect(&mut self.child, &self.socket, interrupt).map_err(|error| match error {
+        first_answer::connect(&mut self.child, &self.socket, interrupt).map_err(|error| match error
+        {
             NoAnswer::Ended(status) => match self.last_errors() {
                 Some(errors) => QemuError::Ended { status, errors },
                 None => QemuError::EndedAtStart { status },

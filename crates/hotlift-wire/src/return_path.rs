@@ -104,6 +104,20 @@ pub struct MethodLoad {
 }
 
 impl<'a> ReturnMessage<'a> {
+    /// Returns the RAM block, its offset and the bytes of a request for pages; no block for the one of the request before.
+    #[must_use]
+    pub fn requested_pages(&self) -> Option<(Option<&'a str>, u64, u32)> {
+        match *self {
+            Self::ReqPagesId {
+                start,
+                length,
+                block,
+            } => Some((Some(block), start, length)),
+            Self::ReqPages { start, length } => Some((None, start, length)),
+            _ => None,
+        }
+    }
+
     /// Appends the message. An error text that is too long is cut at a character's boundary, since a
     /// shortened reason is better than none.
     ///

@@ -85,6 +85,8 @@ impl CpuBudget {
             *booked_until = booked_until
                 .filter(|_| is_limited)
                 .map(|until| rescaled(until, now, before, thousandths));
+            // A thread that has read the limit before and does not wait yet would miss this.
+            drop(lock(&self.at_work));
             self.changed.notify_all();
         }
     }

@@ -15,7 +15,7 @@ use hotlift_console::error::ConsoleError;
 use hotlift_console::signals::Interrupt;
 use hotlift_mem::FileError;
 use hotlift_qemu::QemuError;
-use hotlift_qemu::launch::{self, NoAnswer};
+use hotlift_qemu::first_answer::{self, NoAnswer};
 use hotlift_qmp::Qemu;
 use hotlift_vmm::fill::{FillSettings, write_fill};
 use hotlift_vmm::kvm;
@@ -150,11 +150,11 @@ impl Process {
         let mut words = vec![OsString::from(start.program)];
         let line = command_line(start, folder.path()).map_err(failed)?;
         words.extend(line.into_iter().map(OsString::from));
-        words.extend(launch::qmp_arguments(&socket));
+        words.extend(first_answer::qmp_arguments(&socket));
         let errors = folder.path().join("stderr");
         let mut process =
             Tied::start(start.prefix, words, Stdio::null(), &errors).map_err(failed)?;
-        let connected = launch::connect(&mut process.child, &socket, start.interrupt);
+        let connected = first_answer::connect(&mut process.child, &socket, start.interrupt);
         Ok(Self {
             qmp: connected.map_err(|error| explain(error, &process))?,
             process,

@@ -129,7 +129,7 @@ impl Taking {
             let before = state.side;
             let outcome = step(&mut state.side);
             if state.side == DestinationSide::Taken {
-                state.taken_at.get_or_insert_with(Instant::now);
+                state.taken_at.get_or_insert_with(|| self.life.now());
             }
             (outcome, state.side != before)
         });

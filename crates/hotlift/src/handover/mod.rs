@@ -73,12 +73,15 @@
 mod ask;
 mod destination;
 mod giving;
+mod ownership;
 pub(crate) mod settle;
 mod source;
 
 pub(crate) use ask::{ask_once, await_word, say_farewell, say_heard};
 pub(crate) use destination::{DestinationSide, Taking};
 pub(crate) use giving::Giving;
+pub use ownership::Taken;
+pub(crate) use ownership::TakenByQemu;
 pub(crate) use source::{Verdict, Word};
 
 #[cfg(test)]

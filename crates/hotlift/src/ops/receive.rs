@@ -2,7 +2,6 @@
 //! and takes the guest over when the source releases it.
 
 use std::thread;
-use std::time::Instant;
 
 use hotlift_mem::RamBlock;
 
@@ -121,7 +120,10 @@ fn run(
     )?;
     // A socket's file should not outlive its use.
     drop(listener);
-    let end = session.taking.taken_at().unwrap_or_else(Instant::now);
+    let end = session
+        .taking
+        .taken_at()
+        .unwrap_or_else(|| control.life().now());
     let total = end.saturating_duration_since(since);
     let counts = session.received();
     let threads = session.threads.read();

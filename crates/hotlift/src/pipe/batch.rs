@@ -60,7 +60,8 @@ impl Batch {
         &self.pages[..self.normal.len() * PAGE_SIZE]
     }
 
-    /// Room for the normal pages named so far, one after the other.
+    /// Room for the normal pages named so far, one after the other. A source whose packets hold more pages than a batch is
+    /// refused before (`unfit` of a relay).
     pub(crate) fn pages_mut(&mut self) -> &mut [u8] {
         &mut self.pages[..self.normal.len() * PAGE_SIZE]
     }

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use hotlift_wire::settle::Doing;
 
+use crate::handover::Taken;
+
 /// Who owns the guest, as the source tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ownership {
@@ -12,20 +14,6 @@ pub enum Ownership {
     /// The source has taken it back.
     Kept,
     /// Not known yet.
-    Unknown,
-}
-
-/// What somebody who can ask the destination otherwise knows of the guest there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Taken {
-    /// The destination has the guest, which does this, and is left with it.
-    Yes(Doing),
-    /// It does not have it, and never will: it has failed, or its process has ended. A word on the stream that it has taken
-    /// the guest before goes first.
-    Never,
-    /// It had the guest, never ran it, and was seen to end.
-    Ended,
-    /// Not known (yet).
     Unknown,
 }
 

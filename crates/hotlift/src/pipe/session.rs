@@ -256,7 +256,8 @@ impl<'a> Session<'a> {
         self.switched.load(Ordering::Acquire)
     }
 
-    /// The other side may run the guest from the next byte on. What fails from here on leaves it without some of its pages, until its source and it are brought together again.
+    /// The other side may run the guest from the next byte on. What fails from here on leaves it without some of its pages, until
+    /// its source and it are brought together again.
     pub(crate) fn switch_over(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         self.call().check()?;
         if let Some(on_commit) = hooks.on_commit {

@@ -171,18 +171,12 @@ impl Ledger {
         message: &ReturnMessage<'_>,
         now: Instant,
     ) -> Result<(), MigrationError> {
-        let (start, length) = match *message {
-            ReturnMessage::ReqPagesId {
-                start,
-                length,
-                block,
-            } => {
-                *current = self.blocks.iter().position(|one| one.name == block);
-                (start, length)
-            }
-            ReturnMessage::ReqPages { start, length } => (start, length),
-            _ => return Ok(()),
+        let Some((name, start, length)) = message.requested_pages() else {
+            return Ok(());
         };
+        if let Some(name) = name {
+            *current = self.blocks.iter().position(|block| block.name == name);
+        }
         let block = current.ok_or_else(|| MigrationError::Protocol {
             channel: Channel::Main,
             got: "a request for pages of a RAM block that the VM does not have".to_owned(),

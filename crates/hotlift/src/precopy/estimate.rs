@@ -1,4 +1,4 @@
-//! When to switch over: the time that the rest would take against the downtime limit.
+//! The time that the rest would take, which `ops/migrate` compares with the downtime limit.
 //!
 //! The rest is counted in pages, not in bytes on the wire: with a page compression method the
 //! wire's bytes say nothing about how long a page takes. A round that met pages with content gives

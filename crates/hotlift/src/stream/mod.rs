@@ -20,6 +20,7 @@
 //! | `codec` | a multifd channel's half of its method |
 //! | `auto_encoder` | the same with method auto: looks, asks, encodes, and books its time |
 //! | `counted_buffer` | buffers whose size the peer chooses |
+//! | `load` | what a receiver's threads have done, for a source with method auto |
 
 pub(crate) mod arrivals;
 pub(crate) mod attend;

@@ -301,14 +301,15 @@ pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result
 /// Waits until `fd` is ready for what `flags` say; false if it was not within `timeout`.
 fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> io::Result<bool> {
     let mut fds = [PollFd::new(&fd, flags)];
-    let timeout = Timespec {
-        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
-    match rustix::event::poll(&mut fds, Some(&timeout)) {
-        Ok(ready) => Ok(ready > 0),
-        Err(rustix::io::Errno::INTR) => Ok(false),
-        Err(errno) => Err(errno.into()),
+    let until = Instant::now().checked_add(timeout);
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        // A time that does not fit has no limit.
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        match rustix::event::poll(&mut fds, left.as_ref()) {
+            Err(rustix::io::Errno::INTR) => {}
+            polled => return Ok(polled? > 0),
+        }
     }
 }
 

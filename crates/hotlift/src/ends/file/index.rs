@@ -1,4 +1,5 @@
-//! Where each page of a save file is: a word a page, in chunks that take memory when they are first needed.
+//! Where each page of a save file is, in memory (`block_sink` writes it): a word a page, in chunks that take memory when they
+//! are first needed.
 //!
 //! A chunk is 4 KiB and stands for 2 MiB of RAM. So a file is open at once, whatever the size of its VM, and a source that
 //! says it has much RAM does not take memory for it before it sends the pages.

@@ -3,7 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `layout` | the save file's layout, as bytes and values |
-//! | `index` | where each page is |
+//! | `index` | where each page is, in memory |
 //! | `block_sink` | writes it, from all worker threads at once |
 //! | `block_file`, `block_reader` | an open one: its parts; its pages, from any place |
 //! | `complete` | which pages have come |

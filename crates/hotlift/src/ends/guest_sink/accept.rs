@@ -63,26 +63,22 @@ pub(crate) fn accept<'a>(
 ) -> Result<(StreamIn, Instant, Door<'a>), MigrationError> {
     let expected = Expected { uuid, options };
     let mut arrivals = Arrivals::new(door, Some(options.channels()), control.strangers());
-    loop {
+    let (main, since) = loop {
         match expected.step(&mut arrivals, control) {
-            Ok(true) => break,
-            Ok(false) => {}
+            Ok(Some(main)) => break main,
+            Ok(None) => {}
             Err(error) => {
                 arrivals.refuse(&error);
                 return Err(error);
             }
         }
-    }
+    };
     let Arrivals {
         door,
-        main: Some((main, since)),
         mut multifd,
         since: first,
         ..
-    } = arrivals
-    else {
-        unreachable!("it is complete with main");
-    };
+    } = arrivals;
     multifd.sort_by_key(|(packet, _)| packet.id);
     let hello = multifd.first().and_then(|(packet, _)| packet.hello);
     let methods = match (options.multifd_compression, hello) {
@@ -97,8 +93,12 @@ pub(crate) fn accept<'a>(
 }
 
 impl Expected<'_> {
-    /// Waits for something to happen, and takes it in; true when all have come.
-    fn step(&self, arrivals: &mut Arrivals<'_>, control: &Control) -> Result<bool, MigrationError> {
+    /// Waits for something to happen, and takes it in; returns the main channel, and when it came, once all have come.
+    fn step(
+        &self,
+        arrivals: &mut Arrivals<'_>,
+        control: &Control,
+    ) -> Result<Option<(Stream, Instant)>, MigrationError> {
         if control.is_cancelled() {
             return Err(MigrationError::Cancelled);
         }
@@ -125,7 +125,7 @@ impl Expected<'_> {
             self.check_beginning(beginning, arrivals)?;
         }
         let complete = arrivals.multifd.len() == usize::from(self.options.channels());
-        Ok(complete && arrivals.main.is_some())
+        Ok(arrivals.main.take_if(|_| complete))
     }
 
     /// Whether channels may come yet, for a main channel that begins like this.

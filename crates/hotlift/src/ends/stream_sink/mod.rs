@@ -15,7 +15,7 @@ mod postcopy;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::handshake::{CONNECTED, Features, Offer};
@@ -35,10 +35,9 @@ use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWrit
 use crate::ends::stream_sink::postcopy::Background;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
-use crate::handover::{Word, await_word, say_farewell, say_heard};
+use crate::handover::{Taken, TakenByQemu, Word, await_word, say_farewell, say_heard};
 use crate::life::LONG;
 use crate::lock::lock;
-use crate::pipe::hooks::Taken;
 use crate::pipe::settings::RelaySettings;
 use crate::pipe::sink::{
     Forward, ForwardPackets, HasTaken, Opening, Postcopy, RamLayout, Sink, WritePages,
@@ -67,18 +66,12 @@ const GUESSED_SYNC_POINTS: &str = "it could not load the guest; its own log says
 /// Machine types up to this version send no configuration.
 const LAST_WITHOUT_CONFIGURATION: (u32, u32) = (2, 3);
 
-/// How long a QEMU that was told to run the guest may be silent before whoever else knows of it is asked.
-const LOOK_AFTER: Duration = Duration::from_secs(5);
-
-/// Between two questions to whoever else knows of the guest.
+/// Pause between two questions over QMP what became of the guest.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// What the opening is answered with.
 const OPENED: &str = "the destination's answer to the opening (is its machine the source's, has it as many \
                       multifd channels, and the same method?)";
-
-/// How long a QEMU that says that it has the guest may take to show over QMP what it does with it. After that its word stands.
-const CONFIRMING: Duration = Duration::from_secs(10);
 
 /// Why a QEMU that was ended did not get the guest.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
@@ -321,37 +314,26 @@ impl<'a> StreamSink<'a> {
                 self.out.answers.wait_told(wait)
             });
         };
-        let committed = Instant::now();
+        let life = self.control.life();
+        let mut wait = TakenByQemu::new(life.now(), patience);
         let was = self.run_state.get().map(String::as_str);
-        let mut word = on_stream(patience.min(LOOK_AFTER));
-        while committed.elapsed() < patience {
-            if word.is_some() && committed.elapsed() >= CONFIRMING.min(patience / 2) {
-                break;
-            }
+        wait.state(on_stream(wait.first_wait()));
+        while wait.goes_on(life.now()) {
             let taken = has_taken(was);
-            // What it said before it went comes first.
-            let said_before = word.or_else(|| on_stream(LOOK));
-            match (taken, said_before) {
-                (Taken::Ended, _) => {
-                    self.out.answers.explain(DID_NOT_RUN);
-                    return Some((Word::Never, Doing::Unknown));
-                }
-                // QEMU also refuses a guest that it runs, if the end of the stream is lost behind EOF.
-                (Taken::Yes(doing), None | Some(Word::Never)) => return Some((Word::Runs, doing)),
-                (Taken::Yes(doing), Some(said)) => return Some((said, doing)),
-                (Taken::Never, said) => {
-                    return Some((said.unwrap_or(Word::Never), Doing::Unknown));
-                }
-                (Taken::Unknown, Some(Word::Never)) => {
-                    return Some((Word::Never, Doing::Unknown));
-                }
-                (Taken::Unknown, said) => {
-                    word = said;
-                    std::thread::sleep(LOOK);
-                }
+            // What it stated before it ended comes first.
+            if wait.word().is_none() {
+                wait.state(on_stream(LOOK));
             }
+            if taken == Taken::Ended {
+                self.out.answers.explain(DID_NOT_RUN);
+            }
+            let judged = wait.judge(taken);
+            if judged.is_some() {
+                return judged;
+            }
+            std::thread::sleep(LOOK);
         }
-        word.map(|word| (word, Doing::Unknown))
+        wait.word().map(|word| (word, Doing::Unknown))
     }
 
     /// What a Hotlift that listens there is told of the stream.

@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags};
 use crate::admission::Room;
 use crate::admission::limits::CANDIDATES;
 use crate::control::Control;
-use crate::ends::stream_source::postcopy::Demand;
+use crate::ends::stream_source::demand::Demand;
 use crate::error::MigrationError;
 use crate::life::bell::Bell;
 use crate::life::{LONG, Life};

@@ -7,7 +7,7 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::PageContent;
 
 use crate::ends::page_set::PageSet;
-use crate::ends::stream_source::postcopy::Demand;
+use crate::ends::stream_source::demand::Demand;
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::flow::Broken;

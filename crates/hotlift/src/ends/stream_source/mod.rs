@@ -7,18 +7,18 @@
 //! | `setup` | reads what the stream has before its first page, and answers its source |
 //! | `receive` | a multifd channel's packets into batches, or to the other side unread |
 //! | `main_reader`, `main_pages` | does what the main channel asks for: sync points, devices, the end; pages into batches |
-//! | `postcopy` | what a guest waits for that runs on the other side already |
+//! | `demand` | which pages a guest waits for that runs on the other side already |
 //! | `candidates`, `preempt` | the connection that a QEMU may send such pages on: found, and read |
 //! | `device_state` | who has the guest |
 //! | `pass_through` | a stream that cannot be taken apart, byte for byte |
 
 pub(crate) mod accept;
 pub(crate) mod candidates;
+pub(crate) mod demand;
 pub(crate) mod device_state;
 mod main_pages;
 pub(crate) mod main_reader;
 pub(crate) mod pass_through;
-pub(crate) mod postcopy;
 pub(crate) mod preempt;
 pub(crate) mod receive;
 pub(crate) mod setup;

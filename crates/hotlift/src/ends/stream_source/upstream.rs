@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::ends::stream_source::candidates::Candidates;
-use crate::ends::stream_source::postcopy::Demand;
+use crate::ends::stream_source::demand::Demand;
 use crate::error::{Channel, MigrationError};
 use crate::pipe::stream_in::StreamIn;
 use crate::stream::graceful_close;

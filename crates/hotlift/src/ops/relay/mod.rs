@@ -38,7 +38,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::ends::request::Request;
 pub use crate::ends::request::{Incoming, Outgoing};
-pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream, Taken};
+pub use crate::handover::Taken;
+pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream};
 pub use crate::pipe::settings::{LeftOut, RelaySettings};
 
 pub use crate::admission::pass::Pass;

@@ -1,7 +1,7 @@
-//! Postcopy on its way through: what the guest on the other side waits for.
+//! Which pages the guest on the other side of a postcopy waits for, and which were sent. Requests themselves go on in `receive`.
 //!
-//! Behind the switch a source's main channel has pages that were asked for between many that were not. The relay hears
-//! the requests, so that it can tell them apart: the former go on at once and alone, the latter into batches as before.
+//! Behind the switch a source's main channel has pages that were asked for between many that were not. The former go on at
+//! once and alone, the latter into batches as before.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -64,18 +64,12 @@ impl Demand {
     /// to it: the source judges that.
     pub(crate) fn note(&self, message: &ReturnMessage<'_>) {
         let mut state = self.state.lock();
-        let (start, length) = match *message {
-            ReturnMessage::ReqPagesId {
-                start,
-                length,
-                block,
-            } => {
-                state.block = self.blocks.iter().position(|(name, _)| name == block);
-                (start, length)
-            }
-            ReturnMessage::ReqPages { start, length } => (start, length),
-            _ => return,
+        let Some((name, start, length)) = message.requested_pages() else {
+            return;
         };
+        if let Some(name) = name {
+            state.block = self.blocks.iter().position(|(block, _)| block == name);
+        }
         let Some(block) = state.block else { return };
         let page = PAGE_SIZE as u64;
         let end = start
