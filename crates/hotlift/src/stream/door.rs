@@ -5,7 +5,7 @@
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift_wire::settle::{Doing, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, answer, heard};
 use rustix::event::{PollFd, PollFlags};
@@ -76,6 +76,11 @@ impl<'a> Door<'a> {
 
     pub(crate) fn listener(&self) -> &'a Listener {
         self.admission.listener()
+    }
+
+    /// Returns the time of the lifetime's clock.
+    pub(crate) fn now(&self) -> Instant {
+        self.life.now()
     }
 
     /// Whether somebody has connected within `time` and not said yet what it is.

@@ -102,7 +102,8 @@ impl Expected<'_> {
         if control.is_cancelled() {
             return Err(MigrationError::Cancelled);
         }
-        let waited = arrivals.since.map(|since| since.elapsed());
+        let now = control.life().now();
+        let waited = (arrivals.since).map(|since| now.saturating_duration_since(since));
         let left = waited.map_or(LONG, |waited| {
             self.options.handshake_timeout.saturating_sub(waited)
         });
@@ -122,7 +123,7 @@ impl Expected<'_> {
                 .filter(|main| !main.is_hung_up())
                 .and_then(handshake::peek)
         {
-            self.check_beginning(beginning, arrivals)?;
+            self.check_beginning(beginning, arrivals, now)?;
         }
         let complete = arrivals.multifd.len() == usize::from(self.options.channels());
         Ok(arrivals.main.take_if(|_| complete))
@@ -133,13 +134,15 @@ impl Expected<'_> {
         &self,
         beginning: Beginning,
         arrivals: &mut Arrivals<'_>,
+        now: Instant,
     ) -> Result<(), MigrationError> {
+        let is_late = |since| now.saturating_duration_since(since) > LATE;
         match beginning {
             Beginning::Offer(offer) => {
                 let takes = handshake::features(self.options);
                 handshake::check(offer, takes).inspect_err(|_| arrivals.is_hotlift = true)
             }
-            Beginning::Pages if arrivals.since.is_some_and(|since| since.elapsed() > LATE) => {
+            Beginning::Pages if arrivals.since.is_some_and(is_late) => {
                 Err(MigrationError::Mismatch {
                     what: "multifd".to_owned(),
                     source_has: "off".to_owned(),

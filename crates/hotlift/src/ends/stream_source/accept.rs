@@ -12,6 +12,7 @@ use hotlift_wire::multifd::{Hello, InitialPacket};
 use crate::admission::head::Head;
 use crate::admission::{Admitted, Listener};
 use crate::control::Control;
+use crate::ends::stream_source::gathering::{Come, Gathering, Step};
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::pipe::session::Call;
@@ -114,14 +115,16 @@ impl<'a> Uncounted<'a> {
                 self.let_channels_in(&main.0, call)?;
                 return Ok(main);
             }
-            let left = |until: Instant| until.saturating_duration_since(Instant::now());
+            let now = self.now();
+            let left = |until: Instant| until.saturating_duration_since(now);
             self.step(deadline.map_or(LONG, left), call)?;
             if self.arrivals.multifd.is_empty() && self.arrivals.main.is_none() {
                 // Whoever is here only may be a source.
                 deadline = None;
                 continue;
             }
-            if Instant::now() > *deadline.get_or_insert_with(|| Instant::now() + self.timeout) {
+            let now = self.now();
+            if now > *deadline.get_or_insert(now + self.timeout) {
                 return Err(MigrationError::Timeout {
                     waiting_for: "the source's main channel (a stream that begins with \"QEVM\")"
                         .to_owned(),
@@ -137,14 +140,14 @@ impl<'a> Uncounted<'a> {
         if !main.is_of_a_qemu() {
             return Ok(());
         }
-        let mut quiet_since = Instant::now();
-        let mut before = 0;
-        while quiet_since.elapsed() < CHANNELS_OF_QEMU {
-            self.step(SETTLE / 5, call)?;
-            let now = self.arrivals.multifd.len();
-            if now != before || self.arrivals.door.has_newcomer(NEWCOMER) {
-                (quiet_since, before) = (Instant::now(), now);
+        let begun = self.now();
+        let mut gathering = Gathering::new(begun, 0, CHANNELS_OF_QEMU, self.timeout);
+        loop {
+            let (come, now) = (self.come(), self.now());
+            if gathering.is_settled(&come, now) {
+                break;
             }
+            self.step(gathering.wait(&come, now), call)?;
         }
         Ok(())
     }
@@ -157,53 +160,42 @@ impl<'a> Uncounted<'a> {
         expected: bool,
         call: &Call<'_>,
     ) -> Result<Option<Channels>, MigrationError> {
-        let deadline = Instant::now() + self.timeout;
-        let mut quiet_since = Instant::now();
+        let settle = settle_at(self.arrivals.door.listener());
+        let before = self.arrivals.multifd.len();
+        let mut gathering = Gathering::new(self.now(), before, settle, self.timeout);
         loop {
-            let before = self.arrivals.multifd.len();
-            self.step(SETTLE / 5, call)?;
-            if self.arrivals.multifd.len() != before {
-                quiet_since = Instant::now();
-            }
-            let settle = settle_at(self.arrivals.door.listener());
-            let newcomer = self.arrivals.door.has_newcomer(NEWCOMER);
-            let settled = quiet_since.elapsed() >= settle && !newcomer;
-            if self.is_complete(settled, expected) {
-                return self.take_channels();
-            }
-            if !newcomer && settled && main.is_hung_up() {
-                return Err(MigrationError::main_closed());
-            }
-            if Instant::now() > deadline {
-                return Err(MigrationError::Timeout {
-                    waiting_for: self.missing(),
-                    waited: self.timeout,
-                });
+            let come = Come {
+                main_has_ended: main.is_hung_up(),
+                ..self.come()
+            };
+            match gathering.next(&come, expected, self.now()) {
+                Step::Wait(wait) => self.step(wait, call)?,
+                Step::Complete => return self.take_channels(),
+                Step::MainEnded => return Err(MigrationError::main_closed()),
+                Step::TimedOut => {
+                    return Err(MigrationError::Timeout {
+                        waiting_for: self.missing(),
+                        waited: self.timeout,
+                    });
+                }
             }
         }
     }
 
-    fn is_complete(&self, settled: bool, expected: bool) -> bool {
-        let count = self.arrivals.multifd.len();
-        let said = self
-            .arrivals
-            .multifd
-            .first()
-            .and_then(|(packet, _)| packet.hello);
-        match said {
-            Some(hello) => count >= usize::from(hello.channels),
-            // Ids count from 0, so that a gap shows one that is missing. (There may be more than one
-            // with an id: stale ones.)
-            None => {
-                let highest = self
-                    .arrivals
-                    .multifd
-                    .iter()
-                    .map(|(packet, _)| packet.id)
-                    .max();
-                settled && highest.map_or(!expected, |highest| usize::from(highest) < count)
-            }
+    fn come(&self) -> Come {
+        let packets = self.arrivals.multifd.iter().map(|(packet, _)| packet);
+        let hello = packets.clone().next().and_then(|packet| packet.hello);
+        Come {
+            channels: self.arrivals.multifd.len(),
+            highest_id: packets.map(|packet| packet.id).max(),
+            stated: hello.map(|hello| hello.channels),
+            has_newcomer: self.arrivals.door.has_newcomer(NEWCOMER),
+            main_has_ended: false,
         }
+    }
+
+    fn now(&self) -> Instant {
+        self.arrivals.door.now()
     }
 
     /// What is waited for when the time is over.
@@ -244,7 +236,7 @@ impl<'a> Uncounted<'a> {
         wait: Duration,
         call: Option<&Call<'_>>,
     ) -> Result<Option<Stream>, MigrationError> {
-        let deadline = Instant::now() + wait + NEWCOMER;
+        let deadline = self.now() + wait + NEWCOMER;
         let mut wait = wait;
         loop {
             let another = self.arrivals.door.take_any(wait);
@@ -256,7 +248,7 @@ impl<'a> Uncounted<'a> {
                 wait = Duration::ZERO;
                 continue;
             }
-            let may_come = self.arrivals.door.has_newcomer(NEWCOMER) && Instant::now() < deadline;
+            let may_come = self.arrivals.door.has_newcomer(NEWCOMER) && self.now() < deadline;
             match call.filter(|_| another.is_none() && may_come) {
                 Some(call) => call.check()?,
                 None => return Ok(another),

@@ -3,6 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `accept` | waits for the connections, and finds out how many channels there are |
+//! | `gathering` | when all channels of a source are there |
 //! | `upstream` | the source: its connections, as what answers go to |
 //! | `setup` | reads what the stream has before its first page, and answers its source |
 //! | `receive` | a multifd channel's packets into batches, or to the other side unread |
@@ -16,6 +17,7 @@ pub(crate) mod accept;
 pub(crate) mod candidates;
 pub(crate) mod demand;
 pub(crate) mod device_state;
+mod gathering;
 mod main_pages;
 pub(crate) mod main_reader;
 pub(crate) mod pass_through;

@@ -1,0 +1,182 @@
+//! When all multifd channels of a source are there, though it may not state how many it has. No I/O and no clock; `accept`
+//! carries it out.
+
+use std::time::{Duration, Instant};
+
+/// Pause between two looks while something is waited for that wakes nobody: the end of main, or that a connection without a first
+/// byte is too old to be a channel.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// What has come so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Come {
+    pub channels: usize,
+    pub highest_id: Option<u8>,
+    /// The number that a relay states.
+    pub stated: Option<u8>,
+    /// A young connection has not stated yet what it is.
+    pub has_newcomer: bool,
+    pub main_has_ended: bool,
+}
+
+/// What to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Waits for up to this time for something to come.
+    Wait(Duration),
+    /// All are there.
+    Complete,
+    /// No more come: the source has closed main.
+    MainEnded,
+    /// Some are missing.
+    TimedOut,
+}
+
+/// The wait for a source's channels.
+#[derive(Debug)]
+pub(crate) struct Gathering {
+    until: Instant,
+    /// How long after the latest channel another one may come.
+    settle: Duration,
+    quiet_since: Instant,
+    channels: usize,
+}
+
+impl Gathering {
+    /// Begins with `channels` that are there, for `timeout` at most.
+    pub(crate) fn new(now: Instant, channels: usize, settle: Duration, timeout: Duration) -> Self {
+        Self {
+            until: now + timeout,
+            settle,
+            quiet_since: now,
+            channels,
+        }
+    }
+
+    /// Returns true if no further channel is on its way.
+    pub(crate) fn is_settled(&mut self, come: &Come, now: Instant) -> bool {
+        if come.channels != self.channels {
+            (self.channels, self.quiet_since) = (come.channels, now);
+        }
+        self.left(now).is_zero() && !come.has_newcomer
+    }
+
+    /// Returns how long to wait until it may be settled.
+    pub(crate) fn wait(&self, come: &Come, now: Instant) -> Duration {
+        match self.left(now) {
+            left if left.is_zero() || come.has_newcomer => LOOK,
+            left => left,
+        }
+    }
+
+    fn left(&self, now: Instant) -> Duration {
+        (self.quiet_since + self.settle).saturating_duration_since(now)
+    }
+
+    /// Returns what to do next. With `expected` a source without a channel is not complete.
+    pub(crate) fn next(&mut self, come: &Come, expected: bool, now: Instant) -> Step {
+        let is_settled = self.is_settled(come, now);
+        let is_complete = match come.stated {
+            Some(stated) => come.channels >= usize::from(stated),
+            // Ids count from 0, so that a gap shows one that is missing. (There may be more than one
+            // with an id: stale ones.)
+            None => {
+                let has_all = |highest| usize::from(highest) < come.channels;
+                is_settled && come.highest_id.map_or(!expected, has_all)
+            }
+        };
+        if is_complete {
+            Step::Complete
+        } else if is_settled && come.main_has_ended {
+            Step::MainEnded
+        } else if now > self.until {
+            Step::TimedOut
+        } else {
+            let left = self.until.saturating_duration_since(now).max(LOOK);
+            Step::Wait(self.wait(come, now).min(left))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+    const SETTLE: Duration = Duration::from_millis(200);
+    const TIMEOUT: Duration = Duration::from_secs(30);
+
+    fn channels(channels: usize, highest_id: u8) -> Come {
+        Come {
+            channels,
+            highest_id: Some(highest_id),
+            ..Come::default()
+        }
+    }
+
+    #[test]
+    fn channels_without_a_stated_number_are_complete_once_no_further_one_comes() {
+        let begun = Instant::now();
+        let mut wait = Gathering::new(begun, 0, SETTLE, TIMEOUT);
+        let two = channels(2, 1);
+        assert_eq!(wait.next(&Come::default(), true, begun), Step::Wait(SETTLE));
+        let latest = begun + 150 * MS;
+        assert_eq!(wait.next(&two, true, latest), Step::Wait(SETTLE));
+        assert_eq!(wait.next(&two, true, latest + SETTLE - MS), Step::Wait(MS));
+        assert_eq!(wait.next(&two, true, latest + SETTLE), Step::Complete);
+        let newcomer = Come {
+            has_newcomer: true,
+            ..two
+        };
+        let later = latest + 2 * SETTLE;
+        assert_eq!(wait.next(&newcomer, true, later), Step::Wait(LOOK));
+    }
+
+    #[test]
+    fn a_stated_number_needs_no_time() {
+        let now = Instant::now();
+        let mut wait = Gathering::new(now, 0, SETTLE, TIMEOUT);
+        let some = |channels| Come {
+            channels,
+            highest_id: Some(3),
+            stated: Some(4),
+            ..Come::default()
+        };
+        assert_eq!(wait.next(&some(3), true, now), Step::Wait(SETTLE));
+        assert_eq!(wait.next(&some(3), true, now + SETTLE), Step::Wait(LOOK));
+        assert_eq!(wait.next(&some(4), true, now), Step::Complete);
+    }
+
+    #[test]
+    fn a_gap_or_no_channel_where_some_are_expected_is_waited_for_until_the_time_out() {
+        let begun = Instant::now();
+        for come in [channels(1, 1), Come::default()] {
+            let mut wait = Gathering::new(begun, come.channels, SETTLE, TIMEOUT);
+            let end = begun + TIMEOUT;
+            assert_eq!(wait.next(&come, true, begun + SETTLE), Step::Wait(LOOK));
+            assert_eq!(wait.next(&come, true, end), Step::Wait(LOOK));
+            assert_eq!(wait.next(&come, true, end + MS), Step::TimedOut);
+        }
+        let mut wait = Gathering::new(begun, 0, SETTLE, TIMEOUT);
+        let none = wait.next(&Come::default(), false, begun + SETTLE);
+        assert_eq!(none, Step::Complete, "a source without multifd");
+    }
+
+    #[test]
+    fn a_main_channel_that_ends_counts_once_no_channel_is_on_its_way() {
+        let begun = Instant::now();
+        let mut wait = Gathering::new(begun, 0, SETTLE, TIMEOUT);
+        let ended = Come {
+            main_has_ended: true,
+            ..Come::default()
+        };
+        let newcomer = Come {
+            has_newcomer: true,
+            ..ended
+        };
+        let settled = begun + SETTLE;
+        assert_eq!(wait.next(&ended, true, settled - MS), Step::Wait(MS));
+        assert_eq!(wait.next(&newcomer, true, settled), Step::Wait(LOOK));
+        assert_eq!(wait.next(&ended, true, settled), Step::MainEnded);
+    }
+}
