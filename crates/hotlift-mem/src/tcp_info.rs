@@ -150,6 +150,8 @@ mod tests {
         assert!(unacknowledged(sender.as_fd()).unwrap() > 0);
         // A full window: nothing is in flight, something waits, and the last acknowledgement grows old until the probe.
         let full = loop {
+            // The window may have grown since.
+            written += sender.write(&[0; 1 << 16]).unwrap_or(0);
             let now = TcpSending::of(sender.as_fd()).unwrap();
             if now.in_flight == 0 && now.not_sent > 0 && now.unheard > Duration::ZERO {
                 break now;
