@@ -254,7 +254,7 @@ impl Host<'_> {
 
     /// Returns the destination's VM, if the source's guest may come into it.
     fn compare(&self, hello: &Hello, destination: &Destination) -> Result<Box<Vm>, QemuError> {
-        let vm = destination.vm(None)?.within(vm::MESSAGE_MAX);
+        let vm = destination.vm(Some(&hello.vm))?.within(vm::MESSAGE_MAX);
         match hello.differences {
             Differences::Show => return Ok(vm.into()),
             Differences::Refuse => compare::check(&compare::compare(&hello.vm, &vm))?,

@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use serde_json::json;
+
 use crate::guest::Guest;
 use crate::hotlift::Hotlift;
 use crate::need;
@@ -51,6 +53,31 @@ fn a_qemu_reports_the_sync_points_of_its_machine_type() {
         let mut vm = need!(Vm::waiting(release, &machine(name)));
         let flushes = vm.qmp.flushes_after_each_section().expect("it answers");
         assert_eq!(flushes, Some(expected), "{release:?} {name}");
+    }
+}
+
+#[test]
+fn the_name_of_a_machine_type_tells_the_sync_points_that_its_properties_have() {
+    for (release, name) in [
+        (Release::V10, "pc-q35-8.0"),
+        (Release::V10, "pc-i440fx-8.1"),
+        (Release::V11, "pc-i440fx-8.0"),
+        (Release::V11, "pc-q35-8.1"),
+    ] {
+        let mut vm = need!(Vm::waiting(release, &machine(name)));
+        let machines = vm
+            .qmp
+            .client()
+            .execute("query-machines", &json!({ "compat-props": true }))
+            .expect("query-machines");
+        let machines = machines.as_array().expect("a list");
+        let it = machines.iter().find(|one| one["name"] == name);
+        let properties = it.expect("it is there")["compat-props"].as_array();
+        let flushes = properties.expect("properties").iter().any(|one| {
+            one["property"] == "multifd-flush-after-each-section" && one["value"] == "on"
+        });
+        let told = vm.qmp.flushes_after_each_section().expect("it answers");
+        assert_eq!(told, Some(flushes), "{release:?} {name}");
     }
 }
 
