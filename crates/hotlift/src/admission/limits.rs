@@ -2,16 +2,16 @@
 //!
 //! | connections | TLS | number | time |
 //! |---|---|---|---|
-//! | in a handshake, at any door | always | [`HANDSHAKES`] | `places.rs` |
-//! | of a migration, at its destination or relay | as its options say | [`channels`] | `handshake-timeout` |
-//! | that were told an outcome | as their migration | [`CONFIRMATIONS`] | [`CONFIRMATION`] |
-//! | callers of `serve`, `bench --serve` and an agent | as the options say; an agent: always | [`CALLERS`] | [`HELLO`] |
-//! | of this host's QEMUs, redirected to its agent | never: the agent adds it | [`REDIRECTED`] | [`SILENCE`] |
-//! | from one door to the next | as at the first door | [`QUEUED`] | the migration's |
-//! | that may be a QEMU's preempt channel | as their migration | [`CANDIDATES`] | the migration's |
-//! | of a file server, before the name of a file | as the options say | [`VISITORS`] | [`OPENING`] |
-//! | that read a file | as the options say | [`READERS`], [`READERS_OF_ONE`] of one host | [`READER_IDLE`] unused |
-//! | that read an agent's metrics | never: on loopback | 1 | [`METRICS`] |
+//! | in a handshake, at any door | always | `HANDSHAKES` | `places.rs` |
+//! | of a migration, at its destination or relay | as its options say | `channels` | `handshake-timeout` |
+//! | that were told an outcome | as their migration | `CONFIRMATIONS` | `CONFIRMATION` |
+//! | callers of `serve`, `bench --serve` and an agent | as the options say; an agent: always | `CALLERS` | `HELLO` |
+//! | of this host's QEMUs, redirected to its agent | never: the agent adds it | `REDIRECTED` | `SILENCE` |
+//! | from one door to the next | as at the first door | `QUEUED` | the migration's |
+//! | that may be a QEMU's preempt channel | as their migration | `CANDIDATES` | the migration's |
+//! | of a file server, before the name of a file | as the options say | `VISITORS` | `OPENING` |
+//! | that read a file | as the options say | `READERS`, `READERS_OF_ONE` of one host | `READER_IDLE` unused |
+//! | that read an agent's metrics | never: on loopback | 1 | `METRICS` |
 //!
 //! A client of a monitor waits for nothing: it is served or refused at once (`hotlift-qmp/src/server/clients.rs`).
 
