@@ -79,7 +79,7 @@ pub use ram_block::{Backing, RamBlock, ram_blocks_of};
 pub use splice::Splicer;
 pub use stdio::stdout_was_closed;
 pub use userfault::{Fault, MissingPages, Placed, Touch, UserfaultSupport, probe_userfault};
-pub use wait::{is_readable, wait_readable};
+pub use wait::{end_of_process, is_readable, poll_until, wait_readable};
 
 /// Bytes of a guest page, the unit of dirty logging and of the stream (QEMU's target page on x86
 /// and most others).

@@ -1,32 +1,52 @@
 //! A wait for descriptors, with a deadline.
 
-use std::os::fd::BorrowedFd;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::process::Child;
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// Polls `fds` until something happens on one of them, or `deadline` is over; without a deadline for as long as that takes.
+/// Returns on how many. A signal does not end it.
+///
+/// # Errors
+/// The kernel has no memory for it.
+pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usize> {
+    loop {
+        let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
+        // A time that does not fit is as good as none.
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        match poll(fds, left.as_ref()) {
+            Err(Errno::INTR) => {}
+            polled => return Ok(polled?),
+        }
+    }
+}
 
 /// Waits until one of `fds` is readable or has ended, or `deadline` is over; without a deadline for as long as that takes.
 /// Returns true if the first of them is.
 pub fn wait_readable(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
     let polled = |fd: &_| PollFd::from_borrowed_fd(*fd, PollFlags::IN);
     let mut polled: Vec<_> = fds.iter().map(polled).collect();
-    loop {
-        let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
-        // A time that does not fit is as good as none.
-        let left = left.and_then(|left| Timespec::try_from(left).ok());
-        match poll(&mut polled, left.as_ref()) {
-            Err(Errno::INTR) => {}
-            // The kernel has no memory for it: the caller checks what it waits for.
-            Err(_) => return false,
-            Ok(_) => return polled.first().is_some_and(|fd| !fd.revents().is_empty()),
-        }
-    }
+    // Without memory for it the caller checks what it waits for.
+    let waited = poll_until(&mut polled, deadline).is_ok();
+    waited && polled.first().is_some_and(|fd| !fd.revents().is_empty())
 }
 
 /// Returns true if `fd` is readable or has ended.
 pub fn is_readable(fd: BorrowedFd<'_>) -> bool {
     wait_readable(&[fd], Some(Instant::now()))
+}
+
+/// Returns a descriptor that is readable once `child` has ended, also if that was before this.
+///
+/// # Errors
+/// The system's. A child that was waited for has none.
+pub fn end_of_process(child: &Child) -> io::Result<OwnedFd> {
+    Ok(pidfd_open(Pid::from_child(child), PidfdFlags::empty())?)
 }
 
 #[cfg(test)]

@@ -7,8 +7,8 @@ use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
 use hotlift_console::signals::Interrupt;
+use hotlift_mem::end_of_process;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// How long a QEMU may take until it answers on its QMP socket.
 const START: Duration = Duration::from_secs(60);
@@ -46,9 +46,7 @@ pub fn qmp_arguments(socket: &Path) -> [OsString; 2] {
 pub fn connect(child: &mut Child, socket: &Path, interrupt: &Interrupt) -> Result<Qemu, NoAnswer> {
     let address = QmpAddress::Unix(socket.to_owned());
     let deadline = Instant::now() + START;
-    let pid = Pid::from_child(child);
-    // Of one that has ended too: nothing has waited for it yet.
-    let end = pidfd_open(pid, PidfdFlags::empty()).ok();
+    let end = end_of_process(child).ok();
     let ends: Vec<_> = end.iter().map(AsFd::as_fd).collect();
     loop {
         if socket.exists() || Instant::now() >= deadline {

@@ -18,13 +18,13 @@ use hotlift_console::signals::{Interrupt, no_folder};
 use hotlift_qmp::{Qemu, QmpAddress};
 use rustix::fs::Access;
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::error::{QemuError, at_destination};
 use crate::first_answer::{self, NoAnswer};
 use crate::guard::Guard;
 use crate::stderr::{ErrorOutput, Streams};
-use hotlift_mem::{lock, wait_readable};
+use hotlift_mem::{end_of_process, lock, wait_readable};
 
 /// How long a killed QEMU may take to end: one that waits for storage that hangs cannot be killed. Below the default of
 /// `settle-timeout`, so that the other side is answered in time.
@@ -189,7 +189,7 @@ impl Started {
         // It leads a group of its own, with a QEMU that a wrapper has forked. One that has ended takes no signal.
         let _ = kill_process_group(pid, Signal::KILL);
         if self.child.try_wait()?.is_none() {
-            let end = pidfd_open(pid, PidfdFlags::empty())?;
+            let end = end_of_process(&self.child)?;
             wait_readable(&[end.as_fd()], Some(deadline));
         }
         let ended = self.child.try_wait()?;

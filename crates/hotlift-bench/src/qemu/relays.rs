@@ -11,8 +11,7 @@ use hotlift::options::{OptionError, Role, option};
 use hotlift_command::migration_args::MigrationArgs;
 use hotlift_command::pair::Place;
 use hotlift_console::error::ConsoleError;
-use hotlift_mem::wait_readable;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use hotlift_mem::{end_of_process, wait_readable};
 use serde::Deserialize;
 use tempfile::TempDir;
 
@@ -115,8 +114,7 @@ impl Relays {
     pub fn await_end(&self) {
         let deadline = Instant::now() + END;
         for relay in [&self.source, &self.destination] {
-            let pid = Pid::from_child(&relay.process.child);
-            if let Ok(end) = pidfd_open(pid, PidfdFlags::empty()) {
+            if let Ok(end) = end_of_process(&relay.process.child) {
                 wait_readable(&[end.as_fd()], Some(deadline));
             }
         }

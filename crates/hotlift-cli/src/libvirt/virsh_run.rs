@@ -5,9 +5,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus};
 use std::time::Instant;
 
-use hotlift_mem::{is_readable, wait_readable};
+use hotlift_mem::{end_of_process, is_readable, wait_readable};
 use rustix::io::ioctl_fionbio;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// A command that runs, killed when it goes out of scope.
 ///
@@ -30,8 +29,7 @@ impl Run {
     /// If it cannot be run.
     pub fn start(mut command: Command, most: usize) -> io::Result<Self> {
         let mut child = command.spawn()?;
-        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
-        let parts = end.map_err(io::Error::from).and_then(|end| {
+        let parts = end_of_process(&child).and_then(|end| {
             let out = Pipe::new(child.stdout.take(), most)?;
             let err = Pipe::new(child.stderr.take(), most)?;
             Ok((end, out, err))
@@ -140,6 +138,8 @@ impl<P: Read + AsFd> Pipe<P> {
 #[cfg(test)]
 mod tests {
     use std::process::Stdio;
+
+    use rustix::process::Pid;
 
     use super::*;
 

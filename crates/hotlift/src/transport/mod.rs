@@ -17,6 +17,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::GuestRun;
+use hotlift_mem::poll_until;
 use hotlift_mem::sock::{self, IoScratch, TcpSending};
 use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -301,16 +302,9 @@ pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result
 /// Waits until `fd` is ready for what `flags` say; false if it was not within `timeout`.
 fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> io::Result<bool> {
     let mut fds = [PollFd::new(&fd, flags)];
+    // A time that does not fit has no limit.
     let until = Instant::now().checked_add(timeout);
-    loop {
-        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-        // A time that does not fit has no limit.
-        let left = left.and_then(|left| Timespec::try_from(left).ok());
-        match rustix::event::poll(&mut fds, left.as_ref()) {
-            Err(rustix::io::Errno::INTR) => {}
-            polled => return Ok(polled? > 0),
-        }
-    }
+    Ok(poll_until(&mut fds, until)? > 0)
 }
 
 /// One connection; with TLS, once its handshake is done.
