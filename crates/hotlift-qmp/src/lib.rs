@@ -36,6 +36,7 @@ mod http;
 mod inventory;
 mod lines;
 mod machine;
+mod machine_type;
 mod migration;
 mod objects;
 pub mod qapi;
@@ -54,6 +55,7 @@ pub use http::{HTTP, is_http};
 pub use inventory::{Cpu, Disk, MemoryDevice, MemoryLimits};
 pub use lines::{Connection, Line, Lines, Socket};
 pub use machine::{CommandInfo, NameInfo, RunState, StatusInfo, UuidInfo, Version, VersionInfo};
+pub use machine_type::{LAST_FLUSHED_BY_SECTION, machine_version};
 pub use migration::{
     AcceleratorJobs, CompressionStats, MigrationCapabilityStatus, MigrationInfo, MigrationStats,
     MigrationThreadInfo, SocketAddress, ThreadTime, VcpuWaits, XbzrleCacheStats,

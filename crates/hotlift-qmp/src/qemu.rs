@@ -10,6 +10,7 @@ use crate::address::QmpAddress;
 use crate::client::{Client, Event};
 use crate::error::QmpError;
 use crate::machine::{StatusInfo, UuidInfo, Version, VersionInfo};
+use crate::machine_type::{LAST_FLUSHED_BY_SECTION, upstream_version};
 use crate::migration::{MigrationCapabilityStatus, MigrationInfo, MigrationThreadInfo};
 use crate::ram_blocks::{self, RamBlock};
 use crate::uuid::Uuid;
@@ -363,15 +364,4 @@ pub(crate) fn if_told<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpEr
         Err(QmpError::Command { .. } | QmpError::Answer { .. }) => Ok(None),
         Err(error) => Err(error),
     }
-}
-/// The last of QEMU's own machine types that synchronises multifd after each section of RAM (`hw_compat_8_0`).
-const LAST_FLUSHED_BY_SECTION: (u32, u32) = (8, 0);
-
-/// Returns the version in the name of a machine type of QEMU's own, such as `pc-q35-8.0`. A distribution's types have other names.
-fn upstream_version(name: &str) -> Option<(u32, u32)> {
-    let version = ["pc-q35-", "pc-i440fx-"]
-        .iter()
-        .find_map(|prefix| name.strip_prefix(prefix))?;
-    let (major, minor) = version.split_once('.')?;
-    Some((major.parse().ok()?, minor.parse().ok()?))
 }

@@ -18,6 +18,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use hotlift_methods::MemoryLimit;
+use hotlift_qmp::{LAST_FLUSHED_BY_SECTION, machine_version};
 use hotlift_wire::handshake::{CONNECTED, Features, Offer};
 use hotlift_wire::limits;
 use hotlift_wire::main_channel::{Command, Configuration, EarlySection, RunStateSearch};
@@ -137,7 +138,8 @@ impl SyncPoints {
         if let Some(each_section) = known.or(settings.qemu_flushes_after_each_section) {
             return Self::shown(each_section);
         }
-        let by_version = || version_of(configuration).is_some_and(|version| version <= (8, 0));
+        let by_version =
+            || version_of(configuration).is_some_and(|version| version <= LAST_FLUSHED_BY_SECTION);
         Self {
             each_section: seen.map_or_else(by_version, |seen| seen.each_section),
             are_shown: false,
@@ -456,13 +458,6 @@ pub(crate) fn version_of(configuration: &Configuration) -> Option<(u32, u32)> {
         true => Some(LAST_WITHOUT_CONFIGURATION),
         false => machine_version(&configuration.machine),
     }
-}
-
-/// The version of a machine type: (7, 2) of `pc-i440fx-7.2`.
-fn machine_version(machine: &str) -> Option<(u32, u32)> {
-    let (_, version) = machine.rsplit_once('-')?;
-    let (major, minor) = version.split_once('.')?;
-    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 impl Sink for StreamSink<'_> {

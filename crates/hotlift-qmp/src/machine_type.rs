@@ -1,0 +1,33 @@
+//! What the name of a machine type shows.
+
+/// The last of QEMU's own machine types that synchronises multifd after each section of RAM (`hw_compat_8_0`).
+pub const LAST_FLUSHED_BY_SECTION: (u32, u32) = (8, 0);
+
+/// Returns the version at the end of a machine type's name: (7, 2) of `pc-i440fx-7.2`.
+#[must_use]
+pub fn machine_version(name: &str) -> Option<(u32, u32)> {
+    let (_, version) = name.rsplit_once('-')?;
+    let (major, minor) = version.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+/// Returns the same of QEMU's own PC types alone. A distribution's have other names.
+pub(crate) fn upstream_version(name: &str) -> Option<(u32, u32)> {
+    let number = ["pc-q35-", "pc-i440fx-"]
+        .iter()
+        .find_map(|prefix| name.strip_prefix(prefix))?;
+    machine_version(name).filter(|_| !number.contains('-'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_pc_types_of_qemu_itself_show_a_version_that_is_relied_on() {
+        assert_eq!(upstream_version("pc-i440fx-7.2"), Some((7, 2)));
+        for other in ["virt-8.0", "pc-q35-rhel-8.0", "pc-q35-rhel8.6.0", "microvm"] {
+            assert_eq!(upstream_version(other), None, "{other}");
+        }
+    }
+}
