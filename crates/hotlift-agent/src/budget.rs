@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use hotlift::Options;
 use hotlift::control::SharedRate;
+use hotlift_mem::lock;
 
 use crate::config::Config;
 use crate::messages::{Id, Kind};
 use crate::moment::{Moment, Share, State};
 use crate::session::Session;
-use hotlift_mem::lock;
 
 /// Between two sharings.
 pub(crate) const ROUND: Duration = Duration::from_millis(250);

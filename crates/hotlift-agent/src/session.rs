@@ -12,6 +12,7 @@ use hotlift::relay::{Pass, RelayProgress, RelayReport};
 use hotlift::tls::Identity;
 use hotlift::transport::Stream;
 use hotlift::{Control, MigrationEvent, Options, Status};
+use hotlift_mem::lock;
 use serde::{Deserialize, Serialize};
 
 use crate::config::LogLevel;
@@ -19,7 +20,6 @@ use crate::log::Log;
 use crate::messages::{Id, Kind};
 use crate::moment::{Moment, Share, State};
 use crate::source_socket::Sockets;
-use hotlift_mem::lock;
 
 /// Which way the guest goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use hotlift_mem::lock;
+
 use crate::error::CarryError;
 use crate::messages::{Id, Kind};
 use crate::moment::State;
 use crate::session::{Direction, Session, Subject};
 use crate::totals::Totals;
-use hotlift_mem::lock;
 
 /// Sessions that have ended and are still shown.
 const REMEMBERED: usize = 32;

@@ -3,7 +3,7 @@
 //! | connections | TLS | number | time |
 //! |---|---|---|---|
 //! | in a handshake, at any door | always | `HANDSHAKES` | `places.rs` |
-//! | of a migration, at its destination or relay | as its options say | `channels` | `handshake-timeout` |
+//! | of a migration, at its destination or relay | as its options say | `CHANNELS` | `handshake-timeout` |
 //! | that were told an outcome | as their migration | `CONFIRMATIONS` | `CONFIRMATION` |
 //! | callers of `serve`, `bench --serve` and an agent | as the options say; an agent: always | `CALLERS` | `HELLO` |
 //! | of this host's QEMUs, redirected to its agent | never: the agent adds it | `REDIRECTED` | `SILENCE` |
@@ -29,10 +29,14 @@ pub struct Limits {
 /// Handshakes at once. Others wait in the listener's queue, where they cost this process nothing.
 pub(super) const HANDSHAKES: usize = 64;
 
-/// Connections of a migration that have not sent enough to be classified, with this time for each. A source sends first bytes as
-/// soon as a connection is made, so that the one that has been silent for longest is the one to go.
+/// Connections of a migration that have not sent enough to be classified, and of the next one that are kept for it. A source
+/// sends first bytes as soon as a connection is made, so that the one that has been silent for longest is the one to go.
+pub(crate) const CHANNELS: usize = 64;
+
+/// The limits of the former, with this time for each.
 pub(crate) const fn channels(patience: Duration) -> Limits {
-    Limits { most: 64, patience }
+    let most = CHANNELS;
+    Limits { most, patience }
 }
 
 /// Time to confirm an outcome.

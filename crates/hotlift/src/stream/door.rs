@@ -11,7 +11,7 @@ use hotlift_wire::settle::{Doing, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN,
 use rustix::event::{PollFd, PollFlags};
 
 use crate::admission::head::{Head, NO_STREAM};
-use crate::admission::limits::{CONFIRMATIONS, channels};
+use crate::admission::limits::{CHANNELS, CONFIRMATIONS, channels};
 use crate::admission::pass::Pass;
 use crate::admission::strangers::Strangers;
 use crate::admission::{Admission, Admitted, Entered, Listener, Room};
@@ -283,9 +283,7 @@ impl<'a> Door<'a> {
 
     /// Keeps connections for the migration after this one.
     pub(crate) fn keep(&mut self, arrivals: Vec<Admitted>) {
-        let room = channels(Duration::ZERO)
-            .most
-            .saturating_sub(self.others.len());
+        let room = CHANNELS.saturating_sub(self.others.len());
         // A connection whose token was taken off is of this migration.
         let arrivals = arrivals.into_iter();
         let mut others = arrivals.filter(|one| !matches!(one.head(), Head::Token(_)));
