@@ -9,7 +9,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::stream_source::device_state::{await_release, hand_over, report_taken};
 use crate::ends::stream_source::main_pages::MainPages;
-use crate::ends::stream_source::setup::Setup;
+use crate::ends::stream_source::read_setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
 use crate::life::LONG;

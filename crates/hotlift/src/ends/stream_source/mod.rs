@@ -5,7 +5,7 @@
 //! | `accept` | waits for the connections, and finds out how many channels there are |
 //! | `gathering` | when all channels of a source are there |
 //! | `upstream` | the source: its connections, as what answers go to |
-//! | `setup` | reads what the stream has before its first page, and answers its source |
+//! | `read_setup` | reads what the stream has before its first page, and answers its source |
 //! | `receive` | a multifd channel's packets into batches, or to the other side unread |
 //! | `main_reader`, `main_pages` | does what the main channel asks for: sync points, devices, the end; pages into batches |
 //! | `demand` | which pages a guest waits for that runs on the other side already |
@@ -22,6 +22,6 @@ mod main_pages;
 pub(crate) mod main_reader;
 pub(crate) mod pass_through;
 pub(crate) mod preempt;
+pub(crate) mod read_setup;
 pub(crate) mod receive;
-pub(crate) mod setup;
 pub(crate) mod upstream;

@@ -1,5 +1,5 @@
-//! A stream that cannot be relayed page by page goes through byte for byte: postcopy, and devices
-//! other than RAM that send state while the guest runs.
+//! A stream that cannot be relayed page by page goes through byte for byte: postcopy in layouts that `main_channel/set_up.rs`
+//! lists, and devices other than RAM that send state while the guest runs.
 //!
 //! Every connection of the source becomes one to the other side, with bytes both ways, and each end is
 //! passed on. Nothing is compressed, and EOF is not held back. What the source sends keeps `max-bandwidth`.

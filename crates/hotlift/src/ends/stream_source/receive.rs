@@ -1,4 +1,5 @@
-//! Where an incoming multifd channel's pages go in a relay: into batches, or to the other side unread.
+//! Where an incoming multifd channel's pages go in a relay: into batches, or to the other side unread; and what the other side
+//! answers to the source.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use hotlift_wire::multifd::PacketHeader;
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::stream_source::preempt;
-use crate::ends::stream_source::setup::Setup;
+use crate::ends::stream_source::read_setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
 use crate::life::threads::Yielding;

@@ -1,7 +1,8 @@
 //! The main channel of an incoming stream, as a machine without I/O: bytes and the time in, what to do out.
 //!
-//! It decides everything that is order, state or refusal, for a relay and for a guest of this process. Its driver reads the
-//! bytes ([`MainInput`](super::main_recv::MainInput)), and does what an [`Action`] asks for.
+//! It decides everything that is order, state or refusal, for a relay and for a guest of this process; the decoder below it
+//! refuses sections out of QEMU's order. Its driver reads the bytes ([`MainInput`](super::main_recv::MainInput)), and does
+//! what an [`Action`] asks for.
 //!
 //! | file | what it decides |
 //! |---|---|
