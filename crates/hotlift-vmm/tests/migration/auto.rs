@@ -6,9 +6,9 @@ use std::time::Duration;
 use hotlift::options::Goal;
 use hotlift::{Control, Options};
 use hotlift_methods::METHODS;
+use hotlift_testkit::alone;
 use hotlift_vmm::GuestSettings;
 
-use crate::census::alone;
 use crate::probe::Quirks;
 use crate::rig::{self, Holder, settings};
 
@@ -34,7 +34,7 @@ fn larger() -> GuestSettings {
 
 #[test]
 fn a_link_that_is_slow_is_given_fewer_bytes_and_all_pages_are_told_of() {
-    let _alone = alone();
+    alone!();
     for kind in rig::kinds() {
         // Whoever compresses takes a small part of the time that the bytes take.
         let options = options(&[("max-bandwidth", "8M"), ("downtime-limit", "2000")]);
@@ -79,7 +79,7 @@ fn a_link_that_is_slow_is_given_fewer_bytes_and_all_pages_are_told_of() {
 
 #[test]
 fn every_method_is_taken_by_who_takes_each_packet_as_it_comes() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     let there = options(&[]);
     for method in METHODS {
@@ -93,7 +93,7 @@ fn every_method_is_taken_by_who_takes_each_packet_as_it_comes() {
 
 #[test]
 fn a_destination_that_was_told_of_no_method_takes_the_choice_by_packet() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     let there = options(&[("multifd-compression", "none")]);
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -105,7 +105,7 @@ fn a_destination_that_was_told_of_no_method_takes_the_choice_by_packet() {
 
 #[test]
 fn who_takes_one_method_alone_refuses_the_choice_by_packet_by_name() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     let there = options(&[("multifd-compression", "zstd")]);
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -123,7 +123,7 @@ fn who_takes_one_method_alone_refuses_the_choice_by_packet_by_name() {
 
 #[test]
 fn channels_take_no_more_cpu_time_than_their_limit_on_either_side() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     for (method, level) in [("auto", "1"), ("zstd", "9")] {
         let options = options(&[
@@ -159,7 +159,7 @@ fn channels_take_no_more_cpu_time_than_their_limit_on_either_side() {
 
 #[test]
 fn who_wants_the_shortest_downtime_goes_on_while_the_rest_shrinks() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     let rounds = [Goal::Fastest, Goal::ShortestDowntime].map(|goal| {
         let options = Options {

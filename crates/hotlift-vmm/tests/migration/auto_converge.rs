@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use hotlift::{Control, Options};
+use hotlift_testkit::alone;
 use hotlift_vmm::{BuiltinGuest, GuestKind, GuestSettings, create};
 
-use crate::census::{Census, alone};
+use crate::census::Census;
 use crate::probe::{Probe, Quirks, let_write};
 use crate::rig::{self, settings};
 
@@ -85,7 +86,7 @@ fn pair(kind: GuestKind, quirks: Quirks) -> [Probe; 2] {
 
 #[test]
 fn a_guest_that_does_not_converge_is_slowed_down_until_it_does() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     for kind in rig::kinds() {
         let [source, destination] = pair(kind, Quirks::default());
@@ -113,7 +114,7 @@ fn a_guest_that_does_not_converge_is_slowed_down_until_it_does() {
 
 #[test]
 fn a_cancel_gives_a_slowed_down_guest_all_of_its_time_back() {
-    let _alone = alone();
+    alone!();
     for kind in rig::kinds() {
         let [source, destination] = pair(kind, Quirks::default());
         let (listener, to) = rig::listen();
@@ -144,7 +145,7 @@ fn a_cancel_gives_a_slowed_down_guest_all_of_its_time_back() {
 
 #[test]
 fn a_guest_that_cannot_be_slowed_down_is_told_of() {
-    let _alone = alone();
+    alone!();
     let quirks = Quirks {
         cannot_throttle: true,
         ..Quirks::default()
@@ -195,7 +196,7 @@ fn let_lose(guest: &dyn BuiltinGuest, time: Duration) -> Duration {
 
 #[test]
 fn a_throttled_guest_runs_less_and_can_be_paused_at_once() {
-    let _alone = alone();
+    alone!();
     for kind in rig::kinds() {
         let guest = create(
             kind,
@@ -237,7 +238,7 @@ fn a_throttled_guest_runs_less_and_can_be_paused_at_once() {
 fn a_throttled_guest_does_not_make_up_for_the_time_that_it_has_lost() {
     /// The guests forgive themselves what they are late by more.
     const DEBT: Duration = Duration::from_millis(100);
-    let _alone = alone();
+    alone!();
     for kind in rig::kinds() {
         let paced = settings();
         let guest = create(kind, &paced).unwrap();

@@ -2,18 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a thread that has been joined may still be listed by the kernel.
 const PATIENCE: Duration = Duration::from_secs(10);
-
-/// One test at a time: the census is that of the whole process, and timing of many guests on few
-/// cores is nobody's promise.
-pub fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Threads by name, and open files by what they are.
 #[derive(Debug, Clone, PartialEq, Eq)]

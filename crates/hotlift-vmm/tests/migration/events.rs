@@ -10,9 +10,9 @@ use hotlift::{Control, MigrationEvent, Options, Status};
 use MigrationEvent::{Pass, Resumed, Status as State, Stopped};
 use Status::{Active, Cancelled, Cancelling, Completed, Device, Failed, PreSwitchover, Setup};
 
-use crate::census::alone;
 use crate::probe::{Obeys, Probe, Quirks, three_rounds};
 use crate::rig::{self, Ended, settings};
+use hotlift_testkit::alone;
 
 /// All events of one side.
 #[derive(Clone, Default)]
@@ -101,7 +101,7 @@ fn consistent(report: &SourceReport, multifd: bool) {
 
 #[test]
 fn a_migration_is_told_step_by_step_as_qemu_tells_it() {
-    let _alone = alone();
+    alone!();
     for multifd in [true, false] {
         let (source, destination) = (guest(), room(Quirks::default()));
         let (ended, [here, there]) =
@@ -119,7 +119,7 @@ fn a_migration_is_told_step_by_step_as_qemu_tells_it() {
 
 #[test]
 fn a_guest_that_is_given_back_is_told_of_after_the_failure() {
-    let _alone = alone();
+    alone!();
     for multifd in [true, false] {
         let fails_to_load = Quirks {
             load: Obeys::No,
@@ -135,7 +135,7 @@ fn a_guest_that_is_given_back_is_told_of_after_the_failure() {
 
 #[test]
 fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
-    let _alone = alone();
+    alone!();
     let slow = Options {
         max_bandwidth: 256 << 10,
         ..options(true)
@@ -179,7 +179,7 @@ fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
 
 #[test]
 fn with_pause_before_switchover_the_guest_stands_still_until_it_may_go_on() {
-    let _alone = alone();
+    alone!();
     let paused = Options {
         pause_before_switchover: true,
         ..options(true)
@@ -226,7 +226,7 @@ fn with_pause_before_switchover_the_guest_stands_still_until_it_may_go_on() {
 
 #[test]
 fn a_guest_is_announced_where_it_runs_now_and_nobody_waits_for_it() {
-    let _alone = alone();
+    alone!();
     let announced = |rounds, initial, destination_fails| {
         let (sender, announcements) = channel();
         let quirks = Quirks {

@@ -10,11 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hotlift::Options;
+use hotlift_testkit::alone;
 use hotlift_testkit::proxy::units::{Action, Fault, Log, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_vmm::GuestKind;
 
-use crate::census::{Census, alone};
+use crate::census::Census;
 use crate::probe::{Probe, Quirks, three_rounds};
 use crate::rig::{self, Ended, Holder, settings};
 
@@ -229,7 +230,7 @@ fn flips_of_type(unit: &Unit) -> impl Iterator<Item = Fault> + '_ {
 /// both sides do what is decided there.
 #[test]
 fn a_flipped_byte_of_each_unit_of_the_main_channel_leaves_one_guest() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let mut course = Course::new(GuestKind::Threads, options("none"));
     let log = course.watch();
@@ -243,7 +244,7 @@ fn a_flipped_byte_of_each_unit_of_the_main_channel_leaves_one_guest() {
 
 #[test]
 fn any_flipped_byte_of_a_channel_leaves_one_guest() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let mut course = Course::new(GuestKind::Threads, options("none"));
     let log = course.watch();
@@ -267,7 +268,7 @@ fn any_flipped_byte_of_a_channel_leaves_one_guest() {
 
 #[test]
 fn any_flipped_byte_of_an_answer_leaves_one_guest() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let mut course = Course::new(GuestKind::Threads, options("none"));
     let log = course.watch();
@@ -284,7 +285,7 @@ fn any_flipped_byte_of_an_answer_leaves_one_guest() {
 
 #[test]
 fn any_cut_connection_leaves_one_guest() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     for kind in rig::kinds() {
         let mut course = Course::new(kind, options("none"));
@@ -313,7 +314,7 @@ fn any_cut_connection_leaves_one_guest() {
 
 #[test]
 fn a_damaged_payload_and_damaged_zero_page_records_leave_one_guest() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     for method in ["zlib", "zstd"] {
         let mut course = Course::new(GuestKind::Threads, options(method));

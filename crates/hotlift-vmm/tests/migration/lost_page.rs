@@ -7,9 +7,9 @@ use std::time::Duration;
 use hotlift::Options;
 use hotlift::guest::GuestError;
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_testkit::alone;
 use hotlift_vmm::layout::Layout;
 
-use crate::census::alone;
 use crate::probe::{Quirks, Sync, let_write};
 use crate::rig::{self, settings};
 
@@ -74,7 +74,7 @@ fn one_page_short(layout: Layout) -> Sync {
 
 #[test]
 fn a_single_dirty_page_that_is_not_sent_fails_the_check() {
-    let _alone = alone();
+    alone!();
     let options = Options {
         max_bandwidth: 0,
         downtime_limit: Duration::ZERO,

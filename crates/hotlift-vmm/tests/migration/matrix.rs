@@ -8,10 +8,11 @@ use hotlift::options::ZERO_PAGE_DETECTION;
 use hotlift::{Address, Listener, Options};
 use hotlift_mem::Backing;
 use hotlift_methods::selections;
+use hotlift_testkit::alone;
 use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings};
 
-use crate::census::{Census, alone};
+use crate::census::Census;
 use crate::probe::{Quirks, busy_first_round};
 use crate::rig;
 
@@ -25,7 +26,7 @@ const RATE: u64 = 1500;
 
 #[test]
 fn every_combination_arrives_whole_and_goes_on() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let folder = tempfile::tempdir().unwrap();
     let mut number = 0;
@@ -115,7 +116,7 @@ fn goes_on(
 /// Capability `compress`: threads, levels and zero page modes, waiting for threads or not.
 #[test]
 fn every_setting_of_compress_arrives_whole_and_goes_on() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     for kind in rig::kinds() {
         for [compress, decompress] in [["1", "8"], ["8", "1"]] {

@@ -8,9 +8,9 @@ use std::thread;
 use hotlift::options::ZERO_PAGE_DETECTION;
 use hotlift::{Address, Options};
 use hotlift_methods::selections;
+use hotlift_testkit::alone;
 use hotlift_vmm::GuestSettings;
 
-use crate::census::alone;
 use crate::probe::Quirks;
 use crate::rig::{self, settings};
 
@@ -27,7 +27,7 @@ fn options(given: &[(&str, &str)]) -> Options {
 
 #[test]
 fn packets_of_any_size_arrive_whole_in_every_method() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     let settings = GuestSettings {
         ram_bytes: 16 << 20,
@@ -66,7 +66,7 @@ fn packets_of_any_size_arrive_whole_in_every_method() {
 
 #[test]
 fn the_share_of_zero_pages_that_was_asked_for_is_sent_as_normal_pages() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     // Pages that the guest may have written, or not, by the time they are looked at.
     let settings = GuestSettings {
@@ -134,7 +134,7 @@ fn qemu(listener: &TcpListener, connections: usize) -> usize {
 
 #[test]
 fn a_qemu_is_sent_no_packet_that_it_cannot_read() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use hotlift::Options;
 use hotlift_mem::{Backing, RamBlock};
+use hotlift_testkit::alone;
 use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_vmm::GuestSettings;
 
-use crate::census::{Census, alone};
+use crate::census::Census;
 use crate::probe::{Probe, Quirks};
 use crate::rig::{self, Ended, Holder, settings};
 
@@ -39,7 +40,7 @@ fn expect_refusal(what: &str, ended: &Ended, source: &Probe, destination: &Probe
 
 #[test]
 fn a_guest_that_differs_is_refused_with_both_values() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     for kind in rig::kinds() {
         let ram = |name: &str, bytes| {
@@ -107,7 +108,7 @@ fn a_guest_that_differs_is_refused_with_both_values() {
 
 #[test]
 fn options_that_differ_are_refused_with_both_values() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let cases = [
         ("multifd-channels", "4", vec!["multifd-channels", "2", "4"]),
@@ -156,7 +157,7 @@ fn options_that_differ_are_refused_with_both_values() {
 
 #[test]
 fn another_version_of_the_stream_is_refused_with_both_values() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let unit = |back, name: &str| Unit {
         socket: Some(Socket::Main),

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use hotlift::{Control, Options};
 
-use crate::census::alone;
 use crate::probe::Quirks;
 use crate::rig::{self, settings};
+use hotlift_testkit::alone;
 
 /// The guest dirties its whole MiB again in each round, which never fits a downtime of 0 ms, and at this
 /// bandwidth the first round takes minutes.
@@ -42,7 +42,7 @@ fn completes_when(change: impl Fn(&mut Options, u64) + Sync, options: &Options) 
 
 #[test]
 fn bandwidth_and_downtime_that_are_raised_let_an_endless_migration_complete() {
-    let _alone = alone();
+    alone!();
     for multifd in [true, false] {
         let options = Options {
             multifd: Some(multifd),
@@ -63,7 +63,7 @@ fn bandwidth_and_downtime_that_are_raised_let_an_endless_migration_complete() {
 
 #[test]
 fn the_bandwidth_that_is_said_to_be_there_decides_about_the_switchover() {
-    let _alone = alone();
+    alone!();
     let options = Options {
         max_bandwidth: 4 << 20,
         downtime_limit: Duration::from_millis(1),
@@ -81,7 +81,7 @@ fn the_bandwidth_that_is_said_to_be_there_decides_about_the_switchover() {
 
 #[test]
 fn only_what_may_change_does() {
-    let _alone = alone();
+    alone!();
     let options = Options {
         multifd_channels: 2,
         ..endless()

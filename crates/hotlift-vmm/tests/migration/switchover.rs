@@ -7,16 +7,16 @@ use hotlift::{Control, Options};
 use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
 
-use crate::census::alone;
 use crate::probe::Quirks;
 use crate::rig::{self, settings};
+use hotlift_testkit::alone;
 
 /// Reports while the destination's answer is held back; a source that does not wait for it makes none.
 const REPORTS: u32 = 3;
 
 #[test]
 fn the_guest_is_not_stopped_before_the_destination_has_what_was_sent() {
-    let _alone = alone();
+    alone!();
     for multifd in [true, false] {
         let options = Options {
             multifd: Some(multifd),

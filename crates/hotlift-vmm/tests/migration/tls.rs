@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use hotlift::tls::of_options;
 use hotlift::transport::Stream;
 use hotlift::{Address, Control, MigrationError, Options, migrate, receive};
+use hotlift_testkit::alone;
 use hotlift_testkit::pki::Pki;
 use hotlift_testkit::proxy::records::{Action, Fault, Log, Records};
 use hotlift_testkit::proxy::{Flow, Proxy, Rule, Stop};
@@ -19,7 +20,7 @@ use hotlift_wire::multifd::{
     Hello, INITIAL_PACKET_LEN, InitialPacket, Method, PacketLayout, ZeroPageDetection,
 };
 
-use crate::census::{Census, alone};
+use crate::census::Census;
 use crate::probe::{Probe, Quirks, three_rounds};
 use crate::rig::{self, BOUND, Ended, Holder, settings};
 
@@ -36,7 +37,7 @@ fn options(folder: &Path, set: &[(&str, &str)]) -> Options {
 
 #[test]
 fn a_guest_arrives_over_tls_whatever_is_sent() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let pki = Pki::new();
     let [here, there] = ["127.0.0.1", "localhost"].map(|name| pki.host(name));
@@ -86,7 +87,7 @@ fn turned_away(ours: &Options, theirs: &Options) -> (MigrationError, String) {
 
 #[test]
 fn who_does_not_belong_is_turned_away_with_the_reason_on_both_sides() {
-    let _alone = alone();
+    alone!();
     let (pki, other_pki) = (Pki::new(), Pki::new());
     let [here, there] = ["a", "127.0.0.1"].map(|name| pki.host(name));
     let stranger = other_pki.host("stranger");
@@ -132,7 +133,7 @@ fn a_folder_without_certificates_is_an_error_that_names_it() {
 
 #[test]
 fn keys_that_change_every_hundred_records_lose_nothing() {
-    let _alone = alone();
+    alone!();
     let pki = Pki::new();
     let host = pki.host("127.0.0.1");
     let mut options = options(&host, &[("multifd-compression", "none")]);
@@ -259,7 +260,7 @@ enum Late {
 
 #[test]
 fn a_late_channel_is_waited_for_and_nobody_takes_its_place() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let pki = Pki::new();
     let [here, there, other] = ["a", "127.0.0.1", "b"].map(|name| pki.host(name));
@@ -290,7 +291,7 @@ fn a_late_channel_is_waited_for_and_nobody_takes_its_place() {
 
 #[test]
 fn a_channel_that_never_comes_is_named_by_both_sides() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let pki = Pki::new();
     let [here, there, other] = ["a", "127.0.0.1", "b"].map(|name| pki.host(name));
@@ -329,7 +330,7 @@ fn a_channel_that_never_comes_is_named_by_both_sides() {
 
 #[test]
 fn a_cancel_is_heard_in_the_handshake_of_a_late_channel() {
-    let _alone = alone();
+    alone!();
     let pki = Pki::new();
     let mut options = options(&pki.host("127.0.0.1"), &[("multifd-channels", "2")]);
     // So that it is not the handshake's time that ends it.
@@ -352,7 +353,7 @@ fn a_cancel_is_heard_in_the_handshake_of_a_late_channel() {
 
 #[test]
 fn a_refusal_over_tls_is_heard_while_channels_are_connected() {
-    let _alone = alone();
+    alone!();
     let pki = Pki::new();
     let host = pki.host("127.0.0.1");
     let ours = options(&host, &[("multifd-channels", "8")]);
@@ -432,7 +433,7 @@ const STRIDE: usize = 16;
 
 #[test]
 fn whatever_is_done_to_a_record_leaves_one_guest() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let pki = Pki::new();
     let mut options = options(&pki.host("127.0.0.1"), &[("multifd-compression", "zstd")]);
@@ -496,7 +497,7 @@ const CROWD: usize = 16;
 
 #[test]
 fn strangers_that_never_finish_a_handshake_cost_a_migration_nothing() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let pki = Pki::new();
     // Slow enough that all of them come while it runs.

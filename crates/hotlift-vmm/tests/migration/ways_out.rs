@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hotlift::{Address, Control, MigrationError, Options, Status};
+use hotlift_testkit::alone;
 use hotlift_testkit::namespace::{DESTINATION, End, Link, SOURCE};
 use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_vmm::GuestSettings;
 
-use crate::census::{Census, alone};
+use crate::census::Census;
 use crate::probe::{Obeys, Quirks};
 use crate::rig::{self, settings};
 
@@ -41,7 +42,7 @@ fn slow() -> Options {
 
 #[test]
 fn a_cancel_in_the_middle_lets_the_guest_run_on_and_a_second_migration_succeeds() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     for kind in rig::kinds() {
         let source = rig::source(kind, &settings(), Quirks::default());
@@ -92,7 +93,7 @@ fn a_host_that_is_lost_in_precopy_fails_the_migration_on_both_sides_and_the_gues
         hotlift_testkit::skip!("root", "network namespaces need it");
         return;
     }
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     let link = Link::new(1500, 1).unwrap();
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -138,7 +139,7 @@ fn a_host_that_is_lost_in_precopy_fails_the_migration_on_both_sides_and_the_gues
 
 #[test]
 fn a_cancel_before_anybody_has_connected_ends_the_wait() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
     let destination = rig::destination(kind, &settings(), Quirks::default());
@@ -162,7 +163,7 @@ fn a_cancel_before_anybody_has_connected_ends_the_wait() {
 
 #[test]
 fn a_destination_guest_that_does_not_load_or_resume_leaves_the_guest_with_the_source() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     for kind in rig::kinds() {
         let source = rig::source(kind, &settings(), Quirks::default());
@@ -185,7 +186,7 @@ fn a_destination_guest_that_does_not_load_or_resume_leaves_the_guest_with_the_so
 
 #[test]
 fn a_source_guest_whose_devices_cannot_be_saved_runs_on() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
     let quirks = Quirks {
@@ -204,7 +205,7 @@ fn a_source_guest_whose_devices_cannot_be_saved_runs_on() {
 
 #[test]
 fn a_panic_on_either_side_ends_the_migration_and_not_the_source() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
     for (save, load) in [(Obeys::Panics, Obeys::Yes), (Obeys::Yes, Obeys::Panics)] {
@@ -235,7 +236,7 @@ fn a_panic_on_either_side_ends_the_migration_and_not_the_source() {
 
 #[test]
 fn connections_that_close_without_a_word_are_passed_over() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -252,7 +253,7 @@ fn connections_that_close_without_a_word_are_passed_over() {
 
 #[test]
 fn strangers_end_no_migration() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -297,7 +298,7 @@ fn strangers_end_no_migration() {
 /// With much to send, nothing but the length itself is on its way on main.
 #[test]
 fn a_damaged_length_on_main_does_not_hang_a_long_round() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
     let large = GuestSettings {
@@ -331,7 +332,7 @@ fn a_damaged_length_on_main_does_not_hang_a_long_round() {
 /// A thread of its own finds it, while others work on and the main thread reads on.
 #[test]
 fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -377,7 +378,7 @@ fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
 
 #[test]
 fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_guest_runs_on() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -404,7 +405,7 @@ fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_gues
 /// Its own connections are all that a queue without room has room for.
 #[test]
 fn a_cancel_ends_a_migration_to_where_nobody_takes_its_connections() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     let source = rig::source(rig::kinds()[0], &settings(), Quirks::default());
     let folder = tempfile::tempdir().unwrap();

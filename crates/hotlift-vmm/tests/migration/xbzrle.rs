@@ -6,9 +6,10 @@ use std::time::Duration;
 use hotlift::options::ZERO_PAGE_DETECTION;
 use hotlift::{Control, MigrationError, Options};
 
-use crate::census::{Census, alone};
+use crate::census::Census;
 use crate::probe::{Quirks, busy_first_round, three_rounds};
 use crate::rig::{self, settings};
+use hotlift_testkit::alone;
 
 fn options() -> Options {
     Options {
@@ -21,7 +22,7 @@ fn options() -> Options {
 
 #[test]
 fn a_guest_arrives_whole_as_deltas_whatever_the_cache() {
-    let _alone = alone();
+    alone!();
     let census = Census::take();
     for kind in rig::kinds() {
         for (mode, _, devices) in ZERO_PAGE_DETECTION {
@@ -67,7 +68,7 @@ fn a_guest_arrives_whole_as_deltas_whatever_the_cache() {
 
 #[test]
 fn the_first_round_goes_out_whole_and_the_last_as_deltas() {
-    let _alone = alone();
+    alone!();
     for kind in rig::kinds() {
         let quirks = Quirks {
             sync: Some(three_rounds()),
@@ -98,7 +99,7 @@ fn the_first_round_goes_out_whole_and_the_last_as_deltas() {
 
 #[test]
 fn a_cache_takes_no_more_than_the_guest_has_and_channels_are_refused() {
-    let _alone = alone();
+    alone!();
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
     let (listener, to) = rig::listen();
