@@ -23,3 +23,36 @@ pub mod records;
 pub mod return_path;
 pub mod save_file;
 pub mod tls_records;
+
+/// Each target by the name of its program and its corpus.
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+    ("compress", records::compress),
+    ("file_ranges", file_ranges::messages),
+    ("initial_packet", channel::initial_packet),
+    ("lz4", |data| methods::decode("lz4", data)),
+    ("main_channel", main_channel::read),
+    ("mapped_ram", mapped_ram::walk),
+    ("none", |data| methods::decode("none", data)),
+    ("packet", channel::packet),
+    ("qatzip", |data| methods::decode("qatzip", data)),
+    ("qpl", |data| methods::decode("qpl", data)),
+    ("return_path", return_path::messages),
+    ("round_trip", methods::round_trip),
+    ("save_file", save_file::read),
+    ("tail", main_channel::tail),
+    ("tls_records", tls_records::records),
+    ("uadk", |data| methods::decode("uadk", data)),
+    ("xbzrle", records::xbzrle),
+    ("zlib", |data| methods::decode("zlib", data)),
+    ("zstd", |data| methods::decode("zstd", data)),
+];
+
+/// Gives a target one input.
+///
+/// # Panics
+/// If a promise of the decoder is broken, or there is no such target.
+pub fn run(name: &str, data: &[u8]) {
+    let target = TARGETS.iter().find(|(target, _)| *target == name);
+    let (_, target) = target.expect("a row of TARGETS");
+    target(data);
+}

@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::channel::initial_packet(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::run("initial_packet", data));

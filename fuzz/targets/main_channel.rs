@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::main_channel::read(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::run("main_channel", data));

@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::return_path::messages(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::run("return_path", data));

@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::methods::round_trip(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::run("round_trip", data));

@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::save_file::read(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::run("save_file", data));

@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::methods::decode("uadk", data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| hotlift_fuzz::run("uadk", data));

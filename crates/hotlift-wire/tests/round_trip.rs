@@ -129,7 +129,7 @@ proptest! {
         value: u32,
         start: u64,
         block in name(),
-        text in "\\PC{0,100}",
+        text in proptest::collection::vec(any::<char>(), 0..=100).prop_map(String::from_iter),
         kind in 0..11usize,
     ) {
         let message = match kind {

@@ -1,0 +1,28 @@
+//! Each input of the fuzz targets' corpus, once and without a fuzzer: what was found stays mended.
+
+#![allow(clippy::print_stdout)]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use hotlift_fuzz::TARGETS;
+
+#[test]
+fn each_input_of_the_corpus_keeps_the_promises_of_its_decoder() {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
+    let folders = fs::read_dir(&corpus).unwrap();
+    let folders = folders.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let targets: BTreeSet<_> = TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
+    assert_eq!(folders.collect::<BTreeSet<_>>(), targets);
+    for (name, target) in TARGETS {
+        let inputs = fs::read_dir(corpus.join(name)).unwrap();
+        let inputs: Vec<_> = inputs.map(|entry| entry.unwrap().path()).collect();
+        assert!(!inputs.is_empty(), "{name} has no corpus");
+        for input in inputs {
+            // Is shown where a promise is broken.
+            println!("{}", input.display());
+            target(&fs::read(&input).unwrap());
+        }
+    }
+}
