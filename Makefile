@@ -1,10 +1,11 @@
 # make build   builds target/release/hotlift
 # make dist    builds target/dist/hotlift, smaller and slower to build, and in target/share its manual pages and shell completions
 # make demo    builds, and live-migrates the built-in guest with each method
-# make test    installs what the tests need, and runs all of them
+# make test    installs what the tests need, and runs all but the next
+# make test-long  what takes its time: random faults, fuzz targets, packages in a clean Debian 12, paths of QEMU's own test
 # make deb, make rpm   build, and leave a package in target/packages
 # make test-package    installs the .deb, of an unoptimised build, in a clean Debian 12, upgrades and purges it (root; two
-#                minutes at first, one later; part of 'make test')
+#                minutes at first, one later; part of 'make test-long')
 # make campaign  runs 2,000 random faults on real migrations and counts what came of them (root; an hour; goes on
 #                where it was ended)
 # make qemu-matrix  moves virtual machines between QEMU 7.2, 10.0 and 11.1 in every combination of settings, where
@@ -40,11 +41,15 @@ BENCH_PACKAGES = $(BUILD_PACKAGES) iproute2
 # dpkg-shlibdeps says what the command is linked with; a script collects licences.
 PACKAGE_PACKAGES = $(BUILD_PACKAGES) dpkg-dev python3
 
-# Enough for each target's corpus and some new inputs.
-TEST_FUZZ_SECONDS = 2
+# For each target, which begins with its corpus.
+TEST_FUZZ_SECONDS = 5
 
-# The random faults of 'make test': their seed is the number of the day.
+# Faults that 'make test' has on every day, and seconds of random ones in 'make test-long': their seed is the number of the day.
+TEST_CAMPAIGN = --seed 1 --faults 50
 TEST_CAMPAIGN_SECONDS = 120
+
+# Paths of QEMU's test that take seconds, through two relays with zstd.
+TEST_SUITE = precopy/(tcp|unix)/plain$$|multifd/tcp/plain/(zlib|zstd)$$|postcopy/plain$$
 
 # A seed decides the whole list of cases. Those that are in the file already are not run again. Three in four faults
 # meet the moment that they are meant for: of 2,700 at least 2,000 happen.
@@ -58,7 +63,7 @@ MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 # How many paths of QEMU's test 'make qemu-suite' runs at a time.
 JOBS = 2
 
-.PHONY: demo build dist deb rpm test test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix qemu-suite fuzz bench \
+.PHONY: demo build dist deb rpm test test-long test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix qemu-suite fuzz bench \
 	bench-suites bench-relay bench-auto bench-restore bench-agent soak
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
@@ -82,7 +87,7 @@ demo: build
 
 build:
 	@scripts/install-packages $(BUILD_PACKAGES)
-	cargo build --release --locked
+	cargo build --release --locked --package hotlift-cli
 
 dist:
 	@scripts/install-packages $(BUILD_PACKAGES)
@@ -97,18 +102,28 @@ rpm: dist
 	@scripts/install-packages $(PACKAGE_PACKAGES) rpm
 	packaging/rpm/build target/dist/hotlift
 
+# What cannot be fetched is said by the tests that need it: "skip: KEY: REASON".
+define FETCHED
+scripts/linux-guest >/dev/null; \
+HOTLIFT_QEMU10=$$(scripts/qemu-10.0); \
+HOTLIFT_QEMU11=$$(scripts/qemu-11); \
+HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries); \
+HOTLIFT_QEMU_QMP=$$(scripts/qemu-qmp); \
+HOTLIFT_PROMTOOL=$$(scripts/promtool); \
+export HOTLIFT_PROMTOOL HOTLIFT_QEMU10 HOTLIFT_QEMU11 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP;
+endef
+
 test:
 	@scripts/install-packages $(TEST_PACKAGES)
-	@# What cannot be fetched is said by the tests that need it: "skip: KEY: REASON".
-	@scripts/linux-guest >/dev/null; \
-	HOTLIFT_QEMU10=$$(scripts/qemu-10.0); \
-	HOTLIFT_QEMU11=$$(scripts/qemu-11); \
-	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries); \
-	HOTLIFT_QEMU_QMP=$$(scripts/qemu-qmp); \
-	HOTLIFT_PROMTOOL=$$(scripts/promtool); \
-	export HOTLIFT_PROMTOOL HOTLIFT_QEMU10 HOTLIFT_QEMU11 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; \
-	$(MAKE) --no-print-directory fmt lint unit campaign-short test-package
+	@$(FETCHED) $(MAKE) --no-print-directory fmt unit campaign-short
+	packaging/test-files target/debug/hotlift
+
+test-long:
+	@scripts/install-packages $(TEST_PACKAGES)
+	@$(FETCHED) $(MAKE) --no-print-directory campaign-short TEST_CAMPAIGN="--seconds $(TEST_CAMPAIGN_SECONDS)"
+	@$(MAKE) --no-print-directory test-package
 	scripts/fuzz $(TEST_FUZZ_SECONDS)
+	scripts/qemu-suite/suite --hotlift target/debug/hotlift --jobs $(JOBS) --only '$(TEST_SUITE)' --runs alone,zstd
 
 fmt:
 	cargo fmt --all --check
@@ -118,8 +133,9 @@ lint:
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 
+# Tests wait for QEMUs and for time-outs; lint has the cores meanwhile.
 unit:
-	cargo test --workspace --locked
+	scripts/run-tests --beside "$(MAKE) --no-print-directory lint"
 
 campaign:
 	cargo build --release --locked --package hotlift-cli --package hotlift-testkit
@@ -136,7 +152,7 @@ test-package:
 
 campaign-short:
 	@cargo test --workspace --locked --no-run --quiet
-	@if [ "$$(id -u)" = 0 ]; then target/debug/campaign --jobs 3 --seconds $(TEST_CAMPAIGN_SECONDS); \
+	@if [ "$$(id -u)" = 0 ]; then target/debug/campaign --jobs 4 $(TEST_CAMPAIGN); \
 	else echo "skip: root: network namespaces need it (campaign-short)" | tee -a $${HOTLIFT_SKIPS:-/dev/null}; fi
 
 # One line for each combination: its time, "moved" or why not.
