@@ -264,7 +264,7 @@ fn main() -> ExitCode {
         complain!("hotlift: {}", error_line(&error));
     }
     let words: Vec<_> = std::env::args_os().collect();
-    let read = usage::fitted(usage::with_hints(Cli::command()));
+    let read = usage::grouped(usage::fitted(usage::with_hints(Cli::command())));
     let command = usage::read::<Cli>(&read, &words).command;
     let outcome = match command {
         Command::Demo(args) => demo::run(&args),

@@ -35,6 +35,38 @@ pub fn with_hints(command: Command) -> Command {
     command
 }
 
+/// Commands of the first screen of help, in their order: what an operator comes for.
+const FIRST: [&str; 9] = [
+    "migrate", "serve", "drain", "save", "restore", "show", "agent", "certs", "demo",
+];
+
+/// `command` whose help lists its first subcommands by use, and the others under a heading of their own. Hides those from
+/// clap's list, so that this is for reading the command line and help alone.
+pub fn grouped(command: Command) -> Command {
+    let is_first = |name: &str| FIRST.iter().position(|first| *first == name);
+    let others = command.get_subcommands().filter(|subcommand| {
+        is_first(subcommand.get_name()).is_none() && !subcommand.is_hide_set()
+    });
+    // clap has one heading for all subcommands of a command.
+    let mut others = Command::new("others")
+        .help_template("{subcommands}")
+        .disable_help_subcommand(true)
+        .disable_help_flag(true)
+        .term_width(columns().unwrap_or(WIDEST))
+        .subcommands(others.cloned());
+    let others = others.render_help();
+    let place = |subcommand: Command| match is_first(subcommand.get_name()) {
+        Some(place) => subcommand.display_order(place),
+        None => subcommand.hide(true),
+    };
+    command
+        .mut_subcommands(place)
+        .disable_help_subcommand(false)
+        .after_help(format!(
+            "More commands:\n{others}\n\n'hotlift COMMAND --help' shows the options of a command."
+        ))
+}
+
 /// `text` with one line for each paragraph, which clap breaks where the terminal ends. Examples, which are indented, stay as
 /// they are.
 fn paragraphs(text: &str) -> String {
@@ -52,10 +84,15 @@ pub const WIDEST: usize = 100;
 /// `command` whose help fits the terminal of standard output by the measure of tables: clap's own takes no terminal that
 /// does not know its lines.
 pub fn fitted(command: Command) -> Command {
-    match width::columns(rustix::stdio::stdout()) {
-        Some(columns) => command.term_width(columns.min(WIDEST)),
+    match columns() {
+        Some(columns) => command.term_width(columns),
         None => command,
     }
+}
+
+/// Columns of help on the terminal of standard output; `None` if it is none.
+fn columns() -> Option<usize> {
+    width::columns(rustix::stdio::stdout()).map(|columns| columns.min(WIDEST))
 }
 
 /// Reads `words`; ends the process if they are a question for help, or cannot be read.
