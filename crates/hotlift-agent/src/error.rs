@@ -8,8 +8,8 @@ use hotlift::conversation::ConversationError;
 use hotlift::conversation::callers::Unheard;
 use hotlift::tls::{TlsError, TlsSetupError};
 use hotlift::transport::TransportError;
-use hotlift_console::error::ConsoleError;
 use hotlift_monitor::MonitorError;
+use hotlift_terminal::error::TerminalError;
 
 use crate::config::ConfigError;
 
@@ -67,7 +67,7 @@ pub enum AgentError {
     Control(#[from] MonitorError),
     /// What commands share.
     #[error(transparent)]
-    Console(#[from] ConsoleError),
+    Terminal(#[from] TerminalError),
     /// A thread that it cannot do without.
     #[error("the agent has ended because its thread '{part}' did (the log says why)")]
     Lost {

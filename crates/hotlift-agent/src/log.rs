@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
-use hotlift_console::output;
+use hotlift_terminal::output;
 
 use crate::config::LogLevel;
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use hotlift::figures::DestinationReport;
 use hotlift_command::events::Moment;
 use hotlift_command::pair::{Errors, Moved, Pair, Place, Tale, destination_side};
-use hotlift_console::signals::Interrupt;
+use hotlift_terminal::signals::Interrupt;
 
 use super::cell::Cell;
 use super::record::{Completed, Outcome, ThreadCounts};

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use hotlift_command::migration_args::MigrationArgs;
-use hotlift_console::error::ConsoleError;
+use hotlift_terminal::error::TerminalError;
 use tempfile::TempDir;
 
 use crate::cell::Cell;
@@ -30,7 +30,7 @@ impl Certificates {
     /// # Errors
     /// If they cannot be made.
     pub fn make() -> Result<Self, BenchError> {
-        let failed = |source| ConsoleError::Process {
+        let failed = |source| TerminalError::Process {
             what: "hotlift certs",
             source,
         };

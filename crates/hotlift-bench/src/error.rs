@@ -2,10 +2,10 @@
 
 use hotlift::options::OptionError;
 use hotlift_command::error::SharedError;
-use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_host::accel::AccelError;
 use hotlift_qemu::QemuError;
 use hotlift_qmp::QmpError;
+use hotlift_terminal::error::{TerminalError, error_line};
 use hotlift_vmm::fill::FillError;
 
 /// A bench that could not be run, or not to its end.
@@ -13,7 +13,7 @@ use hotlift_vmm::fill::FillError;
 pub enum BenchError {
     /// What several commands can fail with.
     #[error(transparent)]
-    Console(#[from] ConsoleError),
+    Terminal(#[from] TerminalError),
     /// Failures that the commands of migrations share.
     #[error(transparent)]
     Shared(#[from] SharedError),

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use hotlift_command::pair::Place;
-use hotlift_console::error::ConsoleError;
+use hotlift_terminal::error::TerminalError;
 
 use crate::error::BenchError;
 use crate::link::Link;
@@ -157,7 +157,7 @@ struct Holder(Tied);
 
 impl Holder {
     fn start() -> Result<Self, BenchError> {
-        let failed = |source| ConsoleError::Process {
+        let failed = |source| TerminalError::Process {
             what: "setpriv … unshare --net",
             source,
         };

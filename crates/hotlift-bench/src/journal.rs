@@ -4,8 +4,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use hotlift_console::error::ConsoleError;
-use hotlift_console::output_file;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::output_file;
 
 use super::record::Record;
 use hotlift_mem::FileError;
@@ -24,7 +24,7 @@ impl Journal {
     ///
     /// # Errors
     /// If either cannot be made or written.
-    pub fn open(folder: &Path) -> Result<Self, ConsoleError> {
+    pub fn open(folder: &Path) -> Result<Self, TerminalError> {
         let path = folder.join("runs.jsonl");
         let open = || {
             std::fs::create_dir_all(folder)?;
@@ -83,7 +83,7 @@ impl Journal {
     ///
     /// # Errors
     /// If runs stay unwritten.
-    pub fn finish(&mut self) -> Result<(), ConsoleError> {
+    pub fn finish(&mut self) -> Result<(), TerminalError> {
         let written = self.write_pending();
         Ok(written.map_err(FileError::writing(&self.path))?)
     }

@@ -50,12 +50,12 @@ use hotlift::Address;
 use hotlift_command::args::{Fill, GuestArgs, GuestChoice, RamBackend, ram, size};
 use hotlift_command::error::SharedError;
 use hotlift_command::security::SecurityArgs;
-use hotlift_console::error::ConsoleError;
-use hotlift_console::output::{self, complain};
-use hotlift_console::output_file;
-use hotlift_console::progress::bytes;
-use hotlift_console::signals::Interrupt;
 use hotlift_mem::FileError;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::output_file;
+use hotlift_terminal::progress::bytes;
+use hotlift_terminal::signals::Interrupt;
 use hotlift_vmm::layout::MAX_VCPUS;
 
 use crate::error::BenchError;
@@ -157,7 +157,7 @@ pub struct BenchArgs {
 
 /// Says `text` on standard output, which may be a pipe that nobody reads any more.
 fn say(text: impl std::fmt::Display) -> Result<(), BenchError> {
-    Ok(output::result(&text.to_string()).map_err(ConsoleError::Output)?)
+    Ok(output::result(&text.to_string()).map_err(TerminalError::Output)?)
 }
 
 /// Says `text` on standard error, as every warning of the command is said; nobody may read it any more.
@@ -365,7 +365,7 @@ fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError>
     std::fs::create_dir_all(folder)
         .and_then(|()| output_file::write(&path, report::html(records).as_bytes()))
         .map_err(FileError::writing(&path))
-        .map_err(ConsoleError::from)?;
+        .map_err(TerminalError::from)?;
     Ok(format!("report: {}", path.display()))
 }
 
@@ -373,7 +373,7 @@ fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError>
 fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
     let mut records = Vec::new();
     for path in files {
-        records.extend(record::read(path).map_err(ConsoleError::from)?);
+        records.extend(record::read(path).map_err(TerminalError::from)?);
     }
     let beside = files.first().and_then(|file| file.parent());
     let folder = out.or(beside).unwrap_or(Path::new("."));
@@ -387,7 +387,7 @@ fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
 /// How the command ends: a failed cell does not stop the others, and is not forgotten either.
 fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), BenchError> {
     if interrupt.is_raised() {
-        return Err(ConsoleError::Interrupted.into());
+        return Err(TerminalError::Interrupted.into());
     }
     let failed = records.iter().filter(|run| match &run.outcome {
         Outcome::Completed(completed) => completed.verified == Some(false),

@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use hotlift_console::progress::rounded;
+use hotlift_terminal::progress::rounded;
 
 use crate::stats::rate_text;
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use hotlift_console::progress::bytes;
+use hotlift_terminal::progress::bytes;
 
 use super::cell::memory;
 use super::record::Machine;

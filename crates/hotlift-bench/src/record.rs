@@ -401,7 +401,7 @@ pub mod tests {
         std::fs::write(&path, &text).unwrap();
         assert_eq!(read(&path).unwrap(), records);
         std::fs::write(&path, format!("{text}\n{{}}\n")).unwrap();
-        let error = hotlift_console::error::error_line(&read(&path).unwrap_err());
+        let error = hotlift_terminal::error::error_line(&read(&path).unwrap_err());
         assert!(error.contains("line 4"), "{error}");
     }
 }

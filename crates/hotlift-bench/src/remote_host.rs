@@ -25,9 +25,9 @@ use hotlift_command::error::SharedError;
 use hotlift_command::events::{self, Event};
 use hotlift_command::pair::Destination;
 use hotlift_command::security::SecurityArgs;
-use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::{Interrupt, end_of_thread};
 use hotlift_mem::is_readable;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::signals::{Interrupt, end_of_thread};
 use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -110,14 +110,14 @@ impl RemoteHost {
             connect(&host.address, "--to", host.tls.as_deref())
         });
         if interrupt.wait(&[ended.as_fd()], None) {
-            return Err(ConsoleError::Interrupted.into());
+            return Err(TerminalError::Interrupted.into());
         }
         let mut conversation = match connection.join() {
             Ok(Err(SharedError::NoServe { source })) => {
                 return Err(BenchError::NoRemoteHost(source.into()));
             }
             Ok(conversation) => conversation?,
-            Err(_) => return Err(ConsoleError::Interrupted.into()),
+            Err(_) => return Err(TerminalError::Interrupted.into()),
         };
         let given = cell.migration.given().iter();
         let given = given.filter(|(name, _)| !is_of_tls(name));
@@ -162,7 +162,7 @@ pub fn serve(
     security: &SecurityArgs,
     interrupt: &Interrupt,
 ) -> Result<(), BenchError> {
-    let failed = |source| ConsoleError::Process {
+    let failed = |source| TerminalError::Process {
         what: "listener",
         source,
     };
@@ -306,7 +306,7 @@ fn flags(wanted: &Wanted) -> Result<Vec<String>, String> {
 }
 
 fn summary(wanted: &Wanted) -> String {
-    let ram = hotlift_console::progress::bytes(wanted.ram);
+    let ram = hotlift_terminal::progress::bytes(wanted.ram);
     let options: Vec<_> = wanted
         .options
         .iter()

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use hotlift_command::events::Moment;
 use hotlift_command::pair::Place;
-use hotlift_console::output;
-use hotlift_console::progress::{self, bytes};
-use hotlift_console::signals::Interrupt;
+use hotlift_terminal::output;
+use hotlift_terminal::progress::{self, bytes};
+use hotlift_terminal::signals::Interrupt;
 
 use super::built_in;
 use super::cell::Cell;

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
 
-use hotlift_console::progress::{bytes, rounded};
-use hotlift_console::table::{align, align_with_words};
-use hotlift_console::width;
+use hotlift_terminal::progress::{bytes, rounded};
+use hotlift_terminal::table::{align, align_with_words};
+use hotlift_terminal::width;
 
 use super::figures::{self, Figure};
 use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, whos};

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use hotlift_console::error::ConsoleError;
-use hotlift_console::output;
 use hotlift_host::accel::{Accelerator, Gap, Part, accelerators};
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::output;
 
 use crate::error::CommandError;
 
@@ -25,11 +25,11 @@ pub fn run(args: &AccelArgs) -> Result<(), CommandError> {
     let accelerators = accelerators(&args.root)?;
     let text = if args.json {
         let text = serde_json::to_string_pretty(&accelerators);
-        text.map_err(|error| ConsoleError::Output(error.into()))?
+        text.map_err(|error| TerminalError::Output(error.into()))?
     } else {
         listing(&accelerators)
     };
-    Ok(output::result(&text).map_err(ConsoleError::Output)?)
+    Ok(output::result(&text).map_err(TerminalError::Output)?)
 }
 
 /// All accelerators that are there, or a line that there is none.

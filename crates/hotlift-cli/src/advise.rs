@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use hotlift_console::width;
 use hotlift_host::accel::{Devices, devices};
 use hotlift_host::page_faults::{PageFaults, page_faults};
 use hotlift_host::rules::{Rule, rules};
+use hotlift_terminal::width;
 use serde::Serialize;
 
 use crate::error::CommandError;

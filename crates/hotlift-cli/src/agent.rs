@@ -9,10 +9,10 @@ use hotlift_agent::error::AgentError;
 use hotlift_agent::messages::{Id, Kind};
 use hotlift_agent::session::Direction;
 use hotlift_agent::{proof, rules, table};
-use hotlift_console::output::{complain, say};
-use hotlift_console::progress::bytes;
-use hotlift_console::table::align_with_words;
-use hotlift_console::width::fitted;
+use hotlift_terminal::output::{complain, say};
+use hotlift_terminal::progress::bytes;
+use hotlift_terminal::table::align_with_words;
+use hotlift_terminal::width::fitted;
 use rustix::process::geteuid;
 use serde_json::{Value, json};
 
@@ -266,7 +266,7 @@ fn list(rows: &[MigrationRow]) -> String {
             format!("{:.1}", row.seconds),
             bytes(row.sent_bytes),
             // Whole bytes are enough.
-            format!("{}/s", bytes(hotlift_console::progress::rounded(row.rate))),
+            format!("{}/s", bytes(hotlift_terminal::progress::rounded(row.rate))),
             share.map_or_else(String::new, |share| format!("{share} %")),
         ]
     });

@@ -9,8 +9,8 @@ use clap::Args;
 use hotlift_agent::commands::AgentInfo;
 use hotlift_agent::config::Config;
 use hotlift_agent::error::AgentError;
-use hotlift_console::output::complain;
 use hotlift_qmp::{Client, QmpAddress, QmpError};
+use hotlift_terminal::output::complain;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 

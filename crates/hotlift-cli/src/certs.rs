@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use clap::{Args, Subcommand};
-use hotlift_console::error::ConsoleError;
-use hotlift_console::output::{self, complain};
 use hotlift_mem::FileError;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::output::{self, complain};
 use hotlift_tls::{
     Authority, CA_DAYS, FOLDERS, File, HOST_DAYS, Issued, Listing, Role, find_folder,
 };
@@ -250,11 +250,11 @@ fn show(args: &ShowArgs) -> Result<(), CommandError> {
     let listing = Listing::read(&dir, now);
     let text = if args.json {
         let text = serde_json::to_string_pretty(&as_json(&listing, now));
-        text.map_err(|error| ConsoleError::Output(error.into()))?
+        text.map_err(|error| TerminalError::Output(error.into()))?
     } else {
         as_text(&listing, now)
     };
-    output::result(&text).map_err(ConsoleError::Output)?;
+    output::result(&text).map_err(TerminalError::Output)?;
     match listing.is_usable() {
         true => Ok(()),
         false => Err(CertsError::Problem { dir }.into()),

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use hotlift_console::error::error_line;
-use hotlift_console::output::complain;
 use hotlift_qmp::{GuestAgentError, RunState, set_guest_time};
+use hotlift_terminal::error::error_line;
+use hotlift_terminal::output::complain;
 
 /// Time limit for the guest agent. A guest that was restored lazily fetches the agent's pages first; then it answers within
 /// milliseconds.

@@ -11,12 +11,12 @@ use hotlift_command::events::Filling;
 use hotlift_command::held_memory::HeldMemory;
 use hotlift_command::migration_args::{MigrationArgs, RoleArgs, role};
 use hotlift_command::pair::{Errors, Pair, Place, Tale};
-use hotlift_console::error::ConsoleError;
-use hotlift_console::output::{self, complain};
-use hotlift_console::progress;
-use hotlift_console::signals::Interrupt;
-use hotlift_console::width;
 use hotlift_methods::selections;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::progress;
+use hotlift_terminal::signals::Interrupt;
+use hotlift_terminal::width;
 use hotlift_vmm::GuestKind;
 
 use crate::error::CommandError;
@@ -76,9 +76,9 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     if let Some(path) = &args.json {
         report::write_json(path, &runs)?;
     }
-    printed.map_err(ConsoleError::Output)?;
+    printed.map_err(TerminalError::Output)?;
     if interrupt.is_raised() {
-        return Err(ConsoleError::Interrupted.into());
+        return Err(TerminalError::Interrupted.into());
     }
     match runs.iter().filter(|run| !run.is_good()).count() {
         0 => Ok(()),
@@ -129,11 +129,11 @@ fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String
         "{kind} guest, {vcpus} vCPU, {ram} of RAM filled with {fill}{zero}, \
          workload {workload} at {rate} pages/s in {working_set}",
         vcpus = guest.vcpus,
-        ram = hotlift_console::progress::bytes(guest.ram),
+        ram = hotlift_terminal::progress::bytes(guest.ram),
         zero = filling.map_or(String::new(), |filling| format!(" ({})", filling.text())),
         workload = guest.workload.name(),
         rate = guest.rate,
-        working_set = hotlift_console::progress::bytes(settings.working_set.unwrap_or(guest.ram)),
+        working_set = hotlift_terminal::progress::bytes(settings.working_set.unwrap_or(guest.ram)),
     )
 }
 

@@ -1,9 +1,9 @@
 //! Differences of two VMs, shown: a table for `migrate --check`, warnings for the other commands.
 
-use hotlift_console::output::complain;
-use hotlift_console::table::new_table;
-use hotlift_console::width;
 use hotlift_qemu::compare::{Outcome, Row};
+use hotlift_terminal::output::complain;
+use hotlift_terminal::table::new_table;
+use hotlift_terminal::width;
 
 /// The table of all comparisons, with a line for each remedy below it.
 pub fn table(rows: &[Row]) -> String {

@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift_command::args;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::complain;
-use hotlift_console::signals::{Interrupt, end_of_thread};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::complain;
+use hotlift_terminal::signals::{Interrupt, end_of_thread};
 
 use self::choice::Domains;
 use self::display::{Display, Fate, Outcome, table};
@@ -127,7 +127,7 @@ fn verdict(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandErro
     let ended = count(|fate| matches!(fate, Fate::Ended { .. }));
     match (unknown, of - unknown - moved - ended, ended) {
         (1.., _, _) => Err(CommandError::DomainsInDoubt { domains: unknown }),
-        (0, 1.., _) if is_interrupted => Err(ConsoleError::Interrupted.into()),
+        (0, 1.., _) if is_interrupted => Err(TerminalError::Interrupted.into()),
         (0, stayed @ 1.., _) => Err(CommandError::DomainsStayed { stayed, of }),
         (0, 0, 1..) => Err(CommandError::DomainsEnded { ended, of }),
         (0, 0, 0) => Ok(()),

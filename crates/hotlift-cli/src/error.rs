@@ -14,12 +14,12 @@ use hotlift_agent::error::AgentError;
 use hotlift_agent::values::Ports;
 use hotlift_bench::error::BenchError;
 use hotlift_command::error::SharedError;
-use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_host::accel::AccelError;
 use hotlift_host::error::HostError;
 use hotlift_monitor::MonitorError;
 use hotlift_qemu::error::{QEMUS_OWN_WORDS, QemuError, at_source};
 use hotlift_qmp::QmpError;
+use hotlift_terminal::error::{TerminalError, error_line};
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
@@ -86,7 +86,7 @@ fn resume(answers: bool, rest: RestFrom, resume: &str) -> String {
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
     #[error(transparent)]
-    Console(#[from] ConsoleError),
+    Terminal(#[from] TerminalError),
     #[error(transparent)]
     Shared(SharedError),
     #[error("cannot measure the methods")]
@@ -443,7 +443,7 @@ impl CommandError {
             Self::Qemu(QemuError::MovedAnyway { .. }) => ExitCode::SUCCESS,
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
-            | Self::Console(ConsoleError::Interrupted) => ExitCode::from(130),
+            | Self::Terminal(TerminalError::Interrupted) => ExitCode::from(130),
             _ if self.is_usage() => ExitCode::from(2),
             _ => ExitCode::FAILURE,
         }
@@ -478,7 +478,7 @@ shared_errors!(OptionError, LayoutError, FillError, ConversationError);
 impl From<SharedError> for CommandError {
     fn from(error: SharedError) -> Self {
         match error {
-            SharedError::Console(error) => Self::Console(error),
+            SharedError::Terminal(error) => Self::Terminal(error),
             error => Self::Shared(error),
         }
     }
@@ -496,7 +496,7 @@ impl From<HostError> for CommandError {
 impl From<MonitorError> for CommandError {
     fn from(error: MonitorError) -> Self {
         match error {
-            MonitorError::Console(error) => Self::Console(error),
+            MonitorError::Terminal(error) => Self::Terminal(error),
             error @ MonitorError::OtherHosts { .. } => Self::OtherHosts(error),
             error => Self::Monitor(error),
         }
@@ -506,7 +506,7 @@ impl From<MonitorError> for CommandError {
 impl From<QemuError> for CommandError {
     fn from(error: QemuError) -> Self {
         match error {
-            QemuError::Console(error) => Self::Console(error),
+            QemuError::Terminal(error) => Self::Terminal(error),
             QemuError::Address(error) => Self::Address(error),
             error => Self::Qemu(error),
         }
@@ -516,7 +516,7 @@ impl From<QemuError> for CommandError {
 impl From<BenchError> for CommandError {
     fn from(error: BenchError) -> Self {
         match error {
-            BenchError::Console(error) => Self::Console(error),
+            BenchError::Terminal(error) => Self::Terminal(error),
             BenchError::Shared(error) => error.into(),
             BenchError::Qemu(error) => error.into(),
             error => Self::Bench(error),

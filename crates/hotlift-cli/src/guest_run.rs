@@ -11,14 +11,14 @@ use hotlift_command::error::SharedError;
 use hotlift_command::events::{Check, Event, Filling, tell};
 use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_command::security;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::{complain, say, say_turned_away};
-use hotlift_console::progress::{Display, fallback_warning};
-use hotlift_console::signals::{Interrupt, OwnFolder};
 use hotlift_methods::AUTO;
 use hotlift_monitor::{GuestMonitor, ShutdownRequest, Sockets};
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::{Commands, Events};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::{complain, say, say_turned_away};
+use hotlift_terminal::progress::{Display, fallback_warning};
+use hotlift_terminal::signals::{Interrupt, OwnFolder};
 use hotlift_vmm::BuiltinGuest;
 
 use crate::control_args::ControlArgs;
@@ -186,7 +186,7 @@ impl Session<'_> {
         security::tls(&self.options, uri)?;
         self.boot()?;
         if self.interrupt.sleep(Some(self.args.migrate_after)) {
-            return Err(ConsoleError::Interrupted.into());
+            return Err(TerminalError::Interrupted.into());
         }
         let control = Control::new();
         let display = Display::new(&self.args.label, self.args.quiet, &control);
@@ -293,10 +293,12 @@ impl Session<'_> {
         security::tls(&self.options, uri)?;
         hotlift::prepare(&*self.guest, &self.options)?;
         let listener = uri.listen()?;
-        let address = listener.address().map_err(|source| ConsoleError::Process {
-            what: "listener",
-            source,
-        })?;
+        let address = listener
+            .address()
+            .map_err(|source| TerminalError::Process {
+                what: "listener",
+                source,
+            })?;
         self.tell(&Event::Listening {
             uri: address.to_string(),
         });

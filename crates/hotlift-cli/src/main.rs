@@ -37,10 +37,10 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use hotlift_console::error::error_line;
-use hotlift_console::output::{self, complain};
-use hotlift_console::signals;
 use hotlift_methods::environment;
+use hotlift_terminal::error::error_line;
+use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::signals;
 
 use crate::error::CommandError;
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Command};
 use clap_complete::Shell;
-use hotlift_console::error::ConsoleError;
+use hotlift_terminal::error::TerminalError;
 
 use crate::error::CommandError;
 
@@ -25,7 +25,7 @@ const COMPLETIONS: &[(Shell, &str)] = &[
 
 /// Runs the command.
 pub fn run(args: &ManualArgs, command: &Command) -> Result<(), CommandError> {
-    let failed = |source| ConsoleError::Process {
+    let failed = |source| TerminalError::Process {
         what: "manual",
         source,
     };

@@ -7,10 +7,6 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use hotlift::options::parse_size;
-use hotlift_console::output;
-use hotlift_console::progress::{self, bytes};
-use hotlift_console::table::{align, new_table};
-use hotlift_console::width;
 use hotlift_host::error::HostError;
 use hotlift_host::measure::{Cost, Measured, measure, threads};
 use hotlift_host::memory::{Image, Process};
@@ -19,6 +15,10 @@ use hotlift_host::sample::{Memory, Sample};
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{METHODS, MethodInfo, Unit};
 use hotlift_qmp::QmpAddress;
+use hotlift_terminal::output;
+use hotlift_terminal::progress::{self, bytes};
+use hotlift_terminal::table::{align, new_table};
+use hotlift_terminal::width;
 use serde::Serialize;
 
 use crate::error::CommandError;

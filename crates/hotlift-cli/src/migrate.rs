@@ -16,9 +16,6 @@ use hotlift_command::connect::{CONNECT, connect};
 use hotlift_command::error::SharedError;
 use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_command::security;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::complain;
-use hotlift_console::signals::Interrupt;
 use hotlift_mem::wait_readable;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
@@ -30,6 +27,9 @@ use hotlift_qemu::source::{GuestThere, Source};
 use hotlift_qemu::vm::{self, Vm};
 use hotlift_qemu::{settings, shared_memory};
 use hotlift_qmp::{QmpAddress, RunState, Uuid, Version};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::complain;
+use hotlift_terminal::signals::Interrupt;
 
 use self::domain::DomainArgs;
 use crate::differences;
@@ -290,7 +290,7 @@ fn ready(
             Some(Answer::Completed { .. }) | None => {}
         }
         if interrupt.is_raised() {
-            return Err(ConsoleError::Interrupted.into());
+            return Err(TerminalError::Interrupted.into());
         }
         let stage = waiting.stage;
         match waiting.next(Instant::now()) {
@@ -448,7 +448,7 @@ impl Move<'_> {
                 // Before the guest is looked after, which may wait for the destination's final message.
                 match (&error, self.source.guest_end()) {
                     _ if self.interrupt.is_raised() => {
-                        say_failed(destination, error_line(&ConsoleError::Interrupted));
+                        say_failed(destination, error_line(&TerminalError::Interrupted));
                     }
                     (_, Some(how)) => say_failed(destination, how),
                     // What it has said itself.

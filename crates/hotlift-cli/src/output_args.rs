@@ -1,8 +1,8 @@
 //! Flags of what a command shows.
 
 use clap::Args;
-use hotlift_console::error::ConsoleError;
-use hotlift_console::output;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::output;
 use serde::Serialize;
 
 /// How a command shows what it does and what came of it.
@@ -25,7 +25,7 @@ impl OutputArgs {
         &self,
         figures: &impl Serialize,
         table: impl FnOnce() -> String,
-    ) -> Result<(), ConsoleError> {
+    ) -> Result<(), TerminalError> {
         print(self.json, figures, table)
     }
 }
@@ -38,12 +38,12 @@ pub fn print(
     json: bool,
     figures: &impl Serialize,
     text: impl FnOnce() -> String,
-) -> Result<(), ConsoleError> {
+) -> Result<(), TerminalError> {
     let text = if json {
         let line = serde_json::to_string(figures);
-        line.map_err(|error| ConsoleError::Output(error.into()))?
+        line.map_err(|error| TerminalError::Output(error.into()))?
     } else {
         text()
     };
-    output::result(&text).map_err(ConsoleError::Output)
+    output::result(&text).map_err(TerminalError::Output)
 }

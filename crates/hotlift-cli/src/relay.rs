@@ -8,13 +8,13 @@ use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
 use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_command::security::{self, QemuTlsArgs};
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::{complain, say, say_turned_away};
-use hotlift_console::progress::{Display, jobs};
-use hotlift_console::signals::Interrupt;
 use hotlift_monitor::RelayMonitor;
 use hotlift_qmp::Uuid;
 use hotlift_qmp::server::{Commands, Events};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::{complain, say, say_turned_away};
+use hotlift_terminal::progress::{Display, jobs};
+use hotlift_terminal::signals::Interrupt;
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
@@ -109,10 +109,12 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     settings.uuid = args.uuid.map(|uuid| uuid.0);
     settings.flush_after_each_section = args.flush.value();
     let listener = args.listen.listen()?;
-    let address = listener.address().map_err(|source| ConsoleError::Process {
-        what: "listener",
-        source,
-    })?;
+    let address = listener
+        .address()
+        .map_err(|source| TerminalError::Process {
+            what: "listener",
+            source,
+        })?;
     let events = Events::new();
     let monitor = RelayMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());

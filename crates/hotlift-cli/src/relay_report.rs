@@ -4,10 +4,10 @@ use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures, shares_of};
 use hotlift::progress::Stall;
 use hotlift::relay::{RelayProgress, RelayReport};
-use hotlift_console::progress::bytes;
-use hotlift_console::table::{align, new_table};
-use hotlift_console::width;
 use hotlift_qmp::{MigrationInfo, MigrationStats, RunState, Version};
+use hotlift_terminal::progress::bytes;
+use hotlift_terminal::table::{align, new_table};
+use hotlift_terminal::width;
 use serde::Serialize;
 
 use crate::libvirt::virsh::{Domain, Job};

@@ -9,11 +9,11 @@ use hotlift::options::{Group, OPTIONS};
 use hotlift::{Options, Status};
 use hotlift_command::events::{Check, Moment};
 use hotlift_command::pair::destination_side;
-use hotlift_console::error::ConsoleError;
-use hotlift_console::output_file;
-use hotlift_console::table::{align, align_with_words, new_table};
-use hotlift_console::width;
 use hotlift_mem::FileError;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::output_file;
+use hotlift_terminal::table::{align, align_with_words, new_table};
+use hotlift_terminal::width;
 use hotlift_vmm::{GuestKind, GuestSettings};
 use serde::ser::Error;
 use serde::{Serialize, Serializer};
@@ -439,7 +439,7 @@ pub fn done_by(jobs: &JobFigures) -> String {
 }
 
 /// Writes all runs as a JSON array.
-pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), ConsoleError> {
+pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), TerminalError> {
     let failed = FileError::writing(path);
     let mut text = serde_json::to_string_pretty(runs).map_err(|error| failed(error.into()))?;
     text.push('\n');

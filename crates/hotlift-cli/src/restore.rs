@@ -16,10 +16,6 @@ use hotlift::{Address, Control, MigrationError};
 use hotlift_command::error::SharedError;
 use hotlift_command::migration_args::{LimitArgs, role};
 use hotlift_command::security;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::complain;
-use hotlift_console::progress::{Display, bytes};
-use hotlift_console::signals::Interrupt;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::compare::{self, compare};
@@ -30,6 +26,10 @@ use hotlift_qemu::left_out::left_out;
 use hotlift_qemu::run_state::words;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::QmpAddress;
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::complain;
+use hotlift_terminal::progress::{Display, bytes};
+use hotlift_terminal::signals::Interrupt;
 
 use crate::clock::{GuestClock, SavedAt};
 use crate::differences;
@@ -342,7 +342,7 @@ fn failed(
     let never = |destination: Destination, reason: String| {
         destination.give_back();
         match is_interrupted {
-            true => ConsoleError::Interrupted.into(),
+            true => TerminalError::Interrupted.into(),
             false if error.is_damage() => CommandError::Damaged {
                 reasons: trouble.clone(),
             },
@@ -383,7 +383,7 @@ fn info(
     interrupt: &Interrupt,
 ) -> Result<Option<FileInfo>, CommandError> {
     let refused = |error: FileError| match interrupt.is_raised() {
-        true => ConsoleError::Interrupted.into(),
+        true => TerminalError::Interrupted.into(),
         false => CommandError::Restore {
             reasons: error_line(&error),
         },

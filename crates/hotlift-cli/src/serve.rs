@@ -17,10 +17,6 @@ use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_command::error::SharedError;
 use hotlift_command::migration_args::{LimitArgs, role};
 use hotlift_command::security;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::{complain, say, say_turned_away};
-use hotlift_console::progress::bytes;
-use hotlift_console::signals::{Interrupt, beside};
 use hotlift_mem::{is_readable, wait_readable};
 use hotlift_monitor::RelayMonitor;
 use hotlift_qemu::capabilities::Purpose;
@@ -33,6 +29,10 @@ use hotlift_qemu::vm::{self, Vm};
 use hotlift_qemu::{QemuError, compare, incoming, shared_memory};
 use hotlift_qmp::server::{Commands, Events};
 use hotlift_qmp::{QmpAddress, RunState, Uuid, one_line};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::{complain, say, say_turned_away};
+use hotlift_terminal::progress::bytes;
+use hotlift_terminal::signals::{Interrupt, beside};
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
@@ -140,7 +140,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let was_asked_to_end = monitor.end();
     drop(monitors);
     match outcome {
-        Err(CommandError::Console(ConsoleError::Interrupted)) if was_asked_to_end => Ok(()),
+        Err(CommandError::Terminal(TerminalError::Interrupted)) if was_asked_to_end => Ok(()),
         outcome => outcome,
     }
 }
@@ -173,13 +173,13 @@ impl Host<'_> {
             }
         };
         let callers = Callers::new(listener, self.tls.clone(), &complain);
-        let mut callers = callers.map_err(|source| ConsoleError::Process {
+        let mut callers = callers.map_err(|source| TerminalError::Process {
             what: "listener",
             source,
         })?;
         loop {
             if self.interrupt.is_raised() {
-                return Err(ConsoleError::Interrupted.into());
+                return Err(TerminalError::Interrupted.into());
             }
             let mut hear = |source: &mut Conversation| source.hear_hello::<Hello>(Duration::ZERO);
             let Some(call) = callers.next(None, &[self.interrupt.bell()], &mut hear) else {
@@ -294,7 +294,7 @@ impl Host<'_> {
         mut destination: Destination,
     ) -> Result<(), CommandError> {
         let socket = destination.socket();
-        let token = relay::new_token().map_err(|source| ConsoleError::Process {
+        let token = relay::new_token().map_err(|source| TerminalError::Process {
             what: "random numbers",
             source,
         })?;
@@ -360,7 +360,7 @@ impl Host<'_> {
         settings: &RelaySettings,
         listener: &Listener,
         socket: &Path,
-    ) -> Result<(Result<RelayReport, MigrationError>, Option<String>), ConsoleError> {
+    ) -> Result<(Result<RelayReport, MigrationError>, Option<String>), TerminalError> {
         let control = self.monitor.waits();
         let outgoing = Address::Unix {
             path: socket.to_owned(),
@@ -519,7 +519,7 @@ impl Host<'_> {
                 destination.give_back();
                 let _ = source.say(&failed(reasons.clone(), GuestThere::NotHere));
                 if is_interrupted {
-                    return Err(ConsoleError::Interrupted.into());
+                    return Err(TerminalError::Interrupted.into());
                 }
                 let mut said = source_said;
                 if said.is_none() {
@@ -624,8 +624,8 @@ fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
 }
 
 /// Where somebody who is not told otherwise connects to.
-fn address_of(listener: &Listener) -> Result<Address, ConsoleError> {
-    listener.address().map_err(|source| ConsoleError::Process {
+fn address_of(listener: &Listener) -> Result<Address, TerminalError> {
+    listener.address().map_err(|source| TerminalError::Process {
         what: "listener",
         source,
     })

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use clap::Args;
-use hotlift_console::error::error_line;
-use hotlift_console::output::complain;
 use hotlift_qemu::connect::connect;
 use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::settings;
 use hotlift_qmp::{MigrationInfo, QmpAddress, QmpError, StatusInfo};
+use hotlift_terminal::error::error_line;
+use hotlift_terminal::output::complain;
 
 use crate::error::CommandError;
 

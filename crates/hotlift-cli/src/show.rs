@@ -4,12 +4,12 @@ use clap::Args;
 use hotlift::file::{Description, FileFormat, Location, RamDescription, describe};
 use hotlift::{Control, MigrationError};
 use hotlift_command::security::SecurityArgs;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::progress::bytes;
-use hotlift_console::signals::Interrupt;
-use hotlift_console::table::{align, new_table};
-use hotlift_console::width;
 use hotlift_qmp::{Uuid, one_line};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::progress::bytes;
+use hotlift_terminal::signals::Interrupt;
+use hotlift_terminal::table::{align, new_table};
+use hotlift_terminal::width;
 
 use crate::clock::{SavedAt, now};
 use crate::error::CommandError;
@@ -42,7 +42,7 @@ pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
     let file = args.file.clone().with_tls(tls);
     let described = interrupt.cancelling(&control, || describe(&file, args.verify, &control));
     let described = described.map_err(|error| match error {
-        MigrationError::Cancelled => ConsoleError::Interrupted.into(),
+        MigrationError::Cancelled => TerminalError::Interrupted.into(),
         // It begins as this command's own error does.
         MigrationError::File(error) => CommandError::Show {
             reason: error_line(&error),

@@ -5,9 +5,9 @@ use std::ffi::OsString;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, CommandFactory, FromArgMatches};
 use hotlift::options::{OPTIONS, Role};
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::{self, complain};
-use hotlift_console::width;
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::width;
 
 use crate::Cli;
 
@@ -108,7 +108,7 @@ pub fn read<T: FromArgMatches>(command: &Command, words: &[OsString]) -> T {
         Err(answer) => match output::check() {
             Ok(()) => answer.exit(),
             Err(error) => {
-                complain!("hotlift: {}", error_line(&ConsoleError::Output(error)));
+                complain!("hotlift: {}", error_line(&TerminalError::Output(error)));
                 output::finish();
                 std::process::exit(1);
             }

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use hotlift::options::parse_size;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::complain;
-use hotlift_console::progress::bytes;
 use hotlift_mem::{Backing, FileError};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::complain;
+use hotlift_terminal::progress::bytes;
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::layout::{Layout, MAX_RAM, MAX_VCPUS, MIN_RAM};
 use hotlift_vmm::workload::Workload;
@@ -147,7 +147,7 @@ impl GuestArgs {
     ///
     /// # Errors
     /// The path that cannot be looked at.
-    pub fn check_fill(&self) -> Result<(), ConsoleError> {
+    pub fn check_fill(&self) -> Result<(), TerminalError> {
         let Fill::Path(path) = &self.fill else {
             return Ok(());
         };

@@ -8,7 +8,7 @@ use hotlift::conversation::callers::Unheard;
 use hotlift::options::OptionError;
 use hotlift::tls::{TlsError, TlsSetupError};
 use hotlift::transport::TransportError;
-use hotlift_console::error::ConsoleError;
+use hotlift_terminal::error::TerminalError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
 
@@ -17,7 +17,7 @@ use hotlift_vmm::layout::LayoutError;
 pub enum SharedError {
     /// A failure that any command can have.
     #[error(transparent)]
-    Console(#[from] ConsoleError),
+    Terminal(#[from] TerminalError),
     /// An option's value, or options that do not go together.
     #[error("bad option")]
     Option(#[from] OptionError),

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read};
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::progress::Progress;
-use hotlift_console::output;
+use hotlift_terminal::output;
 use hotlift_vmm::fill::Filled;
 use serde::{Deserialize, Serialize};
 

@@ -7,8 +7,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use hotlift::figures::{DestinationReport, SideFigures, SourceReport};
-use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::{Cause, Interrupt};
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::signals::{Cause, Interrupt};
 use hotlift_vmm::GuestKind;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -136,7 +136,7 @@ impl Pair<'_> {
         destination: Destination,
         interrupt: &Interrupt,
         tell: &mut dyn FnMut(&Tale<'_>),
-    ) -> Result<Moved, ConsoleError> {
+    ) -> Result<Moved, TerminalError> {
         let mut moved = Moved::default();
         let Destination {
             mut process,
@@ -230,7 +230,7 @@ impl Pair<'_> {
     ///
     /// # Errors
     /// If it cannot be started.
-    pub fn destination(&self) -> Result<Destination, ConsoleError> {
+    pub fn destination(&self) -> Result<Destination, TerminalError> {
         let address = self.place.address.as_deref().unwrap_or("127.0.0.1");
         let (process, events) = self.spawn(
             &self.place.destination_prefix,
@@ -242,8 +242,8 @@ impl Pair<'_> {
         })
     }
 
-    fn spawn(&self, prefix: &[String], role: &str) -> Result<(Process, Events), ConsoleError> {
-        let failed = |source| ConsoleError::Process {
+    fn spawn(&self, prefix: &[String], role: &str) -> Result<(Process, Events), TerminalError> {
+        let failed = |source| TerminalError::Process {
             what: "hotlift guest run",
             source,
         };

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use hotlift::options::{OptionError, option};
 use hotlift::tls::{self, Tls};
 use hotlift::{Address, Options};
-use hotlift_console::output::complain;
+use hotlift_terminal::output::complain;
 
 use crate::error::SharedError;
 

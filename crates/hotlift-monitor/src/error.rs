@@ -3,15 +3,15 @@
 use std::io;
 use std::net::IpAddr;
 
-use hotlift_console::error::ConsoleError;
 use hotlift_qmp::server::Refusal;
+use hotlift_terminal::error::TerminalError;
 
 /// A monitor that cannot be served, or a failure that ends the process that is monitored.
 #[derive(Debug, thiserror::Error)]
 pub enum MonitorError {
     /// What several commands can fail with.
     #[error(transparent)]
-    Console(#[from] ConsoleError),
+    Terminal(#[from] TerminalError),
     /// A command that the start of the process stands for.
     #[error(transparent)]
     Refused(#[from] Refusal),

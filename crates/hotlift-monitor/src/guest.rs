@@ -10,12 +10,12 @@ use hotlift::guest::Guest;
 use hotlift::progress::Progress;
 use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError, MigrationEvent, Options, Status};
-use hotlift_console::error::error_line;
-use hotlift_console::output::complain;
 use hotlift_mem::lock;
 use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Events, Refusal};
 use hotlift_qmp::{MigrationInfo, StatusInfo, Uuid, UuidInfo};
+use hotlift_terminal::error::error_line;
+use hotlift_terminal::output::complain;
 use serde_json::{Map, Value, json};
 
 use crate::error::MonitorError;

@@ -9,12 +9,12 @@ use hotlift::figures::{
 use hotlift::progress::{Progress, Stall};
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Options, Status};
-use hotlift_console::progress::rounded;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_qmp::{
     AcceleratorJobs, CompressionStats, MigrationInfo, MigrationStats, MigrationThreadInfo,
     ThreadTime, VcpuWaits, XbzrleCacheStats,
 };
+use hotlift_terminal::progress::rounded;
 
 /// How the threads of a migration's source are called.
 const SOURCE_THREADS: &[&str] = &["mig/src/", "compress_", "dsa_completion"];

@@ -4,8 +4,8 @@ use std::error::Error;
 
 use hotlift::MigrationError;
 use hotlift::transport::TransportError;
-use hotlift_console::error::error_line;
 use hotlift_qmp::server::Refusal;
+use hotlift_terminal::error::error_line;
 
 /// An error of ours.
 pub fn of(error: &dyn Error) -> Refusal {

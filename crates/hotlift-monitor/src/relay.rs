@@ -4,10 +4,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Control, MigrationError, MigrationEvent, Options, Status};
-use hotlift_console::signals::Interrupt;
 use hotlift_qmp::MigrationInfo;
 use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Events, Refusal};
+use hotlift_terminal::signals::Interrupt;
 use serde_json::{Map, Value, json};
 
 use crate::settings::Settings;

@@ -6,9 +6,9 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use hotlift::transport::UnixSocketFile;
-use hotlift_console::error::ConsoleError;
 use hotlift_qmp::server::{BoundSocket, Clients, Commands, Events, TOO_MANY_CLIENTS, serve_client};
 use hotlift_qmp::{QmpAddress, QmpError, Socket};
+use hotlift_terminal::error::TerminalError;
 
 use crate::error::MonitorError;
 use crate::{hmp, introspection};
@@ -111,7 +111,7 @@ impl Sockets {
                 std::thread::Builder::new()
                     .name("hmp/terminal".to_owned())
                     .spawn(serve)
-                    .map_err(|source| ConsoleError::Process {
+                    .map_err(|source| TerminalError::Process {
                         what: "monitor",
                         source,
                     })?;

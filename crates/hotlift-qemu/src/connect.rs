@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use hotlift_console::output::complain;
 use hotlift_qmp::{Client, Qemu, QmpAddress, QmpError};
+use hotlift_terminal::output::complain;
 
 /// Between two questions about what QEMU may send no event of: the end of a migration's threads, and a change of state without
 /// the capability `events`.

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use hotlift::lazy::Loading;
 use hotlift::relay::{Doing, Taken};
-use hotlift_console::error::error_line;
-use hotlift_console::output::complain;
-use hotlift_console::signals::{Interrupt, OwnFolder};
 use hotlift_qmp::{
     ANSWER_TIMEOUT, MigrationInfo, Qemu, QmpAddress, QmpError, RunState, StatusInfo, Uuid,
 };
+use hotlift_terminal::error::error_line;
+use hotlift_terminal::output::complain;
+use hotlift_terminal::signals::{Interrupt, OwnFolder};
 use serde_json::{Map, Value};
 
 use crate::connect::{QUERY_INTERVAL, connect};

@@ -5,15 +5,15 @@ use std::path::PathBuf;
 use std::process::ExitStatus;
 
 use hotlift::transport::TransportError;
-use hotlift_console::error::ConsoleError;
 use hotlift_qmp::QmpError;
+use hotlift_terminal::error::TerminalError;
 
 /// A QEMU that does not do what it is asked for, or a migration of one that did not succeed.
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
     /// What several commands can fail with.
     #[error(transparent)]
-    Console(#[from] ConsoleError),
+    Terminal(#[from] TerminalError),
     /// The program of a QEMU that is to be started.
     #[error("cannot run QEMU as '{}'", program.display())]
     Program {

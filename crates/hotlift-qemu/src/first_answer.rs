@@ -6,9 +6,9 @@ use std::path::Path;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
-use hotlift_console::signals::Interrupt;
 use hotlift_mem::end_of_process;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use hotlift_terminal::signals::Interrupt;
 
 /// How long a QEMU may take until it answers on its QMP socket.
 const START: Duration = Duration::from_secs(60);

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use hotlift::relay::{Doing, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
-use hotlift_console::output::complain;
-use hotlift_console::progress::{Display, jobs};
-use hotlift_console::signals::{Interrupt, OwnFolder, beside};
 use hotlift_mem::is_readable;
+use hotlift_terminal::output::complain;
+use hotlift_terminal::progress::{Display, jobs};
+use hotlift_terminal::signals::{Interrupt, OwnFolder, beside};
 
 use crate::capabilities::Purpose;
 use crate::error::QemuError;

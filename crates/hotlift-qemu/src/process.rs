@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::{Interrupt, no_folder};
 use hotlift_qmp::{Qemu, QmpAddress};
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::signals::{Interrupt, no_folder};
 use rustix::fs::Access;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -90,7 +90,7 @@ impl Started {
     ) -> Result<(Self, Qemu), QemuError> {
         let arguments = waiting(command)?;
         let socket = place()?;
-        let streams = Streams::make().map_err(|source| ConsoleError::Process {
+        let streams = Streams::make().map_err(|source| TerminalError::Process {
             what: "a pipe for QEMU's words",
             source,
         })?;
@@ -114,7 +114,7 @@ impl Started {
             errors: streams.errors,
         };
         let guard =
-            Guard::start(&started.qmp(), folder).map_err(|source| ConsoleError::Process {
+            Guard::start(&started.qmp(), folder).map_err(|source| TerminalError::Process {
                 what: "hotlift guard",
                 source,
             })?;
@@ -140,7 +140,7 @@ impl Started {
                 Some(errors) => QemuError::Ended { status, errors },
                 None => QemuError::EndedAtStart { status },
             },
-            NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
+            NoAnswer::Interrupted => TerminalError::Interrupted.into(),
             NoAnswer::Qmp(error) => at_destination(error),
         })
     }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use hotlift::Address;
 use hotlift::progress::{Stall, StallKind};
 use hotlift::relay::RelayProgress;
-use hotlift_console::progress::{Line, bytes, rounded, stalled, throttled};
 use hotlift_qmp::{MigrationInfo, MigrationStats};
+use hotlift_terminal::progress::{Line, bytes, rounded, stalled, throttled};
 
 /// Rounds after each of which about as much was dirty again as before, until that is said.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
@@ -267,7 +267,7 @@ mod tests {
                     ram.remaining = 999 << 20;
                 }
                 let line = watch.look(&info, report(round, round * (999 << 20)), None);
-                let narrow = hotlift_console::width::cut(&line.text, 79);
+                let narrow = hotlift_terminal::width::cut(&line.text, 79);
                 let rate = bytes(dirty_pages_rate * 4096);
                 for words in [
                     "999.0 MiB to go",

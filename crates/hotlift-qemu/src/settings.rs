@@ -1,7 +1,7 @@
 //! Capabilities and parameters of a QEMU: changed for one migration, and restored.
 
-use hotlift_console::output::complain;
 use hotlift_qmp::{Qemu, QmpError};
+use hotlift_terminal::output::complain;
 use serde_json::{Map, Value};
 
 use crate::capabilities::{self, CAPABILITIES, PREEMPT, Purpose, Treatment, capability};

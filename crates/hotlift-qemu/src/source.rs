@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use hotlift::MigrationError;
 use hotlift::relay::Ownership;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::complain;
 use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, RunState, one_line};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::complain;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -482,7 +482,7 @@ impl Settled {
         };
         complain!("hotlift: the guest {state} at the source");
         if interrupted {
-            return ConsoleError::Interrupted.into();
+            return TerminalError::Interrupted.into();
         }
         QemuError::Failed { reasons }
     }

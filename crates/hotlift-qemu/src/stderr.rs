@@ -180,7 +180,7 @@ fn pass_on(output: PipeReader) -> Captured {
             let text = String::from_utf8_lossy(&line);
             let text = text.trim_end_matches('\n');
             lock(&kept).take(text);
-            hotlift_console::output::err(text);
+            hotlift_terminal::output::err(text);
             line.clear();
         }
     });

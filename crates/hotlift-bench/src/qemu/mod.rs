@@ -21,11 +21,11 @@ use hotlift::Options;
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
 use hotlift_command::events::Moment;
 use hotlift_command::pair::Place;
-use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::Interrupt;
 use hotlift_host::accel::serves;
 use hotlift_qemu::QemuError;
 use hotlift_qmp::QmpError;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::signals::Interrupt;
 use hotlift_vmm::layout::Layout;
 use hotlift_vmm::workload::Workload;
 use serde_json::Value;
@@ -82,7 +82,7 @@ impl From<BenchError> for Stop {
 
 impl From<QmpError> for Stop {
     fn from(error: QmpError) -> Self {
-        Self::Failed(hotlift_console::error::error_line(&error))
+        Self::Failed(hotlift_terminal::error::error_line(&error))
     }
 }
 
@@ -95,7 +95,7 @@ impl Program {
         let output = Command::new(path)
             .arg("--version")
             .output()
-            .map_err(|source| ConsoleError::Process {
+            .map_err(|source| TerminalError::Process {
                 what: "the QEMU of --with-qemu",
                 source,
             })?;

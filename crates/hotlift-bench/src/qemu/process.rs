@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use hotlift_command::error::SharedError;
 use hotlift_command::events::Filling;
-use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::Interrupt;
 use hotlift_mem::FileError;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::first_answer::{self, NoAnswer};
 use hotlift_qmp::Qemu;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::signals::Interrupt;
 use hotlift_vmm::fill::{FillSettings, write_fill};
 use hotlift_vmm::kvm;
 use hotlift_vmm::layout::Layout;
@@ -82,7 +82,7 @@ impl Image {
         settings: &FillSettings,
     ) -> Result<(File, Filling), BenchError> {
         let folder = tempfile::env::temp_dir();
-        let failed = |source| ConsoleError::from(FileError::writing(&folder)(source));
+        let failed = |source| TerminalError::from(FileError::writing(&folder)(source));
         let mut kept = self.0.borrow_mut();
         if let Some(kept) = kept.as_ref()
             && kept.layout == *layout
@@ -138,7 +138,7 @@ impl Process {
     /// # Errors
     /// If it does not start; with QEMU's last words.
     pub fn start(start: &Start<'_>) -> Result<Self, BenchError> {
-        let failed = |source| ConsoleError::Process {
+        let failed = |source| TerminalError::Process {
             what: "setpriv … QEMU",
             source,
         };
@@ -241,7 +241,7 @@ impl Process {
                 .into());
             }
             if interrupt.sleep(Some(COUNT)) {
-                return Err(ConsoleError::Interrupted.into());
+                return Err(TerminalError::Interrupted.into());
             }
         }
         Ok(())
@@ -331,7 +331,7 @@ impl Process {
             Some(words) if !Path::new(&format!("/proc/{}/maps", self.pid())).exists() => {
                 QemuError::Command { problem: words }.into()
             }
-            _ => ConsoleError::Process { what, source }.into(),
+            _ => TerminalError::Process { what, source }.into(),
         }
     }
 }
@@ -448,7 +448,7 @@ fn explain(error: NoAnswer, process: &Tied) -> BenchError {
             Some(problem) => QemuError::Command { problem }.into(),
             None => QemuError::EndedAtStart { status }.into(),
         },
-        NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
+        NoAnswer::Interrupted => TerminalError::Interrupted.into(),
         NoAnswer::Qmp(error) => BenchError::qmp(error),
     }
 }

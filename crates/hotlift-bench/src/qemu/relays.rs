@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use hotlift::options::{OptionError, Role, option};
 use hotlift_command::migration_args::MigrationArgs;
 use hotlift_command::pair::Place;
-use hotlift_console::error::ConsoleError;
 use hotlift_mem::{end_of_process, wait_readable};
+use hotlift_terminal::error::TerminalError;
 use serde::Deserialize;
 use tempfile::TempDir;
 
@@ -171,7 +171,7 @@ impl Relay {
         migration: &MigrationArgs,
         folder: &Path,
     ) -> Result<Self, BenchError> {
-        let failed = |source| ConsoleError::Process {
+        let failed = |source| TerminalError::Process {
             what: "hotlift relay",
             source,
         };

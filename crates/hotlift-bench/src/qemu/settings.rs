@@ -161,7 +161,7 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
 
 /// A setting that is refused is one that this QEMU does not have: all are in range.
 fn lacks(error: &QmpError) -> Stop {
-    let words = hotlift_console::error::error_line(error);
+    let words = hotlift_terminal::error::error_line(error);
     match error {
         QmpError::Command { .. } | QmpError::NoCapability { .. } => Stop::Lacks(words),
         _ => Stop::Failed(words),

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use hotlift_command::args::Fill;
-use hotlift_console::progress::bytes;
+use hotlift_terminal::progress::bytes;
 use maud::{Markup, html};
 
 use super::tables::details;

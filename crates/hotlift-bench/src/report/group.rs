@@ -181,14 +181,14 @@ pub fn guest(row: &Row) -> String {
         name => format!(
             "{name} at {} pages/s in {}",
             guest.rate,
-            hotlift_console::progress::bytes(guest.working_set)
+            hotlift_terminal::progress::bytes(guest.working_set)
         ),
     };
     format!(
         "{} guest, {} vCPU, {} of RAM filled with {}, {}{touched}, {work}",
         guest.kind,
         guest.vcpus,
-        hotlift_console::progress::bytes(guest.ram_bytes),
+        hotlift_terminal::progress::bytes(guest.ram_bytes),
         Fill::words(&guest.fill),
         zero_share(guest),
     )

@@ -296,7 +296,7 @@ rows = [{ name = "a row", options = { accel-path = "devices" }, published = [nan
             ("ram-gib = 1", "ram-gig = 1", "ram-gig"),
         ] {
             let error = with(line, other).expect_err(other);
-            let error = hotlift_console::error::error_line(&error);
+            let error = hotlift_terminal::error::error_line(&error);
             assert!(error.contains(says), "{other}: {error}");
         }
     }

@@ -3,7 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 
 use hotlift_command::args::Fill;
-use hotlift_console::progress::bytes;
+use hotlift_terminal::progress::bytes;
 
 use super::load::{Block, DEVICES, Published, Suite};
 use super::{added_by_tls, counts, is_of, is_simulated, threads};

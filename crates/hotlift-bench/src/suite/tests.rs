@@ -26,7 +26,7 @@ fn every_suite_that_is_compiled_in_is_one() {
     for text in FILES {
         if let Err(error) = Suite::read(text) {
             let line = text.lines().find(|line| line.starts_with("name"));
-            panic!("{line:?}: {}", hotlift_console::error::error_line(&error));
+            panic!("{line:?}: {}", hotlift_terminal::error::error_line(&error));
         }
     }
 }

@@ -6,8 +6,8 @@ use std::panic::resume_unwind;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_console::error::error_line;
-use hotlift_console::output::complain;
+use hotlift_terminal::error::error_line;
+use hotlift_terminal::output::complain;
 
 use crate::drain::plan::{Candidate, Place, Stays, short};
 use crate::error::CommandError;

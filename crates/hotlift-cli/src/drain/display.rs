@@ -2,9 +2,9 @@
 
 use std::io::IsTerminal;
 
-use hotlift_console::output;
-use hotlift_console::progress::bytes;
-use hotlift_console::table::{align_with_words, new_table};
+use hotlift_terminal::output;
+use hotlift_terminal::progress::bytes;
+use hotlift_terminal::table::{align_with_words, new_table};
 use serde::Serialize;
 
 use crate::drain::plan::{Step, short};

@@ -7,8 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_console::error::error_line;
 use hotlift_mem::is_readable;
+use hotlift_terminal::error::error_line;
 
 use crate::drain::display::Fate;
 use crate::drain::peers::lost_for;

@@ -8,8 +8,8 @@ use std::cmp::Ordering;
 use std::fmt;
 
 use hotlift_agent::commands::AgentInfo;
-use hotlift_console::progress::{bytes, rounded};
-use hotlift_console::table::{align_with_words, new_table};
+use hotlift_terminal::progress::{bytes, rounded};
+use hotlift_terminal::table::{align_with_words, new_table};
 use serde::Serialize;
 
 use crate::libvirt::virsh::{Domain, host_of};

@@ -21,12 +21,12 @@ use hotlift_agent::values::Ports;
 use hotlift_command::connect::connect;
 use hotlift_command::error::SharedError;
 use hotlift_command::security;
-use hotlift_console::error::ConsoleError;
-use hotlift_console::output::complain;
-use hotlift_console::progress::Display;
-use hotlift_console::signals::{Interrupt, beside};
 use hotlift_mem::is_readable;
 use hotlift_qmp::one_line;
+use hotlift_terminal::error::TerminalError;
+use hotlift_terminal::output::complain;
+use hotlift_terminal::progress::Display;
+use hotlift_terminal::signals::{Interrupt, beside};
 
 use crate::agent_control::config_in;
 use crate::error::CommandError;
@@ -175,7 +175,7 @@ pub fn run(
         let reason = format!("{reason}{ours}{theirs}");
         match whereabouts(&here, &to, domain, was, &reason) {
             Whereabouts::Here if interrupt.is_raised() => {
-                return Err(ConsoleError::Interrupted.into());
+                return Err(TerminalError::Interrupted.into());
             }
             Whereabouts::Here => return Err(CommandError::DomainStayed { reason }),
             Whereabouts::Ended => {

@@ -9,14 +9,14 @@ use comfy_table::Table;
 use hotlift::file::{FileError, Location};
 use hotlift::lazy::{self, Hooks, LazyProgress, LazyReport};
 use hotlift::{Address, Control, MigrationError, Options};
-use hotlift_console::output::complain;
-use hotlift_console::progress::{Display, bytes};
-use hotlift_console::signals::Interrupt;
-use hotlift_console::table::{align, new_table};
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
 use hotlift_qemu::run_state::words;
 use hotlift_qmp::ANSWER_TIMEOUT;
+use hotlift_terminal::output::complain;
+use hotlift_terminal::progress::{Display, bytes};
+use hotlift_terminal::signals::Interrupt;
+use hotlift_terminal::table::{align, new_table};
 
 use super::{RestoreArgs, conclude, failed, say_lost, taken};
 use crate::clock::GuestClock;

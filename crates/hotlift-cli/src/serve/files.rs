@@ -6,11 +6,11 @@ use std::sync::Mutex;
 use hotlift::Control;
 use hotlift::file::{self, ServerEvent};
 use hotlift_command::security;
-use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::output::{complain, say};
-use hotlift_console::progress::bytes;
-use hotlift_console::signals::Interrupt;
 use hotlift_mem::FileError;
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::{complain, say};
+use hotlift_terminal::progress::bytes;
+use hotlift_terminal::signals::Interrupt;
 use serde::Serialize;
 
 use super::{ServeArgs, address_of};
@@ -101,7 +101,7 @@ pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(),
     // Before anybody is told that he may come.
     std::fs::read_dir(folder)
         .map_err(FileError::of("look at", folder))
-        .map_err(ConsoleError::from)?;
+        .map_err(TerminalError::from)?;
     let tls = security::tls(&args.limits.options(), &args.listen)?;
     let listener = args.listen.listen()?;
     let address = address_of(&listener)?.to_string();

@@ -4,9 +4,9 @@
 use std::io::{self, BufRead, IsTerminal, Read, Write};
 use std::time::Instant;
 
-use hotlift_console::progress;
 use hotlift_mem::wait_readable;
 use hotlift_qmp::server::Commands;
+use hotlift_terminal::progress;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::stdio::stdin;
 use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};

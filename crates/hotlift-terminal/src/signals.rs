@@ -17,7 +17,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
-use crate::error::ConsoleError;
+use crate::error::TerminalError;
 use crate::output::{self, complain};
 use hotlift_mem::{lock, wait_readable};
 
@@ -30,7 +30,7 @@ pub struct OwnFolder(TempDir);
 
 impl OwnFolder {
     /// One for sockets, that only this user can enter.
-    pub fn private() -> Result<Self, ConsoleError> {
+    pub fn private() -> Result<Self, TerminalError> {
         let mut builder = tempfile::Builder::new();
         builder
             .prefix("hotlift-")
@@ -57,8 +57,8 @@ impl Drop for OwnFolder {
 }
 
 /// No folder for sockets could be made.
-pub fn no_folder(source: io::Error) -> ConsoleError {
-    ConsoleError::Process {
+pub fn no_folder(source: io::Error) -> TerminalError {
+    TerminalError::Process {
         what: "a folder for sockets",
         source,
     }
@@ -89,10 +89,10 @@ fn end() -> ! {
 ///
 /// # Errors
 /// If the system does not let the signal be caught.
-pub fn survive_file_size_limit() -> Result<(), ConsoleError> {
+pub fn survive_file_size_limit() -> Result<(), TerminalError> {
     // The flag is not read: the failed write reports it.
     let caught = signal_hook::flag::register(SIGXFSZ, Arc::default());
-    caught.map(|_| ()).map_err(|source| ConsoleError::Process {
+    caught.map(|_| ()).map_err(|source| TerminalError::Process {
         what: "signal handlers",
         source,
     })
@@ -172,8 +172,8 @@ impl Drop for Ends<'_> {
 
 impl Interrupt {
     /// Starts to catch the signals. A SIGHUP that the process was started to ignore (`nohup`) stays ignored.
-    pub fn catch() -> Result<Self, ConsoleError> {
-        let failed = |source| ConsoleError::Process {
+    pub fn catch() -> Result<Self, TerminalError> {
+        let failed = |source| TerminalError::Process {
             what: "signal handlers",
             source,
         };
@@ -273,7 +273,7 @@ impl Interrupt {
 pub fn beside<R: Send, T>(
     work: impl FnOnce() -> R + Send,
     attend: impl FnOnce(BorrowedFd<'_>) -> T,
-) -> Result<(R, T), ConsoleError> {
+) -> Result<(R, T), TerminalError> {
     let (ended, ends) = end_of_thread()?;
     Ok(thread::scope(|scope| {
         let worker = scope.spawn(|| {
@@ -290,8 +290,8 @@ pub fn beside<R: Send, T>(
 ///
 /// # Errors
 /// The system gives no pipe.
-pub fn end_of_thread() -> Result<(PipeReader, PipeWriter), ConsoleError> {
-    io::pipe().map_err(|source| ConsoleError::Process {
+pub fn end_of_thread() -> Result<(PipeReader, PipeWriter), TerminalError> {
+    io::pipe().map_err(|source| TerminalError::Process {
         what: "a pipe",
         source,
     })

@@ -7,7 +7,7 @@ use hotlift_mem::FileError;
 
 /// What goes wrong in more than one command.
 #[derive(Debug, thiserror::Error)]
-pub enum ConsoleError {
+pub enum TerminalError {
     /// A file or folder that is to be read, or a file for results.
     #[error(transparent)]
     File(#[from] FileError),
@@ -28,7 +28,7 @@ pub enum ConsoleError {
     Interrupted,
 }
 
-impl ConsoleError {
+impl TerminalError {
     /// The error and its causes, in one line.
     pub fn line(&self) -> String {
         error_line(self)
