@@ -14,7 +14,7 @@
 //! | `sock`, `splice` | it goes to a socket, or comes from one, uncopied |
 //! | `forward` | it goes from socket to socket, uncopied |
 //!
-//! `stdio` is no part of it: it needs code that runs before `main`. Neither are `lock` and `wait`, which all crates share.
+//! `stdio` is no part of it: it needs code that runs before `main`. Neither are `error_line`, `lock` and `wait`, which all crates share.
 //!
 //! # Sharing memory with a running guest
 //!
@@ -49,6 +49,7 @@ compile_error!("hotlift-mem needs 64-bit Linux");
 mod cpu_time;
 mod dirty_bitmap;
 mod error;
+mod error_line;
 mod file_error;
 mod forward;
 mod guest_run;
@@ -70,6 +71,7 @@ pub mod zero;
 pub use cpu_time::{RunQueue, thread_cpu_time};
 pub use dirty_bitmap::DirtyBitmap;
 pub use error::MemError;
+pub use error_line::error_line;
 pub use file_error::FileError;
 pub use forward::Forwarder;
 pub use guest_run::GuestRun;

@@ -2,8 +2,8 @@
 
 use std::io;
 
-pub use hotlift::error::error_line;
 use hotlift_mem::FileError;
+pub use hotlift_mem::error_line;
 
 /// What goes wrong in more than one command.
 #[derive(Debug, thiserror::Error)]

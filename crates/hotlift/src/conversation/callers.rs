@@ -7,12 +7,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::wait_readable;
+use hotlift_mem::{error_line, wait_readable};
 
 use super::{Conversation, ConversationError};
 use crate::admission::limits::CALLERS;
 use crate::admission::{Admission, Entered, Listener};
-use crate::error::error_line;
 use crate::tls::Tls;
 
 /// After a connection that could not be accepted.

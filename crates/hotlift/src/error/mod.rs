@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use hotlift_idxd::queue::QueueError;
 use hotlift_mem::MemError;
+pub use hotlift_mem::error_line;
 use hotlift_methods::{MethodError, OverMemoryLimit};
 use hotlift_wire::WireError;
 use hotlift_wire::multifd::Method;
@@ -368,18 +369,6 @@ impl MigrationError {
     pub fn chain(&self) -> String {
         error_line(self)
     }
-}
-
-/// An error and its causes in one line, outermost first.
-#[must_use]
-pub fn error_line(error: &dyn std::error::Error) -> String {
-    let mut line = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        line = format!("{line}: {cause}");
-        next = cause.source();
-    }
-    line
 }
 
 /// A peer's words, without what could steer a terminal.
