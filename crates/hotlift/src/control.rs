@@ -12,7 +12,6 @@ use hotlift_wire::settle::MigrationId;
 
 use crate::accelerator_stats::AcceleratorStats;
 use crate::admission::Listener;
-use crate::admission::strangers::Strangers;
 use crate::error::MigrationError;
 use crate::figures::{JobFigures, MethodFigures, ThreadCpu};
 use crate::life::Life;
@@ -28,6 +27,7 @@ use crate::status::{MigrationEvent, Status};
 use crate::steering::Steering;
 use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::Sending;
+use crate::stream::strangers::Strangers;
 use crate::transport::Address;
 
 /// Takes events, on the thread in which they happen; must not block for long.

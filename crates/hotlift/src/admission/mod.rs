@@ -11,7 +11,6 @@
 //! | `head` | what the first bytes of a connection state |
 //! | `admitted` | a connection that was let in, with all that is known of it |
 //! | `pass` | what opens the connections that a conversation has announced |
-//! | `strangers` | connections that were turned away, counted |
 
 mod admitted;
 mod handed;
@@ -22,7 +21,6 @@ mod listener;
 pub(crate) mod pass;
 mod places;
 mod room;
-pub(crate) mod strangers;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};

@@ -11,10 +11,10 @@ use hotlift_wire::multifd::InitialPacket;
 use rustix::event::PollFlags;
 
 use crate::admission::head::{BROKEN, Head};
-use crate::admission::strangers::Strangers;
 use crate::error::{Channel, MigrationError};
 use crate::stream::door::Door;
 use crate::stream::graceful_close;
+use crate::stream::strangers::Strangers;
 use crate::transport::{Host, Stream};
 
 /// Whether a multifd channel with this opening may join those that have come.

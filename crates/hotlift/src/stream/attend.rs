@@ -114,9 +114,9 @@ impl Lingering<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admission::strangers::Strangers;
     use crate::handover::{Taking, Word, ask_once};
     use crate::remote::Remote;
+    use crate::stream::strangers::Strangers;
     use crate::transport::Address;
     use hotlift_wire::settle::{Doing, MigrationId};
 

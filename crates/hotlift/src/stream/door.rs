@@ -13,12 +13,12 @@ use rustix::event::{PollFd, PollFlags};
 use crate::admission::head::{Head, NO_STREAM};
 use crate::admission::limits::{CHANNELS, CONFIRMATIONS, channels};
 use crate::admission::pass::Pass;
-use crate::admission::strangers::Strangers;
 use crate::admission::{Admission, Admitted, Entered, Listener, Room};
 use crate::error::{MigrationError, error_line};
 use crate::handover::Taking;
 use crate::life::Life;
 use crate::life::bell::Bell;
+use crate::stream::strangers::Strangers;
 use crate::tls::Tls;
 use crate::transport::{Host, Stream};
 

@@ -3,6 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `door` | tells connections apart: channels, questions, strangers |
+//! | `strangers` | connections that were turned away, counted |
 //! | `attend` | answers for a migration while it runs, and until its source knows the outcome |
 //! | `arrivals` | the connections of one migration, in any order |
 //! | `handshake` | what two Hotlifts say to each other first |
@@ -41,3 +42,4 @@ mod packet_reader;
 pub(crate) mod pages;
 pub(crate) mod preempt;
 pub(crate) mod return_path;
+pub(crate) mod strangers;
