@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
-use hotlift_tls::{Authority, Issued, Role};
+use hotlift_tls::{Authority, Credentials, Issued, Profile, Role, Settings, Tls};
 use tempfile::TempDir;
 
 /// How long a host's certificate is valid, in days.
@@ -60,6 +61,17 @@ impl Pki {
         fs::create_dir(&folder).expect("a name of its own");
         self.host_in(&folder, &[name]);
         folder
+    }
+
+    /// Returns TLS between two Hotlifts with the certificates of a host with this name.
+    ///
+    /// # Panics
+    /// As [`Self::host`].
+    #[must_use]
+    pub fn tls(&self, name: &str) -> Arc<Tls> {
+        let credentials = Credentials::open(&self.host(name)).expect("they were just made");
+        let settings = Settings::new(Profile::Hotlift);
+        Arc::new(Tls::new(Arc::new(credentials), settings))
     }
 }
 

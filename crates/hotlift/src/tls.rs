@@ -100,30 +100,8 @@ pub fn of_qemu(
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use std::fs;
-    use std::time::SystemTime;
-
-    use hotlift_tls::{Authority, Role};
-
+mod tests {
     use super::*;
-
-    /// TLS with the certificates of a CA of its own, for "localhost".
-    pub(crate) fn some_tls() -> Arc<Tls> {
-        let dir = tempfile::tempdir().unwrap();
-        let now = SystemTime::now();
-        let ca = Authority::make("a CA", 2, now).unwrap();
-        let authority = Authority::open(&ca.certificate, &ca.key).unwrap();
-        fs::write(dir.path().join("ca-cert.pem"), &ca.certificate).unwrap();
-        for role in [Role::Server, Role::Client] {
-            let issued = authority.issue(&["localhost"], role, 1, now).unwrap();
-            for (what, text) in [("cert", issued.certificate), ("key", issued.key)] {
-                let file = format!("{}-{what}.pem", role.name());
-                fs::write(dir.path().join(file), text).unwrap();
-            }
-        }
-        of_folder(dir.path(), Profile::Hotlift, &Options::default()).unwrap()
-    }
 
     #[test]
     fn nothing_goes_to_other_hosts_in_the_clear_unless_that_is_wanted() {

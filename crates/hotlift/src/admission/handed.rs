@@ -5,11 +5,11 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use hotlift_mem::lock;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::admitted::Admitted;
 use super::limits::QUEUED;
-use crate::lock::lock;
 use crate::transport::Stream;
 
 /// What a listener and its giver share.

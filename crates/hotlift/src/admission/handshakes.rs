@@ -155,12 +155,13 @@ fn let_read(socket: &OwnedFd) {
 
 #[cfg(test)]
 mod tests {
+    use hotlift_testkit::pki::Pki;
+
     use super::*;
-    use crate::tls::tests::some_tls;
 
     #[test]
     fn a_handshake_that_does_not_move_gives_way_to_the_next() {
-        let mut handshakes = Handshakes::new(some_tls()).unwrap();
+        let mut handshakes = Handshakes::new(Pki::new().tls("localhost")).unwrap();
         let now = Instant::now();
         let long_ago = now.checked_sub(Duration::from_secs(60)).unwrap();
         let mut others = Vec::new();

@@ -7,9 +7,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use hotlift_mem::lock;
+
 use super::admitted::Admitted;
 use super::handed::{Giver, Handed};
-use crate::lock::lock;
 use crate::transport::{
     Address, Stream, TransportError, UnixSocketFile, listen_tcp, listen_unix, wait_readable,
 };

@@ -8,11 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{error_line, wait_readable};
+use hotlift_tls::Tls;
 
 use super::{Conversation, ConversationError};
 use crate::admission::limits::CALLERS;
 use crate::admission::{Admission, Entered, Listener};
-use crate::tls::Tls;
 
 /// After a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(50);

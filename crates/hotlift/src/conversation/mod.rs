@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::wait_readable;
 use hotlift_qmp::{Connection, Line, Lines, one_line};
+use hotlift_tls::{ALERT_BEGINS, HANDSHAKE_BEGINS};
 use serde::Serialize;
 use serde::de::{DeserializeOwned, Error as _};
 
 use crate::admission::pass::Pass;
-use crate::tls::{ALERT_BEGINS, HANDSHAKE_BEGINS};
 use crate::transport::Stream;
 
 /// Version of the messages of all conversations. Another is refused: both sides come from one version of Hotlift.

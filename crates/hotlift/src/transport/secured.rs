@@ -279,14 +279,15 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use crate::tls::tests::some_tls;
+    use hotlift_testkit::pki::Pki;
+
     use crate::transport::Stream;
 
     use super::*;
 
     #[test]
     fn half_a_record_is_nothing_to_read_and_blocks_nobody() {
-        let tls = some_tls();
+        let tls = Pki::new().tls("localhost");
         let (here, there) = UnixStream::pair().unwrap();
         let beside = there.try_clone().unwrap();
         let (here, there) = thread::scope(|scope| {

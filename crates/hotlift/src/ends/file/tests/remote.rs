@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use hotlift_testkit::pki::Pki;
 use hotlift_testkit::proxy::{Ending, Proxy};
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Reply, VERSION};
 
@@ -25,7 +26,6 @@ use crate::error::file::ServerError;
 use crate::error::{MigrationError, error_line};
 use crate::lock::lock;
 use crate::tls::Tls;
-use crate::tls::tests::some_tls;
 use crate::transport::{Address, Stream};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -146,7 +146,7 @@ fn a_file_reads_over_every_transport_as_on_its_own_disk() {
     for (at, tls) in [
         (Address::Unix { path: socket }, None),
         (tcp(), None),
-        (tcp(), Some(some_tls())),
+        (tcp(), Some(Pki::new().tls("localhost"))),
     ] {
         let serving = Serving::start(folder.path(), &at, tls.clone());
         let mut remote = serving.file("vm");
@@ -234,7 +234,7 @@ fn what_is_no_save_file_directly_in_the_folder_is_not_handed_out() {
 fn strangers_are_told_so_and_take_nothing_from_others() {
     let folder = folder();
     save(&folder.path().join("vm"), "none");
-    let tls = some_tls();
+    let tls = Pki::new().tls("localhost");
     let at = "tcp:127.0.0.1:0".parse().unwrap();
     let serving = Serving::start(folder.path(), &at, Some(tls));
     // Without TLS where there is some.
@@ -242,7 +242,7 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
     assert!(error.contains("speaks TLS only"), "{error}");
     // A host of another CA.
     let mut other = serving.file("vm");
-    other.tls = Some(some_tls());
+    other.tls = Some(Pki::new().tls("localhost"));
     let error = error_line(&refusal(&other));
     assert!(error.contains("signed by a CA"), "{error}");
     drop(serving);
