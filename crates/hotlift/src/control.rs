@@ -8,10 +8,11 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_net::admission::Listener;
+use hotlift_net::transport::Address;
 use hotlift_wire::settle::MigrationId;
 
 use crate::accelerator_stats::AcceleratorStats;
-use crate::admission::Listener;
 use crate::error::MigrationError;
 use crate::figures::{JobFigures, MethodFigures, ThreadCpu};
 use crate::life::Life;
@@ -28,7 +29,6 @@ use crate::steering::Steering;
 use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::Sending;
 use crate::stream::strangers::Strangers;
-use crate::transport::Address;
 
 /// Takes events, on the thread in which they happen; must not block for long.
 pub type Watcher = Box<dyn Fn(MigrationEvent) + Send + Sync>;

@@ -53,10 +53,8 @@
 #![forbid(unsafe_code)]
 
 mod accelerator_stats;
-pub mod admission;
 mod auto;
 pub mod control;
-pub mod conversation;
 mod cpu_limit;
 mod ends;
 pub mod error;
@@ -79,9 +77,11 @@ mod status;
 mod steering;
 mod stream;
 pub mod tls;
-pub mod transport;
 
-pub use admission::Listener;
+pub use hotlift_net::admission::Listener;
+pub use hotlift_net::transport::Address;
+pub use hotlift_net::{admission, conversation, transport};
+
 pub use ends::file;
 pub use ops::lazy;
 pub use ops::migrate::migrate;
@@ -93,4 +93,3 @@ pub use error::MigrationError;
 pub use liveness::Liveness;
 pub use options::Options;
 pub use status::{MigrationEvent, Status};
-pub use transport::Address;

@@ -27,11 +27,11 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::TcpSending;
+use hotlift_net::transport::Stream;
 
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::progress::{Stall, StallKind};
-use crate::transport::Stream;
 
 /// Time from which a stall is reported: longer than a retransmission takes on a bad link, short for an operator.
 pub(crate) const REPORTED: Duration = Duration::from_secs(5);

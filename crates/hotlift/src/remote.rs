@@ -3,12 +3,13 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use hotlift_net::transport::{Address, Stop, Stream};
+
 use crate::error::MigrationError;
 use crate::life::Life;
 use crate::life::bell::Bell;
 use crate::lock::lock;
 use crate::tls::Tls;
-use crate::transport::{Address, Stop, Stream};
 
 /// How long each address of the other host may take to accept a connection. A host that is there answers within a round
 /// trip; three lost SYN packets are sent again in this time.

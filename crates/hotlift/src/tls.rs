@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use hotlift_net::transport::Address;
 pub use hotlift_tls::{
     ALERT_BEGINS, Exporter, HANDSHAKE_BEGINS, Identity, Missing, Profile, Role, Tls, TlsError,
     Warning, measure_cipher,
@@ -10,7 +11,6 @@ pub use hotlift_tls::{
 use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
 
 use crate::options::Options;
-use crate::transport::Address;
 
 /// Why there is no TLS though it was asked for.
 #[derive(Debug, thiserror::Error)]

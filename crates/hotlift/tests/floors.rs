@@ -6,11 +6,9 @@ use std::path::Path;
 /// From the ground up. Modules on one line use each other in neither direction.
 const FLOORS: &[&[&str]] = &[
     &["lock", "options", "guest", "figures"],
-    &["schedule", "transport", "accelerator_stats"],
+    &["schedule", "accelerator_stats"],
     &["tls", "auto"],
-    &["admission"],
     &["error"],
-    &["conversation"],
     &["life"],
     &["pacing", "cpu_limit", "remote"],
     &["status", "handover", "steering"],

@@ -489,7 +489,7 @@ fn whatever_is_done_to_a_record_leaves_one_guest() {
 }
 
 /// Connections of strangers in a migration: a sample that takes each place several times. That no number of them takes more
-/// than all places is proven by `hotlift/src/admission/places.rs`.
+/// than all places is proven by `hotlift-net/src/admission/places.rs`.
 const STRANGERS: usize = 512;
 
 /// So many come at once. A connection that the listener's queue has no room for takes a second.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::Accelerator;
+use hotlift_net::transport::Stream;
 use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::Load;
 
@@ -15,7 +16,6 @@ use crate::auto::link::LinkMeter;
 use crate::figures::{MethodFigures, to_f64};
 use crate::lock::lock;
 use crate::options::{Goal, Options};
-use crate::transport::Stream;
 
 /// Pages of a method over which a destination's word on it says something: those of one packet.
 const ENOUGH_PAGES: f64 = 128.0;

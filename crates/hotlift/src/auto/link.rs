@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::TcpSending;
+use hotlift_net::transport::Stream;
 
 use crate::figures::{ratio, to_f64};
-use crate::transport::Stream;
 
 /// Between two looks at the sockets.
 const INTERVAL: Duration = Duration::from_millis(10);

@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
-use crate::admission::Listener;
+use hotlift_net::admission::Listener;
+use hotlift_net::transport::Address;
+
 use crate::control::Control;
 use crate::ends::file::{FileFormat, RemoteFile};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::settings::RelaySettings;
-use crate::transport::Address;
 
 /// Where the stream comes from.
 #[derive(Debug, Clone, Copy)]

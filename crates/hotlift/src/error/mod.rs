@@ -9,6 +9,7 @@ use hotlift_idxd::queue::QueueError;
 use hotlift_mem::MemError;
 pub use hotlift_mem::error_line;
 use hotlift_methods::{MethodError, OverMemoryLimit};
+use hotlift_net::transport::TransportError;
 use hotlift_wire::WireError;
 use hotlift_wire::multifd::Method;
 
@@ -16,7 +17,6 @@ use crate::error::file::FileError;
 use crate::guest::GuestError;
 use crate::options::OptionError;
 use crate::tls::{TlsError, TlsSetupError};
-use crate::transport::TransportError;
 
 /// Which connection of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

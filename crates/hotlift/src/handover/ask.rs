@@ -4,12 +4,12 @@ use std::io::Write;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_net::transport::Stream;
 use hotlift_wire::settle::{ANSWER_LEN, Doing, MigrationId, heard, question};
 
 use crate::handover::Word;
 use crate::handover::settle::{Question, Step, statement};
 use crate::remote::Remote;
-use crate::transport::Stream;
 
 /// Time limit for informing a destination of a migration that ended before the commit.
 const FAREWELL: Duration = Duration::from_secs(1);

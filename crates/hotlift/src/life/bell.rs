@@ -5,11 +5,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use hotlift_net::transport::{Stop, Stream};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use crate::life::{Life, Wake};
-use crate::transport::{Stop, Stream};
 
 /// A descriptor that is readable after each change of a lifetime, so that a poll needs no tick.
 #[derive(Debug)]

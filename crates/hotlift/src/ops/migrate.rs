@@ -21,6 +21,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_net::transport::{Address, Stream};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration};
 
@@ -49,7 +50,6 @@ use crate::progress::OnProgress;
 use crate::status::{MigrationEvent, Status};
 use crate::stream::handshake;
 use crate::tls;
-use crate::transport::{Address, Stream};
 
 /// Rounds at most that a migration of the shortest downtime adds where it could switch over: each is to halve the rest,
 /// and 2^8 is more than lies between a limit of seconds and a thread's wake-up.

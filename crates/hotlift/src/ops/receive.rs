@@ -4,8 +4,8 @@
 use std::thread;
 
 use hotlift_mem::RamBlock;
+use hotlift_net::admission::Listener;
 
-use crate::admission::Listener;
 use crate::control::Control;
 use crate::control::run_as;
 use crate::ends::guest_sink::accept;

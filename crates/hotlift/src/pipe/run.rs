@@ -4,10 +4,11 @@ use std::sync::Mutex;
 use std::thread;
 
 use hotlift_methods::legacy::compress::Inflater;
+use hotlift_net::admission::Admitted;
+use hotlift_net::transport::Stream;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::admission::Admitted;
 use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::life::threads::{Yielding, caught};
@@ -19,7 +20,6 @@ use crate::pipe::watch::Watch;
 use crate::status::Status;
 use crate::stream::attend::attend;
 use crate::stream::door::Door;
-use crate::transport::Stream;
 
 /// Runs all threads of one migration; `main` is what this one does.
 pub(crate) fn run_threads(

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use hotlift_net::admission::Pass;
 use serde_json::Value;
 
-use crate::admission::pass::Pass;
 use crate::options::{Options, ZeroPageDetection};
 use crate::tls::Tls;
 

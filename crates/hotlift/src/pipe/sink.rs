@@ -25,6 +25,7 @@
 use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::{Command, Configuration, EarlySection};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
@@ -34,7 +35,6 @@ use crate::figures::MethodFigures;
 use crate::pipe::batch::Batch;
 pub(crate) use crate::pipe::hooks::HasTaken;
 pub(crate) use crate::stream::main_channel::{EarlySections, RamLayout};
-use crate::transport::Stream;
 
 /// What a stream has before its first page.
 #[derive(Debug, Clone, Copy)]

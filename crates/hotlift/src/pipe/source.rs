@@ -12,13 +12,13 @@
 
 use std::time::Instant;
 
+use hotlift_net::admission::Admitted;
+use hotlift_net::transport::Stream;
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::admission::Admitted;
 use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
 use crate::stream::door::Door;
-use crate::transport::Stream;
 
 /// An incoming side.
 pub(crate) trait Source: Sync {

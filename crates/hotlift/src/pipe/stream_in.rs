@@ -5,6 +5,7 @@ use std::net::Shutdown;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use hotlift_net::transport::Stream;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Hello, PacketLayout};
 
@@ -15,7 +16,6 @@ use crate::stream::load::ReceiverLoad;
 use crate::stream::multifd_recv::{
     ChannelLimits, ChannelRules, Methods, MultifdReceiver, PageSink,
 };
-use crate::transport::Stream;
 
 /// A main channel and the multifd channels.
 pub(crate) struct StreamIn {

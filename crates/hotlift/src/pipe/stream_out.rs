@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use hotlift_net::admission::Pass;
+use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::Configuration;
 
-use crate::admission::pass::Pass;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::Counts;
@@ -14,7 +15,6 @@ use crate::remote::Remote;
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend, connect};
 use crate::stream::return_path::Answers;
-use crate::transport::Stream;
 
 /// A main channel and the multifd channels.
 pub(crate) struct StreamOut {

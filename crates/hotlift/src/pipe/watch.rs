@@ -10,6 +10,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use hotlift_net::transport::Stream;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::error::{Channel, MigrationError};
@@ -19,7 +20,6 @@ use crate::liveness::Liveness;
 use crate::pipe::hooks::RelayProgress;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
-use crate::transport::Stream;
 
 /// Interval of progress reports.
 pub(crate) const REPORT: Duration = Duration::from_millis(500);

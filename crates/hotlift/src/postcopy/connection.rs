@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
+use hotlift_net::transport::Stream;
+
 use super::order::{LAST_WORD, Order, ReaderWait, Request};
 use super::turns::Turns;
 use super::{Batch, EOF, Ledger, Next, Pages, Reader, Way};
@@ -16,7 +18,6 @@ use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::transport::Stream;
 
 /// Threads that send the background at most.
 const THREADS: usize = 4;

@@ -12,6 +12,7 @@
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
+use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::postcopy;
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{Reader, WireError};
@@ -20,7 +21,6 @@ use crate::error::MigrationError;
 use crate::life::Life;
 use crate::life::bell::Bell;
 use crate::postcopy::Ledger;
-use crate::transport::Stream;
 
 /// Time limit for all answers together: a destination that sends a byte now and then has no more time than a silent one.
 const ANSWERS: Duration = Duration::from_secs(60);

@@ -6,16 +6,16 @@
 
 use std::time::{Duration, Instant};
 
+use hotlift_net::admission::{BROKEN, Head};
+use hotlift_net::transport::{Host, Stream};
 use hotlift_wire::handshake::VERSION;
 use hotlift_wire::multifd::InitialPacket;
 use rustix::event::PollFlags;
 
-use crate::admission::head::{BROKEN, Head};
 use crate::error::{Channel, MigrationError};
 use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::strangers::Strangers;
-use crate::transport::{Host, Stream};
 
 /// Whether a multifd channel with this opening may join those that have come.
 pub(crate) type Check<'a> =

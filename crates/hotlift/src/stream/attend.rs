@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
+use hotlift_net::admission::Admitted;
+use hotlift_net::transport::Stream;
 use rustix::event::PollFlags;
 
-use crate::admission::Admitted;
 use crate::handover::settle::{AnswerPeriod, Confirmation};
 use crate::life::Life;
 use crate::stream::door::{Asked, Door};
-use crate::transport::Stream;
 
 /// After an error of the listener (no file descriptors are left, for one), which goes on.
 const RETRY: Duration = Duration::from_millis(100);
@@ -113,11 +113,12 @@ impl Lingering<'_> {
 
 #[cfg(test)]
 mod tests {
+    use hotlift_net::transport::Address;
+
     use super::*;
     use crate::handover::{Taking, Word, ask_once};
     use crate::remote::Remote;
     use crate::stream::strangers::Strangers;
-    use crate::transport::Address;
     use hotlift_wire::settle::{Doing, MigrationId};
 
     #[test]

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::{PAGE_SIZE, RunQueue, thread_cpu_time};
 use hotlift_methods::{Accelerator, EncoderSettings, left_of};
+use hotlift_net::transport::{Stream, UNSENT};
 use hotlift_wire::multifd::Method;
 
 use crate::accelerator_stats::AcceleratorStats;
@@ -14,7 +15,6 @@ use crate::auto::costs::Class;
 use crate::error::MigrationError;
 use crate::stream::codec::{ByMethod, Encoder};
 use crate::stream::pages::Pages;
-use crate::transport::{Stream, UNSENT};
 
 /// Pages of a packet that are looked at: evenly spread, each compressed for itself would cost more and say less.
 const SAMPLE_PAGES: usize = 4;

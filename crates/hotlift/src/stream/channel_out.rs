@@ -5,9 +5,9 @@ use std::os::fd::AsFd;
 use hotlift_mem::GuestRun;
 use hotlift_mem::Splicer;
 use hotlift_mem::sock::IoScratch;
+use hotlift_net::transport::Stream;
 
 use crate::error::{Channel, MigrationError};
-use crate::transport::Stream;
 
 /// Sends `parts`, one after the other, as what `channel` has to say.
 pub(super) fn send(

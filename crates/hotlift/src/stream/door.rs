@@ -1,26 +1,24 @@
 //! Who connects to a listener of Hotlift's: a migration's channels, a question about one, or a stranger.
 //!
-//! A stranger costs nothing: a limited number of connections waits (`admission/limits.rs`), each for a limited time, and one that
-//! turns out to be none of a migration's is dropped and counted, whatever it sends.
+//! A stranger costs nothing: a limited number of connections waits ([`hotlift_net::admission::limits`]), each for a limited
+//! time, and one that turns out to be none of a migration's is dropped and counted, whatever it sends.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use hotlift_net::admission::limits::{CHANNELS, CONFIRMATIONS, channels};
+use hotlift_net::admission::{Admission, Admitted, Entered, Head, Listener, NO_STREAM, Pass, Room};
+use hotlift_net::transport::{Host, Stream};
 use hotlift_wire::settle::{Doing, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, answer, heard};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::admission::head::{Head, NO_STREAM};
-use crate::admission::limits::{CHANNELS, CONFIRMATIONS, channels};
-use crate::admission::pass::Pass;
-use crate::admission::{Admission, Admitted, Entered, Listener, Room};
 use crate::error::{MigrationError, error_line};
 use crate::handover::Taking;
 use crate::life::Life;
 use crate::life::bell::Bell;
 use crate::stream::strangers::Strangers;
 use crate::tls::Tls;
-use crate::transport::{Host, Stream};
 
 /// How long the answer to a question may wait for room in a socket.
 const ANSWERING: Duration = Duration::from_secs(1);
@@ -177,9 +175,9 @@ impl<'a> Door<'a> {
     /// Lets in what has ended its handshake.
     fn accept(&mut self) -> io::Result<()> {
         let needs_pass = self.pass.is_some();
-        let enter = |one: Admitted| Admitted {
-            has_passed: one.has_passed || !needs_pass,
-            ..one
+        let enter = |mut one: Admitted| {
+            one.has_passed |= !needs_pass;
+            one
         };
         for entered in self.admission.accept(self.life.now(), enter)? {
             match entered {

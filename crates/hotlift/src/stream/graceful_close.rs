@@ -8,10 +8,10 @@ use std::io::Write;
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
+use hotlift_net::transport::Stream;
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
-use crate::transport::Stream;
 
 /// How long the source is waited for.
 const LINGER: Duration = Duration::from_secs(2);

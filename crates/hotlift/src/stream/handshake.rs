@@ -1,5 +1,6 @@
 //! How this engine answers an offer: which source goes with which destination, and what a migration is called.
 
+use hotlift_net::transport::Stream;
 use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
 use hotlift_wire::main_channel::{Command, DeviceLengths, MainDecoder, MainEvent, Step};
 use hotlift_wire::return_path::ReturnMessage;
@@ -7,7 +8,6 @@ use hotlift_wire::settle::MigrationId;
 
 use crate::error::MigrationError;
 use crate::options::Options;
-use crate::transport::Stream;
 
 /// Bytes of main up to its first page at most: the names of machine and RAM blocks are short.
 const BEGINNING: usize = 16 << 10;

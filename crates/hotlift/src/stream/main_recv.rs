@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
+use hotlift_net::transport::Stream;
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
@@ -10,7 +11,6 @@ use crate::life::bell::Bell;
 use crate::life::{LONG, Life};
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::stream::main_channel::{Action, Ended, MainChannel, Step};
-use crate::transport::Stream;
 
 /// Bytes asked of the socket at once. A source without multifd sends its pages here; with 64 KiB a
 /// tenth of the time went into system calls.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use hotlift_mem::sock::IoScratch;
 use hotlift_mem::{GuestRun, PAGE_SIZE};
+use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::{
     Command, Configuration, MainEncoder, postcopy, put_device_part_head, put_packaged_head,
 };
@@ -15,7 +16,6 @@ use crate::guest::DeviceState;
 use crate::life::Life;
 use crate::pacing::Pacer;
 use crate::stream::channel_out::send;
-use crate::transport::Stream;
 
 /// Records are gathered up to this many bytes before they are written.
 const GATHERED: usize = 64 << 10;

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use hotlift_mem::GuestRun;
 use hotlift_methods::{Accelerator, MemoryLimit, MethodInfo};
+use hotlift_net::transport::Stream;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
@@ -20,7 +21,6 @@ use crate::stream::codec::{ByMethod, Decoder};
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::stream::load::{ChannelLoad, ReceiverLoad};
 use crate::stream::packet_reader::PacketReader;
-use crate::transport::Stream;
 
 /// Whether a channel is read on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -22,13 +22,14 @@ use std::time::{Duration, Instant};
 use hotlift_mem::sock::IoScratch;
 use hotlift_mem::{Forwarder, Splicer};
 use hotlift_mem::{GuestRun, PAGE_SIZE, thread_cpu_time};
+use hotlift_net::admission::Pass;
+use hotlift_net::transport::Stream;
 use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter,
 };
 use hotlift_wire::settle;
 
 use crate::accelerator_stats::AcceleratorStats;
-use crate::admission::pass::Pass;
 use crate::auto::{Auto, Reader};
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
@@ -43,7 +44,6 @@ use crate::stream::channel_out::{send, send_guest_memory};
 use crate::stream::codec::Encoder;
 use crate::stream::pages::Pages;
 use crate::stream::return_path::{Answers, Messages};
-use crate::transport::Stream;
 
 /// Headers without payload (zero pages only) are gathered up to this many bytes before they are written: a system call
 /// for each would cost more than the scan of its pages.

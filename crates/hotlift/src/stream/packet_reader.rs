@@ -8,8 +8,7 @@ use std::io::{self, Read};
 
 use hotlift_mem::GuestRun;
 use hotlift_mem::sock::IoScratch;
-
-use crate::transport::Stream;
+use hotlift_net::transport::Stream;
 
 /// Headers read at once at most.
 const READ_AHEAD_HEADERS: usize = 48;

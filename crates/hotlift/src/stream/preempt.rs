@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_mem::sock::IoScratch;
+use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::postcopy::{
     PREEMPT_HEAD_LEN, PreemptDecoder, PreemptRecord, put_preempt_end, put_preempt_page,
 };
@@ -23,7 +24,6 @@ use crate::life::gate::Gate;
 use crate::lock::lock;
 use crate::stream::main_recv::Waiting;
 use crate::stream::main_send::PageRecords;
-use crate::transport::Stream;
 
 /// Bytes read at once: some pages.
 const READ: usize = 64 << 10;

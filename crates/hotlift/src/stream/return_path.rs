@@ -7,6 +7,7 @@ use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
 use hotlift_methods::AUTO;
+use hotlift_net::transport::Stream;
 use hotlift_tls::ALERT_BEGINS;
 use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
 use hotlift_wire::return_path::ReturnMessage;
@@ -19,7 +20,6 @@ use crate::handover::Word;
 use crate::life::gate::Gate;
 use crate::life::{LONG, Life};
 use crate::stream::handshake;
-use crate::transport::Stream;
 
 /// The messages of one connection.
 #[derive(Debug)]

@@ -6,6 +6,7 @@
 use std::io::{self, Write as _};
 use std::time::{Duration, Instant};
 
+use hotlift_net::transport::{Stop, Stream};
 use hotlift_tls::ALERT_BEGINS;
 use hotlift_wire::WireError;
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
@@ -15,7 +16,6 @@ use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, printable};
 use crate::remote::Remote;
 use crate::tls::TlsError;
-use crate::transport::{Stop, Stream};
 
 /// How long a connection may take.
 const CONNECT: Duration = Duration::from_secs(10);

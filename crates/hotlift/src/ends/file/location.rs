@@ -5,8 +5,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use hotlift_net::transport::{Address, TransportError};
+
 use crate::tls::Tls;
-use crate::transport::{Address, TransportError};
 
 /// Where a save file is.
 #[derive(Debug, Clone)]

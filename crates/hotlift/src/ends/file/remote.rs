@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use hotlift_net::transport::Stream;
+
 use super::exchange::{Opened, Range, Trouble, connect, exchange};
 use super::location::RemoteFile;
 use crate::control::Control;
@@ -16,7 +18,6 @@ use crate::life::Life;
 use crate::life::bell::Bell;
 use crate::lock::lock;
 use crate::stream::handshake;
-use crate::transport::Stream;
 
 /// How long a server tries to read a part of the file that its disk or network file system does not give: one that is in trouble
 /// for a moment. What is unreadable for longer is taken for damaged, and the guest gets the rest.

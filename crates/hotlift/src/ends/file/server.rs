@@ -14,6 +14,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::IoScratch;
+use hotlift_net::admission::limits::{READER_IDLE, READERS, READERS_OF_ONE, VISITORS};
+use hotlift_net::admission::{Admission, Admitted, Entered, Listener};
+use hotlift_net::transport::Stream;
 use hotlift_wire::WireError;
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
 use hotlift_wire::limits;
@@ -24,8 +27,6 @@ use rustix::io::Errno;
 
 use super::block_file::read_ends;
 use super::place_reader::PlaceReader;
-use crate::admission::limits::{READER_IDLE, READERS, READERS_OF_ONE, VISITORS};
-use crate::admission::{Admission, Admitted, Entered, Listener};
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, error_line};
@@ -34,7 +35,6 @@ use crate::life::bell::Bell;
 use crate::life::threads::spawn;
 use crate::lock::lock;
 use crate::tls::Tls;
-use crate::transport::Stream;
 
 /// Most bytes of a client's first message: its head, and the name.
 const OPENING_LEN: usize = 32 + limits::FILE_NAME;

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::AUTO;
+use hotlift_net::admission::Listener;
+use hotlift_net::transport::Stream;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method};
 
-use crate::admission::Listener;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::life::LONG;
@@ -21,7 +22,6 @@ use crate::stream::door::Door;
 use crate::stream::handshake::{self, Beginning};
 use crate::stream::multifd_recv::Methods;
 use crate::tls;
-use crate::transport::Stream;
 
 /// How often the beginning of a main channel is looked at while its multifd channels are missing.
 const TICK: Duration = Duration::from_millis(100);

@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::legacy::xbzrle;
+use hotlift_net::admission::{Admitted, Head};
+use hotlift_net::transport::Stream;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, EarlySection};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::Doing;
 
-use crate::admission::Admitted;
-use crate::admission::head::Head;
 use crate::control::Control;
 use crate::ends::guest_sink::announce;
 use crate::ends::guest_sink::decompress_threads::{DecompressThreads, Target, failed};
@@ -32,7 +32,6 @@ use crate::stream::main_channel::unexpected;
 use crate::stream::main_recv::Waiting;
 use crate::stream::preempt::PreemptIn;
 use crate::stream::return_path::encode;
-use crate::transport::Stream;
 
 /// A guest that arrives.
 pub(crate) struct GuestSink<'a> {

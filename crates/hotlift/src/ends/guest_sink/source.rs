@@ -2,7 +2,9 @@
 
 use std::net::Shutdown;
 
-use crate::admission::Admitted;
+use hotlift_net::admission::Admitted;
+use hotlift_net::transport::Stream;
+
 use crate::ends::guest_sink::sink::GuestSink;
 use crate::ends::guest_sink::{channel, decompress_threads};
 use crate::error::MigrationError;
@@ -13,7 +15,6 @@ use crate::pipe::source::Source;
 use crate::stream::attend::linger;
 use crate::stream::door::Door;
 use crate::stream::graceful_close;
-use crate::transport::Stream;
 
 /// Those of a guest's migration.
 pub(crate) struct Arriving<'a>(pub &'a GuestSink<'a>);

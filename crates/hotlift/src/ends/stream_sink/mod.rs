@@ -18,6 +18,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use hotlift_methods::MemoryLimit;
+use hotlift_net::transport::{Address, Stream};
 use hotlift_qmp::{LAST_FLUSHED_BY_SECTION, machine_version};
 use hotlift_wire::handshake::{CONNECTED, Features, Offer};
 use hotlift_wire::limits;
@@ -51,7 +52,6 @@ use crate::stream::main_send::MainSend;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::listen;
-use crate::transport::{Address, Stream};
 
 /// How long the destination of a relay may take to load the devices, and that of a postcopy, which may need pages for it.
 pub(crate) const LOADING: Duration = Duration::from_secs(60);

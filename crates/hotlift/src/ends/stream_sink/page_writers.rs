@@ -2,6 +2,7 @@
 
 use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Deflater;
+use hotlift_net::transport::Stream;
 
 use crate::ends::stream_sink::{StreamSink, ZeroPlace};
 use crate::error::MigrationError;
@@ -10,7 +11,6 @@ use crate::pipe::sink::{ForwardPackets, WritePages};
 use crate::stream::main_send::{CompressedPages, PageRecords};
 use crate::stream::multifd_send::{PacketForwarder, PacketSender};
 use crate::stream::pages::Pages;
-use crate::transport::Stream;
 
 /// To a multifd channel.
 pub(crate) struct ChannelWriter<'s, 'a> {

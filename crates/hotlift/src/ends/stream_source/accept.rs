@@ -7,10 +7,10 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use hotlift_net::admission::{Admitted, Head, Listener};
+use hotlift_net::transport::{Stream, wait_readable};
 use hotlift_wire::multifd::{Hello, InitialPacket};
 
-use crate::admission::head::Head;
-use crate::admission::{Admitted, Listener};
 use crate::control::Control;
 use crate::ends::stream_source::gathering::{Come, Gathering, Step};
 use crate::error::MigrationError;
@@ -20,7 +20,6 @@ use crate::pipe::settings::RelaySettings;
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::door::Door;
 use crate::stream::main_recv::Waiting;
-use crate::transport::{Stream, wait_readable};
 
 /// How long the last channel of a source may be behind its first multifd flush on main, before which it was
 /// connected: on one host nothing but this process's own delay.
@@ -372,8 +371,9 @@ fn drop_stale(arrived: &mut Vec<(InitialPacket, Stream)>) -> Result<(), Migratio
 
 #[cfg(test)]
 mod tests {
+    use hotlift_net::transport::Address;
+
     use super::*;
-    use crate::transport::Address;
 
     #[test]
     fn a_lost_segment_is_waited_for_only_where_a_network_is_between() {

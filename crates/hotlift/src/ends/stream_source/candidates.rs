@@ -6,19 +6,19 @@
 use std::net::Shutdown;
 use std::sync::{Arc, Mutex};
 
+use hotlift_net::admission::Room;
+use hotlift_net::admission::limits::CANDIDATES;
+use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::postcopy::{PREEMPT_HEAD_LEN, PreemptDecoder};
 use hotlift_wire::{RamBlockEntry, WireError};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::admission::Room;
-use crate::admission::limits::CANDIDATES;
 use crate::control::Control;
 use crate::ends::stream_source::demand::Demand;
 use crate::error::MigrationError;
 use crate::life::bell::Bell;
 use crate::life::{LONG, Life};
 use crate::lock::lock;
-use crate::transport::Stream;
 
 /// Why a connection was turned away.
 pub(crate) const NO_PREEMPT: &str = "a connection that is no preempt channel";

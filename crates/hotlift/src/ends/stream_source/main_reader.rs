@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Duration;
 
+use hotlift_net::transport::TransportError;
 use hotlift_wire::main_channel::PageContent;
 use hotlift_wire::main_channel::postcopy::asks_for_loaded_devices;
 use hotlift_wire::return_path::ReturnMessage;
@@ -21,7 +22,6 @@ use crate::status::Status;
 use crate::stream::main_channel::{Action, EOF, Ended, MainChannel, Step, unexpected};
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::return_path::encode;
-use crate::transport::TransportError;
 
 /// How long pages on a preempt channel may be behind main's END, which was sent after them: TCP sends a lost segment again
 /// within 200 ms at the earliest.

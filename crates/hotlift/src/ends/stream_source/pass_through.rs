@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_net::transport::{Stream, carry};
 use hotlift_wire::limits;
 use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
@@ -35,7 +36,6 @@ use crate::status::Status;
 use crate::stream::graceful_close;
 use crate::stream::main_recv::Waiting;
 use crate::stream::multifd_send::connect_with;
-use crate::transport::{Stream, carry};
 
 /// Further connections at most: QEMU has one, the preempt channel of postcopy.
 const EXTRA: usize = 4;

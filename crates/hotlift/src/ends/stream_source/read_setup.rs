@@ -2,6 +2,7 @@
 
 use std::io::{self, Write};
 
+use hotlift_net::transport::Stream;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
@@ -14,7 +15,6 @@ pub(crate) use crate::stream::main_channel::Setup;
 use crate::stream::main_channel::{Action, MainChannel, unexpected};
 use crate::stream::main_recv::MainInput;
 use crate::stream::return_path::encode;
-use crate::transport::Stream;
 
 /// How the stream begins.
 pub(crate) enum StreamSetup {

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use hotlift_mem::GuestRun;
+use hotlift_net::transport::Stream;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::PacketHeader;
 use hotlift_wire::return_path::ReturnMessage;
@@ -21,7 +22,6 @@ use crate::stream::attend::linger;
 use crate::stream::door::Door;
 use crate::stream::multifd_recv::{PageSink, ReadOn};
 use crate::stream::return_path::encode;
-use crate::transport::Stream;
 
 /// The connections of a source, as where the pages come from.
 pub(crate) struct Streams<'a> {

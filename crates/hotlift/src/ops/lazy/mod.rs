@@ -24,6 +24,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_net::transport::{Address, Stream};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, postcopy, put_packaged_head};
 use serde::{Deserialize, Serialize};
@@ -43,7 +44,6 @@ use crate::remote::Remote;
 use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::return_path::{Answers, Messages};
-use crate::transport::{Address, Stream};
 
 /// How long QEMU may take to open the stream, and to load the devices. Loading waits for pages that are sent meanwhile.
 const LOADING: Duration = Duration::from_secs(60);

@@ -14,10 +14,11 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_net::admission::Pass;
+use hotlift_net::transport::{Address, Stream};
 use hotlift_wire::main_channel::postcopy;
 
 use super::Migration;
-use crate::admission::pass::Pass;
 use crate::ends::guest_source::postcopy_pages::GuestPages;
 use crate::ends::guest_source::reporter::INTERVAL;
 use crate::ends::guest_source::source::GuestSource;
@@ -35,7 +36,6 @@ use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::multifd_send::connect_with;
 use crate::stream::return_path::{Answers, Messages};
 use crate::tls;
-use crate::transport::{Address, Stream};
 
 impl Migration<'_> {
     /// Hands the guest over before the destination has all pages, and returns when it has; the time for which the guest,

@@ -42,7 +42,7 @@ pub use crate::handover::Taken;
 pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream};
 pub use crate::pipe::settings::{LeftOut, RelaySettings};
 
-pub use crate::admission::pass::Pass;
+pub use hotlift_net::admission::Pass;
 pub use hotlift_wire::settle::Doing;
 
 use crate::control::Control;

@@ -3,10 +3,11 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
+use hotlift_net::admission::Listener;
+use hotlift_net::transport::Stream;
 use hotlift_wire::handshake::Features;
 use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroPageDetection};
 
-use crate::admission::Listener;
 use crate::ends::request::{Outgoing, Request};
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, SyncPoints, version_of};
@@ -20,7 +21,6 @@ use crate::ends::stream_source::receive::Streams;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::MigrationError;
 use crate::figures::Counters;
-
 use crate::options::CHANNEL_MEMORY;
 use crate::pipe::hooks::SourceStream;
 use crate::pipe::run::run_threads;
@@ -33,7 +33,6 @@ use crate::stream::handshake;
 use crate::stream::main_channel::{MainChannel, Silence, Taker};
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::multifd_recv::Methods;
-use crate::transport::Stream;
 
 /// How long the first page of a source may be behind its channels.
 const FIRST_PAGES: Duration = Duration::from_secs(1);

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use hotlift_net::admission::read_head;
 use hotlift_wire::multifd::InitialPacket;
 use hotlift_wire::settle::{TOKEN_LEN, question, token};
 
 use super::*;
-use crate::admission::head::read_head;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 const PASS: [u8; 16] = [9; 16];

@@ -1,6 +1,7 @@
 //! What a stream has before its first page, and whether a relay can take it apart.
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_net::admission::RESUMED_MAGIC;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{
     self as wire, Command, Configuration, EarlyLengths, EarlySection, MainEvent, PluggableMemory,
@@ -12,7 +13,6 @@ use super::{
     Action, GuestRules, MainChannel, Phase, Silence, Source, Stage, Step, Taker, event_name,
     protocol,
 };
-use crate::admission::head::RESUMED_MAGIC;
 use crate::error::{Channel, MigrationError};
 
 /// Size in bytes of the largest host pages that RAM may be in. A page that is sent together has to be in memory whole, and the

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use hotlift_net::transport::{Address, Stream};
 use hotlift_testkit::pki::Pki;
 use hotlift_testkit::proxy::{Ending, Proxy};
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Reply, VERSION};
@@ -26,7 +27,6 @@ use crate::error::file::ServerError;
 use crate::error::{MigrationError, error_line};
 use crate::lock::lock;
 use crate::tls::Tls;
-use crate::transport::{Address, Stream};
 
 const LONG: Duration = Duration::from_secs(60);
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use hotlift_mem::{DirtyBitmap, Fault, MissingPages, PAGE_SIZE, Placed, Touch};
+use hotlift_net::transport::Stream;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::blocktime::Blocktime;
@@ -12,7 +13,6 @@ use crate::ends::guest_sink::sink::GuestSink;
 use crate::error::{Channel, MigrationError};
 use crate::life::gate::Gate;
 use crate::stream::main_recv::Waiting;
-use crate::transport::Stream;
 
 /// RAM that is not all there.
 pub(crate) struct LazyRam<'a> {

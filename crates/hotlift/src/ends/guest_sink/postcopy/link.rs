@@ -5,11 +5,11 @@ use std::net::Shutdown;
 use std::sync::{Arc, Mutex};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_net::transport::Stream;
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::guest_sink::sink::GuestSink;
 use crate::lock::lock;
-use crate::transport::Stream;
 
 /// The return path.
 pub(super) struct Link<'a> {

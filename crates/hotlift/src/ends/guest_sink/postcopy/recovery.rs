@@ -9,12 +9,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::Fault;
+use hotlift_net::admission::{Admitted, Head, Listener};
+use hotlift_net::transport::Stream;
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::agreement::{self, Agreement, Answer};
 use super::run::Incoming;
-use crate::admission::head::Head;
-use crate::admission::{Admitted, Listener};
 use crate::ends::guest_sink::accept;
 use crate::error::MigrationError;
 use crate::life::LONG;
@@ -25,7 +25,6 @@ use crate::stream::main_channel::MainChannel;
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
-use crate::transport::Stream;
 
 impl Incoming<'_> {
     /// Takes the rest from a source that connects to where somebody says that it will; how that ended. `None` once the

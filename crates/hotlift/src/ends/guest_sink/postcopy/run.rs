@@ -4,6 +4,7 @@ use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::PageContent;
 use hotlift_wire::return_path::ReturnMessage;
 
@@ -22,7 +23,6 @@ use crate::stream::main_channel::{Action, MainChannel, unexpected};
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::preempt;
 use crate::stream::return_path::encode;
-use crate::transport::Stream;
 
 /// What the threads share.
 pub(super) struct Incoming<'a> {

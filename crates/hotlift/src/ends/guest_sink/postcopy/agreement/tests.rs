@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use fastrand::Rng;
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_net::transport::Stream;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{
@@ -18,7 +19,6 @@ use crate::pacing::Pacer;
 use crate::postcopy::Ledger;
 use crate::postcopy::recovery::{Recovery, Step};
 use crate::stream::main_send::{MainLink, MainSend};
-use crate::transport::Stream;
 
 const MS: Duration = Duration::from_millis(1);
 const HANDSHAKE: Duration = Duration::from_secs(30);

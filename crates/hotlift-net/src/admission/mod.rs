@@ -15,10 +15,10 @@
 mod admitted;
 mod handed;
 mod handshakes;
-pub(crate) mod head;
+mod head;
 pub mod limits;
 mod listener;
-pub(crate) mod pass;
+mod pass;
 mod places;
 mod room;
 
@@ -33,9 +33,10 @@ pub use admitted::Admitted;
 pub use handed::Giver;
 pub use handshakes::Refused;
 use handshakes::{Accepted, Handshakes};
-pub use head::{Head, peek_head};
+pub use head::{BROKEN, Head, NO_STREAM, RESUMED_MAGIC, peek_head, read_head};
 use limits::Limits;
 pub use listener::Listener;
+pub use pass::Pass;
 pub use room::Room;
 
 /// Connections of a listener, from their arrival until each has stated what it is.
@@ -96,7 +97,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
     }
 
     /// Returns when the connections were accepted that have not stated what they are.
-    pub(crate) fn since(&self) -> impl Iterator<Item = Instant> + '_ {
+    pub fn since(&self) -> impl Iterator<Item = Instant> + '_ {
         let waiting = self.room.iter().map(|(_, since)| since);
         let under_way = self.handshakes.iter().flat_map(|all| all.places.since());
         waiting.chain(under_way)

@@ -31,10 +31,10 @@ pub(super) const HANDSHAKES: usize = 64;
 
 /// Connections of a migration that have not sent enough to be classified, and of the next one that are kept for it. A source
 /// sends first bytes as soon as a connection is made, so that the one that has been silent for longest is the one to go.
-pub(crate) const CHANNELS: usize = 64;
+pub const CHANNELS: usize = 64;
 
 /// The limits of the former, with this time for each.
-pub(crate) const fn channels(patience: Duration) -> Limits {
+pub const fn channels(patience: Duration) -> Limits {
     let most = CHANNELS;
     Limits { most, patience }
 }
@@ -43,7 +43,7 @@ pub(crate) const fn channels(patience: Duration) -> Limits {
 const CONFIRMATION: Duration = Duration::from_secs(5);
 
 /// Connections that were told an outcome and have not confirmed it.
-pub(crate) const CONFIRMATIONS: Limits = Limits {
+pub const CONFIRMATIONS: Limits = Limits {
     most: 64,
     patience: CONFIRMATION,
 };
@@ -72,7 +72,7 @@ pub const REDIRECTED: Limits = Limits {
 pub(super) const QUEUED: usize = 320;
 
 /// Connections that may be a preempt channel, for as long as the migration takes. A QEMU makes one.
-pub(crate) const CANDIDATES: Limits = Limits {
+pub const CANDIDATES: Limits = Limits {
     most: 64,
     patience: Duration::MAX,
 };
@@ -81,20 +81,20 @@ pub(crate) const CANDIDATES: Limits = Limits {
 const OPENING: Duration = Duration::from_secs(10);
 
 /// Connections of a file server that have not named a file.
-pub(crate) const VISITORS: Limits = Limits {
+pub const VISITORS: Limits = Limits {
     most: 256,
     patience: OPENING,
 };
 
 /// Connections that read files at once: 32 visitors with all of theirs, which 1 GiB of buffers bounds.
-pub(crate) const READERS: usize = 256;
+pub const READERS: usize = 256;
 
 /// The same of one visitor. A restore has as many as threads, five at most; of several on one host those that read continue.
-pub(crate) const READERS_OF_ONE: usize = 8;
+pub const READERS_OF_ONE: usize = 8;
 
 /// A connection on which nothing was read for so long gives its place to one without: its client makes another when it needs
 /// one.
-pub(crate) const READER_IDLE: Duration = Duration::from_secs(10);
+pub const READER_IDLE: Duration = Duration::from_secs(10);
 
 /// Time of a client of the metrics, from its connection to its last byte: the next one waits in the meantime.
 pub const METRICS: Duration = Duration::from_secs(2);

@@ -24,7 +24,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::sockopt::socket_peercred;
 
 pub use carry::carry;
-pub(crate) use tcp::{UNSENT, listen as listen_tcp};
+pub use tcp::UNSENT;
+pub(crate) use tcp::listen as listen_tcp;
 pub use unix::UnixSocketFile;
 pub(crate) use unix::listen as listen_unix;
 
@@ -213,7 +214,10 @@ impl Address {
     }
 
     /// The same, unless it is stopped. Only a lookup of a name by the system's resolver is not interrupted.
-    pub(crate) fn connect_unless(
+    ///
+    /// # Errors
+    /// As [`Self::connect`]; `Interrupted` once it is stopped.
+    pub fn connect_unless(
         &self,
         timeout: Duration,
         stop: Stop<'_>,
@@ -246,7 +250,7 @@ fn is_this_host(host: &str) -> bool {
 
 /// What ends the making of a connection early.
 #[derive(Clone, Copy)]
-pub(crate) struct Stop<'a> {
+pub struct Stop<'a> {
     /// Readable once `when` may have become true.
     pub bell: Option<BorrowedFd<'a>>,
     /// Returns true once the connection is not wanted any more.
@@ -255,13 +259,13 @@ pub(crate) struct Stop<'a> {
 
 impl<'a> Stop<'a> {
     /// For a connection that cannot be cancelled.
-    pub(crate) const NEVER: Self = Self {
+    pub const NEVER: Self = Self {
         bell: None,
         when: &|| false,
     };
 
     /// Returns true once the connection is not wanted any more.
-    pub(crate) fn is_stopped(&self) -> bool {
+    pub fn is_stopped(&self) -> bool {
         // The check sees what has rung so far.
         let _ = self.bell.map(|bell| rustix::io::read(bell, &mut [0; 8]));
         (self.when)()
@@ -283,7 +287,10 @@ impl<'a> Stop<'a> {
     }
 
     /// Waits until a read of `stream` comes back at once; false if it may not, or `wait` is over.
-    pub(crate) fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
+    ///
+    /// # Errors
+    /// The system's reason; `Interrupted` once it is stopped.
+    pub fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
         if stream.has_plaintext() {
             return Ok(true);
         }
@@ -295,7 +302,10 @@ impl<'a> Stop<'a> {
 }
 
 /// Waits until `fd` has something to read (or has ended); false if nothing came within `timeout`.
-pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
+///
+/// # Errors
+/// The system's reason.
+pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
     wait_for(fd, PollFlags::IN, timeout)
 }
 
@@ -316,11 +326,11 @@ pub struct Stream {
 
 /// A host at the other end of connections, as far as certificates say. All without a certificate are of one.
 #[derive(Debug, Clone)]
-pub(crate) struct Host(Option<Identity>);
+pub struct Host(Option<Identity>);
 
 impl Host {
     /// Whether `stream` is a connection with it.
-    pub(crate) fn is_at_the_end_of(&self, stream: &Stream) -> bool {
+    pub fn is_at_the_end_of(&self, stream: &Stream) -> bool {
         match (&self.0, stream.peer()) {
             (Some(host), Some(peer)) => host.is_of_the_host_of(peer),
             (None, None) => true,
@@ -358,7 +368,7 @@ impl Stream {
     ///
     /// # Errors
     /// The system's reason.
-    pub(crate) fn pair() -> io::Result<(Self, Self)> {
+    pub fn pair() -> io::Result<(Self, Self)> {
         UnixStream::pair().map(|(one, other)| (one.into(), other.into()))
     }
 
@@ -381,7 +391,10 @@ impl Stream {
     }
 
     /// The same, which fails once it is stopped.
-    pub(crate) fn secure_unless(
+    ///
+    /// # Errors
+    /// [`TlsError`]: whose fault, and what is wrong.
+    pub fn secure_unless(
         mut self,
         tls: &Tls,
         host: Option<&str>,
@@ -415,18 +428,18 @@ impl Stream {
     }
 
     /// Whether a QEMU with TLS is at the other end.
-    pub(crate) fn is_of_a_qemu(&self) -> bool {
+    pub fn is_of_a_qemu(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.is_of_a_qemu())
     }
 
     /// The host that the connection is with.
-    pub(crate) fn host(&self) -> Host {
+    pub fn host(&self) -> Host {
         Host(self.peer().cloned())
     }
 
     /// Whether both were made by the same host (TCP) or user (unix), as far as the kernel tells. With certificates those
     /// tell more, see [`Host`].
-    pub(crate) fn is_from_where(&self, other: &Self) -> bool {
+    pub fn is_from_where(&self, other: &Self) -> bool {
         let user = |stream| socket_peercred(stream).map(|peer| peer.uid);
         match (&self.socket, &other.socket) {
             (Socket::Unix(one), Socket::Unix(other)) => {
@@ -489,7 +502,7 @@ impl Stream {
     }
 
     /// Ends both directions without saying that nothing follows.
-    pub(crate) fn break_off(&self) {
+    pub fn break_off(&self) {
         let _ = match &self.socket {
             Socket::Tcp(stream) => stream.shutdown(Shutdown::Both),
             Socket::Unix(stream) => stream.shutdown(Shutdown::Both),
@@ -500,7 +513,7 @@ impl Stream {
     ///
     /// The kernel announces no more room once reading is shut, whatever is read then. A peer that saw none left would wait for
     /// it until the kernel forgets the connection (`tcp_fin_timeout`, a minute), were it not reset.
-    pub(crate) fn cut(&self) {
+    pub fn cut(&self) {
         self.reset_on_drop();
         self.shutdown(Shutdown::Both);
     }
@@ -527,13 +540,16 @@ impl Stream {
     }
 
     /// Returns true if a read comes back at once, after a poll. With TLS a part of a record may have come.
-    pub(crate) fn is_readable(&self, polled: &PollFd<'_>) -> io::Result<bool> {
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn is_readable(&self, polled: &PollFd<'_>) -> io::Result<bool> {
         Ok(!polled.revents().is_empty()
             && (self.is_plain() || self.wait_readable(Duration::ZERO)?))
     }
 
     /// Whether a write of some pages would come back at once: most of the room for what is not yet taken is free.
-    pub(crate) fn is_writable(&self) -> bool {
+    pub fn is_writable(&self) -> bool {
         // One that is broken says so to whoever writes.
         wait_for(self.as_fd(), PollFlags::OUT, Duration::ZERO).unwrap_or(true)
     }
@@ -555,8 +571,11 @@ impl Stream {
         self.tls.as_ref().is_some_and(|tls| tls.has_plaintext())
     }
 
-    /// Sends `parts`, one after the other.
-    pub(crate) fn send_parts(&self, slices: &[&[u8]], scratch: &mut IoScratch) -> io::Result<()> {
+    /// Sends `slices`, one after the other.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn send_parts(&self, slices: &[&[u8]], scratch: &mut IoScratch) -> io::Result<()> {
         match &self.tls {
             Some(tls) => tls.send(&self.socket, &mut secured::parts(slices)),
             None => sock::send_parts(self.as_fd(), slices, scratch),
@@ -564,7 +583,10 @@ impl Stream {
     }
 
     /// Sends `head` and guest memory behind it.
-    pub(crate) fn send_guest_memory(
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn send_guest_memory(
         &self,
         head: &[u8],
         runs: &[GuestRun<'_>],
@@ -576,12 +598,11 @@ impl Stream {
         }
     }
 
-    /// Fills `runs`. The end inside is `UnexpectedEof`.
-    pub(crate) fn read_pages(
-        &self,
-        runs: &[GuestRun<'_>],
-        scratch: &mut IoScratch,
-    ) -> io::Result<()> {
+    /// Fills `runs`.
+    ///
+    /// # Errors
+    /// The system's reason; `UnexpectedEof` at an end inside.
+    pub fn read_pages(&self, runs: &[GuestRun<'_>], scratch: &mut IoScratch) -> io::Result<()> {
         match &self.tls {
             Some(tls) => tls.read_pages(self, runs),
             None => sock::recv(self.as_fd(), runs, scratch),
@@ -589,7 +610,7 @@ impl Stream {
     }
 
     /// What the kernel knows of what was sent; `None` for a socket that is not TCP.
-    pub(crate) fn tcp_sending(&self) -> Option<TcpSending> {
+    pub fn tcp_sending(&self) -> Option<TcpSending> {
         match &self.socket {
             Socket::Tcp(stream) => TcpSending::of(stream.as_fd()).ok(),
             Socket::Unix(_) => None,
@@ -597,7 +618,7 @@ impl Stream {
     }
 
     /// Bytes that were written and not acknowledged; `None` for a socket that is not TCP.
-    pub(crate) fn unacknowledged(&self) -> Option<u32> {
+    pub fn unacknowledged(&self) -> Option<u32> {
         match &self.socket {
             Socket::Tcp(stream) => sock::unacknowledged(stream.as_fd()).ok(),
             Socket::Unix(_) => None,
@@ -605,12 +626,12 @@ impl Stream {
     }
 
     /// UNIX: the peer has read all that was written; TCP: the peer's kernel has all.
-    pub(crate) fn is_delivered(&self) -> bool {
+    pub fn is_delivered(&self) -> bool {
         !sock::unacknowledged(self.as_fd()).is_ok_and(|bytes| bytes > 0)
     }
 
     /// True if the peer has closed the connection, whatever it has sent before.
-    pub(crate) fn is_hung_up(&self) -> bool {
+    pub fn is_hung_up(&self) -> bool {
         matches!(
             wait_for(self.as_fd(), PollFlags::RDHUP, Duration::ZERO),
             Ok(true)
@@ -618,7 +639,7 @@ impl Stream {
     }
 
     /// Resets the connection when it is dropped: the peer learns of it at once, whatever waits in the buffers.
-    pub(crate) fn reset_on_drop(&self) {
+    pub fn reset_on_drop(&self) {
         // A UNIX socket has no such state: its peer always learns of the close.
         if let Socket::Tcp(stream) = &self.socket {
             let _ = rustix::net::sockopt::set_socket_linger(stream, Some(Duration::ZERO));
@@ -626,7 +647,7 @@ impl Stream {
     }
 
     /// Returns true if the peer has reset the connection, which may have lost a part of what it sent.
-    pub(crate) fn is_reset(&self) -> bool {
+    pub fn is_reset(&self) -> bool {
         let mut fds = [PollFd::new(self, PollFlags::empty())];
         matches!(
             rustix::event::poll(&mut fds, Some(&Timespec::default())),
@@ -658,14 +679,14 @@ impl Stream {
 
     /// From here on the other side counts as lost if nothing arrives there for 30 s that was sent, also by a host that has lost
     /// its power. For connections on which little is sent, which its reader takes at once.
-    pub(crate) fn notice_loss(&self) {
+    pub fn notice_loss(&self) {
         if let Socket::Tcp(stream) = &self.socket {
             tcp::notice_loss(stream);
         }
     }
 
     /// Lets the keepalive end the connection of a peer that is silent for longer than `limit`; zero is never.
-    pub(crate) fn set_silence_limit(&self, limit: Duration) {
+    pub fn set_silence_limit(&self, limit: Duration) {
         if let Socket::Tcp(stream) = &self.socket {
             // A kernel that refuses only leaves things as they were.
             let _ = tcp::set_silence_limit(stream, limit);
@@ -687,7 +708,7 @@ impl Stream {
     ///
     /// # Errors
     /// The system's reason.
-    pub(crate) fn set_timeouts(&self, timeout: Duration) -> io::Result<()> {
+    pub fn set_timeouts(&self, timeout: Duration) -> io::Result<()> {
         self.set_read_timeout(timeout)?;
         self.set_write_timeout(timeout)
     }

@@ -94,7 +94,7 @@ impl Listener {
     }
 
     /// Whether it listens on this host only, where a handshake loses no segment.
-    pub(crate) fn is_local(&self) -> bool {
+    pub fn is_local(&self) -> bool {
         match &self.bound {
             Bound::Tcp(_) => false,
             Bound::Unix(_) => true,
@@ -103,7 +103,7 @@ impl Listener {
     }
 
     /// Whether it listens at an address that only this host reaches, though a proxy here may pass on another host's connections.
-    pub(crate) fn is_loopback(&self) -> bool {
+    pub fn is_loopback(&self) -> bool {
         match &self.bound {
             Bound::Tcp(listener) => {
                 let address = listener.local_addr();
@@ -124,12 +124,12 @@ impl Listener {
     }
 
     /// Returns true if another door accepts its connections.
-    pub(crate) fn is_handed(&self) -> bool {
+    pub fn is_handed(&self) -> bool {
         matches!(self.bound, Bound::Handed(_))
     }
 
     /// Keeps a connection of the next migration for the next [`Listener::accept`].
-    pub(crate) fn put_back(&self, one: Admitted) {
+    pub fn put_back(&self, one: Admitted) {
         // The next migration has a pass of its own.
         let has_passed = false;
         self.returned().push_back(Admitted { has_passed, ..one });

@@ -29,7 +29,7 @@ const UNHEARD: u32 = 30_000;
 
 /// Bytes that may wait in a socket for their turn: half a packet of method none. 64 KiB made the source
 /// wake up more often and cost it a fifth more; both measured with method none over loopback.
-pub(crate) const UNSENT: u32 = 256 << 10;
+pub const UNSENT: u32 = 256 << 10;
 
 /// TCP over IPv4 or IPv6.
 pub(super) struct Tcp;
@@ -180,7 +180,7 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     // time. A kernel that refuses only leaves things as they were.
     let _ = limit_unsent(stream.as_fd(), UNSENT);
     // A host that lost its power closes nothing. No time-out on unacknowledged data beside it
-    // (TCP_USER_TIMEOUT): it would also end a connection whose reader is only slow (see `liveness`).
+    // (TCP_USER_TIMEOUT): it would also end a connection whose reader is only slow (see the engine's `liveness`).
     keep_alive(stream)
 }
 

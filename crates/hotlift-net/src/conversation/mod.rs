@@ -16,7 +16,7 @@ use hotlift_tls::{ALERT_BEGINS, HANDSHAKE_BEGINS};
 use serde::Serialize;
 use serde::de::{DeserializeOwned, Error as _};
 
-use crate::admission::pass::Pass;
+use crate::admission::Pass;
 use crate::transport::Stream;
 
 /// Version of the messages of all conversations. Another is refused: both sides come from one version of Hotlift.

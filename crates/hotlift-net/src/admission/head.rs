@@ -11,16 +11,16 @@ use crate::transport::Stream;
 const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 
 /// The same of a postcopy that was interrupted and goes on: the command RECV_BITMAP.
-pub(crate) const RESUMED_MAGIC: [u8; 3] = [0x08, 0x00, 0x0a];
+pub const RESUMED_MAGIC: [u8; 3] = [0x08, 0x00, 0x0a];
 
 /// Bytes of a main channel that state nothing yet of a VM: magic and version. A source sends more with them.
 const MAIN_HEAD: usize = 8;
 
 /// Why a connection was turned away that has ended by itself.
-pub(crate) const BROKEN: &str = "a connection that was reset";
+pub const BROKEN: &str = "a connection that was reset";
 
 /// The same of one that has sent something else.
-pub(crate) const NO_STREAM: &str = "a connection that begins like no migration stream";
+pub const NO_STREAM: &str = "a connection that begins like no migration stream";
 
 /// What a connection is, by its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub fn peek_head(stream: &Stream) -> Head {
 }
 
 /// Returns what a connection is that begins with `bytes`.
-pub(crate) fn read_head(bytes: &[u8]) -> Head {
+pub fn read_head(bytes: &[u8]) -> Head {
     if bytes.starts_with(&HANDSHAKE_BEGINS) {
         return Head::Other(
             "a TLS handshake: this side has no certificates for it (--tls DIR; --qemu-tls DIR if a QEMU connects)",

@@ -20,7 +20,7 @@ pub struct Admitted {
     pub since: Instant,
     pub(crate) head: Head,
     /// It has shown the pass of the migration that it was handed to.
-    pub(crate) has_passed: bool,
+    pub has_passed: bool,
 }
 
 impl Admitted {
@@ -61,7 +61,7 @@ impl Admitted {
         self.head
     }
 
-    /// Takes the token off that it has shown ([`Pass::is_shown_by`](super::pass::Pass::is_shown_by)), and lets it pass; false if
+    /// Takes the token off that it has shown ([`Pass::is_shown_by`](super::Pass::is_shown_by)), and lets it pass; false if
     /// it has broken.
     pub fn let_pass(&mut self) -> bool {
         self.head = Head::Partial;
@@ -70,12 +70,12 @@ impl Admitted {
     }
 
     /// Takes the token off that it begins with; false if it has broken.
-    pub(crate) fn take_token(&self) -> bool {
+    pub fn take_token(&self) -> bool {
         self.take([0; TOKEN_LEN])
     }
 
     /// Takes a channel's opening off; false if it has broken.
-    pub(crate) fn take_opening(&self) -> bool {
+    pub fn take_opening(&self) -> bool {
         self.take([0; INITIAL_PACKET_LEN])
     }
 
