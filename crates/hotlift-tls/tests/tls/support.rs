@@ -110,7 +110,7 @@ pub fn connected(settings: &Settings) -> ((UnixStream, Session), (UnixStream, Se
 }
 
 /// An error with its causes, as it is shown.
-pub use hotlift::error::error_line as line;
+pub use hotlift_mem::error_line as line;
 
 /// What is wrong in the other side's words, and in ours.
 pub fn failure<T: std::fmt::Debug>(outcome: Result<T, TlsError>) -> String {
