@@ -1,10 +1,38 @@
-//! No two files of a crate import each other, not even through others: only a module and those inside it may.
+//! Crates use only those below them. No two files of a crate import each other, not even through others: only a module and
+//! those inside it may.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::iter::Peekable;
 use std::path::Path;
 use std::vec::IntoIter;
+
+/// The crates of the product from the ground up. Crates on one line use each other in neither direction. The built-in guests
+/// are above whatever runs beside a QEMU, so that an agent links no guest.
+const FLOORS: &[&[&str]] = &[
+    &["hotlift-wire", "hotlift-mem"],
+    &[
+        "hotlift-idxd",
+        "hotlift-methods",
+        "hotlift-qmp",
+        "hotlift-tls",
+    ],
+    &["hotlift-net", "hotlift-host"],
+    &["hotlift"],
+    &["hotlift-terminal"],
+    &["hotlift-monitor", "hotlift-qemu"],
+    &["hotlift-agent"],
+    &["hotlift-vmm"],
+    &["hotlift-command"],
+    &["hotlift-bench"],
+    &["hotlift-cli"],
+];
+
+/// Crates that only tests use.
+const OF_TESTS: [&str; 2] = ["hotlift-simulated", "hotlift-testkit"];
+
+/// What the terminal prints: no protocol, no guest.
+const OF_TERMINAL: [&str; 2] = ["hotlift", "hotlift-mem"];
 
 /// A file of a crate, as the path of its module.
 type Module = Vec<String>;
@@ -118,6 +146,45 @@ fn used<'a>(
     let all = all.into_iter().filter_map(of);
     all.filter(|other| !other.starts_with(module) && !module.starts_with(other))
         .collect()
+}
+
+/// Names of this workspace's crates that the manifest of the crate in `folder` depends on, tests apart.
+fn dependencies(folder: &Path) -> Vec<String> {
+    let manifest = fs::read_to_string(folder.join("Cargo.toml")).unwrap();
+    let (_, table) = manifest.split_once("[dependencies]\n").unwrap_or_default();
+    let lines = table.lines().take_while(|line| !line.starts_with('['));
+    let names = lines.map(|line| line.split(['.', ' ', '=']).next().unwrap_or_default());
+    let ours = names.filter(|name| *name == "hotlift" || name.starts_with("hotlift-"));
+    ours.map(str::to_owned).collect()
+}
+
+#[test]
+fn no_crate_uses_one_above_it() {
+    let floor = |name: &str| FLOORS.iter().position(|floor| floor.contains(&name));
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut seen = Vec::new();
+    for entry in fs::read_dir(crates).unwrap() {
+        let folder = entry.unwrap().path();
+        let name = folder.file_name().unwrap().to_str().unwrap().to_owned();
+        if OF_TESTS.contains(&&*name) {
+            continue;
+        }
+        let own = floor(&name).unwrap_or_else(|| panic!("{name} has no floor"));
+        for used in dependencies(&folder) {
+            let is_below = floor(&used).is_some_and(|used| used < own);
+            assert!(is_below, "{name} uses {used}");
+            let is_printed = OF_TERMINAL.contains(&&*used);
+            assert!(
+                name != "hotlift-terminal" || is_printed,
+                "{name} uses {used}"
+            );
+        }
+        seen.push(name);
+    }
+    assert_eq!(
+        seen.len(),
+        FLOORS.iter().flat_map(|floor| floor.iter()).count()
+    );
 }
 
 #[test]
