@@ -17,7 +17,6 @@ mod flush_args;
 mod guard;
 mod guest_run;
 mod libvirt;
-mod manual;
 mod methods;
 mod migrate;
 mod output_args;
@@ -31,22 +30,20 @@ mod save_file;
 mod serve;
 mod settle;
 mod show;
-mod usage;
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use hotlift_methods::environment;
-use hotlift_terminal::error::error_line;
-use hotlift_terminal::output::{self, complain};
-use hotlift_terminal::signals;
+use hotlift_command::manual;
+use hotlift_command::program::Program;
+use hotlift_terminal::output;
 
 use crate::error::CommandError;
 
 /// Moves the memory of a running virtual machine between hosts.
 #[derive(Parser)]
-#[command(name = "hotlift", version, about, max_term_width = usage::WIDEST)]
+#[command(name = "hotlift", version, about)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -194,7 +191,10 @@ enum Command {
     Guard(guard::GuardArgs),
     /// Write the manual pages and the shells' completions of this command
     #[command(hide = true)]
-    Manual(manual::ManualArgs),
+    Manual {
+        /// Folder that becomes like a /usr/share
+        dir: PathBuf,
+    },
     /// List the page compression methods, and which library does each on this host; measure them on your memory
     ///
     /// With a file, a process or a QEMU, every method runs on a sample of that memory, on all cores at
@@ -254,18 +254,14 @@ enum GuestCommand {
     Run(guest_run::GuestRunArgs),
 }
 
+/// Commands of the first screen of help: what an operator comes for.
+const FIRST: [&str; 9] = [
+    "migrate", "serve", "drain", "save", "restore", "show", "agent", "certs", "demo",
+];
+
 fn main() -> ExitCode {
-    if !environment::is_trusted() {
-        // TMPDIR is a stranger's. It fails only if it was set before, and nothing else sets it.
-        let _ = tempfile::env::override_temp_dir(Path::new("/tmp"));
-    }
-    output::take_panics();
-    if let Err(error) = signals::survive_file_size_limit() {
-        complain!("hotlift: {}", error_line(&error));
-    }
-    let words: Vec<_> = std::env::args_os().collect();
-    let read = usage::grouped(usage::fitted(usage::with_hints(Cli::command())));
-    let command = usage::read::<Cli>(&read, &words).command;
+    let program = Program::start(Cli::command()).with_first(&FIRST);
+    let command = program.read::<Cli>().command;
     let outcome = match command {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => hotlift_bench::run(&args).map_err(CommandError::from),
@@ -286,18 +282,13 @@ fn main() -> ExitCode {
         Command::Accel(args) => accel::run(&args),
         Command::Advise(args) => advise::run(&args),
         Command::Certs(command) => certs::run(&command),
-        Command::Manual(args) => manual::run(&args, &Cli::command()),
+        Command::Manual { dir } => manual::write(&dir, &Cli::command()).map_err(CommandError::from),
         Command::Methods(args) => methods::run(&args),
     };
     let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            complain!("hotlift: {}", error.line());
-            if let Some(advice) = error.advice() {
-                complain!("hotlift: {advice}");
-            } else if error.is_usage() {
-                complain!("hotlift: for more, try {}", usage::help_of(&words));
-            }
+            program.fail(&error.line(), error.advice().as_deref(), error.is_usage());
             error.exit_code()
         }
     };

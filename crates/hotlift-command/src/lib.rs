@@ -3,6 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `args`, `migration_args` | flags of a built-in guest, and of a migration by the engine's table |
+//! | `program`, `manual` | a program's command line; its manual pages and completions |
 //! | `security`, `connect` | TLS as a command's flags ask for it; a conversation at an address that a flag gave |
 //! | `pair`, `events`, `held_memory` | two `guest run` processes, their events, memory for the destination |
 //! | `error` | causes of failure that these commands share |
@@ -14,6 +15,8 @@ pub mod connect;
 pub mod error;
 pub mod events;
 pub mod held_memory;
+pub mod manual;
 pub mod migration_args;
 pub mod pair;
+pub mod program;
 pub mod security;

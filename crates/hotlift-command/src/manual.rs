@@ -1,20 +1,11 @@
-//! Manual pages and shell completions, made of the command's own flags; `make build` runs this.
+//! Manual pages and shell completions, made of a program's own flags.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use clap::{Args, Command};
+use clap::Command;
 use clap_complete::Shell;
 use hotlift_terminal::error::TerminalError;
-
-use crate::error::CommandError;
-
-/// Flags of `manual`.
-#[derive(Debug, Args)]
-pub struct ManualArgs {
-    /// Folder that becomes like a /usr/share
-    dir: PathBuf,
-}
 
 /// Where a shell looks for its completions below /usr/share.
 const COMPLETIONS: &[(Shell, &str)] = &[
@@ -23,24 +14,25 @@ const COMPLETIONS: &[(Shell, &str)] = &[
     (Shell::Fish, "fish/vendor_completions.d"),
 ];
 
-/// Runs the command.
-pub fn run(args: &ManualArgs, command: &Command) -> Result<(), CommandError> {
-    let failed = |source| TerminalError::Process {
+/// Writes the pages and completions of `command` into `dir`, which becomes like a /usr/share.
+///
+/// # Errors
+/// If a file cannot be written.
+pub fn write(dir: &Path, command: &Command) -> Result<(), TerminalError> {
+    write_all(dir, &in_full(command.clone())).map_err(|source| TerminalError::Process {
         what: "manual",
         source,
-    };
-    Ok(write(&args.dir, command).map_err(failed)?)
+    })
 }
 
-fn write(dir: &Path, command: &Command) -> std::io::Result<()> {
+fn write_all(dir: &Path, command: &Command) -> std::io::Result<()> {
     let pages = dir.join("man/man1");
     fs::create_dir_all(&pages)?;
-    let command = &in_full(command.clone());
     clap_mangen::generate_to(command.clone(), &pages)?;
     for &(shell, folder) in COMPLETIONS {
         let folder = dir.join(folder);
         fs::create_dir_all(&folder)?;
-        clap_complete::generate_to(shell, &mut command.clone(), "hotlift", &folder)?;
+        clap_complete::generate_to(shell, &mut command.clone(), command.get_name(), &folder)?;
     }
     Ok(())
 }

@@ -1,0 +1,246 @@
+//! A program's command line: its start, short help, the message for a bad command line, and a failure's lines.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Command, FromArgMatches};
+use hotlift::options::{OPTIONS, Role};
+use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::{signals, width};
+use hotlift_methods::environment;
+
+/// Ends the short help of a command that has more to show.
+const MORE: &str = "'--help' shows all options.";
+
+/// Exit code of a bad command line.
+pub const USAGE: u8 = 2;
+
+/// Columns of help where the terminal has more, or there is none.
+const WIDEST: usize = 100;
+
+/// A program that runs, with its command line.
+pub struct Program {
+    command: Command,
+    words: Vec<OsString>,
+}
+
+impl Program {
+    /// Prepares this process for its output, and takes its command line.
+    pub fn start(command: Command) -> Self {
+        if !environment::is_trusted() {
+            // TMPDIR is an unprivileged user's. It fails only if it was set before, and nothing else sets it.
+            let _ = tempfile::env::override_temp_dir(Path::new("/tmp"));
+        }
+        output::take_panics();
+        let program = Self {
+            command: fitted(with_hints(command)),
+            words: std::env::args_os().collect(),
+        };
+        if let Err(error) = signals::survive_file_size_limit() {
+            program.warn(&error_line(&error));
+        }
+        program
+    }
+
+    /// Lists the subcommands `first` first in the program's help, in this order, and the others under a heading of their own.
+    #[must_use]
+    pub fn with_first(mut self, first: &[&str]) -> Self {
+        self.command = grouped(self.command, first);
+        self
+    }
+
+    /// Returns the first word after the program's name.
+    pub fn first_word(&self) -> Option<&OsString> {
+        self.words.get(1)
+    }
+
+    /// Reads the command line; ends the process if it asks for help, or cannot be read.
+    pub fn read<T: FromArgMatches>(&self) -> T {
+        let matches = self.command.clone().try_get_matches_from(&self.words);
+        match matches.and_then(|matches| T::from_arg_matches(&matches)) {
+            Ok(read) => read,
+            Err(error) if error.use_stderr() => {
+                complain!("{}", self.explain(error));
+                output::finish();
+                std::process::exit(USAGE.into());
+            }
+            Err(answer) => match output::check() {
+                Ok(()) => answer.exit(),
+                Err(error) => {
+                    self.warn(&error_line(&TerminalError::Output(error)));
+                    output::finish();
+                    std::process::exit(1);
+                }
+            },
+        }
+    }
+
+    /// Prints why the program failed, and the next step: `advice`, or the help of the command if `is_usage`.
+    pub fn fail(&self, line: &str, advice: Option<&str>, is_usage: bool) {
+        self.warn(line);
+        if let Some(advice) = advice {
+            self.warn(advice);
+        } else if is_usage {
+            let help = self.help(&self.path());
+            self.warn(&format!("for more, try {help}"));
+        }
+    }
+
+    /// Prints a line that begins with the program's name.
+    pub fn warn(&self, line: &str) {
+        complain!("{}: {line}", self.command.get_name());
+    }
+
+    /// Returns the message for a command line that cannot be read, with the usage of its command.
+    fn explain(&self, error: clap::Error) -> String {
+        let path = self.path();
+        let typed = path.join(" ");
+        let shown = match not_taken(&error, &typed) {
+            Some(refusal) => clap::Error::raw(ErrorKind::UnknownArgument, refusal),
+            None => error,
+        };
+        let mut command = self.command.clone();
+        command.build();
+        let last = path.iter().try_fold(&mut command, |command, name| {
+            command.find_subcommand_mut(name)
+        });
+        let shown = match last {
+            Some(last) => shown.format(last),
+            None => shown,
+        };
+        let text = shown.render().to_string();
+        text.trim_end().replace("'--help'", &self.help(&path))
+    }
+
+    /// Returns the words to type for the help of the subcommand at `path`.
+    fn help(&self, path: &[String]) -> String {
+        let words = std::iter::once(self.command.get_name()).chain(path.iter().map(String::as_str));
+        let words: Vec<_> = words.chain(["--help"]).collect();
+        format!("'{}'", words.join(" "))
+    }
+
+    /// Returns the subcommands that the command line begins with.
+    fn path(&self) -> Vec<String> {
+        let mut command = &self.command;
+        let mut path = Vec::new();
+        for word in self.words.iter().skip(1).filter_map(|word| word.to_str()) {
+            let Some(next) = command.find_subcommand(word) else {
+                break;
+            };
+            path.push(word.to_owned());
+            command = next;
+        }
+        path
+    }
+}
+
+/// `command` whose short help says that there is more, where there is, and whose long help fits any terminal.
+fn with_hints(command: Command) -> Command {
+    let hides = |command: &Command| {
+        command
+            .get_arguments()
+            .any(|arg| arg.is_hide_short_help_set())
+    };
+    let mut command = command.mut_subcommands(with_hints);
+    if let Some(about) = command.get_long_about().map(ToString::to_string) {
+        command = command.long_about(paragraphs(&about));
+    }
+    if hides(&command) {
+        // Long help would show it, too, if it had no end of its own.
+        command = command.after_help(MORE).after_long_help("");
+    }
+    command
+}
+
+/// `text` with one line for each paragraph, which clap breaks where the terminal ends. Examples, which are indented, stay as
+/// they are.
+fn paragraphs(text: &str) -> String {
+    let join = |paragraph: &str| match paragraph.starts_with("  ") {
+        true => paragraph.to_owned(),
+        false => paragraph.replace('\n', " "),
+    };
+    let joined: Vec<_> = text.split("\n\n").map(join).collect();
+    joined.join("\n\n")
+}
+
+/// `command` whose help fits the terminal of standard output by the measure of tables: clap's own takes no terminal that
+/// does not know its lines.
+fn fitted(command: Command) -> Command {
+    match columns() {
+        Some(columns) => command.term_width(columns),
+        None => command,
+    }
+}
+
+/// Returns the columns of help on the terminal of standard output; `None` if it is none.
+fn columns() -> Option<usize> {
+    width::columns(rustix::stdio::stdout()).map(|columns| columns.min(WIDEST))
+}
+
+/// Returns `command` whose help has the subcommands `first`, in this order, and the others under a heading of their own. They
+/// are hidden from clap's list, so that this is for help and for reading the command line, not for manual pages.
+fn grouped(command: Command, first: &[&str]) -> Command {
+    let place = |name: &str| first.iter().position(|first| *first == name);
+    let others = command.get_subcommands().filter(|subcommand| {
+        place(subcommand.get_name()).is_none() && !subcommand.is_hide_set()
+    });
+    // clap has one heading for all subcommands of a command.
+    let mut list = Command::new("others")
+        .help_template("{subcommands}")
+        .disable_help_subcommand(true)
+        .disable_help_flag(true)
+        .term_width(columns().unwrap_or(WIDEST))
+        .subcommands(others.cloned());
+    let list = list.render_help();
+    let name = command.get_name().to_owned();
+    command
+        .mut_subcommands(|subcommand| match place(subcommand.get_name()) {
+            Some(place) => subcommand.display_order(place),
+            None => subcommand.hide(true),
+        })
+        .after_help(format!(
+            "More commands:\n{list}\n\n'{name} COMMAND --help' shows the options of a command."
+        ))
+}
+
+/// Why the command typed does not take an option that others take.
+fn not_taken(error: &clap::Error, typed: &str) -> Option<String> {
+    let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    if error.kind() != ErrorKind::UnknownArgument {
+        return None;
+    }
+    let name = word.strip_prefix("--")?.split('=').next()?;
+    let info = OPTIONS
+        .iter()
+        .find(|info| info.name == name || info.alias == Some(name))?;
+    let role = match typed {
+        "demo" => Role::Pair,
+        "guest run" => Role::Guest,
+        "relay source" | "relay destination" => Role::Relay,
+        "migrate" => Role::Migrate,
+        "save" => Role::Save,
+        "serve" => Role::Receive,
+        "restore" => Role::Restore,
+        _ => return None,
+    };
+    let instead = info.refusal(role)?;
+    Some(format!(
+        "'hotlift {typed}' does not take --{name}: {instead}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_help_breaks_paragraphs_at_the_terminal_and_examples_nowhere() {
+        let text = "Short\n\nOne\ntwo\n\n  hotlift a\n  hotlift b\n\nEnd";
+        let kept = "Short\n\nOne two\n\n  hotlift a\n  hotlift b\n\nEnd";
+        assert_eq!(paragraphs(text), kept);
+    }
+}
