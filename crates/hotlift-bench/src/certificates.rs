@@ -25,18 +25,18 @@ pub const NAME: &str = "localhost";
 pub struct Certificates(TempDir);
 
 impl Certificates {
-    /// Makes them, by 'hotlift certs'.
+    /// Makes them by the 'certs' of `hotlift`.
     ///
     /// # Errors
     /// If they cannot be made.
-    pub fn make() -> Result<Self, BenchError> {
+    pub fn make(hotlift: &Path) -> Result<Self, BenchError> {
         let failed = |source| TerminalError::Process {
             what: "hotlift certs",
             source,
         };
         let folder = TempDir::with_prefix("hotlift-certs-").map_err(failed)?;
         for words in [["init", "--name=hotlift bench"], ["host", NAME]] {
-            let made = Command::new(std::env::current_exe().map_err(failed)?)
+            let made = Command::new(hotlift)
                 .arg("certs")
                 .args(words)
                 .arg("--dir")

@@ -3,7 +3,7 @@
 
 use std::ffi::OsString;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -61,14 +61,14 @@ impl Joined {
         Ok(Self { holders })
     }
 
-    /// Where source and destination are to be started.
-    pub fn place(&self) -> Place {
+    /// Returns the place where both ends of a migration start `program`.
+    pub fn place(&self, program: PathBuf) -> Place {
         let [source, destination] = &self.holders;
         Place {
             source_prefix: source.end().enter,
             destination_prefix: destination.end().enter,
-            security: Vec::new(),
             address: Some(ADDRESSES[1].to_owned()),
+            ..Place::new(program)
         }
     }
 

@@ -171,8 +171,12 @@ fn warn(text: impl std::fmt::Display) {
 /// If it cannot be run, or not to its end; or if runs have failed.
 pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     let interrupt = Interrupt::catch()?;
+    let program = std::env::current_exe().map_err(|source| ConsoleError::Process {
+        what: "hotlift guest run",
+        source,
+    })?;
     if let Some(at) = &args.serve {
-        return remote_host::serve(at, &args.security, &interrupt);
+        return remote_host::serve(at, &program, &args.security, &interrupt);
     }
     if !args.kept.is_empty() {
         return show_kept(&args.kept, args.out.as_deref());
@@ -202,9 +206,10 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
         .then(Joined::make)
         .transpose()?;
     let certificates = any(|cell| certificates::wants(&cell.migration))
-        .then(Certificates::make)
+        .then(|| Certificates::make(&program))
         .transpose()?;
     let mut bench = Bench {
+        program,
         suite: String::new(),
         seed: args.seed,
         repeats: args.repeats,

@@ -11,6 +11,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread;
@@ -153,12 +154,13 @@ fn hear<T: DeserializeOwned>(
     }
 }
 
-/// Serves runs until a signal comes, one at a time.
+/// Serves runs until a signal comes, one at a time; their guests are processes of `hotlift`.
 ///
 /// # Errors
 /// If nobody can be listened to.
 pub fn serve(
     at: &Address,
+    hotlift: &Path,
     security: &SecurityArgs,
     interrupt: &Interrupt,
 ) -> Result<(), BenchError> {
@@ -184,7 +186,7 @@ pub fn serve(
             continue;
         };
         let peer = call.conversation.stream().peer_host();
-        match serve_one(call, security, interrupt) {
+        match serve_one(call, hotlift, security, interrupt) {
             // Who read this may have gone; the next run is served all the same.
             Ok(what) => {
                 let _ = super::say(format!("{peer}: {what}"));
@@ -198,6 +200,7 @@ pub fn serve(
 /// Serves one run, and says what it was.
 fn serve_one(
     call: Call<Wanted>,
+    hotlift: &Path,
     security: &SecurityArgs,
     interrupt: &Interrupt,
 ) -> Result<String, ConversationError> {
@@ -224,7 +227,7 @@ fn serve_one(
             return Ok(format!("refused: {reason}"));
         }
     };
-    let mut child = Command::new(std::env::current_exe()?)
+    let mut child = Command::new(hotlift)
         .args(["guest", "run", "--tell-events", "--quiet"])
         .arg(format!("--incoming=tcp:{host}:0"))
         .args(flags)

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use hotlift_command::events::Moment;
@@ -25,6 +26,8 @@ use crate::error::BenchError;
 
 /// What all runs of one call have in common.
 pub struct Bench<'a> {
+    /// The `hotlift` that is measured.
+    pub program: PathBuf,
     /// "matrix", or the suite.
     pub suite: String,
     /// Start of the random order.
@@ -137,9 +140,13 @@ impl Bench<'_> {
     /// Where the two sides of `cell` are.
     fn place(&self, cell: &Cell) -> Place {
         let joined = self.joined.as_ref().filter(|_| cell.link.is_some());
+        let program = self.program.clone();
         Place {
             security: self.security.clone(),
-            ..joined.map_or_else(Place::default, Joined::place)
+            ..match joined {
+                Some(joined) => joined.place(program),
+                None => Place::new(program),
+            }
         }
     }
 

@@ -46,6 +46,11 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     let migrations = settings(&args.migration)?;
     args.guest.check()?;
     args.guest.check_fill()?;
+    let program = std::env::current_exe().map_err(|source| ConsoleError::Process {
+        what: "hotlift guest run",
+        source,
+    })?;
+    let place = Place::new(program);
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let mut runs = Vec::new();
@@ -55,7 +60,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
             if interrupt.is_raised() {
                 break;
             }
-            let (run, filled) = migrate_once(args, kind, migration, &interrupt)?;
+            let (run, filled) = migrate_once(args, kind, migration, &place, &interrupt)?;
             runs.extend(run);
             filling = filling.or(filled);
         }
@@ -142,6 +147,7 @@ fn migrate_once(
     args: &DemoArgs,
     kind: GuestKind,
     migration: &MigrationArgs,
+    place: &Place,
     interrupt: &Interrupt,
 ) -> Result<(Option<Run>, Option<Filling>), CommandError> {
     let options: Options = migration.options()?;
@@ -151,7 +157,7 @@ fn migrate_once(
         guest: &args.guest,
         migration,
         label: options.method_name(),
-        place: &Place::default(),
+        place,
         limit: None,
         errors: Errors::Shown { quiet: args.quiet },
     };

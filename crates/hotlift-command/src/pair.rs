@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -34,9 +35,11 @@ pub struct Pair<'a> {
     pub errors: Errors,
 }
 
-/// Where two processes are.
-#[derive(Debug, Clone, Default)]
+/// Program and place of two processes.
+#[derive(Debug, Clone)]
 pub struct Place {
+    /// The `hotlift` that both processes run.
+    pub program: PathBuf,
     /// Words before the source's command, such as those that enter a network namespace.
     pub source_prefix: Vec<String>,
     /// The same for the destination's.
@@ -48,6 +51,17 @@ pub struct Place {
 }
 
 impl Place {
+    /// Two processes of `program` on this host.
+    pub fn new(program: PathBuf) -> Self {
+        Self {
+            program,
+            source_prefix: Vec::new(),
+            destination_prefix: Vec::new(),
+            address: None,
+            security: Vec::new(),
+        }
+    }
+
     /// Flags that say how a migration with `given` goes about TLS.
     pub fn flags(&self, given: &MigrationArgs) -> Vec<String> {
         let is_of_tls = |(name, _): &&(String, String)| name == "tls-creds";
@@ -247,7 +261,7 @@ impl Pair<'_> {
             what: "hotlift guest run",
             source,
         };
-        let program = std::env::current_exe().map_err(failed)?;
+        let program = &self.place.program;
         let mut command = match prefix.split_first() {
             Some((first, rest)) => {
                 let mut command = Command::new(first);

@@ -170,7 +170,7 @@ fn paragraphs(text: &str) -> String {
 fn fitted(command: Command) -> Command {
     match columns() {
         Some(columns) => command.term_width(columns),
-        None => command,
+        None => command.max_term_width(WIDEST),
     }
 }
 

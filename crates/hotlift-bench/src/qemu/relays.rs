@@ -189,7 +189,7 @@ impl Relay {
             "--connect",
             connect,
         ];
-        let mut all = vec![std::env::current_exe().map_err(failed)?.into_os_string()];
+        let mut all = vec![place.program.clone().into_os_string()];
         all.extend(words.map(OsString::from));
         all.extend(migration.to_flags().into_iter().map(OsString::from));
         all.extend(place.flags(migration).into_iter().map(OsString::from));
