@@ -7,6 +7,7 @@
 //! | [`proxy`] | a proxy that records, damages, holds, delays, cuts, and turns RST into FIN |
 //! | [`pki`] | a CA, and the certificates of hosts |
 //! | [`process`] | a process whose output is read, closed or left to fill |
+//! | [`running`] | a program as a user starts it, and the lines that it prints |
 //! | [`program`] | what runs in a QEMU, and the proof that its memory is right |
 //! | [`libvirt`] | two hosts with a libvirtd each, and their domains |
 //! | [`machine`] | a guest in its process, QEMU or Hotlift's own, and what can be asked of it |
@@ -37,6 +38,7 @@ pub mod program;
 pub mod proxy;
 pub mod qemu;
 pub mod rig;
+pub mod running;
 pub mod skip;
 pub mod strangers;
 pub mod summary;

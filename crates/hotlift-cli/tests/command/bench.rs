@@ -6,13 +6,13 @@ use std::process::Command;
 use hotlift_testkit::qemu::{self, Release};
 use serde_json::Value;
 
-use crate::hotlift::{Hotlift, errors};
+use crate::hotlift::{Hotlift, Running, errors};
 
 /// The smallest work that has more than one round.
 const SMALL: &[&str] = &["bench", "--ram=32M", "--guest=threads", "--working-set=4M"];
 
 /// A bench of [`SMALL`] with more flags, whose runs are kept in `folder`.
-fn bench(folder: &Path, flags: &[&str]) -> Hotlift {
+fn bench(folder: &Path, flags: &[&str]) -> Running {
     let out = format!("--out={}", folder.display());
     let flags: Vec<&str> = SMALL.iter().chain(flags).copied().chain([&*out]).collect();
     Hotlift::start(&flags)

@@ -1,13 +1,13 @@
 //! `hotlift guest run` in two processes, and what is left when one of them goes.
 
-use crate::hotlift::{Hotlift, errors};
+use crate::hotlift::{Hotlift, Running, errors};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
 /// A destination that waits and a source that is about to connect, on a UNIX socket of their own.
 struct Pair {
     folder: TempDir,
-    destination: Hotlift,
+    destination: Running,
 }
 
 impl Pair {
@@ -27,7 +27,7 @@ impl Pair {
         }
     }
 
-    fn start_source(&self, flags: &[&str]) -> Hotlift {
+    fn start_source(&self, flags: &[&str]) -> Running {
         let uri = format!(
             "--migrate-to=unix:{}",
             self.folder.path().join("s").display()

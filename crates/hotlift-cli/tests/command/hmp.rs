@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, Running};
 
 /// Longer than anything here takes on a machine that does other things besides.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -77,7 +77,7 @@ impl Person {
 }
 
 /// A guest with a monitor, and a person at it.
-fn guest(dir: &Path, name: &str, flags: &[&str]) -> (Hotlift, Person) {
+fn guest(dir: &Path, name: &str, flags: &[&str]) -> (Running, Person) {
     let path = dir.join(name);
     let mut args = vec![
         "guest",

@@ -7,7 +7,7 @@ use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
 use rustix::process::Signal;
 
-use crate::hotlift::{Hotlift, errors};
+use crate::hotlift::{Hotlift, Running, errors};
 
 /// Longer than it takes on a machine that does other things besides.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -26,7 +26,7 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 const LAST_ROUND: [&str; 2] = ["End section #1", "device payload #1"];
 
 /// A migration between two processes that stands still before `name` on main.
-fn held_before(name: &str) -> (Hotlift, Proxy<Units>, Hotlift) {
+fn held_before(name: &str) -> (Running, Proxy<Units>, Running) {
     // A destination that has everything waits so long for the question of a source that is gone.
     let patience = ["--settle-timeout=1", "--handshake-timeout=10"];
     let incoming = ["guest", "run", "--ram=32M", "--incoming=tcp:127.0.0.1:0"];

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::hotlift::{Hotlift, errors};
+use crate::hotlift::{Hotlift, Running, errors};
 
 /// What `hotlift migrate` says first, for a machine without RAM and vCPUs.
 const HELLO: &str = "{\"hotlift\":6,\"role\":\"serve\",\"qemu\":{\"major\":7,\"minor\":2,\"micro\":0},\
@@ -17,7 +17,7 @@ const HELLO: &str = "{\"hotlift\":6,\"role\":\"serve\",\"qemu\":{\"major\":7,\"m
     \"vcpus\":0,\"differences\":\"refuse\",\"state\":\"running\",\"channels\":2,\"alike\":[]}\n";
 
 /// A `hotlift serve` that would start what is no QEMU, and its address.
-fn serve() -> (Hotlift, String) {
+fn serve() -> (Running, String) {
     let mut serve = Hotlift::start(&["serve", "--listen", "tcp:127.0.0.1:0", "--", "false"]);
     let line = serve.wait_for("listening on tcp:");
     let address = line.rsplit("tcp:").next().unwrap_or_default().to_owned();

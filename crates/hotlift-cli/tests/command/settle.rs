@@ -8,11 +8,11 @@ use std::thread;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, Running};
 use crate::lost_word::loses_the_last_word;
 
 /// A source in doubt, its destination, and the QMP address that the source has said.
-fn in_doubt() -> (Hotlift, Hotlift, String) {
+fn in_doubt() -> (Running, Running, String) {
     // The source asks in vain, and the destination waits for its question.
     let flags = [
         "guest",

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 use crate::back_and_forth::used;
 use crate::guest::Guest;
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, Running};
 use crate::large_devices::large_devices;
 use crate::need;
 use crate::route::{Multifd, Side};
@@ -38,7 +38,7 @@ const PORT: u16 = 49152;
 pub struct Host<'a> {
     pub namespace: &'a Namespace,
     pub folder: PathBuf,
-    pub agent: Hotlift,
+    pub agent: Running,
     /// Its table outlives it.
     table_stays: bool,
 }

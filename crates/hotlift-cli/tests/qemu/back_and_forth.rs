@@ -5,7 +5,7 @@ use std::fs;
 use rustix::process::Signal;
 
 use crate::guest::Guest;
-use crate::hotlift::Hotlift;
+use crate::hotlift::Running;
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, relay};
 use crate::vm::{Accelerator, Machine, Memory, PC_10, Release, Vm, folder};
@@ -22,7 +22,7 @@ const SLACK: u64 = 16 << 20;
 const CHANNELS: Multifd = Multifd::Channels(2);
 
 /// Descriptors, threads, and bytes of memory of a process.
-pub fn used(relay: &Hotlift) -> (usize, usize, u64) {
+pub fn used(relay: &Running) -> (usize, usize, u64) {
     let process = format!("/proc/{}", relay.pid());
     let count = |what: &str| {
         fs::read_dir(format!("{process}/{what}"))

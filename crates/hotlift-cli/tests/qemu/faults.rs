@@ -13,7 +13,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::guest::Guest;
-use crate::hotlift::{Hotlift, errors};
+use crate::hotlift::{Running, errors};
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, failed, relay};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, folder, threads_of, until};
@@ -87,8 +87,8 @@ const CHANNELS: Multifd = Multifd::Channels(2);
 struct Rig {
     here: Vm,
     there: Vm,
-    source: Option<Hotlift>,
-    destination: Option<Hotlift>,
+    source: Option<Running>,
+    destination: Option<Running>,
     /// In the links, in their order.
     proxies: Vec<Proxy>,
     /// With their sockets.
@@ -164,7 +164,7 @@ impl Rig {
         );
     }
 
-    fn relay(&self, party: Party) -> &Hotlift {
+    fn relay(&self, party: Party) -> &Running {
         let relay = match party {
             Party::SourceRelay => &self.source,
             _ => &self.destination,

@@ -12,7 +12,7 @@ use hotlift_testkit::wake_ups::sleep_through;
 
 use crate::agent::Hosts;
 use crate::files::machine;
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, Running};
 use crate::lazy::{listens_for_pages, saved};
 use crate::need;
 use crate::vm::{Accelerator, PC_7, Release, Vm, folder, until};
@@ -39,7 +39,7 @@ fn an_agent_a_serve_a_file_server_and_a_lazy_restore_that_wait_never_wake() {
     let folder = format!("--files={}", files.path().display());
     let mut file_server = Hotlift::start(&["serve", &listen, &folder]);
     file_server.wait_for("listening");
-    let pid = |it: &Hotlift| u32::try_from(it.pid()).expect("a process id");
+    let pid = |it: &Running| u32::try_from(it.pid()).expect("a process id");
     let hooks = Hooks::default();
     let restores = || restore(Path::new(&file), &address, false, &options, &control, hooks);
     thread::scope(|scope| {

@@ -8,7 +8,7 @@ use hotlift::{Address, Control, MigrationError, Options};
 use rustix::process::Signal;
 
 use crate::files::{altered, goes_on, machine, save, settings};
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, Running};
 use crate::need;
 use crate::operator::succeeds;
 use crate::route::{Multifd, Side};
@@ -298,7 +298,7 @@ fn what_a_smaller_machine_says_of_a_file_is_told_and_nobody_speaks_of_a_guest_th
 }
 
 /// A server of the save files in a folder, and its address.
-pub fn serve(files: &Path, listen: &str, tls: &str) -> (Hotlift, String) {
+pub fn serve(files: &Path, listen: &str, tls: &str) -> (Running, String) {
     let listen = format!("--listen={listen}");
     let mut serve = Hotlift::start(&["serve", &listen, &flag("files", files), tls]);
     let line = serve.wait_for("listening on ");

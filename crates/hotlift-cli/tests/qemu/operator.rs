@@ -9,7 +9,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::guest::Guest;
-use crate::hotlift::{Hotlift, errors};
+use crate::hotlift::{Hotlift, Running, errors};
 use crate::need;
 use crate::route::differ;
 use crate::vm::{
@@ -27,14 +27,14 @@ pub fn machine(name: &'static str) -> Machine {
 }
 
 /// Starts `serve` with what it is to get the guest into, and returns where it listens.
-pub fn serve(arguments: &[&str]) -> (Hotlift, String) {
+pub fn serve(arguments: &[&str]) -> (Running, String) {
     let mut serve = Hotlift::start(&[&["serve", "--listen=tcp:127.0.0.1:0"], arguments].concat());
     let line = serve.wait_for("listening on ");
     let uri = line.rsplit(' ').next().expect("a word").to_owned();
     (serve, uri)
 }
 
-pub fn succeeds(command: Hotlift) -> String {
+pub fn succeeds(command: Running) -> String {
     let (status, said) = command.wait();
     let said = said.join("\n");
     assert!(status.success(), "{status}\n{said}");
@@ -110,7 +110,7 @@ impl Adopted {
 
     /// Waits for the end of the command that has started it, and of what it says, for which nobody has to
     /// wait longer; checks that the guest counts on after `before`, and ends it.
-    fn counts_on_from(self, before: u64, mut command: Hotlift) {
+    fn counts_on_from(self, before: u64, mut command: Running) {
         command.wait_for("the guest runs");
         succeeds(command);
         let address = QmpAddress::Unix(self.folder.path().join("test.qmp"));
@@ -198,7 +198,7 @@ fn sends_pages(here: &mut Vm) {
 }
 
 /// Starts `serve` and `migrate` at this rate, and waits until pages are sent.
-fn moves_at(here: &mut Vm, there: &Vm, rate: &str) -> (Hotlift, Hotlift) {
+fn moves_at(here: &mut Vm, there: &Vm, rate: &str) -> (Running, Running) {
     let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
     let qmp = here.free_qmp();
     let rate = format!("--max-bandwidth={rate}");

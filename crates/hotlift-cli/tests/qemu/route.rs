@@ -7,7 +7,7 @@ use hotlift_qmp::MigrationInfo;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::hotlift::{Hotlift, errors};
+use crate::hotlift::{Hotlift, Running, errors};
 use crate::vm::{Machine, Release, UUID, Vm};
 
 /// Multifd between two parties.
@@ -123,9 +123,9 @@ static LIVELY: std::sync::LazyLock<Value> =
 
 /// The two relays of a migration, waiting for the source.
 pub struct Relays {
-    source: Hotlift,
+    source: Running,
     /// None: one relay does it all.
-    destination: Option<Hotlift>,
+    destination: Option<Running>,
     /// Where the source QEMU is to send to.
     uri: String,
     /// Where the source's relay sends to.
@@ -178,7 +178,7 @@ impl RelayOptions {
 }
 
 /// Starts `hotlift relay SIDE`, and waits until it listens; returns where.
-pub fn relay(side: &str, listen: &str, connect: &str, options: &[String]) -> (Hotlift, String) {
+pub fn relay(side: &str, listen: &str, connect: &str, options: &[String]) -> (Running, String) {
     let mut arguments = vec![
         "relay",
         side,
@@ -265,7 +265,7 @@ impl Relays {
 }
 
 /// Waits for a relay that fails, and returns its reason.
-pub fn failed(side: &str, relay: Hotlift) -> String {
+pub fn failed(side: &str, relay: Running) -> String {
     let (status, said) = relay.wait();
     let reasons = errors(&said);
     assert_eq!(

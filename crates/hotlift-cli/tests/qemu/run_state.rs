@@ -9,7 +9,7 @@ use std::thread;
 use hotlift_qmp::{Qemu, QmpAddress};
 use serde_json::json;
 
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, Running};
 use crate::need;
 use crate::operator::{Adopted, machine, serve, succeeds};
 use crate::vm::{DEADLINE, PC_7, PC_10, PC_11, Release, Vm, folder, until};
@@ -45,7 +45,7 @@ fn status(qmp: &mut Qemu) -> String {
 }
 
 /// How a command ended, and what it has said.
-fn ends(command: Hotlift) -> (Option<i32>, String) {
+fn ends(command: Running) -> (Option<i32>, String) {
     let (status, said) = command.wait();
     (status.code(), said.join("\n"))
 }

@@ -8,7 +8,7 @@ use hotlift_testkit::proxy::{Flow, Proxy, Rule, Stop};
 use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 use serde_json::{Map, Value, json};
 
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, Running};
 use crate::need;
 use crate::operator::{Adopted, machine, serve, succeeds};
 use crate::vm::{PC_7, PC_10, PC_11, Release, Vm, folder, until};
@@ -25,7 +25,7 @@ const IGNORE_SHARED: &str = "x-ignore-shared";
 const NOWHERE: &str = "tcp:127.0.0.1:9";
 
 /// Waits for the failure of a command whose guest stays where it is.
-fn fails(command: Hotlift) -> String {
+fn fails(command: Running) -> String {
     let (status, lines) = command.wait();
     let lines = lines.join("\n");
     assert_eq!(status.code(), Some(1), "{lines}");
@@ -41,7 +41,7 @@ fn settings(vm: &mut Vm) -> Settings {
 }
 
 /// Starts a slow save into `file`, and waits until pages are saved.
-fn slow_save(here: &mut Vm, file: &Path) -> Hotlift {
+fn slow_save(here: &mut Vm, file: &Path) -> Running {
     let (qmp, file) = (here.free_qmp(), file.display().to_string());
     let save = Hotlift::start(&["save", "--qmp", &qmp, &file, "--max-bandwidth=2M"]);
     until(

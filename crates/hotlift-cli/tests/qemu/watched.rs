@@ -4,7 +4,7 @@ use hotlift_qmp::{Client, QmpAddress};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, Running};
 use crate::need;
 use crate::operator::{has_moved, machine, serve, succeeds};
 use crate::vm::{DEADLINE, PC_10, Release, Vm, folder, until};
@@ -13,7 +13,7 @@ use crate::vm::{DEADLINE, PC_10, Release, Vm, folder, until};
 struct Watched {
     here: Vm,
     there: Vm,
-    serve: Hotlift,
+    serve: Running,
     uri: String,
     control: Client,
     folder: TempDir,
@@ -52,7 +52,7 @@ impl Watched {
     }
 
     /// Starts `migrate`, and waits until its stream is seen on its way.
-    fn migrate(&mut self) -> Hotlift {
+    fn migrate(&mut self) -> Running {
         let qmp = self.here.free_qmp();
         let migrate = ["migrate", "--qmp", &qmp, "--to", &self.uri, "--method=zstd"];
         let migrate = Hotlift::start(&migrate);

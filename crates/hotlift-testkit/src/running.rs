@@ -1,0 +1,134 @@
+//! A program that runs as a user starts it, and the lines that it prints.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Longer than anything here takes on a machine that does other things besides.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// Columns of standard output, with room for all of a table: no line is broken between words that a test looks for.
+const COLUMNS: &str = "300";
+
+/// A running program, killed when it goes out of scope.
+#[derive(Debug)]
+pub struct Running {
+    child: Child,
+    lines: Receiver<String>,
+    said: Vec<String>,
+}
+
+impl Running {
+    /// Starts `program` with environment variables; reads the lines of both streams.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn start(program: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
+        // The tests may be run by 'nohup', which a program that is started would take over.
+        // By its path: a test may give another PATH.
+        let mut child = Command::new("/usr/bin/env")
+            .args(["--default-signal=HUP", program])
+            .args(args)
+            .env("COLUMNS", COLUMNS)
+            .envs(variables.iter().copied())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let (sender, lines) = channel();
+        let streams: [Option<Box<dyn Read + Send>>; 2] = [
+            child.stdout.take().map(|s| Box::new(s) as _),
+            child.stderr.take().map(|s| Box::new(s) as _),
+        ];
+        for stream in streams.into_iter().flatten() {
+            let sender = sender.clone();
+            thread::spawn(move || {
+                for line in BufReader::new(stream).lines().map_while(Result::ok) {
+                    let _ = sender.send(line);
+                }
+            });
+        }
+        Self {
+            child,
+            lines,
+            said: Vec::new(),
+        }
+    }
+
+    /// Its process.
+    ///
+    /// # Panics
+    /// Never: a process ID is positive and small.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).expect("a process id is positive and small")
+    }
+
+    /// Sends a signal.
+    ///
+    /// # Panics
+    /// If the process has ended and was waited for.
+    pub fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_raw(self.pid()).expect("a process id");
+        rustix::process::kill_process(pid, signal).expect("the process is there");
+    }
+
+    /// Waits for a line that contains `words`, and returns it.
+    ///
+    /// # Panics
+    /// If it is not printed in time.
+    pub fn wait_for(&mut self, words: &str) -> String {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let line = self.lines.recv_timeout(left).unwrap_or_else(|_| {
+                panic!("never said {words:?}, but:\n{}", self.said.join("\n"));
+            });
+            self.said.push(line.clone());
+            if line.contains(words) {
+                return line;
+            }
+        }
+    }
+
+    /// Waits for the end, and returns the exit status and all lines.
+    ///
+    /// # Panics
+    /// If the program does not end in time.
+    pub fn wait(mut self) -> (ExitStatus, Vec<String>) {
+        let deadline = Instant::now() + DEADLINE;
+        let mut said = std::mem::take(&mut self.said);
+        loop {
+            // The streams end with the process (or with its last child).
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => said.push(line),
+                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => break,
+                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
+                    panic!("did not end, but said:\n{}", said.join("\n"))
+                }
+            }
+        }
+        (self.child.wait().expect("it was started"), said)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Returns the lines in which a program reports why it failed.
+#[must_use]
+pub fn errors(said: &[String]) -> Vec<&String> {
+    let starts = ["hotlift: ", "error: "];
+    said.iter()
+        .filter(|line| starts.iter().any(|start| line.starts_with(start)))
+        .collect()
+}
