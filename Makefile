@@ -1,5 +1,5 @@
-# make build   builds target/release/hotlift
-# make dist    builds target/dist/hotlift, smaller and slower to build, and in target/share its manual pages and shell completions
+# make build   builds hotlift and hotlift-bench in target/release
+# make dist    builds both in target/dist, smaller and slower to build, and their manual pages and completions in target/share
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all but the next
 # make test-long  what takes its time: random faults, fuzz targets, packages in a clean Debian 12, paths of QEMU's own test
@@ -17,7 +17,7 @@
 #                back fifty times (root, KVM; ten minutes); 'make test' has all but the fifty
 # make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
 # make bench   measures beside QEMU 10.0, and 'compress' beside 7.2 (root; 20 minutes)
-# make bench-suites  the full run of a machine by 'hotlift bench': the published tables, beside QEMU, by bandwidth
+# make bench-suites  the full run of a machine by 'hotlift-bench': the published tables, beside QEMU, by bandwidth
 #                (root; three quarters of an hour)
 # make bench-relay   measures QEMU to QEMU over limited links, straight and through relays (root; three quarters of an hour)
 # make bench-auto    measures method auto beside the fixed ones: links that change, fills, neighbours, writing guests,
@@ -71,7 +71,7 @@ JOBS = 2
 REPEATS = 3
 FILL = $(or $(wildcard ../shared/silesia),generated)
 OUT = bench/results/$(shell date -u +%F)-$(RESULTS)
-BENCH = target/dist/hotlift bench --out $(OUT) --fill $(FILL)
+BENCH = target/dist/hotlift-bench --out $(OUT) --fill $(FILL)
 QEMU = $$(scripts/qemu-10.0)/qemu-system-x86_64
 QEMU_7 = /usr/bin/qemu-system-x86_64
 
@@ -93,6 +93,7 @@ dist:
 	@scripts/install-packages $(BUILD_PACKAGES)
 	cargo build --profile dist --locked
 	target/dist/hotlift manual target/share
+	target/dist/hotlift-bench --manual target/share
 
 deb: dist
 	@scripts/install-packages $(PACKAGE_PACKAGES)
@@ -186,7 +187,7 @@ bench: dist
 	$(PAIRS)
 	-$(BENCH) --method compress --level 1 --ram 2G --zero-share 0.1 --repeats $(REPEATS) --with-qemu $(QEMU_7)
 	-$(BENCH) --method qpl,uadk,qatzip,lz4 --ram 2G --zero-share 0.1 --repeats $(REPEATS)
-	target/dist/hotlift bench --kept $(OUT)/runs.jsonl
+	target/dist/hotlift-bench --kept $(OUT)/runs.jsonl
 
 # 'compress' is in 7.2, and in 2.11 as it was before its rework.
 bench-suites: RESULTS = suites
@@ -197,7 +198,7 @@ bench-suites: dist
 	-$(BENCH) --suite legacy-rework --ram 1G --rate 2000 --repeats 1 --with-qemu $$(scripts/qemu-2.11)/qemu-system-x86_64
 	$(PAIRS)
 	-$(BENCH) --method none,lz4,zstd,zlib,qatzip --max-bandwidth 25M,62M,125M,312M,625M,0 --ram 512M --zero-share 0.1 --repeats $(REPEATS)
-	target/dist/hotlift bench --kept $(OUT)/runs.jsonl
+	target/dist/hotlift-bench --kept $(OUT)/runs.jsonl
 
 # Without a limit on the link, QEMU's default of 300 ms would let it stop the guest with some 400 MB left.
 RELAYS = $(BENCH) --relays --ram 2G --zero-share 0.1 --repeats $(REPEATS) --with-qemu $(QEMU)
@@ -208,7 +209,7 @@ bench-relay: dist
 	-$(RELAYS) --link 1gbit --method none,zlib,zstd
 	-$(RELAYS) --method none --with downtime-limit=10
 	-$(RELAYS) --method none --with downtime-limit=10 --workload random --rate 1000 --working-set 64M
-	target/dist/hotlift bench --kept $(OUT)/runs.jsonl
+	target/dist/hotlift-bench --kept $(OUT)/runs.jsonl
 
 # Without an image of a Linux guest the rows of it are left out.
 bench-auto: RESULTS = auto
@@ -218,7 +219,7 @@ bench-auto: dist
 	-$(BENCH),$$(scripts/linux-guest-ram || echo generated) --suite auto --repeats $(REPEATS)
 	-$(RELAYS) --link 200mbit --method none,lz4,zlib,zstd,auto
 	-$(RELAYS) --link 1gbit --method none,lz4,zlib,zstd,auto
-	target/dist/hotlift bench --kept $(OUT)/runs.jsonl
+	target/dist/hotlift-bench --kept $(OUT)/runs.jsonl
 
 # RAM sizes; the saved VMs of one take 2.7 times as much on the disk.
 RAM = 512M,2G,8G

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Says where the CPU time of migrations goes, thread by thread, by sampling `hotlift bench` with perf.
+"""Says where the CPU time of migrations goes, thread by thread, by sampling `hotlift-bench` with perf.
 
     sudo bench/breakdown.py --symbols -- --method none --ram 2G --zero-share 0.1 --fill FOLDER --with-qemu QEMU
 
-What stands behind -- are flags of `hotlift bench`; each cell runs once. A thread's CPU seconds are those of the run's
-record; perf has their shares. It slows the run: take shares from here, and times from `hotlift bench`. cpu-clock is the
+What stands behind -- are flags of `hotlift-bench`; each cell runs once. A thread's CPU seconds are those of the run's
+record; perf has their shares. It slows the run: take shares from here, and times from `hotlift-bench`. cpu-clock is the
 event: it needs no hardware counters, which virtual machines often lack. Needs `perf` (linux-perf).
 """
 
@@ -71,11 +71,11 @@ def samples(data):
             yield int(found[2]), found[1], stack
 
 
-def measure(hotlift, flags, data):
+def measure(bench, flags, data):
     """The records of the runs that completed, in their order."""
     with tempfile.TemporaryDirectory(prefix="hotlift-breakdown-") as out:
         perf = ["perf", "record", "-q", "-e", "cpu-clock", "-F", str(RATE_HZ), "-g", "-o", data, "--"]
-        subprocess.run([*perf, hotlift, "bench", "--repeats", "1", "--out", out, *flags], check=True)
+        subprocess.run([*perf, bench, "--repeats", "1", "--out", out, *flags], check=True)
         lines = (Path(out) / "runs.jsonl").read_text().splitlines()
     return [run for run in map(json.loads, lines) if "completed" in run["outcome"]]
 
@@ -151,14 +151,14 @@ def line(label, kinds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/dist/hotlift"))
+    parser.add_argument("--bench", metavar="BINARY", default=str(HERE.parent / "target/dist/hotlift-bench"))
     parser.add_argument("--symbols", type=int, nargs="?", const=15, default=0, help="also the N hottest (15)")
     parser.add_argument("--keep", metavar="FILE", help="keep perf's data there, for perf report")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of hotlift bench, behind --")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of hotlift-bench, behind --")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hotlift-breakdown-") as folder:
         data = args.keep or f"{folder}/perf.data"
-        runs = measure(args.hotlift, args.flags, data)
+        runs = measure(args.bench, args.flags, data)
         found = of_runs(list(samples(data)), runs)
     for index, run in enumerate(runs):
         table(index, run, found, args.symbols)

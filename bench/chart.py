@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws kept runs of `hotlift bench --with-qemu` as one SVG: CPU per GiB of both ends, by method, QEMU beside Hotlift.
+"""Draws kept runs of `hotlift-bench --with-qemu` as one SVG: CPU per GiB of both ends, by method, QEMU beside Hotlift.
 
     bench/chart.py bench/results/2026-11-23-suites/runs.jsonl > docs/cpu-per-gib.svg
 """

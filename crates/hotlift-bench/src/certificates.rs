@@ -35,7 +35,7 @@ impl Certificates {
             source,
         };
         let folder = TempDir::with_prefix("hotlift-certs-").map_err(failed)?;
-        for words in [["init", "--name=hotlift bench"], ["host", NAME]] {
+        for words in [["init", "--name=hotlift-bench"], ["host", NAME]] {
             let made = Command::new(hotlift)
                 .arg("certs")
                 .args(words)

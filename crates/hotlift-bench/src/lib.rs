@@ -1,7 +1,8 @@
-//! `hotlift bench`: migrations in many settings, in turn, kept as records.
+//! `hotlift-bench`: migrations in many settings, in turn, kept as records.
 //!
 //! | file | subject |
 //! |---|---|
+//! | `command` | the `hotlift` that is measured |
 //! | `certificates` | certificates for runs over TLS |
 //! | `cell`, `matrix` | a setting, and every combination of what was asked for |
 //! | `runner`, `journal` | runs them in random order; keeps each as it ends |
@@ -23,6 +24,7 @@ mod best_fixed;
 mod built_in;
 mod cell;
 mod certificates;
+mod command;
 mod during;
 pub mod error;
 mod figures;
@@ -61,6 +63,7 @@ use hotlift_vmm::layout::MAX_VCPUS;
 use crate::error::BenchError;
 use cell::Cell;
 use certificates::Certificates;
+use command::Hotlift;
 use joined::Joined;
 use journal::Journal;
 use link::Link;
@@ -76,7 +79,7 @@ const OUT: &str = "hotlift-bench";
 /// RAM of the matrix's guests, if none is given.
 const RAM: u64 = 1 << 30;
 
-/// Flags of `bench`.
+/// Flags of the program.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
     /// Reproduce a published table instead of the matrix, or all of them; or run a table of our own
@@ -97,16 +100,19 @@ pub struct BenchArgs {
     /// Say which cells there are and what memory they need, and run none
     #[arg(long)]
     dry_run: bool,
+    /// Measure this command [default: hotlift in the folder of this program, else on PATH]
+    #[arg(long, value_name = "PATH", hide_short_help = true)]
+    hotlift: Option<PathBuf>,
     /// Have this QEMU do the same work in the same run
     #[arg(long, value_name = "PATH", conflicts_with = "to")]
     with_qemu: Option<PathBuf>,
     /// Have QEMUs migrate through two relays, too, which use the method instead of them
     #[arg(long, requires = "with_qemu", conflicts_with = "suite")]
     relays: bool,
-    /// Migrate to the host where 'hotlift bench --serve' waits: tcp:HOST:PORT
+    /// Migrate to the host where 'hotlift-bench --serve' waits: tcp:HOST:PORT
     #[arg(long, value_name = "URI", value_parser = Address::of_peer)]
     to: Option<Address>,
-    /// Be the other host: take the guests of 'hotlift bench --to', until Ctrl-C
+    /// Be the other host: take the guests of 'hotlift-bench --to', until Ctrl-C
     #[arg(long, value_name = "URI", conflicts_with_all = ["to", "suite", "with_qemu", "link"])]
     serve: Option<Address>,
     /// Print the tables of kept runs, write their report into the folder of --out, and run nothing;
@@ -160,9 +166,9 @@ fn say(text: impl std::fmt::Display) -> Result<(), BenchError> {
     Ok(output::result(&text.to_string()).map_err(TerminalError::Output)?)
 }
 
-/// Says `text` on standard error, as every warning of the command is said; nobody may read it any more.
+/// Says `text` on standard error, as every warning of the program is said; nobody may read it any more.
 fn warn(text: impl std::fmt::Display) {
-    complain!("hotlift: {text}");
+    complain!("hotlift-bench: {text}");
 }
 
 /// Runs the command.
@@ -171,12 +177,9 @@ fn warn(text: impl std::fmt::Display) {
 /// If it cannot be run, or not to its end; or if runs have failed.
 pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     let interrupt = Interrupt::catch()?;
-    let program = std::env::current_exe().map_err(|source| ConsoleError::Process {
-        what: "hotlift guest run",
-        source,
-    })?;
     if let Some(at) = &args.serve {
-        return remote_host::serve(at, &program, &args.security, &interrupt);
+        let hotlift = Hotlift::find(args.hotlift.as_deref())?;
+        return remote_host::serve(at, &hotlift.path, &args.security, &interrupt);
     }
     if !args.kept.is_empty() {
         return show_kept(&args.kept, args.out.as_deref());
@@ -200,16 +203,17 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
         let all: Vec<Cell> = parts.into_iter().flat_map(|(_, cells)| cells).collect();
         return dry_run(args, &all, remote.is_none());
     }
+    let hotlift = Hotlift::find(args.hotlift.as_deref())?;
     let out = args.out.as_deref().unwrap_or(Path::new(OUT));
     let any = |wants: fn(&Cell) -> bool| parts.iter().any(|(_, cells)| cells.iter().any(wants));
     let joined = any(|cell| cell.link.is_some())
         .then(Joined::make)
         .transpose()?;
     let certificates = any(|cell| certificates::wants(&cell.migration))
-        .then(|| Certificates::make(&program))
+        .then(|| Certificates::make(&hotlift.path))
         .transpose()?;
     let mut bench = Bench {
-        program,
+        hotlift,
         suite: String::new(),
         seed: args.seed,
         repeats: args.repeats,
@@ -407,10 +411,4 @@ fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), BenchError> 
         }
         .into()),
     }
-}
-
-/// Heads of the columns of figures, those of suites among them.
-pub fn figure_names() -> impl Iterator<Item = &'static str> {
-    let names = figures::ALL.iter().map(|figure| figure.name);
-    names.chain(suite::column_names())
 }

@@ -19,7 +19,7 @@ use super::link::Link;
 pub struct Record {
     /// "matrix", or the name of the suite.
     pub suite: String,
-    /// Names the call of `hotlift bench` that this run belongs to; runs of one series were interleaved.
+    /// Names the call of `hotlift-bench` that this run belongs to; runs of one series were interleaved.
     pub series: String,
     /// Number of the run in its series, from 1, in the order in which they ran.
     pub number: u32,
@@ -343,7 +343,7 @@ pub mod tests {
                 kernel: "6.18".to_owned(),
                 load: 0.5,
                 versions: BTreeMap::from([("hotlift".to_owned(), "0.1.0".to_owned())]),
-                command: vec!["hotlift".to_owned(), "bench".to_owned()],
+                command: vec!["hotlift-bench".to_owned()],
                 destination: None,
                 cipher: None,
             },

@@ -1,7 +1,7 @@
-//! The destination on another host: `hotlift bench --serve` there starts a guest for each run here.
+//! The destination on another host: `hotlift-bench --serve` there starts a guest for each run here.
 //!
 //! ```text
-//! bench --to                 bench --serve
+//! hotlift-bench --to         hotlift-bench --serve
 //! wanted           ---->     starts 'guest run --incoming' with settings that it has checked itself
 //!                  <----     the events of that process, a line each
 //! ```
@@ -54,7 +54,7 @@ impl Wish for Wanted {
     const ROLE: &'static str = "bench";
 }
 
-/// Where `hotlift bench --serve` is.
+/// Where `hotlift-bench --serve` is.
 #[derive(Debug, Clone)]
 pub struct RemoteHost {
     address: Address,
@@ -176,7 +176,7 @@ pub fn serve(
         return Err(SharedError::OnlyTcp { flag: "--serve" }.into());
     };
     super::say(format!(
-        "waiting for 'hotlift bench --to tcp:HOST:{port}'; Ctrl-C ends it"
+        "waiting for 'hotlift-bench --to tcp:HOST:{port}'; Ctrl-C ends it"
     ))?;
     let complain = |why: &str| super::warn(why);
     let mut callers = Callers::new(&listener, tls, &complain).map_err(failed)?;

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
-use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use hotlift_command::events::Moment;
@@ -14,6 +13,7 @@ use hotlift_terminal::signals::Interrupt;
 use super::built_in;
 use super::cell::Cell;
 use super::certificates::{self, Certificates};
+use super::command::Hotlift;
 use super::during::During;
 use super::joined::Joined;
 use super::journal::Journal;
@@ -27,7 +27,7 @@ use crate::error::BenchError;
 /// What all runs of one call have in common.
 pub struct Bench<'a> {
     /// The `hotlift` that is measured.
-    pub program: PathBuf,
+    pub hotlift: Hotlift,
     /// "matrix", or the suite.
     pub suite: String,
     /// Start of the random order.
@@ -109,8 +109,7 @@ impl Bench<'_> {
     }
 
     fn machine(&self, cell: &Cell) -> Machine {
-        let mut versions =
-            BTreeMap::from([("hotlift".to_owned(), env!("CARGO_PKG_VERSION").to_owned())]);
+        let mut versions = BTreeMap::from([("hotlift".to_owned(), self.hotlift.version.clone())]);
         if cell.engine != Engine::Hotlift
             && let Some(program) = &self.qemu
         {
@@ -140,7 +139,7 @@ impl Bench<'_> {
     /// Where the two sides of `cell` are.
     fn place(&self, cell: &Cell) -> Place {
         let joined = self.joined.as_ref().filter(|_| cell.link.is_some());
-        let program = self.program.clone();
+        let program = self.hotlift.path.clone();
         Place {
             security: self.security.clone(),
             ..match joined {

@@ -46,7 +46,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     let migrations = settings(&args.migration)?;
     args.guest.check()?;
     args.guest.check_fill()?;
-    let program = std::env::current_exe().map_err(|source| ConsoleError::Process {
+    let program = std::env::current_exe().map_err(|source| TerminalError::Process {
         what: "hotlift guest run",
         source,
     })?;

@@ -12,7 +12,6 @@ use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
 use hotlift_agent::error::AgentError;
 use hotlift_agent::values::Ports;
-use hotlift_bench::error::BenchError;
 use hotlift_command::error::SharedError;
 use hotlift_host::accel::AccelError;
 use hotlift_host::error::HostError;
@@ -105,8 +104,6 @@ pub enum CommandError {
     Accel(#[from] AccelError),
     #[error(transparent)]
     Certs(#[from] CertsError),
-    #[error(transparent)]
-    Bench(BenchError),
     #[error("relay failed")]
     Relay(#[source] MigrationError),
     #[error("QEMU at the destination has taken the guest, and has failed since: {reason}")]
@@ -509,17 +506,6 @@ impl From<QemuError> for CommandError {
             QemuError::Terminal(error) => Self::Terminal(error),
             QemuError::Address(error) => Self::Address(error),
             error => Self::Qemu(error),
-        }
-    }
-}
-
-impl From<BenchError> for CommandError {
-    fn from(error: BenchError) -> Self {
-        match error {
-            BenchError::Terminal(error) => Self::Terminal(error),
-            BenchError::Shared(error) => error.into(),
-            BenchError::Qemu(error) => error.into(),
-            error => Self::Bench(error),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `hotlift guest run`: one built-in guest in this process; by hand, or as a child of `demo` or `bench`.
+//! `hotlift guest run`: one built-in guest in this process; by hand, or as a child of `demo` or `hotlift-bench`.
 
 use std::path::PathBuf;
 use std::sync::Arc;

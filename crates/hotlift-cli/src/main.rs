@@ -36,7 +36,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use hotlift_command::manual;
-use hotlift_command::program::Program;
+use hotlift_command::program::{Program, USAGE};
 use hotlift_terminal::output;
 
 use crate::error::CommandError;
@@ -56,18 +56,6 @@ enum Command {
     /// Without flags: once with each page compression method. A flag that chooses a method makes it
     /// one migration with the settings given.
     Demo(demo::DemoArgs),
-    /// Migrate in many settings, in turn, and compare; with a real QEMU, to another host, over a limited link
-    ///
-    /// Every combination of what is listed runs in random order, several times; each run is kept in
-    /// DIR/runs.jsonl as it ends. Ctrl-C keeps what is done. A setting that fails costs a line.
-    ///
-    ///   hotlift bench --method none,zstd --channels 2,4 --workload idle,random
-    ///
-    ///   hotlift bench --suite iaa --fill /data/silesia --with-qemu /usr/bin/qemu-system-x86_64
-    ///
-    ///   hotlift bench --serve tcp::4444     and on another host     hotlift bench --to tcp:HOST:4444
-    #[command(verbatim_doc_comment)]
-    Bench(Box<hotlift_bench::BenchArgs>),
     /// Work with one built-in guest
     #[command(subcommand)]
     Guest(GuestCommand),
@@ -261,10 +249,15 @@ const FIRST: [&str; 9] = [
 
 fn main() -> ExitCode {
     let program = Program::start(Cli::command()).with_first(&FIRST);
+    if program.first_word().is_some_and(|word| word == "bench") {
+        // Before clap reads it: a hidden subcommand would be in the completions, and answer '--help'.
+        program.warn("bench is a program of its own: hotlift-bench, from the package of that name");
+        output::finish();
+        return ExitCode::from(USAGE);
+    }
     let command = program.read::<Cli>().command;
     let outcome = match command {
         Command::Demo(args) => demo::run(&args),
-        Command::Bench(args) => hotlift_bench::run(&args).map_err(CommandError::from),
         Command::Guest(GuestCommand::Run(args)) => guest_run::run(&args),
         Command::Migrate(args) => migrate::run(&args),
         Command::Drain(args) => drain::run(&args),

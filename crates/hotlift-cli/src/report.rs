@@ -512,15 +512,6 @@ mod tests {
     }
 
     #[test]
-    fn every_column_that_may_go_is_one_of_the_result_tables() {
-        let figures = hotlift_bench::figure_names();
-        let known: Vec<&str> = RESULTS.iter().copied().chain(figures).collect();
-        for name in width::DISPENSABLE {
-            assert!(known.contains(name), "{name}");
-        }
-    }
-
-    #[test]
     fn a_run_that_was_interrupted_shows_what_was_measured_and_no_zeros_for_the_rest() {
         let mut one = run(&[]);
         one.interrupted(&Moment {

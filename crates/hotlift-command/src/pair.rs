@@ -1,4 +1,4 @@
-//! One migration of the built-in guest between two `guest run` processes: what `demo` and `bench` repeat.
+//! One migration of the built-in guest between two `guest run` processes: what `demo` and `hotlift-bench` repeat.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};

@@ -127,7 +127,7 @@ impl Drop for Running {
 /// Returns the lines in which a program reports why it failed.
 #[must_use]
 pub fn errors(said: &[String]) -> Vec<&String> {
-    let starts = ["hotlift: ", "error: "];
+    let starts = ["hotlift: ", "hotlift-bench: ", "error: "];
     said.iter()
         .filter(|line| starts.iter().any(|start| line.starts_with(start)))
         .collect()

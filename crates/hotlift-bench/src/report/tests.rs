@@ -102,7 +102,7 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
         "200 Mbit/s",
         "a CPU, 2 cores",
         "25 % zero (never touched)",
-        "hotlift bench",
+        "hotlift-bench",
     ] {
         assert!(html.contains(words), "{words}");
     }

@@ -82,13 +82,6 @@ pub fn find(name: &str) -> Result<&'static Suite, String> {
     })
 }
 
-/// Heads of the columns of figures that suites show.
-pub fn column_names() -> impl Iterator<Item = &'static str> {
-    let of_rows = columns::ALL.iter().map(|column| column.name);
-    let of_threads = counts::COUNTS.iter().map(|(name, _)| *name);
-    of_rows.chain(of_threads).chain([threads::BY_QEMU])
-}
-
 /// Records that one table can show, each in the order in which it came first: of one suite, machine and
 /// work.
 pub fn split(records: &[Record]) -> Vec<Vec<Record>> {

@@ -1,6 +1,8 @@
 use clap::Parser;
+use hotlift_terminal::width;
 
 use super::*;
+use crate::figures;
 use crate::record::tests::example;
 
 #[derive(Parser)]
@@ -19,6 +21,18 @@ pub fn cells(suite: &Suite, flags: &[&str]) -> Vec<Cell> {
     let line = Line::parse_from(["t", "--guest=threads"].iter().chain(flags));
     let base = Base::parse_from(["t", "--ram=64M"]).guest;
     suite.cells(&base, &line.matrix).unwrap()
+}
+
+#[test]
+fn every_column_that_may_go_is_one_of_the_result_tables() {
+    let of_runs = figures::ALL.iter().map(|figure| figure.name);
+    let of_rows = columns::ALL.iter().map(|column| column.name);
+    let of_threads = counts::COUNTS.iter().map(|(name, _)| *name);
+    let known = of_runs.chain(of_rows).chain(of_threads);
+    let known: Vec<&str> = known.chain([threads::BY_QEMU]).collect();
+    for name in width::DISPENSABLE {
+        assert!(known.contains(name), "{name}");
+    }
 }
 
 #[test]

@@ -189,7 +189,6 @@ fn a_pause_that_nobody_could_end_is_refused() {
             "--pause-before-switchover=on",
         ][..],
         &["demo", "--pause-before-switchover=on"],
-        &["bench", "--with=pause-before-switchover=off,on"],
     ] {
         let (status, said) = Hotlift::start(args).wait();
         assert_eq!(status.code(), Some(2), "{args:?}: {said:?}");

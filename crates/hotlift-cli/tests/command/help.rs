@@ -68,6 +68,23 @@ fn short_help_is_short_and_says_that_there_is_more() {
 }
 
 #[test]
+fn bench_answers_that_it_is_a_program_of_its_own() {
+    for flag in ["--method=none", "--help"] {
+        let (status, said) = Hotlift::start(&["bench", flag]).wait();
+        assert_eq!(status.code(), Some(2), "{said:?}");
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(said[0].contains("hotlift-bench"), "{said:?}");
+    }
+    let listed = help(&[], "--help");
+    assert!(
+        !listed
+            .iter()
+            .any(|line| line.trim_start().starts_with("bench")),
+        "{listed:?}"
+    );
+}
+
+#[test]
 fn every_option_that_is_not_a_commands_is_refused_with_what_to_do_instead() {
     for (command, role) in COMMANDS {
         for option in OPTIONS {

@@ -10,7 +10,6 @@ mod accel;
 mod accelerated;
 mod advise;
 mod agent;
-mod bench;
 mod certs;
 mod demo;
 mod drain;

@@ -5,7 +5,7 @@
 //! | in a handshake, at any door | always | `HANDSHAKES` | `places.rs` |
 //! | of a migration, at its destination or relay | as its options say | `CHANNELS` | `handshake-timeout` |
 //! | that were told an outcome | as their migration | `CONFIRMATIONS` | `CONFIRMATION` |
-//! | callers of `serve`, `bench --serve` and an agent | as the options say; an agent: always | `CALLERS` | `HELLO` |
+//! | callers of `serve`, `hotlift-bench --serve` and an agent | as the options say; an agent: always | `CALLERS` | `HELLO` |
 //! | of this host's QEMUs, redirected to its agent | never: the agent adds it | `REDIRECTED` | `SILENCE` |
 //! | from one door to the next | as at the first door | `QUEUED` | the migration's |
 //! | that may be a QEMU's preempt channel | as their migration | `CANDIDATES` | the migration's |

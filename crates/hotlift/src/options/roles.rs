@@ -6,7 +6,7 @@ use super::{OptionInfo, Options};
 /// Who migrates, as far as options go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Both ends of a built-in guest's migration, without a monitor: `demo` and `bench`.
+    /// Both ends of a built-in guest's migration, without a monitor: `demo` and `hotlift-bench`.
     Pair,
     /// One built-in guest, with a monitor if that is asked for: `guest run`.
     Guest,

@@ -1,21 +1,25 @@
-//! `hotlift bench`, as a user runs it: small, and never for speed.
+//! `hotlift-bench`, as a user runs it: small, and never for speed.
 
 use std::path::Path;
 use std::process::Command;
 
 use hotlift_testkit::qemu::{self, Release};
+use hotlift_testkit::running::{Running, errors};
 use serde_json::Value;
 
-use crate::hotlift::{Hotlift, Running, errors};
+/// The program. It finds the `hotlift` beside it, which `cargo test --workspace` builds.
+const PROGRAM: &str = env!("CARGO_BIN_EXE_hotlift-bench");
 
 /// The smallest work that has more than one round.
-const SMALL: &[&str] = &["bench", "--ram=32M", "--guest=threads", "--working-set=4M"];
+const SMALL: &[&str] = &["--ram=32M", "--guest=threads", "--working-set=4M"];
 
 /// A bench of [`SMALL`] with more flags, whose runs are kept in `folder`.
 fn bench(folder: &Path, flags: &[&str]) -> Running {
+    let hotlift = Path::new(PROGRAM).with_file_name("hotlift");
+    assert!(hotlift.exists(), "first: cargo build --package hotlift-cli");
     let out = format!("--out={}", folder.display());
     let flags: Vec<&str> = SMALL.iter().chain(flags).copied().chain([&*out]).collect();
-    Hotlift::start(&flags)
+    Running::start(PROGRAM, &flags, &[])
 }
 
 /// The kept runs; panics if a line is not whole.
@@ -141,12 +145,92 @@ fn a_matrix_runs_every_cell_as_often_as_asked_and_its_figures_add_up() {
     std::fs::remove_file(&report).unwrap();
     let file = format!("--kept={}", folder.path().join("runs.jsonl").display());
     let out = format!("--out={}", folder.path().display());
-    let (status, again) = Hotlift::start(&["bench", &file, &out]).wait();
+    let (status, again) = Running::start(PROGRAM, &[&file, &out], &[]).wait();
     assert!(status.success());
     for line in &again {
         assert!(said.contains(line.as_str()), "{line} is not in\n{said}");
     }
     assert!(std::fs::read(&report).unwrap() == first);
+}
+
+#[test]
+fn the_command_is_found_beside_the_program_or_on_path_or_by_its_flag() {
+    let folder = tempfile::tempdir().unwrap();
+    let alone = folder.path().join("hotlift-bench");
+    std::fs::copy(PROGRAM, &alone).unwrap();
+    let out = format!("--out={}", folder.path().join("out").display());
+    let start = |flags: &[&str], path: &str| {
+        let flags = [SMALL, &["--method=none", "--repeats=1", &out], flags].concat();
+        Running::start(alone.to_str().unwrap(), &flags, &[("PATH", path)]).wait()
+    };
+    let (status, said) = start(&[], "/nonexistent");
+    assert_eq!(status.code(), Some(1), "{said:?}");
+    let why = errors(&said);
+    assert!(why[0].contains("no program 'hotlift'"), "{why:?}");
+    assert!(why[1].contains("--hotlift PATH"), "{why:?}");
+    for (flag, problem) in [
+        (
+            "--hotlift=/nonexistent",
+            "cannot run /nonexistent: No such file",
+        ),
+        (
+            "--hotlift=/bin/true",
+            "/bin/true does not print the version",
+        ),
+    ] {
+        let (status, said) = start(&[flag], "/nonexistent");
+        assert_eq!(status.code(), Some(1), "{said:?}");
+        assert!(errors(&said)[0].contains(problem), "{said:?}");
+    }
+    let beside = Path::new(PROGRAM).parent().unwrap().to_str().unwrap();
+    let by_flag = format!("--hotlift={beside}/hotlift");
+    for (flags, path) in [(&[][..], beside), (&[&*by_flag], "/nonexistent")] {
+        let (status, said) = start(flags, path);
+        assert!(status.success(), "{said:#?}");
+    }
+}
+
+#[test]
+fn help_has_every_flag_and_the_manual_page_and_completions_too() {
+    let (status, long) = Running::start(PROGRAM, &["--help"], &[]).wait();
+    assert!(status.success(), "{long:?}");
+    let (_, short) = Running::start(PROGRAM, &["-h"], &[]).wait();
+    assert!(short.len() < long.len());
+    let more = |said: &[String]| said.iter().any(|line| line.contains("shows all options"));
+    assert!(more(&short) && !more(&long), "{short:#?}");
+    let folder = tempfile::tempdir().unwrap();
+    let manual = format!("--manual={}", folder.path().display());
+    let (status, said) = Running::start(PROGRAM, &[&manual], &[]).wait();
+    assert!(status.success() && said.is_empty(), "{said:?}");
+    let flags = long.iter().filter_map(|line| {
+        let flag = line.trim_start().strip_prefix("--")?;
+        flag.split([' ', '[']).next()
+    });
+    let flags: Vec<&str> = flags.collect();
+    assert!(flags.len() > 20 && !flags.contains(&"manual"), "{flags:?}");
+    for file in [
+        "man/man1/hotlift-bench.1",
+        "bash-completion/completions/hotlift-bench.bash",
+        "zsh/site-functions/_hotlift-bench",
+        "fish/vendor_completions.d/hotlift-bench.fish",
+    ] {
+        let text = std::fs::read_to_string(folder.path().join(file)).expect(file);
+        let text = text.replace("\\-", "-");
+        assert!(!text.contains("--manual"), "{file}");
+        for flag in &flags {
+            assert!(text.contains(flag), "{file}: {flag}");
+        }
+    }
+}
+
+#[test]
+fn a_pause_that_nobody_could_end_is_refused() {
+    let flag = "--with=pause-before-switchover=off,on";
+    let (status, said) = Running::start(PROGRAM, &[flag], &[]).wait();
+    assert_eq!(status.code(), Some(2), "{said:?}");
+    assert!(errors(&said)[0].contains("needs a monitor"), "{said:?}");
+    let help = "'hotlift-bench --help'";
+    assert!(said.iter().any(|line| line.contains(help)), "{said:?}");
 }
 
 #[test]
@@ -386,7 +470,7 @@ fn the_other_suites_run_small() {
 #[test]
 fn another_host_takes_the_guests_and_one_that_is_gone_costs_a_line() {
     let folder = tempfile::tempdir().unwrap();
-    let mut serve = Hotlift::start(&["bench", "--serve=tcp:127.0.0.1:0"]);
+    let mut serve = Running::start(PROGRAM, &["--serve=tcp:127.0.0.1:0"], &[]);
     let line = serve.wait_for("waiting for");
     let port = line
         .split(';')
@@ -406,7 +490,7 @@ fn another_host_takes_the_guests_and_one_that_is_gone_costs_a_line() {
     assert_eq!(status.code(), Some(1));
     let why = errors(&said);
     assert!(
-        why[0].contains("cannot reach 'hotlift bench --serve'"),
+        why[0].contains("cannot reach 'hotlift-bench --serve'"),
         "{why:?}"
     );
 }
