@@ -3,8 +3,8 @@
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all but the next
 # make test-long  what takes its time: random faults, fuzz targets, packages in a clean Debian 12, paths of QEMU's own test
-# make deb, make rpm   build, and leave a package in target/packages
-# make test-package    installs the .deb, of an unoptimised build, in a clean Debian 12, upgrades and purges it (root; two
+# make deb, make rpm   build, and leave the packages hotlift and hotlift-bench in target/packages
+# make test-package    installs the .debs, of an unoptimised build, in a clean Debian 12, upgrades and purges it (root; two
 #                minutes at first, one later; part of 'make test-long')
 # make campaign  runs 2,000 random faults on real migrations and counts what came of them (root; an hour; goes on
 #                where it was ended)
@@ -98,10 +98,12 @@ dist:
 deb: dist
 	@scripts/install-packages $(PACKAGE_PACKAGES)
 	packaging/debian/build target/dist/hotlift
+	packaging/debian/build target/dist/hotlift-bench
 
 rpm: dist
 	@scripts/install-packages $(PACKAGE_PACKAGES) rpm
 	packaging/rpm/build target/dist/hotlift
+	packaging/rpm/build target/dist/hotlift-bench
 
 # What cannot be fetched is said by the tests that need it: "skip: KEY: REASON".
 define FETCHED
