@@ -32,9 +32,9 @@ import time
 from pathlib import Path
 from statistics import median
 
-from restore_vm import MIB, VMM, write_ram
+from common import HOTLIFT, ROOT, add_guest_options, read_runs, size
+from restore_vm import VMM, write_ram
 
-ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("200mbit", "1gbit", "none")
 KINDS = ("plain", "agent", "relays", "domain", "drain", "all", "all-plain", "each", "idle")
 OF_DRAIN = ("drain", "all", "all-plain", "each")
@@ -293,28 +293,17 @@ def one(rig, kind, ram, link):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hotlift", type=Path, default=ROOT / "target/dist/hotlift")
+    parser.add_argument("--hotlift", type=Path, default=HOTLIFT)
     parser.add_argument("--ram", type=size, default=size("2G"), help="of the domain, or of all domains together")
     parser.add_argument("--domains", type=int, default=8, help="of a drain")
     parser.add_argument("--links", default=",".join(LINKS))
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--downtime-limit", type=int, default=30, help="ms")
-    of_guest(parser)
+    add_guest_options(parser, rate=200, working_set="16M")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", help="print the table of what was kept")
     return parser.parse_args()
-
-
-def of_guest(parser):
-    """The options that say what a guest does."""
-    parser.add_argument("--rate", type=int, default=200, help="pages a second that each guest writes")
-    parser.add_argument("--working-set", type=size, default=size("16M"), help="memory that it writes to")
-    parser.add_argument("--fill", type=Path, help="folder with the content of RAM")
-
-
-def size(text):
-    return int(text[:-1]) << {"M": 20, "G": 30}[text[-1]]
 
 
 def table(runs):
@@ -340,7 +329,7 @@ def table(runs):
 def main():
     arguments = parse()
     if arguments.table:
-        return print(table([json.loads(line) for path in arguments.table for line in open(path)]))
+        return print(table(read_runs(*arguments.table)))
     arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.hotlift = arguments.hotlift.resolve()
     failed = 0

@@ -9,14 +9,14 @@ event: it needs no hardware counters, which virtual machines often lack. Needs `
 """
 
 import argparse
-import json
 import re
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from common import ROOT, read_runs
+
 ENDS = ("source", "destination")
 LEAST_SHOWN_S = 0.002
 # Odd, so that it does not step along with a 250 or 1000 Hz tick.
@@ -76,8 +76,7 @@ def measure(bench, flags, data):
     with tempfile.TemporaryDirectory(prefix="hotlift-breakdown-") as out:
         perf = ["perf", "record", "-q", "-e", "cpu-clock", "-F", str(RATE_HZ), "-g", "-o", data, "--"]
         subprocess.run([*perf, bench, "--repeats", "1", "--out", out, *flags], check=True)
-        lines = (Path(out) / "runs.jsonl").read_text().splitlines()
-    return [run for run in map(json.loads, lines) if "completed" in run["outcome"]]
+        return [run for run in read_runs(Path(out) / "runs.jsonl") if "completed" in run["outcome"]]
 
 
 def names(run):
@@ -151,7 +150,7 @@ def line(label, kinds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bench", metavar="BINARY", default=str(HERE.parent / "target/dist/hotlift-bench"))
+    parser.add_argument("--bench", metavar="BINARY", default=str(ROOT / "target/dist/hotlift-bench"))
     parser.add_argument("--symbols", type=int, nargs="?", const=15, default=0, help="also the N hottest (15)")
     parser.add_argument("--keep", metavar="FILE", help="keep perf's data there, for perf report")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of hotlift-bench, behind --")

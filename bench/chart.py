@@ -4,10 +4,10 @@
     bench/chart.py bench/results/2026-11-23-suites/runs.jsonl > docs/cpu-per-gib.svg
 """
 
-import json
 import sys
 from statistics import median
 
+from common import read_runs
 from picture import WIDTH, frame, text
 
 METHODS = ("none", "zstd", "zlib")
@@ -20,7 +20,7 @@ LEFT, RIGHT, BAR, GAP, GROUP, TOP = 150, 150, 20, 4, 26, 66
 
 
 def main():
-    runs = [json.loads(line) for path in sys.argv[1:] for line in open(path)]
+    runs = read_runs(*sys.argv[1:])
     runs = [run for run in runs if run["suite"] == "matrix" and "completed" in run["outcome"]]
     beside_qemu = {run["series"] for run in runs if run["row"]["engine"] == "qemu"}
     runs = [run for run in runs if run["series"] in beside_qemu and has_content(run["row"])]

@@ -4,11 +4,11 @@
     bench/envelope.py bench/results/2026-11-24-auto/runs.jsonl > docs/auto.svg
 """
 
-import json
 import math
 import sys
 from statistics import median
 
+from common import read_runs
 from picture import WIDTH, curves, frame, level, text
 
 # In the order of the legend; readable on white and on GitHub's dark background.
@@ -20,13 +20,12 @@ SECONDS = (0.3, 20)
 
 def main():
     times = {}
-    for path in sys.argv[1:]:
-        for run in map(json.loads, open(path)):
-            row = run["row"]
-            method = row["method"] + (f" {row['level']}" if row.get("level") else "")
-            if is_of_the_picture(row) and method in METHODS and "completed" in run["outcome"]:
-                seconds = run["outcome"]["completed"]["source"]["total_ms"] / 1e3
-                times.setdefault((method, row["link"]), []).append(seconds)
+    for run in read_runs(*sys.argv[1:]):
+        row = run["row"]
+        method = row["method"] + (f" {row['level']}" if row.get("level") else "")
+        if is_of_the_picture(row) and method in METHODS and "completed" in run["outcome"]:
+            seconds = run["outcome"]["completed"]["source"]["total_ms"] / 1e3
+            times.setdefault((method, row["link"]), []).append(seconds)
     if not times:
         raise SystemExit(f"no run of 512 MiB, 90 % Silesia, in {sys.argv[1:]}")
     print(draw(times))

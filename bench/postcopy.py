@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 
 import restore_vm
-from restore import stamp
-from restore_vm import FULL_SPEED, MIB, Qemu, Rig
+from common import HOTLIFT, MIB, add_guest_options, read_runs, size, stamp
+from restore_vm import FULL_SPEED, Qemu, Rig
 
 WAYS = ("straight", "relays", "straight preempt", "relays preempt")
 
@@ -32,7 +32,7 @@ restore_vm.MACHINE = "pc-i440fx-10.0"
 def main():
     arguments = parse()
     if arguments.table:
-        return print(table([json.loads(line) for line in open(arguments.table)]))
+        return print(table(read_runs(arguments.table)))
     arguments.out.mkdir(parents=True, exist_ok=True)
     with open(arguments.out / "postcopy.jsonl", "a") as kept:
         for _ in range(arguments.repeats):
@@ -41,19 +41,16 @@ def main():
                     run = {"way": way, "ram_bytes": arguments.ram, **stamp(), **moved(arguments, Path(folder), way)}
                 print(json.dumps(run), file=kept, flush=True)
                 print(json.dumps(run), flush=True)
-    print(table([json.loads(line) for line in open(arguments.out / "postcopy.jsonl")]))
+    print(table(read_runs(arguments.out / "postcopy.jsonl")))
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    size = lambda text: int(float(text[:-1]) * {"M": MIB, "G": MIB << 10}[text[-1].upper()])
     parser.add_argument("--ram", type=size, default=1 << 30)
-    parser.add_argument("--working-set", type=size, default=64 * MIB)
-    parser.add_argument("--rate", type=int, default=FULL_SPEED, help="pages a second that the guest writes at most")
+    add_guest_options(parser, rate=FULL_SPEED, working_set="64M")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--fill", type=Path, help="folder of files, .zst or not; generated text if there is none")
     parser.add_argument("--qemu", type=Path, default="qemu-system-x86_64", help="10.1 or later")
-    parser.add_argument("--hotlift", type=Path, default="target/dist/hotlift")
+    parser.add_argument("--hotlift", type=Path, default=HOTLIFT)
     parser.add_argument("--out", type=Path, default=Path("hotlift-postcopy"))
     parser.add_argument("--table", type=Path, metavar="RUNS", help="print the table of kept runs")
     return parser.parse_args()

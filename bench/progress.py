@@ -5,9 +5,9 @@
 """
 
 import argparse
-import json
 from statistics import median
 
+from common import read_runs
 from picture import WIDTH, curves, frame, level, text
 
 # In the order of restore.py's table; readable on white and on GitHub's dark background.
@@ -24,7 +24,7 @@ def main():
     parser.add_argument("--gib", type=float, default=2)
     parser.add_argument("--cache", default="warm")
     arguments = parser.parse_args()
-    runs = [json.loads(line) for path in arguments.runs for line in open(path)]
+    runs = read_runs(*arguments.runs)
     is_of_it = lambda run: (run["kind"], run["ram_bytes"]) == ("restore", arguments.gib * GIB) and run["cache"] == arguments.cache
     runs = [run for run in runs if is_of_it(run) and "failed" not in run]
     if not runs:

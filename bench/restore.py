@@ -33,11 +33,11 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
-from restore_vm import FULL_SPEED, MIB, Counter, Rig, cpu_seconds, restore_content, source
+from common import HOTLIFT, MIB, add_guest_options, read_runs, size, stamp
+from restore_vm import FULL_SPEED, Counter, Rig, cpu_seconds, restore_content, source
 
 # The last one's file is the RAM itself: it is saved when nothing else is.
 WAYS = ("lazy", "lazy-11", "lazy-remote", "eager", "mapped-ram", "zstd", "raw")
@@ -50,7 +50,7 @@ WATCHED_S = 3
 def main():
     arguments = parse()
     if arguments.table:
-        runs = [json.loads(line) for path in arguments.table for line in open(path)]
+        runs = read_runs(*arguments.table)
         return print(table([run for run in runs if "failed" not in run and run["kind"] == "restore"]))
     arguments.out.mkdir(parents=True, exist_ok=True)
     failed = 0
@@ -66,19 +66,16 @@ def main():
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    size = lambda text: int(float(text[:-1]) * {"M": MIB, "G": MIB << 10}[text[-1].upper()])
     several = lambda of: lambda text: [of(word) for word in text.split(",")]
     parser.add_argument("--ram", type=several(size), default=[MIB << 9, MIB << 11, MIB << 13])
-    parser.add_argument("--working-set", type=size, default=64 * MIB)
-    parser.add_argument("--rate", type=int, default=FULL_SPEED, help="pages a second that the guest writes at most")
+    add_guest_options(parser, rate=FULL_SPEED, working_set="64M")
     parser.add_argument("--ways", type=several(str), default=WAYS, help=",".join(WAYS))
     parser.add_argument("--caches", type=several(str), default=CACHES, help=",".join(CACHES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--fill", type=Path, help="folder of files, .zst or not; generated text if there is none")
     parser.add_argument("--qemu", type=Path, default="qemu-system-x86_64")
     parser.add_argument("--newer-qemu", type=Path, help="10.1 or later, for way lazy-11, which is left out without")
-    parser.add_argument("--hotlift", type=Path, default="target/dist/hotlift")
+    parser.add_argument("--hotlift", type=Path, default=HOTLIFT)
     parser.add_argument("--files", type=Path, help="folder for the saved VMs, 2.7 times the RAM; a temporary one by default")
     parser.add_argument("--out", type=Path, default=Path("hotlift-restore"))
     parser.add_argument("--table", type=Path, nargs="+", metavar="RUNS", help="print the table of kept runs")
@@ -169,10 +166,6 @@ def set_cache(path, cache):
 def allocated(path):
     """A mapped-ram file has holes."""
     return os.stat(path).st_blocks * 512
-
-
-def stamp():
-    return {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "load": os.getloadavg()[0]}
 
 
 def versions(arguments):

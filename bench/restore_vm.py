@@ -11,9 +11,10 @@ import time
 from array import array
 from pathlib import Path
 
-MIB = 1 << 20
+from common import MIB, ROOT
+
 PAGE = 4096
-VMM = Path(__file__).resolve().parent.parent / "crates/hotlift-vmm"
+VMM = ROOT / "crates/hotlift-vmm"
 MACHINE = "pc-i440fx-7.2"
 PATIENCE_S = 600
 ZERO_SHARE = 0.1

@@ -28,8 +28,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
-import agent
-from agent import Rig, children
+from agent import Rig
+from common import HOTLIFT, add_guest_options, read_runs
 
 AT_ONCE = 2
 SAMPLE_S = 60
@@ -216,12 +216,12 @@ def table(samples):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hotlift", type=Path, default=agent.ROOT / "target/dist/hotlift")
+    parser.add_argument("--hotlift", type=Path, default=HOTLIFT)
     parser.add_argument("--hours", type=float, default=2)
     parser.add_argument("--domains", type=int, default=8)
     parser.add_argument("--rest", type=float, default=0, help="seconds between two migrations of a thread")
     parser.add_argument("--seed", type=int, default=1)
-    agent.of_guest(parser)
+    add_guest_options(parser, rate=200, working_set="16M")
     parser.add_argument("--out", type=Path, default=Path("hotlift-soak"))
     parser.add_argument("--table", type=Path, help="print the table of what was kept")
     parser.set_defaults(downtime_limit=300)
@@ -231,7 +231,7 @@ def parse():
 def main():
     arguments = parse()
     if arguments.table:
-        print(table([json.loads(line) for line in open(arguments.table)])[0])
+        print(table(read_runs(arguments.table))[0])
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.hotlift = arguments.hotlift.resolve()
@@ -246,8 +246,8 @@ def main():
                 soak.run()
         finally:
             rig.end()
-    said, leaks = table([json.loads(line) for line in open(arguments.out / "agents.jsonl")])
-    moves = [json.loads(line) for line in open(arguments.out / "migrations.jsonl")]
+    said, leaks = table(read_runs(arguments.out / "agents.jsonl"))
+    moves = read_runs(arguments.out / "migrations.jsonl")
     moved = sum(move["moved"] for move in moves)
     print(f"{said}\n\n{len(moves)} migrations, {sum(bool(move['fault']) for move in moves)} with a fault; {moved} moved; "
           f"{sum('settled' in move for move in moves)} were left paused, and resumed.")
