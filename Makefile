@@ -1,4 +1,4 @@
-# make build   builds hotlift and hotlift-bench in target/release
+# make build   builds hotlift in target/release
 # make dist    builds both in target/dist, smaller and slower to build, and their manual pages and completions in target/share
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all but the next
@@ -91,7 +91,7 @@ build:
 
 dist:
 	@scripts/install-packages $(BUILD_PACKAGES)
-	cargo build --profile dist --locked
+	cargo build --profile dist --locked --package hotlift-cli --package hotlift-bench
 	target/dist/hotlift manual target/share
 	target/dist/hotlift-bench --manual target/share
 

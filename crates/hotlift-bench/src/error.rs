@@ -102,9 +102,9 @@ impl BenchError {
     /// 1; 2 for a bad command line; 130 if a signal ended it.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Console(TerminalError::Interrupted)
-            | Self::Shared(SharedError::Console(TerminalError::Interrupted))
-            | Self::Qemu(QemuError::Console(TerminalError::Interrupted)) => ExitCode::from(130),
+            Self::Terminal(TerminalError::Interrupted)
+            | Self::Shared(SharedError::Terminal(TerminalError::Interrupted))
+            | Self::Qemu(QemuError::Terminal(TerminalError::Interrupted)) => ExitCode::from(130),
             _ if self.is_usage() => ExitCode::from(USAGE),
             _ => ExitCode::FAILURE,
         }

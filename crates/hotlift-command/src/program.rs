@@ -6,10 +6,10 @@ use std::path::Path;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, FromArgMatches};
 use hotlift::options::{OPTIONS, Role};
+use hotlift_methods::environment;
 use hotlift_terminal::error::{TerminalError, error_line};
 use hotlift_terminal::output::{self, complain};
 use hotlift_terminal::{signals, width};
-use hotlift_methods::environment;
 
 /// Ends the short help of a command that has more to show.
 const MORE: &str = "'--help' shows all options.";
@@ -183,9 +183,9 @@ fn columns() -> Option<usize> {
 /// are hidden from clap's list, so that this is for help and for reading the command line, not for manual pages.
 fn grouped(command: Command, first: &[&str]) -> Command {
     let place = |name: &str| first.iter().position(|first| *first == name);
-    let others = command.get_subcommands().filter(|subcommand| {
-        place(subcommand.get_name()).is_none() && !subcommand.is_hide_set()
-    });
+    let others = command
+        .get_subcommands()
+        .filter(|subcommand| place(subcommand.get_name()).is_none() && !subcommand.is_hide_set());
     // clap has one heading for all subcommands of a command.
     let mut list = Command::new("others")
         .help_template("{subcommands}")
