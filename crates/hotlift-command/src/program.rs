@@ -168,15 +168,10 @@ fn paragraphs(text: &str) -> String {
 /// `command` whose help fits the terminal of standard output by the measure of tables: clap's own takes no terminal that
 /// does not know its lines.
 fn fitted(command: Command) -> Command {
-    match columns() {
-        Some(columns) => command.term_width(columns),
+    match width::columns(rustix::stdio::stdout()) {
+        Some(columns) => command.term_width(columns.min(WIDEST)),
         None => command.max_term_width(WIDEST),
     }
-}
-
-/// Returns the columns of help on the terminal of standard output; `None` if it is none.
-fn columns() -> Option<usize> {
-    width::columns(rustix::stdio::stdout()).map(|columns| columns.min(WIDEST))
 }
 
 /// Returns `command` whose help has the subcommands `first`, in this order, and the others under a heading of their own. They
@@ -187,13 +182,12 @@ fn grouped(command: Command, first: &[&str]) -> Command {
         .get_subcommands()
         .filter(|subcommand| place(subcommand.get_name()).is_none() && !subcommand.is_hide_set());
     // clap has one heading for all subcommands of a command.
-    let mut list = Command::new("others")
+    let list = Command::new("others")
         .help_template("{subcommands}")
         .disable_help_subcommand(true)
         .disable_help_flag(true)
-        .term_width(columns().unwrap_or(WIDEST))
         .subcommands(others.cloned());
-    let list = list.render_help();
+    let list = fitted(list).render_help().to_string();
     let name = command.get_name().to_owned();
     command
         .mut_subcommands(|subcommand| match place(subcommand.get_name()) {
@@ -201,7 +195,8 @@ fn grouped(command: Command, first: &[&str]) -> Command {
             None => subcommand.hide(true),
         })
         .after_help(format!(
-            "More commands:\n{list}\n\n'{name} COMMAND --help' shows the options of a command."
+            "More commands:\n{}\n\n'{name} COMMAND --help' shows the options of a command.",
+            list.trim_end()
         ))
 }
 
