@@ -7,7 +7,6 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use hotlift_qmp::{Qemu, QmpAddress};
-use rustix::process::{Pid, setpriority_process};
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
@@ -257,9 +256,6 @@ pub fn machine(
     line
 }
 
-/// Niceness of a vCPU's thread, of 19: a tenth of what another thread gets.
-const VCPU_NICENESS: i32 = 10;
-
 /// A QEMU in a folder of its own, killed when it goes out of scope.
 #[derive(Debug)]
 pub struct Launched {
@@ -296,30 +292,12 @@ impl Launched {
     /// If it does not answer within [`PATIENCE`]; with what it has said.
     pub fn connect(&self) -> Result<Qemu, KitError> {
         let address = QmpAddress::Unix(self.path(QMP));
-        let qemu = Qemu::connect(&address, PATIENCE).map_err(|error| KitError::Late {
+        Qemu::connect(&address, PATIENCE).map_err(|error| KitError::Late {
             process: "QEMU".to_owned(),
             what: "answered over QMP".to_owned(),
             waited: PATIENCE,
             said: format!("{error}: {}", self.process.said().join(" | ")),
-        })?;
-        self.give_way();
-        Ok(qemu)
-    }
-
-    /// Lowers the priority of the threads that run the guest. The guest program waits for its next write without ever
-    /// halting, which would take a core from each test beside it; where there is a free one it has that.
-    fn give_way(&self) {
-        let tasks = format!("/proc/{}/task", self.process.pid().as_raw_pid());
-        for task in fs::read_dir(tasks).into_iter().flatten().flatten() {
-            let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-            let id = task.file_name().to_string_lossy().parse();
-            if name.starts_with("CPU ")
-                && let Some(thread) = id.ok().and_then(Pid::from_raw)
-            {
-                // One that has ended needs none.
-                let _ = setpriority_process(Some(thread), VCPU_NICENESS);
-            }
-        }
+        })
     }
 
     /// One of its files.
