@@ -201,7 +201,7 @@ impl Sessions {
     /// Waits for a place among `most()` migrations, which is asked again when something has changed; 0 is unlimited.
     ///
     /// # Errors
-    /// If the agent is to end, or the migration was cancelled, here or at its source.
+    /// If the agent is to end, or the migration was cancelled, here or at its source while it waits.
     pub fn place(
         &self,
         session: &Session,
@@ -211,22 +211,23 @@ impl Sessions {
         let mut all = self.lock();
         all.places.queue.push_back(id);
         loop {
-            let refused = if session.control.is_cancelled() {
-                Some(CarryError::Cancelled)
+            let outcome = if session.control.is_cancelled() {
+                Some(Err(CarryError::Cancelled))
             } else if all.is_ending {
-                Some(CarryError::Ending)
+                Some(Err(CarryError::Ending))
+            } else if all.places.take(id, most()) {
+                // Also of a source that has closed its connections: without a return path QEMU does so when the kernel has
+                // its last byte, and a small VM is whole in the socket then.
+                Some(Ok(Place(self)))
             } else if session.is_deserted() {
-                Some(CarryError::Deserted)
+                Some(Err(CarryError::Deserted))
             } else {
                 None
             };
-            if refused.is_some() || all.places.take(id, most()) {
+            if let Some(outcome) = outcome {
                 all.places.leave(id);
                 self.changed.notify_all();
-                return match refused {
-                    Some(error) => Err(error),
-                    None => Ok(Place(self)),
-                };
+                return outcome;
             }
             session.enter(State::Waiting);
             let waited = self.changed.wait_timeout(all, LOOK);
@@ -431,6 +432,14 @@ mod tests {
             assert!(matches!(error, Some(CarryError::Deserted)), "{error:?}");
         });
         drop(place);
+        let (gone, _listener) = outgoing(4);
+        let (stream, source) = admitted();
+        gone.give(stream).unwrap();
+        drop(source);
+        assert!(becomes(|| gone.is_deserted()));
+        let at_once = sessions.place(&gone, || 1);
+        assert!(at_once.is_ok(), "a small VM may be whole in the socket");
+        drop(at_once);
         let (third, _listener) = outgoing(3);
         assert!(sessions.place(&third, || 1).is_ok(), "it holds up nobody");
     }
