@@ -19,7 +19,7 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use crate::error::{CredentialsError, date};
 use crate::identity::{Identity, issuer_of_list};
 use crate::provider::provider;
-use hotlift_mem::{FileError, lock};
+use hotlift_mem::{FileError, error_line, lock};
 
 /// Where certificates are looked for if no folder is given: Hotlift's own, then QEMU's, which libvirt fills.
 pub const FOLDERS: [&str; 2] = ["/etc/pki/hotlift", "/etc/pki/qemu"];
@@ -379,7 +379,7 @@ impl Credentials {
                     };
                 }
                 // The stamps stay: the next connection tries again.
-                Err(error) => loaded.problem = Some(words(&error)),
+                Err(error) => loaded.problem = Some(error_line(&error)),
             }
         }
         Arc::clone(&loaded.material)
@@ -558,17 +558,6 @@ fn contents(path: &Path) -> Result<Vec<u8>, CredentialsError> {
         });
     }
     Ok(text)
-}
-
-/// An error and its causes, in one line.
-pub(crate) fn words(error: &dyn std::error::Error) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        line = format!("{line}: {error}");
-        cause = error.source();
-    }
-    line
 }
 
 #[cfg(test)]

@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use hotlift_mem::error_line;
 use rustls::pki_types::CertificateDer;
 
-use crate::credentials::{Credentials, Layout, Material, Role, Warning, certificates, words};
+use crate::credentials::{Credentials, Layout, Material, Role, Warning, certificates};
 use crate::error::Fault;
 use crate::identity::Identity;
 use crate::verify::own_fault;
@@ -52,11 +53,11 @@ impl Listing {
                 let material = credentials.current();
                 for role in Role::ALL {
                     if let Err(error) = material.own(role) {
-                        listing.problems.push(words(&error));
+                        listing.problems.push(error_line(&error));
                     }
                 }
             }
-            Err(error) => listing.problems.push(words(&error)),
+            Err(error) => listing.problems.push(error_line(&error)),
         }
         let Ok(layout) = Layout::of(dir) else {
             return listing;
