@@ -47,7 +47,10 @@ impl Program {
     /// Lists the subcommands `first` first in the program's help, in this order, and the others under a heading of their own.
     #[must_use]
     pub fn with_first(mut self, first: &[&str]) -> Self {
-        self.command = grouped(self.command, first);
+        // The list is rendered for this, and no subcommand's help has it.
+        if self.path().is_empty() {
+            self.command = grouped(self.command, first);
+        }
         self
     }
 
