@@ -30,10 +30,7 @@ impl Certificates {
     /// # Errors
     /// If they cannot be made.
     pub fn make(hotlift: &Path) -> Result<Self, BenchError> {
-        let failed = |source| TerminalError::Process {
-            what: "hotlift certs",
-            source,
-        };
+        let failed = TerminalError::process("hotlift certs");
         let folder = TempDir::with_prefix("hotlift-certs-").map_err(failed)?;
         for words in [["init", "--name=hotlift-bench"], ["host", NAME]] {
             let made = Command::new(hotlift)

@@ -157,10 +157,7 @@ struct Holder(Tied);
 
 impl Holder {
     fn start() -> Result<Self, BenchError> {
-        let failed = |source| TerminalError::Process {
-            what: "setpriv … unshare --net",
-            source,
-        };
+        let failed = TerminalError::process("setpriv … unshare --net");
         // The word comes from within: the namespace stands.
         let words = [
             "unshare",

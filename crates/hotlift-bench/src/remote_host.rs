@@ -164,10 +164,7 @@ pub fn serve(
     security: &SecurityArgs,
     interrupt: &Interrupt,
 ) -> Result<(), BenchError> {
-    let failed = |source| TerminalError::Process {
-        what: "listener",
-        source,
-    };
+    let failed = TerminalError::process("listener");
     let tls = security.tls(at)?;
     let listener = at
         .listen()

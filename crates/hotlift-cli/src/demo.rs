@@ -46,10 +46,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     let migrations = settings(&args.migration)?;
     args.guest.check()?;
     args.guest.check_fill()?;
-    let program = std::env::current_exe().map_err(|source| TerminalError::Process {
-        what: "hotlift guest run",
-        source,
-    })?;
+    let program = std::env::current_exe().map_err(TerminalError::process("hotlift guest run"))?;
     let place = Place::new(program);
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();

@@ -295,10 +295,7 @@ impl Session<'_> {
         let listener = uri.listen()?;
         let address = listener
             .address()
-            .map_err(|source| TerminalError::Process {
-                what: "listener",
-                source,
-            })?;
+            .map_err(TerminalError::process("listener"))?;
         self.tell(&Event::Listening {
             uri: address.to_string(),
         });

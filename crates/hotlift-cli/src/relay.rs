@@ -111,10 +111,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     let listener = args.listen.listen()?;
     let address = listener
         .address()
-        .map_err(|source| TerminalError::Process {
-            what: "listener",
-            source,
-        })?;
+        .map_err(TerminalError::process("listener"))?;
     let events = Events::new();
     let monitor = RelayMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());

@@ -173,10 +173,7 @@ impl Host<'_> {
             }
         };
         let callers = Callers::new(listener, self.tls.clone(), &complain);
-        let mut callers = callers.map_err(|source| TerminalError::Process {
-            what: "listener",
-            source,
-        })?;
+        let mut callers = callers.map_err(TerminalError::process("listener"))?;
         loop {
             if self.interrupt.is_raised() {
                 return Err(TerminalError::Interrupted.into());
@@ -294,10 +291,7 @@ impl Host<'_> {
         mut destination: Destination,
     ) -> Result<(), CommandError> {
         let socket = destination.socket();
-        let token = relay::new_token().map_err(|source| TerminalError::Process {
-            what: "random numbers",
-            source,
-        })?;
+        let token = relay::new_token().map_err(TerminalError::process("random numbers"))?;
         let ready = self.get_ready(hello, &mut destination, &socket);
         let (listener, port, mut settings) = match ready {
             Ok(ready) => ready,
@@ -625,10 +619,9 @@ fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
 
 /// Where somebody who is not told otherwise connects to.
 fn address_of(listener: &Listener) -> Result<Address, TerminalError> {
-    listener.address().map_err(|source| TerminalError::Process {
-        what: "listener",
-        source,
-    })
+    listener
+        .address()
+        .map_err(TerminalError::process("listener"))
 }
 
 #[cfg(test)]

@@ -19,10 +19,7 @@ const COMPLETIONS: &[(Shell, &str)] = &[
 /// # Errors
 /// If a file cannot be written.
 pub fn write(dir: &Path, command: &Command) -> Result<(), TerminalError> {
-    write_all(dir, &in_full(command.clone())).map_err(|source| TerminalError::Process {
-        what: "manual",
-        source,
-    })
+    write_all(dir, &in_full(command.clone())).map_err(TerminalError::process("manual"))
 }
 
 fn write_all(dir: &Path, command: &Command) -> std::io::Result<()> {

@@ -257,10 +257,7 @@ impl Pair<'_> {
     }
 
     fn spawn(&self, prefix: &[String], role: &str) -> Result<(Process, Events), TerminalError> {
-        let failed = |source| TerminalError::Process {
-            what: "hotlift guest run",
-            source,
-        };
+        let failed = TerminalError::process("hotlift guest run");
         let program = &self.place.program;
         let mut command = match prefix.split_first() {
             Some((first, rest)) => {

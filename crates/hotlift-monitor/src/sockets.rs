@@ -111,10 +111,7 @@ impl Sockets {
                 std::thread::Builder::new()
                     .name("hmp/terminal".to_owned())
                     .spawn(serve)
-                    .map_err(|source| TerminalError::Process {
-                        what: "monitor",
-                        source,
-                    })?;
+                    .map_err(TerminalError::process("monitor"))?;
             }
         }
         Ok(monitors)

@@ -90,10 +90,7 @@ impl Started {
     ) -> Result<(Self, Qemu), QemuError> {
         let arguments = waiting(command)?;
         let socket = place()?;
-        let streams = Streams::make().map_err(|source| TerminalError::Process {
-            what: "a pipe for QEMU's words",
-            source,
-        })?;
+        let streams = Streams::make().map_err(TerminalError::process("a pipe for QEMU's words"))?;
         let (program, arguments) = arguments.split_first().ok_or(QemuError::NoQemu)?;
         let child = Command::new(program)
             .args(arguments)
@@ -113,11 +110,8 @@ impl Started {
             has_own_qmp: names(command, "qmp").next().is_some(),
             errors: streams.errors,
         };
-        let guard =
-            Guard::start(&started.qmp(), folder).map_err(|source| TerminalError::Process {
-                what: "hotlift guard",
-                source,
-            })?;
+        let guard = Guard::start(&started.qmp(), folder)
+            .map_err(TerminalError::process("hotlift guard"))?;
         *started.custody.guard() = Some(guard);
         let qemu = started.connect(interrupt)?;
         Ok((started, qemu))

@@ -29,6 +29,13 @@ pub enum TerminalError {
 }
 
 impl TerminalError {
+    /// Returns what makes the system's reason an error of what it was asked for.
+    pub fn process(what: &'static str) -> impl Fn(io::Error) -> Self + Copy {
+        move |source| Self::Process { what, source }
+    }
+}
+
+impl TerminalError {
     /// The error and its causes, in one line.
     pub fn line(&self) -> String {
         error_line(self)

@@ -92,10 +92,9 @@ fn end() -> ! {
 pub fn survive_file_size_limit() -> Result<(), TerminalError> {
     // The flag is not read: the failed write reports it.
     let caught = signal_hook::flag::register(SIGXFSZ, Arc::default());
-    caught.map(|_| ()).map_err(|source| TerminalError::Process {
-        what: "signal handlers",
-        source,
-    })
+    caught
+        .map(|_| ())
+        .map_err(TerminalError::process("signal handlers"))
 }
 
 /// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never
@@ -173,10 +172,7 @@ impl Drop for Ends<'_> {
 impl Interrupt {
     /// Starts to catch the signals. A SIGHUP that the process was started to ignore (`nohup`) stays ignored.
     pub fn catch() -> Result<Self, TerminalError> {
-        let failed = |source| TerminalError::Process {
-            what: "signal handlers",
-            source,
-        };
+        let failed = TerminalError::process("signal handlers");
         let this = Self(Arc::new(Flags::new().map_err(failed)?));
         let mut caught = vec![SIGINT, SIGTERM];
         caught.extend((!is_ignored(SIGHUP)).then_some(SIGHUP));
@@ -291,10 +287,7 @@ pub fn beside<R: Send, T>(
 /// # Errors
 /// The system gives no pipe.
 pub fn end_of_thread() -> Result<(PipeReader, PipeWriter), TerminalError> {
-    io::pipe().map_err(|source| TerminalError::Process {
-        what: "a pipe",
-        source,
-    })
+    io::pipe().map_err(TerminalError::process("a pipe"))
 }
 
 /// Whether the process was started with `signal` ignored.

@@ -95,10 +95,7 @@ impl Program {
         let output = Command::new(path)
             .arg("--version")
             .output()
-            .map_err(|source| TerminalError::Process {
-                what: "the QEMU of --with-qemu",
-                source,
-            })?;
+            .map_err(TerminalError::process("the QEMU of --with-qemu"))?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         let line = said.lines().next().unwrap_or_default();
         match line.split_once("version ") {

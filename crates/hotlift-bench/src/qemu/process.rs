@@ -138,10 +138,7 @@ impl Process {
     /// # Errors
     /// If it does not start; with QEMU's last words.
     pub fn start(start: &Start<'_>) -> Result<Self, BenchError> {
-        let failed = |source| TerminalError::Process {
-            what: "setpriv … QEMU",
-            source,
-        };
+        let failed = TerminalError::process("setpriv … QEMU");
         let folder = tempfile::Builder::new()
             .prefix("hotlift-bench-")
             .tempdir()

@@ -171,10 +171,7 @@ impl Relay {
         migration: &MigrationArgs,
         folder: &Path,
     ) -> Result<Self, BenchError> {
-        let failed = |source| TerminalError::Process {
-            what: "hotlift relay",
-            source,
-        };
+        let failed = TerminalError::process("hotlift relay");
         let prefix = match side {
             "source" => &place.source_prefix,
             _ => &place.destination_prefix,
