@@ -1,8 +1,9 @@
 # make build   builds hotlift in target/release
-# make dist    builds both in target/dist, smaller and slower to build, and their manual pages and completions in target/share
+# make dist    builds hotlift and hotlift-bench in target/dist, smaller and slower to build, and in target/share their
+#                manual pages and completions
 # make demo    builds, and live-migrates the built-in guest with each method
-# make test    installs what the tests need, and runs all but the next
-# make test-long  what takes its time: random faults, fuzz targets, packages in a clean Debian 12, paths of QEMU's own test
+# make test    installs what the tests need, and runs all but those of test-long
+# make test-long  runs what takes long by nature: random faults, fuzz targets, packages in a clean Debian 12, paths of QEMU's own test
 # make deb, make rpm   build, and leave the packages hotlift and hotlift-bench in target/packages
 # make test-package    installs the .debs, of an unoptimised build, in a clean Debian 12, upgrades and purges it (root; two
 #                minutes at first, one later; part of 'make test-long')
