@@ -143,6 +143,13 @@ pub enum CarryError {
     /// Its source was cancelled while it waited for a place.
     #[error("its source has closed its connections before it began")]
     Deserted,
+    /// It did not end when it was cancelled: its QEMU was told that the destination has loaded the guest, and has not closed
+    /// its connection.
+    #[error(
+        "the agent ends before it is known which QEMU has the guest: if the destination's does not run it, 'cont' at the \
+         source (libvirt does so by itself)"
+    )]
+    Unsettled,
     /// Nobody answers at the agent's port.
     #[error("no agent answers for {to}, and plaintext = \"refuse\"")]
     NoAgent {

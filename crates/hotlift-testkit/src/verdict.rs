@@ -376,9 +376,18 @@ impl Record {
         seen.arrived
             || seen.there == Look::Silent
             || is_bare_and_killed
+            || self.was_bypassed(seen)
             || (self.has_powered_off() && is_off)
             || self.killed(Party::DestinationGuest)
             || self.faults().any(|kind| kind.asks(Party::DestinationGuest))
+    }
+
+    /// Whether rules of others kept the end of the source's connection from its agent, so that the destination's QEMU was
+    /// never told to run the guest. libvirt resumes it at the source when the destination's QEMU has ended.
+    fn was_bypassed(&self, seen: &Seen) -> bool {
+        let is_bypass =
+            |kind: &Kind| matches!(kind, Kind::Foreign { rules } if rules.bypass_redirect());
+        seen.there == Look::Ended && self.faults().any(is_bypass)
     }
 
     /// The guest runs on one side: sees whether its memory is right.
@@ -422,7 +431,8 @@ impl Record {
         let is_bare = self.case.pair.is_steered_by_others();
         let is_told = seen.source_exit == Some(3) || self.killed(Party::SourceCommand);
         // Bare relays steer no QEMU: who does must be told that they have failed.
-        let is_for_others = is_bare && (command_killed || seen.source_exit != Some(0));
+        let is_for_others =
+            is_bare && (command_killed || seen.source_exit != Some(0) || self.was_bypassed(seen));
         if is_paused && (is_told || is_for_others) {
             return Absent::Paused;
         }
@@ -783,6 +793,15 @@ mod tests {
         let refused = seen(Look::Running, Look::Waiting, 1, 130);
         let bypass = foreign(ForeignRules::Notrack);
         assert_eq!(wrongs(bypass, &refused, Outcome::Stayed), []);
+        let released = seen(paused("postmigrate"), Look::Ended, 0, 0);
+        for (rules, absent) in [
+            (ForeignRules::Notrack, Absent::Paused),
+            (ForeignRules::Masquerade, Absent::Lost),
+        ] {
+            assert_eq!(foreign(rules).absent(&released), absent);
+        }
+        let bypass = foreign(ForeignRules::Notrack);
+        assert_eq!(wrongs(bypass, &released, Outcome::Kept), []);
         let harmless = foreign(ForeignRules::Masquerade);
         assert_eq!(wrongs(harmless, &refused, Outcome::Stayed), [Wrong::Exit]);
     }
