@@ -14,6 +14,7 @@
 //! | [`qemu`] | the QEMUs that tests run: where they are, and how they are started |
 //! | [`mod@skip`] | what a test cannot do on this machine |
 //! | [`disk_lock`] | another user of a disk image |
+//! | `vcpus` | how much of a CPU a guest may take |
 //! | [`strangers`] | connections that belong to no migration |
 //! | [`case`] | who migrates, over what, and what fails when: drawn from a seed |
 //! | [`rig`] | the processes of a case |
@@ -42,5 +43,6 @@ pub mod running;
 pub mod skip;
 pub mod strangers;
 pub mod summary;
+mod vcpus;
 pub mod verdict;
 pub mod wake_ups;
