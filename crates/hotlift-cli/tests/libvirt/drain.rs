@@ -76,9 +76,14 @@ fn a_drain_begins_nothing_more_once_a_destination_is_lost_and_goes_on_later() {
     is_under_way(&hosts.source, &all[0]);
     hosts.destination.signal_libvirtd("KILL").expect("it runs");
     let (code, said) = ended(first);
-    assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("b is lost: "), "{said}");
-    assert!(said.contains("web1 to b: stayed"), "{said}");
+    // At the very end of a migration, libvirt asks the destination's to run the guest: then nobody can tell.
+    let expected = match code {
+        Some(3) => "web1 to b: unknown",
+        _ => "web1 to b: stayed",
+    };
+    assert!(matches!(code, Some(1 | 3)), "{said}");
+    assert!(said.contains(expected), "{said}");
     assert!(!said.contains("web2 to b: under way"), "{said}");
     hosts.destination.start_libvirtd().expect("it starts");
     // What was under way has an end on both hosts.

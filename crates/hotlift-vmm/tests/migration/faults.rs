@@ -24,7 +24,7 @@ use crate::rig::{self, Ended, Holder, settings};
 const ATTEMPTS: usize = 50;
 
 /// How often a fault has to be noticed by time-out only: a machine that does other things may stand still for
-/// as long once, but not each time.
+/// as long, but not for the 30 s of the last attempt.
 const LATE: usize = 3;
 
 /// Takes the place of the 30 s that users have, so that a fault which is only noticed by time-out
@@ -110,7 +110,6 @@ impl Course {
         // Nothing is to be noticed soon: a machine that does other things may take its time.
         self.options.handshake_timeout = Options::default().handshake_timeout;
         let (ended, log, holder) = self.migrate(None);
-        self.options.handshake_timeout = HANDSHAKE;
         assert_eq!(holder, Ok(Holder::Destination), "{:?}", ended.errors());
         assert_eq!(ended.source.as_ref().unwrap().rounds, 3);
         assert_eq!(ended.source.unwrap().transferred_bytes, log.bytes);
@@ -118,6 +117,7 @@ impl Course {
     }
 
     fn suffer(&mut self, fault: &Fault) {
+        self.options.handshake_timeout = HANDSHAKE;
         let mut late = 0;
         for _ in 0..ATTEMPTS {
             let (ended, log, holder) = self.migrate(Some(fault));
@@ -140,6 +140,9 @@ impl Course {
                     .any(|kind| name.starts_with(kind));
                 late += 1;
                 if !is_known && late < LATE {
+                    if late == LATE - 1 {
+                        self.options.handshake_timeout = Options::default().handshake_timeout;
+                    }
                     continue;
                 }
                 if !is_known {
