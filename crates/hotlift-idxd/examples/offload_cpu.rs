@@ -9,11 +9,10 @@
     reason = "its output is what it is for"
 )]
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::queue::open_model;
+use hotlift_idxd::model::Behaviour;
+use hotlift_idxd::simulated;
 use hotlift_idxd::zero::{Verdict, ZeroFinder};
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time};
 
@@ -87,11 +86,9 @@ fn by_cpu(pages: &[GuestRun<'_>], count: usize) -> Duration {
 }
 
 fn by_device(pages: &[GuestRun<'_>], count: usize) -> Result<Duration, Failure> {
-    let model = Arc::new(Model::new(Behaviour::SOUND));
-    let finder = ZeroFinder::new(vec![open_model(&model)?], None);
+    let finder = ZeroFinder::new(vec![simulated::open(Behaviour::SOUND)?], None);
     Ok(std::thread::scope(|scope| {
         scope.spawn(|| finder.listen());
-        scope.spawn(|| model.run());
         let spent = channels(pages, count, |share| {
             // One batch is filled and taken back while the other one is with the device.
             let mut batches = [finder.batch(PACKET), finder.batch(PACKET)];
@@ -110,7 +107,6 @@ fn by_device(pages: &[GuestRun<'_>], count: usize) -> Result<Duration, Failure> 
             assert_eq!(zero, share.len());
         });
         finder.close();
-        model.close();
         spent
     }))
 }

@@ -9,7 +9,7 @@
 //! | `queue` | opens a work queue, and proves that it works |
 //! | `zero` | zero pages, found by devices |
 //! | `wait`, `sync` | how the thread that listens to devices waits; what threads share |
-//! | `model` | a software model of a queue, for tests |
+//! | `model`, `simulated` | a software model of a queue, and how it is opened: for tests, with the feature `simulated` |
 //! | `cpu` | which instructions this CPU has to hand descriptors to a queue |
 //!
 //! Reading here has no effect on a device. A queue's node is never opened to see whether it can be: a
@@ -18,10 +18,13 @@
 mod attribute;
 pub mod cpu;
 pub mod descriptor;
+#[cfg(feature = "simulated")]
 pub mod model;
 pub mod portal;
 pub mod queue;
 pub mod record;
+#[cfg(feature = "simulated")]
+pub mod simulated;
 mod sync;
 pub mod sysfs;
 mod wait;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+#[cfg(feature = "simulated")]
 use hotlift_idxd::model::Behaviour;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{Accelerator, MethodInfo, selection, selections};
@@ -77,6 +78,7 @@ fn parse_cores(text: &str) -> Option<u32> {
 pub enum AccelPath {
     /// `dsa:/dev/dsa/wqN.M`: a work queue of DSA.
     Dsa(PathBuf),
+    #[cfg(feature = "simulated")]
     /// `dsa-model:KEY=N:...`: a simulated one, for tests; see `hotlift_idxd::model::Behaviour`.
     DsaModel {
         /// What it does.
@@ -94,6 +96,7 @@ impl AccelPath {
         }
         match text.split_once(':')? {
             ("dsa", path) if path.starts_with('/') => Some(Self::Dsa(path.into())),
+            #[cfg(feature = "simulated")]
             ("dsa-model", text) => Behaviour::parse(text).map(|behaviour| Self::DsaModel {
                 behaviour,
                 text: text.to_owned(),
@@ -107,6 +110,7 @@ impl fmt::Display for AccelPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Dsa(path) => write!(f, "dsa:{}", path.display()),
+            #[cfg(feature = "simulated")]
             Self::DsaModel { text, .. } => write!(f, "dsa-model:{text}"),
         }
     }

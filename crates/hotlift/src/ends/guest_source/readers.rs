@@ -15,45 +15,24 @@ use crate::status::Status;
 /// Time between two samples of the bytes that are sent while the guest is paused.
 const STANDSTILL_SAMPLE: Duration = Duration::from_millis(100);
 
-/// What one of its threads does.
-enum Reader {
-    /// Sends the pages of a multifd channel.
-    Channel(u8),
-    /// Takes what devices have found.
-    Devices,
-    /// Is such a device.
-    Simulated(usize),
-}
-
 impl GuestSource<'_> {
-    /// What a thread does.
-    fn reader(&self, number: usize) -> Reader {
-        let channels = self.out.multifd.len();
-        if let Ok(id) = u8::try_from(number)
-            && number < channels
-        {
-            Reader::Channel(id)
-        } else if number == channels {
-            Reader::Devices
-        } else {
-            Reader::Simulated(number - channels - 1)
-        }
+    /// The channel that a thread sends; `None`: it takes what devices have found.
+    fn channel(&self, number: usize) -> Option<u8> {
+        let id = u8::try_from(number).ok()?;
+        (number < self.out.multifd.len()).then_some(id)
     }
 }
 
 impl Source for GuestSource<'_> {
     fn readers(&self) -> usize {
-        let devices = self.zero_devices.as_ref();
-        let devices = devices.map_or(0, |devices| 1 + devices.models.len());
-        self.out.multifd.len() + devices
+        self.out.multifd.len() + usize::from(self.zero_devices.is_some())
     }
 
     fn thread_name(&self, reader: usize) -> String {
-        match self.reader(reader) {
-            Reader::Channel(id) => self.name(&format!("send_{id}")),
+        match self.channel(reader) {
+            Some(id) => self.name(&format!("send_{id}")),
             // QEMU's series calls it so.
-            Reader::Devices => "dsa_completion".to_owned(),
-            Reader::Simulated(_) => "dsa_simulated".to_owned(),
+            None => "dsa_completion".to_owned(),
         }
     }
 
@@ -66,11 +45,10 @@ impl Source for GuestSource<'_> {
     }
 
     fn read(&self, _: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
-        match (self.reader(reader), &self.zero_devices) {
-            (Reader::Channel(id), _) => ChannelSender::new(self, id)?.run()?,
-            (Reader::Devices, Some(devices)) => devices.finder.listen(),
-            (Reader::Simulated(number), Some(devices)) => devices.models[number].run(),
-            (Reader::Devices | Reader::Simulated(_), None) => {}
+        match (self.channel(reader), &self.zero_devices) {
+            (Some(id), _) => ChannelSender::new(self, id)?.run()?,
+            (None, Some(devices)) => devices.finder.listen(),
+            (None, None) => {}
         }
         Ok(())
     }

@@ -8,9 +8,7 @@
 //! never touched go to no device; the kernel has said that they are zero.
 
 use std::path::Path;
-use std::sync::Arc;
 
-use hotlift_idxd::model::Model;
 use hotlift_idxd::zero::{Verdict, ZeroBatch, ZeroFinder};
 use hotlift_idxd::{CpuFeatures, queue};
 use hotlift_mem::{GuestRun, PAGE_SIZE, RamBlock};
@@ -26,8 +24,6 @@ use crate::options::{AccelPath, Options};
 /// The devices of one migration.
 pub(crate) struct ZeroDevices {
     pub finder: ZeroFinder,
-    /// Simulated ones.
-    pub models: Vec<Arc<Model>>,
     /// Devices that could not be opened.
     missing: Option<String>,
 }
@@ -44,14 +40,12 @@ pub(crate) fn open(
     if !options.zero_page_devices || options.accelerator == Accelerator::Off {
         return Ok(None);
     }
-    let (mut devices, mut models, mut missing) = (Vec::new(), Vec::new(), None);
+    let (mut devices, mut missing) = (Vec::new(), None);
     for path in &options.accel_path {
         let opened = match path {
             AccelPath::Dsa(path) => queue::open(Path::new("/"), path, CpuFeatures::of_this_cpu()),
-            AccelPath::DsaModel { behaviour, .. } => {
-                let model = Arc::new(Model::new(*behaviour));
-                queue::open_model(&model).inspect(|_| models.push(model))
-            }
+            #[cfg(feature = "simulated")]
+            AccelPath::DsaModel { behaviour, .. } => hotlift_idxd::simulated::open(*behaviour),
         };
         match opened {
             Ok(device) => devices.push(device),
@@ -75,7 +69,6 @@ pub(crate) fn open(
     let home = largest.and_then(|block| block.numa_node());
     Ok(Some(ZeroDevices {
         finder: ZeroFinder::new(devices, home),
-        models,
         missing,
     }))
 }
@@ -95,12 +88,9 @@ impl ZeroDevices {
         }
     }
 
-    /// Ends the threads of devices, when they have nothing more in flight.
+    /// Ends the thread that listens to devices, when they have nothing more in flight.
     pub(crate) fn close(&self) {
         self.finder.close();
-        for model in &self.models {
-            model.close();
-        }
     }
 }
 

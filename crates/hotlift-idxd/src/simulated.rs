@@ -1,0 +1,269 @@
+//! A simulated queue, entered and proven as a real one is. For tests: only programs that are built with the feature
+//! `simulated` have it.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use crate::descriptor::{Descriptor, Opcode};
+use crate::model::{Behaviour, Model};
+use crate::portal::{Portal, Submitted};
+use crate::queue::{Node, QueueError, enter, takes_batches};
+use crate::{CpuFeatures, Mode, zero};
+
+/// How long a model's thread may take to come to a CPU.
+const PROOF_OF_A_MODEL: Duration = Duration::from_secs(60);
+
+/// Opens a queue of this behaviour, whose faults begin when it is proven.
+///
+/// # Errors
+///
+/// [`QueueError`], if what it simulates of the kernel leaves no way in.
+pub fn open(behaviour: Behaviour) -> Result<zero::Device, QueueError> {
+    let path = Path::new("a simulated queue");
+    let cpu = CpuFeatures {
+        enqcmd: true,
+        movdir64b: true,
+        waitpkg: false,
+    };
+    let model = Model::new(behaviour);
+    let enter = |running| {
+        enter(running, Mode::Shared, 1, cpu).map_err(|source| QueueError::Open {
+            path: path.to_owned(),
+            source,
+        })
+    };
+    let sound = enter(Running::start(model.without_faults()))?;
+    sound.prove(path, PROOF_OF_A_MODEL)?;
+    let batches = takes_batches(&*sound.portal, PROOF_OF_A_MODEL);
+    Ok(zero::Device {
+        name: "simulated DSA".to_owned(),
+        portal: enter(Running::start(model))?.portal,
+        max_batch: if batches { behaviour.max_batch } else { 0 },
+        node: None,
+    })
+}
+
+/// A model with its thread, which ends with the last that has it.
+#[derive(Clone)]
+struct Running(Arc<Thread>);
+
+struct Thread {
+    model: Arc<Model>,
+    handle: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    fn start(model: Model) -> Self {
+        let model = Arc::new(model);
+        let runs = Arc::clone(&model);
+        let run = move || {
+            // It panics where its user breaks a promise, and who waits for its answers would wait for ever.
+            if catch_unwind(AssertUnwindSafe(|| runs.run())).is_err() {
+                std::process::abort();
+            }
+        };
+        let handle = thread::Builder::new()
+            .name("dsa_simulated".to_owned())
+            .spawn(run)
+            .ok();
+        Self(Arc::new(Thread { model, handle }))
+    }
+}
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        self.model.close();
+        if let Some(handle) = self.handle.take() {
+            let _ = handle.join();
+        }
+    }
+}
+
+impl Portal for Running {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.model.submit(descriptor) }
+    }
+
+    fn completed(&self) {
+        self.0.model.completed();
+    }
+}
+
+impl Node for Running {
+    unsafe fn map(&self, _: Mode, _: u32) -> io::Result<Box<dyn Portal>> {
+        if self.0.model.behaviour().unmapped {
+            return Err(Errno::PERM.into());
+        }
+        Ok(Box::new(self.clone()))
+    }
+
+    fn write(self) -> Box<dyn Portal> {
+        Box::new(ByKernel(self))
+    }
+}
+
+/// A queue behind the kernel's `write`.
+struct ByKernel(Running);
+
+impl Portal for ByKernel {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
+        let behaviour = self.0.0.model.behaviour();
+        let is_batch = descriptor.opcode() == Some(Opcode::Batch);
+        if behaviour.unwritten || (is_batch && behaviour.unbatched) {
+            return Err(Errno::INVAL.into());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.0.submit(descriptor) }
+    }
+
+    fn completed(&self) {
+        self.0.completed();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::queue::{Entrance, PROOF};
+
+    /// Runs `work` with a way into a simulated queue.
+    fn with<T>(behaviour: Behaviour, work: impl FnOnce(&Entrance) -> T) -> T {
+        let cpu = CpuFeatures {
+            enqcmd: true,
+            ..CpuFeatures::default()
+        };
+        let running = Running::start(Model::new(behaviour));
+        work(&enter(running, Mode::Shared, 1, cpu).expect("a way in"))
+    }
+
+    const SOUND: Behaviour = Behaviour::SOUND;
+
+    #[test]
+    fn a_queue_is_proven_by_what_it_does() {
+        let path = Path::new("/dev/dsa/wq0.0");
+        let no_batches = Behaviour {
+            max_batch: 1,
+            ..SOUND
+        };
+        for (behaviour, batches) in [(SOUND, true), (no_batches, false)] {
+            with(behaviour, |entrance| {
+                entrance
+                    .prove(path, PROOF_OF_A_MODEL)
+                    .expect("a sound device");
+                assert_eq!(takes_batches(&*entrance.portal, PROOF_OF_A_MODEL), batches);
+            });
+        }
+        for (fault, says, within) in [
+            (
+                Behaviour {
+                    silent: 1000,
+                    ..SOUND
+                },
+                "no answer",
+                PROOF,
+            ),
+            (
+                Behaviour {
+                    fail: 1000,
+                    ..SOUND
+                },
+                "Failed(32)",
+                PROOF_OF_A_MODEL,
+            ),
+            (Behaviour { depth: 0, ..SOUND }, "full", PROOF),
+        ] {
+            with(fault, |entrance| {
+                let error = entrance
+                    .prove(path, within)
+                    .expect_err("no device")
+                    .to_string();
+                assert!(error.contains(says) && error.contains("wq0.0"), "{error}");
+                assert!(!takes_batches(&*entrance.portal, within));
+            });
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_is_gone_about_in_another_way() {
+        let path = Path::new("/dev/dsa/wq0.0");
+        let unmapped = Behaviour {
+            unmapped: true,
+            ..SOUND
+        };
+        with(unmapped, |entrance| {
+            assert!(entrance.written.is_some());
+            entrance.prove(path, PROOF_OF_A_MODEL).expect("by write");
+            assert!(
+                takes_batches(&*entrance.portal, PROOF_OF_A_MODEL),
+                "the kernel lets them pass"
+            );
+        });
+        let single = Behaviour {
+            unbatched: true,
+            ..unmapped
+        };
+        with(single, |entrance| {
+            entrance.prove(path, PROOF_OF_A_MODEL).expect("by write");
+            assert!(!takes_batches(&*entrance.portal, PROOF_OF_A_MODEL));
+        });
+        // Who may map the portal hands batches to the device, whatever the kernel takes.
+        let mapped = Behaviour {
+            unmapped: false,
+            ..single
+        };
+        with(mapped, |entrance| {
+            assert!(entrance.written.is_none());
+            assert!(takes_batches(&*entrance.portal, PROOF_OF_A_MODEL));
+        });
+        let neither = Behaviour {
+            unwritten: true,
+            ..unmapped
+        };
+        with(neither, |entrance| {
+            let error = entrance
+                .prove(path, PROOF_OF_A_MODEL)
+                .expect_err("no way in")
+                .to_string();
+            assert!(
+                error.contains("by write") && error.contains("CAP_SYS_RAWIO"),
+                "{error}"
+            );
+        });
+        let opened = open(neither);
+        assert!(matches!(opened, Err(QueueError::Proof { .. })));
+        let opened = open(single).expect("by write");
+        assert_eq!(opened.max_batch, 0);
+    }
+
+    /// Whatever a CPU has not is not tried: mapping is for the instruction that goes with it.
+    #[test]
+    fn without_the_instruction_nothing_is_mapped() {
+        struct Unmappable;
+        impl Node for Unmappable {
+            unsafe fn map(&self, mode: Mode, _: u32) -> io::Result<Box<dyn Portal>> {
+                panic!("{mode:?} was mapped");
+            }
+            fn write(self) -> Box<dyn Portal> {
+                Box::new(Arc::new(Model::new(SOUND)))
+            }
+        }
+        for mode in [Mode::Shared, Mode::Dedicated] {
+            let other = CpuFeatures {
+                enqcmd: mode == Mode::Dedicated,
+                movdir64b: mode == Mode::Shared,
+                waitpkg: true,
+            };
+            for cpu in [CpuFeatures::default(), other] {
+                let entrance = enter(Unmappable, mode, 1, cpu).expect("by write");
+                assert!(entrance.written.is_some());
+            }
+        }
+    }
+}
