@@ -6,14 +6,14 @@
 use std::path::Path;
 use std::process::Command;
 
-/// Gives each vCPU of the QEMU whose process id is in the file `$1` 0.3 ms in 10 (sched(7), `SCHED_DEADLINE`): many times
+/// Gives each vCPU of the QEMU whose process id is in the file `$1` 1 ms in 10 (sched(7), `SCHED_DEADLINE`): a hundred times
 /// what it needs for the writes of 10 ms. Where the kernel refuses that, it has as much as it takes.
 pub(crate) const LIMIT: &str = r#"
 [ -f "$1" ] || exit 0
 for task in /proc/"$(cat "$1")"/task/*; do
     case "$(cat "$task"/comm)" in
     "CPU "*KVM)
-        chrt --deadline --reset-on-fork --sched-runtime 300000 --sched-deadline 10000000 --sched-period 10000000 \
+        chrt --deadline --reset-on-fork --sched-runtime 1000000 --sched-deadline 10000000 --sched-period 10000000 \
             --pid 0 "${task##*/}"
         ;;
     esac
