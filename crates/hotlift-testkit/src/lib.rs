@@ -14,7 +14,6 @@
 //! | [`qemu`] | the QEMUs that tests run: where they are, and how they are started |
 //! | [`mod@skip`] | what a test cannot do on this machine |
 //! | [`disk_lock`] | another user of a disk image |
-//! | `vcpus` | how much of a CPU a guest may take |
 //! | [`strangers`] | connections that belong to no migration |
 //! | [`case`] | who migrates, over what, and what fails when: drawn from a seed |
 //! | [`rig`] | the processes of a case |
@@ -43,6 +42,5 @@ pub mod running;
 pub mod skip;
 pub mod strangers;
 pub mod summary;
-mod vcpus;
 pub mod verdict;
 pub mod wake_ups;

@@ -19,7 +19,6 @@ use crate::namespace::End;
 use crate::process::Process;
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE};
-use crate::vcpus;
 
 /// How often what changes by itself is looked at.
 const LOOK: Duration = Duration::from_millis(50);
@@ -415,8 +414,6 @@ impl Hosts {
         let source = &self.source;
         source.virsh(&["create", "--paused", &xml.display().to_string()])?;
         program.fill(&self.memory(source, &domain, domain.ram)?)?;
-        let pid_file = format!("/run/libvirt/qemu/{name}.pid");
-        source.tool("sh", &["-c", vcpus::LIMIT, "sh", &pid_file])?;
         source.virsh(&["resume", name])?;
         let deadline = Instant::now() + PATIENCE;
         while !fs::read_to_string(&domain.console).is_ok_and(|said| said.contains("writes=")) {

@@ -15,7 +15,6 @@ use crate::namespace::Namespace;
 use crate::process::{Process, Stream};
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE};
-use crate::vcpus;
 
 /// How long a guest that is looked at may take to answer. One that does not is `Silent`, and asked again.
 const GLANCE: Duration = Duration::from_millis(300);
@@ -105,7 +104,6 @@ impl Machine {
         let mut this = Self::adopted(guest, folder);
         this.process = Some(process);
         this.connect(PATIENCE)?;
-        vcpus::limit(&this.pid_file);
         if !incoming {
             this.wait_for_guest(&folder.join("console"))?;
         }

@@ -13,7 +13,6 @@ use tempfile::TempDir;
 use crate::error::KitError;
 use crate::process::Process;
 use crate::skip;
-use crate::vcpus;
 
 /// How long what must be answered may take, on a busy host.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -293,14 +292,12 @@ impl Launched {
     /// If it does not answer within [`PATIENCE`]; with what it has said.
     pub fn connect(&self) -> Result<Qemu, KitError> {
         let address = QmpAddress::Unix(self.path(QMP));
-        let qmp = Qemu::connect(&address, PATIENCE).map_err(|error| KitError::Late {
+        Qemu::connect(&address, PATIENCE).map_err(|error| KitError::Late {
             process: "QEMU".to_owned(),
             what: "answered over QMP".to_owned(),
             waited: PATIENCE,
             said: format!("{error}: {}", self.process.said().join(" | ")),
-        })?;
-        vcpus::limit(&self.path("pid"));
-        Ok(qmp)
+        })
     }
 
     /// One of its files.

@@ -220,7 +220,7 @@ fn a_guest_stopped_in_the_middle_of_a_write_is_checked_exactly() {
         from.start().unwrap();
         let mut under_way = 0;
         // The threads guest stops between writes only.
-        let stops = if kind == GuestKind::Kvm { 400 } else { 3 };
+        let stops = if kind == GuestKind::Kvm { 4000 } else { 3 };
         for _ in 0..stops {
             if under_way > 2 {
                 break;
