@@ -1,4 +1,4 @@
-//! What has done the work of a migration's method: an accelerator, or the CPU.
+//! Statistics of the work of a migration's method: done by an accelerator, or by the CPU.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use hotlift_methods::{Jobs, RunsOn};
 
 use crate::figures::JobFigures;
 
-/// Counts of all channels of one side.
+/// Counters of all channels of one side.
 #[derive(Debug, Default)]
 pub(crate) struct AcceleratorStats {
     hardware: AtomicU64,
@@ -16,19 +16,19 @@ pub(crate) struct AcceleratorStats {
     retries: AtomicU64,
     raw_pages: AtomicU64,
     notes: Mutex<Notes>,
-    /// What has looked for zero pages, if devices were to.
+    /// Statistics of zero page detection, if devices had to do it.
     zero: Mutex<JobFigures>,
 }
 
 #[derive(Debug, Default)]
 struct Notes {
     devices: BTreeSet<Arc<str>>,
-    /// Why a channel does without; the first reason, since channels share their device's fate.
+    /// Reason why a channel works without its device; the first one, because channels share their device's fate.
     fallback: Option<Arc<str>>,
 }
 
 impl AcceleratorStats {
-    /// What there is to tell so far.
+    /// Returns the statistics so far.
     pub(crate) fn read(&self) -> JobFigures {
         let notes = self.lock();
         JobFigures {
@@ -63,7 +63,7 @@ pub(crate) struct ChannelStats {
 }
 
 impl ChannelStats {
-    /// Adds what is new since the last time.
+    /// Adds the difference to the call before.
     pub(crate) fn tell(&mut self, stats: &AcceleratorStats, jobs: Jobs, runs_on: RunsOn) {
         if jobs != self.told {
             let add = |counter: &AtomicU64, now: u64, before: u64| {

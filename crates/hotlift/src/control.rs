@@ -1,5 +1,5 @@
-//! Watching and steering a migration from outside: state, events, what may be changed while it runs,
-//! cancel, and the way every thread of it learns that it is over.
+//! Monitoring and control of a migration: state and events, options that may change while it runs, and cancel. All of its
+//! threads learn here that it has ended.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
@@ -30,11 +30,10 @@ use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::Sending;
 use crate::stream::strangers::Strangers;
 
-/// Takes events, on the thread in which they happen; must not block for long.
+/// Receives events, on the thread in which they happen; must not block for long.
 pub type Watcher = Box<dyn Fn(MigrationEvent) + Send + Sync>;
 
-/// A handle on one migration, shared by its threads and by whoever steers it. Clones are the same
-/// migration.
+/// A handle on one migration, shared by its threads and its callers. Clones are the same migration.
 #[derive(Clone, Default)]
 pub struct Control(Arc<Shared>);
 
@@ -49,10 +48,10 @@ impl std::fmt::Debug for Control {
 #[derive(Default)]
 struct Shared {
     status: AtomicU8,
-    /// What it is asked about by, at a destination.
+    /// Id by which a source asks about it, at a destination.
     id: OnceLock<MigrationId>,
     life: Life,
-    /// The guest has been handed over.
+    /// True once the guest has been handed over.
     too_late: AtomicBool,
     watcher: Option<Watcher>,
     strangers: Strangers,
@@ -81,13 +80,13 @@ struct Shared {
 }
 
 impl Control {
-    /// A migration that has not started.
+    /// Creates the control of a migration that has not started.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The same, with somebody who hears of all that happens in it.
+    /// Creates the same, with a watcher that receives all events.
     #[must_use]
     pub fn watched(watcher: Watcher) -> Self {
         Self(Arc::new(Shared {
@@ -96,20 +95,20 @@ impl Control {
         }))
     }
 
-    /// Tells whoever watches.
+    /// Sends `event` to the watcher.
     pub(crate) fn tell(&self, event: MigrationEvent) {
         if let Some(watcher) = &self.0.watcher {
             watcher(event);
         }
     }
 
-    /// The present state.
+    /// Returns the present state.
     #[must_use]
     pub fn status(&self) -> Status {
         let status =
             Status::ALL[usize::from(self.0.status.load(Ordering::Acquire)) % Status::ALL.len()];
         match status {
-            // Its own thread says so as soon as it notices.
+            // The migration's own thread sets this state as soon as it notices the cancel.
             Status::Setup | Status::Active | Status::PreSwitchover | Status::Device
                 if self.is_cancelled() && !self.0.too_late.load(Ordering::Acquire) =>
             {
@@ -131,31 +130,31 @@ impl Control {
         }
     }
 
-    /// Whether `id` is what a source asks about this migration by.
+    /// Returns true if a source asks about this migration by `id`.
     #[must_use]
     pub fn is_asked_about_by(&self, id: &[u8; 16]) -> bool {
         self.0.id.get().is_some_and(|own| own.0 == *id)
     }
 
     pub(crate) fn set_id(&self, id: MigrationId) {
-        // The first is kept: a control is of one migration.
+        // The first one is kept: a control belongs to one migration.
         let _ = self.0.id.set(id);
     }
 
-    /// Whether a cancel comes too late, as it does once the guest has been handed over.
+    /// Sets whether a cancel comes too late, as it does once the guest has been handed over.
     pub(crate) fn set_too_late(&self, too_late: bool) {
         self.0.too_late.store(too_late, Ordering::Release);
-        // A cancel that was too late is not any more.
+        // A pending cancel takes effect once it is no longer too late.
         self.0.life.wake();
     }
 
-    /// What has done the work of the method so far, on this side.
+    /// Returns statistics of the work of the method so far, on this side.
     #[must_use]
     pub fn jobs(&self) -> JobFigures {
         self.0.stats.read()
     }
 
-    /// What has looked for zero pages so far, if devices were to.
+    /// Returns statistics of zero page detection so far, if devices have to do it.
     #[must_use]
     pub fn zero_jobs(&self) -> JobFigures {
         self.0.stats.read_zero()
@@ -165,29 +164,29 @@ impl Control {
         &self.0.stats
     }
 
-    /// Connections that were none of the migration's, by why they were dropped.
+    /// Returns the number of connections that did not belong to the migration, by the reason why they were dropped.
     #[must_use]
     pub fn turned_away(&self) -> BTreeMap<String, u64> {
         self.0.strangers.counts()
     }
 
-    /// Counts such connections.
+    /// Returns the counters of such connections.
     pub(crate) fn strangers(&self) -> &Strangers {
         &self.0.strangers
     }
 
-    /// Asks the migration to end; the guest goes on where it is. Too late once the source has
-    /// handed the guest over: then the migration completes. In [`Status::PostcopyPaused`] it gives up what the guest still
-    /// needs, and in [`Status::PostcopyActive`] it does nothing.
+    /// Asks the migration to end; the guest continues where it is. Has no effect once the source has handed the guest over:
+    /// then the migration completes. In [`Status::PostcopyPaused`] it abandons the pages that the guest still needs, and in
+    /// [`Status::PostcopyActive`] it does nothing.
     pub fn cancel(&self) {
-        // Kept, it would give the guest's pages up as soon as a connection is lost.
+        // A cancel that is kept would abandon the guest's pages as soon as a connection is lost.
         if self.0.status.load(Ordering::Acquire) == Status::PostcopyActive as u8 {
             return;
         }
         self.0.life.cancel();
     }
 
-    /// Lets a migration go on that waits in [`Status::PreSwitchover`]; does nothing in any other state.
+    /// Continues a migration that waits in [`Status::PreSwitchover`]; does nothing in any other state.
     pub fn proceed(&self) {
         if self.status() == Status::PreSwitchover {
             *lock(&self.0.proceeds) = true;
@@ -195,20 +194,20 @@ impl Control {
         }
     }
 
-    /// Lets the guest run at the destination as soon as it can be switched over, and before it has all pages there. Does
-    /// nothing without `postcopy-ram`, or once the guest has been stopped.
+    /// Lets the guest run at the destination as soon as it can be switched over, and before it has all pages there. Has no
+    /// effect without `postcopy-ram`, or once the guest has been stopped.
     pub fn start_postcopy(&self) {
         self.0.postcopy.store(true, Ordering::Release);
         self.0.life.wake();
     }
 
-    /// Whether [`Control::start_postcopy`] was called.
+    /// Returns true once [`Control::start_postcopy`] was called.
     pub(crate) fn wants_postcopy(&self) -> bool {
         self.0.postcopy.load(Ordering::Acquire)
     }
 
-    /// Has a migration that waits in [`Status::PostcopyPaused`] go on over a connection to `to`, where its destination
-    /// listens once more (`migrate-recover`). False in any other state.
+    /// Continues a migration that waits in [`Status::PostcopyPaused`] over a connection to `to`, where its destination listens
+    /// again (`migrate-recover`). Returns false in any other state.
     pub fn resume(&self, to: &Address) -> bool {
         let is_paused = self.status() == Status::PostcopyPaused;
         if is_paused {
@@ -218,7 +217,7 @@ impl Control {
         is_paused
     }
 
-    /// Waits up to `time` for [`Control::resume`], and takes what it says.
+    /// Waits up to `time` for [`Control::resume`], and takes its address.
     pub(crate) fn take_resume(&self, time: Duration) -> Option<Address> {
         let until = Instant::now() + time;
         self.0
@@ -227,8 +226,8 @@ impl Control {
         lock(&self.0.resume).take()
     }
 
-    /// Ends the connection of a migration that is in [`Status::PostcopyActive`], as if it was lost: of its source or its
-    /// destination, which is a guest's. False in any other state.
+    /// Ends the connection of a migration in [`Status::PostcopyActive`], as if it was lost. Works at its source, and at a
+    /// destination that is a guest's. Returns false in any other state.
     pub fn pause_postcopy(&self) -> bool {
         if self.status() != Status::PostcopyActive {
             return false;
@@ -245,30 +244,30 @@ impl Control {
         true
     }
 
-    /// Reports that the other host may be lost: another connection to it has broken. A silence of its connections that
-    /// has begun already ends the migration then, without the rest of `silence-timeout`.
+    /// Reports that the other host may be lost: another connection to it has broken. Then a silence of its connections ends the
+    /// migration as soon as it is reported, without the rest of `silence-timeout`.
     pub fn suspect_peer(&self) {
         self.0.peer_is_suspect.store(true, Ordering::Release);
     }
 
-    /// The host that holds the migration up at present.
+    /// Returns the host that stalls the migration at present.
     #[must_use]
     pub fn stall(&self) -> Option<Stall> {
         *lock(&self.0.stall)
     }
 
-    /// Reports that host, or that none does.
+    /// Sets the host that stalls the migration; `None` if no host does.
     pub fn set_stall(&self, stall: Option<Stall>) {
         *lock(&self.0.stall) = stall;
     }
 
-    /// The address that a connection is being made to, and the time that this takes so far.
+    /// Returns the address of the connection that is being made, and the time that this takes so far.
     #[must_use]
     pub fn connecting(&self) -> Option<(Address, Duration)> {
         self.0.connecting.address()
     }
 
-    /// What ends the connections that this side makes, and shows them.
+    /// Returns the lifetime and the display of the connections that this side makes.
     pub(crate) fn dialing(&self) -> Dialing {
         Dialing {
             life: self.0.life.clone(),
@@ -276,33 +275,33 @@ impl Control {
         }
     }
 
-    /// Whether [`Control::suspect_peer`] was called.
+    /// Returns true once [`Control::suspect_peer`] was called.
     pub(crate) fn is_peer_suspect(&self) -> bool {
         self.0.peer_is_suspect.load(Ordering::Acquire)
     }
 
-    /// This side is a postcopy's destination, which looks at [`Control::take_pause`].
+    /// Records that this side is a postcopy's destination, which checks [`Control::take_pause`].
     pub(crate) fn set_takes_pages(&self) {
         self.0.takes_pages.store(true, Ordering::Release);
     }
 
-    /// Whether [`Control::pause_postcopy`] was called at a destination since the last time.
+    /// Returns true if [`Control::pause_postcopy`] was called at a destination since the last call.
     pub(crate) fn take_pause(&self) -> bool {
         self.0.pause.swap(false, Ordering::AcqRel)
     }
 
-    /// What [`Control::pause_postcopy`] closes.
+    /// Sets the connection that [`Control::pause_postcopy`] closes.
     pub(crate) fn set_postcopy_link(&self, link: &Arc<MainLink>) {
         *lock(&self.0.postcopy_link) = Arc::downgrade(link);
     }
 
-    /// Has a destination that waits in [`Status::PostcopyPaused`] go on with a source that connects to `listener`
-    /// (`migrate-recover`). In [`Status::PostcopyRecover`] it gives up the connection over which nothing is agreed yet.
+    /// Makes a destination that waits in [`Status::PostcopyPaused`] continue with a source that connects to `listener`
+    /// (`migrate-recover`). In [`Status::PostcopyRecover`] it drops the connection on which nothing is agreed yet.
     ///
     /// # Errors
     /// `listener` itself in any other state.
     pub fn recover(&self, listener: Listener) -> Result<(), Listener> {
-        // Whoever has connected where it listened before may say nothing of use for long.
+        // A client that connected to the earlier listener may send nothing useful for long.
         let waits = [Status::PostcopyPaused, Status::PostcopyRecover];
         if !waits.contains(&self.status()) {
             return Err(listener);
@@ -312,14 +311,14 @@ impl Control {
         Ok(())
     }
 
-    /// Whether [`Control::recover`] was called since the last listener was taken.
+    /// Returns true if [`Control::recover`] was called since the last listener was taken.
     pub(crate) fn has_recovery(&self) -> bool {
         lock(&self.0.recovery).is_some()
     }
 
     /// Waits for [`Control::recover`]; `None` once the migration is stopped.
     pub(crate) fn await_recovery(&self) -> Option<Listener> {
-        /// Nothing but a call or the end of the migration ends the wait.
+        /// Time limit of one wait: only a call or the end of the migration ends the loop.
         const ROUND: Duration = Duration::from_secs(60);
         loop {
             let until = Instant::now() + ROUND;
@@ -333,31 +332,30 @@ impl Control {
         }
     }
 
-    /// Takes over those of `options` that may change while a migration runs (`live` in the table of
-    /// options). Others are not looked at.
+    /// Applies those of `options` that may change while a migration runs (`live` in the table of options). Ignores the others.
     pub fn change(&self, options: &Options) {
         self.0.steering.change(options);
         self.0.life.wake();
     }
 
-    /// Has a migration that has not begun keep `rate` together with others, besides its own `max-bandwidth`. One whose guest
-    /// stands still counts, and does not wait.
+    /// Makes a migration that has not begun share `rate` with others, in addition to its own `max-bandwidth`. A migration whose
+    /// guest is paused still counts, and does not wait.
     pub fn share_rate(&self, rate: &SharedRate) {
         self.0.steering.share_rate(rate);
     }
 
-    /// Waits until `bytes` of what is no migration of [`Control::share_rate`] may be sent at `rate`; no longer than until
+    /// Waits until `bytes` of traffic that belongs to no migration of [`Control::share_rate`] may be sent at `rate`, or until
     /// this control is cancelled.
     pub fn wait_for_rate(&self, rate: &SharedRate, bytes: usize) {
         rate.wait(bytes, &self.0.life);
     }
 
-    /// What may change while the migration runs.
+    /// Returns the settings that may change while the migration runs.
     pub(crate) fn steering(&self) -> &Steering {
         &self.0.steering
     }
 
-    /// CPU time that this side's channel threads have used, as far as they have booked it: each does with each packet.
+    /// Returns the CPU time of this side's channel threads. Each thread records its own after each packet.
     #[must_use]
     pub fn cpu_time(&self) -> Duration {
         let used = self.0.steering.cpu_used();
@@ -375,14 +373,14 @@ impl Control {
         used.into_iter().map(thread).collect()
     }
 
-    /// Packets and pages by method so far, where each packet has its own (method auto); else empty.
+    /// Returns packets and pages by method so far, where each packet has its own (method auto); else empty.
     #[must_use]
     pub fn method_figures(&self) -> Vec<MethodFigures> {
         let auto = self.0.steering.auto();
         auto.map(|auto| auto.figures()).unwrap_or_default()
     }
 
-    /// What the multifd channels of a sender share.
+    /// Returns the state that the multifd channels of a sender share.
     pub(crate) fn sending(&self, options: &Options, pacer: &Arc<Pacer>) -> Sending {
         Sending {
             auto: self.0.steering.make_auto(options),
@@ -393,7 +391,7 @@ impl Control {
         }
     }
 
-    /// Waits up to `time` for [`Control::proceed`]; true if it has been called since the state is
+    /// Waits up to `time` for [`Control::proceed`]. Returns true if it has been called since the state is
     /// [`Status::PreSwitchover`].
     pub(crate) fn may_proceed(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
@@ -401,32 +399,32 @@ impl Control {
         *lock(&self.0.proceeds)
     }
 
-    /// True once [`Control::cancel`] was called.
+    /// Returns true once [`Control::cancel`] was called.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         self.0.life.is_cancelled()
     }
 
-    /// Makes a descriptor for polls that a cancel and [`Control::wake`] end.
+    /// Creates a descriptor that wakes polls at a cancel and at [`Control::wake`].
     ///
     /// # Errors
-    /// The system gives no descriptor.
+    /// The system's error if it cannot create a descriptor.
     pub fn bell(&self) -> std::io::Result<Bell> {
         Bell::new(&self.0.life)
     }
 
-    /// Ends the polls of each [`Bell`]: something that they wait for has changed.
+    /// Wakes the polls of each [`Bell`], after a change that they wait for.
     pub fn wake(&self) {
         self.0.life.wake();
     }
 
-    /// What ends the migration, and its waits.
+    /// Returns the lifetime, which ends the migration and its waits.
     pub(crate) fn life(&self) -> &Life {
         &self.0.life
     }
 }
 
-/// Runs one side of a migration in a thread of its own called `name`, and keeps its status.
+/// Runs one side of a migration in a thread of its own called `name`, and updates its status.
 pub(crate) fn run_as<T: Send>(
     name: &str,
     control: &Control,
@@ -436,7 +434,7 @@ pub(crate) fn run_as<T: Send>(
     let outcome = thread::scope(|scope| spawn(scope, name.to_owned(), work)?.join())
         .and_then(|outcome| outcome);
     control.set_status(match &outcome {
-        // The guest runs, and waits.
+        // The guest runs, and waits for pages.
         Err(MigrationError::PagesMissing { .. }) if control.status() == Status::PostcopyPaused => {
             Status::PostcopyPaused
         }
@@ -462,7 +460,7 @@ mod tests {
             ..Options::default()
         };
         let pacer = control.steering().pacer(&slow);
-        // Days of bytes.
+        // Takes days at this rate.
         pacer.wait(1 << 20, control.life());
         thread::scope(|scope| {
             let waits = scope.spawn(|| pacer.wait(1, control.life()));

@@ -1,8 +1,8 @@
 //! `cpu-limit`: one budget of CPU time that all channel threads of a side draw from.
 //!
-//! A thread books what it has used after each packet, and sleeps until the schedule has reached it. So the limit holds on
-//! average, whatever a packet costs. And no more threads than the limit has cores encode or decode at once: with many
-//! channels all of them would take their time in the same moment.
+//! A thread records its CPU time after each packet, and sleeps until the schedule has reached it. So the limit holds on
+//! average, whatever a packet costs. No more threads than the limit has cores encode or decode at once: otherwise all threads
+//! of many channels would use their time in the same moment.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -19,11 +19,11 @@ use crate::schedule::{Schedule, nanos_over, rescaled};
 pub(crate) struct CpuBudget {
     /// Thousandths of a core; 0 is unlimited.
     limit: AtomicU64,
-    /// Nanoseconds of CPU time that each thread has used, by its name.
+    /// CPU time that each thread has used, in nanoseconds, by its name.
     used: Mutex<Vec<(String, Arc<AtomicU64>)>>,
-    /// The CPU time booked so far, at `limit`.
+    /// End of the CPU time booked so far, at `limit`.
     schedule: Schedule,
-    /// Threads that encode or decode.
+    /// Number of threads that encode or decode.
     at_work: Mutex<u64>,
     changed: Condvar,
 }
@@ -32,7 +32,7 @@ pub(crate) struct CpuBudget {
 #[derive(Debug)]
 pub(crate) struct AtWork<'a> {
     budget: &'a CpuBudget,
-    /// For how long it had to wait.
+    /// Time that it had to wait.
     pub waited: Duration,
 }
 
@@ -54,7 +54,7 @@ impl CpuBudget {
         }
     }
 
-    /// Waits until one of the limit's cores has nothing to encode or decode; `None` without a limit.
+    /// Waits until one of the limit's cores is free to encode or decode; `None` without a limit.
     pub(crate) fn at_work(&self) -> Option<AtWork<'_>> {
         let threads = || match self.limit.load(Ordering::Relaxed) {
             0 => u64::MAX,
@@ -75,7 +75,7 @@ impl CpuBudget {
         })
     }
 
-    /// Changes the limit; 0 is unlimited. What is booked already takes its time at the new one.
+    /// Changes the limit; 0 is unlimited. Time that is booked already is rescaled to the new one.
     pub(crate) fn set_limit(&self, thousandths: u64) {
         let mut booked_until = self.schedule.lock();
         let before = self.limit.swap(thousandths, Ordering::Relaxed);
@@ -85,13 +85,13 @@ impl CpuBudget {
             *booked_until = booked_until
                 .filter(|_| is_limited)
                 .map(|until| rescaled(until, now, before, thousandths));
-            // A thread that has read the limit before and does not wait yet would miss this.
+            // A thread that has read the old limit, and does not wait yet, would miss this.
             drop(lock(&self.at_work));
             self.changed.notify_all();
         }
     }
 
-    /// CPU time that each thread has used.
+    /// Returns the CPU time that each thread has used.
     pub(crate) fn used(&self) -> Vec<(String, Duration)> {
         let used = lock(&self.used);
         let time = |nanos: &AtomicU64| Duration::from_nanos(nanos.load(Ordering::Relaxed));
@@ -100,7 +100,7 @@ impl CpuBudget {
             .collect()
     }
 
-    /// Returns the count of the calling thread, which is that of an earlier thread with the same name.
+    /// Returns the counter of the calling thread, which continues that of an earlier thread with the same name.
     fn of_this_thread(&self) -> Arc<AtomicU64> {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or_default();
@@ -117,7 +117,7 @@ impl CpuBudget {
         self.limit.load(Ordering::Relaxed) > 0
     }
 
-    /// Until when a thread has to sleep that has used `cpu` more, if it is `now`; `None` if it need not.
+    /// Books `cpu` at `now`. Returns until when the thread must sleep; `None` if it need not.
     fn book(&self, cpu: Duration, now: Instant) -> Option<Instant> {
         let time = || match self.limit.load(Ordering::Relaxed) {
             0 => None,
@@ -137,7 +137,7 @@ pub(crate) struct CpuShare<'a> {
 }
 
 impl<'a> CpuShare<'a> {
-    /// That of the thread which calls [`CpuShare::spend`].
+    /// Returns the share of the thread that calls [`CpuShare::spend`].
     pub(crate) fn new(budget: &'a CpuBudget) -> Self {
         Self {
             budget,
@@ -145,7 +145,7 @@ impl<'a> CpuShare<'a> {
         }
     }
 
-    /// Books what the thread has used since the last time, and sleeps if that is too much; for how long.
+    /// Books the CPU time of the thread since the last call, and sleeps if it exceeds the limit. Returns the time slept.
     pub(crate) fn spend(&mut self, life: &Life) -> Duration {
         let used = thread_cpu_time();
         let Some((before, count)) = &mut self.booked else {
@@ -208,7 +208,7 @@ mod tests {
         let mut threads = [start; 3];
         let mut used = Vec::new();
         for step in 0..3000_u64 {
-            // The one that is free first works next; some packets cost more, and now and then it idles.
+            // The thread that is free first works next; some packets cost more, and some threads idle at times.
             let Some(thread) = threads.iter_mut().min() else {
                 continue;
             };

@@ -21,21 +21,20 @@ pub struct ThreadCpu {
     pub cpu_s: f64,
 }
 
-/// What has done the work of one side's method. All 0 and empty for a method that no accelerator
-/// serves.
+/// Statistics of the work of one side's method. All 0 and empty for a method that no accelerator serves.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobFigures {
     /// Jobs of an accelerator: pages of qpl and uadk, gzip members of qatzip.
     pub hardware: u64,
-    /// Jobs done on the CPU, those that an accelerator refused or failed among them.
+    /// Jobs done on the CPU, including those that an accelerator refused or failed.
     pub software: u64,
     /// Submissions repeated because the accelerator was busy.
     pub retries: u64,
     /// Pages that did not shrink and travelled as they are.
     pub raw_pages: u64,
-    /// What drove the accelerators, as in "libqpl 1.9.0".
+    /// Drivers of the accelerators, as in "libqpl 1.9.0".
     pub devices: Vec<String>,
-    /// Why an accelerator was not used where it might have been, or not to the end.
+    /// Reason why an accelerator was not used where it might have been, or not to the end.
     pub fallback: Option<String>,
 }
 
@@ -46,7 +45,7 @@ pub struct ByteFigures {
     pub multifd: u64,
     /// To the main channel while the guest ran here.
     pub precopy: u64,
-    /// To the main channel while it stood still.
+    /// To the main channel while it was paused.
     pub downtime: u64,
     /// To the main channel while it ran at the destination, without some of its pages.
     #[serde(default)]
@@ -54,26 +53,26 @@ pub struct ByteFigures {
 }
 
 impl ByteFigures {
-    /// All of them.
+    /// Returns the sum of all.
     #[must_use]
     pub fn sum(self) -> u64 {
         self.multifd + self.precopy + self.downtime + self.postcopy
     }
 }
 
-/// What XBZRLE has done (QEMU's `XBZRLECacheStats`).
+/// Statistics of XBZRLE (QEMU's `XBZRLECacheStats`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct XbzrleFigures {
     /// Size of the cache, in bytes.
     pub cache_bytes: u64,
     /// Bytes of XBZRLE pages sent.
     pub bytes: u64,
-    /// Pages sent so. They count as normal pages, too, as they do at the destination; one in which nothing
-    /// had changed is not sent, and is no page of either.
+    /// Pages sent as XBZRLE. They also count as normal pages, as they do at the destination. A page without any change is not
+    /// sent, and counts as neither.
     pub pages: u64,
     /// Pages that the cache did not hold.
     pub cache_misses: u64,
-    /// `cache_misses` over the pages looked for, in the last round.
+    /// `cache_misses` over the pages looked up, in the last round.
     pub cache_miss_rate: f64,
     /// Bytes of the pages over bytes sent for them, in the last round.
     pub encoding_rate: f64,
@@ -81,14 +80,14 @@ pub struct XbzrleFigures {
     pub overflows: u64,
 }
 
-/// What went by one method of those that `auto` chooses from.
+/// Packets of one method of those that `auto` chooses from.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct MethodFigures {
     /// The method's name.
     pub name: String,
     /// Its level; `None` for a method without levels.
     pub level: Option<i8>,
-    /// Packets that were sent so.
+    /// Packets sent with this method.
     pub packets: u64,
     /// Pages in them that have content.
     pub pages: u64,
@@ -105,19 +104,19 @@ pub struct MethodFigures {
 pub struct MethodMoment {
     /// End of the moment, in milliseconds since the request to migrate.
     pub ms: f64,
-    /// Bytes that the wire delivered, a second.
+    /// Bytes that the link delivered, per second.
     pub link_bytes_per_s: f64,
-    /// By method and level, the share of the pages with content that went so, 0 to 1.
+    /// Share of the pages with content, by method and level, 0 to 1.
     pub shares: BTreeMap<String, f64>,
 }
 
-/// How the pages with content were shared among methods, in words: "62 % zstd 3, 38 % none"; the largest share first.
+/// Returns the shares of the methods in the pages with content: "62 % zstd 3, 38 % none"; the largest share first.
 #[must_use]
 pub fn shares_of(methods: &[MethodFigures]) -> String {
     let all: u64 = methods.iter().map(|one| one.pages).sum();
     let mut methods: Vec<_> = methods.iter().collect();
     methods.sort_by_key(|one| std::cmp::Reverse(one.pages));
-    // Less than half a percent says nothing.
+    // Less than half a percent is not worth a mention.
     let shares = methods.iter().filter_map(|one| {
         let percent = ratio(to_f64(one.pages) * 100.0, to_f64(all));
         (percent >= 0.5).then(|| format!("{percent:.0} % {}", one.label()))
@@ -126,7 +125,7 @@ pub fn shares_of(methods: &[MethodFigures]) -> String {
 }
 
 impl MethodFigures {
-    /// As people read it: "zstd 3".
+    /// Returns the label for display: "zstd 3".
     #[must_use]
     pub fn label(&self) -> String {
         match self.level {
@@ -136,7 +135,7 @@ impl MethodFigures {
     }
 }
 
-/// What a migration cost one side.
+/// Cost of a migration for one side.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SideFigures {
     /// CPU time of all migration threads, in seconds. The guest's own threads are not counted.
@@ -147,10 +146,10 @@ pub struct SideFigures {
     pub core_s_per_gib: f64,
     /// The same, thread by thread.
     pub threads: Vec<ThreadCpu>,
-    /// What has done the work of the method.
+    /// Statistics of the work of the method.
     #[serde(default)]
     pub jobs: JobFigures,
-    /// What has looked for zero pages, if devices were to: pages settled by them, and by the CPU.
+    /// Statistics of zero page detection, if devices had to do it: pages settled by them, and by the CPU.
     #[serde(default)]
     pub zero_jobs: JobFigures,
 }
@@ -164,7 +163,7 @@ impl SideFigures {
         normal_pages: u64,
         jobs: JobFigures,
     ) -> Self {
-        // The sum of nothing is -0.0.
+        // The sum of an empty iterator is -0.0.
         let cpu_s = threads.iter().map(|thread| thread.cpu_s).sum::<f64>() + 0.0;
         Self {
             cpu_s,
@@ -184,7 +183,7 @@ pub struct SourceReport {
     pub total_ms: f64,
     /// From the request to migrate until the first page may be sent, in milliseconds.
     pub setup_ms: f64,
-    /// From the request to stop the vCPUs here until word that they run there, in milliseconds.
+    /// From the request to stop the vCPUs here until the report that they run there, in milliseconds.
     pub downtime_ms: f64,
     /// Passes over the dirty pages, the last with the guest stopped; at least 2.
     pub rounds: u64,
@@ -206,25 +205,25 @@ pub struct SourceReport {
     /// Bytes, by where they went; `transferred_bytes` is their sum.
     #[serde(default)]
     pub bytes: ByteFigures,
-    /// The most that auto-converge took from the vCPUs, in percent; 0 if it was not needed.
+    /// Largest share that auto-converge took from the vCPUs, in percent; 0 if it was not needed.
     #[serde(default)]
     pub throttle_percent: u8,
-    /// Auto-converge was to slow the guest down, and this guest cannot be.
+    /// True if auto-converge had to slow the guest down, and this guest does not support it.
     #[serde(default)]
     pub throttle_refused: bool,
-    /// Pages that the guest has asked for, in postcopy.
+    /// Pages that the guest has requested, in postcopy.
     #[serde(default)]
     pub postcopy_requests: u64,
-    /// What XBZRLE has done, if it was on.
+    /// Statistics of XBZRLE, if it was on.
     #[serde(default)]
     pub xbzrle: Option<XbzrleFigures>,
-    /// What went by which method, where each packet has its own.
+    /// Packets by method, where each packet has its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub methods: Vec<MethodFigures>,
-    /// Packets of them that went as something else than what was thought best, to learn what it costs.
+    /// Packets of them with another method than the best known one, to learn its cost.
     #[serde(default)]
     pub explored_packets: u64,
-    /// The same as `methods`, by time.
+    /// `methods` over time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timeline: Vec<MethodMoment>,
     /// Cost on this side.
@@ -240,52 +239,52 @@ pub struct DestinationReport {
     pub normal_pages: u64,
     /// Pages received as zero.
     pub zero_pages: u64,
-    /// Of a guest that ran before all its pages were there.
+    /// Figures of postcopy, if the guest ran before all its pages were there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub postcopy: Option<Box<PostcopyFigures>>,
     /// Cost on this side.
     pub side: SideFigures,
 }
 
-/// How a guest fared that ran before all its pages were there.
+/// Figures of a guest that ran before all its pages were there.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct PostcopyFigures {
     /// From the first connection until all pages were there, in milliseconds.
     pub complete_ms: f64,
-    /// Pages that came while it ran.
+    /// Pages that arrived while it ran.
     pub pages: u64,
-    /// Pages that it touched before they came.
+    /// Pages that it touched before they arrived.
     pub requests: u64,
-    /// How long it waited for such a page, in microseconds: the median, one in a hundred, and the longest.
+    /// Wait for such a page, in microseconds: the median, the 99th percentile, and the longest.
     pub wait_us: [f64; 3],
-    /// Whose waits they were, with `postcopy-blocktime`.
+    /// Waits by thread, with `postcopy-blocktime`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blocktime: Option<BlocktimeFigures>,
 }
 
-/// How long vCPUs stood still for pages (QEMU's `postcopy-blocktime` and its kin).
+/// Waits of vCPUs for pages (QEMU's `postcopy-blocktime` and related figures).
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct BlocktimeFigures {
-    /// How long all vCPUs waited at the same time, in milliseconds.
+    /// Time for which all vCPUs waited at once, in milliseconds.
     pub all_ms: f64,
-    /// How long each vCPU waited, in milliseconds. Empty if the guest does not know their threads.
+    /// Time for which each vCPU waited, in milliseconds. Empty if the guest does not know the threads of its vCPUs.
     pub vcpu_ms: Vec<f64>,
-    /// Waits of vCPUs.
+    /// Number of waits of vCPUs.
     pub vcpu_waits: u64,
-    /// How long one of them lasted, in microseconds: the median, one in a hundred, and the longest.
+    /// Duration of one of them, in microseconds: the median, the 99th percentile, and the longest.
     pub vcpu_wait_us: [f64; 3],
-    /// How long a wait of any thread lasted on average, in nanoseconds.
+    /// Mean wait of any thread, in nanoseconds.
     pub mean_ns: u64,
-    /// The same of each vCPU.
+    /// Mean wait of each vCPU, in nanoseconds.
     pub vcpu_mean_ns: Vec<u64>,
-    /// The same of threads that are no vCPU's.
+    /// Mean wait of threads that are no vCPU's, in nanoseconds.
     pub other_mean_ns: u64,
-    /// Waits of any thread by how long they lasted: the n-th from 2^n microseconds to twice as many.
+    /// Number of waits of any thread by duration: the n-th from 2^n microseconds to twice that.
     pub by_time: Vec<u64>,
 }
 
 impl SourceReport {
-    /// Returns the part that follows from its times (all of it, set-up and downtime), what was sent, and the cost.
+    /// Returns the part that follows from the times (total, set-up and downtime), the counts, and the cost.
     pub(crate) fn new(
         [total, setup, downtime]: [Duration; 3],
         counts: Counts,
@@ -331,7 +330,7 @@ pub(crate) struct Counts {
 }
 
 impl Counters {
-    /// One a multifd channel, its opening counted.
+    /// Returns one for each multifd channel, with its opening packet counted.
     pub(crate) fn of_channels(channels: usize) -> Vec<Self> {
         let counters: Vec<_> = (0..channels).map(|_| Self::default()).collect();
         for channel in &counters {
@@ -340,7 +339,7 @@ impl Counters {
         counters
     }
 
-    /// Those of one side: its channels', and the last for main.
+    /// Returns the counters of one side: its channels', and the last for main.
     pub(crate) fn of_side(channels: usize) -> Vec<Self> {
         let mut counters = Self::of_channels(channels);
         counters.push(Self::default());
@@ -368,7 +367,7 @@ impl Counters {
 }
 
 impl Counts {
-    /// What was counted since an earlier reading.
+    /// Returns the difference to an earlier reading.
     pub(crate) fn since(self, earlier: Self) -> Self {
         Self {
             normal_pages: self.normal_pages - earlier.normal_pages,
@@ -388,7 +387,7 @@ impl std::iter::Sum for Counts {
     }
 }
 
-/// `numerator / denominator`, or 0 where nothing was counted.
+/// Returns `numerator / denominator`, or 0 where nothing was counted.
 pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
     if denominator > 0.0 {
         numerator / denominator
@@ -397,21 +396,21 @@ pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
     }
 }
 
-/// A count as a number to divide by; exact below 2^53.
+/// Converts a count to a number to divide by; exact below 2^53.
 #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
 pub(crate) fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
-/// The latest of many times.
+/// The latest of many durations.
 #[derive(Debug, Default)]
 pub(crate) struct LatestTimes(VecDeque<u32>);
 
 impl LatestTimes {
-    /// Times that are kept: 4 MiB of them.
+    /// Number of durations that are kept: 4 MiB.
     const KEPT: usize = 1 << 20;
 
-    /// Adds one.
+    /// Adds a duration.
     pub(crate) fn add(&mut self, took: Duration) {
         if self.0.len() == Self::KEPT {
             self.0.pop_front();
@@ -419,7 +418,7 @@ impl LatestTimes {
         self.0.push_back(micros(took));
     }
 
-    /// Returns the median, one in a hundred, and the longest, in microseconds; 0 without any.
+    /// Returns the median, the 99th percentile, and the longest, in microseconds; 0 without any.
     pub(crate) fn percentiles(&self) -> [f64; 3] {
         let mut all: Vec<_> = self.0.iter().copied().collect();
         all.sort_unstable();
@@ -430,7 +429,7 @@ impl LatestTimes {
     }
 }
 
-/// A time in microseconds, up to 71 minutes.
+/// Converts a time to microseconds, up to 71 minutes.
 pub(crate) fn micros(took: Duration) -> u32 {
     u32::try_from(took.as_micros()).unwrap_or(u32::MAX)
 }

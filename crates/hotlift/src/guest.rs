@@ -1,9 +1,8 @@
-//! What the engine needs of a virtual machine, and nothing else.
+//! Interface between the engine and a virtual machine.
 //!
-//! The trait fits three kinds of guest alike: one in this process (the built-in guests, a Rust VMM
-//! that embeds the crate), one whose memory is a set of memfds handed over by another process, and
-//! one that only exists as pages on their way (a relay). Hence memory is a list of [`RamBlock`]s,
-//! dirty pages arrive in a bitmap that the engine owns, and pausing is a request.
+//! The trait fits three kinds of guest alike: one in this process (the built-in guests, a Rust VMM that embeds the crate), one
+//! whose memory is a set of memfds of another process, and one that exists only as pages in transit (a relay). Hence memory is
+//! a list of [`RamBlock`]s, dirty pages arrive in a bitmap that the engine owns, and pausing is a request.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -14,9 +13,9 @@ use hotlift_mem::{DirtyBitmap, RamBlock};
 #[derive(Debug, thiserror::Error)]
 #[error("guest could not {action}")]
 pub struct GuestError {
-    /// What was asked for, as a verb phrase ("pause its vCPUs").
+    /// Requested action, as a verb phrase ("pause its vCPUs").
     pub action: &'static str,
-    /// Why it failed.
+    /// Cause.
     #[source]
     pub source: Box<dyn Error + Send + Sync>,
 }
@@ -31,13 +30,13 @@ impl GuestError {
     }
 }
 
-/// One device section of the stream (QEMU's FULL section): what the destination's device of the
-/// same `idstr` and `instance_id` loads before its vCPUs run.
+/// One device section of the stream (QEMU's FULL section). The destination's device with the same `idstr` and `instance_id`
+/// loads it before its vCPUs run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceState {
     /// Name of the device, 1 to 255 bytes.
     pub idstr: String,
-    /// Tells devices of one name apart (the vCPU's index, for vCPUs).
+    /// Distinguishes devices of one name (the vCPU's index, for vCPUs).
     pub instance_id: u32,
     /// Version of the payload's layout.
     pub version_id: u32,
@@ -55,32 +54,32 @@ pub type Announcer = Box<dyn FnMut() + Send>;
 /// clears separately (KVM's manual protect), `clear_dirty_log` clears, and the engine calls it for a
 /// range before it reads any page of that range.
 pub trait Guest: Send + Sync {
-    /// Machine name, compared by the destination (QEMU's configuration record).
+    /// Returns the machine name, which the destination compares (QEMU's configuration record).
     fn machine(&self) -> &str;
 
-    /// The VM's UUID, compared on each channel; zero if it has none.
+    /// Returns the VM's UUID, which is compared on each channel; zero if it has none.
     fn uuid(&self) -> [u8; 16];
 
-    /// The RAM blocks, in the order in which they are sent.
+    /// Returns the RAM blocks, in the order in which they are sent.
     fn ram(&self) -> &[Arc<RamBlock>];
 
-    /// True if no page was written since the RAM was mapped, so that a page that is never sent, or
-    /// is sent as zero, needs no work on the destination.
+    /// Returns true if no page was written since the RAM was mapped. Then a page that is never sent, or is sent as zero, needs
+    /// no work on the destination.
     fn ram_is_fresh(&self) -> bool;
 
     /// Starts logging writes. Writes from now on appear in a later [`Guest::sync_dirty_log`].
     fn start_dirty_log(&self) -> Result<(), GuestError>;
 
-    /// Stops logging writes; called on every way out of a migration.
+    /// Stops logging writes. Called at every end of a migration.
     fn stop_dirty_log(&self) -> Result<(), GuestError>;
 
     /// Fetches the pages of RAM block `block` (index into [`Guest::ram`]) written since the last
     /// call, ORs them into `into`, and returns how many bits were newly set there.
     fn sync_dirty_log(&self, block: usize, into: &DirtyBitmap) -> Result<u64, GuestError>;
 
-    /// Re-arms logging for what the last `sync_dirty_log` fetched of `pages` pages from
-    /// `first_page` (a multiple of 64). Called from channel threads at once, at most once a range
-    /// and round, before a page of the range is read. A guest whose fetch also clears does nothing.
+    /// Re-arms logging for the pages that the last `sync_dirty_log` fetched, among `pages` pages from `first_page` (a multiple
+    /// of 64). Called concurrently from channel threads, at most once per range and round, before a page of the range is read.
+    /// A guest whose fetch also clears does nothing.
     fn clear_dirty_log(
         &self,
         block: usize,
@@ -88,33 +87,33 @@ pub trait Guest: Send + Sync {
         pages: usize,
     ) -> Result<(), GuestError>;
 
-    /// Stops the vCPUs. When it returns no write of theirs is under way. Idempotent.
+    /// Stops the vCPUs. On return, none of their writes is in progress. Idempotent.
     fn pause(&self) -> Result<(), GuestError>;
 
     /// Lets the vCPUs run (again). Idempotent.
     fn resume(&self) -> Result<(), GuestError>;
 
-    /// Takes `percent` of the vCPUs' time away from them until the next call, 0 to 99; for auto-converge.
-    /// 0 ends it. Called some times a second at most. `false`: this guest cannot be slowed down.
+    /// Takes `percent` of the vCPUs' time away from them until the next call, 0 to 99, for auto-converge; 0 ends it. Called a
+    /// few times a second at most. Returns false if this guest cannot be slowed down.
     fn throttle(&self, percent: u8) -> bool {
         let _ = percent;
         false
     }
 
-    /// The kernel's ids of the vCPUs' threads, in the order of the vCPUs; for `postcopy-blocktime`. Empty: they are not
-    /// known.
+    /// Returns the kernel's ids of the vCPUs' threads, in the order of the vCPUs, for `postcopy-blocktime`. Empty if they are
+    /// not known.
     fn vcpu_threads(&self) -> Vec<u32> {
         Vec::new()
     }
 
-    /// What makes the network learn where the guest is now (ARP, RARP): called at the destination once the
-    /// guest runs, `announce-rounds` times, on a thread of its own, which nobody waits for and which may
-    /// outlive the migration. `None`: there is nothing to tell, as without a network card.
+    /// Returns the function that announces the guest's new location to the network (ARP, RARP). The destination calls it
+    /// `announce-rounds` times once the guest runs, on a thread of its own that may outlive the migration. `None` if there is
+    /// nothing to announce, as without a network card.
     fn announcer(&self) -> Option<Announcer> {
         None
     }
 
-    /// The state of all devices, vCPUs included, of a paused guest.
+    /// Returns the state of all devices, vCPUs included, of a paused guest.
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError>;
 
     /// Loads the state of all devices into a guest that has not run. Nothing in it is trusted.

@@ -1,26 +1,26 @@
 //! The live migration engine: moves a [`Guest`](guest::Guest)'s memory and device state between two
 //! processes, in QEMU's stream format, while the guest runs.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | [`guest`] | what the engine needs of a virtual machine |
+//! | [`guest`] | interface between the engine and a virtual machine |
 //! | [`options`] | the one table of options, with QEMU's names |
 //! | [`transport`] | addresses and sockets |
-//! | [`migrate()`], [`receive()`] | the guest of this process to a stream, and back |
-//! | [`relay`] | a QEMU's stream to another, or to a file, or out of one |
+//! | [`migrate()`], [`receive()`] | sends the guest of this process to a stream, and receives it |
+//! | [`relay`] | passes a QEMU's stream to another QEMU, to a file, or from a file |
 //! | [`mod@file`] | save files |
-//! | [`lazy`] | a save file to a QEMU that runs its guest at once |
+//! | [`lazy`] | restores a save file into a QEMU that runs its guest at once |
 //! | [`control`] | state and cancel |
-//! | [`progress`], [`figures`] | what a migration tells while it runs, and what it cost |
-//! | [`error`] | why it ended before its time |
+//! | [`progress`], [`figures`] | progress reports of a running migration, and its cost |
+//! | [`error`] | errors that end a migration |
 //!
-//! Inside, an operation (`ops`) joins a source of pages to a sink (`ends`); between them is a bounded number of batches
-//! (`pipe`), and both speak QEMU's stream (`stream`). `postcopy` gives a guest that runs already the pages that it asks for. `precopy` knows what is dirty and when the rest is small enough.
+//! Inside, an operation (`ops`) connects a page source to a sink (`ends`) over a bounded number of batches (`pipe`), in QEMU's
+//! format (`stream`). `postcopy` sends pages on request. `precopy` tracks dirty pages and decides when the rest is small
+//! enough.
 //!
-//! # Who has the guest
+//! # Ownership of the guest
 //!
-//! At every moment exactly one side may run the guest, whatever fails just then: the state machine of
-//! `handover` decides it for every kind of migration, and draws how.
+//! Exactly one side may run the guest at every moment, whatever fails: the state machine in `handover` decides.
 //!
 //! # Example
 //!
@@ -48,7 +48,7 @@
 //! }
 //! ```
 //!
-//! `examples/vmm` is a whole VMM that does this.
+//! `examples/vmm` is a complete VMM that does this.
 
 #![forbid(unsafe_code)]
 

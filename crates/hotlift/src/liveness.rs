@@ -1,11 +1,11 @@
-//! Decides whether the host at the other end of a connection still answers, from the facts that the kernel keeps of it.
+//! Decides whether the host at the other end of a connection still answers, from the kernel's facts about the connection.
 //!
 //! TCP_USER_TIMEOUT cannot decide this: it also ends a connection whose peer answers and only reads slowly. Without it
 //! the kernel retransmits for 15 minutes (tcp_retries2), in which its keepalive sends no probe.
 //!
 //! `TCP_INFO` of a sender on Linux 6.18, with a peer that ...
 //!
-//! | peer | in flight | probes | waits | last heard | acknowledged |
+//! | peer | in flight | probes | waits | last packet | acknowledged |
 //! |---|---|---|---|---|---|
 //! | reads | changes | 0 | changes | 0 to 40 ms ago | grows |
 //! | lost its power, or whose packets are dropped | stays above 0 | 0 | stays | grows without end | stays |
@@ -14,14 +14,14 @@
 //! | is stopped, and then lost its power | 0 | counts up from the next probe on | stays | grows without end | stays |
 //! | is idle, and then lost its power | 0 | counts up with each keepalive | 0 | grows without end | stays |
 //!
-//! The time since a peer was last heard means nothing by itself: the kernel asks a stopped reader at intervals that
-//! double up to 2 minutes (TCP_RTO_MAX; since Linux 6.15 up to an eighth of the limit), and an idle one at the keepalive
-//! interval. So the silence counts from the first sample with an unanswered question: a segment in flight, or a probe. An
-//! idle connection's silence counts from when it was last heard, since its keepalive is short. Of the probes of a stopped
-//! reader, which may be so far apart, two must be unanswered: one packet may be lost. A reader that stops first and loses
-//! its power later is thus found within 4 minutes.
+//! The time since a peer's last packet means nothing by itself. The kernel probes an idle peer at the keepalive interval, and a
+//! stopped reader at intervals that double up to 2 minutes (TCP_RTO_MAX). Since Linux 6.15 they double up to an eighth of the
+//! limit. So a silence counts from the first sample with an unanswered question: a segment in flight, or a probe. The silence
+//! of an idle connection counts from its last packet, because its keepalive is short. Two probes of a stopped reader must be
+//! unanswered, because one packet may be lost. A reader that stops first and loses its power later is thus found within 4
+//! minutes.
 //!
-//! A black hole does not answer, though the keepalive probes of the peer arrive: the kernel does not count those.
+//! A black hole does not answer, although the keepalive probes of the peer arrive: the kernel does not count those.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -39,8 +39,8 @@ pub(crate) const REPORTED: Duration = Duration::from_secs(5);
 /// Interval of the samples: one system call a connection.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(250);
 
-/// Interval of the samples while nothing is under way, in which case only the peer's keepalive can show that it is lost:
-/// below [`REPORTED`], from which on a gap means that this process was stopped.
+/// Interval of the samples while nothing is in transit, when only the peer's keepalive can show that it is lost. It is below
+/// [`REPORTED`], because a longer gap means that this process was stopped.
 const IDLE_INTERVAL: Duration = Duration::from_millis(2500);
 
 /// State of a peer at one sample.
@@ -48,7 +48,7 @@ const IDLE_INTERVAL: Duration = Duration::from_millis(2500);
 enum Verdict {
     /// It answers, or nothing is asked.
     Fine,
-    /// It has answered nothing since that time.
+    /// It has sent no answer since that time.
     Silent(Instant),
     /// It has answered, and has had no room for data since that time.
     NotReading(Instant),
@@ -61,14 +61,14 @@ struct Judge {
     asked: Option<Instant>,
     /// First sample with a second probe in that time.
     probed_again: Option<Instant>,
-    /// Bytes that the peer has acknowledged, and when this has changed last, or nothing has waited.
+    /// Bytes that the peer has acknowledged, and the time of their last change, or of the last sample without data that waits.
     moved: Option<(u64, Instant)>,
-    /// Something was under way at the last sample, or has been acknowledged since the one before.
+    /// True if something was in transit at the last sample, or has been acknowledged since the one before.
     is_active: bool,
 }
 
 impl Judge {
-    /// Takes the facts at `now`.
+    /// Judges the facts at `now`.
     fn take(&mut self, now: Instant, facts: &TcpSending) -> Verdict {
         let heard = now.checked_sub(facts.unheard).unwrap_or(now);
         let is_asked = facts.in_flight > 0 || facts.probes > 0;
@@ -114,7 +114,7 @@ pub struct Liveness {
 }
 
 impl Liveness {
-    /// Prepares `streams`, of which a silent peer is lost after `limit`; zero is never.
+    /// Prepares `streams`. A peer is lost after a silence of `limit`; zero means never.
     pub fn new<'s>(limit: Duration, streams: impl Iterator<Item = &'s Stream>) -> Self {
         let judges = streams.map(|stream| {
             stream.set_silence_limit(limit);
@@ -129,8 +129,8 @@ impl Liveness {
         }
     }
 
-    /// Samples `streams`, the same as at first, if it is time to. Returns the peer that holds them up. A peer that is
-    /// suspect by another fact is lost as soon as its silence is reported.
+    /// Samples `streams`, the same as at first, if a sample is due. Returns the peer that stalls them. A peer that is suspect
+    /// by another fact is lost as soon as its silence is reported.
     ///
     /// # Errors
     /// [`MigrationError::Silent`] if a peer is lost.
@@ -158,7 +158,7 @@ impl Liveness {
     fn sample(&mut self, facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>, now: Instant) {
         let is_stale = |looked| now.duration_since(looked) >= REPORTED;
         if self.looked.is_some_and(is_stale) {
-            // This process itself was stopped. What its peers did in that time is unknown.
+            // This process itself was stopped. The activity of its peers in that time is unknown.
             self.judges.fill_with(Judge::default);
         }
         self.looked = Some(now);
@@ -173,7 +173,7 @@ impl Liveness {
         });
     }
 
-    /// Returns when the next sample is due; `None` is never.
+    /// Returns the time of the next sample; `None` means never.
     #[must_use]
     pub fn next(&self, now: Instant) -> Option<Instant> {
         match self.looked {
@@ -182,7 +182,7 @@ impl Liveness {
         }
     }
 
-    /// Does the same for the migration of `control`, which shows the peer.
+    /// Does the same for the migration of `control`, and shows the peer there.
     pub(crate) fn look_for<'s>(
         &mut self,
         control: &Control,
@@ -216,7 +216,7 @@ fn worst(
     stalls.max_by_key(|stall| (stall.kind == StallKind::Silent, stall.time))
 }
 
-/// Returns whether a stall ends the migration.
+/// Returns true if a stall ends the migration.
 fn is_lost(stall: &Stall, limit: Duration, is_suspect: bool) -> bool {
     let limit = match is_suspect {
         true if !limit.is_zero() => limit.min(REPORTED),
@@ -249,7 +249,7 @@ mod tests {
             }
         }
 
-        /// Takes `facts`, of which the peer was last heard at `heard`, both since the start.
+        /// Judges `facts`, with the time of the sample and that of the peer's last packet, both since the start.
         fn at(&mut self, time: Duration, heard: Duration, facts: TcpSending) -> Option<Stall> {
             let facts = TcpSending {
                 unheard: time - heard,
@@ -414,7 +414,7 @@ mod tests {
         control.suspect_peer();
         let mut liveness = Liveness::new(Duration::from_secs(1), streams());
         while control.stall().is_none() {
-            // What fits after an acknowledgement is no progress of the reader.
+            // Data that fits after an acknowledgement is no progress of the reader.
             let _ = sender.write(&[0; 1 << 16]);
             liveness.look_for(&control, streams()).unwrap();
             std::thread::sleep(INTERVAL);

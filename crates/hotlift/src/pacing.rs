@@ -1,8 +1,8 @@
 //! `max-bandwidth`: one budget that all channels of a migration draw from.
 //!
-//! Each writer books its bytes before it writes and waits until the schedule has reached them. QEMU counts bytes in
-//! windows of 100 ms and sleeps at their ends; booking each packet keeps the same average without a stop-and-go that a
-//! shallow switch buffer would drop.
+//! Each writer books its bytes before it writes, and waits until the schedule has reached them. QEMU counts bytes in windows of
+//! 100 ms, and sleeps at their ends. Booking each packet keeps the same average without bursts, which a shallow switch buffer
+//! would drop.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -12,24 +12,24 @@ use crate::figures::to_f64;
 use crate::life::Life;
 use crate::schedule::{Schedule, nanos_over, rescaled};
 
-/// How a migration's bytes are paced.
+/// Rates that limit a migration's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Pace {
-    /// By both rates.
+    /// Both rates: its own and the shared one.
     Running,
-    /// Not at all, as QEMU does not: a migration that opens at a low rate would time out.
+    /// No rate, as in QEMU: a migration that opens at a low rate would time out.
     Opening,
-    /// By its own rate: its guest is paused, so that it comes before the other migrations of a shared rate.
+    /// Its own rate: its guest is paused, so that it takes precedence over the other migrations of a shared rate.
     Paused,
 }
 
-/// How a migration is paced at present. Clones are of the same migration.
+/// Present pace of a migration. Clones are of the same migration.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Phase(Arc<AtomicU8>);
 
 impl Phase {
-    /// Changes it.
+    /// Changes the pace.
     pub(crate) fn set(&self, pace: Pace) {
         self.0.store(pace as u8, Ordering::Release);
     }
@@ -48,21 +48,21 @@ impl Phase {
 pub struct SharedRate(Arc<Pacer>);
 
 impl Default for SharedRate {
-    /// No limit.
+    /// Returns a rate without a limit.
     fn default() -> Self {
         Self(Arc::new(Pacer::new(0)))
     }
 }
 
 impl SharedRate {
-    /// Changes it; 0 is unlimited.
+    /// Changes the rate; 0 is unlimited.
     pub fn set(&self, bytes_per_second: u64) {
         if self.0.rate.load(Ordering::Relaxed) != bytes_per_second {
             self.0.set_rate(bytes_per_second);
         }
     }
 
-    /// Waits until `bytes` of other traffic may be sent besides; no longer than until `life` stops.
+    /// Waits until `bytes` of other traffic may also be sent, or until `life` stops.
     pub(crate) fn wait(&self, bytes: usize, life: &Life) {
         self.0.wait_here(bytes, life);
     }
@@ -73,13 +73,13 @@ impl SharedRate {
 pub(crate) struct Pacer {
     /// Bytes a second; 0 is unlimited.
     rate: AtomicU64,
-    /// The bytes booked so far, at `rate`.
+    /// End of the bytes booked so far, at `rate`.
     schedule: Schedule,
-    /// Changes of the rate so far.
+    /// Number of changes of the rate so far.
     changes: AtomicU64,
-    /// Whether the rate is to change no more.
+    /// True if the rate must not change any more.
     lifted: AtomicBool,
-    /// What is kept together with other migrations.
+    /// Rate that is shared with other migrations.
     shared: Option<SharedRate>,
     phase: Phase,
 }
@@ -96,24 +96,24 @@ impl Pacer {
         }
     }
 
-    /// The same, which keeps `shared` besides.
+    /// Returns the same, which also keeps `shared`.
     pub(crate) fn under(self, shared: Option<SharedRate>) -> Self {
         Self { shared, ..self }
     }
 
-    /// The same, for a migration in this phase.
+    /// Returns the same, for a migration in this phase.
     pub(crate) fn in_phase(self, phase: &Phase) -> Self {
         let phase = phase.clone();
         Self { phase, ..self }
     }
 
-    /// Changes the rate; 0 is unlimited. What is booked already, up to a packet of each channel, takes its time at the new
+    /// Changes the rate; 0 is unlimited. Bytes that are booked already, up to a packet of each channel, are rescaled to the new
     /// one: a rate that changes often is kept, too.
     pub(crate) fn set_rate(&self, bytes_per_second: u64) {
         self.change(bytes_per_second, false, Instant::now());
     }
 
-    /// Takes the limit away for good.
+    /// Removes the limit for good.
     pub(crate) fn lift(&self) {
         self.change(0, true, Instant::now());
     }
@@ -130,8 +130,7 @@ impl Pacer {
         }
     }
 
-    /// Books `bytes` and waits until they may be written; no longer than until `life` stops. Returns the time that was
-    /// waited.
+    /// Books `bytes` and waits until they may be written, or until `life` stops. Returns the time waited.
     pub(crate) fn wait(&self, bytes: usize, life: &Life) -> Duration {
         let pace = self.phase.get();
         if pace == Pace::Opening {
@@ -145,7 +144,7 @@ impl Pacer {
             return waited;
         }
         if pace == Pace::Paused {
-            // The other migrations make up for it.
+            // The other migrations wait longer in return.
             shared.book(bytes, Instant::now());
             return waited;
         }
@@ -171,18 +170,18 @@ impl Pacer {
         }
     }
 
-    /// Whether there is a limit.
+    /// Returns true if there is a limit.
     pub(crate) fn is_limited(&self) -> bool {
         self.rate.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether less was sent of late than the limit allows.
+    /// Returns true if less was sent lately than the limit allows.
     pub(crate) fn is_behind(&self) -> bool {
         let booked = *self.schedule.lock();
         booked.is_none_or(|until| until < Instant::now())
     }
 
-    /// Time that a byte takes at the limit, in ns; 0 without one.
+    /// Returns the time that a byte takes at the limit, in ns; 0 without a limit.
     pub(crate) fn nanos_per_byte(&self) -> f64 {
         match self.rate.load(Ordering::Relaxed) {
             0 => 0.0,
@@ -190,9 +189,9 @@ impl Pacer {
         }
     }
 
-    /// When `bytes` more may be written if it is `now`; `None` for at once.
+    /// Books `bytes` at `now`. Returns when they may be written; `None` for at once.
     fn book(&self, bytes: usize, now: Instant) -> Option<Instant> {
-        // Looked at first without the lock: a migration without a limit is the fastest one.
+        // Checked without the lock first: a migration without a limit is the fastest one.
         if self.rate.load(Ordering::Relaxed) == 0 {
             return None;
         }
@@ -217,7 +216,7 @@ mod tests {
         let mut now = start;
         let mut sent = 0;
         for step in 0..1000_u32 {
-            // Writers come late now and then; the time they waste must not come back as a flood.
+            // Writers come late now and then; the time that they waste must not come back as a flood.
             now += Duration::from_millis(u64::from(step % 7 == 0) * 40);
             if let Some(until) = pacer.book(10_000, now) {
                 now = until;

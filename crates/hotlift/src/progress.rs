@@ -1,4 +1,4 @@
-//! What a running migration tells about itself, some times a second.
+//! Progress reports of a running migration, several a second.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -7,7 +7,7 @@ pub use crate::auto::MethodsNow;
 use crate::figures::{ByteFigures, XbzrleFigures};
 use crate::status::Status;
 
-/// A host that holds a migration up.
+/// A host that stalls a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stall {
     /// Kind of the stall.
@@ -21,9 +21,9 @@ pub struct Stall {
 /// Kinds of a [`Stall`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StallKind {
-    /// The host answers nothing: the migration fails after `silence-timeout`.
+    /// The host sends no answer: the migration fails after `silence-timeout`.
     Silent,
-    /// The host's kernel answers, and its process reads nothing: the migration waits for it.
+    /// The host's kernel answers, but its process reads nothing: the migration waits for it.
     NotReading,
 }
 
@@ -46,7 +46,7 @@ pub struct Progress {
     pub round: u64,
     /// Bytes of guest RAM.
     pub total_bytes: u64,
-    /// Bytes of pages that this round has still to settle.
+    /// Bytes of pages that this round must still settle.
     pub remaining_bytes: u64,
     /// Bytes written to all sockets so far.
     pub transferred_bytes: u64,
@@ -56,7 +56,7 @@ pub struct Progress {
     pub pages_per_second: f64,
     /// Pages that the guest dirties a second, by the last two syncs of the dirty log.
     pub dirty_pages_per_second: f64,
-    /// Time since the migration was asked for.
+    /// Time since the request to migrate.
     pub elapsed: Duration,
     /// Time that the rest of this round takes at the present rate; unknown before there is one.
     pub time_left: Option<Duration>,
@@ -73,26 +73,26 @@ pub struct Progress {
     pub dirty_syncs: u64,
     /// Bytes, by where they went; `transferred_bytes` is their sum.
     pub bytes: ByteFigures,
-    /// Share of their time that auto-converge takes from the vCPUs, in percent; 0 if it does not.
+    /// Share of their time that auto-converge takes from the vCPUs, in percent; 0 if it takes none.
     pub throttle_percent: u8,
-    /// True if auto-converge is to slow the guest down, and this guest cannot be.
+    /// True if auto-converge should slow the guest down, and this guest does not support it.
     pub throttle_refused: bool,
     /// True if auto-converge is on.
     pub auto_converge: bool,
-    /// True if max-bandwidth is what limits the rate, and not the channels.
+    /// True if max-bandwidth limits the rate, and not the channels.
     pub bandwidth_limited: bool,
-    /// Pages that the guest has asked for, in postcopy.
+    /// Pages that the guest has requested, in postcopy.
     pub postcopy_requests: u64,
-    /// What XBZRLE has done, if it is on.
+    /// Statistics of XBZRLE, if it is on.
     pub xbzrle: Option<XbzrleFigures>,
-    /// How packets went of late, where each has its own method.
+    /// Methods of the latest packets, where each packet has its own.
     pub methods: Option<MethodsNow>,
-    /// True if several rounds have left as much as they found: at this rate it does not end.
+    /// True if several rounds have left as much as they found: at this rate the migration does not end.
     pub stalled: bool,
 }
 
 impl Progress {
-    /// Why the migration does not converge, in words for an operator; `None` while it does.
+    /// Returns why the migration does not converge, for an operator; `None` while it does.
     #[must_use]
     pub fn stall_reason(&self) -> Option<String> {
         if !self.stalled {
@@ -122,5 +122,5 @@ impl Progress {
     }
 }
 
-/// Takes reports; called from the migration thread, so it must not block for long.
+/// Receives reports; called from the migration thread, so it must not block for long.
 pub type OnProgress<'a> = &'a (dyn Fn(&Progress) + Sync);

@@ -1,4 +1,4 @@
-//! The other side of a connection that this side makes.
+//! Peer of a connection that this side makes.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -11,16 +11,16 @@ use crate::life::bell::Bell;
 use crate::lock::lock;
 use crate::tls::Tls;
 
-/// How long each address of the other host may take to accept a connection. A host that is there answers within a round
-/// trip; three lost SYN packets are sent again in this time.
+/// Time limit for each address of the other host to accept a connection. A host that is up answers within a round trip; three
+/// lost SYN packets are sent again in this time.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// The connection that is being made, for what shows it. Clones are of the same migration.
+/// The connection that is being made, for its display. Clones are of the same migration.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Connecting(Arc<Mutex<Option<(Address, Instant)>>>);
 
 impl Connecting {
-    /// The address that it is made to, and the time that this takes so far.
+    /// Returns the address of the connection, and the time that it takes so far.
     pub(crate) fn address(&self) -> Option<(Address, Duration)> {
         let connecting = lock(&self.0);
         let (address, since) = connecting.as_ref()?;
@@ -32,14 +32,14 @@ impl Connecting {
     }
 }
 
-/// What ends the connections that a migration makes, and shows them.
+/// Lifetime and display of the connections that a migration makes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Dialing {
     pub life: Life,
     pub connecting: Connecting,
 }
 
-/// Where the other side listens, and how it is spoken to.
+/// Address of the peer, and the TLS settings for it.
 #[derive(Debug, Clone)]
 pub(crate) struct Remote {
     address: Address,
@@ -54,7 +54,7 @@ impl Remote {
         }
     }
 
-    /// A connection, unless the migration is cancelled meanwhile; it is shown until then. A handshake may take `timeout`.
+    /// Connects, unless the migration is cancelled. The attempt is shown until its end. A handshake may take `timeout`.
     pub(crate) fn connect_for(
         &self,
         dialing: &Dialing,
@@ -69,7 +69,7 @@ impl Remote {
         connected
     }
 
-    /// The same, unless it is stopped.
+    /// Connects, unless it is stopped.
     pub(crate) fn connect_unless(
         &self,
         timeout: Duration,
@@ -93,7 +93,7 @@ impl Remote {
         }
     }
 
-    /// A connection that cannot be cancelled; it is made, or has failed, within twice this time.
+    /// Connects without a cancel; ends within twice `timeout`.
     pub(crate) fn connect(&self, timeout: Duration) -> Result<Stream, MigrationError> {
         let stream = self.address.connect(timeout)?;
         self.secure(stream, timeout, Stop::NEVER)

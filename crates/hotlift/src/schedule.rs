@@ -1,4 +1,4 @@
-//! What a limit allows, one thing after the other: who books takes its time, and waits until the schedule has reached it.
+//! Schedule of a limit: each caller books its time, and waits until the schedule has reached it.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
@@ -6,21 +6,21 @@ use std::time::{Duration, Instant};
 
 use crate::lock::lock;
 
-/// Credit that unused time may build up, so that an idle phase is not made up for by a flood: a few packets at usual rates, and
-/// 2 % of a second.
+/// Credit that unused time may build up: a few packets at usual rates, and 2 % of a second. More would cause a flood after an
+/// idle phase.
 pub(crate) const BURST: Duration = Duration::from_millis(20);
 
-/// When all that was booked so far will be over; `None` before the first.
+/// End of everything booked so far; `None` before the first booking.
 #[derive(Debug, Default)]
 pub(crate) struct Schedule(Mutex<Option<Instant>>);
 
 impl Schedule {
-    /// The end of what is booked, while nobody books.
+    /// Returns the end of the bookings, and keeps others from booking.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
         lock(&self.0)
     }
 
-    /// Books what takes as long as `time` says while nobody else books; `None`: nothing. When it begins and ends, if it is `now`.
+    /// Books the duration that `time` returns under the lock; `None`: nothing. Returns its begin and end, at `now`.
     pub(crate) fn book(
         &self,
         time: impl FnOnce() -> Option<Duration>,
@@ -36,7 +36,7 @@ impl Schedule {
     }
 }
 
-/// When what was to be over at `until` is, if its rate is `to` from `now` on, and was `from`; neither is 0.
+/// Returns the new end of what ended at `until`, if its rate changes at `now` from `from` to `to`; neither is 0.
 pub(crate) fn rescaled(until: Instant, now: Instant, from: u64, to: u64) -> Instant {
     let left = until.saturating_duration_since(now);
     match left.is_zero() {
@@ -45,7 +45,7 @@ pub(crate) fn rescaled(until: Instant, now: Instant, from: u64, to: u64) -> Inst
     }
 }
 
-/// So many ns over a rate, which is not 0.
+/// Divides nanoseconds by a rate, which is not 0.
 pub(crate) fn nanos_over(nanos: u128, rate: u64) -> Duration {
     let nanos = nanos / u128::from(rate);
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))

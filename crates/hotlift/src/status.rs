@@ -15,17 +15,17 @@ pub enum Status {
     PreSwitchover,
     /// The guest is paused; the rest of its state is being sent.
     Device,
-    /// The guest runs at the destination, and gets its pages as it asks for them.
+    /// The guest runs at the destination, and receives its pages on request.
     PostcopyActive,
-    /// The same, and the connection is lost: see [`crate::Control::resume`] and [`crate::Control::recover`].
+    /// The same, with the connection lost: see [`crate::Control::resume`] and [`crate::Control::recover`].
     PostcopyPaused,
-    /// Another connection takes the place of the one that was lost.
+    /// Another connection replaces the one that was lost.
     PostcopyRecover,
     /// The guest runs on the destination.
     Completed,
     /// It failed; the guest is given back to the source.
     Failed,
-    /// A cancel was asked for.
+    /// A cancel was requested.
     Cancelling,
     /// It was cancelled; the guest runs on the source.
     Cancelled,
@@ -48,7 +48,7 @@ impl Status {
         Self::Cancelled,
     ];
 
-    /// QEMU's name of the state.
+    /// Returns QEMU's name of the state.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -68,15 +68,14 @@ impl Status {
     }
 }
 
-/// What happens in a migration, as it happens; QMP's events of it.
+/// Event of a migration, as it happens; QMP has the same events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MigrationEvent {
     /// The state has changed (`MIGRATION`).
     Status(Status),
-    /// The dirty log was read, for the so-manyth time; 1 is its start, when all pages count as dirty
-    /// (`MIGRATION_PASS`).
+    /// The dirty log was read for the n-th time; 1 is its start, when all pages count as dirty (`MIGRATION_PASS`).
     Pass(u64),
-    /// The guest was stopped to be switched over (`STOP`).
+    /// The guest was stopped for the switchover (`STOP`).
     Stopped,
     /// The guest runs: here again after a failure, or now, at a destination (`RESUME`).
     Resumed,

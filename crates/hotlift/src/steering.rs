@@ -1,4 +1,4 @@
-//! What may change while a migration runs: its rates, its cores, and the goal of method auto.
+//! Settings that may change while a migration runs: its rates, its cores, and the goal of method auto.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -9,10 +9,10 @@ use crate::lock::lock;
 use crate::options::Options;
 use crate::pacing::{Pacer, Phase, SharedRate};
 
-/// The means of one side of a migration, which follow [`Steering::change`].
+/// Parts of one side of a migration that follow [`Steering::change`].
 #[derive(Default)]
 pub(crate) struct Steering {
-    /// State of the guest, as pacing has to know it.
+    /// State of the guest, for pacing.
     phase: Phase,
     live: Mutex<Live>,
 }
@@ -21,7 +21,7 @@ pub(crate) struct Steering {
 struct Live {
     /// The latest options of [`Steering::change`].
     changed: Option<Options>,
-    /// What this migration keeps together with others.
+    /// Rate that this migration shares with others.
     shared: Option<SharedRate>,
     /// Paces this migration.
     pacer: Option<Arc<Pacer>>,
@@ -34,8 +34,7 @@ struct Live {
 }
 
 impl Steering {
-    /// Takes over the options that may change while a migration runs (`live` in the table of options). Others are not
-    /// looked at.
+    /// Applies the options that may change while a migration runs (`live` in the table of options). Ignores the others.
     pub(crate) fn change(&self, options: &Options) {
         let mut live = lock(&self.live);
         live.changed = Some(options.clone());
@@ -53,17 +52,17 @@ impl Steering {
         }
     }
 
-    /// Has the pacers made from here on keep `rate`, too.
+    /// Makes the pacers created from here on keep `rate`, too.
     pub(crate) fn share_rate(&self, rate: &SharedRate) {
         lock(&self.live).shared = Some(rate.clone());
     }
 
-    /// State of the guest, which all pacers of this migration read.
+    /// Returns the state of the guest, which all pacers of this migration read.
     pub(crate) fn phase(&self) -> &Phase {
         &self.phase
     }
 
-    /// Returns `options` with what [`Steering::change`] has changed of them.
+    /// Returns `options` with the changes of [`Steering::change`].
     pub(crate) fn latest(&self, options: &Options) -> Options {
         let mut latest = options.clone();
         if let Some(changed) = &lock(&self.live).changed {
@@ -72,7 +71,7 @@ impl Steering {
         latest
     }
 
-    /// Makes the budget of all of the migration's channels.
+    /// Creates the budget of all of the migration's channels.
     pub(crate) fn pacer(&self, options: &Options) -> Arc<Pacer> {
         let mut live = lock(&self.live);
         let rate = live.changed.as_ref().unwrap_or(options).max_bandwidth;
@@ -83,7 +82,7 @@ impl Steering {
         pacer
     }
 
-    /// Makes the budget of the background pages of a postcopy.
+    /// Creates the budget of the background pages of a postcopy.
     pub(crate) fn postcopy_pacer(&self, options: &Options) -> Arc<Pacer> {
         let mut live = lock(&self.live);
         let latest = live.changed.as_ref().unwrap_or(options);
@@ -109,7 +108,7 @@ impl Steering {
         live.cpu.as_ref().map(|cpu| cpu.used()).unwrap_or_default()
     }
 
-    /// Makes what chooses the method of each packet, where the options ask for it.
+    /// Creates the chooser of each packet's method, where the options ask for it.
     pub(crate) fn make_auto(&self, options: &Options) -> Option<Arc<Auto>> {
         let mut live = lock(&self.live);
         let goal = live.changed.as_ref().unwrap_or(options).goal;
@@ -117,7 +116,7 @@ impl Steering {
         live.auto.clone()
     }
 
-    /// Returns what [`Steering::make_auto`] made last.
+    /// Returns the latest result of [`Steering::make_auto`].
     pub(crate) fn auto(&self) -> Option<Arc<Auto>> {
         lock(&self.live).auto.clone()
     }

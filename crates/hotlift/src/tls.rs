@@ -1,4 +1,4 @@
-//! TLS as the options have it.
+//! TLS as the options configure it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, fi
 
 use crate::options::Options;
 
-/// Why there is no TLS though it was asked for.
+/// Failure to set up TLS.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsSetupError {
@@ -22,26 +22,26 @@ pub enum TlsSetupError {
     /// The list of `tls-authz`.
     #[error("tls-authz")]
     Authz(#[from] AuthzError),
-    /// Other hosts are spoken with, and there are no certificates.
+    /// The address leads to other hosts, and there are no certificates.
     #[error(
         "{address} is for other hosts, and nothing encrypts it: give '--tls DIR' ('hotlift certs' makes one), or \
          '--insecure'"
     )]
     Insecure {
-        /// What leads to other hosts.
+        /// Address that leads to other hosts.
         address: Address,
-        /// Why no certificates were found where they are looked for.
+        /// Reason why no certificates were found in the standard folders.
         #[source]
         source: Box<CredentialsError>,
     },
 }
 
-/// What the options `tls-creds`, `tls-hostname` and `tls-authz` ask for between two Hotlifts, to or from `address`.
-/// Without `tls-creds` a way that stays on this host has no TLS, and another one that of the folder where certificates
-/// are looked for; with `insecure` none.
+/// Returns the TLS that `tls-creds`, `tls-hostname` and `tls-authz` configure between two Hotlifts, to or from `address`.
+/// Without `tls-creds`, a connection that stays on this host has no TLS. Any other uses the standard folder that has
+/// certificates, or no TLS with `insecure`.
 ///
 /// # Errors
-/// [`TlsSetupError`]: which of them cannot be used, or that there are no certificates.
+/// [`TlsSetupError`]: the option that cannot be used, or that there are no certificates.
 pub fn of_options(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, TlsSetupError> {
     let folder = match options.tls_creds.as_str() {
         "" if address.is_on_this_host() || options.insecure => return Ok(None),
@@ -54,10 +54,10 @@ pub fn of_options(options: &Options, address: &Address) -> Result<Option<Arc<Tls
     of_folder(&folder, Profile::Hotlift, options).map(Some)
 }
 
-/// TLS with the certificates of `folder`, and `tls-hostname` and `tls-authz` of the options.
+/// Returns TLS with the certificates of `folder`, and `tls-hostname` and `tls-authz` of the options.
 ///
 /// # Errors
-/// [`TlsSetupError`]: which of them cannot be used.
+/// [`TlsSetupError`]: the option that cannot be used.
 pub fn of_folder(
     folder: &Path,
     profile: Profile,
@@ -80,11 +80,11 @@ pub fn of_folder(
     Ok(Arc::new(Tls::new(Arc::new(credentials), settings)))
 }
 
-/// TLS with a QEMU, with the certificates of `folder`. `hostname` and `verify_peer` are QEMU's `tls-hostname` and the
+/// Returns TLS with a QEMU, with the certificates of `folder`. `hostname` and `verify_peer` are QEMU's `tls-hostname` and the
 /// property `verify-peer` of the connection's server.
 ///
 /// # Errors
-/// [`TlsSetupError::Credentials`]: what cannot be used of the folder.
+/// [`TlsSetupError::Credentials`]: the part of the folder that cannot be used.
 pub fn of_qemu(
     folder: &Path,
     hostname: Option<&str>,
@@ -113,7 +113,7 @@ mod tests {
             of_options(&options, &address.parse().unwrap())
         };
         for address in ["tcp::1", "tcp:0.0.0.0:1", "tcp:[::]:1", "tcp:192.0.2.1:1"] {
-            // Whether this machine has certificates is not known here.
+            // This machine may have certificates, or not.
             assert!(!matches!(of(address, false), Ok(None)), "{address}");
             assert!(matches!(of(address, true), Ok(None)), "{address}");
         }

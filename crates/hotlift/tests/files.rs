@@ -1,5 +1,5 @@
-//! From file to file through the relay: what is saved is what was there, and a damaged file ends in an
-//! error and in no file.
+//! From file to file through the relay: the restored content equals the saved content, and a damaged file causes an error and
+//! leaves no file.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -18,20 +18,20 @@ use tempfile::TempDir;
 
 const PAGE: usize = 4096;
 
-/// A VM as a `mapped-ram` file has it.
+/// Content of a `mapped-ram` file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Saved {
     configuration: Configuration,
     switchover_start: bool,
-    /// Name, and what is in each page: nothing if it is zero.
+    /// Name, and the content byte of each page: none if it is zero.
     blocks: Vec<(String, Vec<Option<u8>>)>,
-    /// Sections of devices before the blocks, and behind them.
+    /// Device sections before and after the blocks.
     early: [Vec<u8>; 2],
     /// Devices, EOF, VM description.
     tail: Vec<u8>,
 }
 
-/// A folder in memory where there is one: every file is forced to disk before it gets its name.
+/// Creates a folder, in memory if possible: every file is synced to disk before it gets its name.
 fn folder() -> TempDir {
     let memory = Path::new("/dev/shm");
     match memory.is_dir() {
@@ -41,7 +41,7 @@ fn folder() -> TempDir {
     .expect("a folder")
 }
 
-/// A page with content that tells it from others.
+/// Returns a page with content that distinguishes it from others.
 fn page(content: u8) -> Vec<u8> {
     let mut page = vec![content; PAGE];
     page[..8].copy_from_slice(b"hotlift ");
@@ -67,7 +67,7 @@ fn small(machine: &str) -> Saved {
 }
 
 impl Saved {
-    /// Writes it as QEMU does, from byte `offset` of the file on.
+    /// Writes it as QEMU does, starting at byte `offset` of the file.
     fn write(&self, path: &Path, offset: u64) {
         let file = File::create(path).expect("a file");
         let mut start = FILE_HEADER.to_vec();
@@ -104,7 +104,7 @@ impl Saved {
         file.write_all_at(&end, layout.end).expect("write");
     }
 
-    /// Reads it back, by the rules of the format alone.
+    /// Reads it back, using only the rules of the format.
     fn read(path: &Path) -> Self {
         let bytes = fs::read(path).expect("the file");
         let mut saved = Self {
@@ -182,7 +182,7 @@ fn carry(
     )
 }
 
-/// From QEMU's format into ours and back.
+/// Converts from QEMU's format into ours and back.
 fn there_and_back(saved: &Saved, method: &str, channels: u8) -> Saved {
     let folder = folder();
     let path = |name: &str| folder.path().join(name);
@@ -199,7 +199,7 @@ fn there_and_back(saved: &Saved, method: &str, channels: u8) -> Saved {
     let pages = || saved.blocks.iter().flat_map(|(_, pages)| pages);
     let normal = pages().flatten().count();
     let zero = pages().count() - normal;
-    // Pages that are not in the file are said to be zero: a destination may have something there.
+    // Pages that are missing in the file are reported as zero: a destination may have other content there.
     let reported = (report.normal_pages, report.zero_pages);
     assert_eq!(reported, (normal as u64, zero as u64));
     let (from, to) = ((&*ours, 0), path("again"));
@@ -248,7 +248,7 @@ proptest! {
     }
 }
 
-/// A section of the device with number `id`, in which those of 16 blocks of 4 pages are plugged that have a bit in `plugged`.
+/// Returns the section of device `id` with 16 blocks of 4 pages; the bits of `plugged` select the plugged ones.
 fn virtio_mem(id: u32, plugged: u16) -> Vec<u8> {
     let name = format!("0000:00:{id:02}.0/virtio-mem-device-early");
     let page = PAGE as u64;
@@ -272,7 +272,8 @@ fn virtio_mem(id: u32, plugged: u16) -> Vec<u8> {
 
 #[test]
 fn memory_that_a_device_has_unplugged_is_left_out_on_every_way_between_files() {
-    // Of one size: the path of a device alone has its RAM block. Their sections have another order than the blocks.
+    // Both have one size: only the path of a device identifies its RAM block. Their sections are in another order than the
+    // blocks.
     let devices = [(8, 0x8007_u16), (9, 0x0ff0)];
     let is_plugged = |plugged: u16, page: u8| plugged >> (page / 4) & 1 == 1;
     let mut saved = small("pc-i440fx-10.0");
@@ -406,7 +407,7 @@ fn a_page_of_zeros_in_a_file_takes_no_space_in_another() {
     let path = |name: &str| folder.path().join(name);
     let saved = small("pc-i440fx-10.0");
     saved.write(&path("qemu"), 0);
-    // Page 1 has content by its bit, and is all zeros.
+    // Page 1 is all zeros, although its bit marks content.
     let file = File::options()
         .read(true)
         .write(true)
@@ -439,7 +440,7 @@ fn a_page_of_zeros_in_a_file_takes_no_space_in_another() {
     assert_eq!(Saved::read(&to), expected);
 }
 
-/// Asserts that a file ends in an error about the file, and in nothing that looks like a VM.
+/// Asserts that a file causes an error about the file, and leaves nothing that looks like a VM.
 fn assert_refused(from: &Path, what: &str) {
     let to = from.with_file_name("to");
     for format in [FileFormat::MappedRam, FileFormat::Hotlift] {
@@ -463,7 +464,7 @@ fn a_mapped_ram_file_that_was_cut_is_refused() {
     let length = fs::metadata(&path).expect("the file").len();
     let mut cuts: Vec<u64> = (0..200).step_by(7).collect();
     cuts.extend((0..length).step_by(100_000));
-    // In the sections behind RAM, and the tail.
+    // In the sections after RAM, and in the tail.
     cuts.extend(length - 70..length);
     for cut in cuts.into_iter().rev() {
         File::options()
@@ -521,7 +522,7 @@ fn a_sparse_file_of_more_ram_than_any_host_has_is_refused() {
     bytes.extend_from_slice(&layout.pieces[0].1);
     fs::write(&path, bytes).expect("write");
     let file = File::options().write(true).open(&path).expect("the file");
-    // Where no file can be so long, it is a file that was cut.
+    // If the system supports no file of this length, the file is only truncated.
     let _ = file.set_len(layout.end + 100);
     assert_refused(&path, "a sparse file");
 }
@@ -538,7 +539,7 @@ fn a_damaged_mapped_ram_file_never_ends_in_a_panic_or_a_rest() {
         let at_byte = at as u64;
         file.write_all_at(&[whole[at] ^ 1 << (at % 8)], at_byte)
             .expect("write");
-        // The format has no checksum: a flipped bit of a page, or of a bitmap, is as good as another.
+        // The format has no checksum: a flipped bit of a page or a bitmap is not detected.
         let outcome = carry((&path, 0), &to, FileFormat::MappedRam, &settings("none", 1));
         match outcome {
             Ok(_) => fs::remove_file(&to).expect("it is there"),
@@ -552,7 +553,7 @@ fn a_damaged_mapped_ram_file_never_ends_in_a_panic_or_a_rest() {
     }
 }
 
-/// What a save has written for the case that it ends before the file has its name: nobody reads it.
+/// Returns the range that a save writes only for the case that it ends before the rename: it is never read.
 fn unread(whole: &[u8]) -> std::ops::Range<usize> {
     let foot = whole.len() - 16;
     let length = u32::from_be_bytes(whole[foot..foot + 4].try_into().expect("four bytes"));

@@ -1,9 +1,9 @@
-//! The engine's modules form floors: each uses those below it, and none above it.
+//! The engine's modules form layers: each uses only the layers below it.
 
 use std::fs;
 use std::path::Path;
 
-/// From the ground up. Modules on one line use each other in neither direction.
+/// Layers from the lowest up. Modules on one line do not use each other.
 const FLOORS: &[&[&str]] = &[
     &["lock", "options", "guest", "figures"],
     &["schedule", "accelerator_stats"],
@@ -28,13 +28,13 @@ const FLOORS: &[&[&str]] = &[
     &["ops"],
 ];
 
-/// The floor of a module; above all for one that is on none.
+/// Returns the layer of a module; above all others for an unlisted one.
 fn floor(module: &str) -> usize {
     let floor = FLOORS.iter().position(|floor| floor.contains(&module));
     floor.unwrap_or(FLOORS.len())
 }
 
-/// Names of the modules that come first behind each `crate::` in `text`, which is no comment.
+/// Returns the module names after each `crate::` in the code of `text`, without comments.
 fn used(text: &str) -> impl Iterator<Item = String> {
     let code = text
         .lines()
@@ -51,7 +51,7 @@ fn used(text: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// Adds what is used upward in the files of `module` at `path`.
+/// Adds the upward uses in the files of `module` at `path`.
 fn look(module: &str, path: &Path, upward: &mut Vec<String>) {
     if path.is_dir() {
         for entry in fs::read_dir(path).unwrap() {
@@ -66,7 +66,7 @@ fn look(module: &str, path: &Path, upward: &mut Vec<String>) {
         return;
     }
     let text = fs::read_to_string(path).unwrap();
-    // Tests join floors.
+    // Tests may use all layers.
     let product = text
         .split("#[cfg(test)]\nmod tests")
         .next()

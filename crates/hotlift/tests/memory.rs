@@ -1,7 +1,7 @@
-//! What a source can make a relay take of memory is bounded by what the options say, whatever it sends.
+//! The options bound the memory that a source can make a relay allocate, whatever it sends.
 //!
-//! Each test is a process of its own: the most memory that it ever had is asked of the kernel, and what glibc keeps of
-//! an earlier test, and learns from it about sizes, would count.
+//! Each test is its own process: the kernel reports the peak memory of the whole process. What glibc keeps from an earlier
+//! test, and its adapted thresholds, would distort the result.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -25,17 +25,17 @@ use recording::{UUID, configuration, put_sync};
 
 const MIB: u64 = 1 << 20;
 
-/// Pages of a packet.
+/// Count of pages in a packet.
 const PAGES: u64 = 128;
 
-/// What a relay has besides what it is told to: stacks, buffers of its own, what the allocator keeps.
+/// Memory of a relay itself: stacks, its own buffers, what the allocator keeps.
 const ITS_OWN: u64 = 24 * MIB;
 
-/// What a channel's thread and decoder have, whatever is sent; and two packets under way, 516 KiB each.
+/// Memory of a channel's thread and decoder, plus two packets in transit, 516 KiB each.
 const OF_A_CHANNEL: u64 = 2 * MIB;
 
-/// What a relay into a file makes of what these connections send, and the bytes by which this process grew
-/// meanwhile at most. The connections' bytes are made and dropped here.
+/// Returns the result of a relay into a file that receives these connections, and the peak growth of this process. The
+/// connections' bytes are created and dropped here.
 fn relayed(
     connections: impl FnOnce() -> Vec<Vec<u8>>,
     options: &[(&str, &str)],
@@ -55,12 +55,12 @@ fn relayed(
     };
     let listener = address.listen().unwrap();
     let outcome = std::thread::scope(|scope| {
-        // Dropped with what it has not accepted: their threads wait for the end of each connection.
+        // Dropped with the pending connections: their threads wait for the end of each connection.
         let listener = listener;
         for bytes in &connections {
             let mut ours = UnixStream::connect(&socket).unwrap();
             scope.spawn(move || {
-                // It may have heard enough.
+                // The relay may have closed already.
                 let _ = ours.write_all(bytes);
                 let _ = ours.shutdown(Shutdown::Write);
                 let _ = std::io::copy(&mut ours, &mut std::io::sink());
@@ -79,7 +79,7 @@ fn relayed(
     (outcome, peak().saturating_sub(before))
 }
 
-/// A stream up to its RAM blocks.
+/// Returns a stream up to its RAM blocks.
 fn start(block_bytes: u64, multifd: bool) -> (MainEncoder, Vec<u8>) {
     let mut main = Vec::new();
     let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
@@ -88,13 +88,13 @@ fn start(block_bytes: u64, multifd: bool) -> (MainEncoder, Vec<u8>) {
     encoder.ram_start(&blocks, multifd, &mut main).unwrap();
     encoder.ram_part(&mut main).unwrap();
     if multifd {
-        // Main waits for all channels to come to their end.
+        // Main waits until all channels end.
         encoder.multifd_flush(&mut main).unwrap();
     }
     (encoder, main)
 }
 
-/// What begins channel `id`.
+/// Returns the opening packet of channel `id`.
 fn opened(id: u8, writer: &mut PacketWriter) -> Vec<u8> {
     let opening = InitialPacket {
         uuid: UUID,
@@ -106,8 +106,8 @@ fn opened(id: u8, writer: &mut PacketWriter) -> Vec<u8> {
     bytes
 }
 
-/// A channel that sends packets of one zstd frame with a window of `1 << window_log` bytes until that is
-/// full: a few bytes each, which give 512 KiB.
+/// Returns a channel with packets of one zstd frame, until its window of `1 << window_log` bytes is full: a few bytes per
+/// packet, which decode to 512 KiB.
 fn zstd_channel(id: u8, window_log: u8) -> Vec<u8> {
     let mut writer = PacketWriter::new(PacketLayout::QEMU, Method::Zstd, false);
     let mut bytes = opened(id, &mut writer);
@@ -133,14 +133,14 @@ fn zstd_channel(id: u8, window_log: u8) -> Vec<u8> {
     bytes
 }
 
-/// A main channel, and so many others of that kind.
+/// Returns a main channel and `count` such channels.
 fn zstd_channels(count: u8, window_log: u8) -> Vec<Vec<u8>> {
     let (_, main) = start(PAGES * PAGE_SIZE as u64, true);
     let channels = (0..count).map(|id| zstd_channel(id, window_log));
     std::iter::once(main).chain(channels).collect()
 }
 
-/// What a relay with these options takes at most beside its own.
+/// Returns the memory limit of a relay with these options, its own included.
 fn stated(channels: u64, memory_limit: u64) -> u64 {
     let workers = u64::from(Options::default().channels());
     ITS_OWN + memory_limit + channels * MIB + (channels + workers) * OF_A_CHANNEL
@@ -162,14 +162,14 @@ fn windows_of_all_channels_together_are_bounded_and_the_option_is_named() {
 #[test]
 fn windows_that_fit_are_taken_and_are_no_more_than_what_is_stated() {
     alone!();
-    // 24 windows of 2 MiB fit; of 4 MiB they do where the limit is higher.
+    // 24 windows of 2 MiB fit; those of 4 MiB only with the higher limit.
     for (window_log, options, limit) in [
         (21, &[][..], 64 * MIB),
         (22, &[("memory-limit", "96M")][..], 96 * MIB),
         (22, &[][..], 64 * MIB),
     ] {
         let (outcome, grown) = relayed(|| zstd_channels(24, window_log), options);
-        // The stream ends without its end.
+        // The stream is truncated.
         let line = outcome.unwrap_err();
         let refused = line.contains("--memory-limit");
         assert_eq!(refused, window_log == 22 && limit == 64 * MIB, "{line}");
@@ -206,7 +206,7 @@ fn notes_of_which_pages_have_come_are_bounded() {
     let gib = 1 << 30;
     let zero_pages = || {
         let (mut encoder, mut main) = start((16 << 40) - gib, false);
-        // One in each GiB, which wants a bitmap for all of that GiB.
+        // One page in each GiB, which requires a bitmap for the whole GiB.
         for part in 0..(16 << 10) - 1 {
             encoder.zero_page(0, part * gib, &mut main).unwrap();
         }
@@ -219,7 +219,7 @@ fn notes_of_which_pages_have_come_are_bounded() {
     assert!(grown < stated, "{grown} of {stated} bytes");
 }
 
-/// A stream that has `begins` behind its RAM, and 200 MiB of `byte`.
+/// Returns a stream with `begins` after its RAM, followed by 200 MiB of `byte`.
 fn behind_ram(begins: &[u8], byte: u8) -> Vec<Vec<u8>> {
     let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
     for page in 0..PAGES {
@@ -238,7 +238,7 @@ fn behind_ram(begins: &[u8], byte: u8) -> Vec<Vec<u8>> {
 fn device_state_of_any_length_takes_no_memory() {
     alone!();
     let (outcome, grown) = relayed(|| behind_ram(&[], 4), &[("memory-limit", "1M")]);
-    // The stream ends without its end.
+    // The stream is truncated.
     let line = outcome.unwrap_err();
     assert!(!line.contains("--memory-limit"), "{line}");
     let stated = stated(0, MIB);

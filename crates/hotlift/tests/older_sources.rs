@@ -1,5 +1,5 @@
-//! A destination takes the page records of older sources, XBZRLE deltas and `compress` pages, and refuses the channels of
-//! another version of Hotlift.
+//! A destination accepts page records of older sources (XBZRLE deltas and `compress` pages), and rejects the channels of
+//! another Hotlift version.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -23,10 +23,10 @@ mod recording;
 const PAGES: usize = 8;
 const MACHINE: &str = "older-1.0";
 
-/// Nothing here takes so long, on any machine.
+/// Longer than any step takes on any machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// RAM that waits for a migration.
+/// RAM of a destination that waits for a migration.
 struct Waiting {
     ram: Vec<Arc<RamBlock>>,
     runs: AtomicBool,
@@ -101,12 +101,12 @@ impl Guest for Waiting {
     }
 }
 
-/// A page of text.
+/// Returns a page of text.
 fn page(seed: u8) -> [u8; PAGE_SIZE] {
     std::array::from_fn(|at| seed.wrapping_add(at.to_le_bytes()[at % 2]))
 }
 
-/// The bytes in one stored block of a zlib stream.
+/// Returns a zlib stream with the bytes in one stored block.
 fn compressed(bytes: &[u8]) -> Vec<u8> {
     let length = u16::try_from(bytes.len()).expect("a page");
     let (mut a, mut b) = (1, 0);
@@ -122,7 +122,7 @@ fn compressed(bytes: &[u8]) -> Vec<u8> {
     stream
 }
 
-/// Options of destinations without threads that decompress, with one, and with many.
+/// Returns options of destinations with no decompression threads, with one, and with many.
 fn destinations() -> [Options; 3] {
     [None, Some(1), Some(8)].map(|threads| Options {
         multifd: Some(false),
@@ -170,9 +170,9 @@ fn receive_bytes(options: &Options, stream: &[u8]) -> (Waiting, Result<(), Migra
             outcome
         });
         let source = to.connect(Duration::from_secs(10)).expect("connect");
-        // A destination that has refused takes no more.
+        // A destination that has rejected the stream reads no more.
         let _ = (&source).write_all(stream);
-        // One that goes on waiting for a source would hold the test for ever.
+        // A destination that keeps waiting for a source would block the test forever.
         if ended.recv_timeout(DEADLINE).is_err() {
             control.cancel();
         }
@@ -213,14 +213,14 @@ fn deltas_and_compressed_pages_become_pages() {
     }
 }
 
-/// Threads work side by side, and a stream may bring a page as often as it likes.
+/// Threads work in parallel, and a stream may send a page any number of times.
 #[test]
 fn of_all_versions_of_a_page_in_a_section_the_last_counts_however_it_came() {
     for options in destinations() {
         let mut expected = vec![[0; PAGE_SIZE]; PAGES];
         let (guest, outcome) = receive_records(&options, |encoder, out| {
             for step in 0..400_u64 {
-                // Pages come again after every distance from 1 to 8.
+                // Pages repeat after every distance from 1 to 8.
                 let number = usize::try_from(step * step % 8 + step % 3).expect("small") % PAGES;
                 let offset = (number * PAGE_SIZE) as u64;
                 let new = page(step.to_le_bytes()[0]);
@@ -271,7 +271,7 @@ fn a_record_that_does_not_decode_is_refused_with_its_page() {
             encoder
                 .compressed_page(0, 4096, &short, out)
                 .expect("encode");
-            // Those that follow do not hide it.
+            // The following good pages must not hide it.
             for _ in 0..500 {
                 let good = compressed(&page(1));
                 encoder

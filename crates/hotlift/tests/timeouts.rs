@@ -1,4 +1,4 @@
-//! The table of time-outs in the docs has the values of the constants.
+//! The documented table of timeouts has the values of the constants.
 
 use std::path::Path;
 

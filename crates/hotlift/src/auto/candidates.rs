@@ -1,40 +1,40 @@
-//! What a packet can be sent as.
+//! Encodings that a packet can be sent in.
 
 use hotlift_methods::{Accelerator, Hardware, METHODS};
 use hotlift_wire::multifd::Method;
 
-/// A method, and its level.
+/// A method and its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub method: Method,
-    /// 0 for a method that goes at its default, or has no levels.
+    /// Level; 0 for a method without levels, or at its default.
     pub level: i8,
 }
 
-/// Who reads the channels.
+/// Reader of the channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reader {
-    /// A Hotlift, which reads each packet by its own method.
+    /// A Hotlift, which reads any method in each packet.
     Hotlift,
     /// A QEMU, which reads one method.
     Qemu(Method),
 }
 
-/// What a candidate may cost, until this migration knows: as nine Silesia files in packets of 512 KiB took it on an AMD
-/// EPYC. Measured figures take their place after the first packets.
+/// Estimated cost of a candidate before this migration has measured it: from nine Silesia files in packets of 512 KiB on an AMD
+/// EPYC. Measured values replace it after the first packets.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Guess {
-    /// CPU time to encode a byte that does not shrink at all, and one of content that a fast codec leaves 0.4 of, in ns.
+    /// CPU time in ns to encode a byte of incompressible content, and one of content that a fast codec reduces to 0.4.
     encode: [f64; 2],
-    /// CPU time of the destination for a byte, in ns.
+    /// CPU time in ns of the destination per byte.
     pub decode: f64,
-    /// Of content that a fast codec leaves `s` of, this one leaves `s` to this power.
+    /// Exponent: content that a fast codec reduces to a share `s` is reduced to `s` to this power.
     power: f64,
 }
 
 impl Guess {
-    /// CPU time to encode a byte of content of which a fast codec leaves that share, in ns: the more is left, the more
-    /// is looked for, up to content in which codecs soon give up.
+    /// Returns the CPU time in ns to encode a byte of content that a fast codec reduces to the share `left`. The larger the
+    /// share, the longer the search, up to content where codecs soon abort it.
     pub(crate) fn encode(&self, left: f64) -> f64 {
         const GIVES_UP: f64 = 0.75;
         let [hopeless, usual] = self.encode;
@@ -46,7 +46,7 @@ impl Guess {
         looks(GIVES_UP) + (hopeless - looks(GIVES_UP)) * beyond
     }
 
-    /// The share that this one leaves.
+    /// Returns the share that this candidate leaves.
     pub(crate) fn left(&self, left: f64) -> f64 {
         left.clamp(0.01, 1.0).powf(self.power)
     }
@@ -78,7 +78,7 @@ const fn device(method: Method) -> Candidate {
     Candidate { method, level: 0 }
 }
 
-/// Pages as they are.
+/// Uncompressed pages.
 pub(crate) const RAW: Candidate = Candidate {
     method: Method::None,
     level: 0,
@@ -89,8 +89,8 @@ const LZ4: Candidate = Candidate {
     level: 0,
 };
 
-/// All candidates, and the guess of each. zstd's levels between those here cost and save what their neighbours do; above 9
-/// each takes twice the time of the one before for 1 % of the bytes.
+/// All candidates with their estimates. Levels of zstd between these cost and save about as much as their neighbours. Above 9
+/// each level takes twice the time of the one before and saves 1 % of the bytes.
 const TABLE: [(Candidate, Guess); 18] = [
     (RAW, guess([0.0, 0.0], 0.3, 0.0)),
     (LZ4, guess([0.3, 2.0], 0.4, 1.0)),
@@ -103,19 +103,19 @@ const TABLE: [(Candidate, Guess); 18] = [
     (zstd(5), guess([8.0, 11.0], 1.5, 1.78)),
     (zstd(7), guess([12.0, 17.7], 1.5, 1.82)),
     (zstd(9), guess([15.0, 21.2], 1.5, 1.84)),
-    // The first is ISA-L's, the others are zlib-rs': that is why there is nothing between 1 and 4.
+    // Level 1 is ISA-L's, the others are zlib-rs': therefore there is none between 1 and 4.
     (zlib(1), guess([3.0, 3.4], 2.1, 1.55)),
     (zlib(4), guess([10.0, 12.5], 1.9, 1.66)),
     (zlib(6), guess([14.0, 18.0], 1.9, 1.70)),
     (zlib(9), guess([20.0, 45.0], 1.9, 1.72)),
-    // Of devices nobody knows beforehand how long they take: as lz4, so that they are tried.
+    // The time of devices is unknown in advance: estimated like lz4, so that they are tried.
     (device(Method::Qpl), guess([1.0, 2.0], 1.7, 1.2)),
     (device(Method::Uadk), guess([1.0, 2.0], 1.7, 1.2)),
     (device(Method::Qatzip), guess([1.0, 2.0], 1.7, 1.5)),
 ];
 
 impl Candidate {
-    /// What can be sent to that reader.
+    /// Returns the candidates for that reader.
     pub(crate) fn all_for(reader: Reader, accelerator: Accelerator) -> Vec<Self> {
         match reader {
             Reader::Hotlift => Self::of_hotlifts(accelerator),
@@ -127,10 +127,10 @@ impl Candidate {
         }
     }
 
-    /// Between two Hotlifts: what the CPU does, and each accelerator that this host has and that may run. Without zstd's
-    /// levels below 1: of no class of content is one of them ever best. From lz4 to level 1 a ns of CPU time at both ends
-    /// saves as many bytes as to any of them, or more; tried beside it, they took 5 % of the time at 2.5 Gbit/s. And without
-    /// zlib, which is for a QEMU that reads nothing else: zstd leaves less in less time.
+    /// Returns the candidates between two Hotlifts: those of the CPU, and each available and permitted accelerator. Excludes
+    /// zstd's levels below 1: they are never best for any class of content. From lz4 to level 1, a ns of CPU time at both ends
+    /// saves at least as many bytes; when tried as well, they took 5 % of the time at 2.5 Gbit/s. Excludes zlib, which is for a
+    /// QEMU that reads nothing else: zstd leaves less in less time.
     pub(crate) fn of_hotlifts(accelerator: Accelerator) -> Vec<Self> {
         let all = TABLE.iter().map(|(one, _)| *one);
         all.filter(|one| match one.hardware() {
@@ -140,18 +140,18 @@ impl Candidate {
         .collect()
     }
 
-    /// The accelerator of its method, if that has one.
+    /// Returns the accelerator of its method, if there is one.
     fn hardware(&self) -> Option<&'static Hardware> {
         let info = METHODS.iter().find(|info| info.flag == self.method.flag());
         info.and_then(|info| info.hardware)
     }
 
-    /// Whether an accelerator does it.
+    /// Returns true if an accelerator encodes it.
     pub(crate) fn is_on_a_device(&self) -> bool {
         self.hardware().is_some()
     }
 
-    /// What it may cost.
+    /// Returns its estimated cost.
     pub(crate) fn guess(&self) -> Guess {
         let row = TABLE.iter().find(|(one, _)| one == self);
         row.map_or(TABLE[0].1, |(_, guess)| *guess)

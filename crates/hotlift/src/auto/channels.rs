@@ -1,4 +1,4 @@
-//! What all channels of one migration share: the controller, what it has been told of the link, and figures.
+//! State that all channels of one migration share: the controller, the link measurements, and statistics.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -17,10 +17,10 @@ use crate::figures::{MethodFigures, to_f64};
 use crate::lock::lock;
 use crate::options::{Goal, Options};
 
-/// Pages of a method over which a destination's word on it says something: those of one packet.
+/// Pages of a method that make a destination's report on it meaningful: those of one packet.
 const ENOUGH_PAGES: f64 = 128.0;
 
-/// What a destination says at most that a byte takes, in ns; more is an error, or a lie.
+/// Highest plausible time per byte in a destination's report, in ns; more is an error, or a forged value.
 const MOST_NANOS_PER_BYTE: f64 = 1000.0;
 
 /// Method `auto` of one migration.
@@ -30,38 +30,38 @@ pub(crate) struct Auto {
     goal: Mutex<Goal>,
     accelerator: Accelerator,
     link: Mutex<LinkMeter>,
-    /// See [`LinkMeter::bytes_on_the_way`].
+    /// Cached [`LinkMeter::bytes_on_the_way`].
     on_the_way: AtomicU32,
-    /// Thousandths of what channels wait that are for the wire.
+    /// Share of the channels' waits that the wire causes, in thousandths.
     share_of_wire: AtomicU32,
-    /// What the destination said last.
+    /// Last report of the destination.
     destination: Mutex<Load>,
-    /// What there is to choose from: known when the other side has said who it is.
+    /// Candidates, set once the reader is known.
     choices: OnceLock<Choices>,
 }
 
-/// What packets can be sent as, and what came of it.
+/// Candidates, and their statistics.
 #[derive(Debug)]
 struct Choices {
     candidates: Vec<Candidate>,
-    /// The one that sends pages as they are, if there is one.
+    /// Candidate that sends pages uncompressed, if there is one.
     raw: Option<usize>,
     controller: Mutex<Controller>,
     tallies: Vec<Tally>,
 }
 
-/// The link, as it was of late.
+/// Recent state of the link.
 #[derive(Debug, Clone, Copy)]
 struct LinkNow {
-    /// See [`LinkMeter::waits_for`].
+    /// Result of [`LinkMeter::waits_for`].
     waits_for: [f64; 2],
-    /// Time that the wire takes for a byte, in ns; 0 while it is not known.
+    /// Time of the wire per byte, in ns; 0 while unknown.
     nanos_per_byte: f64,
-    /// Share of the time in which no channel had anything on the wire.
+    /// Share of the time in which no channel had data on the wire.
     idle: f64,
 }
 
-/// What was sent as one candidate.
+/// Statistics of one candidate.
 #[derive(Debug, Default)]
 struct Tally {
     packets: AtomicU64,
@@ -71,37 +71,37 @@ struct Tally {
     cpu_nanos: AtomicU64,
 }
 
-/// What encoding a packet took.
+/// Cost of encoding a packet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Took {
     pub cpu: Duration,
-    /// Of the thread: with an accelerator also the time that it waited for that.
+    /// Time of the thread: with an accelerator, includes the wait for it.
     pub thread: Duration,
 }
 
-/// One packet that is on its way, and what the thread did from the end of the one before.
+/// A packet that was sent, and the thread's time since the end of the previous one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sent {
     pub candidate: usize,
     pub look: Look,
-    /// What encoding took, if it was encoded.
+    /// Cost of the encoding, if the packet was encoded.
     pub encode: Option<Took>,
     pub pages: usize,
     /// Bytes of its pages.
     pub bytes_in: usize,
     /// Bytes of its payload.
     pub bytes_out: usize,
-    /// CPU time of writing it.
+    /// CPU time of the write.
     pub send: Duration,
     pub elapsed: Duration,
-    /// Of which `max-bandwidth` has held it back.
+    /// Part of `elapsed` in which `max-bandwidth` delayed it.
     pub paced: Duration,
-    /// Of which the socket has.
+    /// Part of `elapsed` in which the socket blocked it.
     pub blocked: Duration,
 }
 
 impl Auto {
-    /// Of a migration with these options, if it is to choose.
+    /// Creates the state for a migration with these options, if they select `auto`.
     pub(crate) fn of(options: &Options, goal: Goal) -> Option<Self> {
         let is_auto = options.multifd() && options.multifd_compression.is_auto();
         is_auto.then(|| Self::new(goal, options.accelerator))
@@ -120,7 +120,7 @@ impl Auto {
         }
     }
 
-    /// Who reads the channels: to be said before the first packet. What is said first holds.
+    /// Sets the reader of the channels. Must be called before the first packet; later calls are ignored.
     pub(crate) fn reader_is(&self, reader: Reader) {
         self.choices
             .get_or_init(|| self.among(Candidate::all_for(reader, self.accelerator)));
@@ -137,7 +137,7 @@ impl Auto {
     }
 
     fn choices(&self) -> &Choices {
-        // Without a word on who reads, pages as they are.
+        // Without a known reader, pages are sent uncompressed.
         self.choices.get_or_init(|| self.among(vec![RAW]))
     }
 
@@ -145,7 +145,7 @@ impl Auto {
         lock(&self.choices().controller)
     }
 
-    /// From now on the migration is to be good at this.
+    /// Changes the optimization goal of the migration.
     pub(crate) fn set_goal(&self, goal: Goal) {
         *lock(&self.goal) = goal;
         if self.choices.get().is_some() {
@@ -157,12 +157,12 @@ impl Auto {
         self.choices().candidates[index]
     }
 
-    /// The candidate that sends pages as they are, if there is one.
+    /// Returns the candidate that sends pages uncompressed, if there is one.
     pub(crate) fn raw(&self) -> Option<usize> {
         self.choices().raw
     }
 
-    /// The method of packets that are not encoded: without content, or with pages as they are.
+    /// Returns the method of packets that are not encoded: without content, or uncompressed.
     pub(crate) fn unencoded_method(&self) -> Method {
         match self.raw() {
             Some(_) => Method::None,
@@ -170,7 +170,7 @@ impl Auto {
         }
     }
 
-    /// There was nothing to send for a while: that time is neither the wire's nor the threads'.
+    /// Records the end of a pause without pages: that time counts neither for the wire nor for the threads.
     pub(crate) fn resumed(&self) {
         lock(&self.link).resumed();
         let now = self.begun.elapsed();
@@ -181,15 +181,15 @@ impl Auto {
         self.controller().choose(look)
     }
 
-    /// Of so many bytes that a channel has not had acknowledged, those that wait for the wire: not those on their way, and
-    /// not those that wait for the destination. None before the first packets are through.
+    /// Returns how many of a channel's `unacknowledged` bytes wait for the wire: excludes those in transit, and those that wait
+    /// for the destination. Returns 0 before the first packets are through.
     pub(crate) fn waiting(&self, unacknowledged: u32) -> u32 {
         let waiting = unacknowledged.saturating_sub(self.on_the_way.load(Ordering::Relaxed));
         let share = self.share_of_wire.load(Ordering::Relaxed);
         whole(f64::from(waiting) * f64::from(share) / 1000.0)
     }
 
-    /// Books a packet. `sockets` are those of all channels, and `paced` is the time for a byte that `max-bandwidth` allows, in
+    /// Records a packet. `sockets` are those of all channels, and `paced` is the time per byte that `max-bandwidth` allows, in
     /// ns; 0 without a limit.
     pub(crate) fn sent<'s>(
         &self,
@@ -198,7 +198,7 @@ impl Auto {
         paced: f64,
     ) {
         let (bytes_in, bytes_out) = (sent.bytes_in as u64, sent.bytes_out as u64);
-        // What does not shrink goes as it is.
+        // Incompressible content is sent uncompressed.
         let is_raw = bytes_out == bytes_in;
         let sent_as = self.raw().filter(|_| is_raw).unwrap_or(sent.candidate);
         let tally = &self.choices().tallies[sent_as];
@@ -263,7 +263,7 @@ impl Auto {
         free
     }
 
-    /// What the destination says of itself.
+    /// Processes the destination's load report.
     pub(crate) fn destination(&self, load: &Load) {
         let mut last = lock(&self.destination);
         let since = |now: u64, before: u64| to_f64(now.saturating_sub(before));
@@ -292,22 +292,22 @@ impl Auto {
         }
     }
 
-    /// What is scarce at present.
+    /// Returns the current bottleneck.
     pub(crate) fn scarce(&self) -> Scarce {
         self.controller().scarce()
     }
 
-    /// Packets that went as something else than what was thought best, to learn what it costs.
+    /// Returns the count of packets sent with a candidate other than the best one, to measure its cost.
     pub(crate) fn explored(&self) -> u64 {
         self.controller().explored()
     }
 
-    /// Bytes a second that the wire has delivered of late.
+    /// Returns the recent rate of the wire in bytes per second.
     pub(crate) fn link_bytes_per_second(&self) -> f64 {
         lock(&self.link).bytes_per_second()
     }
 
-    /// What went by which method so far; candidates that were never used are left out.
+    /// Returns the statistics of each method so far, without unused candidates.
     pub(crate) fn figures(&self) -> Vec<MethodFigures> {
         let Some(choices) = self.choices.get() else {
             return Vec::new();
@@ -330,7 +330,7 @@ impl Auto {
     }
 }
 
-/// A figure that is not negative, without its fraction.
+/// Returns the integer part of a non-negative value.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

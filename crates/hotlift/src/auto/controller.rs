@@ -1,25 +1,24 @@
-//! Chooses what each packet is sent as: a pure function of what was observed.
+//! Selects the encoding of each packet: a pure function of the observations.
 //!
-//! One number is learnt, the **price**: how much CPU time a byte less on the wire is worth. A packet is sent as what
-//! costs least, its CPU time and its bytes at that price added up. With a price of nothing that is the packet as it is; the
-//! higher the price, the harder it is compressed. So each candidate that is ever worth its time has a range of prices
-//! of its own, and what is never worth it, for this content on these hosts, is never chosen.
+//! One number is learnt, the **price**: the CPU time that a byte less on the wire is worth. A packet is sent with the lowest
+//! cost: its CPU time plus its bytes at that price. At a price of zero that is the uncompressed packet; the higher the price,
+//! the stronger the compression. So each useful candidate has its own range of prices, and a candidate that never pays off for
+//! this content on these hosts is never selected.
 //!
-//! # How the price is learnt
+//! # Learning the price
 //!
-//! Where a thread waits for the wire, a byte less would have saved time, and CPU time was there to spare. Where the wire is
-//! idle, it is the other way round. So time that was waited raises the price, and time that the wire was idle lowers it. The
-//! most is delivered where the two shares are to each other as the price of a byte is to the cores' time that one takes on the
-//! wire. Both count only if the packet would have been sent as something else at a higher price, or at a lower one: who waits
-//! behind content that does not shrink has learnt nothing.
+//! When a thread waits for the wire, a byte less would have saved time, and CPU time was available. When the wire is idle, the
+//! opposite holds. So waiting time raises the price, and idle time of the wire lowers it. Throughput is highest where the ratio
+//! of the two shares equals that of a byte's price to the CPUs' time per byte on the wire. Both count only if a higher or lower
+//! price would have changed the packet's encoding: a wait behind incompressible content teaches nothing.
 //!
-//! The queues in the kernel hold less than a packet a channel, so an average is not enough: when content changes, one of
-//! the two sides stands still before any average has noticed. Each packet's price is therefore the learnt one, higher if
-//! the channel's queue is full, and lower if it is empty. This is also what mixes two candidates, so that wire and cores are
-//! both used up where one candidate alone would leave one of them idle.
+//! The kernel's queues hold less than a packet per channel, so an average is not enough: when content changes, one of the two
+//! sides stops before any average reacts. Each packet's price is therefore the learnt one, raised if the channel's queue is
+//! full, and lowered if it is empty. This also mixes two candidates, so that wire and CPUs are both fully used where one
+//! candidate alone would leave one of them idle.
 //!
-//! While a packet is encoded for longer than its queue lasts, the wire is idle, if no other channel has something for it. That
-//! time costs what the wire could have sent in it.
+//! If encoding a packet takes longer than its queue lasts, the wire is idle, unless another channel has data for it. That time
+//! costs the bytes that the wire could have sent in it.
 //!
 //! CPU time of the destination has a price, too, learnt from the time that threads wait for it.
 
@@ -30,120 +29,121 @@ use crate::auto::costs::{Average, Class, Costs};
 use crate::figures::to_f64;
 use crate::options::Goal;
 
-// Constants without another origin were chosen in the simulation beside this file.
+// Constants without another origin were chosen in the simulation in `tests`.
 
-/// Between two moves of the price.
+/// Interval between two changes of the price.
 const WINDOW: Duration = Duration::from_millis(20);
 
-/// A gap without packets, as between two rounds, moves the price no further than so many windows.
+/// Limit of the windows by which a gap without packets, as between two rounds, changes the price.
 const MOST_WINDOWS: f64 = 5.0;
 
-/// How far the price moves in a window, in powers of e, if all evidence points one way. The whole range from
-/// lz4 to zstd's level 9 is 6 powers.
+/// Change of the price per window, in powers of e, if all evidence agrees. The whole range from lz4 to zstd's level 9 is 6
+/// powers.
 const SPEED: f64 = 0.4;
 
-/// What is left of the evidence after a window: it reaches back for 10 of them, longer than most runs of equal content.
+/// Remaining share of the evidence after a window: it covers about 10 windows, longer than most runs of equal content.
 const FADE: f64 = 0.9;
 
-/// Without any evidence the price falls: time that is neither waited nor idle is CPU time that may be spared. A share of the
-/// time, taken as evidence of an idle wire.
+/// Share of the time that counts as evidence of an idle wire. Without other evidence the price falls: time that is neither
+/// waited nor idle is CPU time that can be saved.
 const THRIFT: f64 = 0.01;
 
-/// Evidence of less than this share of the time moves the price less.
+/// Evidence below this share of the time changes the price less.
 const FAINT: f64 = 0.05;
 
-/// How much higher the price is for a packet behind a full queue, and lower behind an empty one, in powers of e.
+/// Increase of the price for a packet behind a full queue, and decrease behind an empty one, in powers of e.
 const QUEUE: f64 = 0.7;
 
-/// Half the width by which packets' prices differ besides, in powers of e.
+/// Half the width of the additional variation of packets' prices, in powers of e.
 const SPREAD: f64 = 0.1;
 
-/// Bytes of a full queue over those of a packet: 256 KiB over 512 KiB.
+/// Ratio of a full queue's bytes to a packet's: 256 KiB to 512 KiB.
 const QUEUE_PER_PACKET: f64 = 0.5;
 
-/// The first price: packets go as they are until it is known whether anybody waits for the wire. Compressed from the start,
-/// 512 MiB took half as long again without a limit of the link.
+/// Initial price: packets are uncompressed until it is known whether threads wait for the wire. With compression from the
+/// start, 512 MiB took half as long again without a limit of the link.
 const FIRST_PRICE: f64 = 0.5;
 
-/// When threads begin to wait for the wire, the price is at once the cores' time that a byte takes on it. For so long: the first
-/// figures are coarse.
+/// Time in which the price, once threads begin to wait for the wire, is at least the CPUs' time that a byte takes on it: the
+/// first measurements are coarse.
 const LEARNING: Duration = Duration::from_millis(60);
 
-/// Channels by default.
+/// Default count of channels.
 const USUAL_THREADS: f64 = 2.0;
 
-/// Prices that are thought about, in ns of CPU time a byte: below, no CPU sends a byte in less; above, links of 1 Mbit/s.
+/// Range of prices, in ns of CPU time per byte: below, no CPU sends a byte in less; above, links of 1 Mbit/s.
 const PRICES: [f64; 2] = [0.01, 8000.0];
 
-/// Prices of the destination's CPU time over the source's. It is worth as much at least: somebody else may need it. At a fifth,
-/// zstd's fast levels went where lz4 takes a third of the time to decode.
+/// Range of the ratio of the destination's CPU price to the source's. It is at least 1: other processes may need that CPU. At a
+/// fifth, zstd's fast levels were selected where lz4 takes a third of the time to decode.
 const FAR_PRICES: [f64; 2] = [1.0, 150.0];
 
-/// How far that price moves in a window, in powers of e.
+/// Change of that price per window, in powers of e.
 const FAR_SPEED: f64 = 0.2;
 
-/// Share of the time that threads may wait for the destination, or for the wire, and it does not count as scarce.
+/// Share of the time that threads may wait for the destination or the wire before it counts as a bottleneck.
 const WAITING: f64 = 0.02;
 
-/// One packet in so many tries a candidate that was only guessed: an accelerator, or what by its guess comes close to the best.
+/// One of this many packets tries a candidate that was only estimated: an accelerator, or one whose estimate is close to the
+/// best.
 const EXPLORING: u64 = 16;
 
-/// How close: what the guess says it costs, over the best.
+/// Limit of a close estimate, relative to the best cost.
 const CLOSE: f64 = 1.3;
 
-/// What takes longer than so many times what the wire takes for a packet is not tried: without a limit of the link all
-/// tries together took a tenth of the time of 512 MiB.
+/// Limit for tries, relative to the wire's time for a packet: without a limit of the link, all tries together took a tenth of
+/// the time of 512 MiB.
 const TOO_SLOW: f64 = 2.0;
 
-/// What leaves more than this is sent as it is.
+/// Highest useful share: content that leaves more is sent uncompressed.
 const USELESS: f64 = 0.98;
 
-/// After so many packets in a row that went as they are, looks take no more than `LOOKING` of the time: one packet in
-/// `LEAST_SELDOM` is looked at, where the wire has time for it, or only one in `SELDOM`.
+/// After this many uncompressed packets in a row, sampling is limited to the share `LOOKING` of the time: one packet in
+/// `LEAST_SELDOM` if packets take long, down to one in `SELDOM`.
 const SAME: u64 = 16;
 const LOOKING: f64 = 0.01;
 const LEAST_SELDOM: f64 = 2.0;
 const SELDOM: f64 = 16.0;
 
-/// Time of a look, in ns: lz4 of a sample of 4 pages on a core that takes 1.6 ns a byte.
+/// Time of a sample, in ns: lz4 of 4 pages on a core that takes 1.6 ns per byte.
 const LOOK: f64 = 30_000.0;
 
-/// What is known of a packet before it is chosen for.
+/// Properties of a packet before its selection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Look {
-    /// Its content; `None`: nobody has looked yet.
+    /// Class of its content; `None` before it is sampled.
     pub class: Option<Class>,
-    /// How full the channel's queue is: bytes that were not sent yet over those at which a write blocks, 0 to 1 and beyond.
+    /// Fill level of the channel's queue: unsent bytes relative to those at which a write blocks, 0 to 1 and beyond.
     pub queued: f64,
 }
 
-/// What to do with a packet.
+/// Decision for a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// Find out its class, and ask again.
+    /// Determine its class, and ask again.
     LookFirst,
-    /// Send it as that candidate.
+    /// Send it with that candidate.
     Send(usize),
 }
 
-/// What one thread did for a packet, from the end of the one before to the end of this one. Times are in ns.
+/// A thread's time for a packet, from the end of the previous one to the end of this one. Times are in ns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Spent {
-    /// What it was chosen by.
+    /// Properties that determined the selection.
     pub look: Look,
-    /// What it was sent as.
+    /// Selected candidate.
     pub candidate: usize,
-    /// Time that went by, without that in which there were no pages to send.
+    /// Elapsed time, without that in which there were no pages to send.
     pub elapsed: f64,
-    /// Of which it waited for room on the wire.
+    /// Part in which it waited for the wire.
     pub waited: f64,
-    /// Of which it waited for the destination.
+    /// Part in which it waited for the destination.
     pub held: f64,
-    /// Of which no channel had anything on the wire.
+    /// Part in which no channel had data on the wire.
     pub idle: f64,
 }
 
-/// Why the price is what it is.
+/// Current bottleneck.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scarce {
     /// Threads wait for the wire.
@@ -152,33 +152,33 @@ pub(crate) enum Scarce {
     Cores,
 }
 
-/// What a packet's costs are weighed by.
+/// Weights of a packet's costs.
 #[derive(Debug, Clone, Copy)]
 struct Worth {
-    /// A byte on the wire, in ns of CPU time.
+    /// CPU time in ns that a byte on the wire is worth.
     byte: f64,
-    /// A ns of the destination's CPU time.
+    /// Weight of a ns of the destination's CPU time.
     far: f64,
-    /// A ns in which the wire is idle.
+    /// Weight of a ns in which the wire is idle.
     idle: f64,
-    /// For so long the queue keeps the wire busy, in ns for each byte of a packet.
+    /// Time for which the queue keeps the wire busy, in ns per byte of a packet.
     lasts: f64,
 }
 
-/// What threads did of late; times are in ns.
+/// Recent activity of the threads; times are in ns.
 #[derive(Debug, Clone, Copy, Default)]
 struct Evidence {
-    /// On the clock.
+    /// Wall-clock time.
     time: f64,
-    /// Of all threads.
+    /// Sum of all threads.
     elapsed: f64,
     waited: f64,
     held: f64,
-    /// Waited, for packets that a higher price would have changed.
+    /// Waiting time of packets that a higher price would have changed.
     too_cheap: f64,
-    /// The wire was idle, for packets that a lower price would have changed.
+    /// Idle time of the wire for packets that a lower price would have changed.
     too_dear: f64,
-    /// Of all threads, for packets that a lower price would have changed.
+    /// Time of all threads for packets that a lower price would have changed.
     may_fall: f64,
 }
 
@@ -197,7 +197,7 @@ impl Evidence {
         }
     }
 
-    /// Threads that there are, 1 or more; before the first window, what is usual.
+    /// Returns the count of threads, at least 1; before the first window, the default.
     fn threads(&self) -> f64 {
         match self.time > 0.0 {
             true => (self.elapsed / self.time).max(1.0),
@@ -206,39 +206,39 @@ impl Evidence {
     }
 }
 
-/// The controller of one migration, shared by its channels.
+/// Controller of one migration, shared by its channels.
 #[derive(Debug)]
 pub(crate) struct Controller {
     goal: Goal,
     costs: Costs,
-    /// The candidate that sends pages as they are, if there is one.
+    /// Candidate that sends pages uncompressed, if there is one.
     raw: Option<usize>,
     /// Natural logarithm of the price, in ns of CPU time a byte.
     price: f64,
     /// Natural logarithm of the price of the destination's CPU time, in the source's.
     far: f64,
-    /// Time that the wire takes for a byte, in ns; 0 while it is not known.
+    /// Time of the wire per byte, in ns; 0 while unknown.
     wire: f64,
     /// Share of the packets that found the queue empty.
     empty: Average,
     evidence: Evidence,
-    /// When the price was moved, and packets since then.
+    /// Time of the last change of the price, and packets since then.
     moved: Duration,
     packets: u64,
     scarce: Scarce,
-    /// Packets chosen for.
+    /// Count of packets selected for.
     turn: u64,
     explored: u64,
-    /// Packets in a row that were looked at and went as they are.
+    /// Count of consecutive sampled packets that were sent uncompressed.
     same: u64,
-    /// Time that a thread takes from packet to packet, in ns.
+    /// Time of a thread from packet to packet, in ns.
     pace: Average,
-    /// Time in which threads were seen to wait for the wire, up to [`LEARNING`].
+    /// Time in which threads waited for the wire, up to [`LEARNING`].
     waited: Duration,
 }
 
 impl Controller {
-    /// For a migration that begins at `now`, a time on any clock that the other calls use, too.
+    /// Creates the controller for a migration that begins at `now`; all calls use the same clock.
     pub(crate) fn new(candidates: &[Candidate], goal: Goal, now: Duration) -> Self {
         Self {
             goal,
@@ -262,49 +262,49 @@ impl Controller {
         }
     }
 
-    /// From now on it is to be good at this.
+    /// Changes the optimization goal.
     pub(crate) fn set_goal(&mut self, goal: Goal) {
         self.goal = goal;
     }
 
-    /// What has been measured.
+    /// Returns the measured costs.
     pub(crate) fn costs(&mut self) -> &mut Costs {
         &mut self.costs
     }
 
-    /// The time until now was nobody's: there was nothing to send.
+    /// Excludes the time until now: there was nothing to send.
     pub(crate) fn resumed(&mut self, now: Duration) {
         if self.packets == 0 {
             self.moved = now;
         }
     }
 
-    /// The wire takes `ns` for a byte while it has some.
+    /// Sets the wire's time per byte while it has data.
     pub(crate) fn wire(&mut self, ns: f64) {
         self.wire = ns;
     }
 
-    /// What is scarce at present.
+    /// Returns the current bottleneck.
     pub(crate) fn scarce(&self) -> Scarce {
         self.scarce
     }
 
-    /// Packets that were sent as something else than what was thought best, to learn what it costs.
+    /// Returns the count of packets sent with a candidate other than the best one, to measure its cost.
     pub(crate) fn explored(&self) -> u64 {
         self.explored
     }
 
-    /// The price, in ns of CPU time a byte.
+    /// Returns the price, in ns of CPU time per byte.
     pub(crate) fn price(&self) -> f64 {
         self.price.exp()
     }
 
-    /// What to send the next packet as.
+    /// Selects the encoding of the next packet.
     pub(crate) fn choose(&mut self, look: Look) -> Choice {
-        // The golden ratio's multiples are as even as turns can be.
+        // Multiples of the golden ratio are distributed most evenly.
         let even = (to_f64(self.turn) * 0.618_033_988_749_895).fract() * 2.0 - 1.0;
-        // Of a queue that is half full, as most are, little: a packet each of lz4's two neighbours, as they are and zstd 1, is
-        // worse than two of lz4.
+        // A half full queue, the usual case, has little effect: one packet each of lz4's two neighbours, uncompressed and zstd
+        // 1, is worse than two of lz4.
         let full = (look.queued.clamp(0.0, 1.0) * 2.0 - 1.0).powi(3);
         let price = (self.price + even * SPREAD + full * QUEUE).exp();
         let worth = self.worth(price, look.queued);
@@ -339,13 +339,13 @@ impl Controller {
         self.empty.add(if look.queued <= 0.0 { 1.0 } else { 0.0 });
     }
 
-    /// Whether a packet goes as it is, whatever it holds, or very likely.
+    /// Returns true if a packet is sent uncompressed in any case, or very likely.
     fn need_not_look(&self, raw: usize, worth: Worth) -> bool {
         self.is_tired() && !self.turn.is_multiple_of(self.seldom())
             || Class::all().all(|class| self.best(class, worth) == raw)
     }
 
-    /// One packet in so many may be looked at.
+    /// Returns the interval of sampled packets.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -361,7 +361,7 @@ impl Controller {
     }
 
     fn worth(&self, price: f64, queued: f64) -> Worth {
-        // A guest is stopped for a shorter time the faster its pages go.
+        // The faster the pages are sent, the shorter the guest is stopped.
         if self.goal == Goal::LeastCpu {
             return Worth {
                 byte: 0.0,
@@ -370,7 +370,7 @@ impl Controller {
                 lasts: 0.0,
             };
         }
-        // The wire is idle if all other channels' queues are empty as well.
+        // The wire is idle only if all other channels' queues are empty as well.
         let others = (self.evidence.threads() - 1.0).max(0.0);
         let alone = self.empty.or(0.0).powf(others);
         Worth {
@@ -396,7 +396,7 @@ impl Controller {
             + self.costs.decode(candidate) * worth.far
     }
 
-    /// The candidate that costs least.
+    /// Returns the candidate with the lowest cost.
     fn best(&self, class: Class, worth: Worth) -> usize {
         (0..self.costs.len())
             .min_by(|a, b| {
@@ -406,8 +406,8 @@ impl Controller {
             .unwrap_or(0)
     }
 
-    /// A candidate that was hardly tried, is an accelerator or may be nearly as good, and keeps no core from a wire that is too
-    /// fast for it.
+    /// Returns a candidate with few tries that is an accelerator or may be nearly as good, and is fast enough not to leave the
+    /// wire idle.
     fn untried(&self, class: Class, worth: Worth, best: usize) -> Option<usize> {
         let most = self.total(best, class, worth) * CLOSE;
         let longest = self.wire * self.evidence.threads() * TOO_SLOW;
@@ -426,7 +426,7 @@ impl Controller {
             .map(|(candidate, _)| candidate)
     }
 
-    /// Whether a higher price would have changed the packet, and a lower one.
+    /// Returns true for each direction, higher and lower, in which another price would have changed the packet.
     fn would_change(&self, spent: &Spent) -> [bool; 2] {
         let Some(class) = spent.look.class else {
             return [!self.is_tired(), false];
@@ -436,7 +436,7 @@ impl Controller {
             .map(|price| self.best(class, self.worth(price, spent.look.queued)) != spent.candidate)
     }
 
-    /// One thread has spent its time like this; moves the prices when it is time to.
+    /// Records the time of a thread for a packet; changes the prices when a window is over.
     pub(crate) fn spent(&mut self, spent: Spent, now: Duration) {
         let [may_rise, may_fall] = self.would_change(&spent);
         let evidence = &mut self.evidence;
@@ -449,7 +449,7 @@ impl Controller {
         }
         if may_fall {
             evidence.may_fall += spent.elapsed;
-            // A wire that is idle because of the destination says nothing about the source's cores.
+            // A wire that is idle because of the destination implies nothing about the source's CPUs.
             evidence.too_dear +=
                 spent.idle * (1.0 - spent.held / spent.elapsed.max(spent.held + 1.0));
         }
@@ -467,19 +467,19 @@ impl Controller {
     fn move_prices(&mut self, since: Duration) {
         let evidence = self.evidence;
         let threads = evidence.threads();
-        // A move shows only in packets that are chosen after it: it must not go on before each thread had one.
+        // A change only shows in packets selected after it: each thread needs one before the next change.
         let windows = (since.as_secs_f64() / WINDOW.as_secs_f64())
             .min(MOST_WINDOWS)
             .min(to_f64(self.packets) / threads);
 
-        // The cores' time that a byte takes on the wire.
+        // CPUs' time that a byte takes on the wire.
         let fair = if self.wire > 0.0 {
             self.wire * threads
         } else {
             self.price()
         };
         if self.waited < LEARNING && evidence.waited > WAITING * evidence.elapsed {
-            // From packets as they are to the best ones in steps would take 100 ms.
+            // Step by step from uncompressed packets to the best encoding would take 100 ms.
             self.waited += since;
             self.price = self.price.max(fair.ln());
         }

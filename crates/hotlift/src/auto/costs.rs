@@ -1,53 +1,53 @@
-//! What each candidate costs: CPU time and bytes by kind of content, as this migration has measured them.
+//! Cost of each candidate: CPU time and bytes by class of content, as measured in this migration.
 //!
-//! Content falls into classes by how far a sample of it shrinks ([`Class`]). What a candidate costs for a class is what was
-//! measured for just that, averaged with what its [`Guess`] says. The guess is corrected: of time, by how it did in other classes;
-//! of the share that is left, by how the method's other levels did in this class of late. So a packet at one level tells
-//! something about all of them, and few have to be tried.
+//! Content is classified by the compression of a sample ([`Class`]). A candidate's cost for a class is its measurement there,
+//! averaged with its [`Guess`]. The guess is corrected: the time by the candidate's results in other classes, the share by
+//! recent results of the method's other levels in this class. So a packet at one level informs about all of them, and few must
+//! be tried.
 
 use crate::auto::candidates::{Candidate, Guess};
 
-/// Packets over which an average reaches back.
+/// Count of packets that an average covers.
 const MEMORY: f64 = 64.0;
 
-/// The same for what content is like: it changes, while what a candidate takes on these cores does not.
+/// Count of packets that an average of content covers: content changes, while a candidate's time on these CPUs does not.
 const CONTENT_MEMORY: f64 = 32.0;
 
-/// So many packets say as much about a candidate, for a class, as what is known about its method at other levels: packets of
-/// one class differ by more than neighbouring levels do.
+/// Count of a candidate's packets in a class that weigh as much as the knowledge from the method's other levels: packets of one
+/// class differ by more than neighbouring levels do.
 const DOUBT_OF_LEVELS: f64 = 32.0;
 
-/// So many packets say as much about the time that a candidate takes, for a class, as what is known about it in other classes.
+/// Count of a candidate's packets in a class that weigh as much, for its time, as the knowledge from other classes.
 const DOUBT_OF_CLASSES: f64 = 4.0;
 
-/// Packets after which the time that a candidate takes is known.
+/// Count of packets after which a candidate's time is known.
 const TRIES: f64 = 4.0;
 
-/// Packets after which it is known how far a method shrinks a class.
+/// Count of packets after which a method's compression of a class is known.
 const CONTENT_TRIES: f64 = 2.0;
 
-/// Upper bounds of the classes but the last: share of a sample that is left by a fast codec.
+/// Upper bounds of the classes except the last: share of a sample that a fast codec leaves.
 const BOUNDS: [f64; 7] = [0.06, 0.15, 0.3, 0.45, 0.6, 0.75, 0.92];
 
 /// Number of classes.
 pub(crate) const CLASSES: usize = BOUNDS.len() + 1;
 
-/// How far a packet's content shrinks, roughly.
+/// Class of content by its compressibility.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Class(usize);
 
 impl Class {
-    /// All classes, the content that shrinks most first.
+    /// Iterates over all classes, the most compressible first.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         (0..CLASSES).map(Self)
     }
 
-    /// The class of content of which a sample shrinks to `left` of its bytes, 0 to 1 and beyond.
+    /// Returns the class of content whose sample shrinks to `left` of its bytes, 0 to 1 and beyond.
     pub(crate) fn of(left: f64) -> Self {
         Self(BOUNDS.iter().take_while(|bound| left > **bound).count())
     }
 
-    /// A share that lies in the middle of the class.
+    /// Returns a share in the middle of the class.
     fn typical(self) -> f64 {
         let lower = self.0.checked_sub(1).map_or(0.0, |below| BOUNDS[below]);
         let upper = BOUNDS.get(self.0).copied().unwrap_or(1.0);
@@ -55,16 +55,16 @@ impl Class {
     }
 }
 
-/// What a candidate costs for a byte of pages.
+/// Cost of a candidate per byte of pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Cost {
-    /// Time of a thread at the source, without sending, in ns: CPU time, or what an accelerator takes.
+    /// Time of a thread at the source, without sending, in ns: CPU time, or the time of an accelerator.
     pub encode: f64,
-    /// Bytes that go over the wire.
+    /// Bytes on the wire.
     pub left: f64,
 }
 
-/// An average over the last packets.
+/// Average over the last packets.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Average {
     value: f64,
@@ -72,7 +72,7 @@ pub(crate) struct Average {
 }
 
 impl Average {
-    /// Adds a packet's.
+    /// Adds the value of a packet.
     pub(crate) fn add(&mut self, value: f64) {
         self.add_over(value, MEMORY);
     }
@@ -82,12 +82,12 @@ impl Average {
         self.value += (value - self.value) / self.packets;
     }
 
-    /// The average, as if that many packets had come out as was expected before.
+    /// Returns the average, with `prior` as the value of `weight` additional packets.
     fn over(self, prior: f64, weight: f64) -> f64 {
         (self.value * self.packets + prior * weight) / (self.packets + weight)
     }
 
-    /// The average, or the guess if there was no packet.
+    /// Returns the average, or `guess` if there was no packet.
     pub(crate) fn or(self, guess: f64) -> f64 {
         if self.packets > 0.0 {
             self.value
@@ -100,30 +100,30 @@ impl Average {
 #[derive(Debug, Clone, Copy, Default)]
 struct Cell {
     encode: Average,
-    /// How much further than its kin this one shrinks this content: beside the guess, in powers.
+    /// Difference of this level's factor on the guessed power from that of the method's other levels.
     beyond: Average,
 }
 
-/// All candidates' costs.
+/// Costs of all candidates.
 #[derive(Debug)]
 pub(crate) struct Costs {
     guesses: Vec<Guess>,
-    /// Of each candidate, the first with the same method.
+    /// For each candidate, the first one with the same method.
     kin: Vec<usize>,
-    /// Those that an accelerator does.
+    /// For each candidate, true if an accelerator encodes it.
     on_devices: Vec<bool>,
-    /// By candidate, by class.
+    /// Measurements by candidate and class.
     cells: Vec<[Cell; CLASSES]>,
-    /// How far a method shrinks a class's content now, at whatever level: power of what was guessed; by kin, by class.
+    /// Current compression of a class by a method, at any level: factor on the guessed power; by first candidate and class.
     contents: Vec<[Average; CLASSES]>,
-    /// Measured over guessed time to encode, by candidate.
+    /// Ratio of measured to guessed encoding time, by candidate.
     corrections: Vec<Average>,
     /// CPU time to send a byte, in ns.
     send: Average,
-    /// CPU time of the destination for a byte of pages, in ns, by candidate.
+    /// CPU time in ns of the destination per byte of pages, by candidate.
     decode: Vec<Average>,
-    /// What follows from all that, by candidate, by class. Worked out anew for each question, it took half of what a packet
-    /// that goes as it is costs beside its bytes.
+    /// Results by candidate and class. Computed for each query, they took half of the cost of an uncompressed packet beyond its
+    /// bytes.
     known: Vec<[Cost; CLASSES]>,
 }
 
@@ -155,12 +155,11 @@ impl Costs {
         costs
     }
 
-    /// Number of candidates.
     pub(crate) fn len(&self) -> usize {
         self.cells.len()
     }
 
-    /// A packet of that class took a thread `encode` ns for each of its bytes, and `left` of them were left.
+    /// Records a packet of that class: a thread took `encode` ns per byte, and a share of `left` remained.
     pub(crate) fn encoded(&mut self, candidate: usize, class: Class, encode: f64, left: f64) {
         let guess = &self.guesses[candidate];
         let typical = class.typical();
@@ -186,17 +185,17 @@ impl Costs {
         }
     }
 
-    /// Sending took `ns` of CPU time for each byte on the wire.
+    /// Records the CPU time of sending, in ns per byte on the wire.
     pub(crate) fn sent(&mut self, ns: f64) {
         self.send.add(ns);
     }
 
-    /// The destination took `ns` of CPU time for each byte of pages that were sent by `candidate`.
+    /// Records the destination's CPU time, in ns per byte of pages sent by `candidate`.
     pub(crate) fn decoded(&mut self, candidate: usize, ns: f64) {
         self.decode[candidate].add(ns);
     }
 
-    /// What `candidate` costs for content of that class.
+    /// Returns the cost of `candidate` for content of that class.
     pub(crate) fn of(&self, candidate: usize, class: Class) -> Cost {
         self.known[candidate][class.0]
     }
@@ -215,25 +214,25 @@ impl Costs {
         };
     }
 
-    /// Whether it is hardly known what `candidate` costs for content of that class.
+    /// Returns true if the cost of `candidate` for content of that class is hardly measured.
     pub(crate) fn is_guess(&self, candidate: usize, class: Class) -> bool {
         let content = &self.contents[self.kin[candidate]][class.0];
         self.guesses[candidate].encode(class.typical()) > 0.0
             && (self.corrections[candidate].packets < TRIES || content.packets < CONTENT_TRIES)
     }
 
-    /// Whether an accelerator does it that was never tried: no guess says what it takes.
+    /// Returns true for an accelerator that was never tried: no guess predicts its time.
     pub(crate) fn is_unknown_device(&self, candidate: usize) -> bool {
         self.on_devices[candidate] && self.corrections[candidate].packets == 0.0
     }
 
-    /// CPU time to send a byte, in ns.
+    /// Returns the CPU time to send a byte, in ns.
     pub(crate) fn send(&self) -> f64 {
-        // Of a copy into a socket, until it is known.
+        // Time of a copy into a socket, until it is measured.
         self.send.or(0.2)
     }
 
-    /// CPU time of the destination for a byte of pages, in ns.
+    /// Returns the destination's CPU time in ns per byte of pages.
     pub(crate) fn decode(&self, candidate: usize) -> f64 {
         self.decode[candidate].or(self.guesses[candidate].decode)
     }

@@ -1,4 +1,4 @@
-//! What the sockets say of the wire: how long it takes for a byte, and whether it is what senders wait for.
+//! Measurements of the wire from the sockets: its time per byte, and whether senders wait for it.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,77 +8,75 @@ use hotlift_net::transport::Stream;
 
 use crate::figures::{ratio, to_f64};
 
-/// Between two looks at the sockets.
+/// Interval between two samples of the sockets.
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// Time in s after which the kernel's ticks are enough to tell a destination that has just begun to read from the wire.
+/// Time in s after which the kernel's ticks suffice to distinguish the wire from a destination that has just begun to read.
 const CERTAIN: f64 = 0.03;
 
-/// What is left of a look's weight at the next one: the kernel counts in ticks of up to 10 ms, so that a single look is
-/// coarse. Half of the weight is in the last 70 ms.
+/// Decay of a sample's weight at the next one: the kernel counts in ticks of up to 10 ms, so that a single sample is coarse.
+/// Half of the weight is in the last 70 ms.
 const KEPT: f64 = 0.9;
 
-/// What the wire can do is the median of the last so many rates, each over so long: a link that gets slower is noticed within
-/// half a second.
+/// Duration and count of the rates whose median is the capacity of the wire: a slower link is noticed within half a second.
 const RATE_OVER: Duration = Duration::from_millis(50);
 const RATES: usize = 10;
 
-/// Weight of what the destination said last: its words come every 50 ms, and count in the kernel's ticks.
+/// Weight of the destination's latest report: they come every 50 ms, and count in the kernel's ticks.
 const NEW_WORD: f64 = 0.3;
 
-/// What was seen, older looks with less weight.
+/// Decayed sums of the samples.
 #[derive(Debug, Default)]
 struct Seen {
-    /// In s: time that went by, summed over the sockets; time in which they sent or waited; the part of it in which the
-    /// wire was what they waited for.
+    /// In s, summed over the sockets: elapsed time; time in which they sent or waited; the part of it that waited for the wire.
     elapsed: f64,
     busy: f64,
     on_wire: f64,
-    /// Time that went by in which no socket had anything to send or to be acknowledged.
+    /// Time in which no socket had unsent or unacknowledged data.
     idle: f64,
-    /// Bytes that were delivered.
+    /// Bytes delivered.
     bytes: f64,
-    /// Of the threads that send, in s: time that went by, and time in which their sockets had no room.
+    /// Of the sending threads, in s: elapsed time, and time in which their sockets had no room.
     threads: f64,
     blocked: f64,
 }
 
-/// Watches the sockets of all channels.
+/// Meter over the sockets of all channels.
 #[derive(Debug, Default)]
 pub(crate) struct LinkMeter {
     last: Option<(Instant, Vec<TcpSending>)>,
     seen: Seen,
-    /// Time that was seen in all, in s.
+    /// Total time of the samples, in s.
     watched: f64,
     tells: bool,
-    /// Share of the time in which the destination's threads have had nothing to read, as it says.
+    /// Share of the time in which the destination's threads had nothing to read, by its reports.
     starved: Option<f64>,
-    /// Bytes a second of the last whiles, the newest at the end, and bytes and time in s of the one that has begun.
+    /// Bytes per second of the last intervals, the newest at the end; then bytes and time in s of the current interval.
     rates: VecDeque<f64>,
     rate: (f64, f64),
-    /// See [`LinkMeter::idle`].
+    /// Result of [`LinkMeter::idle`].
     idle: f64,
 }
 
 impl LinkMeter {
-    /// A thread's time went by, of which its socket had no room for `blocked`.
+    /// Records a thread's time, in which its socket had no room for `blocked`.
     pub(crate) fn sent(&mut self, elapsed: Duration, blocked: Duration) {
         self.seen.threads += elapsed.as_secs_f64();
         self.seen.blocked += blocked.as_secs_f64();
     }
 
-    /// The destination's threads have had nothing to read for that share of the time, 0 to 1.
+    /// Records the share of the time, 0 to 1, in which the destination's threads had nothing to read.
     pub(crate) fn starved(&mut self, share: f64) {
         let before = self.starved.unwrap_or(share);
         self.starved = Some(before + (share - before) * NEW_WORD);
     }
 
-    /// There was nothing to send until now.
+    /// Records the end of a pause without pages.
     pub(crate) fn resumed(&mut self) {
         self.last = None;
     }
 
-    /// Looks at the sockets, if the last look was long enough ago; whether it has looked.
+    /// Samples the sockets, if the interval has passed. Returns true if it has.
     pub(crate) fn look<'s>(
         &mut self,
         sockets: impl Iterator<Item = &'s Stream>,
@@ -116,7 +114,7 @@ impl LinkMeter {
             self.watched += since.as_secs_f64();
             seen.elapsed += since.as_secs_f64() * to_f64(states.len() as u64);
             seen.busy += busy;
-            // The kernel counts by socket: as if each were idle when it happens to be.
+            // The kernel only counts per socket: assumes independent idle times.
             let each = states.iter().zip(before);
             let each = each.map(|(now, before)| now.busy.saturating_sub(before.busy).as_secs_f64());
             let idle = each.map(|busy| (1.0 - busy / since.as_secs_f64()).clamp(0.0, 1.0));
@@ -131,12 +129,12 @@ impl LinkMeter {
         true
     }
 
-    /// The shares, 0 to 1, of what a channel waits that are for the wire, and for the destination: all for the wire where the
-    /// sockets do not tell, and neither before they could.
+    /// Returns the shares, 0 to 1, of the channels' waits for the wire and for the destination. If the sockets have no
+    /// statistics, all waits count for the wire; before enough samples, none counts.
     ///
-    /// The kernel counts a destination as the limit only while its buffer is full: without a limit of the link that was a third
-    /// of what senders waited, and the rest was its threads' time, too. So where the destination tells, the wire is waited for no
-    /// longer than both ends have nothing to do: the destination nothing to read, and the socket something to deliver.
+    /// The kernel counts a destination as the limit only while its buffer is full. Without a limit of the link that was a third
+    /// of the senders' waits, while the rest was due to its threads, too. So with reports from the destination, the wire is the
+    /// limit at most while both ends are idle: the destination has nothing to read, and the socket has data to deliver.
     pub(crate) fn waits_for(&self) -> [f64; 2] {
         if !self.tells {
             return [1.0, 0.0];
@@ -166,10 +164,10 @@ impl LinkMeter {
         }
     }
 
-    /// The share of the time, 0 to 1, in which no channel had anything on the wire; 0 where the sockets do not tell.
+    /// Returns the share of the time, 0 to 1, in which no channel had data on the wire; 0 if the sockets have no statistics.
     ///
-    /// Sockets are idle in turns, which the kernel's sums do not show: as if each were idle when it happens to be, a full wire
-    /// was idle for 7 % of the time. So it is idle at most for what it delivers less than it could of late.
+    /// Sockets are idle in turns, which the kernel's sums do not show: with independent idle times assumed, a full wire
+    /// appeared idle for 7 % of the time. So the idle share is limited to the gap between current and usual throughput.
     pub(crate) fn idle(&self) -> f64 {
         self.idle
     }
@@ -177,7 +175,7 @@ impl LinkMeter {
     fn idle_of(&self, sockets: usize) -> f64 {
         let time = self.seen.elapsed / to_f64(sockets.max(1) as u64);
         let by_kernel = ratio(self.seen.idle, time).clamp(0.0, 1.0);
-        // The median, since the highest are bursts that a shaper let pass: 15 % more than its rate, for 100 ms.
+        // The median, since the highest rates are bursts that a shaper has passed: 15 % more than its rate, for 100 ms.
         let mut rates: Vec<f64> = self.rates.iter().copied().collect();
         rates.sort_by(f64::total_cmp);
         let Some(usual) = rates.get(rates.len() / 2) else {
@@ -187,14 +185,14 @@ impl LinkMeter {
         by_kernel.min(1.0 - ratio(delivers, *usual).min(1.0))
     }
 
-    /// Time that the wire takes for a byte, in ns; 0 while it is not known.
+    /// Returns the wire's time per byte, in ns; 0 while unknown.
     pub(crate) fn nanos_per_byte(&self) -> f64 {
         // All sockets share the wire: each has it for its part of the time.
         let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
         ratio(self.seen.on_wire, self.seen.bytes) * 1e9 / to_f64(sockets.max(1) as u64)
     }
 
-    /// Bytes of a channel that are on their way to the other side and back, where none wait.
+    /// Returns the bytes of a channel in transit to the peer and back, if none wait.
     pub(crate) fn bytes_on_the_way(&self) -> f64 {
         let states = self.last.iter().flat_map(|(_, states)| states);
         let trip = states
@@ -204,7 +202,7 @@ impl LinkMeter {
         ratio(trip, seconds_per_byte)
     }
 
-    /// Bytes a second that were delivered of late.
+    /// Returns the recently delivered bytes per second.
     pub(crate) fn bytes_per_second(&self) -> f64 {
         let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
         ratio(self.seen.bytes, self.seen.elapsed) * to_f64(sockets as u64)

@@ -1,19 +1,19 @@
-//! Method `auto`: what each packet is sent as, by what the link and the cores can do now.
+//! Method `auto`: selects the encoding of each packet for the current state of the link and the CPUs.
 //!
 //! ```text
-//! packet -> look (class of content) -> choose (price) -> encode -> write
-//!             ^                          ^                          |
-//!             sample by lz4              who waits for whom, what each candidate costs
+//! packet -> sample (class of content) -> choose (price) -> encode -> write
+//!             ^                            ^                          |
+//!             lz4                          waits, cost of each candidate
 //! ```
 //!
 //! | file | subject |
 //! |---|---|
-//! | `candidates` | what a packet can be sent as |
-//! | `costs` | what each candidate costs, by kind of content, as measured |
-//! | `controller` | the price of a byte, and the choice |
-//! | `channels` | what the channels share |
-//! | `link` | what the sockets say of the wire |
-//! | `timeline` | what went by which method, by time |
+//! | `candidates` | encodings that a packet can be sent in |
+//! | `costs` | measured cost of each candidate, by class of content |
+//! | `controller` | the price of a byte, and the selection |
+//! | `channels` | shared state of the channels |
+//! | `link` | measurements of the wire from the sockets |
+//! | `timeline` | shares of the methods over time |
 
 mod candidates;
 pub(crate) mod channels;

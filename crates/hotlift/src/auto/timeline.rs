@@ -1,4 +1,4 @@
-//! What went by which method, by time.
+//! Shares of the methods over time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,22 +7,22 @@ use crate::auto::channels::Auto;
 use crate::auto::controller::Scarce;
 use crate::figures::{MethodFigures, MethodMoment, ratio, to_f64};
 
-/// Length of a moment at first.
+/// Initial length of an interval.
 const MOMENT: Duration = Duration::from_millis(100);
 
-/// Most moments that are kept: beyond, each two become one.
+/// Maximum count of intervals: beyond it, pairs are merged.
 const MOMENTS: usize = 600;
 
-/// Packets each by their own method, as they went of late.
+/// Recent distribution of packets over the methods.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MethodsNow {
-    /// Whether channels wait for the wire, or the wire for the CPUs.
+    /// True if channels wait for the wire, false if the wire waits for the CPUs.
     pub link_is_the_limit: bool,
-    /// By method and level, the share of the pages with content that goes so, 0 to 1; the largest first.
+    /// Share of the pages with content by method and level, 0 to 1; the largest first.
     pub shares: Vec<(String, f64)>,
 }
 
-/// As people read it.
+/// Human-readable text.
 impl std::fmt::Display for MethodsNow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let limit = match self.link_is_the_limit {
@@ -30,7 +30,7 @@ impl std::fmt::Display for MethodsNow {
             false => "CPUs are",
         };
         write!(f, "{limit} the limit")?;
-        // Less than half a percent says nothing.
+        // Shares below half a percent are omitted.
         let shares = self.shares.iter().filter(|(_, share)| *share >= 0.005);
         for (index, (name, share)) in shares.enumerate() {
             let before = if index == 0 { ": " } else { ", " };
@@ -40,11 +40,11 @@ impl std::fmt::Display for MethodsNow {
     }
 }
 
-/// Keeps the moments of one migration.
+/// Intervals of one migration.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     length: Duration,
-    /// End of the last moment, and what had gone by then.
+    /// End of the last interval, and the counts at that time.
     last: (Duration, Vec<MethodFigures>),
     moments: Vec<MethodMoment>,
 }
@@ -58,7 +58,7 @@ impl Timeline {
         }
     }
 
-    /// It is `now`, since the migration was asked for. How packets went since the last moment.
+    /// Records the state at `now`, the time since the start of the migration. Returns the distribution since the last interval.
     pub(crate) fn look(&mut self, auto: &Auto, now: Duration) -> MethodsNow {
         let figures = auto.figures();
         let mut shares: Vec<_> = shares_between(&self.last.1, &figures).into_iter().collect();
@@ -80,7 +80,7 @@ impl Timeline {
         }
     }
 
-    /// Joins each two moments.
+    /// Merges pairs of intervals.
     fn halve(&mut self) {
         self.length *= 2;
         let pairs = self.moments.chunks(2);
@@ -104,7 +104,7 @@ impl Timeline {
     }
 }
 
-/// Shares of the pages that went between two readings.
+/// Returns the shares of the pages sent between two readings.
 fn shares_between(before: &[MethodFigures], after: &[MethodFigures]) -> BTreeMap<String, f64> {
     let label_of = |figures: &MethodFigures| figures.label();
     let pages_before = |label: &str| {

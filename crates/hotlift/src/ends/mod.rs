@@ -1,14 +1,14 @@
-//! Where pages come from and where they go, a folder an end.
+//! Sources and sinks of pages, one folder each.
 //!
-//! | folder | the end is |
+//! | folder | content |
 //! |---|---|
-//! | `guest_source` | the guest of this process, which runs: its channels' threads read its memory |
-//! | `guest_sink` | the guest of this process, which is to run: its channels' threads write its memory |
-//! | `stream_source` | a stream that somebody else sends, taken apart into batches |
-//! | `stream_sink` | a stream to somebody else, out of batches |
+//! | `guest_source` | the running guest of this process: the channel threads read its memory |
+//! | `guest_sink` | the arriving guest of this process: the channel threads write its memory |
+//! | `stream_source` | a stream from a peer, decoded into batches |
+//! | `stream_sink` | a stream to a peer, encoded from batches |
 //! | `file` | save files, and QEMU's `mapped-ram` files |
 //!
-//! `request` chooses among those of a relay; `page_set` is what two of them keep of pages.
+//! `request` selects the source and the sink of a relay; `page_set` is the set of pages that two of the folders use.
 
 pub mod file;
 pub(crate) mod guest_sink;

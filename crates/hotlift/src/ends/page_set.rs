@@ -1,4 +1,4 @@
-//! Sets of pages, whose memory is that of the pages in them: how much RAM there is, a peer says.
+//! Sets of pages. Memory grows with the pages in a set, because the size of RAM is a claim of the peer.
 
 use std::sync::OnceLock;
 
@@ -7,12 +7,12 @@ use hotlift_methods::MemoryLimit;
 
 use crate::error::{Channel, MigrationError};
 
-/// Pages that share a bitmap, which is made when the first of them is put in: 1 GiB of RAM, 32 KiB.
+/// Pages that share a bitmap, allocated with the first page: 32 KiB for 1 GiB of RAM.
 const PART: usize = 1 << 18;
 
 const PART_BYTES: usize = PART / 8;
 
-/// Pages of one RAM block.
+/// Set of pages of one RAM block.
 #[derive(Debug)]
 pub(crate) struct PageSet {
     parts: Vec<OnceLock<DirtyBitmap>>,
@@ -20,7 +20,7 @@ pub(crate) struct PageSet {
 }
 
 impl PageSet {
-    /// No pages of a RAM block of `length` bytes. Those put in take their memory from `memory`.
+    /// Creates an empty set for a RAM block of `length` bytes. Inserted pages charge their memory to `memory`.
     pub(crate) fn new(length: u64, memory: &MemoryLimit) -> Self {
         let parts = length.div_ceil((PART * PAGE_SIZE) as u64);
         Self {
@@ -29,10 +29,10 @@ impl PageSet {
         }
     }
 
-    /// Puts in the page at byte `offset`; false if it was in, or is none of the block's.
+    /// Inserts the page at byte `offset`. Returns false if it is already in the set, or outside the block.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// If the memory limit is reached.
     pub(crate) fn insert(&self, offset: u64) -> Result<bool, MigrationError> {
         let page = usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE;
         let Some(part) = self.parts.get(page / PART) else {
@@ -41,10 +41,10 @@ impl PageSet {
         Ok(self.made(part)?.set(page % PART))
     }
 
-    /// Takes the memory for all pages now.
+    /// Allocates the memory for all pages now.
     ///
     /// # Errors
-    /// If there is none.
+    /// If the memory limit is reached.
     pub(crate) fn reserve(&self) -> Result<(), MigrationError> {
         for part in &self.parts {
             self.made(part)?;
@@ -60,14 +60,14 @@ impl PageSet {
         Ok(part.get_or_init(|| DirtyBitmap::new(PART)))
     }
 
-    /// Whether the page at byte `offset` is in.
+    /// Returns true if the page at byte `offset` is in the set.
     pub(crate) fn contains(&self, offset: u64) -> bool {
         let page = usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE;
         let part = self.parts.get(page / PART).and_then(OnceLock::get);
         part.is_some_and(|part| part.test(page % PART))
     }
 
-    /// Takes out every page: their byte offsets, in order.
+    /// Removes all pages and returns their byte offsets, in order.
     pub(crate) fn take(&self) -> impl Iterator<Item = u64> {
         let made = (0_u64..).zip(&self.parts);
         let made = made.filter_map(|(part, bitmap)| Some((part, bitmap.get()?)));
@@ -84,7 +84,7 @@ impl PageSet {
         })
     }
 
-    /// Takes out every page.
+    /// Removes all pages.
     pub(crate) fn clear(&self) {
         for bitmap in self.parts.iter().filter_map(OnceLock::get) {
             bitmap.clear_range(0, bitmap.pages());

@@ -1,4 +1,4 @@
-//! Which ends a relay joins.
+//! Source and destination of a relay.
 
 use std::path::Path;
 
@@ -10,32 +10,32 @@ use crate::ends::file::{FileFormat, RemoteFile};
 use crate::pipe::hooks::Hooks;
 use crate::pipe::settings::RelaySettings;
 
-/// Where the stream comes from.
+/// Source of the stream.
 #[derive(Debug, Clone, Copy)]
 pub enum Incoming<'a> {
-    /// The source connects here.
+    /// Listener to which the source connects.
     Listener(&'a Listener),
-    /// A VM that was saved: a file of Hotlift's or a `mapped-ram` file of QEMU's, which is found out.
+    /// Saved VM: a file of Hotlift or a `mapped-ram` file of QEMU. The relay detects the format.
     File {
-        /// The file.
+        /// Path of the file.
         path: &'a Path,
-        /// Byte where its content starts, as in QEMU's `file:PATH,offset=N`; 0 for Hotlift's own.
+        /// Byte offset of the content, as in QEMU's `file:PATH,offset=N`; 0 for a file of Hotlift.
         offset: u64,
     },
-    /// A VM that was saved, in a file that a server hands out.
+    /// Saved VM in a file on a file server.
     Remote(&'a RemoteFile),
 }
 
-/// Where it goes.
+/// Destination of the stream.
 #[derive(Debug)]
 pub enum Outgoing<'a> {
-    /// To a relay or QEMU that listens there.
+    /// Listening relay or QEMU at this address.
     Address(&'a Address),
-    /// Into a file, which appears under its name when it is whole and on disk.
+    /// File that appears under its name when it is complete and on disk.
     File {
-        /// The file; one that has this name is replaced.
+        /// Path of the file; an existing file is replaced.
         path: &'a Path,
-        /// How it is written.
+        /// Format of the file.
         format: FileFormat,
     },
 }

@@ -1,4 +1,4 @@
-//! Why a file could not be written, or is not to be trusted.
+//! Errors of a file that could not be written, or cannot be trusted.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,11 +8,11 @@ use hotlift_wire::WireError;
 
 use crate::error::MigrationError;
 
-/// A file that a VM was to be saved in or restored from cannot be used.
+/// A file in which a VM is saved, or from which it is restored, cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {
-    /// The system did not let it be written.
+    /// The system refused the write.
     #[error("cannot write {}", path.display())]
     Write {
         /// The file.
@@ -21,7 +21,7 @@ pub enum FileError {
         #[source]
         source: io::Error,
     },
-    /// The system did not let it be read.
+    /// The system refused the read.
     #[error("cannot read {}", path.display())]
     Read {
         /// The file.
@@ -30,7 +30,7 @@ pub enum FileError {
         #[source]
         source: io::Error,
     },
-    /// Its kind cannot be read at any position.
+    /// This kind of file cannot be read at any position.
     #[error(
         "{} is {is}, and a save file is a regular file or a block device: give the name of one",
         path.display()
@@ -41,21 +41,21 @@ pub enum FileError {
         /// Its kind.
         is: &'static str,
     },
-    /// A file without a byte.
+    /// The file is empty.
     #[error("{} is empty", path.display())]
     Empty {
         /// Its name.
         path: PathBuf,
     },
-    /// What has the file's name is not replaced.
+    /// An existing entry with the file's name is not replaced.
     #[error("{} is {is}, and is not replaced: remove it, or choose another name", path.display())]
     NotReplaced {
         /// The name.
         path: PathBuf,
-        /// What has it.
+        /// Kind of the existing entry.
         is: &'static str,
     },
-    /// An earlier write has failed, or the file was given up.
+    /// An earlier write has failed, or the file was abandoned.
     #[error("the file takes no more: an earlier write has failed")]
     Closed,
     /// It is neither a save file nor a migration stream.
@@ -77,28 +77,28 @@ pub enum FileError {
          it, by -incoming 'exec:cat FILE'"
     )]
     PlainStream,
-    /// Another Hotlift has written it.
+    /// Another version of Hotlift has written it.
     #[error(
         "the save file has version {version}, and this hotlift reads version {own} (restore it with the \
          hotlift that wrote it)"
     )]
     Version {
-        /// The version that it has.
+        /// Version of the file.
         version: u32,
-        /// The version that this side reads and writes.
+        /// Version that this side reads and writes.
         own: u32,
     },
-    /// What it says of itself cannot be read.
+    /// Its description of itself cannot be read.
     #[error("the save file's description of itself cannot be read")]
     Info {
-        /// What the JSON reader says.
+        /// Error of the JSON reader.
         #[source]
         source: serde_json::Error,
     },
-    /// It ends before its end.
+    /// It is cut short.
     #[error("the file is cut short: it ends inside of what begins at byte {position}")]
     Truncated {
-        /// Where the incomplete part begins.
+        /// First byte of the incomplete part.
         position: u64,
     },
     /// Its bytes are not those that were written.
@@ -106,25 +106,25 @@ pub enum FileError {
     Damaged {
         /// The part that is damaged.
         what: &'static str,
-        /// Where it begins.
+        /// First byte of the part.
         position: u64,
     },
-    /// The stream in it is not what the format allows.
+    /// The stream in it violates the format.
     #[error("the stream in the file is damaged at byte {position}")]
     Stream {
-        /// Where the record begins.
+        /// First byte of the record.
         position: u64,
-        /// What is wrong with it.
+        /// Cause.
         #[source]
         source: WireError,
     },
     /// The stream can be migrated, but not kept in a file.
     #[error("this VM cannot be saved: {reason}")]
     CannotBeSaved {
-        /// What is in the way.
+        /// Reason.
         reason: String,
     },
-    /// The stream ended before all of RAM had come.
+    /// The stream ended before all of RAM had arrived.
     #[error(
         "{missing} bytes of RAM block '{block}' came neither as content nor as zero, the first at byte {offset}: the file \
          would not hold the whole RAM"
@@ -148,27 +148,27 @@ pub enum FileError {
     Server {
         /// The file.
         file: String,
-        /// Why.
+        /// Cause.
         #[source]
         source: Box<ServerError>,
     },
-    /// Its server was lost, and tried again for as long as that may take.
+    /// Its server was lost, and did not come back within the time limit of the retries.
     #[error("the server of {file} was lost, and did not come back within {waited:?}")]
     Lost {
         /// The file.
         file: String,
-        /// How long it was tried.
+        /// Time of the retries.
         waited: Duration,
-        /// What the last attempt has met.
+        /// Error of the last attempt.
         #[source]
         source: Box<ServerError>,
     },
-    /// Its server does not hand it out.
+    /// Its server refuses to send it.
     #[error("the server refuses {file}: {reason}")]
     Refused {
         /// The file.
         file: String,
-        /// The server's words.
+        /// The server's message.
         reason: String,
     },
     /// Its server could not read a part of it.
@@ -176,12 +176,12 @@ pub enum FileError {
     Unread {
         /// The file.
         file: String,
-        /// Where the part begins.
+        /// First byte of the part.
         position: u64,
-        /// The server's words.
+        /// The server's message.
         reason: String,
     },
-    /// There is another file of that name by now.
+    /// Another file has that name now.
     #[error("there is another file under the name of {file} than the one that was opened")]
     OtherFile {
         /// The name.
@@ -190,7 +190,7 @@ pub enum FileError {
 }
 
 impl FileError {
-    /// The system did not let the file at `path` be read.
+    /// Returns the error of a failed read of the file at `path`.
     pub(crate) fn read(path: &Path, source: io::Error) -> Self {
         Self::Read {
             path: path.to_owned(),
@@ -198,7 +198,7 @@ impl FileError {
         }
     }
 
-    /// Something came between the reader of `file` and its server.
+    /// Returns the error of a failure between the reader of `file` and its server.
     pub(crate) fn server(file: &impl ToString, source: ServerError) -> Self {
         Self::Server {
             file: file.to_string(),
@@ -206,7 +206,7 @@ impl FileError {
         }
     }
 
-    /// Whether no other part of the file can be read either.
+    /// Returns true if no other part of the file can be read either.
     pub(crate) fn is_final(&self) -> bool {
         matches!(
             self,
@@ -215,11 +215,11 @@ impl FileError {
     }
 }
 
-/// What came between a file's reader and its server.
+/// Failure between a file's reader and its server.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
-    /// There is no connection.
+    /// The connection could not be made.
     #[error("no connection with its server")]
     Connect(#[source] Box<MigrationError>),
     /// The connection broke.
@@ -228,13 +228,13 @@ pub enum ServerError {
     /// The other side has closed it.
     #[error("its server closed the connection")]
     Closed,
-    /// It may do later what it cannot do now.
+    /// The server cannot send it now, and may later.
     #[error("its server cannot hand it out just now: {reason}")]
     NotNow {
-        /// The server's words.
+        /// The server's message.
         reason: String,
     },
-    /// The other side says something else than a file server does.
+    /// The other side is no file server.
     #[error("what listens there is no 'hotlift serve --files'")]
     Protocol(#[source] WireError),
 }

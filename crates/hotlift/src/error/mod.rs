@@ -1,4 +1,4 @@
-//! Why a migration ended before its time, in families that a caller can act on.
+//! Errors that end a migration, in families that a caller can act on.
 
 pub(crate) mod file;
 
@@ -18,7 +18,7 @@ use crate::guest::GuestError;
 use crate::options::OptionError;
 use crate::tls::{TlsError, TlsSetupError};
 
-/// Which connection of a migration.
+/// A connection of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Channel {
     /// The main channel: stream setup, sync points, device state.
@@ -36,9 +36,8 @@ impl std::fmt::Display for Channel {
     }
 }
 
-/// A failed (or cancelled) migration. Unless it is [`MigrationError::InDoubt`] (or, of a relay,
-/// [`MigrationError::Released`]), the guest goes on
-/// where it was.
+/// A failed (or cancelled) migration. The guest continues where it was, unless the error is [`MigrationError::InDoubt`],
+/// [`MigrationError::PagesMissing`] or, of a relay, [`MigrationError::Released`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrationError {
@@ -51,36 +50,36 @@ pub enum MigrationError {
     /// An address is wrong or cannot be used.
     #[error("cannot reach the other side")]
     Transport(#[from] TransportError),
-    /// TLS was asked for, and cannot be had.
+    /// TLS was requested, and is not available.
     #[error("cannot use TLS")]
     TlsSetup(#[from] TlsSetupError),
-    /// A connection was made, and is no TLS one, or not one to who it should be to.
+    /// A TLS handshake failed: the peer does not use TLS, or is not the expected one.
     #[error("the TLS handshake with {host} failed")]
     Tls {
         /// Address of the other host.
         host: String,
-        /// Why.
+        /// Cause.
         #[source]
         source: Box<TlsError>,
     },
-    /// A connection could not be made, though others of the migration were.
+    /// One connection could not be opened, although others of the migration were.
     #[error("{channel} could not be opened")]
     Opening {
-        /// Which connection.
+        /// The connection.
         channel: Channel,
-        /// Why.
+        /// Cause.
         #[source]
         source: Box<MigrationError>,
     },
-    /// The other side takes TLS connections only.
+    /// The other side accepts TLS connections only.
     #[error("the other side speaks TLS only: give '--tls DIR', or the parameter tls-creds")]
     SpeaksTls,
     /// A connection broke.
     #[error("{channel} broke while {doing}")]
     Connection {
-        /// Which connection.
+        /// The connection.
         channel: Channel,
-        /// What was going on, as a gerund phrase.
+        /// Activity, as a gerund phrase.
         doing: &'static str,
         /// The system's reason.
         #[source]
@@ -89,10 +88,10 @@ pub enum MigrationError {
     /// The other side closed a connection before the migration was over.
     #[error("{channel} was closed by the other side")]
     Closed {
-        /// Which connection.
+        /// The connection.
         channel: Channel,
     },
-    /// A host has answered nothing for `silence-timeout`.
+    /// A host has sent no answer for `silence-timeout`.
     #[error(
         "nothing was received from {host} for {waited:?}: check that the host is up, that the network reaches it, and that \
          the path carries packets of the MTU"
@@ -103,21 +102,21 @@ pub enum MigrationError {
         /// Time since the last answer.
         waited: Duration,
     },
-    /// The other side said what is wrong.
+    /// The destination reported an error.
     #[error("the destination gave up: {reason}")]
     Destination {
-        /// Its own words, cut to the protocol's limit and without control characters.
+        /// Its error message, cut to the protocol's limit and without control characters.
         reason: String,
     },
     /// The other side did not answer.
     #[error("{waiting_for} did not arrive within {waited:?}")]
     Timeout {
-        /// What was missing, and what to check.
+        /// The missing message, and what to check.
         waiting_for: String,
-        /// How long it was waited for.
+        /// Time waited.
         waited: Duration,
     },
-    /// The destination has RAM in pages of a size that a lazy restore does not send.
+    /// The destination has RAM in pages of a size that a lazy restore does not support.
     #[error(
         "RAM block '{block}' is in pages of {size} bytes at the destination; a guest that runs before it has its pages can \
          have them of 4 KiB to 2 MiB"
@@ -125,26 +124,26 @@ pub enum MigrationError {
     PageSize {
         /// The RAM block.
         block: String,
-        /// Of its pages, in bytes.
+        /// Size of its pages, in bytes.
         size: u64,
     },
-    /// The stream is not what the format allows.
+    /// The stream violates the format.
     #[error("bad data on {channel}")]
     Wire {
-        /// Where it was read.
+        /// Channel that it was read from.
         channel: Channel,
-        /// What is wrong with it.
+        /// Cause.
         #[source]
         source: WireError,
     },
-    /// A device that is required to look for zero pages cannot be used.
+    /// A device that zero page detection requires cannot be used.
     #[error("zero-page-detection=dsa-accel")]
     ZeroDevice {
-        /// Why not.
+        /// Cause.
         #[source]
         source: QueueError,
     },
-    /// A channel's half of the method could not be made.
+    /// The encoder or decoder of a channel's method could not be created.
     #[error("the method of {channel} cannot be set up")]
     MethodSetup {
         /// The channel.
@@ -160,18 +159,18 @@ pub enum MigrationError {
         channel: Channel,
         /// The packet's number.
         packet: u64,
-        /// The RAM block it is for.
+        /// RAM block of the packet.
         block: String,
         /// The method's reason.
         #[source]
         source: MethodError,
     },
-    /// What a source sends does not fit in the memory that it may choose to take.
+    /// The data of a source needs more memory than a source may make its receiver allocate.
     #[error("what {channel} sends takes too much memory")]
     MemoryLimit {
         /// The channel.
         channel: Channel,
-        /// What it takes, and what there is.
+        /// Needed memory, and the limit.
         #[source]
         source: OverMemoryLimit,
     },
@@ -182,7 +181,7 @@ pub enum MigrationError {
         block: String,
         /// Byte offset in the block.
         offset: usize,
-        /// What is wrong with the record.
+        /// Cause.
         #[source]
         source: MethodError,
     },
@@ -192,31 +191,30 @@ pub enum MigrationError {
     /// The two sides do not agree.
     #[error("{what}: the source has {source_has}, the destination has {destination_has}")]
     Mismatch {
-        /// What was compared.
+        /// The compared property.
         what: String,
         /// The source's value.
         source_has: String,
         /// The destination's value.
         destination_has: String,
     },
-    /// The order of messages is not that of a migration.
+    /// A message violates the order of a migration.
     #[error("unexpected {got} on {channel} while {doing}")]
     Protocol {
-        /// Where it was read.
+        /// Channel that it was read from.
         channel: Channel,
-        /// What arrived.
+        /// The message.
         got: String,
-        /// What was going on.
+        /// Activity, as a gerund phrase.
         doing: &'static str,
     },
-    /// The last round, with the guest stopped, left pages behind: the guest still writes, or its
-    /// dirty log does not hold still.
+    /// The last round, with the guest stopped, left pages behind: the guest still writes, or its dirty log still changes.
     #[error("{pages} pages were dirty after the last round, though the guest was stopped")]
     Incomplete {
-        /// How many.
+        /// Number of pages.
         pages: u64,
     },
-    /// The guest did not do as asked.
+    /// The guest reported a failure.
     #[error("the guest failed")]
     Guest(#[from] GuestError),
     /// Guest memory could not be used.
@@ -228,7 +226,7 @@ pub enum MigrationError {
          smaller xbzrle-cache-size"
     )]
     XbzrleCache {
-        /// Bytes that were asked for.
+        /// Bytes requested.
         bytes: u64,
         /// Bytes that this host has (`MemAvailable`).
         available: u64,
@@ -251,36 +249,36 @@ pub enum MigrationError {
         /// The thread's name.
         thread: String,
     },
-    /// The source was told that it may release the guest, and the destination was not told to run it: if the source
-    /// has released it, the guest stands still there, whole.
+    /// The source was informed that it may release the guest, and the destination never received the commit. If the source has
+    /// released the guest, it is paused there, complete.
     #[error(
         "the destination does not run the guest, but the source may have released it: if the \
          source says 'completed', 'cont' it there"
     )]
     Released {
-        /// What came between.
+        /// Error before the commit.
         #[source]
         source: Box<MigrationError>,
     },
-    /// A postcopy has ended while the destination loaded the devices. The source's QEMU (10.2 and newer) has not had the answer
+    /// A postcopy ended while the destination loaded the devices. The source's QEMU (10.2 and newer) did not receive the answer
     /// that they are loaded, and lets its guest run again.
     #[error(
         "the migration ended while the destination loaded the devices: the source's QEMU lets its guest run again"
     )]
     GivenBack {
-        /// What came between.
+        /// Error that ended it.
         #[source]
         source: Box<MigrationError>,
     },
-    /// The destination runs the guest, and has not all of its pages.
+    /// The destination runs the guest without all of its pages.
     #[error("the guest runs, and not all of its pages are there")]
     PagesMissing {
-        /// Why no more came.
+        /// Reason why no more pages came.
         #[source]
         source: Box<MigrationError>,
     },
-    /// The destination had everything and was told to run the guest, and then no word came back.
-    /// The guest stands still here: letting it run could make two of it.
+    /// The destination had everything and was instructed to run the guest, and then no statement came back. The guest is paused
+    /// here: to resume it could make two of it.
     #[error(
         "the destination had the whole guest and was told to run it, but did not confirm: the \
          guest is left paused here; resume it only if it does not run there"
@@ -289,14 +287,14 @@ pub enum MigrationError {
 }
 
 impl MigrationError {
-    /// The main channel has ended before its time.
+    /// Returns the error of a main channel that ended early.
     pub(crate) fn main_closed() -> Self {
         Self::Closed {
             channel: Channel::Main,
         }
     }
 
-    /// What is wrong with the bytes of the main channel.
+    /// Returns the error of invalid bytes on the main channel.
     pub(crate) fn main_wire(source: WireError) -> Self {
         Self::Wire {
             channel: Channel::Main,
@@ -304,7 +302,7 @@ impl MigrationError {
         }
     }
 
-    /// A connection failed before the migration was open.
+    /// Returns the error of a connection that failed before the migration was open.
     pub(crate) fn opening(source: std::io::Error) -> Self {
         Self::Connection {
             channel: Channel::Main,
@@ -313,7 +311,7 @@ impl MigrationError {
         }
     }
 
-    /// The current thread has panicked.
+    /// Returns the error of a panic in the current thread.
     pub(crate) fn panicked_here() -> Self {
         let thread = std::thread::current();
         Self::Panicked {
@@ -321,12 +319,12 @@ impl MigrationError {
         }
     }
 
-    /// What comes on `channel` does not fit in what a source may choose to take.
+    /// Returns the error of data on `channel` that exceeds the memory limit of a source.
     pub(crate) fn memory(channel: Channel, source: OverMemoryLimit) -> Self {
         Self::MemoryLimit { channel, source }
     }
 
-    /// A connection began with something that opens no migration.
+    /// Returns the error of a connection whose first message opens no migration.
     pub(crate) fn opened_with(channel: Channel, got: &str) -> Self {
         Self::Protocol {
             channel,
@@ -335,7 +333,7 @@ impl MigrationError {
         }
     }
 
-    /// Both sides are Hotlifts whose additions to QEMU's stream have different versions.
+    /// Returns the error of two Hotlifts whose additions to QEMU's stream have different versions.
     pub(crate) fn other_version(source: u32, destination: u32) -> Self {
         Self::Mismatch {
             what: "the version of Hotlift's protocol (use the same hotlift on both hosts)"
@@ -345,7 +343,7 @@ impl MigrationError {
         }
     }
 
-    /// The destination is a QEMU, and no QEMU has `method`.
+    /// Returns the error of a `method` that no QEMU has, with a QEMU as the destination.
     pub(crate) fn not_qemus(method: Method) -> Self {
         Self::Mismatch {
             what: "multifd-compression".to_owned(),
@@ -354,7 +352,7 @@ impl MigrationError {
         }
     }
 
-    /// Whether a file is to blame whose bytes are not those that were written.
+    /// Returns true if the cause is a damaged file, whose bytes are not those that were written.
     #[must_use]
     pub fn is_damage(&self) -> bool {
         match self {
@@ -364,14 +362,14 @@ impl MigrationError {
         }
     }
 
-    /// The error and its causes as one line, outermost first.
+    /// Returns the error and its causes as one line, outermost first.
     #[must_use]
     pub fn chain(&self) -> String {
         error_line(self)
     }
 }
 
-/// A peer's words, without what could steer a terminal.
+/// Returns a peer's text without characters that could control a terminal.
 pub(crate) fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).collect()
 }

@@ -14,9 +14,9 @@ use crate::remote::Remote;
 /// Time limit for informing a destination of a migration that ended before the commit.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Waits for `patience` for the destination's statement, and for the guest's run state there. The statement comes on the stream,
-/// which `on_stream` waits for (up to a time, and less if the stream has ended), or as the answer to a question, where `to_ask`
-/// names a peer. Nothing cancels this wait: the guest may run.
+/// Waits for `patience` for the destination's statement, and for the guest's run state there. The statement comes on the
+/// stream, or as the answer to a question, where `to_ask` names a peer. `on_stream` waits for the stream up to a time, and less
+/// if the stream has ended. Nothing cancels this wait: the guest may run.
 pub(crate) fn await_word(
     patience: Duration,
     to_ask: Option<(&Remote, MigrationId)>,
@@ -39,13 +39,13 @@ pub(crate) fn await_word(
     None
 }
 
-/// Informs the destination of a migration that ended before the commit: one that loaded everything may wait for a source that
-/// may have committed, and need not after this.
+/// Informs the destination that the migration ended before the commit. Otherwise a destination that loaded everything waits for
+/// a source that may have committed.
 pub(crate) fn say_farewell(to: &Remote, id: MigrationId) {
     ask_once(to, id, FAREWELL);
 }
 
-/// Asks one question. No connection, no answer in time, and an answer without a statement are `None`.
+/// Asks one question. Returns `None` without a connection, without an answer in time, or without a statement in the answer.
 pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Option<(Word, Doing)> {
     let stream = to.connect(patience).ok()?;
     stream.set_timeouts(patience).ok()?;
@@ -66,8 +66,7 @@ pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Opti
     statement
 }
 
-/// Confirms to the destination that its statement arrived, so that it need not wait for a question. Without the confirmation
-/// it waits in vain.
+/// Confirms to the destination that its statement arrived. Otherwise the destination waits for a question in vain.
 pub(crate) fn say_heard(mut stream: &Stream, id: MigrationId) {
     let _ = stream.write_all(&heard(id));
 }

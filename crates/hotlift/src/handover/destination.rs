@@ -1,4 +1,4 @@
-//! The destination's side of the hand-over, and what a migration's threads share of it.
+//! The destination's side of the hand-over, and the state that a migration's threads share.
 
 use std::convert::Infallible;
 use std::sync::MutexGuard;
@@ -9,57 +9,57 @@ use hotlift_wire::settle::{Doing, Outcome};
 use crate::life::Life;
 use crate::life::gate::Gate;
 
-/// How far the destination's side has come.
+/// State of the destination's side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum DestinationSide {
-    /// Pages and device state are arriving; the guest is the source's.
+    /// Pages and device state arrive; the source owns the guest.
     #[default]
     Loading,
-    /// Everything is in place, and the source may know it: the source decides.
+    /// Everything is loaded, and the source may know it: the source decides.
     Loaded,
-    /// The source has committed; the guest is being made to run.
+    /// The source has committed; the guest is being started.
     Taking,
-    /// It runs here.
+    /// The guest runs here.
     Taken,
-    /// It does not run here, and never will.
+    /// The guest does not run here, and never will.
     Never,
-    /// Whoever was to make it run has ended without a word: it may run. Nothing is said of it.
+    /// The thread or QEMU that had to start the guest ended without a report. The guest may run; this side makes no statement.
     Unsure,
 }
 
 impl DestinationSide {
-    /// Everything has arrived and was loaded. Called before the source is told.
+    /// Records that everything was loaded. Called before the source is informed.
     pub(crate) fn loaded(&mut self) -> bool {
         self.step(&[Self::Loading], Self::Loaded)
     }
 
-    /// The source has committed; true for the one caller that is to make the guest run.
+    /// Records the source's commit. Returns true for the one caller that must start the guest.
     pub(crate) fn commit(&mut self) -> bool {
         self.step(&[Self::Loaded], Self::Taking)
     }
 
-    /// The guest runs.
+    /// Records that the guest runs.
     pub(crate) fn taken(&mut self) -> bool {
         self.step(&[Self::Taking, Self::Unsure], Self::Taken)
     }
 
-    /// The guest could not be made to run, for good.
+    /// Records that the guest cannot be started, for good.
     pub(crate) fn refused(&mut self) -> bool {
         self.step(&[Self::Taking, Self::Unsure], Self::Never)
     }
 
-    /// Whoever was to make the guest run panicked, or is not heard any more.
+    /// Records that the thread that had to start the guest panicked, or that its QEMU does not answer any more.
     pub(crate) fn unsure(&mut self) -> bool {
         self.step(&[Self::Taking], Self::Unsure)
     }
 
-    /// A failure, a cancel or a panic: gives up, unless the source has committed already.
+    /// Records a failure, a cancel or a panic: abandons the migration, unless the source has committed already.
     pub(crate) fn abandon(&mut self) -> bool {
         self.step(&[Self::Loading, Self::Loaded], Self::Never)
     }
 
-    /// The source asks what became of the guest. It asks only after it has committed, so that what did not
-    /// reach this side by now never will do any more: the answer is made true here.
+    /// Answers the source's question about the guest. The source asks only after its commit. A commit that has not arrived by
+    /// now must never take effect: this makes the answer true.
     pub(crate) fn ask(&mut self) -> Outcome {
         self.abandon();
         match self {
@@ -78,7 +78,7 @@ impl DestinationSide {
     }
 }
 
-/// The state, and who waits for it to be decided.
+/// The state, and the threads that wait for the decision.
 #[derive(Debug)]
 pub(crate) struct Taking {
     state: Gate<State>,
@@ -88,21 +88,21 @@ pub(crate) struct Taking {
 #[derive(Debug)]
 struct State {
     side: DestinationSide,
-    /// What the guest does here.
+    /// State of the guest here, for the source.
     doing: Doing,
-    /// Connections that can still bring the source's word.
+    /// Connections that can still bring the source's commit.
     open: usize,
-    /// The source was, or may have been, told that all is loaded: it may ask.
+    /// True if the source was, or may have been, informed that all is loaded: it may ask.
     source_may_ask: bool,
-    /// Of postcopy: all pages are here.
+    /// Postcopy only: all pages are here.
     has_all: bool,
-    /// The source has said that it knows the outcome.
+    /// True if the source has confirmed that it knows the outcome.
     heard: bool,
     taken_at: Option<Instant>,
 }
 
 impl Taking {
-    /// Of a migration with so many connections.
+    /// Creates the state of a migration with this number of connections.
     pub(crate) fn new(connections: usize, life: &Life) -> Self {
         let state = State {
             side: DestinationSide::default(),
@@ -123,7 +123,7 @@ impl Taking {
         self.state.lock()
     }
 
-    /// Does a step of the machine, and wakes whoever waits.
+    /// Does a step of the machine, and wakes the waiting threads.
     fn step<T>(&self, step: impl FnOnce(&mut DestinationSide) -> T) -> T {
         let (outcome, is_new) = self.state.change(|state| {
             let before = state.side;
@@ -134,7 +134,7 @@ impl Taking {
             (outcome, state.side != before)
         });
         if is_new {
-            // What waits for more of main looks whether another connection has brought the source's commit.
+            // The reader of main checks whether another connection has brought the source's commit.
             self.life.wake();
         }
         outcome
@@ -144,12 +144,12 @@ impl Taking {
         self.lock().side
     }
 
-    /// When the guest ran here.
+    /// Returns the time at which the guest ran here.
     pub(crate) fn taken_at(&self) -> Option<Instant> {
         self.lock().taken_at
     }
 
-    /// The source of a postcopy may ask from here on: it commits before it sends the devices.
+    /// Allows questions from here on: the source of a postcopy commits before it sends the devices.
     pub(crate) fn expect_questions(&self) {
         self.lock().source_may_ask = true;
     }
@@ -160,7 +160,7 @@ impl Taking {
         self.step(DestinationSide::loaded)
     }
 
-    /// Of postcopy: all pages are here. Who has heard that the guest runs does not know that.
+    /// Records that all pages of a postcopy are here. A source that has confirmed that the guest runs does not know this yet.
     pub(crate) fn has_all(&self) {
         let mut state = self.lock();
         state.has_all = true;
@@ -177,12 +177,12 @@ impl Taking {
         self.step(DestinationSide::taken);
     }
 
-    /// The source may know what the guest does here. Called before [`Taking::taken`].
+    /// Sets the state of the guest here, which the source may learn. Called before [`Taking::taken`].
     pub(crate) fn note_doing(&self, doing: Doing) {
         self.lock().doing = doing;
     }
 
-    /// What the guest does here, as far as the source may know it.
+    /// Returns the state of the guest here, as far as the source may know it.
     pub(crate) fn doing(&self) -> Doing {
         self.lock().doing
     }
@@ -210,25 +210,24 @@ impl Taking {
         }
     }
 
-    /// The source knows the outcome.
+    /// Records the source's confirmation that it knows the outcome.
     pub(crate) fn note_heard(&self) {
         self.lock().heard = true;
     }
 
-    /// Whether a source may still ask: it may know that all is loaded, and has not said that it knows the
-    /// outcome.
+    /// Returns true if a source may still ask: it may know that all is loaded, and has not confirmed the outcome.
     pub(crate) fn may_be_asked(&self) -> bool {
         let state = self.lock();
         state.source_may_ask && !state.heard
     }
 
-    /// A connection can bring no word any more.
+    /// Records the end of a connection, which can bring no commit any more.
     pub(crate) fn connection_ended(&self) {
         self.state.change(|state| state.open -= 1);
     }
 
-    /// Waits until the guest runs here, or cannot any more; true if it runs. `called_off` ends the wait for a
-    /// source that has not committed, and none else.
+    /// Waits until the guest runs here, or never will. Returns true if it runs. `called_off` ends only the wait for a source
+    /// that has not committed.
     pub(crate) fn wait_for_decision(&self, called_off: impl Fn() -> bool) -> bool {
         let goes_on = || Ok::<_, Infallible>(());
         let Ok(taken) = self.state.wait_until(None, goes_on, |state| {
@@ -255,7 +254,7 @@ mod tests {
         assert!(taking.loaded());
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| taking.wait_for_decision(|| true));
-            // One that is called off at once, or this one: never both.
+            // Either the cancelled wait wins, or this thread: never both.
             if !taking.commit() {
                 assert!(!waiting.join().unwrap());
                 assert_eq!(taking.ask(), Outcome::Never);

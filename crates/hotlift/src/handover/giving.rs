@@ -1,4 +1,4 @@
-//! What a migration's threads share of the source's side of the hand-over.
+//! The source's side of the hand-over, as a migration's threads share it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,11 +7,11 @@ use crate::error::MigrationError;
 use crate::life::Life;
 use crate::life::failure::Failure;
 
-/// The state, and the first failure, which decides over each other.
+/// The state and the first failure, each of which depends on the other.
 #[derive(Debug)]
 pub(crate) struct Giving {
     side: Mutex<SourceSide>,
-    /// That of the lifetime.
+    /// First failure of the lifetime.
     pub failure: Failure,
 }
 
@@ -27,8 +27,8 @@ impl Giving {
         self.side.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps `error` if it is the first; true if it ends the migration. After [`Giving::commit`] it does not: the
-    /// destination may run the guest, what is open may bring its word, and what fails behind a refusal is not the
+    /// Keeps `error` if it is the first. Returns true if it ends the migration. After [`Giving::commit`] it does not: the
+    /// destination may run the guest, an open connection may bring its statement, and a failure after a refusal is not the
     /// reason.
     pub(crate) fn fail(&self, error: MigrationError) -> bool {
         let mut failure = self.failure.lock();
@@ -41,8 +41,8 @@ impl Giving {
         false
     }
 
-    /// Keeps the error of whoever decides over the hand-over, before the commit or behind it; false if the destination
-    /// may run the guest.
+    /// Keeps the error of the thread that decides about the hand-over, before or after the commit. Returns false if the
+    /// destination may run the guest.
     pub(crate) fn end(&self, error: MigrationError) -> bool {
         let mut failure = self.failure.lock();
         let mut side = self.side();
@@ -51,13 +51,13 @@ impl Giving {
         !side.is_committed()
     }
 
-    /// The point of no return, unless the migration has failed or `may` says no: from here on the guest is the
-    /// destination's, and no lost connection brings it back to life here.
+    /// Passes the point of no return, unless the migration has failed or `may` returns false. After it the guest belongs to the
+    /// destination, and no lost connection makes it run here again.
     pub(crate) fn commit(&self, may: impl FnOnce() -> bool) -> bool {
         self.give(may, SourceSide::commit)
     }
 
-    /// The same of a postcopy, see [`SourceSide::serve`].
+    /// Does the same for a postcopy, see [`SourceSide::serve`].
     pub(crate) fn serve(&self, may: impl FnOnce() -> bool) -> bool {
         self.give(may, SourceSide::serve)
     }
@@ -72,7 +72,7 @@ impl Giving {
         self.side().has_all();
     }
 
-    /// Whether it is known that the guest runs at the destination, which may lack pages.
+    /// Returns true if the guest is known to run at the destination, which may lack pages.
     pub(crate) fn is_known_to_run(&self) -> bool {
         *self.side() == SourceSide::Serving { runs: true }
     }
@@ -92,7 +92,7 @@ impl Giving {
         self.side().taken_back();
     }
 
-    /// What became of the guest, by the destination's word or for want of one.
+    /// Sets the outcome from the destination's statement, or without one.
     pub(crate) fn settle(&self, word: Option<Word>) {
         let mut side = self.side();
         match word {
@@ -111,7 +111,7 @@ impl Giving {
         self.side().is_committed()
     }
 
-    /// How the hand-over has ended, if it has.
+    /// Returns the outcome of the hand-over, once there is one.
     pub(crate) fn verdict(&self) -> Option<Verdict> {
         self.side().verdict()
     }

@@ -1,74 +1,71 @@
-//! Who has the guest: the one state machine of the hand-over, without I/O and without clocks.
+//! Ownership of the guest: the one state machine of the hand-over, without I/O and without clocks.
 //!
-//! The source's side ([`SourceSide`]) is a guest's own migration or the relay beside the source's QEMU;
-//! the destination's side ([`DestinationSide`]) is a guest that arrives or the relay beside the
-//! destination's QEMU. Both are only told what happened, and say what may be done now. What a migration's threads share
-//! of them are [`Giving`] and [`Taking`].
+//! The source's side ([`SourceSide`]) belongs to a guest's own migration, or to the relay beside the source's QEMU. The
+//! destination's side ([`DestinationSide`]) belongs to an arriving guest, or to the relay beside the destination's QEMU. Both
+//! take events and return what is allowed now. A migration's threads share them through [`Giving`] and [`Taking`].
 //!
 //! ```text
 //!  source's side                                              destination's side
 //!  KEEPS      stops the guest, sends the rest
 //!             PING                                     ---->  LOADING  loads everything
 //!                                                      <----  LOADED   PONG
-//!  (relay: OFFERED  SHUT(0) to its QEMU;  RELEASED  the QEMU has given the guest up)
-//!  COMMITTED  EOF on main, SYNC on every channel       ---->  TAKING   the first of them makes it run the guest
+//!  (relay: OFFERED  SHUT(0) to its QEMU;  RELEASED  the QEMU has released the guest)
+//!  COMMITTED  EOF on main, SYNC on every channel       ---->  TAKING   the first of them starts the guest
 //!                                                      <----  TAKEN    SHUT(0) on every socket
-//!  MOVED      "heard"                                  ---->
+//!  MOVED      confirmation                             ---->
 //! ```
 //!
-//! Up to COMMITTED every failure leaves the guest with the source, and the destination, which has heard
-//! of no commit, never runs it. From COMMITTED on only a statement of the destination decides: SHUT(0), a
-//! refusal in words, or the answer to a question. A FIN, a reset and silence say nothing: proxies and
-//! kernels turn each into another. A source without a statement connects once more to where the
-//! destination listens and asks:
+//! Up to COMMITTED every failure leaves the guest with the source. The destination has received no commit, and never runs it.
+//! From COMMITTED on only a statement of the destination decides: SHUT(0), a SHUT with an error message, or the answer to a
+//! question. A FIN, a reset and silence prove nothing: proxies and kernels turn each into another. A source without a statement
+//! connects again to the destination's listener and asks:
 //!
 //! ```text
-//!  COMMITTED  "what became of migration M?"            ---->  LOADING, LOADED: becomes NEVER first
+//!  COMMITTED  "outcome of migration M?"                ---->  LOADING, LOADED: becomes NEVER first
 //!                                                      <----  TAKEN: "runs"; NEVER: "never"; TAKING: "ask again"
-//!  MOVED, or REFUSED: the guest goes on at the source
+//!  MOVED, or REFUSED: the guest continues at the source
 //! ```
 //!
-//! It asks until `settle-timeout` is over, and only then is in DOUBT: the guest is kept, paused. The
-//! destination answers until it has read "heard", or until no source can ask any more.
+//! The source asks until `settle-timeout` ends. Only then it is in DOUBT, and keeps the guest paused. The destination answers
+//! until it receives the confirmation, or until no source can ask any more.
 //!
-//! A QEMU at the destination may have the guest and not run it, since it cannot lock a disk; a `cont` runs it later, at any
-//! moment. QMP shows it to the destination's side:
+//! A QEMU at the destination may have the guest and not run it, because it cannot lock a disk. A `cont` can run it later, at
+//! any moment. The destination's side sees this over QMP:
 //!
 //! ```text
 //!  TAKING     SHUT(0) of its QEMU; QMP: runs                   TAKEN
-//!             QMP: does not run what ran; this process started that QEMU, ends it,
+//!             QMP: does not run a guest that ran; this process started that QEMU, ends it,
 //!             and sees that it has ended and never ran the guest                    NEVER
-//!             the same of a QEMU of somebody else              TAKEN: an operator decides, and both commands end with 3
+//!             the same, of a QEMU of another process           TAKEN: an operator decides, and both commands exit with 3
 //! ```
 //!
-//! The statement carries what QMP shows: the guest runs, does not run as expected, or does not run though it ran. A QEMU that
-//! sends SHUT(0) and does not answer over QMP has the guest: TAKEN. What it shows later travels beside the stream, and
-//! the source takes the guest back out of MOVED if that QEMU was ended here and never ran it.
+//! The statement carries the QMP result: the guest runs, does not run as expected, or does not run although it ran before. A
+//! QEMU that sends SHUT(0) and does not answer over QMP has the guest: TAKEN. Later QMP results travel beside the stream. If
+//! the destination ended that QEMU, and it never ran the guest, the source takes the guest back out of MOVED.
 //!
-//! So the source takes the guest back only after that QEMU was seen to end. One that was continued before its end has
-//! changed the disks: the destination's side is unsure of it, and the source in doubt.
+//! So the source takes the guest back only after that QEMU was seen to end. A QEMU that was continued before its end has
+//! changed the disks: then the destination's side is UNSURE, and the source in DOUBT.
 //!
 //! A postcopy commits earlier, and ends later:
 //!
 //! ```text
-//!  KEEPS      stops the guest, tells what is to be thrown away
-//!             PING                                     ---->  LOADING  does so
+//!  KEEPS      stops the guest, sends the list of pages to discard
+//!             PING                                     ---->  LOADING  discards them
 //!                                                      <----           PONG
 //!  SERVING    PACKAGED{devices, RUN}                   ---->  TAKING, TAKEN: the guest runs
-//!             pages                                    <--->  asks for pages
+//!             pages                                    <--->  requests pages
 //!             END, EOF                                 ---->
-//!  MOVED                                               <----  SHUT(0): it has all
-//!             "heard"                                  ---->
+//!  MOVED                                               <----  SHUT(0): it has all pages
+//!             confirmation                             ---->
 //! ```
 //!
-//! Up to SERVING the guest is the source's as ever. From then on it never runs here again, unless the destination says
-//! that it never ran there, and it is not let go of before the destination has all of its pages: a lost connection leaves
-//! it `postcopy-paused`, until another takes its place, an answer says that all is there, or the operator gives it up. Who
-//! does that with a guest that is known
-//! to run there leaves it TORN. A QEMU answers no question, and its SHUT(1) may come of a guest that has run.
+//! Up to SERVING the source owns the guest. After that the guest never runs at the source again, unless the destination states
+//! that it never ran there. The source releases it only when the destination has all of its pages. A lost connection leaves the
+//! migration `postcopy-paused` until another connection replaces it, an answer states that all pages arrived, or the operator
+//! cancels. A cancel, once the guest is known to run there, leaves it TORN. A QEMU answers no question, and may send SHUT(1)
+//! for a guest that has run.
 //!
-//! The tests explore every order of messages, losses, cuts, kills and cancels on exactly this code
-//! (`tests/model.rs`).
+//! The tests explore every order of messages, losses, cuts, kills and cancels with exactly this code (`tests/model.rs`).
 
 mod ask;
 mod destination;

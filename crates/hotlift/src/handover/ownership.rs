@@ -1,5 +1,5 @@
-//! What a QEMU did with the guest behind the end of its stream: its statement there, and what QMP shows beside it. No I/O and no
-//! clock; `ends/stream_sink` carries it out.
+//! State of the guest in a QEMU after the end of its stream, from the QEMU's statement there and from QMP. No I/O and no clock;
+//! `ends/stream_sink` carries it out.
 
 use std::time::{Duration, Instant};
 
@@ -7,20 +7,19 @@ use hotlift_wire::settle::Doing;
 
 use crate::handover::Word;
 
-/// Silence of a QEMU after the commit, before QMP is asked.
+/// Time without a statement after the commit, before QMP is asked.
 const LOOK_AFTER: Duration = Duration::from_secs(5);
 
-/// How long a QEMU that states that it has the guest may take to show over QMP what it does with it. After that its statement
-/// stands.
+/// Time limit for a QEMU that claims the guest to confirm its state over QMP. After that its statement counts.
 const CONFIRMING: Duration = Duration::from_secs(10);
 
-/// What QMP shows of a destination after the commit.
+/// State of the guest at the destination after the commit, according to QMP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
-    /// The destination has the guest, which does this, and is left with it.
+    /// The destination has the guest in this state, and keeps it.
     Yes(Doing),
-    /// It does not have it, and never will: it has failed, or its process has ended. A statement on the stream that it has
-    /// taken the guest before goes first.
+    /// It does not have the guest, and never will: it failed, or its process ended. An earlier statement on the stream that it
+    /// has the guest takes precedence.
     Never,
     /// It had the guest, never ran it, and was seen to end.
     Ended,
@@ -33,7 +32,7 @@ pub enum Taken {
 pub(crate) struct TakenByQemu {
     committed: Instant,
     patience: Duration,
-    /// What the QEMU has stated on the stream.
+    /// First statement of the QEMU on the stream.
     word: Option<Word>,
 }
 
@@ -52,7 +51,7 @@ impl TakenByQemu {
         self.patience.min(LOOK_AFTER)
     }
 
-    /// Takes what came on the stream, if something did; the first statement stands.
+    /// Takes a statement of the stream, if there is one; the first one counts.
     pub(crate) fn state(&mut self, word: Option<Word>) {
         self.word = self.word.or(word);
     }
@@ -62,7 +61,7 @@ impl TakenByQemu {
         self.word
     }
 
-    /// Returns true if QMP is to be asked (again).
+    /// Returns true if QMP should be asked (again).
     pub(crate) fn goes_on(&self, now: Instant) -> bool {
         let waited = now.saturating_duration_since(self.committed);
         let limit = match self.word {
@@ -72,13 +71,13 @@ impl TakenByQemu {
         waited < limit
     }
 
-    /// Returns what both sources amount to; `None` while they leave it open.
+    /// Returns the combined result of both sources; `None` while it is open.
     pub(crate) fn judge(&self, taken: Taken) -> Option<(Word, Doing)> {
         Some(match (taken, self.word) {
             (Taken::Ended, _) | (Taken::Unknown, Some(Word::Never)) => {
                 (Word::Never, Doing::Unknown)
             }
-            // QEMU also refuses a guest that it runs, if the end of the stream is lost behind EOF.
+            // QEMU also refuses a guest that it runs, if the end of the stream is lost after EOF.
             (Taken::Yes(doing), None | Some(Word::Never)) => (Word::Runs, doing),
             (Taken::Yes(doing), Some(word)) => (word, doing),
             (Taken::Never, word) => (word.unwrap_or(Word::Never), Doing::Unknown),

@@ -78,7 +78,7 @@ impl Question {
         let step = self.next.take()?;
         let left = self.until.saturating_duration_since(now);
         let (step, then) = match step {
-            // What came before the limit counts.
+            // Data that arrived before the limit counts.
             Step::Listen(wait) => (Step::Listen(wait.min(left)), Step::Ask(self.attempt)),
             _ if left.is_zero() => return None,
             Step::Ask(wait) => (Step::Ask(wait.min(left)), Step::Pause(PAUSE)),
@@ -89,7 +89,7 @@ impl Question {
     }
 }
 
-/// Returns the statement in an answer about `id`. A damaged answer is none, nor is "ask again".
+/// Returns the statement in an answer about `id`; `None` for a damaged answer, and for "ask again".
 pub(crate) fn statement(answer: &[u8; ANSWER_LEN], id: MigrationId) -> Option<(Word, Doing)> {
     let (outcome, doing) = read_answer(answer, id).ok()?;
     Some((Word::of_outcome(outcome)?, doing))
@@ -115,7 +115,7 @@ pub(crate) struct AnswerPeriod {
 }
 
 impl AnswerPeriod {
-    /// Begins one in which the source may ask for `patience`.
+    /// Starts the time in which the source may ask for `patience`.
     pub(crate) fn new(now: Instant, patience: Duration) -> Self {
         Self {
             until: now + patience,
@@ -123,7 +123,7 @@ impl AnswerPeriod {
         }
     }
 
-    /// Returns the rest of it; `None` once it is over.
+    /// Returns the remaining time; `None` once it is over.
     pub(crate) fn left(&mut self, now: Instant, is_cancelled: bool) -> Option<Duration> {
         if is_cancelled && !std::mem::replace(&mut self.is_cancelled, true) {
             self.until = self.until.min(now + CANCELLED);

@@ -1,37 +1,37 @@
 //! The source's side of the hand-over.
 
-/// How far the source's side has come.
+/// State of the source's side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum SourceSide {
-    /// The guest is the source's.
+    /// The source owns the guest.
     #[default]
     Keeps,
-    /// Of a relay: its QEMU was told that all is loaded, and may give the guest up at any moment.
+    /// Relay only: its QEMU was informed that all is loaded, and may release the guest at any moment.
     Offered,
-    /// Of a relay: its QEMU has given the guest up. The destination has not been told to run it.
+    /// Relay only: its QEMU has released the guest. The destination has not received the commit.
     Released,
-    /// The destination may have been told to run the guest.
+    /// The destination may have received the commit.
     Committed,
-    /// Of postcopy: the same, and pages that the guest needs there are here alone. With `runs` the destination has said
-    /// that it runs.
+    /// Postcopy only: the destination may have received the commit, and needs pages that only the source has. `runs` is true
+    /// once the destination has stated that it runs the guest.
     Serving { runs: bool },
-    /// It is known what became of the guest, or that nobody can tell.
+    /// The outcome is known, or cannot be known.
     Ended(Verdict),
 }
 
-/// How a hand-over has ended for the source.
+/// Outcome of a hand-over for the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Verdict {
-    /// The source never gave the guest up.
+    /// The source never released the guest.
     Kept,
     /// The destination has the guest.
     Moved,
-    /// The destination does not run the guest and never will, but the source had given it up, or may
-    /// have: it stands still there, whole.
+    /// The destination does not run the guest and never will, but the source has released it, or may have: it is paused at the
+    /// source, complete.
     Refused,
     /// The destination may run the guest. The source keeps it, paused.
     Doubt,
-    /// Of postcopy: the destination runs the guest, and will not get the pages that it lacks.
+    /// Postcopy only: the destination runs the guest, and will not receive its missing pages.
     Torn,
 }
 
@@ -42,13 +42,13 @@ pub(crate) enum Word {
     Runs,
     /// It does not run the guest, and never will.
     Never,
-    /// Of postcopy: it has the guest, and all of its pages.
+    /// Postcopy only: it has the guest, with all of its pages.
     HasAll,
 }
 
 impl Word {
-    /// Of SHUT(`value`) after the commit. A refusal of a Hotlift comes with its reason (`is_explained`): one byte
-    /// that changed on the way makes no word of the other. A QEMU has no reasons.
+    /// Returns the statement of SHUT(`value`) after the commit. A Hotlift's refusal comes with its reason (`is_explained`): one
+    /// damaged byte cannot turn one statement into the other. A QEMU sends no reasons.
     pub(crate) fn of_shut(value: u32, is_explained: bool, is_hotlift: bool) -> Option<Self> {
         match value {
             0 if !is_explained => Some(Self::Runs),
@@ -59,40 +59,39 @@ impl Word {
 }
 
 impl SourceSide {
-    /// A relay is about to tell its QEMU that all is loaded. False if the migration has ended.
+    /// Records that a relay is about to inform its QEMU that all is loaded. Returns false if the migration has ended.
     pub(crate) fn offer(&mut self) -> bool {
         self.step(&[Self::Keeps], Self::Offered)
     }
 
-    /// The QEMU of a relay has given the guest up.
+    /// Records that the QEMU of a relay has released the guest.
     pub(crate) fn released(&mut self) -> bool {
         self.step(&[Self::Offered], Self::Released)
     }
 
-    /// The QEMU of a relay has taken the guest back.
+    /// Records that the QEMU of a relay has taken the guest back.
     pub(crate) fn taken_back(&mut self) -> bool {
         self.step(&[Self::Offered], Self::Ended(Verdict::Kept))
     }
 
-    /// The point of no return: the caller is about to tell the destination to run the guest, and does so
-    /// only if this is true.
+    /// Passes the point of no return. The caller sends the commit to the destination only if this returns true.
     pub(crate) fn commit(&mut self) -> bool {
         self.step(&[Self::Keeps, Self::Released], Self::Committed)
     }
 
-    /// The point of no return of a postcopy: the same, and the guest is to run before it has all pages.
+    /// Passes the point of no return of a postcopy, whose guest will run before it has all pages.
     pub(crate) fn serve(&mut self) -> bool {
         self.step(&[Self::Keeps], Self::Serving { runs: false })
     }
 
-    /// Of postcopy: the destination has all pages. Only then is nothing here needed any more.
+    /// Records that the destination of a postcopy has all pages. Only then the source's pages are no longer needed.
     pub(crate) fn has_all(&mut self) -> bool {
         let serving = [true, false].map(|runs| Self::Serving { runs });
         self.step(&serving, Self::Ended(Verdict::Moved))
     }
 
-    /// Something failed, a connection was lost, a cancel or a panic came. True if that ends the
-    /// migration; after the commit it does not, and nothing may be done to the guest.
+    /// Records a failure, a lost connection, a cancel or a panic. Returns true if it ends the migration. After the commit it
+    /// does not, and nothing may be done to the guest.
     pub(crate) fn fail(&mut self) -> bool {
         self.step(&[Self::Keeps], Self::Ended(Verdict::Kept))
             || self.step(
@@ -101,7 +100,7 @@ impl SourceSide {
             )
     }
 
-    /// The destination has said what became of the guest. Before the commit it can know of nothing.
+    /// Takes a statement of the destination, which has no effect before the commit.
     pub(crate) fn hear(&mut self, word: Word) -> bool {
         match word {
             Word::Runs => {
@@ -119,19 +118,19 @@ impl SourceSide {
         }
     }
 
-    /// Nothing was heard for as long as is asked; or, of postcopy, nobody goes on with it.
+    /// Ends the wait: no statement came within the time limit or, in postcopy, the migration was cancelled.
     pub(crate) fn give_up(&mut self) -> bool {
         let unsure = [Self::Committed, Self::Serving { runs: false }];
         self.step(&unsure, Self::Ended(Verdict::Doubt))
             || self.step(&[Self::Serving { runs: true }], Self::Ended(Verdict::Torn))
     }
 
-    /// Whether the source may have given the guest up: a cancel comes too late.
+    /// Returns true if the source may have released the guest: a cancel comes too late.
     pub(crate) fn is_offered(self) -> bool {
         !matches!(self, Self::Keeps | Self::Ended(Verdict::Kept))
     }
 
-    /// Whether the destination may have been told to run the guest.
+    /// Returns true if the destination may have received the commit, and has not refused the guest.
     pub(crate) fn is_committed(self) -> bool {
         matches!(
             self,
@@ -141,7 +140,7 @@ impl SourceSide {
         )
     }
 
-    /// How it has ended, if it has.
+    /// Returns the outcome, once there is one.
     pub(crate) fn verdict(self) -> Option<Verdict> {
         match self {
             Self::Ended(verdict) => Some(verdict),

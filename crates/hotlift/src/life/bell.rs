@@ -1,4 +1,4 @@
-//! What a poll waits for beside its sockets: the next change of the lifetime.
+//! Descriptor that wakes a poll at the next change of the lifetime.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,16 +20,16 @@ struct Counter(OwnedFd);
 
 impl Wake for Counter {
     fn wake(&self, _: bool) {
-        // It counts to 2^64 - 2, and wakes at 1.
+        // The counter holds up to 2^64 - 2, and wakes at 1.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 }
 
 impl Bell {
-    /// Makes one of `life`.
+    /// Creates a bell of `life`.
     ///
     /// # Errors
-    /// The system gives no descriptor.
+    /// The system's error if it cannot create a descriptor.
     pub(crate) fn new(life: &Life) -> io::Result<Self> {
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let counter = Arc::new(Counter(eventfd(0, flags)?));
@@ -37,26 +37,26 @@ impl Bell {
         Ok(Self(counter))
     }
 
-    /// Rings for the changes of `life` too.
+    /// Rings for the changes of `life`, too.
     pub(crate) fn and(self, life: &Life) -> Self {
         life.register(&self.0);
         self
     }
 
-    /// Ends the making of a connection at the change that makes `when` true.
+    /// Ends a connection attempt at the change that makes `when` true.
     pub(crate) fn stop<'a>(&'a self, when: &'a dyn Fn() -> bool) -> Stop<'a> {
         let bell = Some(self.as_fd());
         Stop { bell, when }
     }
 
-    /// Waits until something happens on `fds`, the lifetime changes, or `wait` is over. The caller looks at the lifetime
-    /// before each call: a change since then ends the wait at once.
+    /// Waits for an event on `fds`, a change of the lifetime, or the end of `wait`. The caller checks the lifetime before each
+    /// call: a change since then ends the wait at once.
     ///
     /// # Errors
-    /// The system's reason why nothing can be waited for.
+    /// The system's error if it cannot wait.
     pub fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
         fds.push(PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN));
-        // A time that does not fit is as good as none.
+        // A time that does not fit counts as no limit.
         let wait = Timespec::try_from(wait).ok();
         let polled = poll(fds, wait.as_ref());
         let bell = fds.pop();
@@ -71,10 +71,10 @@ impl Bell {
 }
 
 impl Bell {
-    /// Waits until a read of `stream` comes back at once; false if the lifetime has changed, or `wait` is over, before.
+    /// Waits until a read of `stream` returns at once. Returns false if the lifetime has changed, or `wait` is over, before.
     ///
     /// # Errors
-    /// As of [`Bell::poll`].
+    /// See [`Bell::poll`].
     pub fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
         if stream.has_plaintext() {
             return Ok(true);

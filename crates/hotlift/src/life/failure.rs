@@ -5,19 +5,19 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::error::MigrationError;
 use crate::lock::lock;
 
-/// The first error of a migration, whichever thread met it. Later errors are its consequences. Clones are the same place.
+/// The first error of a migration, from any thread. Later errors are its consequences. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Failure(Arc<Mutex<First>>);
 
 #[derive(Debug, Default)]
 pub(crate) struct First {
     error: Option<MigrationError>,
-    /// Why the destination gave up, in its words.
+    /// The destination's error message.
     reason: Option<String>,
 }
 
 impl Failure {
-    /// For what must not come between a look and a step.
+    /// Locks the first error, so that none arrives between a check and the step after it.
     pub(crate) fn lock(&self) -> MutexGuard<'_, First> {
         lock(&self.0)
     }
@@ -27,26 +27,26 @@ impl Failure {
         self.lock().keep(error);
     }
 
-    /// Keeps what the destination says about a failure, if it is the first that it says.
+    /// Keeps the destination's reason for a failure, if it is the first one.
     pub(crate) fn explain(&self, reason: String) {
         self.lock().reason.get_or_insert(reason);
     }
 
-    /// Whether there is an error.
+    /// Returns true if there is an error.
     pub(crate) fn is_set(&self) -> bool {
         self.lock().is_set()
     }
 
-    /// Takes the error out, to be returned: what the destination has said in place of what its going away looked like
-    /// from here. (After a time-out here it only says that it was left.)
+    /// Takes the error out, to be returned. The destination's reason replaces a lost or closed connection, which is its
+    /// consequence. (After a timeout here the destination only reports that it was left.)
     pub(crate) fn take(&self) -> Option<MigrationError> {
         let mut first = std::mem::take(&mut *self.lock());
         first.apply_reason();
         first.error
     }
 
-    /// Returns the reason to send to the source: of a destination that gave up its own words, since the source's message begins
-    /// with that.
+    /// Returns the reason to send to the source. For an error of the destination this is its message alone, because the
+    /// source's own error begins with the same prefix.
     pub(crate) fn for_the_source(&self) -> Option<String> {
         let mut first = self.lock();
         first.apply_reason();

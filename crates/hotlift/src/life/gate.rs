@@ -31,14 +31,14 @@ impl<T> std::fmt::Debug for Gate<T> {
 
 impl<T: Send> Wake for Inner<T> {
     fn wake(&self, _: bool) {
-        // With the lock that a wait looks under: none is between its look and its sleep.
+        // Takes the lock under which a wait checks its condition: no wait is between its check and its sleep.
         drop(lock(&self.state));
         self.changed.notify_all();
     }
 }
 
 impl<T: Send + 'static> Gate<T> {
-    /// Makes one of `life`, with this state.
+    /// Creates a gate of `life`, with this state.
     pub(crate) fn new(life: &Life, state: T) -> Self {
         Self::of_changes(Changes(Arc::clone(&life.shared)), state)
     }
@@ -53,12 +53,12 @@ impl<T: Send + 'static> Gate<T> {
         Self { changes, inner }
     }
 
-    /// Locks the state, to be read or changed without waking anything.
+    /// Locks the state, to read or change it without waking any thread.
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         lock(&self.inner.state)
     }
 
-    /// Wakes all waits, for a change that was made with the lock.
+    /// Wakes all waits, after a change that was made with the lock.
     pub(crate) fn notify(&self) {
         self.inner.changed.notify_all();
     }
@@ -70,16 +70,16 @@ impl<T: Send + 'static> Gate<T> {
         outcome
     }
 
-    /// The present time of the lifetime's clock.
+    /// Returns the present time of the lifetime's clock.
     pub(crate) fn now(&self) -> Instant {
         self.changes.now()
     }
 
-    /// Waits as [`Gate::wait_until`] does; `None` once `patience` is over since the beginning, and since the time that `latest`
-    /// returns of the state.
+    /// Waits as [`Gate::wait_until`] does. Returns `None` once `patience` is over since the beginning, and since the time that
+    /// `latest` returns for the state.
     ///
     /// # Errors
-    /// What `goes_on` returns.
+    /// The error of `goes_on`.
     pub(crate) fn wait_patiently<R, E>(
         &self,
         patience: Duration,
@@ -100,11 +100,11 @@ impl<T: Send + 'static> Gate<T> {
         }
     }
 
-    /// Waits until `done` returns a value of the state; `None` once `deadline` is over. Before it sleeps, and at each change
-    /// of the lifetime, `goes_on` is asked without the lock: a state that is reached already counts first.
+    /// Waits until `done` returns a value for the state; `None` once `deadline` is over. Calls `goes_on` without the lock
+    /// before it sleeps, and at each change of the lifetime: a state that is reached already counts first.
     ///
     /// # Errors
-    /// What `goes_on` returns.
+    /// The error of `goes_on`.
     pub(crate) fn wait_until<R, E>(
         &self,
         deadline: Option<Instant>,
@@ -167,7 +167,7 @@ mod tests {
             assert_eq!(waits.join().unwrap(), Ok(Some("one")));
             gate.change(|state| *state = 2);
             let waits = scope.spawn(|| gate.wait_until(None, goes_on, is_one));
-            // A change that ends nothing is looked at, and waited through.
+            // A change that ends nothing is checked, and the wait continues.
             life.wake();
             life.close();
             assert_eq!(waits.join().unwrap(), Err(Closed));
@@ -230,7 +230,7 @@ mod tests {
             };
             ended.send(waiting.wait_until(None, || open.check_open(), asks))
         });
-        // The second time is under the lock that the sleep releases.
+        // The second call is under the lock that the sleep releases.
         while *gate.lock() < 2 {
             thread::yield_now();
         }

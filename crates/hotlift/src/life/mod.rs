@@ -1,16 +1,16 @@
-//! One lifetime of a migration: what ends it, and the waits that its end ends.
+//! Lifetime of a migration: its end, and the waits that end with it.
 //!
 //! | module | subject |
 //! |---|---|
 //! | [`gate`] | state that threads wait for |
-//! | [`bell`] | what a poll waits for beside its sockets |
+//! | [`bell`] | a descriptor that wakes a poll |
 //! | [`failure`] | the first error, which ends it |
 //! | [`threads`] | named threads: a panic is an error of the migration, CPU time is recorded |
 //!
 //! Three verbs end a lifetime: [`Life::cancel`] asks, [`Life::fail`] keeps the first error and closes, [`Life::close`]
 //! releases every wait.
 //!
-//! It depends on nothing but errors: no stream, no option and no status is known here.
+//! This module depends on errors only: it knows no stream, option or status.
 
 pub(crate) mod bell;
 pub(crate) mod failure;
@@ -26,14 +26,14 @@ use crate::life::failure::Failure;
 use crate::life::gate::Gate;
 use crate::lock::lock;
 
-/// A wait that an event or a change of the lifetime ends.
+/// Limit of a wait that an event or a change of the lifetime ends.
 pub(crate) const LONG: Duration = Duration::from_secs(3600);
 
 /// A handle on one lifetime. Clones are the same lifetime.
 #[derive(Clone)]
 pub(crate) struct Life {
     shared: Arc<Shared>,
-    /// What [`Life::sleep_while`] sleeps at.
+    /// Gate of [`Life::sleep_while`].
     sleepers: Arc<Gate<()>>,
 }
 
@@ -42,13 +42,13 @@ struct Shared {
     cancelled: AtomicBool,
     closed: AtomicBool,
     failure: Failure,
-    /// Counts the changes that a wait has to look at.
+    /// Count of the changes that waits must check.
     changes: AtomicU64,
     waits: Mutex<Vec<Weak<dyn Wake>>>,
     clock: Clock,
 }
 
-/// The lifetime is closed: nothing waits any more.
+/// Error of a closed lifetime, in which no wait continues.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Closed;
 
@@ -58,7 +58,7 @@ pub(crate) trait Wake: Send + Sync + std::fmt::Debug {
     fn wake(&self, is_closed: bool);
 }
 
-/// The changes of a lifetime, for what waits in it.
+/// The changes of a lifetime, for its waits.
 #[derive(Debug, Clone)]
 struct Changes(Arc<Shared>);
 
@@ -96,8 +96,8 @@ impl Default for Life {
 }
 
 impl Life {
-    /// Asks the migration to end, and ends all sleeps. Whoever decides over the guest closes the lifetime, unless it is too
-    /// late.
+    /// Asks the migration to end, and ends all sleeps. The thread that decides about the guest closes the lifetime, unless it
+    /// is too late.
     pub(crate) fn cancel(&self) {
         self.shared.cancelled.store(true, Ordering::Release);
         self.wake();
@@ -141,7 +141,7 @@ impl Life {
         self.shared.closed.load(Ordering::Acquire)
     }
 
-    /// Returns true once [`Life::close`] or [`Life::cancel`] was called: no sleep goes on.
+    /// Returns true once [`Life::close`] or [`Life::cancel`] was called: no sleep continues.
     pub(crate) fn is_stopped(&self) -> bool {
         self.is_closed() || self.is_cancelled()
     }
@@ -158,18 +158,18 @@ impl Life {
     pub(crate) fn register(&self, wait: &Arc<impl Wake + 'static>) {
         let wait: Arc<dyn Wake> = Arc::clone(wait) as _;
         Changes(Arc::clone(&self.shared)).register(Arc::downgrade(&wait));
-        // A lifetime that was closed before changes no more.
+        // A closed lifetime sends no further change.
         if self.is_closed() {
             wait.wake(true);
         }
     }
 
-    /// The present time of this lifetime's clock.
+    /// Returns the present time of this lifetime's clock.
     pub(crate) fn now(&self) -> Instant {
         self.shared.clock.now()
     }
 
-    /// Makes all waits look whether they go on. Must not be called with the lock of a [`Gate`].
+    /// Makes all waits check their conditions. Must not be called with the lock of a [`Gate`].
     pub(crate) fn wake(&self) {
         self.shared.changes.fetch_add(1, Ordering::AcqRel);
         let waits = lock(&self.shared.waits).clone();
@@ -193,7 +193,7 @@ impl Life {
 struct Clock {
     #[cfg(test)]
     ahead: Mutex<Duration>,
-    /// The time at which it was stopped.
+    /// Time at which it was stopped.
     #[cfg(test)]
     stopped: Mutex<Option<Instant>>,
 }

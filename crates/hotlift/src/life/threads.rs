@@ -1,6 +1,6 @@
 //! Threads of a migration: named as `top -H` shows them, and a panic in one is an error of the migration.
 //!
-//! A migration runs inside the process that holds the guest. A panic that went on would end both.
+//! A migration runs inside the process that holds the guest. An uncaught panic would end both.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -30,7 +30,7 @@ pub(crate) fn spawn<'scope, T: Send + 'scope>(
 }
 
 impl<T> Running<'_, T> {
-    /// Waits for its end; what it has come to.
+    /// Waits for the end of the thread, and returns its result.
     ///
     /// # Errors
     /// [`MigrationError::Panicked`].
@@ -46,7 +46,7 @@ impl<T> Running<'_, T> {
 pub(crate) struct ThreadTimes(Mutex<Vec<ThreadCpu>>);
 
 impl ThreadTimes {
-    /// Starts a thread with a name of up to 15 bytes. `failed` gets the error of its work, and a panic in it as one.
+    /// Starts a thread with a name of up to 15 bytes. `failed` receives the error of its work; a panic counts as one.
     pub(crate) fn spawn<'scope>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
@@ -72,7 +72,7 @@ impl ThreadTimes {
         });
     }
 
-    /// The CPU times that were recorded so far, in the order of the names' numbers.
+    /// Returns the CPU times recorded so far, in the order of the names' numbers.
     pub(crate) fn read(&self) -> Vec<ThreadCpu> {
         let mut threads = lock(&self.0).clone();
         threads.sort_by(|a, b| (a.name.len(), &a.name).cmp(&(b.name.len(), &b.name)));
@@ -80,7 +80,7 @@ impl ThreadTimes {
     }
 }
 
-/// Does a part of this thread's work, whose panic is its error.
+/// Runs a part of this thread's work, whose panic becomes its error.
 pub(crate) fn caught<T, E: From<MigrationError>>(
     work: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, E> {
@@ -88,24 +88,24 @@ pub(crate) fn caught<T, E: From<MigrationError>>(
         .unwrap_or_else(|_| Err(MigrationError::panicked_here().into()))
 }
 
-/// What a thread that nobody waits for is set to, of 0 to 19: next to one that somebody waits for it gets a tenth of a core,
-/// and it still gets on where the guest's vCPUs take all that they can.
+/// Nice value, of 0 to 19, of a thread that no other thread waits for. Beside an ordinary thread it gets a tenth of a core, and
+/// still progresses where the guest's vCPUs take all that they can.
 const NICE: i32 = 10;
 
-/// From now on this thread gives way to others that want its core. One that may not change its priority keeps it.
+/// Lowers the priority of the calling thread. A thread that may not change its priority keeps it.
 pub(crate) fn give_way() {
-    // To Linux a priority is a thread's, and without an id it is the caller's.
+    // In Linux a priority belongs to a thread, and no id means the calling one.
     let _ = setpriority_process(None, NICE);
 }
 
-/// A thread whose work becomes such that nobody waits for it.
+/// A thread whose remaining work no other thread waits for, from some moment on.
 #[derive(Debug, Default)]
 pub(crate) struct Yielding {
     gives_way: bool,
 }
 
 impl Yielding {
-    /// The thread gives way from the first time on that `unawaited` is true.
+    /// Lowers the priority the first time that `unawaited` is true.
     pub(crate) fn once(&mut self, unawaited: bool) {
         if unawaited && !self.gives_way {
             self.gives_way = true;
@@ -114,8 +114,8 @@ impl Yielding {
     }
 }
 
-/// Does something if its thread panics. The other threads of a migration wait for each other, and one
-/// that went without a word would be waited for without end.
+/// Calls a function if its thread panics. The threads of a migration wait for each other, and a thread that ends without a
+/// report would be waited for forever.
 pub(crate) struct OnPanic<F: Fn()>(pub F);
 
 impl<F: Fn()> Drop for OnPanic<F> {

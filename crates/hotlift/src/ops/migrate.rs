@@ -3,17 +3,17 @@
 //! ```text
 //! setup    connect, opening packets, RAM block list          status setup
 //! rounds   sync dirty log, send dirty pages, barrier         status active   guest runs
-//! switch   stop guest, last round, device state, "loaded?"   status device   guest stands still
+//! switch   stop guest, last round, device state, "loaded?"   status device   guest is paused
 //! commit   release                                           the guest is the destination's
 //! confirm  wait for "it runs"                                status completed
 //! ```
 //!
-//! Up to the commit every failure, and a cancel, ends with the guest running here again. At the
-//! commit the source knows that the destination has loaded everything; it says so on every socket,
-//! and from then on only the destination's word that it never runs the guest brings it back.
+//! Up to the commit every failure, and a cancel, ends with the guest running here again. At the commit the source knows that
+//! the destination has loaded everything, and sends the commit on every socket. After it the guest runs here again only if the
+//! destination states that it never runs it.
 //!
-//! With `postcopy-ram`, and once it was asked for, a round is the last that the guest runs through here, however much it
-//! leaves: see `postcopy`.
+//! With `postcopy-ram`, once postcopy is requested, the present round is the last that the guest runs through here, however
+//! much it leaves: see `postcopy`.
 
 mod postcopy;
 
@@ -51,17 +51,16 @@ use crate::status::{MigrationEvent, Status};
 use crate::stream::handshake;
 use crate::tls;
 
-/// Rounds at most that a migration of the shortest downtime adds where it could switch over: each is to halve the rest,
-/// and 2^8 is more than lies between a limit of seconds and a thread's wake-up.
+/// Most rounds that a migration of the shortest downtime adds where it could switch over. Each must halve the rest, and 2^8 is
+/// more than lies between a limit of seconds and a thread's wake-up.
 const SHORTENING_ROUNDS: u64 = 8;
 
-/// Migrates `guest`, which runs, to the Hotlift or QEMU that listens at `to`, and returns when the guest runs
-/// there. The caller's thread waits; `control` cancels from any other.
+/// Migrates the running `guest` to the Hotlift or QEMU that listens at `to`, and returns when the guest runs there. Blocks the
+/// caller's thread; `control` cancels from any other.
 ///
 /// # Errors
 /// Any [`MigrationError`]. Unless it is [`MigrationError::InDoubt`] or [`MigrationError::PagesMissing`], the guest runs here as
-/// before.
-/// A control that has been cancelled once cancels at once.
+/// before. A control that was cancelled before cancels at once.
 pub fn migrate(
     guest: &dyn Guest,
     to: &Address,
@@ -82,7 +81,7 @@ pub fn migrate(
     })
 }
 
-/// The migration thread.
+/// Runs the migration thread.
 fn run(
     guest: &dyn Guest,
     to: &Address,
@@ -163,14 +162,14 @@ fn run(
     })
 }
 
-/// The migration thread's own state.
+/// State of the migration thread.
 struct Migration<'a> {
     session: &'a Session<'a>,
     source: &'a GuestSource<'a>,
     opening: Opening<'a>,
     reporter: Reporter<'a>,
     started: Instant,
-    /// How long it all took, and two parts of it.
+    /// Total time, and two parts of it.
     total: Duration,
     setup: Duration,
     downtime: Duration,
@@ -178,16 +177,16 @@ struct Migration<'a> {
     auto_converge: AutoConverge<'a>,
     xbzrle: Option<Xbzrle>,
     round: u64,
-    /// Of a postcopy with `postcopy-preempt`: where pages go that are asked for.
+    /// With `postcopy-preempt`: connection for requested pages.
     preempt: Option<Stream>,
-    /// Of a postcopy: every page was sent over one connection or the other, and its end may have come.
+    /// In postcopy: every page was sent over one connection or another, and END may have arrived.
     sent_all: bool,
-    /// Why the guest does not run here as before.
+    /// Reason why the guest does not run here as before.
     not_restored: Option<MigrationError>,
 }
 
 impl Migration<'_> {
-    /// All phases; after a failure, gives the guest back.
+    /// Runs all phases; gives the guest back after a failure.
     fn run(&mut self) -> Result<(), MigrationError> {
         let outcome = caught(|| self.phases());
         self.auto_converge.release();
@@ -199,10 +198,10 @@ impl Migration<'_> {
             moved => {
                 let postcopy = session.sink.postcopy().into_iter();
                 postcopy.for_each(Postcopy::settled);
-                // The guest is gone from here; its log only costs.
+                // The guest has left; its dirty log only costs CPU time.
                 let _ = source.guest.stop_dirty_log();
                 return moved.map_err(|error| match self.is_torn() {
-                    // Whatever it was, the destination may run the guest.
+                    // Whatever the error was, the destination may run the guest.
                     true => MigrationError::PagesMissing {
                         source: Box::new(error),
                     },
@@ -211,19 +210,19 @@ impl Migration<'_> {
             }
         };
         session.end(ended);
-        // In QEMU's order: what became of it, and then that the guest runs.
+        // In QEMU's order: the outcome, and then that the guest runs.
         session
             .control
             .set_status(match session.control.is_cancelled() {
                 true => Status::Cancelling,
                 false => Status::Failed,
             });
-        // Before the destination's reason is waited for: the guest has stood still for long enough.
+        // Before the wait for the destination's reason, because the guest is paused.
         self.not_restored = self.give_back().err();
         Err(MigrationError::Cancelled)
     }
 
-    /// All phases, in order.
+    /// Runs all phases, in order.
     fn phases(&mut self) -> Result<(), MigrationError> {
         self.set_up()?;
         self.setup = self.started.elapsed();
@@ -248,12 +247,12 @@ impl Migration<'_> {
         Ok(())
     }
 
-    /// Sends what opens the stream, and waits until the destination has taken it.
+    /// Sends the opening of the stream, and waits until the destination has taken it.
     fn set_up(&mut self) -> Result<(), MigrationError> {
         let Self {
             session, source, ..
         } = self;
-        // The answer shows that it has all channels, and tells a Hotlift from a QEMU.
+        // The answer shows that the destination has all channels, and distinguishes a Hotlift from a QEMU.
         session.sink.open(self.opening)?;
         session.sink.ram_start()?;
         source.ram.start_log()?;
@@ -273,10 +272,10 @@ impl Migration<'_> {
         self.session.control.tell(pass);
     }
 
-    /// Rounds while the guest runs, until the rest fits the downtime limit, or need not.
+    /// Sends rounds while the guest runs, until the rest fits the downtime limit, or postcopy starts.
     fn rounds(&mut self) -> Result<Switch, MigrationError> {
         let mut synced_at = Instant::now();
-        // Pages that were left when they first fitted, and then each time.
+        // Pages pending when they last fitted, and the round in which they first fitted.
         let (mut fitted, mut first_fit) = (None, None);
         loop {
             self.send_round()?;
@@ -291,7 +290,7 @@ impl Migration<'_> {
             self.auto_converge
                 .synced(newly_dirty, sent, synced_at, &live);
             self.reporter.throttled(&self.auto_converge);
-            // Rounds shorter than a wait for the channels are told of here.
+            // Reports rounds that are shorter than a wait for the channels.
             if self.reporter.is_due() {
                 self.tell();
             }
@@ -299,7 +298,7 @@ impl Migration<'_> {
             if self.estimator.time_for(pending).is_some_and(fits) {
                 let before = fitted.replace(pending);
                 let rests = |before| pending > before / 2;
-                // It has fitted in each of those rounds.
+                // The pages have fitted in each of those rounds.
                 let tries = self.round - *first_fit.get_or_insert(self.round);
                 let goes_on = live.goal == Goal::ShortestDowntime
                     && !before.is_some_and(rests)
@@ -314,9 +313,9 @@ impl Migration<'_> {
         }
     }
 
-    /// Waits until the destination has worked through all that was sent, however long that takes: what was written is
-    /// not yet in its memory. Sockets hold some MiB, which a slow decoder works off in 100 ms; behind the switchover
-    /// that is downtime. It costs a round-trip time a round.
+    /// Waits until the destination has processed all that was sent, however long that takes: written data is not yet in its
+    /// memory. Sockets hold some MiB, for which a slow decoder needs 100 ms; after the switchover that is downtime. Costs a
+    /// round-trip time per round.
     fn catch_up(&mut self) -> Result<(), MigrationError> {
         let session = self.session;
         session.sink.catch_up(INTERVAL, &mut || {
@@ -326,12 +325,12 @@ impl Migration<'_> {
         })
     }
 
-    /// Reports to the caller.
+    /// Reports progress to the caller.
     fn tell(&mut self) {
         self.reporter.tell(self.round, &self.estimator);
     }
 
-    /// One pass over the dirty pages, closed by a barrier: until the destination has them all.
+    /// Sends the dirty pages once, closed by a barrier, and waits until the destination has them all.
     fn send_round(&mut self) -> Result<(), MigrationError> {
         self.round += 1;
         let before = self.source.out.counts();
@@ -363,19 +362,19 @@ impl Migration<'_> {
         self.wait_for_channels()?;
         self.source.ram.end_round();
         self.session.sink.barrier()?;
-        // Without the wait for the destination: a round-trip time counted as time of some pages would keep a migration
-        // over a long way from ever meeting a short downtime limit.
+        // Without the wait for the destination: a round-trip time counted as sending time would keep a migration over a long
+        // distance from ever meeting a short downtime limit.
         let after = self.source.out.counts();
         self.estimator
             .round_done(after.since(before), started.elapsed());
-        // Behind the last round comes the question whether all is loaded.
+        // The last round is followed by the question whether all is loaded.
         if !self.source.is_guest_stopped() {
             self.catch_up()?;
         }
         Ok(())
     }
 
-    /// Stops the guest, and waits with `pause-before-switchover` until it may go on.
+    /// Stops the guest, and waits with `pause-before-switchover` until it may continue.
     fn stop_guest(&mut self) -> Result<(), MigrationError> {
         let GuestSource {
             control, options, ..
@@ -418,14 +417,14 @@ impl Migration<'_> {
         self.session.sink.await_loaded()
     }
 
-    /// Hands the guest over and waits until it is known what became of it.
+    /// Hands the guest over, and waits until its outcome is known.
     fn hand_over(&mut self) -> Result<(), MigrationError> {
         let session = self.session;
         if !session.commit(Hooks::default()) {
             return Err(MigrationError::Cancelled);
         }
         let outcome = session.sink.commit(&[], None);
-        // The guest of this process runs where it is taken.
+        // A destination that has taken a guest of this process runs it.
         session.giving.settle(match &outcome {
             Ok(_) => Some(Word::Runs),
             Err(MigrationError::Destination { .. }) => Some(Word::Never),
@@ -434,7 +433,7 @@ impl Migration<'_> {
         outcome.map(drop)
     }
 
-    /// Waits until the channel threads have finished the round, and shows how they get on.
+    /// Waits until the channel threads have finished the round, and reports their progress.
     fn wait_for_channels(&mut self) -> Result<(), MigrationError> {
         let (session, source) = (self.session, self.source);
         source.rounds.await_channels(INTERVAL, || {
@@ -446,7 +445,7 @@ impl Migration<'_> {
         })
     }
 
-    /// Makes the guest run here again, if it was stopped for this.
+    /// Makes the guest run here again, if it was stopped for the migration.
     fn give_back(&self) -> Result<(), MigrationError> {
         let stopped = self.source.guest.stop_dirty_log();
         if self.source.is_guest_stopped() {
@@ -457,7 +456,7 @@ impl Migration<'_> {
     }
 }
 
-/// How the guest is handed over.
+/// Kind of the hand-over.
 enum Switch {
     /// With all of its pages.
     Whole,
@@ -465,7 +464,7 @@ enum Switch {
     Postcopy,
 }
 
-/// Whether the migration is to go on. Why not, another thread has kept, unless it is cancelled.
+/// Returns an error if the migration must stop. Another thread has kept the reason, unless the migration is cancelled.
 fn check(session: &Session<'_>) -> Result<(), MigrationError> {
     match session.control.life().is_stopped() {
         true => Err(MigrationError::Cancelled),

@@ -1,4 +1,4 @@
-//! What can be done with a guest's pages: each operation joins a source of pages to a sink.
+//! Operations on a guest's pages: each connects a source of pages to a sink.
 //!
 //! | file | from | to |
 //! |---|---|---|
@@ -6,7 +6,7 @@
 //! | `receive` | a stream | the guest of this process |
 //! | `relay/pass_on` | a stream | a stream (relay), or a file (save) |
 //! | `relay/restore` | a file, all of it | a stream |
-//! | `lazy` | a save file, as the guest asks for its pages | a stream |
+//! | `lazy` | a save file, pages on demand | a stream |
 
 pub mod lazy;
 pub(crate) mod migrate;

@@ -1,5 +1,5 @@
-//! The destination's side of a migration: accepts its connections, fills guest RAM, loads devices,
-//! and takes the guest over when the source releases it.
+//! The destination's side of a migration: accepts its connections, fills guest RAM, loads devices, and takes ownership of the
+//! guest when the source releases it.
 
 use std::thread;
 
@@ -24,18 +24,17 @@ use crate::pipe::session::Session;
 use crate::pipe::settings::RelaySettings;
 use crate::stream::handshake;
 
-/// Threads that populate RAM at most: memory bandwidth is used up by then.
+/// Most threads that populate RAM: they use up the memory bandwidth.
 const POPULATE_THREADS: usize = 8;
 
-/// Waits at `listener` for one migration into `guest`, which has not run, and returns when the guest
-/// runs here and its source knows it. A source that is not heard from any more is waited for as long as it
-/// may ask: `handshake_timeout` and [`Options::settle_timeout`]. The guest runs meanwhile; `control` says
-/// so at once.
+/// Waits at `listener` for one migration into `guest`, which has not run. Returns when the guest runs here and its source knows
+/// it. Waits for a silent source as long as it may ask: `handshake_timeout` and [`Options::settle_timeout`]. The guest runs in
+/// the meantime, as `control` reports at once.
 ///
 /// # Errors
-/// [`MigrationError::PagesMissing`] of a guest that runs here, and waits for pages that will not come: somebody has
-/// cancelled while its source was lost. After any other [`MigrationError`] the guest does not run here; its RAM and devices
-/// are to be thrown away.
+/// [`MigrationError::PagesMissing`] for a guest that runs here, and waits for pages that will not come, because of a cancel
+/// while its source was lost. After any other [`MigrationError`] the guest does not run here; its RAM and devices must be
+/// discarded.
 pub fn receive(
     guest: &dyn Guest,
     listener: Listener,
@@ -48,8 +47,8 @@ pub fn receive(
     })
 }
 
-/// Readies the guest's RAM for a migration with these options, before anybody is told where to
-/// connect: with `mem-prealloc`, makes the kernel allocate all of it now.
+/// Prepares the guest's RAM for a migration with these options, before a peer learns where to connect: with `mem-prealloc`,
+/// makes the kernel allocate all of it now.
 ///
 /// # Errors
 /// [`MigrationError::Memory`] if there is not enough of it.
@@ -62,7 +61,7 @@ pub fn prepare(guest: &dyn Guest, options: &Options) -> Result<(), MigrationErro
         .min(POPULATE_THREADS);
     for block in guest.ram() {
         let block: &RamBlock = block;
-        // Huge pages are not to be split between threads.
+        // Threads must not split huge pages.
         let share = block.len().div_ceil(workers).next_multiple_of(2 << 20);
         thread::scope(|scope| {
             let threads: Result<Vec<_>, _> = (0..block.len())

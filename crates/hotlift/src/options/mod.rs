@@ -1,7 +1,7 @@
-//! The one table of migration options: names, units, ranges and defaults as QEMU 10.0 has them.
+//! The one table of migration options: names, units, ranges and defaults as in QEMU 10.0.
 //!
-//! Command-line flags, help and documentation are made from [`OPTIONS`]; a value is parsed and
-//! checked against its range here and nowhere else, before anything is opened.
+//! Command-line flags, help and documentation are generated from [`OPTIONS`]. Values are parsed and checked against their
+//! ranges here and nowhere else, before anything is opened.
 
 mod qmp;
 mod roles;
@@ -25,7 +25,7 @@ pub use values::{
     parse_size,
 };
 
-/// Declares the struct, and a value of it for [`OPTIONS`] to put the defaults into.
+/// Declares the struct, and a blank value of it, into which the defaults of [`OPTIONS`] are put.
 macro_rules! options {
     (
         $(#[$about:meta])*
@@ -50,8 +50,8 @@ options! {
     /// The options of one migration, resolved and in range.
     #[derive(Debug, Clone)]
     pub struct Options {
-        /// Whether pages travel on multifd channels; if not, they are records of the main channel. `None`:
-        /// on, unless `compress` or `xbzrle` is. What comes of it is [`Options::multifd`].
+        /// True if pages travel on multifd channels, false if they are records of the main channel. `None`: on, unless
+        /// `compress` or `xbzrle` is. [`Options::multifd`] returns the value in effect.
         pub multifd: Option<bool>,
         /// Number of multifd channels, 1 to 255.
         pub multifd_channels: u8,
@@ -63,7 +63,7 @@ options! {
         pub multifd_zstd_level: u8,
         /// Level of qatzip, 1 to 9.
         pub multifd_qatzip_level: u8,
-        /// Whether pages on the main channel are compressed by threads (QEMU 2.4 to 9.0).
+        /// True if threads compress pages on the main channel (QEMU 2.4 to 9.0).
         pub compress: bool,
         /// Level of `compress`, 0 to 9.
         pub compress_level: u8,
@@ -71,95 +71,94 @@ options! {
         pub compress_threads: u8,
         /// Number of threads that decompress, 1 to 255.
         pub decompress_threads: u8,
-        /// Whether pages wait for a thread that compresses; if not, those that find none free go
-        /// uncompressed.
+        /// True if pages wait for a free compression thread; if false, pages that find none are sent uncompressed.
         pub compress_wait_thread: bool,
-        /// Whether the method's accelerator is used.
+        /// Use of the method's accelerator.
         pub accelerator: Accelerator,
-        /// What method `auto` sends to a QEMU, which reads one method: that one, each packet at a level of its own.
+        /// Method that `auto` uses towards a QEMU, which reads one method only; each packet has a level of its own.
         pub qemu_reads: &'static MethodInfo,
         /// Limit over all sockets, in bytes a second; 0 is unlimited.
         pub max_bandwidth: u64,
         /// Limit over this side's channel threads, in thousandths of a core; 0 is unlimited.
         pub cpu_limit: u32,
-        /// What the migration is to be good at, where it may choose.
+        /// Optimization goal, where the migration may choose.
         pub goal: Goal,
-        /// How long the guest may stand still, 0 to 2,000,000 ms.
+        /// Longest pause of the guest at the switchover, 0 to 2,000,000 ms.
         pub downtime_limit: Duration,
-        /// Where zero pages are looked for.
+        /// Threads that detect zero pages.
         pub zero_page_detection: ZeroPageDetection,
-        /// Whether the devices of `accel_path` look for them.
+        /// True if the devices of `accel_path` detect them.
         pub zero_page_devices: bool,
         /// Devices for `zero_page_devices`.
         pub accel_path: Vec<AccelPath>,
-        /// Whether method none sends guest pages by reference instead of copying them into the socket.
+        /// True if method none sends guest pages by reference instead of copying them into the socket.
         pub zero_copy_send: bool,
-        /// Whether the destination populates its RAM before the first page arrives.
+        /// True if the destination populates its RAM before the first page arrives.
         pub mem_prealloc: bool,
-        /// Whether pages of the main channel are sent as what has changed of them.
+        /// True if a page of the main channel is sent as its difference to the one sent before.
         pub xbzrle: bool,
-        /// Memory of the pages that `xbzrle` compares with, in bytes; a power of two.
+        /// Size of the cache of pages that `xbzrle` compares with, in bytes; a power of two.
         pub xbzrle_cache_size: u64,
-        /// Whether the guest is slowed down while it dirties pages faster than they are sent.
+        /// True if the guest is slowed down while it dirties pages faster than they are sent.
         pub auto_converge: bool,
-        /// Dirtied bytes over sent bytes of a round above which it is, 1 to 100 %.
+        /// Dirtied bytes over sent bytes of a round above which `auto_converge` slows the guest down, 1 to 100 %.
         pub throttle_trigger_threshold: u8,
-        /// What `auto_converge` takes from the vCPUs at first, 1 to 99 %.
+        /// Share that `auto_converge` takes from the vCPUs at first, 1 to 99 %.
         pub cpu_throttle_initial: u8,
-        /// What it adds each time, 1 to 99 %.
+        /// Share that it adds each time, 1 to 99 %.
         pub cpu_throttle_increment: u8,
-        /// Whether it adds no more than is needed, at the end.
+        /// True if it adds no more than is needed, at the end.
         pub cpu_throttle_tailslow: bool,
-        /// The most that it takes, 1 to 99 %.
+        /// Largest share that it takes, 1 to 99 %.
         pub max_cpu_throttle: u8,
-        /// Whether the source waits for [`Control::proceed`](crate::Control::proceed) once its guest is stopped.
+        /// True if the source waits for [`Control::proceed`](crate::Control::proceed) once its guest is stopped.
         pub pause_before_switchover: bool,
-        /// Whether the guest may run at the destination before all its pages are there.
+        /// True if the guest may run at the destination before all its pages are there.
         pub postcopy_ram: bool,
-        /// Whether pages that the guest waits for have a connection of their own.
+        /// True if pages that the guest waits for have a connection of their own.
         pub postcopy_preempt: bool,
-        /// Whether the destination counts how long its vCPUs wait for pages.
+        /// True if the destination measures how long its vCPUs wait for pages.
         pub postcopy_blocktime: bool,
-        /// Bytes a second of postcopy for pages that the guest has not asked for; 0 is unlimited.
+        /// Rate limit for pages of postcopy that the guest has not requested, in bytes a second; 0 is unlimited.
         pub max_postcopy_bandwidth: u64,
-        /// Whether a monitor tells each state as an event. The engine does not read it.
+        /// True if a monitor sends each state as an event. The engine does not read it.
         pub events: bool,
-        /// The engine does not read it: the destination always answers.
+        /// Not read by the engine: the destination always answers.
         pub return_path: bool,
-        /// Bandwidth to reckon with for the switchover, in bytes a second; 0 measures it.
+        /// Bandwidth assumed for the switchover, in bytes a second; 0 measures it.
         pub avail_switchover_bandwidth: u64,
-        /// Before the second announcement at the destination, in ms.
+        /// Time before the second announcement at the destination, in ms.
         pub announce_initial: u32,
         /// Longest time between two announcements, in ms.
         pub announce_max: u32,
         /// Number of announcements.
         pub announce_rounds: u16,
-        /// What each adds to the time before the next, in ms.
+        /// Time that each announcement adds before the next, in ms.
         pub announce_step: u16,
         /// Share of the zero pages that is sent as if they had content, 0 to 100 %.
         pub multifd_normal_page_ratio: u8,
-        /// Pages of one packet, in bytes; a multiple of the page.
+        /// Pages of one packet, in bytes; a multiple of the page size.
         pub multifd_packet_size: u32,
         /// Folder with the certificates for TLS; empty for none.
         pub tls_creds: String,
         /// Name that the destination's certificate must have; empty for that of its address.
         pub tls_hostname: String,
-        /// Who may be at the other end, besides having a certificate of the CA: patterns, with spaces between; empty for
-        /// anybody.
+        /// Peers that are allowed, if they also have a certificate of the CA: name patterns, separated by spaces. Empty allows
+        /// any peer.
         pub tls_authz: String,
-        /// Records that are sent under one TLS key. For tests: the default is what the cipher allows.
+        /// Records that are sent under one TLS key. For tests: the default is the limit of the cipher.
         pub tls_records_per_key: u64,
-        /// No TLS with other hosts, even where certificates are found.
+        /// True if connections to other hosts have no TLS, even where certificates are found.
         pub insecure: bool,
-        /// Most multifd channels that a relay takes from a source, 1 to 255.
+        /// Most multifd channels that a relay accepts from a source, 1 to 255.
         pub max_channels: u8,
-        /// Most bytes that a source can make its receiver take, besides 1 MiB for each channel.
+        /// Most bytes that a source can make its receiver allocate, in addition to 1 MiB for each channel.
         pub memory_limit: u64,
-        /// How long a source asks what became of its guest before it is in doubt, 1 to 86,400 s.
+        /// Time for which a source asks about its guest before it is in doubt, 1 to 86,400 s.
         pub settle_timeout: Duration,
         /// Longest silence of another host in precopy, after which the migration fails; zero for no limit.
         pub silence_timeout: Duration,
-        /// How long a started handshake or a silent peer is waited for.
+        /// Time limit of a started handshake, and of a wait for a silent peer.
         pub handshake_timeout: Duration,
     }
 }
@@ -175,7 +174,7 @@ static DEFAULTS: LazyLock<Options> = LazyLock::new(|| {
             (option.access.store)(&mut options, value);
         }
     }
-    // It depends on the others as long as it is not given.
+    // Its default depends on the others.
     options.multifd = None;
     options.tls_records_per_key = RECORDS_PER_KEY;
     options.handshake_timeout = HANDSHAKE_TIMEOUT;
@@ -191,14 +190,14 @@ impl Default for Options {
 /// Longest `silence_timeout`: the same for every interface that sets it.
 pub const MAX_SILENCE_TIMEOUT: Duration = Duration::from_secs(86_400);
 
-/// What a source can make its receiver take for each channel, beside `memory_limit`: a payload is up to twice its pages,
-/// which are 512 KiB.
+/// Memory that a source can make its receiver allocate for each channel, in addition to `memory_limit`: a payload is up to
+/// twice its pages, which are 512 KiB.
 pub(crate) const CHANNEL_MEMORY: usize = 1 << 20;
 
-/// Most bytes of pages in a packet, as an option and as a destination takes them from a Hotlift.
+/// Most bytes of pages in a packet: limit of the option, and of what a destination accepts from a Hotlift.
 pub(crate) const MAX_PACKET_SIZE: usize = 8 << 20;
 
-/// Why an option was refused. QEMU's wording, with the range and what was given.
+/// Refusal of an option, in QEMU's wording, with the range and the given value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
     /// No option has that name.
@@ -207,12 +206,12 @@ pub enum OptionError {
         /// The name as given.
         name: String,
     },
-    /// The value is outside the option's range, or is no such value at all.
+    /// The value is outside the option's range, or not a valid value at all.
     #[error("parameter '{name}' expects {expected}, got '{got}'")]
     Value {
         /// The option's name.
         name: &'static str,
-        /// The values that it takes.
+        /// The values that it accepts.
         expected: String,
         /// The value as given.
         got: String,
@@ -222,7 +221,7 @@ pub enum OptionError {
     NoAccelerator {
         /// The device.
         device: &'static str,
-        /// Why not.
+        /// Cause.
         reason: String,
     },
     /// Two options do not go together.
@@ -230,27 +229,27 @@ pub enum OptionError {
     Conflict {
         /// The option and its value.
         option: String,
-        /// What it needs.
+        /// The option that it needs.
         needs: &'static str,
     },
-    /// A relay does not do what the option asks for.
+    /// A relay does not support the option.
     #[error("{option} needs a guest of its own: {instead}")]
     NotForRelay {
         /// The option and its value.
         option: String,
-        /// Why not, and who does.
+        /// Reason, and the commands that support it.
         instead: &'static str,
     },
 }
 
-/// What kind of option a row is; says how it is set over QMP and HMP.
+/// Kind of an option, which decides how it is set over QMP and HMP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// `migrate-set-capabilities`.
     Capability,
     /// `migrate-set-parameters`.
     Parameter,
-    /// The same, with the prefix `x-hotlift-` there: QEMU has no such thing.
+    /// `migrate-set-parameters`, with the prefix `x-hotlift-`: QEMU has no such option.
     Ours,
 }
 
@@ -260,31 +259,30 @@ pub struct OptionInfo {
     pub name: &'static str,
     /// A shorter name for the command line, if it has one.
     pub alias: Option<&'static str>,
-    /// What kind of option it is.
+    /// Kind of the option.
     pub kind: Kind,
-    /// The values it takes.
+    /// The values that it accepts.
     pub values: Values,
     /// The default on the command line, as it would be typed.
     pub default: &'static str,
     /// Unit of a number; empty if it has none.
     pub unit: &'static str,
-    /// Whether a change takes effect in a migration that runs.
+    /// True if a change takes effect in a running migration.
     pub live: bool,
-    /// Where help shows it.
+    /// Section of help that shows it.
     pub group: Group,
-    /// Who does not take it, besides what follows from its group.
+    /// Roles that do not take it, in addition to those that its group excludes.
     pub not_for: &'static [NotFor],
     /// Defaults that are not [`OptionInfo::default`].
     pub defaults: &'static [RoleDefault],
-    /// What it is without effect without; QMP takes it all the same, as QEMU does, since the other may
-    /// come later.
+    /// Option without which it has no effect. QMP accepts it all the same, as QEMU does, because the other may be set later.
     pub with: Option<With>,
-    /// What it does, in one line.
+    /// Its effect, in one line.
     pub help: &'static str,
     access: Access,
 }
 
-/// How an option's field is reached.
+/// Access to an option's field.
 struct Access {
     /// Stores a checked value.
     store: fn(&mut Options, Value),
@@ -292,15 +290,15 @@ struct Access {
 }
 
 impl OptionInfo {
-    /// The option's value in `options`.
+    /// Returns the option's value in `options`.
     #[must_use]
     pub fn read(&self, options: &Options) -> Value {
         (self.access.read)(options)
     }
 }
 
-/// The row of an option. Names are taken with dashes or underscores, ours with or without their
-/// prefix, and as older documents have them ([`OLDER_NAMES`]).
+/// Returns the row of an option. Accepts names with dashes or underscores, ours with or without their prefix, and the names of
+/// older documents ([`OLDER_NAMES`]).
 ///
 /// # Errors
 /// [`OptionError::Unknown`].
@@ -316,10 +314,10 @@ pub fn option(name: &str) -> Result<&'static OptionInfo, OptionError> {
 }
 
 impl Options {
-    /// Sets an option by name. Names are taken with dashes or underscores.
+    /// Sets an option by name. Accepts names with dashes or underscores.
     ///
     /// # Errors
-    /// [`OptionError`] for an unknown name or a value outside the range, which is named.
+    /// [`OptionError`] for an unknown name or a value outside the range, with that range.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), OptionError> {
         let option = option(name)?;
         let value = option
@@ -338,14 +336,14 @@ impl Options {
         Ok(())
     }
 
-    /// Takes over the options that may change while a migration runs.
+    /// Copies the options that may change while a migration runs.
     pub(crate) fn take_live(&mut self, from: &Self) {
         for option in OPTIONS.iter().filter(|option| option.live) {
             (option.access.store)(self, option.read(from));
         }
     }
 
-    /// Whether the options go together, and whether what they require is there.
+    /// Checks that the options go together, and that what they require is available.
     ///
     /// # Errors
     /// [`OptionError::Conflict`], [`OptionError::NoAccelerator`].
@@ -369,7 +367,7 @@ impl Options {
                 needs: "compress=off: a page is sent as a change or compressed, not both",
             });
         }
-        // What chooses for packets has nothing to do without them.
+        // Method auto has no effect without packets.
         if !self.multifd() && method.flag != 0 && !method.is_auto() {
             return Err(OptionError::Conflict {
                 option: format!("multifd-compression={}", method.name),
@@ -448,8 +446,8 @@ impl Options {
                 needs: "multifd=on",
             });
         }
-        // The search for zero pages has devices of its own, which are opened later. Method none may
-        // still be one end of a relay whose other end has an accelerator.
+        // The detection of zero pages has devices of its own, which are opened later. Method none may still be one end of a
+        // relay whose other end has an accelerator.
         let other = self.zero_page_devices || (method.flag == 0 && !self.compress);
         if self.accelerator != Accelerator::Required || (other && method.hardware.is_none()) {
             return Ok(());
@@ -471,13 +469,13 @@ impl Options {
         }
     }
 
-    /// Whether pages travel on multifd channels.
+    /// Returns true if pages travel on multifd channels.
     #[must_use]
     pub fn multifd(&self) -> bool {
         self.multifd.unwrap_or(!self.compress && !self.xbzrle)
     }
 
-    /// Name of what compresses pages: a method's, or `compress`.
+    /// Returns the name of the compression: a method's, or `compress`.
     #[must_use]
     pub fn method_name(&self) -> &'static str {
         if self.compress {
@@ -487,7 +485,7 @@ impl Options {
         }
     }
 
-    /// The libraries that do it, by name and version.
+    /// Returns the names and versions of the libraries that compress.
     #[must_use]
     pub fn library(&self) -> String {
         if self.compress {
@@ -497,25 +495,25 @@ impl Options {
         }
     }
 
-    /// The method that all multifd packets have; `None` if each has its own.
+    /// Returns the method that all multifd packets have; `None` if each has its own.
     pub(crate) fn packet_method(&self) -> Option<Method> {
         let method = self.multifd_compression;
         (!method.is_auto()).then(|| Method::from_flag(method.flag).unwrap_or(Method::None))
     }
 
-    /// What method `auto` sends to a QEMU.
+    /// Returns the method that `auto` uses towards a QEMU.
     pub(crate) fn qemu_reads(&self) -> Method {
         Method::from_flag(self.qemu_reads.flag).unwrap_or(Method::None)
     }
 
-    /// Pages that are gathered into a packet.
+    /// Returns the number of pages that are gathered into a packet.
     #[must_use]
     pub fn packet_pages(&self) -> usize {
         let bytes = usize::try_from(self.multifd_packet_size).unwrap_or(MAX_PACKET_SIZE);
         (bytes / PAGE_SIZE).clamp(1, MAX_PACKET_SIZE / PAGE_SIZE)
     }
 
-    /// Room of packets on the wire: QEMU's where it suffices, since a QEMU reads no other; a packet need
+    /// Returns the layout of packets on the wire: QEMU's where it is large enough, because a QEMU reads no other. A packet need
     /// not fill it.
     #[must_use]
     pub fn packet_layout(&self) -> PacketLayout {
@@ -526,7 +524,7 @@ impl Options {
         PacketLayout::new(PAGE_SIZE, pages).unwrap_or(PacketLayout::QEMU)
     }
 
-    /// Number of multifd channels that the migration has; 0 without multifd.
+    /// Returns the number of multifd channels that the migration has; 0 without multifd.
     #[must_use]
     pub fn channels(&self) -> u8 {
         if self.multifd() {
@@ -536,13 +534,13 @@ impl Options {
         }
     }
 
-    /// Name of the mode of zero page detection.
+    /// Returns the name of the mode of zero page detection.
     #[must_use]
     pub fn zero_page_detection_name(&self) -> String {
         Value::ZeroPages(self.zero_page_detection, self.zero_page_devices).to_string()
     }
 
-    /// How a channel's encoder works, for a receiver that is a Hotlift or is not.
+    /// Returns the settings of a channel's encoder, for a receiver that is a Hotlift or a QEMU.
     #[must_use]
     pub fn encoder_settings(&self, to_hotlift: bool) -> EncoderSettings {
         EncoderSettings {
@@ -552,8 +550,8 @@ impl Options {
             accelerator: self.accelerator,
             to_hotlift,
             window_max: if to_hotlift {
-                // As many windows as there are channels fit the other side's memory-limit, as long as it is
-                // not lowered. A QEMU has none.
+                // The windows of all channels together fit the other side's memory-limit, unless that was lowered. A QEMU has
+                // no limit.
                 let limit = usize::try_from(DEFAULTS.memory_limit).unwrap_or(usize::MAX);
                 limit / usize::from(self.channels().max(1))
             } else {
@@ -562,19 +560,19 @@ impl Options {
         }
     }
 
-    /// What a source with so many channels can make its receiver take.
+    /// Returns the memory that a source with this number of channels can make its receiver allocate.
     pub(crate) fn memory(&self, channels: usize) -> MemoryLimit {
         let limit = usize::try_from(self.memory_limit).unwrap_or(usize::MAX);
         MemoryLimit::new(limit.saturating_add(channels * CHANNEL_MEMORY))
     }
 
-    /// How long a source may ask what became of its guest, from when it was told that all is loaded: it may commit
-    /// as long as it waits for that word, and asks from then on.
+    /// Returns how long a source may ask about its guest, from the moment when it was informed that all is loaded. It may
+    /// commit while it waits for that message, and asks from then on.
     pub(crate) fn time_for_questions(&self) -> Duration {
         self.handshake_timeout + self.settle_timeout
     }
 
-    /// Level of `compress`, or of the chosen method, by its option `multifd-NAME-level`; `None` if it has no levels.
+    /// Returns the level of `compress`, or of the method by its option `multifd-NAME-level`; `None` without levels.
     #[must_use]
     pub fn level(&self) -> Option<u8> {
         if self.compress {
@@ -598,7 +596,7 @@ mod tests {
         for option in OPTIONS {
             options.set(option.name, option.default).unwrap();
         }
-        // Not given, it depends; given, it is what was said.
+        // Unset, it depends on the others; set, it is the given value.
         assert_eq!(options.multifd.take(), Some(options.multifd()));
         assert_eq!(format!("{options:?}"), format!("{:?}", Options::default()));
     }
@@ -667,7 +665,7 @@ mod tests {
         assert!(error.to_string().contains("none, zlib, zstd"), "{error}");
     }
 
-    /// Options set in this order, if they go together.
+    /// Returns options set in this order, if they go together.
     fn given(options: &[(&str, &str)]) -> Result<Options, OptionError> {
         let mut all = Options::default();
         for (name, value) in options {

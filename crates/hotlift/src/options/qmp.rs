@@ -1,4 +1,4 @@
-//! The options over QMP and HMP: names, types, typed values, and QEMU's words when one is refused.
+//! Options over QMP and HMP: names, types, typed values, and QEMU's messages when one is refused.
 
 use std::borrow::Cow;
 
@@ -7,17 +7,17 @@ use serde_json::{Map, Value as Json, json};
 use super::values::{AccelPath, Value, Values, parse_size_in};
 use super::{Kind, OPTIONS, OptionInfo, Options, option};
 
-/// Begins the names of options that QEMU has not.
+/// Prefix of the names of options that QEMU lacks.
 pub const OUR_PREFIX: &str = "x-hotlift-";
 
-/// A name that an option had in an older document.
+/// Name of an option in an older document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OlderName {
     /// The name.
     pub name: &'static str,
-    /// What it is now.
+    /// Present name.
     pub now: &'static str,
-    /// What is set along with it: option and value.
+    /// Option that is set along with it, and its value.
     pub also: Option<(&'static str, &'static str)>,
 }
 
@@ -68,7 +68,7 @@ impl std::fmt::Display for QmpType {
     }
 }
 
-/// Why QMP or HMP refuses an option. The words are those of QEMU 10.0, which clients look for.
+/// Refusal of an option over QMP or HMP. The messages are those of QEMU 10.0, because clients search for them.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum QmpRefusal {
     /// No parameter has that name.
@@ -77,15 +77,15 @@ pub enum QmpRefusal {
         /// The name as given.
         name: String,
     },
-    /// No number, or one outside the range.
+    /// Not a number, or outside the range.
     #[error("Parameter '{name}' expects {expected}")]
     Expects {
         /// The option's name; with underscores where QEMU has them.
         name: String,
-        /// What it takes.
+        /// The values that it accepts.
         expected: Cow<'static, str>,
     },
-    /// Not one of the names that it takes.
+    /// Not one of the names that it accepts.
     #[error("Parameter '{name}' does not accept value '{got}'")]
     NotAccepted {
         /// The option's name, or `capability`.
@@ -101,17 +101,17 @@ pub enum QmpRefusal {
         /// JSON's name of the type.
         expected: &'static str,
     },
-    /// No size, where QEMU's HMP reads bandwidths.
+    /// Not a size, where QEMU's HMP reads bandwidths.
     #[error("Invalid size {got}")]
     Size {
-        /// As it was typed.
+        /// The text as typed.
         got: String,
     },
 }
 
-/// QEMU's ranges that are worded unlike "a value between LOWEST and HIGHEST".
+/// QEMU's ranges whose wording differs from "a value between LOWEST and HIGHEST".
 const WORDINGS: &[(&str, &str)] = &[
-    // 0 is refused, and so said by QEMU.
+    // QEMU refuses 0, and names this range all the same.
     ("announce-step", "a value between 0 and 10000"),
     (
         "throttle-trigger-threshold",
@@ -137,7 +137,7 @@ const WORDINGS: &[(&str, &str)] = &[
 ];
 
 impl OptionInfo {
-    /// The name over QMP and HMP: ours have the prefix `x-hotlift-`.
+    /// Returns the name over QMP and HMP: ours have the prefix `x-hotlift-`.
     #[must_use]
     pub fn qmp_name(&self) -> Cow<'static, str> {
         match self.kind {
@@ -146,7 +146,7 @@ impl OptionInfo {
         }
     }
 
-    /// Type over QMP.
+    /// Returns the type over QMP.
     #[must_use]
     pub fn qmp_type(&self) -> QmpType {
         match self.values {
@@ -162,7 +162,7 @@ impl OptionInfo {
         }
     }
 
-    /// The option's value in `options`, as QMP tells it.
+    /// Returns the option's value in `options`, as QMP reports it.
     #[must_use]
     pub fn read_json(&self, options: &Options) -> Json {
         match self.read(options) {
@@ -173,11 +173,11 @@ impl OptionInfo {
         }
     }
 
-    /// What is typed at a monitor, as QMP takes it: bandwidths are MiB/s without a suffix, switches
-    /// are on or off, all else as in [`Values`]. The range is not checked.
+    /// Converts text that is typed at a monitor to QMP's value: bandwidths are MiB/s without a suffix, switches are on or off,
+    /// all else is as in [`Values`]. Does not check the range.
     ///
     /// # Errors
-    /// [`QmpRefusal`] if it is no such value at all.
+    /// [`QmpRefusal`] if the text is no such value at all.
     pub fn typed(&self, text: &str) -> Result<Json, QmpRefusal> {
         let hexadecimal = || u64::from_str_radix(text.strip_prefix("0x")?, 16).ok();
         match self.qmp_type() {
@@ -212,7 +212,7 @@ impl OptionInfo {
         }
     }
 
-    /// True for bytes a second, which QEMU's HMP takes in MiB/s.
+    /// Returns true for bytes a second, which QEMU's HMP takes in MiB/s.
     #[must_use]
     pub fn is_bandwidth(&self) -> bool {
         self.values == Values::Size && self.unit == "bytes/s"
@@ -225,7 +225,7 @@ impl OptionInfo {
         }
     }
 
-    /// The same with underscores: QEMU names parameters so when it speaks of ranges.
+    /// Returns the same with underscores: QEMU names parameters with underscores in range errors.
     fn out_of_range(&self) -> QmpRefusal {
         let wording = WORDINGS.iter().find(|(name, _)| *name == self.name);
         let expected = wording.map_or_else(
@@ -245,7 +245,7 @@ impl OptionInfo {
         }
     }
 
-    /// Checks the type alone, as QEMU does with all parameters of a command before any range.
+    /// Checks the type alone, as QEMU does for all parameters of a command before any range.
     fn check_type(&self, json: &Json) -> Result<(), QmpRefusal> {
         let number = || json.is_u64() || json.is_i64();
         match self.qmp_type() {
@@ -283,7 +283,7 @@ impl OptionInfo {
         }
     }
 
-    /// The value of `json`, whose type was checked.
+    /// Returns the value of `json`, whose type was checked.
     fn value(&self, json: &Json) -> Result<Value, QmpRefusal> {
         match json {
             Json::Array(items) => items
@@ -307,7 +307,7 @@ impl OptionInfo {
     }
 }
 
-/// The row of a name that came over QMP: exact, dashes only; or a name of [`OLDER_NAMES`].
+/// Returns the row of a QMP name: exact, with dashes only; or a name of [`OLDER_NAMES`].
 #[must_use]
 pub fn qmp_option(name: &str) -> Option<&'static OptionInfo> {
     let older = OLDER_NAMES.iter().find(|older| older.name == name);
@@ -319,7 +319,7 @@ impl Options {
     /// Sets a capability by its QMP name.
     ///
     /// # Errors
-    /// [`QmpRefusal::NotAccepted`] if there is no such.
+    /// [`QmpRefusal::NotAccepted`] if there is no such capability.
     pub fn set_capability(&mut self, name: &str, state: bool) -> Result<(), QmpRefusal> {
         let option = qmp_option(name)
             .filter(|option| option.kind == Kind::Capability)
@@ -331,17 +331,17 @@ impl Options {
         Ok(())
     }
 
-    /// Sets what a name of [`OLDER_NAMES`] sets along with it.
+    /// Sets the option that a name of [`OLDER_NAMES`] sets along with its own.
     pub(super) fn set_along(&mut self, name: &str) {
         let older = OLDER_NAMES.iter().find(|older| older.name == name);
         if let Some((name, value)) = older.and_then(|older| older.also) {
-            // Both are the table's own.
+            // Both are in the table, so this does not fail.
             let _ = self.set(name, value);
         }
     }
 
-    /// Sets parameters by their QMP names: all of them, or none. As in QEMU all types are checked
-    /// before any name, and names before any range.
+    /// Sets parameters by their QMP names: all of them, or none. Checks all types before any name, and names before any range,
+    /// as QEMU does.
     ///
     /// # Errors
     /// [`QmpRefusal`] for the first that does not fit.

@@ -1,18 +1,18 @@
-//! Which options mean something to whom, what their defaults are there, and how help groups them: the
-//! columns of the table that commands are made of.
+//! Roles of options: which roles take an option, their defaults, and the sections of help. Commands are generated from these
+//! columns of the table.
 
 use super::{OptionInfo, Options};
 
-/// Who migrates, as far as options go.
+/// Role in a migration, as far as options depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// Both ends of a built-in guest's migration, without a monitor: `demo` and `hotlift-bench`.
     Pair,
-    /// One built-in guest, with a monitor if that is asked for: `guest run`.
+    /// One built-in guest, with a monitor if one is requested: `guest run`.
     Guest,
-    /// A relay that whoever listens to it steers: `relay`.
+    /// A relay that the operator controls: `relay`.
     Relay,
-    /// A relay beside a QEMU that is told to migrate: `migrate`.
+    /// A relay beside a QEMU, which it makes migrate: `migrate`.
     Migrate,
     /// The same, into a file: `save`.
     Save,
@@ -23,7 +23,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// All of them.
+    /// All roles.
     pub const ALL: &'static [Self] = &[
         Self::Pair,
         Self::Guest,
@@ -34,56 +34,56 @@ impl Role {
         Self::Restore,
     ];
 
-    /// Whether the other side decides all but what bounds it.
+    /// Returns true if the other side decides everything except limits.
     #[must_use]
     pub fn only_receives(self) -> bool {
         matches!(self, Self::Receive | Self::Restore)
     }
 }
 
-/// Where help shows an option.
+/// Section of help that shows an option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
-    /// Among the first, in this order: what is asked for every day.
+    /// First section, in this order: options for everyday use.
     Everyday(u8),
     /// Levels by method.
     Levels,
-    /// What channels carry, and how.
+    /// Content of channels, and its form.
     Channels,
-    /// Ways of the main channel.
+    /// Forms of pages on the main channel.
     Main,
-    /// Devices that look for zero pages.
+    /// Devices that detect zero pages.
     Devices,
-    /// What auto-converge does.
+    /// Auto-converge.
     Throttle,
     /// The hand-over of the guest.
     Switchover,
     /// Encryption.
     Tls,
-    /// Who may be at the other end.
+    /// Peers that are allowed.
     TlsNames,
     /// Announcements of the guest at its destination.
     Announce,
-    /// What bounds a peer. Besides TLS the only options of who [only receives](Role::only_receives).
+    /// Limits for a peer. Besides TLS, the only options of a role that [only receives](Role::only_receives).
     Limits,
-    /// What changes nothing of a migration itself.
+    /// Options that change nothing of the migration itself.
     Others,
 }
 
 impl Group {
-    /// Whether short help has it.
+    /// Returns true if short help shows the group.
     #[must_use]
     pub fn is_in_short_help(self) -> bool {
         matches!(self, Self::Everyday(_) | Self::Tls)
     }
 
-    /// Whether its options say how a connection is encrypted.
+    /// Returns true if its options control the encryption of a connection.
     #[must_use]
     pub fn is_of_tls(self) -> bool {
         matches!(self, Self::Tls | Self::TlsNames)
     }
 
-    /// As a heading.
+    /// Returns the heading.
     #[must_use]
     pub fn title(self) -> &'static str {
         match self {
@@ -101,7 +101,7 @@ impl Group {
         }
     }
 
-    /// Order of the groups, and of what is asked for every day.
+    /// Returns the order of the groups, and of the options for everyday use.
     #[must_use]
     pub fn rank(self) -> (u8, u8) {
         match self {
@@ -121,14 +121,14 @@ impl Group {
     }
 }
 
-/// Who does not take an option, or one of its values, and what to do instead.
+/// Roles that do not take an option, or one of its values, and the alternative.
 #[derive(Debug, Clone, Copy)]
 pub struct NotFor {
-    /// They.
+    /// The roles.
     pub roles: &'static [Role],
-    /// The value; `None`: any.
+    /// The value; `None` for any.
     pub value: Option<&'static str>,
-    /// Why not, and who does.
+    /// Reason, and the alternative.
     pub instead: &'static str,
 }
 
@@ -142,18 +142,18 @@ impl NotFor {
     }
 }
 
-/// A default that is not the table's for all.
+/// Default of some roles, which differs from the table's.
 #[derive(Debug, Clone, Copy)]
 pub struct RoleDefault {
-    /// Whose it is; of several rows the first that has the role counts.
+    /// Roles that have it; of several rows, the first with the role counts.
     pub roles: &'static [Role],
-    /// What is set where the option is not given; `None`: nothing, and the words say what comes of it.
+    /// Value that is set where the option is not given; `None` sets nothing, and `words` describe the effect.
     pub value: Option<&'static str>,
-    /// As help says it.
+    /// Text in help.
     pub words: &'static str,
 }
 
-/// Another option without which an option is without effect.
+/// Option without which another has no effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum With {
     /// `multifd=on`.
@@ -200,7 +200,7 @@ const SENDER_DECIDES: &str =
     "the side that sends decides it: give it to 'hotlift migrate' or 'hotlift save'";
 
 impl OptionInfo {
-    /// Why the option is not for `role`, and what to do instead; `None` if it is.
+    /// Returns why the option is not for `role`, and the alternative; `None` if `role` takes it.
     #[must_use]
     pub fn refusal(&self, role: Role) -> Option<&'static str> {
         let is_own = self.group == Group::Limits || self.group.is_of_tls();
@@ -210,7 +210,7 @@ impl OptionInfo {
         }
     }
 
-    /// The same for one of its values, as it is typed.
+    /// Returns the same for one of its values, as it is typed.
     #[must_use]
     pub fn value_refusal(&self, role: Role, value: &str) -> Option<&'static str> {
         self.row_of(role, Some(value))
@@ -222,7 +222,7 @@ impl OptionInfo {
         row.map(|row| row.instead)
     }
 
-    /// The values that it takes of `role`, in words.
+    /// Returns a description of the values that `role` may set.
     #[must_use]
     pub fn values_for(&self, role: Role) -> String {
         let all = self.values.names();
@@ -234,13 +234,13 @@ impl OptionInfo {
         }
     }
 
-    /// Its own default for `role`, if that has one.
+    /// Returns the default of `role`, if it has one of its own.
     #[must_use]
     pub fn role_default(&self, role: Role) -> Option<&'static RoleDefault> {
         self.defaults.iter().find(|row| row.roles.contains(&role))
     }
 
-    /// What the option is without effect for, in `options`; `None` if it has one.
+    /// Returns what the option lacks in `options` to have an effect; `None` if it lacks nothing.
     #[must_use]
     pub fn lacks(&self, options: &Options) -> Option<&'static str> {
         let with = self.with.filter(|with| !with.is_on(options))?;
@@ -264,7 +264,7 @@ mod tests {
             .collect();
         ranks.sort_unstable();
         let places: Vec<u8> = (1..=10).filter(|place| *place != 2).collect();
-        // The second is the level of whatever method is chosen.
+        // The second is the level of the chosen method.
         assert_eq!(ranks, places);
     }
 

@@ -1,5 +1,4 @@
-//! Every option, a row each: capabilities, then parameters in the order of QEMU's
-//! `info migrate_parameters`, then our own.
+//! All options, one row each: capabilities, then parameters in the order of QEMU's `info migrate_parameters`, then our own.
 
 use std::time::Duration;
 
@@ -21,7 +20,7 @@ macro_rules! number {
     };
 }
 
-/// The same for a field of any other kind of [`Value`].
+/// Reads and writes a field of any other kind of [`Value`].
 macro_rules! plain {
     ($kind:ident, $field:ident) => {
         Access {
@@ -35,7 +34,7 @@ macro_rules! plain {
     };
 }
 
-/// A packet has at least a page; QEMU takes 512 KiB (`MULTIFD_PACKET_SIZE`). The highest bounds what a
+/// A packet has at least one page; QEMU's has 512 KiB (`MULTIFD_PACKET_SIZE`). The highest value bounds the memory that a
 /// channel of either side allocates.
 const PACKET_SIZE: Values = Values::Pages {
     lowest: 4 << 10,
@@ -46,32 +45,32 @@ const fn number(lowest: u64, highest: u64) -> Values {
     Values::Number { lowest, highest }
 }
 
-/// Commands that speak with no other host.
+/// Commands that connect to no other host.
 const LOCAL: &[Role] = &[Role::Save];
 
-/// Why they have no TLS.
+/// Reason why they have no TLS.
 const NO_HOST: &str = "it speaks with no other host, and a save file is not encrypted";
 
-/// Commands whose guest is a QEMU's, in between.
+/// Commands that pass on the guest of a QEMU.
 const RELAYS: &[Role] = &[Role::Relay, Role::Migrate, Role::Save];
 
 const SLOWS: &str = "the source's QEMU slows its guest down; set it there";
 const SWITCHES: &str = "the source's QEMU decides when to switch over; set it there";
 const ANNOUNCES: &str = "the destination's QEMU announces its guest; set it there";
 
-/// Who has nobody that says when to switch to postcopy.
+/// Roles without a monitor that starts postcopy.
 const NO_MONITOR: NotFor = NotFor::any(
     &[Role::Pair],
     "it needs a monitor that says when to switch; 'hotlift guest run' has one",
 );
 
-/// Who does not set what both sides of a postcopy have alike.
+/// Roles that do not set what both sides of a postcopy must have alike.
 const POSTCOPY: &[NotFor] = &[
     NO_MONITOR,
     NotFor::any(RELAYS, "the QEMUs agree on it; set it there"),
 ];
 
-/// A switch of QEMU's that is off at first; rows state what differs.
+/// Returns a capability of QEMU that is off by default; rows set what differs.
 const fn capability(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         name,
@@ -90,7 +89,7 @@ const fn capability(name: &'static str, access: Access) -> OptionInfo {
     }
 }
 
-/// The same for a parameter of QEMU's.
+/// Returns the same for a parameter of QEMU.
 const fn parameter(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         kind: Kind::Parameter,
@@ -98,7 +97,7 @@ const fn parameter(name: &'static str, access: Access) -> OptionInfo {
     }
 }
 
-/// The same for an option that QEMU lacks.
+/// Returns the same for an option that QEMU lacks.
 const fn ours(name: &'static str, access: Access) -> OptionInfo {
     OptionInfo {
         kind: Kind::Ours,
@@ -502,7 +501,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         not_for: &[NotFor {
             roles: RELAYS,
             value: Some("dsa-accel"),
-            // They come out of a socket: a device would fetch them from memory.
+            // The pages come from a socket: a device would fetch them from memory.
             instead: "a relay has its pages in the CPU's cache, and looks itself",
         }],
         defaults: &[RoleDefault {

@@ -1,4 +1,4 @@
-//! The values that options take, as people type them and as JSON has them.
+//! Values of options, as typed and in JSON.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,8 +9,8 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{Accelerator, MethodInfo, selection, selections};
 pub use hotlift_wire::multifd::ZeroPageDetection;
 
-/// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread (zero pages
-/// are records of the main channel), or in the channel threads (they are listed in packets).
+/// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread, or in the channel threads. Zero pages
+/// are records of the main channel in the second mode, and listed in packets in the third.
 ///
 /// The last one is of a QEMU series that was not merged: as `multifd`, on the devices of `accel-path`.
 pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
@@ -27,15 +27,15 @@ pub const ACCELERATOR: &[(&str, Accelerator)] = &[
     ("required", Accelerator::Required),
 ];
 
-/// What a migration is to be good at: `goal`, an option of ours.
+/// Optimization goal of a migration: `goal`, an option of ours.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Goal {
-    /// To end soon.
+    /// Shortest total time.
     #[default]
     Fastest,
-    /// To take little CPU time of both hosts.
+    /// Least CPU time of both hosts.
     LeastCpu,
-    /// To let the guest stand still for as short as its writes allow, below `downtime-limit`.
+    /// Shortest pause of the guest that its writes allow, below `downtime-limit`.
     ShortestDowntime,
 }
 
@@ -46,22 +46,22 @@ pub const GOAL: &[(&str, Goal)] = &[
     ("shortest-downtime", Goal::ShortestDowntime),
 ];
 
-/// The choice of that name in a table of them.
+/// Returns the choice with that name in a table of choices.
 fn named_in<T: Copy>(table: &[(&str, T)], name: &str) -> Option<T> {
     let row = table.iter().find(|(one, _)| *one == name);
     row.map(|(_, choice)| *choice)
 }
 
-/// The name of a choice in a table of them.
+/// Returns the name of a choice in a table of choices.
 fn name_in<T: PartialEq>(table: &[(&'static str, T)], choice: &T) -> &'static str {
     let row = table.iter().find(|(_, one)| one == choice);
     row.map_or("", |(name, _)| name)
 }
 
-/// Thousandths of a core of the largest `cpu-limit`: 1024 cores.
+/// Largest `cpu-limit`, in thousandths of a core: 1024 cores.
 const MOST_CORES: u32 = 1_024_000;
 
-/// Thousandths of what is typed as cores: "0.5", "4".
+/// Returns thousandths of a core for a typed number of cores: "0.5", "4".
 fn parse_cores(text: &str) -> Option<u32> {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -81,15 +81,15 @@ pub enum AccelPath {
     #[cfg(feature = "simulated")]
     /// `dsa-model:KEY=N:...`: a simulated one, for tests; see `hotlift_idxd::model::Behaviour`.
     DsaModel {
-        /// What it does.
+        /// Simulated behaviour.
         behaviour: Behaviour,
-        /// The same as it was written.
+        /// Text that it was parsed from.
         text: String,
     },
 }
 
 impl AccelPath {
-    /// A path alone is a work queue of DSA, as in the DSA series before its seventh version.
+    /// Parses a device. A path alone is a work queue of DSA, as in the DSA series before its seventh version.
     pub(super) fn parse(text: &str) -> Option<Self> {
         if text.starts_with('/') {
             return Some(Self::Dsa(text.into()));
@@ -116,7 +116,7 @@ impl fmt::Display for AccelPath {
     }
 }
 
-/// The values an option takes.
+/// Values that an option takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Values {
     /// A whole number in a closed range.
@@ -128,9 +128,9 @@ pub enum Values {
     },
     /// Bytes (or bytes a second) with an optional suffix K, M, G or T (powers of 1024).
     Size,
-    /// The same, a power of two no less than a page.
+    /// Bytes with an optional suffix: a power of two no less than a page.
     PowerOfTwo,
-    /// The same, whole pages in a closed range of bytes.
+    /// Bytes with an optional suffix: whole pages in a closed range.
     Pages {
         /// Lowest value.
         lowest: u64,
@@ -149,36 +149,36 @@ pub enum Values {
     Goal,
     /// Cores, with up to three decimals.
     Cores,
-    /// Devices, as [`AccelPath`] has them, with spaces or commas between.
+    /// Devices, as [`AccelPath`] has them, separated by spaces or commas.
     AccelPath,
-    /// Any text; empty for none. The words say what it is.
+    /// Any text; empty for none. The string describes it.
     Text(&'static str),
 }
 
 /// The value of an option, checked against its [`Values`].
 #[derive(Debug, Clone)]
 pub enum Value {
-    /// Of [`Values::Number`], and of all that are bytes.
+    /// Value of [`Values::Number`], and of all that are bytes.
     Number(u64),
-    /// Of [`Values::Switch`].
+    /// Value of [`Values::Switch`].
     Switch(bool),
-    /// Of [`Values::Method`].
+    /// Value of [`Values::Method`].
     Method(&'static MethodInfo),
-    /// Of [`Values::ZeroPages`]: the mode, and whether devices look.
+    /// Value of [`Values::ZeroPages`]: the mode, and true if devices detect zero pages.
     ZeroPages(ZeroPageDetection, bool),
-    /// Of [`Values::Accelerator`].
+    /// Value of [`Values::Accelerator`].
     Accelerator(Accelerator),
-    /// Of [`Values::Goal`].
+    /// Value of [`Values::Goal`].
     Goal(Goal),
-    /// Of [`Values::Cores`]: thousandths of a core.
+    /// Value of [`Values::Cores`]: thousandths of a core.
     Cores(u32),
-    /// Of [`Values::AccelPath`].
+    /// Value of [`Values::AccelPath`].
     AccelPath(Vec<AccelPath>),
-    /// Of [`Values::Text`].
+    /// Value of [`Values::Text`].
     Text(String),
 }
 
-/// As it would be typed.
+/// Writes the value as it is typed.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -204,7 +204,7 @@ impl fmt::Display for Value {
 }
 
 impl Values {
-    /// Reads a value as it is typed; `None` if it is none of these.
+    /// Parses a typed value; `None` if it is not one of these.
     #[must_use]
     pub fn parse(self, text: &str) -> Option<Value> {
         let size = |fits: &dyn Fn(u64) -> bool| {
@@ -248,7 +248,7 @@ impl Values {
 }
 
 impl Values {
-    /// The names that can be typed; empty where no list of them can be given.
+    /// Returns the names that can be typed; empty if there is no list of them.
     #[must_use]
     pub fn names(self) -> Vec<&'static str> {
         match self {
@@ -296,14 +296,14 @@ impl fmt::Display for Values {
     }
 }
 
-/// Parses a number of bytes with an optional suffix K, M, G or T (powers of 1024), with a fraction if it
-/// has one; `None` if it is none, or does not fit 64 bits.
+/// Parses a number of bytes with an optional suffix K, M, G or T (powers of 1024), and with a fraction if it has a suffix.
+/// Returns `None` for any other text, and for a number that does not fit 64 bits.
 #[must_use]
 pub fn parse_size(text: &str) -> Option<u64> {
     parse_size_in(text, 0)
 }
 
-/// The same; without a suffix in units of `1 << shift` bytes.
+/// Does the same; a number without a suffix is in units of `1 << shift` bytes.
 pub(super) fn parse_size_in(text: &str, shift: u32) -> Option<u64> {
     // More digits than matter below 2^64, and few enough for 128 bits.
     const MOST_DIGITS: usize = 20;
@@ -322,7 +322,7 @@ pub(super) fn parse_size_in(text: &str, shift: u32) -> Option<u64> {
         let all = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         (all && text.len() <= MOST_DIGITS).then(|| text.parse::<u128>().ok())?
     };
-    // Half a byte is none.
+    // A fraction of a byte is invalid.
     if shift == 0 && number.contains('.') {
         return None;
     }

@@ -1,12 +1,12 @@
-//! The barrier between rounds: SYNC on every multifd channel pairs with one multifd flush on main.
+//! Barrier between rounds: SYNC on every multifd channel pairs with one multifd flush on main.
 //!
-//! A channel that reads SYNC stops reading until all channels have, and main has reached its flush;
-//! no page of a later round can then be overtaken by one of an earlier round.
+//! A channel that reads SYNC pauses until all channels have read it and main has reached its flush. So no page of an earlier
+//! round can overtake one of a later round.
 
 use crate::life::Life;
 use crate::life::gate::Gate;
 
-/// One side of the barrier is the main thread, the other the channel threads. The end of the lifetime ends all waiting.
+/// Barrier between the main thread and the channel threads. The end of the lifetime ends all waits.
 pub(crate) struct Barrier {
     channels: usize,
     state: Gate<State>,
@@ -15,16 +15,16 @@ pub(crate) struct Barrier {
 
 #[derive(Default)]
 struct State {
-    /// Channels that wait at the present barrier.
+    /// Channels that wait at the current barrier.
     arrived: usize,
-    /// Channels that have ended, between packets, and will arrive nowhere.
+    /// Channels that have ended between packets, and will not arrive.
     ended: usize,
-    /// Barriers passed.
+    /// Count of barriers passed.
     passed: u64,
 }
 
 impl Barrier {
-    /// Makes the barrier of so many channels.
+    /// Creates the barrier of `channels` channels.
     pub(crate) fn new(channels: usize, life: &Life) -> Self {
         Self {
             channels,
@@ -33,7 +33,7 @@ impl Barrier {
         }
     }
 
-    /// A channel has read SYNC: waits for the others and for main. False if the migration failed.
+    /// Records that a channel has read SYNC, and waits for the others and for main. Returns false if the migration failed.
     pub(crate) fn channel_arrives(&self) -> bool {
         let here = self.state.change(|state| {
             state.arrived += 1;
@@ -42,13 +42,13 @@ impl Barrier {
         self.wait(|state| (state.passed != here).then_some(true))
     }
 
-    /// A channel has ended.
+    /// Records that a channel has ended.
     pub(crate) fn channel_ends(&self) {
         self.state.change(|state| state.ended += 1);
     }
 
-    /// Main has read its multifd flush: waits for every channel, which all wait when it returns true. False if the
-    /// migration failed, a channel has ended, or `called_off` returns true.
+    /// Waits, after main's multifd flush, until every channel waits. Returns false if the migration failed, a channel has
+    /// ended, or `called_off` returns true.
     pub(crate) fn wait_for_channels(&self, called_off: impl Fn() -> bool) -> bool {
         self.wait(|state| match state.arrived < self.channels {
             true if state.ended > 0 || called_off() => Some(false),
@@ -62,7 +62,7 @@ impl Barrier {
         outcome == Ok(Some(true))
     }
 
-    /// Lets all channels go on.
+    /// Releases all channels.
     pub(crate) fn pass(&self) {
         self.state.change(|state| {
             state.arrived = 0;

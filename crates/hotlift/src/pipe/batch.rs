@@ -1,29 +1,29 @@
-//! Pages on their way to a sink: what one incoming packet holds, decoded, or what a guest has for threads that compress.
+//! Pages on their way to a sink: the decoded content of a packet, or a guest's pages for compression threads.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::multifd::PacketLayout;
 
-/// Most pages in a batch: one packet's.
+/// Maximum count of pages in a batch: those of one packet.
 pub(crate) const BATCH_PAGES: usize = PacketLayout::QEMU.pages();
 
-/// Up to [`BATCH_PAGES`] pages of one RAM block. Batches are made once and used again; their number
-/// is all the memory that pages in the relay can take.
+/// Up to [`BATCH_PAGES`] pages of one RAM block. Batches are allocated once and reused; their number bounds the memory that
+/// pages in the relay can take.
 #[derive(Debug)]
 pub(crate) struct Batch {
     /// Index of the RAM block.
     pub block: usize,
-    /// Byte offsets in the block of the pages that have content, in the order of [`Batch::pages`].
+    /// Byte offsets in the block of the pages with content, in the order of [`Batch::pages`].
     pub normal: Vec<u64>,
-    /// Byte offsets of the pages that are zero.
+    /// Byte offsets of the zero pages.
     pub zero: Vec<u64>,
-    /// The pages were records of the main channel.
+    /// True if the pages were records of the main channel.
     pub from_main: bool,
     pages: Box<[u8]>,
-    /// Pages of capability `compress`, as they came: byte offset, and length of the stream.
+    /// Pages of capability `compress`, unchanged: byte offset, and length of the stream.
     compressed: Vec<(u64, usize)>,
-    /// Their streams, one after the other.
+    /// Their concatenated streams.
     streams: Vec<u8>,
 }
 
@@ -50,23 +50,23 @@ impl Batch {
         self.streams.clear();
     }
 
-    /// Pages of all kinds.
+    /// Returns the count of all pages.
     pub(crate) fn len(&self) -> usize {
         self.normal.len() + self.zero.len() + self.compressed.len()
     }
 
-    /// Content of the normal pages, one after the other.
+    /// Returns the concatenated content of the normal pages.
     pub(crate) fn pages(&self) -> &[u8] {
         &self.pages[..self.normal.len() * PAGE_SIZE]
     }
 
-    /// Room for the normal pages named so far, one after the other. A source whose packets hold more pages than a batch is
-    /// refused before (`unfit` of a relay).
+    /// Returns the buffer for the normal pages named so far. A source whose packets hold more pages than a batch was rejected
+    /// before (`unfit` of a relay).
     pub(crate) fn pages_mut(&mut self) -> &mut [u8] {
         &mut self.pages[..self.normal.len() * PAGE_SIZE]
     }
 
-    /// The same, with their offsets.
+    /// Returns the same buffer, with the pages' offsets.
     pub(crate) fn normal_mut(&mut self) -> (&[u64], &mut [u8]) {
         (
             &self.normal,
@@ -81,7 +81,7 @@ impl Batch {
         self.normal.push(offset);
     }
 
-    /// Adds a copy of a page of guest memory; the batch must not be full. A page that changes meanwhile is dirty again.
+    /// Adds a copy of a guest memory page; the batch must not be full. A page that changes during the copy is dirty again.
     pub(crate) fn push_guest(&mut self, offset: u64, page: GuestRun<'_>) {
         let at = self.normal.len() * PAGE_SIZE;
         page.copy_to(&mut self.pages[at..at + PAGE_SIZE]);
@@ -94,16 +94,16 @@ impl Batch {
         self.streams.extend_from_slice(stream);
     }
 
-    /// True if there are compressed pages.
+    /// Returns true if there are compressed pages.
     pub(crate) fn is_compressed(&self) -> bool {
         !self.compressed.is_empty()
     }
 
-    /// Makes the compressed pages normal ones, in their order and behind those that are.
+    /// Decompresses the compressed pages, in their order, after the normal ones.
     ///
     /// # Errors
     ///
-    /// Offset of the page that does not decode, and why.
+    /// Offset of the page that does not decode, and the cause.
     pub(crate) fn inflate(&mut self, inflater: &mut Inflater) -> Result<(), (u64, MethodError)> {
         let mut rest = self.streams.as_slice();
         for (offset, length) in self.compressed.drain(..) {

@@ -1,13 +1,13 @@
-//! The way of batches from those who fill them to the threads that work on them, and back.
+//! Circulation of batches from the threads that fill them to the workers, and back.
 //!
 //! ```text
 //! free --take--> filled --submit--> ready --next--> worked on --give_back--> free
 //! ```
 //!
-//! A fixed number of batches goes round. When work is slow none is free, and those who would fill them
-//! wait: that is the back-pressure, and memory stays what it was.
+//! The number of batches is fixed. When workers are slow no batch is free, and the filling threads wait: this is the
+//! backpressure, and memory does not grow.
 //!
-//! Any worker takes a batch, unless it is for one of them: then those for it stay in order.
+//! Any worker takes a batch, unless it is addressed to one of them: those batches stay in order.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,25 +17,25 @@ use crate::life::Wake;
 #[derive(Debug)]
 pub(crate) struct Flow<B> {
     state: Mutex<State<B>>,
-    /// A batch became free, or the flow broke.
+    /// Signals that a batch became free, or the flow broke.
     freed: Condvar,
-    /// A batch became ready, or the flow ended.
+    /// Signals that a batch became ready, or the flow ended.
     readied: Condvar,
-    /// Nothing is under way any more.
+    /// Signals that no batch is in work.
     drained: Condvar,
 }
 
-/// Nothing is passed on any more.
+/// Error: the flow is broken, and passes no batch on.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Broken;
 
 #[derive(Debug)]
 struct State<B> {
-    /// The one given back last is taken first: its memory is in the caches.
+    /// Last in, first out: the memory of the last returned batch is in the caches.
     free: Vec<B>,
-    /// With the worker that a batch is for.
+    /// Filled batches, each with the worker that it is addressed to.
     ready: VecDeque<(Option<usize>, B)>,
-    /// Batches submitted and not yet given back.
+    /// Count of batches submitted and not yet given back.
     under_way: usize,
     ended: bool,
     broken: bool,
@@ -50,12 +50,12 @@ impl<B: Send + std::fmt::Debug> Wake for Flow<B> {
 }
 
 impl<B> Flow<B> {
-    /// A flow of these batches.
+    /// Creates a flow of these batches.
     pub(crate) fn new(batches: impl Iterator<Item = B>) -> Self {
         let free: Vec<_> = batches.collect();
         Self {
             state: Mutex::new(State {
-                // Nothing is allocated later.
+                // Avoids later allocations.
                 ready: VecDeque::with_capacity(free.len()),
                 free,
                 under_way: 0,
@@ -72,12 +72,12 @@ impl<B> Flow<B> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a free batch; `None` once the flow is broken.
+    /// Waits for a free batch; returns `None` once the flow is broken.
     pub(crate) fn take(&self) -> Option<B> {
         self.take_while(|| true).ok().flatten()
     }
 
-    /// Waits for a free batch as long as `waits` is true, which is asked again at each [`Flow::ask_again`].
+    /// Waits for a free batch while `waits` returns true, which is checked again at each [`Flow::ask_again`].
     ///
     /// # Errors
     /// The flow is broken.
@@ -94,14 +94,14 @@ impl<B> Flow<B> {
         }
     }
 
-    /// What a wait depends on has changed.
+    /// Wakes the waiting threads after a change of their condition.
     pub(crate) fn ask_again(&self) {
-        // Whoever waits has asked before this lock, or asks behind it.
+        // A waiting thread has checked its condition before this lock, or checks it after.
         drop(self.lock());
         self.freed.notify_all();
     }
 
-    /// A free batch, if there is one now.
+    /// Returns a free batch, if there is one now.
     pub(crate) fn try_take(&self) -> Option<B> {
         let mut state = self.lock();
         if state.broken {
@@ -110,29 +110,29 @@ impl<B> Flow<B> {
         state.free.pop()
     }
 
-    /// Hands a filled batch to the workers.
+    /// Passes a filled batch to the workers.
     pub(crate) fn submit(&self, batch: B) {
         self.submit_to(None, batch);
     }
 
-    /// Hands a filled batch to this worker.
+    /// Passes a filled batch to `worker`.
     pub(crate) fn submit_to(&self, worker: Option<usize>, batch: B) {
         let mut state = self.lock();
         state.ready.push_back((worker, batch));
         state.under_way += 1;
         match worker {
             None => self.readied.notify_one(),
-            // Nobody knows which of them wakes up.
+            // `notify_one` could wake another worker.
             Some(_) => self.readied.notify_all(),
         }
     }
 
-    /// Waits for a batch to work on that is for nobody else; `None` once the flow has ended or is broken.
+    /// Waits for a batch that any worker may take; returns `None` once the flow has ended or is broken.
     pub(crate) fn next(&self) -> Option<B> {
         self.next_of(None)
     }
 
-    /// The same for this worker.
+    /// Does the same, including batches addressed to `worker`.
     pub(crate) fn next_of(&self, worker: Option<usize>) -> Option<B> {
         let first = |state: &State<B>| {
             let mut ready = state.ready.iter();
@@ -151,13 +151,13 @@ impl<B> Flow<B> {
         Some(batch)
     }
 
-    /// A batch that was taken is free again, with no work for anybody.
+    /// Returns a taken batch that was not submitted.
     pub(crate) fn release(&self, batch: B) {
         self.lock().free.push(batch);
         self.freed.notify_one();
     }
 
-    /// A batch has been worked on.
+    /// Returns a batch after the work on it.
     pub(crate) fn give_back(&self, batch: B) {
         let mut state = self.lock();
         state.free.push(batch);
@@ -168,7 +168,7 @@ impl<B> Flow<B> {
         }
     }
 
-    /// Waits until everything submitted has been given back; false if the flow is broken.
+    /// Waits until all submitted batches are given back; returns false if the flow is broken.
     pub(crate) fn drain(&self) -> bool {
         let state = self
             .drained
@@ -177,13 +177,13 @@ impl<B> Flow<B> {
         !state.broken
     }
 
-    /// No more batches will be submitted: workers end when the ready ones are done.
+    /// Ends the flow: workers stop after the ready batches.
     pub(crate) fn end(&self) {
         self.lock().ended = true;
         self.readied.notify_all();
     }
 
-    /// Ends all waiting, now and later.
+    /// Breaks the flow: ends all waits, now and later.
     pub(crate) fn break_up(&self) {
         self.lock().broken = true;
         self.freed.notify_all();

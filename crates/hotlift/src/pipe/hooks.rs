@@ -1,4 +1,4 @@
-//! What the caller of a relay wants to know, and knows better.
+//! Callbacks of the relay's caller: progress out, QEMU's state in.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use hotlift_wire::settle::Doing;
 
 use crate::handover::Taken;
 
-/// Who owns the guest, as the source tells it.
+/// Ownership of the guest, as the source reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ownership {
-    /// The source has released it for good: the destination may run it.
+    /// The source has released it permanently: the destination may run it.
     Released,
     /// The source has taken it back.
     Kept,
@@ -17,54 +17,53 @@ pub enum Ownership {
     Unknown,
 }
 
-/// See [`Hooks::has_taken`].
+/// Type of [`Hooks::has_taken`].
 pub type HasTaken<'a> = &'a (dyn Fn(Option<&str>) -> Taken + Sync);
 
-/// What the caller wants to know, and knows better.
+/// Callbacks of the relay: progress out, QEMU's state in.
 #[derive(Default, Clone, Copy)]
 pub struct Hooks<'a> {
-    /// Told once what the source has, before the other side is connected to.
+    /// Called once with the source's properties, before the connection to the destination.
     pub on_source: Option<&'a (dyn Fn(&SourceStream) + Sync)>,
-    /// Takes reports, twice a second.
+    /// Receives progress reports, twice a second.
     pub on_progress: Option<&'a (dyn Fn(&RelayProgress) + Sync)>,
-    /// Asked every few milliseconds, once all is loaded. With it the source may be silent in its set-up for as long as
-    /// it likes; whoever knows better cancels. Without it the source has released the guest when it
-    /// closes its main channel, which a cancel in that moment looks like, too.
+    /// Polled every few milliseconds, once all is loaded. With it the source may be silent in its set-up without limit; the
+    /// caller can cancel. Without it, a source that closes its main channel has released the guest. A cancel at that moment
+    /// looks the same.
     pub ownership: Option<&'a (dyn Fn() -> Ownership + Sync)>,
-    /// Called once, before the first byte goes out at which the destination may run the guest. Whoever
-    /// could end the destination by accident makes sure here that it no longer does.
+    /// Called once, before the first byte that allows the destination to run the guest. A caller that could end the destination
+    /// by accident must prevent this here.
     pub on_commit: Option<&'a (dyn Fn() + Sync)>,
-    /// Asked after the destination was told to run the guest: a QEMU says on the stream that it has the guest, and does not
-    /// say whether it runs it. The argument is the run state (`RunState`) of the guest before, as the stream has it.
-    /// Without this hook only the stream tells.
+    /// Called after the order to run the guest: a QEMU confirms on the stream that it has the guest, but not that it runs. The
+    /// argument is the guest's former run state (`RunState`) from the stream. Without this hook only the stream decides.
     pub has_taken: Option<HasTaken<'a>>,
-    /// Called once the destination's word has come that it has the guest, with what the guest does there.
+    /// Called once the destination has confirmed that it has the guest, with the guest's state there.
     pub on_taken: Option<&'a (dyn Fn(Doing) + Sync)>,
 }
 
-/// What a source that has connected has.
+/// Properties of a connected source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SourceStream {
-    /// Its multifd channels; 0 for pages on the main channel, and for a stream that is passed through unread.
+    /// Count of its multifd channels; 0 for pages on the main channel, and for a stream that is passed through unread.
     pub channels: u8,
-    /// The method of a QEMU's packets; "none" without channels, of a relay, and where no page has come in time.
+    /// Method of a QEMU's packets; "none" without channels, for a relay, and if no page has come in time.
     pub method: &'static str,
 }
 
-/// A moment of a relay.
+/// Progress snapshot of a relay.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RelayProgress {
-    /// Since the source's first connection.
+    /// Time since the source's first connection.
     pub elapsed: Duration,
     /// Bytes read from all incoming channels.
     pub received_bytes: u64,
     /// Bytes written to all outgoing channels.
     pub sent_bytes: u64,
-    /// Pages passed on with their content.
+    /// Pages forwarded with their content.
     pub normal_pages: u64,
-    /// Pages passed on as zero.
+    /// Pages forwarded as zero.
     pub zero_pages: u64,
-    /// Barriers so far.
+    /// Count of barriers so far.
     pub barriers: u64,
     /// Bytes of the VM's RAM blocks; 0 before they are known.
     pub total_bytes: u64,

@@ -1,14 +1,14 @@
-//! Between a source of pages and a sink: a bounded number of batches, barriers, and the threads that share them.
+//! The path between a source of pages and a sink: a bounded number of batches, barriers, and the threads that share them.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
-//! | `source`, `sink` | what every end does |
-//! | `batch`, `flow` | pages on their way, and the fixed number of batches that go round: backpressure, no growth |
-//! | `barrier` | channels stand still at a sync point until main has come to it |
+//! | `source`, `sink` | interfaces of all sources and sinks |
+//! | `batch`, `flow` | pages in transit, and the fixed number of batches in circulation: backpressure without growth |
+//! | `barrier` | pauses channels at a sync point until main reaches it |
 //! | `stream_in`, `stream_out` | the connections of a source that is a stream, and of a sink |
-//! | `session`, `run`, `watch` | what the threads share; the threads; what ends them when they all wait |
-//! | `settings` | how a relay passes a stream on |
-//! | `hooks` | what the caller wants to know, and knows better |
+//! | `session`, `run`, `watch` | shared state of the threads; the threads; the watch that ends them when all are blocked |
+//! | `settings` | settings of a relay |
+//! | `hooks` | callbacks of the relay's caller |
 
 pub(crate) mod barrier;
 pub(crate) mod batch;

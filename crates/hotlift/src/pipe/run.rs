@@ -21,7 +21,7 @@ use crate::status::Status;
 use crate::stream::attend::attend;
 use crate::stream::door::Door;
 
-/// Runs all threads of one migration; `main` is what this one does.
+/// Runs all threads of one migration; `main` runs in this thread.
 pub(crate) fn run_threads(
     session: &Session<'_>,
     source: &dyn Source,
@@ -43,7 +43,7 @@ pub(crate) fn run_threads(
         }
     };
     let has_door = door.is_some();
-    // Its lock is its thread's until that has ended.
+    // Its thread holds the lock until it ends.
     let door = Mutex::new(door);
     thread::scope(|scope| {
         let watched = watch.ends();
@@ -62,7 +62,7 @@ pub(crate) fn run_threads(
                     session.note_answer(message);
                     source.answer(session, channel, message, bytes)?;
                     if session.is_switched() {
-                        // A reader that waits for a batch may have to go on to the page that was asked for.
+                        // A reader that waits for a batch may have to continue to the requested page.
                         session.flow.ask_again();
                     }
                     Ok(())
@@ -95,7 +95,7 @@ pub(crate) fn run_threads(
             session.end(error);
         }
         session.flow.end();
-        // Everything has been written, or nothing will be: no thread need wait for another.
+        // Everything has been written, or nothing will be: no thread has to wait for another.
         session.control.life().close();
         if session.giving.failure.is_set()
             && !session.giving.is_committed()
@@ -112,7 +112,7 @@ pub(crate) fn run_threads(
         }
         session.sink.close();
         if may_run_there && session.giving.failure.is_set() {
-            // Both QEMUs wait for each other then, and can be brought together again.
+            // Both QEMUs then wait for each other, and can be reconnected.
             source.shut_down();
         }
         drop(watched);
@@ -126,7 +126,7 @@ pub(crate) fn run_threads(
     match session.giving.failure.take() {
         None => Ok(()),
         Some(error @ MigrationError::PagesMissing { .. }) => Err(error),
-        // The package was refused.
+        // The package was rejected.
         Some(error @ MigrationError::Destination { .. }) if session.sink.refuses_in_words() => {
             Err(error)
         }
@@ -150,13 +150,14 @@ pub(crate) fn run_threads(
     }
 }
 
-/// Whether nobody waits for what workers do. One that has main and no core would keep a page from going there.
+/// Returns true if no thread waits for the workers, so that their priority may be lower. Otherwise a worker that holds main
+/// without a CPU would delay requested pages.
 fn is_background(session: &Session<'_>) -> bool {
     let postcopy = session.sink.postcopy().filter(|_| session.may_run_there());
     postcopy.is_some_and(|postcopy| postcopy.is_apart())
 }
 
-/// A worker: writes batches until there are no more.
+/// Runs a worker: writes batches until there are no more.
 fn write_batches(
     session: &Session<'_>,
     blocks: &[RamBlockEntry],
@@ -189,7 +190,7 @@ fn write_batches(
         };
         let (normal, zero) = (batch.normal.len(), batch.zero.len());
         writer.write(&mut batch)?;
-        // What was found to be zero has moved, or has gone to main.
+        // Pages found to be zero were moved, or sent on main.
         let still_normal = batch.normal.len();
         session
             .pages

@@ -1,4 +1,4 @@
-//! What the threads of one migration share, and how any of them ends it.
+//! State that the threads of one migration share, and its end by any of them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -25,14 +25,14 @@ use crate::status::Status;
 use crate::stream::door::Asked;
 use crate::stream::main_recv::Waiting;
 
-/// Whether a wait is to go on.
+/// Check whether a wait continues.
 pub(crate) struct Call<'a> {
     control: &'a Control,
     session: Option<&'a Session<'a>>,
 }
 
 impl<'a> Call<'a> {
-    /// Before there is a session.
+    /// Creates the check for the time before there is a session.
     pub(crate) fn early(control: &'a Control) -> Self {
         Self {
             control,
@@ -57,42 +57,42 @@ impl Waiting for Call<'_> {
 /// One migration from a source to a sink.
 pub(crate) struct Session<'a> {
     pub control: Control,
-    /// Whether incoming channels use their method's accelerator.
+    /// Use of an accelerator by the method of incoming channels.
     pub accelerator: Accelerator,
-    /// What the source can make this side take.
+    /// Limit of the memory that the source can make this side allocate.
     pub memory: MemoryLimit,
-    /// RAM that the QEMU beside this relay leaves out.
+    /// RAM that this relay's local QEMU omits.
     pub left_out: Vec<LeftOut>,
     /// CPU time that the channels of both sides may take together.
     pub cpu: Arc<CpuBudget>,
     pub flow: Arc<Flow<Batch>>,
     pub barrier: Barrier,
     pub sink: &'a dyn Sink,
-    /// One an incoming multifd channel, and the last for main.
+    /// Counters of each incoming multifd channel, and finally of main.
     pub received: Vec<Counters>,
-    /// Pages that workers have passed on.
+    /// Pages that workers have forwarded.
     pub pages: Counters,
     pub barriers: AtomicU64,
     pub threads: ThreadTimes,
     pub since: Instant,
     /// Longest silence of another host; zero for no limit.
     pub silence_timeout: Duration,
-    /// How long a source may ask what became of the guest.
+    /// Period in which a source may query the outcome.
     pub patience: Duration,
-    /// What this side calls the migration.
+    /// Name of the migration at this side.
     pub id: MigrationId,
-    /// The hand-over from a source that is a relay.
+    /// Handover from a source that is a relay.
     pub taking: Taking,
-    /// The hand-over to the other side.
+    /// Handover to the destination.
     pub giving: Giving,
-    /// Postcopy has begun: its source does not go on by itself, and its channels bring nothing.
+    /// True once postcopy has begun: its source does not continue alone, and its channels bring no pages.
     switched: AtomicBool,
-    /// With postcopy: the guest may run on the other side, and not all of its pages are there.
+    /// True with postcopy once the guest may run at the destination while pages are missing there.
     may_run_there: AtomicBool,
-    /// The source's QEMU lets its guest run again if the connection ends: it has not had the answer yet that the devices are
+    /// True while the end of the connection makes the source's QEMU resume its guest: it has no answer yet that the devices are
     /// loaded.
     source_resumes: AtomicBool,
-    /// The other side has the guest.
+    /// Time at which the destination had the guest.
     moved_at: OnceLock<Instant>,
 }
 
@@ -106,12 +106,12 @@ impl<'a> Session<'a> {
         since: Instant,
         id: MigrationId,
     ) -> Self {
-        // The last is that of main.
+        // The last counter is that of main.
         let channels = received.len() - 1;
         let options = &settings.outgoing;
-        // Connections that can bring the source's commit.
+        // Count of connections that can bring the source's commit.
         let words = if sink.is_guest() { channels + 1 } else { 1 };
-        // One in the hands of each thread, and one between each pair of them.
+        // One in use by each thread, and one between each pair of them.
         let batches = match sink.workers() {
             0 => 0,
             workers => 2 * channels.max(1) + 2 * workers,
@@ -151,7 +151,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Whether a failure that no thread of the migration itself meets still ends it.
+    /// Returns true if a failure outside the migration's own threads still ends it.
     pub(crate) fn may_fail(&self) -> bool {
         let is_the_sources = match self.sink.is_guest() {
             true => self.taking.side() == DestinationSide::Loading && !self.is_switched(),
@@ -160,29 +160,28 @@ impl<'a> Session<'a> {
         is_the_sources && !self.giving.failure.is_set()
     }
 
-    /// Keeps `error` if it is the first, and ends every thread's waiting. After the commit it does nothing (see
-    /// [`Giving::fail`]).
+    /// Stores `error` if it is the first, and ends every thread's wait. Has no effect after the commit (see [`Giving::fail`]).
     pub(crate) fn fail(&self, error: MigrationError) {
         if self.giving.fail(error) {
             self.release();
         }
     }
 
-    /// The main thread has ended with `error`, before the commit or behind it.
+    /// Records that the main thread has ended with `error`, before or after the commit.
     pub(crate) fn end(&self, error: MigrationError) {
         if self.giving.end(error) {
             self.release();
         }
     }
 
-    /// Ends all waiting and sending.
+    /// Ends all waits and sends.
     fn release(&self) {
         self.taking.abandon();
         self.control.life().close();
         self.sink.abort();
     }
 
-    /// Waits until every reader stands still: before its first page, at a sync point, or behind its last page.
+    /// Waits until every reader is paused: before its first page, at a sync point, or after its last page.
     pub(crate) fn meet_readers(&self) -> Result<(), MigrationError> {
         let called_off = || self.call().check().is_err();
         if self.barrier.wait_for_channels(called_off) {
@@ -196,7 +195,7 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Begins RAM at the sink, with the sections of devices behind its START, and lets the readers go.
+    /// Begins RAM at the sink, with the device sections after its START, and releases the readers.
     pub(crate) fn start_ram(&self, early: &EarlySections) -> Result<(), MigrationError> {
         self.meet_readers()?;
         self.sink.ram_start()?;
@@ -208,24 +207,23 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// The source is about to be told that all is loaded: it may give the guest up, and a cancel comes too
-    /// late. False if the migration has failed.
+    /// Marks the offer: the source is about to learn that all is loaded. It may then release the guest, and a cancel is too
+    /// late. Returns false if the migration has failed.
     pub(crate) fn offer(&self) -> bool {
         let may = self.giving.offer();
         self.control.set_too_late(may);
         may
     }
 
-    /// The source has taken the guest back all the same.
+    /// Records that the source has taken the guest back after the offer.
     pub(crate) fn source_kept_it(&self) {
         self.giving.taken_back();
         self.control.set_too_late(false);
     }
 
-    /// The point of no return: EOF goes out next, if this is true. From here on nothing that fails decides
-    /// anything, and no cancel is heard.
+    /// Commits: EOF is sent next if this returns true. From here on no failure decides anything, and a cancel is ignored.
     pub(crate) fn commit(&self, hooks: Hooks<'_>) -> bool {
-        // A cancel that came behind the offer came too late.
+        // A cancel after the offer is too late.
         let too_late = self.giving.is_offered();
         let may = || too_late || !self.control.life().is_stopped();
         if !self.giving.commit(may) {
@@ -240,24 +238,24 @@ impl<'a> Session<'a> {
         true
     }
 
-    /// Postcopy begins: no cancel is heard from here on.
+    /// Marks the start of postcopy: a cancel is ignored from here on.
     pub(crate) fn switch(&self) {
         self.control.set_too_late(true);
         self.set_switched();
     }
 
-    /// Postcopy begins for a guest of this process, which a cancel may still keep from running.
+    /// Marks the start of postcopy for a guest of this process, which a cancel may still prevent from running.
     pub(crate) fn set_switched(&self) {
         self.switched.store(true, Ordering::Release);
     }
 
-    /// Whether [`Session::switch`] has come.
+    /// Returns true after [`Session::switch`].
     pub(crate) fn is_switched(&self) -> bool {
         self.switched.load(Ordering::Acquire)
     }
 
-    /// The other side may run the guest from the next byte on. What fails from here on leaves it without some of its pages, until
-    /// its source and it are brought together again.
+    /// Marks that the destination may run the guest from the next byte on. A later failure leaves the guest without some of its
+    /// pages, until source and destination are reconnected.
     pub(crate) fn switch_over(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         self.call().check()?;
         if let Some(on_commit) = hooks.on_commit {
@@ -267,39 +265,40 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// The package asks for an answer without which the source's QEMU lets its guest run again.
+    /// Records that the package requests an answer: until it arrives, the source's QEMU resumes its guest if the connection
+    /// ends.
     pub(crate) fn note_source_resumes(&self) {
         self.source_resumes.store(true, Ordering::Release);
     }
 
-    /// This answer goes to the source next.
+    /// Records an answer that is sent to the source next.
     pub(crate) fn note_answer(&self, message: &ReturnMessage<'_>) {
         if *message == ReturnMessage::Pong(DEVICES_LOADED) {
             self.source_resumes.store(false, Ordering::Release);
         }
     }
 
-    /// Returns true if the source's QEMU lets its guest run again once the connection ends.
+    /// Returns true if the source's QEMU resumes its guest when the connection ends.
     pub(crate) fn source_resumes(&self) -> bool {
         self.source_resumes.load(Ordering::Acquire)
     }
 
-    /// Whether [`Session::switch_over`] has come.
+    /// Returns true after [`Session::switch_over`].
     pub(crate) fn may_run_there(&self) -> bool {
         self.may_run_there.load(Ordering::Acquire)
     }
 
-    /// What became of the guest, by the other side's word or for want of one.
+    /// Records the outcome by the destination's statement, or by its absence.
     pub(crate) fn settle(&self, word: Option<Word>) {
         self.giving.settle(word);
         if self.giving.verdict() == Some(Verdict::Moved) {
-            // Whoever watches need not wait until the source knows it.
+            // An observer need not wait until the source knows it.
             self.control.set_status(Status::Completed);
             let _ = self.moved_at.set(self.control.life().now());
         }
     }
 
-    /// What questions are about; `refuse` ends the migration.
+    /// Returns the subject of outcome queries; `refuse` ends the migration.
     pub(crate) fn asked<'s>(&'s self, refuse: &'s (dyn Fn() + Sync)) -> Asked<'s> {
         Asked {
             id: self.id,
@@ -308,14 +307,14 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// From the source's first connection until the other side had the guest.
+    /// Returns the time from the source's first connection until the destination had the guest.
     pub(crate) fn total(&self) -> Duration {
         let moved_at = self.moved_at.get().copied();
         let end = moved_at.unwrap_or_else(|| self.control.life().now());
         end.saturating_duration_since(self.since)
     }
 
-    /// What was passed on of a VM of type `machine`.
+    /// Returns the statistics of a relayed VM of type `machine`.
     pub(crate) fn relayed(&self, machine: &str) -> Relayed {
         Relayed {
             total: self.total(),
@@ -336,7 +335,7 @@ impl<'a> Session<'a> {
     }
 }
 
-/// What was passed on.
+/// Statistics of a relay.
 pub(crate) struct Relayed {
     pub total: Duration,
     pub received_bytes: u64,

@@ -1,4 +1,4 @@
-//! How a relay passes a stream on.
+//! Settings of a relay.
 
 use std::sync::Arc;
 
@@ -8,22 +8,22 @@ use serde_json::Value;
 use crate::options::{Options, ZeroPageDetection};
 use crate::tls::Tls;
 
-/// RAM that a QEMU leaves out, because one of its devices reports that the guest does not use it. It reads as zero in a file.
+/// RAM that a QEMU omits because a device reports it as unused by the guest. In a file it reads as zero.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LeftOut {
     /// Up to `bytes` of a RAM block are unplugged (virtio-mem).
     Unplugged {
         /// Name of the RAM block, or the last part of it.
         block: String,
-        /// How many, in bytes.
+        /// Size in bytes.
         bytes: u64,
     },
-    /// Pages that the guest reports as free, anywhere (free page hints of virtio-balloon).
+    /// Pages anywhere that the guest reports as free (free page hints of virtio-balloon).
     Free,
 }
 
 impl LeftOut {
-    /// How many bytes of this RAM block may be unplugged; `None` if it is not the block that this names.
+    /// Returns how many bytes of this RAM block may be unplugged; `None` for another block.
     pub(crate) fn unplugged(&self, name: &str) -> Option<u64> {
         let Self::Unplugged { block, bytes } = self else {
             return None;
@@ -33,46 +33,44 @@ impl LeftOut {
     }
 }
 
-/// How to pass the stream on.
+/// Settings of a relay.
 #[derive(Debug, Clone)]
 pub struct RelaySettings {
     /// Multifd channels, method, level and bandwidth of the outgoing side.
     pub outgoing: Options,
-    /// How zero pages are sent: in packets (`Multifd`), as records of main (`Legacy`), or as they
-    /// came, without looking for them (`None`). Not given: looked for where the source has not, and
-    /// sent as the other side can read them.
+    /// Encoding of zero pages: in packets (`Multifd`), as records of main (`Legacy`), or unchanged and without detection
+    /// (`None`). Default: detected unless the source has done so, and sent in a form that the destination can read.
     pub zero_pages: Option<ZeroPageDetection>,
-    /// The VM's UUID, where the incoming side has no multifd channels to say it.
+    /// UUID of the VM, if the incoming side has no multifd channels that carry it.
     pub uuid: Option<[u8; 16]>,
-    /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Not given: as the
-    /// source's QEMU has shown it in its stream, or in the file; otherwise as `qemu_flushes_after_each_section`; otherwise on for
-    /// machine types up to 8.0.
+    /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Default: as the source's QEMU shows it in its
+    /// stream or file; otherwise `qemu_flushes_after_each_section`; otherwise on for machine types up to 8.0.
     pub flush_after_each_section: Option<bool>,
-    /// The same property as the destination's QEMU reports it over QMP; `None` if it does not, or was not asked.
+    /// The same property as the destination's QEMU reports it over QMP; `None` if it is not reported or was not queried.
     pub qemu_flushes_after_each_section: Option<bool>,
-    /// The other side is a QEMU, which has multifd as `outgoing` has it. Not known: it may as well be a relay, which takes either.
+    /// True if the destination is a QEMU with multifd as in `outgoing`. If false, it may also be a relay, which accepts either.
     pub to_qemu: bool,
-    /// Pages of a save file that are damaged are zero in the guest. Without it such a file is refused.
+    /// Reads damaged pages of a save file as zero. Without it such a file is rejected.
     pub salvage: bool,
-    /// Description of the source's VM, kept in the header of a save file for the caller that restores it.
+    /// Description of the source's VM, stored in the header of a save file for the process that restores it.
     pub vm: Option<Value>,
-    /// RAM that the QEMU beside this relay leaves out. Into a file, every other page must come: as content, or as zero. Out of
-    /// a file, a RAM block that is unplugged as a whole gets content alone: a zero page would have QEMU take memory for it.
+    /// RAM that this relay's local QEMU omits. When saving, every other page must arrive, with content or as zero. When
+    /// restoring, a fully unplugged RAM block receives only content: a zero page would make QEMU allocate memory for it.
     pub left_out: Vec<LeftOut>,
-    /// What each incoming connection must begin with: given to the one source that may connect, over a
-    /// conversation of its own. Not given: whoever speaks the format is taken in.
+    /// Token that each incoming connection must begin with, given to the permitted source over a separate conversation.
+    /// Default: any client that uses the format is accepted.
     pub incoming_pass: Option<Pass>,
-    /// What each outgoing connection begins with, as the destination has asked for.
+    /// Token that each outgoing connection begins with, as the destination has requested.
     pub outgoing_pass: Option<Pass>,
-    /// The source's connections are TLS ones.
+    /// Set if the source's connections use TLS.
     pub incoming_tls: Option<Arc<Tls>>,
-    /// The connections to the destination are TLS ones. (`tls-creds` of the options says nothing here: which of the two
-    /// sides is the other Hotlift, the caller knows.)
+    /// Set if the connections to the destination use TLS. (The options' `tls-creds` has no effect here: only the caller knows
+    /// which side is the other Hotlift.)
     pub outgoing_tls: Option<Arc<Tls>>,
 }
 
 impl Default for RelaySettings {
-    /// Options of the table, but for the bandwidth: the source paces itself.
+    /// Returns the default options, but without a bandwidth limit: the source limits itself.
     fn default() -> Self {
         Self {
             outgoing: Options {

@@ -1,4 +1,4 @@
-//! Where the pages go: what every outgoing side does, one file a kind.
+//! Interface of the outgoing sides; each kind has its own file.
 //!
 //! One thread (the relay's main thread) calls the methods of [`Sink`], in this order:
 //!
@@ -6,21 +6,20 @@
 //! open  ram_start  (section_end | barrier | delta | command)*  ram_end  devices*  await_loaded  commit
 //! ```
 //!
-//! An early section may come between any two of them from `ram_start` to `ram_end`. A sink has what the stream begins with when it
-//! is made, RAM blocks among it: none of its calls depends on what an earlier one has left.
+//! An early section may come at any point from `ram_start` to `ram_end`. A sink receives the stream's opening, with the RAM
+//! blocks, at its creation: no call depends on the result of an earlier one.
 //!
-//! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, `raw*`, `begin_package`, `raw*`,
-//! `end_package`; then pages, `ram_end` and `commit`.
+//! With postcopy, the calls of [`Postcopy`] follow a barrier: `begin`, `raw*`, `begin_package`, `raw*`, `end_package`; then
+//! pages, `ram_end` and `commit`.
 //!
-//! A guest of this process has workers for `compress` alone: between two barriers the threads of its channels send packets
-//! of their own, and the migration thread writes records, both by the [`StreamOut`](crate::pipe::stream_out::StreamOut) of the sink.
-//! `catch_up` follows a barrier there.
+//! For the guest of this process as the source, there are workers only for `compress`. Between two barriers its channel threads
+//! send their own packets, and the migration thread writes records, both through the sink's
+//! [`StreamOut`](crate::pipe::stream_out::StreamOut). `catch_up` follows a barrier there.
 //!
-//! A guest of this process as a sink has no workers: the threads that read put each page where it belongs.
+//! A guest of this process as a sink has no workers: the reading threads put each page into guest memory.
 //!
-//! Worker threads meanwhile write batches, each by a [`WritePages`] of its own. Before `barrier`,
-//! `delta` and `ram_end` the caller has seen to it that all workers are idle: every page of the
-//! interval before has been written.
+//! Concurrently, worker threads write batches, each through its own [`WritePages`]. Before `barrier`, `delta` and `ram_end` the
+//! caller ensures that all workers are idle: every page of the interval before has been written.
 
 use std::time::Duration;
 
@@ -36,53 +35,53 @@ use crate::pipe::batch::Batch;
 pub(crate) use crate::pipe::hooks::HasTaken;
 pub(crate) use crate::stream::main_channel::{EarlySections, RamLayout};
 
-/// What a stream has before its first page.
+/// Content of the stream before its first page.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Opening<'o> {
-    /// The source's machine and capabilities.
+    /// Machine and capabilities of the source.
     pub configuration: &'o Configuration,
-    /// The VM's UUID; all zero if it has none.
+    /// UUID of the VM; all zero if it has none.
     pub uuid: [u8; 16],
     /// Commands of the source before RAM.
     pub commands: &'o [Command],
-    /// Sections of devices around the start of RAM.
+    /// Device sections around the start of RAM.
     pub early: &'o EarlySections,
-    /// The RAM blocks.
+    /// RAM blocks.
     pub ram: &'o RamLayout,
 }
 
-/// An outgoing side.
+/// Outgoing side of a migration.
 pub(crate) trait Sink: Sync {
-    /// Whether it is a guest of this process: every connection of its source can bring the commit, and all that waits for
-    /// the source notices a cancel.
+    /// Returns true for a guest of this process: every connection of its source can bring the commit, and all waits for the
+    /// source react to a cancel.
     fn is_guest(&self) -> bool {
         false
     }
 
-    /// Worker threads that it wants; 0 for a source that needs none.
+    /// Returns the count of worker threads; 0 if it needs none.
     fn workers(&self) -> usize;
 
-    /// The writer of worker `worker`, from 0. Called in the worker's thread, after `ram_start`.
+    /// Returns the writer of worker `worker`, from 0. Called in the worker's thread, after `ram_start`.
     fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError>;
 
-    /// A way for packets that need no change but for their header, for the thread of incoming channel
-    /// `channel`; `None` if there is none, now or ever.
+    /// Returns a forwarder of packets that only need a new header, for the thread of incoming channel `channel`; `None` if
+    /// forwarding is never possible.
     fn forwarder(&self, channel: u8) -> Option<Box<dyn ForwardPackets + '_>> {
         let _ = channel;
         None
     }
 
-    /// Opens the stream up to RAM, and returns when the other side has taken header and configuration. A file has them from the
-    /// beginning.
+    /// Opens the stream up to RAM, and returns when the destination has accepted header and configuration. A file contains them
+    /// from its creation.
     fn open(&self, opening: Opening<'_>) -> Result<(), MigrationError> {
         let _ = opening;
         Ok(())
     }
 
-    /// A command of the source, between sections.
+    /// Sends a command of the source, between sections.
     fn command(&self, command: Command) -> Result<(), MigrationError>;
 
-    /// A device's section between the start and the end of RAM, which goes out unchanged.
+    /// Sends a device's section between the start and the end of RAM unchanged.
     fn early_section(&self, section: &EarlySection) -> Result<(), MigrationError>;
 
     /// Sends the RAM blocks.
@@ -90,16 +89,16 @@ pub(crate) trait Sink: Sync {
         Ok(())
     }
 
-    /// The source has ended a section of RAM and may rest. Nothing has to be idle.
+    /// Reports that the source has ended a RAM section and may pause. Workers need not be idle.
     fn section_end(&self) -> Result<(), MigrationError> {
         Ok(())
     }
 
-    /// All pages written so far come before all pages written later.
+    /// Orders all pages written so far before all later ones.
     fn barrier(&self) -> Result<(), MigrationError>;
 
-    /// Waits until the other side has worked through all that was written, however long that takes. Meanwhile `doing` is
-    /// called, which may end the wait: at least `every` so often.
+    /// Waits without limit until the destination has processed everything written. Calls `doing`, which may end the wait, at
+    /// least once per `every`.
     fn catch_up(
         &self,
         every: Duration,
@@ -109,117 +108,115 @@ pub(crate) trait Sink: Sync {
         Ok(())
     }
 
-    /// An XBZRLE delta to a page whose present content has been written, and a barrier after it.
+    /// Sends an XBZRLE delta to a page whose current content was written, and a barrier after it.
     fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError>;
 
-    /// What it can do in postcopy; `None` if the other side runs no guest.
+    /// Returns the postcopy interface; `None` if the destination runs no guest.
     fn postcopy(&self) -> Option<&dyn Postcopy> {
         None
     }
 
-    /// RAM has ended: all pages are written.
+    /// Ends RAM: all pages are written.
     fn ram_end(&self) -> Result<(), MigrationError>;
 
-    /// The next part of the sections behind RAM, byte for byte. The other side may load it at once.
+    /// Sends the next part of the sections after RAM unchanged. The destination may load it at once.
     fn devices(&self, part: &[u8]) -> Result<(), MigrationError>;
 
-    /// Returns when the other side has taken everything so far, for good: devices are loaded, or the
-    /// file is on disk.
+    /// Returns when the destination has accepted everything so far permanently: devices are loaded, or the file is on disk.
     fn await_loaded(&self) -> Result<(), MigrationError>;
 
-    /// EOF and what follows it (`end`, which is empty for a guest of this process), at which the other side runs the guest (if it is to run); returns
-    /// when it is known to, with what the guest does. `has_taken` knows what a QEMU does not say.
+    /// Sends EOF and the following bytes (`end`, empty for a guest of this process), which start the guest at the destination
+    /// if it is to run. Returns the guest's state once the start is confirmed. `has_taken` supplies what a QEMU does not
+    /// report.
     ///
     /// # Errors
-    /// [`MigrationError::Destination`] if it never runs the guest, by its own word;
-    /// [`MigrationError::InDoubt`] if there is no word of it.
+    /// [`MigrationError::Destination`] if the destination states that it never runs the guest; [`MigrationError::InDoubt`] if
+    /// there is no statement.
     fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<Doing, MigrationError>;
 
-    /// Carries answers of the other side, with `forward` for those meant for the source, until the connections end.
-    /// `failed` takes what the other side has sent that is wrong, or how a connection ended before its time, and
-    /// takes it before any wait for an answer ends. Runs in a thread of its own; a side that gives no answers
-    /// returns at once.
+    /// Processes the destination's answers until the connections end, and passes those for the source to `forward`. `failed`
+    /// takes an invalid message or the early end of a connection, before any wait for an answer ends. Runs in its own thread; a
+    /// sink without answers returns at once.
     fn return_path(&self, forward: Forward<'_>, failed: &dyn Fn(Channel, MigrationError)) {
         let _ = (forward, failed);
     }
 
-    /// A multifd channel that the other side has closed. Pages may still be on their way in the others.
+    /// Returns a multifd channel that the destination has closed. Pages may still be in transit on the others.
     fn lost_channel(&self) -> Option<Channel> {
         None
     }
 
-    /// The connections to the other side: the main channel, then those of [`Sink::lost_channel`].
+    /// Returns the connections to the destination: main, then those of [`Sink::lost_channel`].
     fn streams(&self) -> Vec<&Stream> {
         Vec::new()
     }
 
-    /// Ends every call that waits; from any thread. Nothing of a file is left that looks whole. What
-    /// the other side says may still be read.
+    /// Ends every waiting call; from any thread. No file remains that looks complete. The destination's messages may still be
+    /// read.
     fn abort(&self);
 
-    /// After a failure: what the other side has to say about it, if it says it soon.
+    /// Returns, after a failure, the destination's reason, if it arrives soon.
     fn closing_reason(&self) -> Option<String> {
         None
     }
 
-    /// Whether the other side says why it fails only if it never runs the guest, as a Hotlift does.
+    /// Returns true if the destination sends an error text only if it never runs the guest, as a Hotlift does.
     fn refuses_in_words(&self) -> bool {
         false
     }
 
-    /// Whether [`Sink::await_loaded`] returns only once a machine has loaded the devices. A file takes whatever comes.
+    /// Returns true if [`Sink::await_loaded`] returns only after a machine has loaded the devices. A file accepts any bytes.
     fn shows_loading(&self) -> bool {
         false
     }
 
-    /// Closes everything, [`Sink::return_path`] too.
+    /// Closes all connections, which also ends [`Sink::return_path`].
     fn close(&self) {
         self.abort();
     }
 
-    /// Bytes written so far, all channels.
+    /// Returns the bytes written so far on all channels.
     fn sent_bytes(&self) -> u64;
 
-    /// Name of the page compression method, for the report.
+    /// Returns the name of the page compression method, for the report.
     fn method(&self) -> &'static str;
 
-    /// What went by which method, where each packet has its own.
+    /// Returns the statistics of each method, if packets differ in it.
     fn methods(&self) -> Vec<MethodFigures> {
         Vec::new()
     }
 }
 
-/// What an outgoing side does in postcopy: the guest runs there, and asks for the pages that it needs.
+/// Outgoing side in postcopy: the guest runs there, and requests the pages that it needs.
 pub(crate) trait Postcopy: Sync {
-    /// Returns when the other side is ready for postcopy, so that nothing of what was sent can be refused behind it. A
-    /// source that is a stream asks by itself.
+    /// Returns when the destination is ready for postcopy, so that it can reject nothing that was sent before. A source that is
+    /// a stream asks by itself.
     fn await_ready(&self) -> Result<(), MigrationError>;
 
-    /// The other side may run the guest whose migration has ended: it is asked nothing more. Without this one that was asked
-    /// whether it is ready learns at the end that no question comes any more.
+    /// Reports that the guest of the ended migration may run at the destination. Otherwise a destination that was asked whether
+    /// it is ready only learns at the end that no further query comes.
     fn settled(&self);
 
-    /// From now on every page is written once at most, in any order, and no barrier is needed.
+    /// From now on every page is written at most once, in any order, and no barrier is needed.
     fn begin(&self);
 
-    /// The source sends the pages that were asked for on a connection of their own, and so this side is to: a QEMU waits
-    /// for it.
+    /// Opens a separate connection for requested pages, because the source uses one: a QEMU waits for it.
     fn preempt(&self) -> Result<(), MigrationError>;
 
-    /// Whether pages that the guest waits for go out where nothing else does: whoever writes the others may take its time.
+    /// Returns true if requested pages have a connection of their own: writers of other pages cannot delay them.
     fn is_apart(&self) -> bool;
 
-    /// A command of the source, or the next bytes of the package, as they came.
+    /// Sends a command of the source, or the next bytes of the package, unchanged.
     fn raw(&self, bytes: &[u8]) -> Result<(), MigrationError>;
 
-    /// A package of `length` bytes follows, with the devices and the command that the guest may run. The other side reads
-    /// all of them before it uses the first.
+    /// Starts a package of `length` bytes with the devices and the command that allows the guest to run. The destination reads
+    /// all of it before it uses any.
     fn begin_package(&self, length: u32) -> Result<(), MigrationError>;
 
-    /// The last bytes of the package: the guest may run.
+    /// Sends the last bytes of the package: the guest may run.
     fn end_package(&self, bytes: &[u8]) -> Result<(), MigrationError>;
 
-    /// A page that the guest waits for: before all that others write.
+    /// Sends a requested page, before everything that other threads write.
     fn page(
         &self,
         block: usize,
@@ -228,17 +225,17 @@ pub(crate) trait Postcopy: Sync {
     ) -> Result<(), MigrationError>;
 }
 
-/// Takes an answer on a connection that is meant for a source, and its bytes.
+/// Callback for an answer on a connection that is meant for a source, and its bytes.
 pub(crate) type Forward<'a> =
     &'a dyn Fn(Channel, &ReturnMessage<'_>, &[u8]) -> Result<(), MigrationError>;
 
-/// One worker's half of a sink.
+/// Writer of one worker.
 pub(crate) trait WritePages {
-    /// Writes the batch's pages. The batch may be changed: it is emptied next.
+    /// Writes the batch's pages. May change the batch: it is emptied next.
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError>;
 }
 
-/// What a sink does with uncompressed packets that may stay as they are.
+/// Forwarder of uncompressed packets whose pages stay unchanged.
 pub(crate) trait ForwardPackets {
     /// Sends a packet of RAM block `block` whose `normal` pages are the next bytes of `from`.
     fn forward(
@@ -252,7 +249,6 @@ pub(crate) trait ForwardPackets {
 
 #[cfg(test)]
 impl<'o> Opening<'o> {
-    /// Makes one with neither commands nor sections of devices.
     pub(crate) fn bare(configuration: &'o Configuration, ram: &'o RamLayout) -> Self {
         static NONE: EarlySections = EarlySections {
             before_ram: Vec::new(),

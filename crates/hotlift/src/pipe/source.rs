@@ -1,14 +1,14 @@
-//! Where the pages come from: what every incoming side does, one file a kind.
+//! Interface of the incoming sides; each kind has its own file.
 //!
-//! | file | the source is |
+//! | file | source |
 //! |---|---|
-//! | `stream_source/receive` | a stream's multifd channels, each with a thread |
-//! | `guest_sink/source` | the same of a guest's destination, which puts pages where they belong |
+//! | `stream_source/receive` | the multifd channels of a stream, each with a thread |
+//! | `guest_sink/source` | the same for a guest's destination, which puts pages into guest memory |
 //! | `file/source` | a file, read from any place |
-//! | `guest_source` | the guest of this process, whose threads send pages by themselves |
+//! | `guest_source` | the guest of this process, whose threads send pages directly |
 //!
-//! Its threads fill batches, and stand still at the session's barrier where the main thread wants them to. What is no
-//! page is the main thread's: `main_reader` and `device_state` read it from a stream, `restore` from a file.
+//! Its threads fill batches, and pause at the session's barrier when the main thread requires it. The main thread handles all
+//! other data: `main_reader` and `device_state` read it from a stream, `restore` from a file.
 
 use std::time::Instant;
 
@@ -20,34 +20,34 @@ use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
 use crate::stream::door::Door;
 
-/// An incoming side.
+/// Incoming side of a migration.
 pub(crate) trait Source: Sync {
-    /// Threads that fill batches, or put pages where they belong; may be 0.
+    /// Returns the count of threads that fill batches, or place pages; may be 0.
     fn readers(&self) -> usize;
 
-    /// What the thread of `reader` does, by which its CPU time is booked.
+    /// Returns the name of `reader`'s thread for the accounting of its CPU time.
     fn thread_name(&self, reader: usize) -> String;
 
-    /// Name of a thread that is none of its readers.
+    /// Returns the name of a thread that is not a reader.
     fn name(&self, thread: &str) -> String {
         format!("relay/{thread}")
     }
 
-    /// Name of a thread that writes batches.
+    /// Returns the name of a thread that writes batches.
     fn worker_name(&self, worker: usize) -> String {
         format!("relay/send_{worker}")
     }
 
-    /// Fills batches until the pages of `reader`, from 0, have ended; or sends the pages. Runs in a thread of its own.
+    /// Fills batches, or sends pages, until the pages of `reader`, from 0, have ended. Runs in its own thread.
     ///
     /// # Errors
-    /// What is wrong with the pages, or with what they come from.
+    /// The error in the pages or of their origin.
     fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError>;
 
-    /// Takes an answer of the other side that is meant for a source, and its bytes.
+    /// Takes an answer of the destination that is meant for a source, and its bytes.
     ///
     /// # Errors
-    /// Why it can be none: nothing more is read on this connection.
+    /// The reason why the answer is invalid: nothing more is read on this connection.
     fn answer(
         &self,
         session: &Session<'_>,
@@ -59,39 +59,39 @@ pub(crate) trait Source: Sync {
         Ok(())
     }
 
-    /// A connection to the other side has ended before its time, or has brought what is wrong.
+    /// Reports that a connection to the destination has ended early, or has brought invalid data.
     fn lost(&self, session: &Session<'_>, channel: Channel, error: MigrationError) {
         let _ = channel;
         session.fail(error);
     }
 
-    /// Checks at `now` for what no wait notices; returns when it must be called again.
+    /// Checks at `now` for events that end no wait. Returns the time of the next call.
     fn look(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
         let _ = (session, now);
         None
     }
 
-    /// Takes what else is the migration's out of what has come at `door`.
+    /// Takes further connections of the migration from the arrivals at `door`.
     fn at_door(&self, session: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
         let _ = (session, door, arrivals);
     }
 
-    /// Answers at `door` until the source knows what became of the guest.
+    /// Answers queries at `door` until the source knows the outcome.
     fn linger(&self, session: &Session<'_>, door: &mut Door<'_>) {
         let _ = (session, door);
     }
 
-    /// The connection that a source keeps open until it has had the last answer: its end before ends the migration.
+    /// Returns the connection that a source keeps open until the last answer: its earlier end ends the migration.
     fn kept_open(&self) -> Option<&Stream> {
         None
     }
 
-    /// Whether a QEMU gives the guest up to this relay, before the other side runs it.
+    /// Returns true if a QEMU releases the guest to this relay before the destination runs it.
     fn releases_guest(&self) -> bool {
         false
     }
 
-    /// The connections of a source on another host.
+    /// Returns the connections of a source on another host.
     fn streams(&self) -> Vec<&Stream> {
         Vec::new()
     }
@@ -102,11 +102,11 @@ pub(crate) trait Source: Sync {
     /// Ends every wait for the source.
     fn shut_down(&self) {}
 
-    /// The migration has failed, and the guest is the source's: why.
+    /// Sends the source the reason of a failed migration, whose guest it keeps.
     fn refuse(&self, session: &Session<'_>, reason: &str) {
         let _ = (session, reason);
     }
 
-    /// Everything is over on the other side.
+    /// Reports that the migration is over at the destination.
     fn over(&self) {}
 }

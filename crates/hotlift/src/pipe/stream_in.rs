@@ -20,23 +20,23 @@ use crate::stream::multifd_recv::{
 /// A main channel and the multifd channels.
 pub(crate) struct StreamIn {
     pub main: Stream,
-    /// By channel id.
+    /// Multifd channels by id.
     pub multifd: Vec<Stream>,
     /// Size of the packets.
     pub layout: PacketLayout,
     methods: Methods,
-    /// The source chooses the method of each packet, and wants to know what the channels do.
+    /// True if the source selects the method of each packet, and requests load reports.
     by_packet: bool,
     load: ReceiverLoad,
-    /// The source is a Hotlift: a relay, or a guest.
+    /// True if the source is a Hotlift, a relay or a guest.
     is_hotlift: AtomicBool,
-    /// Keeps answers of different threads apart.
+    /// Serializes the answers of different threads.
     answering: Mutex<()>,
 }
 
 impl StreamIn {
-    /// The connections of a source, a Hotlift or not. `hello` is what that has shown on its channels, whose packets have
-    /// these methods.
+    /// Wraps the connections of a source, a Hotlift or not. `hello` is its identification on the channels, whose packets use
+    /// `methods`.
     pub(crate) fn new(
         main: Stream,
         multifd: Vec<Stream>,
@@ -56,38 +56,38 @@ impl StreamIn {
         }
     }
 
-    /// Whether the source is a Hotlift.
+    /// Returns true if the source is a Hotlift.
     pub(crate) fn is_hotlift(&self) -> bool {
         self.is_hotlift.load(Ordering::Acquire)
     }
 
-    /// A source without multifd channels has shown that it is a Hotlift.
+    /// Records that a source without multifd channels has identified itself as a Hotlift.
     pub(crate) fn set_is_hotlift(&self) {
         self.is_hotlift.store(true, Ordering::Release);
     }
 
-    /// All connections, the main channel first.
+    /// Iterates over all connections, the main channel first.
     pub(crate) fn streams(&self) -> impl Iterator<Item = &Stream> {
         std::iter::once(&self.main).chain(&self.multifd)
     }
 
-    /// Sends `bytes` to the source on main, whole messages of the return path.
+    /// Sends `bytes`, complete return path messages, to the source on main.
     pub(crate) fn answer(&self, bytes: &[u8]) -> io::Result<()> {
         let _one = lock(&self.answering);
         (&self.main).write_all(bytes)
     }
 
-    /// The same, and closes main where that fails: a part of a message may be on its way, which nothing can follow.
+    /// Does the same, and closes main on an error: nothing can follow a partial message.
     pub(crate) fn answer_or_cut(&self, bytes: &[u8]) -> io::Result<()> {
         let _one = lock(&self.answering);
         let answered = (&self.main).write_all(bytes);
         answered.inspect_err(|_| self.main.cut())
     }
 
-    /// Reads channel `id` into `pages` until it ends, or need not be read on.
+    /// Reads channel `id` into `pages` until it ends, or `pages` stops it.
     ///
     /// # Errors
-    /// What is wrong with the channel, and what `pages` returns.
+    /// The error of the channel or of `pages`.
     pub(crate) fn read_channel(
         &self,
         session: &Session<'_>,
@@ -114,7 +114,6 @@ impl StreamIn {
         MultifdReceiver::new(rules, channel, blocks, limits, load, counters)?.run(pages)
     }
 
-    /// Closes the multifd channels in both directions.
     pub(crate) fn shut_channels(&self) {
         for channel in &self.multifd {
             channel.shutdown(Shutdown::Both);

@@ -1,4 +1,4 @@
-//! The connections to the other side of a migration, and what it has answered on them.
+//! The connections to the destination of a migration, and its answers on them.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::stream::return_path::Answers;
 
 /// A main channel and the multifd channels.
 pub(crate) struct StreamOut {
-    /// Where the other side listens.
+    /// Address of the destination.
     pub to: Remote,
     pub link: Arc<MainLink>,
     pub main: Turns<MainSend>,
@@ -56,12 +56,12 @@ impl StreamOut {
         })
     }
 
-    /// All connections, main first.
+    /// Iterates over all connections, main first.
     pub(crate) fn streams(&self) -> impl Iterator<Item = &Stream> {
         std::iter::once(&self.link.transport).chain(self.multifd.sockets())
     }
 
-    /// All counters together.
+    /// Returns the sum of all counters.
     pub(crate) fn counts(&self) -> Counts {
         let main = self.link.counters.read();
         [self.multifd.counts(), main].into_iter().sum()

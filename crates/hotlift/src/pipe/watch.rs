@@ -1,10 +1,10 @@
-//! The thread that notices what no other one can while all wait: a cancel, and a source that has gone.
+//! The watch thread, which handles events while all others are blocked: a cancel, and the loss of the source.
 //!
-//! A destination that takes nothing stops the workers, those stop the readers, and then nothing is read from the source,
-//! where its end would be noticed.
+//! A destination that reads nothing blocks the workers, and those the readers. Then nothing reads from the source and would
+//! notice its end.
 //!
-//! It sleeps until a connection ends, the lifetime changes, or a deadline is over. Two things make it wake up periodically:
-//! a caller that wants progress, and the samples of connections to other hosts ([`Liveness`]).
+//! It sleeps until a connection ends, the lifetime changes, or a deadline passes. It wakes periodically only for progress
+//! reports, and for samples of connections to other hosts ([`Liveness`]).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,17 +24,17 @@ use crate::pipe::source::Source;
 /// Interval of progress reports.
 pub(crate) const REPORT: Duration = Duration::from_millis(500);
 
-/// How long a destination that has lost a channel may still say that it has loaded the guest. It may have read everything
-/// before; if not, a QEMU waits for the rest without end, and reads its other channels no more.
+/// Time in which a destination with a lost channel may still report that it has loaded the guest. It may have read everything
+/// before; if not, a QEMU waits for the rest forever, and stops reading its other channels.
 const LOST: Duration = Duration::from_secs(5);
 
-/// How long the graceful close towards a source may take before its main channel is closed all the same.
+/// Limit of the graceful close towards a source; then its main channel is closed anyway.
 const GRACEFUL_CLOSE: Duration = Duration::from_secs(8);
 
-/// Takes progress.
+/// Callback for progress reports.
 type OnProgress<'a> = Option<&'a (dyn Fn(&RelayProgress) + Sync)>;
 
-/// The watch over one migration.
+/// Watch over one migration.
 pub(crate) struct Watch<'a> {
     session: &'a Session<'a>,
     source: &'a dyn Source,
@@ -44,7 +44,7 @@ pub(crate) struct Watch<'a> {
 
 impl<'a> Watch<'a> {
     /// # Errors
-    /// The system gives no descriptor.
+    /// The system cannot create a descriptor.
     pub(crate) fn new(session: &'a Session<'a>, source: &'a dyn Source) -> io::Result<Self> {
         Ok(Self {
             session,
@@ -54,7 +54,7 @@ impl<'a> Watch<'a> {
         })
     }
 
-    /// Ends the watch when the result goes out of scope: when the main thread ends, however it does.
+    /// Returns a guard that ends the watch when the main thread ends, for whatever reason.
     pub(crate) fn ends(&self) -> impl Drop {
         EndsWatch(self)
     }
@@ -62,7 +62,7 @@ impl<'a> Watch<'a> {
     /// Watches, and reports to `on_progress`, until the end.
     ///
     /// # Errors
-    /// Nothing can be waited for.
+    /// The wait fails.
     pub(crate) fn run(
         &self,
         total_bytes: u64,
@@ -123,8 +123,8 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
-    /// Checks at `now` whether the migration goes on; `answers` is about the other hosts. A lost channel has until
-    /// `lost_until`.
+    /// Checks at `now` whether the migration continues; `answers` is the liveness of the other hosts. A lost channel has time
+    /// until `lost_until`.
     fn check(
         &self,
         now: Instant,

@@ -1,4 +1,4 @@
-//! One connection over which a guest gets the pages that it lacks.
+//! One connection over which a guest receives its missing pages.
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,33 +19,33 @@ use crate::stream::main_send::{MainLink, MainSend, PageRecords};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
 
-/// Threads that send the background at most.
+/// Maximum count of background threads.
 const THREADS: usize = 4;
 
-/// The connection of pages that the guest waits for.
+/// Connection for requested pages.
 struct Preempt {
     channel: PreemptOut,
     ends_by_word: bool,
 }
 
-/// What all threads of one connection share.
+/// State that all threads of one connection share.
 pub(crate) struct Connection<'a, P> {
     pub pages: &'a P,
     pub ledger: Arc<Ledger>,
     pub main: &'a Turns<MainSend>,
     pub link: Arc<MainLink>,
     pub answers: &'a Answers,
-    /// Where pages go that the guest waits for; without it on main, before all others.
+    /// Connection for requested pages; without it they go out on main, before all others.
     preempt: OnceLock<Preempt>,
-    /// All is written on main: what is still answered is for the other connection alone, which the destination ends.
+    /// True once everything is written on main. Later answers only concern the other connection, which the destination ends.
     ended: AtomicBool,
-    /// Of the background.
+    /// Rate limit of the background.
     pace: Arc<Pacer>,
     cpu: Arc<CpuBudget>,
 }
 
 impl<'a, P: Pages> Connection<'a, P> {
-    /// One to write to by `main`; `pace` and `cpu` hold for what the guest has not asked for.
+    /// Creates a connection that writes through `main`; `pace` and `cpu` limit the background.
     pub(crate) fn new(
         (pages, ledger): (&'a P, Arc<Ledger>),
         (main, link): (&'a Turns<MainSend>, Arc<MainLink>),
@@ -65,8 +65,8 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// Pages that the guest waits for go over this connection from now on; `ends_by_word`: the destination waits for the word
-    /// that nothing more comes, as QEMU 7.2 does.
+    /// Sends requested pages over this connection from now on. `ends_by_word`: the destination waits for the end message, as
+    /// QEMU 7.2 does.
     pub(crate) fn answer_on(&self, stream: Stream, ends_by_word: bool) {
         let channel = PreemptOut::new(stream, Arc::clone(&self.link.counters));
         let _ = self.preempt.set(Preempt {
@@ -75,14 +75,14 @@ impl<'a, P: Pages> Connection<'a, P> {
         });
     }
 
-    /// Keeps the first error, and ends every wait.
+    /// Stores the first error, and ends every wait.
     pub(crate) fn fail(&self, error: MigrationError) {
         self.ledger.life.fail(error);
         self.close();
         self.answers.end();
     }
 
-    /// Ends what is under way, without an error of its own.
+    /// Ends all activity, without an error of its own.
     pub(crate) fn close(&self) {
         self.ledger.life.close();
         self.pages.abandon();
@@ -92,7 +92,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// The first error, to be returned.
+    /// Returns the first error.
     pub(crate) fn take_failure(&self) -> Option<MigrationError> {
         self.ledger.life.failure().take()
     }
@@ -101,7 +101,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.ledger.life.is_stopped()
     }
 
-    /// What the thread does that listens to the destination.
+    /// Runs the thread that reads the destination's messages.
     pub(crate) fn hear(&self, messages: Messages) {
         let _ends = EndsAnswers(self.answers);
         if let Err(error) = caught(|| self.listen(messages)) {
@@ -110,7 +110,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.ledger.order.change(Order::end);
     }
 
-    /// What the thread does that answers requests: loading the devices may need pages.
+    /// Runs the thread that answers requests: the loading of devices may need pages.
     pub(crate) fn answer_all(&self) {
         if let Err(error) = caught(|| self.answer_requests())
             && !self.ended.load(Ordering::Acquire)
@@ -119,7 +119,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// Takes requests and answers until the connection ends.
+    /// Reads requests and answers until the connection ends.
     fn listen(&self, mut messages: Messages) -> Result<(), MigrationError> {
         let mut current = None;
         loop {
@@ -157,14 +157,14 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.pages.asked_for(block, page);
         batch.clear();
         if !ledger.is_sent(block, page) {
-            // Before the page is claimed: one that cannot be read must not look sent.
+            // Before the claim: an unreadable page must not count as sent.
             reader.add_all(block, ledger.together(block, page), batch)?;
         }
         if !ledger.claim(block, page) {
             order.change(|order| order.done(request, None));
             return Ok(());
         }
-        // What follows a zero page may be anything, and what follows a huge page is not needed soon.
+        // The pages after a zero page are unpredictable, and those after a huge page are not needed soon.
         let is_alone = batch.normal.is_empty() || ledger.has_huge_pages(block);
         let preempt = self.preempt.get().map(|preempt| &preempt.channel);
         let mut way = Way::urgent(self.main, preempt);
@@ -175,8 +175,8 @@ impl<'a, P: Pages> Connection<'a, P> {
             order.is_waiting()
         });
         sent?;
-        // A request that waits comes first on main. The connection of requested pages takes no neighbours: the destination reads to
-        // the end there what it has asked for.
+        // A waiting request comes first on main. The connection for requested pages takes no neighbours: the destination reads
+        // it until it has all requested pages.
         if is_alone || (is_waiting && matches!(way, Way::Main(_))) {
             return Ok(());
         }
@@ -199,14 +199,14 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.write(&mut Way::Main(turn), block, batch)
     }
 
-    /// Returns true if neighbours of a requested page keep no request and no limit waiting on main.
+    /// Returns true if sending neighbours of a requested page on main delays no request and exceeds no rate limit.
     fn takes_no_time(&self) -> bool {
         let is_waiting = self.ledger.order.lock().is_waiting();
         !is_waiting && !self.pace.is_limited() && self.link.transport.is_writable()
     }
 
-    /// Sends what the guest has not asked for, with up to `threads` threads called `name` and a number. False if the
-    /// connection has ended meanwhile, which somebody else has the reason of.
+    /// Sends the pages that were not requested, with up to `threads` threads named `name` and a number. Returns false if the
+    /// connection has ended; another thread then holds the cause.
     pub(crate) fn send_background<'scope>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
@@ -224,7 +224,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         for thread in running {
             let ended = thread.join().and_then(|ended| ended);
             if ended.is_err() {
-                // The others stop, too.
+                // The other threads stop, too.
                 self.ledger.life.close();
                 outcome = outcome.and(ended);
             }
@@ -233,7 +233,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     }
 
     fn send_the_rest(&self) -> Result<(), MigrationError> {
-        // Without that connection this thread has the turn that an answer waits for.
+        // Without that connection this thread holds the lock that an answer waits for.
         if self.preempt.get().is_some() {
             give_way();
         }
@@ -288,7 +288,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.write(&mut way, block, batch)
     }
 
-    /// The same of all pages that go out with this one, unless they are zero.
+    /// Sends the huge page that contains this page, unless it is zero.
     fn send_huge_page(
         &self,
         block: usize,
@@ -309,7 +309,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.write(&mut way, block, batch)
     }
 
-    /// Sends these pages, if there are any, with no other between them.
+    /// Sends these pages, if any, contiguously.
     fn write(&self, way: &mut Way<'_>, block: usize, batch: &Batch) -> Result<(), MigrationError> {
         if batch.is_empty() {
             return Ok(());
@@ -326,12 +326,11 @@ impl<'a, P: Pages> Connection<'a, P> {
         way.send(&self.ledger.blocks()[block].name, pages)
     }
 
-    /// Waits until a QEMU has begun to read the pages that it waits for, behind the background and before [`Self::end`].
+    /// Waits until a QEMU has begun to read its requested pages, after the background and before [`Self::end`].
     ///
-    /// QEMU from 8.0 on: its thread that reads them looks, when it begins and when it comes back from a pause, whether main has
-    /// ended. If it has, the thread leaves, and whoever waits for a page does so for ever; once it reads it stays until nobody
-    /// waits. Without a page to read it would not be seen, so that it gets one. Over TCP this shows only that the page is with
-    /// its kernel.
+    /// QEMU from 8.0 on: when its reader thread of requested pages starts or returns from a pause, it checks whether main has
+    /// ended. If so, the thread exits, and waits for pages never end. Once it reads, it stays until no page is awaited. To make
+    /// its reading visible, it is sent a page if there was none. Over TCP this only shows that the page has reached its kernel.
     pub(crate) fn wait_for_reader(&self) -> Result<(), MigrationError> {
         let Some(preempt) = self.preempt.get().filter(|preempt| !preempt.ends_by_word) else {
             return Ok(());
@@ -339,13 +338,13 @@ impl<'a, P: Pages> Connection<'a, P> {
         let channel = &preempt.channel;
         if !channel.is_used() {
             match self.ledger.claim_any() {
-                // What the background has left is zero.
+                // Pages that the background has left are zero.
                 Some((block, pages)) => {
                     let mut batch = Batch::default();
                     pages.for_each(|page| batch.add_zero(page));
                     self.write(&mut Way::Alone(channel), block, &batch)?;
                 }
-                // Nothing is left to be asked for; an answer may be under way.
+                // No page can be requested any more; an answer may be in progress.
                 None => self.ledger.end_and_drain(),
             }
         }
@@ -361,13 +360,13 @@ impl<'a, P: Pages> Connection<'a, P> {
         Ok(())
     }
 
-    /// Tells the destination that it has everything, and waits for its word.
+    /// Reports to the destination that it has all pages, and waits for its confirmation.
     pub(crate) fn end(&self) -> Result<(), MigrationError> {
         match self.preempt.get() {
-            // The destination ends this connection itself, once all that it has asked for is there.
+            // The destination ends this connection itself, once it has all requested pages.
             Some(preempt) if !preempt.ends_by_word => {}
             preempt => {
-                // An answer that is being written comes before; what is asked for from here on is zero, which the end says.
+                // An answer in progress is finished first. All pages requested later are zero, which the end message implies.
                 self.ledger.end_and_drain();
                 preempt.map_or(Ok(()), |preempt| preempt.channel.end())?;
             }
@@ -407,16 +406,16 @@ mod tests {
     use crate::lock::lock;
     use crate::postcopy::Place;
 
-    /// Pages of a huge one.
+    /// Count of pages in a huge page.
     const HUGE: usize = 8;
 
-    /// RAM blocks: one of small pages, and one of huge ones.
+    /// Pages of the RAM blocks: one with small pages, and one with huge pages.
     const PAGES: [usize; 2] = [8, 4 * HUGE];
 
-    /// A page that cannot be read.
+    /// An unreadable page.
     const BROKEN: Place = (1, 3 * HUGE + 2);
 
-    /// RAM that is zero but for these pages.
+    /// RAM that is zero except for these pages.
     struct Ram {
         full: [Place; 5],
         shares: Mutex<Vec<Vec<Place>>>,
@@ -461,7 +460,7 @@ mod tests {
         }
     }
 
-    /// Pages of RAM in a stream, in its order, and whether they are zero.
+    /// Returns the pages of RAM in a stream, in order, each with true if it is zero.
     fn pages_of(stream: &[u8]) -> Vec<(Place, bool)> {
         let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
         let (mut at, mut pages) = (0, Vec::new());
@@ -481,7 +480,7 @@ mod tests {
         pages
     }
 
-    /// What `test` makes of a connection that sends pages of `ram`, whose other end it has.
+    /// Runs `test` with a connection that sends pages of `ram`, and with its peer.
     fn connected<R>(ram: &Ram, test: impl FnOnce(&Connection<'_, Ram>, &Stream) -> R) -> R {
         let mut blocks = PAGES.map(|pages| RamBlockEntry::new("", (pages * PAGE_SIZE) as u64));
         blocks[0].name = "small".to_owned();
@@ -516,7 +515,7 @@ mod tests {
         let all = |block: usize| (0..PAGES[block]).map(|page| (block, page)).collect();
         let ram = Ram {
             full: [(0, 2), (1, 1), (1, 6), (1, 3 * HUGE), (1, 3 * HUGE + 7)],
-            // As if a page had been written last, too.
+            // The last share is repeated, as if a page had been written last.
             shares: Mutex::new(vec![all(1), all(1), vec![(1, 6)]]),
         };
         let received = connected(&ram, |connection, mut there| {
@@ -526,7 +525,7 @@ mod tests {
                     there.read_to_end(&mut received).map(|_| received)
                 });
                 let order = &connection.ledger.order;
-                // A zero page, a small one, and one that cannot be read.
+                // A zero page, a small one, and an unreadable one.
                 for (block, page) in [(1, HUGE), (0, 2), (1, 3 * HUGE)] {
                     order.change(|order| order.ask(block, page, Instant::now()));
                 }
@@ -557,7 +556,7 @@ mod tests {
             shares: Mutex::default(),
         };
         connected(&ram, |connection, mut main| {
-            // What opens it.
+            // The stream's opening.
             let mut opening = vec![0; 1 << 16];
             let read = main.read(&mut opening).unwrap();
             assert!(pages_of(&opening[..read]).is_empty());
@@ -569,7 +568,7 @@ mod tests {
                     connection.wait_for_reader()?;
                     connection.end()
                 });
-                // Nobody has asked for it, and it is zero: the first page that there is.
+                // The first page of all: no request was made, and it is zero.
                 assert!(there.wait_readable(LAST_WORD).unwrap());
                 assert!(!main.wait_readable(Duration::from_millis(100)).unwrap());
                 let read = there.read_some(&mut opening).unwrap();

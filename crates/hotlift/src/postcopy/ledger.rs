@@ -1,4 +1,4 @@
-//! What one connection carries: which pages are sent, which are asked for, and which come next.
+//! State of one connection: pages sent, pages requested, and the next pages to send.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -13,34 +13,34 @@ use crate::error::{Channel, MigrationError};
 use crate::life::Life;
 use crate::life::gate::Gate;
 
-/// Kept by the thread that listens, and by those that send.
+/// Shared by the reader thread and the sending threads.
 pub(crate) struct Ledger {
     blocks: Vec<RamBlockEntry>,
-    /// Of each RAM block, how many pages a page of the destination's host has. They are sent together, and the first of them
-    /// is noted for all.
+    /// For each RAM block, the count of its pages in a page of the destination's host. They are sent together, and the first of
+    /// them stands for all in the bitmaps.
     together: Vec<usize>,
-    /// A bit a page of each RAM block: it was sent, or is on its way.
+    /// Bitmap per RAM block of pages sent, or being sent.
     sent: Vec<DirtyBitmap>,
-    /// The same: it was asked for.
+    /// Bitmap per RAM block of requested pages.
     asked: Vec<DirtyBitmap>,
-    /// The same: the background has looked at it.
+    /// Bitmap per RAM block of pages that the background has examined.
     seen: Vec<DirtyBitmap>,
-    /// Its own: a cancel of the migration that comes too late does not end the sleeps of the background.
+    /// Separate lifetime: a late cancel of the migration does not end the background's sleeps.
     pub life: Life,
     pub order: Gate<Order>,
 }
 
-/// What the background sends next.
+/// Next pages of the background.
 #[derive(Debug)]
 pub(crate) enum Next {
-    /// Neighbours of a page of this RAM block that was asked for, which were read with it.
+    /// Neighbours of a requested page of this RAM block, read together with it.
     Beside(usize, Batch),
     /// Pages from this one on.
     From(Place),
 }
 
 impl Ledger {
-    /// Nothing is sent of these RAM blocks.
+    /// Creates the state for these RAM blocks, with no page sent.
     pub(crate) fn new(blocks: &[RamBlockEntry]) -> Self {
         let life = Life::default();
         let page_size = PAGE_SIZE as u64;
@@ -62,17 +62,17 @@ impl Ledger {
         }
     }
 
-    /// The RAM blocks.
+    /// Returns the RAM blocks.
     pub(crate) fn blocks(&self) -> &[RamBlockEntry] {
         &self.blocks
     }
 
-    /// Pages of a RAM block.
+    /// Returns the count of pages of a RAM block.
     pub(crate) fn pages(&self, block: usize) -> usize {
         self.sent[block].pages()
     }
 
-    /// The destination has these pages of a RAM block, a bit a page, the lowest first.
+    /// Records that the destination has these pages of a RAM block: one bit per page, lowest first.
     pub(crate) fn has(&self, block: usize, bits: &[u8]) {
         let words = bits.as_chunks::<8>().0.iter();
         let words: Vec<u64> = words.map(|word| u64::from_le_bytes(*word)).collect();
@@ -84,12 +84,12 @@ impl Ledger {
         self.sent.iter().map(DirtyBitmap::count).sum()
     }
 
-    /// Whether pages of this RAM block go out together with others only.
+    /// Returns true if pages of this RAM block are sent only in groups.
     pub(crate) fn has_huge_pages(&self, block: usize) -> bool {
         self.together[block] > 1
     }
 
-    /// The pages that go out together with a page, itself among them.
+    /// Returns the pages that are sent together with a page, including itself.
     pub(crate) fn together(&self, block: usize, page: usize) -> Range<usize> {
         let first = self.first(block, page);
         first..self.pages(block).min(first + self.together[block])
@@ -99,18 +99,18 @@ impl Ledger {
         page - page % self.together[block]
     }
 
-    /// Whether this page was sent, or is on its way.
+    /// Returns true if this page was sent, or is being sent.
     pub(crate) fn is_sent(&self, block: usize, page: usize) -> bool {
         self.sent[block].test(self.first(block, page))
     }
 
-    /// Whether it is the caller who sends this page, and those that go out with it. Who asks for a page that is claimed waits
-    /// for that.
+    /// Claims this page and those sent together with it; returns true if the caller must send them. Requests for a claimed page
+    /// wait for this.
     pub(crate) fn claim(&self, block: usize, page: usize) -> bool {
         self.sent[block].set(self.first(block, page))
     }
 
-    /// Claims a page that nobody has sent, with those that go out with it; `None` if all were.
+    /// Claims an unsent page with those sent together with it; returns `None` if all were claimed.
     pub(crate) fn claim_any(&self) -> Option<(usize, Range<usize>)> {
         (0..self.blocks.len()).find_map(|block| {
             let mut pages = (0..self.pages(block)).step_by(self.together[block]);
@@ -120,13 +120,13 @@ impl Ledger {
         })
     }
 
-    /// Takes what the background sends next: what was read beside requested pages, and then the pages of its `share` that were
-    /// not sent; `None` at the end of the share.
+    /// Returns the next pages of the background: neighbours of requested pages, then the unsent pages of its `share`; `None` at
+    /// the end of the share.
     pub(crate) fn next_of(&self, share: &mut impl Iterator<Item = Place>) -> Option<Next> {
         if let Some((block, batch)) = self.order.lock().beside.pop_back() {
             return Some(Next::Beside(block, batch));
         }
-        // One thread looks at a huge page, and once.
+        // Only one thread examines a huge page, and only once.
         let is_seen = |block: usize, page| {
             self.has_huge_pages(block) && !self.seen[block].set(self.first(block, page))
         };
@@ -134,7 +134,7 @@ impl Ledger {
         next.map(Next::From)
     }
 
-    /// Waits for the next request; `None` if there will be none.
+    /// Waits for the next request; returns `None` if there will be none.
     pub(crate) fn next_request(&self) -> Option<Request> {
         let next = self
             .order
@@ -145,7 +145,7 @@ impl Ledger {
             .filter(|_| !self.life.is_stopped())
     }
 
-    /// Ends requests, and waits until those that were made are answered.
+    /// Ends requests, and waits until the open ones are answered.
     pub(crate) fn end_and_drain(&self) {
         self.order.change(Order::end);
         let is_drained = |order: &mut Order| order.is_drained().then_some(());
@@ -154,7 +154,7 @@ impl Ledger {
             .wait_until(None, || self.life.check_open(), is_drained);
     }
 
-    /// Waits for `time` until requests have ended; false if they have not.
+    /// Waits up to `time` for the end of requests. Returns false at the timeout.
     pub(crate) fn wait_for_end(&self, time: Duration) -> bool {
         let until = Some(self.life.now() + time);
         let has_ended = |order: &mut Order| order.ended.then_some(());
@@ -164,7 +164,7 @@ impl Ledger {
         ended != Ok(None)
     }
 
-    /// Takes a message that is a request, and was read at `now`; `current` is the RAM block that the last one was for.
+    /// Processes a message, read at `now`, if it is a request; `current` is the RAM block of the last request.
     pub(crate) fn note(
         &self,
         current: &mut Option<usize>,
@@ -189,7 +189,7 @@ impl Ledger {
             if number >= self.pages(block) {
                 break;
             }
-            // Each page waits once, however often it is asked for.
+            // Each page waits once, however often it is requested.
             let first = self.first(block, number);
             if !self.is_sent(block, first) && self.asked[block].set(first) {
                 self.order.change(|order| order.ask(block, first, now));
@@ -239,7 +239,7 @@ mod tests {
         ledger
             .note(&mut current, &ask(None, 4096, 4096), now)
             .unwrap();
-        // Past the end: there is nothing to wait for.
+        // Beyond the end: there is no page to wait for.
         ledger
             .note(&mut current, &ask(None, 1 << 40, u32::MAX), now)
             .unwrap();
@@ -265,7 +265,7 @@ mod tests {
 
         let (mut current, now) = (None, Instant::now());
         for (block, start) in [(Some("huge"), 8), (None, 9), (None, 16), (None, 0)] {
-            // The destination says it of whole ones; a part is as good.
+            // A destination requests whole huge pages; a part has the same effect.
             let message = ask(block, start * PAGE_SIZE as u64, 8192);
             ledger.note(&mut current, &message, now).unwrap();
         }
@@ -276,7 +276,7 @@ mod tests {
         let asked = asked.map(|request| (request.block, request.page));
         assert_eq!(asked.collect::<Vec<_>>(), [(1, 8), (1, 16), (1, 0)]);
 
-        // What the destination has after an interruption.
+        // Pages that the destination has after an interruption.
         ledger.has(1, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
         assert!(ledger.is_sent(1, 7) && !ledger.is_sent(1, 16));
 

@@ -1,20 +1,20 @@
-//! The source of a postcopy: the destination runs the guest before it has all pages, and asks for those that it needs.
+//! The source of a postcopy: the destination runs the guest before it has all pages, and requests those that it needs.
 //!
-//! | file | what it does |
+//! | file | content |
 //! |---|---|
-//! | `order` | what the guest waits for, for how long it did, and when the end may come |
-//! | `turns` | who writes next: an answer comes before the background |
-//! | `near` | what the background sends first: the neighbours of what was asked for |
-//! | `ledger` | which pages are sent, each once, to whoever asks for it first; which are asked for; which come next |
-//! | `way` | main or the connection of requested pages: where a page goes out |
-//! | `connection` | a connection that carries them: answers, the background, the end |
-//! | `recovery` | what the destination has, where a connection was lost |
+//! | `order` | queue of requests, their latencies, and the condition for the end |
+//! | `turns` | lock that prefers an answer to the background |
+//! | `near` | prefetch queue of the background: neighbours of requested pages |
+//! | `ledger` | pages sent (each once, by the first thread that claims it), pages requested, and the next pages |
+//! | `way` | output path of a page: main, or the connection for requested pages |
+//! | `connection` | one connection: answers, the background, the end |
+//! | `recovery` | query of the destination's pages after a lost connection |
 //!
-//! What the destination has in pages of more than 4 KiB (hugetlbfs), it can only place as these: all pages of one go out
-//! together, with no other between them.
+//! The destination can only place a huge page (hugetlbfs, more than 4 KiB) as a whole: all its 4 KiB pages are sent
+//! contiguously.
 //!
-//! Every page is sent at most once a connection: QEMU ends a stream that has one twice. Pages that are never sent are zero
-//! once the stream has ended.
+//! Every page is sent at most once per connection: QEMU ends a stream that repeats one. Pages that are never sent are zero once
+//! the stream has ended.
 
 mod connection;
 mod ledger;
@@ -38,30 +38,30 @@ pub(crate) use way::Way;
 
 pub(crate) use crate::stream::main_channel::LARGEST_PAGE;
 
-/// The last byte of a stream (`QEMU_VM_EOF`).
+/// Last byte of a stream (`QEMU_VM_EOF`).
 const EOF: u8 = 0;
 
-/// Where the pages come from.
+/// Origin of the pages.
 pub(crate) trait Pages: Sync {
-    /// What one thread needs for its reading.
+    /// Reader state of one thread.
     type Reader<'p>: Reader
     where
         Self: 'p;
 
     fn reader(&self) -> Result<Self::Reader<'_>, MigrationError>;
 
-    /// The pages that the background looks at next; `None` once it has looked at all.
+    /// Returns the next pages for the background; `None` at the end.
     fn next(&self) -> Result<Option<Vec<Place>>, MigrationError>;
 
-    /// Ends every wait for pages: nobody takes any more.
+    /// Ends every wait for pages: no thread takes more.
     fn abandon(&self) {}
 
-    /// The guest has asked for this page: it soon needs those around it.
+    /// Records a request for this page: the guest soon needs its neighbours.
     fn asked_for(&self, block: usize, page: usize) {
         let _ = (block, page);
     }
 
-    /// Passes on what keeps a page from being read, unless all others are to be sent all the same.
+    /// Returns the error of a page that cannot be read, unless the other pages must be sent anyway.
     fn unless_damaged(&self, outcome: Result<(), MigrationError>) -> Result<(), MigrationError> {
         outcome
     }
@@ -70,9 +70,9 @@ pub(crate) trait Pages: Sync {
 /// RAM block and page.
 pub(crate) type Place = (usize, usize);
 
-/// One thread's reader of pages.
+/// Page reader of one thread.
 pub(crate) trait Reader {
-    /// Reads a page that was asked for; `None` for one that is zero.
+    /// Reads a requested page; returns `None` for a zero page.
     fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError>;
 
     /// Reads a page into a batch.
@@ -84,7 +84,7 @@ pub(crate) trait Reader {
         Ok(())
     }
 
-    /// The same of all these pages.
+    /// Reads all these pages into a batch.
     fn add_all(
         &mut self,
         block: usize,
@@ -94,20 +94,20 @@ pub(crate) trait Reader {
         pages.try_for_each(|page| self.add(block, page, batch))
     }
 
-    /// What goes behind the page that was asked for, if it was not zero. Nothing of it is claimed.
+    /// Reads the pages to send after a requested page that was not zero. Claims none of them.
     fn follow(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         let _ = batch;
         Ok(())
     }
 
-    /// Makes the reading of these pages quick, as far as they are not sent.
+    /// Prefetches the unsent pages of `share`.
     fn read_ahead(&mut self, share: &[Place], ledger: &Ledger) -> Result<(), MigrationError> {
         let _ = (share, ledger);
         Ok(())
     }
 
-    /// Makes ready what the background sends from this page on; false if that is nothing. Nothing is claimed before it
-    /// can be written.
+    /// Reads the next background pages from this page on; returns false if there are none. No page is claimed before it can be
+    /// written.
     fn prepare(
         &mut self,
         block: usize,
@@ -115,11 +115,11 @@ pub(crate) trait Reader {
         ledger: &Ledger,
     ) -> Result<bool, MigrationError>;
 
-    /// Claims what was made ready.
+    /// Claims the prepared pages.
     fn take(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError>;
 }
 
-/// Pages of one RAM block that go out together.
+/// Pages of one RAM block that are sent together.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     /// Byte offsets.
@@ -139,7 +139,7 @@ impl Batch {
         self.zero.is_empty() && self.normal.is_empty()
     }
 
-    /// Claims its pages with content of RAM block `block`, and drops those that others send.
+    /// Claims its pages with content of RAM block `block`, and drops those that other threads send.
     pub(crate) fn claim(&mut self, block: usize, ledger: &Ledger) {
         let mut kept = 0;
         for index in 0..self.normal.len() {
@@ -160,13 +160,13 @@ impl Batch {
         self.content.truncate(kept * PAGE_SIZE);
     }
 
-    /// A page with its content.
+    /// Adds a page with its content.
     pub(crate) fn add(&mut self, page: usize, content: &[u8]) {
         self.normal.push((page * PAGE_SIZE) as u64);
         self.content.extend_from_slice(content);
     }
 
-    /// Pages by number and their content, in place of what is here, which `content` has then.
+    /// Replaces the batch by pages, by number, and their content; `content` receives the old buffer.
     pub(crate) fn fill(&mut self, pages: impl Iterator<Item = u64>, content: &mut Vec<u8>) {
         self.clear();
         self.normal
@@ -174,7 +174,7 @@ impl Batch {
         std::mem::swap(&mut self.content, content);
     }
 
-    /// A page that is zero.
+    /// Adds a zero page.
     pub(crate) fn add_zero(&mut self, page: usize) {
         self.zero.push((page * PAGE_SIZE) as u64);
     }
@@ -182,7 +182,7 @@ impl Batch {
 
 #[cfg(test)]
 impl Batch {
-    /// Numbers of its pages.
+    /// Returns the numbers of its pages.
     pub(crate) fn pages(&self) -> impl Iterator<Item = usize> {
         let offsets = self.zero.iter().chain(&self.normal);
         offsets.map(|offset| usize::try_from(*offset).unwrap() / PAGE_SIZE)

@@ -1,4 +1,4 @@
-//! What the background sends before all else, since a page beside it was asked for.
+//! Prefetch queue of the background: pages near requested ones, sent before all others.
 
 use std::sync::Mutex;
 
@@ -7,21 +7,21 @@ use hotlift_mem::DirtyBitmap;
 use super::Place;
 use crate::lock::lock;
 
-/// Pages that are neighbours of each other: 256 KiB, twice what Linux reads ahead of a file.
+/// Pages in a group of neighbours: 256 KiB, twice the readahead of Linux for a file.
 const NEIGHBOURS: usize = 64;
 
-/// The neighbours of pages that were asked for, of which each is taken once.
+/// Neighbours of requested pages, each taken once.
 pub(crate) struct Near {
-    /// Pages of each RAM block.
+    /// Count of pages of each RAM block.
     pages: Vec<usize>,
-    /// A bit for each group of neighbours of each RAM block: one of them was asked for.
+    /// Bitmap of the groups of each RAM block in which a page was requested.
     asked: Vec<DirtyBitmap>,
-    /// Pages that were asked for first of their group, the latest at the end.
+    /// First requested page of each group, the latest at the end.
     waiting: Mutex<Vec<Place>>,
 }
 
 impl Near {
-    /// Of RAM blocks of so many pages; nothing was asked for.
+    /// Creates the queue for RAM blocks of these page counts.
     pub(crate) fn new(pages: impl Iterator<Item = usize>) -> Self {
         let pages: Vec<_> = pages.collect();
         let groups = pages.iter().map(|pages| pages.div_ceil(NEIGHBOURS));
@@ -32,14 +32,14 @@ impl Near {
         }
     }
 
-    /// This page was asked for.
+    /// Records a request for this page.
     pub(crate) fn asked_for(&self, block: usize, page: usize) {
         if self.asked[block].set(page / NEIGHBOURS) {
             lock(&self.waiting).push((block, page));
         }
     }
 
-    /// The neighbours of the latest page whose neighbours were not taken: those behind it, and then those before.
+    /// Returns the neighbours of the latest page that was not processed: first those after it, then those before.
     pub(crate) fn next(&self) -> Option<Vec<Place>> {
         let (block, page) = lock(&self.waiting).pop()?;
         let first = page / NEIGHBOURS * NEIGHBOURS;

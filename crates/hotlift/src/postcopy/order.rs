@@ -1,4 +1,4 @@
-//! What the guest waits for, what was read beside it, and when the end may come. [`Order`] and [`ReaderWait`] decide, without I/O
+//! Queue of requests, the pages read with them, and the condition for the end. [`Order`] and [`ReaderWait`] decide, without I/O
 //! and without a clock.
 
 use std::collections::VecDeque;
@@ -8,32 +8,32 @@ use super::Batch;
 use crate::error::MigrationError;
 use crate::figures::LatestTimes;
 
-/// Batches of neighbours that wait to be written, at most: 1 MiB of a save file's.
+/// Maximum count of batches of neighbours that wait to be written: 1 MiB of a save file's.
 const BESIDE: usize = 32;
 
-/// Longest time from the last page until the destination reports that it has all: what sockets and relays hold may have to pass a
+/// Longest time from the last page until the destination reports that it has all: data in sockets and relays may have to pass a
 /// slow link.
 pub(super) const LAST_WORD: Duration = Duration::from_secs(600);
 
-/// A page that is waited for.
+/// Request for a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Request {
     /// Index of the RAM block.
     pub block: usize,
     pub page: usize,
-    /// When it was read.
+    /// Time at which the request was read.
     pub since: Instant,
 }
 
-/// The pages that are waited for, first come, first served, and those beside them.
+/// Requested pages, first come, first served, and their neighbours.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
     waiting: VecDeque<Request>,
-    /// One is being answered.
+    /// True while a request is being answered.
     under_way: bool,
     /// No further request is added.
     pub(super) ended: bool,
-    /// Neighbours of pages that were asked for, with their RAM block. What is dropped the background reads again.
+    /// Neighbours of requested pages, with their RAM block. The background reads dropped ones again.
     pub(super) beside: VecDeque<(usize, Batch)>,
     /// Requests that were answered with a page.
     pub(crate) served: u64,
@@ -41,26 +41,26 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Adds a page whose request was read at `since`, unless the thread that answers may have gone.
+    /// Adds a request that was read at `since`, unless requests have ended and the answering thread may be gone.
     pub(super) fn ask(&mut self, block: usize, page: usize, since: Instant) {
         if !self.ended {
             self.waiting.push_back(Request { block, page, since });
         }
     }
 
-    /// Takes the next request; `Some(None)` if there will be none.
+    /// Takes the next request; returns `Some(None)` if there will be none.
     pub(super) fn next(&mut self) -> Option<Option<Request>> {
         let next = self.waiting.pop_front();
         self.under_way |= next.is_some();
         (next.is_some() || self.ended).then_some(next)
     }
 
-    /// Returns true if a request waits behind the one that is being answered.
+    /// Returns true if a request waits after the one that is being answered.
     pub(crate) fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
-    /// Takes note that the request that was taken last is done: its page was sent at the time `sent`, or was on its way.
+    /// Records that the last request taken is done: its page was sent at time `sent`, or was already being sent.
     pub(crate) fn done(&mut self, request: &Request, sent: Option<Instant>) {
         self.under_way = false;
         if let Some(sent) = sent {
@@ -70,7 +70,8 @@ impl Order {
         }
     }
 
-    /// Keeps neighbours of a page of RAM block `block` for the background. They stay unclaimed, so that no request waits for them.
+    /// Stores neighbours of a requested page of RAM block `block` for the background. They stay unclaimed, so that no request
+    /// waits for them.
     pub(crate) fn put_beside(&mut self, block: usize, batch: Batch) {
         if self.beside.len() == BESIDE {
             self.beside.pop_front();
@@ -78,7 +79,7 @@ impl Order {
         self.beside.push_back((block, batch));
     }
 
-    /// Ends it: no further request is added.
+    /// Ends the queue: no further request is added.
     pub(crate) fn end(&mut self) {
         self.ended = true;
     }
@@ -88,13 +89,13 @@ impl Order {
         !self.under_way && self.waiting.is_empty()
     }
 
-    /// Returns the median, one in a hundred, and the longest, in microseconds; 0 without any.
+    /// Returns the median, the 99th percentile, and the maximum, in microseconds; 0 without requests.
     pub(crate) fn latencies(&self) -> [f64; 3] {
         self.latencies.percentiles()
     }
 }
 
-/// The wait for a destination to read a page. No kernel reports when a socket's send queue is empty, so that it is sampled, at
+/// Wait for a destination to read a page. No kernel reports when a socket's send queue is empty, so that it is sampled, at
 /// intervals that double.
 pub(super) struct ReaderWait {
     until: Instant,
@@ -102,9 +103,9 @@ pub(super) struct ReaderWait {
 }
 
 impl ReaderWait {
-    /// The first interval: a QEMU that waits for a page reads it within some of them.
+    /// First interval: a QEMU that waits for a page reads it within a few of them.
     const FIRST: Duration = Duration::from_millis(1);
-    /// The last one, next to which a migration's end is long.
+    /// Longest interval; it is short compared to the end of a migration.
     const LAST: Duration = Duration::from_millis(100);
 
     pub(super) fn new(now: Instant) -> Self {

@@ -1,5 +1,5 @@
-//! The source's side of a postcopy that resumes on another connection: it learns which pages the destination has, and lets it
-//! continue. [`Recovery`] decides, without I/O and without a clock; [`go_on`] reads and writes.
+//! Source of a postcopy that resumes on another connection: it queries the destination's pages, and lets it continue.
+//! [`Recovery`] decides, without I/O and without a clock; [`go_on`] reads and writes.
 //!
 //! ```text
 //! RECV_BITMAP  for each RAM block     ---->
@@ -25,8 +25,8 @@ use crate::postcopy::Ledger;
 /// Time limit for all answers together: a destination that sends a byte now and then has no more time than a silent one.
 const ANSWERS: Duration = Duration::from_secs(60);
 
-/// Resumes over `main`, and calls `ready` for what must be there before the destination continues. Returns what came after the
-/// answers, of which nothing was taken.
+/// Resumes over `main`, and calls `ready` for the preparations before the destination continues. Returns the bytes after the
+/// answers, unprocessed.
 pub(crate) fn go_on(
     mut main: &Stream,
     ledger: &Ledger,
@@ -58,11 +58,11 @@ pub(crate) fn go_on(
 /// Next step of a source that resumes.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Sends these bytes.
+    /// Send these bytes.
     Send(Vec<u8>),
-    /// Prepares what must be there before the destination continues.
+    /// Prepare what must exist before the destination continues.
     Prepare,
-    /// Waits for bytes, up to this time.
+    /// Wait for bytes, up to this time.
     Receive(Duration),
     /// The destination continues. These bytes came after its answers.
     Resumed(Vec<u8>),
@@ -71,20 +71,20 @@ pub(crate) enum Step {
 /// A source that resumes.
 pub(crate) struct Recovery<'l> {
     ledger: &'l Ledger,
-    /// The RAM block whose bitmap is requested; behind the last it is RESUME.
+    /// RAM block whose bitmap is requested; after the last one it is RESUME.
     block: usize,
     is_prepared: bool,
-    /// The request is sent, and its answer awaited.
+    /// True if the request is sent, and its answer awaited.
     is_sent: bool,
-    /// Read, and not taken.
+    /// Bytes read and not processed.
     pending: Vec<u8>,
-    /// The last request with a RAM block's name that came too early: those after it may refer to the same block.
+    /// Last early request with a RAM block's name: requests after it may refer to the same block.
     early: Vec<u8>,
     until: Instant,
 }
 
 impl<'l> Recovery<'l> {
-    /// Begins with the first bitmap; `ledger` gets what the destination has.
+    /// Starts with the first bitmap; `ledger` receives the destination's pages.
     pub(crate) fn new(ledger: &'l Ledger, now: Instant) -> Self {
         Self {
             ledger,
@@ -97,7 +97,7 @@ impl<'l> Recovery<'l> {
         }
     }
 
-    /// Takes bytes of the destination.
+    /// Appends bytes from the destination.
     pub(crate) fn receive(&mut self, bytes: &[u8]) {
         self.pending.extend_from_slice(bytes);
     }
@@ -105,7 +105,7 @@ impl<'l> Recovery<'l> {
     /// Returns the next step.
     ///
     /// # Errors
-    /// [`MigrationError::Wire`] for what is no answer; [`MigrationError::Timeout`].
+    /// [`MigrationError::Wire`] for an invalid answer; [`MigrationError::Timeout`].
     pub(crate) fn next(&mut self, now: Instant) -> Result<Step, MigrationError> {
         let ledger = self.ledger;
         loop {
@@ -149,8 +149,7 @@ impl<'l> Recovery<'l> {
         }
     }
 
-    /// Skips requests of a thread that slept through the interruption: the destination repeats all that are open once it
-    /// continues.
+    /// Skips requests of a thread that slept through the interruption: the destination repeats all open ones once it continues.
     fn skip_requests(&mut self) {
         loop {
             let length = match ReturnMessage::decode(&self.pending) {
@@ -165,7 +164,7 @@ impl<'l> Recovery<'l> {
         }
     }
 
-    /// Takes an answer, once it is there whole.
+    /// Takes an answer, once it is complete.
     fn take<T>(
         &mut self,
         decode: impl Fn(&[u8]) -> Result<(T, usize), WireError>,

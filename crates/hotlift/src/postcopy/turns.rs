@@ -1,20 +1,20 @@
-//! Who writes next: an answer that somebody waits for comes before the background.
+//! Priority lock of a writer: an awaited answer comes before the background.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use crate::lock::lock;
 
-/// Something that one thread at a time has.
+/// Value that one thread at a time may use.
 pub(crate) struct Turns<T> {
     it: Mutex<T>,
-    /// How many urgent ones wait.
+    /// Count of waiting urgent threads.
     urgent: AtomicUsize,
-    /// None does any more.
+    /// Signals that no urgent thread waits any more.
     passed: Condvar,
 }
 
-/// A turn; it is over when this is dropped.
+/// Guard of the lock; dropping it releases the lock.
 pub(crate) type Turn<'a, T> = MutexGuard<'a, T>;
 
 impl<T> Turns<T> {
@@ -26,12 +26,12 @@ impl<T> Turns<T> {
         }
     }
 
-    /// The next turn.
+    /// Waits for the lock.
     pub(crate) fn take(&self) -> Turn<'_, T> {
         lock(&self.it)
     }
 
-    /// A turn, if it can begin now.
+    /// Takes the lock, if it is free and no urgent thread waits.
     pub(crate) fn try_take(&self) -> Option<Turn<'_, T>> {
         if self.urgent.load(Ordering::Acquire) > 0 {
             return None;
@@ -43,14 +43,14 @@ impl<T> Turns<T> {
         }
     }
 
-    /// The next turn that nobody urgent waits for.
+    /// Waits for the lock, after all urgent threads.
     pub(crate) fn take_after_urgent(&self) -> Turn<'_, T> {
         let waits = |_: &mut T| self.urgent.load(Ordering::Acquire) > 0;
         let turn = self.passed.wait_while(lock(&self.it), waits);
         turn.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next turn, before all others.
+    /// Waits for the lock, before all other threads.
     pub(crate) fn take_urgently(&self) -> Turn<'_, T> {
         self.urgent.fetch_add(1, Ordering::AcqRel);
         let turn = lock(&self.it);

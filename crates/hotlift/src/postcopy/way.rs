@@ -1,25 +1,25 @@
-//! Where pages of a postcopy go out, from a guest, a file or a relay.
+//! Output path for pages of a postcopy, from a guest, a file or a relay.
 
 use crate::error::MigrationError;
 use crate::postcopy::turns::{Turn, Turns};
 use crate::stream::main_send::{MainSend, PageRecords};
 use crate::stream::preempt::PreemptOut;
 
-/// A connection that takes pages.
+/// Connection that takes pages.
 pub(crate) enum Way<'w> {
-    /// Main, in a turn of its own.
+    /// Main, locked.
     Main(Turn<'w, MainSend>),
-    /// The connection of pages that the guest waits for.
+    /// Connection for requested pages.
     Alone(&'w PreemptOut),
 }
 
 impl<'w> Way<'w> {
-    /// Takes the way of a page that the guest waits for: the connection of such pages, or main before all others.
+    /// Returns the path of a requested page: the connection for such pages, or main before all other writers.
     pub(crate) fn urgent(main: &'w Turns<MainSend>, alone: Option<&'w PreemptOut>) -> Self {
         alone.map_or_else(|| Self::Main(main.take_urgently()), Self::Alone)
     }
 
-    /// Sends pages of the RAM block called `name`, with no other between them, whatever the limit on bandwidth.
+    /// Sends pages of RAM block `name` contiguously, without the bandwidth limit.
     pub(crate) fn send(
         &mut self,
         name: &str,

@@ -1,9 +1,8 @@
-//! Capability `auto-converge`: the guest is slowed down while it dirties pages faster than they are sent.
+//! Capability `auto-converge`: throttles the guest while it dirties pages faster than they are sent.
 //!
-//! The rule and its numbers are QEMU's: syncs of the dirty log are put together to periods of at least a
-//! second; a period in which the guest dirtied more than `throttle-trigger-threshold` percent of the
-//! bytes that were sent counts against it, and at the second of them it loses `cpu-throttle-initial`
-//! percent of its time, then `cpu-throttle-increment` more each time, up to `max-cpu-throttle`.
+//! The rule and its numbers are QEMU's. Dirty log syncs are combined into periods of at least a second. A period counts against
+//! the guest if it dirtied more than `throttle-trigger-threshold` percent of the bytes sent. At the second such period it loses
+//! `cpu-throttle-initial` percent of its time, then `cpu-throttle-increment` more each time, up to `max-cpu-throttle`.
 
 use std::time::{Duration, Instant};
 
@@ -12,34 +11,34 @@ use hotlift_mem::PAGE_SIZE;
 use crate::figures::to_f64;
 use crate::options::Options;
 
-/// Shortest period; in less the last change has not shown.
+/// Shortest period; within less time the last change has no visible effect.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Periods that have to count against the guest before it is slowed down (more).
+/// Count of periods against the guest before it is throttled (more).
 const PATIENCE: u32 = 2;
 
-/// Throttles a guest, and lets it go when dropped.
+/// Throttles a guest, and releases it on drop.
 pub(crate) struct AutoConverge<'a> {
     /// [`Guest::throttle`](crate::guest::Guest::throttle) of the guest.
     throttle: Box<dyn Fn(u8) -> bool + 'a>,
     period: Period,
-    /// Periods that count against the guest.
+    /// Count of periods against the guest.
     too_fast: u32,
     percent: u8,
     highest: u8,
     refused: bool,
 }
 
-/// What happened since the last judgement.
+/// Activity since the last decision.
 struct Period {
     since: Instant,
     dirtied_pages: u64,
-    /// Bytes sent before it.
+    /// Bytes sent before the period.
     sent_before: u64,
 }
 
 impl<'a> AutoConverge<'a> {
-    /// From `now` on; nothing has been sent.
+    /// Starts at `now`, when nothing has been sent.
     pub(crate) fn new(throttle: impl Fn(u8) -> bool + 'a, now: Instant) -> Self {
         Self {
             throttle: Box::new(throttle),
@@ -55,8 +54,7 @@ impl<'a> AutoConverge<'a> {
         }
     }
 
-    /// Takes in a sync of the dirty log: so many pages were dirtied since the last one, and so many bytes
-    /// have been sent in all.
+    /// Processes a dirty log sync: `dirtied_pages` since the last one, and `sent_bytes` in total.
     pub(crate) fn synced(
         &mut self,
         dirtied_pages: u64,
@@ -98,7 +96,7 @@ impl<'a> AutoConverge<'a> {
         }
     }
 
-    /// Gives the guest all of its time back.
+    /// Ends the throttling.
     pub(crate) fn release(&mut self) {
         if self.percent > 0 {
             (self.throttle)(0);
@@ -106,17 +104,17 @@ impl<'a> AutoConverge<'a> {
         }
     }
 
-    /// What it takes from the guest now, in percent.
+    /// Returns the current throttling in percent.
     pub(crate) fn percent(&self) -> u8 {
         self.percent
     }
 
-    /// The most that it took.
+    /// Returns the highest throttling so far.
     pub(crate) fn highest(&self) -> u8 {
         self.highest
     }
 
-    /// Whether the guest was to be slowed down and cannot be.
+    /// Returns true if the guest had to be throttled and cannot be.
     pub(crate) fn is_refused(&self) -> bool {
         self.refused
     }
@@ -128,15 +126,15 @@ impl Drop for AutoConverge<'_> {
     }
 }
 
-/// What to take from a guest that has lost `percent` and still dirties so much that only the share
-/// `allowed`, below 1, of it would do.
+/// Returns the throttling of a guest that has lost `percent` and still dirties too much: only the share `allowed`, below 1, of
+/// it would be acceptable.
 fn next(percent: u8, allowed: f64, options: &Options) -> u8 {
     let wanted = match percent {
         0 => options.cpu_throttle_initial,
         _ => percent.saturating_add(match options.cpu_throttle_tailslow {
             false => options.cpu_throttle_increment,
             true => {
-                // If what it dirties goes with the time that it has, this is what it may keep.
+                // The time that the guest may keep, if it dirties in proportion to its time.
                 let has = 100 - percent.min(100);
                 let may_keep = f64::from(has) * allowed;
                 let keeps = (1..=has).filter(|kept| f64::from(*kept) <= may_keep).max();
@@ -153,7 +151,7 @@ mod tests {
 
     use super::*;
 
-    /// Writes down what is asked of it.
+    /// Returns options with auto-converge.
     fn on() -> Options {
         Options {
             auto_converge: true,
@@ -161,7 +159,7 @@ mod tests {
         }
     }
 
-    /// What is asked of a guest over periods in which it dirties so many pages while 100 are sent.
+    /// Returns the throttling requests for periods in which the guest dirties these page counts while 100 are sent.
     fn asked(dirtied: &[u64], can: bool, options: &Options) -> (Vec<u8>, u8, bool) {
         let percents = RefCell::default();
         let guest = |percent| {
@@ -210,7 +208,7 @@ mod tests {
             cpu_throttle_tailslow: true,
             ..on()
         };
-        // A tenth too much: of the half that is left, 5 %.
+        // A tenth too much: 5 % of the remaining half.
         assert_eq!(next(50, 0.9, &options), 55);
         assert_eq!(next(50, 0.1, &options), 60, "no more than the increment");
         assert_eq!(next(0, 0.9, &options), 50);

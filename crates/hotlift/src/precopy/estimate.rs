@@ -1,9 +1,8 @@
-//! The time that the rest would take, which `ops/migrate` compares with the downtime limit.
+//! Estimated time to send the remaining pages, which `ops/migrate` compares with the downtime limit.
 //!
-//! The rest is counted in pages, not in bytes on the wire: with a page compression method the
-//! wire's bytes say nothing about how long a page takes. A round that met pages with content gives
-//! the time of such a page; zero pages are cheaper, and a guest that is being written to has few of
-//! them among its dirty pages, so they do not count towards the rate.
+//! The rest is counted in pages, not in bytes on the wire: with a page compression method, bytes do not determine the time of a
+//! page. A round with content pages gives the time of such a page. Zero pages are cheaper and rare among the dirty pages of an
+//! active guest, so they do not count towards the rate.
 
 use std::time::Duration;
 
@@ -11,28 +10,28 @@ use hotlift_mem::PAGE_SIZE;
 
 use crate::figures::{Counts, to_f64};
 
-/// Rounds shorter than this say more about thread wake-ups than about the rate of pages.
+/// Shortest round that is measured: in less, thread wake-ups dominate.
 const SHORTEST_SAMPLE: Duration = Duration::from_millis(5);
 
-/// Rounds that may pass without the remainder shrinking before the operator is told.
+/// Count of rounds without a shrinking remainder before the operator is informed.
 const STALLED_ROUNDS: u32 = 3;
 
-/// A round shrinks the remainder if it leaves less than this share of it.
+/// A round makes progress if it leaves less than this share of the remainder.
 const PROGRESS_SHARE: f64 = 0.9;
 
-/// Learns the rates of a migration, round by round.
+/// Estimator of a migration's rates, updated each round.
 #[derive(Debug, Default)]
 pub(crate) struct Estimator {
     seconds_per_page: Option<f64>,
     dirty_pages_per_second: f64,
     previous_pending: Option<u64>,
     stalled_rounds: u32,
-    /// Bytes a second to reckon with in place of what was measured.
+    /// Assumed bytes per second instead of the measured rate.
     switchover_bandwidth: Option<u64>,
 }
 
 impl Estimator {
-    /// Takes in a finished round.
+    /// Records a finished round.
     pub(crate) fn round_done(&mut self, counts: Counts, took: Duration) {
         if took < SHORTEST_SAMPLE && self.seconds_per_page.is_some() {
             return;
@@ -46,8 +45,7 @@ impl Estimator {
         }
     }
 
-    /// Takes in a sync of the dirty log: `pending` pages are dirty, `newly_dirty` of them since the
-    /// sync `since` ago.
+    /// Records a dirty log sync: `pending` pages are dirty, `newly_dirty` of them since the sync `since` ago.
     pub(crate) fn synced(&mut self, pending: u64, newly_dirty: u64, since: Duration) {
         if since > Duration::ZERO {
             self.dirty_pages_per_second = to_f64(newly_dirty) / since.as_secs_f64();
@@ -59,13 +57,13 @@ impl Estimator {
         self.previous_pending = Some(pending);
     }
 
-    /// Reckons with so many bytes a second from now on (`avail-switchover-bandwidth`); 0: with what
-    /// was measured. A page then counts with all its bytes, as QEMU has it.
+    /// Assumes this rate from now on (`avail-switchover-bandwidth`); 0: the measured rate. With an assumed rate a page counts
+    /// with all its bytes, as in QEMU.
     pub(crate) fn assume(&mut self, bytes_per_second: u64) {
         self.switchover_bandwidth = Some(bytes_per_second).filter(|bandwidth| *bandwidth > 0);
     }
 
-    /// How long `pages` dirty pages would take; `None` before the first round.
+    /// Returns the time to send `pages` dirty pages; `None` before the first round.
     pub(crate) fn time_for(&self, pages: u64) -> Option<Duration> {
         if pages == 0 {
             return Some(Duration::ZERO);
@@ -78,18 +76,18 @@ impl Estimator {
             })
     }
 
-    /// How long the pages would take that were dirty at the last sync; `None` before it.
+    /// Returns the time to send the pages that were dirty at the last sync; `None` before it.
     pub(crate) fn expected_downtime(&self) -> Option<Duration> {
         self.previous_pending
             .and_then(|pending| self.time_for(pending))
     }
 
-    /// Pages that the guest dirties per second, by the last two syncs.
+    /// Returns the pages that the guest dirties per second, from the last two syncs.
     pub(crate) fn dirty_pages_per_second(&self) -> f64 {
         self.dirty_pages_per_second
     }
 
-    /// True if the remainder has not shrunk for some rounds.
+    /// Returns true if the remainder has not shrunk for some rounds.
     pub(crate) fn is_stalled(&self) -> bool {
         self.stalled_rounds >= STALLED_ROUNDS
     }

@@ -1,12 +1,12 @@
-//! The rounds of a live migration: what is dirty, whether the rest is small enough, and what to do if it stays large.
+//! The rounds of a live migration: dirty pages, the estimate of the rest, and throttling if it stays large.
 //!
-//! | file | what it knows |
+//! | file | content |
 //! |---|---|
-//! | `ram` | which pages are dirty, and which chunk is next |
-//! | `estimate` | how long the rest would take |
-//! | `auto_converge` | how much the guest is slowed down |
+//! | `ram` | dirty pages, and the cursor over chunks |
+//! | `estimate` | estimated time for the rest |
+//! | `auto_converge` | throttling of the guest |
 //!
-//! [`migrate`](crate::ops::migrate) goes through the rounds; sockets and QEMU are not known here.
+//! [`migrate`](crate::ops::migrate) runs the rounds; this module knows neither sockets nor QEMU.
 
 pub(crate) mod auto_converge;
 pub(crate) mod estimate;

@@ -1,8 +1,7 @@
-//! The source's view of guest RAM: which pages are still to be sent, and who takes which.
+//! The source's view of guest RAM: pages to send, and their distribution to threads.
 //!
-//! Channel threads take chunks of RAM from a shared cursor and scan, clear, test and send them by
-//! themselves. One thread that hands out pages, as QEMU's migration thread does, is the limit of a
-//! fast migration long before memory is.
+//! Channel threads take chunks of RAM from a shared cursor, and scan, clear, test and send them independently. A single thread
+//! that distributes pages, as in QEMU's migration thread, limits a fast migration long before memory does.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -12,12 +11,11 @@ use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use crate::error::MigrationError;
 use crate::guest::Guest;
 
-/// Pages of a chunk: 4 MiB. Large enough that taking one costs nothing, small enough that the last
-/// chunk of a round keeps no channel waiting for more than some milliseconds of compression. A
-/// multiple of 64, as clearing KVM's log demands.
+/// Count of pages in a chunk: 4 MiB. Large enough that taking one costs nothing. Small enough that the last chunk of a round
+/// delays a channel by only some milliseconds of compression. A multiple of 64, as required to clear KVM's log.
 const CHUNK_PAGES: usize = 1024;
 
-/// A run of pages that one thread works on.
+/// Contiguous pages that one thread processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Chunk {
     /// Index of the RAM block.
@@ -33,20 +31,20 @@ pub(crate) struct RamState<'a> {
     guest: &'a dyn Guest,
     dirty: Vec<DirtyBitmap>,
     chunks: Vec<Chunk>,
-    /// Index of the next chunk that nobody has taken.
+    /// Index of the next chunk to take.
     next: AtomicUsize,
-    /// Chunks below this index may be taken; the migration thread raises it as it has looked for
-    /// zero pages (`legacy` detection).
+    /// Chunks below this index may be taken; the migration thread raises it after its search for zero pages (`legacy`
+    /// detection).
     released: Mutex<usize>,
     more_released: Condvar,
     /// True until the first round is over: pages may never have been touched.
     first_round: AtomicBool,
-    /// Reads of the dirty log.
+    /// Count of reads of the dirty log.
     syncs: AtomicU64,
 }
 
 impl<'a> RamState<'a> {
-    /// All pages of all blocks, all to be sent.
+    /// Creates the state with all pages of all blocks to be sent.
     pub(crate) fn new(guest: &'a dyn Guest) -> Self {
         let dirty: Vec<_> = guest
             .ram()
@@ -83,29 +81,29 @@ impl<'a> RamState<'a> {
         }
     }
 
-    /// Bytes of all blocks.
+    /// Returns the bytes of all blocks.
     pub(crate) fn total_bytes(&self) -> u64 {
         self.guest.ram().iter().map(|ram| ram.len() as u64).sum()
     }
 
-    /// Pages that are to be sent.
+    /// Returns the count of pages to send.
     pub(crate) fn pending(&self) -> u64 {
         self.dirty.iter().map(DirtyBitmap::count).sum()
     }
 
-    /// Starts the dirty log. It counts as the first read of it: every page is dirty.
+    /// Starts the dirty log. This counts as its first read: every page is dirty.
     pub(crate) fn start_log(&self) -> Result<(), MigrationError> {
         self.guest.start_dirty_log()?;
         self.syncs.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Reads of the dirty log so far.
+    /// Returns the count of reads of the dirty log.
     pub(crate) fn syncs(&self) -> u64 {
         self.syncs.load(Ordering::Relaxed)
     }
 
-    /// Fetches the dirty log of all blocks; returns how many pages it added.
+    /// Fetches the dirty log of all blocks, and returns the count of added pages.
     pub(crate) fn sync(&self) -> Result<u64, MigrationError> {
         self.syncs.fetch_add(1, Ordering::Relaxed);
         let mut newly_dirty = 0;
@@ -115,34 +113,34 @@ impl<'a> RamState<'a> {
         Ok(newly_dirty)
     }
 
-    /// Starts a round over all chunks. With `hold`, none may be taken before it is released.
+    /// Starts a round over all chunks. With `hold`, none may be taken before its release.
     pub(crate) fn start_round(&self, hold: bool) {
         *self.lock_released() = if hold { 0 } else { self.chunks.len() };
         self.next.store(0, Ordering::Release);
     }
 
-    /// Ends a round whose chunks have all been worked on.
+    /// Ends a round whose chunks have all been processed.
     pub(crate) fn end_round(&self) {
         self.first_round.store(false, Ordering::Release);
     }
 
-    /// All chunks, in order; for the thread that releases them.
+    /// Returns all chunks in order, for the thread that releases them.
     pub(crate) fn chunks(&self) -> &[Chunk] {
         &self.chunks
     }
 
-    /// Lets all chunks be taken.
+    /// Releases all chunks.
     pub(crate) fn release_all(&self) {
         self.release(self.chunks.len());
     }
 
-    /// Lets the first `count` chunks be taken.
+    /// Releases the first `count` chunks.
     pub(crate) fn release(&self, count: usize) {
         *self.lock_released() = count;
         self.more_released.notify_all();
     }
 
-    /// Takes the next chunk, waiting for its release; `None` when the round has no more.
+    /// Takes the next chunk after its release; returns `None` at the end of the round.
     pub(crate) fn take(&self) -> Option<Chunk> {
         let index = self.next.fetch_add(1, Ordering::AcqRel);
         let chunk = *self.chunks.get(index)?;
@@ -158,9 +156,8 @@ impl<'a> RamState<'a> {
         self.released.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Fetches the dirty bits of `chunk` into `words` (one bit a page, first page in bit 0 of the
-    /// first word) and re-arms the guest's log for them; true if there was any. From here on its
-    /// pages may be read.
+    /// Fetches the dirty bits of `chunk` into `words`, and re-arms the guest's log for them. `words` has one bit per page, the
+    /// first page in bit 0 of the first word. Returns true if any bit was set. Only after this may its pages be read.
     pub(crate) fn fetch_and_clear(
         &self,
         chunk: Chunk,
@@ -174,7 +171,7 @@ impl<'a> RamState<'a> {
         Ok(any)
     }
 
-    /// Fetches the dirty bits of a chunk whose log was re-armed in this round already.
+    /// Fetches the dirty bits of a chunk whose log was already re-armed in this round.
     pub(crate) fn fetch(&self, chunk: Chunk, words: &mut Vec<u64>) -> bool {
         let bitmap = &self.dirty[chunk.block];
         let first_word = chunk.first_page / 64;
@@ -185,22 +182,22 @@ impl<'a> RamState<'a> {
         words.iter().any(|word| *word != 0)
     }
 
-    /// Marks a page that was fetched as still to be sent.
+    /// Marks a fetched page as dirty again.
     pub(crate) fn put_back(&self, block: usize, page: usize) {
         self.dirty[block].set(page);
     }
 
-    /// Whether a page is still to be sent.
+    /// Returns true if a page must still be sent.
     pub(crate) fn is_dirty(&self, block: usize, page: usize) -> bool {
         self.dirty[block].test(page)
     }
 
-    /// A page need not be sent any more.
+    /// Marks a page as not to be sent any more.
     pub(crate) fn settle(&self, block: usize, page: usize) {
         self.dirty[block].clear_range(page, 1);
     }
 
-    /// The runs of pages of a RAM block that are still to be sent: byte offset and length of each.
+    /// Returns byte offset and length of each range of pages to send in a RAM block.
     pub(crate) fn dirty_ranges(&self, block: usize) -> Vec<(u64, u64)> {
         let page_size = PAGE_SIZE as u64;
         let mut ranges: Vec<(u64, u64)> = Vec::new();
@@ -215,8 +212,8 @@ impl<'a> RamState<'a> {
         ranges
     }
 
-    /// Asks the kernel which pages of a fetched `chunk` were never touched: bits in `words`, all 0
-    /// if it cannot tell or after the first round, where every dirty page was written.
+    /// Asks the kernel which pages of a fetched `chunk` were never touched, as bits in `words`. All bits are 0 if the kernel
+    /// cannot answer, and after the first round, where every dirty page was written.
     pub(crate) fn untouched(&self, chunk: Chunk, words: &mut Vec<u64>) {
         words.clear();
         words.resize(chunk.pages.div_ceil(64), 0);
@@ -232,7 +229,7 @@ impl<'a> RamState<'a> {
     }
 }
 
-/// Byte offsets, within their block, of the pages whose bits are set in the words of `chunk`.
+/// Iterates over the byte offsets, within their block, of the pages whose bits are set in the words of `chunk`.
 pub(crate) fn offsets(chunk: Chunk, words: &[u64]) -> impl Iterator<Item = (usize, usize)> + '_ {
     words.iter().enumerate().flat_map(move |(index, word)| {
         let mut rest = *word;

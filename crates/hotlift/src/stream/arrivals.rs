@@ -1,8 +1,7 @@
 //! The connections of one migration, as they arrive: a main channel and multifd channels, in any order.
 //!
-//! All that have not said yet what they are are watched at once: a source writes to main only after all its
-//! connections are made, and one that is silent must not keep the others waiting. Which channels there are to be, and
-//! when all have come, is the matter of whoever waits.
+//! All unidentified connections are watched at once: a source writes to main only after it has made all connections, and a
+//! silent one must not block the others. The caller knows which channels to expect, and when all have arrived.
 
 use std::time::{Duration, Instant};
 
@@ -17,34 +16,34 @@ use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::strangers::Strangers;
 
-/// Whether a multifd channel with this opening may join those that have come.
+/// Check of a multifd channel with this opening packet against the channels that have arrived.
 pub(crate) type Check<'a> =
     &'a dyn Fn(&InitialPacket, &[(InitialPacket, Stream)]) -> Result<(), MigrationError>;
 
-/// Connections that have arrived.
+/// Connections that have arrived so far.
 pub(crate) struct Arrivals<'a> {
     pub door: Door<'a>,
     strangers: Strangers,
-    /// The main channel, until it is taken, and when it was accepted.
+    /// The main channel until it is taken, and the time when it was accepted.
     pub main: Option<(Stream, Instant)>,
     main_came: bool,
-    /// In the order of their arrival.
+    /// Multifd channels in the order of their arrival.
     pub multifd: Vec<(InitialPacket, Stream)>,
-    /// The channel that made this side refuse the source.
+    /// The channel whose opening packet made this side reject the source.
     refused: Option<Stream>,
-    /// The source has shown that it is a Hotlift.
+    /// True if the source has identified itself as a Hotlift.
     pub is_hotlift: bool,
-    /// When the first was accepted.
+    /// Time at which the first connection was accepted.
     pub since: Option<Instant>,
-    /// Whose they are: the first that has said what it is decides, also when main is taken.
+    /// Host of the first identified connection; all others must be from it, also after main is taken.
     host: Option<Host>,
-    /// Multifd channels that there are to be; `None` if the source decides it.
+    /// Count of expected multifd channels; `None` if the source decides it.
     channels: Option<u8>,
 }
 
 impl<'a> Arrivals<'a> {
-    /// Those of a migration with so many multifd channels, if that is known: then connections that have said what they
-    /// are are watched.
+    /// Creates the set for a migration with `channels` multifd channels. If that count is known, identified connections are
+    /// watched.
     pub(crate) fn new(door: Door<'a>, channels: Option<u8>, strangers: &Strangers) -> Self {
         Self {
             door,
@@ -60,11 +59,11 @@ impl<'a> Arrivals<'a> {
         }
     }
 
-    /// Waits for up to `wait` for something to happen, and takes it in.
+    /// Waits for an event for up to `wait`, and processes it.
     ///
     /// # Errors
-    /// What `check` says of a channel; [`MigrationError::Mismatch`] for a Hotlift of another version;
-    /// [`MigrationError::Closed`] if a connection that is watched has ended.
+    /// The error of `check`; [`MigrationError::Mismatch`] for a Hotlift of another version; [`MigrationError::Closed`] if a
+    /// watched connection has ended.
     pub(crate) fn step(&mut self, wait: Duration, check: Check<'_>) -> Result<(), MigrationError> {
         let watched = named(self.main.as_ref(), &self.multifd).filter(|_| self.channels.is_some());
         let streams: Vec<_> = watched.map(|stream| (stream, PollFlags::RDHUP)).collect();
@@ -73,7 +72,7 @@ impl<'a> Arrivals<'a> {
             .step(wait, &streams, None)
             .map_err(MigrationError::opening)?;
         if ended && self.waits_for_channels() {
-            // Before what has come is looked at: it may be the main channel of the next migration.
+            // Before the new arrivals are processed: one may be the main channel of the next migration.
             self.strangers
                 .turn_away("a main channel without a migration");
             (self.main, self.main_came, self.since) = (None, false, None);
@@ -87,7 +86,7 @@ impl<'a> Arrivals<'a> {
             }
             self.since.get_or_insert(arrival.since);
             match arrival.head() {
-                // One of them was left by a migration that failed before.
+                // One of the two is left over from a failed migration.
                 Head::Main | Head::Resumed if self.main_came => {
                     self.strangers.turn_away("a second main channel");
                 }
@@ -97,7 +96,7 @@ impl<'a> Arrivals<'a> {
                     self.main = Some((arrival.stream, arrival.since));
                 }
                 Head::OtherVersion(version) => {
-                    // Taken off, so that what is said to it does not end in a reset.
+                    // The opening is read, so that the reply does not end in a reset.
                     arrival.take_opening();
                     self.is_hotlift = true;
                     self.refused = Some(arrival.stream);
@@ -117,14 +116,15 @@ impl<'a> Arrivals<'a> {
                     self.host.get_or_insert_with(|| arrival.stream.host());
                     self.multifd.push((packet, arrival.stream));
                 }
-                // No token is that of a migration without a name yet.
+                // A migration without a name yet has no token.
                 _ => self.strangers.turn_away(BROKEN),
             }
         }
         Ok(())
     }
 
-    /// Whether `stream` is of the host that the others are of. If not, it is to be dropped, and counts as turned away.
+    /// Returns true if `stream` is from the same host as the others. Otherwise the caller must drop it; it is counted as
+    /// rejected.
     pub(crate) fn admits(&self, stream: &Stream) -> bool {
         let is_theirs = self.is_of_their_host(stream);
         if !is_theirs {
@@ -134,7 +134,7 @@ impl<'a> Arrivals<'a> {
         is_theirs
     }
 
-    /// The same, by everything that tells where `main` came from: of connections that say nothing of themselves.
+    /// Returns true if an unidentified connection matches everything known about the origin of `main`.
     pub(crate) fn admits_beside(&self, main: &Stream, stream: &Stream) -> bool {
         if !self.admits(stream) {
             return false;
@@ -147,13 +147,13 @@ impl<'a> Arrivals<'a> {
         is_beside
     }
 
-    /// Whether `stream` may be one of the migration, by the host that it is of.
+    /// Returns true if `stream` is from the host of the migration, or if that host is not known yet.
     pub(crate) fn is_of_their_host(&self, stream: &Stream) -> bool {
         let host = self.host.as_ref();
         host.is_none_or(|host| host.is_at_the_end_of(stream))
     }
 
-    /// Names those of `channels` multifd channels that have not come.
+    /// Names the multifd channels of `channels` that have not arrived.
     pub(crate) fn missing(&self, channels: u8) -> String {
         let has_come = |id: &u8| self.multifd.iter().any(|(packet, _)| packet.id == *id);
         let missing: Vec<_> = (0..channels)
@@ -170,12 +170,12 @@ impl<'a> Arrivals<'a> {
         }
     }
 
-    /// Whether there are to be multifd channels, and none has come.
+    /// Returns true if multifd channels are expected and none has arrived.
     pub(crate) fn waits_for_channels(&self) -> bool {
         self.multifd.is_empty() && self.channels.is_some_and(|channels| channels > 0)
     }
 
-    /// Tells a Hotlift, on whatever it has opened, why it is refused. A QEMU would not understand.
+    /// Sends the reason of the rejection to a Hotlift on all its connections. A QEMU would not understand it.
     pub(crate) fn refuse(&self, error: &MigrationError) {
         if self.is_hotlift {
             let named = named(self.main.as_ref(), &self.multifd);
@@ -185,7 +185,7 @@ impl<'a> Arrivals<'a> {
     }
 }
 
-/// All that have said what they are.
+/// Returns all identified connections.
 fn named<'s>(
     main: Option<&'s (Stream, Instant)>,
     multifd: &'s [(InitialPacket, Stream)],
@@ -195,7 +195,7 @@ fn named<'s>(
         .chain(multifd.iter().map(|(_, stream)| stream))
 }
 
-/// A channel of another migration, or another source.
+/// Returns the error for a channel of another migration or another source.
 pub(crate) fn stray(packet: &InitialPacket, what: &str) -> MigrationError {
     MigrationError::opened_with(Channel::Multifd(packet.id), what)
 }

@@ -1,4 +1,4 @@
-//! The destination answers for a migration: while it is under way, and until its source knows the outcome.
+//! The destination serves its listener during a migration, and until its source knows the outcome.
 
 use std::time::{Duration, Instant};
 
@@ -10,17 +10,17 @@ use crate::handover::settle::{AnswerPeriod, Confirmation};
 use crate::life::Life;
 use crate::stream::door::{Asked, Door};
 
-/// After an error of the listener (no file descriptors are left, for one), which goes on.
+/// Pause after an error of the listener (for example no file descriptors left), before the next attempt.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Bytes read at once of what a source sends behind its commit.
+/// Size of one read of the data that a source sends after its commit.
 const READ: usize = 4 << 10;
 
-/// Takes what else is the migration's out of what has come at the door.
+/// Callback that takes further connections of the migration out of the arrivals.
 pub(crate) type Further<'f> = &'f dyn Fn(&mut Door<'_>, &mut Vec<Admitted>);
 
-/// Answers questions and turns strangers away until the other end of `stop` is closed. `further` takes what else is the
-/// migration's out of what has come; it is called after each event, and at least `every` so often.
+/// Answers queries and rejects unknown clients until the peer of `stop` closes. Calls `further` after each event, and at least
+/// once per `every`.
 pub(crate) fn attend(
     door: &mut Door<'_>,
     asked: &Asked<'_>,
@@ -42,15 +42,15 @@ pub(crate) fn attend(
     }
 }
 
-/// A connection of the migration on which the source may say that it knows the outcome.
+/// A connection of the migration on which the source may confirm that it knows the outcome.
 struct Lingering<'a> {
     stream: &'a Stream,
     last: Confirmation,
     open: bool,
 }
 
-/// Answers until the source has said, on one of `streams` or after a question, that it knows the outcome; until
-/// it cannot ask any more, by [`AnswerPeriod`]. `read_ahead` was read of the first stream before.
+/// Answers queries until the source confirms that it knows the outcome (on `streams` or after a query), or until it can no
+/// longer ask ([`AnswerPeriod`]). `read_ahead` holds bytes already read from the first stream.
 pub(crate) fn linger(
     door: &mut Door<'_>,
     asked: &Asked<'_>,
@@ -93,7 +93,7 @@ pub(crate) fn linger(
 }
 
 impl Lingering<'_> {
-    /// Takes in what has come.
+    /// Reads what has arrived.
     fn read(&mut self, asked: &Asked<'_>) {
         let mut bytes = [0; READ];
         while self.open && matches!(self.stream.wait_readable(Duration::ZERO), Ok(true)) {

@@ -1,4 +1,4 @@
-//! One channel's half of method `auto`: looks at a packet, asks what to send it as, and encodes it.
+//! Encoder of one channel with method `auto`: samples a packet, requests the decision, and encodes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,54 +16,54 @@ use crate::error::MigrationError;
 use crate::stream::codec::{ByMethod, Encoder};
 use crate::stream::pages::Pages;
 
-/// Pages of a packet that are looked at: evenly spread, each compressed for itself would cost more and say less.
+/// Pages sampled per packet, evenly spread and compressed together: page by page, it would cost more and be less accurate.
 const SAMPLE_PAGES: usize = 4;
 
-/// Time off the CPU that is looked into: below, telling the wire from the run queue costs more than it says.
+/// Shortest off-CPU time that is examined: below it, telling network waits from run queue waits costs more than it is worth.
 const WORTH_A_LOOK: Duration = Duration::from_micros(100);
 
-/// What was decided for a packet.
+/// Decision for one packet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Decided {
     candidate: usize,
     look: Look,
-    /// What encoding took.
+    /// Time of the encoding.
     encode: Option<Took>,
 }
 
-/// One channel's half.
+/// Encoder state of one channel.
 pub(crate) struct AutoEncoder<'a> {
     auto: &'a Auto,
     id: u8,
     accelerator: Accelerator,
     stats: &'a Arc<AcceleratorStats>,
-    /// Those that were needed so far.
+    /// Encoders that were needed so far.
     encoders: ByMethod<Encoder>,
     sample: Vec<u8>,
     room: Vec<u8>,
     queue: RunQueue,
-    /// The end of the packet before, in this round.
+    /// End of the previous packet in this round.
     before: Option<Mark>,
-    /// Time in which `cpu-limit` has held back what follows the packet before.
+    /// Time for which `cpu-limit` has blocked the thread since the previous packet.
     slept: Duration,
-    /// Time in which `max-bandwidth` has held back what went without content since then.
+    /// Time for which `max-bandwidth` has delayed packets without content since then.
     paced: Duration,
-    /// Time off the CPU that was not looked into since the run queue was.
+    /// Off-CPU time not yet attributed since the run queue was last read.
     unseen: Duration,
 }
 
-/// A moment of the thread.
+/// Snapshot of the thread's clocks.
 #[derive(Debug, Clone, Copy)]
 struct Mark {
     at: Instant,
-    /// CPU time until then.
+    /// CPU time at that moment.
     cpu: Duration,
-    /// Time in the run queue, when it was last looked at.
+    /// Time in the run queue when it was last read.
     queued: Duration,
 }
 
 impl<'a> AutoEncoder<'a> {
-    /// That of channel `id`, for the thread that calls.
+    /// Creates the encoder of channel `id`, for the calling thread.
     pub(crate) fn new(
         auto: &'a Auto,
         id: u8,
@@ -86,13 +86,13 @@ impl<'a> AutoEncoder<'a> {
         }
     }
 
-    /// What all channels share.
+    /// Returns the state that all channels share.
     pub(crate) fn shared(&self) -> &'a Auto {
         self.auto
     }
 
-    /// Decides what to send a packet of these pages as, with so many bytes before it in the channel's queue; `None`: nobody
-    /// knows.
+    /// Selects the method for a packet with these pages. `queued` is the count of unsent bytes in the channel's queue; `None`
+    /// if it is unknown.
     pub(crate) fn decide(&mut self, pages: Pages<'_, '_>, queued: Option<u32>) -> Decided {
         if self.before.is_none() {
             self.begin();
@@ -117,7 +117,7 @@ impl<'a> AutoEncoder<'a> {
         }
     }
 
-    /// What went by until now is no packet's time.
+    /// Starts the clock: earlier time belongs to no packet.
     pub(crate) fn begin(&mut self) {
         self.pause();
         self.before = Some(Mark {
@@ -133,12 +133,12 @@ impl<'a> AutoEncoder<'a> {
         Class::of(left_of(&self.sample, &mut self.room))
     }
 
-    /// What the packet's payload is written as.
+    /// Returns the method of the packet's payload.
     pub(crate) fn method(&self, decided: &Decided) -> Method {
         self.auto.candidate(decided.candidate).method
     }
 
-    /// Compresses the packet `number` to `out` as was decided; false if it is to be sent as it is, since it does not shrink.
+    /// Compresses packet `number` to `out` as decided. Returns false if it does not shrink and must be sent uncompressed.
     pub(crate) fn encode(
         &mut self,
         decided: &mut Decided,
@@ -168,8 +168,8 @@ impl<'a> AutoEncoder<'a> {
         Ok(shrinks)
     }
 
-    /// The packet is written, in `send` of CPU time; for `paced` it was held back by `max-bandwidth`, at which a byte takes
-    /// `nanos_per_byte`. `sockets` are those of all channels.
+    /// Records a sent packet: `send` is the CPU time of the write, `paced` the delay by `max-bandwidth`, which allows a byte
+    /// per `nanos_per_byte`. `sockets` are those of all channels.
     pub(crate) fn sent<'s>(
         &mut self,
         decided: &Decided,
@@ -222,17 +222,17 @@ impl<'a> AutoEncoder<'a> {
         self.slept = Duration::ZERO;
     }
 
-    /// The thread was held back by `cpu-limit` for that long: it waited for nobody.
+    /// Records that `cpu-limit` has blocked the thread for `time`: this was no wait for the network.
     pub(crate) fn slept(&mut self, time: Duration) {
         self.slept += time;
     }
 
-    /// What went without content was held back by `max-bandwidth` for that long.
+    /// Records that `max-bandwidth` has delayed packets without content for `time`.
     pub(crate) fn paced(&mut self, time: Duration) {
         self.paced += time;
     }
 
-    /// What follows is not the packets' time: the round is over.
+    /// Stops the clock at the end of a round: the following time belongs to no packet.
     pub(crate) fn pause(&mut self) {
         self.before = None;
         (self.slept, self.paced) = (Duration::ZERO, Duration::ZERO);

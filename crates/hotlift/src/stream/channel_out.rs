@@ -1,4 +1,4 @@
-//! Bytes of a channel to its socket.
+//! Writes a channel's bytes to its socket.
 
 use std::os::fd::AsFd;
 
@@ -9,7 +9,7 @@ use hotlift_net::transport::Stream;
 
 use crate::error::{Channel, MigrationError};
 
-/// Sends `parts`, one after the other, as what `channel` has to say.
+/// Sends `parts` in order; errors name `channel`.
 pub(super) fn send(
     stream: &Stream,
     channel: Channel,
@@ -21,7 +21,7 @@ pub(super) fn send(
         .map_err(|source| broken(channel, source))
 }
 
-/// Sends `head` and guest memory behind it to a socket; by reference with a `splicer`.
+/// Sends `head` and then guest memory to a socket; by reference with a `splicer`.
 pub(super) fn send_guest_memory(
     stream: &Stream,
     channel: Channel,

@@ -1,4 +1,4 @@
-//! A multifd channel's half of its method, with the names that its errors carry.
+//! Encoder and decoder of a multifd channel, whose errors name channel, packet and RAM block.
 
 use std::sync::Arc;
 
@@ -13,20 +13,20 @@ use crate::accelerator_stats::{AcceleratorStats, ChannelStats};
 use crate::error::{Channel, MigrationError};
 use crate::options::Options;
 
-/// The sending half.
+/// Encoder of a channel.
 pub(crate) struct Encoder {
     encoder: Box<dyn Encode>,
     side: Side,
 }
 
-/// A channel's halves by method, each made when it is first needed.
+/// Encoders or decoders of a channel by method, created on first use.
 pub(crate) struct ByMethod<C> {
     id: u8,
     made: Vec<(Method, C)>,
 }
 
 impl<C> ByMethod<C> {
-    /// Those of channel `id`; none is made yet.
+    /// Creates the empty set of channel `id`.
     pub(crate) fn new(id: u8) -> Self {
         Self {
             id,
@@ -34,10 +34,10 @@ impl<C> ByMethod<C> {
         }
     }
 
-    /// The half for `method`, which `make` makes.
+    /// Returns the entry for `method`, created by `make` on first use.
     ///
     /// # Errors
-    /// [`MigrationError::Protocol`] for a method that this build lacks; what `make` says.
+    /// [`MigrationError::Protocol`] for a method that this build lacks; the error of `make`.
     pub(crate) fn get(
         &mut self,
         method: Method,
@@ -59,18 +59,18 @@ impl<C> ByMethod<C> {
         Ok(&mut self.made[index].1)
     }
 
-    /// Whether the half for `method` was made.
+    /// Returns true if the entry for `method` exists.
     pub(crate) fn has(&self, method: Method) -> bool {
         self.made.iter().any(|(one, _)| *one == method)
     }
 
-    /// Drops the half for `method`: the next is made anew.
+    /// Drops the entry for `method`, so that the next use creates it again.
     pub(crate) fn drop(&mut self, method: Method) {
         self.made.retain(|(one, _)| *one != method);
     }
 }
 
-/// The receiving half.
+/// Decoder of a channel.
 pub(crate) struct Decoder {
     decoder: Box<dyn Decode>,
     side: Side,
@@ -83,7 +83,7 @@ struct Side {
 }
 
 impl Encoder {
-    /// The half of channel `id`; `None` for method none, whose pages are sent as they are.
+    /// Creates the encoder of channel `id`; `None` for method none, whose pages are sent uncompressed.
     pub(crate) fn new(
         id: u8,
         options: &Options,
@@ -98,7 +98,7 @@ impl Encoder {
         Self::of(method, id, &settings, stats).map(Some)
     }
 
-    /// The half of channel `id` for `method`.
+    /// Creates the encoder of channel `id` for `method`.
     pub(crate) fn of(
         method: &MethodInfo,
         id: u8,
@@ -111,16 +111,15 @@ impl Encoder {
         Ok(Self { encoder, side })
     }
 
-    /// From now on each packet can be decoded without the others, by a [`Decoder`] that has been given
-    /// [`Decoder::read_header`]: what only the first packet of a channel has is written, and dropped. `level` is that of
-    /// the settings.
+    /// Makes each later packet decodable without the others, by a [`Decoder`] after [`Decoder::read_header`]: writes what only
+    /// the first packet of a channel contains, and drops it. `level` is the level of the settings.
     pub(crate) fn write_alone(&mut self, level: u8) -> Result<(), MigrationError> {
-        // A level that is set anew ends the frame that zstd keeps open over packets from level 4 on.
+        // Setting the level ends the frame that zstd keeps open across packets from level 4 on.
         self.set_level(i8::try_from(level).unwrap_or(i8::MAX), 0, "")?;
         self.encode(0, "", &[0; PAGE_SIZE], &mut Vec::new())
     }
 
-    /// Compresses the pages of packet `number`, and those after it, at this level.
+    /// Compresses packet `number` and later ones at this level.
     pub(crate) fn set_level(
         &mut self,
         level: i8,
@@ -131,7 +130,7 @@ impl Encoder {
         set.map_err(|source| self.side.failed(number, block, source))
     }
 
-    /// Compresses the pages of packet `number` to `out`, in place of what that holds.
+    /// Compresses the pages of packet `number` to `out`, whose content is replaced.
     pub(crate) fn encode(
         &mut self,
         number: u64,
@@ -146,7 +145,7 @@ impl Encoder {
 }
 
 impl Decoder {
-    /// The half of channel `id` for `method`, whose payloads take no more than `memory` has.
+    /// Creates the decoder of channel `id` for `method`, whose payloads use at most `memory`.
     pub(crate) fn of(
         method: &MethodInfo,
         id: u8,
@@ -161,7 +160,7 @@ impl Decoder {
         Ok(Self { decoder, side })
     }
 
-    /// Takes the header that [`Encoder::write_alone`] has dropped, as any encoder of this method writes it.
+    /// Reads the header that [`Encoder::write_alone`] has dropped, as any encoder of this method writes it.
     pub(crate) fn read_header(&mut self, method: &MethodInfo) -> Result<(), MigrationError> {
         let settings = EncoderSettings::software(method.default_level);
         let mut packet = Vec::new();

@@ -4,7 +4,7 @@ use std::ops::Deref;
 
 use hotlift_methods::{MemoryLimit, OverMemoryLimit};
 
-/// Bytes that are counted in a [`MemoryLimit`], as many as there is room for.
+/// Buffer whose size is accounted in a [`MemoryLimit`].
 #[derive(Debug)]
 pub(crate) struct CountedBuffer {
     bytes: Vec<u8>,
@@ -13,12 +13,12 @@ pub(crate) struct CountedBuffer {
 }
 
 impl CountedBuffer {
-    /// None, of what `limit` allows.
+    /// Creates an empty buffer accounted in `limit`.
     pub(crate) fn new(limit: &MemoryLimit) -> Self {
         Self::with_own(Vec::new(), limit)
     }
 
-    /// Begins with a buffer of the receiver's own choice, which is not counted.
+    /// Starts with a buffer of the receiver's own size, which is not accounted.
     pub(crate) fn with_own(bytes: Vec<u8>, limit: &MemoryLimit) -> Self {
         Self {
             bytes,
@@ -27,7 +27,7 @@ impl CountedBuffer {
         }
     }
 
-    /// Makes room for `room` bytes in all.
+    /// Extends the capacity to `room` bytes in total.
     fn make_room(&mut self, room: usize) -> Result<(), OverMemoryLimit> {
         let capacity = self.bytes.capacity();
         if room <= capacity {
@@ -40,10 +40,10 @@ impl CountedBuffer {
         Ok(())
     }
 
-    /// Makes it `length` bytes at least; new ones are zero.
+    /// Extends it to at least `length` bytes; new bytes are zero.
     ///
     /// # Errors
-    /// If they do not fit.
+    /// The bytes exceed the limit.
     pub(crate) fn grow_to(&mut self, length: usize) -> Result<(), OverMemoryLimit> {
         if length > self.bytes.len() {
             self.make_room(length)?;

@@ -1,7 +1,7 @@
-//! Who connects to a listener of Hotlift's: a migration's channels, a question about one, or a stranger.
+//! Classifies the connections to a Hotlift listener: channels of a migration, outcome queries, unknown clients.
 //!
-//! A stranger costs nothing: a limited number of connections waits ([`hotlift_net::admission::limits`]), each for a limited
-//! time, and one that turns out to be none of a migration's is dropped and counted, whatever it sends.
+//! An unknown client costs nothing: a limited number of connections is pending ([`hotlift_net::admission::limits`]), each for a
+//! limited time. Those that belong to no migration are dropped and counted, whatever they send.
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
@@ -20,37 +20,37 @@ use crate::life::bell::Bell;
 use crate::stream::strangers::Strangers;
 use crate::tls::Tls;
 
-/// How long the answer to a question may wait for room in a socket.
+/// Timeout of the answer to a query, while the socket buffer is full.
 const ANSWERING: Duration = Duration::from_secs(1);
 
-/// The migration that questions are about.
+/// The migration that queries are about.
 pub(crate) struct Asked<'a> {
     pub id: MigrationId,
     pub taking: &'a Taking,
-    /// Ends the migration, which the answer "never" has decided.
+    /// Aborts the migration after the answer "never", which is final.
     pub refuse: &'a (dyn Fn() + Sync),
 }
 
-/// Takes connections in and tells them apart.
+/// Accepts connections and classifies them.
 pub(crate) struct Door<'a> {
     admission: Admission<'a, Admitted>,
     strangers: Strangers,
     life: Life,
     bell: Bell,
-    /// What opens each connection of a migration that a conversation has announced.
+    /// Token that opens each connection of a migration which a conversation has announced.
     pass: Option<Pass>,
-    /// Who was told an outcome and has not said that it was heard.
+    /// Peers that received an outcome and have not confirmed it yet.
     told: Room<Stream>,
     /// Connections of a later migration.
     others: Vec<Admitted>,
 }
 
 impl<'a> Door<'a> {
-    /// For the connections of `listener`, TLS ones with `tls`, which may take `patience` to say what they are. Changes of
-    /// `life` end its waits.
+    /// Creates the classifier for connections of `listener` (with TLS if `tls` is given), which have `patience` to identify
+    /// themselves. Changes of `life` end its waits.
     ///
     /// # Errors
-    /// The system gives no descriptor.
+    /// The system cannot create a descriptor.
     pub(crate) fn new(
         listener: &'a Listener,
         tls: Option<Arc<Tls>>,
@@ -76,22 +76,21 @@ impl<'a> Door<'a> {
         self.admission.listener()
     }
 
-    /// Returns the time of the lifetime's clock.
     pub(crate) fn now(&self) -> Instant {
         self.life.now()
     }
 
-    /// Whether somebody has connected within `time` and not said yet what it is.
+    /// Returns true if a connection was accepted within `time` and has not identified itself yet.
     pub(crate) fn has_newcomer(&self, time: Duration) -> bool {
         let now = self.life.now();
         let mut since = self.admission.since();
         since.any(|since| now.saturating_duration_since(since) < time)
     }
 
-    /// A connection that was let in, whatever its first bytes; `None` if there is none within `wait`.
+    /// Returns an accepted connection, whatever its first bytes; `None` if there is none within `wait`.
     ///
     /// # Errors
-    /// The system's reason why nothing can be waited for, or nobody be accepted.
+    /// The system's error of the wait or the accept.
     pub(crate) fn take_any(&mut self, wait: Duration) -> io::Result<Option<Stream>> {
         self.drop_late();
         if let Some(one) = self.take_first(|_| true) {
@@ -99,28 +98,28 @@ impl<'a> Door<'a> {
         }
         self.wait(Vec::with_capacity(4), wait)?;
         self.accept()?;
-        // Those that are to show a pass show it, or are turned away.
+        // Connections that need a pass must show it, or are rejected.
         while self.pass.is_some()
             && let Some(number) = self.admission.room.next_news()
         {
             self.look(number, None, &mut Vec::new());
             let one = self.admission.room.get(number);
             if one.is_some_and(|one| one.has_passed) {
-                // Its next bytes are read by the caller.
+                // The caller reads its next bytes.
                 break;
             }
         }
         Ok(self.take_first(|_| true).map(|one| one.stream))
     }
 
-    /// Takes the first connection that needs no further pass and fits.
+    /// Takes the first connection that fits and needs no further pass.
     fn take_first(&mut self, fits: impl Fn(&Stream) -> bool) -> Option<Admitted> {
         let is_it = |one: &Admitted, _| one.has_passed && fits(&one.stream);
         let first = self.admission.room.take_first(is_it);
         first.map(|(one, _)| one)
     }
 
-    /// A connection of `host` that was let in and has sent nothing.
+    /// Takes an accepted connection of `host` that has sent nothing.
     pub(crate) fn take_silent(&mut self, host: &Host) -> Option<Stream> {
         let is_silent = |stream: &Stream| {
             let has_sent_nothing = matches!(stream.peek(&mut [0]), Ok(None));
@@ -129,12 +128,11 @@ impl<'a> Door<'a> {
         self.take_first(is_silent).map(|one| one.stream)
     }
 
-    /// Waits for up to `wait` for something to happen here or on `watched`, or for a change of the lifetime; what has
-    /// arrived, and whether something happened on `watched` (that `flags` speak of). Questions are answered
-    /// by `asked`.
+    /// Waits up to `wait` for an event here or on `watched` (for `flags`), or for a change of the lifetime; answers queries
+    /// from `asked`. Returns the arrivals, and true if `watched` had an event.
     ///
     /// # Errors
-    /// The system's reason why nothing can be waited for.
+    /// The system's error of the wait.
     pub(crate) fn step(
         &mut self,
         wait: Duration,
@@ -150,7 +148,7 @@ impl<'a> Door<'a> {
             self.hear(number, asked);
         }
         let mut arrivals = Vec::new();
-        // As they have come: the first of a migration says whose the others must be.
+        // In the order of arrival: the first connection of a migration determines the host of the others.
         while let Some(number) = self.admission.room.next_news() {
             self.look(number, asked, &mut arrivals);
         }
@@ -158,7 +156,7 @@ impl<'a> Door<'a> {
         Ok((arrivals, on_watched))
     }
 
-    /// Waits for up to `wait` for something to happen here or on `watched`; whether it did there.
+    /// Waits up to `wait` for an event here or on `watched`; returns true if `watched` had one.
     fn wait<'w>(&'w self, mut watched: Vec<PollFd<'w>>, wait: Duration) -> io::Result<bool> {
         let count = watched.len();
         let now = self.life.now();
@@ -172,7 +170,7 @@ impl<'a> Door<'a> {
         Ok(watched.any(|fd| !fd.revents().is_empty()))
     }
 
-    /// Lets in what has ended its handshake.
+    /// Admits connections whose handshake is complete.
     fn accept(&mut self) -> io::Result<()> {
         let needs_pass = self.pass.is_some();
         let enter = |mut one: Admitted| {
@@ -188,7 +186,7 @@ impl<'a> Door<'a> {
         Ok(())
     }
 
-    /// Drops connections that have been silent for too long.
+    /// Drops connections that were silent for too long.
     fn drop_late(&mut self) {
         let now = self.life.now();
         while self.admission.room.take_late(now).is_some() {
@@ -198,7 +196,7 @@ impl<'a> Door<'a> {
         while self.told.take_late(now).is_some() {}
     }
 
-    /// Looks at the first bytes of a connection.
+    /// Examines the first bytes of a connection.
     fn look(&mut self, number: u64, asked: Option<&Asked<'_>>, arrivals: &mut Vec<Admitted>) {
         let room = &mut self.admission.room;
         let Some(one) = room.get(number) else {
@@ -239,7 +237,7 @@ impl<'a> Door<'a> {
         self.strangers.turn_away(why);
     }
 
-    /// Answers a question about `id`.
+    /// Answers a query about `id`.
     fn reply(&mut self, stream: Stream, id: MigrationId, asked: Option<&Asked<'_>>) {
         let (outcome, doing) = match asked {
             Some(asked) if asked.id == id => {
@@ -257,12 +255,12 @@ impl<'a> Door<'a> {
             .and_then(|()| stream.set_timeouts(ANSWERING))
             .and_then(|()| (&stream).write_all(&answer(id, outcome, doing)));
         if told.is_ok() {
-            // One for which there is no room is not waited for.
+            // A connection for which there is no room is dropped.
             let _ = self.told.enter(stream, self.life.now());
         }
     }
 
-    /// Somebody who was told an outcome says something, or has gone.
+    /// Reads from a peer that received an outcome: a confirmation, or its close.
     fn hear(&mut self, number: u64, asked: Option<&Asked<'_>>) {
         let mut bytes = [0; HEARD_LEN];
         let stream = self.told.get(number);
@@ -279,10 +277,10 @@ impl<'a> Door<'a> {
         }
     }
 
-    /// Keeps connections for the migration after this one.
+    /// Keeps connections for the next migration.
     pub(crate) fn keep(&mut self, arrivals: Vec<Admitted>) {
         let room = CHANNELS.saturating_sub(self.others.len());
-        // A connection whose token was taken off is of this migration.
+        // A connection whose token was consumed belongs to this migration.
         let arrivals = arrivals.into_iter();
         let mut others = arrivals.filter(|one| !matches!(one.head(), Head::Token(_)));
         self.others.extend(others.by_ref().take(room));

@@ -1,8 +1,7 @@
-//! The graceful close of a destination: why it gives up, and the end of its connections.
+//! Graceful close of a destination: its reason to abort, and the end of its connections.
 //!
-//! Closing a socket with unread bytes in it resets the connection, and a reset may take the reason
-//! with it. So only the sending half is closed at first, and what still comes is read and dropped
-//! until the source has closed, too.
+//! Closing a socket with unread bytes resets the connection, and a reset may discard the reason. So first only the sending half
+//! is closed; incoming bytes are read and dropped until the source closes, too.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -13,10 +12,10 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
 
-/// How long the source is waited for.
+/// Timeout for the source's close.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Says `reason` on each of `streams`, whose source is a Hotlift.
+/// Sends `reason` on each of `streams`, whose source is a Hotlift.
 pub(crate) fn say_reason(streams: &[&Stream], reason: &str) {
     let mut words = Vec::new();
     for message in [ReturnMessage::ErrorText(reason), ReturnMessage::Shut(1)] {
@@ -29,13 +28,13 @@ pub(crate) fn say_reason(streams: &[&Stream], reason: &str) {
     }
 }
 
-/// Tells a source that is a Hotlift, on each of `streams`, why it is refused, and closes them.
+/// Sends a Hotlift source the reason of its rejection on each of `streams`, and closes them.
 pub(crate) fn refuse(streams: &[&Stream], error: &MigrationError) {
     say_reason(streams, &error.chain());
     close(streams);
 }
 
-/// Closes `streams` after the source has had the time to read what was said.
+/// Closes `streams` after the source has had time to read the last messages.
 pub(crate) fn close(streams: &[&Stream]) {
     close_within(streams, LINGER);
 }
@@ -53,7 +52,7 @@ fn close_within(streams: &[&Stream], linger: Duration) {
     }
 }
 
-/// Reads and drops what comes; returns true if the source has closed before `deadline`.
+/// Reads and drops incoming bytes. Returns true if the source closes before `deadline`.
 fn drain(stream: &Stream, deadline: Instant) -> bool {
     let mut dropped = [0; 16 << 10];
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {
@@ -85,17 +84,17 @@ mod tests {
         learns_of_a_close_behind(&Stream::cut);
     }
 
-    /// Closes a connection whose source has sent more than there is room for, after `shut` has ended reading.
+    /// Closes a connection whose source has sent more than the buffer holds, after `shut` has ended reading.
     fn learns_of_a_close_behind(shut: &dyn Fn(&Stream)) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        // The smallest buffer: it is full with the first bytes, and the window is exactly 0.
+        // The smallest buffer: the first bytes fill it, and the window is exactly 0.
         rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 1).unwrap();
         let mut source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let ours = Stream::from(listener.accept().unwrap().0);
         source.set_nonblocking(true).unwrap();
-        // What is sent is acknowledged, or waits for room, which never comes.
+        // Bytes are acknowledged, or wait for room that never comes.
         while source.write(&[0; 4096]).is_ok() || !is_full(&source) {}
-        // With reading shut, and then with what is queued read by a close.
+        // With reading shut down, and then with the queue drained by a close.
         shut(&ours);
         close_within(&[&ours], LINGER);
         drop(ours);
@@ -103,7 +102,7 @@ mod tests {
         source.set_read_timeout(Some(LEARNS)).unwrap();
         let mut ended = source.read(&mut [0]);
         if matches!(ended, Ok(0)) {
-            // The end of our direction, which a source does not take for the end of its own.
+            // Only our direction has ended; the source does not take this for the end of its own.
             source.set_write_timeout(Some(LEARNS)).unwrap();
             ended = std::iter::repeat_with(|| source.write(&[0; 4096]))
                 .find(Result::is_err)
@@ -116,7 +115,7 @@ mod tests {
         );
     }
 
-    /// Returns true if nothing that was sent waits to be acknowledged but what the receiver has no room for.
+    /// Returns true if the unacknowledged bytes stay constant: only bytes without room at the receiver are left.
     fn is_full(source: &TcpStream) -> bool {
         let stream = Stream::from(source.try_clone().unwrap());
         let before = stream.unacknowledged();

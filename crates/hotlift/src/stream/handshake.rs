@@ -1,4 +1,4 @@
-//! How this engine answers an offer: which source goes with which destination, and what a migration is called.
+//! Answers an offer: which source and destination are compatible, and the name of the migration.
 
 use hotlift_net::transport::Stream;
 use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
@@ -9,13 +9,13 @@ use hotlift_wire::settle::MigrationId;
 use crate::error::MigrationError;
 use crate::options::Options;
 
-/// Bytes of main up to its first page at most: the names of machine and RAM blocks are short.
+/// Upper bound of main's bytes before its first page: machine and RAM block names are short.
 const BEGINNING: usize = 16 << 10;
 
-/// A name for a migration that no other has, and that nobody can guess.
+/// Returns a unique name for a migration that cannot be guessed.
 ///
 /// # Errors
-/// The kernel gives no random bytes.
+/// The kernel returns no random bytes.
 pub(crate) fn new_id() -> std::io::Result<MigrationId> {
     let mut id = [0; 16];
     let filled = rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
@@ -25,7 +25,7 @@ pub(crate) fn new_id() -> std::io::Result<MigrationId> {
     Ok(MigrationId(id))
 }
 
-/// Of a guest's own migration with these options.
+/// Returns the features of a guest's own migration with these options.
 pub(crate) fn features(options: &Options) -> Features {
     let mut features = Features::empty();
     features.set(Features::MULTIFD, options.multifd());
@@ -37,17 +37,17 @@ pub(crate) fn features(options: &Options) -> Features {
     features
 }
 
-/// What a main channel begins with, of which nothing was taken yet.
+/// Beginning of a main channel, peeked and not consumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Beginning {
-    /// A Hotlift's offer.
+    /// Offer of a Hotlift.
     Offer(Offer),
-    /// Pages, and no multifd flush before them (of `legacy` zero-page detection, where there are channels). All channels of
-    /// a QEMU are connected by then.
+    /// Pages without a preceding multifd flush (`legacy` zero-page detection, where there are channels). By then a QEMU has
+    /// connected all its channels.
     Pages,
 }
 
-/// Looks at `main`; `None` while it does not show yet.
+/// Peeks at `main`; returns `None` while its beginning is incomplete.
 pub(crate) fn peek(main: &Stream) -> Option<Beginning> {
     let mut bytes = vec![0; BEGINNING];
     let seen = main.peek(&mut bytes).ok()??;
@@ -73,7 +73,7 @@ fn beginning(bytes: &[u8]) -> Option<Beginning> {
     None
 }
 
-/// HELLO of a destination that calls the migration `id` and takes streams with `features`; and PONG.
+/// Returns HELLO and PONG of a destination that names the migration `id` and accepts streams with `features`.
 pub(crate) fn answer(
     offer: Offer,
     features: Features,
@@ -88,10 +88,10 @@ pub(crate) fn answer(
     [hello, ReturnMessage::Pong(offer.ping())]
 }
 
-/// Whether the source speaks this version, and its stream is what this side reads, by `takes`.
+/// Checks that the source uses this version, and that this side can read its stream (`takes`).
 ///
 /// # Errors
-/// [`MigrationError::Mismatch`], with what both are.
+/// [`MigrationError::Mismatch`], which names both sides' values.
 pub(crate) fn check(offer: Offer, takes: Features) -> Result<(), MigrationError> {
     if offer.version != VERSION {
         return Err(MigrationError::other_version(
@@ -120,7 +120,7 @@ pub(crate) fn check(offer: Offer, takes: Features) -> Result<(), MigrationError>
     Ok(())
 }
 
-/// Whose stream it is.
+/// Origin of the stream, by feature RELAYED.
 const RELAYED: [&str; 2] = ["that of a guest of Hotlift's own", "a relay's, of a QEMU"];
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What the channel threads of a destination do: told to a source that chooses the method of each packet.
+//! Load of the destination's channel threads, reported to a source that selects the method of each packet.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,14 +11,13 @@ use hotlift_wire::return_path::{Load, MethodLoad, ReturnMessage};
 use crate::lock::lock;
 use crate::stream::return_path::encode;
 
-/// Between two looks of a thread at what it has done. The first comes early: it tells a source whether it has to wait for
-/// the wire at all.
+/// Interval of a thread's measurements. The first comes early: it shows the source whether the network is a bottleneck at all.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// Between two messages: the source is to follow a host that gets busy within a second.
+/// Interval of the messages: the source must follow a host that becomes busy within a second.
 const BETWEEN_MESSAGES: Duration = Duration::from_millis(50);
 
-/// The sums of all channels.
+/// Sums of all channels.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiverLoad {
     elapsed: AtomicU64,
@@ -28,7 +27,7 @@ pub(crate) struct ReceiverLoad {
 }
 
 impl ReceiverLoad {
-    /// What to tell the source, if it is time to.
+    /// Returns the message to the source, if one is due.
     fn due(&self) -> Option<Vec<u8>> {
         let mut told = lock(&self.told);
         if told.is_some_and(|told| told.elapsed() < BETWEEN_MESSAGES) {
@@ -51,29 +50,29 @@ impl ReceiverLoad {
     }
 }
 
-/// One thread's part.
+/// Measurement of one thread.
 pub(crate) struct ChannelLoad<'a> {
     all: &'a ReceiverLoad,
     queue: RunQueue,
-    /// CPU time when the packet began.
+    /// CPU time at the start of the packet.
     cpu: Duration,
-    /// This while, once there was something to read in this round.
+    /// Start of the current interval, once there was something to read in this round.
     since: Option<Since>,
 }
 
-/// The beginning of a while.
+/// Start of an interval.
 #[derive(Clone, Copy)]
 struct Since {
     at: Instant,
-    /// The thread's CPU time until then, and its time in the run queue.
+    /// CPU time and run queue time of the thread at that moment.
     cpu: Duration,
     queued: Duration,
-    /// Time that `cpu-limit`, or what takes the pages, has held it back since then.
+    /// Time since then for which `cpu-limit` or the page sink has blocked the thread.
     held: Duration,
 }
 
 impl<'a> ChannelLoad<'a> {
-    /// That of the calling thread.
+    /// Creates the measurement of the calling thread.
     pub(crate) fn new(all: &'a ReceiverLoad) -> Self {
         Self {
             all,
@@ -83,7 +82,7 @@ impl<'a> ChannelLoad<'a> {
         }
     }
 
-    /// A packet has come.
+    /// Records the start of a packet.
     pub(crate) fn begins(&mut self) {
         self.cpu = thread_cpu_time();
         if self.since.is_none() {
@@ -100,13 +99,13 @@ impl<'a> ChannelLoad<'a> {
         }
     }
 
-    /// What follows is not the packets' time: the source has come to the end of its round.
+    /// Stops the clock at the end of a round: the following time belongs to no packet.
     pub(crate) fn pause(&mut self) {
         self.since = None;
     }
 
-    /// A packet of so many pages has been settled; for `held` the thread has waited for something else than the source. What
-    /// is to be told to that now.
+    /// Records a finished packet of `pages` pages; `held` is the time blocked by anything else than the source. Returns the
+    /// message to send to the source, if one is due.
     pub(crate) fn settled(
         &mut self,
         method: Method,

@@ -1,4 +1,4 @@
-//! Bytes of the main channel that is read.
+//! Reads the bytes of the main channel.
 
 use std::time::{Duration, Instant};
 
@@ -12,44 +12,44 @@ use crate::life::{LONG, Life};
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::stream::main_channel::{Action, Ended, MainChannel, Step};
 
-/// Bytes asked of the socket at once. A source without multifd sends its pages here; with 64 KiB a
-/// tenth of the time went into system calls.
+/// Size of one read from the socket. A source without multifd sends its pages here; with 64 KiB a tenth of the time went into
+/// system calls.
 const READ: usize = 512 << 10;
 
-/// The same where a guest may wait for a page behind those that are read: what was read with it comes before.
+/// Read size while a guest may wait for a requested page: all pages read before it are placed first.
 const READ_IN_POSTCOPY: usize = 64 << 10;
 
-/// The same of a set-up, which is read before the destination is known to take the stream. A set-up with few RAM blocks has
-/// some hundred bytes.
+/// Read size of the set-up, which is read before the stream is known to be supported. A set-up with few RAM blocks has some
+/// hundred bytes.
 const READ_OF_SET_UP: usize = 256;
 
-/// Whether a wait for the source goes on.
+/// Condition under which a wait for the source continues.
 pub(crate) trait Waiting {
     /// # Errors
-    /// Why it does not: the migration was cancelled, or has ended elsewhere.
+    /// The reason to stop: the migration was cancelled, or has ended elsewhere.
     fn check(&self) -> Result<(), MigrationError>;
 
-    /// How often it is asked, beside at each change of the lifetime.
+    /// Returns the interval of the checks; each change of the lifetime also causes one.
     fn every(&self) -> Duration {
         LONG
     }
 }
 
-/// A buffered reader that can give back all it has read so far.
+/// Buffered reader that can return everything read so far.
 pub(crate) struct MainInput<'a> {
     channel: &'a Stream,
     counters: &'a Counters,
     bell: Bell,
     buffer: CountedBuffer,
-    /// The part of `buffer` that was read and not yet taken.
+    /// Part of `buffer` that was read and not yet taken.
     unread: std::ops::Range<usize>,
-    /// Everything from the first byte on is kept in `buffer`, until the stream is understood.
+    /// Keeps all bytes in `buffer` until the stream is identified.
     keeps: bool,
-    /// Bytes asked of the socket at once.
+    /// Size of one read.
     read: usize,
 }
 
-/// What a [`MainInput`] has read ahead of what was taken.
+/// Bytes that a [`MainInput`] has read and not taken.
 pub(crate) struct ReadAhead {
     bell: Bell,
     buffer: CountedBuffer,
@@ -57,10 +57,10 @@ pub(crate) struct ReadAhead {
 }
 
 impl<'a> MainInput<'a> {
-    /// A reader whose buffer, beyond its own choice, takes no more than `memory` has. Changes of `life` end its waits.
+    /// Creates a reader whose buffer, beyond its own size, uses at most `memory`. Changes of `life` end its waits.
     ///
     /// # Errors
-    /// [`MigrationError::Connection`] if the system gives no descriptor.
+    /// [`MigrationError::Connection`] if the system cannot create a descriptor.
     pub(crate) fn new(
         channel: &'a Stream,
         counters: &'a Counters,
@@ -78,39 +78,39 @@ impl<'a> MainInput<'a> {
         })
     }
 
-    /// Keeps everything from the first byte on, and reads little beyond what is needed, until [`MainInput::detach`].
+    /// Keeps all bytes from the first on, and reads little ahead, until [`MainInput::detach`].
     pub(crate) fn keep_everything(mut self) -> Self {
         self.keeps = true;
         self.read = READ_OF_SET_UP;
         self
     }
 
-    /// From here on little is read at once.
+    /// Reduces the read size from here on.
     pub(crate) fn read_little(&mut self) {
         self.read = READ_IN_POSTCOPY;
     }
 
-    /// The socket, for answers.
+    /// Returns the socket, for answers.
     pub(crate) fn socket(&self) -> &'a Stream {
         self.channel
     }
 
-    /// Bytes read and not taken.
+    /// Returns the bytes that were read and not taken.
     pub(crate) fn unread(&self) -> &[u8] {
         &self.buffer[self.unread.clone()]
     }
 
-    /// Takes `length` of the unread bytes.
+    /// Takes `length` unread bytes.
     pub(crate) fn take(&mut self, length: usize) {
         self.unread.start += length;
     }
 
-    /// Everything read so far, taken or not; only before [`MainInput::detach`].
+    /// Returns everything read so far, taken or not. Only valid before [`MainInput::detach`].
     pub(crate) fn everything(&self) -> &[u8] {
         &self.buffer[..self.unread.end]
     }
 
-    /// What was read ahead, to go on elsewhere. The stream is understood: what was taken need not be kept.
+    /// Returns the read-ahead bytes for another reader. The stream is identified, so that taken bytes need not be kept.
     pub(crate) fn detach(self) -> ReadAhead {
         ReadAhead {
             bell: self.bell,
@@ -119,7 +119,7 @@ impl<'a> MainInput<'a> {
         }
     }
 
-    /// Goes on where another reader was detached.
+    /// Continues where another reader was detached.
     pub(crate) fn attach(ahead: ReadAhead, channel: &'a Stream, counters: &'a Counters) -> Self {
         Self {
             channel,
@@ -132,16 +132,16 @@ impl<'a> MainInput<'a> {
         }
     }
 
-    /// Whether there is something to read.
+    /// Returns true if there are bytes to read.
     pub(crate) fn is_readable(&self) -> Result<bool, MigrationError> {
         self.channel.wait_readable(Duration::ZERO).map_err(broken)
     }
 
-    /// Does the next step of `machine`: has `act` do what there is to do, with the bytes that it took, or reads what is
-    /// missing and returns `None`.
+    /// Performs the next step of `machine`: calls `act` with the action and its bytes, or reads missing bytes and returns
+    /// `None`.
     ///
     /// # Errors
-    /// That of the machine, of `act` or of [`MainInput::fill`].
+    /// The error of the machine, of `act` or of [`MainInput::fill`].
     pub(crate) fn step<T>(
         &mut self,
         machine: &mut MainChannel,
@@ -158,10 +158,10 @@ impl<'a> MainInput<'a> {
         }
     }
 
-    /// Reads some of the `needed` bytes that `machine` awaits, and perhaps more, or informs it that none come.
+    /// Reads at least some of the `needed` bytes for `machine`, or reports the end of the connection to it.
     ///
     /// # Errors
-    /// [`MigrationError::Connection`], that of `waiting`, and [`MigrationError::Memory`] if there is no room.
+    /// [`MigrationError::Connection`], the error of `waiting`, and [`MigrationError::Memory`] if there is no room.
     pub(crate) fn fill(
         &mut self,
         machine: &mut MainChannel,

@@ -1,4 +1,4 @@
-//! The main channel that is written: stream setup, sections of RAM, device state, end.
+//! Sending end of the main channel: stream setup, RAM sections, device state, end.
 
 use std::sync::Arc;
 
@@ -17,10 +17,10 @@ use crate::life::Life;
 use crate::pacing::Pacer;
 use crate::stream::channel_out::send;
 
-/// Records are gathered up to this many bytes before they are written.
+/// Records are gathered up to this many bytes before a write.
 const GATHERED: usize = 64 << 10;
 
-/// The connection of the main channel.
+/// Connection of the main channel.
 #[derive(Debug)]
 pub(crate) struct MainLink {
     pub transport: Stream,
@@ -29,20 +29,20 @@ pub(crate) struct MainLink {
     pub life: Life,
 }
 
-/// Writes the main channel.
+/// Writer of the main channel.
 pub(crate) struct MainSend {
     link: Arc<MainLink>,
     encoder: MainEncoder,
     out: Vec<u8>,
     scratch: IoScratch,
-    /// Of every byte written, until it is known that nobody will ask.
+    /// Checksum of every byte written, as long as the destination may ask for it.
     crc: Option<crc32fast::Hasher>,
     in_section: bool,
-    /// The next section of RAM is the last.
+    /// True if the next RAM section is the last.
     completing: bool,
 }
 
-/// Pages of one RAM block, whose content nobody changes.
+/// Pages of one RAM block, whose content no thread changes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PageRecords<'p> {
     /// Index of the RAM block.
@@ -51,12 +51,12 @@ pub(crate) struct PageRecords<'p> {
     pub zero: &'p [u64],
     /// Byte offsets of the pages with content.
     pub normal: &'p [u64],
-    /// Their content, one after the other.
+    /// Content of `normal`, concatenated.
     pub content: &'p [u8],
 }
 
 impl<'p> PageRecords<'p> {
-    /// Each page: its byte offset, and its content unless it is zero. Those that are zero come first.
+    /// Iterates over the pages: byte offset, and content unless the page is zero. Zero pages come first.
     pub(crate) fn each(
         &self,
     ) -> impl Iterator<Item = (u64, Option<&'p [u8; PAGE_SIZE]>)> + use<'p> {
@@ -70,17 +70,17 @@ impl<'p> PageRecords<'p> {
 /// Pages as zlib streams.
 #[derive(Debug, Default)]
 pub(crate) struct CompressedPages {
-    /// One after the other.
+    /// Concatenated streams.
     pub streams: Vec<u8>,
-    /// Length of each page's stream; 0 for a page that goes as it is.
+    /// Length of each page's stream; 0 for an uncompressed page.
     pub lengths: Vec<usize>,
 }
 
-/// The PING behind the devices in a package, as QEMU numbers its own.
+/// Value of the PING after the devices in a package; QEMU uses the same number.
 pub(crate) const LOADED: u32 = 3;
 
-/// A package of postcopy that has LISTEN and device sections: closed by a PING, whose value `ping` makes of all bytes before
-/// it, and by RUN. The bytes, and that value.
+/// Closes a postcopy package with LISTEN and device sections: appends a PING, whose value `ping` computes from all bytes before
+/// it, and RUN. Returns the bytes and that value.
 fn close_package(
     package: &[u8],
     ping: impl FnOnce(&[u8]) -> u32,
@@ -100,7 +100,7 @@ fn close_package(
 }
 
 impl MainSend {
-    /// Starts a stream; nothing is sent before the first command.
+    /// Starts a stream. Nothing is sent before the first command.
     pub(crate) fn new(
         link: Arc<MainLink>,
         configuration: &Configuration,
@@ -118,7 +118,7 @@ impl MainSend {
         })
     }
 
-    /// Goes on where another connection has ended, in the midst of RAM: nothing of what opened the stream is sent.
+    /// Continues within RAM after another connection has ended, without the stream's opening.
     pub(crate) fn resume(
         link: Arc<MainLink>,
         configuration: &Configuration,
@@ -137,23 +137,23 @@ impl MainSend {
         Ok(main)
     }
 
-    /// The other side does not ask for a checksum.
+    /// Drops the checksum, which the destination does not ask for.
     pub(crate) fn drop_checksum(&mut self) {
         self.crc = None;
     }
 
-    /// CRC-32 of everything written; `None` where nobody asks.
+    /// Returns the CRC-32 of everything written; `None` if the destination does not ask for it.
     pub(crate) fn crc(&self) -> Option<u32> {
         self.crc.clone().map(crc32fast::Hasher::finalize)
     }
 
-    /// A command between sections, and all before it.
+    /// Sends a command between sections, and everything gathered before it.
     pub(crate) fn command(&mut self, command: Command) -> Result<(), MigrationError> {
         self.record(|encoder, out| encoder.command(command, out))?;
         self.flush()
     }
 
-    /// The RAM blocks, in a section with id `section_id`; with `flush` a multifd flush behind them.
+    /// Sends the RAM block list in a section with id `section_id`; with `flush` a multifd flush follows it.
     pub(crate) fn ram_start(
         &mut self,
         section_id: Option<u32>,
@@ -169,22 +169,22 @@ impl MainSend {
         self.flush()
     }
 
-    /// The next section of RAM is the last.
+    /// Marks the next RAM section as the last.
     pub(crate) fn complete(&mut self) {
         self.completing = true;
     }
 
-    /// Whether the last section of RAM has begun, or is the next.
+    /// Returns true if the last RAM section has begun or is next.
     pub(crate) fn is_completing(&self) -> bool {
         self.completing
     }
 
-    /// A page of zeros.
+    /// Adds a zero page.
     pub(crate) fn zero_page(&mut self, block: usize, offset: u64) -> Result<(), MigrationError> {
         self.page_record(|encoder, out| encoder.zero_page(block, offset, out))
     }
 
-    /// A page with its content, from guest memory. A page that changes while it is copied is dirty again.
+    /// Adds a page from guest memory. A page that changes during the copy is dirty again.
     pub(crate) fn guest_page(
         &mut self,
         block: usize,
@@ -200,7 +200,7 @@ impl MainSend {
         })
     }
 
-    /// The same of a page that has been copied.
+    /// Adds a page that was already copied.
     pub(crate) fn copied_page(
         &mut self,
         block: usize,
@@ -214,7 +214,7 @@ impl MainSend {
         })
     }
 
-    /// A page as what has changed of it since it was sent.
+    /// Adds a page as an XBZRLE delta to its last sent content.
     pub(crate) fn xbzrle_page(
         &mut self,
         block: usize,
@@ -224,7 +224,7 @@ impl MainSend {
         self.page_record(|encoder, out| encoder.xbzrle_page(block, offset, delta, out))
     }
 
-    /// A page as a zlib stream.
+    /// Adds a page as a zlib stream.
     pub(crate) fn compressed_page(
         &mut self,
         block: usize,
@@ -234,7 +234,7 @@ impl MainSend {
         self.page_record(|encoder, out| encoder.compressed_page(block, offset, stream, out))
     }
 
-    /// Ends the section of RAM, which is begun if it was not; with `flush` a multifd flush comes before its end.
+    /// Ends the RAM section, and begins it first if necessary; with `flush` a multifd flush precedes its end.
     pub(crate) fn end_section(&mut self, flush: bool) -> Result<(), MigrationError> {
         self.open_section()?;
         if flush {
@@ -245,13 +245,13 @@ impl MainSend {
         self.flush()
     }
 
-    /// A section with these pages, which go to the socket from where they are.
+    /// Sends a section with these pages, directly from their memory.
     pub(crate) fn pages(&mut self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         self.pace(pages.content.len());
         self.pages_at_once(pages)
     }
 
-    /// The same, whatever the limit on bandwidth.
+    /// Sends the pages without the bandwidth limit.
     pub(crate) fn pages_at_once(&mut self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         self.open_section()?;
         let (encoder, out) = (&mut self.encoder, &mut self.out);
@@ -283,7 +283,7 @@ impl MainSend {
         written
     }
 
-    /// These pages as `compressed` has them, in the section of RAM, which is begun if it was not.
+    /// Adds these pages in the form of `compressed` to the RAM section, which is begun if necessary.
     pub(crate) fn compressed_pages(
         &mut self,
         pages: PageRecords<'_>,
@@ -306,7 +306,7 @@ impl MainSend {
         Ok(())
     }
 
-    /// A device, in a section of its own.
+    /// Adds a device in a section of its own.
     pub(crate) fn device(&mut self, device: &DeviceState) -> Result<(), MigrationError> {
         self.record(|encoder, out| {
             encoder.device(
@@ -320,8 +320,8 @@ impl MainSend {
         self.flush()
     }
 
-    /// What makes the destination of a postcopy run the guest: the devices, and a PING with the CRC of all before it, where
-    /// a checksum is asked for, or else `ping`. The package, and the value of the PING; nothing of it is sent.
+    /// Returns the package that starts the guest of a postcopy: the devices, and a PING with the CRC of all bytes before it if
+    /// a checksum is required, else with `ping`. Also returns the PING's value. Sends nothing.
     pub(crate) fn package(
         &mut self,
         devices: &[DeviceState],
@@ -349,7 +349,8 @@ impl MainSend {
         })
     }
 
-    /// The end of the stream. Errors are for whoever waits for the answer: the same word may go out on other sockets.
+    /// Ends the stream. Send errors are ignored: the same message may also be sent on other sockets, and the reader reports
+    /// failure.
     pub(crate) fn end_of_file(&mut self) {
         if self.record(MainEncoder::eof).is_ok() && self.record(MainEncoder::vm_description).is_ok()
         {
@@ -357,7 +358,7 @@ impl MainSend {
         }
     }
 
-    /// A part of the device sections of a QEMU, for a relay, with the checksum of everything up to it. At most
+    /// Sends a part of a QEMU's device sections, for a relay, with the checksum of everything up to it. At most
     /// [`DEVICE_PART`](hotlift_wire::limits::DEVICE_PART) bytes.
     pub(crate) fn device_part(&mut self, part: &[u8]) -> Result<(), MigrationError> {
         self.flush()?;
@@ -369,7 +370,7 @@ impl MainSend {
         self.write(&[&head, part, &crc.finalize().to_be_bytes()])
     }
 
-    /// Bytes as they are, behind everything gathered.
+    /// Sends `bytes` unchanged, after everything gathered.
     pub(crate) fn raw(&mut self, bytes: &[u8]) -> Result<(), MigrationError> {
         self.flush()?;
         self.write(&[bytes])
@@ -406,7 +407,7 @@ impl MainSend {
         write(&mut self.encoder, &mut self.out).map_err(MigrationError::main_wire)
     }
 
-    /// Writes what was gathered.
+    /// Writes the gathered records.
     fn flush(&mut self) -> Result<(), MigrationError> {
         let out = std::mem::take(&mut self.out);
         let written = self.write(&[&out]);

@@ -1,27 +1,27 @@
-//! QEMU's stream, one implementation of each direction, for every operation.
+//! QEMU's migration stream: one implementation of each direction, for every operation.
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `door` | tells connections apart: channels, questions, strangers |
-//! | `strangers` | connections that were turned away, counted |
-//! | `attend` | answers for a migration while it runs, and until its source knows the outcome |
+//! | `door` | classifies connections: channels, outcome queries, unknown clients |
+//! | `strangers` | counts of rejected connections |
+//! | `attend` | serves a listener during a migration, and until the source knows the outcome |
 //! | `arrivals` | the connections of one migration, in any order |
-//! | `handshake` | what two Hotlifts say to each other first |
-//! | `multifd_recv` | a multifd channel that is read: packets, into a [`PageSink`](multifd_recv::PageSink) |
-//! | `packet_reader` | its bytes: headers ahead, payloads straight to their place |
-//! | `multifd_send` | the multifd channels that are written: packets and sync points |
-//! | `pages` | the content of a packet's pages: guest memory, or private |
-//! | `main_channel` | the main channel that is read, as a machine without I/O: order, state and refusals |
-//! | `main_recv` | its bytes, read for that machine |
-//! | `main_send` | the main channel that is written: stream setup, sections of RAM, device state, end |
-//! | `preempt` | the connection of pages that are waited for, in both directions |
+//! | `handshake` | identification of two Hotlifts to each other |
+//! | `multifd_recv` | receiving end of a multifd channel: packets, into a [`PageSink`](multifd_recv::PageSink) |
+//! | `packet_reader` | reads its bytes: headers ahead, payloads directly to their destination |
+//! | `multifd_send` | sending end of the multifd channels: packets and sync points |
+//! | `pages` | content of a packet's pages: guest memory, or a private copy |
+//! | `main_channel` | receiving end of main, as a state machine without I/O: order, state and rejections |
+//! | `main_recv` | reads main's bytes for that state machine |
+//! | `main_send` | sending end of main: stream setup, RAM sections, device state, end |
+//! | `preempt` | the connection for requested pages, in both directions |
 //! | `return_path` | the destination's messages |
-//! | `channel_out` | bytes of a channel to its socket |
-//! | `graceful_close` | the destination's reason, and the end of its connections |
-//! | `codec` | a multifd channel's half of its method |
-//! | `auto_encoder` | the same with method auto: looks, asks, encodes, and books its time |
+//! | `channel_out` | writes a channel's bytes to its socket |
+//! | `graceful_close` | sends the destination's reason, and closes its connections |
+//! | `codec` | encoder and decoder of a multifd channel |
+//! | `auto_encoder` | the encoder with method auto: samples, selects, encodes, and records its CPU time |
 //! | `counted_buffer` | buffers whose size the peer chooses |
-//! | `load` | what a receiver's threads have done, for a source with method auto |
+//! | `load` | CPU load of a receiver's threads, for a source with method auto |
 
 pub(crate) mod arrivals;
 pub(crate) mod attend;

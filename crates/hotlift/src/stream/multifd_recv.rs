@@ -1,6 +1,6 @@
-//! A multifd channel that is read: packets are checked, and their pages put where a [`PageSink`] wants them.
+//! Receiving end of a multifd channel: checks packets and puts their pages where a [`PageSink`] directs them.
 //!
-//! With method none the pages go from the socket straight to their place; other methods decode into it.
+//! With method none the pages go from the socket directly to their destination; other methods decode into it.
 
 use std::io;
 use std::sync::Arc;
@@ -22,11 +22,11 @@ use crate::stream::counted_buffer::CountedBuffer;
 use crate::stream::load::{ChannelLoad, ReceiverLoad};
 use crate::stream::packet_reader::PacketReader;
 
-/// Whether a channel is read on.
+/// Decision to continue reading a channel, or to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReadOn {
     Yes,
-    /// The migration has ended elsewhere, or the guest was taken over.
+    /// The migration has ended elsewhere, or another process has the guest.
     No,
 }
 
@@ -39,94 +39,94 @@ impl From<bool> for ReadOn {
     }
 }
 
-/// Where the pages of one channel go.
+/// Destination of one channel's pages.
 pub(crate) trait PageSink {
-    /// Takes a packet's pages. `read` puts the pages with content, in the packet's order, into the memory that it
-    /// is given; it is called once, and only for a packet that has such pages.
+    /// Takes a packet's pages. `read` fills the given memory with the pages with content, in the packet's order; it is called
+    /// once, and only if there are such pages.
     fn put(
         &mut self,
         header: &PacketHeader,
         read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadOn, MigrationError>;
 
-    /// Passes an uncompressed packet on, whose pages are the next bytes of `from`, without reading them; false if
-    /// that may not be done.
+    /// Forwards an uncompressed packet, whose pages are the next bytes of `from`, without reading them. Returns false if that
+    /// is not possible.
     fn forward(&mut self, header: &PacketHeader, from: &Stream) -> Result<bool, MigrationError> {
         let _ = (header, from);
         Ok(false)
     }
 
-    /// How long pages have waited for room since this was asked last: the source is not what was waited for.
+    /// Returns for how long pages have waited for room since the last call. The source did not cause this wait.
     fn held_back(&mut self) -> Duration {
         Duration::ZERO
     }
 
-    /// Tells the source `message`, which is a message of the return path.
+    /// Sends `message`, a return path message, to the source.
     fn tell(&mut self, message: &[u8]);
 
-    /// The channel has reached its sync point.
+    /// Reports that the channel has reached its sync point.
     fn sync(&mut self) -> Result<ReadOn, MigrationError>;
 
-    /// The channel has ended between packets.
+    /// Reports that the channel has ended between packets.
     fn ended(&mut self) -> Result<(), MigrationError>;
 }
 
-/// What packets of a channel must be like.
+/// Requirements on the packets of a channel.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ChannelRules {
     /// The channel's number.
     pub id: u8,
-    /// Size of its packets.
+    /// Packet size of the channel.
     pub layout: PacketLayout,
-    /// Which methods its packets may have.
+    /// Methods that its packets may use.
     pub methods: Methods,
-    /// Whether packets without a checksum are refused.
+    /// True if packets without a checksum are rejected.
     pub checksum_required: bool,
-    /// Whether its method may use an accelerator.
+    /// Use of an accelerator by its method.
     pub accelerator: Accelerator,
 }
 
-/// What bounds the reading of a migration's channels.
+/// Limits of reading a migration's channels.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ChannelLimits<'a> {
-    /// Compressed payloads, and what their decoders need.
+    /// Memory for compressed payloads and decoders.
     pub memory: &'a MemoryLimit,
     pub cpu: &'a CpuBudget,
-    /// Counts what decodes.
+    /// Statistics of the decoding devices.
     pub stats: &'a Arc<AcceleratorStats>,
-    /// Ends the waits for CPU time.
+    /// Lifetime whose end interrupts the waits for CPU time.
     pub life: &'a Life,
 }
 
-/// Which methods the packets of a channel may have.
+/// Methods that the packets of a channel may use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Methods {
-    /// This one alone.
+    /// Only this one.
     One(&'static MethodInfo),
-    /// That of the first packet with content, as QEMU has it.
+    /// The method of the first packet with content, as in QEMU.
     First,
-    /// Each its own.
+    /// Any method in each packet.
     Each,
 }
 
-/// Reads one channel.
+/// Reader of one channel.
 pub(crate) struct MultifdReceiver<'a> {
     id: u8,
     channel: &'a Stream,
     packets: PacketReader<'a>,
     rules: PacketRules,
-    /// The first packet's method is that of all.
+    /// True if the first packet determines the method of all.
     first_decides: bool,
     blocks: &'a [RamBlockEntry],
     header: PacketHeader,
     payload: Payload<'a>,
     counters: &'a Counters,
-    /// Of a source that wants to know it.
+    /// Load measurement, for a source that requests it.
     load: Option<ChannelLoad<'a>>,
     cpu: CpuShare<'a>,
 }
 
-/// What reads the pages of a packet.
+/// Reader of a packet's pages.
 struct Payload<'a> {
     cpu: &'a CpuBudget,
     life: &'a Life,
@@ -135,7 +135,7 @@ struct Payload<'a> {
     buffer: CountedBuffer,
 }
 
-/// The channel's decoders, each made with the channel or when a packet first needs it.
+/// Decoders of the channel, created with it or on first use.
 struct Decoders<'a> {
     id: u8,
     accelerator: Accelerator,
@@ -153,7 +153,7 @@ impl Decoders<'_> {
 }
 
 impl<'a> MultifdReceiver<'a> {
-    /// A reader of `channel`, for the calling thread. `load` is for a source that wants to know what the channels do.
+    /// Creates a reader of `channel` for the calling thread. `load` is given if the source requests load reports.
     pub(crate) fn new(
         rules: ChannelRules,
         channel: &'a Stream,
@@ -170,7 +170,7 @@ impl<'a> MultifdReceiver<'a> {
             decoders: Decoders {
                 id: rules.id,
                 accelerator: match (rules.methods, rules.accelerator) {
-                    // Which devices the source has is not this side's to require.
+                    // This side cannot require a certain device of the source.
                     (Methods::Each, Accelerator::Required) => Accelerator::Auto,
                     (_, accelerator) => accelerator,
                 },
@@ -206,7 +206,7 @@ impl<'a> MultifdReceiver<'a> {
         })
     }
 
-    /// Reads until the channel ends, or need not be read on.
+    /// Reads until the channel ends or the sink stops it.
     pub(crate) fn run(mut self, sink: &mut dyn PageSink) -> Result<(), MigrationError> {
         loop {
             let id = self.id;
@@ -268,7 +268,7 @@ impl<'a> MultifdReceiver<'a> {
             }
             self.counters.add_bytes(header.payload_len());
         }
-        // Pages of which a part was read ahead are in this process already.
+        // Pages that were partly read ahead are already in this process.
         let is_whole = packets.has_nothing_ahead() || !has_content;
         if header.method() == Method::None
             && is_whole
@@ -288,7 +288,7 @@ impl<'a> MultifdReceiver<'a> {
 }
 
 impl Payload<'_> {
-    /// Puts the pages of the packet with this header into `pages`.
+    /// Reads the pages of the packet with this header into `pages`.
     fn read(
         &mut self,
         packets: &mut PacketReader<'_>,

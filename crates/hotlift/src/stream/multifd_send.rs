@@ -1,16 +1,16 @@
-//! The multifd channels that are written: packets of pages, and sync points.
+//! Sending end of the multifd channels: packets of pages, and sync points.
 //!
 //! ```text
-//! method none     header + pages straight from guest memory, or from the batch, to the socket
+//! method none     header + pages directly from guest memory, or from the batch, to the socket
 //! other methods   private pages -> encode -> header + payload to the socket
 //! forwarded       header, and the pages from socket to socket
-//! auto            each packet as one of these, by what link and cores can do now
+//! auto            each packet as one of these, depending on the link and the CPUs
 //! ```
 //!
-//! Guest memory is copied before it is encoded, since a codec that sees its input change may write a stream that does
-//! not decode. With method none the kernel reads it, and with `zero-copy-send` it does so as late as the destination
-//! reads the socket; a page that the guest changes meanwhile is dirty again by that very write, and is sent once more.
-//! Nothing is left in a socket when the guest is handed over: the destination has answered for all of it by then.
+//! Guest memory is copied before it is encoded: a codec whose input changes may write a stream that does not decode. With
+//! method none the kernel reads it; with `zero-copy-send` it does so when the destination reads the socket. A page that the
+//! guest changes during that time becomes dirty again and is sent once more. No data is left in a socket at the handover: the
+//! destination has acknowledged all of it by then.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -45,24 +45,24 @@ use crate::stream::codec::Encoder;
 use crate::stream::pages::Pages;
 use crate::stream::return_path::{Answers, Messages};
 
-/// Headers without payload (zero pages only) are gathered up to this many bytes before they are written: a system call
-/// for each would cost more than the scan of its pages.
+/// Headers without payload (zero pages only) are gathered up to this many bytes before a write: a system call for each would
+/// cost more than the scan of its pages.
 const GATHERED_HEADERS: usize = 48 << 10;
 
-/// How long the destination's reason may be behind the end of a connection that it does not take.
+/// Wait for the destination's reason after it has closed a connection.
 const REASON_WAIT: Duration = Duration::from_millis(200);
 
-/// What the first packet of each channel says.
+/// Content of the opening packet of each channel.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ChannelOpening {
-    /// The VM's; all zero if it has none.
+    /// UUID of the VM; all zero if it has none.
     pub uuid: [u8; 16],
-    /// What a Hotlift has to know of the migration; a QEMU does not see it.
+    /// Description of the migration for a Hotlift; a QEMU ignores it.
     pub hello: Hello,
 }
 
 impl ChannelOpening {
-    /// Says which channel this is.
+    /// Sends the opening packet of channel `id`.
     pub(crate) fn send(&self, transport: &Stream, id: u8) -> Result<(), MigrationError> {
         let packet = InitialPacket {
             uuid: self.uuid,
@@ -79,7 +79,7 @@ impl ChannelOpening {
     }
 }
 
-/// One connection to `to`, which begins with the token of `pass`, if there is one.
+/// Connects to `to` once, and sends the token of `pass`, if there is one.
 pub(crate) fn connect_with(
     pass: Option<&Pass>,
     to: &Remote,
@@ -94,8 +94,8 @@ pub(crate) fn connect_with(
     Ok(stream)
 }
 
-/// Connects to `to`: main first, since receivers before QEMU 8.0 take the first connection for it, and then the
-/// channels, each opened. Every connection begins with the token of `pass`, if there is one.
+/// Connects to `to`: first main, since receivers before QEMU 8.0 take the first connection for it, then the channels with their
+/// opening packets. Every connection begins with the token of `pass`, if there is one.
 pub(crate) fn connect(
     to: &Remote,
     pass: Option<&Pass>,
@@ -123,15 +123,15 @@ pub(crate) fn connect(
     Ok((main, multifd))
 }
 
-/// Why the destination gives up, if it has said so on one of `streams`. A Hotlift that refuses a channel by its first
-/// packet takes no further one.
+/// Returns the destination's reason to abort, if it has sent one on any of `streams`. A Hotlift that rejects a channel's
+/// opening packet accepts no further channel.
 fn reason_on<'s>(streams: impl Iterator<Item = &'s Stream>) -> Option<MigrationError> {
     let deadline = Instant::now() + REASON_WAIT;
     let left = || deadline.saturating_duration_since(Instant::now());
     for stream in streams {
         let (answers, mut messages) =
             (Answers::new(&Life::default()), Messages::new(Channel::Main));
-        // Looked at also when the time is over: one that is silent may have come before one that is not.
+        // Streams are also checked after the deadline: a silent one may precede one that has a reason.
         while matches!(stream.wait_readable(left()), Ok(true)) {
             match messages.read(stream, &answers, |_, _| Ok(())) {
                 Err(reason @ MigrationError::Destination { .. }) => return Some(reason),
@@ -148,21 +148,21 @@ fn reason_on<'s>(streams: impl Iterator<Item = &'s Stream>) -> Option<MigrationE
 pub(crate) struct MultifdSend {
     channels: Vec<OutChannel>,
     layout: PacketLayout,
-    /// `None` if each packet has its own.
+    /// Method of all packets; `None` if each has its own.
     method: Option<Method>,
-    /// QEMU's `packet_num`: over all channels, SYNC packets included.
+    /// QEMU's `packet_num`: counts the packets of all channels, SYNC packets included.
     packet_num: AtomicU64,
     with: Sending,
 }
 
-/// What the channels share with the rest of the migration.
+/// State that the channels share with the rest of the migration.
 #[derive(Debug)]
 pub(crate) struct Sending {
-    /// Chooses the method of each packet, where each has its own.
+    /// Selector of each packet's method, with method auto.
     pub auto: Option<Arc<Auto>>,
     pub pacer: Arc<Pacer>,
     pub cpu: Arc<CpuBudget>,
-    /// Counts what encodes.
+    /// Statistics of the encoding devices.
     pub stats: Arc<AcceleratorStats>,
     pub life: Life,
 }
@@ -170,13 +170,13 @@ pub(crate) struct Sending {
 #[derive(Debug)]
 struct OutChannel {
     transport: Stream,
-    /// Who writes to it: its worker, or a thread that forwards packets.
+    /// Lock of the writing thread: its worker, or a thread that forwards packets.
     turn: Mutex<()>,
     counters: Counters,
 }
 
 impl MultifdSend {
-    /// The channels, which have been opened so.
+    /// Wraps channels that were opened with `hello`.
     pub(crate) fn new(channels: Vec<Stream>, hello: &Hello, with: Sending) -> Self {
         let counters = Counters::of_channels(channels.len());
         let channels = channels.into_iter().zip(counters);
@@ -195,7 +195,7 @@ impl MultifdSend {
         }
     }
 
-    /// How many there are.
+    /// Returns the count of channels.
     pub(crate) fn len(&self) -> usize {
         self.channels.len()
     }
@@ -204,15 +204,15 @@ impl MultifdSend {
         self.channels.is_empty()
     }
 
-    /// What chooses the method of each packet, if that is so.
+    /// Returns the method selector, with method auto.
     pub(crate) fn auto(&self) -> Option<&Auto> {
         self.with.auto.as_deref()
     }
 
-    /// Who reads the channels: to be said before the first packet.
+    /// Sets the reader of the channels. Must be called before the first packet.
     ///
     /// # Errors
-    /// [`MigrationError::Mismatch`] if it cannot read their method.
+    /// [`MigrationError::Mismatch`] if the reader cannot read their method.
     pub(crate) fn reader_is(&self, reader: Reader) -> Result<(), MigrationError> {
         let only_ours = self.method.filter(|method| !method.is_qemus());
         if let (Reader::Qemu(_), Some(method)) = (reader, only_ours) {
@@ -224,23 +224,23 @@ impl MultifdSend {
         Ok(())
     }
 
-    /// A channel whose connection the other side has closed.
+    /// Returns a channel whose connection the peer has closed.
     pub(crate) fn lost_channel(&self) -> Option<Channel> {
         let lost = self.sockets().position(Stream::is_hung_up)?;
         Some(Channel::Multifd(u8::try_from(lost).unwrap_or(u8::MAX)))
     }
 
-    /// Their sockets.
+    /// Iterates over the sockets of the channels.
     pub(crate) fn sockets(&self) -> impl Iterator<Item = &Stream> {
         self.channels.iter().map(|channel| &channel.transport)
     }
 
-    /// Time for a byte that `max-bandwidth` allows, in ns; 0 without a limit.
+    /// Returns the time per byte that `max-bandwidth` allows, in ns; 0 without a limit.
     pub(crate) fn paced_nanos_per_byte(&self) -> f64 {
         self.with.pacer.nanos_per_byte()
     }
 
-    /// Pages and bytes sent so far.
+    /// Returns the pages and bytes sent so far.
     pub(crate) fn counts(&self) -> Counts {
         self.channels
             .iter()
@@ -248,14 +248,14 @@ impl MultifdSend {
             .sum()
     }
 
-    /// Ends all of them, in both directions.
+    /// Shuts down all channels in both directions.
     pub(crate) fn shut_down(&self) {
         for channel in &self.channels {
             channel.transport.shutdown(Shutdown::Both);
         }
     }
 
-    /// A SYNC packet on every channel, behind what was written; also on those behind one that fails.
+    /// Sends a SYNC packet on every channel after the written packets. Continues after a channel that fails.
     pub(crate) fn sync(&self) -> Result<(), MigrationError> {
         let mut writer = self.writer();
         let mut scratch = IoScratch::new();
@@ -299,7 +299,7 @@ impl MultifdSend {
         })
     }
 
-    /// Writes `bytes` bytes to a channel, paced, counted, and one thread at a time; how long the pace has held them back.
+    /// Writes `bytes` bytes to a channel, paced, counted, and one thread at a time. Returns the delay by the pacer.
     fn write(
         &self,
         id: u8,
@@ -314,10 +314,10 @@ impl MultifdSend {
         Ok(held_back)
     }
 
-    /// Bytes that wait to be sent on a channel; `None` if nobody knows.
+    /// Returns the bytes that wait to be sent on a channel; `None` if unknown.
     fn queued(&self, id: u8, auto: &Auto) -> Option<u32> {
         if self.with.pacer.is_limited() {
-            // It has no queue: a channel that is due waits with the packet in its hands.
+            // A paced channel has no queue: a due channel waits with its packet.
             return self.with.pacer.is_behind().then_some(0);
         }
         let socket = &self.channels[usize::from(id)].transport;
@@ -325,7 +325,7 @@ impl MultifdSend {
     }
 }
 
-/// One thread's half of a channel; everything that a packet needs is kept from packet to packet.
+/// Sender of one thread and channel; all buffers are reused from packet to packet.
 pub(crate) struct PacketSender<'a> {
     multifd: &'a MultifdSend,
     id: u8,
@@ -335,27 +335,27 @@ pub(crate) struct PacketSender<'a> {
     /// Private copy of the packet's pages.
     copy: Vec<u8>,
     payload: Vec<u8>,
-    /// Headers on their way; the last may be followed by a payload.
+    /// Headers to write; a payload may follow the last.
     headers: Vec<u8>,
-    /// Up to how many bytes they are gathered.
+    /// Limit of the gathered bytes.
     gathered: usize,
     scratch: IoScratch,
     /// Sends guest pages by reference, with method none.
     splicer: Option<Splicer>,
 }
 
-/// How a thread writes the pages of its packets.
+/// Encoding of a thread's packets.
 enum Coding<'a> {
-    /// As they are.
+    /// Uncompressed.
     Raw,
-    /// All by one method.
+    /// One method for all.
     One(Encoder),
-    /// Each packet as was decided for it.
+    /// Method selected for each packet.
     Auto(AutoEncoder<'a>),
 }
 
 impl<'a> PacketSender<'a> {
-    /// For packets to channel `id`. With `gathers`, packets without content wait for one that has some, or for
+    /// Creates the sender for channel `id`. With `gathers`, packets without content wait for one that has some, or for
     /// [`PacketSender::sync`].
     pub(crate) fn new(
         multifd: &'a MultifdSend,
@@ -378,7 +378,7 @@ impl<'a> PacketSender<'a> {
         };
         let socket = &multifd.channels[usize::from(id)].transport;
         let by_reference = !matches!(coding, Coding::One(_)) && socket.is_plain();
-        // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
+        // The system may refuse a pipe (`pipe-user-pages-soft`); copying always works.
         let splicer = (by_reference && options.zero_copy_send)
             .then(|| Splicer::new().ok())
             .flatten();
@@ -398,7 +398,7 @@ impl<'a> PacketSender<'a> {
         })
     }
 
-    /// What follows comes after a wait for something to send.
+    /// Starts the clock after a wait for something to send.
     pub(crate) fn begin(&mut self) {
         if let Coding::Auto(auto) = &mut self.coding {
             auto.begin();
@@ -537,7 +537,7 @@ impl<'a> PacketSender<'a> {
     }
 }
 
-/// Writes the gathered headers and the last one's payload; how long the pace has held them back.
+/// Writes the gathered headers and the last one's payload. Returns the delay by the pacer.
 fn write(
     multifd: &MultifdSend,
     id: u8,
@@ -569,7 +569,7 @@ fn copy(runs: &[GuestRun<'_>], length: usize, into: &mut Vec<u8>) {
     }
 }
 
-/// Passes packets of method none on without looking at their pages.
+/// Forwarder of packets of method none, which does not read their pages.
 pub(crate) struct PacketForwarder<'a> {
     multifd: &'a MultifdSend,
     id: u8,
@@ -578,7 +578,7 @@ pub(crate) struct PacketForwarder<'a> {
 }
 
 impl<'a> PacketForwarder<'a> {
-    /// For the packets of incoming channel `channel`; `None` where pages do not go out to a socket as they came in.
+    /// Creates the forwarder for incoming channel `channel`; `None` if pages cannot go out to a socket unchanged.
     pub(crate) fn new(multifd: &'a MultifdSend, channel: u8) -> Option<Self> {
         let id = usize::from(channel).checked_rem(multifd.len())?;
         let socket = &multifd.channels[id].transport;
@@ -589,7 +589,7 @@ impl<'a> PacketForwarder<'a> {
             multifd,
             id: u8::try_from(id).ok()?,
             writer: multifd.writer(),
-            // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
+            // The system may refuse a pipe (`pipe-user-pages-soft`); copying always works.
             forwarder: Forwarder::new().ok()?,
         })
     }

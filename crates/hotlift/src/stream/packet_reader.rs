@@ -1,8 +1,7 @@
-//! Reads headers and payloads of one multifd channel from where they come in.
+//! Reads headers and payloads of one multifd channel.
 //!
-//! Packets without payload come in long rows (a guest full of zero pages): after such a one more
-//! than one header is read at once. After a payload exactly one header is read, so that the next
-//! payload can go from the socket straight to guest memory.
+//! Packets without payload come in long sequences (a guest full of zero pages): after such a packet several headers are read at
+//! once. After a payload exactly one header is read, so that the next payload can go from the socket directly to guest memory.
 
 use std::io::{self, Read};
 
@@ -10,14 +9,14 @@ use hotlift_mem::GuestRun;
 use hotlift_mem::sock::IoScratch;
 use hotlift_net::transport::Stream;
 
-/// Headers read at once at most.
+/// Maximum count of headers read at once.
 const READ_AHEAD_HEADERS: usize = 48;
 
 pub(super) struct PacketReader<'a> {
     channel: &'a Stream,
     header_len: usize,
     buffer: Vec<u8>,
-    /// The part of `buffer` that was read and not yet taken.
+    /// Part of `buffer` that was read and not yet taken.
     unread: std::ops::Range<usize>,
     had_payload: bool,
     scratch: IoScratch,
@@ -35,7 +34,7 @@ impl<'a> PacketReader<'a> {
         }
     }
 
-    /// The next header, or `None` if the channel ends between packets.
+    /// Returns the next header, or `None` if the channel ends between packets.
     pub(super) fn header(&mut self) -> io::Result<Option<&[u8]>> {
         if self.unread.len() < self.header_len {
             self.buffer.copy_within(self.unread.clone(), 0);
@@ -65,7 +64,7 @@ impl<'a> PacketReader<'a> {
         Ok(Some(&self.buffer[start..start + self.header_len]))
     }
 
-    /// Reads a payload of pages straight into guest memory.
+    /// Reads a payload of pages directly into guest memory.
     pub(super) fn pages(&mut self, runs: &mut [GuestRun<'_>]) -> io::Result<()> {
         self.had_payload = true;
         let mut filled = 0;
@@ -82,12 +81,12 @@ impl<'a> PacketReader<'a> {
         self.channel.read_pages(&runs[filled..], &mut self.scratch)
     }
 
-    /// Whether all that follows the header is still in the socket.
+    /// Returns true if nothing after the header was read ahead.
     pub(super) fn has_nothing_ahead(&self) -> bool {
         self.unread.is_empty()
     }
 
-    /// The payload was read from the socket by somebody else.
+    /// Records that the caller has read the payload from the socket.
     pub(super) fn payload_was_taken(&mut self) {
         self.had_payload = true;
     }

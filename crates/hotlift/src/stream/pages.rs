@@ -1,18 +1,18 @@
-//! The content of a packet's pages, wherever they are.
+//! Content of a packet's pages, in guest memory or in a copy.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 
-/// The content of a packet's pages, in the order of their offsets.
+/// Content of a packet's pages, in the order of their offsets.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Pages<'p, 'm> {
-    /// Guest memory, which may change meanwhile.
+    /// Guest memory, which may change during a read.
     Guest(&'p [GuestRun<'m>]),
-    /// Memory without another writer.
+    /// Memory that no other thread writes.
     Private(&'p [u8]),
 }
 
 impl Pages<'_, '_> {
-    /// Copies so many of them, evenly spread, behind what `into` has.
+    /// Appends `pages` of the pages, evenly spread, to `into`.
     pub(crate) fn sample(&self, pages: usize, into: &mut Vec<u8>) {
         let length = match self {
             Self::Guest(runs) => runs.iter().map(GuestRun::len).sum(),

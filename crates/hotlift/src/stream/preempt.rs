@@ -1,8 +1,8 @@
-//! The connection on which nothing comes but pages that are waited for (capability `postcopy-preempt`), and one more at the end if
-//! there were none.
+//! The connection for requested pages only (capability `postcopy-preempt`), and for one more page at the end if there were
+//! none.
 //!
-//! It is made just before the switch, and has no sections around its records. A QEMU says nothing on it before the first
-//! of them; a Hotlift shows another, which it knows for one, what the migration is called.
+//! It is made just before the switch, and has no sections around its records. A QEMU sends nothing on it before the first
+//! record; a source that knows its peer as a Hotlift sends it the migration's name first.
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,40 +25,40 @@ use crate::lock::lock;
 use crate::stream::main_recv::Waiting;
 use crate::stream::main_send::PageRecords;
 
-/// Bytes read at once: some pages.
+/// Size of one read: some pages.
 const READ: usize = 64 << 10;
 
-/// One that is read, which may come.
+/// Incoming connection, which may arrive later.
 #[derive(Debug)]
 pub(crate) struct PreemptIn(Gate<Option<Arc<Stream>>>);
 
 impl PreemptIn {
-    /// One of a migration with this lifetime.
+    /// Creates an empty slot for a migration with this lifetime.
     pub(crate) fn new(life: &Life) -> Self {
         Self(Gate::new(life, None))
     }
 
-    /// It has come.
+    /// Stores the connection that has arrived.
     pub(crate) fn put(&self, stream: Stream) {
         self.0.change(|come| *come = Some(Arc::new(stream)));
     }
 
-    /// Whether it has come.
+    /// Returns true if it has arrived.
     pub(crate) fn is_here(&self) -> bool {
         self.0.lock().is_some()
     }
 
-    /// Nothing more is to come on it.
+    /// Shuts the connection down: no more data is expected.
     pub(crate) fn end(&self) {
         if let Some(stream) = &*self.0.lock() {
             stream.shutdown(Shutdown::Both);
         }
     }
 
-    /// Waits for `patience` until it has come.
+    /// Waits up to `patience` for its arrival.
     ///
     /// # Errors
-    /// What `waiting` says; [`MigrationError::Timeout`].
+    /// The error of `waiting`; [`MigrationError::Timeout`].
     pub(crate) fn wait_for(
         &self,
         patience: Duration,
@@ -73,7 +73,7 @@ impl PreemptIn {
     }
 }
 
-/// The other side was to make the connection, and has not.
+/// Returns the error for a connection that the peer should have made.
 pub(crate) fn has_not_come(waited: Duration) -> MigrationError {
     MigrationError::Timeout {
         waiting_for: "the preempt channel (has the source capability postcopy-preempt?)".to_owned(),
@@ -81,11 +81,11 @@ pub(crate) fn has_not_come(waited: Duration) -> MigrationError {
     }
 }
 
-/// Hands each page of `stream` to `take`, with its RAM block and byte offset, until it ends.
+/// Passes each page of `stream` to `take`, with its RAM block and byte offset, until the stream ends.
 ///
 /// # Errors
-/// [`MigrationError::Connection`], [`MigrationError::Wire`], [`MigrationError::Closed`] within a record, and what `take`
-/// says.
+/// [`MigrationError::Connection`], [`MigrationError::Wire`], [`MigrationError::Closed`] within a record, and the error of
+/// `take`.
 pub(crate) fn read_pages(
     stream: &Stream,
     blocks: &[RamBlockEntry],
@@ -129,20 +129,20 @@ pub(crate) fn read_pages(
     }
 }
 
-/// One that is written.
+/// Outgoing connection.
 pub(crate) struct PreemptOut {
     stream: Stream,
     counters: Arc<Counters>,
-    /// One record after the other, in one buffer.
+    /// Buffer of the record being written; serializes the writers.
     out: Mutex<Vec<u8>>,
-    /// A page is on its way there.
+    /// True once a page was sent on it.
     is_used: AtomicBool,
-    /// The other side has read one.
+    /// True once the peer has read a page.
     was_read: AtomicBool,
 }
 
 impl PreemptOut {
-    /// One whose bytes `counters` count.
+    /// Wraps a connection, whose bytes `counters` counts.
     pub(crate) fn new(stream: Stream, counters: Arc<Counters>) -> Self {
         Self {
             stream,
@@ -153,11 +153,11 @@ impl PreemptOut {
         }
     }
 
-    /// Whether the other side takes pages on it. A QEMU without `postcopy-preempt` accepts the connection, and closes it; one
-    /// with it keeps it up to main's END.
+    /// Returns true if the peer accepts pages on it. A QEMU without `postcopy-preempt` accepts the connection and closes it;
+    /// one with it keeps the connection open until main's END.
     ///
     /// # Errors
-    /// [`MigrationError::Closed`] if pages were sent on one that is closed: nobody has them.
+    /// [`MigrationError::Closed`] if pages were sent on a closed connection: they are lost.
     pub(crate) fn is_taken(&self) -> Result<bool, MigrationError> {
         match (self.stream.is_hung_up(), self.is_used()) {
             (false, _) => Ok(true),
@@ -166,14 +166,14 @@ impl PreemptOut {
         }
     }
 
-    /// Whether pages were sent on it.
+    /// Returns true if pages were sent on it.
     pub(crate) fn is_used(&self) -> bool {
         self.is_used.load(Ordering::Acquire)
     }
 
-    /// Whether the other side (UNIX socket) or its kernel (TCP) has read all that had been sent at one time, or never will.
+    /// Returns true if the peer (UNIX socket) or its kernel (TCP) has read everything sent up to some moment, or never will.
     pub(crate) fn is_read(&self) -> bool {
-        // What is being written has not been read.
+        // Bytes that are being written have not been read.
         let is_whole =
             self.is_used() && !matches!(self.out.try_lock(), Err(TryLockError::WouldBlock));
         if is_whole && self.stream.is_delivered() {
@@ -182,13 +182,13 @@ impl PreemptOut {
         self.was_read.load(Ordering::Acquire) || self.stream.is_hung_up()
     }
 
-    /// Sends pages of the RAM block called `block`.
+    /// Sends pages of the RAM block `block`.
     ///
     /// # Errors
     /// [`MigrationError::Connection`].
     pub(crate) fn pages(&self, block: &str, pages: &PageRecords<'_>) -> Result<(), MigrationError> {
         let mut out = lock(&self.out);
-        // Between two writes: who writes on and on leaves no other time to see it.
+        // Between two writes: a thread that writes without pause leaves no other moment to check.
         if self.is_used.swap(true, Ordering::AcqRel) && self.stream.is_delivered() {
             self.was_read.store(true, Ordering::Release);
         }
@@ -203,7 +203,7 @@ impl PreemptOut {
         self.write(&out)
     }
 
-    /// Says that no more comes, to a QEMU that waits for this word.
+    /// Reports that no more pages follow, to a QEMU that waits for this.
     ///
     /// # Errors
     /// [`MigrationError::Connection`].
@@ -214,7 +214,7 @@ impl PreemptOut {
         self.write(&out)
     }
 
-    /// Ends it, and every wait for it.
+    /// Shuts the connection down, which ends every wait for it.
     pub(crate) fn shut(&self) {
         self.stream.shutdown(Shutdown::Both);
     }

@@ -1,4 +1,4 @@
-//! The return path that is read: the destination's messages, and what it has said with them so far.
+//! Receiving end of the return path: the destination's messages, and their summary so far.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -21,15 +21,15 @@ use crate::life::gate::Gate;
 use crate::life::{LONG, Life};
 use crate::stream::handshake;
 
-/// The messages of one connection.
+/// Message decoder of one connection.
 #[derive(Debug)]
 pub(crate) struct Messages {
     channel: Channel,
-    /// Bytes of a message that is not complete.
+    /// Bytes of an incomplete message.
     pending: Vec<u8>,
-    /// There may be whole messages in `pending`.
+    /// True if `pending` may hold complete messages.
     has_more: bool,
-    /// It has brought a reason why the destination gives up.
+    /// True once the connection has brought the destination's reason to abort.
     explained: bool,
 }
 
@@ -43,18 +43,18 @@ impl Messages {
         }
     }
 
-    /// These bytes of the connection have been read, and nothing of them was taken.
+    /// Starts with bytes of the connection that were read elsewhere and not taken.
     pub(crate) fn begin_with(&mut self, bytes: Vec<u8>) {
         self.has_more = !bytes.is_empty();
         self.pending = bytes;
     }
 
-    /// Waits for bytes, and takes every message that is complete into `answers`. What is not for this side goes to
-    /// `others`, with its bytes. False at the end of the connection.
+    /// Waits for bytes, and passes every complete message to `answers`. Messages for another reader go to `others`, with their
+    /// bytes. Returns false at the end of the connection.
     ///
     /// # Errors
-    /// [`MigrationError::Connection`], [`MigrationError::Wire`] for what is no message, and what `answers` and `others`
-    /// make of a message: nothing more is to be read then.
+    /// [`MigrationError::Connection`], [`MigrationError::Wire`] for an invalid message, and the errors of `answers` and
+    /// `others`. After an error nothing more may be read.
     pub(crate) fn read(
         &mut self,
         stream: &Stream,
@@ -74,7 +74,7 @@ impl Messages {
             self.pending.extend_from_slice(&here[..read]);
             is_open = read > 0;
         }
-        // What was sent is no handshake.
+        // The bytes are a TLS alert, no message: our stream was no handshake.
         if self.pending.starts_with(&ALERT_BEGINS) {
             return Err(MigrationError::SpeaksTls);
         }
@@ -103,15 +103,15 @@ impl Messages {
     }
 }
 
-/// One connection that is listened to.
+/// A connection that is read.
 struct Peer<'s> {
     stream: &'s Stream,
     messages: Messages,
     is_open: bool,
 }
 
-/// Listens on `streams`, main before the multifd channels, until all have ended. `others` takes what is not for this side.
-/// `lost` takes how a connection ended before its time, before any wait for an answer ends.
+/// Reads `streams`, main before the multifd channels, until all have ended. `others` takes messages for another reader. `lost`
+/// takes the reason of an early end of a connection, before any wait for an answer ends.
 pub(crate) fn listen<'s>(
     streams: impl Iterator<Item = &'s Stream>,
     answers: &Answers,
@@ -154,10 +154,10 @@ pub(crate) fn listen<'s>(
     }
 }
 
-/// Waits for peers that have something to read or have ended; their indexes.
+/// Waits for peers that are readable or have ended, and returns their indexes.
 fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
     if let [_] = peers {
-        // Its read waits.
+        // Its read blocks anyway.
         return vec![0];
     }
     let all = 0..peers.len();
@@ -169,11 +169,11 @@ fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
         .iter()
         .map(|peer| PollFd::new(peer.stream, PollFlags::IN));
     let mut fds: Vec<_> = fds.collect();
-    // Interrupted, or no memory for the call: it is tried again.
+    // Interrupted, or no memory for the call: the caller retries.
     if rustix::event::poll(&mut fds, None).is_err() {
         return Vec::new();
     }
-    // A read of a part of a record would block, and there are other connections.
+    // A read of a partial record would block, and there are other connections.
     let answers = |stream: &Stream| {
         stream.is_plain() || !matches!(stream.wait_readable(Duration::ZERO), Ok(false))
     };
@@ -181,9 +181,8 @@ fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
         .collect()
 }
 
-/// Reads from a connection that something is written to meanwhile. Linux wakes a thread that sleeps in a read of a UNIX
-/// socket whenever the peer takes something of what goes the other way: 27,000 times a GiB, 0.1 s of CPU. One that
-/// polls sleeps on.
+/// Reads from a connection that another thread writes to. Linux wakes a thread that blocks in a read of a UNIX socket whenever
+/// the peer reads from the other direction: 27,000 times per GiB, 0.1 s of CPU. A thread in `poll` keeps sleeping.
 fn read_when_there(stream: &Stream, into: &mut [u8]) -> io::Result<usize> {
     while !stream.wait_readable(LONG)? {}
     stream.read_some(into)
@@ -191,31 +190,31 @@ fn read_when_there(stream: &Stream, into: &mut [u8]) -> io::Result<usize> {
 
 #[derive(Debug, Default)]
 struct Heard {
-    /// What a Hotlift takes, and what it calls the migration; its first word stands.
+    /// Features accepted by a Hotlift, and the migration's name; the first message is final.
     accepted: Option<Accepted>,
-    /// This side's PINGs that are not answered yet, oldest first.
+    /// This side's unanswered PINGs, oldest first.
     unanswered: VecDeque<u32>,
-    /// SHUT is a word on what became of the guest; before, it only ends the migration.
+    /// True once SHUT is a statement about the guest; before, it only ends the migration.
     is_committed: bool,
-    /// A refusal is a word only in words: without them it may be of a guest that has run.
+    /// True for a postcopy: a SHUT without an error message proves nothing, a guest that already ran also causes one.
     is_postcopy: bool,
     word: Option<Word>,
-    /// What the guest does there.
+    /// State of the guest at the destination.
     doing: Doing,
-    /// Why it gave up, in its words.
+    /// The destination's error text.
     reason: Option<String>,
-    /// No connection is left that could bring anything.
+    /// True once no connection is left to read.
     ended: bool,
-    /// The migration has ended elsewhere.
+    /// True once the migration has ended elsewhere.
     aborted: bool,
 }
 
-/// What the destination has said: kept by the thread that listens, waited for by the main thread.
+/// The destination's messages: stored by the reader thread, awaited by the main thread.
 #[derive(Debug)]
 pub(crate) struct Answers(Gate<Heard>);
 
 impl Answers {
-    /// Those of a migration with this lifetime.
+    /// Creates an empty record for a migration with this lifetime.
     pub(crate) fn new(life: &Life) -> Self {
         Self(Gate::new(life, Heard::default()))
     }
@@ -228,7 +227,7 @@ impl Answers {
         self.0.change(change);
     }
 
-    /// Waits for `patience`, for as long as `waits` returns true.
+    /// Waits up to `patience`, as long as `waits` returns true.
     fn wait_while(
         &self,
         patience: Duration,
@@ -241,22 +240,22 @@ impl Answers {
         self.lock()
     }
 
-    /// A PING with this value is sent next.
+    /// Registers a PING with this value, which is sent next.
     pub(crate) fn ask(&self, ping: u32) {
         self.note(|heard| heard.unanswered.push_back(ping));
     }
 
-    /// Value of the oldest PING that has not been answered.
+    /// Returns the value of the oldest unanswered PING.
     pub(crate) fn next_pong(&self) -> Option<u32> {
         self.lock().unanswered.front().copied()
     }
 
-    /// From now on the destination may say what became of the guest.
+    /// From now on accepts the destination's statement about the guest.
     pub(crate) fn commit(&self) {
         self.note(|heard| heard.is_committed = true);
     }
 
-    /// The same of a postcopy, at whose end it says that it has everything.
+    /// Does the same for a postcopy, at whose end the destination reports that it has all pages.
     pub(crate) fn serve(&self) {
         self.note(|heard| {
             heard.is_committed = true;
@@ -264,12 +263,12 @@ impl Answers {
         });
     }
 
-    /// Nothing more will come.
+    /// Records that no more messages follow.
     pub(crate) fn end(&self) {
         self.note(|heard| heard.ended = true);
     }
 
-    /// What it has said became of the guest.
+    /// Returns the destination's statement about the guest.
     pub(crate) fn word(&self) -> Option<Word> {
         self.lock().word
     }
@@ -279,8 +278,8 @@ impl Answers {
         self.note(|heard| heard.aborted = true);
     }
 
-    /// Takes a message; false if it is not for this side. `explained` says that its connection has brought a reason
-    /// to give up.
+    /// Processes a message. Returns false if it is for another reader. `explained` is true if its connection has brought a
+    /// reason to abort.
     fn take(&self, message: &ReturnMessage<'_>, explained: bool) -> Result<bool, MigrationError> {
         let mut heard = self.lock();
         match *message {
@@ -297,14 +296,14 @@ impl Answers {
                 let word = Word::of_shut(value, explained, in_words);
                 heard.word = heard.word.or(word);
             }
-            // Only this side ends the guest's life at the source, so that a SHUT before that is a failure whatever its
-            // value. A refusal stands if the commit is under way on another thread.
+            // Only this side ends the guest at the source: a SHUT before that is a failure, whatever its value. A refusal stays
+            // valid if another thread commits at the same time.
             ReturnMessage::Shut(value) => {
                 let word = Word::of_shut(value, explained, heard.accepted.is_some());
                 heard.word = heard.word.or(word.filter(|word| *word == Word::Never));
                 return Err(refusal(&heard));
             }
-            // It decides nothing about a guest that is still here.
+            // It decides nothing about a guest that still runs here.
             ReturnMessage::Doing(doing) if heard.is_committed => heard.doing = doing,
             ReturnMessage::Doing(_) => {}
             ReturnMessage::ErrorText(text) => {
@@ -317,11 +316,11 @@ impl Answers {
         Ok(true)
     }
 
-    /// Waits until every PING sent so far has been answered. Meanwhile `doing` is called, which may end the wait: at least
-    /// `every` so often, and when the lifetime changes. `limit` ends it, too, and names what was waited for.
+    /// Waits until all PINGs sent so far are answered. Calls `doing`, which may end the wait, at least once per `every` and at
+    /// each change of the lifetime. `limit` is a timeout with the name of the awaited event.
     ///
     /// # Errors
-    /// What `doing` returns; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if there will be no answer.
+    /// The error of `doing`; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if no answer can come.
     pub(crate) fn await_answers<E: From<MigrationError>>(
         &self,
         limit: Option<(Duration, &str)>,
@@ -339,7 +338,7 @@ impl Answers {
             match (ended, limit) {
                 (Some(true), _) => return Ok(()),
                 (Some(false), _) => {
-                    // It may know why.
+                    // It may know the cause.
                     doing()?;
                     let closed = MigrationError::main_closed;
                     let refused = self.ended(closed()).err();
@@ -357,10 +356,10 @@ impl Answers {
         }
     }
 
-    /// Whether the destination, which has answered `offer`, is a Hotlift.
+    /// Returns true if the destination, which has answered `offer`, is a Hotlift.
     ///
     /// # Errors
-    /// [`MigrationError::Mismatch`] if it reads another stream than was offered.
+    /// [`MigrationError::Mismatch`] if it reads another stream than offered.
     pub(crate) fn opened(&self, offer: Offer) -> Result<bool, MigrationError> {
         match self.lock().accepted {
             Some(accepted) => {
@@ -379,52 +378,52 @@ impl Answers {
         }
     }
 
-    /// Whether the destination is a Hotlift that takes this of a stream.
+    /// Returns true if the destination is a Hotlift that accepts `feature`.
     pub(crate) fn takes(&self, feature: Features) -> bool {
         let accepted = self.lock().accepted;
         accepted.is_some_and(|accepted| accepted.features.contains(feature))
     }
 
-    /// What a Hotlift calls the migration.
+    /// Returns the migration's name by a Hotlift destination.
     pub(crate) fn id(&self) -> Option<MigrationId> {
         self.lock().accepted.map(|accepted| accepted.id)
     }
 
-    /// Waits for its word on what became of the guest, as long as a connection may bring one. Nothing calls this wait
-    /// off: the guest may run.
+    /// Waits for the destination's statement about the guest, as long as a connection may bring one. Nothing cancels this wait:
+    /// the guest may be running.
     pub(crate) fn wait_word(&self, patience: Duration) -> Option<Word> {
         self.wait_while(patience, |heard| heard.word.is_none() && !heard.ended)
             .word
     }
 
-    /// The same, with what the guest does there.
+    /// Does the same, and also returns the guest's state at the destination.
     pub(crate) fn wait_told(&self, patience: Duration) -> Option<(Word, Doing)> {
         let word = self.wait_word(patience)?;
         Some((word, self.lock().doing))
     }
 
-    /// Its reason to give up, if it comes within `patience`.
+    /// Waits up to `patience` for the destination's reason to abort.
     pub(crate) fn wait_reason(&self, patience: Duration) -> Option<String> {
         let heard = self.wait_while(patience, |heard| heard.reason.is_none() && !heard.ended);
         heard.reason.clone()
     }
 
-    /// Keeps the reason of a side that gives none.
+    /// Stores a reason for a destination that sends none.
     pub(crate) fn explain(&self, reason: &str) {
         self.note(|heard| {
             heard.reason.get_or_insert_with(|| reason.to_owned());
         });
     }
 
-    /// Its refusal to run the guest, in its words.
+    /// Returns the error for the destination's refusal to run the guest, with its text.
     pub(crate) fn refusal(&self) -> MigrationError {
         refusal(&self.lock())
     }
 
-    /// What the end of its only connection means: nothing behind its last word.
+    /// Evaluates the end of the only connection: no error after a final statement.
     ///
     /// # Errors
-    /// Its refusal, or `lost`, which is how the connection has ended.
+    /// The destination's refusal, or `lost`, which is the cause of the connection's end.
     pub(crate) fn ended(&self, lost: MigrationError) -> Result<(), MigrationError> {
         let heard = self.lock();
         match heard.word {
@@ -454,7 +453,7 @@ fn refusal(heard: &Heard) -> MigrationError {
     }
 }
 
-/// Ends the waits for answers when nobody listens any more, however that came.
+/// Guard that ends the waits for answers when the reader thread ends, for whatever reason.
 pub(crate) struct EndsAnswers<'a>(pub &'a Answers);
 
 impl Drop for EndsAnswers<'_> {
@@ -463,11 +462,11 @@ impl Drop for EndsAnswers<'_> {
     }
 }
 
-/// The bytes of `messages`.
+/// Encodes `messages`.
 pub(crate) fn encode(messages: &[ReturnMessage<'_>]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for message in messages {
-        // Only block names can be refused, and none of these has one.
+        // Only block names can be rejected, and these messages have none.
         let _ = message.encode(&mut bytes);
     }
     bytes
@@ -504,7 +503,7 @@ mod tests {
             drop(far_channel);
             assert_eq!(answers.wait_word(LONG), Some(Word::Runs));
         });
-        // Behind the word the end of a connection is nothing that is lost.
+        // After the final statement the end of a connection loses nothing.
         assert!(ends.try_recv().is_err());
     }
 

@@ -1,19 +1,19 @@
-//! Connections that belong to no migration, counted by the reason to drop them.
+//! Counts of connections that belong to no migration, by the reason of the rejection.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use crate::lock::lock;
 
-/// Reasons that are counted apart. A peer's own words are part of some, so that their number has a limit.
+/// Limit of separately counted reasons: some contain text that a peer has sent.
 const REASONS: usize = 64;
 
-/// The counts of one migration. Clones are the same counts.
+/// Counts of one migration. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Strangers(Arc<Mutex<BTreeMap<String, u64>>>);
 
 impl Strangers {
-    /// Counts a connection that is dropped for the reason `why`.
+    /// Counts a connection that is dropped for reason `why`.
     pub(crate) fn turn_away(&self, why: &str) {
         let mut counts = lock(&self.0);
         let known = counts.len() < REASONS || counts.contains_key(why);

@@ -1,4 +1,5 @@
-//! Devices that send state before RAM: carried in order, compressed RAM behind them, or refused by name with the guest kept.
+//! Devices that send state before RAM: forwarded in order with compressed RAM after them, or rejected by name with the guest
+//! kept.
 
 use std::io::Write;
 use std::thread;
@@ -14,7 +15,7 @@ use super::source::Ending;
 const ID: u32 = 0x27;
 const DEVICE: &str = "0000:00:09.0/early-device";
 
-/// Where its section is.
+/// Position of its section.
 #[derive(Debug, Clone, Copy)]
 enum Place {
     BeforeStart,
@@ -38,14 +39,14 @@ fn footer() -> Vec<u8> {
     [&[0x7e][..], &ID.to_be_bytes()].concat()
 }
 
-/// State of a device of 8 blocks of 2 MiB, two of which are plugged.
+/// Returns the state of a device of 8 blocks of 2 MiB, two of which are plugged.
 fn virtio_mem() -> Vec<u8> {
     let fields = [4_u64 << 30, 16 << 20, 2 << 20].map(u64::to_be_bytes);
     let behind_node = [4_u64 << 20, 0b0010_0100].map(u64::to_be_bytes);
     [fields.as_flattened(), &[0; 4], behind_node.as_flattened()].concat()
 }
 
-/// `recording` with this section, for which the description has so many bytes.
+/// Inserts this section into `recording`, with a length of `described` bytes in the description.
 fn with(mut recording: Recording, place: Place, section: &[u8], described: usize) -> Recording {
     let at = match place {
         Place::BeforeStart => {
@@ -86,8 +87,7 @@ fn through(recording: &Recording, hops: &[&[(&str, &str)]]) -> Outcome {
     migrate(recording, &hops, None, Ending::LetsGo)
 }
 
-/// Asserts that a relay refuses the device by name, and names the way out. The
-/// destination reads what `honest` describes.
+/// Asserts that a relay rejects the device by name, and names the solution. The destination reads what `honest` describes.
 fn assert_refused(recording: &Recording, honest: &Recording, what: &str) {
     let log = Log::default();
     let (_folder, destination) = destination(honest, 2, None, &log);
@@ -117,7 +117,7 @@ fn assert_refused(recording: &Recording, honest: &Recording, what: &str) {
 
 #[test]
 fn a_device_of_an_unknown_layout_is_carried_in_its_place() {
-    // With what looks like its end, or like a part of RAM.
+    // With bytes that look like its end, or like a part of RAM.
     let payload = [
         b"state",
         &footer()[..],
@@ -174,7 +174,7 @@ fn a_device_of_an_unknown_layout_is_passed_through_without_multifd() {
 
 #[test]
 fn state_that_forges_its_own_end_is_refused() {
-    // A whole part of RAM, as a guest may put it there that chooses the state.
+    // A whole part of RAM, as inserted by a guest that controls the state.
     let part = b"\x02\0\0\0\0\0\0\0\0\0\0\0\x10\x7e\0\0\0\0";
     let payload = [b"state", &footer()[..], part, b"more"].concat();
     let recording = with_device(Recording::small_multifd(2), Place::BehindStart, &payload);

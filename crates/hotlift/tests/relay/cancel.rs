@@ -1,4 +1,4 @@
-//! A cancel ends a relay whatever it is doing, and whoever it waits for.
+//! A cancel ends a relay in every phase and in every wait.
 
 use std::io::Write;
 use std::thread;
@@ -15,7 +15,7 @@ use super::recording::{Recording, configuration, page_of};
 use super::rig::{DEADLINE, Relay, accept, destination, settings, until};
 use super::source::{Ending, play};
 
-/// Settings of a relay that waits for its peers for longer than a test does: it is the cancel that ends it.
+/// Returns settings of a relay with timeouts longer than a test: only the cancel ends it.
 fn patient(options: &[(&str, &str)]) -> RelaySettings {
     let mut settings = settings(options);
     settings.outgoing.handshake_timeout = 10 * DEADLINE;
@@ -29,7 +29,7 @@ fn ways() -> [RelaySettings; 2] {
     ]
 }
 
-/// Cancels `relay`, which must end and say so.
+/// Cancels `relay`, which must end with the cancel as its error.
 fn cancel(relay: Relay, what: &str) {
     let control = relay.control.clone();
     control.cancel();
@@ -59,8 +59,7 @@ fn while_a_connection_says_nothing() {
     }
 }
 
-/// Cancels a relay between `recording`'s source, which ends so, and a destination that fails so, when
-/// `reached` says that it is time.
+/// Runs a relay between `recording`'s source and a destination with these failures, and cancels it once `reached` returns true.
 fn cancel_when(
     recording: &Recording,
     way: &RelaySettings,
@@ -86,7 +85,7 @@ fn cancel_when(
     });
 }
 
-/// Polls for `time` before it says yes: nothing shows from outside that a thread waits.
+/// Returns a condition that becomes true after `time`: a thread's wait is not visible from outside.
 fn after(time: Duration) -> impl Fn(&Relay, &Log) -> bool {
     let since = Instant::now();
     move |_, _| since.elapsed() > time
@@ -120,7 +119,7 @@ fn while_the_source_rests() {
             for way in ways() {
                 let quiet = (Ending::FallsSilentAt(*at), None);
                 let active = |relay: &Relay, _: &Log| relay.control.status() == Status::Active;
-                // The first end is that of the set-up: nothing is active in front of it.
+                // The first EOS ends the set-up: the relay is not active before it.
                 if *at == recording.position(|event| *event == MainEvent::RamEos) {
                     cancel_when(&recording, &way, quiet, after(A_WHILE), "set-up");
                 } else {
@@ -136,7 +135,7 @@ fn while_a_channel_does_not_come_to_a_mark() {
     let mut recording = Recording::small_multifd(2);
     let length = recording.channels[1].len();
     recording.channels[1].truncate(length - 2 * 1344);
-    // It keeps its connection, which a lost one would not.
+    // The connection stays open: a lost one would end the relay.
     let ending = (Ending::FallsSilentAt(recording.main.len()), None);
     for way in ways() {
         let active = |relay: &Relay, _: &Log| relay.control.status() == Status::Active;
@@ -156,7 +155,7 @@ fn while_the_destination_says_nothing() {
     }
 }
 
-/// The start of a stream with many more pages than sockets hold.
+/// Returns the start of a stream with many more pages than sockets hold.
 fn large() -> Vec<u8> {
     let bytes = 8 << 20;
     let mut main = Vec::new();
@@ -187,7 +186,7 @@ fn while_the_destination_takes_nothing() {
             let arriving = scope.spawn(|| destination.run());
             let writing = scope.spawn(|| stream.write_all(&main));
             until("RAM", || relay.control.status() == Status::Active);
-            // Until everything on the way is full.
+            // Until all buffers are full.
             thread::sleep(A_WHILE);
             cancel(relay, "the destination takes nothing");
             log.note(Event::RelaysEnded);
@@ -217,7 +216,7 @@ fn while_a_stream_that_is_passed_through_is_not_taken() {
             relay.control.status() == Status::Active
         });
         let taken = accept(&listener, DEADLINE);
-        // Until everything on the way is full.
+        // Until all buffers are full.
         thread::sleep(A_WHILE);
         cancel(relay, "nobody reads what is passed through");
         writing.join().unwrap();
@@ -242,7 +241,7 @@ fn too_late_a_cancel_changes_nothing() {
         scope.spawn(|| play(&recording, &to, Ending::Keeps, &log));
         until("SHUT(0)", || log.has(Event::SourceToldShut(0)));
         relay.control.cancel();
-        // The source lets go in the same moment: its guest must run somewhere.
+        // The source releases the guest at the same moment: it must run somewhere.
         log.note(Event::SourceMayClose);
         relay.outcome("a late cancel").unwrap();
         assert!(arriving.join().unwrap().eof);

@@ -1,4 +1,4 @@
-//! Every stream that QEMUs send comes out as the same guest, whatever is chosen for the way.
+//! Every stream that QEMUs send arrives as the same guest, with any settings of the relays.
 
 use std::io::{Read, Write};
 
@@ -12,14 +12,14 @@ use super::recording::{RECORDED, Recording, UUID, configuration};
 use super::rig::{DEADLINE, Relay, migrate, settings};
 use super::source::Ending;
 
-/// What comes of the stream without a relay.
+/// Returns the guest that the stream gives without a relay.
 fn direct(recording: &Recording) -> Guest {
     let outcome = migrate(recording, &[], None, Ending::LetsGo);
     assert_eq!(outcome.arrived.ended, Ok(()), "{}", recording.name);
     outcome.arrived.guest
 }
 
-/// Settings of a relay whose VM's UUID is known.
+/// Returns settings of a relay that knows the VM's UUID.
 fn hop(method: &str, channels: &str) -> RelaySettings {
     let mut settings = match method {
         "off" => settings(&[("multifd", "off")]),
@@ -33,7 +33,7 @@ fn hop(method: &str, channels: &str) -> RelaySettings {
     settings
 }
 
-/// All outgoing sides: methods by channels, and none at all.
+/// Returns all kinds of outgoing sides: methods by channels, and no channels.
 fn hops() -> Vec<RelaySettings> {
     let mut hops = vec![hop("off", "")];
     hops.extend(["1", "3"].map(|threads| hop("compress", threads)));
@@ -67,8 +67,8 @@ fn assert_same(recording: &Recording, expected: &Guest, way: &[RelaySettings]) {
     }
 }
 
-/// Page `number` of the recorded guests, as the script that recorded them and hotlift-wire's tests
-/// have it; its first bytes count in pages 1 to 15.
+/// Asserts that the pages of the recorded guests equal those of the recording script and of hotlift-wire's tests; in pages 1 to
+/// 15 only the first bytes count.
 fn assert_is_the_recorded_guest(name: &str, guest: &Guest) {
     let (_, ram) = guest.ram.iter().find(|(name, _)| name == "pc.ram").unwrap();
     for (number, page) in ram.chunks(4096).enumerate() {
@@ -96,13 +96,13 @@ fn every_recorded_stream_is_the_same_guest_behind_one_relay() {
 
 #[test]
 fn every_recorded_stream_is_the_same_guest_behind_two_relays() {
-    // What is between the relays by what is behind them; the second is told nothing of the VM.
+    // Settings between the relays, and after them; the second relay has no data about the VM.
     let (between, behind) = (hops(), hops());
     for (number, name) in RECORDED.into_iter().enumerate() {
         let recording = Recording::load(name).with_return_path();
         let expected = direct(&recording);
         for (index, first) in between.iter().enumerate() {
-            // Each stream meets another seventh of the pairs.
+            // Each stream uses another seventh of the pairs.
             let second = &behind[(index + number) % behind.len()];
             let way = [first.clone(), second.clone()];
             assert_same(&recording, &expected, &way);
@@ -130,7 +130,7 @@ fn a_page_that_comes_twice_is_the_later_one() {
     }
 }
 
-/// 65 MiB of device state, where a source may make its receiver take 1 MiB.
+/// 65 MiB of device state, with a memory limit of 1 MiB for the source.
 #[test]
 fn device_state_is_passed_on_whatever_the_memory_limit() {
     let recording = Recording::large_devices();
@@ -153,8 +153,7 @@ fn assert_small(recording: &Recording, expected: &Guest, way: &[RelaySettings]) 
     assert_eq!(outcome.told.pongs, [1]);
 }
 
-/// A QEMU with `postcopy-preempt` that is to switch over at once waits for an answer in its set-up, before it says what RAM
-/// it has.
+/// A QEMU with `postcopy-preempt` that switches over at once waits for an answer in its set-up, before it sends its RAM blocks.
 #[test]
 fn a_source_of_postcopy_is_answered_before_anything_is_known_of_its_ram() {
     let mut main = Vec::new();
@@ -169,7 +168,7 @@ fn a_source_of_postcopy_is_answered_before_anything_is_known_of_its_ram() {
     ] {
         encoder.command(command, &mut main).unwrap();
     }
-    // Whoever takes the guest is not asked for anything yet.
+    // The destination is not contacted yet.
     let nobody = "tcp:192.0.2.1:1".parse().unwrap();
     let relay = Relay::start(&nobody, &settings(&[]), false);
     let stream = &relay.address.connect(DEADLINE).unwrap();

@@ -1,7 +1,7 @@
-//! A damaged byte between two relays never makes another guest of the one that went in.
+//! A damaged byte between two relays never changes the guest.
 //!
-//! Each byte of main is damaged where no connection is (`stream/main_channel/tests.rs`): a sample here shows that relays do what
-//! is decided there.
+//! The unit tests damage each byte of main without connections (`stream/main_channel/tests.rs`). The sample here shows that
+//! relays act on those decisions.
 
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,19 +27,19 @@ use super::recording::{Recording, configuration};
 use super::rig::{DEADLINE, Relay, accept, destination, migrate, settings};
 use super::source::{Ending, play};
 
-/// What has not ended by then waits for something that the damage has made away with.
+/// Deadline of a damaged migration: a later one waits for data that the damage has removed.
 const STUCK: Duration = Duration::from_millis(1500);
 
-/// Migrations at once: most of the time each waits.
+/// Count of concurrent migrations, which mostly wait.
 const BESIDE: usize = 12;
 
 const MAIN: Direction = Direction::Forth(Socket::Main);
 
-/// Of one channel in all.
+/// Direction of the only channel.
 const CHANNEL: Direction = Direction::Forth(Socket::Channel(0));
 
-/// Moves the small guest with `flip` between the relays, of which none waits for longer than `patience`; how the first of
-/// them ended.
+/// Moves the small guest with `flip` between the relays, whose waits end after `patience`. Returns the outcome of the first
+/// relay.
 fn damaged(
     between: &RelaySettings,
     flip: Option<Flip>,
@@ -49,7 +49,7 @@ fn damaged(
     damaged_of(&Recording::small(), between, flip, patience, expected)
 }
 
-/// The same of `recording`'s guest.
+/// Does the same with `recording`'s guest.
 fn damaged_of(
     recording: &Recording,
     between: &RelaySettings,
@@ -99,15 +99,14 @@ fn damaged_of(
     })
 }
 
-/// What passes between the relays where nothing is damaged. Nothing is stuck then: a machine that does other things may
-/// take its time.
+/// Returns the bytes between the relays without damage. No relay is stuck then: a busy machine gets more time.
 fn undamaged(between: &RelaySettings, expected: &Guest) -> Carried {
     let (outcome, carried) = damaged(between, None, DEADLINE, expected);
     outcome.unwrap();
     carried
 }
 
-/// Damages `flips`, one a migration; how many of them were no harm.
+/// Damages `flips`, one per migration. Returns how many of them did no harm.
 fn damage_all(between: &RelaySettings, flips: &[Flip], expected: &Guest) -> usize {
     let (next, harmless) = (AtomicUsize::new(0), AtomicUsize::new(0));
     thread::scope(|scope| {
@@ -130,7 +129,7 @@ fn expected() -> Guest {
     outcome.arrived.guest
 }
 
-/// One flip a position, another bit each.
+/// Returns one flip per position, with varying bits.
 fn at(direction: Direction, positions: impl Iterator<Item = usize>) -> Vec<Flip> {
     positions
         .map(|at| Flip {
@@ -143,7 +142,7 @@ fn at(direction: Direction, positions: impl Iterator<Item = usize>) -> Vec<Flip>
 
 #[test]
 fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
-    /// Of all bytes, and of those that may become EOF.
+    /// Count of samples of all bytes, and of those that may become EOF.
     const SAMPLE: usize = 12;
     let expected = expected();
     let between = settings(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
@@ -153,7 +152,7 @@ fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
     let mut places = main.windows(description.len());
     let text = places.position(|bytes| bytes == description).unwrap();
     let mut flips = at(MAIN, (0..text).step_by(text / SAMPLE));
-    // A command that becomes EOF is the worst that can happen.
+    // A command that becomes EOF is the worst case.
     let commands: Vec<_> = (0..text).filter(|&at| main[at] == 8).collect();
     let sample = commands.into_iter().rev().take(SAMPLE);
     flips.extend(sample.map(|at| Flip {
@@ -165,7 +164,7 @@ fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
     assert!(harmless * 4 < flips.len(), "{harmless} of {}", flips.len());
 }
 
-/// A section's type that becomes EOF would make a QEMU run the guest without the rest of its devices.
+/// If a section's type became EOF, a QEMU would run the guest without its remaining devices.
 #[test]
 fn no_damaged_byte_of_large_device_state_is_passed_on() {
     let recording = Recording::large_devices();
@@ -178,7 +177,7 @@ fn no_damaged_byte_of_large_device_state_is_passed_on() {
     let main = &carried[&MAIN];
     let section = b"\x07display\0\0\0";
     let starts = (5..main.len()).filter(|&at| main[at..].starts_with(section));
-    // The section's type is in front of its id.
+    // The section's type precedes its id.
     let types: Vec<usize> = starts.map(|at| at - 5).collect();
     assert_eq!(types.len(), 5);
     for (at, mask) in [(types[0], 4), (types[2], 4), (types[3] + (6 << 20), 1)] {
@@ -200,16 +199,16 @@ fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
     let between = settings(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
     let carried = undamaged(&between, &expected);
     let channel = carried[&CHANNEL].len();
-    // The opening and the first header's fields, then some of everything.
+    // The opening and the first header's fields, then a sample of the rest.
     let mut flips = at(CHANNEL, (0..64 + 80).chain((144..channel).step_by(487)));
     flips.extend(at(Direction::Back, 0..carried[&Direction::Back].len()));
     let harmless = damage_all(&between, &flips, &expected);
-    // Reserved bytes, the UUID that is all of one channel's, answers that nobody waits for.
+    // Reserved bytes, the UUID of a single channel, answers that are not awaited.
     assert!(harmless * 2 < flips.len(), "{harmless} of {}", flips.len());
 }
 
-/// Pages of method none pass from socket to socket, unread. Their own bytes have no checksum, so only
-/// headers are damaged: all of the first ones, and what is a header among a part of the rest.
+/// Pages of method none pass from socket to socket unread. Their bytes have no checksum, so only headers are damaged: all
+/// fields of the first ones, and the header bytes in a sample of the rest.
 #[test]
 fn no_flipped_byte_of_a_header_of_forwarded_pages_makes_another_guest() {
     let expected = expected();
@@ -239,7 +238,7 @@ fn no_flipped_byte_of_pages_on_main_makes_another_guest() {
 
 #[test]
 fn a_destination_of_another_version_is_refused_with_both_values() {
-    // The last byte of the version in HELLO, behind kind and length.
+    // Last byte of the version in HELLO, after kind and length.
     let flip = Flip {
         direction: Direction::Back,
         at: 7,
@@ -253,10 +252,10 @@ fn a_destination_of_another_version_is_refused_with_both_values() {
     }
 }
 
-/// What a package of a postcopy has in it, for whoever does not load it.
+/// Opaque content of a postcopy package.
 const PACKAGE: &[u8] = b"LISTEN, the devices and RUN";
 
-/// The beginning of a postcopy, up to the package.
+/// Returns the beginning of a postcopy, up to the package.
 fn postcopy() -> Vec<u8> {
     let blocks = [RamBlockEntry::new("pc.ram", 16 * PAGE_SIZE as u64)];
     let mut main = Vec::new();
@@ -275,7 +274,7 @@ fn postcopy() -> Vec<u8> {
     main
 }
 
-/// Answers PINGs as a QEMU does, and reads up to the package; `None` if none comes.
+/// Answers PINGs as a QEMU does, and reads up to the package. Returns `None` if none comes.
 fn package_of(listener: &Listener) -> Option<Vec<u8>> {
     let main = &accept(listener, DEADLINE).expect("a relay");
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed).taking_postcopy();
@@ -288,7 +287,7 @@ fn package_of(listener: &Listener) -> Option<Vec<u8>> {
             unread.truncate(length);
             return Some(unread);
         }
-        // A part of the package is not for the decoder.
+        // The decoder does not accept a partial package.
         let step = package.is_none().then(|| decoder.next(&unread).unwrap());
         match step {
             Some(Step::Event { event, consumed }) => {
@@ -316,7 +315,8 @@ fn package_of(listener: &Listener) -> Option<Vec<u8>> {
     }
 }
 
-/// Switches over through two relays with `flip` between them: the package as it comes out, and what went between.
+/// Switches over through two relays with `flip` between them. Returns the package at the destination, and the bytes between the
+/// relays.
 fn switched(flip: Option<Flip>) -> (Option<Vec<u8>>, Carried) {
     let there = "tcp:127.0.0.1:0".parse::<Address>().unwrap();
     let there = there.listen().unwrap();

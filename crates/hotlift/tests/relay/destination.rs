@@ -1,4 +1,4 @@
-//! A destination that behaves as a QEMU does, or as one that fails.
+//! A destination that behaves as a QEMU does, or fails.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
@@ -24,54 +24,54 @@ use super::log::{Event, Log};
 use super::recording::UUID;
 use super::rig::{DEADLINE, accept};
 
-/// Moments of a destination's life at which it can fail.
+/// Stages of a destination at which it can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
-    /// All connections are there.
+    /// All connections are established.
     Connected,
-    /// The first PING has come.
+    /// The first PING has arrived.
     Opening,
-    /// The RAM blocks have come.
+    /// The RAM blocks have arrived.
     RamStart,
     /// The END section of RAM has ended.
     RamEnd,
-    /// A PING has come behind the devices.
+    /// A PING has arrived after the devices.
     Loaded,
-    /// EOF has come.
+    /// EOF has arrived.
     Eof,
 }
 
-/// How it fails.
+/// Kind of failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failure {
     /// Closes all connections.
     Dies,
-    /// Says SHUT(1) first.
+    /// Sends SHUT(1) first.
     Refuses,
-    /// Reads nothing more, and keeps its connections until it is closed on.
+    /// Stops reading, and keeps its connections until the peer closes.
     Stalls,
-    /// The same, without its first channel.
+    /// Closes its first channel, and stops reading.
     LosesChannel,
 }
 
-/// The guest that came.
+/// The received guest.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Guest {
     /// Name and content of the RAM blocks.
     pub ram: Vec<(String, Vec<u8>)>,
-    /// Device sections, byte for byte.
+    /// Device sections, unchanged.
     pub devices: Vec<u8>,
-    /// SWITCHOVER_START came before the END section.
+    /// True if SWITCHOVER_START came before the END section.
     pub switchover: bool,
 }
 
-/// What came of it.
+/// Result of the migration at the destination.
 #[derive(Debug)]
 pub struct Arrived {
     pub guest: Guest,
-    /// EOF came.
+    /// True if EOF arrived.
     pub eof: bool,
-    /// Why it gave up, if it did.
+    /// Reason of its abort, if it aborted.
     pub ended: Result<(), String>,
 }
 
@@ -82,14 +82,14 @@ pub struct Destination {
     pub channels: u8,
     pub description: VmDescription,
     pub fails: Option<(Moment, Failure)>,
-    /// QEMU's property `multifd-flush-after-each-section`; `None`: as the stream has it.
+    /// QEMU's property `multifd-flush-after-each-section`; `None`: as in the stream.
     pub flushes_each_section: Option<bool>,
     pub log: Log,
 }
 
 type Ended = Result<(), String>;
 
-/// Most RAM of the destination's machine.
+/// Maximum RAM of the destination's machine.
 const MACHINE_BYTES: u64 = 16 << 20;
 
 #[derive(Default)]
@@ -98,10 +98,10 @@ struct Memory {
     guest: Guest,
     /// Pages since the last barrier.
     fresh: HashSet<(usize, u64)>,
-    /// Channels that stand at their SYNC.
+    /// Count of channels that wait at their SYNC.
     waiting: u8,
     passed: usize,
-    /// Somebody has failed: nobody waits.
+    /// Error of any thread, which ends all waits.
     over: Option<String>,
 }
 
@@ -112,8 +112,8 @@ impl Memory {
         page.try_into().unwrap()
     }
 
-    /// Puts a page in its place. Where channels could have carried its versions, two between the
-    /// same barriers might have come in either order. (QEMU 7.2 sends some pages twice, unchanged.)
+    /// Stores a page. Fails if channels could have carried two different versions between the same barriers: their order would
+    /// be undefined. (QEMU 7.2 sends some pages twice, unchanged.)
     fn put(&mut self, block: usize, at: u64, content: &[u8; PAGE_SIZE], channels: u8) -> Ended {
         let again = !self.fresh.insert((block, at));
         if again && channels > 0 && self.page(block, at) != content {
@@ -184,7 +184,7 @@ impl Shared {
 }
 
 impl Destination {
-    /// Waits for a migration and takes it in, to its end.
+    /// Waits for a migration, and receives it until its end.
     pub fn run(self) -> Arrived {
         let shared = Shared {
             memory: Mutex::default(),
@@ -234,7 +234,7 @@ impl Destination {
         })
     }
 
-    /// Fails here, if it is to.
+    /// Fails here, if configured.
     fn reach(&self, moment: Moment, main: &Stream, channels: &[Stream]) -> Ended {
         let Some((_, failure)) = self.fails.filter(|(when, _)| *when == moment) else {
             return Ok(());
@@ -246,7 +246,7 @@ impl Destination {
                 if failure == Failure::LosesChannel {
                     channels[0].shutdown(Shutdown::Both);
                 }
-                // The end of the connection shows in what can be written.
+                // A write shows the end of the connection.
                 let deadline = Instant::now() + DEADLINE;
                 let mut out = main;
                 let pong = encode(ReturnMessage::Pong(0));
@@ -375,8 +375,8 @@ fn encode(message: ReturnMessage<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Reads what follows EOF as QEMU does before it runs the guest: a VM description to its end, if the stream does not
-/// end before, and whatever is in it.
+/// Reads after EOF as QEMU does before it runs the guest: a VM description with any content to its end, unless the stream ends
+/// before.
 fn read_description(main: &Stream, buffer: &mut Vec<u8>) {
     let mut read_here = [0; 4096];
     loop {
@@ -396,13 +396,13 @@ fn read_description(main: &Stream, buffer: &mut Vec<u8>) {
     }
 }
 
-/// Whoever does not hear it has gone.
+/// Sends a message; the error of a closed connection is ignored.
 fn say(main: &Stream, message: ReturnMessage<'_>) {
     let mut out = main;
     let _ = out.write_all(&encode(message));
 }
 
-/// A channel, to its end.
+/// Reads a channel until its end.
 fn channel(stream: &Stream, id: usize, shared: &Shared) -> Ended {
     let mut stream = stream;
     let broken = |error: std::io::Error| error.to_string();

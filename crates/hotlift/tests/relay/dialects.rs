@@ -1,4 +1,5 @@
-//! What a stream shows of its QEMU and what it does not: sync points of multifd, and machine types that send no configuration.
+//! Differences of QEMU versions that a stream shows or hides: sync points of multifd, and machine types that send no
+//! configuration.
 
 use std::path::Path;
 use std::thread;
@@ -13,7 +14,7 @@ use super::recording::{Recording, UUID};
 use super::rig::{destination, migrate, migrate_to, settings};
 use super::source::{Ending, play};
 
-/// Names of machine types that show no version of QEMU: of distributions, and of machines without versions.
+/// Machine type names without a QEMU version: of distributions, and of unversioned machines.
 const UNVERSIONED: [&str; 4] = [
     "pc-q35-rhel9.2.0",
     "pc-i440fx-jammy",
@@ -21,7 +22,7 @@ const UNVERSIONED: [&str; 4] = [
     "microvm",
 ];
 
-/// Settings of a relay with two channels.
+/// Returns settings of a relay with two channels.
 fn channels() -> RelaySettings {
     RelaySettings {
         uuid: Some(UUID),
@@ -29,7 +30,7 @@ fn channels() -> RelaySettings {
     }
 }
 
-/// Settings of a relay without multifd.
+/// Returns settings of a relay without multifd.
 fn off() -> RelaySettings {
     RelaySettings {
         uuid: Some(UUID),
@@ -41,7 +42,7 @@ fn recorded(name: &str, machine: &str) -> Recording {
     Recording::load(name).with_return_path().renamed(machine)
 }
 
-/// Asserts that a recording comes to a destination with these sync points.
+/// Asserts that a recording arrives at a destination with these sync points.
 fn assert_comes(recording: &Recording, way: &[RelaySettings], each_section: bool) {
     let what = format!("{}, {} relays, {each_section}", recording.name, way.len());
     let to = Some(each_section);
@@ -78,7 +79,7 @@ fn sync_points_that_no_stream_shows_are_those_that_the_destinations_qemu_reports
             for way in [
                 &[reported.clone()][..],
                 &[off(), reported.clone()],
-                // The first relay makes sync points of its own.
+                // The first relay creates its own sync points.
                 &[channels(), reported.clone()],
             ] {
                 assert_comes(&recording, way, each_section);
@@ -102,7 +103,7 @@ fn sync_points_that_nothing_shows_are_a_guess_whose_error_names_the_option() {
     for each_section in [true, false] {
         let given = RelaySettings {
             flush_after_each_section: Some(each_section),
-            // The operator knows better.
+            // The operator's setting has priority.
             qemu_flushes_after_each_section: Some(!each_section),
             ..channels()
         };
@@ -111,7 +112,7 @@ fn sync_points_that_nothing_shows_are_a_guess_whose_error_names_the_option() {
     }
 }
 
-/// Saves what a source sends.
+/// Saves a source's stream.
 fn save(recording: &Recording, path: &Path) {
     let log = Log::default();
     let folder = tempfile::tempdir().unwrap();
@@ -182,7 +183,7 @@ fn a_save_file_keeps_the_sync_points_that_its_source_has_shown() {
             assert!(info.paused >= Some(info.begun), "{what}: {info:?}");
             let each_section = shown.unwrap_or(true);
             let reported = RelaySettings {
-                // The file is the source's own word; without it the destination's QEMU is asked.
+                // The file has the source's value; without it the destination's QEMU is queried.
                 qemu_flushes_after_each_section: shown.is_none().then_some(true),
                 ..channels()
             };

@@ -1,4 +1,5 @@
-//! Until a QEMU takes the stream: a relay reads the set-up alone, of channels whatever their state, and refuses what no QEMU takes.
+//! The phase before a QEMU accepts the stream: a relay reads only the set-up, whatever the channels' state, and rejects what no
+//! QEMU accepts.
 
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};
@@ -13,15 +14,15 @@ use super::log::{Event, Log};
 use super::recording::Recording;
 use super::rig::{DEADLINE, Relay, destination, settings};
 
-/// Time within which a destination that says nothing is given up.
+/// Timeout for a silent destination.
 const SOON: Duration = Duration::from_secs(2);
 
 fn connect(to: &Address) -> Stream {
     to.connect(DEADLINE).unwrap()
 }
 
-/// Gives `recording` to a relay from a source that ends its channels before it writes on main, as one does without
-/// return-path whose channels fit into the sockets' buffers. `before` connects first.
+/// Sends `recording` to a relay from a source that ends its channels before it writes on main. This happens without return path
+/// if the channels fit into the sockets' buffers. `before` connects first.
 fn channels_close_first<T>(
     recording: &Recording,
     over_tcp: bool,
@@ -63,7 +64,7 @@ fn channels_that_are_closed_already_are_read_to_their_end() {
 #[test]
 fn a_channel_of_a_failed_migration_gives_way_to_the_sources_own() {
     let recording = Recording::load("10.0-zstd");
-    // Reset, so that the source's own, which are closed, are in a better condition.
+    // The other connections are reset, so that the source's own, merely closed, are in a better state.
     let arrived = channels_close_first(&recording, true, |to| reset(&recording.channels[0], to));
     assert_eq!(arrived, Ok(true));
 }
@@ -87,17 +88,17 @@ fn reset(bytes: &[u8], to: &Address) {
     rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO)).unwrap();
 }
 
-/// Ways through relays whose destination accepts connections, and says nothing.
+/// Returns relay chains whose destination accepts connections and stays silent.
 fn ways_to_a_silent_destination() -> [Vec<RelaySettings>; 2] {
     let mut off = settings(&[("multifd", "off")]);
     off.outgoing.handshake_timeout = SOON;
     let mut between = settings(&[("multifd-channels", "2")]);
-    // The other relay gives the destination up first.
+    // The other relay's timeout is shorter.
     between.outgoing.handshake_timeout = DEADLINE;
     [vec![off.clone()], vec![between, off]]
 }
 
-/// Starts the relays of `way`, from the source on.
+/// Starts the relays of `way`, in order from the source.
 fn start(way: &[RelaySettings], destination: &Address, over_tcp: bool) -> Vec<Relay> {
     let mut relays: Vec<Relay> = Vec::new();
     for (index, settings) in way.iter().enumerate().rev() {
@@ -110,7 +111,7 @@ fn start(way: &[RelaySettings], destination: &Address, over_tcp: bool) -> Vec<Re
 
 #[test]
 fn a_source_without_return_path_does_not_get_rid_of_a_small_guest_that_no_qemu_takes() {
-    // More than a UNIX socket takes, and less than it and a usual read take.
+    // More than the buffer of a UNIX socket, and less than that plus one usual read.
     const LENGTH: usize = 480_000;
     let recording = Recording::load("10.0-off");
     assert!(!recording.has_return_path());
@@ -131,7 +132,7 @@ fn a_source_without_return_path_does_not_get_rid_of_a_small_guest_that_no_qemu_t
     }
 }
 
-/// A stream that cannot be taken apart.
+/// Returns a stream that cannot be parsed.
 fn not_to_be_taken_apart() -> Vec<u8> {
     Recording::small().with_postcopy_advise().main
 }
@@ -146,7 +147,7 @@ fn a_stream_without_channels_is_not_passed_through_to_a_qemu_that_waits_for_them
         let relays = start(&way, &nobody, false);
         let main = &connect(&relays[0].address);
         { main }.write_all(&not_to_be_taken_apart()).unwrap();
-        // A QEMU ends at the message that it does not know.
+        // A QEMU aborts at the unknown message.
         assert!(matches!(main.wait_readable(DEADLINE), Ok(true)));
         main.shutdown(Shutdown::Both);
         for relay in relays {

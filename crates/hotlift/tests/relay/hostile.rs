@@ -1,4 +1,4 @@
-//! What no source sends: it ends in an error that names it, soon, and leaves nothing behind.
+//! Streams that no real source sends: each ends soon in an error that names it, and leaves nothing behind.
 
 use std::fs;
 use std::io::Write;
@@ -21,15 +21,14 @@ use super::log::{Event, Log};
 use super::recording::{Recording, UUID, configuration, opening_of_another_version, put_sync};
 use super::rig::{Relay, destination, settings, until};
 
-/// Memory that a relay and what is around it here may take, whatever it is told. Bitmaps for 16 TiB
-/// would have half a GiB each.
+/// Memory that a relay and this test may use, whatever is sent. Bitmaps for 16 TiB would take half a GiB each.
 const SPARE: u64 = 96 << 20;
 
-/// Cases that say nothing more wait so long, beside each other: long enough for what they have said, and less than the 2 s
-/// in which a connection that is silent counts as one more channel.
+/// Wait of the concurrent cases that stay silent: long enough to process what they have sent, and less than the 2 s after which
+/// a silent connection counts as one more channel.
 const SILENT: Duration = Duration::from_secs(1);
 
-/// Settings of a relay, which waits for long unless the case is that something does not come.
+/// Returns settings of a relay with long timeouts, unless the case tests a timeout.
 fn way(case: &Case) -> RelaySettings {
     let mut way = settings(&[("multifd", "off")]);
     if case.wanted.ends_with("did not say what it is") || case.times_out() {
@@ -38,7 +37,7 @@ fn way(case: &Case) -> RelaySettings {
     way
 }
 
-/// Names of this process's threads.
+/// Returns the names of this process's threads.
 fn relay_threads() -> Vec<String> {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
     tasks
@@ -47,19 +46,19 @@ fn relay_threads() -> Vec<String> {
         .collect()
 }
 
-/// One thing that a source may send.
+/// One kind of input from a source.
 struct Case {
     name: String,
-    /// In the order in which they are made.
+    /// Bytes of the connections, in the order of their creation.
     connections: Vec<Vec<u8>>,
-    /// Whether the connections end then, or are silent.
+    /// True if the connections end, false if they stay silent.
     ends: bool,
-    /// What the error names.
+    /// Text that the error contains.
     wanted: &'static str,
 }
 
 impl Case {
-    /// The relay ends by itself once it has waited; who is turned away meanwhile is not the reason.
+    /// Returns true if the relay ends by a timeout; connections rejected before are not the cause.
     fn times_out(&self) -> bool {
         let what = ["did not arrive within", "have come", "of the source"];
         what.iter().any(|what| self.wanted.ends_with(what))
@@ -75,8 +74,7 @@ fn case(name: &str, connections: &[&[u8]], wanted: &'static str) -> Case {
     }
 }
 
-/// Asserts that each of `cases`, beside each other, ends in an error that names it, and that no thread
-/// and not much memory is left of them.
+/// Asserts that all `cases`, run concurrently, end in an error that names the cause, and leave no threads and little memory.
 fn assert_refused(cases: &[Case]) {
     let _ = peak();
     let before = peak();
@@ -95,7 +93,7 @@ fn assert_refused(cases: &[Case]) {
     assert!(grown < allowed, "{grown} bytes by {}", cases[0].name);
 }
 
-/// The line that a relay ends with.
+/// Returns the error line of a relay.
 fn ended_with(case: &Case) -> String {
     let name = &case.name;
     let log = Log::default();
@@ -107,7 +105,7 @@ fn ended_with(case: &Case) -> String {
         let connect = |_| to.connect(Duration::from_secs(10)).unwrap();
         let streams: Vec<Stream> = case.connections.iter().map(connect).collect();
         for (mut stream, bytes) in streams.iter().zip(&case.connections) {
-            // It may have heard enough.
+            // The relay may have closed already.
             let _ = stream.write_all(bytes);
             if case.ends {
                 stream.shutdown(Shutdown::Write);
@@ -145,7 +143,7 @@ fn what_is_no_migration_is_named() {
         case("magic", &[&main[..4]], "did not say what it is"),
         case("magic and version", &[&main[..8]], "did not say what it is"),
         case("an old stream", &[&version], "stream version"),
-        // Behind its set-up a source waits for room until the destination takes the stream.
+        // After its set-up a source waits until the destination accepts the stream.
         case(
             "two sources",
             &[&main[..4096], &main],
@@ -176,7 +174,7 @@ fn noise_is_refused_and_nothing_waits_for_its_end() {
     let starts = small.boundaries();
     let mut cases = Vec::new();
     for round in 0..24_usize {
-        // Behind more and more of what is good.
+        // After an increasing part of a valid stream.
         let good = &small.main[..starts[round % 16]];
         let main = [good, &noise(20_000)].concat();
         let name = format!("noise behind record {}", round % 16);
@@ -185,7 +183,7 @@ fn noise_is_refused_and_nothing_waits_for_its_end() {
     let multifd = Recording::small_multifd(2);
     for length in [0, 4, 64, 64 + 1344, 64 + 1344 + 12, 64 + 2 * 1344 + 5000] {
         let channel = [&multifd.channels[1][..length], &noise(40_000)].concat();
-        // Pages of method none may be anything; headers may not.
+        // Pages of method none may contain anything; headers may not.
         let connections: [&[u8]; 3] = [&multifd.main, &multifd.channels[0], &channel];
         let name = format!("noise behind {length} bytes of a channel");
         cases.push(case(&name, &connections, ""));
@@ -315,7 +313,7 @@ fn channels_that_do_not_belong_together_are_named() {
     ]);
 }
 
-/// A stream up to its list of RAM blocks, written by hand: no encoder writes these.
+/// Returns a stream up to its list of RAM blocks, written manually: no encoder writes these.
 fn block_list(blocks: &[(&str, u64)], total: u64) -> Vec<u8> {
     let mut main = Vec::new();
     let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
@@ -366,7 +364,7 @@ fn ram_blocks_that_cannot_be_are_refused_without_memory_for_them() {
         ),
         list("4097 blocks", &many, 4097 * page, "number of RAM blocks"),
     ];
-    // As many and as large as there may be, with a page that is in none of them.
+    // The maximum count and size, with a page outside all of them.
     for blocks in [&many[..4096], &[("a", 16 << 40)]] {
         let total = blocks.iter().map(|block| block.1).sum();
         let list = block_list(blocks, total);
@@ -416,7 +414,7 @@ fn pages_that_are_in_no_block_are_named() {
     assert_refused(&cases);
 }
 
-/// A channel of `small_multifd(1)` whose second header is `change`d.
+/// Returns a channel of `small_multifd(1)` whose second header is `change`d.
 fn damaged_header(change: impl Fn(&mut [u8])) -> Vec<u8> {
     let opening = InitialPacket {
         uuid: UUID,
@@ -484,7 +482,7 @@ fn a_source_that_only_looks_whether_somebody_listens_is_not_waited_for() {
     let (_folder, destination) = destination(&recording, 2, None, &log);
     let relay = Relay::start(&destination.address, &settings(&[]), true);
     let to = relay.address.clone();
-    // Closed or reset, with nothing said or the start of something.
+    // Closed or reset, without data or with the start of a stream.
     for number in 0..20 {
         let mut stream = &to.connect(Duration::from_secs(10)).unwrap();
         let said: &[u8] = if number % 4 < 2 { b"" } else { b"\x11\x22" };

@@ -1,4 +1,4 @@
-//! A thread that waits sleeps until something happens: an idle process costs nothing.
+//! A waiting thread sleeps until an event: an idle process uses no CPU time.
 
 use std::thread;
 
@@ -12,8 +12,8 @@ use super::recording::Recording;
 use super::rig::{DEADLINE, Relay, destination, listen, settings, until};
 use super::source::{Ending, play};
 
-/// Wake-ups in 10 s that have a reason: the watch samples connections to other hosts every 2.5 s, since a peer that has
-/// lost its power shows in the kernel's unanswered keepalives alone.
+/// Expected wake-ups in 10 s: the watch samples connections to other hosts every 2.5 s, since only unanswered keepalives in the
+/// kernel reveal a peer that has lost power.
 const SAMPLES: (&str, u64) = ("relay/watch", 4);
 
 #[test]
@@ -25,7 +25,7 @@ fn what_waits_never_wakes_and_is_cancelled_at_once() {
         .iter()
         .filter(|(_, event)| *event == MainEvent::RamEos)
         .map(|(at, _)| *at);
-    // The first is that of the set-up.
+    // The first one ends the set-up.
     let quiet = Ending::FallsSilentAt(ends.nth(1).unwrap());
     let log = Log::default();
     let mut way = settings(&[("multifd-compression", "zstd")]);

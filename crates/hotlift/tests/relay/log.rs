@@ -1,4 +1,4 @@
-//! What happened at the two ends of a migration, in one order.
+//! Events at both ends of a migration, in one order.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,17 +6,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub enum Event {
     /// The source has made all its connections.
     SourceConnected,
-    /// The source was sent SHUT with this value.
+    /// The source has received SHUT with this value.
     SourceToldShut(u32),
-    /// The source closed its connections.
+    /// The source closes its connections.
     SourceCloses,
     /// The destination has read EOF, at which QEMU runs the guest.
     DestinationReadsEof,
     /// A source that keeps its connections may close them.
     SourceMayClose,
-    /// All relays have ended: nobody comes any more.
+    /// All relays have ended: no further connection comes.
     RelaysEnded,
-    /// The destination was closed on, or closed itself, before EOF.
+    /// The destination's connection ended before EOF.
     DestinationEndsWithoutEof,
 }
 

@@ -1,5 +1,5 @@
-//! The relay, as a source and a destination see it: what comes out is what went in, and nobody runs
-//! the guest whom the other might run. Real sockets, no QEMU: what a source says is recorded.
+//! The relay as a source and a destination see it: output equals input, and the guest never runs on both sides. Uses real
+//! sockets and no QEMU: the source's data is recorded.
 
 mod before_ram;
 mod cancel;

@@ -1,4 +1,4 @@
-//! Options of a relay: what may change on the way, and what is not its own to do.
+//! Options of a relay: those that may differ from the source's, and those that a relay cannot apply.
 
 use std::thread;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::recording::Recording;
 use crate::rig::{Relay, destination, settings};
 use crate::source::{Ending, play};
 
-/// A relay that paces nothing is done long before.
+/// Longer than a relay without a rate limit takes.
 const A_WHILE: Duration = Duration::from_millis(200);
 
 #[test]
 fn bandwidth_that_is_raised_reaches_a_relay_at_work() {
     let recording = Recording::small();
-    // On main, in packets. Days of bytes.
+    // On main, and in packets. At this rate the stream takes days.
     for options in [
         &[("multifd", "off"), ("max-bandwidth", "1")][..],
         &[("multifd-channels", "2"), ("max-bandwidth", "1")],
@@ -49,7 +49,7 @@ fn bandwidth_that_is_raised_reaches_a_relay_at_work() {
 #[test]
 fn what_is_its_qemus_to_do_is_refused_by_name() {
     check(&settings(&[("multifd-channels", "4")]).outgoing).unwrap();
-    // What a relay's monitor and answers are for, what is handed on to the source's QEMU, and what changes nothing.
+    // Options that only affect a relay's monitor and answers, or the source's QEMU, or that have no effect.
     for (name, value) in [
         ("events", "on"),
         ("return-path", "on"),

@@ -1,4 +1,4 @@
-//! Streams of sources: recorded from real QEMUs, or small ones made here.
+//! Streams of sources: recorded from real QEMUs, or small synthetic ones.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,13 +12,13 @@ use hotlift_wire::multifd::{
 };
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 
-/// The UUID of every VM here.
+/// UUID of every VM in these tests.
 pub const UUID: [u8; 16] = *b"Hotlift fixtures";
 
-/// QEMU's `RAM_SAVE_FLAG_CONTINUE`, in the last byte of a page's first word: it is of the block of the page before.
+/// QEMU's `RAM_SAVE_FLAG_CONTINUE`, in the last byte of a page's first word: the page is in the previous page's block.
 const RAM_CONTINUES: u8 = 0x20;
 
-/// What one source sends, a connection each.
+/// Bytes of one source, by connection.
 #[derive(Debug, Clone)]
 pub struct Recording {
     pub name: String,
@@ -26,7 +26,7 @@ pub struct Recording {
     pub channels: Vec<Vec<u8>>,
 }
 
-/// Names of the recorded streams, all that QEMUs 7.2 and 10.0 can send, and what 11.1 sends in another order.
+/// Names of the recorded streams: all that QEMU 7.2 and 10.0 can send, and those that 11.1 sends in another order.
 pub const RECORDED: [&str; 14] = [
     "7.2-off",
     "7.2-none",
@@ -45,7 +45,7 @@ pub const RECORDED: [&str; 14] = [
 ];
 
 impl Recording {
-    /// A recorded stream.
+    /// Loads a recorded stream.
     pub fn load(name: &str) -> Self {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../hotlift-wire/fixtures");
         let folder = folder.join(name);
@@ -63,7 +63,7 @@ impl Recording {
         }
     }
 
-    /// The same from a source that takes answers and waits for SHUT, as one with `return-path` does.
+    /// Converts it to a source that reads answers and waits for SHUT, as with `return-path`.
     pub fn with_return_path(mut self) -> Self {
         if !self.has_return_path() {
             let configured = self.boundaries()[2];
@@ -74,7 +74,7 @@ impl Recording {
         self
     }
 
-    /// The same from a source that takes no answers.
+    /// Converts it to a source that reads no answers.
     pub fn without_return_path(mut self) -> Self {
         let wanted = MainEvent::Command(Command::OpenReturnPath);
         let at = self.position(|event| *event == wanted);
@@ -84,7 +84,7 @@ impl Recording {
         self
     }
 
-    /// The same of a machine type with another name.
+    /// Renames the machine type.
     pub fn renamed(mut self, machine: &str) -> Self {
         let events = self.events();
         let (MainEvent::Configuration(configuration), from, to) =
@@ -103,7 +103,7 @@ impl Recording {
         self
     }
 
-    /// The same from a source with the capability `postcopy-ram`.
+    /// Converts it to a source with the capability `postcopy-ram`.
     pub fn with_postcopy_advise(mut self) -> Self {
         let at = self.position(|event| matches!(event, MainEvent::SectionStart { .. }));
         let mut advise = Vec::new();
@@ -112,8 +112,8 @@ impl Recording {
         self
     }
 
-    /// The same with a return path, from a source whose capability `postcopy-ram` a relay carries: it answers the PING as
-    /// soon as it has read main so far.
+    /// Converts it to a source with return path and a `postcopy-ram` that a relay supports: the relay answers the PING once it
+    /// has read main up to there.
     pub fn with_carried_postcopy_advise(mut self) -> Self {
         let at = self.position(|event| matches!(event, MainEvent::SectionStart { .. }));
         let page = PAGE_SIZE as u64;
@@ -136,13 +136,13 @@ impl Recording {
         self.events().iter().any(|(_, event)| *event == wanted)
     }
 
-    /// What the destination's machine knows of its devices.
+    /// Returns the description of the devices that the destination's machine has.
     pub fn description(&self) -> VmDescription {
         let text = VmDescription::find(&self.main).expect("a stream ends in a description");
         VmDescription::parse(text).unwrap()
     }
 
-    /// Every event of main, with the position of its first byte.
+    /// Returns every event of main, with the position of its first byte.
     pub fn events(&self) -> Vec<(usize, MainEvent<'_>)> {
         let mut decoder = MainDecoder::new(DeviceLengths::Description(self.description()));
         let (mut events, mut at) = (Vec::new(), 0);
@@ -154,7 +154,7 @@ impl Recording {
         events
     }
 
-    /// Removes one page of main that is sent once; returns also that page's byte offset in its RAM block.
+    /// Removes one page of main that is sent once, and also returns the page's byte offset in its RAM block.
     pub fn without_a_page(mut self) -> (Self, u64) {
         let events = self.events();
         let pages = || {
@@ -169,7 +169,7 @@ impl Recording {
         };
         let is_sent_once = |place| pages().filter(|(_, other)| *other == place).count() == 1;
         let (bytes, (_, offset)) = pages()
-            // The first page of a block has its name, which those after it need.
+            // The first page of a block carries the name that later ones need.
             .find(|(bytes, place)| {
                 self.main[bytes.start + 7] & RAM_CONTINUES != 0 && is_sent_once(*place)
             })
@@ -179,19 +179,19 @@ impl Recording {
         (self, offset)
     }
 
-    /// Positions in main between two records.
+    /// Returns the positions in main between records.
     pub fn boundaries(&self) -> Vec<usize> {
         self.events().iter().map(|(at, _)| *at).collect()
     }
 
-    /// Where the first record is that `is` says.
+    /// Returns the position of the first record that `is` accepts.
     pub fn position(&self, is: impl Fn(&MainEvent<'_>) -> bool) -> usize {
         let events = self.events();
         events.iter().find(|(_, event)| is(event)).unwrap().0
     }
 
-    /// A VM of 64 pages in two blocks and two devices, of which a source without multifd sends some
-    /// twice; small, so that hundreds of migrations take no time.
+    /// Creates a VM of 64 pages in two blocks and two devices, with some pages sent twice, without multifd. It is small, so
+    /// that hundreds of migrations are fast.
     pub fn small() -> Self {
         let blocks = [
             RamBlockEntry::new("pc.ram", 48 * PAGE_SIZE as u64),
@@ -200,7 +200,7 @@ impl Recording {
         Self::small_of(&configuration(), &blocks)
     }
 
-    /// The same of a machine type up to 2.3, which sends neither a configuration nor footers.
+    /// Creates the same with a machine type up to 2.3, which sends neither a configuration nor footers.
     pub fn small_without_configuration() -> Self {
         let blocks = [
             RamBlockEntry::new("pc.ram", 48 * PAGE_SIZE as u64),
@@ -232,12 +232,12 @@ impl Recording {
         small_end(encoder, main, "small", Vec::new(), &[])
     }
 
-    /// The same VM from a source with `count` multifd channels of method none.
+    /// Creates the same VM from a source with `count` multifd channels of method none.
     pub fn small_multifd(count: u8) -> Self {
         Self::small_multifd_of(count, |_| true)
     }
 
-    /// Makes the same recording with those of its 64 pages that `has` takes.
+    /// Creates the same recording with only those of its 64 pages that `has` accepts.
     pub fn small_multifd_of(count: u8, has: impl Fn(u64) -> bool) -> Self {
         let blocks = [RamBlockEntry::new("pc.ram", 64 * PAGE_SIZE as u64)];
         let (mut encoder, mut main) = small_start(&configuration(), &blocks, true);
@@ -277,7 +277,7 @@ impl Recording {
         small_end(encoder, main, "small multifd", channels, &[])
     }
 
-    /// A VM of 8 pages, of whose devices five have 13 MiB of state each, with what looks like the end of the stream in it.
+    /// Creates a VM of 8 pages with five devices of 13 MiB of state each, which contains an apparent end of the stream.
     pub fn large_devices() -> Self {
         let blocks = [RamBlockEntry::new("pc.ram", 8 * PAGE_SIZE as u64)];
         let (mut encoder, mut main) = small_start(&configuration(), &blocks, false);
@@ -302,7 +302,7 @@ impl Recording {
     }
 }
 
-/// SYNC.
+/// Writes a SYNC packet.
 pub fn put_sync(writer: &mut PacketWriter, out: &mut Vec<u8>) {
     let fields = PacketFields {
         sync: true,
@@ -311,7 +311,7 @@ pub fn put_sync(writer: &mut PacketWriter, out: &mut Vec<u8>) {
     out.extend_from_slice(writer.header(&fields).unwrap());
 }
 
-/// Compresses a little, and differs from every other page.
+/// Returns a page that compresses a little and differs from every other page.
 pub fn page_of(block: usize, number: u64, round: u8) -> [u8; PAGE_SIZE] {
     let mut page = [round + 1; PAGE_SIZE];
     let mut state = number * 64 + u64::try_from(block).unwrap() + 1;
@@ -324,7 +324,7 @@ pub fn page_of(block: usize, number: u64, round: u8) -> [u8; PAGE_SIZE] {
     page
 }
 
-/// The configuration of the VMs made here.
+/// Returns the configuration of the synthetic VMs.
 pub fn configuration() -> Configuration {
     Configuration {
         machine: "pc-i440fx-10.0".to_owned(),
@@ -362,7 +362,7 @@ fn small_end(
         encoder.multifd_flush(&mut main).unwrap();
     }
     encoder.ram_eos(&mut main).unwrap();
-    // Zero bytes at ends of fields, where a cut leaves what might be taken for EOF.
+    // Zero bytes at the ends of fields: a truncated stream may seem to end in EOF.
     encoder
         .device("timer", 0, 2, &[0, 0, 7, 0, 0], &mut main)
         .unwrap();
@@ -383,7 +383,7 @@ fn small_end(
     }
 }
 
-/// The opening of a channel of a Hotlift that speaks version 255 of the protocol.
+/// Returns the opening packet of a Hotlift with protocol version 255.
 pub fn opening_of_another_version() -> [u8; INITIAL_PACKET_LEN] {
     let opening = InitialPacket {
         uuid: UUID,

@@ -1,4 +1,4 @@
-//! Source, relays and destination, put together over sockets in one process.
+//! Source, relays and destination, connected by sockets in one process.
 
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
@@ -15,13 +15,13 @@ use super::log::{Event, Log};
 use super::recording::Recording;
 use super::source::{Ending, Told, play};
 
-/// Nothing here takes so long, on any machine; what does hangs.
+/// Longer than any step takes on any machine: after it the step hangs.
 pub const DEADLINE: Duration = Duration::from_secs(40);
 
-/// Asked whether the source has let go.
+/// Callback that returns the source's ownership of the guest.
 pub type AsksOwnership = Box<dyn Fn() -> Ownership + Send + Sync>;
 
-/// A relay at work.
+/// A running relay.
 pub struct Relay {
     pub address: Address,
     pub control: Control,
@@ -29,7 +29,7 @@ pub struct Relay {
     _folder: TempDir,
 }
 
-/// Where somebody listens: a UNIX socket, as beside a QEMU, or TCP, as between hosts.
+/// Listens on a UNIX socket, as next to a QEMU, or on TCP, as between hosts.
 pub fn listen(over_tcp: bool) -> (TempDir, Listener, Address) {
     let folder = tempfile::tempdir().unwrap();
     let uri = if over_tcp {
@@ -42,7 +42,7 @@ pub fn listen(over_tcp: bool) -> (TempDir, Listener, Address) {
     (folder, listener, address)
 }
 
-/// The next connection; `None` if none comes within `wait`.
+/// Returns the next connection; `None` if none comes within `wait`.
 pub fn accept(listener: &Listener, wait: Duration) -> Option<Stream> {
     let wait = Timespec::try_from(wait).unwrap();
     poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&wait)).unwrap();
@@ -83,13 +83,14 @@ impl Relay {
         }
     }
 
-    /// How it ended.
+    /// Waits for the relay's result.
     pub fn outcome(self, what: &str) -> Result<RelayReport, MigrationError> {
         let outcome = self.outcome.recv_timeout(DEADLINE);
         outcome.unwrap_or_else(|_| panic!("{what}: the relay hangs, or has panicked"))
     }
 
-    /// How it ended, or, if it turns somebody away and goes on waiting, what for; it is cancelled then.
+    /// Waits for the relay's end, and cancels it once it has rejected a connection. Returns its error and the reasons of
+    /// rejections.
     pub fn ended_or_turned_away(self, what: &str) -> String {
         let end = std::cell::RefCell::new(String::new());
         until("neither an end nor a stranger", || {
@@ -106,13 +107,13 @@ impl Relay {
         end.into_inner()
     }
 
-    /// True if it has ended within `wait`.
+    /// Returns the relay's result, if it ends within `wait`.
     pub fn has_ended(&self, wait: Duration) -> Option<Result<RelayReport, MigrationError>> {
         self.outcome.recv_timeout(wait).ok()
     }
 }
 
-/// A destination for `recording`'s VM with so many channels.
+/// Creates a destination for `recording`'s VM with this count of channels.
 pub fn destination(
     recording: &Recording,
     channels: u8,
@@ -132,17 +133,17 @@ pub fn destination(
     (folder, destination)
 }
 
-/// What one migration came to, at every place.
+/// Results of one migration, at every place.
 #[derive(Debug)]
 pub struct Outcome {
-    /// From the source on.
+    /// Results of the relays, in order from the source.
     pub relays: Vec<Result<RelayReport, MigrationError>>,
     pub told: Told,
     pub arrived: Arrived,
     pub log: Vec<Event>,
 }
 
-/// Settings of the outgoing side: as with `hotlift relay --set`.
+/// Returns settings of the outgoing side, as with `hotlift relay --set`.
 pub fn settings(options: &[(&str, &str)]) -> RelaySettings {
     let mut settings = RelaySettings::default();
     for (name, value) in options {
@@ -151,7 +152,7 @@ pub fn settings(options: &[(&str, &str)]) -> RelaySettings {
     settings
 }
 
-/// Moves `recording` through relays with these settings, from the source on.
+/// Moves `recording` through relays with these settings, in order from the source.
 pub fn migrate(
     recording: &Recording,
     hops: &[RelaySettings],
@@ -161,7 +162,7 @@ pub fn migrate(
     migrate_to(recording, hops, fails, ending, None)
 }
 
-/// The same to a destination whose QEMU has this value of `multifd-flush-after-each-section`; `None`: it takes either.
+/// Does the same to a destination whose QEMU has this value of `multifd-flush-after-each-section`; `None`: accepts either.
 pub fn migrate_to(
     recording: &Recording,
     hops: &[RelaySettings],
@@ -189,8 +190,8 @@ pub fn migrate_to(
         let what = format!("{}, {fails:?}, {ending:?}, {}", recording.name, hops.len());
         let mut outcomes: Vec<Result<_, _>> = Vec::new();
         for relay in relays {
-            // One that failed may never have reached the next, which waits for as long as it takes.
-            // (On a machine with much else to do its thread may not even have begun.)
+            // A failed relay may never have reached the next one, which waits without limit. (On a busy machine its thread may
+            // not even have begun.)
             let is_waiting = matches!(relay.control.status(), Status::None | Status::Setup);
             if outcomes.iter().any(Result::is_err) && is_waiting {
                 relay.control.cancel();
@@ -209,7 +210,7 @@ pub fn migrate_to(
 }
 
 impl Outcome {
-    /// Asserts that the guest is the destination's, by the order that keeps it from running twice.
+    /// Asserts that the destination has the guest, and that the order of events prevents it from running twice.
     pub fn assert_handed_over(&self, what: &str) {
         for relay in &self.relays {
             assert!(relay.is_ok(), "{what}: {self:?}", self = self.brief());
@@ -228,7 +229,7 @@ impl Outcome {
         }
     }
 
-    /// Asserts that the source has the guest, and nobody else can have it.
+    /// Asserts that the source has the guest, and that no other process can have it.
     pub fn assert_kept(&self, what: &str) {
         let brief = self.brief();
         assert!(self.relays.iter().all(Result::is_err), "{what}: {brief:?}");
@@ -236,7 +237,7 @@ impl Outcome {
         assert!(!self.arrived.eof, "{what}: {brief:?}");
     }
 
-    /// Without the guest.
+    /// Returns a summary without the guest.
     pub fn brief(&self) -> (Vec<String>, Option<u32>, &Result<(), String>, &[Event]) {
         let lines = self.relays.iter().map(|relay| match relay {
             Ok(_) => "ok".to_owned(),

@@ -1,4 +1,5 @@
-//! A save of a whole stream, from the source's connections to the file: no file takes the name of a whole VM with a page missing.
+//! A save of a whole stream, from the source's connections to the file: no file with a missing page gets the name of a complete
+//! VM.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +14,7 @@ use super::recording::Recording;
 use super::rig::{listen, settings};
 use super::source::{Ending, play};
 
-/// Saves what a source sends that plays `recording`.
+/// Saves the stream of a source that plays `recording`.
 fn save(
     recording: &Recording,
     to: &Path,
@@ -35,7 +36,7 @@ fn save(
 
 #[test]
 fn a_stream_that_lacks_a_page_is_not_saved() {
-    // Of small_multifd.
+    // A page of small_multifd.
     const PAGE: u64 = 37;
     let mut pairs: Vec<_> = ["7.2-off", "10.0-off"]
         .into_iter()

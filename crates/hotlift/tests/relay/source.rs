@@ -1,4 +1,4 @@
-//! A source that plays a recording the way a QEMU sends it.
+//! A source that plays a recording as a QEMU sends it.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -12,39 +12,39 @@ use hotlift_wire::return_path::ReturnMessage;
 use super::log::{Event, Log};
 use super::recording::Recording;
 
-/// How a source ends.
+/// Behaviour of a source at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// Sends all, waits for SHUT (if it takes answers), and closes.
+    /// Sends everything, waits for SHUT (if it reads answers), and closes.
     LetsGo,
-    /// Closes everything behind so many bytes of main.
+    /// Closes everything after this count of bytes of main.
     CancelsAt(usize),
-    /// Ends this channel behind so many bytes, and waits.
+    /// Ends this channel after this count of bytes, and waits.
     LosesChannel(usize, usize),
-    /// Sends so many bytes of main, and then nothing, until it is closed on.
+    /// Sends this count of bytes of main, and then nothing until the peer closes.
     FallsSilentAt(usize),
-    /// Sends all, and keeps its connections whatever it is told, until [`Event::SourceMayClose`].
+    /// Sends everything, and keeps its connections until [`Event::SourceMayClose`], whatever it receives.
     Keeps,
 }
 
-/// What a source was told.
+/// Messages that a source received.
 #[derive(Debug, Default)]
 pub struct Told {
     pub shut: Option<u32>,
     pub pongs: Vec<u32>,
 }
 
-/// Plays `recording` to whoever listens at `to`; returns when its connections are closed.
+/// Plays `recording` to the listener at `to`. Returns when its connections are closed.
 pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> Told {
     let connect = || to.connect(Duration::from_secs(10)).unwrap();
-    // Other channels than main only once main is there, as before QEMU 8.0.
+    // Channels connect only after main, as required before QEMU 8.0.
     let main = connect();
     let channels: Vec<Stream> = recording.channels.iter().map(|_| connect()).collect();
     log.note(Event::SourceConnected);
     play_on(recording, (main, 0), &channels, ending, log)
 }
 
-/// The same on connections that were made before; so many bytes were sent on main.
+/// Does the same on existing connections, with the given count of bytes already sent on main.
 pub fn play_on(
     recording: &Recording,
     (main, said): (Stream, usize),
@@ -66,7 +66,7 @@ pub fn play_on(
             };
             writers.push(scope.spawn(move || {
                 let mut out = stream;
-                // A relay that has failed closes; that is seen on main.
+                // A failed relay closes; this is detected on main.
                 let _ = out.write_all(&bytes[..lost.unwrap_or(bytes.len())]);
                 if lost.is_some() {
                     stream.shutdown(Shutdown::Both);
@@ -98,7 +98,7 @@ pub fn play_on(
     })
 }
 
-/// Takes in answers until the connection ends, or SHUT says that it is over.
+/// Reads answers until the connection ends or SHUT ends the migration.
 fn listen(main: &Stream, ending: Ending, log: &Log) -> Told {
     let mut told = Told::default();
     let (mut pending, mut buffer) = (Vec::new(), [0; 512]);

@@ -1,4 +1,4 @@
-//! TLS on the way to a relay: all connections of a migration are of one host of the CA.
+//! TLS connections to a relay: all connections of a migration are from one host of the CA.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -19,17 +19,17 @@ use super::recording::Recording;
 use super::rig::{DEADLINE, Relay, accept, destination, settings, until};
 use super::source::{Ending, play_on};
 
-/// Why whoever is of another host is not let in.
+/// Reason of the rejection of a connection from another host.
 const ANOTHER: &str = "a connection from another host than the others";
 
-/// TLS with the certificates of `folder`; the hosts "a" and "b" may be at the other end, and the relay's.
+/// Creates TLS with the certificates of `folder`; accepts the peers "a", "b" and the relay's host.
 fn tls(folder: &Path, profile: Profile) -> Arc<Tls> {
     let mut options = Options::default();
     options.set("tls-authz", "a b localhost").unwrap();
     of_folder(folder, profile, &options).unwrap()
 }
 
-/// A connection to a relay with the certificate of `folder`.
+/// Connects to a relay with the certificate of `folder`.
 fn connect(to: &Address, folder: &Path, profile: Profile) -> Stream {
     let stream = to.connect(DEADLINE).unwrap();
     stream
@@ -60,18 +60,18 @@ fn a_channel_of_another_host_does_not_join_a_qemus_migration() {
     let connect = |folder| connect(&to, folder, Profile::Qemu);
     let open_as_b = |id: usize| {
         let channel = connect(&other);
-        // The relay knows by the certificate, and may have closed the connection by now.
+        // The relay checks the certificate, and may have closed the connection by now.
         let _ = (&channel).write_all(&recording.channels[id]);
         channel
     };
     thread::scope(|scope| {
         let arriving = scope.spawn(|| destination.run());
-        // With its first sync point: from there on a relay waits for channels, however late they come.
+        // Up to its first sync point: from there on a relay waits for channels without limit.
         let main = connect(&ours);
         let is_part = |event: &MainEvent<'_>| matches!(event, MainEvent::SectionStart { kind, .. } if *kind == SectionKind::Part);
         let said = recording.position(is_part);
         (&main).write_all(&recording.main[..said]).unwrap();
-        // The answer to the PING: main is the first of the connections, which decides whose the others must be.
+        // The answer to the PING: main is the first connection, and determines the host of the others.
         assert!(main.wait_readable(DEADLINE).unwrap());
         let _before = open_as_b(0);
         until_turned_away(&relay, ANOTHER, 1);
@@ -121,7 +121,7 @@ fn a_connection_of_another_host_or_without_tls_is_not_passed_through() {
     let plain = to.connect(DEADLINE).unwrap();
     (&plain).write_all(b"a page without TLS").unwrap();
     until_turned_away(&relay, "without TLS", 1);
-    // The next that comes there is ours.
+    // The next connection there is from our host.
     let extra = connect(&ours);
     (&extra).write_all(b"a page").unwrap();
     let extra_there = accepted();

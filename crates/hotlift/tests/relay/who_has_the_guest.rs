@@ -1,4 +1,4 @@
-//! Whatever fails, and whenever: never do both sides have the guest.
+//! Both sides never have the guest at once, whatever fails at any time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,7 +15,7 @@ use super::recording::Recording;
 use super::rig::{AsksOwnership, Relay, destination, migrate, settings, until};
 use super::source::{Ending, play};
 
-/// Migrations at once: most of the time each waits.
+/// Count of concurrent migrations, which mostly wait.
 const BESIDE: usize = 8;
 
 fn channels() -> RelaySettings {
@@ -26,7 +26,7 @@ fn off() -> RelaySettings {
     settings(&[("multifd", "off")])
 }
 
-/// Does `each` for all of `items`, some at once.
+/// Calls `each` for all of `items`, some concurrently.
 fn for_all<T: Sync>(items: &[T], each: impl Fn(&T) + Sync) {
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {
@@ -74,7 +74,7 @@ fn a_destination_that_refuses_is_quoted_at_the_source() {
     let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
     for relay in &outcome.relays {
         let line = relay.as_ref().unwrap_err().chain();
-        // Once, however many relays have passed it on.
+        // Once, however many relays have forwarded it.
         let count = line.matches("the destination gave up").count();
         assert_eq!(count, 1, "{line}");
     }
@@ -114,7 +114,7 @@ fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt()
     ] {
         let fails = Some((Moment::Eof, failure));
         for relay in &mut way {
-            // A relay that does not know either is asked in vain.
+            // A relay in doubt cannot answer queries.
             relay.outgoing.settle_timeout = Duration::from_secs(1);
             relay.outgoing.handshake_timeout = Duration::from_secs(5);
         }
@@ -131,14 +131,14 @@ fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt()
     }
 }
 
-/// Positions in main behind which a source may be ended: all records, and every byte behind RAM.
+/// Returns positions in main at which a source may be cut: after all records, and after every byte behind RAM.
 fn cuts(recording: &Recording) -> Vec<usize> {
     let devices = recording.position(|event| {
         let kind = SectionKind::Full;
         matches!(event, MainEvent::SectionStart { kind: it, .. } if *it == kind)
     });
     let mut cuts = recording.boundaries();
-    // One that says no more than magic and version has only looked whether somebody listens.
+    // A source that sends only magic and version is a port probe.
     cuts.retain(|at| (9..devices).contains(at));
     let text = recording.events().last().unwrap().0 + 12;
     cuts.extend(devices..text);
@@ -150,12 +150,12 @@ fn cuts(recording: &Recording) -> Vec<usize> {
 fn a_source_that_takes_answers_and_cancels_anywhere_never_starts_the_destination() {
     for recording in [Recording::small(), Recording::small_multifd(2)] {
         let mut cuts = cuts(&recording);
-        // Even behind its last byte: it was not told to let go.
+        // Also after its last byte: it was not asked to release the guest.
         cuts.push(recording.main.len());
         for_all(&cuts, |at| {
             let way = [if at % 2 == 0 { off() } else { channels() }];
             let outcome = migrate(&recording, &way, None, Ending::CancelsAt(*at));
-            // Told in the moment it cancels, it cannot be told from one that lets go.
+            // If SHUT arrives at the moment of the cancel, the source looks like one that releases the guest.
             if *at < recording.main.len() || outcome.told.shut != Some(0) {
                 outcome.assert_kept(&format!("{} cut to {at}", recording.name));
             }
@@ -168,7 +168,7 @@ fn a_source_without_answers_that_cancels_anywhere_never_starts_the_destination()
     let recording = Recording::small().without_return_path();
     let eof = recording.position(|event| *event == MainEvent::Eof);
     let mut cuts = cuts(&recording);
-    // One that ends with EOF has sent all that it would without a description.
+    // A stream that ends with EOF is complete without a description.
     cuts.retain(|at| *at != eof + 1);
     for_all(&cuts, |at| {
         let way = [if at % 2 == 0 { off() } else { channels() }];
@@ -199,8 +199,8 @@ fn a_source_that_cancels_anywhere_in_a_recorded_stream_never_starts_the_destinat
 fn a_lost_channel_leaves_the_guest_with_the_source() {
     let recording = Recording::small_multifd(2);
     let length = recording.channels[1].len();
-    // In front of the last SYNC, between headers, in headers, in pages. (Of one that never said what it
-    // is, nobody but the source knows.)
+    // Before the last SYNC, between headers, in headers, in pages. (A channel that has not identified itself is known only to
+    // the source.)
     let cuts = (64..length - 1344).step_by(6007).chain([64 + 1344]);
     let cuts: Vec<usize> = cuts.collect();
     for_all(&cuts, |at| {
@@ -212,7 +212,7 @@ fn a_lost_channel_leaves_the_guest_with_the_source() {
     });
 }
 
-/// Moves the small guest with a hook; what came of it, and the hook's relay.
+/// Moves the small guest with a hook. Returns the relay's result, and true if the destination received EOF.
 fn with_hook(hook: AsksOwnership, ending: Ending, log: &Log) -> (Result<(), MigrationError>, bool) {
     let recording = Recording::small();
     let (_folder, destination) = destination(&recording, 0, None, log);
@@ -232,7 +232,7 @@ fn the_destination_is_started_when_the_hook_says_that_the_source_has_let_go_and_
     let log = Log::default();
     let asked = Arc::new(AtomicUsize::new(0));
     let of_hook = (log.clone(), Arc::clone(&asked));
-    // The source keeps its connection: the hook alone knows.
+    // The source keeps its connection: only the hook knows the ownership.
     let hook: AsksOwnership = Box::new(move || {
         assert!(!of_hook.0.has(Event::DestinationReadsEof));
         match of_hook.1.fetch_add(1, Ordering::SeqCst) {
@@ -265,7 +265,7 @@ fn a_source_that_keeps_its_connection_has_not_let_go() {
         let arriving = scope.spawn(|| destination.run());
         scope.spawn(|| play(&recording, &to, Ending::Keeps, &log));
         until("SHUT(0)", || log.has(Event::SourceToldShut(0)));
-        // Long enough for a relay that does not wait.
+        // Long enough to detect a relay that does not wait.
         assert!(relay.has_ended(Duration::from_millis(300)).is_none());
         assert!(!log.has(Event::DestinationReadsEof));
         log.note(Event::SourceMayClose);

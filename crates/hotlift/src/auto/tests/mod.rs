@@ -1,11 +1,11 @@
-//! The controller against simulated migrations.
+//! Tests of the controller against simulated migrations.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `model` | hosts, channels, the wire, and what the controller is told |
-//! | `truth` | what things cost there, and the most that could be delivered |
+//! | `model` | hosts, channels, the wire, and the controller's input |
+//! | `truth` | real costs in the simulation, and the maximum that could be delivered |
 //!
-//! `cargo test -p hotlift auto::tests -- --nocapture` prints each cell of the grid, beside the best mix there is.
+//! `cargo test -p hotlift auto::tests -- --nocapture` prints each cell of the grid, next to the best possible mix.
 
 mod model;
 mod optimum;
@@ -21,17 +21,17 @@ use crate::auto::candidates::Candidate;
 use crate::figures::to_f64;
 use crate::options::Goal;
 
-/// Bytes a ns.
+/// One Gbit/s in bytes per ns.
 const GBIT: f64 = 0.125;
 
-/// Bytes that a channel's queues hold until the first write waits, at most.
+/// Maximum of the bytes that a channel's queues hold before the first write blocks.
 const QUEUES: f64 = 524_288.0;
 
 fn number(count: usize) -> f64 {
     to_f64(u64::try_from(count).unwrap_or(u64::MAX))
 }
 
-/// A migration over a wire of so many Gbit/s.
+/// Builds a migration over a wire of `gbits` Gbit/s.
 fn scenario(
     gbits: f64,
     (cores, channels): (f64, usize),
@@ -57,10 +57,10 @@ fn run(scenario: &Scenario, policy: Policy, seconds: f64) -> Vec<Slot> {
     simulate(scenario, policy, seconds * SECOND, f64::INFINITY)
 }
 
-/// Chosen packet by packet.
+/// Selection packet by packet.
 const AUTO: Policy = Policy::Auto(Goal::Fastest);
 
-/// The slots from one second to another.
+/// Returns the slots from one second to another.
 fn between(slots: &[Slot], from: f64, to: f64) -> impl Iterator<Item = &Slot> {
     slots.iter().enumerate().filter_map(move |(index, slot)| {
         let middle = (number(index) + 0.5) * SLOT / SECOND;
@@ -68,18 +68,18 @@ fn between(slots: &[Slot], from: f64, to: f64) -> impl Iterator<Item = &Slot> {
     })
 }
 
-/// Bytes of pages delivered from one second to another.
+/// Returns the bytes of pages delivered from one second to another.
 fn delivered(slots: &[Slot], from: f64, to: f64) -> f64 {
     between(slots, from, to).map(|slot| slot.delivered).sum()
 }
 
-/// CPU time for a byte of pages, of both hosts, in ns.
+/// Returns the CPU time of both hosts per byte of pages, in ns.
 fn cpu(slots: &[Slot]) -> f64 {
     let work: f64 = slots.iter().map(|slot| slot.cpu).sum();
     work / slots.iter().map(|slot| slot.delivered).sum::<f64>()
 }
 
-/// The share of the packets that went as `candidate`, from one second to another.
+/// Returns the share of the packets sent by `candidate`, from one second to another.
 fn share(slots: &[Slot], candidate: usize, from: f64, to: f64) -> f64 {
     let (mut these, mut all) = (0, 0);
     for slot in between(slots, from, to) {
@@ -89,7 +89,7 @@ fn share(slots: &[Slot], candidate: usize, from: f64, to: f64) -> f64 {
     to_f64(these) / to_f64(all.max(1))
 }
 
-/// When so many bytes were delivered, in ns.
+/// Returns the time when `bytes` bytes were delivered, in ns.
 fn time_of(slots: &[Slot], bytes: f64) -> f64 {
     let mut sum = 0.0;
     for (index, slot) in slots.iter().enumerate() {
@@ -101,7 +101,7 @@ fn time_of(slots: &[Slot], bytes: f64) -> f64 {
     f64::INFINITY
 }
 
-/// What one cell of the grid came to, in bytes a ns.
+/// Result of one cell of the grid, in bytes per ns.
 struct Cell {
     auto: f64,
     best_fixed: f64,
@@ -109,7 +109,7 @@ struct Cell {
 }
 
 impl Cell {
-    /// Both are timed over the same pages: content differs by more than policies do. The start is left out, and so are the
+    /// Measures both policies over the same pages: content differs by more than policies do. Excludes the start, and the
     /// packets that were queued during it.
     fn of(scenario: &Scenario) -> Self {
         let rate = scenario.rate[0].1;
@@ -153,7 +153,7 @@ impl Cell {
     }
 }
 
-/// One in so many cells of the whole grid is simulated: all take minutes. The one to begin with.
+/// Step of the simulated cells in the whole grid, and the first cell: all of them take minutes.
 const CELLS: [usize; 2] = [11, 0];
 
 #[test]
@@ -210,7 +210,7 @@ fn it_delivers_what_the_best_fixed_candidate_does_or_more() {
 
 #[test]
 fn it_is_up_to_speed_after_a_third_of_a_second() {
-    // On a slow wire the price goes too far at first: the queues of the first packets must drain.
+    // On a slow wire the price overshoots at first: the queues of the first packets must drain.
     for (gbits, least) in [(1.0, 0.7), (10.0, 0.9), (40.0, 0.9), (400.0, 0.9)] {
         let slots = run(&scenario(gbits, (8.0, 8), Some(8.0), TEXT, 5), AUTO, 2.0);
         let early = delivered(&slots, 0.3, 0.5) / 0.2;
@@ -223,7 +223,7 @@ fn it_is_up_to_speed_after_a_third_of_a_second() {
     }
 }
 
-/// Delivered from 1 s after the change on, over what is delivered where it was like that all the time.
+/// Returns the rate from 1 s after the change on, relative to the rate under the final conditions from the start.
 fn after_change(before: f64, changed: &Scenario, unchanged: &Scenario) -> f64 {
     let after = run(changed, AUTO, before + 2.0);
     let steady = run(unchanged, AUTO, 3.0);
@@ -298,7 +298,7 @@ fn without_a_limit_it_is_raw() {
 
 #[test]
 fn content_that_does_not_shrink_costs_nothing() {
-    // On a slow wire, what is explored is more of the packets.
+    // On a slow wire, a larger share of the packets is explored.
     for (gbits, most) in [(0.2, 1.03), (1.0, 1.02), (10.0, 1.02), (100.0, 1.02)] {
         let scenario = scenario(gbits, (4.0, 4), Some(4.0), HOPELESS, 11);
         let (auto, raw) = (

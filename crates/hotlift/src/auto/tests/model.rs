@@ -1,7 +1,7 @@
-//! A discrete-event simulation of one migration: what the controller sees, and what comes of what it chooses.
+//! Discrete-event simulation of one migration: input of the controller, and effects of its decisions.
 //!
-//! Between two events everything moves evenly: threads at their share of the cores, bytes at their channel's share of the wire.
-//! Times are in ns, and rates in bytes a ns, so that 1 Gbit/s is 0.125.
+//! Between two events all progress is uniform: threads at their share of the CPUs, bytes at their channel's share of the wire.
+//! Times are in ns, and rates in bytes per ns, so that 1 Gbit/s is 0.125.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -13,43 +13,43 @@ use crate::auto::costs::Class;
 use crate::figures::to_f64;
 use crate::options::Goal;
 
-/// A second, in the simulation's unit.
+/// One second, in the simulation's unit.
 pub(super) const SECOND: f64 = 1e9;
 
-/// Bytes of a packet's pages, at most.
+/// Maximum of the bytes of a packet's pages.
 const PACKET: f64 = 524_288.0;
 
-/// Bytes that one write hands over. The kernel's are smaller; smaller ones change nothing here but the simulation's time.
+/// Bytes per write. The kernel's writes are smaller; a smaller size only lengthens the simulation.
 const CHUNK: f64 = 131_072.0;
 
-/// Where a channel's write blocks, by bytes that were not sent yet (`TCP_NOTSENT_LOWAT`); it goes on at half of it.
+/// Unsent bytes (`TCP_NOTSENT_LOWAT`) at which a channel's write blocks; it continues at half of it.
 const LOW_WATER: f64 = 262_144.0;
 
-/// Bytes that a channel's receive buffer holds.
+/// Capacity of a channel's receive buffer.
 const RECEIVE_BUFFER: f64 = 4_194_304.0;
 
-/// CPU time to look at a packet.
+/// CPU time of sampling a packet.
 const LOOKING: f64 = 10_000.0;
 
-/// Between two looks of a thread at what has limited its channel.
+/// Interval of a thread's measurements of its channel's limit.
 const REPORT: f64 = 20e6;
 
-/// Between two reports of the destination, and two measurements of the wire.
+/// Interval of the destination's reports, and of the measurements of the wire.
 const FAR_REPORT: f64 = 100e6;
 
 /// Granularity of the kernel's times by which the wire and the destination limited a channel.
 const JIFFY: f64 = 4e6;
 
-/// Before anybody looks.
+/// State before any sample.
 const NOTHING_KNOWN: Look = Look {
     class: None,
     queued: 0.0,
 };
 
-/// What a slot of the results covers.
+/// Duration of a slot of the results.
 pub(super) const SLOT: f64 = 10e6;
 
-/// A value that changes at given times.
+/// Value that changes at given times.
 pub(super) type Steps<T> = Vec<(f64, T)>;
 
 fn at<T: Copy>(steps: &Steps<T>, now: f64) -> T {
@@ -68,39 +68,39 @@ pub(super) struct Scenario {
     pub candidates: Vec<Candidate>,
     pub truth: Truth,
     pub channels: usize,
-    /// Cores that the source has.
+    /// CPUs of the source.
     pub cores: Steps<f64>,
-    /// Cores of the destination's own; `None`: it is on the source's host.
+    /// The destination's own CPUs; `None` if it shares the source's host.
     pub far_cores: Option<f64>,
-    /// Bytes a ns.
+    /// Rate of the wire in bytes per ns.
     pub rate: Steps<f64>,
-    /// A channel's bytes on the way, at most: nothing of them counts as unsent.
+    /// Maximum of a channel's bytes in transit, which do not count as unsent.
     pub window: f64,
-    /// Kinds of content, each as often as it is named.
+    /// Kinds of content, each weighted by its count of occurrences.
     pub contents: Steps<&'static [usize]>,
     pub seed: u64,
 }
 
-/// Who chooses.
+/// Selection policy.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Policy {
     Fixed(usize),
     Auto(Goal),
 }
 
-/// What happened in a slot of time.
+/// Result of a slot of time.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Slot {
-    /// Bytes of pages that have arrived, and are decoded.
+    /// Bytes of pages that were received and decoded.
     pub delivered: f64,
-    /// Of which of each kind.
+    /// The same by kind of content.
     pub kinds: [f64; KINDS],
     /// CPU time of both hosts.
     pub cpu: f64,
-    /// Packets by candidate.
+    /// Count of packets by candidate.
     pub packets: Vec<u64>,
     pub explored: u64,
-    /// Natural logarithm of the price, at the slot's end.
+    /// Natural logarithm of the price at the slot's end.
     pub price: f64,
 }
 
@@ -127,12 +127,12 @@ struct Packet {
     kind: usize,
     class: Class,
     bytes: f64,
-    /// CPU time, and size, of this packet beside others of its kind.
+    /// Deviation of this packet's CPU time and size from its kind.
     noise: [f64; 2],
     candidate: usize,
     /// Bytes on the wire.
     left: f64,
-    /// The channel's bytes up to its end.
+    /// Bytes of the channel up to its end.
     end: f64,
 }
 
@@ -144,15 +144,15 @@ struct Sender {
     packet: Packet,
     to_write: f64,
     reported: f64,
-    /// The wire's idle time until then.
+    /// Idle time of the wire up to that report.
     idle: f64,
-    /// Time in which it was blocked, since then.
+    /// Time blocked since then.
     blocked: f64,
-    /// When it has last looked at which of the two has limited the channel, and since then.
+    /// Time of the last measurement of the channel's limit, and values since then.
     looked: f64,
     blocked_by_wire: f64,
     blocked_by_far: f64,
-    /// The share that it saw then.
+    /// Share of the wire in that measurement.
     by_wire: f64,
     look: Look,
 }
@@ -163,7 +163,7 @@ struct Channel {
     arrived: f64,
     read: f64,
     packets: VecDeque<Packet>,
-    /// The destination's thread: CPU time until it has decoded, if it does.
+    /// The destination's thread: remaining CPU time of the packet that it decodes.
     decoding: Option<(f64, Packet)>,
 }
 
@@ -181,7 +181,7 @@ impl Channel {
     }
 }
 
-/// The pages that are to be sent, one after the other.
+/// Sequence of pages to send.
 #[derive(Debug)]
 struct Pages {
     random: Random,
@@ -194,7 +194,7 @@ impl Pages {
         if self.run < 1.0 {
             let kinds = at(&scenario.contents, now);
             self.kind = kinds[self.random.index(kinds.len())];
-            // 64 KiB to 16 MiB, each order of magnitude as often.
+            // 64 KiB to 16 MiB, each order of magnitude with equal probability.
             self.run = 65_536.0 * 2_f64.powf(8.0 * self.random.unit()).floor();
         }
         let bytes = self.run.min(PACKET);
@@ -223,9 +223,9 @@ struct Simulation<'a> {
     senders: Vec<Sender>,
     channels: Vec<Channel>,
     far_report: f64,
-    /// Time in which the wire had nothing.
+    /// Time in which the wire had no data.
     idle: f64,
-    /// Bytes that arrived, and the time in which the wire had some, since the last report.
+    /// Bytes that arrived, and the time in which the wire had data, since the last report.
     arrived: [f64; 2],
     /// CPU time and bytes by candidate, since the last report.
     decoded: Vec<[f64; 2]>,
@@ -237,7 +237,7 @@ fn clock(now: f64) -> Duration {
     Duration::from_secs_f64(now / SECOND)
 }
 
-/// What happens until `bytes` of pages are delivered, or until `duration` ns have gone by, in slots of [`SLOT`].
+/// Simulates until `bytes` of pages are delivered or `duration` ns have passed, and returns slots of [`SLOT`].
 pub(super) fn simulate(
     scenario: &Scenario,
     policy: Policy,
@@ -289,13 +289,13 @@ pub(super) fn simulate(
     while simulation.now < duration && simulation.delivered < bytes {
         simulation.turn();
     }
-    // Not whole.
+    // The last slot is incomplete.
     simulation.slots.pop();
     simulation.slots
 }
 
 impl Simulation<'_> {
-    /// Up to the next event.
+    /// Advances to the next event.
     fn turn(&mut self) {
         let scenario = self.scenario;
         let slot_end = SLOT * to_f64(u64::try_from(self.slots.len()).unwrap_or(0));
@@ -378,7 +378,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// The destination's threads: what is decoded, and what they decode next.
+    /// Completes the decoding of the destination's threads, and starts the next.
     fn decode(&mut self) {
         let Some(slot) = self.slots.last_mut() else {
             return;
@@ -409,7 +409,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Books what has happened, and closes the slot when it ends.
+    /// Records the activity, and closes the slot at its end.
     fn book(&mut self, cpu: f64, slot_end: f64) {
         if let Some(slot) = self.slots.last_mut() {
             slot.cpu += cpu;
@@ -421,7 +421,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// The sender's next step, if it is done with this one.
+    /// Performs the sender's next step, if the current one is done.
     fn step(&mut self, index: usize) {
         let channel = &self.channels[index];
         let unsent = channel.backlog() - self.scenario.window;
@@ -469,7 +469,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// A packet is about to be chosen for.
+    /// Starts a packet with its selection.
     fn begin(&mut self, index: usize) {
         let candidate = match self.policy {
             Policy::Fixed(candidate) => candidate,
@@ -501,7 +501,7 @@ impl Simulation<'_> {
         let packet = &mut sender.packet;
         packet.candidate = candidate;
         let left = truth.left(packet.kind, candidate);
-        // What does not shrink is not helped by luck.
+        // Incompressible content does not vary.
         let left = if left < 0.99 {
             (left * packet.noise[1]).min(1.0)
         } else {
@@ -520,7 +520,7 @@ impl Simulation<'_> {
         sender.to_write = packet.left;
     }
 
-    /// Writes the next chunk, or waits until it can.
+    /// Writes the next chunk, or waits for room.
     fn write(&mut self, index: usize) {
         let unsent = self.channels[index].backlog() - self.scenario.window;
         let sender = &mut self.senders[index];
@@ -533,7 +533,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// A packet has been written.
+    /// Records a written packet.
     fn sent(&mut self, index: usize) {
         let send = self.scenario.truth.send() * self.random.around(0.1);
         self.controller.costs().sent(send);

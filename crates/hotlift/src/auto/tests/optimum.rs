@@ -1,14 +1,14 @@
-//! The most that could be delivered in a simulated migration.
+//! Maximum throughput of a simulated migration.
 
 use super::model::Scenario;
 use super::truth::KINDS;
 use crate::figures::to_f64;
 
-/// Time that a byte of pages takes of each resource at least, in ns, if there is nothing else.
+/// Minimum time in ns of each resource per byte of pages.
 #[derive(Debug, Clone, Copy)]
 struct Times([f64; 4]);
 
-/// Source's threads, the destination's, the wire, all threads of a shared host.
+/// Returns the times of the source's threads, the destination's, the wire, and all threads of a shared host.
 fn times(scenario: &Scenario, kind: usize, candidate: usize) -> Times {
     let truth = &scenario.truth;
     let left = truth.left(kind, candidate);
@@ -28,7 +28,7 @@ fn times(scenario: &Scenario, kind: usize, candidate: usize) -> Times {
     ])
 }
 
-/// Bytes a ns of pages of that many bytes of each kind that a candidate delivers at most.
+/// Returns the maximum rate, in bytes of pages per ns, of one candidate for these bytes of each kind.
 pub(super) fn most_of(scenario: &Scenario, candidate: usize, kinds: &[f64; KINDS]) -> f64 {
     let mut sums = [0.0; 4];
     for (kind, bytes) in kinds.iter().enumerate() {
@@ -40,8 +40,8 @@ pub(super) fn most_of(scenario: &Scenario, candidate: usize, kinds: &[f64; KINDS
     kinds.iter().sum::<f64>() / sums.into_iter().fold(0.0, f64::max)
 }
 
-/// Bytes a ns of pages that the best mix of candidates, chosen by content, delivers: the optimum of the linear
-/// programme, by its dual: the prices of the resources, 1 together, at which the cheapest mix costs most.
+/// Returns the rate, in bytes of pages per ns, of the best mix of candidates, selected by content. It is the optimum of the
+/// linear programme, by its dual: the prices of the resources, with sum 1, at which the cheapest mix costs most.
 pub(super) fn most(scenario: &Scenario, kinds: &[f64; KINDS]) -> f64 {
     let candidates = 0..scenario.candidates.len();
     let table: Vec<(f64, Vec<Times>)> = kinds
@@ -84,7 +84,7 @@ pub(super) fn most(scenario: &Scenario, kinds: &[f64; KINDS]) -> f64 {
     kinds.iter().sum::<f64>() / dearest
 }
 
-/// The highest value of a concave function between 0 and 1.
+/// Returns the maximum of a concave function between 0 and 1.
 fn highest(function: impl Fn(f64) -> f64) -> f64 {
     let (mut low, mut high) = (0.0, 1.0);
     for _ in 0..16 {

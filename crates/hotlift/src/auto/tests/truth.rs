@@ -1,9 +1,9 @@
-//! What things really cost in a simulated migration.
+//! Real costs in a simulated migration.
 
 use crate::auto::candidates::Candidate;
 use crate::figures::to_f64;
 
-/// Numbers that look random, the same each time (splitmix64).
+/// Reproducible pseudo-random numbers (splitmix64).
 #[derive(Debug, Clone)]
 pub(super) struct Random(pub u64);
 
@@ -16,17 +16,17 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// 0 to 1.
+    /// Returns a number from 0 to 1.
     pub(super) fn unit(&mut self) -> f64 {
         to_f64(self.next() >> 11) / to_f64(1 << 53)
     }
 
-    /// 1, give or take.
+    /// Returns 1, varied by up to `most`.
     pub(super) fn around(&mut self, most: f64) -> f64 {
         1.0 + most * (2.0 * self.unit() - 1.0)
     }
 
-    /// Between the two, each order of magnitude as likely.
+    /// Returns a number between the two, with each order of magnitude equally likely.
     pub(super) fn between(&mut self, least: f64, most: f64) -> f64 {
         least * (most / least).powf(self.unit())
     }
@@ -40,7 +40,7 @@ impl Random {
 /// Kinds of content.
 pub(super) const KINDS: usize = 13;
 
-/// Of each kind, the share that lz4 leaves, and how much better, or worse, than usual zstd does on it.
+/// For each kind, the share that lz4 leaves, and the factor of zstd's usual result on it.
 const CONTENTS: [(f64, f64); KINDS] = [
     (0.63, 1.0),
     (0.52, 0.85),
@@ -61,13 +61,13 @@ const CONTENTS: [(f64, f64); KINDS] = [
 pub(super) const MIX: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
 pub(super) const TEXT: &[usize] = &[0, 6, 9];
 pub(super) const HOPELESS: &[usize] = &[12];
-/// Half of it does not shrink.
+/// Half of it is incompressible.
 pub(super) const HALF: &[usize] = &[3, 12, 7, 12];
 
 /// Costs of one pair of hosts.
 #[derive(Debug, Clone)]
 pub(super) struct Truth {
-    /// By candidate: CPU time over the guess, of encoding and of decoding.
+    /// By candidate: ratio of CPU time to the guess, for encoding and decoding.
     factors: Vec<[f64; 2]>,
     send: f64,
     receive: f64,
@@ -100,12 +100,12 @@ impl Truth {
         self.candidates[candidate].method.flag() == 0
     }
 
-    /// What a fast codec leaves of the content.
+    /// Returns the share of the content that a fast codec leaves.
     pub(super) fn sample(&self, kind: usize) -> f64 {
         CONTENTS[kind].0
     }
 
-    /// The share of the content that the candidate leaves.
+    /// Returns the share of the content that the candidate leaves.
     pub(super) fn left(&self, kind: usize, candidate: usize) -> f64 {
         let (fast, better) = CONTENTS[kind];
         let guess = self.candidates[candidate].guess().left(fast);
@@ -116,17 +116,17 @@ impl Truth {
         }
     }
 
-    /// CPU time to encode a byte.
+    /// Returns the CPU time to encode a byte.
     pub(super) fn encode(&self, kind: usize, candidate: usize) -> f64 {
         self.candidates[candidate].guess().encode(CONTENTS[kind].0) * self.factors[candidate][0]
     }
 
-    /// CPU time to send a byte.
+    /// Returns the CPU time to send a byte.
     pub(super) fn send(&self) -> f64 {
         self.send
     }
 
-    /// CPU time of the destination for a byte of pages: what does not shrink is hardly decoded.
+    /// Returns the destination's CPU time per byte of pages: incompressible content is hardly decoded.
     pub(super) fn decode(&self, kind: usize, candidate: usize) -> f64 {
         let left = self.left(kind, candidate);
         let decode = match self.is_raw(candidate) || left > 0.99 {

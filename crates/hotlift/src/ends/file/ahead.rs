@@ -1,33 +1,31 @@
-//! Blocks that are read before they are wanted, a few large ranges in place of many small ones: on another host each read
-//! costs a round trip.
+//! Prefetch of blocks: a few large reads replace many small ones, because each read from another host costs a round trip.
 
 use super::FileError;
 use super::exchange::Range;
 use super::layout::Entry;
 use super::remote::RemoteReader;
 
-/// Bytes between two blocks that are read rather than left out.
+/// Largest gap between two blocks, in bytes, that is read together with them.
 const GAP: u64 = 16 << 10;
 
-/// Most bytes of one range.
+/// Maximum length of a range, in bytes.
 const RANGE: u64 = 1 << 20;
 
-/// Most bytes that are held. A file of ours needs half of it for 4 MiB of RAM at most; what does not fit is read when it is
-/// wanted.
+/// Maximum bytes in memory. A file of Hotlift needs at most half of it for 4 MiB of RAM; the rest is read on demand.
 const MOST: usize = 8 << 20;
 
-/// What one thread has read ahead.
+/// Prefetched ranges of one thread.
 #[derive(Default)]
 pub(crate) struct Ahead {
-    /// Where each begins, the lowest first.
+    /// Position and content of each range, in ascending order.
     ranges: Vec<(u64, Vec<u8>)>,
 }
 
 impl Ahead {
-    /// Reads the blocks of `entries`, and drops what was there before.
+    /// Reads the blocks of `entries`, and drops earlier ranges.
     ///
     /// # Errors
-    /// What is wrong with the server. What is wrong with the file alone is met when it is read for a page.
+    /// Errors of the server. Errors in the file are reported when the page is read.
     pub(crate) fn fill(
         &mut self,
         file: &RemoteReader,
@@ -53,20 +51,19 @@ impl Ahead {
         }
     }
 
-    /// Fills `into` with what was read ahead from `position` on, as far as the file goes; how much that was. `None` if
-    /// it was not.
+    /// Fills `into` with prefetched bytes from `position` on, and returns their number. Returns `None` if some are missing.
     pub(crate) fn copy(&self, into: &mut [u8], position: u64) -> Option<usize> {
         let behind = self.ranges.partition_point(|(start, _)| *start <= position);
         let (start, bytes) = self.ranges.get(behind.checked_sub(1)?)?;
         let bytes = bytes.get(usize::try_from(position - start).ok()?..)?;
         let length = bytes.len().min(into.len());
         into[..length].copy_from_slice(&bytes[..length]);
-        // One that is cut short is the file's last, or was not read whole: then the reader finds out.
+        // A range is short at the end of the file, or if its read failed: the caller reads again and gets the error.
         (length == into.len()).then_some(length)
     }
 }
 
-/// The ranges that these blocks are in.
+/// Merges the blocks into ranges.
 fn ranges(entries: impl Iterator<Item = Entry>) -> Vec<(u64, Vec<u8>)> {
     let mut blocks: Vec<_> = entries
         .map(|entry| (entry.position, entry.position + entry.length as u64))

@@ -1,4 +1,4 @@
-//! A save file that is open: its parts, and where its pages are.
+//! An open save file: its parts, and the positions of its pages.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -29,14 +29,14 @@ use crate::lock::lock;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 
-/// Chunks of the index that one read of another host's file brings: 256 KiB, of 128 MiB of RAM. A look through all of 8 GiB
-/// takes 64 round trips.
+/// Chunks of the index in one read from another host: 256 KiB, the index of 128 MiB of RAM. Reading the index of 8 GiB takes 64
+/// round trips.
 const CHUNKS_AHEAD: usize = 64;
 
-/// Most bytes of EOF and what follows it.
+/// Maximum bytes of EOF and the data after it.
 const END_MAX: usize = limits::VM_DESCRIPTION + EOF_WITHOUT_DESCRIPTION.len();
 
-/// A file whose parts but the pages were found good.
+/// A file whose parts, except the pages, were verified.
 pub(crate) struct BlockFile {
     file: PlaceReader,
     info: FileInfo,
@@ -48,19 +48,19 @@ pub(crate) struct BlockFile {
     index: Index,
     /// CRCs of the index's chunks.
     checks: Vec<u8>,
-    /// Chunks that are not what was written: each is read once, and not for each of its pages.
+    /// Damaged chunks: each is read once, and not again for each of its pages.
     damaged: Mutex<BTreeSet<usize>>,
-    /// What is damaged of the pages is noted here, and zero; without this it is an error.
+    /// Record of lost pages, which become zero pages; with `None` a damaged page is an error.
     lost: Option<Lost>,
 }
 
 impl BlockFile {
-    /// Opens the file, and reads everything but the index and the pages.
+    /// Opens the file, and reads everything except the index and the pages.
     pub(crate) fn open(path: &Path) -> Result<Self, FileError> {
         Self::read(PlaceReader::open(path)?)
     }
 
-    /// The same wherever it is. A cancel of `control` ends the wait for a server.
+    /// Opens the file at any location. Cancelling `control` ends the wait for a server.
     pub(crate) fn open_at(location: &Location, control: &Control) -> Result<Self, FileError> {
         Self::read(PlaceReader::open_at(location, control)?)
     }
@@ -79,7 +79,7 @@ impl BlockFile {
             position: at,
             source,
         })?;
-        // Before memory is taken for it: a file that says it has much RAM has an index that is as long.
+        // Before the memory is taken: a file that claims a large RAM must have an index of that size.
         let chunks = Index::chunks_of(&stream.ram.blocks);
         let index_end = contents.index.checked_add(chunks * CHUNK_LEN as u64);
         let fits = index_end.is_some_and(|end| end <= contents.checks.position);
@@ -108,41 +108,41 @@ impl BlockFile {
         })
     }
 
-    /// What the file says of itself.
+    /// Returns the facts that the file states.
     pub(crate) fn info(&self) -> &FileInfo {
         &self.info
     }
 
-    /// Bytes of the file.
+    /// Returns the length of the file, in bytes.
     pub(crate) fn length(&self) -> u64 {
         self.file.length()
     }
 
-    /// What reads it, if it is on another host.
+    /// Returns the remote reader, if the file is on another host.
     pub(crate) fn remote(&self) -> Option<&RemoteReader> {
         self.file.remote()
     }
 
-    /// A server that is lost is tried again for so long.
+    /// Sets the time for which reads retry after the connection to the server is lost.
     pub(crate) fn persist(&self, patience: Duration) {
         self.file.persist(patience);
     }
 
-    /// From now on pages that are damaged are zero.
+    /// From now on, turns damaged pages into zero pages.
     pub(crate) fn salvage(&mut self) {
         self.lost = Some(Lost::default());
     }
 
-    /// Pages that were lost so far.
+    /// Returns the pages lost so far.
     pub(crate) fn lost(&self) -> Vec<LostPages> {
         self.lost.as_ref().map(Lost::all).unwrap_or_default()
     }
 
-    /// What of the reading of a page failed with `error`; what is lost with it, if the caller may go on without and nobody was
-    /// told yet.
+    /// Records and returns the pages lost with the page whose read failed with `error`, if reads may continue without them.
+    /// Returns `None` for pages already recorded.
     ///
     /// # Errors
-    /// `error` itself, if not.
+    /// `error` itself, if reads may not continue.
     pub(crate) fn go_on_without(
         &self,
         (block, page): (usize, usize),
@@ -151,7 +151,7 @@ impl BlockFile {
         let Some(lost) = self.lost.as_ref().filter(|_| is_of_a_part(&error)) else {
             return Err(error);
         };
-        // A block has neighbours alone, and an index that cannot be read has lost all that it says.
+        // A damaged block affects only neighbouring pages; a damaged chunk of the index loses all of its pages.
         let entry = self.entry(block, page);
         let (position, group) = match &entry {
             Ok(Some(entry)) => (entry.position, usize::try_from(WINDOW).unwrap_or(1)),
@@ -175,13 +175,13 @@ impl BlockFile {
         }))
     }
 
-    /// Where in the file the chunk of the index is that says where this page is.
+    /// Returns the file position of the index chunk with this page.
     pub(super) fn index_position(&self, block: usize, page: usize) -> u64 {
         let chunk = self.index.place(block, page).map_or(0, |(chunk, _)| chunk);
         self.chunk_position(chunk)
     }
 
-    /// Has `reader` read the blocks of these pages that are not zero in few steps, if each step costs a round trip.
+    /// Makes `reader` prefetch the blocks of these pages that are not zero, if each read costs a round trip.
     pub(crate) fn read_ahead(
         &self,
         reader: &mut Blocks<'_>,
@@ -191,7 +191,7 @@ impl BlockFile {
             return Ok(());
         };
         let entry = |(block, page)| match self.entry(block, page) {
-            // What is wrong with the index is met when the page is read.
+            // Index errors are reported when the page is read.
             Err(error) if !error.is_final() => None,
             entry => entry.transpose(),
         };
@@ -199,30 +199,30 @@ impl BlockFile {
         reader.ahead.fill(remote, entries.into_iter())
     }
 
-    /// CRC of the header, which all others start with.
+    /// Returns the CRC of the header, which seeds all other CRCs.
     pub(crate) fn seed(&self) -> u32 {
         self.seed
     }
 
-    /// Where everything is.
+    /// Returns the positions of all parts.
     pub(crate) fn contents(&self) -> &Contents {
         &self.contents
     }
 
-    /// Pages of a RAM block.
+    /// Returns the number of pages of a RAM block.
     pub(crate) fn pages(&self, block: usize) -> usize {
         self.index.pages(block)
     }
 
-    /// Number of RAM blocks.
+    /// Returns the number of RAM blocks.
     pub(crate) fn blocks(&self) -> usize {
         self.index.blocks()
     }
 
-    /// Where a page is; `None`: it is zero.
+    /// Returns the position of a page, or `None` for a zero page.
     ///
     /// # Errors
-    /// [`FileError::Damaged`] for a part of the index that is not what was written, or a page that the VM does not have.
+    /// [`FileError::Damaged`] for a damaged part of the index, or for a page that the VM does not have.
     pub(crate) fn entry(&self, block: usize, page: usize) -> Result<Option<Entry>, FileError> {
         let place = self.index.place(block, page);
         let place = place.ok_or(damaged("the index", self.contents.index))?;
@@ -236,7 +236,7 @@ impl BlockFile {
         Ok(self.index.get(place))
     }
 
-    /// Reads a chunk of the index; of a file on another host those behind it, too.
+    /// Reads a chunk of the index; from another host also the chunks after it.
     fn read_index(&self, first: usize) -> Result<(), FileError> {
         let most = self.remote().map_or(1, |_| CHUNKS_AHEAD);
         let last = self.index.chunks().min(first + most);
@@ -253,7 +253,7 @@ impl BlockFile {
                     if chunk == first {
                         return Err(damaged("the index", self.chunk_position(chunk)));
                     }
-                    // Whoever needs it finds out.
+                    // A reader that needs this chunk gets the error.
                     break;
                 }
             }
@@ -265,7 +265,7 @@ impl BlockFile {
         self.contents.index + (chunk * CHUNK_LEN) as u64
     }
 
-    /// Reads what there is from `position` on, up to the length of `into`; how much that was.
+    /// Reads from `position` on, at most the length of `into`, and returns the number of bytes. It is smaller only at the end.
     pub(crate) fn read_at(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
         self.file.read_some(into, position)
     }
@@ -311,14 +311,14 @@ impl Places for BlockFile {
             let entries = wanted.iter().map(|(entry, _)| *entry);
             reader.ahead.fill(remote, entries)?;
         }
-        // Pages that the guest wrote in between are in other blocks: each block is decoded once all the same.
+        // Pages that the guest has rewritten in between are in other blocks. Sorted, each block is still decoded only once.
         wanted.sort_unstable_by_key(|(entry, _)| (entry.position, entry.place));
         let mut bytes = 0;
         for run in wanted.chunk_by(|(a, _), (b, _)| a.position == b.position) {
             let (first, _) = run[0];
             bytes += first.length;
             let read = |into: &mut [u8], position| self.read_at(into, position);
-            // Mostly they are all of the block's, and need no copy.
+            // Usually the run is all of the block's pages, and needs no copy.
             let before = batch.normal.len();
             let offsets = run.iter().map(|(_, page)| (page * PAGE_SIZE) as u64);
             batch.normal.extend(offsets);
@@ -348,7 +348,7 @@ impl Places for BlockFile {
     }
 }
 
-/// What the file says of itself, the CRC of that, and where everything is: a file that has these is whole.
+/// Returns the file's facts, the header's CRC, and the table of contents: a file with all of these is complete.
 pub(super) fn read_ends(file: &PlaceReader) -> Result<(FileInfo, u32, Contents), FileError> {
     let mut head = [0; HEAD_LEN];
     file.read_exact(&mut head, 0)?;
@@ -380,7 +380,7 @@ fn is_inside(file: &PlaceReader, part: Part) -> bool {
     end.is_some_and(|end| end <= file.length())
 }
 
-/// A part that takes no more than `most` bytes.
+/// Reads a part of at most `most` bytes.
 fn read_part(
     file: &PlaceReader,
     what: &'static str,
@@ -401,18 +401,18 @@ fn read_part(
     Ok(bytes)
 }
 
-/// The main channel that a file has, of which no more than a piece is in memory: its devices can have any length.
+/// Main channel of a file. Only one piece is in memory, because the devices can have any length.
 struct State {
     part: Part,
-    /// CRC of each piece: what was checked once is checked again when it is used.
+    /// CRC of each piece: a piece verified once is verified again when it is used.
     crcs: Vec<u32>,
-    /// The first piece, which mostly is all of it.
+    /// First piece, which usually is all of it.
     first: Vec<u8>,
     seed: u32,
 }
 
 impl State {
-    /// Reads and checks all of it, and takes it apart up to the devices.
+    /// Reads and verifies all of it, and decodes it up to the devices.
     fn read(
         file: &PlaceReader,
         contents: &Contents,
@@ -478,7 +478,7 @@ impl State {
         Ok((state, stream))
     }
 
-    /// Reads the piece at `position` of the file; its CRC.
+    /// Reads the piece at `position` of the file, and returns its CRC.
     fn load(
         &self,
         file: &PlaceReader,
@@ -491,7 +491,7 @@ impl State {
         Ok(crc_of(self.seed, &[piece]))
     }
 
-    /// Hands the bytes of `range` of the file to `take`, each piece once it is checked.
+    /// Passes the bytes of `range` of the file to `take`, each piece after its check.
     fn each(
         &self,
         file: &PlaceReader,
@@ -518,16 +518,16 @@ impl State {
     }
 }
 
-/// Takes the main channel apart that a file has, up to the devices, as its bytes come.
+/// Incremental decoder of the main channel in a file, up to the devices.
 struct StreamHead {
     decoder: MainDecoder,
     stream: SavedStream,
-    /// What has come and was not taken apart.
+    /// Bytes received and not decoded yet.
     input: Vec<u8>,
-    /// Bytes that were taken apart.
+    /// Bytes decoded.
     length: u64,
     is_last_section: bool,
-    /// The devices follow.
+    /// True once the devices follow.
     is_whole: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Blocks of a save file, read from any place.
+//! Random access to the blocks of a save file.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::{Accelerator, METHODS, MemoryLimit};
@@ -12,22 +12,22 @@ use crate::error::MigrationError;
 use crate::postcopy::Batch;
 use crate::stream::codec::{ByMethod, Decoder};
 
-/// One thread's reader: it has the pages of the block that was read last.
+/// Reader of one thread. It keeps the pages of the latest block.
 pub(crate) struct Blocks<'a> {
     seed: u32,
     memory: &'a MemoryLimit,
     control: &'a Control,
     decoders: ByMethod<Decoder>,
     bytes: Vec<u8>,
-    /// Where the block is, and what it says of itself.
+    /// Position and head of that block.
     block: Option<(u64, BlockHead)>,
     pages: Vec<u8>,
-    /// Blocks that will be read soon.
+    /// Prefetched blocks.
     pub(super) ahead: Ahead,
 }
 
 impl<'a> Blocks<'a> {
-    /// Of the file whose header has the CRC `seed`.
+    /// Creates the reader of a file whose header has the CRC `seed`.
     pub(crate) fn new(seed: u32, memory: &'a MemoryLimit, control: &'a Control) -> Self {
         Self {
             seed,
@@ -41,7 +41,7 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Makes the decoders of these methods, which the first block would have to wait for.
+    /// Creates the decoders of these methods, so that the first block does not wait for them.
     pub(crate) fn prepare<'n>(
         &mut self,
         methods: impl Iterator<Item = &'n str>,
@@ -70,11 +70,11 @@ impl<'a> Blocks<'a> {
         })
     }
 
-    /// Reads the block of `entry`, in which the index has the page `wanted` (RAM block and number), by `read` (into a
-    /// buffer, from a position; how much there was), unless it is the one that was read last.
+    /// Loads the block of `entry`, which has the page `wanted` (RAM block and number), unless it is the latest one. `read`
+    /// fills a buffer from a position and returns the length.
     ///
     /// # Errors
-    /// [`FileError::Damaged`] for one that is not what was written, or not where the page is.
+    /// [`FileError::Damaged`] for a block that is damaged or does not have the page.
     pub(crate) fn load(
         &mut self,
         entry: Entry,
@@ -98,11 +98,11 @@ impl<'a> Blocks<'a> {
         Ok(())
     }
 
-    /// Reads the block of `entry` straight to `into`, if it has the pages `wanted` (RAM block, and numbers) and no others; else
-    /// nothing is there, and false returned.
+    /// Decodes the block of `entry` to `into`, if it has exactly the pages `wanted` (RAM block, and numbers); else returns
+    /// false.
     ///
     /// # Errors
-    /// As [`Blocks::load`].
+    /// Those of [`Blocks::load`].
     pub(crate) fn load_to(
         &mut self,
         into: &mut [u8],
@@ -118,7 +118,7 @@ impl<'a> Blocks<'a> {
         })
     }
 
-    /// Reads the block of `entry`, checks it, and gives its head and payload to `take`.
+    /// Reads and verifies the block of `entry`, and passes its head and payload to `take`.
     fn with_block<T>(
         &mut self,
         entry: Entry,
@@ -126,7 +126,7 @@ impl<'a> Blocks<'a> {
         take: impl FnOnce(&mut Self, &BlockHead, &[u8]) -> Result<T, MigrationError>,
     ) -> Result<T, MigrationError> {
         let position = entry.position;
-        // The last one may lie at the end of the file, and its length is rounded up.
+        // Less is read at the end of the file, because the index rounds lengths up.
         self.bytes.resize(entry.length, 0);
         let got = match self.ahead.copy(&mut self.bytes, position) {
             Some(got) => got,
@@ -142,7 +142,7 @@ impl<'a> Blocks<'a> {
         taken
     }
 
-    /// The pages of a block with that payload.
+    /// Decodes a payload and returns the pages of the block.
     pub(crate) fn decode_payload(
         &mut self,
         head: &BlockHead,
@@ -155,7 +155,7 @@ impl<'a> Blocks<'a> {
         decoded.map(|()| &*self.pages)
     }
 
-    /// Decodes all pages of a block to `into`, which is as long as they are.
+    /// Decodes all pages of a block to `into`, which has their length.
     fn decode_to(
         &mut self,
         into: &mut [u8],
@@ -171,7 +171,7 @@ impl<'a> Blocks<'a> {
             method => {
                 let was_used = self.decoders.has(method);
                 match self.decode_by(method, head.first, into, payload) {
-                    // What the block before has left there may be to blame, and is none of this one's.
+                    // State that an earlier block left in the decoder may be the cause: retry with a new one.
                     Err(_) if was_used => self.decode_by(method, head.first, into, payload),
                     decoded => decoded,
                 }
@@ -179,7 +179,7 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Decodes by `method`, whose decoder is dropped if it fails: it would fail for ever.
+    /// Decodes with `method`. A decoder that fails is dropped, because it would fail for every later block.
     fn decode_by(
         &mut self,
         method: Method,
@@ -196,19 +196,19 @@ impl<'a> Blocks<'a> {
         decoded
     }
 
-    /// Moves all pages of the block that was read last to `batch`, which is empty; the block has to be read again.
+    /// Moves all pages of the latest block to `batch`, which is empty. The next use of the block reads it again.
     pub(crate) fn take_pages(&mut self, batch: &mut Batch) {
         if let Some((_, head)) = self.block.take() {
             batch.fill(head.pages(), &mut self.pages);
         }
     }
 
-    /// The page at a place of the block that was read last.
+    /// Returns the page at index `place` of the latest block.
     pub(crate) fn page(&self, place: usize) -> &[u8; PAGE_SIZE] {
         &self.pages.as_chunks().0[place]
     }
 
-    /// All pages of the block that was read last, by number.
+    /// Returns all pages of the latest block, with their numbers.
     pub(crate) fn pages(&self) -> impl Iterator<Item = (u64, &[u8; PAGE_SIZE])> {
         let numbers = self.block.map(|(_, head)| head.pages());
         numbers.into_iter().flatten().zip(self.pages.as_chunks().0)
@@ -236,7 +236,7 @@ mod tests {
             let mut alone = encoder();
             alone.write_alone(info.default_level).unwrap();
             alone.encode(0, "", &page, &mut good).unwrap();
-            // As a migration sends it: what follows goes on in it.
+            // As in a migration: the next frame continues this one.
             encoder().encode(0, "", &page, &mut open).unwrap();
             let mut reader = Blocks::new(0, &memory, &control);
             let (mut head, _) = BlockHead::of(0, [0].into_iter()).unwrap();

@@ -1,4 +1,4 @@
-//! Writes a VM as a save file: compressed blocks of neighbouring pages from all threads at once, and an index behind them.
+//! Writes a VM as a save file: all threads concurrently write compressed blocks of neighbouring pages; the index follows them.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
@@ -34,33 +34,33 @@ use crate::pipe::sink::{HasTaken, Opening, Sink, WritePages};
 use crate::stream::codec::Encoder;
 use crate::stream::handshake;
 
-/// What auto is in a file, which has no link that gets faster or slower: what leaves the least for its time.
+/// Method for `auto`. A file has no link whose speed changes, so this is the best ratio for its CPU time.
 const AUTO: &str = "zstd";
 
-/// A file on its way.
+/// A save file under construction.
 pub(crate) struct BlockSink {
     file: PartialFile,
     /// CRC of the header.
     seed: u32,
-    /// Where the next block goes.
+    /// Position of the next block.
     position: AtomicU64,
-    /// The stream without its pages, up to the devices.
+    /// Stream without its pages, up to the devices.
     pub(super) stream: Mutex<Stream>,
-    /// The same with the devices, in the file, once all pages are.
+    /// Stream with the devices, in the file, once all pages are written.
     state: Mutex<Option<State>>,
     blocks: Vec<RamBlockEntry>,
     index: Index,
     complete: Complete,
-    /// Where the first block was written whose page was there already.
+    /// Position of the first block with a page that was written before.
     written_last: AtomicU64,
     shares: Mutex<BTreeMap<&'static str, Share>>,
     contents: Mutex<Contents>,
     method: &'static MethodInfo,
-    /// The method that was asked for, which may be auto.
+    /// The requested method, possibly `auto`.
     chosen: &'static MethodInfo,
     options: Options,
     left_out: Vec<LeftOut>,
-    /// What virtio-mem devices have plugged.
+    /// Plugged memory of virtio-mem devices.
     memory_devices: Mutex<Vec<PluggableMemory>>,
     pacer: Arc<Pacer>,
     control: Control,
@@ -68,14 +68,14 @@ pub(crate) struct BlockSink {
     sent_bytes: AtomicU64,
 }
 
-/// The main channel of the file.
+/// Main channel of the file.
 pub(super) struct Stream {
     encoder: MainEncoder,
     bytes: Vec<u8>,
 }
 
 impl Stream {
-    /// Encodes what comes before the first page. A file has no PING, which it could not answer.
+    /// Encodes everything before the first page. A PING is left out, because a file cannot answer it.
     pub(super) fn new(opening: Opening<'_>) -> Result<Self, WireError> {
         let mut bytes = Vec::new();
         let mut encoder = MainEncoder::new(opening.configuration, &mut bytes)?;
@@ -91,7 +91,7 @@ impl Stream {
     }
 }
 
-/// A part of the file that grows.
+/// A growing part of the file.
 struct State {
     position: u64,
     length: u64,
@@ -99,8 +99,8 @@ struct State {
 }
 
 impl BlockSink {
-    /// Begins the file that will be called `path`, written by as many threads as the options have multifd channels. `flushes`:
-    /// QEMU's property `multifd-flush-after-each-section`, if the source has shown it.
+    /// Creates the file to be named `path`, with one writing thread per multifd channel of the options. `flushes` is QEMU's
+    /// property `multifd-flush-after-each-section`, if the source has shown it.
     pub(crate) fn create(
         path: &Path,
         settings: &RelaySettings,
@@ -135,7 +135,7 @@ impl BlockSink {
         let (header, seed) = layout::header(&info)?;
         let blocks = &opening.ram.blocks;
         check_ram(blocks).map_err(MigrationError::main_wire)?;
-        // The chunks themselves take no more than the pages that come.
+        // The chunks themselves need no more than the received pages.
         let table = Index::chunks_of(blocks).saturating_mul(24);
         let table = memory.take(usize::try_from(table).unwrap_or(usize::MAX));
         table.map_err(|source| MigrationError::memory(Channel::Main, source))?;
@@ -169,7 +169,7 @@ impl BlockSink {
         })
     }
 
-    /// The place of `length` bytes behind everything.
+    /// Reserves `length` bytes at the end.
     fn reserve(&self, length: usize) -> Result<u64, MigrationError> {
         let position = self.position.fetch_add(length as u64, Ordering::Relaxed);
         if position > Entry::LAST_POSITION {
@@ -180,7 +180,7 @@ impl BlockSink {
         Ok(position)
     }
 
-    /// Writes a part behind everything.
+    /// Appends a part.
     fn append(&self, bytes: &[u8]) -> Result<Part, MigrationError> {
         let position = self.reserve(bytes.len())?;
         self.file.write_at(&[bytes], position)?;
@@ -191,7 +191,7 @@ impl BlockSink {
         })
     }
 
-    /// Writes a block with that payload, and has the index name its pages.
+    /// Writes a block with that payload, and enters its pages into the index.
     fn put(&self, head: &BlockHead, payload: &[u8]) -> Result<(), MigrationError> {
         let length = BLOCK_HEAD_LEN + payload.len();
         self.pacer.wait(length, self.control.life());
@@ -242,7 +242,7 @@ impl BlockSink {
         }
     }
 
-    /// Adds to the file's main channel.
+    /// Appends to the file's main channel.
     fn record(
         &self,
         write: impl FnOnce(&mut MainEncoder, &mut Vec<u8>) -> Result<(), WireError>,
@@ -260,7 +260,7 @@ impl BlockSink {
         let of_zeros = layout::crc_of(self.seed, &[&[0; CHUNK_LEN]]);
         let mut at = position;
         for chunk in 0..index.chunks() {
-            // What was never written reads as zeros, and takes no space.
+            // A chunk that was never written is a hole: it reads as zeros and takes no space.
             let bytes = index.bytes(chunk);
             let crc = match &bytes {
                 Some(bytes) => {
@@ -281,7 +281,7 @@ impl BlockSink {
         Ok(())
     }
 
-    /// Writes the next bytes of the state. Nothing else is written in between.
+    /// Appends to the state. Nothing else may be written between two calls.
     fn append_state(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         let position = self.reserve(bytes.len())?;
         self.file.write_at(&[bytes], position)?;
@@ -312,7 +312,7 @@ impl BlockSink {
         Ok(())
     }
 
-    /// Writes the contents: a whole file.
+    /// Writes the table of contents, which makes the file complete.
     fn write_contents(&self) -> Result<(), MigrationError> {
         let contents = lock(&self.contents).encode(self.seed)?;
         self.append(&contents).map(|_| ())
@@ -338,7 +338,7 @@ impl Sink for BlockSink {
         }))
     }
 
-    /// Nobody answers a PING in a file.
+    /// A PING is left out, because a file cannot answer it.
     fn command(&self, command: Command) -> Result<(), MigrationError> {
         match command {
             Command::SwitchoverStart => {
@@ -354,7 +354,7 @@ impl Sink for BlockSink {
         Ok(())
     }
 
-    /// The index names what came last.
+    /// No barrier is needed: the index has the latest content.
     fn barrier(&self) -> Result<(), MigrationError> {
         Ok(())
     }
@@ -392,13 +392,13 @@ impl Sink for BlockSink {
         self.append_state(&stream)
     }
 
-    /// A source sends its devices once its guest is paused.
+    /// A source sends its devices after it has paused its guest, so this is the time of the pause.
     fn devices(&self, part: &[u8]) -> Result<(), MigrationError> {
         lock(&self.contents).paused.get_or_insert_with(seconds_now);
         self.append_state(part)
     }
 
-    /// The file could be restored from here on, but for its name.
+    /// From here on the file is restorable; only its name is missing.
     fn await_loaded(&self) -> Result<(), MigrationError> {
         self.end_state()?;
         self.write_index()?;
@@ -407,7 +407,7 @@ impl Sink for BlockSink {
     }
 
     fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
-        // Behind what was written before, which stays whole until the file has its name.
+        // Appended, because everything before must stay complete until the file has its name.
         let end = self.append(end)?;
         lock(&self.contents).end = Some(end);
         self.write_contents()?;
@@ -428,7 +428,7 @@ impl Sink for BlockSink {
         self.chosen.name
     }
 
-    /// The methods of the blocks, where auto has chosen them.
+    /// Returns the methods of the blocks, if `auto` chose them.
     fn methods(&self) -> Vec<MethodFigures> {
         if !self.chosen.is_auto() {
             return Vec::new();
@@ -446,7 +446,7 @@ impl Sink for BlockSink {
     }
 }
 
-/// Seconds from 1970 by this host's clock.
+/// Returns the seconds since 1970 by the clock of this host.
 fn seconds_now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |since| since.as_secs())
@@ -456,12 +456,12 @@ struct Writer<'a> {
     sink: &'a BlockSink,
     encoder: Option<Encoder>,
     payload: Vec<u8>,
-    /// What the encoder has made was read back once.
+    /// True once an encoded block was decoded as a test.
     is_checked: bool,
 }
 
 impl Writer<'_> {
-    /// Decodes the first block as a reader of the file will: the source gives its guest up for what is in there.
+    /// Decodes the first block as a reader of the file does, because the source gives up its guest for this content.
     fn check(&mut self, head: &BlockHead, pages: &[u8]) -> Result<(), MigrationError> {
         let (memory, control) = (&self.sink.memory, &self.sink.control);
         let mut blocks = Blocks::new(self.sink.seed, memory, control);
@@ -495,7 +495,7 @@ impl Writer<'_> {
 
 impl WritePages for Writer<'_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
-        // Zero pages take no space, whether the source has looked for them or not.
+        // Zero pages must take no space, even if the source did not detect them.
         batch.find_zero_pages();
         self.sink.complete.note(batch)?;
         let mut pages = batch.pages();

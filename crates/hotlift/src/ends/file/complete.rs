@@ -1,4 +1,4 @@
-//! Which pages of a stream have come, so that no file is taken for whole that lacks some.
+//! Tracks which pages of a stream have arrived, so that a file without some of them does not count as complete.
 
 use std::sync::Mutex;
 
@@ -13,13 +13,13 @@ use crate::lock::lock;
 use crate::pipe::batch::Batch;
 use crate::pipe::settings::LeftOut;
 
-/// Pages that share a bitmap: 128 MiB of RAM, 4 KiB. It is there only while some of them have come and some have not. A source
-/// sends RAM in order, so that few are there at a time, however much RAM there is.
+/// Pages that share a bitmap: 128 MiB of RAM, 4 KiB. The bitmap exists only while the part is incomplete. A source sends RAM in
+/// order, so only few bitmaps exist at a time, whatever the size of RAM.
 const PART: u64 = 1 << 15;
 
 const PART_BYTES: usize = 4 << 10;
 
-/// Pages that have come so far, as content or as zero.
+/// Pages received so far, with content or as zero pages.
 pub(super) struct Complete {
     blocks: Vec<Block>,
     memory: MemoryLimit,
@@ -31,26 +31,26 @@ struct Block {
     parts: Vec<Mutex<Part>>,
 }
 
-/// Which of its pages have come.
+/// Received pages of the part.
 enum Part {
     None,
     Some {
         came: DirtyBitmap,
-        /// How many have not.
+        /// Number of missing pages.
         missing: u64,
     },
     All,
 }
 
 impl Block {
-    /// How many pages a part has.
+    /// Returns the number of pages of a part.
     fn pages(&self, part: usize) -> u64 {
         let before = PART * part as u64;
         let all = self.length.div_ceil(PAGE_SIZE as u64);
         all.saturating_sub(before).min(PART)
     }
 
-    /// Whether every page has come that is plugged in `memory`, which is of this block.
+    /// Returns true if all pages that are plugged in `memory`, the device of this block, have arrived.
     fn has_all_of(&self, memory: &PluggableMemory) -> bool {
         let offset = |page: u64| page * PAGE_SIZE as u64;
         (0..).zip(&self.parts).all(|(index, part)| {
@@ -72,7 +72,7 @@ impl Block {
         })
     }
 
-    /// How many bytes have not come, and the byte offset of the first of them.
+    /// Returns the number of missing bytes, and the byte offset of the first one.
     fn missing(&self) -> (u64, Option<u64>) {
         let (mut count, mut first) = (0, None);
         for (index, part) in self.parts.iter().enumerate() {
@@ -93,7 +93,7 @@ impl Block {
 }
 
 impl Complete {
-    /// No pages of these RAM blocks. Those that come take their memory from `memory`.
+    /// Creates the record of these RAM blocks, without any pages. Received pages charge their memory to `memory`.
     pub fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit) -> Self {
         let part_length = PART * PAGE_SIZE as u64;
         let blocks = blocks.iter().map(|block| Block {
@@ -109,10 +109,10 @@ impl Complete {
         }
     }
 
-    /// Notes the pages of a batch, which lie in its block.
+    /// Records the pages of a batch, which are within its block.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// If the memory limit is reached.
     pub fn note(&self, batch: &Batch) -> Result<(), MigrationError> {
         let block = &self.blocks[batch.block];
         let page = |offset: &u64| offset / PAGE_SIZE as u64;
@@ -126,7 +126,7 @@ impl Complete {
         Ok(())
     }
 
-    /// Notes pages of one part.
+    /// Records pages of one part.
     fn note_in(
         &self,
         block: &Block,
@@ -158,8 +158,8 @@ impl Complete {
         Ok(())
     }
 
-    /// Checks that every page has come, but for those that the source leaves out, as it reports beside the stream or, of
-    /// virtio-mem, in the stream. That of the stream has each page, and decides where there is one for the block.
+    /// Checks that all pages have arrived, except those that the source reports as left out: beside the stream or, for
+    /// virtio-mem, in the stream. A report in the stream covers each page, and has precedence for its block.
     ///
     /// # Errors
     /// [`FileError::Incomplete`] with the first RAM block that lacks pages.
@@ -183,7 +183,7 @@ impl Complete {
                     let unplugged = left_out.unplugged(&block.name);
                     device.is_none() && unplugged.is_some_and(|bytes| missing <= bytes)
                 }
-                // A block of which nothing came is more than the guest's free pages.
+                // A block without any page lacks more than the guest's free pages.
                 LeftOut::Free => missing < block.length,
             };
             if let Some(offset) = first
@@ -206,7 +206,7 @@ mod tests {
 
     const PAGE: u64 = 4096;
 
-    /// Checks two blocks of 8 pages each, of which these pages of the second came.
+    /// Checks two blocks of 8 pages each, with all pages of the first and these of the second.
     fn check(pages: &[u64], left_out: &[LeftOut]) -> Option<String> {
         check_with(pages, left_out, &[])
     }
@@ -255,7 +255,7 @@ mod tests {
         assert!(check(&[], &[]).is_some());
     }
 
-    /// A device with blocks of 2 pages, whose RAM block is `mem0` of this path.
+    /// Returns a device with blocks of 2 pages, whose RAM block is `mem0` of this path.
     fn device_at(device: &str, pages: u64, plugged: u64) -> PluggableMemory {
         PluggableMemory {
             device: device.to_owned(),
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn exactly_what_a_device_in_the_stream_has_unplugged_may_be_left_out() {
-        // Pages 0, 1, 6 and 7.
+        // Pages 0, 1, 6 and 7 are plugged.
         let plugged = device(8, 0b1001);
         let check = |pages: &[u64], devices: &[PluggableMemory]| check_with(pages, &[], devices);
         assert_eq!(check(&[0, 1, 6, 7], std::slice::from_ref(&plugged)), None);
@@ -280,11 +280,11 @@ mod tests {
             None
         );
         assert!(check(&[0, 1, 6], std::slice::from_ref(&plugged)).is_some());
-        // Another device has unplugged more.
+        // Another device has more unplugged memory.
         let other = device_at("/other", 8, 0b0001);
         assert!(check(&[0, 1, 6], &[other, plugged.clone()]).is_some());
         assert!(check(&[0, 1, 6, 7], &[device(6, 0b0001)]).is_some());
-        // A report beside the stream does not go beyond it.
+        // A report beside the stream cannot extend the one in the stream.
         let beside = [unplugged("mem0", 8)];
         assert!(check_with(&[0, 1, 6], &beside, &[plugged]).is_some());
         assert_eq!(check_with(&[0, 1, 6], &beside, &[device(6, 0)]), None);
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn a_device_leaves_out_what_it_has_unplugged_of_one_block() {
-        // The path of the first is the beginning of another.
+        // The path of the first device is a prefix of the other.
         let blocks = ["a/mem0", "a:b/mem0"].map(|name| RamBlockEntry::new(name, 8 * PAGE));
         let complete = Complete::new(&blocks, &MemoryLimit::new(1 << 20));
         let [first, second] = ["a", "a:b"].map(|path| device_at(path, 8, 0));

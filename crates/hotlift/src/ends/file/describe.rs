@@ -1,4 +1,4 @@
-//! What is in a save file: read without a VM.
+//! Content of a save file, read without a VM.
 
 use std::path::Path;
 use std::time::UNIX_EPOCH;
@@ -17,80 +17,80 @@ use crate::control::Control;
 use crate::error::{MigrationError, error_line};
 use crate::options::Options;
 
-/// What a save file has.
+/// Content of a save file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Description {
-    /// Whose format it has.
+    /// Format of the file.
     pub format: FileFormat,
     /// Facts that the file states. A `mapped-ram` file states the machine, and perhaps the UUID.
     pub info: FileInfo,
-    /// Of a `mapped-ram` file, which keeps no time: seconds from 1970 to its last modification.
+    /// Last modification of a `mapped-ram` file, in seconds since 1970: the file itself stores no time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub modified: Option<u64>,
-    /// Of a `mapped-ram` file that can be read in part: why no further.
+    /// Reason why a `mapped-ram` file can be read only in part.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
-    /// Bytes of the file.
+    /// Length of the file, in bytes.
     pub file_bytes: u64,
-    /// The VM's RAM blocks.
+    /// RAM blocks of the VM.
     pub ram: Vec<RamDescription>,
-    /// Sections of devices that come before RAM.
+    /// Device sections before RAM.
     pub early: Vec<EarlyDescription>,
-    /// Devices, by the VM description at the end of the stream; `None` if it has none.
+    /// Number of devices, from the VM description at the end of the stream; `None` without a description.
     pub devices: Option<usize>,
-    /// vCPUs, by the same.
+    /// Number of vCPUs, from the same description.
     pub vcpus: Option<usize>,
-    /// Bytes of the devices' state.
+    /// Length of the device state, in bytes.
     pub device_bytes: u64,
-    /// Blocks of pages by method, with those whose pages have changed since they were written.
+    /// Blocks of pages by method, including blocks whose pages were rewritten later.
     pub shares: Vec<Share>,
-    /// Blocks whose pages were read, and found to be what was written; `None` if that was not asked for.
+    /// Number of blocks that were read and verified; `None` without verification.
     pub verified_blocks: Option<u64>,
 }
 
 /// A RAM block of a save file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RamDescription {
-    /// Its name.
+    /// Name of the block.
     pub name: String,
-    /// Its length, in bytes.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Pages of it that have content.
+    /// Pages with content.
     pub pages: u64,
 }
 
-/// A device's section before RAM.
+/// A device section before RAM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct EarlyDescription {
     /// Name of the device.
     pub name: String,
-    /// Bytes of its state.
+    /// Length of its state, in bytes.
     pub bytes: u64,
-    /// Bytes that a virtio-mem device has plugged, and bytes of its RAM block; `None` of another device.
+    /// Plugged bytes of a virtio-mem device, and bytes of its RAM block; `None` for another device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plugged: Option<(u64, u64)>,
 }
 
 impl Description {
-    /// Returns when the guest's clock stopped, in seconds from 1970: as the file keeps it, or by its last modification.
+    /// Returns the time when the guest's clock stopped, in seconds since 1970: stored in the file, or its last modification.
     #[must_use]
     pub fn saved_at(&self) -> u64 {
         self.modified.unwrap_or_else(|| self.info.saved_at())
     }
 
-    /// Bytes of pages that have content.
+    /// Returns the bytes of pages with content.
     #[must_use]
     pub fn content_bytes(&self) -> u64 {
         self.ram.iter().map(|block| block.pages * 4096).sum()
     }
 }
 
-/// Reads what is in a save file; with `verify` every page, too. A `mapped-ram` file, which has no checksums, is read as far as it
-/// can be.
+/// Reads the content of a save file; with `verify` also every page. A `mapped-ram` file, which has no checksums, is read as far
+/// as possible.
 ///
 /// # Errors
-/// [`MigrationError::File`] for a file that cannot be read, is of another format, or is not what was written. What a cancel
-/// of `control` says.
+/// [`MigrationError::File`] for a file that cannot be read, has another format, or is damaged. [`MigrationError::Cancelled`]
+/// after `control` is cancelled.
 pub fn describe(
     at: impl Into<Location>,
     verify: bool,
@@ -120,7 +120,7 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
             let entry = file.entry(index, page)?;
             pages += u64::from(entry.is_some());
             entries.extend(entry.map(|entry| (entry, page as u64)));
-            // No block has pages of two of these.
+            // No block crosses such a boundary.
             let is_last = page % 64 == 63 || page + 1 == file.pages(index);
             if !is_last {
                 continue;
@@ -159,7 +159,7 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
     })
 }
 
-/// What the stream in a file shows, and its RAM.
+/// Describes the stream in a file, and its RAM.
 fn of_stream(format: FileFormat, stream: &SavedStream, ram: Vec<RamDescription>) -> Description {
     let early = stream.early.all().map(|section| EarlyDescription {
         name: section.idstr.clone(),

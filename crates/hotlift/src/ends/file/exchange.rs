@@ -1,7 +1,7 @@
-//! One connection with a file server: questions and answers.
+//! One connection with a file server: requests and answers.
 //!
-//! A message has a deadline as a whole. A time-out between two bytes alone would be no limit: a server that sends a byte now and
-//! then would keep a guest waiting for as long as it likes.
+//! The deadline holds for a whole message. A timeout between bytes is no limit: a server that sends a byte now and then could
+//! block a guest for any time.
 
 use std::io::{self, Write as _};
 use std::time::{Duration, Instant};
@@ -17,27 +17,27 @@ use crate::error::{MigrationError, printable};
 use crate::remote::Remote;
 use crate::tls::TlsError;
 
-/// How long a connection may take.
+/// Time limit for a connection.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// How long a server may take for an answer, besides the time for its bytes. A host that lost its power acknowledges nothing, and
-/// TCP alone would try for a quarter of an hour.
+/// Time limit for an answer, in addition to the time for its bytes. A host that lost its power acknowledges nothing, and TCP
+/// alone would retry for a quarter of an hour.
 const ANSWER: Duration = Duration::from_secs(20);
 
-/// Bytes a second that are counted for the bytes of an answer: a fourth of what each of a restore's five connections has of a
-/// link with 10 Mbit/s.
+/// Rate in bytes per second for the time of an answer's bytes: a fourth of the share of each of a restore's five connections on
+/// a link with 10 Mbit/s.
 const SLOWEST: u64 = 64 << 10;
 
-/// Bytes of the file that are wanted.
+/// Requested bytes of the file.
 pub(super) struct Range<'a> {
     position: u64,
     into: &'a mut [u8],
-    /// How many of them there are: fewer only where the file ends.
+    /// Number of received bytes: less than requested only at the end of the file.
     pub got: usize,
 }
 
 impl<'a> Range<'a> {
-    /// All of `into`, from a position on.
+    /// Requests all of `into`, from a position on.
     pub(super) fn new((position, into): (u64, &'a mut [u8])) -> Self {
         Self {
             position,
@@ -47,18 +47,18 @@ impl<'a> Range<'a> {
     }
 }
 
-/// What a server says of a file.
+/// The server's description of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Opened {
     pub length: u64,
     pub id: u64,
 }
 
-/// Why a read came to nothing.
+/// Reason why a read failed.
 pub(super) enum Trouble {
-    /// The connection is of no use any more; another one may be.
+    /// The connection is unusable; a new one may work.
     Lost(ServerError),
-    /// The server could not read the file; the connection serves on.
+    /// The server could not read the file; the connection stays usable.
     Unread(FileError),
     Final(FileError),
 }
@@ -75,7 +75,7 @@ impl From<io::Error> for Trouble {
     }
 }
 
-/// How long bytes are waited for.
+/// Deadline for bytes.
 pub(super) struct Wait<'a> {
     until: Instant,
     stop: Stop<'a>,
@@ -110,7 +110,7 @@ impl<'a> Wait<'a> {
         Ok(())
     }
 
-    /// Reads a message into the empty `buffer`, and nothing behind it.
+    /// Reads one message into the empty `buffer`, and nothing after it.
     pub(super) fn receive<T>(
         &self,
         stream: &Stream,
@@ -133,7 +133,7 @@ impl<'a> Wait<'a> {
     }
 }
 
-/// A connection on which the file is open, unless nobody wants it any more.
+/// Connects and opens the file, unless `stop` ends the wait.
 pub(super) fn connect(
     file: &RemoteFile,
     visitor: u64,
@@ -190,7 +190,7 @@ pub(super) fn connect(
     }
 }
 
-/// Asks for all ranges, and takes the answers.
+/// Requests all ranges, and reads the answers.
 pub(super) fn exchange(
     mut stream: &Stream,
     file: &RemoteFile,
@@ -226,7 +226,7 @@ pub(super) fn exchange(
                 wait.read_exact(stream, &mut range.into[..length])?;
                 range.got = length;
             }
-            // The other answers are taken all the same: the connection serves on.
+            // The remaining answers are still read, so that the connection stays usable.
             Err(reason) => {
                 failure.get_or_insert(FileError::Unread {
                     file: file.to_string(),

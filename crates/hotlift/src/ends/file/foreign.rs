@@ -1,8 +1,8 @@
-//! Files that people take for a save file: recognised by their first bytes, with what reads them.
+//! Files that users mistake for a save file: recognised by their first bytes, with the tool that reads them.
 
 use crate::error::file::FileError;
 
-/// A recognised file: its first bytes, its kind, and what to do with it.
+/// A recognised kind of file: its first bytes, its name, and the advice to the user.
 type Kind = (&'static [u8], &'static str, &'static str);
 
 /// Magic numbers: RFC 1952, RFC 8878, the xz, bzip2 and LZ4 frame formats, QEMU's qcow2 specification, libvirt's save images
@@ -43,7 +43,7 @@ const KINDS: &[Kind] = &[
     ),
 ];
 
-/// Returns the error of a file that begins with these bytes, and is no save file.
+/// Returns the error for a file that begins with these bytes, and is no save file.
 pub(super) fn not_a_save(first: &[u8]) -> FileError {
     match recognise(first) {
         Some((is, instead)) => FileError::Foreign { is, instead },
@@ -51,7 +51,7 @@ pub(super) fn not_a_save(first: &[u8]) -> FileError {
     }
 }
 
-/// Returns what a file with these first bytes is, and what to do with it.
+/// Returns the kind of a file with these first bytes, and the advice to the user.
 fn recognise(first: &[u8]) -> Option<(&'static str, &'static str)> {
     let mut kinds = KINDS.iter();
     let (_, is, instead) = kinds.find(|(magic, ..)| first.starts_with(magic))?;

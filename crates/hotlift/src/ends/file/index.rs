@@ -1,8 +1,8 @@
-//! Where each page of a save file is, in memory (`block_sink` writes it): a word a page, in chunks that take memory when they
-//! are first needed.
+//! Positions of all pages of a save file, in memory (`block_sink` writes the index): one 64-bit entry per page, in chunks that
+//! are allocated on first use.
 //!
-//! A chunk is 4 KiB and stands for 2 MiB of RAM. So a file is open at once, whatever the size of its VM, and a source that
-//! says it has much RAM does not take memory for it before it sends the pages.
+//! A chunk has 4 KiB and covers 2 MiB of RAM. So a file opens at once, whatever the size of its VM. And a source that claims a
+//! large RAM takes no memory for it before it sends the pages.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,29 +12,29 @@ use hotlift_wire::RamBlockEntry;
 
 use super::layout::Entry;
 
-/// Words of a chunk.
+/// Entries of a chunk.
 pub(crate) const WORDS: usize = 512;
 
 /// Bytes of a chunk in the file.
 pub(crate) const CHUNK_LEN: usize = WORDS * 8;
 
-/// Chunks of a group, which is made when the first of them is: 1 GiB of RAM, 12 KiB. How many there are, a file says.
+/// Chunks of a group, allocated with its first chunk: 1 GiB of RAM, 12 KiB. The number of groups is a claim of the file.
 const GROUP: usize = 512;
 
 type Chunk = Box<[AtomicU64]>;
 
 type Group = Box<[OnceLock<Chunk>]>;
 
-/// The words of all pages.
+/// Entries of all pages.
 pub(crate) struct Index {
     groups: Vec<OnceLock<Group>>,
     chunks: usize,
-    /// For each RAM block its first chunk, and its pages.
+    /// First chunk and number of pages of each RAM block.
     blocks: Vec<(usize, usize)>,
 }
 
 impl Index {
-    /// Of the pages of these RAM blocks; nothing is in it yet.
+    /// Creates an empty index of the pages of these RAM blocks.
     pub(crate) fn new(blocks: &[RamBlockEntry]) -> Self {
         let mut chunks = 0;
         let blocks = blocks.iter().map(|block| {
@@ -62,7 +62,7 @@ impl Index {
         &self.groups[chunk / GROUP].get_or_init(new)[chunk % GROUP]
     }
 
-    /// Chunks of the index of these RAM blocks.
+    /// Returns the number of chunks for these RAM blocks.
     pub(crate) fn chunks_of(blocks: &[RamBlockEntry]) -> u64 {
         let each = blocks.iter().map(|block| block.used_length);
         each.map(|bytes| bytes.div_ceil((WORDS * PAGE_SIZE) as u64))
@@ -73,28 +73,28 @@ impl Index {
         self.chunks
     }
 
-    /// RAM blocks.
+    /// Returns the number of RAM blocks.
     pub(crate) fn blocks(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Pages of a RAM block.
+    /// Returns the number of pages of a RAM block.
     pub(crate) fn pages(&self, block: usize) -> usize {
         self.blocks[block].1
     }
 
-    /// The chunk that a page is in, and its word there; `None` if there is no such page.
+    /// Returns the chunk of a page and its entry there, or `None` if the page does not exist.
     pub(crate) fn place(&self, block: usize, page: usize) -> Option<(usize, usize)> {
         let (first, pages) = *self.blocks.get(block)?;
         (page < pages).then_some((first + page / WORDS, page % WORDS))
     }
 
-    /// Whether a chunk has its words.
+    /// Returns true if a chunk has its entries.
     pub(crate) fn has(&self, chunk: usize) -> bool {
         self.chunk(chunk).is_some()
     }
 
-    /// Gives a chunk its words, as they are in the file; one of zeros takes no memory.
+    /// Sets the entries of a chunk from its bytes in the file. A chunk of zeros takes no memory.
     pub(crate) fn fill(&self, chunk: usize, bytes: &[u8; CHUNK_LEN]) {
         if *bytes == [0; CHUNK_LEN] {
             let _ = self.place_of(chunk).set(Chunk::default());
@@ -105,7 +105,7 @@ impl Index {
         let _ = self.place_of(chunk).set(words.collect());
     }
 
-    /// The words of a chunk, as they are in the file; `None` if all are 0.
+    /// Returns the bytes of a chunk for the file, or `None` if all are 0.
     pub(crate) fn bytes(&self, chunk: usize) -> Option<[u8; CHUNK_LEN]> {
         let words = self.chunk(chunk)?;
         let mut bytes = [0; CHUNK_LEN];
@@ -115,13 +115,13 @@ impl Index {
         Some(bytes)
     }
 
-    /// What is known of a page at that place; `None`: it is zero.
+    /// Returns the entry of a page, or `None` for a zero page.
     pub(crate) fn get(&self, (chunk, word): (usize, usize)) -> Option<Entry> {
         let word = self.chunk(chunk)?.get(word)?;
         Entry::decode(word.load(Ordering::Relaxed))
     }
 
-    /// A page is there from now on, or is zero; what it was before.
+    /// Sets the entry of a page, with `None` for a zero page, and returns the previous one.
     pub(crate) fn set(&self, (chunk, word): (usize, usize), entry: Option<Entry>) -> Option<Entry> {
         if entry.is_none() && self.chunk(chunk).is_none() {
             return None;

@@ -9,7 +9,7 @@ use rustix::fs::{Access, Mode, OFlags};
 
 use super::FileError;
 
-/// Name of a kind that is not a regular file; `None` for a regular file.
+/// Returns the name of a kind that is not a regular file; `None` for a regular file.
 pub(super) fn not_regular(kind: FileType) -> Option<&'static str> {
     let names = [
         (kind.is_symlink(), "a symbolic link"),
@@ -23,10 +23,10 @@ pub(super) fn not_regular(kind: FileType) -> Option<&'static str> {
     named.or_else(|| (!kind.is_file()).then_some("no regular file"))
 }
 
-/// Opens a file to be read at any position. Never waits: the open of a FIFO would, until another process writes to it.
+/// Opens a file for random access. Never blocks: the open of a FIFO would, until another process writes to it.
 ///
 /// # Errors
-/// [`FileError::NotReadable`] for anything else than a regular file or a block device; [`FileError::Read`].
+/// [`FileError::NotReadable`] for anything but a regular file or a block device; [`FileError::Empty`]; [`FileError::Read`].
 pub fn open(path: &Path) -> Result<File, FileError> {
     let check = |kind: FileType| match not_regular(kind).filter(|_| !kind.is_block_device()) {
         Some(is) => Err(FileError::NotReadable {
@@ -36,15 +36,15 @@ pub fn open(path: &Path) -> Result<File, FileError> {
         None => Ok(()),
     };
     let failed = |source| FileError::read(path, source);
-    // A socket cannot be opened, and the open of a device may have effects.
+    // A socket cannot be opened, and opening a device may have effects.
     check(fs::metadata(path).map_err(failed)?.file_type())?;
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, Mode::empty());
     let file = File::from(opened.map_err(|errno| failed(errno.into()))?);
-    // Another file may have taken the name in between.
+    // Another file may have replaced it in between.
     let there = file.metadata().map_err(failed)?;
     check(there.file_type())?;
-    // A block device has no length here.
+    // The metadata of a block device has no length.
     if there.is_file() && there.len() == 0 {
         return Err(FileError::Empty {
             path: path.to_owned(),
@@ -53,7 +53,7 @@ pub fn open(path: &Path) -> Result<File, FileError> {
     Ok(file)
 }
 
-/// The folder that a file is in.
+/// Returns the folder of a file.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -61,11 +61,11 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Checks that a save could create its file, or replace what has its name, before anything else is begun.
+/// Checks, before a save begins, that it can create its file or replace an existing one.
 ///
 /// # Errors
-/// [`FileError::NotReplaced`] for anything else than a regular file; [`FileError::Write`] where the folder is not there, or
-/// takes no file.
+/// [`FileError::NotReplaced`] for anything other than a regular file; [`FileError::Write`] if the folder does not exist or is
+/// not writable.
 pub fn check_target(path: &Path) -> Result<(), FileError> {
     let failed = |source| FileError::Write {
         path: path.to_owned(),

@@ -1,19 +1,19 @@
-//! The save file's layout, as bytes and values.
+//! Layout of the save file, as bytes and values.
 //!
 //! ```text
 //! header    magic(8)  be32 version  be32 length  JSON                       be32 CRC-32 of all before
 //! blocks    be32 CRC of its position and the rest  be32 method  be16 RAM block  be16 0  be32 length  be64 first page  be64 which | bytes
 //! state     the main channel of a migration without its pages: configuration, RAM blocks, devices, EOF
-//! index     for each RAM block, for each of its pages, in whole chunks of 512: be64 where it is; 0: it is zero
+//! index     for each RAM block, for each of its pages, in whole chunks of 512: be64 position entry; 0: zero page
 //! checks    be32 CRC of each chunk of the index
-//! end       EOF and VM description, in place of the state's EOF and what follows it
-//! contents  JSON: where the parts are, and their CRCs
+//! end       EOF and VM description, replaces the state's EOF and the data after it
+//! contents  JSON: positions and CRCs of the parts
 //! foot      be32 length of the contents  be32 their CRC  "HLSAVEnd"
 //! ```
 //!
-//! A block holds up to 64 pages from 64 in a row, all of one RAM block, compressed together: bit n of `which` is page
-//! `first page` + n. What a page was before stays in the file where it was: the index names its last content. Every CRC
-//! but the header's starts with the header's, so that parts of another file are not taken for this one's.
+//! A block has up to 64 pages from an aligned run of 64, all of one RAM block, compressed together. Bit n of `which` is page
+//! `first page` + n. Old content of a page stays in the file; the index has the position of the latest. Every CRC except the
+//! header's is seeded with the header's, so that a part of another file fails the check.
 
 use super::foreign::not_a_save;
 use hotlift_wire::multifd::Method;
@@ -22,10 +22,10 @@ use serde_json::Value;
 
 use super::FileError;
 
-/// First bytes of a file. The line end shows a transfer as text.
+/// First bytes of a file. The line end detects a transfer in text mode.
 pub(crate) const MAGIC: [u8; 8] = *b"HLSAVE\r\n";
 
-/// Version of the format. Another one is refused by name.
+/// Version of the format. The error for another version names it.
 pub(crate) const VERSION: u32 = 3;
 
 /// Last bytes of a file.
@@ -40,68 +40,67 @@ pub(crate) const BLOCK_HEAD_LEN: usize = 32;
 /// Bytes of the foot.
 pub(crate) const FOOT_LEN: usize = 16;
 
-/// Longest JSON text, in bytes; ours have some hundreds.
+/// Maximum length of a JSON text, in bytes; Hotlift's have some hundreds.
 pub(crate) const JSON_MAX: usize = 64 << 10;
 
-/// Pages of one block that is written, a power of two up to 64. Measured on nine Silesia files with zstd 1 (an AMD EPYC): blocks
-/// of 4 KiB leave 0.40 of the bytes, of 16 KiB 0.34, of 32 KiB 0.33, of 64 KiB 0.32, of 256 KiB 0.30, and a page that a guest
-/// waits for waits for the decoding of its block: 8, 25, 39, 73, 283 us. A dictionary of the pages' own changes that by 0.01.
+/// Pages of a written block, a power of two up to 64. Measured on nine Silesia files with zstd 1 (an AMD EPYC): blocks of 4 KiB
+/// leave 0.40 of the bytes, 16 KiB 0.34, 32 KiB 0.33, 64 KiB 0.32, 256 KiB 0.30. A guest that waits for a page waits for the
+/// decoding of its block: 8, 25, 39, 73, 283 us. A dictionary built from the pages changes the ratio by 0.01.
 pub(crate) const BLOCK_PAGES: u64 = 8;
 
-/// Pages that a block's bits can name.
+/// Pages that the bits of a block can address.
 pub(crate) const WINDOW: u64 = 64;
 
-/// What a save file says of itself.
+/// Facts that a save file states.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileInfo {
-    /// The source's machine, e.g. `pc-i440fx-10.0`; empty for a machine type up to 2.3, which does not send its name.
+    /// Machine of the source, e.g. `pc-i440fx-10.0`; empty for a machine type up to 2.3, which does not send its name.
     pub machine: String,
-    /// The VM's UUID, 32 hexadecimal digits; all zero if it has none.
+    /// UUID of the VM, 32 hexadecimal digits; all zero if it has none.
     pub uuid: String,
-    /// Page compression method of what shrinks.
+    /// Compression method of the pages that shrink.
     pub method: String,
-    /// Seconds from 1970 to the moment when the file was begun.
+    /// Time when the file was created, in seconds since 1970.
     pub begun: u64,
     /// Version of Hotlift that wrote the file.
     pub hotlift: String,
-    /// Random: no other file has it.
+    /// Random id of this file.
     pub id: u64,
-    /// Description of the source's VM, as the command that wrote the file has it.
+    /// Description of the source's VM, from the command that wrote the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<Value>,
-    /// Id of the file that has the pages that are not in this one. None is written so far, and none read.
+    /// Id of the base file, which has the pages that this one lacks. So far none is written, and none is read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<u64>,
-    /// QEMU's property `multifd-flush-after-each-section`, where the source has shown it by its multifd channels. A reader that
-    /// does not know the field decides without it.
+    /// QEMU's property `multifd-flush-after-each-section`, if the source's multifd channels have shown it. Readers that do not
+    /// know the field work without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flush_after_each_section: Option<bool>,
-    /// Seconds from 1970 to the moment when the guest was paused, from the file's table of contents; `None` in files of older
-    /// versions.
+    /// Time when the guest was paused, in seconds since 1970, from the table of contents; `None` in files of older versions.
     #[serde(default, skip_deserializing, skip_serializing_if = "Option::is_none")]
     pub paused: Option<u64>,
 }
 
 impl FileInfo {
-    /// Returns when the guest's clock stopped, in seconds from 1970. In a file of an older version it is when the save began.
+    /// Returns the time when the guest's clock stopped, in seconds since 1970; for a file of an older version its creation.
     #[must_use]
     pub fn saved_at(&self) -> u64 {
         self.paused.unwrap_or(self.begun)
     }
 
-    /// The text of a VM's UUID.
+    /// Returns the text of a VM's UUID.
     pub(crate) fn uuid_text(uuid: [u8; 16]) -> String {
         uuid.map(|byte| format!("{byte:02x}")).concat()
     }
 
-    /// The VM's UUID, if the text is one.
+    /// Returns the VM's UUID, if the text is valid.
     pub(crate) fn uuid_bytes(&self) -> Option<[u8; 16]> {
         let digits = u128::from_str_radix(&self.uuid, 16).ok()?;
         Some(digits.to_be_bytes())
     }
 }
 
-/// The file's header, and its CRC.
+/// Encodes the file's header, and returns it with its CRC.
 pub(crate) fn header(info: &FileInfo) -> Result<(Vec<u8>, u32), FileError> {
     let json = serde_json::to_vec(info).map_err(|source| FileError::Info { source })?;
     let length = u32::try_from(json.len()).unwrap_or(u32::MAX);
@@ -114,7 +113,7 @@ pub(crate) fn header(info: &FileInfo) -> Result<(Vec<u8>, u32), FileError> {
     Ok((bytes, crc))
 }
 
-/// Length of the JSON text that follows the first [`HEAD_LEN`] bytes of a file.
+/// Returns the length of the JSON text after the first [`HEAD_LEN`] bytes of a file.
 pub(crate) fn info_len(head: &[u8; HEAD_LEN]) -> Result<usize, FileError> {
     let [version, length] = [be32(head, 8), be32(head, 12)];
     if head[..8] != MAGIC {
@@ -132,7 +131,7 @@ pub(crate) fn info_len(head: &[u8; HEAD_LEN]) -> Result<usize, FileError> {
         .ok_or(damaged("the header", 0))
 }
 
-/// Reads the rest of a header: the JSON text and the CRC, of which `head` is the first part.
+/// Decodes the rest of a header, the JSON text and the CRC; `head` is its first part.
 pub(crate) fn read_info(head: &[u8; HEAD_LEN], rest: &[u8]) -> Result<(FileInfo, u32), FileError> {
     let (json, crc) = rest
         .split_last_chunk()
@@ -148,33 +147,33 @@ pub(crate) fn read_info(head: &[u8; HEAD_LEN], rest: &[u8]) -> Result<(FileInfo,
     Ok((info, crc))
 }
 
-/// Sums up the CRC of a part of the file whose header has the CRC `seed`.
+/// Returns a CRC hasher for a part of the file whose header has the CRC `seed`.
 pub(crate) fn hasher(seed: u32) -> crc32fast::Hasher {
     crc32fast::Hasher::new_with_initial(seed)
 }
 
-/// CRC of a part of the file whose header has the CRC `seed`.
+/// Returns the CRC of a part of the file whose header has the CRC `seed`.
 pub(crate) fn crc_of(seed: u32, parts: &[&[u8]]) -> u32 {
     let mut hasher = hasher(seed);
     parts.iter().for_each(|part| hasher.update(part));
     hasher.finalize()
 }
 
-/// What a block says of itself.
+/// Head of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockHead {
     pub method: Method,
     /// Index of the RAM block.
     pub ram_block: usize,
-    /// Bytes of its payload.
+    /// Length of the payload, in bytes.
     pub length: usize,
-    /// Number of the page that bit 0 of `which` means.
+    /// Number of the page of bit 0 of `which`.
     pub first: u64,
     pub which: u64,
 }
 
 impl BlockHead {
-    /// A block of these pages, whose numbers rise; as many of them as fit one block come first, and how many those are.
+    /// Returns a block with as many of these pages, in ascending order, as fit, and the number of these pages.
     pub(crate) fn of(ram_block: usize, pages: impl Iterator<Item = u64>) -> Option<(Self, usize)> {
         let mut pages = pages.peekable();
         let first = pages.peek().map(|page| page / BLOCK_PAGES * BLOCK_PAGES)?;
@@ -198,7 +197,7 @@ impl BlockHead {
         Some((head, count))
     }
 
-    /// Its pages, in the order of their content.
+    /// Returns its page numbers, in the order of their content.
     pub(crate) fn pages(&self) -> impl Iterator<Item = u64> + use<> {
         let (first, which) = (self.first, self.which);
         (0..WINDOW)
@@ -206,12 +205,12 @@ impl BlockHead {
             .map(move |place| first + place)
     }
 
-    /// How many pages it has.
+    /// Returns the number of its pages.
     pub(crate) fn len(&self) -> usize {
         self.which.count_ones() as usize
     }
 
-    /// The head of a block with that payload at byte `position`.
+    /// Encodes the head of a block with that payload at byte `position`.
     pub(crate) fn encode(&self, seed: u32, position: u64, payload: &[u8]) -> [u8; BLOCK_HEAD_LEN] {
         let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
         let ram_block = u16::try_from(self.ram_block).unwrap_or(u16::MAX);
@@ -226,8 +225,8 @@ impl BlockHead {
         bytes
     }
 
-    /// Reads and checks the block at the start of `bytes`, which are from byte `position` on and may go on behind it: its
-    /// head, and its payload. `None` if it is not what was written there.
+    /// Decodes and verifies the block at the start of `bytes`, which begin at byte `position` and may extend past the block.
+    /// Returns its head and its payload, or `None` if it is damaged.
     pub(crate) fn decode(bytes: &[u8], seed: u32, position: u64) -> Option<(Self, &[u8])> {
         let (head, rest) = bytes.split_first_chunk::<BLOCK_HEAD_LEN>()?;
         let length = usize::try_from(be32(head, 12)).ok()?;
@@ -248,27 +247,27 @@ impl BlockHead {
     }
 }
 
-/// Where a page is: in which block, and at what place among its pages.
+/// Position of a page: its block, and its index among the pages of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
-    /// Of the block's first byte.
+    /// Position of the block's first byte.
     pub position: u64,
-    /// Bytes of the block, rounded up to [`Entry::UNIT`].
+    /// Length of the block in bytes, rounded up to [`Entry::UNIT`].
     pub length: usize,
     pub place: usize,
 }
 
 impl Entry {
-    /// What lengths are counted in, in bytes.
+    /// Unit of lengths, in bytes.
     const UNIT: usize = 64;
     const PLACE_BITS: u32 = 6;
     const LENGTH_BITS: u32 = 14;
     const POSITION_BITS: u32 = u64::BITS - Self::PLACE_BITS - Self::LENGTH_BITS;
 
-    /// Longest file, in bytes: 16 TiB.
+    /// Maximum length of a file, in bytes: 16 TiB.
     pub(crate) const LAST_POSITION: u64 = (1 << Self::POSITION_BITS) - 1;
 
-    /// As the index has it; never 0, since a header comes before all blocks.
+    /// Encodes the entry for the index. It is never 0, because a header precedes all blocks.
     pub(crate) fn encode(self) -> u64 {
         let units = self.length.div_ceil(Self::UNIT) as u64;
         self.position << (Self::PLACE_BITS + Self::LENGTH_BITS)
@@ -276,7 +275,7 @@ impl Entry {
             | self.place as u64
     }
 
-    /// What the index says of a page; `None`: it is zero.
+    /// Decodes an entry of the index, with `None` for a zero page.
     pub(crate) fn decode(word: u64) -> Option<Self> {
         let part = |from: u32, bits: u32| {
             usize::try_from(word >> from & ((1 << bits) - 1)).unwrap_or(usize::MAX)
@@ -289,7 +288,7 @@ impl Entry {
     }
 }
 
-/// A part of the file with a CRC of its own.
+/// A part of the file with its own CRC.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Part {
     pub position: u64,
@@ -297,41 +296,41 @@ pub(crate) struct Part {
     pub crc: u32,
 }
 
-/// What is in blocks of one method.
+/// Blocks of one method.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
-    /// The method.
+    /// Name of the method.
     pub method: String,
-    /// Blocks, with those whose pages have changed since.
+    /// Number of blocks, including those whose pages were rewritten later.
     pub blocks: u64,
-    /// Their pages.
+    /// Number of their pages.
     pub pages: u64,
     /// Their bytes in the file.
     pub bytes: u64,
 }
 
-/// The last JSON text of a file: where everything is.
+/// Table of contents: the last JSON text of a file, with the positions of its parts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Contents {
-    /// Where the index begins.
+    /// Position of the index.
     pub index: u64,
     pub checks: Part,
     pub state: Part,
-    /// Where EOF is in the state.
+    /// Offset of EOF in the state.
     pub eof: u64,
-    /// EOF and VM description, in place of what the state has from EOF on.
+    /// EOF and VM description, which replace the state's data from EOF on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end: Option<Part>,
-    /// From here on blocks have pages that were sent again: the guest wrote them last.
+    /// Position from which on blocks have pages that were sent again: the guest wrote them last.
     pub written_last: u64,
-    /// Seconds from 1970 to the moment when the guest was paused.
+    /// Time when the guest was paused, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused: Option<u64>,
     pub shares: Vec<Share>,
 }
 
 impl Contents {
-    /// The contents and the foot.
+    /// Encodes the contents and the foot.
     pub(crate) fn encode(&self, seed: u32) -> Result<Vec<u8>, FileError> {
         let mut bytes = serde_json::to_vec(self).map_err(|source| FileError::Info { source })?;
         let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
@@ -342,7 +341,7 @@ impl Contents {
         Ok(bytes)
     }
 
-    /// Length of the JSON text before a foot at `position`, the last bytes of a file.
+    /// Returns the length of the JSON text before the foot at `position`, the last bytes of a file.
     pub(crate) fn length(foot: &[u8; FOOT_LEN], position: u64) -> Result<usize, FileError> {
         if foot[8..] != END {
             return Err(FileError::Truncated { position });
@@ -353,7 +352,7 @@ impl Contents {
             .ok_or(damaged("the foot", position))
     }
 
-    /// Reads the JSON text that begins at `position`, of which `foot` says the CRC.
+    /// Decodes the JSON text that begins at `position`; `foot` has its CRC.
     pub(crate) fn decode(
         json: &[u8],
         foot: &[u8; FOOT_LEN],

@@ -1,4 +1,4 @@
-//! Where a save file is: in this host's file system, or where another host hands it out.
+//! Location of a save file: in the file system of this host, or on the file server of another host.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -9,31 +9,31 @@ use hotlift_net::transport::{Address, TransportError};
 
 use crate::tls::Tls;
 
-/// Where a save file is.
+/// Location of a save file.
 #[derive(Debug, Clone)]
 pub enum Location {
-    /// In this host's file system.
+    /// Path in the file system of this host.
     Path(PathBuf),
-    /// Where `hotlift serve --files` hands it out.
+    /// File on a server of `hotlift serve --files`.
     Server(RemoteFile),
 }
 
-/// A file that a server hands out.
+/// A file on a file server.
 #[derive(Debug, Clone)]
 pub struct RemoteFile {
-    /// Where the server listens.
+    /// Address of the server.
     pub address: Address,
-    /// The file's name there, without a path.
+    /// Name of the file there, without a path.
     pub name: String,
-    /// TLS to the server; none if it is `None`.
+    /// TLS to the server; `None` for a plain connection.
     pub tls: Option<Arc<Tls>>,
 }
 
 impl Location {
-    /// What a user gives: `tcp:HOST:PORT/NAME`, `unix:PATH/NAME`, or else a path. No TLS is set.
+    /// Parses a user's argument: `tcp:HOST:PORT/NAME`, `unix:PATH/NAME`, or else a path. Sets no TLS.
     ///
     /// # Errors
-    /// [`TransportError`] for what begins like an address, and is none with a name behind it.
+    /// [`TransportError`] for a text that begins like an address, but is not an address followed by a name.
     pub fn parse(text: &OsStr) -> Result<Self, TransportError> {
         let is_address = |bytes: &[u8]| bytes.starts_with(b"tcp:") || bytes.starts_with(b"unix:");
         let uri = match text.to_str() {
@@ -58,7 +58,7 @@ impl Location {
         }))
     }
 
-    /// The server's address, of a file that has one.
+    /// Returns the server's address, if the file is on a server.
     #[must_use]
     pub fn server(&self) -> Option<&Address> {
         match self {
@@ -67,7 +67,7 @@ impl Location {
         }
     }
 
-    /// The same, read over TLS if its server is another host's.
+    /// Sets the TLS of the connection to the server; does nothing for a path.
     #[must_use]
     pub fn with_tls(mut self, tls: Option<Arc<Tls>>) -> Self {
         if let Self::Server(file) = &mut self {

@@ -1,4 +1,4 @@
-//! Pages that a damaged file has lost, where the operator wants to go on without them: they become zero pages.
+//! Pages lost in a damaged file. If the operator wants to continue without them, they become zero pages.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,13 +13,13 @@ use crate::lock::lock;
 /// Pages whose content is lost with one part of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LostPages {
-    /// What is wrong with the part.
+    /// Damage of the part.
     pub reason: String,
-    /// Byte of the file where it begins.
+    /// File position of the part.
     pub position: u64,
     /// Name of the RAM block.
     pub block: String,
-    /// The pages, as byte offsets in the RAM block.
+    /// Byte offsets of the pages in the RAM block.
     pub offsets: Vec<u64>,
 }
 
@@ -39,12 +39,12 @@ impl fmt::Display for LostPages {
     }
 }
 
-/// What was lost so far, by where it was in the file.
+/// Lost pages, by the file position of the damaged part.
 #[derive(Debug, Default)]
 pub(crate) struct Lost(Mutex<BTreeMap<u64, LostPages>>);
 
 impl Lost {
-    /// Keeps what `lost` describes, with the part of the file at `position`; returns it unless that is known already.
+    /// Records the result of `lost` for the part of the file at `position`. Returns it unless the part is already known.
     pub(super) fn keep(
         &self,
         position: u64,
@@ -59,13 +59,13 @@ impl Lost {
         Some(lost)
     }
 
-    /// All that was lost.
+    /// Returns all lost pages.
     pub(crate) fn all(&self) -> Vec<LostPages> {
         lock(&self.0).values().cloned().collect()
     }
 }
 
-/// Whether an error is of one part of a file, and others can be read all the same.
+/// Returns true if an error concerns one part of a file, so that others are still readable.
 pub(crate) fn is_of_a_part(error: &MigrationError) -> bool {
     match error {
         MigrationError::File(error) => !error.is_final(),

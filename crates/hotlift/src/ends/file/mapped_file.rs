@@ -18,7 +18,7 @@ use crate::error::MigrationError;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 
-/// A file whose stream was walked and found good.
+/// A file whose stream was read and verified.
 pub(crate) struct MappedFile {
     file: PlaceReader,
     stream: SavedStream,
@@ -27,7 +27,7 @@ pub(crate) struct MappedFile {
 
 struct Block {
     place: MappedBlock,
-    /// A bit a page: 1 if it is in the file.
+    /// One bit per page: 1 if the page is in the file.
     bitmap: Vec<u64>,
 }
 
@@ -38,17 +38,17 @@ impl Block {
 }
 
 impl MappedFile {
-    /// Walks the stream that starts at byte `offset` of the file, over the pages to its last byte.
+    /// Reads the stream that starts at byte `offset` of the file, skipping the pages, to its last byte.
     pub(crate) fn open(path: &Path, offset: u64) -> Result<Self, FileError> {
         let mut source = Self::unread(path)?;
         source.read(offset)?;
         Ok(source)
     }
 
-    /// The same of a file that may be damaged or cut short: as far as it can be read, and why no further.
+    /// Reads a file that may be damaged or truncated as far as possible, and returns the error that ended it.
     ///
     /// # Errors
-    /// [`FileError`] for a file of which not even the machine can be read.
+    /// [`FileError`] if not even the machine can be read.
     pub(crate) fn open_partly(
         path: &Path,
         offset: u64,
@@ -75,12 +75,12 @@ impl MappedFile {
         self.find_end(devices_at, length)
     }
 
-    /// Bytes of the file.
+    /// Returns the length of the file, in bytes.
     pub(crate) fn length(&self) -> u64 {
         self.file.length()
     }
 
-    /// Pages of each RAM block that are in the file, in the order of the blocks.
+    /// Returns the number of pages in the file for each RAM block, in the order of the blocks.
     pub(crate) fn pages_in_file(&self) -> impl Iterator<Item = u64> {
         self.blocks.iter().map(|block| {
             let pages = block.place.entry.used_length / PAGE_SIZE as u64;
@@ -89,7 +89,7 @@ impl MappedFile {
         })
     }
 
-    /// Reads everything before the devices; returns where they are.
+    /// Reads everything before the devices, and returns their position.
     fn walk(&mut self, offset: u64, length: u64) -> Result<u64, FileError> {
         let mut decoder = MappedRamDecoder::new(offset, length);
         let mut input = vec![0; limits::MAPPED_RAM_RECORD];
@@ -99,7 +99,7 @@ impl MappedFile {
             let step = decoder.next(&input[..available]);
             let event = match step {
                 Ok(MappedStep::Event(event)) => event,
-                // Only an early section is longer than what was read.
+                // Only an early section is longer than the read buffer.
                 Ok(MappedStep::Need(_))
                     if available == input.len() && available < limits::MAIN_RECORD =>
                 {
@@ -122,7 +122,7 @@ impl MappedFile {
                     configuration.capabilities.retain(|name| name != MAPPED_RAM);
                     self.stream.configuration = configuration;
                 }
-                // Nobody reads the answers.
+                // Not kept: there is no source to answer to.
                 MappedEvent::Command(Command::OpenReturnPath | Command::Ping(_)) => {}
                 MappedEvent::Command(Command::PostcopyAdvise { .. }) => {
                     let source = WireError::Unsupported {
@@ -146,8 +146,8 @@ impl MappedFile {
         }
     }
 
-    /// Reads a block's bitmap. The decoder has seen that it lies in the file, with its pages; but a
-    /// sparse file can have any length.
+    /// Reads the bitmap of a block. The decoder has checked that bitmap and pages are within the file, but a sparse file can
+    /// have any length.
     fn read_bitmap(&self, place: &MappedBlock) -> Result<Vec<u64>, FileError> {
         let before = self.blocks.iter().map(|block| &block.place.entry);
         check_ram(before.chain([&place.entry])).map_err(|source| FileError::Stream {
@@ -161,7 +161,7 @@ impl MappedFile {
         Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
     }
 
-    /// Finds the devices, and reads EOF and the VM description, to the file's last byte.
+    /// Finds the devices, and reads EOF and the VM description, up to the file's last byte.
     fn find_end(&mut self, position: u64, length: u64) -> Result<(), FileError> {
         let mut search = EofSearch::default();
         let (mut held, mut at) = (Vec::new(), position);
@@ -191,8 +191,8 @@ impl MappedFile {
                 });
             }
         }
-        // The only sign that the devices are whole; a file of a machine that writes no description
-        // (suppress-vmdesc) cannot be told from one that was cut short.
+        // The VM description is the only proof that the devices are complete. A machine without it (suppress-vmdesc) writes
+        // files that look like truncated ones.
         Err(FileError::Truncated { position })
     }
 }
@@ -219,7 +219,7 @@ impl Places for MappedFile {
         Ok(())
     }
 
-    /// Neighbours in the file are read at once.
+    /// Reads neighbouring pages of the file together.
     fn fill(
         &self,
         (): &mut (),

@@ -24,20 +24,20 @@ use crate::pipe::batch::Batch;
 use crate::pipe::settings::{LeftOut, RelaySettings};
 use crate::pipe::sink::{HasTaken, Opening, Sink, WritePages};
 
-/// Bitmap words that are written at once.
+/// Bitmap words in one write.
 const WORDS: usize = 8192;
 
-/// A file on its way; the relay's pages go straight to their places.
+/// A file under construction. Pages are written directly to their offsets.
 pub(crate) struct MappedRamSink {
     file: PartialFile,
-    /// Where the stream goes on.
+    /// Position of the next bytes of the stream.
     position: AtomicU64,
     section_id: u32,
     blocks: Vec<Block>,
     complete: Complete,
     workers: usize,
     left_out: Vec<LeftOut>,
-    /// What virtio-mem devices have plugged.
+    /// Plugged memory of virtio-mem devices.
     memory_devices: Mutex<Vec<PluggableMemory>>,
     pacer: Arc<Pacer>,
     control: Control,
@@ -51,8 +51,8 @@ struct Block {
 }
 
 impl MappedRamSink {
-    /// Begins the file that will be called `path`, up to the devices behind the RAM blocks, written by as many threads as the
-    /// options have multifd channels.
+    /// Creates the file to be named `path`, up to the devices after the RAM blocks. It has one writing thread per multifd
+    /// channel of the options.
     pub(crate) fn create(
         path: &Path,
         settings: &RelaySettings,
@@ -106,7 +106,7 @@ impl MappedRamSink {
         Ok(())
     }
 
-    /// Writes what comes next in the stream.
+    /// Appends to the stream.
     fn append(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         let position = self
             .position
@@ -158,7 +158,7 @@ impl Sink for MappedRamSink {
         Ok(Box::new(Writer(self)))
     }
 
-    /// Nobody answers a PING in a file; QEMU refuses one without a return path.
+    /// A PING is left out: a file cannot answer it, and QEMU rejects one without a return path.
     fn command(&self, command: Command) -> Result<(), MigrationError> {
         if command != Command::SwitchoverStart {
             return Ok(());
@@ -173,7 +173,7 @@ impl Sink for MappedRamSink {
         self.append(&section.bytes)
     }
 
-    /// Pages have one place each: what is written later is what counts.
+    /// No barrier is needed: each page has one place, and a later write replaces an earlier one.
     fn barrier(&self) -> Result<(), MigrationError> {
         Ok(())
     }
@@ -235,7 +235,7 @@ struct Writer<'a>(&'a MappedRamSink);
 
 impl WritePages for Writer<'_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
-        // Zero pages take no space, whether the source has looked for them or not.
+        // Zero pages must take no space, even if the source did not detect them.
         batch.find_zero_pages();
         self.0.complete.note(batch)?;
         let block = &self.0.blocks[batch.block];
@@ -267,7 +267,7 @@ mod tests {
 
     use crate::pipe::sink::RamLayout;
 
-    /// Begins a file of a VM with these capabilities and this RAM.
+    /// Creates a file of a VM with these capabilities and this RAM.
     fn create(
         path: &Path,
         capabilities: &[&str],
@@ -291,12 +291,12 @@ mod tests {
         MappedRamSink::create(path, &settings, opening, &memory, &Control::default())
     }
 
-    /// What the file has of the first pages of the first block, after `write` did its work.
+    /// Returns the first pages of the first block in the file after `write`.
     fn written(write: impl FnOnce(&MappedRamSink, &mut Writer<'_>)) -> Vec<Option<Vec<u8>>> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
         let sink = create(&path, &[], &[("ram", 8 * 4096), ("rom", 8 * 4096)]).unwrap();
-        // Every page comes, mostly as zero.
+        // All pages arrive, most of them as zero pages.
         for page in 0..16_u64 {
             put(
                 &mut Writer(&sink),
@@ -340,7 +340,7 @@ mod tests {
             for (offset, content) in [(12288, 0), (12288, 5)] {
                 put(writer, 0, offset, content);
             }
-            // The other block's pages are its own.
+            // The pages of the other block are separate.
             put(writer, 1, 8192, 0);
         });
         let [nine, three, five] = [9, 3, 5].map(|content| Some(vec![content; 4096]));
@@ -353,11 +353,11 @@ mod tests {
         let pages = written(|sink, writer| {
             put(writer, 0, 0, 7);
             sink.delta(0, 0, &delta).unwrap();
-            // To a page that has become zero, whose old content is still in the file.
+            // A page that has become zero, with its old content still in the file.
             put(writer, 0, 4096, 7);
             put(writer, 0, 4096, 0);
             sink.delta(0, 4096, &delta).unwrap();
-            // To one that was never written.
+            // A page that was never written.
             sink.delta(0, 8192, &delta).unwrap();
             assert!(sink.delta(0, 12288, &[0, 0]).is_err());
         });

@@ -1,27 +1,27 @@
-//! VMs in files: what a migration sends, kept, and played back later.
+//! Saved VMs: writes the stream of a migration to a file, and replays it later.
 //!
-//! | file | what it does |
+//! | file | purpose |
 //! |---|---|
-//! | `layout` | the save file's layout, as bytes and values |
-//! | `index` | where each page is, in memory |
-//! | `block_sink` | writes it, from all worker threads at once |
-//! | `block_file`, `block_reader` | an open one: its parts; its pages, from any place |
-//! | `complete` | which pages have come |
-//! | `lost` | pages that a damaged one has lost |
-//! | `describe` | what is in one, for people |
+//! | `layout` | layout of the save file, as bytes and values |
+//! | `index` | position of each page, in memory |
+//! | `block_sink` | writes a save file, from all worker threads concurrently |
+//! | `block_file`, `block_reader` | an open save file: its parts; random access to its pages |
+//! | `complete` | tracks which pages have arrived |
+//! | `lost` | pages that a damaged file has lost |
+//! | `describe` | human-readable summary of a file |
 //! | `mapped_sink` | writes QEMU's `mapped-ram` file |
-//! | `mapped_file` | an open one |
-//! | `source` | all pages of either, for an eager restore |
-//! | `location` | where a file is: a path, or a name at a server |
-//! | `place_reader` | a file that is read from any place |
-//! | `remote`, `exchange`, `ahead` | the same on another host: what is tried again; one connection; few large reads for many small ones |
-//! | `server` | hands the files of a folder out |
-//! | `partial` | a file that gets its name when it is whole |
-//! | `kind` | which kinds of files can hold a save file |
+//! | `mapped_file` | an open `mapped-ram` file |
+//! | `source` | all pages of either format, for an eager restore |
+//! | `location` | location of a file: a path, or a name at a server |
+//! | `place_reader` | random access to a file |
+//! | `remote`, `exchange`, `ahead` | a file on another host: retries; one connection; prefetch in few large reads |
+//! | `server` | serves the files of a folder |
+//! | `partial` | a file that gets its name when it is complete |
+//! | `kind` | kinds of files that can hold a save file |
 //! | `foreign` | files of other programs, recognised by their first bytes |
 //!
-//! Restored eagerly, the guest does not run before the whole file was read and found good. Restored lazily, it runs at once,
-//! and no page reaches it that is not what was written.
+//! An eager restore starts the guest only after the whole file was read and verified. A lazy restore starts it at once, and
+//! verifies each page before the guest gets it.
 
 mod ahead;
 mod block_file;
@@ -74,11 +74,11 @@ use crate::error::MigrationError;
 use crate::options::{OptionError, Options};
 use mapped_file::MappedFile;
 
-/// Most RAM of a VM in a `mapped-ram` file, in bytes: 16 TiB, of which the bitmaps, all in memory, are
-/// 512 MiB. The largest hosts have that.
+/// Limit for the RAM of a VM in a `mapped-ram` file, in bytes: 16 TiB, as in the largest hosts. Its bitmaps, all in memory,
+/// take 512 MiB.
 const RAM_MAX: u64 = 16 << 40;
 
-/// Returns the bytes of all RAM blocks together, of which a VM in a file has no more than [`RAM_MAX`].
+/// Returns the total length of all RAM blocks, in bytes. More than [`RAM_MAX`] is an error.
 fn check_ram<'a>(blocks: impl IntoIterator<Item = &'a RamBlockEntry>) -> Result<u64, WireError> {
     let lengths = blocks.into_iter().map(|block| block.used_length);
     let got = lengths.fold(0, u64::saturating_add);
@@ -105,25 +105,25 @@ fn apply_delta(
     })
 }
 
-/// The capability that leaves shared RAM out of a stream.
+/// Capability that leaves shared RAM out of a stream.
 const IGNORE_SHARED: &str = "x-ignore-shared";
 
-/// How a VM is kept in a file.
+/// Format of a VM in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FileFormat {
-    /// Hotlift's own: compressed by the options' method, all that is read of it covered by checksums.
+    /// Hotlift's format: compressed with the options' method; checksums cover everything that is read.
     Hotlift,
-    /// QEMU's (capability `mapped-ram`, from 9.0 on): pages uncompressed at fixed places, which QEMU
-    /// loads by itself. It has no checksums.
+    /// QEMU's format (capability `mapped-ram`, from 9.0): uncompressed pages at fixed offsets, which QEMU loads without
+    /// Hotlift. It has no checksums.
     MappedRam,
 }
 
 impl FileFormat {
-    /// Whether the format can have what the options ask for.
+    /// Checks that the format supports the options.
     ///
     /// # Errors
-    /// [`OptionError::Conflict`] where pages were to be compressed, and are not.
+    /// [`OptionError::Conflict`] if the options request a compression that the format does not have.
     pub fn check(self, options: &Options) -> Result<(), OptionError> {
         let method = options.multifd_compression;
         let asked = match self {
@@ -143,25 +143,24 @@ impl FileFormat {
     }
 }
 
-/// What a save file of Hotlift's own format says of itself; its pages are not looked at. A cancel of `control` ends the wait
-/// for a server.
+/// Reads the facts that a file of Hotlift's format states, without its pages. Cancelling `control` ends the wait for a server.
 ///
 /// # Errors
-/// [`FileError`] for a file that cannot be read, is of another format, or has a damaged header.
+/// [`FileError`] for a file that cannot be read, has another format, or has a damaged header.
 pub fn inspect(at: impl Into<Location>, control: &Control) -> Result<FileInfo, FileError> {
     Ok(BlockFile::open_at(&at.into(), control)?.info().clone())
 }
 
-/// A file that was opened and whose first bytes are good.
+/// An open file whose header was verified.
 pub(crate) enum SavedVm {
-    /// Of Hotlift's own format.
+    /// Hotlift's format.
     Blocks(Box<FileSource<BlockFile>>),
-    /// Of QEMU's.
+    /// QEMU's format.
     MappedRam(Box<FileSource<MappedFile>>),
 }
 
 impl SavedVm {
-    /// Opens the file at `path`, whose content starts at byte `offset`. With `salvage` what is damaged of its pages is zero.
+    /// Opens the file at `path`, whose content starts at byte `offset`. With `salvage`, damaged pages become zero pages.
     pub(crate) fn open(path: &Path, offset: u64, salvage: bool) -> Result<Self, FileError> {
         let failed = |source| FileError::Read {
             path: path.to_owned(),
@@ -183,7 +182,7 @@ impl SavedVm {
         Ok(Self::MappedRam(Box::new(file)))
     }
 
-    /// The same of a file that a server hands out: none but Hotlift's own are.
+    /// Opens a file on a file server, which serves only files of Hotlift's format.
     pub(crate) fn open_remote(
         file: &RemoteFile,
         control: &Control,
@@ -200,7 +199,7 @@ impl SavedVm {
         Self::Blocks(Box::new(FileSource::new(file)))
     }
 
-    /// Pages that were lost so far.
+    /// Returns the pages lost so far.
     pub(crate) fn lost(&self) -> Vec<LostPages> {
         match self {
             Self::Blocks(file) => file.file().lost(),

@@ -1,4 +1,4 @@
-//! A file that appears under its name only when it is whole.
+//! A file that appears under its name only when it is complete.
 
 use std::fs::{self, File};
 use std::io::{self, IoSlice};
@@ -14,44 +14,43 @@ use tempfile::TempPath;
 use super::FileError;
 use super::kind::{check_target, folder_of};
 
-/// Slices that are handed to the kernel at once.
+/// Slices in one call of the kernel.
 const SLICES: usize = 16;
 
-/// Bytes set aside for what is written after the source was told that its guest is safe: EOF, a VM description of 100 KB to
+/// Bytes reserved for data written after the report to the source that its guest is safe: EOF, a VM description of 100 KB to
 /// some MB, and a table of contents.
 const END: u64 = 4 << 20;
 
-/// Files that this process has open, by number.
+/// File descriptors of this process, by number.
 const OPEN_FILES: &str = "/proc/self/fd";
 
-/// Written without a name where the file system can (`O_TMPFILE`), else under a random one that did not
-/// exist; nothing that somebody has put into the folder is opened. It is gone unless
-/// [`PartialFile::publish`] gives it its name.
+/// A file without a name where the file system supports it (`O_TMPFILE`), else with a new random name. No existing file in the
+/// folder is opened. The file disappears unless [`PartialFile::publish`] gives it its name.
 #[derive(Debug)]
 pub(crate) struct PartialFile {
     file: File,
     path: PathBuf,
     folder: PathBuf,
-    /// The folder, open: a rename is on disk when it is.
+    /// The open folder: its sync puts a rename on disk.
     folder_file: File,
     name: Mutex<Name>,
 }
 
 #[derive(Debug)]
 enum Name {
-    /// A process that ends, however, leaves nothing.
+    /// The file vanishes with the process, even if that is killed.
     None,
-    /// A random name in the file's folder, removed with this value.
+    /// Random name in the file's folder, removed when this value is dropped.
     Random(TempPath),
-    /// It has got its name, or was given up.
+    /// The file has its name, or was discarded.
     Settled,
 }
 
 impl PartialFile {
-    /// Creates the file, readable by its owner only: a guest's memory holds its secrets.
+    /// Creates the file, readable by its owner only, because a guest's memory holds secrets.
     ///
     /// # Errors
-    /// Also if what has its name is no regular file of this user: [`FileError::NotReplaced`].
+    /// Also [`FileError::NotReplaced`] if the existing file is not a regular file of this user.
     pub(crate) fn create(path: &Path) -> Result<Self, FileError> {
         let failed = |source| write_error(path, source);
         let folder = folder_of(path);
@@ -83,7 +82,7 @@ impl PartialFile {
                 *slice = IoSlice::new(part);
             }
             let mut slices = &mut slices[..parts.len()];
-            // Leading empty ones are not for the kernel.
+            // Skips empty slices at the front.
             IoSlice::advance_slices(&mut slices, 0);
             while !slices.is_empty() {
                 match rustix::io::pwritev(self.file.as_fd(), slices, position) {
@@ -100,8 +99,8 @@ impl PartialFile {
         Ok(())
     }
 
-    /// Returns when everything written is on disk, blocks for the file's end are set aside at `position`, where the file
-    /// system can, and the file has a name that only has to be changed: what can fail for lack of space or rights is done.
+    /// Does everything that can fail for lack of space or permissions. Puts all data on disk, reserves space for the file's end
+    /// at `position` if the file system can, and gives the file a random name.
     pub(crate) fn settle(&self, position: u64) -> Result<(), FileError> {
         match rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, position, END) {
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::INTR) => {}
@@ -118,7 +117,7 @@ impl PartialFile {
         if let Name::None = name {
             let open = format!("{OPEN_FILES}/{}", self.file.as_raw_fd());
             let link = |to: &Path| {
-                // Fails if the name is there, and then another one is tried.
+                // Fails if the name exists; then another one is tried.
                 let linked = rustix::fs::linkat(CWD, &open, CWD, to, AtFlags::SYMLINK_FOLLOW);
                 linked.map_err(io::Error::from)
             };
@@ -128,14 +127,13 @@ impl PartialFile {
         Ok(())
     }
 
-    /// The file is whole, with `length` bytes: puts it on disk and gives it its name, in the place of
-    /// what had that name.
+    /// Completes the file with `length` bytes: puts it on disk and gives it its name, replacing an existing file.
     ///
     /// # Errors
-    /// Until the file has its name; it is given up then.
+    /// Only before the file has its name; it is discarded then.
     pub(crate) fn publish(&self, length: u64) -> Result<(), FileError> {
         let mut name = self.lock();
-        // Also gives back what was reserved and not used.
+        // Also frees reserved space that was not used.
         self.file
             .set_len(length)
             .and_then(|()| self.file.sync_all())
@@ -148,13 +146,13 @@ impl PartialFile {
         random
             .persist(&self.path)
             .map_err(|refused| self.failed(refused.error))?;
-        // The file is there, whole and on disk, and its guest may be nowhere else: that the disk was slow
-        // to take the name is no failure.
+        // No error: the file is complete and on disk, and may be the only copy of the guest. A failed sync of the name is no
+        // reason to fail the save.
         let _ = self.folder_file.sync_all();
         Ok(())
     }
 
-    /// Removes the file, unless it has got its name.
+    /// Removes the file, unless it has its name.
     pub(crate) fn give_up(&self) {
         *self.lock() = Name::Settled;
     }
@@ -164,14 +162,14 @@ impl PartialFile {
     }
 }
 
-/// A new file in `folder`.
+/// Creates a new file in `folder`.
 fn open_in(folder: &Path) -> io::Result<(File, Name)> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    // Without `/proc` it could not get a name later.
+    // Without `/proc`, an unnamed file could not get a name later.
     if Path::new(OPEN_FILES).exists() {
         match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
             Ok(file) => return Ok((file.into(), Name::None)),
-            // The file system has none of these (NFS, some of FUSE).
+            // The file system does not support it (NFS, some of FUSE).
             Err(Errno::OPNOTSUPP | Errno::ISDIR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -181,15 +179,15 @@ fn open_in(folder: &Path) -> io::Result<(File, Name)> {
     Ok((file, Name::Random(path)))
 }
 
-/// Names of files on their way. Short, whatever the name in the end: it may be as long as names may be.
+/// Returns temporary names. They are short, because the final name may have the maximum length.
 fn names() -> tempfile::Builder<'static, 'static> {
     let mut names = tempfile::Builder::new();
     names.prefix(".hotlift-").suffix(".partial");
     names
 }
 
-/// Only a regular file of the new one's owner is replaced. A device must not be, a link is rarely meant
-/// to be, and what belongs to somebody else is not this user's to end.
+/// Allows the replacement only of a regular file with the same owner. Replacing a device is wrong, a link is rarely intended,
+/// and a file of another user must not be deleted.
 fn check_replaceable(path: &Path, file: &File) -> Result<(), FileError> {
     check_target(path)?;
     let failed = |source| write_error(path, source);

@@ -1,4 +1,4 @@
-//! A file that is read from any place.
+//! Random access to a file.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -15,13 +15,13 @@ use super::location::Location;
 use super::remote::RemoteReader;
 use crate::control::Control;
 
-/// A file that is open, and its name for errors.
+/// An open file, and its name for errors.
 pub(crate) struct PlaceReader {
     bytes: Bytes,
     length: u64,
 }
 
-/// What has the bytes.
+/// Source of the bytes.
 enum Bytes {
     Local { file: File, path: PathBuf },
     Remote(Box<RemoteReader>),
@@ -32,7 +32,7 @@ impl PlaceReader {
         Self::of(kind::open(path)?, path)
     }
 
-    /// A file that is open already.
+    /// Wraps a file that is already open.
     pub(crate) fn of(file: File, path: &Path) -> Result<Self, FileError> {
         // The metadata of a block device has no length.
         let length = (&file)
@@ -45,7 +45,7 @@ impl PlaceReader {
         })
     }
 
-    /// The same wherever it is. A cancel of `control` ends the wait for a server.
+    /// Opens the file at any location. Cancelling `control` ends the wait for a server.
     pub(crate) fn open_at(location: &Location, control: &Control) -> Result<Self, FileError> {
         let file = match location {
             Location::Path(path) => return Self::open(path),
@@ -57,12 +57,12 @@ impl PlaceReader {
         })
     }
 
-    /// Bytes of the file, when it was opened.
+    /// Returns the length of the file in bytes, at the time of opening.
     pub(crate) fn length(&self) -> u64 {
         self.length
     }
 
-    /// The other host's reader, if it is on another host.
+    /// Returns the remote reader, if the file is on another host.
     pub(crate) fn remote(&self) -> Option<&RemoteReader> {
         match &self.bytes {
             Bytes::Local { .. } => None,
@@ -70,14 +70,14 @@ impl PlaceReader {
         }
     }
 
-    /// A server that is lost is tried again for so long.
+    /// Sets the time for which reads retry after the connection to the server is lost.
     pub(crate) fn persist(&self, patience: Duration) {
         if let Some(file) = self.remote() {
             file.persist(patience);
         }
     }
 
-    /// Reads what there is from `position` on, up to the length of `into`; how much that was.
+    /// Reads from `position` on, at most the length of `into`, and returns the number of bytes. It is smaller only at the end.
     pub(crate) fn read_some(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
         match &self.bytes {
             Bytes::Local { file, path } => {

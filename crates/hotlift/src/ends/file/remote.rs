@@ -1,8 +1,8 @@
-//! A file on another host, read over connections of its own.
+//! A file on another host, read over its own connections.
 //!
-//! Each read has a connection for itself, so that one that a guest waits for does not queue behind the background's: there are
-//! as many as threads read at once. A read is the same whenever it is done, so that one whose connection is lost is done
-//! again on a new one; the file that is there then has to be the same.
+//! Each read has its own connection, so that a read for a waiting guest does not queue behind background reads. So there are as
+//! many connections as concurrent readers. Reads are idempotent: after a lost connection the read is repeated on a new one, on
+//! which the file must be unchanged.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
@@ -19,31 +19,31 @@ use crate::life::bell::Bell;
 use crate::lock::lock;
 use crate::stream::handshake;
 
-/// How long a server tries to read a part of the file that its disk or network file system does not give: one that is in trouble
-/// for a moment. What is unreadable for longer is taken for damaged, and the guest gets the rest.
+/// Time for which a part of the file that the server cannot read is retried: its disk or network file system may have a short
+/// failure. A part that stays unreadable counts as damaged, and the guest gets the rest.
 const UNREADABLE: Duration = Duration::from_secs(5);
 
-/// Before the second attempt to connect, and at most before any.
+/// Pause before the second attempt to connect, and the maximum pause.
 const PAUSE: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(2)];
 
-/// A file of another host that is open.
+/// An open file on another host.
 pub(crate) struct RemoteReader {
     file: RemoteFile,
     visitor: u64,
     opened: Opened,
-    /// Connections that no thread reads from now, each with what ends its waits.
+    /// Unused connections, each with the bell that ends its waits.
     idle: Mutex<Vec<(Stream, Bell)>>,
-    /// Of whoever opened the file: ends reads until somebody persists.
+    /// Control of the caller that opened the file: its cancel ends reads until [`RemoteReader::persist`].
     control: Control,
-    /// For how long a lost server is tried again; not at all without.
+    /// Time for which reads retry after a lost connection; unset for no retry.
     patience: OnceLock<Duration>,
-    /// Stopped by whoever wants no more of the file.
+    /// Life that [`RemoteReader::give_up`] closes.
     waits: Life,
     is_lost: AtomicBool,
 }
 
 impl RemoteReader {
-    /// Opens the file. Once `control` is stopped, that and all reads fail, until [`RemoteReader::persist`].
+    /// Opens the file. Once `control` is stopped, this and all reads fail, until [`RemoteReader::persist`].
     pub(super) fn open(file: &RemoteFile, control: &Control) -> Result<Self, FileError> {
         let failed = |source| FileError::server(file, source);
         let id = handshake::new_id().map_err(|source| failed(ServerError::Connection(source)))?;
@@ -72,22 +72,22 @@ impl RemoteReader {
         })
     }
 
-    /// Bytes of the file.
+    /// Returns the length of the file, in bytes.
     pub(super) fn length(&self) -> u64 {
         self.opened.length
     }
 
-    /// From now on a server that is lost is tried again for so long, and nothing but [`RemoteReader::give_up`] ends reads.
+    /// Sets the retry time after a lost connection. From now on only [`RemoteReader::give_up`] cancels reads.
     pub(super) fn persist(&self, patience: Duration) {
         let _ = self.patience.set(patience);
     }
 
-    /// Whether the server is lost, and tried again.
+    /// Returns true while the connection to the server is lost and retried.
     pub(crate) fn is_lost(&self) -> bool {
         self.is_lost.load(Ordering::Acquire)
     }
 
-    /// Nobody wants more of the file: reads that are under way, and all later ones, fail.
+    /// Cancels all current and later reads.
     pub(crate) fn give_up(&self) {
         self.waits.close();
     }
@@ -96,7 +96,7 @@ impl RemoteReader {
         self.waits.is_stopped() || self.patience.get().is_none() && self.control.life().is_stopped()
     }
 
-    /// Fills ranges of the file, all of them asked for at once.
+    /// Fills ranges of the file, all requested at once.
     pub(super) fn read(&self, ranges: &mut [Range<'_>]) -> Result<(), FileError> {
         let mut since = None;
         let mut pause = Duration::ZERO;
@@ -142,18 +142,18 @@ impl RemoteReader {
         let outcome = exchange(&stream, &self.file, ranges, bell.stop(is_over));
         let mut idle = lock(&self.idle);
         match outcome {
-            // Those that nobody uses are most likely gone with it.
+            // The unused connections are most likely lost as well.
             Err(Trouble::Lost(_)) => idle.clear(),
             _ => idle.push((stream, bell)),
         }
         outcome
     }
 
-    /// A connection for one read: that which was used last, or a new one.
+    /// Returns a connection for one read: the most recently used one, or a new one.
     fn take(&self, is_over: &dyn Fn() -> bool) -> Result<(Stream, Bell), Trouble> {
         let mut idle = lock(&self.idle);
         while let Some((stream, bell)) = idle.pop() {
-            // A server closes what nobody has used for long.
+            // A server closes connections that are unused for long.
             if !stream.is_hung_up() {
                 return Ok((stream, bell));
             }

@@ -1,7 +1,7 @@
-//! Hands the save files of a folder out to other hosts: ranges of their bytes, to whoever is let in.
+//! Serves the save files of a folder to other hosts: ranges of their bytes, to all admitted clients.
 //!
-//! What is in a file is covered by its own checksums, up to whoever restores it; so nothing is decoded here. A thread a
-//! connection that has named a file: there are few, and each waits for its client nearly always.
+//! The file's own checksums protect its content up to the host that restores it, so nothing is decoded here. Each connection
+//! that has named a file has a thread: there are few, and they are nearly always idle.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -36,54 +36,53 @@ use crate::life::threads::spawn;
 use crate::lock::lock;
 use crate::tls::Tls;
 
-/// Most bytes of a client's first message: its head, and the name.
+/// Maximum length of a client's first message: its head, and the name.
 const OPENING_LEN: usize = 32 + limits::FILE_NAME;
 
-/// How long a client may leave an answer unread. Between two reads it may take as long as it likes; one that is gone is
-/// found by the kernel (keepalive).
+/// Time limit for a client to read an answer. Between two reads there is no limit; the kernel detects a client that is gone
+/// (keepalive).
 const UNREAD: Duration = Duration::from_secs(60);
 
-/// After an error of the listener (no file descriptors are left, for one), which goes on.
+/// Pause after an error of the accept loop, e.g. if there are no file descriptors, before it continues.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// What somebody reads of a file, over all connections that he has at once.
+/// A client's use of a file, over all of its concurrent connections.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Visit {
-    /// Who: an address without its port.
+    /// Address of the client, without its port.
     pub host: String,
     /// Name of the file.
     pub name: String,
-    /// Bytes that were read.
+    /// Bytes read.
     pub bytes: u64,
-    /// Since the first connection.
+    /// Time since the first connection.
     pub time: Duration,
 }
 
-/// What happens at a server.
+/// Events of a server.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ServerEvent {
-    /// Somebody begins to read.
+    /// A client begins to read.
     Begun(Visit),
-    /// He has closed all of his connections.
+    /// The client has closed all of its connections.
     Ended(Visit),
-    /// Somebody was not let in, or does not get the file that he wants.
+    /// A client was rejected, or does not get the requested file.
     Refused {
-        /// Who: an address without its port.
+        /// Address of the client, without its port.
         host: String,
-        /// Why.
+        /// Reason of the rejection.
         reason: String,
     },
-    /// No connection can be taken just now.
+    /// The server cannot accept connections at the moment.
     Trouble(io::Error),
 }
 
-/// Hands out the save files in `folder` to all who connect to `listener`, until `control` is cancelled. Only files that are
-/// whole, directly in the folder, whose names do not begin with a dot; no link is followed.
+/// Serves the save files in `folder` to the clients of `listener`, until `control` is cancelled. Serves only complete files
+/// directly in the folder whose names do not begin with a dot; follows no links.
 ///
 /// # Errors
-/// [`MigrationError::File`] for a folder that cannot be read; [`MigrationError::Connection`] if the system gives no file
-/// descriptors.
+/// [`MigrationError::File`] for a folder that cannot be read; [`MigrationError::Connection`] if there are no file descriptors.
 pub fn serve(
     listener: &Listener,
     tls: Option<Arc<Tls>>,
@@ -99,18 +98,18 @@ pub fn serve(
     serve_some(listener, tls, folder, control, (on_event, places))
 }
 
-/// How many may read at once.
+/// Limits for concurrent readers.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Places {
-    /// Connections.
+    /// Maximum number of connections.
     pub most: usize,
-    /// The same of one visitor.
+    /// Maximum number of connections of one visitor.
     pub each: usize,
     /// See [`READER_IDLE`].
     pub idle: Duration,
 }
 
-/// The same with so many places.
+/// Serves with the given limits.
 pub(super) fn serve_some(
     listener: &Listener,
     tls: Option<Arc<Tls>>,
@@ -118,7 +117,7 @@ pub(super) fn serve_some(
     control: &Control,
     (on_event, places): (&(dyn Fn(ServerEvent) + Sync), Places),
 ) -> Result<(), MigrationError> {
-    // Before the folder: its descriptor is the last that a server without connections opens.
+    // Before the folder: its descriptor is the last one that a server without connections opens.
     let admission = Admission::new(listener, tls, VISITORS);
     let mut admission = admission.map_err(MigrationError::opening)?;
     let bell = Bell::new(control.life()).map_err(MigrationError::opening)?;
@@ -154,10 +153,10 @@ struct Server<'a> {
     guests: Mutex<Guests>,
 }
 
-/// Who is here.
+/// Current readers.
 #[derive(Default)]
 struct Guests {
-    /// By number.
+    /// Connections by number.
     connections: HashMap<u64, Arc<Connection>>,
     next: u64,
     visits: HashMap<(String, String, u64), Visiting>,
@@ -165,15 +164,15 @@ struct Guests {
 
 struct Connection {
     stream: Stream,
-    /// Whose it is: all that a certificate names, or an address.
+    /// Identity of the client: all names in its certificate, or its address.
     visitor: String,
-    /// Since when it asks for nothing; `None` while it is answered.
+    /// Time since which no request is pending; `None` while one is answered.
     idle: Mutex<Option<Instant>>,
 }
 
 impl Guests {
-    /// Whether there is a place for `visitor`. One that its client does not use is taken from it for that: from its own
-    /// connections if it has as many as it may have, else from anybody's.
+    /// Returns true if `visitor` may have another connection. At a limit this closes an idle connection: one of the visitor if
+    /// it is at its own limit, else any.
     fn has_place(&mut self, visitor: &str, places: Places, now: Instant) -> bool {
         let own = self
             .connections
@@ -206,7 +205,7 @@ struct Visiting {
     since: Instant,
 }
 
-/// A connection that is counted until this is dropped.
+/// Quota of one connection, released on drop.
 struct Place<'a> {
     guests: &'a Mutex<Guests>,
     number: u64,
@@ -218,16 +217,16 @@ impl Drop for Place<'_> {
     }
 }
 
-/// A file that is handed out.
+/// A served file.
 struct Handed {
     file: PlaceReader,
     id: u64,
 }
 
-/// The first message of a client: version, visitor, name of the file.
+/// First message of a client: version, visitor, name of the file.
 type Opening = (u32, u64, String);
 
-/// Takes the first message off `stream` without waiting, or nothing if it has ended without a byte; `None` while it has not come.
+/// Reads the first message from `stream` without waiting; `None` if it is incomplete, nothing at the end of the stream.
 fn opening(stream: &Stream) -> Option<Result<Option<Opening>, ServerError>> {
     let mut bytes = [0; OPENING_LEN];
     let seen = match stream.peek(&mut bytes) {
@@ -252,7 +251,7 @@ fn opening(stream: &Stream) -> Option<Result<Option<Opening>, ServerError>> {
 }
 
 impl Server<'_> {
-    /// Waits for something to happen at the door, and takes it in.
+    /// Waits for an event of the accept loop, and handles it.
     fn step<'scope>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
@@ -273,7 +272,7 @@ impl Server<'_> {
             };
             match opening {
                 Ok(Some(opening)) => self.begin(scope, stream, opening),
-                // The client needs nothing any more.
+                // The client has closed the connection without a request.
                 Ok(None) => {}
                 Err(ServerError::Protocol(_)) => {
                     let reason = "it asks for no file, and this 'hotlift serve' has --files and takes no guest";
@@ -293,7 +292,7 @@ impl Server<'_> {
                     reason: error_line(&refused.source),
                     host: refused.from,
                 }),
-                // It has sent nothing for longest.
+                // The connection that was silent for the longest time.
                 Entered::Left(_) => {}
             }
         }
@@ -305,7 +304,7 @@ impl Server<'_> {
         (self.on_event)(ServerEvent::Refused { host, reason });
     }
 
-    /// Serves a connection in a thread of its own.
+    /// Serves a connection in its own thread.
     fn begin<'scope>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
@@ -351,11 +350,11 @@ impl Server<'_> {
         }
     }
 
-    /// Tells a client why it does not get the file with this name.
+    /// Sends a client the reason why it does not get the file with this name.
     fn refuse(&self, mut stream: &Stream, name: &str, why: Refusal, text: &str) {
         let mut reply = Vec::new();
         Reply::Refused { why, text }.encode(&mut reply);
-        // The first bytes on a connection always have room. A client that has gone needs no reason.
+        // The first bytes on a connection always fit the send buffer. An error means that the client is gone.
         let _ = stream.write_all(&reply);
         self.refused(stream, format!("{}: {text}", name.escape_debug()));
     }
@@ -381,12 +380,12 @@ impl Server<'_> {
                 key: &key,
             };
             let count = |bytes| self.count(&key, bytes);
-            // However it ends, the client knows better what became of its reads.
+            // Ignored: the client knows the outcome of its reads.
             let _ = hand_out(connection, &file.file, count);
         }
     }
 
-    /// The save file of that name, or why it is not handed out.
+    /// Opens the save file with that name, or returns the reason to reject it.
     fn open(&self, name: &str) -> Result<Handed, (Refusal, String)> {
         let not_there = || {
             let reason = "there is no save file of that name";
@@ -402,7 +401,7 @@ impl Server<'_> {
         if name.starts_with('.') || name.contains(['/', '\0']) {
             return Err(not_there());
         }
-        // One that is a pipe must not be waited for.
+        // NONBLOCK, because the open of a pipe would block.
         let flags =
             OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let file = match openat(&self.folder, name, flags, Mode::empty()) {
@@ -470,7 +469,7 @@ impl Server<'_> {
     }
 }
 
-/// Whose connections count together.
+/// Returns the identity that limits connections per client.
 fn visitor_of(stream: &Stream) -> String {
     match stream.peer() {
         Some(peer) => format!("{} {:?} {:?}", peer.subject, peer.dns, peer.uri),
@@ -489,7 +488,7 @@ impl Visiting {
     }
 }
 
-/// Whether the same may go well later: the system is short of something, or a disk or a network file system is in trouble.
+/// Returns true if a retry may succeed: a resource is short, or a disk or a network file system has a failure.
 fn is_passing(error: &io::Error) -> bool {
     matches!(
         Errno::from_io_error(error),
@@ -506,7 +505,7 @@ fn is_passing(error: &io::Error) -> bool {
     )
 }
 
-/// Says at the end that a connection of a visit is gone.
+/// Records the end of a connection of a visit on drop.
 struct Leaves<'a> {
     server: &'a Server<'a>,
     key: &'a (String, String, u64),
@@ -518,7 +517,7 @@ impl Drop for Leaves<'_> {
     }
 }
 
-/// Answers reads, one after the other, until the client has no more.
+/// Answers reads, one after the other, until the client closes the connection.
 fn hand_out(
     connection: &Connection,
     file: &PlaceReader,
@@ -568,7 +567,7 @@ mod tests {
         idle: Duration::ZERO,
     };
 
-    /// Who reads at the moment; the other end of his connection.
+    /// Returns the other end of a new connection that is being answered, if there is a place.
     fn come(guests: &mut Guests, visitor: &str) -> Option<Stream> {
         let (stream, client) = Stream::pair().unwrap();
         if !guests.has_place(visitor, PLACES, Instant::now()) {

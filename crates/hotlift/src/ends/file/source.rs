@@ -1,4 +1,4 @@
-//! Reads all pages of a file, in no order but the file's: each thread takes a share of RAM after the other.
+//! Reads all pages of a file in file order: threads take one share of RAM after the other.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,47 +14,47 @@ use crate::pipe::session::Session;
 use crate::pipe::sink::{EarlySections, RamLayout};
 use crate::pipe::source::Source;
 
-/// Pages that a thread takes at a time: 4 MiB.
+/// Pages of a share: 4 MiB.
 const SHARE: usize = 1024;
 
-/// Threads that read at once; one alone keeps a disk busy, and two a page cache.
+/// Concurrent reader threads: one keeps a disk busy, two a page cache.
 const THREADS: usize = 4;
 
-/// What a file has of a VM besides the pages.
+/// Content of a file except the pages.
 #[derive(Debug, Default)]
 pub(crate) struct SavedStream {
-    /// The source's machine and capabilities.
+    /// Machine and capabilities of the source.
     pub configuration: Configuration,
-    /// The VM's UUID, where the configuration does not say it.
+    /// UUID of the VM, if the configuration does not have it.
     pub uuid: Option<[u8; 16]>,
     /// Commands between the RAM blocks and the devices.
     pub commands: Vec<Command>,
-    /// The RAM of the VM.
+    /// RAM of the VM.
     pub ram: RamLayout,
-    /// Sections of devices before the end of RAM.
+    /// Device sections before the end of RAM.
     pub early: EarlySections,
-    /// QEMU's property `multifd-flush-after-each-section` as the source's stream showed it; `None` if it did not.
+    /// QEMU's property `multifd-flush-after-each-section`, if the source's stream has shown it.
     pub flush_after_each_section: Option<bool>,
-    /// Where the device sections are in the file.
+    /// File positions of the device sections.
     pub devices: Range<u64>,
     /// EOF and the VM description.
     pub end: Vec<u8>,
 }
 
 impl SavedStream {
-    /// Bytes of the device sections.
+    /// Returns the length of the device sections, in bytes.
     pub(crate) fn device_bytes(&self) -> u64 {
         self.devices.end - self.devices.start
     }
 
-    /// Checks the lengths of the early sections, now that the VM description is there.
+    /// Checks the lengths of the early sections, once the VM description is there.
     pub(crate) fn check_early(&self) -> Result<(), WireError> {
         let mut lengths = EarlyLengths::default();
         self.early.all().for_each(|section| lengths.note(section));
         lengths.check(&self.end)
     }
 
-    /// The virtio-mem device whose memory a RAM block is.
+    /// Returns the virtio-mem device whose memory is this RAM block.
     fn memory_device(&self, block: usize) -> Option<&PluggableMemory> {
         let block = &self.ram.blocks[block];
         let sections = self.early.all();
@@ -63,35 +63,35 @@ impl SavedStream {
     }
 }
 
-/// Bytes of a file's device sections that are read at once.
+/// Bytes in one read of a file's device sections.
 pub(crate) const PIECE: usize = limits::FILE_READ;
 
-/// Bytes of the next piece of so many that are left.
+/// Returns the length of the next piece if `left` bytes are left.
 pub(crate) fn piece_len(left: u64) -> usize {
     usize::try_from(left).map_or(PIECE, |left| left.min(PIECE))
 }
 
-/// Takes the next part of a file's device sections.
+/// Consumer of the parts of a file's device sections.
 pub(crate) type TakePart<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), MigrationError>;
 
-/// A file that says where each page is.
+/// A file with an index of its pages.
 pub(crate) trait Places: Sync {
-    /// What one thread needs for its reading.
+    /// State of one reading thread.
     type Reader<'r>
     where
         Self: 'r;
 
     fn stream(&self) -> &SavedStream;
 
-    /// Reads the device sections, and hands each part to `take` once it is checked, as far as the file can be checked.
+    /// Reads the device sections, and passes each part to `take` after its check, if the format has checksums.
     ///
     /// # Errors
-    /// The error of `take`; a file that cannot be read, or is not what was written.
+    /// The error of `take`; errors of a file that cannot be read, or is damaged.
     fn devices(&self, take: TakePart<'_>) -> Result<(), MigrationError>;
 
     fn reader<'r>(&'r self, session: &'r Session<'_>) -> Result<Self::Reader<'r>, MigrationError>;
 
-    /// Puts `pages` of a RAM block into an empty batch; the bytes of the file that were read for them.
+    /// Puts `pages` of a RAM block into an empty batch, and returns the bytes read from the file for them.
     fn fill(
         &self,
         reader: &mut Self::Reader<'_>,
@@ -103,14 +103,14 @@ pub(crate) trait Places: Sync {
 
 /// Shares of RAM that threads take, one after the other.
 pub(crate) struct Shares {
-    /// Pages of each.
+    /// Pages of a share.
     pages: usize,
-    /// How many were taken.
+    /// Number of shares taken.
     taken: AtomicUsize,
 }
 
 impl Shares {
-    /// Of so many pages each.
+    /// Creates shares of `pages` pages each.
     pub(crate) fn of(pages: usize) -> Self {
         Self {
             pages,
@@ -118,7 +118,7 @@ impl Shares {
         }
     }
 
-    /// The next pages that no thread has taken, and their RAM block, where the blocks have so many pages.
+    /// Returns the next pages that no thread has taken, and their RAM block; `blocks` has the number of pages of each block.
     pub(crate) fn next(
         &self,
         blocks: impl Iterator<Item = usize>,
@@ -136,7 +136,7 @@ impl Shares {
     }
 }
 
-/// Such a file, as where the pages come from.
+/// A file as a source of pages.
 pub(crate) struct FileSource<P> {
     file: P,
     threads: usize,
@@ -166,7 +166,7 @@ impl<P: Places> FileSource<P> {
         self.file.devices(take)
     }
 
-    /// The next pages that no thread has taken.
+    /// Returns the next pages that no thread has taken.
     fn next_share(&self) -> Option<(usize, Range<usize>)> {
         let blocks = self.stream().ram.blocks.iter();
         self.shares.next(
@@ -205,7 +205,7 @@ impl<P: Places> Source for FileSource<P> {
                 let pages = start..share.end.min(start + BATCH_PAGES);
                 let read = self.file.fill(&mut places, &mut batch, block, pages)?;
                 session.received[reader].add_bytes(read);
-                // To send one as zero has QEMU read it, and its host take memory for it.
+                // Sending such pages as zero would make QEMU read them, and its host allocate memory for them.
                 match device {
                     Some(device) => batch.zero.retain(|offset| device.is_plugged(*offset)),
                     None if is_empty => batch.zero.clear(),

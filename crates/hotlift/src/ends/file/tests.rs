@@ -1,4 +1,4 @@
-//! The save file by itself: what was written comes back, and nothing else is taken for it.
+//! Tests of the save file alone: it returns what was written, and rejects everything else.
 
 mod remote;
 mod salvage;
@@ -29,16 +29,16 @@ use crate::pipe::batch::Batch;
 use crate::pipe::settings::RelaySettings;
 use crate::pipe::sink::{Opening, RamLayout, Sink, WritePages};
 
-/// Somebody else: `nobody`, on every Linux.
+/// User id of `nobody`, on every Linux.
 const STRANGER: u32 = 65534;
 
-/// Pages of the RAM block that is saved here, beside a second one of 3.
+/// Pages of the saved RAM block; a second block has 3.
 const PAGES: usize = 700;
 
 const DEVICES: &[u8] = b"\x04devices";
 const END: &[u8] = b"\0description";
 
-/// A folder in memory where there is one: most files here live for a moment.
+/// Creates a folder, in memory if possible: most files here are short-lived.
 fn folder() -> TempDir {
     let memory = Path::new("/dev/shm");
     match memory.is_dir() {
@@ -48,7 +48,7 @@ fn folder() -> TempDir {
     .unwrap()
 }
 
-/// A page whose bytes tell it from others; all zero for 0.
+/// Returns a page with distinguishable bytes; all zero for 0.
 fn page(content: u8) -> [u8; PAGE_SIZE] {
     let mut page = [content; PAGE_SIZE];
     let noise = page.iter_mut().step_by(3).zip((0..=u8::MAX).cycle());
@@ -72,7 +72,7 @@ fn sink(path: &Path, name: &str) -> BlockSink {
 
 fn sink_with(path: &Path, options: &Options) -> BlockSink {
     let sink = empty_sink(path, options, &[]);
-    // Every page comes, mostly as zero.
+    // All pages arrive, most of them as zero pages.
     let mut writer = sink.page_writer(0).unwrap();
     put_zeros(&mut *writer, 0, 0..PAGES);
     put_zeros(&mut *writer, 1, 0..3);
@@ -80,7 +80,7 @@ fn sink_with(path: &Path, options: &Options) -> BlockSink {
     sink
 }
 
-/// A sink to which no page has come, whose stream has these capabilities.
+/// Returns a sink without any pages, whose stream has these capabilities.
 fn empty_sink(path: &Path, options: &Options, capabilities: &[&str]) -> BlockSink {
     let mut configuration = Configuration {
         machine: "pc-i440fx-10.0".to_owned(),
@@ -138,7 +138,7 @@ fn put(writer: &mut dyn WritePages, block: usize, pages: &[(usize, u8)]) {
     writer.write(&mut batch).unwrap();
 }
 
-/// What the pages of a RAM block have.
+/// Returns the content of the pages of a RAM block.
 fn read(file: &BlockFile, block: usize) -> Result<Vec<u8>, MigrationError> {
     let (options, control) = (Options::default(), Control::default());
     let memory = options.memory(0);
@@ -163,7 +163,7 @@ fn read(file: &BlockFile, block: usize) -> Result<Vec<u8>, MigrationError> {
     Ok(contents)
 }
 
-/// Saves a VM, some of whose pages are written again; what its pages have in the end.
+/// Saves a VM, and writes some of its pages twice. Returns the final content of its pages.
 fn save(path: &Path, name: &str) -> Vec<u8> {
     let sink = sink(path, name);
     let mut writer = sink.page_writer(0).unwrap();
@@ -266,7 +266,7 @@ fn devices_of_any_length_come_back_in_parts_of_which_none_is_damaged() {
     let file = BlockFile::open(&path).unwrap();
     assert_eq!(file.stream().device_bytes(), written.len() as u64);
     assert!(devices(&file).unwrap() == written);
-    // A file that is damaged after it was opened.
+    // The file is damaged after it was opened.
     let at = file.stream().devices.start + (3 << 20);
     let on_disk = fs::File::options().write(true).open(&path).unwrap();
     on_disk.write_all_at(&[0xff; 5], at).unwrap();
@@ -344,7 +344,7 @@ fn a_delta_applies_to_what_the_page_has_now() {
     }
 }
 
-/// The device sections of a file.
+/// Returns the device sections of a file.
 fn devices(file: &BlockFile) -> Result<Vec<u8>, MigrationError> {
     let mut devices = Vec::new();
     file.devices(&mut |part| {
@@ -354,7 +354,7 @@ fn devices(file: &BlockFile) -> Result<Vec<u8>, MigrationError> {
     Ok(devices)
 }
 
-/// Reads all that is in a file.
+/// Reads all content of a file.
 fn read_all(path: &Path) -> Result<(), MigrationError> {
     let file = BlockFile::open(path)?;
     for block in 0..file.blocks() {
@@ -374,11 +374,11 @@ fn every_damaged_byte_is_refused_and_every_end_but_the_file_s() {
     finish(&sink).unwrap();
     read_all(&path).unwrap();
     let whole = fs::read(&path).unwrap();
-    // What was written for the case that the process ends before the file has its name: nobody reads it.
+    // This part is only for a process that ends before the file has its name: no reader uses it.
     let contents = BlockFile::open(&path).unwrap().contents().clone();
     let end_of_checks = contents.checks.position + contents.checks.length;
     let unread = end_of_checks..contents.end.unwrap().position;
-    // Where the index says nothing of pages, it is one run of zeros: some of it does for all.
+    // An index without entries is one run of zeros, so a sample of its bytes is sufficient.
     let places = (0..whole.len())
         .filter(|at| whole[*at] != 0 || at % 13 == 0)
         .filter(|at| !unread.contains(&(*at as u64)));
@@ -447,7 +447,7 @@ fn pages_that_the_vm_does_not_have_are_refused() {
     assert!(sink.page_writer(0).unwrap().write(&mut batch).is_err());
 }
 
-/// A file of a few bytes, which is not whole.
+/// Creates a file of a few bytes, which is incomplete.
 fn begin(path: &Path, content: &[u8]) -> Result<PartialFile, FileError> {
     let file = PartialFile::create(path)?;
     file.write_at(&[content], 0)?;
@@ -460,7 +460,7 @@ fn write(path: &Path) {
     file.publish(END.len() as u64).unwrap();
 }
 
-/// Names in a folder.
+/// Returns the names in a folder.
 fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap();
     let mut names: Vec<_> = entries
@@ -484,7 +484,7 @@ fn nothing_has_a_name_while_it_is_written_and_the_last_of_two_writers_has_it() {
     assert_eq!(names(folder.path()), ["vm"]);
 }
 
-/// Saves into a folder where somebody has put something under the name that partial files once had.
+/// Saves into a folder in which another file has the name that partial files formerly had.
 fn save_beside(put: impl FnOnce(&Path, &Path)) -> (TempDir, fs::Metadata) {
     let folder = folder();
     let victim = folder.path().join("victim");
@@ -521,7 +521,7 @@ fn a_link_that_somebody_has_put_into_the_folder_is_not_followed() {
     assert_eq!(about.nlink(), 1);
 }
 
-/// Asserts that a save to `path` is refused by name before and after it was written, and leaves nothing.
+/// Asserts that a save to `path` is rejected with `is` before and after the writing, and leaves nothing.
 fn assert_not_replaced(path: &Path, is: &str, put: impl Fn()) {
     let refused = |outcome: Result<(), FileError>| {
         let error = outcome.unwrap_err().to_string();
@@ -595,7 +595,7 @@ fn a_file_that_cannot_be_read_at_any_position_is_refused_by_its_kind_and_never_w
     }
 }
 
-/// A small file system of its own; gone with the value.
+/// A small separate file system, removed on drop.
 struct Disk(TempDir);
 
 impl Disk {
@@ -629,7 +629,7 @@ fn a_full_disk_is_told_before_the_end_and_leaves_nothing() {
     fs::write(&path, "what was there before").unwrap();
     let sink = sink(&path, "none");
     put(&mut *sink.page_writer(0).unwrap(), 0, &[(1, 1)]);
-    // There is no room for the 4 MiB that are set aside.
+    // There is no room for the 4 MiB that are reserved.
     let error = finish(&sink).unwrap_err();
     assert!(matches!(
         error,

@@ -1,7 +1,7 @@
-//! Waits for the connections of a guest's migration, whose number the options say.
+//! Accepts the connections of a guest's migration; the options set their number.
 //!
-//! A Hotlift adds its settings to the opening of each multifd channel; settings that differ are refused here, with
-//! both values.
+//! A Hotlift adds its settings to the opening packet of each multifd channel. Settings that differ are rejected here, with both
+//! values.
 
 use std::time::{Duration, Instant};
 
@@ -23,20 +23,20 @@ use crate::stream::handshake::{self, Beginning};
 use crate::stream::multifd_recv::Methods;
 use crate::tls;
 
-/// How often the beginning of a main channel is looked at while its multifd channels are missing.
+/// Interval at which the main channel's first bytes are checked while its multifd channels are missing.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How long a channel may be behind a main channel that has pages already: its connection was made before, but the last
-/// segment of a TCP handshake may be lost, and is sent again after 200 ms at the earliest.
+/// Time that a channel may take after a main channel that already has pages. Its connection was made before, but the last
+/// segment of a TCP handshake may be lost; TCP sends it again after at least 200 ms.
 const LATE: Duration = Duration::from_secs(2);
 
-/// What the channels of the migration must be like.
+/// Required properties of the migration's channels.
 struct Expected<'a> {
     uuid: [u8; 16],
     options: &'a Options,
 }
 
-/// Opens the door of a guest's migration at `listener`.
+/// Opens the accept loop of a guest's migration at `listener`.
 pub(crate) fn open<'a>(
     listener: &'a Listener,
     options: &Options,
@@ -52,9 +52,9 @@ pub(crate) fn open<'a>(
     )
 }
 
-/// Waits for the first connection as long as it takes, and for the others as long as a handshake may
-/// take; returns when the first was accepted, too. A Hotlift is told why it is refused. The door comes back, to be watched
-/// while the migration is under way.
+/// Waits for the first connection without a limit, and for the others within the handshake timeout. A Hotlift receives the
+/// reason of a rejection. Also returns the time when the first connection was accepted, and the accept loop, which must run
+/// during the migration.
 pub(crate) fn accept<'a>(
     door: Door<'a>,
     uuid: [u8; 16],
@@ -93,7 +93,7 @@ pub(crate) fn accept<'a>(
 }
 
 impl Expected<'_> {
-    /// Waits for something to happen, and takes it in; returns the main channel, and when it came, once all have come.
+    /// Waits for an event, and handles it. Once all channels are there, returns the main channel and its time of arrival.
     fn step(
         &self,
         arrivals: &mut Arrivals<'_>,
@@ -110,13 +110,13 @@ impl Expected<'_> {
         if left.is_zero() {
             return Err(self.timed_out(arrivals));
         }
-        // A channel that has said what it is waits for the others; only its end is of interest.
+        // A channel whose first bytes were read waits for the others; only its end matters.
         let wait = match arrivals.main {
             Some(_) if arrivals.waits_for_channels() => TICK.min(left),
             _ => left,
         };
         arrivals.step(wait, &|packet, others| self.check(packet, others))?;
-        // The channels would be waited for in vain. (One that has gone already is turned away in the next step.)
+        // Otherwise the channels are awaited in vain. (If main has already closed, the next step rejects it.)
         let main = arrivals.main.as_ref().map(|(main, _)| main);
         if arrivals.waits_for_channels()
             && let Some(beginning) = main
@@ -129,7 +129,7 @@ impl Expected<'_> {
         Ok(arrivals.main.take_if(|_| complete))
     }
 
-    /// Whether channels may come yet, for a main channel that begins like this.
+    /// Checks that the first bytes of main allow for multifd channels.
     fn check_beginning(
         &self,
         beginning: Beginning,
@@ -153,7 +153,7 @@ impl Expected<'_> {
         }
     }
 
-    /// Whether a channel is one of the migration.
+    /// Checks that a channel belongs to the migration.
     fn check(
         &self,
         packet: &InitialPacket,
@@ -197,7 +197,7 @@ impl Expected<'_> {
         let wanted = self.options.channels();
         let is_complete = arrivals.multifd.len() == usize::from(wanted);
         let missing = match (&arrivals.main, is_complete) {
-            // A source writes to it when all channels are connected.
+            // A source writes to main after all channels are connected.
             (None, true) => "the main channel".to_owned(),
             (None | Some(_), _) => arrivals.missing(wanted),
         };
@@ -208,7 +208,7 @@ impl Expected<'_> {
     }
 }
 
-/// Compares what the wire cannot say later.
+/// Compares the settings that the stream does not carry later.
 fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
     let differs = |what: &str, source_has: String, destination_has: String| {
         Err(MigrationError::Mismatch {
@@ -217,7 +217,7 @@ fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
             destination_has,
         })
     };
-    // It says no more than this of the stream; the first PING of main does.
+    // The hello shows only this feature; the first PING on main shows the others.
     let takes = handshake::features(options) & Features::MULTIFD;
     handshake::check(Offer::new(Features::MULTIFD), takes)?;
     if hello.channels != options.channels() {
@@ -227,8 +227,8 @@ fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
             options.channels().to_string(),
         );
     }
-    // One that takes each packet as it comes reads every method. So does, where each has its own, one that was told of no
-    // method: none is what a monitor begins with.
+    // With `auto`, the destination decodes every method. If each packet has its own method, a destination without a method also
+    // accepts it: `none` is the default of a monitor.
     let takes = options.multifd_compression;
     let fits = match hello.method {
         Some(method) => takes.is_auto() || method.flag() == takes.flag,

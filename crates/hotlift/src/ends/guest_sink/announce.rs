@@ -1,4 +1,4 @@
-//! Telling the network where the guest is now, on a thread of its own that nobody waits for.
+//! Announces the guest's new place to the network, in a separate thread that no thread waits for.
 
 use std::thread;
 use std::time::Duration;
@@ -6,13 +6,13 @@ use std::time::Duration;
 use crate::guest::{Announcer, Guest};
 use crate::options::Options;
 
-/// Starts the announcements of a guest that runs now, if it makes any.
+/// Starts the announcements of a guest that has just started, if it has any.
 pub(crate) fn start(guest: &dyn Guest, options: &Options) {
     let pauses = pauses(options);
     let (Some(mut announce), true) = (guest.announcer(), options.announce_rounds > 0) else {
         return;
     };
-    // One that could not be started announces nothing; the guest's own packets will, in time.
+    // Without the thread there are no announcements; the guest's own packets replace them in time.
     let _ = thread::Builder::new()
         .name("announce".to_owned())
         .spawn(move || run(&mut announce, &pauses, thread::sleep));
@@ -26,7 +26,7 @@ fn run(announce: &mut Announcer, pauses: &[Duration], sleep: impl Fn(Duration)) 
     }
 }
 
-/// Times between the announcements: QEMU's `self_announce_delay`.
+/// Returns the pauses between the announcements: QEMU's `self_announce_delay`.
 fn pauses(options: &Options) -> Vec<Duration> {
     (0..u64::from(options.announce_rounds).saturating_sub(1))
         .map(|number| {

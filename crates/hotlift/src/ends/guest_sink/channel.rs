@@ -1,7 +1,7 @@
-//! Where a multifd channel's pages go on the destination: into guest RAM.
+//! Thread of a multifd channel at the destination: packets into guest RAM.
 //!
-//! A zero page is cleared unless nothing was ever put there: RAM that is fresh reads as zero, and writing zeros would
-//! only make the kernel allocate it.
+//! A zero page is cleared only if the page was written before. Fresh RAM reads as zero, and writing zeros would make the kernel
+//! allocate it.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_wire::multifd::PacketHeader;
@@ -12,7 +12,7 @@ use crate::handover::DestinationSide;
 use crate::pipe::session::Session;
 use crate::stream::multifd_recv::{PageSink, ReadOn};
 
-/// Reads channel `id` until it ends, or the guest is taken over.
+/// Reads channel `id` until it ends, or the guest was taken over.
 pub(crate) fn receive(
     session: &Session<'_>,
     sink: &GuestSink<'_>,
@@ -32,12 +32,12 @@ struct GuestRam<'a> {
     session: &'a Session<'a>,
     sink: &'a GuestSink<'a>,
     id: u8,
-    /// The places of a packet's pages.
+    /// Places of a packet's pages in guest RAM.
     runs: Vec<GuestRun<'a>>,
 }
 
 impl GuestRam<'_> {
-    /// Behind the switch to postcopy no channel has anything.
+    /// Checks that postcopy has not begun: after the switch no channel may carry anything.
     fn check_switch(&self, got: &str) -> Result<(), MigrationError> {
         if !self.session.is_switched() {
             return Ok(());
@@ -83,7 +83,7 @@ impl PageSink for GuestRam<'_> {
     }
 
     fn tell(&mut self, message: &[u8]) {
-        // Who has gone is noticed where it is read from.
+        // The reader of the connection detects the loss of the source.
         let _ = self.sink.source.answer(message);
     }
 
@@ -91,8 +91,8 @@ impl PageSink for GuestRam<'_> {
         let session = self.session;
         self.check_switch("SYNC")?;
         if session.taking.side() != DestinationSide::Loading {
-            // No barrier is left after everything has arrived: the source has committed. What it says behind that is
-            // for whoever waits until it knows the outcome.
+            // After all data has arrived there are no more barriers: this SYNC is the source's commit. A question that follows
+            // it is answered by the thread that lingers until the source knows the outcome.
             self.sink.take_over(session)?;
             return Ok(ReadOn::No);
         }

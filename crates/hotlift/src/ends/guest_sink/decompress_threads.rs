@@ -1,13 +1,12 @@
-//! Capability `compress` on the destination: threads that decompress pages of the main channel.
+//! Capability `compress` at the destination: threads that decompress pages of the main channel.
 //!
 //! ```text
 //! mig/dst/main  read records -> a run of streams
 //! decompress_N                                   -> guest RAM
 //! ```
 //!
-//! A stream may bring a page twice, and the later one counts: a record of any kind whose page may be
-//! with a thread waits for all threads. So does the end of each section of RAM, and with it everything
-//! that is no page.
+//! A stream may bring a page twice, and the later content is valid. So a record for a page that a thread may still have waits
+//! for all threads. The end of each section of RAM also waits, so that nothing else overtakes pages.
 
 use std::sync::Arc;
 
@@ -22,27 +21,27 @@ use crate::life::Life;
 use crate::options::Options;
 use crate::pipe::flow::Flow;
 
-/// Pages that are handed over together. With 1, 8, 32 and 128 of them this side took 8.5, 5.9, 5.8 and
-/// 5.6 CPU s/GiB (2 threads, Silesia). A run is 0.5 ms of work, and QEMU ends a section after 50 ms.
+/// Pages of a run. With 1, 8, 32 and 128 of them this side took 8.5, 5.9, 5.8 and 5.6 CPU s/GiB (2 threads, Silesia). A run is
+/// 0.5 ms of work, and QEMU ends a section after 50 ms.
 const RUN_PAGES: usize = 32;
 
-/// Runs for each thread, and one that is being filled.
+/// Runs per thread, in addition to the one that is being filled.
 const RUNS_PER_THREAD: usize = 2;
 
-/// Compressed pages on their way to a thread.
+/// Compressed pages for a thread.
 #[derive(Debug)]
 struct Run {
     pages: Vec<Page>,
-    /// Their streams, one after the other.
+    /// Concatenated streams of the pages.
     streams: Vec<u8>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Page {
     block: usize,
-    /// In bytes.
+    /// Byte offset in the block.
     offset: usize,
-    /// Of its stream.
+    /// Length of its stream.
     length: usize,
 }
 
@@ -61,7 +60,7 @@ pub(crate) struct DecompressThreads {
 }
 
 impl DecompressThreads {
-    /// Those of a migration with this lifetime, whose close ends them.
+    /// Creates the queue for a migration with this lifetime, whose close ends the threads.
     pub(crate) fn new(options: &Options, life: &Life) -> Self {
         let count = match threads(options) {
             0 => 0,
@@ -73,8 +72,8 @@ impl DecompressThreads {
     }
 }
 
-/// How many there are. They wait even if `compress` is off here: it is the source that compresses, and the
-/// document of 2015 switches it on there alone.
+/// Returns the number of threads. They run even if `compress` is off here: only the source must compress, and QEMU's document
+/// of 2015 enables it only there.
 pub(crate) fn threads(options: &Options) -> usize {
     if options.multifd() {
         0
@@ -83,15 +82,15 @@ pub(crate) fn threads(options: &Options) -> usize {
     }
 }
 
-/// Guest RAM that pages are put into.
+/// Guest RAM as the destination of pages.
 #[derive(Clone, Copy)]
 pub(crate) struct Target<'a> {
     pub guest: &'a dyn Guest,
-    /// Pages that hold something.
+    /// Pages with content.
     pub written: &'a [DirtyBitmap],
 }
 
-/// A thread: works on runs until there are no more.
+/// Runs a thread: decompresses runs until the queue is closed.
 pub(crate) fn work(threads: &DecompressThreads, target: Target<'_>) -> Result<(), MigrationError> {
     let mut inflater = Inflater::new().map_err(|source| failed(target.guest, 0, 0, source))?;
     while let Some(run) = threads.runs.next() {
@@ -106,7 +105,7 @@ pub(crate) fn work(threads: &DecompressThreads, target: Target<'_>) -> Result<()
     Ok(())
 }
 
-/// Puts a compressed page into guest RAM.
+/// Decompresses a page into guest RAM.
 pub(crate) fn inflate(
     target: Target<'_>,
     inflater: &mut Inflater,
@@ -121,7 +120,7 @@ pub(crate) fn inflate(
         .map_err(|source| failed(target.guest, block, offset, source))
 }
 
-/// A page could not be decoded.
+/// Returns the error for a page that could not be decoded.
 pub(crate) fn failed(
     guest: &dyn Guest,
     block: usize,
@@ -139,17 +138,17 @@ pub(crate) fn failed(
 /// The main thread's side.
 pub(crate) struct HandOver<'a> {
     runs: &'a Flow<Run>,
-    /// What is being filled.
+    /// Run that is being filled.
     run: Option<Run>,
-    /// Pages in runs that have not been taken back, by RAM block.
+    /// Pages of runs that threads may still have, by RAM block.
     away: Vec<DirtyBitmap>,
     any_away: bool,
-    /// Room for all runs.
+    /// Emptied runs, with room for all of them.
     taken_back: Vec<Run>,
 }
 
 impl<'a> HandOver<'a> {
-    /// `None` if there are no threads.
+    /// Creates it, or returns `None` without threads.
     pub(crate) fn new(
         pool: &'a DecompressThreads,
         guest: &dyn Guest,
@@ -168,7 +167,7 @@ impl<'a> HandOver<'a> {
         })
     }
 
-    /// Hands a page to the threads.
+    /// Queues a page for the threads.
     pub(crate) fn page(
         &mut self,
         block: usize,
@@ -200,7 +199,7 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
-    /// Returns when no thread has that page, or may have it.
+    /// Waits until no thread can have that page.
     pub(crate) fn wait_for(&mut self, block: usize, offset: usize) -> Result<(), MigrationError> {
         if self.away[block].test(offset / PAGE_SIZE) {
             self.settle()?;
@@ -208,7 +207,7 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
-    /// Returns when all pages are in their places.
+    /// Waits until all queued pages are in guest RAM.
     pub(crate) fn settle(&mut self) -> Result<(), MigrationError> {
         if !self.any_away {
             return Ok(());
@@ -229,7 +228,7 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
-    /// Empties a run whose pages are in their places.
+    /// Clears a run whose pages are in guest RAM.
     fn take_back(&self, run: &mut Run) {
         for page in run.pages.drain(..) {
             self.away[page.block].clear_range(page.offset / PAGE_SIZE, 1);

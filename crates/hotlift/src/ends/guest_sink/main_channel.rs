@@ -1,4 +1,4 @@
-//! The main channel on the destination: does what [`MainChannel`] asks for, with the guest and towards the source.
+//! The main channel at the destination: executes the actions of [`MainChannel`] on the guest and towards the source.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::compress::Inflater;
@@ -19,12 +19,12 @@ use crate::stream::main_channel::{Action, GuestRules, MainChannel, Silence, Take
 use crate::stream::main_recv::MainInput;
 use crate::stream::return_path::encode;
 
-/// What follows an action.
+/// Continuation after an action.
 enum Next {
     Go,
     /// The source has released the guest.
     Committed,
-    /// The guest runs before its pages are there; these PINGs are answered then.
+    /// Start of the guest before its pages have arrived; the answers to these PINGs follow.
     Run(Vec<u32>),
 }
 
@@ -34,13 +34,13 @@ pub(crate) struct MainReceiver<'a> {
     state: State<'a>,
 }
 
-/// What the actions so far amount to.
+/// State for executing actions.
 struct State<'a> {
     session: &'a Session<'a>,
     sink: &'a GuestSink<'a>,
-    /// Threads for compressed pages, with `compress`.
+    /// Decompression threads, with `compress`.
     threads: Option<HandOver<'a>>,
-    /// Made for the first compressed page, without.
+    /// Decoder for compressed pages without threads, created on first use.
     inflater: Option<Inflater>,
 }
 
@@ -55,7 +55,7 @@ impl<'a> MainReceiver<'a> {
             postcopy_ram: options.postcopy_ram,
             is_hotlift: options.multifd().then(|| sink.source.is_hotlift()),
         };
-        // Half of the source's patience, so that the reason reaches it before that runs out.
+        // Half of the source's timeout, so that the source receives the reason before its own timeout.
         let silence = Silence::WithinRecords(options.handshake_timeout / 2);
         Ok(Self {
             machine: MainChannel::new(Taker::Guest(rules), silence),
@@ -74,7 +74,7 @@ impl<'a> MainReceiver<'a> {
         })
     }
 
-    /// Reads until the guest is this side's, or until something is wrong.
+    /// Reads until this side owns the guest, or an error occurs.
     pub(crate) fn run(&mut self) -> Result<(), MigrationError> {
         let (session, sink) = (self.state.session, self.state.sink);
         let decided = |error| {
@@ -103,7 +103,7 @@ impl<'a> MainReceiver<'a> {
                 Err(error) => {
                     return match session.taking.side() {
                         DestinationSide::Loading | DestinationSide::Never => Err(error),
-                        // The word may come on another connection; this one brings none.
+                        // The source's commit may arrive on another connection; this one carries nothing more.
                         DestinationSide::Loaded
                         | DestinationSide::Taking
                         | DestinationSide::Taken
@@ -117,7 +117,7 @@ impl<'a> MainReceiver<'a> {
         }
     }
 
-    /// What was read of the connection and not taken.
+    /// Returns bytes that were read from the connection but not consumed.
     pub(crate) fn read_ahead(&self) -> &[u8] {
         self.input.unread()
     }
@@ -135,7 +135,7 @@ impl State<'_> {
             } => self.page(block, offset, content)?,
             Action::Machine(configuration) => sink.check_machine(&configuration.machine)?,
             Action::RamBlocks(blocks) => sink.check_blocks(&blocks)?,
-            // Also one that is refused is answered, so that it can read why.
+            // A rejected source also gets the answer, so that it can read the reason.
             Action::Greet { offer, takes } => {
                 sink.source.set_is_hotlift();
                 self.answer(&handshake::answer(offer, takes, session.id))?;
@@ -154,7 +154,7 @@ impl State<'_> {
                 }
             }
             Action::Device(device) => lock(&sink.devices).push(device),
-            // The one PING behind the end of RAM asks whether all is loaded.
+            // The only PING after the end of RAM asks whether everything is loaded.
             Action::Load(value) => {
                 self.load_devices()?;
                 self.answer(&[ReturnMessage::Pong(value)])?;
@@ -166,7 +166,7 @@ impl State<'_> {
                 return Ok(Next::Committed);
             }
             Action::Discard { block, ranges } => {
-                // The source commits once it knows that this was done.
+                // The source commits after the answer that this is done.
                 session.taking.expect_questions();
                 postcopy::discard(sink, block, ranges)?;
             }
@@ -185,7 +185,7 @@ impl State<'_> {
         })
     }
 
-    /// A page on main: a zero page of `legacy` detection, or any page of a source without multifd.
+    /// Handles a page on main: a zero page of `legacy` detection, or any page of a source without multifd.
     fn page(
         &mut self,
         block: usize,
@@ -234,7 +234,7 @@ impl State<'_> {
         decompress_threads::inflate(sink.target(), inflater, block, offset, stream)
     }
 
-    /// Loads the devices; they are all there.
+    /// Loads the devices, which are complete.
     fn load_devices(&self) -> Result<(), MigrationError> {
         self.sink.await_loaded()?;
         self.session.taking.loaded();

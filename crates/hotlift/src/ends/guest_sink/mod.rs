@@ -1,15 +1,15 @@
-//! The guest of this process as where pages go.
+//! The guest of this process as the destination of pages.
 //!
-//! | file | what it does |
+//! | file | purpose |
 //! |---|---|
-//! | `accept` | waits for the connections, and compares their settings |
-//! | `sink` | the guest, with what has come of it |
+//! | `accept` | accepts the connections, and compares their settings |
+//! | `sink` | the guest, and what it has received |
 //! | `source` | the connections of its source |
-//! | `channel` | a multifd channel's thread: packets into guest RAM |
+//! | `channel` | thread of a multifd channel: packets into guest RAM |
 //! | `main_channel` | the main channel: records of RAM, device state, the end |
 //! | `decompress_threads` | pages of `compress` into guest RAM |
-//! | `postcopy` | the guest runs before all its pages are there |
-//! | `announce` | the guest has a new place in the network |
+//! | `postcopy` | runs the guest before all its pages have arrived |
+//! | `announce` | announces the guest's new place to the network |
 
 pub(crate) mod accept;
 mod announce;

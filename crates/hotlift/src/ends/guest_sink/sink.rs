@@ -1,4 +1,4 @@
-//! The guest of this process, with what has come of it.
+//! The guest of this process, and what it has received.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,31 +33,31 @@ use crate::stream::main_recv::Waiting;
 use crate::stream::preempt::PreemptIn;
 use crate::stream::return_path::encode;
 
-/// A guest that arrives.
+/// An arriving guest.
 pub(crate) struct GuestSink<'a> {
     pub guest: &'a dyn Guest,
     pub options: &'a Options,
     pub control: &'a Control,
-    /// Where it comes from.
+    /// Connections of its source.
     pub source: StreamIn,
-    /// The guest's RAM blocks, as packets name them.
+    /// The guest's RAM blocks, with the names used in packets.
     pub blocks: Vec<RamBlockEntry>,
-    /// Pages that hold something: received, or not known to be fresh.
+    /// Pages with content: received, or not known to be fresh.
     pub written: Vec<DirtyBitmap>,
-    /// With `postcopy-ram`: pages that have come, also those that are zero.
+    /// With `postcopy-ram`: received pages, including zero pages.
     pub received: Vec<DirtyBitmap>,
-    /// Devices that have come and are not loaded.
+    /// Received devices that are not loaded yet.
     pub devices: Mutex<Vec<DeviceState>>,
-    /// With `postcopy-preempt`: where pages come that are waited for.
+    /// With `postcopy-preempt`: channel for the pages that the guest waits for.
     pub preempt: PreemptIn,
-    /// The source has made that connection, or does not make it any more.
+    /// True once a QEMU must have made that connection.
     awaits_preempt: AtomicBool,
-    /// Of a postcopy, the latest connection in the place of main.
+    /// In postcopy: the latest connection that replaces main.
     pub recovered: Mutex<Option<Arc<Stream>>>,
-    /// What the guest's waits for pages came to.
+    /// Statistics of the guest's page faults.
     pub postcopy: OnceLock<PostcopyFigures>,
     pub decompress: DecompressThreads,
-    /// Bytes of main behind the end of the stream, which were read with it.
+    /// Bytes of main after the end of the stream that were read with it.
     pub read_ahead: Mutex<Vec<u8>>,
 }
 
@@ -106,8 +106,7 @@ impl<'a> GuestSink<'a> {
         compare("the machine", theirs, self.guest.machine())
     }
 
-    /// Compares the source's RAM blocks with this guest's: same names in the same order, same
-    /// lengths.
+    /// Compares the source's RAM blocks with this guest's: names, order and lengths must be equal.
     pub(crate) fn check_blocks(&self, theirs: &[RamBlockEntry]) -> Result<(), MigrationError> {
         compare(
             "the number of RAM blocks",
@@ -130,7 +129,7 @@ impl<'a> GuestSink<'a> {
         Ok(())
     }
 
-    /// The source has released the guest, says one of the connections; the first to say so makes the guest run.
+    /// Starts the guest, because a connection reports that the source has released it. Only the first report has an effect.
     pub(crate) fn take_over(&self, session: &Session<'_>) -> Result<(), MigrationError> {
         let taking = &session.taking;
         if !taking.commit() {
@@ -147,7 +146,7 @@ impl<'a> GuestSink<'a> {
         if !self.run(session, Status::Completed) {
             return Ok(());
         }
-        // On every socket, so that one that is cut or garbled leaves the source no doubt. A QEMU reads none but main.
+        // On every socket, so that the source receives it even if one is cut or garbled. A QEMU reads only main.
         let running = encode(&[ReturnMessage::Shut(0)]);
         let is_read = |number| number == 0 || self.source.is_hotlift();
         for (_, mut stream) in self.source.streams().enumerate().filter(|it| is_read(it.0)) {
@@ -158,7 +157,7 @@ impl<'a> GuestSink<'a> {
         Ok(())
     }
 
-    /// Makes the guest run, in a migration whose state is `status` from here on; false if it cannot.
+    /// Starts the guest and sets the migration's state to `status`; returns false if the guest cannot start.
     pub(crate) fn run(&self, session: &Session<'_>, status: Status) -> bool {
         match self.commit(&[], None) {
             Err(error) => {
@@ -173,7 +172,7 @@ impl<'a> GuestSink<'a> {
         }
     }
 
-    /// Takes everything away that guest RAM may hold: from here on what is there has come from this source.
+    /// Discards old content of guest RAM, so that all content comes from this source.
     fn empty_ram(&self) -> Result<(), MigrationError> {
         for (block, written) in self.guest.ram().iter().zip(&self.written) {
             if !self.guest.ram_is_fresh() {
@@ -184,14 +183,14 @@ impl<'a> GuestSink<'a> {
         Ok(())
     }
 
-    /// These pages have come.
+    /// Records these pages as received.
     pub(crate) fn note_received(&self, block: usize, first: usize, pages: usize) {
         if let Some(received) = self.received.get(block) {
             received.set_range(first, pages);
         }
     }
 
-    /// Puts a page with content where it belongs.
+    /// Writes a page with content to guest RAM.
     pub(crate) fn put_page(
         &self,
         block: usize,
@@ -203,7 +202,7 @@ impl<'a> GuestSink<'a> {
         Ok(())
     }
 
-    /// Where decompressed pages go.
+    /// Returns the destination of decompressed pages.
     pub(crate) fn target(&self) -> Target<'_> {
         Target {
             guest: self.guest,
@@ -211,24 +210,24 @@ impl<'a> GuestSink<'a> {
         }
     }
 
-    /// The connection that has come for pages that are waited for, with `waiting` for it.
+    /// Waits with `waiting` for the preempt channel, and returns it.
     ///
     /// # Errors
-    /// [`MigrationError::Timeout`]; what `waiting` says.
+    /// [`MigrationError::Timeout`]; the error of `waiting`.
     pub(crate) fn await_preempt(
         &self,
         waiting: &dyn Waiting,
     ) -> Result<Arc<Stream>, MigrationError> {
         self.awaits_preempt.store(true, Ordering::Release);
-        // The thread at the door looks for it only now.
+        // The accept loop's thread accepts the channel only from now on.
         self.control.life().wake();
-        // Half of the source's patience, so that it hears the reason before it runs out.
+        // Half of the source's timeout, so that the source receives the reason before its own timeout.
         let patience = self.options.handshake_timeout / 2;
         self.preempt.wait_for(patience, waiting)
     }
 
-    /// Takes that connection out of what has come at `door`. A Hotlift says what it is; a QEMU has made it before this side
-    /// waits for it, and says nothing.
+    /// Takes the preempt channel out of the new connections of `door`. A Hotlift sends a header on it; a QEMU sends nothing,
+    /// and connects before this side waits for it.
     pub(crate) fn find_preempt(
         &self,
         door: &mut Door<'_>,
@@ -242,7 +241,7 @@ impl<'a> GuestSink<'a> {
         }
     }
 
-    /// The same while precopy is under way.
+    /// Accepts the preempt channel during precopy.
     pub(crate) fn look_for_preempt(&self, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
         let may_come = self.source.is_hotlift() || self.awaits_preempt.load(Ordering::Acquire);
         if self.options.postcopy_preempt
@@ -300,20 +299,20 @@ impl Sink for GuestSink<'_> {
         Err(unexpected("a part of the devices"))
     }
 
-    /// Loads the devices; they are all there.
+    /// Loads the devices, which are complete.
     fn await_loaded(&self) -> Result<(), MigrationError> {
         let devices = std::mem::take(&mut *lock(&self.devices));
         Ok(self.guest.load_devices(devices)?)
     }
 
-    /// Makes the guest run.
+    /// Starts the guest.
     fn commit(&self, _: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
         self.guest.resume()?;
         self.control.tell(MigrationEvent::Resumed);
         Ok(Doing::Unknown)
     }
 
-    /// The source's connections end with the threads that read them.
+    /// Does nothing: the source's connections end with the threads that read them.
     fn abort(&self) {}
 
     fn sent_bytes(&self) -> u64 {
@@ -325,7 +324,7 @@ impl Sink for GuestSink<'_> {
     }
 }
 
-/// A wait for the source up to its commit.
+/// A wait for the source before its commit.
 pub(crate) struct UntilCommit<'a>(pub &'a Session<'a>);
 
 impl Waiting for UntilCommit<'_> {
@@ -336,7 +335,7 @@ impl Waiting for UntilCommit<'_> {
         if control.life().is_stopped() && taking.abandon() {
             return Err(MigrationError::Cancelled);
         }
-        // Another connection may have brought the source's word.
+        // The source's commit may have arrived on another connection.
         match taking.side() {
             DestinationSide::Loading | DestinationSide::Loaded => Ok(()),
             _ => Err(MigrationError::main_closed()),

@@ -1,4 +1,4 @@
-//! The connections of a source, as where the pages of a guest of this process come from.
+//! The connections of a source, as the source of pages for a guest of this process.
 
 use std::net::Shutdown;
 
@@ -16,7 +16,7 @@ use crate::stream::attend::linger;
 use crate::stream::door::Door;
 use crate::stream::graceful_close;
 
-/// Those of a guest's migration.
+/// Connections of a guest's migration.
 pub(crate) struct Arriving<'a>(pub &'a GuestSink<'a>);
 
 impl Source for Arriving<'_> {
@@ -40,10 +40,10 @@ impl Source for Arriving<'_> {
         if reader >= sink.source.multifd.len() {
             return decompress_threads::work(&sink.decompress, sink.target());
         }
-        // Ids count from 0 to 254.
+        // Ids range from 0 to 254.
         let id = u8::try_from(reader).unwrap_or(u8::MAX);
         let outcome = channel::receive(session, sink, id);
-        // Once everything has arrived a lost channel is no failure, as long as another can bring the source's word.
+        // After everything has arrived, a lost channel is no failure while another one can carry the source's commit.
         let is_loading = session.taking.side() == DestinationSide::Loading;
         session.taking.connection_ended();
         if is_loading { outcome } else { Ok(()) }

@@ -1,4 +1,4 @@
-//! A multifd channel's thread on the source: takes chunks, finds zero pages, and sends packets.
+//! Thread of a multifd channel at the source: takes chunks, finds zero pages, and sends packets.
 //!
 //! ```text
 //! take chunk -> fetch and clear dirty bits -> zero? -> offsets of the packet -> PacketSender
@@ -17,18 +17,18 @@ use crate::precopy::ram::{Chunk, offsets};
 use crate::stream::multifd_send::PacketSender;
 use crate::stream::pages::Pages;
 
-/// One channel's working state; everything that a packet needs is kept from packet to packet.
+/// State of one channel. The buffers are reused for all packets.
 pub(crate) struct ChannelSender<'a> {
     source: &'a GuestSource<'a>,
     packets: PacketSender<'a>,
     block: usize,
-    /// Pages that a packet holds.
+    /// Pages of a packet.
     packet_pages: usize,
     normal_share: NormalShare,
     normal: Vec<u64>,
     zero: Vec<u64>,
     runs: Vec<GuestRun<'a>>,
-    /// Devices that look for zero pages, in place of this thread.
+    /// Zero-page detection by devices instead of this thread.
     pipeline: Option<Pipeline<'a>>,
     dirty_words: Vec<u64>,
     untouched_words: Vec<u64>,
@@ -56,7 +56,7 @@ impl<'a> ChannelSender<'a> {
         })
     }
 
-    /// Works through rounds, each closed by a SYNC packet, until there are no more.
+    /// Sends rounds, each closed by a SYNC packet, until there are no more.
     pub(crate) fn run(&mut self) -> Result<(), MigrationError> {
         let mut round = 0;
         while self.source.rounds.next(&mut round) {
@@ -67,7 +67,7 @@ impl<'a> ChannelSender<'a> {
         Ok(())
     }
 
-    /// Works on chunks until the round has no more.
+    /// Sends chunks until the round has no more.
     fn round(&mut self) -> Result<(), MigrationError> {
         while let Some(chunk) = self.source.ram.take() {
             if self.source.control.life().is_stopped() {
@@ -79,14 +79,14 @@ impl<'a> ChannelSender<'a> {
             self.chunk(chunk)?;
         }
         if self.pipeline.is_some() {
-            // What is filled, and then what the device still has.
+            // One turn submits the filled batch, the second takes its result.
             self.turn()?;
             self.turn()?;
         }
         self.send_packet()
     }
 
-    /// Hands the gathered pages to a device, and sends those that it had before.
+    /// Submits the gathered pages to a device, and sends those of the previous batch.
     fn turn(&mut self) -> Result<(), MigrationError> {
         if let Some(pipeline) = &mut self.pipeline {
             self.block = pipeline.turn(&mut self.normal_share, &mut self.normal, &mut self.zero);
@@ -98,7 +98,7 @@ impl<'a> ChannelSender<'a> {
         let mut dirty = std::mem::take(&mut self.dirty_words);
         let mut untouched = std::mem::take(&mut self.untouched_words);
         let source = self.source;
-        // With `legacy` detection the migration thread has been here before and cleared the log.
+        // With `legacy` detection the migration thread has already scanned the chunk and cleared the log.
         let any = if source.options.zero_page_detection == ZeroPageDetection::Legacy {
             source.ram.fetch(chunk, &mut dirty)
         } else {
@@ -153,7 +153,7 @@ impl<'a> ChannelSender<'a> {
         Ok(())
     }
 
-    /// Sends the pages gathered so far, if any.
+    /// Sends the gathered pages, if any.
     fn send_packet(&mut self) -> Result<(), MigrationError> {
         if self.normal.is_empty() && self.zero.is_empty() {
             return Ok(());
@@ -172,7 +172,7 @@ impl<'a> ChannelSender<'a> {
     }
 }
 
-/// Joins page offsets that follow each other: (offset, length) in bytes.
+/// Joins adjacent page offsets: (offset, length) in bytes.
 fn contiguous(offsets: &[u64]) -> impl Iterator<Item = (usize, usize)> + '_ {
     let page = PAGE_SIZE as u64;
     offsets
@@ -180,7 +180,7 @@ fn contiguous(offsets: &[u64]) -> impl Iterator<Item = (usize, usize)> + '_ {
         .map(|run| (to_usize(run[0]), run.len() * PAGE_SIZE))
 }
 
-/// An offset inside mapped memory, hence inside the address space.
+/// Converts an offset inside mapped memory, which always fits the address space.
 fn to_usize(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }

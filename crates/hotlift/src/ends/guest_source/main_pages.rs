@@ -1,12 +1,11 @@
-//! What the migration thread itself does with pages, chunk by chunk.
+//! Pages that the migration thread itself handles, chunk by chunk.
 //!
-//! With `zero-page-detection=legacy` it looks for zero pages ahead of the channels: they become records
-//! of the main channel, whatever else is dirty goes back into the bitmap, and the chunk is released to
-//! the channel threads. A page is settled once a round, either here or there, and both lie before the
-//! round's barrier, so the two ways need no order between them.
+//! With `zero-page-detection=legacy` it finds zero pages ahead of the channels, and sends them as records of the main channel.
+//! Other dirty pages go back into the bitmap, and the chunk is released to the channel threads. Each page is sent once per
+//! round, on one of the two paths. Both precede the round's barrier, so they need no order.
 //!
-//! Without multifd it sends all pages, as records of the main channel; with `compress` other threads make
-//! those records, and with `xbzrle` they are what has changed of a page.
+//! Without multifd this thread sends all pages as records of the main channel. With `compress` other threads make the records;
+//! with `xbzrle` a record is the delta of a page.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::ZeroPageDetection;
@@ -20,22 +19,21 @@ use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
 use crate::precopy::ram::offsets;
 
-/// Pages between two looks at what else is to be done. So many with content fill the main channel's buffer of
-/// 64 KiB once: at a low `max-bandwidth` the thread is away for one write, not for several.
+/// Pages between two calls for other work. This number with content fills the main channel's buffer of 64 KiB once: at a low
+/// `max-bandwidth` the thread is blocked for one write only.
 const PAGES_BETWEEN: usize = 16;
 
-/// Pages that a thread of `compress` gets at once. With 1, 8, 32 and 128 of them the migration thread took 1.05, 0.53, 0.40
-/// and 0.36 CPU s/GiB (8 threads, level 1, Silesia) without a copy of them; the threads gained nothing beyond 8. The last of
-/// a round, which keep the others waiting, are 1 ms of work.
+/// Pages of a batch for a `compress` thread. With 1, 8, 32 and 128 of them the migration thread took 1.05, 0.53, 0.40 and 0.36
+/// CPU s/GiB (8 threads, level 1, Silesia) without a copy of them; the threads gained nothing beyond 8. The last batch of a
+/// round, for which the others wait, is 1 ms of work.
 const HANDED_OUT: usize = 32;
 
-/// Whether the migration thread has to look at pages.
+/// Returns true if the migration thread must scan pages.
 pub(crate) fn needed(options: &Options) -> bool {
     !options.multifd() || options.zero_page_detection == ZeroPageDetection::Legacy
 }
 
-/// Works through all chunks of the round that has just started.
-/// `between` is called again and again: a chunk may take minutes.
+/// Scans all chunks of the round that has just started. Calls `between` repeatedly, because a chunk may take minutes.
 pub(crate) fn scan(
     source: &GuestSource<'_>,
     flow: &Flow<Batch>,
@@ -45,7 +43,7 @@ pub(crate) fn scan(
     let options = source.options;
     let detection = options.zero_page_detection;
     let detect = detection != ZeroPageDetection::None;
-    // Threads that compress look for themselves.
+    // `compress` threads detect zero pages themselves.
     let looks = detect && (!options.compress || detection == ZeroPageDetection::Legacy);
     let mut normal_share = NormalShare::new(options.multifd_normal_page_ratio);
     let mut dirty = Vec::new();
@@ -84,7 +82,7 @@ pub(crate) fn scan(
                     let has_room =
                         |batch: &Batch| batch.block == chunk.block && batch.len() < HANDED_OUT;
                     if !handed_out.as_ref().is_some_and(has_room) {
-                        // A thread that is to free a batch may wait for its turn on main.
+                        // Released first: a thread that must free a batch may wait for its turn on main.
                         turn = None;
                         handed_out.take().into_iter().for_each(|it| flow.submit(it));
                         handed_out = match options.compress_wait_thread {
@@ -102,7 +100,7 @@ pub(crate) fn scan(
                 }
                 let main = turn.get_or_insert_with(|| source.out.main.take());
                 let (block, at) = (chunk.block, offset as u64);
-                // Without a thread for it, a page that was to be compressed goes out as it is.
+                // If no `compress` thread is free, the page is sent uncompressed.
                 if as_zero || options.compress && detect && ram.page_is_zero(number) {
                     main.zero_page(block, at)?;
                     if let Some(xbzrle) = xbzrle {
@@ -130,7 +128,7 @@ pub(crate) fn scan(
         between(xbzrle);
     }
     handed_out.into_iter().for_each(|it| flow.submit(it));
-    // One that is broken has failed, which the caller looks at.
+    // If the flow is broken, a thread has failed, and the caller checks for that.
     flow.drain();
     Ok(())
 }

@@ -1,17 +1,17 @@
-//! The guest of this process as where pages come from.
+//! The guest of this process as the source of pages.
 //!
-//! | file | what it does |
+//! | file | purpose |
 //! |---|---|
 //! | `source` | state that the threads of the migration share |
-//! | `readers` | the threads: what each does, and how an answer or a loss is taken |
-//! | `rounds` | channels start and end a round together |
-//! | `channel` | a multifd channel's thread: chunks, zero pages, packets |
-//! | `zero_devices` | devices look for zero pages, in place of that thread |
-//! | `normal_share` | pages that are sent with their content though they are zero (a test option of QEMU) |
+//! | `readers` | the threads: their work, and the handling of answers and losses |
+//! | `rounds` | synchronises the begin and end of a round over all channels |
+//! | `channel` | thread of a multifd channel: chunks, zero pages, packets |
+//! | `zero_devices` | zero-page detection by devices instead of that thread |
+//! | `normal_share` | zero pages that are sent with their content (a test option of QEMU) |
 //! | `main_pages` | pages as records of main: without multifd, and of `legacy` zero-page detection |
-//! | `xbzrle` | what such records are made of, of pages that were sent before |
-//! | `postcopy_pages` | pages that a guest lacks which runs at the destination |
-//! | `reporter` | progress, put together of what the rounds know and what the channels count |
+//! | `xbzrle` | deltas for such records, of pages that were sent before |
+//! | `postcopy_pages` | missing pages of a guest that runs at the destination |
+//! | `reporter` | progress reports, from the state of the rounds and the counters of the channels |
 
 mod channel;
 pub(crate) mod main_pages;

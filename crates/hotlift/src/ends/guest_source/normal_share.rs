@@ -1,7 +1,6 @@
-//! `multifd-normal-page-ratio`: the share of zero pages that travels as if they had content.
+//! `multifd-normal-page-ratio`: the share of zero pages that are sent with their content.
 
-/// Picks that share of the zero pages that one thread finds, evenly spread: no draw, so that the same
-/// guest gives the same count.
+/// Selects that share of one thread's zero pages, evenly spread and not at random, so that the same guest gives the same count.
 #[derive(Debug)]
 pub(crate) struct NormalShare {
     percent: u8,
@@ -10,12 +9,12 @@ pub(crate) struct NormalShare {
 }
 
 impl NormalShare {
-    /// A share of 0 to 100 %.
+    /// Creates it for a share of 0 to 100 %.
     pub(crate) fn new(percent: u8) -> Self {
         Self { percent, due: 0 }
     }
 
-    /// Whether the zero page that was just found is sent as a normal one.
+    /// Returns true if the zero page just found must be sent as a normal one.
     pub(crate) fn takes(&mut self) -> bool {
         self.due += self.percent;
         let takes = self.due >= 100;

@@ -1,4 +1,4 @@
-//! The memory of a stopped guest, for the one that runs at the destination and lacks some of it.
+//! Memory of a stopped guest, for the guest that runs at the destination with missing pages.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -11,22 +11,22 @@ use crate::error::MigrationError;
 use crate::lock::lock;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
 
-/// Pages that the background writes at once: an answer waits for so many at most.
+/// Pages of one background write: an answer waits for at most this number.
 const BATCH: usize = 16;
 
-/// Pages that a thread takes at a time, behind which the neighbours of a page that was asked for wait at most: 256 KiB.
+/// Pages of a share: 256 KiB. The neighbours of a requested page wait for at most one share.
 const SHARE: usize = 64;
 
-/// Pages that are still to be sent, near the latest request first and then in order.
+/// Pages still to send: first near the latest request, then in order.
 pub(crate) struct GuestPages<'a> {
     source: &'a GuestSource<'a>,
     near: Near,
-    /// RAM block, and what no thread has taken yet of the chunk that was taken last.
+    /// RAM block, and the pages of its latest chunk that no thread has taken.
     rest: Mutex<(usize, Range<usize>)>,
 }
 
 impl<'a> GuestPages<'a> {
-    /// All pages that are dirty.
+    /// Creates it for all dirty pages.
     pub(crate) fn new(source: &'a GuestSource<'a>) -> Self {
         source.ram.start_round(false);
         Self {
@@ -73,16 +73,16 @@ impl Pages for GuestPages<'_> {
     }
 }
 
-/// A thread's reader.
+/// Reader of one thread.
 pub(crate) struct GuestReader<'a> {
     source: &'a GuestSource<'a>,
-    /// RAM block and page from which on the background takes pages.
+    /// RAM block and page from which the background takes pages.
     prepared: (usize, usize),
     page: Box<[u8; PAGE_SIZE]>,
 }
 
 impl GuestReader<'_> {
-    /// Copies a page; false if it is zero, and may be sent so.
+    /// Copies a page; returns false for a zero page that may be sent as such.
     fn read(&mut self, block: usize, page: usize) -> Result<bool, MigrationError> {
         let GuestSource { guest, ram, .. } = self.source;
         ram.settle(block, page);
@@ -97,7 +97,7 @@ impl GuestReader<'_> {
 }
 
 impl Reader for GuestReader<'_> {
-    /// Also of a page that is not dirty: who asks for it does not have it.
+    /// Reads clean pages too: a destination that requests one does not have it.
     fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError> {
         let has_content = self.read(block, page)?;
         Ok(has_content.then_some(&*self.page))

@@ -1,4 +1,4 @@
-//! What the threads of an outgoing migration do with its guest.
+//! Work of the threads of an outgoing migration on its guest.
 
 use std::time::{Duration, Instant};
 
@@ -12,11 +12,11 @@ use crate::pipe::session::Session;
 use crate::pipe::source::Source;
 use crate::status::Status;
 
-/// Time between two samples of the bytes that are sent while the guest is paused.
+/// Interval between two samples of the sent bytes while the guest is paused.
 const STANDSTILL_SAMPLE: Duration = Duration::from_millis(100);
 
 impl GuestSource<'_> {
-    /// The channel that a thread sends; `None`: it takes what devices have found.
+    /// Returns the channel that a thread sends, or `None` for the thread that polls devices.
     fn channel(&self, number: usize) -> Option<u8> {
         let id = u8::try_from(number).ok()?;
         (number < self.out.multifd.len()).then_some(id)
@@ -31,7 +31,7 @@ impl Source for GuestSource<'_> {
     fn thread_name(&self, reader: usize) -> String {
         match self.channel(reader) {
             Some(id) => self.name(&format!("send_{id}")),
-            // QEMU's series calls it so.
+            // The name in QEMU's patch series.
             None => "dsa_completion".to_owned(),
         }
     }
@@ -64,7 +64,7 @@ impl Source for GuestSource<'_> {
             ledger.note(&mut lock(&self.asked_block), message, Instant::now())?;
         }
         if session.giving.is_committed() {
-            // The word may still come behind it.
+            // The destination's statement may follow this message.
             return Ok(());
         }
         Err(match (message, self.out.answers.next_pong()) {
@@ -83,15 +83,15 @@ impl Source for GuestSource<'_> {
 
     fn lost(&self, session: &Session<'_>, channel: Channel, error: MigrationError) {
         match self.ledger.get() {
-            // Requests come on main alone.
+            // Requests arrive only on main.
             Some(_) if channel == Channel::Main => self.lose(session, error),
-            // Behind the commit the word may come on the other connections; before it, this is the end.
+            // After the commit the statement may arrive on another connection; before it, this is a failure.
             _ => session.fail(error),
         }
     }
 
-    /// Ends what no other thread can: one that is blocked in a write while the guest stands still for a destination that
-    /// takes nothing.
+    /// Detects a stall that no other thread can end: a blocked write, while the guest is paused, to a destination that reads
+    /// nothing.
     fn look(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
         if !self.is_guest_stopped() {
             return None;
@@ -117,7 +117,7 @@ impl Source for GuestSource<'_> {
 
     fn over(&self) {
         self.rounds.end();
-        // Whoever takes one sees that it is over.
+        // A thread that takes a chunk sees that the migration has ended.
         self.ram.release_all();
         if let Some(devices) = &self.zero_devices {
             devices.close();

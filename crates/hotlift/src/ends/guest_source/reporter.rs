@@ -1,4 +1,4 @@
-//! Tells the caller how a migration gets on.
+//! Reports the progress of a migration to the caller.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -13,13 +13,13 @@ use crate::precopy::auto_converge::AutoConverge;
 use crate::precopy::estimate::Estimator;
 use crate::progress::{OnProgress, Progress};
 
-/// Between two reports.
+/// Interval between two reports.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Share of max-bandwidth from which on it is what limits the rate.
+/// Share of max-bandwidth from which on it counts as the limit of the rate.
 const AT_THE_LIMIT: f64 = 0.8;
 
-/// Makes reports out of the source's counters.
+/// Creates reports from the source's counters.
 pub(crate) struct Reporter<'a> {
     source: &'a GuestSource<'a>,
     on_progress: OnProgress<'a>,
@@ -30,7 +30,7 @@ pub(crate) struct Reporter<'a> {
     throttle_percent: u8,
     throttle_refused: bool,
     xbzrle: Option<XbzrleFigures>,
-    /// Where each packet has its own method.
+    /// Method statistics over time, if each packet has its own method.
     timeline: Option<Timeline>,
 }
 
@@ -53,39 +53,39 @@ impl<'a> Reporter<'a> {
         }
     }
 
-    /// What went by which method by time, where each packet has its own.
+    /// Returns the method statistics over time, if each packet has its own method.
     pub(crate) fn timeline(&self) -> Vec<MethodMoment> {
         let timeline = self.timeline.as_ref();
         timeline.map(Timeline::moments).unwrap_or_default()
     }
 
-    /// From now on pages may be sent.
+    /// Records the setup time; pages may be sent from now on.
     pub(crate) fn set_up(&mut self, setup: Duration) {
         self.setup = Some(setup);
     }
 
-    /// From now on the guest is slowed down like this.
+    /// Records the current throttling of the guest.
     pub(crate) fn throttled(&mut self, throttle: &AutoConverge<'_>) {
         self.throttle_percent = throttle.percent();
         self.throttle_refused = throttle.is_refused();
     }
 
-    /// What XBZRLE has done, from now on.
+    /// Records the XBZRLE statistics.
     pub(crate) fn encoded(&mut self, xbzrle: Option<&Xbzrle>) {
         self.xbzrle = xbzrle.map(Xbzrle::figures);
     }
 
-    /// Whether the last report was long enough ago.
+    /// Returns true if the interval since the last report is over.
     pub(crate) fn is_due(&self) -> bool {
         self.last.0.elapsed() >= INTERVAL
     }
 
-    /// Reports.
+    /// Sends a report.
     pub(crate) fn tell(&mut self, round: u64, estimator: &Estimator) {
         self.source.show_zero_jobs();
         let bytes = self.source.bytes();
         let counts = Counts {
-            // Channels count on: the sum is to be that of the parts.
+            // Channels keep counting: the total must equal the sum of the parts.
             transferred_bytes: bytes.sum(),
             ..self.source.out.counts()
         };

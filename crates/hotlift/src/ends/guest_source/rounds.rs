@@ -1,4 +1,4 @@
-//! Where the migration thread and the channel threads meet: one round at a time, for all of them.
+//! Synchronises the migration thread and the channel threads: all work on the same round.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use crate::error::MigrationError;
 use crate::life::Life;
 use crate::life::gate::Gate;
 
-/// The meeting point.
+/// Rounds of one migration.
 pub(crate) struct Rounds {
     state: Gate<State>,
     channels: usize,
@@ -14,16 +14,16 @@ pub(crate) struct Rounds {
 
 #[derive(Default)]
 struct State {
-    /// The present round.
+    /// Current round.
     round: u64,
     /// Channels that have finished it.
     finished: usize,
-    /// No other round begins.
+    /// True if no other round begins.
     over: bool,
 }
 
 impl Rounds {
-    /// Makes those of so many channels.
+    /// Creates it for `channels` channels.
     pub(crate) fn new(channels: usize, life: &Life) -> Self {
         Self {
             state: Gate::new(life, State::default()),
@@ -39,11 +39,11 @@ impl Rounds {
         });
     }
 
-    /// Waits until all channel threads have finished the round. Meanwhile `doing` is called, which may end the wait: at
-    /// least `every` so often, and when the lifetime changes.
+    /// Waits until all channel threads have finished the round. Calls `doing` at least once per interval `every`, and when the
+    /// lifetime changes.
     ///
     /// # Errors
-    /// What `doing` returns.
+    /// An error of `doing`, which ends the wait.
     pub(crate) fn await_channels(
         &self,
         every: Duration,
@@ -59,7 +59,7 @@ impl Rounds {
         Ok(())
     }
 
-    /// Waits in a channel's thread for the round behind `round`, which is moved on; false if there is none.
+    /// Waits in a channel's thread for the round after `round`, and advances `round`; returns false if there is none.
     pub(crate) fn next(&self, round: &mut u64) -> bool {
         let goes_on = || Ok::<_, std::convert::Infallible>(());
         let Ok(next) = self.state.wait_until(None, goes_on, |state| {
@@ -71,7 +71,7 @@ impl Rounds {
         begins
     }
 
-    /// A channel's thread has finished its part of the round.
+    /// Records that a channel's thread has finished its part of the round.
     pub(crate) fn finish(&self) {
         let mut state = self.state.lock();
         state.finished += 1;
@@ -81,7 +81,7 @@ impl Rounds {
         }
     }
 
-    /// No other round begins: ends all waits.
+    /// Ends all waits; no other round begins.
     pub(crate) fn end(&self) {
         self.state.change(|state| state.over = true);
     }

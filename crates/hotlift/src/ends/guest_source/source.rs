@@ -1,4 +1,4 @@
-//! What the threads of one outgoing migration share of its guest, and what each of them does.
+//! State of the guest that the threads of one outgoing migration share.
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,32 +18,32 @@ use crate::pipe::stream_out::StreamOut;
 use crate::postcopy::Ledger;
 use crate::precopy::ram::RamState;
 
-/// A guest that leaves.
+/// A departing guest.
 pub(crate) struct GuestSource<'a> {
     pub guest: &'a dyn Guest,
     pub options: &'a Options,
     pub control: &'a Control,
-    /// Where its pages go.
+    /// Destination of its pages.
     pub out: &'a StreamOut,
-    /// Devices that look for zero pages.
+    /// Devices for zero-page detection.
     pub zero_devices: Option<ZeroDevices>,
     pub ram: RamState<'a>,
     pub rounds: Rounds,
-    /// Bytes that had been written to main when the guest was stopped.
+    /// Bytes written to main before the guest was stopped.
     main_at_stop: OnceLock<u64>,
-    /// The same when it was told to run at the destination, of a postcopy.
+    /// Bytes written to main before the guest started at the destination, in postcopy.
     main_at_postcopy: OnceLock<u64>,
-    /// Of a postcopy, what the connection carries over which it has begun.
+    /// Pages sent over the current connection of a postcopy.
     pub ledger: OnceLock<Arc<Ledger>>,
-    /// Why that connection was lost.
+    /// Error that lost that connection.
     pub lost: Failure,
-    /// RAM block of the last request for pages on it.
+    /// RAM block of the last page request on it.
     pub(super) asked_block: Mutex<Option<usize>>,
-    /// Pages that were asked for, over all connections.
+    /// Number of requested pages, over all connections.
     pub postcopy_requests: AtomicU64,
-    /// Pages that channels have looked at, where devices were to.
+    /// Pages checked for zeros by channels instead of devices.
     pub looked_at: AtomicU64,
-    /// Bytes written while the guest stands still, and when there were more last.
+    /// Bytes written while the guest is paused, and the time of their last increase.
     pub(super) moved: Mutex<(u64, Instant)>,
 }
 
@@ -78,36 +78,36 @@ impl<'a> GuestSource<'a> {
         self.out.link.counters.read().transferred_bytes
     }
 
-    /// The guest has been stopped.
+    /// Records that the guest has been stopped.
     pub(crate) fn guest_stopped(&self) {
         let _ = self.main_at_stop.set(self.main_bytes());
-        // The watch looks at what is sent from here on.
+        // The watch thread checks for stalls from now on.
         self.control.life().wake();
     }
 
-    /// Whether [`Self::guest_stopped`] has come.
+    /// Returns true after [`Self::guest_stopped`].
     pub(crate) fn is_guest_stopped(&self) -> bool {
         self.main_at_stop.get().is_some()
     }
 
-    /// Whether what is left of a round is to be sent when the guest runs at the destination.
+    /// Returns true if the rest of a round must be sent in postcopy.
     pub(crate) fn cuts_round(&self) -> bool {
         self.options.postcopy_ram && self.control.wants_postcopy() && !self.is_guest_stopped()
     }
 
-    /// From now on what is written gives a guest its pages that runs at the destination.
+    /// Records that from now on written bytes are postcopy pages.
     pub(crate) fn postcopy_begins(&self) {
         let _ = self.main_at_postcopy.set(self.main_bytes());
     }
 
-    /// The connection of a postcopy has ended before its time. Before the commit, which it then keeps from coming, that is a
-    /// failure as any other.
+    /// Handles an early end of a postcopy's connection. Before the commit this is a normal failure, and the commit then does
+    /// not happen.
     pub(super) fn lose(&self, session: &Session<'_>, error: MigrationError) {
         if session.giving.is_committed() {
             self.lost.keep(error);
         } else {
             session.fail(error);
-            // Unless the commit came first.
+            // The commit may have happened first.
             if !session.giving.is_committed() {
                 return;
             }
@@ -119,7 +119,7 @@ impl<'a> GuestSource<'a> {
         self.out.link.transport.shutdown(Shutdown::Both);
     }
 
-    /// Bytes written, by where and when.
+    /// Returns the bytes written, by channel and phase.
     pub(crate) fn bytes(&self) -> ByteFigures {
         let all = self.out.counts().transferred_bytes;
         let main = self.main_bytes();
@@ -127,7 +127,7 @@ impl<'a> GuestSource<'a> {
         let postcopy = self.main_at_postcopy.get();
         let postcopy = postcopy.map_or(0, |before| main.saturating_sub(*before));
         ByteFigures {
-            // The main channel may have grown since.
+            // The main channel may have grown since the first reading.
             multifd: all.saturating_sub(main),
             precopy,
             downtime: main - precopy - postcopy,
@@ -135,7 +135,7 @@ impl<'a> GuestSource<'a> {
         }
     }
 
-    /// Shows what devices have found, or the CPU in their place.
+    /// Reports the statistics of the devices, or of the CPU as their replacement.
     pub(crate) fn show_zero_jobs(&self) {
         let stats = self.control.accelerator_stats();
         if let Some(devices) = &self.zero_devices {

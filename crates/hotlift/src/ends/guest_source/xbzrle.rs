@@ -1,8 +1,7 @@
-//! Capability `xbzrle`: a page that was sent before goes out as what has changed of it.
+//! Capability `xbzrle`: a page that was sent before is sent as a delta.
 //!
-//! The cache holds pages as they were sent, so that a page in it is the page that the destination has. It
-//! is mapped directly, as QEMU's is: a page has one slot, by its number, and takes it from a page that was
-//! not used in the last two rounds.
+//! The cache has pages as they were sent, so a cached page equals the page at the destination. It is direct-mapped, as in QEMU:
+//! each page has one slot, chosen by its number. A new page replaces one that was not used in the last two rounds.
 
 use hotlift_mem::{PAGE_SIZE, RamBlock};
 use hotlift_methods::legacy::xbzrle::{Delta, encode};
@@ -12,31 +11,31 @@ use crate::figures::{XbzrleFigures, ratio, to_f64};
 use crate::guest::Guest;
 use crate::options::Options;
 
-/// Rounds for which a page keeps its slot unused (QEMU's `CACHED_PAGE_LIFETIME`).
+/// Rounds for which an unused page keeps its slot (QEMU's `CACHED_PAGE_LIFETIME`).
 const LIFETIME: u64 = 2;
 
-/// How a page is to be sent.
+/// Form in which a page is sent.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Form<'a> {
-    /// Not at all: the destination has it.
+    /// Nothing: the destination has this content.
     Same,
-    /// As this delta.
+    /// A delta.
     Delta(&'a [u8]),
-    /// As this copy of it.
+    /// A copy of the whole page.
     Whole(&'a [u8; PAGE_SIZE]),
 }
 
-/// Encodes pages against those that were sent.
+/// Encoder of pages against their last sent content.
 pub(crate) struct Xbzrle {
     cache: Cache,
-    /// Of each RAM block, the number of its first page.
+    /// Number of the first page of each RAM block.
     first_pages: Vec<u64>,
-    /// Rounds so far; pages are cached from the second on.
+    /// Current round; pages are cached from the second round on.
     round: u64,
     last: bool,
     figures: XbzrleFigures,
     round_start: RoundStart,
-    /// The page in hand.
+    /// Copy of the current page.
     page: Box<[u8; PAGE_SIZE]>,
     delta: Vec<u8>,
 }
@@ -49,10 +48,10 @@ struct RoundStart {
 }
 
 impl Xbzrle {
-    /// With a cache as the options want it, but not larger than the guest's RAM; `None` if they want none.
+    /// Creates the encoder if the options enable it. Its cache has the size of the option, but at most that of the RAM.
     ///
     /// # Errors
-    /// [`MigrationError::XbzrleCache`] if there is no room for it.
+    /// [`MigrationError::XbzrleCache`] if there is not enough memory for it.
     pub(crate) fn new(
         guest: &dyn Guest,
         options: &Options,
@@ -72,7 +71,7 @@ impl Xbzrle {
         Self::with_slots(slots, first_pages, options.xbzrle_cache_size).map(Some)
     }
 
-    /// With a power of two of slots.
+    /// Creates the encoder with a power of two of slots.
     fn with_slots(
         slots: usize,
         first_pages: Vec<u64>,
@@ -93,7 +92,7 @@ impl Xbzrle {
         })
     }
 
-    /// A round begins; `last`: pages sent in it are never looked for again.
+    /// Begins a round; `last` means that pages sent in it are never looked up again.
     pub(crate) fn start_round(&mut self, last: bool) {
         self.round += 1;
         self.last = last;
@@ -103,7 +102,7 @@ impl Xbzrle {
         };
     }
 
-    /// What XBZRLE has done.
+    /// Returns the statistics.
     pub(crate) fn figures(&self) -> XbzrleFigures {
         let RoundStart {
             looked_for,
@@ -121,7 +120,7 @@ impl Xbzrle {
         }
     }
 
-    /// A page that is sent as zero.
+    /// Records a page that is sent as zero.
     pub(crate) fn zero_page(&mut self, block: usize, page: usize) {
         let number = self.first_pages[block] + page as u64;
         if self.round > 1 && !self.last && self.cache.take_slot(number, self.round) {
@@ -129,8 +128,8 @@ impl Xbzrle {
         }
     }
 
-    /// A page with content, whose dirty bit was cleared; `None` in the first round, in which it is to be
-    /// sent as it is.
+    /// Encodes a page with content, whose dirty bit was cleared. Returns `None` in the first round, which sends pages as they
+    /// are.
     pub(crate) fn page(
         &mut self,
         ram: &RamBlock,
@@ -140,7 +139,7 @@ impl Xbzrle {
         if self.round < 2 {
             return Ok(None);
         }
-        // From here on it changes no more: what is sent is what is kept.
+        // A copy, because the guest may write the page: the sent content must be the cached content.
         ram.read(page * PAGE_SIZE, &mut self.page[..])?;
         let number = self.first_pages[block] + page as u64;
         self.round_start.looked_for += 1;
@@ -161,7 +160,7 @@ impl Xbzrle {
             Delta::Same => Form::Same,
             Delta::Encoded => {
                 self.figures.pages += 1;
-                // With the byte that names the encoding and two of length, as QEMU counts it.
+                // With the byte for the encoding and two bytes for the length, as QEMU counts.
                 self.figures.bytes += self.delta.len() as u64 + 3;
                 Form::Delta(&self.delta)
             }
@@ -174,7 +173,7 @@ impl Xbzrle {
     }
 }
 
-/// Pages by number.
+/// Cache of pages by number.
 struct Cache {
     slots: Vec<Slot>,
     /// The slots' pages, one after another.
@@ -183,21 +182,20 @@ struct Cache {
 
 #[derive(Clone, Copy)]
 struct Slot {
-    /// The page's number and one; 0 for none.
+    /// Page number plus one; 0 for an empty slot.
     tag: u64,
-    /// Round in which it was used last.
+    /// Round of the last use.
     used: u64,
 }
 
 impl Cache {
-    /// Its pages get their memory as they are kept. That all of them can have it is looked at before the
-    /// migration begins: a system that overcommits refuses nothing, and ends the process, with its guest,
-    /// when there is no more.
+    /// Creates the cache; memory for its pages is allocated as they are stored. The available memory is checked before the
+    /// migration begins: a system that overcommits refuses nothing, and later kills the process, with its guest.
     fn new(slots: usize) -> Result<Self, MigrationError> {
         let bytes = slots as u64 * PAGE_SIZE as u64;
         let available = available_bytes();
         let too_much = || MigrationError::XbzrleCache { bytes, available };
-        // The address space may have a limit of its own.
+        // The address space may have its own limit.
         let has_room = || {
             Vec::<u8>::new()
                 .try_reserve_exact(slots * PAGE_SIZE)
@@ -208,17 +206,17 @@ impl Cache {
         }
         Ok(Self {
             slots: vec![Slot { tag: 0, used: 0 }; slots],
-            // Of bytes, not of pages: only so does it come as zeros that nobody has touched (`calloc`).
+            // Bytes, not pages: only then does the allocator return untouched zero memory (`calloc`).
             pages: vec![0; slots * PAGE_SIZE],
         })
     }
 
-    /// The slot of a page. They are a power of two, so that neighbours never meet.
+    /// Returns the slot of a page. The number of slots is a power of two, so neighbours never collide.
     fn index(&self, number: u64) -> usize {
         usize::try_from(number).unwrap_or(0) & (self.slots.len() - 1)
     }
 
-    /// Uses the slot for the page, if it is its own or free or long unused.
+    /// Takes the slot for the page, if the slot is its own, free, or long unused.
     fn take_slot(&mut self, number: u64, round: u64) -> bool {
         let index = self.index(number);
         let slot = &mut self.slots[index];
@@ -232,22 +230,21 @@ impl Cache {
         may
     }
 
-    /// Keeps a page as it is sent, if it has its slot.
+    /// Stores a page as sent, if it has its slot.
     fn put(&mut self, number: u64, page: &[u8; PAGE_SIZE]) {
         if let Some(slot) = self.get(number) {
             *slot = *page;
         }
     }
 
-    /// The page as it was sent, if it has its slot.
+    /// Returns the page as sent, if it has its slot.
     fn get(&mut self, number: u64) -> Option<&mut [u8; PAGE_SIZE]> {
         let index = self.index(number);
         (self.slots[index].tag == number + 1).then(|| &mut self.pages.as_chunks_mut().0[index])
     }
 }
 
-/// Bytes of memory that this host can give without paging (`MemAvailable`); without limit where it does not
-/// tell.
+/// Returns the bytes of memory that this host can provide without paging (`MemAvailable`); the maximum if unknown.
 fn available_bytes() -> u64 {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = meminfo
@@ -267,7 +264,7 @@ mod tests {
         [byte; PAGE_SIZE]
     }
 
-    /// A cache of two pages before RAM of four.
+    /// Returns a cache of two pages, and RAM of four.
     fn two_of_four() -> (Xbzrle, RamBlock) {
         let mut xbzrle = Xbzrle::with_slots(2, vec![0], 2 * PAGE_SIZE as u64).unwrap();
         let ram = RamBlock::new("ram", 4 * PAGE_SIZE, hotlift_mem::Backing::Private).unwrap();
@@ -290,7 +287,7 @@ mod tests {
         let delta = Form::Delta(&[16, 1, 9]);
         assert_eq!(xbzrle.page(&ram, 0, 0).unwrap(), Some(delta));
         assert_eq!(xbzrle.page(&ram, 0, 0).unwrap(), Some(Form::Same));
-        // Every second byte changes: the delta would have more bytes than the page.
+        // Every second byte changes: the delta would be longer than the page.
         let mut striped = page(1);
         striped.iter_mut().step_by(2).for_each(|byte| *byte = 7);
         ram.write(0, &striped).unwrap();
@@ -348,7 +345,7 @@ mod tests {
 
     #[test]
     fn a_cache_that_there_is_no_room_for_is_an_error() {
-        // The second is one that a system that overcommits would give.
+        // A system that overcommits would grant the second one.
         let too_large = available_bytes().saturating_mul(2) / PAGE_SIZE as u64;
         for slots in [1 << 45, too_large.next_power_of_two()] {
             let slots = usize::try_from(slots).unwrap();
@@ -369,7 +366,7 @@ mod tests {
         let before = resident();
         let cache = Cache::new(bytes / PAGE_SIZE).unwrap();
         let taken = resident().saturating_sub(before);
-        // Its table of generations and tags.
+        // Memory of the table of slots.
         assert!(taken < bytes as u64 / 100, "{taken} bytes of {bytes}");
         drop(cache);
     }

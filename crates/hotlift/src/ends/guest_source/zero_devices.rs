@@ -1,11 +1,11 @@
-//! `zero-page-detection=dsa-accel`: devices that look for zero pages, and a channel's way through them.
+//! `zero-page-detection=dsa-accel`: zero-page detection by devices, and its pipeline in a channel.
 //!
 //! ```text
-//! pages of packet n+1 -> device        while packet n, whose verdicts are there, is encoded and sent
+//! pages of packet n+1 -> device        while packet n, whose results are there, is encoded and sent
 //! ```
 //!
-//! A channel has two batches: one that is with a device, and one that it fills or sends. Pages that were
-//! never touched go to no device; the kernel has said that they are zero.
+//! A channel has two batches: one is with a device, the other is filled or sent. Untouched pages are not sent to a device,
+//! because the kernel has reported them as zero.
 
 use std::path::Path;
 
@@ -21,14 +21,14 @@ use crate::figures::JobFigures;
 use crate::guest::Guest;
 use crate::options::{AccelPath, Options};
 
-/// The devices of one migration.
+/// Devices of one migration.
 pub(crate) struct ZeroDevices {
     pub finder: ZeroFinder,
     /// Devices that could not be opened.
     missing: Option<String>,
 }
 
-/// Opens the devices of `accel-path` for the guest's RAM; `None` if the CPU is to look for zero pages, or has to.
+/// Opens the devices of `accel-path` for the guest's RAM. Returns `None` if the CPU must detect zero pages.
 ///
 /// # Errors
 /// [`MigrationError::ZeroDevice`] if devices are required and one cannot be used.
@@ -74,7 +74,7 @@ pub(crate) fn open(
 }
 
 impl ZeroDevices {
-    /// What was done so far, and by what.
+    /// Returns the job statistics so far.
     pub(crate) fn figures(&self) -> JobFigures {
         let jobs = self.finder.jobs();
         let out = self.finder.out_of_service().into_iter().next();
@@ -88,22 +88,22 @@ impl ZeroDevices {
         }
     }
 
-    /// Ends the thread that listens to devices, when they have nothing more in flight.
+    /// Ends the thread that polls devices, after the jobs in flight.
     pub(crate) fn close(&self) {
         self.finder.close();
     }
 }
 
-/// A channel's two batches.
+/// The two batches of a channel.
 pub(crate) struct Pipeline<'a> {
     batches: [Filling<'a>; 2],
-    /// The one that is filled; the other one is with a device, or empty.
+    /// Index of the batch that is being filled; the other one is with a device, or empty.
     filled: usize,
     /// Pages of a packet.
     pages: usize,
 }
 
-/// The pages of one packet, as far as they are known.
+/// Known pages of one packet.
 struct Filling<'a> {
     batch: ZeroBatch<'a>,
     block: usize,
@@ -114,7 +114,7 @@ struct Filling<'a> {
 }
 
 impl<'a> Pipeline<'a> {
-    /// Batches of so many pages.
+    /// Creates batches of `pages` pages.
     pub(crate) fn new(devices: &'a ZeroDevices, pages: usize) -> Self {
         let filling = || Filling {
             batch: devices.finder.batch(pages),
@@ -129,13 +129,13 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// RAM block of the pages that wait, if any do.
+    /// Returns the RAM block of the pages in the filling batch, if any.
     pub(crate) fn block(&self) -> Option<usize> {
         let filling = &self.batches[self.filled];
         (filling.len() > 0).then_some(filling.block)
     }
 
-    /// Adds a page; true if the packet is full then.
+    /// Adds a page; returns true if the packet is then full.
     pub(crate) fn add(
         &mut self,
         block: usize,
@@ -155,8 +155,8 @@ impl<'a> Pipeline<'a> {
         Ok(filling.len() == self.pages)
     }
 
-    /// Hands the filled batch to a device, and takes what the one before has come to: its RAM block, the
-    /// offsets of its normal pages and of its zero ones.
+    /// Submits the filled batch to a device, and takes the results of the previous one. Returns its RAM block, and appends the
+    /// offsets of its normal pages and of its zero pages.
     pub(crate) fn turn(
         &mut self,
         share: &mut NormalShare,

@@ -1,5 +1,5 @@
-//! Pages of a VM whose host has it in huge pages, for a QEMU in postcopy: it places a host page whole, and takes its pages one
-//! behind the other on one connection. They come here in any order, over several.
+//! Collects the pages of huge host pages for a QEMU in postcopy. QEMU places a host page as a whole, and needs its pages one
+//! after the other on one connection. They arrive here in any order, over several connections.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -17,29 +17,29 @@ use crate::stream::main_send::PageRecords;
 /// Pages of the largest host page.
 const MOST: usize = LARGEST_PAGE / PAGE_SIZE;
 
-/// Host pages that are not whole.
+/// Incomplete host pages.
 pub(super) struct HostPages {
-    /// Bytes of the host pages of each RAM block.
+    /// Size of the host pages of each RAM block, in bytes.
     sizes: Vec<u64>,
     memory: MemoryLimit,
-    /// By RAM block and byte offset.
+    /// Incomplete host pages by RAM block and byte offset.
     parts: Mutex<HashMap<(usize, u64), Gathered>>,
 }
 
-/// What has come of a host page.
+/// Collected pages of a host page.
 pub(super) struct Gathered {
     block: usize,
-    /// A bit a page, the lowest first.
+    /// One bit per page, the lowest first.
     has: [u64; MOST / 64],
     zero: Vec<u64>,
     normal: Vec<u64>,
     content: Vec<u8>,
-    /// What was taken of it, in bytes.
+    /// Memory limit, and the bytes charged to it.
     memory: (MemoryLimit, usize),
 }
 
 impl Gathered {
-    /// Its pages, to be written without any other between them.
+    /// Returns its pages, which must be written without others between them.
     pub(super) fn pages(&self) -> PageRecords<'_> {
         PageRecords {
             block: self.block,
@@ -58,7 +58,7 @@ impl Drop for Gathered {
 }
 
 impl HostPages {
-    /// Of a VM with these RAM blocks. What is gathered takes its memory from `memory`.
+    /// Creates it for a VM with these RAM blocks. Collected pages charge their memory to `memory`.
     pub(super) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit) -> Self {
         Self {
             sizes: blocks.iter().map(|block| block.page_size).collect(),
@@ -67,15 +67,15 @@ impl HostPages {
         }
     }
 
-    /// Whether pages of this RAM block have to be gathered.
+    /// Returns true if pages of this RAM block must be collected.
     pub(super) fn are_huge(&self, block: usize) -> bool {
         self.sizes[block] > PAGE_SIZE as u64
     }
 
-    /// Takes in a page; its host page, if that is whole now.
+    /// Adds a page; returns its host page if that is complete now.
     ///
     /// # Errors
-    /// If the page has come before, or if there is no memory for it.
+    /// If the page has arrived before, or if the memory limit is reached.
     pub(super) fn add(
         &self,
         block: usize,
@@ -121,10 +121,10 @@ impl HostPages {
         })
     }
 
-    /// Whether all are whole, as they are behind the last page.
+    /// Checks that no host page is incomplete, as is required after the last page.
     ///
     /// # Errors
-    /// If one is not.
+    /// If a host page is incomplete.
     pub(super) fn are_whole(&self) -> Result<(), MigrationError> {
         match lock(&self.parts).is_empty() {
             true => Ok(()),
@@ -145,7 +145,7 @@ fn unexpected(what: &str) -> MigrationError {
 mod tests {
     use super::*;
 
-    /// A block of ordinary pages, and one of two huge ones; `memory` for so many.
+    /// Returns a block of ordinary pages, and one of two huge pages, with memory for `memory` huge pages.
     fn two_blocks(memory: usize) -> HostPages {
         let mut huge = RamBlockEntry::new("huge", 2 * LARGEST_PAGE as u64);
         huge.page_size = LARGEST_PAGE as u64;
@@ -168,7 +168,7 @@ mod tests {
             (!page.is_multiple_of(3)).then(|| [u8::try_from(page % 251).unwrap(); PAGE_SIZE])
         };
         let mut whole = Vec::new();
-        // From behind, and both in turn.
+        // In reverse order, alternating between the two.
         for page in (0..MOST).rev().flat_map(|page| [page, MOST + page]) {
             let added = host_pages
                 .add(1, offset(page), content(page).as_ref())

@@ -1,12 +1,12 @@
-//! The outgoing side as streams: a main channel and N multifd channels, or main alone.
+//! Streams as the destination of pages: a main channel and N multifd channels, or main alone.
 //!
-//! | file | what goes out |
+//! | file | content |
 //! |---|---|
-//! | `page_writers` | pages: where zero pages go, and to which channel the others |
-//! | `postcopy` | pages of a guest that runs there already |
-//! | `host_pages` | the same of a guest in huge pages, of which QEMU takes none in part |
+//! | `page_writers` | pages: the place of zero pages, and the channel of the others |
+//! | `postcopy` | pages of a guest that already runs at the destination |
+//! | `host_pages` | the same for a guest in huge pages, which QEMU accepts only as a whole |
 //!
-//! The guest of this process sends pages and device sections by [`StreamSink::out`] itself; all else is the same.
+//! The guest of this process sends pages and device sections through [`StreamSink::out`]; the rest is the same for both.
 
 mod host_pages;
 mod page_writers;
@@ -53,66 +53,66 @@ use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::listen;
 
-/// How long the destination of a relay may take to load the devices, and that of a postcopy, which may need pages for it.
+/// Time limit for loading the devices at the destination of a relay, or of a postcopy, which may need pages for it.
 pub(crate) const LOADING: Duration = Duration::from_secs(60);
 
-/// What comes behind the devices.
+/// Name of the awaited message after the devices.
 const LOADED: &str = "the destination's word that it has loaded the guest";
 
-/// Why a QEMU may have refused a stream, whose own reason is in its log alone.
+/// Possible reason of a QEMU that rejects a stream; QEMU reports its own reason only in its log.
 const GUESSED_SYNC_POINTS: &str = "it could not load the guest; its own log says why. The stream does not show how this machine \
                                    type synchronises multifd: if QEMU's log has 'migration flags: 0x200', use \
                                    --multifd-flush-after-each-section=on; if QEMU waited, the other value";
 
-/// Machine types up to this version send no configuration.
+/// Newest machine type that sends no configuration.
 const LAST_WITHOUT_CONFIGURATION: (u32, u32) = (2, 3);
 
-/// Pause between two questions over QMP what became of the guest.
+/// Interval of the QMP queries for the state of the guest.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// What the opening is answered with.
+/// Name of the awaited answer to the opening.
 const OPENED: &str = "the destination's answer to the opening (is its machine the source's, has it as many \
                       multifd channels, and the same method?)";
 
-/// Why a QEMU that was ended did not get the guest.
+/// Reason reported for a guest that a killed QEMU did not get.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
 
-/// What a destination is asked before the guest is to run there without all of its pages.
+/// Name of the awaited answer before the guest starts there without all of its pages.
 const READY: &str =
     "the destination's word that it is ready for postcopy (has it capability postcopy-ram?)";
 
-/// What a relay is asked behind the RAM blocks.
+/// Name of the awaited answer of a relay after the RAM blocks.
 const CONFIRMATION: &str =
     "the destination's relay to report that its QEMU is connected (see its own log)";
 
-/// How long the reason of the other side may be behind its going.
+/// Time that the peer's reason may arrive after the peer closed a connection.
 const REASON_WAIT: Duration = Duration::from_millis(200);
 
-/// The same for a guest of this process, which runs again by then.
+/// The same time for a guest of this process, which already runs again.
 const REASON_WAIT_OF_GUEST: Duration = Duration::from_secs(2);
 
-/// Where zero pages go. The table of zero pages in packets came with QEMU 9.0; an older one takes no
-/// notice of it, and would keep what it had in those pages.
+/// Place of zero pages in a stream. The table of zero pages in packets exists since QEMU 9.0. An older QEMU ignores it, and
+/// would keep the old content of these pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ZeroPlace {
     Packets,
     /// Records of main, which every QEMU reads.
     Main,
-    /// Where the source has put them, and on main if they were found here.
+    /// The place that the source has used; main for zero pages that were found here.
     AsTheyCame,
 }
 
-/// The sync points of a stream with multifd.
+/// Kind of the sync points of a stream with multifd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SyncPoints {
-    /// Every section of RAM ends with one. Otherwise each is a record of its own.
+    /// Every section of RAM ends with a sync point. Otherwise each sync point is its own record.
     pub each_section: bool,
-    /// They are those of a QEMU, and not the choice of a relay that knows of none.
+    /// A QEMU has shown this kind; false for a guess of a relay.
     pub are_shown: bool,
 }
 
 impl SyncPoints {
-    /// Returns those that a QEMU has shown.
+    /// Returns the kind that a QEMU has shown.
     pub(crate) fn shown(each_section: bool) -> Self {
         Self {
             each_section,
@@ -120,15 +120,15 @@ impl SyncPoints {
         }
     }
 
-    /// Whether they are the end of each section, as the operator wants it or the source's QEMU has shown it.
+    /// Returns true if sections end with sync points, from the operator's option or the source's QEMU; `None` if unknown.
     fn known(settings: &RelaySettings, seen: Option<Self>) -> Option<bool> {
         let shown = seen.filter(|seen| seen.are_shown);
         let shown = shown.map(|seen| seen.each_section);
         settings.flush_after_each_section.or(shown)
     }
 
-    /// Decides how the destination's QEMU has them: as the operator wants it, as the source's QEMU has shown it, as the
-    /// destination's reports it. What nothing shows is a guess by the version of the machine type.
+    /// Decides the kind for the destination's QEMU: from the operator's option, the source's QEMU, or the report of the
+    /// destination's QEMU. Without these it guesses by the version of the machine type.
     fn of_destination(
         settings: &RelaySettings,
         seen: Option<Self>,
@@ -147,19 +147,19 @@ impl SyncPoints {
     }
 }
 
-/// What the incoming side has shown of itself that matters here.
+/// Relevant facts that the incoming side has shown.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Seen {
     /// Its sync points; `None` without multifd.
     pub sync_points: Option<SyncPoints>,
-    /// The source is a relay that has looked for zero pages.
+    /// The source is a relay that has detected zero pages.
     pub zeros_were_looked_for: bool,
-    /// The source is the guest of this process. The threads of its channels close each round with a SYNC packet themselves.
+    /// The source is the guest of this process, whose channel threads close each round with a SYNC packet themselves.
     pub is_guest: bool,
 }
 
 impl Seen {
-    /// What is known of the guest of this process.
+    /// Returns the facts for the guest of this process.
     pub(crate) fn guest() -> Self {
         Self {
             sync_points: Some(SyncPoints::shown(false)),
@@ -172,29 +172,29 @@ impl Seen {
 pub(crate) struct StreamSink<'a> {
     settings: &'a RelaySettings,
     pub out: StreamOut,
-    /// The other side may know that it has loaded everything, and not that the migration has ended before the commit.
+    /// True if the peer may know that it has loaded everything, but not that the migration has failed before the commit.
     asked_whether_loaded: AtomicBool,
     control: Control,
     seen: Seen,
     sync_points: SyncPoints,
-    /// Of the machine type.
+    /// Version of the machine type.
     version: Option<(u32, u32)>,
-    /// The source has sent zero pages as such: it looks for them.
+    /// True if the source has sent zero pages as such: it detects them.
     finds_zeros: AtomicBool,
-    /// Postcopy has begun.
+    /// True once postcopy has begun.
     switched: AtomicBool,
-    /// Where a QEMU takes the pages that its guest waits for, if not on main.
+    /// Channel of a QEMU for the pages that its guest waits for, other than main.
     preempt: OnceLock<PreemptOut>,
-    /// The other side is a Hotlift.
+    /// True if the peer is a Hotlift.
     is_hotlift: AtomicBool,
     ram: RamLayout,
-    /// What waits in postcopy for the rest of its huge page.
+    /// Pages that wait in postcopy for the rest of their huge page.
     host_pages: HostPages,
     /// Zero pages that wait for the next section on main.
     zeros: Vec<PageSet>,
-    /// How many were added since the last section of its own.
+    /// Number of pages added since the last section of zero pages.
     kept: AtomicUsize,
-    /// What the guest did before, by its devices.
+    /// Run state of the guest before the migration, from its devices.
     run_state: OnceLock<String>,
     run_state_search: Mutex<RunStateSearch>,
 }
@@ -232,7 +232,7 @@ pub(crate) fn open<'a>(
     }
 }
 
-/// What a relay has to know of the channels.
+/// Returns the settings that a relay must know about the channels.
 fn hello_of(settings: &RelaySettings) -> Hello {
     let options = &settings.outgoing;
     Hello {
@@ -291,8 +291,8 @@ impl<'a> StreamSink<'a> {
         })
     }
 
-    /// Connections on which the other side reports what became of the guest, and takes that this was heard: each of a guest's, so
-    /// that one that is cut does no harm.
+    /// Returns the connections on which the peer reports the outcome and accepts its acknowledgement. For a guest of this
+    /// process these are all: the loss of one does no harm.
     fn heard(&self) -> impl Iterator<Item = &Stream> {
         let streams = if self.seen.is_guest { usize::MAX } else { 1 };
         self.out.streams().take(streams)
@@ -305,8 +305,8 @@ impl<'a> StreamSink<'a> {
         self.out.answers.await_answers(limit, LONG, goes_on)
     }
 
-    /// What the other side says became of the guest: on main, as the answer to a question, or by whoever else
-    /// knows. And what the guest does.
+    /// Waits for the peer's statement about the guest: on main, as the answer to a query, or from the hook `has_taken`. Also
+    /// returns the state of the guest.
     fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<(Word, Doing)> {
         let patience = self.settings.outgoing.settle_timeout;
         let on_stream = &mut |wait| self.out.answers.wait_word(wait);
@@ -322,7 +322,7 @@ impl<'a> StreamSink<'a> {
         wait.state(on_stream(wait.first_wait()));
         while wait.goes_on(life.now()) {
             let taken = has_taken(was);
-            // What it stated before it ended comes first.
+            // The peer's own statement before its end has precedence.
             if wait.word().is_none() {
                 wait.state(on_stream(LOOK));
             }
@@ -338,7 +338,7 @@ impl<'a> StreamSink<'a> {
         wait.word().map(|word| (word, Doing::Unknown))
     }
 
-    /// What a Hotlift that listens there is told of the stream.
+    /// Returns the features of the stream, for a Hotlift at the destination.
     fn offer(&self) -> Offer {
         if self.seen.is_guest {
             return Offer::new(handshake::features(&self.settings.outgoing));
@@ -358,7 +358,7 @@ impl<'a> StreamSink<'a> {
         self.out.main.take()
     }
 
-    /// Sends a PING with the checksum of all that was written on main: a Hotlift compares it.
+    /// Sends a PING with the checksum of everything written to main; a Hotlift compares it.
     fn ping(&self) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
         let value = main.crc().unwrap_or_default();
@@ -366,8 +366,8 @@ impl<'a> StreamSink<'a> {
         main.command(Command::Ping(value))
     }
 
-    /// Closes a section of a guest's RAM for a Hotlift. The PING behind the last asks whether all is loaded, which comes
-    /// behind the devices.
+    /// Ends a section of a guest's RAM for a Hotlift. After the last section there is no PING here: it follows the devices, and
+    /// asks whether everything is loaded.
     fn section_sent(&self) -> Result<(), MigrationError> {
         match self.out.answers.id() {
             Some(_) if !self.lock_main().is_completing() => self.ping(),
@@ -375,7 +375,7 @@ impl<'a> StreamSink<'a> {
         }
     }
 
-    /// Whether the other side is a Hotlift, once it has answered.
+    /// Returns true if the peer is a Hotlift, once it has answered.
     fn is_hotlift(&self) -> bool {
         self.is_hotlift.load(Ordering::Acquire)
     }
@@ -387,20 +387,20 @@ impl<'a> StreamSink<'a> {
     fn looks_for_zeros(&self) -> bool {
         match self.settings.zero_pages {
             Some(mode) => mode != ZeroPageDetection::None,
-            // In postcopy a QEMU with multifd looks for none (10.1 and newer).
+            // In postcopy a QEMU with multifd does not detect zero pages (10.1 and newer).
             None if self.is_switched() => !self.seen.zeros_were_looked_for,
             None => !self.finds_zeros.load(Ordering::Relaxed),
         }
     }
 
-    /// The source has sent a zero page as such.
+    /// Records that the source has sent a zero page as such.
     fn source_finds_zeros(&self) {
         if !self.finds_zeros.load(Ordering::Relaxed) {
             self.finds_zeros.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Where the other side can read zero pages.
+    /// Returns the place from which the peer can read zero pages.
     fn zero_place(&self) -> ZeroPlace {
         match (self.settings.zero_pages, self.version) {
             (Some(ZeroPageDetection::Legacy), _) => ZeroPlace::Main,
@@ -408,8 +408,8 @@ impl<'a> StreamSink<'a> {
             (_, Some(_)) if self.is_hotlift() => ZeroPlace::Packets,
             (_, Some(version)) if version >= (9, 0) => ZeroPlace::Packets,
             (_, Some(_)) => ZeroPlace::Main,
-            // Machines without a version (microvm) are those of the QEMU that has them; what its
-            // source sends, it reads.
+            // A machine type without a version (microvm) changes with QEMU, so both QEMUs have the same version: the peer reads
+            // zero pages where the source sends them.
             (_, None) => ZeroPlace::AsTheyCame,
         }
     }
@@ -423,13 +423,13 @@ impl<'a> StreamSink<'a> {
         Ok(())
     }
 
-    /// SYNC on all channels, and a section of RAM with the multifd flush.
+    /// Sends SYNC on all channels, and a section of RAM with the multifd flush.
     fn sync_point(&self) -> Result<(), MigrationError> {
         self.out.multifd.sync()?;
         self.zero_section(self.flushes())
     }
 
-    /// A section of RAM with the zero pages that wait.
+    /// Sends a section of RAM with the zero pages that wait.
     fn zero_section(&self, flush: bool) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
         for (block, zeros) in self.zeros.iter().enumerate() {
@@ -440,19 +440,19 @@ impl<'a> StreamSink<'a> {
         main.end_section(flush)
     }
 
-    /// Whether a multifd flush is a record of its own; else every section's end is a sync point.
+    /// Returns true if a multifd flush is its own record; else the end of each section is a sync point.
     fn flushes(&self) -> bool {
         !self.out.multifd.is_empty() && !self.sync_points.each_section
     }
 
-    /// Whether a QEMU gets sync points of which nothing has shown that it takes them.
+    /// Returns true if a QEMU gets sync points whose kind is a guess.
     fn has_guessed_sync_points(&self) -> bool {
         let is_guess = self.version.is_none() && !self.sync_points.are_shown;
         is_guess && !self.is_hotlift() && !self.out.multifd.is_empty()
     }
 }
 
-/// Returns the version of the machine type of QEMU's that a stream names; `None` for another name, which shows nothing.
+/// Returns the version of the QEMU machine type in a stream; `None` for another name, which shows no version.
 pub(crate) fn version_of(configuration: &Configuration) -> Option<(u32, u32)> {
     match configuration.is_absent() {
         true => Some(LAST_WITHOUT_CONFIGURATION),
@@ -554,13 +554,13 @@ impl Sink for StreamSink<'_> {
         }
         self.out.answers.ask(CONNECTED);
         self.lock_main().command(Command::Ping(CONNECTED))?;
-        // The other relay waits for channels, for a connection, and for its QEMU's answer, and reports which one is missing.
+        // The other relay waits for channels, for a connection, and for its QEMU's answer; its error names the missing one.
         let timeout = 3 * self.settings.outgoing.handshake_timeout;
         self.await_answer(timeout, CONFIRMATION)
     }
 
     fn section_end(&self) -> Result<(), MigrationError> {
-        // Where each section is a sync point, there may be no other sections.
+        // If each section is a sync point, there may be no other sections.
         let each = self.sync_points.each_section && !self.out.multifd.is_empty();
         if each || self.kept.swap(0, Ordering::Relaxed) == 0 {
             return Ok(());
@@ -573,7 +573,7 @@ impl Sink for StreamSink<'_> {
             self.lock_main().end_section(self.flushes())?;
             return self.section_sent();
         }
-        // Records of one stream are in order by themselves.
+        // The records of one stream are in order.
         if self.pages_on_main() {
             return Ok(());
         }
@@ -586,7 +586,7 @@ impl Sink for StreamSink<'_> {
         doing: &mut dyn FnMut() -> Result<(), MigrationError>,
     ) -> Result<(), MigrationError> {
         let answers = &self.out.answers;
-        // A Hotlift was asked behind the barrier, for its checksum.
+        // A Hotlift has already received a PING after the barrier, with the checksum.
         if answers.id().is_none() {
             self.ping()?;
         }
@@ -604,7 +604,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn ram_end(&self) -> Result<(), MigrationError> {
-        // Behind END what nobody has taken would be zero.
+        // After END, pages that were not taken would become zero.
         self.host_pages.are_whole()?;
         self.preempt.get().map_or(Ok(true), PreemptOut::is_taken)?;
         self.lock_main().complete();
@@ -625,7 +625,7 @@ impl Sink for StreamSink<'_> {
             return parts.try_for_each(|part| main.device_part(part));
         }
         main.raw(part)?;
-        // While it is loaded there.
+        // This runs while the destination loads the part.
         if self.run_state.get().is_none()
             && let Some(state) = lock(&self.run_state_search).find(part)
         {
@@ -636,7 +636,7 @@ impl Sink for StreamSink<'_> {
 
     fn await_loaded(&self) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
-        // A QEMU compares nothing; it is sent a value that no source has for a PING of its own.
+        // A QEMU does not compare the value. It gets one that no source uses for its own PING.
         let value = main.crc().unwrap_or_else(|| self.offer().ping());
         self.asked_whether_loaded.store(true, Ordering::Release);
         self.out.answers.ask(value);
@@ -665,17 +665,17 @@ impl Sink for StreamSink<'_> {
         answers.commit();
         self.asked_whether_loaded.store(false, Ordering::Release);
         let id = answers.id();
-        // A connection that is lost now may have relayed EOF.
+        // A connection lost from now on may have relayed EOF.
         if self.seen.is_guest {
             main.take().end_of_file();
             if id.is_some() {
-                // The same on every channel: one of several that carry it may fail.
+                // SYNC on every channel is the same commit: each connection may fail.
                 let _ = multifd.sync();
             }
         } else {
             let _ = main.take().raw(end);
             if end.len() == 1 && id.is_none() {
-                // Without a VM description, which a QEMU may wait for; not beyond the end of the stream.
+                // There is no VM description, but a QEMU may wait for one: closing ends its wait.
                 link.transport.shutdown(Shutdown::Write);
             }
         }
@@ -713,7 +713,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn lost_channel(&self) -> Option<Channel> {
-        // Those of a guest are listened to.
+        // Channels of a guest have threads that detect their loss.
         let looked_at = Some(&self.out.multifd).filter(|_| !self.seen.is_guest);
         looked_at.and_then(MultifdSend::lost_channel)
     }
@@ -778,7 +778,7 @@ mod tests {
     use crate::options::Options;
     use crate::stream::return_path::encode;
 
-    /// A Hotlift that has answered all PINGs of a connection to `listener`, until it ends.
+    /// Runs a Hotlift that answers all PINGs of a connection to `listener`, until the connection ends.
     fn answer_pings(listener: &TcpListener) {
         let (mut main, _) = listener.accept().unwrap();
         let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);

@@ -1,4 +1,4 @@
-//! How the pages of a batch go out: where zero pages go, and to which channel the others.
+//! Writers for the pages of a batch: the place of zero pages, and the channel of the others.
 
 use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Deflater;
@@ -12,7 +12,7 @@ use crate::stream::main_send::{CompressedPages, PageRecords};
 use crate::stream::multifd_send::{PacketForwarder, PacketSender};
 use crate::stream::pages::Pages;
 
-/// To a multifd channel.
+/// Writer to a multifd channel.
 pub(crate) struct ChannelWriter<'s, 'a> {
     sink: &'s StreamSink<'a>,
     packets: PacketSender<'s>,
@@ -22,7 +22,7 @@ impl<'s, 'a> ChannelWriter<'s, 'a> {
     pub(crate) fn new(sink: &'s StreamSink<'a>, id: u8) -> Result<Self, MigrationError> {
         let options = &sink.settings.outgoing;
         let to_relay = sink.is_hotlift();
-        // The main thread writes the SYNC packets: nothing may wait in a worker for them.
+        // The main thread writes the SYNC packets, so that they do not wait for a worker.
         let packets = PacketSender::new(&sink.out.multifd, id, options, to_relay, false)?;
         Ok(Self { sink, packets })
     }
@@ -38,7 +38,7 @@ impl WritePages for ChannelWriter<'_, '_> {
             batch.find_zero_pages();
         }
         let in_packet = match self.sink.zero_place() {
-            // In postcopy none is kept for a later section: somebody may wait for it.
+            // In postcopy no page waits for a later section: the guest may wait for it.
             _ if self.sink.is_switched() => batch.zero.len(),
             ZeroPlace::Packets => batch.zero.len(),
             ZeroPlace::Main => 0,
@@ -58,14 +58,14 @@ impl WritePages for ChannelWriter<'_, '_> {
     }
 }
 
-/// To a multifd channel, without looking at the pages.
+/// Writer to a multifd channel that forwards packets without decoding.
 pub(crate) struct Forwarding<'s, 'a> {
     sink: &'s StreamSink<'a>,
     packets: PacketForwarder<'s>,
 }
 
 impl<'s, 'a> Forwarding<'s, 'a> {
-    /// Where it can be done: pages go out as they came in, and the source looks for zero pages.
+    /// Creates it if it is possible: pages are sent unchanged, and the source detects zero pages.
     pub(crate) fn new(sink: &'s StreamSink<'a>, channel: u8) -> Option<Self> {
         if sink.looks_for_zeros() {
             return None;
@@ -97,7 +97,7 @@ impl ForwardPackets for Forwarding<'_, '_> {
     }
 }
 
-/// A stream without multifd: pages are records of main.
+/// Writer for a stream without multifd: pages are records of main.
 pub(crate) struct MainWriter<'s, 'a> {
     sink: &'s StreamSink<'a>,
     /// With `compress`: each writer compresses in its own thread, and only then takes its turn on main.
@@ -141,14 +141,14 @@ impl WritePages for MainWriter<'_, '_> {
         let mut main = self.sink.lock_main();
         main.compressed_pages(records(batch), pages)?;
         match self.sink.seen.is_guest {
-            // Its rounds end a section: a destination waits there for its threads.
+            // The rounds of a guest end the sections: a destination waits there for its threads.
             true => Ok(()),
             false => main.end_section(false),
         }
     }
 }
 
-/// Returns the pages of a batch as they are.
+/// Returns the pages of a batch unchanged.
 pub(super) fn records(batch: &Batch) -> PageRecords<'_> {
     PageRecords {
         block: batch.block,

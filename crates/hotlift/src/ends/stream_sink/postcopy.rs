@@ -1,7 +1,7 @@
-//! Pages of a guest that runs on the other side already.
+//! Pages of a guest that already runs at the destination.
 //!
-//! A QEMU takes them as records of main alone, uncompressed. Another relay takes those that were asked for on main, and
-//! the background in the packets of its channels, compressed as before.
+//! A QEMU accepts them only as uncompressed records of main. Another relay accepts requested pages on main, and background
+//! pages in compressed packets of its channels, as in precopy.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,22 +22,22 @@ use crate::stream::main_send::PageRecords;
 use crate::stream::multifd_send::connect_with;
 use crate::stream::preempt::PreemptOut;
 
-/// Pages of the background that are written at once: what somebody waits for comes behind 64 KiB at most.
+/// Pages of one background write: a page that the guest waits for follows at most 64 KiB.
 const TURN: usize = 16;
 
 impl StreamSink<'_> {
-    /// Whether postcopy has begun.
+    /// Returns true once postcopy has begun.
     pub(super) fn is_switched(&self) -> bool {
         self.switched.load(Ordering::Acquire)
     }
 
-    /// Where pages of this RAM block wait for the others of their host page. A relay passes them on as they come.
+    /// Returns the collector for this RAM block, if its host pages must be complete. A relay forwards pages as they arrive.
     fn gathers(&self, block: usize) -> Option<&HostPages> {
         let are_gathered = !self.is_hotlift() && self.host_pages.are_huge(block);
         are_gathered.then_some(&self.host_pages)
     }
 
-    /// Pages that the guest waits for.
+    /// Sends pages that the guest waits for.
     fn put_urgently(&self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         let alone = match self.preempt.get() {
             Some(channel) if channel.is_taken()? => Some(channel),
@@ -46,7 +46,7 @@ impl StreamSink<'_> {
         Way::urgent(&self.out.main, alone).send(self.block_name(pages.block), pages)
     }
 
-    /// Whether all pages are records of main, which are in order by themselves.
+    /// Returns true if all pages are records of main, which are in order.
     pub(super) fn pages_on_main(&self) -> bool {
         self.out.multifd.is_empty() || (self.is_switched() && !self.is_hotlift())
     }
@@ -97,14 +97,14 @@ impl Postcopy for StreamSink<'_> {
         {
             let mut main = self.lock_main();
             main.raw(bytes)?;
-            // Nothing else can be told of it before the guest runs.
+            // The checksum must be sent before the guest runs, and this is the last place for it.
             if self.out.answers.takes(Features::PACKAGE_CHECKED)
                 && let Some(value) = main.crc()
             {
                 main.command(Command::Ping(value))?;
             }
         }
-        // The channels are other sockets: what they carry of the background must not overtake the package.
+        // The channels are other sockets: background pages on them must not overtake the package.
         match self.pages_on_main() {
             true => Ok(()),
             false => self.sync_point(),
@@ -135,7 +135,7 @@ impl Postcopy for StreamSink<'_> {
     }
 }
 
-/// Writes batches: before the switch as always, behind it as the other side takes them.
+/// Writer of batches: as before until the switch, then in the form that the peer accepts.
 pub(super) struct Background<'s, 'a> {
     sink: &'s StreamSink<'a>,
     before: Box<dyn WritePages + 's>,
@@ -148,7 +148,7 @@ impl<'s, 'a> Background<'s, 'a> {
 }
 
 impl Background<'_, '_> {
-    /// Writes pages to main. Waits for the limit on bandwidth first: an urgent page would wait for whoever did in its turn.
+    /// Writes pages to main. Waits for the bandwidth limit before it takes its turn, because an urgent page would wait for it.
     fn put(&self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         let link = &self.sink.out.link;
         link.pacer.wait(pages.content.len(), &link.life);

@@ -1,8 +1,8 @@
-//! Accepts a source's connections and puts them into their places.
+//! Accepts the connections of a source, and assigns them to channels.
 //!
-//! A QEMU never says how many multifd channels it has. It does connect all of them before it writes
-//! its first multifd flush on main (QEMU 9 and later before its first byte), so that once that was read,
-//! the channels are those that have connected. A relay says the number in each channel's opening.
+//! A QEMU never states its number of multifd channels. But it connects all of them before it writes its first multifd flush on
+//! main (QEMU 9 and later before its first byte). So after that flush, the channels are those that have connected. A relay
+//! states the number in the opening packet of each channel.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -21,48 +21,47 @@ use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::door::Door;
 use crate::stream::main_recv::Waiting;
 
-/// How long the last channel of a source may be behind its first multifd flush on main, before which it was
-/// connected: on one host nothing but this process's own delay.
+/// Delay of a source's last channel after the first multifd flush on main, which it precedes: on one host only the delay of
+/// this process.
 pub(crate) const SETTLE: Duration = Duration::from_millis(50);
 
-/// The same where another thread accepts the connections first, on a host that is busy with other migrations, or a proxy passes
-/// them on.
+/// The same delay if another thread or a proxy accepts the connections first, e.g. on a host that is busy with other
+/// migrations.
 const SETTLE_HANDED: Duration = Duration::from_millis(200);
 
-/// The same on a network, where the last segment of a handshake may be lost: TCP sends it again after
-/// 200 ms at the earliest.
+/// The same delay on a network, where the last segment of a handshake may be lost: TCP sends it again after at least 200 ms.
 const SETTLE_TCP: Duration = Duration::from_secs(1);
 
-/// How long after its main channel, and after each other one, a QEMU with TLS may connect a further one: it begins with
-/// them when main's handshake is done, each in a thread.
+/// Delay of a channel of a QEMU with TLS, after main and after each other channel. QEMU starts the channels after the handshake
+/// of main, each in a thread.
 const CHANNELS_OF_QEMU: Duration = Duration::from_millis(300);
 
-/// How long a connection that has said nothing may turn out to be a channel of a source that does not say how
-/// many it has. The opening of a channel is sent as soon as it is made.
+/// Age up to which a silent connection may still be a channel of a source that does not state its number of channels. A channel
+/// sends its opening packet as soon as it is connected.
 const NEWCOMER: Duration = Duration::from_secs(2);
 
-/// Connections that are looked at for a late channel at most.
+/// Limit of connections checked for a late channel.
 const KNOCKS: usize = 256;
 
-/// The connections of a source that does not say at first how many it has.
+/// Connections of a source that does not state their number at first.
 pub(crate) struct Uncounted<'a> {
     arrivals: Arrivals<'a>,
     max_channels: u8,
-    /// How long a part of the connections may be missing.
+    /// Time limit for missing connections.
     timeout: Duration,
 }
 
 /// The multifd channels of a source.
 pub(crate) struct Channels {
-    /// By channel id.
+    /// Channels by id.
     pub channels: Vec<Stream>,
     pub uuid: [u8; 16],
-    /// What a relay has said of itself.
+    /// Settings that a relay has sent.
     pub hello: Option<Hello>,
 }
 
 impl Channels {
-    /// Puts the channels that have come into their order; `None` if there are none.
+    /// Sorts the channels by id; returns `None` if there are none.
     fn of(mut arrived: Vec<(InitialPacket, Stream)>) -> Result<Option<Self>, MigrationError> {
         arrived.sort_by_key(|(packet, _)| packet.id);
         let Some((first, _)) = arrived.first() else {
@@ -105,8 +104,8 @@ impl<'a> Uncounted<'a> {
         })
     }
 
-    /// Waits for the main channel, and when it was accepted: for the first connection as long as it takes, then as long as
-    /// a handshake may take.
+    /// Waits for the main channel, and returns it with the time of its arrival. Waits without a limit for the first connection,
+    /// then within the handshake timeout.
     pub(crate) fn main(&mut self, call: &Call<'_>) -> Result<(Stream, Instant), MigrationError> {
         let mut deadline = None;
         loop {
@@ -118,7 +117,7 @@ impl<'a> Uncounted<'a> {
             let left = |until: Instant| until.saturating_duration_since(now);
             self.step(deadline.map_or(LONG, left), call)?;
             if self.arrivals.multifd.is_empty() && self.arrivals.main.is_none() {
-                // Whoever is here only may be a source.
+                // No connection has shown yet that it is from a source: no deadline.
                 deadline = None;
                 continue;
             }
@@ -133,8 +132,8 @@ impl<'a> Uncounted<'a> {
         }
     }
 
-    /// Serves the handshakes of a QEMU's channels for a time: a QEMU 7.2 says nothing more on `main` until it has had them, and
-    /// whoever reads main waits for that.
+    /// Runs the handshakes of a QEMU's channels for some time. A QEMU 7.2 sends nothing more on `main` before they are done, so
+    /// the reader of main would wait.
     fn let_channels_in(&mut self, main: &Stream, call: &Call<'_>) -> Result<(), MigrationError> {
         if !main.is_of_a_qemu() {
             return Ok(());
@@ -151,8 +150,8 @@ impl<'a> Uncounted<'a> {
         Ok(())
     }
 
-    /// The multifd channels, once the source has written the first multifd flush on main. `expected` is false
-    /// if it may have none.
+    /// Returns the multifd channels, after the source has written the first multifd flush on main. `expected` is false if the
+    /// source may have none.
     pub(crate) fn channels(
         &mut self,
         main: &Stream,
@@ -197,11 +196,11 @@ impl<'a> Uncounted<'a> {
         self.arrivals.door.now()
     }
 
-    /// What is waited for when the time is over.
+    /// Names the missing connections for a timeout error.
     fn missing(&self) -> String {
         let packets = self.arrivals.multifd.iter().map(|(packet, _)| packet);
         let said = packets.clone().find_map(|packet| packet.hello);
-        // A QEMU does not say how many it has; those below the highest it must have.
+        // A QEMU does not state the number, but it has all channels below the highest id.
         let highest = packets.map(|packet| packet.id).max();
         let channels = said.map_or(highest.map_or(0, |id| id.saturating_add(1)), |hello| {
             hello.channels
@@ -219,7 +218,7 @@ impl<'a> Uncounted<'a> {
         Channels::of(arrived)
     }
 
-    /// Waits for up to `wait` for something to happen, and takes it in.
+    /// Waits up to `wait` for an event, and handles it.
     fn step(&mut self, wait: Duration, call: &Call<'_>) -> Result<(), MigrationError> {
         call.check()?;
         let most = self.max_channels;
@@ -227,8 +226,8 @@ impl<'a> Uncounted<'a> {
         self.arrivals.step(wait, &check)
     }
 
-    /// A further connection of whoever has made `main`, whose first bytes are nobody's business, if one comes within `wait`.
-    /// With `call` one whose handshake is under way then is waited for. Those of others are turned away.
+    /// Returns another connection from the host of `main`, with unread first bytes, if one arrives within `wait`. With `call`,
+    /// also waits for handshakes in progress. Rejects connections of other hosts.
     pub(crate) fn another(
         &mut self,
         main: &Stream,
@@ -243,7 +242,7 @@ impl<'a> Uncounted<'a> {
             let came = another.is_some();
             let another = another.filter(|stream| self.arrivals.admits_beside(main, stream));
             if came && another.is_none() {
-                // Behind a stranger there may be the one.
+                // An unknown client may be ahead of it in the queue.
                 wait = Duration::ZERO;
                 continue;
             }
@@ -256,8 +255,8 @@ impl<'a> Uncounted<'a> {
         }
     }
 
-    /// True if another multifd channel of the VM waits to be accepted, behind the `count` that came: one
-    /// whose connection was not there yet when they were counted.
+    /// Returns true if another multifd channel of the VM, beyond the `count` accepted ones, waits to be accepted: its
+    /// connection came too late to be counted.
     pub(crate) fn late_channel(&mut self, uuid: Option<[u8; 16]>, count: usize) -> bool {
         for _ in 0..KNOCKS {
             let Ok((arrivals, _)) = self.arrivals.door.step(Duration::ZERO, &[], None) else {
@@ -284,18 +283,18 @@ impl<'a> Uncounted<'a> {
         false
     }
 
-    /// The door, to be watched while the migration is under way.
+    /// Returns the accept loop, which must run during the migration.
     pub(crate) fn into_door(self) -> Door<'a> {
         self.arrivals.door
     }
 
-    /// True if multifd channels have arrived.
+    /// Returns true if multifd channels have arrived.
     pub(crate) fn has_channels(&self) -> bool {
         !self.arrivals.multifd.is_empty()
     }
 }
 
-/// How long the last channel may be behind the first flush at such a listener.
+/// Returns the delay of the last channel after the first flush at such a listener.
 fn settle_at(listener: &Listener) -> Duration {
     match (listener.is_local(), listener.is_handed()) {
         (true, false) => SETTLE,
@@ -305,9 +304,9 @@ fn settle_at(listener: &Listener) -> Duration {
     }
 }
 
-/// Whether there may be as many channels as this one says.
+/// Checks that the number of channels is within the limit.
 fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), MigrationError> {
-    // Ids count from 0, and a relay says how many there will be.
+    // Ids range from 0, and a relay states the number.
     let said = packet.hello.map_or(0, |hello| hello.channels);
     if packet.id >= max_channels || said > max_channels {
         return Err(stray(
@@ -320,12 +319,12 @@ fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), Migratio
     Ok(())
 }
 
-/// State of a channel's connection; a later one is more likely to be this source's own.
+/// State of a channel's connection. A later variant is more likely to be this source's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Condition {
-    /// A part of what was sent may be lost.
+    /// A part of the sent data may be lost.
     Reset,
-    /// Closed in order: all that was sent is there.
+    /// Closed in order: all sent data is there.
     Closed,
     Open,
 }
@@ -342,9 +341,9 @@ impl Condition {
     }
 }
 
-/// Drops channels that a failed migration has left in the queue: another one with their id is in a better condition. A closed
-/// channel without such a twin is this source's own: a QEMU without return-path closes each as soon as the kernel has its last
-/// byte, and only those show it whose bytes all fit into the receive buffer.
+/// Drops channels that a failed migration has left in the queue, if another one with their id is in a better state. A closed
+/// channel without such a twin belongs to this source: a QEMU without return-path closes each one when the kernel has its last
+/// byte. The close is visible only if the bytes fit into the receive buffer.
 fn drop_stale(arrived: &mut Vec<(InitialPacket, Stream)>) -> Result<(), MigrationError> {
     let conditions: Vec<_> = arrived
         .iter()

@@ -1,7 +1,7 @@
 //! Connections that may be a QEMU's preempt channel at a relay.
 //!
-//! It has no header. Each connection that is made while it may come is a candidate; the one whose first page was asked for
-//! is the channel, and a stranger loses its own connection only.
+//! The channel has no header. Each connection made while it may arrive is a candidate; the one whose first page was requested
+//! is the channel. An unknown client loses only its own connection.
 
 use std::net::Shutdown;
 use std::sync::{Arc, Mutex};
@@ -20,39 +20,39 @@ use crate::life::bell::Bell;
 use crate::life::{LONG, Life};
 use crate::lock::lock;
 
-/// Why a connection was turned away.
+/// Reason of a rejection.
 pub(crate) const NO_PREEMPT: &str = "a connection that is no preempt channel";
 
 /// Connections that may be the preempt channel.
 #[derive(Debug, Default)]
 pub(crate) struct Candidates {
     state: Mutex<State>,
-    /// Changes with the state.
+    /// Signals changes of the state.
     life: Life,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Those that have come since the last look.
+    /// Candidates since the last check.
     new: Vec<Stream>,
-    /// Those that are waited for, the new ones among them.
+    /// Number of candidates, including the new ones.
     count: usize,
-    /// The channel.
+    /// The preempt channel.
     found: Option<Arc<Stream>>,
-    /// Nothing more is to come.
+    /// True if nothing more will arrive.
     over: bool,
 }
 
 /// Meaning of a candidate's first bytes.
 enum Said {
-    /// They are not enough.
+    /// Incomplete.
     Part,
     Page(usize, u64),
     Stranger,
 }
 
 impl Candidates {
-    /// This may be it; false, and closed, if there are too many.
+    /// Adds a candidate. Drops it and returns false if there are too many, or if the search is over.
     pub(crate) fn add(&self, stream: Stream) -> bool {
         let mut state = lock(&self.state);
         let has_room = state.count < CANDIDATES.most && !state.over && state.found.is_none();
@@ -64,17 +64,17 @@ impl Candidates {
         has_room
     }
 
-    /// Whether there is one.
+    /// Returns true if there is a candidate.
     pub(crate) fn is_any(&self) -> bool {
         lock(&self.state).count > 0
     }
 
-    /// Whether the channel is found.
+    /// Returns true if the channel has been found.
     pub(crate) fn is_found(&self) -> bool {
         lock(&self.state).found.is_some()
     }
 
-    /// Nothing more is to come on any.
+    /// Ends the search and the channel.
     pub(crate) fn end(&self) {
         let mut state = lock(&self.state);
         state.over = true;
@@ -85,10 +85,10 @@ impl Candidates {
         self.life.wake();
     }
 
-    /// Waits for the first page of one that `demand` has; that one, or `None` once nothing is to come. Others are dropped.
+    /// Waits for a candidate whose first page is in `demand`, and returns it; `None` after the end. Drops the other candidates.
     ///
     /// # Errors
-    /// The system gives no descriptor, or nothing can be waited for.
+    /// If there are no file descriptors, or polling fails.
     pub(super) fn find(
         &self,
         blocks: &[RamBlockEntry],
@@ -128,13 +128,13 @@ impl Candidates {
         Ok(None)
     }
 
-    /// The candidates that have come; `None` once nothing is to come.
+    /// Returns the new candidates; `None` after the end.
     fn take_new(&self) -> Option<Vec<Stream>> {
         let mut state = lock(&self.state);
         (!state.over).then(|| std::mem::take(&mut state.new))
     }
 
-    /// Keeps the channel, and none beside it; `None` once nothing is to come.
+    /// Keeps the channel, and rejects all others; `None` after the end.
     fn keep(&self, found: Stream, control: &Control) -> Option<Arc<Stream>> {
         let mut state = lock(&self.state);
         if state.over {
@@ -153,7 +153,7 @@ fn turn_away(stream: &Stream, control: &Control) {
     stream.shutdown(Shutdown::Both);
 }
 
-/// Looks at the first bytes of a candidate without waiting and without taking them.
+/// Checks the first bytes of a candidate without waiting, and leaves them in the socket.
 fn said(stream: &Stream, decoder: &PreemptDecoder) -> Said {
     let mut head = [0; PREEMPT_HEAD_LEN];
     let seen = match stream.peek(&mut head) {
@@ -202,11 +202,11 @@ mod tests {
             theirs
         };
         let silent = add(Some(b""));
-        // A port probe; something that is no page; a page that nobody has asked for; a part of a record.
+        // A port probe; bytes that are no page; a page that was not requested; a part of a record.
         drop(add(None));
         let _others = [add(Some(b"GET / HTTP/1.1\r\n")), add(Some(&page(4096)))];
         let _half = add(Some(&page(8192)[..4]));
-        // The rest of its first record comes later.
+        // The rest of its first record arrives later.
         let whole = page(8192);
         let (start, rest) = whole.split_at(4);
         let real = add(Some(start));

@@ -1,7 +1,7 @@
-//! Which pages the guest on the other side of a postcopy waits for, and which were sent. Requests themselves go on in `receive`.
+//! Pages that the guest at the destination of a postcopy waits for, and pages already sent. `receive` forwards the requests.
 //!
-//! Behind the switch a source's main channel has pages that were asked for between many that were not. The former go on at
-//! once and alone, the latter into batches as before.
+//! After the switch, the main channel of a source has requested pages among many others. Requested pages are forwarded at once,
+//! each alone; the others go into batches as before.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -17,30 +17,30 @@ use crate::life::Life;
 use crate::life::gate::Gate;
 use crate::stream::main_recv::Waiting;
 
-/// Pages that are waited for at once, at most: a QEMU has one for each thread that may touch RAM. Others go on with the
-/// rest.
+/// Maximum number of awaited pages: a QEMU has one for each thread that may touch RAM. Further requested pages are sent with
+/// the rest.
 const WAITING: usize = 1 << 16;
 
-/// What the other side has asked for, and what was sent to it.
+/// Pages that the peer has requested, and pages sent to it.
 pub(crate) struct Demand {
-    /// Name and length of the RAM blocks.
+    /// Names and lengths of the RAM blocks.
     blocks: Vec<(String, u64)>,
     state: Gate<State>,
 }
 
 struct State {
-    /// RAM block that the next request without a name means.
+    /// RAM block of the next request without a name.
     block: Option<usize>,
-    /// RAM block and byte offset of what was asked for, and has not been sent.
+    /// RAM blocks and byte offsets of requested pages that were not sent yet.
     waiting: HashSet<(usize, u64)>,
-    /// When the latest of it was sent.
+    /// Time when the latest of them was sent.
     latest: Option<Instant>,
-    /// What was sent since the switch, by RAM block.
+    /// Pages sent since the switch, by RAM block.
     sent: Vec<PageSet>,
 }
 
 impl Demand {
-    /// Of a guest with these RAM blocks. What it asks for takes its memory from `memory`.
+    /// Creates it for a guest with these RAM blocks. Recorded pages charge their memory to `memory`.
     pub(crate) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit, life: &Life) -> Self {
         let sets = blocks
             .iter()
@@ -60,8 +60,7 @@ impl Demand {
         }
     }
 
-    /// Takes note of a request on its way to the source. Any other message, and what is no page of the guest's, is nothing
-    /// to it: the source judges that.
+    /// Records a request on its way to the source. Ignores other messages and invalid pages, because the source validates them.
     pub(crate) fn note(&self, message: &ReturnMessage<'_>) {
         let mut state = self.state.lock();
         let Some((name, start, length)) = message.requested_pages() else {
@@ -85,10 +84,10 @@ impl Demand {
         }
     }
 
-    /// A page has come from the source, which is on its way then: whether it was asked for.
+    /// Records a page from the source as sent; returns true if it was requested.
     ///
     /// # Errors
-    /// If it has come before, or if there is no memory to keep that it was sent.
+    /// If the page has arrived before, or if the memory limit is reached.
     pub(crate) fn take(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         let asked = self.claim(block, offset)?;
         if asked {
@@ -97,10 +96,10 @@ impl Demand {
         Ok(asked)
     }
 
-    /// The same, but the page is waited for until it is [`Demand::done`].
+    /// Records the page like [`Demand::take`], but a requested page stays awaited until [`Demand::done`].
     ///
     /// # Errors
-    /// As of [`Demand::take`].
+    /// Those of [`Demand::take`].
     pub(crate) fn claim(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         let state = self.state.lock();
         if !state.sent[block].insert(offset)? {
@@ -116,7 +115,7 @@ impl Demand {
         Ok(state.waiting.contains(&(block, offset)))
     }
 
-    /// A page that was asked for is on its way.
+    /// Records that a requested page is on its way.
     pub(crate) fn done(&self, block: usize, offset: u64) {
         let mut state = self.state.lock();
         if state.waiting.remove(&(block, offset)) {
@@ -125,7 +124,7 @@ impl Demand {
         }
     }
 
-    /// The same of all these pages.
+    /// Records all these pages with [`Demand::take`].
     pub(crate) fn take_all<'p>(
         &self,
         block: usize,
@@ -137,30 +136,30 @@ impl Demand {
         Ok(())
     }
 
-    /// Takes the memory for all pages that may be sent: later it would be missing when nothing can be called off.
+    /// Allocates the memory for all pages now: later, when nothing can be cancelled, it might be missing.
     pub(crate) fn reserve(&self) -> Result<(), MigrationError> {
         self.state.lock().sent.iter().try_for_each(PageSet::reserve)
     }
 
-    /// Whether anything was asked for.
+    /// Returns true after the first request.
     pub(crate) fn has_begun(&self) -> bool {
         self.state.lock().block.is_some()
     }
 
-    /// Whether this page was asked for, and has not come.
+    /// Returns true if this page was requested and has not arrived.
     pub(crate) fn has(&self, block: usize, offset: u64) -> bool {
         self.state.lock().waiting.contains(&(block, offset))
     }
 
-    /// Whether everything that was asked for has come.
+    /// Returns true if all requested pages have arrived.
     pub(crate) fn is_met(&self) -> bool {
         self.state.lock().waiting.is_empty()
     }
 
-    /// Waits until everything that was asked for has come, as long as nothing comes for no longer than `patience`.
+    /// Waits until all requested pages have arrived; `patience` limits the time between two arrivals.
     ///
     /// # Errors
-    /// [`MigrationError::Timeout`]; what `waiting` says.
+    /// [`MigrationError::Timeout`]; the error of `waiting`.
     pub(crate) fn wait_until_met(
         &self,
         patience: Duration,
@@ -243,7 +242,7 @@ mod tests {
         assert!(demand.has_begun() && demand.has(0, 0) && !demand.has(0, 4096));
         let waited = demand.wait_until_met(Duration::ZERO, &Always);
         assert!(matches!(waited, Err(MigrationError::Timeout { .. })));
-        // Patience lasts from the latest page that was asked for.
+        // The patience counts from the latest page that was requested.
         assert!(!demand.take(0, 4096).unwrap());
         assert_eq!(demand.state.lock().latest, None);
         assert!(demand.take(0, 0).unwrap());
@@ -265,7 +264,7 @@ mod tests {
             start: u64::MAX - 4095,
             length: u32::MAX,
         });
-        // Half a page, and pages behind the end.
+        // Half a page, and pages beyond the end.
         for (start, length) in [(2048, 4096), (16 * 4096, 4096)] {
             demand.note(&ReturnMessage::ReqPages { start, length });
         }

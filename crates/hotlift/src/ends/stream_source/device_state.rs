@@ -1,4 +1,4 @@
-//! The end of a migration: who has the guest.
+//! The end of a migration: the owner of the guest.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +14,10 @@ use crate::stream::main_channel::{RELEASE, not_released};
 use crate::stream::main_recv::Waiting;
 use crate::stream::return_path::encode;
 
-/// How often it is asked whether the source has released the guest.
+/// Interval of the queries whether the source has released the guest.
 const ASK: Duration = Duration::from_millis(1);
 
-/// Sends EOF and what follows it, and waits until it is known what became of the guest; what it does.
+/// Sends EOF and the data after it, and waits for the outcome. Returns the guest's state at the destination.
 pub(crate) fn hand_over(
     session: &Session<'_>,
     end: &[u8],
@@ -26,7 +26,7 @@ pub(crate) fn hand_over(
     let outcome = session.sink.commit(end, hooks.has_taken);
     session.settle(match &outcome {
         Ok(_) => Some(Word::Runs),
-        // A file that is not whole runs no guest.
+        // A file that is incomplete never runs a guest.
         Err(MigrationError::Destination { .. } | MigrationError::File(_)) => Some(Word::Never),
         Err(_) => None,
     });
@@ -36,7 +36,7 @@ pub(crate) fn hand_over(
     outcome
 }
 
-/// Reports to the source that the guest is on the other side, and what it does there.
+/// Reports to the source that the destination has the guest, and the state of the guest there.
 pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: Doing) {
     let shut = ReturnMessage::Shut(0);
     let messages = if upstream.takes_doing && doing != Doing::Unknown {
@@ -49,7 +49,7 @@ pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: Do
     upstream.answer(&messages);
 }
 
-/// Waits until the source has given the guest up, as the hook that watches it reports.
+/// Waits until the hook that watches the source reports that it has released the guest.
 pub(crate) fn await_release(
     session: &Session<'_>,
     ownership: &dyn Fn() -> Ownership,

@@ -1,34 +1,34 @@
-//! When all multifd channels of a source are there, though it may not state how many it has. No I/O and no clock; `accept`
-//! carries it out.
+//! Decides when all multifd channels of a source are there, even if it does not state their number. Without I/O and without a
+//! clock; `accept` executes it.
 
 use std::time::{Duration, Instant};
 
-/// Pause between two looks while something is waited for that wakes nobody: the end of main, or that a connection without a first
-/// byte is too old to be a channel.
+/// Interval of checks for conditions without an event: the end of main, or a connection without a first byte that is too old to
+/// be a channel.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// What has come so far.
+/// Connections that have arrived so far.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Come {
     pub channels: usize,
     pub highest_id: Option<u8>,
     /// The number that a relay states.
     pub stated: Option<u8>,
-    /// A young connection has not stated yet what it is.
+    /// A new connection whose kind is not known yet.
     pub has_newcomer: bool,
     pub main_has_ended: bool,
 }
 
-/// What to do.
+/// Next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Waits for up to this time for something to come.
+    /// Wait up to this time for an event.
     Wait(Duration),
-    /// All are there.
+    /// All channels are there.
     Complete,
-    /// No more come: the source has closed main.
+    /// No more channels will arrive: the source has closed main.
     MainEnded,
-    /// Some are missing.
+    /// Some channels are missing.
     TimedOut,
 }
 
@@ -36,14 +36,14 @@ pub(crate) enum Step {
 #[derive(Debug)]
 pub(crate) struct Gathering {
     until: Instant,
-    /// How long after the latest channel another one may come.
+    /// Time after the latest channel in which another one may arrive.
     settle: Duration,
     quiet_since: Instant,
     channels: usize,
 }
 
 impl Gathering {
-    /// Begins with `channels` that are there, for `timeout` at most.
+    /// Begins with `channels` present channels and the limit `timeout`.
     pub(crate) fn new(now: Instant, channels: usize, settle: Duration, timeout: Duration) -> Self {
         Self {
             until: now + timeout,
@@ -61,7 +61,7 @@ impl Gathering {
         self.left(now).is_zero() && !come.has_newcomer
     }
 
-    /// Returns how long to wait until it may be settled.
+    /// Returns the time until it may be settled.
     pub(crate) fn wait(&self, come: &Come, now: Instant) -> Duration {
         match self.left(now) {
             left if left.is_zero() || come.has_newcomer => LOOK,
@@ -73,13 +73,13 @@ impl Gathering {
         (self.quiet_since + self.settle).saturating_duration_since(now)
     }
 
-    /// Returns what to do next. With `expected` a source without a channel is not complete.
+    /// Returns the next step. With `expected`, a source without a channel is not complete.
     pub(crate) fn next(&mut self, come: &Come, expected: bool, now: Instant) -> Step {
         let is_settled = self.is_settled(come, now);
         let is_complete = match come.stated {
             Some(stated) => come.channels >= usize::from(stated),
-            // Ids count from 0, so that a gap shows one that is missing. (There may be more than one
-            // with an id: stale ones.)
+            // Ids count from 0, so a gap shows a missing channel. (Several channels may have one id, because of stale
+            // connections.)
             None => {
                 let has_all = |highest| usize::from(highest) < come.channels;
                 is_settled && come.highest_id.map_or(!expected, has_all)

@@ -1,5 +1,4 @@
-//! Pages that are records of the main channel: those of a source without multifd, and zero pages of
-//! `legacy` detection.
+//! Pages that are records of the main channel: from a source without multifd, and zero pages of `legacy` detection.
 
 use std::sync::atomic::Ordering;
 
@@ -17,22 +16,22 @@ use crate::pipe::sink::RamLayout;
 /// Pages of a batch in postcopy: enough for the methods to find repetitions.
 const BATCH_IN_POSTCOPY: usize = 32;
 
-/// Gathers page records into batches.
+/// Collects page records into batches.
 pub(crate) struct MainPages<'a> {
     session: &'a Session<'a>,
     /// The source has no multifd channels, and so no sync points.
     alone: bool,
-    /// Pages that are waited for in postcopy, which do not come here.
+    /// Requested pages in postcopy, which bypass the batches.
     demand: &'a Demand,
-    /// With the worker that it is for.
+    /// Current batch, with the worker that must write it.
     batch: Option<(Option<usize>, Batch)>,
-    /// Bytes of the host pages of each RAM block.
+    /// Size of the host pages of each RAM block, in bytes.
     page_sizes: Vec<u64>,
-    /// The guest runs on the other side.
+    /// True if the guest runs at the destination.
     switched: bool,
-    /// Pages of a batch at most.
+    /// Maximum number of pages of a batch.
     most: usize,
-    /// Which pages have come since the last barrier, by RAM block.
+    /// Pages since the last barrier, by RAM block.
     seen: Vec<PageSet>,
     any_seen: bool,
 }
@@ -44,7 +43,7 @@ impl<'a> MainPages<'a> {
         alone: bool,
         demand: &'a Demand,
     ) -> Self {
-        // Only where the pages are looked up.
+        // Used only for a source without sync points.
         let blocks = if alone { ram.blocks.as_slice() } else { &[] };
         let seen = blocks
             .iter()
@@ -62,8 +61,8 @@ impl<'a> MainPages<'a> {
         }
     }
 
-    /// Takes in a page. Where the source has no sync points, a page that comes again since the last one
-    /// makes one: its versions must not overtake each other on different channels.
+    /// Adds a page. If the source has no sync points, a page that repeats since the last one creates one: versions of a page
+    /// must not overtake each other on different channels.
     pub(crate) fn add(
         &mut self,
         block: usize,
@@ -99,8 +98,8 @@ impl<'a> MainPages<'a> {
         Ok(())
     }
 
-    /// The worker that is to write a page, if not any may. In postcopy one channel has all of a huge page: the relay behind
-    /// puts it together again, and would have to keep a part of many where one channel is far ahead of another.
+    /// Returns the worker that must write a page, if any. In postcopy one channel has all of a huge page: the next relay
+    /// assembles it, and would hold parts of many while one channel is ahead of another.
     fn worker(&self, block: usize, offset: u64) -> Option<usize> {
         let size = self.page_sizes[block];
         let is_huge = self.switched && size > PAGE_SIZE as u64;
@@ -108,7 +107,7 @@ impl<'a> MainPages<'a> {
         is_huge.then(|| usize::try_from(offset / size % workers).unwrap_or(0))
     }
 
-    /// A new batch for a page of `block` and `worker`; `None` if it joins those that were gathered.
+    /// Returns a new batch for a page of `block` and `worker`; `None` if it joins the current one.
     fn next_batch(
         &mut self,
         worker: Option<usize>,
@@ -118,7 +117,7 @@ impl<'a> MainPages<'a> {
         let joins = |to: Option<usize>, batch: &Batch| to == worker && batch.block == block;
         match &self.batch {
             Some((to, batch)) if joins(*to, batch) && batch.len() < self.most => Ok(None),
-            // All are being written, and behind this page there may be one that is waited for: it is not to wait for them.
+            // All batches are being written. An awaited page may follow this page, and must not wait for them.
             Some((to, batch)) if joins(*to, batch) && batch.len() < BATCH_PAGES => flow
                 .take_while(|| self.demand.is_met())
                 .map_err(|Broken| MigrationError::Cancelled),
@@ -130,26 +129,26 @@ impl<'a> MainPages<'a> {
         }
     }
 
-    /// Notes a page; false if it has come before.
+    /// Records a page; returns false if it has come before.
     fn note(&mut self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         self.any_seen = true;
         self.seen[block].insert(offset)
     }
 
-    /// Postcopy begins. Batches are small from here on: somebody may wait for a page of one.
+    /// Begins postcopy. Batches are small from now on, because the guest may wait for one of their pages.
     pub(crate) fn switch(&mut self) {
         self.switched = true;
         self.most = BATCH_IN_POSTCOPY;
     }
 
-    /// Hands on what was gathered.
+    /// Submits the current batch.
     pub(crate) fn submit(&mut self) {
         if let Some((worker, batch)) = self.batch.take() {
             self.session.flow.submit_to(worker, batch);
         }
     }
 
-    /// Returns when everything that was handed on, by any thread, has been written.
+    /// Waits until all submitted batches, of any thread, have been written.
     pub(crate) fn settle(&mut self) -> Result<(), MigrationError> {
         self.submit();
         if self.session.flow.drain() {
@@ -158,7 +157,7 @@ impl<'a> MainPages<'a> {
         Err(MigrationError::Cancelled)
     }
 
-    /// Every page may come again.
+    /// Forgets the recorded pages: each may come again.
     pub(crate) fn barrier_passed(&mut self) {
         self.session.barriers.fetch_add(1, Ordering::Relaxed);
         if std::mem::replace(&mut self.any_seen, false) {

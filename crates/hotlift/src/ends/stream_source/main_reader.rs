@@ -1,4 +1,4 @@
-//! The incoming main channel on its way through: does what [`MainChannel`] asks for, at the sink and towards the source.
+//! The incoming main channel of a relay: executes the actions of [`MainChannel`] on the sink and towards the source.
 
 use std::io;
 use std::time::Duration;
@@ -23,45 +23,45 @@ use crate::stream::main_channel::{Action, EOF, Ended, MainChannel, Step, unexpec
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::return_path::encode;
 
-/// How long pages on a preempt channel may be behind main's END, which was sent after them: TCP sends a lost segment again
-/// within 200 ms at the earliest.
+/// Time that pages on a preempt channel may arrive after main's END, which was sent after them: TCP sends a lost segment again
+/// after at least 200 ms.
 const UNDER_WAY: Duration = Duration::from_secs(1);
 
-/// How long a source may send nothing of what was asked for, behind its last page on main.
+/// Time limit for the next requested page, after a source's last page on main.
 const SILENT: Duration = Duration::from_secs(30);
 
-/// Reads main, and passes it on.
+/// Reads main, and forwards it.
 pub(crate) struct MainReader<'a> {
     input: MainInput<'a>,
     machine: MainChannel,
     relay: Relay<'a>,
 }
 
-/// What the main thread does with what it reads.
+/// The main thread's actions on its input.
 struct Relay<'a> {
     session: &'a Session<'a>,
     upstream: &'a Upstream,
     setup: &'a Setup,
     pages: MainPages<'a>,
-    /// Postcopy has begun.
+    /// True once postcopy has begun.
     switched: bool,
-    /// The other side knows that there is a preempt channel.
+    /// True if the peer knows that there is a preempt channel.
     preempt_is_known: bool,
-    /// Once the preempt channel is found, main has what no guest waits for.
+    /// Lowers the priority once the preempt channel is found: then main has only pages that the guest does not wait for.
     yielding: Yielding,
 }
 
-/// What follows an action.
+/// Continuation after an action.
 enum Next {
     GoOn,
-    /// What is not taken yet ends the stream, and the source has released the guest.
+    /// The remaining bytes end the stream, and the source has released the guest.
     End,
     /// Everything is done.
     Done,
 }
 
 impl<'a> MainReader<'a> {
-    /// A reader behind the START section of `ram`.
+    /// Creates a reader that begins after the START section of `ram`.
     pub(crate) fn new(
         session: &'a Session<'a>,
         upstream: &'a Upstream,
@@ -90,7 +90,7 @@ impl<'a> MainReader<'a> {
         }
     }
 
-    /// Passes the whole stream on.
+    /// Forwards the whole stream.
     pub(crate) fn run(
         &mut self,
         opening: Opening<'_>,
@@ -99,7 +99,7 @@ impl<'a> MainReader<'a> {
     ) -> Result<(), MigrationError> {
         let session = self.relay.session;
         self.relay.open(opening)?;
-        // Nothing but a guest that is being taken becomes unsure.
+        // Only a guest that is being taken over becomes unsure.
         let _unsure = OnPanic(|| session.taking.unsure());
         let outcome = self.pass_all_on(hooks, further);
         if outcome.is_err() {
@@ -137,7 +137,7 @@ impl<'a> MainReader<'a> {
         } = self;
         if relay.switched {
             input.read_little();
-            // The guest may wait for a page that was gathered; without postcopy it does not.
+            // In postcopy the guest may wait for a collected page.
             if !input.is_readable()? {
                 relay.pages.submit();
             }
@@ -148,11 +148,11 @@ impl<'a> MainReader<'a> {
             switched: relay.switched,
         };
         match input.fill(machine, needed, &looking) {
-            // Nothing may fail any more: without memory for the description, the guest goes without.
+            // Nothing may fail after the commit: without memory for the description, the guest is handed over without it.
             Err(_) if relay.session.giving.is_committed() => machine.ended(Ended::Closed),
             filled => filled?,
         }
-        // A destination that takes one loads nothing before it has it, and asks for nothing.
+        // A destination with a preempt channel loads nothing before it has that channel, and requests nothing.
         if relay.switched && !relay.upstream.demand.has_begun() {
             relay.tell_of_preempt()?;
         }
@@ -162,13 +162,13 @@ impl<'a> MainReader<'a> {
 }
 
 impl Relay<'_> {
-    /// Opens the other side, up to the RAM blocks.
+    /// Opens the peer's side, up to the RAM blocks.
     fn open(&self, opening: Opening<'_>) -> Result<(), MigrationError> {
         self.session.sink.open(opening)?;
         self.session.start_ram(opening.early)
     }
 
-    /// Does what the machine asks for; `bytes` are those that it took.
+    /// Executes an action of the machine; `bytes` are those that the action has consumed.
     fn act(
         &mut self,
         action: Action<'_>,
@@ -185,7 +185,7 @@ impl Relay<'_> {
                 content,
             } => self.page(block, offset, content)?,
             Action::SyncPoint => self.barrier()?,
-            // The source may rest now; its pages need not.
+            // The source may pause now; its pages must not wait.
             Action::SectionEnd => {
                 self.pages.submit();
                 session.sink.section_end()?;
@@ -277,7 +277,7 @@ impl Relay<'_> {
         }
     }
 
-    /// The end of RAM. Without a sync point here the channels have had their last one: only main's own pages are left.
+    /// Ends RAM. Without a sync point here the channels had their last one before: only main's own pages are left.
     fn ram_end(&mut self, is_sync_point: bool) -> Result<(), MigrationError> {
         if is_sync_point {
             self.session.meet_readers()?;
@@ -289,14 +289,14 @@ impl Relay<'_> {
         if is_sync_point {
             self.session.barrier.pass();
         }
-        // Everything of a postcopy's devices, and a relay's first part of them, comes at another time.
+        // In postcopy, and for the first device part from a relay, the device phase is at another time.
         if !self.switched && (self.upstream.is_guest || !self.upstream.source.is_hotlift()) {
             self.session.control.set_status(Status::Device);
         }
         Ok(())
     }
 
-    /// Waits for what is still on its way on a preempt channel.
+    /// Waits for pages that are still on their way on a preempt channel.
     fn await_urgent_pages(&self) -> Result<(), MigrationError> {
         let Upstream {
             preempt, demand, ..
@@ -306,14 +306,14 @@ impl Relay<'_> {
         }
         let call = self.session.call();
         match demand.wait_until_met(UNDER_WAY, &call) {
-            // What has come are strangers, and a QEMU does not answer what comes behind its last page.
+            // The candidates are not the channel, and a QEMU does not answer requests after its last page.
             Err(MigrationError::Timeout { .. }) if !preempt.is_found() => Ok(()),
             Err(MigrationError::Timeout { .. }) => demand.wait_until_met(SILENT, &call),
             waited => waited,
         }
     }
 
-    /// A sync point of the source.
+    /// Handles a sync point of the source.
     fn barrier(&mut self) -> Result<(), MigrationError> {
         self.pages.submit();
         self.session.meet_readers()?;
@@ -324,21 +324,21 @@ impl Relay<'_> {
         Ok(())
     }
 
-    /// Postcopy begins, unless it has: everything of precopy is on the other side before.
+    /// Begins postcopy, unless it has begun: all data of precopy reaches the peer first.
     fn switch(&mut self, further: &dyn Further) -> Result<(), MigrationError> {
         if self.switched {
             return Ok(());
         }
-        // The source has made its last sync point, and sends no packets behind it.
+        // The source has sent its last sync point, and sends no packets after it.
         self.pages.settle()?;
         self.session.sink.barrier()?;
         self.pages.barrier_passed();
         let postcopy = postcopy(self.session)?;
-        // The source is in postcopy: it does not go on by itself.
+        // The source is in postcopy: it does not resume its guest by itself.
         self.session.switch();
-        // Nothing but requests goes there from here on.
+        // From now on only requests are sent there.
         self.upstream.source.main.notice_loss();
-        // The source has made that connection before it has sent this.
+        // The source has made the preempt connection before it has sent this.
         if further.preempt_for_sure() {
             self.tell_of_preempt()?;
         }
@@ -348,16 +348,16 @@ impl Relay<'_> {
         Ok(())
     }
 
-    /// Gives the other side its preempt channel.
+    /// Connects the preempt channel to the peer.
     fn make_preempt(&self) -> Result<(), MigrationError> {
         match postcopy(self.session)?.preempt() {
-            // Who takes one listens until it has it: what has come to the source's relay is a stranger's.
+            // A peer with a preempt channel listens until it has it: the connection at this relay came from an unknown client.
             Err(error) if is_closed_to_all(&error) => Ok(()),
             made => made,
         }
     }
 
-    /// The other side has to know of a preempt channel before the package.
+    /// Connects the peer's preempt channel, if there is a candidate: the peer must have it before the package.
     fn tell_of_preempt(&mut self) -> Result<(), MigrationError> {
         if self.upstream.preempt.is_any() && !self.preempt_is_known {
             self.preempt_is_known = true;
@@ -366,14 +366,14 @@ impl Relay<'_> {
         Ok(())
     }
 
-    /// Has the other side run the guest, by the end of a package that is whole.
+    /// Makes the peer start the guest: sends the end of a complete package.
     fn run_there(&self, end: &[u8], hooks: Hooks<'_>) -> Result<(), MigrationError> {
         let session = self.session;
         if asks_for_loaded_devices(end) {
             session.note_source_resumes();
         }
         session.switch_over(hooks)?;
-        // From here on a question must not be answered with: the guest never runs there.
+        // From now on the answer to a question must not be that the guest never runs there.
         if self.upstream.source.is_hotlift()
             && !(session.taking.loaded() && session.taking.commit())
         {
@@ -384,7 +384,7 @@ impl Relay<'_> {
         Ok(())
     }
 
-    /// Asks a QEMU to release the guest, whose devices are loaded.
+    /// Asks a QEMU, whose devices are loaded at the destination, to release the guest.
     fn offer(&self, further: &dyn Further) -> Result<(), MigrationError> {
         let (session, upstream) = (self.session, self.upstream);
         session.sink.await_loaded()?;
@@ -395,8 +395,8 @@ impl Relay<'_> {
                 doing: "reading RAM (its connection came too late to be counted)",
             });
         }
-        // A source that takes answers releases the guest at SHUT(0), and not before: one that has gone already was
-        // cancelled, or has died.
+        // A source that reads answers releases the guest at SHUT(0), and not before. If its connection is closed already, it
+        // was cancelled or has died.
         if upstream.return_path && upstream.source.main.is_hung_up() {
             return Err(MigrationError::main_closed());
         }
@@ -406,7 +406,7 @@ impl Relay<'_> {
         upstream.answer_surely(&encode(&[ReturnMessage::Shut(0)]))
     }
 
-    /// A QEMU has released the guest: the other side runs it, by the `end` of the stream.
+    /// Handles the release of the guest by a QEMU: the peer runs it after the `end` of the stream.
     fn end_of_qemu(&self, end: &[u8], hooks: Hooks<'_>) -> Result<(), MigrationError> {
         self.session.giving.released();
         if !self.session.commit(hooks) {
@@ -415,10 +415,10 @@ impl Relay<'_> {
         hand_over(self.session, end, hooks).map(drop)
     }
 
-    /// A Hotlift has released the guest, or its source has.
+    /// Handles the release of the guest by a Hotlift, or by the source of that Hotlift.
     fn commit(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         let session = self.session;
-        // A source that has had the answer that the guest never runs here has it.
+        // A source that got the answer that the guest never runs here keeps it.
         if !session.taking.commit() {
             return Err(unexpected("EOF of a source that has kept the guest"));
         }
@@ -430,19 +430,19 @@ impl Relay<'_> {
     }
 }
 
-/// What else may connect while main is read.
+/// Other connections that may arrive while main is read.
 pub(crate) trait Further {
-    /// Takes a preempt channel in, if one has come; before the switch only where the source waits for it.
+    /// Accepts a preempt channel, if one has arrived; before the switch only if the source waits for it.
     fn preempt(&self, switched: bool);
 
-    /// The same, if it may be on its way; whether there is one.
+    /// Accepts a preempt channel that may be on its way; returns true if there is one.
     fn preempt_for_sure(&self) -> bool;
 
-    /// Whether a multifd channel has come too late to be counted.
+    /// Returns true if a multifd channel has arrived too late to be counted.
     fn late_channel(&self) -> bool;
 }
 
-/// A wait for main that looks for a preempt channel: over TLS the source waits for its handshake.
+/// A wait for main that also accepts a preempt channel, because with TLS the source waits for its handshake.
 struct Looking<'a> {
     call: Call<'a>,
     further: Option<&'a dyn Further>,
@@ -458,13 +458,13 @@ impl Waiting for Looking<'_> {
     }
 
     fn every(&self) -> Duration {
-        /// How soon a preempt channel is let in: its source waits for the handshake.
+        /// Maximum delay of the preempt channel's handshake, for which the source waits.
         const LOOK: Duration = Duration::from_millis(100);
         self.further.map_or(LONG, |_| LOOK)
     }
 }
 
-/// Whether nothing listens there.
+/// Returns true if the peer does not listen there.
 fn is_closed_to_all(error: &MigrationError) -> bool {
     let MigrationError::Transport(TransportError::Connect { source, .. }) = error else {
         return false;

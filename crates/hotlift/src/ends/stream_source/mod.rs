@@ -1,17 +1,17 @@
-//! A stream as where pages come from: a QEMU's, a relay's, or what a relay has saved.
+//! A stream as the source of pages: from a QEMU, from a relay, or from a file of a relay.
 //!
-//! | file | what it does |
+//! | file | purpose |
 //! |---|---|
-//! | `accept` | waits for the connections, and finds out how many channels there are |
-//! | `gathering` | when all channels of a source are there |
-//! | `upstream` | the source: its connections, as what answers go to |
-//! | `read_setup` | reads what the stream has before its first page, and answers its source |
-//! | `receive` | a multifd channel's packets into batches, or to the other side unread |
-//! | `main_reader`, `main_pages` | does what the main channel asks for: sync points, devices, the end; pages into batches |
-//! | `demand` | which pages a guest waits for that runs on the other side already |
-//! | `candidates`, `preempt` | the connection that a QEMU may send such pages on: found, and read |
-//! | `device_state` | who has the guest |
-//! | `pass_through` | a stream that cannot be taken apart, byte for byte |
+//! | `accept` | accepts the connections, and finds out the number of channels |
+//! | `gathering` | decides when all channels of a source are there |
+//! | `upstream` | the source: its connections, and the answers to it |
+//! | `read_setup` | reads the stream up to its first page, and answers its source |
+//! | `receive` | packets of a multifd channel: into batches, or forwarded without decoding |
+//! | `main_reader`, `main_pages` | executes the actions of the main channel: sync points, devices, end; pages into batches |
+//! | `demand` | pages that a guest waits for that already runs at the destination |
+//! | `candidates`, `preempt` | finds and reads the connection on which a QEMU may send such pages |
+//! | `device_state` | the end of the migration, and the owner of the guest |
+//! | `pass_through` | copies a stream that cannot be decoded, byte for byte |
 
 pub(crate) mod accept;
 pub(crate) mod candidates;

@@ -1,8 +1,8 @@
-//! A stream that cannot be relayed page by page goes through byte for byte: postcopy in layouts that `main_channel/set_up.rs`
-//! lists, and devices other than RAM that send state while the guest runs.
+//! Copies a stream byte for byte that cannot be relayed page by page: postcopy in layouts that `main_channel/set_up.rs` lists,
+//! and devices other than RAM that send state while the guest runs.
 //!
-//! Every connection of the source becomes one to the other side, with bytes both ways, and each end is
-//! passed on. Nothing is compressed, and EOF is not held back. What the source sends keeps `max-bandwidth`.
+//! Each connection of the source gets one to the destination, with bytes in both directions, and each end is forwarded. Nothing
+//! is compressed, and EOF is not held back. `max-bandwidth` limits the source's data.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -37,39 +37,39 @@ use crate::stream::graceful_close;
 use crate::stream::main_recv::Waiting;
 use crate::stream::multifd_send::connect_with;
 
-/// Further connections at most: QEMU has one, the preempt channel of postcopy.
+/// Maximum number of additional connections: QEMU has one, the preempt channel of postcopy.
 const EXTRA: usize = 4;
 
-/// The same with those that the source's side has closed, and the other side has not yet.
+/// The same limit, including connections that the source has closed and the destination has not.
 const MOST_EXTRA: usize = 16;
 
-/// After a connection that could not be accepted.
+/// Pause after a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Last bytes that are kept of a direction: the heads of two messages, the longest reason, and a SHUT's value.
+/// Last bytes kept of a direction: the heads of two messages, the longest reason, and the value of a SHUT.
 const LAST: usize = 2 * 4 + limits::ERROR_TEXT + 4;
 
-/// The last thing that a destination says if all is well: SHUT(0).
+/// Last message of a destination that has the guest: SHUT(0).
 const SHUT_0: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
 
-/// What a destination must send soon: a QEMU answers the first PING as soon as it reads its stream.
+/// Name of an awaited message: a QEMU answers the first PING as soon as it reads its stream.
 const ANSWER: &str = "the destination's first answer to a stream that is passed through unread (a QEMU with multifd on waits \
                       for channels, which this stream has not: switch multifd off at the destination QEMU)";
 
 /// A source whose stream is passed through.
 pub(crate) struct Unread<'a> {
     pub main: &'a Stream,
-    /// What was read of it.
+    /// Bytes already read from main.
     pub first_bytes: &'a [u8],
-    /// A preempt channel that the source has made before it said more.
+    /// Preempt channel that the source has made before it sent more.
     pub preempt: Option<Stream>,
-    /// Why the stream cannot be taken apart.
+    /// Reason why the stream cannot be decoded.
     pub why: String,
     /// The first bytes ask the destination for an answer.
     pub is_answered: bool,
 }
 
-/// Passes the stream of `source` on, which connected at `since`.
+/// Copies the stream of `source`, which connected at `since`.
 pub(crate) fn run(
     arrivals: Uncounted<'_>,
     source: Unread<'_>,
@@ -79,7 +79,7 @@ pub(crate) fn run(
     let main = source.main;
     carry_all(arrivals, source, request, since).map_err(|refused| match refused {
         Refused::BeforeTheFirstByte(error) => {
-            // For a relay the reason, and for a QEMU a message that ends its migration.
+            // A relay receives the reason, and a QEMU a message that ends its migration.
             graceful_close::refuse(&[main], &error);
             error
         }
@@ -90,9 +90,9 @@ pub(crate) fn run(
     })
 }
 
-/// Why a stream was not passed through.
+/// Error of a stream that was not passed through.
 enum Refused {
-    /// The other side has not had a byte of it.
+    /// Error before the first byte was sent to the destination.
     BeforeTheFirstByte(MigrationError),
     Later(MigrationError),
 }
@@ -103,7 +103,7 @@ impl From<MigrationError> for Refused {
     }
 }
 
-/// Returns why a QEMU with `options` cannot take a stream without channels that is passed through because of `why`.
+/// Returns the error for a QEMU whose `options` do not fit a stream without channels that is passed through because of `why`.
 fn unfit(options: &Options, why: &str) -> Option<MigrationError> {
     let channels = options.channels();
     (channels > 0).then(|| MigrationError::Protocol {
@@ -167,12 +167,12 @@ fn carry_all(
         });
     }
     let first = connect().map_err(Refused::BeforeTheFirstByte)?;
-    // Before the first byte: a QEMU 7.2 reads none before it has that connection, too.
+    // Before the first byte: a QEMU 7.2 reads nothing before it also has that connection.
     let mut extra = Vec::new();
     if let Some(stream) = preempt {
         extra.push(Arc::new((stream, connect()?)));
     }
-    // Where EOF is in the stream is not known here.
+    // The position of EOF in the stream is unknown here, so the commit counts from the start.
     if let Some(on_commit) = hooks.on_commit {
         on_commit();
     }
@@ -195,7 +195,7 @@ fn carry_all(
             copied
         })?;
         let forward = spawn(scope, "relay/main".to_owned(), || {
-            // Here, where a cancel reaches a write that a destination does not take.
+            // In this thread, so that a cancel can end a write to a destination that reads nothing.
             let copied = match (&first).write_all(first_bytes) {
                 Ok(()) => {
                     flow.sent.add_bytes(first_bytes.len());
@@ -212,14 +212,14 @@ fn carry_all(
             control.life().wake();
             copied
         })?;
-        // The preempt channel of postcopy comes late, and may say nothing for long.
+        // The preempt channel of postcopy arrives late, and may be silent for long.
         for pair in &extra {
             carry_both(scope, pair, flow)?;
         }
         let call = Call::early(control);
         let mut report_at = hooks.on_progress.map(|_| control.life().now() + REPORT);
-        // Whether the guest runs at the destination is not known here. The end of a connection to a lost host is safe in
-        // every phase: both QEMUs notice it, and the kernel would end it later.
+        // It is unknown here whether the guest runs at the destination. Ending a connection to a lost host is safe in every
+        // phase: both QEMUs detect it, and the kernel would end it later.
         let streams = || [&first, source].into_iter();
         let mut liveness = Liveness::new(settings.outgoing.silence_timeout, streams());
         let outcome = loop {
@@ -250,13 +250,13 @@ fn carry_all(
             let next = deadlines.into_iter().flatten().min();
             let wait = next.map_or(LONG, |next| next.saturating_duration_since(now));
             let another = arrivals.another(source, wait, None);
-            // A stranger's is over soon, and must not take the place of the source's. Nobody copies from it then.
+            // An unknown client's connection ends soon, and must not use the source's quota. No thread copies from it then.
             extra.retain(|pair: &Arc<(Stream, Stream)>| Arc::strong_count(pair) > 1);
             let open = extra.iter().filter(|pair| !pair.0.is_hung_up()).count();
             let is_full = open >= EXTRA || extra.len() >= MOST_EXTRA;
             match another {
                 Ok(None) => {}
-                // Somebody else's connection; the migration goes on without it.
+                // An unknown client's connection; the migration continues without it.
                 Err(_) => thread::sleep(RETRY),
                 Ok(Some(stream)) if stream.is_hung_up() => {
                     control.strangers().turn_away(NO_PREEMPT)
@@ -290,10 +290,10 @@ fn carry_all(
         if let Some(reason) = back.refusal() {
             return Err(MigrationError::Destination { reason });
         }
-        // A destination that speaks at all ends with SHUT(0) if it has the guest.
+        // A destination that sends anything ends with SHUT(0) if it has the guest.
         let says_so = back.last.ends_with(&SHUT_0);
         let refused = !back.last.is_empty() && !says_so;
-        // A source that has heard it may close with something unread, which ends its direction by a reset.
+        // A source that received SHUT(0) may close with unread data, which ends its direction with a reset.
         if (back.is_whole && says_so) || (there.is_whole && !refused) {
             Ok(())
         } else {
@@ -315,7 +315,7 @@ fn carry_all(
     })
 }
 
-/// What comes from the source: its figures, and the rate that it keeps. Answers are in neither.
+/// Statistics and rate limit of the source's data. Answers are not included.
 struct Flow<'a> {
     received: Counters,
     sent: Counters,
@@ -333,7 +333,7 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Waits until `bytes` more may be sent. Whether the guest stands still is not known here: they wait then, too.
+    /// Waits until `bytes` more may be sent. This also applies while the guest is paused, which is unknown here.
     fn pass(&self, bytes: usize) {
         self.received.add_bytes(bytes);
         self.pacer.wait(bytes, self.control.life());
@@ -350,7 +350,7 @@ impl<'a> Flow<'a> {
     }
 }
 
-/// Copies between the two ends of a further connection, both ways.
+/// Copies between the two ends of an additional connection, in both directions.
 fn carry_both<'scope, 'env>(
     scope: &'scope thread::Scope<'scope, 'env>,
     pair: &Arc<(Stream, Stream)>,
@@ -370,17 +370,17 @@ fn carry_both<'scope, 'env>(
     Ok(())
 }
 
-/// What became of one direction.
+/// Result of one direction.
 #[derive(Debug, Default)]
 struct Copied {
-    /// It ended by itself.
+    /// True if it ended regularly.
     is_whole: bool,
     /// Its last bytes, up to [`LAST`].
     last: Vec<u8>,
 }
 
 impl Copied {
-    /// Returns the reason of a relay that has given the stream up, the last that it sends.
+    /// Returns the reason of a relay that has aborted the stream: its last message.
     fn refusal(&self) -> Option<String> {
         let starts = 0..self.last.len();
         starts.into_iter().find_map(|at| {
@@ -395,7 +395,7 @@ impl Copied {
     }
 }
 
-/// Copies until the end of `from`, and ends `to`; `each` is shown what was read.
+/// Copies until the end of `from`, and ends `to`; calls `each` with the bytes.
 fn copy(from: &Stream, to: &Stream, each: &dyn Fn(&[u8])) -> Copied {
     let mut last = Vec::new();
     let is_whole = carry(from, to, &mut |bytes| {
@@ -413,7 +413,7 @@ mod tests {
 
     use super::*;
 
-    /// Long enough for what is not held back to arrive.
+    /// Time in which unlimited data arrives.
     const ARRIVES: Duration = Duration::from_millis(300);
 
     #[test]
@@ -431,7 +431,7 @@ mod tests {
         let (late, sent) = thread::scope(|scope| {
             scope.spawn(|| copy(&near, &far, &|bytes| flow.pass(bytes.len())));
             scope.spawn(|| copy(&far, &near, &|_| ()));
-            // The first takes its time from what follows.
+            // The first write delays the data after it.
             (&source).write_all(&bytes).unwrap();
             (&destination).read_exact(&mut bytes).unwrap();
             (&source).write_all(&bytes).unwrap();

@@ -1,4 +1,4 @@
-//! A QEMU's preempt channel at a relay: its pages go on as those of main that were asked for do.
+//! A QEMU's preempt channel at a relay: its pages are forwarded like requested pages on main.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
@@ -8,7 +8,7 @@ use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
 use crate::stream::preempt::read_pages;
 
-/// Passes its pages on until it ends.
+/// Forwards its pages until it ends.
 pub(crate) fn receive(
     session: &Session<'_>,
     blocks: &[RamBlockEntry],
@@ -46,12 +46,12 @@ fn pass_on(
             doing: "reading a preempt channel",
         });
     };
-    // Before it goes on: what main has brought meanwhile is not to be sent twice, nor what a stranger says that it is.
+    // Before forwarding: a page that main has brought in the meantime, or that another client sends, must not be sent twice.
     upstream.demand.claim(block, offset)?;
     postcopy.page(block, offset, content)?;
     let normal = usize::from(content.is_some());
     session.pages.add_pages(normal, 1 - normal);
-    // Only now: main's END waits for it.
+    // After forwarding, because main's END waits for it.
     upstream.demand.done(block, offset);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Reads what a stream has before its first page, and answers its source.
+//! Reads a stream up to its first page, and answers its source.
 
 use std::io::{self, Write};
 
@@ -16,16 +16,15 @@ use crate::stream::main_channel::{Action, MainChannel, unexpected};
 use crate::stream::main_recv::MainInput;
 use crate::stream::return_path::encode;
 
-/// How the stream begins.
+/// Kind of the stream.
 pub(crate) enum StreamSetup {
-    /// It can be relayed page by page.
+    /// Can be relayed page by page.
     PageByPage(Box<Setup>),
-    /// It cannot: why, and whether the source takes answers.
+    /// Must be passed through: the reason, and true if the source reads answers.
     PassThrough(String, bool),
 }
 
-/// Reads up to the last record of the START section of `ram`. A Hotlift gets to know that the migration is called `id`
-/// here.
+/// Reads up to the last record of the START section of `ram`. A Hotlift receives the migration's `id` here.
 pub(crate) fn read_setup(
     input: &mut MainInput<'_>,
     machine: &mut MainChannel,
@@ -56,8 +55,8 @@ pub(crate) fn read_setup(
     }
 }
 
-/// Why a stream without multifd has to be passed through after all: another device sends state while the guest runs, or
-/// before RAM in a layout that is not known. Sections of a known layout are added to `setup`.
+/// Returns the reason why a stream without multifd must be passed through after all: another device sends state while the guest
+/// runs, or before RAM in an unknown layout. Adds sections of a known layout to `setup`.
 pub(crate) fn other_devices(
     input: &mut MainInput<'_>,
     machine: &mut MainChannel,
@@ -82,7 +81,7 @@ pub(crate) fn other_devices(
     Ok(None)
 }
 
-/// Answers a Hotlift's offer; one of another version or of a stream that is not taken learns so.
+/// Answers a Hotlift's offer. For another version, or a stream that is not accepted, the answer is the rejection.
 fn greet(
     main: &Stream,
     offer: Offer,

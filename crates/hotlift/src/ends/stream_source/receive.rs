@@ -1,5 +1,5 @@
-//! Where an incoming multifd channel's pages go in a relay: into batches, or to the other side unread; and what the other side
-//! answers to the source.
+//! Incoming multifd channels in a relay: their pages go into batches, or are forwarded without decoding. Also forwards the
+//! peer's answers to the source.
 
 use std::time::{Duration, Instant};
 
@@ -23,16 +23,16 @@ use crate::stream::door::Door;
 use crate::stream::multifd_recv::{PageSink, ReadOn};
 use crate::stream::return_path::encode;
 
-/// The connections of a source, as where the pages come from.
+/// The connections of a source, as the source of pages.
 pub(crate) struct Streams<'a> {
     upstream: &'a Upstream,
     blocks: &'a [RamBlockEntry],
-    /// A QEMU may make a preempt channel.
+    /// True if a QEMU may connect a preempt channel.
     may_preempt: bool,
 }
 
 impl<'a> Streams<'a> {
-    /// Those of a source.
+    /// Creates it for the connections of a source.
     pub(crate) fn new(upstream: &'a Upstream, setup: &'a Setup) -> Self {
         Self {
             upstream,
@@ -58,7 +58,7 @@ impl Source for Streams<'_> {
         if reader >= self.upstream.source.multifd.len() {
             return preempt::receive(session, self.blocks, self.upstream);
         }
-        // Ids count from 0 to 254.
+        // Ids range from 0 to 254.
         let id = u8::try_from(reader).unwrap_or(u8::MAX);
         receive(session, self.blocks, self.upstream, id)
     }
@@ -77,7 +77,7 @@ impl Source for Streams<'_> {
     }
 
     fn kept_open(&self) -> Option<&Stream> {
-        // A QEMU keeps its side open until it has had the last answer; a relay ends its own when all is written.
+        // A QEMU keeps its side open until the last answer; a relay shuts down its own side after the last write.
         let stays = self.upstream.return_path && !self.upstream.source.is_hotlift();
         stays.then_some(&self.upstream.source.main)
     }
@@ -100,7 +100,7 @@ impl Source for Streams<'_> {
 
     fn refuse(&self, _: &Session<'_>, reason: &str) {
         let shut = ReturnMessage::Shut(1);
-        // A QEMU does not know the text.
+        // A QEMU does not know the text message.
         self.upstream
             .answer(&match self.upstream.source.is_hotlift() {
                 true => encode(&[ReturnMessage::ErrorText(reason), shut]),
@@ -109,7 +109,7 @@ impl Source for Streams<'_> {
     }
 
     fn linger(&self, session: &Session<'_>, door: &mut Door<'_>) {
-        // Before EOF a source asks nothing of a guest that runs there: both QEMUs wait for each other.
+        // Before EOF a source does not ask about a guest that runs at the destination: both QEMUs wait for each other.
         if session.may_run_there() && !session.giving.is_committed() {
             return;
         }
@@ -129,7 +129,7 @@ impl Source for Streams<'_> {
     }
 }
 
-/// Reads channel `id` until it ends, between packets, or the relay does.
+/// Reads channel `id` until it ends between packets, or until the relay ends.
 fn receive(
     session: &Session<'_>,
     blocks: &[RamBlockEntry],
@@ -153,18 +153,18 @@ struct Batches<'a> {
     session: &'a Session<'a>,
     upstream: &'a Upstream,
     id: u8,
-    /// The SYNC of the set-up has come, and with it everything that pages need.
+    /// True once the SYNC of the set-up has arrived, before which no pages are valid.
     synced: bool,
-    /// Time in which all batches were with the other side, until the thread asked last.
+    /// Time that this thread waited for a free batch, since the last report.
     held_back: Duration,
-    /// What the guest waits for comes on main.
+    /// Lowers the priority, because pages that the guest waits for come on main.
     yielding: Yielding,
-    /// Passes uncompressed packets on where that may be done.
+    /// Forwards uncompressed packets where possible.
     forwarder: Option<Box<dyn ForwardPackets + 'a>>,
 }
 
 impl Batches<'_> {
-    /// A free batch; `None` if the relay ends.
+    /// Returns a free batch; `None` if the relay ends.
     fn free_batch(&mut self) -> Option<Batch> {
         if let Some(batch) = self.session.flow.try_take() {
             return Some(batch);
@@ -215,7 +215,7 @@ impl PageSink for Batches<'_> {
     fn forward(&mut self, header: &PacketHeader, from: &Stream) -> Result<bool, MigrationError> {
         self.check_set_up()?;
         if self.session.may_run_there() {
-            // A QEMU takes no packets any more.
+            // A QEMU accepts no packets in postcopy.
             return Ok(false);
         }
         if self.forwarder.is_none() {
@@ -245,8 +245,8 @@ impl PageSink for Batches<'_> {
     }
 
     fn ended(&mut self) -> Result<(), MigrationError> {
-        // A Hotlift closes its channels when everything is over. One that ends before was cut, and main may be quiet for long
-        // before anything waits for its SYNC.
+        // A Hotlift closes its channels at the end. One that ends before was cut, and while main is quiet, no thread would
+        // notice it by its missing SYNC.
         if self.upstream.source.is_hotlift() && !self.session.giving.is_committed() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),

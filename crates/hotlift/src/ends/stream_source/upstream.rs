@@ -1,4 +1,4 @@
-//! The source of a relay: its connections, what answers go to, and what is closed in the end.
+//! The source of a relay: its connections, the answers to it, and its close.
 
 use std::time::Duration;
 
@@ -8,21 +8,21 @@ use crate::error::{Channel, MigrationError};
 use crate::pipe::stream_in::StreamIn;
 use crate::stream::graceful_close;
 
-/// How long a source may leave answers unread before it is given up.
+/// Time that a source may leave answers unread before its connection is cut.
 const ANSWERING: Duration = Duration::from_secs(5);
 
 /// The source of a relay.
 pub(crate) struct Upstream {
     pub source: StreamIn,
-    /// It is a guest of a Hotlift's, which is saved.
+    /// The source is a guest of a Hotlift, which is saved.
     pub is_guest: bool,
-    /// It takes what the guest does on the other side.
+    /// The source accepts messages about the guest's state at the destination.
     pub takes_doing: bool,
-    /// The source takes answers.
+    /// The source reads answers.
     pub return_path: bool,
-    /// What the other side has asked for in postcopy.
+    /// Pages that the peer has requested in postcopy.
     pub demand: Demand,
-    /// Where a QEMU may send that.
+    /// Connections on which a QEMU may send these pages.
     pub preempt: Candidates,
 }
 
@@ -32,7 +32,7 @@ impl Upstream {
         (is_guest, takes_doing, return_path): (bool, bool, bool),
         demand: Demand,
     ) -> Self {
-        // A socket that refuses the time-out is one that has gone.
+        // Ignored: a socket that rejects the timeout is closed.
         let _ = source.main.set_write_timeout(ANSWERING);
         Self {
             source,
@@ -44,16 +44,15 @@ impl Upstream {
         }
     }
 
-    /// Sends answers, if the source takes any. One that has gone cannot be told; its going is noticed
-    /// where it is read from.
+    /// Sends answers, if the source reads any. Errors are ignored: the reader of the connection detects the loss of the source.
     pub(crate) fn answer(&self, bytes: &[u8]) {
         let _ = self.answer_surely(bytes);
     }
 
-    /// The same, where it matters.
+    /// Sends answers like [`Upstream::answer`], but reports errors.
     ///
     /// # Errors
-    /// [`MigrationError::Connection`] if the source has gone, or reads nothing.
+    /// [`MigrationError::Connection`] if the source is gone, or reads nothing.
     pub(crate) fn answer_surely(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         if !self.return_path {
             return Ok(());
@@ -66,7 +65,7 @@ impl Upstream {
         })
     }
 
-    /// Frees the threads that read multifd channels, or a preempt channel.
+    /// Unblocks the threads that read multifd channels or a preempt channel.
     pub(crate) fn shut_channels(&self) {
         self.preempt.end();
         self.source.shut_channels();
@@ -77,12 +76,12 @@ impl Upstream {
         self.shut_channels();
     }
 
-    /// Closes all connections, main so that what was said on it last arrives.
+    /// Closes all connections, main such that its last messages arrive.
     pub(crate) fn close(&self) {
         self.shut_channels();
         match self.return_path {
             true => graceful_close::close(&[&self.source.main]),
-            // It hears nothing, and what it writes on must not look taken.
+            // A source without answers gets no message, and must not believe that its further writes arrive.
             false => self.shut_down(),
         }
     }

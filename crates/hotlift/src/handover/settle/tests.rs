@@ -30,7 +30,7 @@ fn each_limit_of_the_source_holds_to_the_millisecond() {
     assert_eq!(question.next(at(patience)), None, "at the limit");
     assert_eq!(question.next(at(patience)), None, "for good");
 
-    // Its stream may end early: it asks at once.
+    // The stream may end early: then the source asks at once.
     let mut question = Question::after_commit(begun, patience, true);
     question.next(begun);
     assert_eq!(question.next(at(MS)), Some(Step::Ask(ATTEMPT)));
@@ -69,7 +69,7 @@ fn a_destination_answers_for_as_long_as_a_source_may_ask_and_less_after_a_cancel
     assert_eq!(period.left(at(patience - MS), true), Some(MS), "no longer");
 }
 
-/// All bytes with one bit flipped.
+/// Returns each variant of `bytes` with one bit flipped.
 fn flipped<const N: usize>(bytes: [u8; N]) -> impl Iterator<Item = [u8; N]> {
     (0..N * 8).map(move |bit| {
         let mut bytes = bytes;
@@ -120,7 +120,7 @@ fn a_confirmation_counts_whole_and_last_in_whatever_pieces_it_comes() {
     assert!(!confirms(&heard(MigrationId([8; 16]))));
 }
 
-/// What happens at the destination, and when.
+/// Event at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum There {
     Commit,
@@ -140,12 +140,12 @@ struct Pair {
     cancelled: Option<Duration>,
     confirmation: Confirmation,
     confirmed: bool,
-    /// From then on the network loses nothing.
+    /// Time from which on the network loses nothing.
     network_is_back: Duration,
     patience: Duration,
 }
 
-/// Longest way of one message on a network that works.
+/// Longest delay of one message on a working network, in milliseconds.
 const WAY: u64 = 500;
 
 impl Pair {
@@ -186,7 +186,7 @@ impl Pair {
         }
     }
 
-    /// The destination, up to `time`.
+    /// Advances the destination to `time`.
     fn advance(&mut self, time: Duration) {
         let side = &mut self.side;
         self.events.retain(|(at, event)| {
@@ -203,7 +203,7 @@ impl Pair {
         });
     }
 
-    /// One attempt of the source, which takes up to `within`.
+    /// Makes one attempt of the source, which takes up to `within`.
     fn ask(&mut self, within: Duration) -> Option<(Word, Doing)> {
         let (asked, limit) = (self.now, self.now + within);
         let is_back = asked >= self.network_is_back;
@@ -259,7 +259,7 @@ impl Pair {
             let before = self.now;
             assert!(before < self.patience || matches!(step, Step::Listen(_)));
             match step {
-                // The stream was cut in its course.
+                // The stream was cut during the wait.
                 Step::Listen(wait) => self.now += wait.mul_f64(self.rng.f64()),
                 Step::Pause(wait) => self.now += wait,
                 Step::Ask(within) => {

@@ -1,21 +1,20 @@
-//! Explores every order in which messages, losses, cuts, kills, cancels and panics can meet a hand-over, on
-//! the machines that the product runs.
+//! Explores every order in which messages, losses, cuts, kills, cancels and panics can meet a hand-over, with the state
+//! machines of the product.
 //!
-//! A connection delivers in order until it is cut. From then on each side may see a FIN, a reset or nothing
-//! at all, whatever the other did: a proxy makes each of another. A question is a connection of its own; it may
-//! be lost, and so may its answer. Time-outs are steps that may come at any moment, but for the two that are
-//! bounded by each other: a destination answers for as long as a source may ask.
+//! A connection delivers in order until it is cut. After that each side may see a FIN, a reset or nothing at all, whatever the
+//! other side did: a proxy turns each into another. A question uses its own connection; the question and its answer may be
+//! lost. Timeouts are steps that may come at any moment, except for two that limit each other: a destination answers for as
+//! long as a source may ask.
 //!
-//! A QEMU beside a relay may load the guest and not run it, since it cannot lock a disk. A `cont` makes it run later, at any
-//! moment. A relay that has started this QEMU ends it, and says that the guest never ran there. It may say so only of a QEMU that
-//! it has seen end, and that has not run the guest before its end.
+//! A QEMU beside a relay may load the guest and not run it, because it cannot lock a disk. A `cont` makes it run later, at any
+//! moment. A relay that has started this QEMU ends it, and reports that the guest never ran there. It may report this only of a
+//! QEMU that it has seen end, and that has not run the guest before its end.
 //!
-//! In a postcopy the source's pages are needed behind the commit: connections that are lost then are replaced, as often as
-//! they are lost.
+//! In a postcopy the source's pages are needed after the commit: lost connections are replaced, as often as they are lost.
 //!
-//! Who sits between the hosts cuts and delays, as every network may, and besides makes messages of its own and plays old
-//! ones again. With TLS that ends the connection. In the clear it makes two guests of one, and none: that is looked for,
-//! so that nobody believes the hand-over safe there.
+//! An attacker between the hosts cuts and delays, as every network may. It also forges messages and replays old ones. With TLS
+//! a forgery ends the connection. Without TLS it makes two guests of one, or none. A test asserts this, so that the hand-over
+//! is not believed to be safe there.
 
 use std::io::Write;
 
@@ -25,22 +24,22 @@ use stateright::{Checker, Model, Property};
 use crate::handover::source::SourceSide;
 use crate::handover::{DestinationSide, Verdict, Word};
 
-/// Who gives the guest away.
+/// Party that gives the guest away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Role {
     /// A guest's own migration.
     Guest,
-    /// The relay beside a QEMU, which runs the guest until it is told that all is loaded.
+    /// The relay beside a QEMU, which runs the guest until the relay reports that all is loaded.
     Relay,
 }
 
-/// A way in which the code around the machines could be wrong.
+/// A possible bug in the code around the machines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mutant {
     None,
-    /// A reset is taken for the word that the guest does not run there.
+    /// A reset counts as a statement that the guest does not run there.
     ResetIsAStatement,
-    /// The destination stops listening as soon as it has said that the guest runs.
+    /// The destination stops listening as soon as it has reported that the guest runs.
     ClosesEarly,
     /// The destination answers "never" without making it so.
     AnswersWithoutRefusing,
@@ -52,37 +51,37 @@ enum Mutant {
     CancelEndsTheGuest,
     /// A postcopy whose connection is lost lets the guest run here.
     LostPostcopyRunsHere,
-    /// A guest that runs at the destination is let go of before it has all pages.
+    /// The source releases the pages of a guest that runs at the destination, before the destination has all of them.
     LetsGoOfPages,
-    /// The destination obeys RUN whatever it has answered before.
+    /// The destination obeys RUN after any answer.
     RunIsObeyed,
-    /// The destination says "never" of a QEMU that has the guest, does not run it, and lives on.
+    /// The destination reports "never" about a QEMU that has the guest, does not run it, and lives on.
     StoppedIsNever,
-    /// The destination says so first, and ends that QEMU afterwards.
+    /// The destination reports "never" first, and ends that QEMU afterwards.
     EndsAfterTheReport,
-    /// The source takes a guest back that the destination's QEMU has, and does not run, before that QEMU was seen to end.
+    /// The source takes back a guest that the destination's QEMU has, and does not run, before that QEMU was seen to end.
     TakesBackEarly,
-    /// The destination says so of each QEMU that it has ended, also of one that has run the guest before its end.
+    /// The destination reports "never" about each QEMU that it has ended, even one that has run the guest before its end.
     EndIsProof,
 }
 
-/// Who can reach what goes from one host to the other.
+/// Access of an attacker to the traffic between the hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Attacker {
     None,
-    /// What it makes or repeats is taken for the other side's.
+    /// Forged and replayed messages count as the other side's.
     InTheClear,
-    /// What it makes or repeats is no record, and ends the connection.
+    /// Forged and replayed data is no valid record, and ends the connection.
     OverTls,
 }
 
 struct HandOver {
-    /// Whether the guest is to run before all its pages are there.
+    /// True if the guest runs before all its pages are there.
     postcopy: bool,
-    /// The destination takes no questions, and its refusals have no words: a QEMU.
+    /// The destination takes no questions, and its refusals have no reasons: a QEMU.
     silent: bool,
     source: Role,
-    /// Whether the destination is a relay, whose QEMU needs a step of its own until it runs.
+    /// A relay as destination has a QEMU, which needs a step of its own until it runs.
     destination: Role,
     /// The destination's relay has started its QEMU, and may end it.
     may_end: bool,
@@ -92,7 +91,7 @@ struct HandOver {
     attacker: Attacker,
 }
 
-/// What can be on its way.
+/// A message in transit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Message {
     AskLoaded,
@@ -103,7 +102,7 @@ enum Message {
     Question,
     Answer(u8),
     Heard,
-    /// Of postcopy: all pages are sent; all pages are there.
+    /// Postcopy only: all pages are sent; all pages are there.
     End,
     HasAll,
 }
@@ -112,7 +111,7 @@ enum Message {
 struct State {
     source: SourceSide,
     taking: DestinationSide,
-    /// The QEMU of a source that is a relay has given the guest up.
+    /// The QEMU of a source that is a relay has released the guest.
     released: bool,
     /// The guest runs at the source, or would if it were not stopped for the hand-over.
     runs_here: bool,
@@ -121,11 +120,11 @@ struct State {
     ran_there: bool,
     /// The QEMU of a destination that is a relay has the guest, and does not run it.
     stopped_there: bool,
-    /// That relay has seen it so.
+    /// That relay has seen this.
     saw_stopped: bool,
     /// That QEMU was ended.
     ended_there: bool,
-    /// The source knows that, and that the guest never ran there, though it took the guest to be there before.
+    /// The source knows this, and that the guest never ran there. Before, it took the guest to be there.
     told_ended: bool,
     source_alive: bool,
     destination_alive: bool,
@@ -136,18 +135,18 @@ struct State {
     /// The destination still listens.
     listens: bool,
     asked_loaded: bool,
-    /// Over the present connection.
+    /// END was sent over the present connection.
     sent_end: bool,
     end_arrived: bool,
     has_all: bool,
     heard: bool,
-    /// It was not known for a time what became of the guest there.
+    /// The outcome of the guest there was unknown for a time.
     was_unsure: bool,
     to_destination: Vec<Message>,
     to_source: Vec<Message>,
     /// One question at a time.
     question: Option<Message>,
-    /// Messages that the attacker may still make.
+    /// Number of messages that the attacker may still forge.
     forgeries: u8,
 }
 
@@ -191,7 +190,7 @@ enum Step {
     ForgeAnswer(Message),
 }
 
-/// Messages that an attacker makes: the hand-over has five.
+/// Number of messages that an attacker forges: the hand-over has five.
 const FORGERIES: u8 = 2;
 
 const ANSWERS: [Outcome; 5] = [
@@ -203,10 +202,10 @@ const ANSWERS: [Outcome; 5] = [
 ];
 
 impl State {
-    /// What the source does when its machine has ended.
+    /// Applies the end of the source's machine to the guest.
     fn source_ended(&mut self) {
         match self.source.verdict() {
-            // The command, or the operator by its advice, lets a paused QEMU go on.
+            // The command, or the operator on its advice, resumes a paused QEMU.
             Some(Verdict::Kept | Verdict::Refused) => self.runs_here = true,
             Some(Verdict::Moved | Verdict::Doubt | Verdict::Torn) | None => {}
         }
@@ -235,7 +234,7 @@ impl State {
         self.ran_there = true;
     }
 
-    /// The QEMU of the destination has loaded the guest.
+    /// Returns true if the QEMU of the destination has loaded the guest.
     fn has_been_given(&self) -> bool {
         self.stopped_there || self.runs_there
     }
@@ -249,7 +248,7 @@ impl State {
         matches!(self.source, SourceSide::Serving { .. })
     }
 
-    /// All pages are there, and the guest runs.
+    /// Reports that all pages are there, if they are and the guest runs.
     fn may_have_all(&mut self) {
         if self.end_arrived && self.taking == DestinationSide::Taken && !self.has_all {
             self.has_all = true;
@@ -357,7 +356,7 @@ impl Model for HandOver {
                 if state.source.verdict().is_some() {
                     return None;
                 }
-                // The guest stands still from here on, until the machine says otherwise.
+                // The guest is paused from here on, until the machine decides otherwise.
                 state.runs_here = false;
                 state.asked_loaded = true;
                 state.to_destination.push(Message::AskLoaded);
@@ -370,7 +369,7 @@ impl Model for HandOver {
                     Message::AskLoaded if self.postcopy || state.taking.loaded() => {
                         state.send_to_source(Message::Pong);
                     }
-                    // The package has the devices, too.
+                    // The package also has the devices.
                     Message::Commit if self.postcopy => {
                         state.taking.loaded();
                         if !state.taking.commit() && self.mutant == Mutant::RunIsObeyed {
@@ -411,7 +410,7 @@ impl Model for HandOver {
                     Message::HasAll if state.source.has_all() => {
                         state.to_destination.push(Message::Heard);
                     }
-                    // It closes the connection, and what it says is no word.
+                    // It closes the connection, and its refusal is no statement.
                     Message::Refused if self.silent && state.is_serving() => {
                         state.cut = true;
                         state.source_saw = true;
@@ -435,7 +434,7 @@ impl Model for HandOver {
             }
             Step::SourceCommits if here && state.source == SourceSide::Released => {
                 state.source.commit();
-                // A connection that is lost by now may have carried it, or not.
+                // A connection that is lost by now may have carried the commit, or not.
                 if !state.cut {
                     state.to_destination.push(Message::Commit);
                 }
@@ -444,7 +443,7 @@ impl Model for HandOver {
                 state.sent_end = true;
                 state.to_destination.push(Message::End);
             }
-            // The operator has the destination listen again, and the source connect.
+            // The operator makes the destination listen again, and the source connect.
             Step::Resume
                 if here
                     && there
@@ -503,7 +502,7 @@ impl Model for HandOver {
                     state.refuse();
                 }
             }
-            // Somebody's `cont` may have come between the look and the end.
+            // A `cont` may have come between the check and the end.
             Step::EndStopped
                 if there
                     && self.may_end
@@ -528,8 +527,8 @@ impl Model for HandOver {
                     false => state.refuse(),
                 }
             }
-            // A QEMU that others have started keeps the guest: whether it runs is its operator's to decide. One that answers
-            // too late has said on the stream that it has the guest.
+            // A QEMU that another process has started keeps the guest: its operator decides whether it runs. A QEMU that
+            // answers too late has already reported on the stream that it has the guest.
             Step::SayStopped
                 if there && state.stopped_there && state.taking == DestinationSide::Taking =>
             {
@@ -652,8 +651,8 @@ impl Model for HandOver {
                 state.question = None;
                 state.heard = true;
             }
-            // It asks as long as a network that comes back may bring an answer: only a destination that was
-            // killed, or that never learns what became of the guest, leaves it without one.
+            // The source asks for as long as a network that comes back may bring an answer. Only a destination that was killed,
+            // or that never learns the outcome, leaves it without one.
             Step::SourceGivesUp
                 if here
                     && state.source == SourceSide::Committed
@@ -661,7 +660,7 @@ impl Model for HandOver {
             {
                 state.source.give_up();
             }
-            // The operator of a postcopy does so when there is nobody to go on with.
+            // The operator of a postcopy does so when no destination can continue.
             Step::SourceGivesUp
                 if here
                     && state.is_serving()
@@ -673,7 +672,7 @@ impl Model for HandOver {
             {
                 state.source.give_up();
             }
-            // It answers until it was heard, or until no source can ask any more.
+            // The destination answers until it receives the confirmation, or until no source can ask any more.
             Step::DestinationStopsListening
                 if there
                     && state.listens
@@ -687,8 +686,8 @@ impl Model for HandOver {
             }
             Step::KillSource if here => {
                 state.source_alive = false;
-                // A QEMU beside a killed relay goes on unless it has given the guest up; a guest of this
-                // process ends with it.
+                // A QEMU beside a killed relay keeps running unless it has released the guest. A guest of this process ends
+                // with it.
                 state.runs_here = self.source == Role::Relay && !state.released;
                 state.cut = true;
                 state.to_destination.clear();
@@ -741,7 +740,7 @@ impl Model for HandOver {
             Property::always("never two guests", |_, state: &State| {
                 !(state.runs_here && state.runs_there)
             }),
-            // Its disks are ahead of the memory that the source has.
+            // The guest's disks are ahead of the memory that the source has.
             Property::always(
                 "a guest that ran there never goes on here",
                 |_, state: &State| !(state.runs_here && state.ran_there),
@@ -763,7 +762,7 @@ impl Model for HandOver {
                         || !state.destination_alive
                 },
             ),
-            // Nothing is left to happen: the property is looked at where no step is possible.
+            // Checked where no step is possible any more.
             Property::always(
                 "one guest runs at the end if nobody was killed",
                 |model: &Self, state: &State| {
@@ -782,7 +781,7 @@ impl Model for HandOver {
                     };
                     let over = !steps.iter().any(lasting);
                     let killed = !state.source_alive || !state.destination_alive;
-                    // The one who was to make it run panicked: it stays with the source, paused, in doubt.
+                    // The thread that had to start the guest panicked: the guest stays with the source, paused, in doubt.
                     let unsure = state.taking == DestinationSide::Unsure
                         || model.silent && state.source == SourceSide::Ended(Verdict::Doubt);
                     !over || killed || unsure || (state.runs_here != state.has_been_given())
@@ -821,11 +820,11 @@ impl Model for HandOver {
     }
 }
 
-/// The properties that do not hold, and the states that were explored.
+/// Returns the properties that do not hold, and the number of states that were explored.
 fn explore(model: HandOver) -> (Vec<&'static str>, usize) {
     let checker = model.checker().spawn_bfs().join();
     let mut broken: Vec<_> = checker.discoveries().into_keys().collect();
-    // The one that is to be found.
+    // The checker must find this one.
     broken.retain(|name| *name != "the guest moves");
     broken.sort_unstable();
     (broken, checker.unique_state_count())
@@ -843,7 +842,7 @@ fn all(mutant: Mutant, attacker: Attacker) -> impl Iterator<Item = HandOver> {
             .take(ways)
             .map(move |may_end| (source, destination, may_end, false, false))
     });
-    // Of guests of their processes; a QEMU's asks for pages of such a guest, too.
+    // Postcopy between guests of their processes; a silent destination, as a QEMU is, also requests pages of such a guest.
     let postcopy = [false, true].map(|silent| (Role::Guest, Role::Guest, false, true, silent));
     let all = precopy.chain(postcopy);
     all.flat_map(move |(source, destination, may_end, postcopy, silent)| {
@@ -877,7 +876,7 @@ fn in_every_order_of_events_one_guest_is_left() {
         assert!(broken.is_empty(), "{what}: {broken:?}");
         explored += states;
     }
-    // Not by 'eprintln', which a test that passes does not show.
+    // The test harness hides the output of 'eprintln' in a passing test.
     let _ = writeln!(
         std::io::stderr(),
         "{explored} states of the hand-over were explored"

@@ -1,7 +1,7 @@
-//! A VM out of a save file into a QEMU that runs it at once: devices first, pages as the guest asks for them, and the others
-//! behind.
+//! Restores a VM from a save file into a QEMU that runs it at once: devices first, then pages as the guest requests them, and
+//! the others in the background.
 //!
-//! To QEMU this is a postcopy whose source has sent no page before the switch.
+//! For QEMU this is a postcopy whose source has sent no page before the switch.
 //!
 //! ```text
 //! opening  ADVISE  RAM blocks  early sections  DISCARD all  PACKAGED{LISTEN devices RUN}   the guest runs
@@ -9,13 +9,13 @@
 //! END  EOF                                                                 the guest has all pages
 //! ```
 //!
-//! With [`Preempt`] requested pages go over a connection of their own, on which nothing is before them.
+//! With [`Preempt`], requested pages use a connection of their own, on which nothing precedes them.
 //!
-//! RAM that QEMU has in huge pages ([`Hooks::page_sizes`]) is sent in these.
+//! RAM that QEMU has in huge pages ([`Hooks::page_sizes`]) is sent in huge pages.
 //!
-//! `pages` finds the pages in the file; what is no file's is in `postcopy`.
+//! `pages` finds the pages in the file; `postcopy` has everything that does not depend on the file.
 //!
-//! Zero pages are sent if they are asked for; the others are zero once the stream has ended.
+//! Zero pages are sent only on request; the others are zero once the stream has ended.
 
 mod pages;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,30 +45,30 @@ use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
 use crate::stream::return_path::{Answers, Messages};
 
-/// How long QEMU may take to open the stream, and to load the devices. Loading waits for pages that are sent meanwhile.
+/// Time limit for QEMU to open the stream, and to load the devices. Loading waits for pages, which are sent in the meantime.
 const LOADING: Duration = Duration::from_secs(60);
 
-/// How long a lost server of the file is tried again. The guest waits beyond that, for somebody who resumes the restore.
+/// Time limit of the retries after the file's server is lost. Then the guest waits for an operator who resumes the restore.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// How long QEMU may take to report why it has refused the devices, after its refusal on the stream. The main loop of QEMU 11.1
-/// hangs while the connection is open then, and seldom reports anything if it was for long.
+/// Time limit for QEMU to report why it has refused the devices, after its refusal on the stream. The main loop of QEMU 11.1
+/// then hangs while the connection is open, and rarely reports anything if it was open for long.
 const REASON: Duration = Duration::from_millis(100);
 
-/// Between two questions for that reason.
+/// Interval of the questions for that reason.
 const ASK_FOR_REASON: Duration = Duration::from_millis(20);
 
-/// Between two questions to QEMU whether it loads the devices.
+/// Interval of the questions to QEMU whether it loads the devices.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
-/// The PING behind the opening, as QEMU numbers it.
+/// Number of the PING after the opening, as QEMU counts.
 const OPENED: u32 = 1;
 
-/// When a QEMU with capability `postcopy-preempt` takes the connection of pages that its guest waits for. With the capability
-/// it waits for this connection; without, it takes none.
+/// Moment at which a QEMU with capability `postcopy-preempt` takes the connection of pages that its guest waits for. With the
+/// capability it waits for this connection; without, it takes none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preempt {
-    /// QEMU 7.2: behind main, before anything is read, and it is ended by a word.
+    /// QEMU 7.2: after main, before anything is read; a final message ends it.
     First,
     /// QEMU 8.0 and later: before the guest runs; QEMU ends it.
     BeforeRun,
@@ -77,38 +77,38 @@ pub enum Preempt {
 /// See [`Hooks::on_loaded`].
 pub type OnLoaded<'a> = &'a (dyn Fn(Instant) -> Result<(), MigrationError> + Sync);
 
-/// What QEMU reports beside the stream while it has to load the devices.
+/// Report of QEMU beside the stream while it has to load the devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Loading {
-    /// Nothing that decides.
+    /// Nothing decisive.
     Unknown,
-    /// Its main loop is back from the package, and the guest does not run.
+    /// Its main loop has returned from the package, and the guest does not run.
     Idle,
     /// It has refused the devices.
     Refused,
 }
 
-/// What the caller of a lazy restore asks for, and wants to know.
+/// Settings and callbacks of the caller of a lazy restore.
 #[derive(Default, Clone, Copy)]
 pub struct Hooks<'a> {
-    /// Takes reports, twice a second.
+    /// Receives reports, twice a second.
     pub on_progress: Option<&'a (dyn Fn(&LazyProgress) + Sync)>,
-    /// Called once, before the first byte goes out at which the destination may run the guest.
+    /// Called once, before the first byte is sent that lets the destination run the guest.
     pub on_commit: Option<&'a (dyn Fn() + Sync)>,
-    /// Id of the file that is meant ([`crate::file::inspect`]): another one is refused.
+    /// Id of the expected file ([`crate::file::inspect`]): another one is refused.
     pub file: Option<u64>,
-    /// Requested pages have a connection of their own.
+    /// Connection of their own for requested pages.
     pub preempt: Option<Preempt>,
-    /// RAM blocks that QEMU has in other pages than those of 4 KiB, by name, and the size of these pages in bytes.
+    /// RAM blocks whose pages at QEMU are not of 4 KiB, by name, and the size of these pages in bytes.
     pub page_sizes: &'a [(String, u64)],
-    /// Pages that are damaged are zero in the guest. Without it the guest waits for them.
+    /// True if damaged pages become zero in the guest. Otherwise the guest waits for them.
     pub salvage: bool,
-    /// With `salvage` called for each part of the file that is damaged, before a page of it goes out as zero.
+    /// With `salvage`, called for each damaged part of the file, before a page of it is sent as zero.
     pub on_lost: Option<&'a (dyn Fn(&LostPages) + Sync)>,
-    /// Asks QEMU whether it loads the devices. Called twice a second until it has. The restore waits for it.
+    /// Asks QEMU whether it loads the devices. Called twice a second until it has; the restore waits for the answer.
     pub loading: Option<&'a (dyn Fn() -> Loading + Sync)>,
-    /// Called once QEMU has loaded the devices, with the moment when it was connected to, to see whether the guest runs.
-    /// Pages that the guest asks for are sent meanwhile; an error ends the restore.
+    /// Called once QEMU has loaded the devices, with the time of the connection, to check that the guest runs. Pages that the
+    /// guest requests are sent in the meantime; an error ends the restore.
     pub on_loaded: Option<OnLoaded<'a>>,
 }
 
@@ -117,48 +117,48 @@ pub struct Hooks<'a> {
 pub struct LazyProgress {
     /// Pages that the guest has: those with content that were sent, and those that it had before a resumed restore.
     pub pages: u64,
-    /// Of which it has asked for.
+    /// Number of them that it has requested.
     pub requested: u64,
-    /// The file's server is lost, and tried again.
+    /// True while the file's server is lost, and tried again.
     pub is_lost: bool,
-    /// A part of the file is damaged: the guest stands still where it needs it.
+    /// True if a part of the file is damaged: the guest stops where it needs it.
     pub is_damaged: bool,
 }
 
-/// What one lazy restore came to.
+/// Result of one lazy restore.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct LazyReport {
     /// From the connection until QEMU has loaded the devices and runs the guest, in milliseconds.
     pub running_ms: f64,
-    /// Until it has all pages.
+    /// From the connection until the guest has all pages, in milliseconds.
     pub total_ms: f64,
     /// Pages that the guest had before a resumed restore.
     #[serde(default)]
     pub pages_before: u64,
     /// Pages with content that were sent.
     pub normal_pages: u64,
-    /// Zero pages that were sent: asked for, of a huge page that is not all zero, or one at the end, if nothing was asked for.
+    /// Zero pages sent: requested, of a huge page that is not all zero, or one at the end, if none was requested.
     pub zero_pages: u64,
     /// Bytes written to QEMU.
     pub sent_bytes: u64,
-    /// Pages that the guest has asked for, and that were not on their way; huge ones count as one.
+    /// Pages that the guest has requested, and that were not already sent; a huge page counts as one.
     pub requests: u64,
-    /// From the moment when a request was read until its page was written, in microseconds: the median, one in a hundred,
-    /// and the longest.
+    /// Time from the moment when a request was read until its page was written, in microseconds: the median, the 99th
+    /// percentile, and the longest.
     pub request_us: [f64; 3],
     /// The source's machine.
     pub machine: String,
-    /// With [`Hooks::salvage`]: what was damaged, and is zero.
+    /// With [`Hooks::salvage`]: damaged pages, which are zero.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<LostPages>,
 }
 
-/// Restores the VM in a save file into the QEMU that listens at `to` with capability `postcopy-ram`.
-/// `max-bandwidth` and `cpu-limit` of the options hold for what the guest has not asked for. With `resume` that QEMU has the
-/// guest already, with a part of its pages, and waits for the others (`migrate-recover`).
+/// Restores the VM in a save file into the QEMU that listens at `to` with capability `postcopy-ram`. `max-bandwidth` and
+/// `cpu-limit` of the options limit the pages that the guest has not requested. With `resume`, that QEMU already has the guest
+/// and a part of its pages, and waits for the others (`migrate-recover`).
 ///
 /// # Errors
-/// [`MigrationError::PagesMissing`] once the guest may run; any other before.
+/// [`MigrationError::PagesMissing`] once the guest may run; any other error before.
 pub fn restore(
     from: impl Into<Location>,
     to: &Address,
@@ -192,7 +192,7 @@ pub fn restore(
         let link = Arc::new(MainLink {
             transport,
             counters: Arc::default(),
-            // The background has a pace of its own.
+            // The background has a pacer of its own.
             pacer: Arc::new(Pacer::new(0)),
             life: control.life().clone(),
         });
@@ -242,7 +242,7 @@ pub fn restore(
     })
 }
 
-/// The RAM blocks of a file for a QEMU with these page sizes: how the source had them does not matter.
+/// Returns the RAM blocks of a file, with QEMU's page sizes: those of the source do not matter.
 fn blocks_of(
     stream: &SavedStream,
     page_sizes: &[(String, u64)],
@@ -269,15 +269,15 @@ fn blocks_of(
 struct Restore<'a> {
     file: &'a BlockFile,
     connection: Connection<'a, FilePages<'a>>,
-    /// Makes the connection of requested pages that QEMU takes before the guest runs, if it takes one.
+    /// Connects for requested pages, if QEMU takes that connection before the guest runs.
     connect_preempt: &'a (dyn Fn() -> Result<Option<Stream>, MigrationError> + Sync),
     control: &'a Control,
     begun: Instant,
     resume: bool,
-    /// Pages that the guest had before.
+    /// Pages that the guest had before a resumed restore.
     pages_before: u64,
     hooks: Hooks<'a>,
-    /// The guest may run: what fails from here on leaves it without some pages.
+    /// True once the guest may run: a failure after that leaves it without some pages.
     may_run: AtomicBool,
     running: OnceLock<Duration>,
 }
@@ -306,7 +306,7 @@ impl Restore<'_> {
                     return Err(error);
                 }
                 if !is_whole {
-                    // Somebody else has said why.
+                    // Another thread has kept the reason.
                     return Err(MigrationError::Cancelled);
                 }
                 connection.wait_for_reader()?;
@@ -331,7 +331,7 @@ impl Restore<'_> {
         }
     }
 
-    /// Everything up to the moment when the guest runs.
+    /// Sends everything up to the moment when the guest runs.
     fn open(&self) -> Result<(), MigrationError> {
         let stream = self.file.stream();
         let Connection { main, answers, .. } = &self.connection;
@@ -379,7 +379,7 @@ impl Restore<'_> {
         bytes.append(&mut listen);
         self.control.set_status(Status::Device);
         main.take().raw(&bytes)?;
-        // QEMU uses nothing of a package that it has not whole.
+        // QEMU uses nothing of an incomplete package.
         self.file.devices(&mut |part| {
             if self.control.is_cancelled() {
                 return Err(MigrationError::Cancelled);
@@ -418,7 +418,7 @@ impl Restore<'_> {
             asked = Instant::now();
             let is_idle = loading == Loading::Idle;
             let is_idle_again = std::mem::replace(&mut was_idle, is_idle) && is_idle;
-            // A QEMU that loads them answers the PING before its main loop is back; only the reader's thread may be late.
+            // A QEMU that loads them answers the PING before its main loop returns; only the reader's thread may be late.
             let is_answered = || {
                 answers.next_pong().is_none()
                     || link.transport.wait_readable(Duration::ZERO).unwrap_or(true)
@@ -452,7 +452,7 @@ impl Restore<'_> {
         answers.await_answers(limit, LONG, || self.control.life().check())
     }
 
-    /// Reports progress for as long as a caller wants it.
+    /// Reports progress, if the caller wants it.
     fn watch(&self) {
         const EVERY: Duration = Duration::from_millis(500);
         let Some(on_progress) = self.hooks.on_progress else {

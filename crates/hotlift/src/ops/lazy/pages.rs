@@ -1,4 +1,4 @@
-//! The pages of a save file: a block of neighbours is decoded for each that is asked for.
+//! Pages of a save file: for each requested page, a block of neighbours is decoded.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -13,31 +13,31 @@ use crate::lock::lock;
 use crate::options::Options;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
 
-/// Pages that a thread of the background takes at a time: 256 KiB, behind which the neighbours of a page wait at most.
+/// Pages that a background thread takes at once: 256 KiB, the most that the neighbours of a requested page wait for.
 const SHARE: usize = 64;
 
-/// The same of a file on another host, where each share costs a round trip: 4 MiB.
+/// The same for a file on another host, where each share costs a round trip: 4 MiB.
 const FAR_SHARE: usize = 1024;
 
-/// The same of what the guest wrote last: one page each of so many blocks.
+/// The same for the pages that the guest wrote last: the number of blocks, one page of each.
 const WRITTEN: usize = 32;
 
-/// Takes what is lost with a part of a file.
+/// Receives the loss of a part of a file.
 type OnLost<'a> = &'a (dyn Fn(&LostPages) + Sync);
 
-/// A save file whose pages are asked for.
+/// A save file, as a source of requested pages.
 pub(super) struct FilePages<'a> {
     file: &'a BlockFile,
     control: &'a Control,
-    /// Is told of each part of the file that is damaged, where the guest goes on without it.
+    /// Receives each damaged part of the file, where the guest continues without it.
     on_lost: Option<OnLost<'a>>,
     memory: MemoryLimit,
-    /// The first part of the file that could not be used; the rest is sent all the same.
+    /// Error of the first part of the file that could not be used; the rest is sent all the same.
     pub damaged: Failure,
     near: Near,
-    /// What the background has taken.
+    /// Pages that the background has taken.
     shares: Shares,
-    /// What the guest has written last, the latest at the end; `None` before the first thread has looked for it.
+    /// Pages that the guest has written last, the latest at the end; `None` before the first thread has searched for them.
     written_last: Mutex<Option<Vec<Place>>>,
 }
 
@@ -60,17 +60,17 @@ impl<'a> FilePages<'a> {
         }
     }
 
-    /// Pages that are damaged, and zero.
+    /// Returns the damaged pages, which are zero.
     pub(super) fn lost(&self) -> Vec<LostPages> {
         self.file.lost()
     }
 
-    /// The server of the file is lost, and tried again.
+    /// Returns true while the server of the file is lost, and tried again.
     pub(super) fn is_lost(&self) -> bool {
         self.file.remote().is_some_and(RemoteReader::is_lost)
     }
 
-    /// The next pages that the guest wrote last, before others know of them.
+    /// Returns the next of the pages that the guest wrote last. The first caller searches for them, and others wait.
     fn next_written_last(&self) -> Result<Option<Vec<Place>>, MigrationError> {
         let mut known = lock(&self.written_last);
         if known.is_none() {
@@ -80,7 +80,7 @@ impl<'a> FilePages<'a> {
                 for block in 0..self.file.blocks() {
                     for page in 0..self.file.pages(block) {
                         let entry = match self.file.entry(block, page) {
-                            // Met again in file order.
+                            // The same error comes again in file order.
                             Err(error) if !error.is_final() => None,
                             entry => entry?,
                         };
@@ -126,7 +126,7 @@ impl Pages for FilePages<'_> {
         })
     }
 
-    /// What was written last, then what is near pages that were asked for, then all of RAM from the lowest page on.
+    /// Returns the pages that were written last, then those near requested pages, then all of RAM from the lowest page on.
     fn next(&self) -> Result<Option<Vec<Place>>, MigrationError> {
         if let Some(written) = self.next_written_last()? {
             return Ok(Some(written));
@@ -149,7 +149,7 @@ impl Pages for FilePages<'_> {
         }
     }
 
-    /// Keeps what is wrong with a part of the file: the guest waits for the pages in there, and gets all others.
+    /// Keeps the error of a damaged part of the file: the guest waits for the pages in it, and gets all others.
     fn unless_damaged(&self, outcome: Result<(), MigrationError>) -> Result<(), MigrationError> {
         match outcome {
             Err(error) if is_of_a_part(&error) => {
@@ -161,19 +161,19 @@ impl Pages for FilePages<'_> {
     }
 }
 
-/// One thread's reader.
+/// Reader of one thread.
 pub(super) struct FileReader<'a> {
     file: &'a BlockFile,
     on_lost: Option<OnLost<'a>>,
     blocks: Blocks<'a>,
     /// The RAM block and the block of the file that was read last.
     loaded: Option<(usize, Entry)>,
-    /// A block that could not be used is not tried again for each of its pages.
+    /// Block that could not be used, which is not tried again for each of its pages.
     unusable: Option<u64>,
 }
 
 impl FileReader<'_> {
-    /// Decodes the block of a page: the page's place in it; `None` for a page that is zero, or is to be.
+    /// Decodes the block of a page. Returns the page's place in it; `None` for a page that is zero, or becomes zero.
     fn find(&mut self, block: usize, page: usize) -> Result<Option<usize>, MigrationError> {
         let found = match self.file.entry(block, page) {
             Ok(Some(entry)) => self.load(entry, block, page).map(|()| Some(entry.place)),
@@ -189,7 +189,7 @@ impl FileReader<'_> {
         })
     }
 
-    /// The pages of the block that was read last.
+    /// Adds the pages of the block that was read last.
     fn add_loaded(&self, batch: &mut Batch) -> Result<(), MigrationError> {
         let Some((block, entry)) = self.loaded else {
             return Ok(());
@@ -202,8 +202,7 @@ impl FileReader<'_> {
         Ok(())
     }
 
-    /// Whether a page of the block of `entry` is what the guest had there in the end: what it has written since is in
-    /// another block.
+    /// Returns true if a page of the block of `entry` has its final content: later writes of the guest are in another block.
     fn is_current(&self, block: usize, page: u64, entry: Entry) -> Result<bool, MigrationError> {
         let page = usize::try_from(page).unwrap_or(usize::MAX);
         let last = self.file.entry(block, page)?;
@@ -226,7 +225,7 @@ impl Reader for FileReader<'_> {
         Ok(place.map(|place| self.blocks.page(place).as_slice()))
     }
 
-    /// In the order of the file, where pages that are not neighbours in RAM may be of one block: each is decoded once.
+    /// Adds pages in the order of the file, where pages that are not neighbours in RAM may share a block: each is decoded once.
     fn add_all(
         &mut self,
         block: usize,
@@ -239,7 +238,7 @@ impl Reader for FileReader<'_> {
         }
         let places = pages.clone().map(|page| (block, page));
         self.file.read_ahead(&mut self.blocks, places)?;
-        // What is wrong with the index is met when the page is read.
+        // An error of the index comes again when the page is read.
         let entry = |page| self.file.entry(block, page).ok().flatten();
         let mut pages: Vec<_> = pages
             .map(|page| (entry(page).map(|entry| entry.position), page))
@@ -249,20 +248,20 @@ impl Reader for FileReader<'_> {
         pages.try_for_each(|(_, page)| self.add(block, page, batch))
     }
 
-    /// Its neighbours, which are decoded: a guest that needs one page soon needs those around it.
+    /// Adds the neighbours, which are decoded: a guest that needs one page soon needs those around it.
     fn follow(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         self.add_loaded(batch)
     }
 
     fn read_ahead(&mut self, share: &[Place], ledger: &Ledger) -> Result<(), MigrationError> {
-        // Those of huge pages are read ahead with what goes out with them.
+        // Pages of a huge page are read ahead with the others of it.
         let missing = share.iter().copied().filter(|(block, page)| {
             !ledger.has_huge_pages(*block) && !ledger.is_sent(*block, *page)
         });
         Ok(self.file.read_ahead(&mut self.blocks, missing)?)
     }
 
-    /// A page that is zero is not sent.
+    /// Returns true if the page must be sent: a page that is zero, or in an unusable block, is not.
     fn prepare(&mut self, block: usize, page: usize, _: &Ledger) -> Result<bool, MigrationError> {
         if let (Some(unusable), Ok(Some(entry))) = (self.unusable, self.file.entry(block, page))
             && entry.position == unusable
@@ -281,7 +280,7 @@ impl Reader for FileReader<'_> {
             are_current &= self.is_current(block, number, entry)?;
         }
         match are_current {
-            // Nobody reads a block of the background again.
+            // No thread reads a block of the background again.
             true => {
                 self.loaded = None;
                 self.blocks.take_pages(batch);

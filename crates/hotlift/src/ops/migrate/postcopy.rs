@@ -1,9 +1,9 @@
 //! The switch to postcopy, and what follows: the guest runs at the destination, and its pages come after it.
 //!
 //! ```text
-//! switch   stop guest, "throw away what is dirty", PING         status device
+//! switch   stop guest, list of pages to discard, PING           status device
 //! commit   devices and RUN in one package                       the guest is the destination's
-//! pages    those that it asks for, and all others behind        status postcopy-active
+//! pages    requested pages, and all others after them           status postcopy-active
 //! lost     another connection, or the end of it                 status postcopy-paused, postcopy-recover
 //! end      END, EOF; SHUT(0)                                    status completed
 //! ```
@@ -38,8 +38,8 @@ use crate::stream::return_path::{Answers, Messages};
 use crate::tls;
 
 impl Migration<'_> {
-    /// Hands the guest over before the destination has all pages, and returns when it has; the time for which the guest,
-    /// stopped at `stopped_at`, stood still.
+    /// Hands the guest over before the destination has all pages, and returns when it has them. Returns the downtime of the
+    /// guest, which was stopped at `stopped_at`.
     pub(super) fn postcopy(&mut self, stopped_at: Instant) -> Result<Duration, MigrationError> {
         let (session, source) = (self.session, self.source);
         let (out, control) = (source.out, source.control);
@@ -59,7 +59,7 @@ impl Migration<'_> {
         let pages = GuestPages::new(source);
         let mut downtime = None;
         let first = (Arc::clone(&out.link), None);
-        // What fails from here on leaves the connection lost, and the guest where it is.
+        // A failure from here on leaves the connection lost, and the guest where it is.
         let sent = out.main.take().raw(&package);
         let mut outcome = sent.and_then(|()| {
             source.postcopy_begins();
@@ -69,7 +69,7 @@ impl Migration<'_> {
             })
         });
         while let Err(error) = outcome {
-            // What ended the connection, and not what ended with it.
+            // The cause of the lost connection, and not a consequence of it.
             let error = source.lost.take().unwrap_or(error);
             let streams = out.streams();
             streams.for_each(|stream| stream.shutdown(Shutdown::Both));
@@ -82,11 +82,11 @@ impl Migration<'_> {
         Ok(downtime.unwrap_or_else(|| stopped_at.elapsed()))
     }
 
-    /// Has the destination throw away what the guest has written since it was sent, and what was never sent.
+    /// Makes the destination discard the pages that the guest has written since they were sent, and those that were never sent.
     fn discard(&mut self) -> Result<(), MigrationError> {
         let GuestSource { ram, out, .. } = self.source;
         if ram.pending() == 0 {
-            // A QEMU without anything to throw away waits for ever.
+            // A QEMU without anything to discard waits forever.
             ram.put_back(0, 0);
         }
         let mut discards = Vec::new();
@@ -99,8 +99,8 @@ impl Migration<'_> {
         postcopy.map_or(Ok(()), Postcopy::await_ready)
     }
 
-    /// Gives the guest its pages over one connection, until the destination has all. `messages` are read by a thread of
-    /// this connection's own; those of the first are read already.
+    /// Sends the guest its pages over one connection, until the destination has all. A thread of this connection reads
+    /// `messages`; the first connection already has a reader.
     fn serve(
         &mut self,
         pages: &GuestPages<'_>,
@@ -149,7 +149,7 @@ impl Migration<'_> {
                 let waiting = "the destination's word that it has loaded the devices";
                 let limit = Some((LOADING, waiting));
                 answers.await_answers(limit, LONG, || match answers.word() {
-                    // It stays connected until that was heard.
+                    // The destination stays connected until its refusal was received.
                     Some(Word::Never) => Err(answers.refusal()),
                     _ => Ok(()),
                 })?;
@@ -161,7 +161,7 @@ impl Migration<'_> {
                     }
                     // The loss of the first connection may be noticed late.
                     if is_first && source.lost.is_set() {
-                        // The background may sleep for its limits.
+                        // The background may sleep because of its limits.
                         connection.close();
                     }
                 })?;
@@ -186,11 +186,11 @@ impl Migration<'_> {
         connection.take_failure().map_or(Ok(()), Err)
     }
 
-    /// Waits until somebody says where to go on, after `lost`; where. `None` if the destination has everything: what was
-    /// lost is its word.
+    /// Waits after `lost` until an operator resumes the migration, and returns the new address. `None` if the destination has
+    /// everything: only its statement was lost.
     ///
     /// # Errors
-    /// The guest has not run at the destination, and never will; or nobody goes on.
+    /// The guest has not run at the destination, and never will; or the migration was cancelled.
     fn await_resume(&self, lost: MigrationError) -> Result<Option<Address>, MigrationError> {
         let GuestSource {
             control,
@@ -200,7 +200,7 @@ impl Migration<'_> {
         } = self.source;
         let (giving, answers) = (&self.session.giving, &out.answers);
         control.set_status(Status::PostcopyPaused);
-        // A refusal in words; that all is there shows only at the end of the stream.
+        // Only a refusal counts here: a statement that all pages arrived shows only at the end of the stream.
         let mut word = answers.word().filter(|word| *word == Word::Never);
         let patience = options.settle_timeout;
         let mut question = Question::while_paused(Instant::now(), patience);
@@ -223,7 +223,7 @@ impl Migration<'_> {
                 giving.settle(None);
                 return Err(lost);
             }
-            // It may not have all pages before all are sent, and a statement that it runs is there already.
+            // Once the guest is known to run, only "all pages arrived" is news, and it cannot come before all are sent.
             let may_ask = self.sent_all || !giving.is_known_to_run();
             let id = answers.id().filter(|_| may_ask);
             let wait = match id.and_then(|_| question.next(Instant::now())) {
@@ -241,7 +241,7 @@ impl Migration<'_> {
         }
     }
 
-    /// Goes on over a connection to `to`: with what the destination has, and what it asks for.
+    /// Continues over a connection to `to`, with the pages that the destination has, and those that it requests.
     fn resume(&mut self, to: &Address) -> Result<(), MigrationError> {
         let GuestSource {
             control,
@@ -286,8 +286,8 @@ impl Migration<'_> {
         self.serve(&pages, ledger, connection, &answers, &mut || ())
     }
 
-    /// Makes a further connection of the migration, to `to`. A Hotlift is shown what it calls the migration: one that waits
-    /// for another guest's pages turns the connection away.
+    /// Makes a further connection of the migration, to `to`. Shows a Hotlift its id of the migration: one that waits for
+    /// another guest's pages rejects the connection.
     fn connect(&self, to: &Remote) -> Result<Stream, MigrationError> {
         let GuestSource {
             options,
@@ -306,7 +306,7 @@ impl Migration<'_> {
         preempts.then(|| self.connect(to)).transpose()
     }
 
-    /// Whether the guest runs at the destination, and will not get all of its pages.
+    /// Returns true if the guest runs at the destination, and will not get all of its pages.
     pub(super) fn is_torn(&self) -> bool {
         self.session.giving.verdict() == Some(Verdict::Torn)
     }

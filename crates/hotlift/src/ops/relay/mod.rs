@@ -1,5 +1,5 @@
-//! The relay: passes a QEMU's migration stream on, and on the way takes its pages out, compresses them
-//! and spreads them over channels, or the other way round.
+//! The relay: passes a QEMU's migration stream on. On the way it takes the pages out, compresses them and spreads them over
+//! channels, or does the reverse.
 //!
 //! ```text
 //! stream_source   packets, records of main -> batches
@@ -9,27 +9,25 @@
 //! file            batches -> a save file, or a mapped-ram file
 //! ```
 //!
-//! Both sides are QEMU's stream: main and multifd channels in any method, or main alone. What the
-//! incoming stream has is found out from it; what the outgoing one is to have, the options say. So one
-//! engine stands at the source (QEMU in, channels out), at the destination (channels in, QEMU out), and
-//! serves a QEMU that compresses by itself.
+//! Both sides are QEMU's stream: main and multifd channels in any method, or main alone. The format of the incoming stream is
+//! detected, and the options define that of the outgoing one. So one engine works at the source (QEMU in, channels out), at the
+//! destination (channels in, QEMU out), and with a QEMU that compresses by itself.
 //!
 //! # Order
 //!
-//! Between two barriers a page is sent at most once, so that batches may overtake each other. A sync point of
-//! the incoming stream is one of the outgoing: the main thread waits until all channels have come to
-//! their SYNC and every batch is written, then writes SYNC on all channels and the multifd flush. A source
-//! without multifd has no sync points; there a barrier is made when a page comes a second time.
+//! Between two barriers a page is sent at most once, so that batches may overtake each other. A sync point of the incoming
+//! stream is one of the outgoing. The main thread waits until all channels have reached their SYNC and every batch is written.
+//! Then it writes SYNC on all channels, and the multifd flush. A source without multifd has no sync points; there a barrier is
+//! made when a page comes a second time.
 //!
-//! # Who has the guest
+//! # Ownership of the guest
 //!
-//! A QEMU runs the guest when it has read EOF, and its source takes the guest back if it then hears
-//! nothing. A relay that was killed in between would make two of it. So the relay beside the source
-//! lets EOF wait until its QEMU has given the guest up; `handover` draws it.
+//! A QEMU runs the guest when it has read EOF, and its source takes the guest back if it then receives nothing. A relay that
+//! was killed in between would make two guests of it. So the relay beside the source holds EOF back until its QEMU has released
+//! the guest; `handover` has the diagram.
 //!
-//! Before SHUT(0) to the source every failure leaves the guest with it, and the destination without EOF.
-//! Between SHUT(0) and EOF, some milliseconds, a killed relay leaves the guest paused at the source, whole,
-//! and nowhere twice.
+//! Before SHUT(0) to the source, every failure leaves the guest with it, and the destination without EOF. Between SHUT(0) and
+//! EOF, some milliseconds, a killed relay leaves the guest paused at the source, complete, and nowhere twice.
 
 mod pass_on;
 mod restore;
@@ -53,15 +51,14 @@ use crate::figures::{MethodFigures, SideFigures, ratio, to_f64};
 use crate::options::{OPTIONS, OptionError, Options, Role};
 use crate::pipe::session::Relayed;
 
-/// What a relay passes over though it has no hand in it: `hotlift save` and `hotlift migrate` hand `downtime-limit` on to
-/// the source's QEMU, and the others change nothing of what a relay does.
+/// Options that a relay accepts and does not use: `hotlift save` and `hotlift migrate` pass `downtime-limit` to the source's
+/// QEMU, and the others change nothing in a relay.
 const PASSED_OVER: [&str; 3] = ["downtime-limit", "accel-path", "zero-copy-send"];
 
-/// What one migration through a relay came to.
+/// Result of one migration through a relay.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RelayReport {
-    /// From the source's first connection until word that the destination has the guest, in
-    /// milliseconds.
+    /// From the source's first connection until the report that the destination has the guest, in milliseconds.
     pub total_ms: f64,
     /// Bytes read from all incoming channels.
     pub received_bytes: u64,
@@ -81,12 +78,12 @@ pub struct RelayReport {
     pub machine: String,
     /// Page compression method of the outgoing side.
     pub method: String,
-    /// What went by which method, where each packet has its own.
+    /// Packets by method, where each packet has its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub methods: Vec<MethodFigures>,
-    /// Why the stream was passed through byte for byte; `None` for one that was relayed page by page.
+    /// Reason why the stream was passed through byte for byte; `None` for one that was relayed page by page.
     pub passed_through: Option<String>,
-    /// With [`RelaySettings::salvage`]: what was damaged of the file, and is zero.
+    /// With [`RelaySettings::salvage`]: damaged pages of the file, which are zero.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<LostPages>,
     /// Cost of this relay.
@@ -96,10 +93,9 @@ pub struct RelayReport {
 /// Passes one migration on, from its first connection to its end.
 ///
 /// # Errors
-/// Any [`MigrationError`]; all connections are closed then. The source has kept the guest, unless it is
-/// [`MigrationError::InDoubt`], or [`MigrationError::Released`], which say what is known, or
-/// [`MigrationError::Destination`] from a destination that refused to run a guest that the source had
-/// released.
+/// Any [`MigrationError`]; all connections are closed then. The source has kept the guest, with exceptions.
+/// [`MigrationError::InDoubt`], [`MigrationError::Released`] and [`MigrationError::PagesMissing`] state what is known. With
+/// [`MigrationError::Destination`] a destination may have refused a guest that the source had released.
 pub fn relay(
     incoming: Incoming<'_>,
     outgoing: &Outgoing<'_>,
@@ -134,18 +130,18 @@ pub fn relay(
     })
 }
 
-/// A token that nobody can guess, for [`RelaySettings::incoming_pass`].
+/// Returns a token that cannot be guessed, for [`RelaySettings::incoming_pass`].
 ///
 /// # Errors
-/// The kernel gives no random bytes.
+/// The system's error if the kernel has no random bytes.
 pub fn new_token() -> std::io::Result<[u8; 16]> {
     Ok(crate::stream::handshake::new_id()?.0)
 }
 
-/// Whether a relay can do what the options ask for.
+/// Checks that a relay can do what the options ask for.
 ///
 /// # Errors
-/// [`OptionError`], also for what only a guest's own migration can do.
+/// [`OptionError`], also for an option that needs a guest's own migration.
 pub fn check(outgoing: &Options) -> Result<(), OptionError> {
     outgoing.check()?;
     let defaults = Options::default();

@@ -1,4 +1,4 @@
-//! One migration through the relay, start to end: connections, threads, and how they end.
+//! One migration through the relay, start to end: its connections, its threads, and their end.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
@@ -34,27 +34,27 @@ use crate::stream::main_channel::{MainChannel, Silence, Taker};
 use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::multifd_recv::Methods;
 
-/// How long the first page of a source may be behind its channels.
+/// Time limit for the first page of a source, after its channels.
 const FIRST_PAGES: Duration = Duration::from_secs(1);
 
-/// Packets that may be before it: a barrier or two.
+/// Most packets before it: a barrier or two.
 const FIRST_PACKETS: usize = 3;
 
-/// Huge pages of which a part has come on a channel, at most: the one that is being sent there, and those whose batches are
+/// Most huge pages of which a part has arrived on a channel: the one that is being sent there, and those whose batches are
 /// being written.
 const HUGE_PAGES: usize = 8;
 
-/// Between two looks whether it has come.
+/// Interval of the checks whether it has arrived.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Passes on what a source that connects to `listener` sends.
+/// Passes on the stream of a source that connects to `listener`.
 pub(crate) fn run(listener: &Listener, request: Request<'_>) -> Result<Relayed, MigrationError> {
     let mut arrivals = Uncounted::new(listener, request.settings, request.control)?;
     let (main, since) = arrivals.main(&Call::early(request.control))?;
     pass_on(main, arrivals, since, request)
 }
 
-/// One migration, start to end.
+/// Runs one migration, start to end.
 fn pass_on(
     main: Stream,
     mut arrivals: Uncounted<'_>,
@@ -73,8 +73,8 @@ fn pass_on(
     control.set_id(id);
     // Booked again below, when the number of channels is known.
     let unbooked = Counters::default();
-    // A source that somebody watches is not given up for its silence: to start the dirty log of a large VM, or on a
-    // busy host, takes a QEMU a minute, in which it answers nothing.
+    // A watched source is not dropped for its silence. To start the dirty log of a large VM, or on a busy host, takes a QEMU a
+    // minute, in which it answers nothing.
     let silence = match hooks.ownership {
         Some(_) => Silence::Unlimited,
         None => Silence::Always(settings.outgoing.handshake_timeout),
@@ -102,7 +102,7 @@ fn pass_on(
     if setup.postcopy
         && setup.relay.is_none()
         && version_of(&setup.configuration).is_some_and(|version| version <= (7, 2))
-        // It is made in parallel with main, on which nothing is said before.
+        // QEMU makes this connection in parallel with main, and sends nothing on it at first.
         && let preempt @ Some(_) = arrivals.another(input.socket(), SETTLE, Some(&early))?
     {
         let why = "postcopy may follow, with a preempt channel from the beginning (machine types up to 7.2)";
@@ -156,7 +156,7 @@ fn pass_on(
             None => first_method(channels, &early)?,
         };
         on_source(&SourceStream {
-            // Ids are bytes.
+            // Channel ids are bytes.
             channels: u8::try_from(channels.len()).unwrap_or(u8::MAX),
             method: method.name(),
         });
@@ -183,7 +183,7 @@ fn pass_on(
     let takes_doing = setup
         .relay
         .is_some_and(|features| features.contains(Features::DOING));
-    // A relay may send each packet by another.
+    // A relay may use another method for each packet.
     let methods = match setup.relay {
         Some(_) => Methods::Each,
         None => Methods::First,
@@ -210,7 +210,7 @@ fn pass_on(
         &session.received[upstream.source.multifd.len()],
     );
     let mut reader = MainReader::new(&session, &upstream, &setup, input, machine);
-    // A relay says how many channels it has, and asks; a QEMU does neither.
+    // A relay announces its number of channels, and asks questions; a QEMU does neither.
     let mut door = None;
     let mut uncounted = None;
     match upstream.source.is_hotlift() {
@@ -236,14 +236,14 @@ fn pass_on(
     Ok(session.relayed(&setup.configuration.machine))
 }
 
-/// What may connect to a relay while it reads a QEMU's main channel.
+/// Connections that may arrive while a relay reads a QEMU's main channel.
 struct Connections<'a, 'l> {
-    /// `None` of a relay, which says how many it has.
+    /// `None` for a relay, which announces the number of its connections.
     arrivals: RefCell<Option<Uncounted<'l>>>,
     upstream: &'a Upstream,
     uuid: Option<[u8; 16]>,
     postcopy: bool,
-    /// Over TLS the source waits until its handshake was served, and goes on with precopy only then.
+    /// True over TLS: the source waits for its handshake, and continues precopy only after it.
     is_secured: bool,
     session: &'a Session<'a>,
 }
@@ -255,7 +255,7 @@ impl<'l> Connections<'_, 'l> {
             && self.postcopy
             && !preempt.is_found()
         {
-            // Nobody can be accepted: the source waits, and tells its client so.
+            // An error of accept is ignored: the source waits, and reports that to its client.
             while let Ok(Some(stream)) = look(arrivals) {
                 // That connection is silent until the guest runs there.
                 let is_silent = matches!(stream.wait_readable(Duration::ZERO), Ok(false));
@@ -281,7 +281,7 @@ impl Further for Connections<'_, '_> {
         let main = &self.upstream.source.main;
         let preempt = &self.upstream.preempt;
         self.take(|arrivals| {
-            // With a candidate nobody's handshake keeps the guest from going on.
+            // With a candidate, the handshake of another client must not delay the guest.
             let call = Some(&call).filter(|_| !preempt.is_any());
             arrivals.another(main, Duration::ZERO, call)
         });
@@ -296,26 +296,26 @@ impl Further for Connections<'_, '_> {
     }
 }
 
-/// The method of a source's packets, by the first of them, which follows the opening at once.
+/// Returns the method of a source's packets, from the first of them, which follows the opening at once.
 fn first_method(channels: &[Stream], call: &Call<'_>) -> Result<Method, MigrationError> {
     let deadline = Instant::now() + FIRST_PAGES;
     let mut seen = vec![0; FIRST_PACKETS * HEADER_LEN];
     while !channels.is_empty() && Instant::now() < deadline {
         for channel in channels {
-            // One that has broken is found when it is read.
+            // A broken channel is found when it is read.
             let length = channel.peek(&mut seen).ok().flatten().unwrap_or(0);
             if let Some(method) = multifd::first_method(&seen[..length]) {
                 return Ok(method);
             }
         }
         call.check()?;
-        // What has come keeps a poll from waiting.
+        // A poll would return at once, because unread data has arrived.
         std::thread::sleep(LOOK);
     }
     Ok(Method::None)
 }
 
-/// Why a relay cannot take the packets of a Hotlift that has said this of them.
+/// Returns why a relay cannot take the packets that a Hotlift announces in `hello`; `None` if it can.
 fn unfit(hello: Hello) -> Option<MigrationError> {
     let size = |layout: PacketLayout| format!("{} bytes", layout.pages() * layout.page_size());
     (hello.layout != PacketLayout::QEMU).then(|| MigrationError::Mismatch {

@@ -1,5 +1,5 @@
-//! A VM out of a file, start to end: its threads read the pages, each once, from their places into batches. The guest runs
-//! nowhere before all of them were read.
+//! Restores a VM from a file, start to end: its threads read each page once, from its place into batches. The guest runs
+//! nowhere before all pages were read.
 
 use std::time::Instant;
 
@@ -72,7 +72,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
     Ok(session.relayed(&opening.configuration.machine))
 }
 
-/// What the main thread does.
+/// Runs the main thread.
 fn pass_on<P: Places>(
     session: &Session<'_>,
     file: &FileSource<P>,

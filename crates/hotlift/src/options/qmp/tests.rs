@@ -7,7 +7,7 @@ fn set(options: &mut Options, name: &str, value: &Json) -> Result<(), String> {
         .map_err(|error| error.to_string())
 }
 
-/// What `query-migrate-parameters` would say of all.
+/// Returns the answer of `query-migrate-parameters` for all options.
 fn all(options: &Options) -> Vec<Json> {
     OPTIONS
         .iter()
@@ -36,7 +36,7 @@ fn every_parameter_is_read_as_it_was_set_and_ours_have_a_prefix() {
     }
 }
 
-/// As QEMU 10.0.2 was seen to answer (and 7.2 for `compress`).
+/// Compares with the answers that QEMU 10.0.2 gave (and 7.2 for `compress`).
 #[test]
 fn a_parameter_is_refused_in_the_words_of_qemu() {
     let past_64_bits: Json = serde_json::from_str("18446744073709551616").unwrap();

@@ -1,4 +1,4 @@
-//! The whole door on a virtual clock, against a model of it: seeded arrivals of every kind.
+//! Tests of the classifier on a virtual clock against a model: seeded arrivals of every kind.
 
 use std::collections::BTreeMap;
 
@@ -16,21 +16,21 @@ const ARRIVALS: u64 = 100;
 /// Milliseconds since the start.
 type Time = u64;
 
-/// A client: the bytes that it has sent by a time, and when it closes its side.
+/// A client: the bytes that it has sent by a given time, and the time when it closes its side.
 struct Client {
     stream: Stream,
     comes: Time,
     bytes: Vec<u8>,
-    /// The first so many bytes are there from this time on.
+    /// Pairs of a time, and the count of bytes that are sent from that time on.
     plan: Vec<(Time, usize)>,
     closes: Option<Time>,
     sent: usize,
     is_closed: bool,
-    /// A byte of its token was flipped.
+    /// True if a byte of its token was flipped.
     has_no_token: bool,
 }
 
-/// The end of a client, by the model.
+/// Outcome of a client in the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Arrived,
@@ -38,11 +38,11 @@ enum Outcome {
     TurnedAway,
 }
 
-/// A connection that waits, by the model.
+/// A pending connection in the model.
 struct Waiting {
     client: usize,
     since: Time,
-    /// Bytes of a token that was shown.
+    /// Consumed bytes of its token.
     taken: usize,
 }
 
@@ -80,7 +80,7 @@ impl Model {
         });
     }
 
-    /// Classifies what has come by now of all that wait.
+    /// Classifies the received bytes of all pending connections.
     fn look(&mut self, clients: &[Client]) {
         let mut at = 0;
         while let Some(one) = self.waiting.get_mut(at) {
@@ -129,7 +129,7 @@ impl Model {
     }
 }
 
-/// Returns a client and the other end of its connection.
+/// Returns a client and the server's end of its connection.
 fn client(rng: &mut fastrand::Rng, needs_pass: bool, comes: Time) -> (Client, Stream) {
     let opening = InitialPacket {
         uuid: [7; 16],
@@ -190,7 +190,7 @@ fn client(rng: &mut fastrand::Rng, needs_pass: bool, comes: Time) -> (Client, St
 }
 
 impl Client {
-    /// Sends what it has to send by `now`.
+    /// Sends the bytes that are due by `now`.
     fn act(&mut self, now: Time) {
         if self.is_closed {
             return;
@@ -198,7 +198,7 @@ impl Client {
         let due = self.plan.iter().filter(|(at, _)| *at <= now);
         let due = due.map(|(_, sent)| *sent).max().unwrap_or(0);
         if due > self.sent {
-            // The door may have closed it.
+            // The server may have closed it.
             let _ = (&self.stream).write_all(&self.bytes[self.sent..due]);
             self.sent = due;
         }
@@ -208,14 +208,14 @@ impl Client {
         }
     }
 
-    /// Returns the next time after `now` at which it does something.
+    /// Returns the time of its next action after `now`.
     fn next(&self, now: Time) -> Option<Time> {
         let times = self.plan.iter().map(|(at, _)| *at);
         let times = times.chain(self.closes).chain([self.comes]);
         times.filter(|at| *at > now).min()
     }
 
-    /// Returns its outcome, as it sees it; `None` while its connection is open.
+    /// Returns the outcome that the client sees; `None` while its connection is open.
     fn outcome(&self) -> Option<Outcome> {
         let mut first = [0; 2];
         match self.stream.peek(&mut first) {
@@ -227,7 +227,7 @@ impl Client {
     }
 }
 
-/// Runs one seed; the number of arrivals.
+/// Runs one seed, and returns the number of arrivals.
 fn run(seed: u64) -> usize {
     let mut rng = fastrand::Rng::with_seed(seed);
     let life = Life::default();
@@ -241,7 +241,7 @@ fn run(seed: u64) -> usize {
         needs_pass,
         ..Model::default()
     };
-    // A flood, or a trickle.
+    // All at once, or a few per second.
     let spread = [1, 1000, 60_000][rng.usize(0..3)];
     let mut times: Vec<Time> = (0..ARRIVALS).map(|_| rng.u64(0..spread)).collect();
     times.sort_unstable();
@@ -259,7 +259,7 @@ fn run(seed: u64) -> usize {
             let one = Admitted::new(here[*client].take().unwrap(), life.now());
             giver.give(one).unwrap();
         }
-        // A step looks first, and accepts one connection then.
+        // A step first examines connections, and then accepts one.
         for _ in 0..new.len() + 2 {
             let (arrivals, _) = door.step(Duration::ZERO, &[], None).unwrap();
             for arrival in arrivals {
@@ -295,7 +295,7 @@ fn run(seed: u64) -> usize {
             "seed {seed}"
         );
     }
-    // Nothing is left that takes a place.
+    // No pending connection is left.
     life.advance(CONFIRMATIONS.patience);
     door.step(Duration::ZERO, &[], None).unwrap();
     assert_eq!(door.admission.since().count() + door.told.iter().count(), 0);
@@ -322,7 +322,7 @@ fn a_connection_that_another_door_has_classified_keeps_its_head_and_its_pass() {
     assert!(pass.is_some_and(|pass| pass.is_shown_by(&one)) && one.let_pass());
     (&there).write_all(b"QEVM\0\0\0\x03\x01").unwrap();
     assert_eq!(one.look(), Head::Main);
-    // What follows is not looked at.
+    // The following bytes are not examined.
     (&one.stream).read_exact(&mut [0; 9]).unwrap();
     giver.give(one).unwrap();
     let mut arrivals = Vec::new();

@@ -1,4 +1,5 @@
-//! What is behind RAM: devices, the question whether they are loaded, the last byte, and the release of the guest.
+//! The part of the stream after RAM: devices, the PING that asks whether they are loaded, the last byte, and the release of the
+//! guest.
 
 use hotlift_wire::limits;
 use hotlift_wire::main_channel::{
@@ -13,20 +14,20 @@ use super::{
 };
 use crate::error::MigrationError;
 
-/// Bytes of QEMU's format: a footer's first byte (`QEMU_VM_SECTION_FOOTER`, with the section's id behind it), a
-/// description's (`QEMU_VM_VMDESCRIPTION`).
+/// Marker bytes of QEMU's format: the first byte of a footer (`QEMU_VM_SECTION_FOOTER`, followed by the section's id), and of a
+/// description (`QEMU_VM_VMDESCRIPTION`).
 const FOOTER: u8 = 0x7e;
 const DESCRIPTION_MARK: u8 = 0x06;
 
-/// What does not come from a machine type that sends neither footers nor a VM description.
+/// Data that is missing in the stream of a machine type without footers and VM description.
 const NO_DESCRIPTION: &str = "the source's VM description (pc-i440fx-2.2 sends none: start both QEMUs with \
                               -machine suppress-vmdesc=off)";
 
-/// Bytes from a footer to the EOF behind it.
+/// Bytes from a footer to the EOF after it.
 const FOOTER_TO_EOF: usize = 5;
 
 impl MainChannel {
-    /// A Hotlift's guest has its devices as sections, and asks behind them whether all is loaded.
+    /// Handles a record of a Hotlift's guest: device sections, then the PING that asks whether all is loaded.
     pub(super) fn device<'a>(
         &mut self,
         event: MainEvent<'a>,
@@ -41,8 +42,8 @@ impl MainChannel {
                 self.asks(&[], value)
             }
             (MainEvent::Command(command), Some(_)) => self.command(command),
-            // A Hotlift has had its answer that all is loaded before it ends the stream. Without that no byte, however it
-            // came about, may make the guest run here.
+            // A Hotlift ends the stream only after the answer that all is loaded. Without that no byte, damaged or not, may
+            // start the guest here.
             (MainEvent::Eof, Some(rules))
                 if self.is_hotlift() || rules.is_hotlift == Some(true) =>
             {
@@ -66,15 +67,15 @@ impl MainChannel {
         }
     }
 
-    /// The source asks with the checksum of everything so far whether all is loaded.
+    /// Handles the PING with the checksum of everything so far, which asks whether all is loaded.
     fn asks(&mut self, more: &[u8], value: u32) -> Result<Action<'static>, MigrationError> {
         self.check_crc(more, value)?;
         self.phase = Phase::Loaded;
         Ok(Action::Load(value))
     }
 
-    /// A relay's device sections come in parts with a checksum each. No damaged byte reaches a QEMU: a section type may have
-    /// become EOF, and it would run the guest.
+    /// Handles a relay's device sections, which come in parts with a checksum each. No damaged byte may reach a QEMU: a section
+    /// type that became EOF would start the guest.
     pub(super) fn part<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -102,8 +103,8 @@ impl MainChannel {
         Ok(Step::Do(action, consumed))
     }
 
-    /// Awaits EOF: of a postcopy that has its pages, or of a Hotlift that knows that all is loaded, and has released the
-    /// guest, or its source has.
+    /// Awaits EOF: of a postcopy whose pages are complete, or of a Hotlift that knows that all is loaded and has released the
+    /// guest.
     pub(super) fn last<'a>(&mut self, bytes: &'a [u8]) -> Result<Step<'a>, MigrationError> {
         let is_postcopy = self.phase == Phase::Last;
         match bytes.first() {
@@ -123,7 +124,7 @@ impl MainChannel {
         ))
     }
 
-    /// Awaits the description behind EOF. That is no reason not to run the guest.
+    /// Awaits the description after EOF. Its absence is no reason not to run the guest.
     pub(super) fn description<'a>(&mut self, bytes: &'a [u8]) -> Step<'a> {
         if self.search.find(bytes) == Some(0) {
             self.phase = Phase::Over;
@@ -135,7 +136,7 @@ impl MainChannel {
         }
     }
 
-    /// Ends the stream where no description comes, or a part of one. (Machines with `suppress-vmdesc` have none.)
+    /// Ends the stream with no description or an incomplete one. (Machines with `suppress-vmdesc` send none.)
     pub(super) fn without_description<'a>(&mut self, bytes: &'a [u8]) -> Step<'a> {
         self.phase = Phase::Over;
         let end = match bytes.len() {
@@ -145,11 +146,11 @@ impl MainChannel {
         Step::Do(Action::End(end), bytes.len())
     }
 
-    /// Passes a QEMU's devices on as they come, until the stream's last byte has come. Whatever can be EOF is held back: the
-    /// destination runs the guest at it.
+    /// Forwards a QEMU's devices as they arrive, up to the stream's last byte. Bytes that can be EOF are held back: EOF starts
+    /// the guest at the destination.
     pub(super) fn qemu_devices<'a>(&mut self, bytes: &'a [u8]) -> Result<Step<'a>, MigrationError> {
         let found = self.search.find(bytes);
-        // Where no description comes, the bytes before the last show whether it is EOF.
+        // Without a description, the bytes before the last one show whether it is EOF.
         let certain = self.search.before().saturating_sub(2 * FOOTER_TO_EOF);
         let certain = found.unwrap_or(certain);
         if certain > 0 {
@@ -162,9 +163,9 @@ impl MainChannel {
         }
     }
 
-    /// Nothing follows. Without a description only the footer before it shows that the last byte is EOF, and the PING
-    /// in its place, which a device cut short would swallow. A source that takes answers does not close before it has had
-    /// one.
+    /// Handles the end of the bytes. Without a description only the preceding footer identifies the last byte as EOF, and the
+    /// PING in its place, which a truncated device would consume. A source that reads answers does not close before it has an
+    /// answer.
     pub(super) fn last_byte<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -174,7 +175,7 @@ impl MainChannel {
         let eof = bytes.len().saturating_sub(1);
         let is_eof = match self.has_footers {
             true => is_eof(bytes, eof),
-            // Then only a QEMU shows that they are whole, which loads them up to the PING. A file does not.
+            // Without footers only a QEMU proves completeness: it loads the devices up to the PING. A file does not.
             false => self.shows_loading && may_be_eof(bytes, eof),
         };
         if is_eof && !(is_closed && self.return_path) {
@@ -194,13 +195,13 @@ impl MainChannel {
         })
     }
 
-    /// Only EOF and the description are left. The lengths of the devices' sections before the end of RAM are compared now.
+    /// Handles the state in which only EOF and the description are left, and compares the lengths of the early device sections.
     pub(super) fn qemu_end(&mut self, bytes: &[u8]) -> Result<Step<'static>, MigrationError> {
         let checked = self.early.check(bytes);
         checked.map_err(|error| broken(error, &self.early))?;
         let held = bytes.len();
         self.phase = Phase::Release { held };
-        // How the devices ended is not how the source releases its guest.
+        // The end of the devices does not determine how the source releases its guest.
         if self.ended == Some(Ended::Silent) {
             self.ended = None;
         }
@@ -208,8 +209,8 @@ impl MainChannel {
     }
 }
 
-/// Whether the byte at `at`, the last that came, can be EOF: it is behind a footer. A description of
-/// which a part has come has zero bytes in its length; that one's EOF came earlier, and must not go out.
+/// Returns true if the last byte, at `at`, can be EOF: it follows a footer. The length of a partial description contains zero
+/// bytes; the EOF of that stream came earlier and must not be sent.
 fn is_eof(held: &[u8], at: usize) -> bool {
     let follows_footer = |at: usize| {
         let footer = at.checked_sub(FOOTER_TO_EOF).map(|footer| held[footer]);
@@ -220,7 +221,7 @@ fn is_eof(held: &[u8], at: usize) -> bool {
         && !earlier.any(|earlier| follows_footer(earlier) && held[earlier + 1] == DESCRIPTION_MARK)
 }
 
-/// The same without footers: a zero byte at the end, and not one of a description's length.
+/// Does the same without footers: true for a final zero byte outside a description's length.
 fn may_be_eof(held: &[u8], at: usize) -> bool {
     let earlier = held.get(at.saturating_sub(5)..=at).unwrap_or_default();
     held.get(at) == Some(&EOF)

@@ -1,15 +1,14 @@
-//! The main channel of an incoming stream, as a machine without I/O: bytes and the time in, what to do out.
+//! The main channel of an incoming stream as a state machine without I/O: bytes and time in, actions out.
 //!
-//! It decides everything that is order, state or refusal, for a relay and for a guest of this process; the decoder below it
-//! refuses sections out of QEMU's order. Its driver reads the bytes ([`MainInput`](super::main_recv::MainInput)), and does
-//! what an [`Action`] asks for.
+//! It decides order, state and rejections, for a relay and for a guest of this process; its decoder rejects sections that are
+//! out of QEMU's order. The driver reads the bytes ([`MainInput`](super::main_recv::MainInput)), and performs each [`Action`].
 //!
-//! | file | what it decides |
+//! | file | decisions |
 //! |---|---|
-//! | `set_up` | what a stream has before its first page, and whether a relay can take it apart |
-//! | `ram` | sections of RAM, sync points, commands, the switch to postcopy, packages |
-//! | `behind_ram` | devices, the question whether they are loaded, the last byte, the release of the guest |
-//! | `running` | pages of a guest that runs, and a connection in the place of one that was lost |
+//! | `set_up` | records before the first page, and whether a relay can parse the stream |
+//! | `ram` | RAM sections, sync points, commands, the switch to postcopy, packages |
+//! | `behind_ram` | devices, the PING that asks whether they are loaded, the last byte, the release of the guest |
+//! | `running` | pages of a running guest, and a connection that replaces a lost one |
 //!
 //! ```text
 //! relay   FIRST ─ SET_UP ─ CHOSEN ─┬──────────┬─ RAM ⇄ PACKAGE ─┬─ QEMU_DEVICES ─ RELEASE ─────────────┐
@@ -43,106 +42,105 @@ use crate::guest::DeviceState;
 
 pub(crate) use set_up::{EarlySections, LARGEST_PAGE, RamLayout, Setup};
 
-/// The section type behind the last section of QEMU's format (`QEMU_VM_EOF`).
+/// Section type that ends QEMU's format (`QEMU_VM_EOF`).
 pub(crate) const EOF: u8 = 0x00;
 
-/// Bytes of state that all devices of a guest together may have. The built-in guests have some KiB a vCPU; a
-/// large VM with many devices some MiB.
+/// Limit of the state of all devices of a guest. The built-in guests have some KiB per vCPU; a large VM with many devices some
+/// MiB.
 const DEVICE_BYTES: usize = 256 << 20;
 
-/// How long a relay may send nothing within a package, which its QEMU has whole when it begins. If the length is damaged, the rest
-/// never comes, and a postcopy cannot be cancelled. Longer than a loss takes to be noticed.
+/// Longest pause of a relay within a package, which its QEMU holds complete at the start. With a damaged length the rest never
+/// comes, and a postcopy cannot be cancelled. Longer than the detection of a lost connection.
 const PACKAGE: Duration = Duration::from_secs(60);
 
-/// A source that sends nothing for so long behind RAM has sent its last byte, though there is no VM
-/// description to show it (machines with `suppress-vmdesc`). A second was too short: QEMU flushes its
-/// disks between the last device and EOF.
+/// Silence after RAM that marks the last byte of a stream without VM description (machines with `suppress-vmdesc`). One second
+/// was too short: QEMU flushes its disks between the last device and EOF.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// How long a source may take to release the guest, once it knows that all is loaded.
+/// Time limit of the source's release of the guest, once it knows that all is loaded.
 pub(crate) const RELEASE: Duration = Duration::from_secs(60);
 
-/// How long a VM description may be behind the EOF of a relay, which sends both in one go.
+/// Longest delay of a VM description after EOF in a relay's stream; both are sent together.
 const DESCRIPTION: Duration = Duration::from_secs(1);
 
-/// What a Hotlift's stream is read for behind RAM.
+/// Activity named in errors after RAM of a Hotlift's stream.
 const ENDING: &str = "reading the end of a hotlift's stream";
 
-/// For how long the source may be silent.
+/// Limit of the source's silence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Silence {
-    /// At any time.
+    /// Limit at any time.
     Always(Duration),
-    /// Within a record. A source writes records whole: one that stays a part has a damaged length, and what is awaited
-    /// will never come. Between records silence is usual.
+    /// Limit within a record. A source writes records in one piece: an incomplete one has a damaged length, and its rest never
+    /// comes. Between records silence is normal.
     WithinRecords(Duration),
-    /// As long as it likes.
+    /// No limit.
     Unlimited,
 }
 
-/// Who takes the stream.
+/// Consumer of the stream.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Taker {
-    /// A relay; into a stream, whose other side can run the guest, or into a file.
+    /// A relay; into a stream, whose peer can run the guest, or into a file.
     Relay { into_stream: bool },
     /// A guest of this process.
     Guest(GuestRules),
 }
 
-/// What the stream of a guest has to be.
+/// Requirements on the stream of a guest.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GuestRules {
-    /// What this side can take.
+    /// Features that this side accepts.
     pub takes: Features,
     pub postcopy_ram: bool,
-    /// Whether the source is a Hotlift, as its channels show; `None` without channels.
+    /// True if the channels identify the source as a Hotlift; `None` without channels.
     pub is_hotlift: Option<bool>,
 }
 
-/// What a source is.
+/// Kind of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
     Qemu,
-    /// A Hotlift that passes a QEMU's stream on.
+    /// A Hotlift that forwards a QEMU's stream.
     Relay,
     /// A Hotlift's own guest.
     Guest,
 }
 
-/// What the machine made of its input.
+/// Result of a step.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Step<'a> {
-    /// So many more bytes at least, until [`MainChannel::deadline`].
+    /// At least this many more bytes are required, until [`MainChannel::deadline`].
     Need(usize),
-    /// Something to do, before the next step; it took so many bytes of the input.
+    /// An action to perform before the next step, and the count of input bytes that it consumed.
     Do(Action<'a>, usize),
 }
 
-/// What the driver has to do.
+/// Action that the driver must perform.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Action<'a> {
     Nothing,
-    /// A Hotlift's offer, to be answered with what this side takes, and to be refused if that is something else.
+    /// Answer a Hotlift's offer with the features accepted here, and reject it if they differ.
     Greet {
         offer: Offer,
         takes: Features,
     },
-    /// The source's machine, to be compared.
+    /// Compare the source's machine.
     Machine(Configuration),
-    /// Its RAM blocks, to be compared.
+    /// Compare its RAM blocks.
     RamBlocks(Vec<RamBlockEntry>),
-    /// To a relay: everything before the first page; [`MainChannel::begin`] comes next.
+    /// For a relay: everything before the first page; [`MainChannel::begin`] comes next.
     SetUp(Box<Setup>),
-    /// To a relay: the stream cannot be taken apart, with the reason. Its source may take answers.
+    /// For a relay: the stream cannot be parsed, with the reason. Its source may accept answers.
     PassThrough {
         why: String,
         is_answered: bool,
     },
-    /// To a relay: no other device sends state while the guest runs.
+    /// For a relay: no other device sends state while the guest runs.
     Opened,
-    /// RAM of a guest is to be empty: postcopy may follow.
+    /// Empty the RAM of a guest: postcopy may follow.
     Advised,
-    /// The source asks for these answers.
+    /// Send these answers to the source.
     Pong(u32),
     Pongs(Vec<u32>),
     Command(Command),
@@ -153,48 +151,48 @@ pub(crate) enum Action<'a> {
         content: PageContent<'a>,
     },
     SyncPoint,
-    /// A section of RAM has ended that is not the last.
+    /// End of a RAM section that is not the last.
     SectionEnd,
-    /// RAM has ended, with a sync point or without.
+    /// End of RAM, with or without a sync point.
     RamEnd {
         is_sync_point: bool,
     },
     /// The source has a preempt channel.
     Preempt,
-    /// Nothing is to be in these ranges.
+    /// Discard the pages in these ranges.
     Discard {
         block: usize,
         ranges: Ranges<'a>,
     },
-    /// To a relay: a package of so many bytes, its parts, and its end, at which the guest runs.
+    /// For a relay: the length of a package, its parts, and its end, which starts the guest.
     Package(u32),
     PackagePart(&'a [u8]),
     PackageEnd(&'a [u8]),
-    /// To a guest: it runs with the devices that have come, and these PINGs are answered then.
+    /// For a guest: run with the received devices, and then answer these PINGs.
     Run(Vec<u32>),
-    /// To a guest: a device.
+    /// For a guest: a device.
     Device(DeviceState),
-    /// To a relay: bytes of device sections.
+    /// For a relay: bytes of device sections.
     Devices(&'a [u8]),
-    /// Once all devices are loaded this PING is answered.
+    /// Answer this PING once all devices are loaded.
     Load(u32),
-    /// To a relay: all devices of a QEMU have come. It releases the guest once it knows that they are loaded.
+    /// For a relay: all devices of a QEMU have arrived. It releases the guest once it knows that they are loaded.
     DevicesEnd,
-    /// A QEMU has closed its stream: the guest is released.
+    /// A QEMU has closed its stream, which releases the guest.
     Released,
-    /// The source has released the guest. `unasked`: it has not asked before whether all is loaded.
+    /// The source has released the guest. `unasked`: it did not ask first whether all is loaded.
     Eof {
         unasked: bool,
     },
-    /// To a relay: the last bytes of the stream, from EOF on.
+    /// For a relay: the last bytes of the stream, from EOF on.
     End(&'a [u8]),
-    /// Which pages of this RAM block have come.
+    /// Report the received pages of this RAM block.
     Bitmap(usize),
-    /// An interrupted postcopy goes on.
+    /// Continue an interrupted postcopy.
     Resume,
 }
 
-/// Why no more bytes come.
+/// Cause of the end of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ended {
     /// [`MainChannel::deadline`] has passed.
@@ -205,17 +203,17 @@ pub(crate) enum Ended {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// The first bytes may be those of an interrupted postcopy.
+    /// The first bytes may belong to an interrupted postcopy.
     First,
     SetUp,
     /// The driver has the set-up.
     Chosen,
-    /// Of a QEMU without multifd: whether another device sends state while the guest runs shows behind the section.
+    /// QEMU without multifd: the bytes after the section show whether another device sends state while the guest runs.
     Others {
         section_has_ended: bool,
     },
     Ram,
-    /// Of a package so many bytes are missing.
+    /// Count of missing bytes of a package.
     Package {
         missing: usize,
     },
@@ -226,15 +224,15 @@ enum Phase {
         any: bool,
     },
     QemuDevices,
-    /// The rest of the bytes is the end of a QEMU's stream.
+    /// The remaining bytes are the end of a QEMU's stream.
     QemuEnd,
-    /// So many bytes are held; the source releases the guest.
+    /// The source is about to release the guest; `held` bytes are held back.
     Release {
         held: usize,
     },
     /// EOF comes next.
     Last,
-    /// The same behind the question whether all is loaded.
+    /// EOF comes next, after the PING that asks whether all is loaded.
     Loaded,
     Description,
     Pages,
@@ -242,20 +240,20 @@ enum Phase {
     Over,
 }
 
-/// How far the source of a guest is towards postcopy, by its commands.
+/// Progress of a guest's source towards postcopy, by its commands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 enum Stage {
     #[default]
     Precopy,
-    /// It may follow.
+    /// Postcopy may follow.
     Advised,
-    /// It has begun: pages have been taken back.
+    /// Postcopy has begun: pages were discarded.
     Begun,
-    /// The guest may run here.
+    /// The guest may be running here.
     Ran,
 }
 
-/// The machine.
+/// State machine of the main channel.
 pub(crate) struct MainChannel {
     decoder: MainDecoder,
     taker: Taker,
@@ -263,46 +261,46 @@ pub(crate) struct MainChannel {
     phase: Phase,
     stage: Stage,
     silence: Silence,
-    /// CRC-32 of every byte taken, until it is known that no checksum comes.
+    /// CRC-32 of every byte consumed, as long as a checksum may follow.
     crc: Option<Hasher>,
-    /// Since when no byte has come, behind so many.
+    /// Input length, and the time since when it has not grown.
     silent: Option<(usize, Instant)>,
     needed: usize,
     ended: Option<Ended>,
-    /// Of the source; a relay's driver gets it.
+    /// Set-up of the source, for a relay's driver.
     set_up: Setup,
     set_up_bytes: usize,
-    /// The stream has named its machine.
+    /// True once the stream has named its machine.
     is_named: bool,
     return_path: bool,
-    /// There are multifd channels.
+    /// True if there are multifd channels.
     multifd: bool,
-    /// The section that is open, or the last that was.
+    /// The open section, or the last one.
     section: Option<SectionKind>,
-    /// It had a multifd flush.
+    /// True if it had a multifd flush.
     flushed: bool,
-    /// Sync points are records; else each section's end is one.
+    /// True if sync points are records; otherwise each section's end is one.
     has_flushes: bool,
-    /// A relay's sync point behind the package is still to come.
+    /// True while a relay's sync point after the package is missing.
     awaits_sync: bool,
     takes_postcopy: bool,
-    /// A PING behind the package has the checksum of it.
+    /// True if a PING with the checksum follows the package.
     package_is_checked: bool,
     has_footers: bool,
-    /// The taker shows that it loads the devices.
+    /// True if the taker proves that it loads the devices.
     shows_loading: bool,
-    /// What the devices' sections before the end of RAM are compared with at the end of the stream.
+    /// Lengths of the early device sections, compared at the end of the stream.
     early: EarlyLengths,
     device: Option<DeviceState>,
     device_bytes: usize,
-    /// What a package has had.
+    /// Content of a package so far.
     listens: bool,
     pings: Vec<u32>,
     search: EofSearch,
 }
 
 impl MainChannel {
-    /// The machine at the first byte of a stream.
+    /// Creates the machine at the first byte of a stream.
     pub(crate) fn new(taker: Taker, silence: Silence) -> Self {
         let decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
         let (decoder, phase, multifd) = match taker {
@@ -352,10 +350,10 @@ impl MainChannel {
         }
     }
 
-    /// Does the next step with `bytes`, which begin where the last step's ended.
+    /// Performs the next step with `bytes`, which begin where the last step's ended.
     ///
     /// # Errors
-    /// What is wrong with the stream. Nothing of it can be used any further.
+    /// The error in the stream. It cannot be used any further.
     pub(crate) fn next<'a>(&mut self, bytes: &'a [u8]) -> Result<Step<'a>, MigrationError> {
         let mut step = self.step(bytes)?;
         if let (Step::Need(needed), Some(how)) = (&step, self.ended) {
@@ -374,7 +372,7 @@ impl MainChannel {
         Ok(step)
     }
 
-    /// Until when more has to come than the `come` bytes of the last step's input, if there is a limit.
+    /// Returns the time by which more than the last `come` bytes must arrive, if there is a limit.
     pub(crate) fn deadline(&mut self, now: Instant, come: usize) -> Option<Instant> {
         let since = match self.silent {
             Some((before, since)) if before == come => since,
@@ -383,13 +381,13 @@ impl MainChannel {
         self.limit(come).map(|limit| since + limit)
     }
 
-    /// No more bytes come; the next step decides what that means.
+    /// Records that no more bytes come; the next step evaluates this.
     pub(crate) fn ended(&mut self, how: Ended) {
         self.ended = Some(how);
     }
 
-    /// Goes on at the start of a new connection of the same stream, on which the source agrees what is missing. It may
-    /// be silent for `limit` each time.
+    /// Continues on a new connection of the same stream, on which the source negotiates the missing pages. Each silence may
+    /// last `limit`.
     pub(crate) fn reconnect(&mut self, limit: Duration) {
         self.decoder.reconnect();
         self.phase = Phase::Agreeing;
@@ -419,7 +417,7 @@ impl MainChannel {
         }
     }
 
-    /// Does a step with the next event of the stream.
+    /// Performs a step with the next event of the stream.
     fn event<'a>(&mut self, bytes: &'a [u8]) -> Result<Step<'a>, MigrationError> {
         let (event, consumed) = match self.decode(bytes) {
             Ok(wire::Step::Event { event, consumed }) => (event, consumed),
@@ -452,12 +450,12 @@ impl MainChannel {
         Ok(step)
     }
 
-    /// Whether the source is a Hotlift.
+    /// Returns true if the source is a Hotlift.
     fn is_hotlift(&self) -> bool {
         self.source != Source::Qemu
     }
 
-    /// For how long the source may be silent behind `come` bytes.
+    /// Returns the limit of the source's silence after `come` bytes.
     fn limit(&self, come: usize) -> Option<Duration> {
         match (self.phase, self.silence) {
             (Phase::Package { .. }, _) => self.passes_from_hotlift().then_some(PACKAGE),
@@ -474,7 +472,7 @@ impl MainChannel {
         matches!(self.taker, Taker::Relay { .. }) && self.is_hotlift()
     }
 
-    /// Decides what it means that nothing comes behind `bytes`.
+    /// Evaluates the end of the stream after `bytes`.
     fn at_the_end<'a>(&mut self, bytes: &'a [u8], how: Ended) -> Result<Step<'a>, MigrationError> {
         let come = bytes.len();
         match (self.phase, how) {
@@ -482,7 +480,7 @@ impl MainChannel {
             (Phase::Description, _) => Ok(self.without_description(bytes)),
             (Phase::Release { .. }, Ended::Closed) => Ok(Step::Do(Action::Released, 0)),
             (Phase::Release { .. }, Ended::Silent) => Err(not_released()),
-            // A relay that sends nothing within a package counts as closed.
+            // A relay that pauses too long within a package counts as closed.
             (Phase::Package { .. }, _) | (_, Ended::Closed) => Err(MigrationError::main_closed()),
             (_, Ended::Silent) => Err(MigrationError::Timeout {
                 waiting_for: match self.silence {
@@ -499,7 +497,7 @@ impl MainChannel {
         }
     }
 
-    /// Compares the CRC-32 of everything taken and of `more` with the source's, where it is summed up.
+    /// Compares the CRC-32 of everything consumed and of `more` with the source's, if checksums are in use.
     fn check_crc(&self, more: &[u8], expected: u32) -> Result<(), MigrationError> {
         let Some(mut crc) = self.crc.clone() else {
             return Ok(());
@@ -516,7 +514,7 @@ impl MainChannel {
     }
 }
 
-/// What a step refuses.
+/// Returns the error for a rejected record.
 fn protocol(got: &str, doing: &'static str) -> MigrationError {
     MigrationError::Protocol {
         channel: Channel::Main,
@@ -525,19 +523,19 @@ fn protocol(got: &str, doing: &'static str) -> MigrationError {
     }
 }
 
-/// An event's name, without what is in it.
+/// Returns the name of an event, without its content.
 fn event_name(event: &MainEvent<'_>) -> String {
     let text = format!("{event:?}");
     let end = text.find([' ', '(', '{']).unwrap_or(text.len());
     text[..end].to_owned()
 }
 
-/// What a Hotlift's stream has in a wrong place.
+/// Returns the error for a record in a wrong place of a Hotlift's stream.
 pub(crate) fn unexpected(got: &str) -> MigrationError {
     protocol(got, ENDING)
 }
 
-/// The source has taken [`RELEASE`] and more.
+/// Returns the error for a source that has exceeded [`RELEASE`].
 pub(crate) fn not_released() -> MigrationError {
     MigrationError::Timeout {
         waiting_for: "the source to release the guest (it was told that all is loaded; ask its \
@@ -555,7 +553,7 @@ fn too_many_devices(what: &'static str, got: usize) -> MigrationError {
     })
 }
 
-/// Waits for a QEMU to release its guest: nothing follows the `held` bytes but the end.
+/// Waits for a QEMU to release its guest: only the end may follow the `held` bytes.
 fn release(bytes: &[u8], held: usize) -> Result<Step<'_>, MigrationError> {
     match bytes.len() > held {
         true => Err(protocol(

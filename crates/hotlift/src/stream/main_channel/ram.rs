@@ -1,4 +1,4 @@
-//! Sections of RAM, sync points, commands between them, and the switch to postcopy with its package.
+//! RAM sections, sync points, commands between them, and the switch to postcopy with its package.
 
 use hotlift_wire::handshake::{CONNECTED, PREEMPT};
 use hotlift_wire::main_channel::postcopy::{LOADED_DEVICES_END, PostcopyCommand};
@@ -12,11 +12,11 @@ use super::{
 use crate::error::MigrationError;
 use crate::guest::DeviceState;
 
-/// What a guest reads a package for.
+/// Activity named in errors within a package.
 const READING_PACKAGE: &str = "reading the package of a postcopy";
 
 impl MainChannel {
-    /// A record between the set-up and the end of RAM.
+    /// Handles a record between the set-up and the end of RAM.
     pub(super) fn ram<'a>(&mut self, event: MainEvent<'a>) -> Result<Action<'a>, MigrationError> {
         let is_guest = matches!(self.taker, Taker::Guest(_));
         Ok(match event {
@@ -58,7 +58,7 @@ impl MainChannel {
                 self.stage = self.stage.max(Stage::Begun);
                 Action::Discard { block, ranges }
             }
-            // QEMU hangs without a DISCARD before: of a guest no source is tried that does without.
+            // QEMU hangs without a preceding DISCARD; a guest's source must send one.
             MainEvent::Postcopy(PostcopyCommand::Packaged(length))
                 if self.may_switch(match is_guest {
                     true => Stage::Begun,
@@ -85,12 +85,12 @@ impl MainChannel {
         })
     }
 
-    /// Whether postcopy has begun: each page comes once, and nothing is a sync point.
+    /// Returns true if postcopy has begun: each page comes once, and there are no sync points.
     fn has_begun(&self) -> bool {
         self.stage >= Stage::Begun
     }
 
-    /// Whether a command of postcopy may come, where the source is as far as `stage`.
+    /// Returns true if a postcopy command that requires `stage` is allowed now.
     fn may_switch(&self, stage: Stage) -> bool {
         match self.taker {
             Taker::Relay { .. } => self.takes_postcopy,
@@ -98,7 +98,7 @@ impl MainChannel {
         }
     }
 
-    /// EOS. With machine types up to 8.0 and multifd it is a sync point, too.
+    /// Handles EOS. With machine types up to 8.0 and multifd it is a sync point, too.
     fn section_end(&mut self) -> Result<Action<'static>, MigrationError> {
         let is_last = self.section == Some(SectionKind::End);
         if let Taker::Guest(_) = self.taker {
@@ -143,7 +143,7 @@ impl MainChannel {
                 self.check_crc(&[], value)?;
                 Action::Pong(value)
             }
-            // The other side has answered the opening before.
+            // The destination has answered the opening already.
             (Command::Ping(CONNECTED), Source::Relay) => Action::Pong(CONNECTED),
             (Command::Ping(PREEMPT), Source::Relay) => Action::Preempt,
             _ => Action::Command(command),
@@ -167,8 +167,8 @@ impl MainChannel {
         Ok(Action::Package(length))
     }
 
-    /// Passes a package on as it comes, but its end only once all of it is here and checked: a QEMU uses nothing of a package
-    /// that it has not whole, so that a source that is lost on the way, or a damaged byte, runs no guest there.
+    /// Forwards a package as it arrives, but its end only after all of it is here and checked. A QEMU uses nothing of an
+    /// incomplete package: a lost source or a damaged byte cannot start the guest there.
     pub(super) fn pass_package<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -211,7 +211,7 @@ impl MainChannel {
         Ok(Step::Do(Action::PackageEnd(end), taken))
     }
 
-    /// Takes a package apart for a guest, which runs at its end, and not before all of it was checked.
+    /// Parses a package for a guest, which runs at its end, after the whole package was checked.
     pub(super) fn take_package<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -257,7 +257,7 @@ impl MainChannel {
         Ok(Step::Do(action, consumed))
     }
 
-    /// Takes a record of a guest's device; refuses any other.
+    /// Handles a record of a guest's device, and rejects any other.
     pub(super) fn take_device<'a>(
         &mut self,
         event: MainEvent<'a>,

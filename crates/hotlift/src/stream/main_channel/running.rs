@@ -1,4 +1,4 @@
-//! Pages of a guest that runs already, and what is agreed on a connection in the place of one that was lost.
+//! Pages of a running guest, and the negotiation on a connection that replaces a lost one.
 
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{Command, MainEvent, PageContent, SectionKind};
@@ -7,7 +7,7 @@ use super::{Action, MainChannel, Phase, Silence, event_name, protocol};
 use crate::error::MigrationError;
 
 impl MainChannel {
-    /// A record behind the package.
+    /// Handles a record after the package.
     pub(super) fn running<'a>(
         &mut self,
         event: MainEvent<'a>,
@@ -38,7 +38,7 @@ impl MainChannel {
         }
     }
 
-    /// A record of a source that goes on.
+    /// Handles a record of a source that resumes.
     pub(super) fn agree<'a>(&mut self, event: MainEvent<'a>) -> Result<Action<'a>, MigrationError> {
         match event {
             MainEvent::Postcopy(PostcopyCommand::RecvBitmap(block)) => Ok(Action::Bitmap(block)),

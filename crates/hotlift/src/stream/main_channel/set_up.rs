@@ -1,4 +1,4 @@
-//! What a stream has before its first page, and whether a relay can take it apart.
+//! Records before the first page, and the decision whether a relay can parse the stream.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_net::admission::RESUMED_MAGIC;
@@ -15,54 +15,54 @@ use super::{
 };
 use crate::error::{Channel, MigrationError};
 
-/// Size in bytes of the largest host pages that RAM may be in. A page that is sent together has to be in memory whole, and the
-/// next size of x86 is 1 GiB: a guest in such pages is better moved before it runs.
+/// Size in bytes of the largest supported host page. A page that is sent as one piece must be complete in memory, and the next
+/// size of x86 is 1 GiB: a guest with such pages should be moved before it runs.
 pub(crate) const LARGEST_PAGE: usize = 2 << 20;
 
-/// The section type of a device that sends more than one section: START.
+/// Section type of a device that sends more than one section: START.
 const START: u8 = 0x01;
 
-/// The section type of an early section: FULL.
+/// Section type of an early section: FULL.
 const FULL: u8 = 0x04;
 
-/// What a set-up is read for.
+/// Activity named in errors of the set-up.
 const OPENING: &str = "opening the migration";
 
-/// What a guest's stream is read for.
+/// Activity named in errors of a guest's stream.
 pub(super) const PRECOPY: &str = "a multifd precopy migration";
 
-/// Why a stream is passed through in which a device with a START section follows `ram`.
+/// Reason to pass a stream through unparsed: a device with a START section follows `ram`.
 const LIVE_DEVICE: &str =
     "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)";
 
-/// The RAM of the VM.
+/// RAM of the VM.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct RamLayout {
-    /// The source's id of the section `ram`, which its other ids are distinct from.
+    /// Id of the section `ram` at the source; its other ids differ from it.
     pub section_id: u32,
-    /// The RAM blocks, in the source's order.
+    /// RAM blocks in the source's order.
     pub blocks: Vec<RamBlockEntry>,
 }
 
 impl RamLayout {
-    /// Whether the host has some of it in huge pages.
+    /// Returns true if the host keeps some of it in huge pages.
     pub(crate) fn has_huge_pages(&self) -> bool {
         let mut blocks = self.blocks.iter();
         blocks.any(|block| block.page_size > PAGE_SIZE as u64)
     }
 }
 
-/// Sections of devices before the end of RAM, in their order.
+/// Device sections before the end of RAM, in their order.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct EarlySections {
-    /// Those before the START section of `ram`.
+    /// Sections before the START section of `ram`.
     pub before_ram: Vec<EarlySection>,
-    /// Those behind it.
+    /// Sections after it.
     pub behind_start: Vec<EarlySection>,
 }
 
 impl EarlySections {
-    /// What virtio-mem devices have plugged, as those before RAM show it.
+    /// Returns the memory that virtio-mem devices have plugged, from the sections before RAM.
     pub(crate) fn plugged(&self) -> Vec<PluggableMemory> {
         let before_ram = self.before_ram.iter();
         before_ram
@@ -70,12 +70,12 @@ impl EarlySections {
             .collect()
     }
 
-    /// All of them.
+    /// Iterates over all sections.
     pub(crate) fn all(&self) -> impl Iterator<Item = &EarlySection> {
         self.before_ram.iter().chain(&self.behind_start)
     }
 
-    /// Adds a section that comes next in a stream where `ram` has begun or not.
+    /// Adds the next section; `ram_has_begun` selects the list.
     pub(crate) fn push(&mut self, section: EarlySection, ram_has_begun: bool) {
         match ram_has_begun {
             true => self.behind_start.push(section),
@@ -84,26 +84,26 @@ impl EarlySections {
     }
 }
 
-/// What the stream has before its first page.
+/// Content of the stream before its first page.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Setup {
     pub configuration: Configuration,
-    /// Commands for the other side.
+    /// Commands for the destination.
     pub commands: Vec<Command>,
     pub ram: RamLayout,
-    /// Sections of devices that have come so far.
+    /// Device sections so far.
     pub early: EarlySections,
-    /// The multifd flush of the set-up is a record; else, with multifd, every section's end is a sync point.
+    /// True if the multifd flush of the set-up is a record; otherwise, with multifd, every section's end is a sync point.
     pub flush: bool,
-    /// What a Hotlift's stream has, a relay's or a guest's; `None` of a QEMU.
+    /// Features of a Hotlift's stream, a relay's or a guest's; `None` for a QEMU.
     pub relay: Option<Features>,
     pub return_path: bool,
-    /// The guest may be switched over before its pages are there.
+    /// True if the guest may switch over before its pages have arrived.
     pub postcopy: bool,
 }
 
 impl Setup {
-    /// Whether the source is a guest of Hotlift's own.
+    /// Returns true if the source is a Hotlift's own guest.
     pub(crate) fn is_guest(&self) -> bool {
         self.relay
             .is_some_and(|features| !features.contains(Features::RELAYED))
@@ -111,12 +111,12 @@ impl Setup {
 }
 
 impl MainChannel {
-    /// Goes on behind the set-up of a source with or without multifd channels. Other devices may follow that cannot be
-    /// taken apart; [`Action::Opened`] comes behind those.
+    /// Continues after the set-up of a source with or without multifd channels. Devices that cannot be parsed may follow;
+    /// [`Action::Opened`] comes after the check for them.
     pub(crate) fn begin(&mut self, multifd: bool) {
         self.multifd = multifd;
-        // With multifd the source may write nothing more on main before its channels are read; there such a device is
-        // refused when it comes, and what was taken for the end of an unknown layout is checked at the end.
+        // With multifd the source may write nothing more on main before its channels are read. Such a device is then rejected
+        // when it comes, and the assumed end of an unknown layout is checked at the end.
         self.phase = Phase::Others {
             section_has_ended: false,
         };
@@ -125,12 +125,12 @@ impl MainChannel {
         }
     }
 
-    /// Whether the taker shows that it loads the devices. A file takes whatever comes.
+    /// Sets whether the taker proves that it loads the devices. A file accepts any bytes.
     pub(crate) fn set_shows_loading(&mut self, shows: bool) {
         self.shows_loading = shows;
     }
 
-    /// Whether the stream is not open yet.
+    /// Returns true if the stream is not open yet.
     pub(crate) fn looks_at_devices(&self) -> bool {
         matches!(self.phase, Phase::Others { .. })
     }
@@ -143,7 +143,7 @@ impl MainChannel {
         }
     }
 
-    /// A postcopy that was interrupted is answered as soon as the destination has compared what it has.
+    /// Handles the first bytes. An interrupted postcopy is answered once the destination has compared its pages.
     pub(super) fn first(&mut self, bytes: &[u8]) -> Step<'static> {
         let missing = RESUMED_MAGIC.len().saturating_sub(bytes.len());
         if missing > 0 {
@@ -165,7 +165,7 @@ impl MainChannel {
         }
     }
 
-    /// What follows from bytes that are no event.
+    /// Handles bytes that do not decode.
     pub(super) fn undecoded(&mut self, error: WireError) -> Result<Step<'static>, MigrationError> {
         let is_guest = matches!(self.taker, Taker::Guest(_));
         let why = match (self.phase, error) {
@@ -185,7 +185,7 @@ impl MainChannel {
         Ok(Step::Do(self.pass_through(why), 0))
     }
 
-    /// A record of the set-up, of so many bytes.
+    /// Handles a record of the set-up of `length` bytes.
     pub(super) fn set_up<'a>(
         &mut self,
         event: MainEvent<'a>,
@@ -281,8 +281,8 @@ impl MainChannel {
         if !self.return_path || self.is_hotlift() {
             return Ok(Action::Nothing);
         }
-        // PINGs of a QEMU are answered in place of the destination, which does not get them then. A QEMU that switches
-        // over at once waits for that before it sends its RAM blocks, without which no destination can be opened.
+        // PINGs of a QEMU are answered here instead of at the destination, which does not receive them. A QEMU that switches
+        // over at once awaits the answer before it sends its RAM blocks, which are required to open a destination.
         let commands = &mut self.set_up.commands;
         let pings = commands.extract_if(.., |command| matches!(command, Command::Ping(_)));
         let values = pings.filter_map(|command| match command {
@@ -292,7 +292,8 @@ impl MainChannel {
         Ok(Action::Pongs(values.collect()))
     }
 
-    /// A Hotlift's offer to a relay. A guest that is not saved is refused: what takes a QEMU's stream cannot run it.
+    /// Handles a Hotlift's offer to a relay. A guest's stream is accepted only for a file: a destination for a QEMU's stream
+    /// cannot run it.
     fn meet(&mut self, offer: Offer, into_stream: bool) -> Action<'static> {
         self.set_up.relay = Some(offer.features);
         self.source = match offer.features.contains(Features::RELAYED) {
@@ -309,8 +310,8 @@ impl MainChannel {
         Action::Greet { offer, takes }
     }
 
-    /// Looks whether another device sends state while the guest runs, or before RAM in a layout that is not known. Their
-    /// sections follow the footer of `ram`'s.
+    /// Checks whether another device sends state while the guest runs, or before RAM in an unknown layout. Such sections follow
+    /// the footer of `ram`.
     pub(super) fn others<'a>(
         &mut self,
         bytes: &'a [u8],
@@ -374,7 +375,7 @@ impl MainChannel {
         }
     }
 
-    /// A PING of the source of a guest, before it has opened the migration or behind that.
+    /// Handles a PING of a guest's source, before or after the opening.
     pub(super) fn ping_of_guest(
         &mut self,
         rules: GuestRules,
@@ -388,7 +389,7 @@ impl MainChannel {
             return Ok(Action::Pong(value));
         }
         match (Offer::of_ping(value), rules.is_hotlift) {
-            // Without channels a Hotlift has no other place to show that it is one.
+            // Without channels a Hotlift can identify itself only here.
             (Some(offer), Some(true) | None) => {
                 self.source = Source::Guest;
                 let takes = rules.takes;
@@ -402,7 +403,7 @@ impl MainChannel {
         }
     }
 
-    /// Postcopy may follow: nothing that RAM holds now is the source's.
+    /// Handles the advice that postcopy may follow: the present content of RAM is not the source's.
     pub(super) fn advise_guest(
         &mut self,
         rules: GuestRules,
@@ -436,12 +437,12 @@ impl MainChannel {
     }
 }
 
-/// Why a stream is passed through in which this device has an early section of an unknown layout.
+/// Returns the reason to pass a stream through unparsed: this device has an early section of an unknown layout.
 fn before_ram(idstr: &str) -> String {
     format!("device '{idstr}' sends state before RAM in a layout that is not known")
 }
 
-/// Whether postcopy is carried for all these sizes of host pages, ORed, and this one of the target's.
+/// Returns true if postcopy supports these host page sizes (ORed) and this target page size.
 fn are_carried((host, target): (u64, u64)) -> bool {
     let page = PAGE_SIZE as u64;
     target == page && (page..2 * LARGEST_PAGE as u64).contains(&host)
@@ -458,15 +459,15 @@ fn over_limit(got: usize, limit: usize, what: &'static str) -> Result<(), Migrat
     }
 }
 
-/// What is wrong with the bytes of main. For a device whose state a relay cannot take out of a stream with multifd, the
-/// error has the way out: without multifd the stream is passed through.
+/// Returns the error for undecodable bytes of main. For a device whose state a relay cannot separate in a multifd stream it
+/// names the solution: without multifd the stream is passed through.
 pub(super) fn broken(error: WireError, early: &EarlyLengths) -> MigrationError {
     let got = match (&error, early.searched()) {
         (WireError::UnknownDevice { idstr, .. }, _) => {
             format!("the state of device '{idstr}', which sends it while the guest runs")
         }
         (WireError::NoSectionEnd { .. } | WireError::SectionLength { .. }, _) => error.to_string(),
-        // Its end may have been taken for another place.
+        // The end of that device may have been placed wrongly.
         (_, Some(idstr)) => format!("{error}, behind device '{idstr}', whose state has no length"),
         _ => return MigrationError::main_wire(error),
     };

@@ -1,4 +1,4 @@
-//! Whole streams, damaged and delayed at each byte, by a virtual clock.
+//! Whole streams, damaged and delayed at each byte, on a virtual clock.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::handshake::CONNECTED;
@@ -12,17 +12,17 @@ use hotlift_wire::multifd::{
 
 use super::*;
 
-/// Silence that a test's source may keep.
+/// Limit of the source's silence in the tests.
 const LIMIT: Duration = Duration::from_secs(15);
 
-/// All bits of a byte, and some of them. A command's type becomes EOF by the second.
+/// Bit masks: all bits of a byte, and some. The second turns a command's type into EOF.
 const MASKS: [u8; 4] = [0x01, 0x08, 0x80, 0xff];
 
-/// What the machine has asked for, without what is large or depends on how many bytes came at once.
+/// Actions of the machine, without large content and without what depends on the size of the reads.
 #[derive(Debug, Clone, PartialEq)]
 enum Seen {
     Page(usize, u64, u32),
-    /// Bytes for the other side, as many as came in a row.
+    /// Bytes for the peer, concatenated if consecutive.
     Bytes(&'static str, Vec<u8>),
     Other(String),
 }
@@ -60,7 +60,7 @@ impl Seen {
         }
     }
 
-    /// Whether `self` is `other`, or the beginning of its bytes.
+    /// Returns true if `self` equals `other` or is the beginning of its bytes.
     fn begins(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Bytes(what, some), Self::Bytes(kind, all)) => {
@@ -71,25 +71,25 @@ impl Seen {
     }
 }
 
-/// How a stream ended.
+/// End of a stream.
 #[derive(Debug, PartialEq)]
 enum End {
     Whole,
-    /// The source may be silent for ever.
+    /// The source may be silent without limit.
     Waits,
     Refused(String),
 }
 
-/// Actions, each with the bytes that were taken behind it.
+/// Actions, each with the count of consumed bytes after it.
 type Read = (Vec<(Seen, usize)>, End);
 
-/// A stream, and who takes it.
+/// A stream and its taker.
 struct Case {
     name: &'static str,
     taker: Taker,
     multifd: bool,
     bytes: Vec<u8>,
-    /// Damage up to here is found before anything commits that comes behind it.
+    /// Damage before this offset is found before any later commit.
     covered: usize,
 }
 
@@ -102,7 +102,7 @@ impl Case {
         MainChannel::new(self.taker, silence)
     }
 
-    /// Reads `bytes`, which come in parts that end at `parts`, and then `how`.
+    /// Reads `bytes`, in parts that end at `parts`, and then the end `how`.
     fn read(&self, bytes: &[u8], parts: &[usize], how: Ended) -> Read {
         let mut machine = self.machine();
         let mut seen: Vec<(Seen, usize)> = Vec::new();
@@ -156,7 +156,7 @@ impl Case {
         panic!("{}: the machine makes no progress", self.name);
     }
 
-    /// Places of bytes: all, but of the content of pages a part.
+    /// Iterates over byte offsets: all of them, but only a sample of page content.
     fn places(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.bytes.len()).filter(|at| {
             let near = at.saturating_sub(8)..(at + 8).min(self.bytes.len());
@@ -171,7 +171,7 @@ impl Case {
         read
     }
 
-    /// Whether a guest may run by `one`, or a QEMU has it for good: damage is found before.
+    /// Returns true if the action may start a guest, or gives a QEMU data for good: damage must be found before.
     fn commits(&self, one: &Seen) -> bool {
         match one {
             Seen::Bytes("devices", _) => matches!(self.taker, Taker::Relay { into_stream: true }),
@@ -180,9 +180,9 @@ impl Case {
         }
     }
 
-    /// Asserts that nothing commits in `read` that comes behind damage at `at`.
+    /// Asserts that `read` contains no commit after damage at `at`.
     fn check_damage(&self, (whole, _): &Read, (seen, end): &Read, at: usize, what: &str) {
-        // A source whose offer is not answered as it was made does not go on.
+        // A source whose offer is answered differently aborts.
         let greets = |read: &[(Seen, usize)]| {
             let greet = read.iter().find(|(one, _)| one.is(&["Greet"]));
             greet.map(|(one, _)| one.clone())
@@ -202,7 +202,7 @@ impl Case {
     }
 }
 
-/// Writes a Hotlift's stream.
+/// Writer of a Hotlift's stream.
 struct Writer {
     encoder: MainEncoder,
     out: Vec<u8>,
@@ -227,12 +227,12 @@ impl Writer {
         self.encoder.command(command, &mut self.out).unwrap();
     }
 
-    /// A PING with the checksum of everything before it.
+    /// Writes a PING with the checksum of everything before it.
     fn ping(&mut self) {
         self.command(Command::Ping(crc32fast::hash(&self.out)));
     }
 
-    /// The offer, with the advice that postcopy may follow, and the RAM blocks.
+    /// Writes the offer, optionally the postcopy advice, and the RAM blocks.
     fn open(&mut self, features: Features, postcopy: bool, flush: bool) {
         self.command(Command::Ping(Offer::new(features).ping()));
         if postcopy {
@@ -246,7 +246,7 @@ impl Writer {
             .unwrap();
     }
 
-    /// A section with pages; the last if `last`.
+    /// Writes a section with pages; the last if `last`.
     fn section(&mut self, first: u64, last: bool, flush: bool) {
         let Self { encoder, out } = self;
         match last {
@@ -296,7 +296,7 @@ fn guest(multifd: bool, postcopy_ram: bool) -> Taker {
 
 const TO_QEMU: Taker = Taker::Relay { into_stream: true };
 
-/// A guest's stream to a guest, or to a relay that saves it.
+/// Builds a guest's stream to a guest, or to a relay that saves it.
 fn of_guest(name: &'static str, taker: Taker, multifd: bool) -> Case {
     let mut writer = Writer::new();
     let mut features = Features::empty();
@@ -319,7 +319,7 @@ fn of_guest(name: &'static str, taker: Taker, multifd: bool) -> Case {
     }
 }
 
-/// A guest's postcopy.
+/// Builds a guest's postcopy.
 fn of_running_guest() -> Case {
     let mut writer = Writer::new();
     writer.open(Features::empty(), true, false);
@@ -344,7 +344,7 @@ fn of_running_guest() -> Case {
     put_package_end(sum, &mut writer.out);
     assert_eq!(writer.out.len() - before, end);
     writer.encoder.end_package().unwrap();
-    // RUN alone is behind the checksum, and its bytes are as fixed as those of the length of the package.
+    // Only RUN follows the checksum; its bytes are as fixed as the package's length.
     let covered = writer.out.len();
     writer.section(1, false, false);
     writer.section(5, true, false);
@@ -362,7 +362,7 @@ const RELAY: Features = Features::RELAYED
     .union(Features::PACKAGE_CHECKED)
     .union(Features::CONFIRMED);
 
-/// A relay's stream of a QEMU's guest.
+/// Builds a relay's stream of a QEMU's guest.
 fn of_relay(name: &'static str, multifd: bool) -> Case {
     let mut writer = Writer::new();
     let mut features = RELAY;
@@ -390,7 +390,7 @@ fn of_relay(name: &'static str, multifd: bool) -> Case {
     }
 }
 
-/// A relay's stream of a QEMU's guest that switches over to postcopy.
+/// Builds a relay's stream of a QEMU's guest that switches to postcopy.
 fn of_running_relay() -> Case {
     let mut writer = Writer::new();
     writer.open(RELAY, true, false);
@@ -413,7 +413,7 @@ fn of_running_relay() -> Case {
     }
 }
 
-/// A stream of each kind that has checksums.
+/// Returns a stream of each kind that has checksums.
 fn hotlifts() -> Vec<Case> {
     vec![
         of_guest("guest", guest(false, false), false),
@@ -426,14 +426,14 @@ fn hotlifts() -> Vec<Case> {
     ]
 }
 
-/// What was recorded of a connection of a QEMU.
+/// Returns the recorded bytes of a QEMU's connection.
 fn recorded(name: &str, connection: &str) -> Vec<u8> {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../hotlift-wire/fixtures");
     let file = std::fs::File::open(format!("{folder}/{name}/{connection}.zst")).unwrap();
     zstd::stream::decode_all(file).unwrap()
 }
 
-/// How many SYNCs a recorded channel of a guest with these RAM blocks has.
+/// Returns the count of SYNCs of a recorded channel of a guest with these RAM blocks.
 fn syncs(name: &str, blocks: &[RamBlockEntry]) -> usize {
     let channel = recorded(name, "channel-0");
     let rules = PacketRules {
@@ -452,7 +452,7 @@ fn syncs(name: &str, blocks: &[RamBlockEntry]) -> usize {
     syncs
 }
 
-/// The recorded streams of QEMUs.
+/// Returns the recorded streams of QEMUs.
 fn qemus() -> Vec<Case> {
     let case = |name: &'static str, multifd| Case {
         name,
@@ -509,7 +509,7 @@ fn no_damaged_byte_commits_anything() {
             damaged[at] = case.bytes[at];
             damaged.insert(at, case.bytes[at]);
             let read = case.read(&damaged, &[], Ended::Closed);
-            // A byte that is there twice is another only behind the last of its kind.
+            // A duplicated byte changes the stream only after the last byte of its run.
             let run = case.bytes[at..]
                 .iter()
                 .take_while(|&&byte| byte == case.bytes[at]);
@@ -537,12 +537,12 @@ fn a_stream_that_ends_early_is_whole_only_behind_its_last_word() {
                 let (seen, end) = case.read(&case.bytes[..length], &[], how);
                 let is_whole = end == End::Whole;
                 let mut cut = seen.iter().zip(&whole);
-                // An end without a description is one.
+                // An end without a description is also one.
                 let differs = cut.find(|(one, whole)| {
                     !one.0.begins(&whole.0) && !matches!(one.0, Seen::Bytes("end", _))
                 });
                 assert_eq!(differs, None, "{} {how:?} at {length}", case.name);
-                // EOF is the last byte that matters.
+                // EOF is the last relevant byte.
                 let has_eof = seen.iter().any(|(one, _)| one.is(&["Eof"]));
                 assert!(
                     !has_eof || length > case.covered,
@@ -570,7 +570,8 @@ fn recorded_streams_are_passed_on_as_they_are() {
         });
         let (devices, end) = devices.clone().next().unwrap();
         assert!(case.bytes[..end].ends_with(devices), "{}", case.name);
-        // Each SYNC of a channel has a sync point on main: one in the set-up, and in machine types up to 8.0 each section's end.
+        // Each SYNC of a channel has a sync point on main: one in the set-up, and in machine types up to 8.0 each section's
+        // end.
         if case.multifd {
             let kinds = ["SyncPoint", "RamEnd { is_sync_point: true"];
             let points = seen.iter().filter(|(one, _)| one.is(&kinds)).count();
@@ -597,7 +598,7 @@ fn no_damage_of_a_recorded_stream_is_more_than_refused_or_read() {
                 let mut damaged = case.bytes.clone();
                 damaged[at] ^= mask;
                 let (seen, _) = case.read(&damaged, &[], Ended::Closed);
-                // What came before is as it was.
+                // The actions before the damage are unchanged.
                 let before = |read: &[(Seen, usize)]| {
                     let plain = read.iter().filter(|(one, end)| {
                         let is_end = one.is(&["DevicesEnd", "Released"]);
@@ -620,7 +621,7 @@ fn no_damage_of_a_recorded_stream_is_more_than_refused_or_read() {
     assert!(cases > 10_000, "{cases}");
 }
 
-/// Without the description only the close of a source shows how it ended: one that takes answers has not had any.
+/// Without the description only the source's close shows the end: a source that reads answers has received none.
 #[test]
 fn only_a_source_that_takes_no_answers_may_close_behind_eof() {
     for case in qemus() {
@@ -633,7 +634,7 @@ fn only_a_source_that_takes_no_answers_may_close_behind_eof() {
             let is_offered = seen.iter().any(|(one, _)| one.is(&["DevicesEnd"]));
             let may = !takes_answers || how == Ended::Silent;
             assert_eq!(is_offered, may, "{} {how:?}: {end:?}", case.name);
-            // A byte less, and nothing shows that the devices are whole.
+            // With one byte less nothing proves that the devices are complete.
             let (seen, end) = case.read(&case.bytes[..eof], &[], how);
             let is_offered = seen.iter().any(|(one, _)| one.is(&["DevicesEnd"]));
             assert!(!is_offered, "{} {how:?}: {end:?}", case.name);
@@ -641,7 +642,7 @@ fn only_a_source_that_takes_no_answers_may_close_behind_eof() {
     }
 }
 
-/// Brings a machine to where it needs what comes behind `length` bytes; the machine, and what it has not taken.
+/// Feeds a machine up to `length` bytes. Returns it, and the count of bytes not consumed.
 fn brought(case: &Case, length: usize) -> (MainChannel, usize) {
     let mut machine = case.machine();
     let mut taken = 0;
@@ -658,7 +659,7 @@ fn brought(case: &Case, length: usize) -> (MainChannel, usize) {
     }
 }
 
-/// Asserts that the source may be silent for `limit` and no more behind `length` bytes.
+/// Asserts that the source may be silent for exactly `limit` after `length` bytes.
 fn check_silence(case: &Case, length: usize, limit: Option<Duration>) {
     let (mut machine, come) = brought(case, length);
     let begins = Instant::now();
@@ -670,7 +671,7 @@ fn check_silence(case: &Case, length: usize, limit: Option<Duration>) {
         case.name
     );
     let Some(limit) = limit else { return };
-    // A look at the clock does not begin the wait again, and more bytes do.
+    // Reading the deadline does not restart the wait; more bytes do.
     let near = begins + limit - Duration::from_millis(1);
     assert!(machine.deadline(near, come).is_some_and(|it| near < it));
     let late = begins + limit + Duration::from_millis(1);
@@ -684,19 +685,19 @@ fn each_wait_has_its_limit_and_begins_with_the_last_byte() {
     let cases = hotlifts();
     let named = |name: &str| cases.iter().find(|case| case.name == name).unwrap();
     let guest = named("guest");
-    // Between records a guest's source rests; within them it does not.
+    // A guest's source may pause between records, not within them.
     check_silence(guest, 0, None);
     check_silence(guest, 3, Some(LIMIT));
     let section = guest.bytes.len() / 3;
     check_silence(guest, section, Some(LIMIT));
     let relay = named("relay");
     check_silence(relay, 20, Some(LIMIT));
-    // Once it is open a relay's source is bound by liveness alone.
+    // An open relay's source is limited only by the liveness check.
     check_silence(relay, relay.bytes.len() / 3, None);
     check_silence(relay, relay.covered + 1, Some(DESCRIPTION));
     let postcopy = named("postcopy of a relay");
     check_silence(postcopy, postcopy.covered - 20, Some(PACKAGE));
-    // The checksum behind a package is awaited no longer than the package.
+    // The limit of the package also covers the checksum after it.
     check_silence(postcopy, postcopy.covered - 1, Some(PACKAGE));
     let qemus = qemus();
     let qemu = &qemus[0];
@@ -746,6 +747,6 @@ fn an_interrupted_postcopy_agrees_before_it_goes_on() {
     assert_eq!(goes_on, Step::Do(Action::Resume, bytes.len() - asks));
     assert_eq!(machine.deadline(now, 0), None);
     assert_eq!(machine.deadline(now, 1), Some(now + LIMIT / 2));
-    // Nothing is agreed any more, and pages may come.
+    // The negotiation is over, and pages may come.
     assert!(machine.next(&bytes).is_err());
 }

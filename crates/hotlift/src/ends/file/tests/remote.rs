@@ -1,4 +1,4 @@
-//! Files that a server hands out: they read as on its own disk, whatever becomes of the connections.
+//! Files on a server read like local files, whatever happens to the connections.
 
 use std::fs;
 use std::io::{self, Read as _, Write as _};
@@ -30,7 +30,7 @@ use crate::tls::Tls;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// A server of a folder, which ends when this goes out of scope.
+/// A server of a folder, stopped on drop.
 struct Serving {
     address: Address,
     control: Control,
@@ -43,7 +43,7 @@ impl Serving {
         Self::with_places(folder, at, tls, (64, LONG))
     }
 
-    /// For so many who read at once, each of whom has his place though he reads nothing for so long.
+    /// Starts a server with the given number of places, and the given idle time until a place can be taken away.
     fn with_places(
         folder: &Path,
         at: &Address,
@@ -84,7 +84,7 @@ impl Serving {
         Self::start(folder, &Address::Unix { path }, None)
     }
 
-    /// A file of it.
+    /// Returns a file on the server.
     fn file(&self, name: &str) -> RemoteFile {
         RemoteFile {
             address: self.address.clone(),
@@ -93,7 +93,7 @@ impl Serving {
         }
     }
 
-    /// Ends it, and says what has happened there.
+    /// Stops the server, and returns its events.
     fn end(mut self) -> Vec<String> {
         self.join();
         lock(&self.said).clone()
@@ -117,7 +117,7 @@ fn open(file: &RemoteFile) -> Result<BlockFile, FileError> {
     BlockFile::open_at(&Location::Server(file.clone()), &Control::new())
 }
 
-/// Why a file is not opened.
+/// Returns the error of opening a file.
 fn refusal(file: &RemoteFile) -> FileError {
     match open(file) {
         Ok(_) => panic!("{file} is handed out"),
@@ -125,7 +125,7 @@ fn refusal(file: &RemoteFile) -> FileError {
     }
 }
 
-/// Opens file `vm`.
+/// Encodes the request to open file `vm`.
 fn question() -> Vec<u8> {
     let mut bytes = Vec::new();
     let open = Open {
@@ -166,7 +166,7 @@ fn a_file_reads_over_every_transport_as_on_its_own_disk() {
         let here = describe(&folder.path().join("vm"), true, &control).unwrap();
         assert_eq!(describe(&location, true, &control).unwrap(), here);
         let file = open(&remote).unwrap();
-        // Several threads read at once, each over a connection of its own.
+        // Several threads read concurrently, each over its own connection.
         thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| assert_eq!(read(&file, 0).unwrap(), expected));
@@ -237,10 +237,10 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
     let tls = Pki::new().tls("localhost");
     let at = "tcp:127.0.0.1:0".parse().unwrap();
     let serving = Serving::start(folder.path(), &at, Some(tls));
-    // Without TLS where there is some.
+    // A client without TLS at a server with TLS.
     let error = error_line(&refusal(&serving.file("vm")));
     assert!(error.contains("speaks TLS only"), "{error}");
-    // A host of another CA.
+    // A client with another CA.
     let mut other = serving.file("vm");
     other.tls = Some(Pki::new().tls("localhost"));
     let error = error_line(&refusal(&other));
@@ -260,7 +260,7 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
             stream.shutdown(Shutdown::Write);
         }
         let mut answer = Vec::new();
-        // It may end by a reset: what was said was not read to its end.
+        // The connection may end with a reset, because not all sent bytes were read.
         let _ = (&stream).read_to_end(&mut answer);
         if words == newer {
             let (reply, _) = Reply::decode(&answer).unwrap();
@@ -269,7 +269,7 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
     }
     open(&serving.file("vm")).unwrap();
 
-    // And what is no file server.
+    // A peer that is no file server.
     let socket = folder.path().join("other");
     let listener = UnixListener::bind(&socket).unwrap();
     let answering = thread::spawn(move || {
@@ -341,7 +341,7 @@ fn another_file_under_the_name_is_refused_after_the_connection_was_lost() {
     let serving = Serving::unix(folder.path());
     let file = open(&serving.file("vm")).unwrap();
     file.persist(LONG);
-    // One that is open stays what it was.
+    // An open file keeps its content.
     save(&folder.path().join("vm"), "zstd");
     read(&file, 1).unwrap();
     drop(serving);
@@ -379,7 +379,7 @@ fn a_wait_for_a_server_ends_when_its_time_is_over_or_nobody_wants_the_file() {
     });
 }
 
-/// Somebody who has opened file `vm`, and reads nothing of it. `None`: the server had no place for him.
+/// Returns a client that has opened file `vm` and reads nothing; `None` if the server had no place for it.
 fn idle(at: &Address) -> Option<Stream> {
     let stream = at.connect(LONG).unwrap();
     stream.set_read_timeout(LONG).unwrap();
@@ -415,7 +415,7 @@ fn a_full_server_says_so_and_whoever_reads_already_waits_for_a_place() {
     let first = idle(&serving.address).unwrap();
     let error = error_line(&refusal(&serving.file("vm")));
     assert!(error.contains("all places are taken"), "{error}");
-    // The reader loses its connection, and somebody else takes the place.
+    // The reader loses its connection, and another client takes the place.
     proxy.cut(Ending::Fin, 0);
     let second = loop {
         if let Some(second) = idle(&serving.address) {
@@ -442,14 +442,14 @@ fn a_place_that_nobody_uses_is_given_to_who_needs_one_and_the_reader_takes_anoth
         path: folder.path().join("socket"),
     };
     let serving = Serving::with_places(folder.path(), &at, None, (1, Duration::ZERO));
-    // Nobody waits for a server here: a lost one is an error at once.
+    // Before `persist` reads do not wait for a server: its loss is an immediate error.
     let file = open(&serving.file("vm")).unwrap();
     let _others = [(); 2].map(|()| {
         loop {
             if let Some(other) = idle(&serving.address) {
                 break other;
             }
-            // It is in an answer still.
+            // The place is still in use for an answer.
             thread::yield_now();
         }
     });
@@ -457,7 +457,7 @@ fn a_place_that_nobody_uses_is_given_to_who_needs_one_and_the_reader_takes_anoth
     assert_eq!(read(&file, 0).unwrap(), expected);
 }
 
-/// A server at `socket` of one connection, on which file `vm` is open: each read is answered by what `answer` makes of it.
+/// Runs a server at `socket` for one connection, on which file `vm` is open; `answer` answers each read.
 fn one_connection(
     socket: &Path,
     mut answer: impl FnMut(&UnixStream, Read, Vec<u8>) -> io::Result<()> + Send + 'static,
@@ -487,7 +487,7 @@ fn one_connection(
     })
 }
 
-/// File `vm` at such a server.
+/// Returns file `vm` at such a server.
 fn at(socket: &Path) -> RemoteFile {
     RemoteFile {
         address: Address::Unix {
@@ -513,7 +513,7 @@ fn a_part_that_a_server_cannot_read_for_a_moment_is_asked_for_again() {
     let mut reads = 0;
     let serving = one_connection(&socket, move |mut stream, _, content| {
         reads += 1;
-        // The first reads are of whoever opens the file, and has no patience yet.
+        // The first reads belong to the opening of the file, which has no patience yet.
         if reads < 8 || reads % 2 > 0 {
             return answer(stream, &content);
         }
@@ -529,7 +529,7 @@ fn a_part_that_a_server_cannot_read_for_a_moment_is_asked_for_again() {
     serving.join().unwrap();
 }
 
-/// Why a read of a server that answers nothing has ended.
+/// Returns true if a read from a silent server was cancelled.
 fn is_called_off(error: &FileError) -> bool {
     let FileError::Server { source, .. } = error else {
         return false;

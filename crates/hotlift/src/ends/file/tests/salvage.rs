@@ -1,10 +1,10 @@
-//! What is damaged of a file's pages, and what is not.
+//! Damaged pages of a file, and the undamaged ones.
 
 use super::*;
 use crate::ends::file::LostPages;
 use crate::pipe::batch::BATCH_PAGES;
 
-/// All pages of RAM block 0 as an eager restore reads them, and those that were lost.
+/// Returns all pages of RAM block 0 as an eager restore reads them, and the lost pages.
 fn salvage(path: &Path) -> (Vec<u8>, Vec<LostPages>) {
     let mut file = BlockFile::open(path).unwrap();
     file.salvage();
@@ -79,7 +79,7 @@ fn a_damaged_part_of_the_index_is_read_once() {
     fs::write(&path, &bytes).unwrap();
     let file = BlockFile::open(&path).unwrap();
     let error = file.entry(0, 0).unwrap_err().to_string();
-    // Who reads it again finds that it is gone.
+    // A later read detects that the content is gone.
     fs::OpenOptions::new()
         .write(true)
         .open(&path)

@@ -1,4 +1,4 @@
-//! What a destination whose guest waits for pages agrees on with a source that resumes. It decides, without I/O and without a
+//! Agreement of a destination, whose guest waits for pages, with a source that resumes. It decides without I/O and without a
 //! clock; `recovery` reads and writes.
 
 use std::time::{Duration, Instant};
@@ -10,25 +10,25 @@ use crate::error::MigrationError;
 use crate::stream::main_channel::{Action, unexpected};
 use crate::stream::return_path::encode;
 
-/// Handshake times in which all must be agreed: the bitmaps of 1 TiB are 32 MiB.
+/// Time limit of the agreement, in handshake timeouts: the bitmaps of 1 TiB are 32 MiB.
 const AGREEING: u32 = 2;
 
 /// An agreement with one source.
 #[derive(Debug)]
 pub(super) struct Agreement {
     until: Instant,
-    /// Time for the preempt channel, which the source has made before it resumes; none without the option.
+    /// Time limit for the preempt channel, which the source connects before it resumes; `None` without the option.
     preempt: Option<Duration>,
 }
 
 /// Answer to one event of the source.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// The bitmap of the RAM block with this index.
+    /// Bitmap of the RAM block with this index.
     Bitmap(usize),
-    /// None before the preempt channel is there, which is awaited up to this time.
+    /// None yet: the destination waits for the preempt channel until this time.
     AwaitPreempt(Instant),
-    /// All is agreed.
+    /// None: everything is agreed.
     Agreed,
 }
 
@@ -41,12 +41,12 @@ impl Agreement {
         }
     }
 
-    /// The time at which the connection is cut, whatever is read or written on it.
+    /// Returns the time at which the connection is cut, even during a read or a write.
     pub(super) fn until(&self) -> Instant {
         self.until
     }
 
-    /// Takes what the source asks for.
+    /// Handles a request of the source.
     ///
     /// # Errors
     /// [`MigrationError::Protocol`] for anything but a request for a bitmap and RESUME.

@@ -1,13 +1,13 @@
-//! How long vCPUs stand still for pages that have not come, counted as QEMU does (capability `postcopy-blocktime`).
+//! Time for which missing pages pause vCPUs, counted as QEMU does (capability `postcopy-blocktime`).
 
 use std::time::{Duration, Instant};
 
 use crate::figures::{BlocktimeFigures, LatestTimes, micros};
 
-/// Powers of two of microseconds that waits are counted by (QEMU's `BLOCKTIME_LATENCY_BUCKET_N`).
+/// Buckets for the times of waits, powers of two of microseconds (QEMU's `BLOCKTIME_LATENCY_BUCKET_N`).
 const BUCKETS: usize = 32;
 
-/// Waits of one thread, or of several.
+/// Waits of one or more threads.
 #[derive(Debug, Default)]
 struct Waits {
     count: u64,
@@ -20,7 +20,7 @@ impl Waits {
         self.sum += took;
     }
 
-    /// In nanoseconds; 0 without any.
+    /// Returns the mean in nanoseconds; 0 without waits.
     fn mean_ns(&self) -> u64 {
         let mean = self.sum.as_nanos().checked_div(self.count.into());
         mean.map_or(0, |mean| mean.try_into().unwrap_or(u64::MAX))
@@ -30,30 +30,30 @@ impl Waits {
 #[derive(Debug)]
 struct Vcpu {
     thread: u32,
-    /// Pages that it waits for. One, unless the kernel tells of the next before the last was taken note of.
+    /// Pages that it waits for: one, or more if the kernel reports the next before the end of the last is recorded.
     open: usize,
     since: Instant,
     blocked: Duration,
     waits: Waits,
 }
 
-/// What the waits of a guest's threads come to.
+/// Statistics of the waits of a guest's threads.
 #[derive(Debug)]
 pub(super) struct Blocktime {
     vcpus: Vec<Vcpu>,
-    /// Threads that are no vCPU's, as those of devices.
+    /// Waits of threads that are not vCPUs, e.g. of devices.
     others: Waits,
-    /// How many vCPUs wait, and since when all of them have.
+    /// Number of waiting vCPUs, and the time since which all of them wait.
     blocked: usize,
     all_since: Instant,
     all_blocked: Duration,
     by_time: [u64; BUCKETS],
-    /// Of vCPUs.
+    /// Latest wait times of vCPUs.
     kept: LatestTimes,
 }
 
 impl Blocktime {
-    /// Of a guest whose vCPUs have these threads.
+    /// Creates it for a guest whose vCPUs have these threads.
     pub(super) fn new(threads: &[u32], now: Instant) -> Self {
         let vcpu = |thread: &u32| Vcpu {
             thread: *thread,
@@ -73,7 +73,7 @@ impl Blocktime {
         }
     }
 
-    /// `thread` waits for a page.
+    /// Records that `thread` begins to wait for a page.
     pub(super) fn begins(&mut self, thread: u32, now: Instant) {
         let Some(vcpu) = self.vcpus.iter_mut().find(|vcpu| vcpu.thread == thread) else {
             return;
@@ -88,7 +88,7 @@ impl Blocktime {
         }
     }
 
-    /// A page has come that `thread` has waited for since `since`.
+    /// Records the arrival of a page that `thread` has waited for since `since`.
     pub(super) fn ends(&mut self, thread: u32, since: Instant, now: Instant) {
         let took = now.saturating_duration_since(since);
         let bucket = micros(took).checked_ilog2().unwrap_or(0);
@@ -147,7 +147,7 @@ mod tests {
         blocktime.begins(99, at(1));
         blocktime.begins(11, at(2));
         blocktime.ends(10, at(0), at(5));
-        // The first has gone on to its next page before this one was taken note of.
+        // The first page has arrived, and the thread waits for its next one, before the arrival is recorded.
         blocktime.begins(11, at(6));
         blocktime.ends(11, at(2), at(7));
         blocktime.ends(99, at(1), at(8));

@@ -1,4 +1,4 @@
-//! Guest RAM whose pages come as they are touched.
+//! Guest RAM whose pages are fetched on access.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::error::{Channel, MigrationError};
 use crate::life::gate::Gate;
 use crate::stream::main_recv::Waiting;
 
-/// RAM that is not all there.
+/// RAM with missing pages.
 pub(crate) struct LazyRam<'a> {
     missing: MissingPages,
     received: &'a [DirtyBitmap],
@@ -22,7 +22,7 @@ pub(crate) struct LazyRam<'a> {
 }
 
 impl<'a> LazyRam<'a> {
-    /// Whatever has not come by now is missing.
+    /// Registers all pages that have not arrived yet as missing.
     pub(super) fn new(sink: &'a GuestSink<'a>) -> Result<Self, MigrationError> {
         for (ram, written) in sink.guest.ram().iter().zip(&sink.written) {
             empty_gaps(ram, written)?;
@@ -37,10 +37,10 @@ impl<'a> LazyRam<'a> {
         })
     }
 
-    /// Puts a page there that the source has sent; `None` for zeros.
+    /// Places a page from the source; `None` for zeros.
     ///
     /// # Errors
-    /// [`MigrationError::Protocol`] for one that has come before: the guest may have changed it.
+    /// [`MigrationError::Protocol`] for a page that has already arrived: the guest may have changed it.
     pub(super) fn place(
         &self,
         block: usize,
@@ -61,7 +61,7 @@ impl<'a> LazyRam<'a> {
         if self.missing.place(block, page, content)? == Placed::Before {
             return twice();
         }
-        // Behind the page itself: whoever sees the mark finds it.
+        // Set after the page is placed: a thread that sees the bit finds the page.
         self.received[block].set(page);
         let mut waits = self.waits.lock();
         waits.came(Fault { block, page }, self.waits.now());
@@ -71,11 +71,11 @@ impl<'a> LazyRam<'a> {
         Ok(())
     }
 
-    /// Waits until nothing is waited for any more that was asked for.
+    /// Waits until all requested pages have arrived.
     ///
     /// # Errors
-    /// [`MigrationError::Closed`] if `over` says before that nothing will come; [`MigrationError::Timeout`] if no page has come
-    /// for `patience`; what `waiting` says.
+    /// [`MigrationError::Closed`] if `over` returns true before that; [`MigrationError::Timeout`] if no page arrives for
+    /// `patience`; the error of `waiting`.
     pub(super) fn wait_until_met(
         &self,
         patience: Duration,
@@ -96,7 +96,7 @@ impl<'a> LazyRam<'a> {
         })
     }
 
-    /// Has `ask` ask for each page that the guest touches and that is not there, until the other end of `stop` is closed.
+    /// Calls `ask` for each missing page that the guest touches, until the other end of `stop` is closed.
     pub(super) fn tell_faults(
         &self,
         stop: &Stream,
@@ -124,22 +124,22 @@ impl<'a> LazyRam<'a> {
         }
     }
 
-    /// Whether a page that is waited for is still to be asked for.
+    /// Returns true if the touched page must be requested.
     fn wants(&self, touch: Touch) -> Result<bool, MigrationError> {
         let Fault { block, page } = touch.fault;
         {
-            // A page is marked before its waits end, which takes this lock.
+            // Under this lock, because a page is marked as received before its waits end.
             let mut waits = self.waits.lock();
             if !self.received[block].test(page) {
                 return Ok(waits.begin(touch, self.waits.now()));
             }
         }
-        // A zero page of precopy has come without memory. Any other is there, and whoever waits for it is woken.
+        // A zero page of precopy has arrived, but has no memory. Any other page is there, and this wakes its waiters.
         let _ = self.missing.place(block, page, None)?;
         Ok(false)
     }
 
-    /// The mark of 64 pages of a block, whether they have come.
+    /// Returns the received bits of 64 pages of a block.
     pub(super) fn received_word(&self, block: usize, word: usize) -> u64 {
         let has_come = |bit: &u32| {
             let page = usize::try_from(*bit).map_or(usize::MAX, |bit| word * 64 + bit);
@@ -149,7 +149,7 @@ impl<'a> LazyRam<'a> {
         bits.fold(0, |bits, bit| bits | 1 << bit)
     }
 
-    /// All has come: what did not is zero, and nobody waits any more. Also for a guest that never ran.
+    /// Ends postcopy: missing pages become zero, and all waiting threads wake. Also used for a guest that never ran.
     pub(super) fn end(&self) {
         self.missing.end();
     }

@@ -1,4 +1,4 @@
-//! What is said to the source of a postcopy, over whichever connection there is.
+//! Messages to the source of a postcopy, over the current connection.
 
 use std::io::{self, Write};
 use std::net::Shutdown;
@@ -11,7 +11,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use crate::ends::guest_sink::sink::GuestSink;
 use crate::lock::lock;
 
-/// The return path.
+/// Return path of a postcopy.
 pub(super) struct Link<'a> {
     sink: &'a GuestSink<'a>,
     now: Mutex<Now>,
@@ -19,11 +19,11 @@ pub(super) struct Link<'a> {
 
 #[derive(Default)]
 struct Now {
-    /// In the place of the main channel that was lost.
+    /// Connection that replaces a lost main channel.
     recovered: Option<Arc<Stream>>,
-    /// Nothing can be said.
+    /// True if there is no connection.
     is_lost: bool,
-    /// The source wants to know what there is before it hears what is missing.
+    /// True while the source asks for the received pages: no page is requested before.
     is_asked: bool,
     /// RAM block of the last request on this connection.
     named: Option<usize>,
@@ -37,25 +37,25 @@ impl<'a> Link<'a> {
         }
     }
 
-    /// Ends the connection: who reads it finds it lost, and whoever writes to a source that reads nothing goes on.
+    /// Shuts the connection down: its reader gets an error, and a blocked write to a source that reads nothing ends.
     pub(super) fn cut(&self) {
-        // Apart from `now`, whose lock a writer may have.
+        // Not under the lock of `now`, which a blocked writer may hold.
         match lock(&self.sink.recovered).as_deref() {
             Some(stream) => stream.shutdown(Shutdown::Both),
             None => self.sink.source.main.shutdown(Shutdown::Both),
         }
     }
 
-    /// The connection is gone: what is said from here on is not heard.
+    /// Marks the connection as lost: later messages fail.
     pub(super) fn lose(&self) {
-        // Before the lock, which a writer may have.
+        // Before the lock, which a blocked writer may hold.
         self.cut();
         let mut now = lock(&self.now);
         now.is_lost = true;
         now.recovered = None;
     }
 
-    /// From here on `stream` is the connection. No page is asked for before [`Link::go_on`].
+    /// Replaces the connection by `stream`. No page is requested before [`Link::go_on`].
     pub(super) fn recover(&self, stream: Arc<Stream>) {
         *lock(&self.sink.recovered) = Some(Arc::clone(&stream));
         *lock(&self.now) = Now {
@@ -65,12 +65,12 @@ impl<'a> Link<'a> {
         };
     }
 
-    /// The source goes on: whatever is still waited for is to be asked for again.
+    /// Resumes requests. The caller must repeat the requests for all missing pages.
     pub(super) fn go_on(&self) {
         lock(&self.now).is_asked = false;
     }
 
-    /// Says `bytes`, whole messages.
+    /// Sends `bytes`, which must be whole messages.
     pub(super) fn say(&self, bytes: &[u8]) -> io::Result<()> {
         self.write(&lock(&self.now), bytes)
     }
@@ -83,7 +83,7 @@ impl<'a> Link<'a> {
         }
     }
 
-    /// Asks for a page. Whether it was heard shows when the page comes.
+    /// Requests a page. Errors are ignored: only the page's arrival shows that the request arrived.
     pub(super) fn ask_for(&self, block: usize, page: usize) {
         let mut now = lock(&self.now);
         if now.is_asked {
@@ -100,7 +100,7 @@ impl<'a> Link<'a> {
             },
         };
         let mut bytes = Vec::new();
-        // Names of RAM blocks have the length that the stream takes.
+        // Cannot fail: the stream has limited the length of RAM block names.
         if message.encode(&mut bytes).is_ok() && self.write(&now, &bytes).is_ok() {
             now.named = Some(block);
         }

@@ -1,25 +1,25 @@
-//! A guest that runs here before all its pages are there.
+//! A guest that runs here before all its pages have arrived.
 //!
 //! ```text
-//! ADVISE    RAM is emptied                        pages of precopy, as ever
-//! DISCARD   what the source has changed since is missing again
-//! PACKAGED  {LISTEN devices PING RUN}             the guest runs
-//!           pages as they are asked for, each once
-//! END, EOF  what never came is zero               SHUT(0)
+//! ADVISE    empties RAM                           pages of precopy, as usual
+//! DISCARD   drops pages that have changed since
+//! PACKAGED  {LISTEN devices PING RUN}             starts the guest
+//!           requested and other pages, each once
+//! END, EOF  pages never sent are zero             SHUT(0)
 //! ```
 //!
-//! | file | what it does |
+//! | file | purpose |
 //! |---|---|
-//! | `waits` | who waits for which page, and for how long |
-//! | `lazy_ram` | places pages that have come, and reads which the guest touches |
-//! | `blocktime` | how long vCPUs stand still for them |
-//! | `link` | what is said to the source, over whichever connection there is |
+//! | `waits` | threads that wait for pages, and the times of their waits |
+//! | `lazy_ram` | places received pages, and reads the guest's page faults |
+//! | `blocktime` | time for which vCPUs are paused by page faults |
+//! | `link` | return path to the source, over the current connection |
 //! | `run` | the threads: devices and RUN on `mig/dst/main`, pages on `mig/dst/listen`, faults on `mig/dst/fault` |
-//! | `recovery` | another connection in the place of one that was lost |
-//! | `agreement` | decides what is answered to a source that resumes, and for how long |
+//! | `recovery` | replaces a lost connection |
+//! | `agreement` | answers to a source that resumes, and their time limits |
 //!
-//! RUN is this side's commit: up to there every failure leaves the guest with the source, and it never runs here. From
-//! there on it is here for good, and what fails leaves it without pages that it waits for.
+//! RUN is this side's commit. Before it, every failure leaves the guest with the source, and it never runs here. After it the
+//! guest stays here, and a failure leaves it without pages that it waits for.
 
 mod agreement;
 mod blocktime;
@@ -38,7 +38,7 @@ use hotlift_wire::main_channel::postcopy::Ranges;
 use crate::ends::guest_sink::sink::GuestSink;
 use crate::error::MigrationError;
 
-/// Takes pages back that have come.
+/// Discards received pages.
 pub(crate) fn discard(
     sink: &GuestSink<'_>,
     block: usize,
@@ -58,7 +58,7 @@ pub(crate) fn discard(
     Ok(())
 }
 
-/// Empties whatever lies between pages that hold something: a transparent huge page may have filled it.
+/// Discards all memory between pages with content, because a transparent huge page may have filled it.
 fn empty_gaps(ram: &RamBlock, written: &DirtyBitmap) -> Result<(), MigrationError> {
     let mut gap = None;
     for page in 0..=written.pages() {

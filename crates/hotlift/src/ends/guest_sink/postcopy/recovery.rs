@@ -1,7 +1,7 @@
-//! Another connection in the place of one that was lost: the source asks what has come, and sends the rest.
+//! Replaces a lost connection: the source asks which pages have arrived, and sends the rest.
 //!
-//! A Hotlift shows first what the migration is called. Of a QEMU only the first bytes tell, and it is tried whether it goes
-//! on. Whoever else connects is turned away, and the source is waited for further on.
+//! A Hotlift first shows the id of the migration. A QEMU is recognised only by its first bytes; the destination tries to resume
+//! with it. Any other client is rejected, and the wait for the source continues.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,13 +27,13 @@ use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
 
 impl Incoming<'_> {
-    /// Takes the rest from a source that connects to where somebody says that it will; how that ended. `None` once the
-    /// rest is called off.
+    /// Receives the rest from a source that connects to the listener of `Control::recover`, and returns the outcome. Returns
+    /// `None` after a cancel.
     pub(super) fn recover(&self, machine: &mut MainChannel) -> Option<Result<(), MigrationError>> {
         loop {
             let listener = self.session.control.await_recovery()?;
             match self.recover_at(&listener, machine) {
-                // Called off, or the source is to come to another listener.
+                // Cancelled, or the source will connect to another listener.
                 Ok(None) => {}
                 Ok(Some(outcome)) => return Some(outcome),
                 Err(error) => return Some(Err(error)),
@@ -83,7 +83,7 @@ impl Incoming<'_> {
         door: &mut Door<'_>,
         wait: Duration,
     ) -> Result<Vec<Admitted>, MigrationError> {
-        // Whoever asks is told that the guest runs.
+        // A client that asks for the outcome learns that the guest runs.
         let asked = self.session.asked(&|| ());
         let step = door.step(wait, &[], Some(&asked));
         Ok(step.map_err(MigrationError::opening)?.0)
@@ -94,15 +94,15 @@ impl Incoming<'_> {
             Head::Token(_) => true,
             Head::Resumed if !self.sink.source.is_hotlift() => {
                 let first = &self.sink.source.main;
-                // Any peer with a certificate of the same authority may send the same.
+                // Without this check any peer with a certificate of the same CA could send the same bytes.
                 first.peer().is_none() || first.host().is_at_the_end_of(&arrival.stream)
             }
             _ => false,
         }
     }
 
-    /// [`Incoming::agree`], unless that takes too long, is called off, or the source is to come to another listener: then
-    /// the connection is cut, whatever is read or written on it.
+    /// Runs [`Incoming::agree`] until its time limit, a cancel, or a newer listener for the source. Then it cuts the
+    /// connection, even during a read or a write.
     fn agree_in_time(
         &self,
         machine: &mut MainChannel,
@@ -132,7 +132,7 @@ impl Incoming<'_> {
         })
     }
 
-    /// Informs the source which pages have come, until it resumes. Returns its preempt channel, if there must be one.
+    /// Informs the source which pages have arrived, until it resumes. Returns its preempt channel, if one is required.
     fn agree(
         &self,
         agreement: &Agreement,
@@ -169,7 +169,7 @@ impl Incoming<'_> {
         }
     }
 
-    /// Takes the pages that have not come, of a source that knows which.
+    /// Receives the missing pages from a source that knows them.
     fn go_on(
         &self,
         machine: &mut MainChannel,

@@ -1,4 +1,4 @@
-//! The threads of a postcopy, from PACKAGED to the end.
+//! Threads of a postcopy, from PACKAGED to the end.
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +24,7 @@ use crate::stream::main_recv::{MainInput, Waiting};
 use crate::stream::preempt;
 use crate::stream::return_path::encode;
 
-/// What the threads share.
+/// State that the threads share.
 pub(super) struct Incoming<'a> {
     pub(super) session: &'a Session<'a>,
     pub(super) sink: &'a GuestSink<'a>,
@@ -32,12 +32,12 @@ pub(super) struct Incoming<'a> {
     pub(super) link: Link<'a>,
 }
 
-/// Runs the guest with the devices of a package that has come whole, answers the `pings` of it, and brings the guest its
-/// pages; returns when it has all of them.
+/// Starts the guest with the devices of a complete package, answers its `pings`, and receives the guest's pages. Returns when
+/// all pages have arrived.
 ///
 /// # Errors
-/// [`MigrationError::PagesMissing`] if the guest runs here, and somebody has called the rest off. Any other leaves it with
-/// the source.
+/// [`MigrationError::PagesMissing`] if the guest runs here and the operator has cancelled the rest. Any other error leaves the
+/// guest with the source.
 pub(crate) fn run<'a>(
     session: &'a Session<'a>,
     sink: &'a GuestSink<'a>,
@@ -63,7 +63,7 @@ pub(crate) fn run<'a>(
         DestinationSide::Taken => {
             let waits = incoming.lazy.waits.lock().figures(session.since.elapsed());
             let _ = sink.postcopy.set(waits);
-            // A guest that lacks pages goes on to wait for them.
+            // A guest with missing pages keeps waiting for them.
             outcome
         }
         _ => {
@@ -90,14 +90,14 @@ impl Incoming<'_> {
                 },
                 _ => error,
             });
-            // Whoever loads the devices may wait for a page.
+            // The thread that loads the devices may wait for a page.
             if session.taking.side() == DestinationSide::Never {
                 self.lazy.end();
             }
         };
         let threads = &session.threads;
         thread::scope(|scope| {
-            // Without these two nothing brings what the devices need, and the guest stays with its source.
+            // Without these two threads the devices may wait for pages forever; the guest stays with its source.
             threads.spawn(scope, "mig/dst/fault".to_owned(), &failed, move || {
                 let ask = |fault: hotlift_mem::Fault| self.link.ask_for(fault.block, fault.page);
                 self.lazy.tell_faults(&stopped, ask)
@@ -121,12 +121,12 @@ impl Incoming<'_> {
         })
     }
 
-    /// Loads the devices, and makes the guest run.
+    /// Loads the devices, and starts the guest.
     fn load(&self, pings: &[u32]) -> Result<(), MigrationError> {
         let (session, sink) = (self.session, self.sink);
         sink.await_loaded()?;
         let pongs: Vec<_> = pings.iter().copied().map(ReturnMessage::Pong).collect();
-        // A source that does not hear it finds the connection broken.
+        // A source that does not receive it detects the broken connection.
         let _ = self.link.say(&encode(&pongs));
         if !(session.taking.loaded() && session.taking.commit()) {
             return Err(MigrationError::Cancelled);
@@ -140,7 +140,7 @@ impl Incoming<'_> {
         Ok(())
     }
 
-    /// Takes pages until all have come, over one connection after the other.
+    /// Receives pages until all have arrived, over one connection after the other.
     fn listen(
         &self,
         machine: &mut MainChannel,
@@ -149,7 +149,7 @@ impl Incoming<'_> {
     ) -> Result<(), MigrationError> {
         let mut outcome = self.all_pages(machine, input, preempt);
         while let Err(lost) = outcome {
-            // A guest that does not run yet never will, and a refusal may be said on main. One that is being started does.
+            // A guest that does not run yet never will, and main may carry the refusal. A guest that is starting will run.
             self.session.taking.abandon();
             if !self.session.taking.wait_for_decision(|| false) {
                 return Err(lost);
@@ -161,12 +161,12 @@ impl Incoming<'_> {
                 None => return Err(lost),
             };
         }
-        // What never came is zero, and the devices may wait for it.
+        // Pages that were never sent are zero, and the devices may wait for them.
         self.lazy.end();
         Ok(())
     }
 
-    /// Takes pages until all have come, over one connection and its preempt channel.
+    /// Receives pages until all have arrived, over one connection and its preempt channel.
     pub(super) fn all_pages(
         &self,
         machine: &mut MainChannel,
@@ -176,14 +176,14 @@ impl Incoming<'_> {
         let Some(stream) = preempt else {
             return self.pages(machine, input);
         };
-        // Main has brought its last page; the preempt channel has ended.
+        // `whole`: main has brought its last page. `over`: the preempt channel has ended.
         let (whole, over) = (AtomicBool::new(false), AtomicBool::new(false));
         thread::scope(|scope| {
             let urgent = spawn(scope, "mig/dst/preempt".to_owned(), || {
                 let outcome = self.urgent_pages(stream);
                 over.store(true, Ordering::Release);
                 self.session.control.life().wake();
-                // What is asked for from here on would not come.
+                // Pages requested from now on would not arrive.
                 if !whole.load(Ordering::Acquire) {
                     self.link.cut();
                 }
@@ -193,7 +193,7 @@ impl Incoming<'_> {
             let outcome = urgent.and_then(|urgent| {
                 let mut outcome = self.pages(machine, input);
                 whole.store(true, Ordering::Release);
-                // What main's end has overtaken.
+                // Pages that the end of main has overtaken.
                 if outcome.is_ok() {
                     let patience = self.sink.options.handshake_timeout;
                     let is_over = || over.load(Ordering::Acquire);
@@ -202,7 +202,7 @@ impl Incoming<'_> {
                 let was_over = over.load(Ordering::Acquire);
                 stream.shutdown(Shutdown::Both);
                 match (outcome, urgent.join()?) {
-                    // It has ended main.
+                    // The end of the preempt channel has also ended main.
                     (Err(_), Err(first)) if was_over => Err(first),
                     (outcome, _) => outcome,
                 }
@@ -227,7 +227,7 @@ impl Incoming<'_> {
         })
     }
 
-    /// Takes the pages of main.
+    /// Receives the pages of main.
     fn pages(
         &self,
         machine: &mut MainChannel,
@@ -241,7 +241,7 @@ impl Incoming<'_> {
         Ok(())
     }
 
-    /// Does what the machine asks for; false behind the last page.
+    /// Executes an action of the machine; returns false after the last page.
     fn take(&self, action: &Action<'_>) -> Result<bool, MigrationError> {
         match action {
             Action::Nothing => {}
@@ -259,7 +259,7 @@ impl Incoming<'_> {
                 counters.add_pages(bytes.is_some().into(), bytes.is_none().into());
             }
             Action::Pong(value) => {
-                // Who does not hear it is lost, which is noticed where it is read from.
+                // The reader of the connection detects its loss.
                 let _ = self.link.say(&encode(&[ReturnMessage::Pong(*value)]));
             }
             Action::Eof { .. } => return Ok(false),
@@ -268,7 +268,7 @@ impl Incoming<'_> {
         Ok(true)
     }
 
-    /// The guest runs, and has everything.
+    /// Ends the postcopy of a guest that runs and has all pages.
     fn complete(&self) -> Result<(), MigrationError> {
         let session = self.session;
         if session.taking.side() != DestinationSide::Taken {

@@ -1,5 +1,5 @@
-//! Which pages the guest waits for, and for how long it did. [`Waits`] decides, without I/O and without a clock; `lazy_ram` reads
-//! faults and places pages.
+//! Pages that the guest waits for, and the times of its waits. [`Waits`] decides, without I/O and without a clock; `lazy_ram`
+//! reads faults and places pages.
 
 use std::time::{Duration, Instant};
 
@@ -8,23 +8,23 @@ use hotlift_mem::{Fault, Touch};
 use super::blocktime::Blocktime;
 use crate::figures::{LatestTimes, PostcopyFigures};
 
-/// The waits for pages that have not come.
+/// Waits for missing pages.
 #[derive(Default)]
 pub(super) struct Waits {
-    /// Who waits for a page that was asked for: few, as each is a thread.
+    /// Threads that wait for a requested page: few, because each is a thread.
     open: Vec<(Touch, Instant)>,
-    /// How long others were waited for.
+    /// Times of completed waits.
     over: LatestTimes,
     requests: u64,
-    /// Pages that have come, and when the latest did.
+    /// Number of received pages, and time of the latest one.
     pages: u64,
     pub(super) latest: Option<Instant>,
-    /// Counts the waits by thread, if they are reported.
+    /// Statistics by thread, if enabled.
     blocktime: Option<Blocktime>,
 }
 
 impl Waits {
-    /// Begins without any; `blocktime` counts them by thread.
+    /// Creates it without waits; `blocktime` counts them by thread.
     pub(super) fn new(blocktime: Option<Blocktime>) -> Self {
         Self {
             blocktime,
@@ -32,9 +32,9 @@ impl Waits {
         }
     }
 
-    /// A thread waits for a page that has not come; true if the page is to be asked for.
+    /// Records that a thread waits for a missing page. Returns true if the page must be requested.
     pub(super) fn begin(&mut self, touch: Touch, now: Instant) -> bool {
-        // The kernel may report one more than once.
+        // The kernel may report a fault more than once.
         if self.open.iter().any(|(other, _)| *other == touch) {
             return false;
         }
@@ -48,7 +48,7 @@ impl Waits {
         is_first
     }
 
-    /// A page has come: all waits for it end.
+    /// Records the arrival of a page, which ends all waits for it.
     pub(super) fn came(&mut self, page: Fault, now: Instant) {
         self.pages += 1;
         self.latest = Some(now);
@@ -64,12 +64,12 @@ impl Waits {
         });
     }
 
-    /// Returns true if no page is waited for.
+    /// Returns true if no thread waits for a page.
     pub(super) fn is_met(&self) -> bool {
         self.open.is_empty()
     }
 
-    /// Returns the pages that are waited for: a source that resumes is asked for them again.
+    /// Returns the awaited pages, which must be requested again from a source that resumes.
     pub(super) fn open(&self) -> Vec<Fault> {
         let mut pages: Vec<_> = self.open.iter().map(|(touch, _)| touch.fault).collect();
         pages.sort_unstable();
@@ -77,7 +77,7 @@ impl Waits {
         pages
     }
 
-    /// Returns what the waits have come to so far.
+    /// Returns the statistics of the waits so far.
     pub(super) fn figures(&self, complete: Duration) -> PostcopyFigures {
         PostcopyFigures {
             complete_ms: complete.as_secs_f64() * 1e3,

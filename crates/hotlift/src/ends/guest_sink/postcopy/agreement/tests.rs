@@ -1,4 +1,4 @@
-//! Both sides of a postcopy that resumes, on a virtual clock, over a connection that delays, cuts and flips.
+//! Both sides of a resumed postcopy, on a virtual clock, over a connection that delays, cuts and flips.
 
 use std::collections::VecDeque;
 use std::io::Read;
@@ -22,7 +22,7 @@ use crate::stream::main_send::{MainLink, MainSend};
 
 const MS: Duration = Duration::from_millis(1);
 const HANDSHAKE: Duration = Duration::from_secs(30);
-/// Of the source.
+/// Time limit for answers at the source.
 const ANSWERS: Duration = Duration::from_secs(60);
 
 fn blocks() -> Vec<RamBlockEntry> {
@@ -30,7 +30,7 @@ fn blocks() -> Vec<RamBlockEntry> {
     vec![block("pc.ram", 130), block("vga", 64), block("rom", 3)]
 }
 
-/// A decoder that has read the opening of a stream with these blocks.
+/// Returns a decoder that has read the opening of a stream with these blocks.
 fn decoder() -> MainDecoder {
     let (here, there) = Stream::pair().unwrap();
     let link = Arc::new(MainLink {
@@ -57,7 +57,7 @@ fn decoder() -> MainDecoder {
     decoder
 }
 
-/// What goes wrong in one direction, at this byte.
+/// Fault of one direction, at this byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Flip { byte: usize, mask: u8 },
@@ -69,7 +69,7 @@ enum Fault {
 struct Wire {
     sent: usize,
     fault: Option<Fault>,
-    /// Pieces, and when each arrives.
+    /// Pieces, and their times of arrival.
     under_way: VecDeque<(Duration, Vec<u8>)>,
     is_cut: bool,
 }
@@ -102,7 +102,7 @@ impl Wire {
     }
 }
 
-/// What the machine of the main channel makes of an event.
+/// Returns the action of the main channel's machine for an event.
 fn action(event: &MainEvent<'_>) -> Action<'static> {
     match event {
         MainEvent::Postcopy(PostcopyCommand::RecvBitmap(block)) => Action::Bitmap(*block),
@@ -125,7 +125,7 @@ struct Pair<'l> {
     unread: Vec<u8>,
     received: Vec<DirtyBitmap>,
     destination: Option<Result<(), MigrationError>>,
-    /// Requests that the destination makes before its answers, and after.
+    /// Requests of the destination before its answers, and after them.
     requests: [Vec<u8>; 2],
     /// To the destination, and to the source.
     wires: [Wire; 2],
@@ -185,7 +185,7 @@ impl<'l> Pair<'l> {
         wire.send(bytes, self.now, &mut self.rng, self.delay);
     }
 
-    /// The source, up to where it waits; until when.
+    /// Runs the source until it waits; returns the end of the wait.
     fn advance_source(&mut self) -> Option<Duration> {
         while self.source.is_none() {
             match self.recovery.next(self.epoch + self.now) {
@@ -199,7 +199,7 @@ impl<'l> Pair<'l> {
         None
     }
 
-    /// The destination, with what has come.
+    /// Runs the destination with the bytes that have arrived.
     fn advance_destination(&mut self) {
         while self.destination.is_none() {
             let now = self.epoch + self.now;
@@ -238,7 +238,7 @@ impl<'l> Pair<'l> {
         }
     }
 
-    /// Runs both to their ends.
+    /// Runs both sides to their ends.
     fn run(&mut self) {
         loop {
             let until = self.advance_source();
@@ -262,7 +262,7 @@ impl<'l> Pair<'l> {
                 self.destination = Some(Err(MigrationError::main_closed()));
             }
             let is_closed = |wire: &Wire| wire.is_cut && wire.under_way.is_empty();
-            // The other side's end is read behind what it has sent.
+            // The end of the connection is read after the bytes sent before.
             let failed = matches!(self.destination, Some(Err(_)));
             if (failed || is_closed(&self.wires[1])) && self.wires[1].under_way.is_empty() {
                 self.advance_source();
@@ -278,7 +278,7 @@ impl<'l> Pair<'l> {
         }
     }
 
-    /// Whether the source knows what the destination has.
+    /// Returns true if the source knows the destination's pages.
     fn is_agreed(&self, ledger: &Ledger) -> bool {
         self.received.iter().enumerate().all(|(block, bitmap)| {
             (0..bitmap.pages()).all(|page| bitmap.test(page) == ledger.is_sent(block, page))
@@ -297,7 +297,7 @@ fn a_source_learns_what_has_come_however_it_comes() {
         let Some(Ok(mut rest)) = pair.source.take() else {
             panic!("seed {seed}: {:?}", pair.source);
         };
-        // What has not come by then is read by the next.
+        // The reader after the agreement gets the bytes that have not arrived yet.
         rest.extend(pair.wires[1].under_way.drain(..).flat_map(|it| it.1));
         let pieces = [
             request(Some("vga"), 3),
@@ -312,7 +312,7 @@ fn a_source_learns_what_has_come_however_it_comes() {
 #[test]
 fn a_connection_that_is_cut_at_any_byte_ends_both_sides_and_a_flipped_byte_makes_no_other_message()
 {
-    // Bytes of a whole course in each direction, and where the bitmaps' own bits are.
+    // Bytes of a whole run in each direction, and the positions of the bitmaps' own bits.
     let ledger = Ledger::new(&blocks());
     let mut pair = Pair::new(1, &ledger);
     pair.run();
@@ -359,12 +359,12 @@ fn each_limit_of_a_recovery_holds_to_the_millisecond() {
     assert!(matches!(recovery.next(begun), Ok(Step::Send(_))));
     let late = begun + ANSWERS - MS;
     assert_eq!(recovery.next(late).unwrap(), Step::Receive(MS));
-    // Bytes of an answer that is not whole give no more time.
+    // Bytes of an incomplete answer do not extend the time.
     recovery.receive(&bitmap("pc.ram", 130, |_| 0)[..20]);
     assert_eq!(recovery.next(late).unwrap(), Step::Receive(MS));
     let error = recovery.next(begun + ANSWERS).unwrap_err();
     assert!(matches!(error, MigrationError::Timeout { .. }), "{error}");
-    // An answer that is there by then counts.
+    // An answer that has arrived by then counts.
     recovery.receive(&bitmap("pc.ram", 130, |_| 0)[20..]);
     assert!(matches!(recovery.next(begun + ANSWERS), Ok(Step::Send(_))));
 
@@ -375,7 +375,7 @@ fn each_limit_of_a_recovery_holds_to_the_millisecond() {
     let agreement = Agreement::new(begun, HANDSHAKE, true);
     for (resumed, limit) in [
         (begun, begun + HANDSHAKE / 2),
-        // No later than all else.
+        // Not later than the limit for everything.
         (begun + 2 * HANDSHAKE - MS, begun + 2 * HANDSHAKE),
     ] {
         let answer = agreement.take(&resume, resumed).unwrap();
@@ -398,7 +398,7 @@ fn answers_that_are_doubled_and_events_out_of_place_end_the_recovery() {
     for action in [Action::Run(Vec::new()), Action::Eof { unasked: false }] {
         assert!(agreement.take(&action, now).is_err(), "{action:?}");
     }
-    // A source that asks twice is answered twice.
+    // Repeated requests are answered each time.
     let again = Action::Bitmap(1);
     for _ in 0..2 {
         assert_eq!(agreement.take(&again, now).unwrap(), Answer::Bitmap(1));

@@ -1,5 +1,5 @@
-//! Both sides of a postcopy on a virtual clock: a guest whose threads touch pages, a source that answers and sends the others, and
-//! connections that are lost. Requests and pages come late, doubled, cut, and in another order over two connections.
+//! Both sides of a postcopy on a virtual clock: a guest whose threads touch pages, a source that answers and sends the others,
+//! and lost connections. Requests and pages arrive late, doubled, cut, and in another order over two connections.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -17,13 +17,13 @@ use crate::stream::return_path::encode;
 
 const US: Duration = Duration::from_micros(1);
 
-/// Pages of each RAM block, and of one of its huge pages.
+/// Name and pages of each RAM block, and pages of one of its huge pages.
 const BLOCKS: [(&str, usize, usize); 2] = [("small", 150, 1), ("huge", 64, 8)];
 
-/// Pages that are decoded with one that is asked for, itself among them.
+/// Pages that are decoded together with a requested one, including it.
 const DECODED: usize = 4;
 
-/// What a stretch of pages on a connection is: these pages, or the end of main.
+/// A piece of data on a connection: these pages, or the end of main.
 enum Sent {
     Pages(Vec<Place>),
     End,
@@ -33,7 +33,7 @@ struct World {
     rng: Rng,
     epoch: Instant,
     now: Duration,
-    // The source.
+    // State of the source.
     ledger: Ledger,
     near: Near,
     share: std::vec::IntoIter<Place>,
@@ -43,17 +43,17 @@ struct World {
     answering: Option<Request>,
     longest: Duration,
     has_ended: bool,
-    // The destination.
+    // State of the destination.
     has_preempt: bool,
     received: BTreeSet<Place>,
     waits: Waits,
-    /// Page of each thread that waits, and since when.
+    /// Page of each waiting thread, and the begin of its wait.
     threads: BTreeMap<u32, (Place, Duration)>,
     longest_wait: Duration,
     asked: Option<usize>,
     is_lost: bool,
     main_has_ended: bool,
-    // What is under way.
+    // Messages in flight.
     requests: VecDeque<Vec<u8>>,
     main: VecDeque<Sent>,
     urgent: VecDeque<Vec<Place>>,
@@ -76,12 +76,12 @@ fn all() -> impl Iterator<Item = Place> {
     BLOCKS.into_iter().enumerate().flat_map(pages)
 }
 
-/// The first of the pages that go out with this one.
+/// Returns the first of the pages that are sent with this one.
 fn first((block, page): Place) -> Place {
     (block, page / BLOCKS[block].2 * BLOCKS[block].2)
 }
 
-/// Whether a page has content: of huge ones all of some.
+/// Returns true if a page has content. All pages of a huge page are equal in this.
 fn has_content(place: Place) -> bool {
     let (_, page) = first(place);
     !(page / BLOCKS[place.0].2).is_multiple_of(5)
@@ -125,7 +125,7 @@ impl World {
         self.epoch + self.now
     }
 
-    /// What is under way is lost, but for what the kernels had delivered.
+    /// Drops everything in flight, except a random part that the kernels had delivered.
     fn lose(&mut self) {
         for queue in [self.main.len(), self.urgent.len()] {
             for _ in 0..self.rng.usize(0..=queue) {
@@ -135,7 +135,7 @@ impl World {
         self.is_lost = true;
     }
 
-    /// Another connection in the place of a lost one: the source learns what has come, and the guest asks again.
+    /// Replaces a lost connection: the source learns which pages have arrived, and the guest requests again.
     fn connect(&mut self) {
         self.requests.clear();
         self.main.clear();
@@ -149,7 +149,7 @@ impl World {
                 Step::Receive(_) => panic!("all is answered"),
                 Step::Resumed(rest) => break rest,
                 Step::Send(_) => {
-                    // A thread that slept through the interruption asks before the answer, and is asked for again behind it.
+                    // A thread that slept through the interruption requests before the answer, and again after it.
                     if self.rng.bool() {
                         recovery.receive(&request(Some("small"), 3));
                     }
@@ -184,13 +184,13 @@ impl World {
         self.requests.push_back(request(name, page));
     }
 
-    /// A thread of the guest needs a page.
+    /// A thread of the guest touches a page.
     fn touch(&mut self, what: &str) {
         let thread = self.rng.u32(0..6);
         let block = self.rng.usize(0..BLOCKS.len());
         let place = first((block, self.rng.usize(0..BLOCKS[block].1)));
         let (place, is_known) = match self.threads.get(&thread) {
-            // The kernel reports it once more.
+            // The kernel reports it again.
             Some((place, _)) => (*place, true),
             None => (place, false),
         };
@@ -213,7 +213,7 @@ impl World {
         let Some(mut bytes) = self.requests.pop_front().filter(|_| !self.is_lost) else {
             return;
         };
-        // The network may double what a thread says twice.
+        // A request may arrive twice.
         if self.rng.u8(0..8) == 0 {
             bytes.extend_from_within(..);
         }
@@ -236,14 +236,14 @@ impl World {
         self.main.push_back(Sent::Pages(pages));
     }
 
-    /// The thread that answers takes a request.
+    /// The answering thread takes a request.
     fn take_request(&mut self) {
         if self.answering.is_none() && self.ledger.order.lock().is_waiting() {
             self.answering = self.ledger.next_request();
         }
     }
 
-    /// It answers.
+    /// The answering thread sends its answer.
     fn answer(&mut self) {
         let Some(request) = self.answering.take() else {
             return;
@@ -283,7 +283,7 @@ impl World {
         self.send_on_main(batch.pages().map(|page| (block, page)).collect());
     }
 
-    /// One step of the background; false once it has looked at all.
+    /// Runs one step of the background; returns false once it has visited all pages.
     fn send_one(&mut self) -> bool {
         match self.ledger.next_of(&mut self.share) {
             Some(Next::Beside(block, batch)) => self.send_batch(block, batch),
@@ -306,7 +306,7 @@ impl World {
         true
     }
 
-    /// The source ends main, as soon as it may.
+    /// Ends main, as soon as the source may.
     fn end(&mut self) {
         if self.is_lost || self.has_ended {
             return;
@@ -321,7 +321,7 @@ impl World {
         self.main.push_back(Sent::End);
     }
 
-    /// Pages come, over one connection or the other.
+    /// Delivers pages, over one of the two connections.
     fn deliver(&mut self) {
         if self.is_lost {
             return;
@@ -352,7 +352,7 @@ impl World {
         }
     }
 
-    /// Whether the destination has all, by what it knows.
+    /// Returns true if the destination considers itself complete.
     fn is_complete(&self) -> bool {
         self.main_has_ended && (!self.has_preempt || self.waits.is_met())
     }
@@ -395,7 +395,7 @@ fn each_page_comes_once_and_no_thread_is_left_however_often_the_connection_is_lo
                 break;
             }
         }
-        // No connection is lost any more, and the guest rests soon.
+        // No connection is lost any more, and the guest soon stops touching pages.
         if world.is_lost && !world.is_complete() {
             world.connect();
         }
@@ -416,7 +416,7 @@ fn each_page_comes_once_and_no_thread_is_left_however_often_the_connection_is_lo
         assert!(world.is_complete(), "{what}");
         let missing = all().filter(|place| has_content(*place) && !world.received.contains(place));
         assert_eq!(missing.count(), 0, "{what}");
-        // What never came is zero.
+        // Pages that were never sent are zero.
         let mut open = world.threads.values();
         assert!(open.all(|(place, _)| !has_content(*place)), "{what}");
         assert!(!world.has_preempt || world.threads.is_empty(), "{what}");
