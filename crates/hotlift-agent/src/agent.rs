@@ -1,4 +1,4 @@
-//! What the threads of an agent share.
+//! State that the threads of an agent share.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,27 +24,27 @@ use crate::session::Session;
 use crate::sessions::Sessions;
 use crate::table::Table;
 
-/// What the agent's threads share.
+/// State that the agent's threads share.
 pub struct Agent {
     file: PathBuf,
     config: Mutex<Arc<Config>>,
-    /// For other agents, in both directions. Its certificates are read again when their files change.
+    /// TLS with other agents, in both directions. Certificates are read again when their files change.
     pub tls: Arc<Tls>,
-    /// Where all is said.
+    /// The log of all threads.
     pub log: Log,
-    /// All that is carried.
+    /// Migrations and tunnels.
     pub sessions: Sessions,
-    /// How the host's budget is shared.
+    /// Shares of the host's budget.
     pub shares: Shares,
-    /// Its nftables table, if it has one.
+    /// The installed nftables table, if there is one.
     table: Mutex<Option<Table>>,
-    /// What the last `agent check` on this host has found.
+    /// Result of the last `agent check` on this host.
     last_check: Mutex<Option<LastCheck>>,
-    /// Connections of redirected migrations that the one before has not taken, and where they go.
+    /// Connections of redirected migrations that the previous migration has not accepted, with their destinations.
     returned: Mutex<Vec<(Admitted, SocketAddr)>>,
     has_returned: OwnedFd,
     ended: AtomicBool,
-    /// Readable once the agent has ended.
+    /// Readable after the end of the agent.
     has_ended: OwnedFd,
 }
 
@@ -82,44 +82,44 @@ impl Agent {
         })
     }
 
-    /// The configuration in force.
+    /// Returns the configuration in force.
     #[must_use]
     pub fn config(&self) -> Arc<Config> {
         Arc::clone(&lock(&self.config))
     }
 
-    /// The options of a migration that leaves this host.
+    /// Returns the options of a migration that leaves this host.
     #[must_use]
     pub fn options(&self) -> Options {
         // Checked when the configuration was read.
         self.config().options().unwrap_or_default()
     }
 
-    /// What the last `agent check` on this host has found, if there was one since the start.
+    /// Returns the result of the last `agent check` on this host since the start.
     pub(crate) fn last_check(&self) -> MutexGuard<'_, Option<LastCheck>> {
         lock(&self.last_check)
     }
 
-    /// Something or somebody was refused.
+    /// Counts and logs a refused connection or migration.
     pub fn refuse(&self, text: &str) {
         self.sessions.count(|totals| totals.refusals += 1);
         self.log
             .say(LogLevel::Warning, &format!("state=refused {text}"));
     }
 
-    /// A session has ended.
+    /// Ends a session and removes it.
     pub fn ended(&self, session: &Arc<Session>, outcome: Result<Option<RelayReport>, CarryError>) {
         session.end(outcome.map_err(|error| error_line(&error)));
         self.sessions.remove(session);
     }
 
-    /// A session that was added has not even begun.
+    /// Ends and removes a session that was added, but did not begin.
     pub fn not_begun(&self, session: &Arc<Session>, error: &CarryError) {
         session.end(Err(error_line(error)));
         self.sessions.remove(session);
     }
 
-    /// Connections to `to` that came while the migration before was under way.
+    /// Puts back connections to `to` that arrived during the previous migration, for the next one.
     pub fn give_back(&self, connections: Vec<Admitted>, to: SocketAddr) {
         if connections.is_empty() {
             return;
@@ -129,37 +129,37 @@ impl Agent {
         signal(&self.has_returned);
     }
 
-    /// Those that were given back.
+    /// Takes the connections that were put back.
     pub(crate) fn take_returned(&self) -> Vec<(Admitted, SocketAddr)> {
         let mut returned = lock(&self.returned);
         let _ = rustix::io::read(&self.has_returned, &mut [0; 8]);
         std::mem::take(&mut returned)
     }
 
-    /// Readable when some were.
+    /// Returns a descriptor that is readable while there are such connections.
     pub(crate) fn returned_fd(&self) -> BorrowedFd<'_> {
         self.has_returned.as_fd()
     }
 
-    /// Whether the agent has ended.
+    /// Returns true after the end of the agent.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Readable once it has.
+    /// Returns a descriptor that is readable after the end of the agent.
     pub(crate) fn ended_fd(&self) -> BorrowedFd<'_> {
         self.has_ended.as_fd()
     }
 
-    /// Waits until one of `fds` is readable, for up to `time`, or until the agent has ended.
+    /// Waits until one of `fds` is readable, for up to `time`, or until the agent ends.
     pub(crate) fn wait<'f>(&'f self, fds: impl Iterator<Item = BorrowedFd<'f>>, time: Duration) {
         let fds: Vec<_> = fds.chain([self.ended_fd()]).collect();
-        // A time that does not fit has no limit.
+        // A time that does not fit an `Instant` means no limit.
         wait_readable(&fds, Instant::now().checked_add(time));
     }
 
-    /// Reads the configuration again; a bad one changes nothing.
+    /// Reads the configuration again; an invalid one changes nothing.
     pub fn reload(&self) {
         match self.try_to_reload() {
             Ok(()) => self
@@ -174,13 +174,13 @@ impl Agent {
         self.sessions.wake();
     }
 
-    /// Shares the host's budget again among what is under way.
+    /// Divides the host's budget again among the running sessions.
     pub(crate) fn share(&self) {
         let sessions = self.sessions.under_way();
         self.shares.apply(&self.config(), &self.options(), sessions);
     }
 
-    /// The agent has ended: wakes what waits for that.
+    /// Ends the agent, and wakes the threads that wait for its end.
     pub(crate) fn end(&self) {
         self.sessions.end();
         self.ended.store(true, Ordering::Release);
@@ -188,7 +188,7 @@ impl Agent {
     }
 
     fn try_to_reload(&self) -> Result<(), AgentError> {
-        // Of two at once the later reads what is there later.
+        // The lock serializes reloads: the later one reads the later file.
         let mut table = self.table();
         let (new, kept) = Config::read_again(&self.file, &self.config())?;
         if let Some(table) = table.as_mut() {
@@ -203,22 +203,22 @@ impl Agent {
         Ok(())
     }
 
-    /// The nftables table, which is changed and looked at by one at a time.
+    /// Locks the nftables table: only one thread changes or reads it at a time.
     pub(crate) fn table(&self) -> MutexGuard<'_, Option<Table>> {
         lock(&self.table)
     }
 }
 
 fn signal(fd: &OwnedFd) {
-    // It counts to 2^64 - 2.
+    // The counter's maximum is 2^64 - 2.
     let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
 }
 
-/// The certificates that `config` names, or those of the usual places.
+/// Loads the certificates that `config` names, or those of the default folders.
 pub(crate) fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
     let setup = |error| {
         let error = match error {
-            // It advises flags, which the agent has not.
+            // Its message recommends flags that the agent does not have.
             TlsSetupError::Insecure { source, .. } => TlsSetupError::Credentials(*source),
             error => error,
         };
@@ -229,7 +229,7 @@ pub(crate) fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
         ..Options::default()
     };
     let tls = match config.tls.as_os_str().is_empty() {
-        // All addresses: other hosts come here.
+        // All addresses: other hosts connect to this port.
         true => tls::of_options(&options, &Address::any()).map_err(setup)?,
         false => None,
     };

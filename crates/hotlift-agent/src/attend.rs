@@ -1,4 +1,4 @@
-//! A relay at work, and what the two agents say to each other of it meanwhile.
+//! Supervision of a running relay, and the two agents' messages about it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -13,21 +13,21 @@ use crate::error::CarryError;
 use crate::messages::Message;
 use crate::session::Session;
 
-/// How long the other agent may take, once this side's relay has ended, to say how its own has.
+/// Longest wait for the other agent's final message after this side's relay has ended.
 const LAST_WORD: Duration = Duration::from_secs(3);
 
-/// How a relay knows, and lets know, how far it is.
+/// Progress of a relay, shared with its supervisor.
 #[derive(Default)]
 pub struct Progress {
-    /// The source has connected and said what it has.
+    /// The source has connected and described its channels.
     pub has_begun: AtomicBool,
     /// The guest may run at the destination.
     pub is_committed: AtomicBool,
 }
 
 impl Progress {
-    /// Returns true if a relay of this age is cancelled: it has not begun within `patience`, or `follows` the other agent, which
-    /// has gone, and the guest cannot run at the destination.
+    /// Returns true if a relay of this age must be cancelled: it has not begun within `patience`, or it `follows` the other
+    /// agent, which has disconnected, and the guest cannot run at the destination.
     fn must_end(
         &self,
         age: Duration,
@@ -38,7 +38,7 @@ impl Progress {
         is_late || follows && !is_there && !self.is_committed.load(Ordering::Acquire)
     }
 
-    /// Returns how long a relay of this age may go without a look whether it must end, if nothing happens.
+    /// Returns the time until [`Self::must_end`] must be checked again for a relay of this age, without other events.
     fn until_late(&self, age: Duration, patience: Duration) -> Duration {
         match self.has_begun.load(Ordering::Acquire) || age > patience {
             true => Duration::MAX,
@@ -47,7 +47,7 @@ impl Progress {
     }
 }
 
-/// Wakes what waits for the end of a relay, however it ends.
+/// Wakes the supervisor when a relay ends, also by a panic.
 struct Ends<'a>(&'a AtomicBool, &'a Control);
 
 impl Drop for Ends<'_> {
@@ -57,11 +57,11 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// Runs `relay`, listens to the other agent until it has ended, and tells it how. A relay that has not begun within the first of
-/// `limits` is cancelled; with the second one that is not committed is, too, when the other agent goes.
+/// Runs `relay`, receives the other agent's messages until it ends, and reports its result. Cancels a relay that does not begin
+/// within the first of `limits`. With the second, also cancels an uncommitted one when the other agent disconnects.
 ///
 /// # Errors
-/// What the relay says, and what the other agent says of its own.
+/// The errors of the relay and of the other agent's relay.
 pub fn relay(
     session: &Session,
     conversation: &mut Conversation,

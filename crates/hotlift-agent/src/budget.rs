@@ -1,10 +1,9 @@
-//! The host's bandwidth and cores, shared among the migrations that leave it; the bandwidth also with tunnels.
+//! Shares of the host's bandwidth and cores for outgoing migrations; of the bandwidth also for tunnels.
 //!
-//! Four times a second each gets its part by weight; what one has not used of its own goes to the others, and one whose
-//! guest is paused comes before all others. The parts together are never more than the whole, but for those of idle ones,
-//! which take nothing from the others: a disk's tunnel has its part at once when it needs it. Of the bandwidth, all draw
-//! from one schedule besides, which holds the whole over any second: eight migrations that send a packet at the same time
-//! would not.
+//! Four times a second each session gets a part by weight. The others get what it has not used, and sessions with a paused
+//! guest come first. The parts never exceed the whole, except those of idle sessions, which take nothing from the others: a
+//! disk's tunnel has its part immediately when it needs it. All bandwidth also comes from one rate limiter, which enforces the
+//! whole over any second: eight migrations that send a packet at the same time would exceed it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -19,40 +18,40 @@ use crate::messages::{Id, Kind};
 use crate::moment::{Moment, Share, State};
 use crate::session::Session;
 
-/// Between two sharings.
+/// Interval of the division.
 pub(crate) const ROUND: Duration = Duration::from_millis(250);
 
-/// One that has used less than this many percent of its part does not need all of it.
+/// A session that has used less than this percentage of its part does not need all of it.
 const NEEDS_ALL: u64 = 80;
 
-/// What such a one gets, in percent of what it has used: room to grow by more than it is short of until the next round.
+/// Its next part, in percent of its use: it can grow by more than its shortage until the next round.
 const ROOM: u64 = 150;
 
-/// The least part of one that is not first, as a fraction of the whole: it must be able to show that it needs more.
+/// Smallest part of a session without priority, as a fraction of the whole, so that it can show a larger demand.
 const LEAST: u64 = 64;
 
-/// What one of those that share has, and may have.
+/// Use and limits of a session.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Claim {
-    /// Its weight.
+    /// Weight.
     pub weight: u32,
-    /// What it has used, in units a second.
+    /// Use, in units a second.
     pub used: u64,
-    /// What it could have used; 0 if nobody knows.
+    /// Available units a second; 0 if unknown.
     pub had: u64,
-    /// The most that it may have; 0 is unlimited.
+    /// Limit; 0 is unlimited.
     pub most: u64,
-    /// It comes first.
+    /// True if it has priority.
     pub is_urgent: bool,
 }
 
 impl Claim {
-    /// Returns true if it has used nothing of a part that it had.
+    /// Returns true if it used nothing of its part.
     fn is_idle(&self) -> bool {
         self.used == 0 && self.had > 0 && !self.is_urgent
     }
 
-    /// The most that it may have, as a number.
+    /// Returns its limit, [`u64::MAX`] for unlimited.
     fn most(&self) -> u64 {
         match self.most {
             0 => u64::MAX,
@@ -60,7 +59,7 @@ impl Claim {
         }
     }
 
-    /// What it can make use of, of a whole of `total`.
+    /// Returns its demand, of a whole of `total`.
     fn want(&self, total: u64) -> u64 {
         let most = self.most();
         let needs_all = self.had == 0 || self.used >= self.had / 100 * NEEDS_ALL;
@@ -71,7 +70,7 @@ impl Claim {
     }
 }
 
-/// The parts of `total` (0: unlimited), each at least 1. Unlimited parts are 0.
+/// Divides `total` (0: unlimited) into parts of at least 1. Unlimited parts are 0.
 #[must_use]
 pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     if total == 0 {
@@ -86,7 +85,7 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     let is_idle = |index: &usize| claims[*index].is_idle();
     let (idle, active): (Vec<_>, Vec<_>) = (0..claims.len()).partition(is_idle);
     let (first, others): (Vec<_>, Vec<_>) = active.iter().partition(|index| urgent(index));
-    // What those that come first leave.
+    // Reserved for the sessions without priority.
     let least = match (first.is_empty(), u64::try_from(others.len())) {
         (false, Ok(others)) => (total / LEAST).min(total / (others + 1)) * others,
         _ => total,
@@ -95,8 +94,8 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     for (group, most) in [(&first, total - least.min(total)), (&others, total)] {
         left -= fill(left.min(most), &wants, group, &mut parts);
     }
-    // The active ones have not asked for the rest; each has its part of it at once when it needs more. An idle one has the
-    // part that it would have if all needed theirs.
+    // The active sessions do not demand the rest; each gets a part of it in advance for a growing demand. An idle one gets the
+    // part that it would have if all demanded theirs.
     let all: Vec<_> = (0..claims.len()).collect();
     for (some, among, rest) in [(&active, &active, left), (&idle, &all, total)] {
         let weights = among.iter().map(|index| u128::from(wants[*index].0));
@@ -112,7 +111,7 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
         .collect()
 }
 
-/// Gives those of `group` parts of `total` by weight, and to none more than it wants; how much was given.
+/// Divides `total` among `group` by weight, up to the demand of each; returns the sum of the parts.
 fn fill(total: u64, wants: &[(u64, u64)], group: &[usize], parts: &mut [u64]) -> u64 {
     let mut open = group.to_vec();
     let mut left = total;
@@ -142,20 +141,20 @@ fn fill(total: u64, wants: &[(u64, u64)], group: &[usize], parts: &mut [u64]) ->
     total - left
 }
 
-/// What is kept of the migrations from round to round.
+/// State of the division between rounds.
 #[derive(Default)]
 pub struct Shares {
     usage: Mutex<Usage>,
-    /// What all of them keep together. The parts only say how they share it.
+    /// Rate limiter of all sessions together. The parts only divide it.
     pub rate: SharedRate,
 }
 
-/// One of those that share.
+/// A session that shares the budget.
 struct Sharer {
     id: Id,
     moment: Moment,
     is_urgent: bool,
-    /// CPU time so far, of one with a relay.
+    /// CPU time so far, if it has a relay.
     cpu: Option<Duration>,
 }
 
@@ -163,16 +162,16 @@ struct Sharer {
 #[derive(Default)]
 struct Usage(HashMap<Id, Cpu>);
 
-/// CPU time of one, and when it was read.
+/// CPU time of a session, and the time of the sample.
 struct Cpu {
     time: Duration,
     at: Instant,
-    /// Thousandths of a core, lately.
+    /// Recent use, in thousandths of a core.
     used: u64,
 }
 
 impl Shares {
-    /// Shares again among these sessions: `config` has the whole, `options` are those of a migration.
+    /// Divides the budget of `config` among `sessions`; `options` are those of an outgoing migration.
     pub fn apply(&self, config: &Config, options: &Options, sessions: Vec<Arc<Session>>) {
         self.rate.set(config.max_bandwidth.0);
         let sharers = sessions.into_iter().filter_map(|session| {
@@ -198,7 +197,7 @@ impl Shares {
 }
 
 impl Usage {
-    /// Returns the share of each at `now`, of what `config` has.
+    /// Returns the share of each session at `now`, of the budget of `config`.
     fn share(&mut self, config: &Config, sharers: &[Sharer], now: Instant) -> Vec<Share> {
         self.0
             .retain(|id, _| sharers.iter().any(|sharer| sharer.id == *id));
@@ -215,12 +214,12 @@ impl Usage {
                 is_urgent: *is_urgent,
                 ..Claim::default()
             };
-            // What it could have used is known once it has reported.
+            // The available units are known after its first report.
             let had = |part: u64| match moment.progress.elapsed.is_zero() {
                 true => 0,
                 false => part,
             };
-            // A rate below 2^63, and not negative.
+            // The rate is below 2^63 and not negative.
             #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
             let used = moment.rate as u64;
             bandwidth.push(Claim {
@@ -230,13 +229,13 @@ impl Usage {
                 ..claim
             });
             cpu.push(time.map(|time| Claim {
-                // No schedule holds all of them to the cores: an idle one keeps a part of its own.
+                // No rate limiter enforces the cores, so an idle session keeps its own part.
                 used: self.cores(*id, time, now).max(1),
                 had: had(moment.share.cpu.into()),
                 ..claim
             }));
         }
-        // Checked to be in range.
+        // The configuration's check limits the range.
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let cores = (config.cpu_limit * 1000.0).ceil() as u64;
         let claims: Vec<_> = cpu.iter().flatten().copied().collect();
@@ -250,7 +249,7 @@ impl Usage {
         shares.collect()
     }
 
-    /// Returns the thousandths of a core that the session with `id` uses, whose CPU time at `now` is `time`.
+    /// Returns the recent use of the session `id`, in thousandths of a core, with the CPU time `time` at `now`.
     fn cores(&mut self, id: Id, time: Duration, now: Instant) -> u64 {
         let cpu = self.0.entry(id).or_insert(Cpu {
             time,
@@ -365,7 +364,7 @@ mod tests {
             [&migration, &disk, &answers].map(|session| session.moment().share)
         };
         agent.share();
-        // All that it may have.
+        // All that they may use.
         let busy = share([WHOLE, WHOLE, 0]);
         assert_eq!(busy[0].bandwidth, WHOLE / 4);
         assert_eq!(busy[1].bandwidth, WHOLE / 4 * 3);
@@ -426,7 +425,7 @@ mod tests {
         });
     }
 
-    /// Runs `test` with numbers below a bound, of a fixed sequence (xorshift64*).
+    /// Runs `test` with numbers below a bound, from a fixed sequence (xorshift64*).
     fn with_numbers(mut test: impl FnMut(&mut dyn FnMut(u64) -> u64)) {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         for _ in 0..2000 {
@@ -440,16 +439,16 @@ mod tests {
         }
     }
 
-    /// A session of a host whose clock is virtual.
+    /// A session on a host with a virtual clock.
     struct Host {
         sharer: Sharer,
-        /// Bytes a second that it would send.
+        /// Demand, in bytes a second.
         demand: u64,
-        /// Thousandths of a core that it would use.
+        /// Demand, in thousandths of a core.
         work: u64,
     }
 
-    /// One round of all of them: what each has sent and used since the last, and what it may now.
+    /// Runs one round: computes the use of each session since the last round, and its new share.
     fn round(usage: &mut Usage, config: &Config, hosts: &mut [Host], now: Instant) {
         for host in &mut *hosts {
             let Host {
@@ -513,7 +512,7 @@ mod tests {
                     work: 0,
                 })
                 .collect();
-            // They come and go, and change what they need.
+            // Sessions come and go, and change their demand.
             for _ in 0..30 {
                 let chosen = rng.usize(0..hosts.len());
                 hosts[chosen].demand = *rng.choice(&[0, WHOLE / 100, 10 * WHOLE]).unwrap();
@@ -521,7 +520,7 @@ mod tests {
                 now += ROUND;
                 round(&mut usage, &config, &mut hosts, now);
             }
-            // All need all.
+            // All demand everything.
             for host in &mut hosts {
                 (host.demand, host.work) = (10 * WHOLE, 10_000);
             }
@@ -539,7 +538,7 @@ mod tests {
                     share.bandwidth.abs_diff(part) <= 8,
                     "seed {seed}: {share:?} is not {part}"
                 );
-                // What was used is rounded, and what a division leaves over goes to one of them.
+                // The use is rounded, and one session gets the remainder of a division.
                 let cores = match host.sharer.cpu {
                     Some(_) => 2000 * weight / of_relays,
                     None => 0,
@@ -549,7 +548,7 @@ mod tests {
                     "seed {seed}: {share:?} is not {cores}"
                 );
             }
-            // One that ends is forgotten.
+            // Ended sessions are removed.
             hosts.truncate(1);
             round(&mut usage, &config, &mut hosts, now + ROUND);
             assert!(usage.0.len() <= 1, "seed {seed}");

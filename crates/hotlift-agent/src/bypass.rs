@@ -1,6 +1,6 @@
-//! Rules of others by which connections go past the redirect, found in what `nft -j list ruleset` lists.
+//! Detects foreign rules by which connections miss the redirect, in the output of `nft -j list ruleset`.
 //!
-//! What a rule matches that is not understood here counts as a match: better one rule too many than one too few.
+//! A match that is not understood here counts as true: a false report is better than a missed rule.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,40 +10,40 @@ use crate::config::Config;
 use crate::rules::TABLE;
 use crate::values::Ports;
 
-/// The priority of conntrack at output: a later notrack has no effect (`linux/netfilter_ipv4.h`, `NF_IP_PRI_CONNTRACK`).
+/// Priority of conntrack at output: a later notrack has no effect (`linux/netfilter_ipv4.h`, `NF_IP_PRI_CONNTRACK`).
 const CONNTRACK: i64 = -200;
 
-/// The priority of the redirect: of two translations the first holds.
+/// Priority of the redirect: of two translations the first applies.
 const REDIRECT: i64 = -100;
 
-/// Rules that one chain's rules may lead to, in steps: the kernel takes 16 (`NFT_JUMP_STACK_SIZE`).
+/// Longest chain of jumps: the kernel's limit is 16 (`NFT_JUMP_STACK_SIZE`).
 const DEEPEST: usize = 16;
 
-/// A table's family and name.
+/// Family and name of a table.
 type InTable<'a> = (&'a str, &'a str);
 
-/// The connections that the redirect is for.
+/// The connections that must be redirected.
 #[derive(Debug, Clone, Copy)]
 struct Connections<'a> {
     ports: Ports,
     users: &'a [u32],
 }
 
-/// A walk through the chains that packets to other hosts come through.
+/// A walk through the chains that outgoing packets pass.
 struct Walk<'a> {
     rules: BTreeMap<(InTable<'a>, &'a str), Vec<&'a Value>>,
     of: Connections<'a>,
-    /// Of the chain at the hook.
+    /// Type of the chain at the hook.
     kind: &'a str,
     priority: i64,
-    /// Chains that were walked from the chain at the hook: rules may lead to one by many ways.
+    /// Chains that were visited from the chain at the hook: several jumps may lead to one.
     visited: BTreeSet<(InTable<'a>, &'a str)>,
-    /// Each once, though chains may be used by many.
+    /// Findings, without duplicates from shared chains.
     found: BTreeSet<String>,
 }
 
-/// Whether the agent's table is in `listed`, and the rules of other tables in it that keep connections of `users` to the ports of
-/// `config` from being redirected.
+/// Returns true if the agent's table is in `listed`, and the rules of other tables that keep connections of `users` to the
+/// ports of `config` from being redirected.
 #[must_use]
 pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<String>) {
     let listed: Value = serde_json::from_str(listed).unwrap_or_default();
@@ -89,7 +89,7 @@ pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<Stri
     (has_table, walk.found.into_iter().collect())
 }
 
-/// The table that an object is in, and the chain that it names in `key`.
+/// Returns the table of an object, and the chain named in its field `key`.
 fn place<'a>(object: &'a Value, key: &str) -> Option<(InTable<'a>, &'a str)> {
     let text = |key: &str| object[key].as_str();
     Some(((text("family")?, text("table")?), text(key)?))
@@ -125,7 +125,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// What an expression does by which a connection goes past the redirect.
+    /// Returns the reason why an expression makes connections miss the redirect, if it does.
     fn past(&self, expression: &Value) -> Option<&'static str> {
         let of_xtables = expression["xt"]["name"].as_str().unwrap_or_default();
         let has = |name: &str| expression.get(name).is_some();
@@ -147,7 +147,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The chains that a rule goes on with, wherever in it they are named.
+/// Collects the chains that a rule jumps to, at any depth.
 fn targets<'a>(value: &'a Value, into: &mut Vec<&'a str>) {
     match value {
         Value::Array(values) => values.iter().for_each(|value| targets(value, into)),
@@ -164,7 +164,7 @@ fn targets<'a>(value: &'a Value, into: &mut Vec<&'a str>) {
 }
 
 impl Connections<'_> {
-    /// Whether an expression lets a packet of such a connection go on.
+    /// Returns true if an expression may match a packet of such a connection.
     fn may_match(self, expression: &Value) -> bool {
         let matched = &expression["match"];
         let (left, right) = (&matched["left"], &matched["right"]);
@@ -177,7 +177,7 @@ impl Connections<'_> {
         let (some, all) = match (meta, protocol, field) {
             ("oifname" | "oif", _, _) => {
                 let is_loopback = right == "lo";
-                // Not all interfaces are known here: a match by '!=' may hold for one of them.
+                // The interfaces are not all known here: a match with '!=' may hold for one of them.
                 (!is_loopback, false)
             }
             ("l4proto", _, _) | (_, "ip", "protocol") | (_, "ip6", "nexthdr") => {
@@ -202,7 +202,7 @@ impl Connections<'_> {
                 let is_local = right == "local";
                 (!is_local, false)
             }
-            // Not understood, or no match at all.
+            // Not understood, or no match expression.
             _ => return true,
         };
         match is_not {
@@ -212,7 +212,7 @@ impl Connections<'_> {
     }
 }
 
-/// Whether `holds` one value, or one of a set of them.
+/// Returns true if `is_it` holds for the value, or for a member of the set.
 fn holds(value: &Value, is_it: &dyn Fn(&Value) -> bool) -> bool {
     match value["set"].as_array() {
         Some(values) => values.iter().any(is_it),
@@ -220,7 +220,7 @@ fn holds(value: &Value, is_it: &dyn Fn(&Value) -> bool) -> bool {
     }
 }
 
-/// Whether numbers have some, and whether they have all, of `first` to `last`. A set that is named elsewhere may have some.
+/// Returns true if `numbers` contain some, and true if they contain all, of `first` to `last`. A named set may contain some.
 fn spans(numbers: &Value, first: u64, last: u64) -> (bool, bool) {
     if let Some(values) = numbers["set"].as_array() {
         let each = values.iter().map(|one| spans(one, first, last));
@@ -246,7 +246,7 @@ mod tests {
 
     use super::*;
 
-    /// A ruleset of the agent's table and a chain of others at output, with these rules.
+    /// Returns the findings in a ruleset with the agent's table and a foreign output chain with these rules.
     fn found(kind: &str, priority: i64, rules: &[Value]) -> Vec<String> {
         let mut objects = vec![
             json!({"metainfo": {"json_schema_version": 1}}),
@@ -360,7 +360,7 @@ mod tests {
         );
         let local = json!({"match": {"op": "==", "left": {"fib": {"result": "type", "flags": ["daddr"]}},
             "right": "local"}});
-        // As of Docker.
+        // As in Docker's rules.
         assert_eq!(found("nat", -100, &[json!([local, dnat])]), [""; 0]);
     }
 

@@ -1,4 +1,4 @@
-//! The commands of the control socket: QMP's dialect, with the agent's own commands.
+//! Commands of the control socket: QMP's dialect, with the agent's own commands.
 
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
@@ -17,7 +17,7 @@ use crate::proof::LastCheck;
 use crate::session::{Direction, Session};
 use crate::table;
 
-/// The commands' names.
+/// Names of the commands.
 pub const COMMANDS: [&str; 8] = [
     "query-agent",
     "query-migrations",
@@ -29,94 +29,94 @@ pub const COMMANDS: [&str; 8] = [
     "query-commands",
 ];
 
-/// What `query-agent` says.
+/// Answer of `query-agent`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct AgentInfo {
-    /// The agent's version.
+    /// Version of the agent.
     pub version: String,
-    /// Where other agents connect.
+    /// Listening address for other agents.
     pub listen: String,
-    /// Nothing new is taken.
+    /// True if new sessions are refused.
     pub is_ending: bool,
-    /// Migrations and tunnels under way.
+    /// Number of running migrations and tunnels.
     pub under_way: usize,
-    /// Bytes a second for all outgoing migrations; 0 is unlimited.
+    /// Limit of all outgoing migrations in bytes a second; 0 is unlimited.
     pub max_bandwidth: u64,
-    /// Cores for them; 0 is unlimited.
+    /// Limit of all outgoing migrations in cores; 0 is unlimited.
     pub cpu_limit: f64,
-    /// How many may go on at once; 0 is unlimited.
+    /// Limit of concurrent outgoing migrations; 0 is unlimited.
     pub migrations: u32,
-    /// Migrations that have ended well since the start.
+    /// Number of successful migrations since the start.
     pub completed: u64,
-    /// Migrations that have not.
+    /// Number of failed and cancelled migrations.
     pub failed: u64,
-    /// Connections and migrations that were refused.
+    /// Number of refused connections and migrations.
     pub refusals: u64,
-    /// TLS handshakes that have failed.
+    /// Number of failed TLS handshakes.
     pub tls_failures: u64,
-    /// What becomes of connections to a host without an agent, and of those that go past the redirect.
+    /// Treatment of connections to a host without an agent, and of those that missed the redirect.
     #[serde(default)]
     pub plaintext: Option<Plaintext>,
-    /// What has gone past the redirect since the table was made.
+    /// Counts of packets that missed the redirect since the table was made.
     #[serde(default)]
     pub past_redirect: Vec<Count>,
-    /// What the last `hotlift agent check` as root has found, since the agent's start.
+    /// Result of the last `hotlift agent check` as root since the agent's start.
     pub last_check: Option<LastCheck>,
 }
 
-/// One row of what `query-migrations` says.
+/// A row of the answer of `query-migrations`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MigrationRow {
-    /// On both hosts.
+    /// Id on both hosts.
     pub id: Id,
-    /// Seen from this host.
+    /// Direction, seen from this host.
     pub direction: Direction,
-    /// What its connections carry.
+    /// Kind of its connections.
     pub kind: Kind,
     /// QEMU's name of the state, or "waiting", "connecting", "passed-through".
     pub status: String,
-    /// Where the source's connections were to go.
+    /// Original destination of the source's connections.
     pub to: String,
     /// The other agent.
     pub peer: String,
-    /// Since it began.
+    /// Seconds since its start.
     pub seconds: f64,
     /// Bytes sent.
     pub sent_bytes: u64,
     /// Bytes received.
     pub received_bytes: u64,
-    /// Pages with content.
+    /// Number of pages with content.
     pub normal_pages: u64,
-    /// Zero pages.
+    /// Number of zero pages.
     pub zero_pages: u64,
     /// Bytes of the VM's RAM.
     pub ram_bytes: u64,
-    /// Bytes a second.
+    /// Current bytes a second.
     pub rate: f64,
     /// CPU seconds of its channel threads.
     pub cpu_seconds: f64,
-    /// Its weight.
+    /// Weight.
     pub weight: u32,
-    /// Bytes a second that an operator has set; 0 for none.
+    /// The operator's limit in bytes a second; 0 for none.
     pub limit: u64,
-    /// What it may use now.
+    /// Current share in bytes a second.
     pub bandwidth: u64,
-    /// Cores that it may use now; 0 is unlimited.
+    /// Current share in cores; 0 is unlimited.
     pub cores: f64,
-    /// How long its guest stands or stood still, in seconds, as far as the relay sees.
+    /// Seconds of the guest's pause so far, as seen by the relay.
     pub downtime_seconds: f64,
-    /// The host that holds it up: it is silent, or reads nothing, and for how long.
+    /// The host that stalls the migration, and for how long: it is silent, or does not read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stall: Option<String>,
-    /// Why it failed.
+    /// Reason of its failure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
 impl MigrationRow {
-    /// How `session` gets on at `now`.
+    /// Returns the row of `session` at `now`.
     #[must_use]
     pub fn of(session: &Session, now: Instant) -> Self {
         let moment = session.moment();
@@ -143,7 +143,7 @@ impl MigrationRow {
             bandwidth,
             cores: f64::from(cpu) / 1000.0,
             downtime_seconds: moment.still(now).as_secs_f64(),
-            // The last one of a migration that has ended is part of its error.
+            // An ended migration's last stall is part of its error.
             stall: session
                 .control
                 .stall()
@@ -154,21 +154,21 @@ impl MigrationRow {
     }
 }
 
-/// What `agent-cancel` and `agent-limit` take.
+/// Arguments of `agent-cancel` and `agent-limit`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct Change {
     id: Id,
-    /// As of the option: bytes a second, or a text with a suffix.
+    /// As in the option: bytes a second, or a text with a suffix.
     max_bandwidth: Option<Value>,
     weight: Option<u32>,
 }
 
-/// The commands of an agent.
+/// Commands of an agent.
 pub struct AgentCommands(Arc<Agent>);
 
 impl AgentCommands {
-    /// Those of `agent`.
+    /// Returns the commands of `agent`.
     #[must_use]
     pub fn new(agent: &Arc<Agent>) -> Self {
         Self(Arc::clone(agent))
@@ -215,7 +215,7 @@ impl AgentCommands {
             .map_err(|error| Refusal::generic(error.to_string()))?;
         let mut sessions = self.0.sessions.under_way();
         sessions.retain(|session| session.subject.id == change.id);
-        // Of one that leaves this host and comes back to it, the way out is steered.
+        // A migration from this host to itself has two sessions: the outgoing one is chosen.
         sessions.sort_by_key(|session| session.subject.direction);
         match sessions.into_iter().next() {
             Some(session) => Ok((session, change)),

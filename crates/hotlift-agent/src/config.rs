@@ -1,4 +1,4 @@
-//! The agent's configuration: one file in TOML. Every key is a field of [`Config`], and every field a key.
+//! The agent's configuration: one TOML file. Every key is a field of [`Config`], and every field a key.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -12,140 +12,140 @@ use serde::{Deserialize, Serialize};
 
 use crate::values::{Bandwidth, HostPort, Ports, Prefix, Time};
 
-/// Where the configuration is, if nothing else is said.
+/// Default configuration file.
 pub const CONFIG_FILE: &str = "/etc/hotlift/agent.toml";
 
-/// The port of agents, if nothing else is said: beside libvirt's 16509 and 16514, and outside of the ports of migrations.
+/// Default port of agents: next to libvirt's 16509 and 16514, and outside of the migration ports.
 pub const AGENT_PORT: u16 = 16520;
 
-/// Longest file that is read, in bytes.
+/// Size limit of the configuration file, in bytes.
 const MOST: u64 = 1 << 20;
 
-/// Why there is no configuration.
+/// Errors of the configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// A file that cannot be read.
+    /// The file cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A file of an odd size.
+    /// The file is too large.
     #[error("{} has more than {MOST} bytes", file.display())]
     TooLong {
-        /// Which.
+        /// The file.
         file: PathBuf,
     },
-    /// A key or a value that is not allowed.
+    /// An invalid key or value.
     #[error("{} line {line}: {key}: {problem}", file.display())]
     Key {
-        /// Which file.
+        /// The file.
         file: PathBuf,
-        /// Counted from 1.
+        /// Line number, from 1.
         line: usize,
-        /// The key, or what stands in its place.
+        /// The key, or the text in its place.
         key: String,
-        /// What is wrong, and what is allowed.
+        /// The problem, and the allowed values.
         problem: String,
     },
-    /// Values that do not go together.
+    /// Values that contradict each other.
     #[error("{}: {key}: {problem}", file.display())]
     Together {
-        /// Which file.
+        /// The file.
         file: PathBuf,
         /// One of the keys.
         key: &'static str,
-        /// What is wrong, and what is allowed.
+        /// The problem, and the allowed values.
         problem: String,
     },
 }
 
 impl ConfigError {
-    /// Whether there is no file.
+    /// Returns true if the file does not exist.
     #[must_use]
     pub fn is_no_file(&self) -> bool {
         matches!(self, Self::File(file) if file.is_missing())
     }
 }
 
-/// What becomes of connections to a host where no agent answers.
+/// Treatment of connections to a host without an agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Plaintext {
-    /// They go there as they are.
+    /// They are passed on unencrypted.
     Allow,
     /// They are closed.
     Refuse,
 }
 
-/// How much is logged.
+/// Log level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogLevel {
-    /// What went wrong.
+    /// Errors.
     Error,
-    /// And what is odd.
+    /// Errors and warnings.
     Warning,
-    /// And each state of each migration.
+    /// Also each state of each migration.
     Info,
-    /// And each connection.
+    /// Also each connection.
     Debug,
 }
 
-/// All keys.
+/// The configuration keys.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Config {
-    /// Where other agents connect: `tcp:HOST:PORT`; an empty HOST is all addresses.
+    /// Listening address for other agents: `tcp:HOST:PORT`; an empty HOST means all addresses.
     pub listen: String,
-    /// The port at which the agents of other hosts listen.
+    /// Port at which the agents of other hosts listen.
     pub agent_port: u16,
-    /// Agents of destinations that are not reached at the destination's own address: address or prefix = `"HOST[:PORT]"`.
+    /// Agents that are not at the destination's own address: address or prefix = `"HOST[:PORT]"`.
     pub peers: BTreeMap<Prefix, HostPort>,
-    /// How long an agent may take to answer a connection before there is none on that host.
+    /// Longest time for an agent to accept a connection; after it, the host counts as having no agent.
     pub agent_timeout: Time,
-    /// What becomes of connections to a host without an agent: "refuse" or "allow".
+    /// Treatment of connections to a host without an agent: "refuse" or "allow".
     pub plaintext: Plaintext,
-    /// Whether the agent sends this host's migrations to itself by an nftables table of its own.
+    /// True if the agent redirects this host's migrations to itself with its own nftables table.
     pub redirect: bool,
-    /// Port on loopback that they are sent to.
+    /// Loopback port that they are redirected to.
     pub redirect_port: u16,
-    /// Ports of migrations: those that are redirected, and those that another agent may have connections made to.
+    /// Migration ports: connections to them are redirected, and another agent may request connections to them.
     pub ports: Ports,
-    /// Users whose connections are redirected, by name or number. A name that the host does not have is passed over.
+    /// Users whose connections are redirected, by name or number. Names unknown on the host are skipped.
     pub users: Vec<String>,
-    /// Addresses and prefixes to which connections are redirected; empty for all.
+    /// Addresses and prefixes to which connections are redirected; empty means all.
     pub destinations: Vec<Prefix>,
-    /// Folder with the certificates; empty for the first of the usual places that has one.
+    /// Certificate folder; empty means the first default folder that has certificates.
     pub tls: PathBuf,
-    /// Who may be at the other end besides having a certificate of the CA: patterns as of `tls-authz`; empty for anybody.
+    /// Patterns for the certificate names of other agents, as in `tls-authz`; empty allows every certificate of the CA.
     pub authz: Vec<String>,
-    /// Longest silence of another host before the switchover, and of either end of a tunnel; zero for the kernel's own limit.
+    /// Longest silence of another host before the switchover, and of either end of a tunnel; zero means the kernel's own limit.
     pub silence_timeout: Time,
-    /// How pages are compressed: "auto", or a method of `hotlift methods`.
+    /// Compression method of pages: "auto", or a method from `hotlift methods`.
     pub method: String,
     /// Connections of a migration between two agents, 1 to 255.
     pub channels: u8,
-    /// Bytes a second that may leave this host by the agent, tunnels with migrations, as in "100M"; "0" is unlimited.
+    /// Bytes a second that the agent may send from this host, including tunnels, as in "100M"; "0" is unlimited.
     pub max_bandwidth: Bandwidth,
-    /// Cores that all outgoing migrations may use together for compression; 0 is unlimited.
+    /// Cores that all outgoing migrations together may use for compression; 0 is unlimited.
     pub cpu_limit: f64,
-    /// Outgoing migrations at once; more wait; 0 is unlimited.
+    /// Limit of concurrent outgoing migrations; further ones wait; 0 is unlimited.
     pub migrations: u32,
-    /// Weights in the sharing of bandwidth and cores, by destination: address or prefix = 1 to 1000; others have 100.
+    /// Weights for the shares of bandwidth and cores, by destination: address or prefix = 1 to 1000; the default is 100.
     pub weights: BTreeMap<Prefix, u32>,
-    /// How long migrations that are under way may go on when the agent is to end.
+    /// Longest time that running migrations may continue after the agent was asked to end.
     pub drain_limit: Time,
     /// The control socket.
     pub control: PathBuf,
-    /// Address on loopback where Prometheus reads; empty for none.
+    /// Loopback address for Prometheus; empty for none.
     pub metrics: String,
-    /// How much is logged: "error", "warning", "info" or "debug".
+    /// Log level: "error", "warning", "info" or "debug".
     pub log: LogLevel,
 }
 
-/// Channels that a relay of the agent takes from a QEMU or from another agent: as many as `channels` may be, and as libvirt's
-/// `--parallel-connections`.
+/// Limit of channels that a relay of the agent accepts from a QEMU or from another agent: the maximum of `channels`, and of
+/// libvirt's `--parallel-connections`.
 pub const MOST_CHANNELS: u8 = u8::MAX;
 
-/// The weight of a migration of which nothing is said.
+/// Default weight of a migration.
 pub const WEIGHT: u32 = 100;
 
 impl Default for Config {
@@ -163,7 +163,7 @@ impl Default for Config {
                 first: 49152,
                 last: 49215,
             },
-            // QEMU's user on Debian and on Fedora, and libvirtd, which connects for QEMU without multifd.
+            // QEMU's user on Debian and on Fedora; and root, since libvirtd makes the connection for QEMU without multifd.
             users: ["libvirt-qemu", "qemu", "root"].map(str::to_owned).to_vec(),
             destinations: Vec::new(),
             tls: PathBuf::new(),
@@ -183,7 +183,7 @@ impl Default for Config {
     }
 }
 
-/// What `file` has.
+/// Reads `file`, which must not exceed the size limit.
 fn text_of(file: &Path) -> Result<String, ConfigError> {
     let read = FileError::reading(file);
     if std::fs::metadata(file).map_err(read)?.len() > MOST {
@@ -203,7 +203,7 @@ impl Config {
         Self::of_text(file, &text_of(file)?)
     }
 
-    /// The same of what `file` has.
+    /// Parses and checks `text`, the content of `file`.
     ///
     /// # Errors
     /// [`ConfigError`], with the line.
@@ -222,11 +222,11 @@ impl Config {
         Ok(config)
     }
 
-    /// Reads `file` for an agent that runs with `running`, whose values of keys that take a restart are kept; with the names
-    /// of those that have others in the file.
+    /// Reads `file` for a running agent with the configuration `running`. Keys that need a restart keep their running values.
+    /// Also returns the names of those keys whose values in the file differ.
     ///
     /// # Errors
-    /// [`ConfigError`]; that the values do not go together with those that stay.
+    /// [`ConfigError`], also if the new values contradict the kept ones.
     pub fn read_again(
         file: &Path,
         running: &Self,
@@ -237,8 +237,7 @@ impl Config {
         Ok((config, kept))
     }
 
-    /// What can be used of a file that is not allowed as a whole: the keys that are good by themselves, and the defaults of the
-    /// others.
+    /// Reads the valid keys of a file that is not valid as a whole, with defaults for the other keys.
     #[must_use]
     pub fn of_good_keys(file: &Path) -> Self {
         let text = text_of(file).unwrap_or_default();
@@ -274,7 +273,7 @@ impl Config {
         })
     }
 
-    /// A key with a value that cannot be, by itself or with the others, and why.
+    /// Returns the first key with an invalid value, by itself or with the others, and the problem.
     fn problem(&self) -> Option<(&'static str, String)> {
         let wrong = |key, problem: &str| Some((key, problem.to_owned()));
         let port = match self.listen.parse::<Address>() {
@@ -340,10 +339,10 @@ impl Config {
         }
     }
 
-    /// The options of the outgoing side of a migration that leaves this host.
+    /// Returns the options of the outgoing side of a migration that leaves this host.
     ///
     /// # Errors
-    /// A method that there is not.
+    /// If the compression method is unknown.
     pub fn options(&self) -> Result<Options, hotlift::options::OptionError> {
         let mut options = self.own_options();
         options.set("multifd-compression", &self.method)?;
@@ -352,7 +351,7 @@ impl Config {
         Ok(options)
     }
 
-    /// What the file sets in the relays of both directions.
+    /// Returns the options of the relays of both directions.
     pub(crate) fn own_options(&self) -> Options {
         let mut options = relay::RelaySettings::default().outgoing;
         options.max_channels = MOST_CHANNELS;
@@ -361,7 +360,7 @@ impl Config {
         options
     }
 
-    /// Where the agent of the host with `address` listens.
+    /// Returns the listening address of the agent of the host with `address`.
     #[must_use]
     pub fn agent_of(&self, address: IpAddr) -> Address {
         let peer = longest(&self.peers, address);
@@ -371,11 +370,11 @@ impl Config {
         }
     }
 
-    /// Where the agent of the host with the name or address `host` listens: as `peers` says of one of its addresses, or at the host
-    /// by this name.
+    /// Returns the listening address of the agent of `host`, a name or an address: from `peers` if it lists one of its
+    /// addresses, or else `host` itself.
     #[must_use]
     pub fn agent_of_host(&self, host: &str) -> Address {
-        // A name that is not known is for whoever connects to it.
+        // An unknown name becomes an error when the caller connects.
         let addresses = (host, self.agent_port).to_socket_addrs();
         let mut addresses = addresses.into_iter().flatten().map(|address| address.ip());
         let named = addresses.find(|address| self.names_agent_of(*address));
@@ -388,19 +387,19 @@ impl Config {
         )
     }
 
-    /// Whether `peers` says that the host with `address` has an agent.
+    /// Returns true if `peers` names an agent for the host with `address`.
     #[must_use]
     pub fn names_agent_of(&self, address: IpAddr) -> bool {
         longest(&self.peers, address).is_some()
     }
 
-    /// The weight of a migration to `address`.
+    /// Returns the weight of a migration to `address`.
     #[must_use]
     pub fn weight_of(&self, address: IpAddr) -> u32 {
         longest(&self.weights, address).copied().unwrap_or(WEIGHT)
     }
 
-    /// Gives the keys whose change takes a restart the values that `running` has; the names of those that had others.
+    /// Sets the keys that need a restart to the values of `running`. Returns the names of the keys that differed.
     pub fn keep_fixed(&mut self, running: &Self) -> Vec<&'static str> {
         fn keep<T: Clone + PartialEq>(value: &mut T, running: &T) -> bool {
             let differs = value != running;
@@ -424,7 +423,7 @@ impl Config {
     }
 }
 
-/// What the longest prefix says that contains `address`.
+/// Returns the value of the longest prefix that contains `address`.
 fn longest<T>(of: &BTreeMap<Prefix, T>, address: IpAddr) -> Option<&T> {
     let contain = of.iter().filter(|(prefix, _)| prefix.contains(address));
     let longest = contain.max_by_key(|(prefix, _)| prefix.length());
@@ -451,7 +450,7 @@ fn in_plain_words(message: &str) -> String {
         ("unknown field", "unknown key"),
         ("unknown variant", "unknown value"),
     ];
-    // "u8" is not a part of a longer name.
+    // Only whole names: "u8" may also begin a longer name.
     let mut text = message.to_owned();
     for (name, words) in WORDS {
         let is_whole = |at: usize| !text[at + name.len()..].starts_with(char::is_alphanumeric);
@@ -462,7 +461,7 @@ fn in_plain_words(message: &str) -> String {
     text
 }
 
-/// The line at byte `place` of `text`, counted from 1, and its key.
+/// Returns the line at byte `place` of `text`, counted from 1, and its key.
 fn place_of(text: &str, place: usize) -> (usize, String) {
     let before = text.get(..place).unwrap_or(text);
     let number = before.matches('\n').count() + 1;
@@ -471,7 +470,7 @@ fn place_of(text: &str, place: usize) -> (usize, String) {
     (number, key.trim().to_owned())
 }
 
-/// The line of `text` that sets `key`, or begins the table of that name, counted from 1.
+/// Returns the line of `text` that sets `key` or begins the table of that name, counted from 1.
 fn line_of(text: &str, key: &str) -> Option<usize> {
     let table = format!("[{key}]");
     let sets = |line: &str| line.split('=').next().is_some_and(|it| it.trim() == key);
@@ -605,7 +604,7 @@ mod tests {
     fn a_value_that_does_not_go_with_one_that_stays_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("agent.toml");
-        // Good by itself, as the port of 'listen' moves, too.
+        // Valid by itself, since 'listen' moves its port, too.
         std::fs::write(
             &file,
             "listen = \"tcp::5\"\nagent-port = 5\nports = \"16520\"\n",

@@ -1,4 +1,4 @@
-//! Connections to addresses of this and of other hosts that are not an agent's, and where one was to go.
+//! Connections to addresses other than an agent's, and the original destination of a redirected one.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -14,10 +14,10 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
 use crate::rules;
 
-/// A connection to `to` that is not redirected.
+/// Connects to `to` without a redirect.
 ///
 /// # Errors
-/// The system's reason.
+/// The system's error.
 pub fn connect(to: SocketAddr, timeout: Duration) -> io::Result<Stream> {
     let family = match to {
         SocketAddr::V4(_) => AddressFamily::INET,
@@ -25,15 +25,15 @@ pub fn connect(to: SocketAddr, timeout: Duration) -> io::Result<Stream> {
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-    // Where it may not be set the rules do not ask for it: see `rules`.
+    // If marking is not permitted, the rules do not need it: see `rules`.
     let _ = rules::mark(&socket);
     Stream::of_tcp(connect_within(socket, to, timeout)?)
 }
 
-/// Connects a socket that does not block; the connection blocks.
+/// Connects a non-blocking socket; the resulting connection blocks.
 ///
 /// # Errors
-/// The system's reason.
+/// The system's error.
 pub(crate) fn connect_within(
     socket: OwnedFd,
     to: SocketAddr,
@@ -56,10 +56,10 @@ pub(crate) fn connect_within(
     Ok(stream)
 }
 
-/// Where a connection was to go that a rule has redirected to a socket of this host, of IPv6 if `v6`.
+/// Returns the original destination of a connection that a rule redirected to a socket of this host, an IPv6 one if `v6`.
 ///
 /// # Errors
-/// The system's reason: the connection was not redirected.
+/// The system's error if the connection was not redirected.
 pub fn original_destination(stream: &Stream, v6: bool) -> io::Result<SocketAddr> {
     let fd = stream.as_fd();
     if v6 {
@@ -72,14 +72,14 @@ pub fn original_destination(stream: &Stream, v6: bool) -> io::Result<SocketAddr>
     Ok(SocketAddr::new(ip, u16::from_be(address.sin_port)))
 }
 
-/// Whether `address` is one of this host's own. Its interfaces are asked: with `net.ipv4.ip_nonlocal_bind` the kernel binds a
+/// Returns true if `address` belongs to this host. Checks the interfaces: with `net.ipv4.ip_nonlocal_bind` the kernel binds a
 /// socket to any address.
 ///
 /// # Errors
-/// The system's reason.
+/// The system's error.
 pub fn is_of_this_host(address: IpAddr) -> io::Result<bool> {
     let address = address.to_canonical();
-    // All of 127.0.0.0/8, of which an interface has one.
+    // All of 127.0.0.0/8, of which the interface lists one.
     if address.is_loopback() {
         return Ok(true);
     }
@@ -87,7 +87,7 @@ pub fn is_of_this_host(address: IpAddr) -> io::Result<bool> {
     Ok(own.any(|own| own == address))
 }
 
-/// The IP address of an interface's address or mask.
+/// Returns the IP address of an interface's address or mask.
 pub(crate) fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
     let v4 = address.as_sockaddr_in().map(|it| IpAddr::from(it.ip()));
     v4.or_else(|| address.as_sockaddr_in6().map(|it| IpAddr::from(it.ip())))

@@ -1,4 +1,4 @@
-//! The agent's port: who connects, told apart by what it says behind its TLS handshake.
+//! The agent's port: classifies each connection by its first bytes after the TLS handshake.
 
 use std::io;
 use std::sync::Arc;
@@ -17,18 +17,18 @@ use crate::error::CarryError;
 use crate::incoming;
 use crate::messages::{Hello, Message};
 
-/// What somebody with a certificate wants.
+/// Request of a peer with a valid certificate.
 enum Wish {
-    /// To announce a migration or a tunnel.
+    /// Announces a migration or a tunnel.
     Announce(Hello),
-    /// To be a connection of one that was announced, or to ask about it.
+    /// Joins an announced migration, or asks about it.
     Belong(Head),
 }
 
 /// Serves the agent's port until the agent ends.
 ///
 /// # Errors
-/// The system gives no file descriptors.
+/// If the system has no file descriptors left.
 pub fn serve(agent: &Arc<Agent>, listener: &Listener) -> io::Result<()> {
     let complain = |why: &str| {
         agent.sessions.count(|totals| totals.tls_failures += 1);
@@ -53,7 +53,7 @@ fn hear(conversation: &mut Conversation) -> Result<Option<Wish>, ConversationErr
             head => return Ok(Some(Wish::Belong(head))),
         }
     }
-    // A hello, its rest, or an end.
+    // The start or the rest of a hello, or the end of the stream.
     let hello = conversation.hear_hello(Duration::ZERO)?;
     Ok(hello.map(Wish::Announce))
 }
@@ -73,7 +73,7 @@ fn take(agent: &Arc<Agent>, call: Call<Wish>) {
         Err(error) => {
             let peer = conversation.stream().peer_host();
             let reason = error_line(&of_an_agent(error));
-            // A peer that has gone, or reads nothing, is not waited for.
+            // Errors are ignored, without a wait: the peer may have closed the connection, or may not read.
             let _ = conversation.say(&Message::Refused {
                 reason: reason.clone(),
             });
@@ -82,7 +82,7 @@ fn take(agent: &Arc<Agent>, call: Call<Wish>) {
     }
 }
 
-/// Returns the error of a conversation as one with an agent: nothing else connects to this port.
+/// Converts an error of a conversation into one with an agent: only agents connect to this port.
 fn of_an_agent(error: Unheard) -> CarryError {
     match error {
         Unheard::Conversation(source) => CarryError::Conversation(source),
@@ -100,7 +100,7 @@ fn announce(agent: &Arc<Agent>, conversation: Conversation, hello: Hello) {
     }
 }
 
-/// Gives a connection to the migration that it belongs to, without the token that it has shown.
+/// Passes a connection to its migration, after consuming the token from it.
 fn belong(agent: &Agent, mut one: Admitted) {
     let session = match one.head() {
         Head::Token(_) => agent.sessions.find(|session| {

@@ -1,7 +1,7 @@
-//! What an agent that is to end waits for, and what it cancels.
+//! The end of an agent: waiting for running sessions, and cancelling them.
 //!
-//! A guest in postcopy runs at the destination, and some of its pages are at the source alone: a cancel would not bring it
-//! back, and an agent that has gone leaves it without them.
+//! A guest in postcopy runs at the destination, while some of its pages are only at the source. A cancel cannot bring it back,
+//! and the end of the agent would leave it without these pages.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,26 +12,26 @@ use crate::error::CarryError;
 use crate::notify;
 use crate::session::Session;
 
-/// Interval of the reports to systemd while a postcopy goes on.
+/// Interval of the reports to systemd during a postcopy.
 const REPORT: Duration = Duration::from_secs(1);
 
-/// The end of an agent, by what is under way and when. No I/O, no clock.
+/// State machine of the agent's end. No I/O, no clock.
 #[derive(Debug)]
 struct Draining {
-    /// The end of the time in which all may end by itself, or, `is_cancelled`, in which what was cancelled may.
+    /// Deadline for sessions to end by themselves or, if `is_cancelled`, for cancelled ones to end.
     until: Instant,
     last: Duration,
     is_cancelled: bool,
 }
 
-/// What is done next.
+/// Next step of the agent's end.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// Waits for another session to end, up to this time.
+    /// Wait for another session to end, up to this time.
     Wait(Duration),
-    /// Cancels what is left.
+    /// Cancel the remaining sessions.
     Cancel,
-    /// Informs systemd that the agent still ends.
+    /// Report to systemd that the agent is still ending.
     Report,
     /// The agent may end.
     Done,
@@ -46,7 +46,7 @@ impl Draining {
         }
     }
 
-    /// Returns the next step, with `all` sessions under way, `postcopies` among them.
+    /// Returns the next step, for `all` running sessions, including `postcopies`.
     fn next(&mut self, now: Instant, all: usize, postcopies: usize) -> Step {
         let is_over = now >= self.until;
         match self.is_cancelled {
@@ -57,7 +57,7 @@ impl Draining {
                 Step::Cancel
             }
             true if postcopies == 0 && (is_over || all == 0) => Step::Done,
-            // Only they are waited for.
+            // From now on, only the postcopies are waited for.
             true if is_over => {
                 self.until = now + REPORT;
                 Step::Report
@@ -67,8 +67,8 @@ impl Draining {
     }
 }
 
-/// Waits for all that is under way for up to `limit`, cancels what is left, and waits for that up to `last`; for a postcopy for
-/// as long as it goes on, which systemd is told.
+/// Waits up to `limit` for the running sessions, cancels the rest, and waits up to `last` for these. Waits for a postcopy
+/// without a limit, and reports that to systemd.
 pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
     let sessions = &agent.sessions;
     let count = |left: &[Arc<Session>]| {
@@ -101,7 +101,7 @@ pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
     }
 }
 
-/// Cancels all that can be.
+/// Cancels all running sessions.
 pub fn cancel_all(agent: &Agent) {
     for session in agent.sessions.under_way() {
         session.control.cancel();
@@ -141,7 +141,7 @@ mod tests {
         let mut both = draining();
         assert_eq!(both.next(at(limit), 2, 1), Step::Cancel);
         assert_eq!(both.next(at(limit), 1, 1), Step::Wait(last));
-        // A postcopy is waited for without a limit, and systemd knows.
+        // A postcopy is waited for without a limit, and systemd is informed.
         let mut now = limit + last;
         for _ in 0..10_000 {
             assert_eq!(both.next(at(now), 2, 1), Step::Report);

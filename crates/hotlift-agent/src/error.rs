@@ -1,4 +1,4 @@
-//! Why the agent, or something that it carries, failed.
+//! Errors of the agent and of the migrations that it carries.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,71 +13,71 @@ use hotlift_terminal::error::TerminalError;
 
 use crate::config::ConfigError;
 
-/// What to do where there is no configuration.
+/// Advice if the configuration file is missing.
 const NO_FILE: &str = "name a file with --config FILE; each key has a default, so that an empty one will do; the packages \
                        have an example with all keys as /etc/hotlift/agent.toml, the sources as packaging/agent.toml";
 
-/// What ends the agent.
+/// Errors that end the agent.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// The configuration.
+    /// Invalid configuration.
     #[error("bad configuration")]
     Config(#[from] ConfigError),
-    /// The certificates.
+    /// Missing or unusable certificates.
     #[error("the agent needs certificates ('hotlift certs' makes them; key 'tls')")]
     Tls(#[source] Box<TlsSetupError>),
-    /// Certificates that other agents refuse, or with which this one refuses others.
+    /// Certificates that other agents reject, or that make this agent reject others.
     #[error(
         "the certificates in {} have problems: {count} (named above; 'hotlift certs show --dir {}' shows all of them)",
         dir.display(),
         dir.display()
     )]
     Certificates {
-        /// Their folder.
+        /// Certificate folder.
         dir: PathBuf,
-        /// Problems that were found.
+        /// Number of problems found.
         count: usize,
     },
-    /// A port that it needs.
+    /// A port cannot be opened.
     #[error("cannot listen")]
     Listen(#[source] TransportError),
-    /// Something that the system is asked for.
+    /// The system refused a resource.
     #[error("cannot have {what}")]
     System {
-        /// What.
+        /// The resource.
         what: &'static str,
         /// The system's reason.
         #[source]
         source: std::io::Error,
     },
-    /// The rules that redirect.
+    /// The redirect rules cannot be installed.
     #[error("cannot redirect migrations to the agent")]
     Rules(#[from] RulesError),
-    /// Something of this host keeps migrations from the agent.
+    /// This host's setup keeps migrations from the agent.
     #[error(
         "not all migrations of this host come to the agent, problems found: {count} (named above; with plaintext = \"refuse\" they fail; \
          change the rules that are named, or 'ports', 'users' and 'destinations' in agent.toml)"
     )]
     NotRedirected {
-        /// Problems that were found.
+        /// Number of problems found.
         count: usize,
     },
-    /// The control socket.
+    /// The control socket cannot be served.
     #[error("cannot serve the control socket")]
     Control(#[from] MonitorError),
-    /// What commands share.
+    /// An error that all commands share.
     #[error(transparent)]
     Terminal(#[from] TerminalError),
-    /// A thread that it cannot do without.
+    /// An essential thread ended.
     #[error("the agent has ended because its thread '{part}' did (the log says why)")]
     Lost {
-        /// Its name.
+        /// Name of the thread.
         part: &'static str,
     },
 }
 
 impl AgentError {
-    /// What to do next, where that is not plain from the error.
+    /// Returns the next step for the operator, if the error itself does not show it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::Config(error) if error.is_no_file() => Some(NO_FILE),
@@ -85,45 +85,45 @@ impl AgentError {
         }
     }
 
-    /// Something of the system's, for [`Result::map_err`].
+    /// Returns a function that makes a [`Self::System`] error, for [`Result::map_err`].
     pub fn system(what: &'static str) -> impl Fn(std::io::Error) -> Self {
         move |source| Self::System { what, source }
     }
 }
 
-/// Why the rules are not in force.
+/// Errors of the nftables rules.
 #[derive(Debug, thiserror::Error)]
 pub enum RulesError {
-    /// The tool.
+    /// A program cannot be started.
     #[error("cannot run '{tool}' (it is in the package {package})")]
     Run {
-        /// Which.
+        /// The program.
         tool: &'static str,
-        /// Where it is from.
+        /// Package of the program.
         package: &'static str,
         /// The system's reason.
         #[source]
         source: std::io::Error,
     },
-    /// What it says.
+    /// nft rejected the rules.
     #[error(
         "'nft' refuses (it needs CAP_NET_ADMIN, and the kernel's nft_redir, nft_socket, nft_reject_inet, nft_fib_inet \
          and nft_log): {said}"
     )]
     Refused {
-        /// Its words, in one line.
+        /// nft's error message, in one line.
         said: String,
     },
-    /// Nobody of `users`.
+    /// None of `users` exists on this host.
     #[error("none of the users {users} is one of this host's (key 'users')")]
     NoUser {
-        /// Those that were looked for.
+        /// The configured users.
         users: String,
     },
-    /// The kernel tells of no changes.
+    /// The kernel does not report changes of nftables.
     #[error("the kernel does not tell of changes of nftables (that needs CAP_NET_ADMIN)")]
     Watch(#[source] std::io::Error),
-    /// Its own connections would come back to it.
+    /// The agent's own connections would be redirected to it.
     #[error(
         "the agent runs as one of 'users', and cannot mark its own connections (CAP_NET_ADMIN), which would be \
          redirected, too"
@@ -131,99 +131,99 @@ pub enum RulesError {
     NoMark(#[source] std::io::Error),
 }
 
-/// Why a migration or a tunnel did not get through.
+/// Errors of a migration or a tunnel.
 #[derive(Debug, thiserror::Error)]
 pub enum CarryError {
-    /// The agent takes nothing new.
+    /// The agent is ending and accepts nothing new.
     #[error("the agent is to end, and takes nothing new")]
     Ending,
-    /// It was cancelled while it waited for a place.
+    /// Cancelled while it waited for its turn.
     #[error("it was cancelled before it began")]
     Cancelled,
-    /// Its source was cancelled while it waited for a place.
+    /// Its source closed the connections while it waited for its turn.
     #[error("its source has closed its connections before it began")]
     Deserted,
-    /// It did not end when it was cancelled: its QEMU was told that the destination has loaded the guest, and has not closed
-    /// its connection.
+    /// It did not end after its cancellation: its QEMU was told that the destination loaded the guest, and has not closed its
+    /// connection.
     #[error(
         "the agent ends before it is known which QEMU has the guest: if the destination's does not run it, 'cont' at the \
          source (libvirt does so by itself)"
     )]
     Unsettled,
-    /// Nobody answers at the agent's port.
+    /// Connections to the agent's port fail as if no agent were there.
     #[error("no agent answers for {to}, and plaintext = \"refuse\"")]
     NoAgent {
-        /// Where it was to go.
+        /// Destination of the migration.
         to: SocketAddr,
-        /// Why not.
+        /// The connection error.
         #[source]
         source: TransportError,
     },
-    /// It is not known whether an agent is there, or one should be.
+    /// The connection error does not show if there is an agent, or the configuration names one.
     #[error(
         "the agent for {to} cannot be reached, which is no reason to go unencrypted (see its host, this host's limits and \
          routes, and [peers])"
     )]
     AgentUnreached {
-        /// Where it was to go.
+        /// Destination of the migration.
         to: SocketAddr,
-        /// Why not.
+        /// The connection error.
         #[source]
         source: TransportError,
     },
-    /// Somebody who is not who he should be.
+    /// The TLS handshake failed.
     #[error("the TLS handshake with the other agent has failed")]
     Tls(#[from] TlsError),
-    /// The conversation with it.
+    /// The conversation with the other agent failed.
     #[error("talking to the other agent failed")]
     Conversation(#[from] ConversationError),
-    /// A peer without a hello, or one too many.
+    /// The peer did not send a hello, or exceeded a limit before it.
     #[error("the other agent was dropped before its hello")]
     Unannounced(#[source] Unheard),
-    /// It said nothing.
+    /// The other agent did not answer in time.
     #[error("the other agent did not answer in time")]
     Silent,
-    /// It said no.
+    /// The other agent refused.
     #[error("the other agent refuses: {reason}")]
     Refused {
-        /// Why, in one line.
+        /// The reason, in one line.
         reason: String,
     },
-    /// It said something else.
+    /// The other agent sent an unexpected message.
     #[error("the other agent said something out of turn")]
     OutOfTurn,
-    /// What the other agent asks for is not what an agent does.
+    /// The requested destination is not a migration address of this host.
     #[error("{to} is no address of a migration on this host: {why}")]
     NotHere {
-        /// Where it was to go.
+        /// The requested destination.
         to: SocketAddr,
-        /// Why not.
+        /// The reason.
         why: String,
     },
-    /// The destination's QEMU, or its NBD server.
+    /// The destination's QEMU or NBD server cannot be reached.
     #[error("cannot connect to {to}")]
     Connect {
-        /// Where.
+        /// Its address.
         to: SocketAddr,
         /// The system's reason.
         #[source]
         source: std::io::Error,
     },
-    /// The relay.
+    /// The relay failed.
     #[error(transparent)]
     Relay(#[from] MigrationError),
-    /// The relays of both hosts.
+    /// The relays of both hosts failed.
     #[error("{own}; the other agent: {other}", own = own.chain())]
     Both {
-        /// That of this one.
+        /// Error of this host's relay.
         own: Box<MigrationError>,
-        /// That of the other, in one line.
+        /// Error of the other host's relay, in one line.
         other: String,
     },
-    /// The system.
+    /// The system refused a resource.
     #[error("the system gives no {what}")]
     System {
-        /// What.
+        /// The resource.
         what: &'static str,
         /// Its reason.
         #[source]
@@ -232,7 +232,7 @@ pub enum CarryError {
 }
 
 impl CarryError {
-    /// Something of the system's, for [`Result::map_err`].
+    /// Returns a function that makes a [`Self::System`] error, for [`Result::map_err`].
     pub fn system(what: &'static str) -> impl Fn(std::io::Error) -> Self {
         move |source| Self::System { what, source }
     }

@@ -1,4 +1,4 @@
-//! An agent without threads, for tests of its parts.
+//! An agent without threads, for tests of its modules.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -17,12 +17,12 @@ use crate::log::Log;
 use crate::messages::{Id, Kind};
 use crate::session::{Direction, Session, Subject};
 
-/// Where its migrations go.
+/// Returns the destination of its migrations.
 pub fn destination() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::new(192, 0, 2, 2), 49152))
 }
 
-/// One with these lines in its configuration.
+/// Creates an agent with these lines in its configuration.
 pub fn agent(lines: &str) -> Arc<Agent> {
     let pki = Pki::new();
     let text = format!("tls = \"{}\"\n{lines}", pki.host("a.example").display());
@@ -32,7 +32,7 @@ pub fn agent(lines: &str) -> Arc<Agent> {
     Arc::new(Agent::new(file, config, &log, None).expect("an agent"))
 }
 
-/// A session that nothing carries, and what would.
+/// Creates a session without a carrying thread, and its listener.
 pub fn session(subject: Subject) -> (Arc<Session>, Listener) {
     let (listener, giver) = Listener::handed(true).expect("descriptors");
     let log = Log::new(crate::config::LogLevel::Error);
@@ -40,7 +40,7 @@ pub fn session(subject: Subject) -> (Arc<Session>, Listener) {
     (Arc::new(session), listener)
 }
 
-/// What it is of.
+/// Creates a subject of a session.
 pub fn subject(id: u32, direction: Direction, kind: Kind) -> Subject {
     Subject {
         id: Id(id),
@@ -52,13 +52,13 @@ pub fn subject(id: u32, direction: Direction, kind: Kind) -> Subject {
     }
 }
 
-/// A connection as a door of the agent lets it in, and the other end.
+/// Creates a connection as admitted at the agent's port, and its other end.
 pub fn admitted() -> (Admitted, TcpStream) {
     let (here, there) = connection();
     (Admitted::new(here, Instant::now()), there)
 }
 
-/// A connection as the agent accepts it, and the other end.
+/// Creates a connection as accepted by the agent, and its other end.
 pub fn connection() -> (Stream, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a listener");
     let address = listener.local_addr().expect("its address");
@@ -67,12 +67,12 @@ pub fn connection() -> (Stream, TcpStream) {
     (Stream::of_tcp(here).expect("its options"), there)
 }
 
-/// Waits until `is_so`, which is to happen at once.
+/// Waits until `is_so`, which must happen soon.
 pub fn until(what: &str, is_so: impl Fn() -> bool) {
     assert!(becomes(is_so), "not so within 30 s: {what}");
 }
 
-/// The same; false if it does not.
+/// Waits until `is_so`; returns false after 30 s.
 pub fn becomes(is_so: impl Fn() -> bool) -> bool {
     (0..3000).any(|_| {
         let is_so = is_so();
@@ -83,7 +83,7 @@ pub fn becomes(is_so: impl Fn() -> bool) -> bool {
     })
 }
 
-/// Writes to a connection until it takes no more.
+/// Writes to a connection until its buffers are full.
 pub fn fill(mut source: &TcpStream) {
     source.set_nonblocking(true).expect("its mode");
     while source.write(&[0; 65536]).is_ok() {}

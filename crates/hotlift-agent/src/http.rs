@@ -1,4 +1,4 @@
-//! The small HTTP server on loopback that Prometheus reads from.
+//! A small HTTP server on loopback, for Prometheus.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -10,17 +10,17 @@ use hotlift::admission::limits::METRICS;
 use crate::agent::Agent;
 use crate::metrics::{self, Format};
 
-/// Longest request that is read, in bytes.
+/// Size limit of a request, in bytes.
 const REQUEST: usize = 4096;
 
-/// The media type of answers that are no metrics.
+/// Media type of answers without metrics.
 const PLAIN: &str = "text/plain; charset=utf-8";
 
-/// Answers on `listener` for as long as the process runs, one client after the other.
+/// Answers requests on `listener` as long as the process runs, one client at a time.
 pub fn serve(agent: &Arc<Agent>, listener: &TcpListener) {
     for stream in listener.incoming() {
         match stream {
-            // A client that has gone needs no answer.
+            // A disconnected client needs no answer.
             Ok(stream) => drop(answer(agent, stream)),
             Err(_) => std::thread::sleep(METRICS),
         }
@@ -57,7 +57,7 @@ fn answer(agent: &Arc<Agent>, mut stream: TcpStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Returns the answer to a request with this head, where `text` makes the metrics.
+/// Returns the answer to a request with this head; `text` makes the metrics.
 fn respond(request: &str, text: &dyn Fn(Format) -> String) -> String {
     let mut lines = request.lines();
     let mut words = lines.next().unwrap_or_default().split(' ');
@@ -107,7 +107,7 @@ mod tests {
         let (accepted, _) = listener.accept().unwrap();
         std::thread::scope(|scope| {
             let served = scope.spawn(|| answer(&agent, accepted));
-            // Each byte comes long before the deadline, and the last one long behind it.
+            // Each byte arrives long before the deadline, and the last one long after it.
             for _ in 0..100 * METRICS.as_secs() {
                 if served.is_finished() || slow.write_all(b"x").is_err() {
                     break;
@@ -119,7 +119,7 @@ mod tests {
         });
     }
 
-    /// Status line, media type and body of the answer to a request with these lines.
+    /// Returns the status line, media type and body of the answer to a request with these lines.
     fn answered(lines: &[&str]) -> (String, String, String) {
         let request = format!("{}\r\n\r\n", lines.join("\r\n"));
         let answer = respond(&request, &|format| format!("{format:?}"));

@@ -1,4 +1,4 @@
-//! What comes to this host: announced by another agent, and taken to the QEMU that waits for it.
+//! Incoming migrations: announced by another agent, and relayed to the destination QEMU.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,14 +22,14 @@ use crate::moment::State;
 use crate::session::{Direction, Session, Subject};
 use crate::tunnel::{self, Limits};
 
-/// How long a relay's connections may take after the word that its source is there; a little longer than the agent there waits
+/// Longest time for a relay's connections after the message that its source exists; a little longer than the other agent waits
 /// for that.
 const SOURCE: Duration = Duration::from_secs(150);
 
-/// How long the server that a tunnel leads to may take to answer.
+/// Connect timeout for a tunnel's server.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Answers `hello`, and carries what it has announced until that has ended.
+/// Answers `hello`, and carries the announced session until its end.
 pub fn run(agent: &Arc<Agent>, mut conversation: Conversation, hello: &Hello) {
     let outcome = begin(agent, &mut conversation, hello);
     let (session, listener) = match outcome {
@@ -50,7 +50,7 @@ pub fn run(agent: &Arc<Agent>, mut conversation: Conversation, hello: &Hello) {
     agent.ended(&session, outcome);
 }
 
-/// Whether it is taken, and what takes it.
+/// Accepts or refuses the announced session. Returns it with its listener.
 fn begin(
     agent: &Arc<Agent>,
     conversation: &mut Conversation,
@@ -76,13 +76,13 @@ fn begin(
         announcer: conversation.stream().peer().cloned(),
     };
     let pass = conversation.pass(token);
-    // Only what a tunnel answers shares this host's budget.
+    // Default weight: only a tunnel's answers share this host's budget.
     let session = Session::new(subject, giver, Some(pass), WEIGHT, &agent.log);
     let session = Arc::new(session);
     agent.sessions.add(&session)?;
     let begun = match hello.kind {
         Kind::Migration => Ok(()),
-        // Before 'ready', so that the connections of one tunnel come to the server in their order.
+        // Connects before 'ready', so that one tunnel's connections reach the server in order.
         Kind::Tunnel => dial::connect(to, CONNECT)
             .map_err(|source| CarryError::Connect { to, source })
             .and_then(|far| {
@@ -144,7 +144,7 @@ fn migration(
     })
 }
 
-/// Returns the options of a relay to a QEMU of this host, whose source has these channels and this method.
+/// Returns the options of a relay to a QEMU of this host, for a source with these channels and this method.
 fn options(config: &Config, channels: u8, method: &str) -> Result<Options, CarryError> {
     let mut options = config.own_options();
     options.multifd = Some(channels > 0);
@@ -155,9 +155,8 @@ fn options(config: &Config, channels: u8, method: &str) -> Result<Options, Carry
     }
 }
 
-/// How many channels the source has and how they compress, once the other agent knows. Before it does the destination's libvirt
-/// may prepare a guest, which takes minutes for one with large preallocated memory: it is waited for as long as whoever has
-/// announced it stays.
+/// Waits for the source's channels and method from the other agent, without a timeout, as long as that agent stays connected.
+/// Before that message, the destination's libvirt may prepare a guest: minutes with large preallocated memory.
 fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, String), CarryError> {
     let bell = session
         .control
@@ -191,7 +190,7 @@ fn tunnelled(
 ) -> Result<(), CarryError> {
     session.enter(State::Of(Status::Active));
     let near = std::cell::Cell::new(conversation.into_stream());
-    // The one connection of the listener is that to the server.
+    // The listener's only connection is the one to the server.
     let limits = Limits::of(agent);
     tunnel::carry_all(session, listener, &limits, &|| {
         near.take().ok_or(CarryError::OutOfTurn)
@@ -209,7 +208,7 @@ mod tests {
         Hello {
             id: crate::messages::Id(7),
             kind,
-            // Nobody listens there.
+            // No server listens there.
             to: "127.0.0.1:49152".parse().unwrap(),
         }
     }

@@ -1,4 +1,4 @@
-//! The agent of a host: carries any number of migrations at once, in both directions, through one TLS port.
+//! The agent of a host: carries any number of migrations concurrently, in both directions, through one TLS port.
 //!
 //! ```text
 //! QEMU -> nft -> redirect -> outgoing ==== TLS ====> door -> incoming -> QEMU
@@ -6,25 +6,25 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `run`, `parts`, `drain` | start and end; the threads; what is waited for before the end |
-//! | `agent` | what the threads share; reload |
+//! | `run`, `parts`, `drain` | start and end; the critical threads; the wait for running migrations before the end |
+//! | `agent` | state that the threads share; reload |
 //! | `config`, `values` | the configuration file: every key is a field |
-//! | `rules`, `table`, `table_watch` | the nftables rules; their table in force; put back when something changes it |
-//! | `dial` | connections that pass the table, and where a redirected one was to go |
-//! | `past`, `bypass`, `proof` | what has gone past the redirect; rules of others that cause it; a connection that proves the redirect |
-//! | `redirect`, `source_socket` | this host's connections, told apart, and which of them their QEMU has closed |
-//! | `outgoing` | each migration to the other agent |
-//! | `door`, `incoming` | the agent's port, and what other agents announce there |
-//! | `messages`, `attend` | what two agents say of a migration, and while its relay is at work |
-//! | `tunnel` | what is no migration: bytes as they are |
-//! | `moment` | the life of one migration by what happens to it and when: states, downtime |
-//! | `session`, `sessions` | one migration; all of them, places and totals |
-//! | `budget` | bandwidth and cores, shared |
+//! | `rules`, `table`, `table_watch` | the nftables rules; the installed table; its repair after changes by other programs |
+//! | `dial` | connections that bypass the table; the original destination of a redirected connection |
+//! | `past`, `bypass`, `proof` | connections that missed the redirect; foreign rules that cause it; a test of the redirect |
+//! | `redirect`, `source_socket` | classification of this host's connections; detection of a close by their QEMU |
+//! | `outgoing` | an outgoing migration, to the other agent |
+//! | `door`, `incoming` | the agent's port; migrations that other agents announce |
+//! | `messages`, `attend` | messages between two agents about a migration; supervision of its running relay |
+//! | `tunnel` | byte streams other than migrations, copied unchanged |
+//! | `moment` | lifecycle of one migration, from events and their times: states, downtime |
+//! | `session`, `sessions` | one migration; all migrations, concurrency limits and totals |
+//! | `budget` | shares of bandwidth and cores |
 //! | `commands`, `log`, `notify` | the control socket, the journal, systemd |
-//! | `totals`, `metrics`, `http` | counts of all sessions; the metrics made of them; Prometheus's requests |
+//! | `totals`, `metrics`, `http` | counters of all sessions; the metrics; the HTTP server for Prometheus |
 //!
-//! Each migration is a relay ([`hotlift::relay`]) with threads of its own, as `hotlift relay` runs it: who has the guest is
-//! its matter alone, and an agent that is killed is a failed migration.
+//! Each migration is a relay ([`hotlift::relay`]) with its own threads, as in `hotlift relay`. Only the relay decides which
+//! host has the guest. If the agent is killed, its migrations fail.
 
 #![forbid(unsafe_code)]
 

@@ -8,17 +8,17 @@ use hotlift_terminal::output;
 
 use crate::config::LogLevel;
 
-/// Where lines go, and which. Copies change their level together.
+/// The log and its level. Clones share the level.
 #[derive(Debug, Clone)]
 pub struct Log {
-    /// Of the most verbose lines that are said.
+    /// Priority of the most verbose lines that are printed.
     priority: Arc<AtomicU8>,
-    /// The journal reads: it has the time, and takes the priority from the line.
+    /// True if the journal reads the lines: it adds the time, and takes the priority from the line.
     to_journal: bool,
 }
 
 impl Log {
-    /// One that says what `level` says.
+    /// Creates a log of this level.
     #[must_use]
     pub fn new(level: LogLevel) -> Self {
         Self {
@@ -28,7 +28,7 @@ impl Log {
         }
     }
 
-    /// From now on says what `level` says.
+    /// Changes the level.
     pub fn set_level(&self, level: LogLevel) {
         self.priority.store(priority(level), Ordering::Relaxed);
     }
@@ -37,7 +37,7 @@ impl Log {
         priority(level) <= self.priority.load(Ordering::Relaxed)
     }
 
-    /// Says `text`, in one line.
+    /// Logs `text`, in one line.
     pub fn say(&self, level: LogLevel, text: &str) {
         if !self.says(level) {
             return;
@@ -51,19 +51,19 @@ impl Log {
     }
 }
 
-/// A line that whoever connects can provoke: said once in a while, with how often it was meant to be.
+/// Rate-limited log line, for events that any client can cause; counts suppressed repeats.
 #[derive(Debug, Default)]
 pub struct Seldom {
     said: Option<Instant>,
-    /// Since then.
+    /// Number of lines suppressed since then.
     kept_back: u64,
 }
 
-/// Between two such lines.
+/// Shortest interval of such lines.
 const SELDOM: Duration = Duration::from_secs(60);
 
 impl Seldom {
-    /// Says `text` if it is time, `now`.
+    /// Logs `text` if the interval is over at `now`.
     pub fn say(&mut self, log: &Log, text: &str, now: Instant) {
         if let Some(line) = self.line(text, now) {
             log.say(LogLevel::Warning, &line);
@@ -83,7 +83,7 @@ impl Seldom {
     }
 }
 
-/// As of sd-daemon(3).
+/// Returns the priority of sd-daemon(3).
 fn priority(level: LogLevel) -> u8 {
     match level {
         LogLevel::Error => 3,

@@ -1,15 +1,15 @@
-//! What two agents say to each other of a migration: JSON, one line a message, over a TLS connection of its own.
+//! Messages of two agents about a migration: JSON, one line a message, over a separate TLS connection.
 //!
 //! ```text
 //! source                  destination
 //! hello            ---->  is 'to' an address of this host, and its port one of migrations?
 //!                  <----  ready with a token, or refused
-//! source           ---->  starts its relay; the connections that begin with the token are for it
-//! failed           <--->  (in place of a connection that only ends)
+//! source           ---->  starts its relay; connections that begin with the token belong to it
+//! failed           <--->  (otherwise the connection would only close)
 //! completed        <--->
 //! ```
 //!
-//! A tunnel has hello and ready alone: what follows on the same connection is its bytes.
+//! A tunnel has only hello and ready: its bytes follow on the same connection.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -18,7 +18,7 @@ use hotlift::conversation::Wish;
 use hotlift_qmp::Uuid;
 use serde::{Deserialize, Serialize};
 
-/// What names a migration in the logs of both hosts.
+/// Id of a migration in the logs of both hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Id(pub u32);
@@ -55,18 +55,18 @@ impl From<Id> for String {
     }
 }
 
-/// What connections carry.
+/// Content of the connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
     /// QEMU's migration stream.
     Migration,
-    /// Anything else, byte for byte.
+    /// Any other bytes, unchanged.
     Tunnel,
 }
 
 impl Kind {
-    /// Its name.
+    /// Returns its name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -76,44 +76,44 @@ impl Kind {
     }
 }
 
-/// Opens the conversation.
+/// First message of the conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Hello {
-    /// Of the migration.
+    /// Id of the session.
     pub id: Id,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
-    /// Where the source's connections were to go.
+    /// Original destination of the source's connections.
     pub to: SocketAddr,
 }
 
-/// What is said after it, by either side.
+/// Later messages, from either side.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "kebab-case")]
 pub enum Message {
-    /// The destination takes it.
+    /// The destination accepts.
     Ready {
-        /// What each connection of the migration begins with.
+        /// Token at the start of each connection of the migration.
         token: Uuid,
     },
-    /// The destination does not.
+    /// The destination refuses.
     Refused {
-        /// Why, in one line.
+        /// The reason, in one line.
         reason: String,
     },
-    /// What the source's QEMU has, so that of the destination is given the same.
+    /// Properties of the source's QEMU, for the destination's QEMU.
     Source {
-        /// Its multifd channels; 0 for none.
+        /// Number of multifd channels; 0 for none.
         channels: u8,
-        /// The method of their packets.
+        /// Compression method of their packets.
         method: String,
     },
-    /// This side's relay has ended well.
+    /// This side's relay succeeded.
     Completed,
-    /// It has not.
+    /// This side's relay failed.
     Failed {
-        /// Why, in one line.
+        /// The reason, in one line.
         reason: String,
     },
 }

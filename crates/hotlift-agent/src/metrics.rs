@@ -1,4 +1,4 @@
-//! What Prometheus reads: the table of metrics, in both of its text formats.
+//! Metrics for Prometheus: their table, in both of its text formats.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,20 +20,20 @@ use crate::session::Session;
 use crate::table;
 use crate::totals::{Counts, DIRECTIONS, Histograms, Totals, Traffic, number};
 
-/// A format of the text.
+/// A text format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// Prometheus's text format, version 0.0.4: for clients that ask for nothing else.
+    /// Prometheus's text format, version 0.0.4: the default.
     Text,
     /// OpenMetrics, version 1.0.
     OpenMetrics,
 }
 
 impl Format {
-    /// The media type by which a client asks for OpenMetrics.
+    /// Media type by which a client requests OpenMetrics.
     pub const OPEN_METRICS: &str = "application/openmetrics-text";
 
-    /// Its media type with its version.
+    /// Returns its media type with its version.
     #[must_use]
     pub fn media_type(self) -> &'static str {
         match self {
@@ -43,19 +43,19 @@ impl Format {
     }
 }
 
-/// A row of the table: name without the suffix of its samples, help, and its values with their labels.
+/// A row of the table: name without the samples' suffix, help, and values with labels.
 struct Row {
     name: &'static str,
     help: &'static str,
     values: Source,
 }
 
-/// The values of a row, by its kind.
+/// Values of a row, by its type.
 enum Source {
     Counter(fn(&Seen) -> Values),
     Gauge(fn(&Seen) -> Values),
     Histogram(fn(&Seen) -> &Histograms),
-    /// One value of each migration under way.
+    /// One value for each running migration.
     EachCounter(fn(&Session, &Moment) -> f64),
     EachGauge(fn(&Session, &Moment) -> f64),
 }
@@ -73,23 +73,23 @@ impl Source {
 type Labels = Vec<(&'static str, String)>;
 type Values = Vec<(Labels, f64)>;
 
-/// What the rows are made of.
+/// Data for all rows.
 struct Seen {
     totals: Totals,
-    /// Of sessions that have ended, and of those under way.
+    /// Traffic of ended and of running sessions.
     traffic: Traffic,
-    /// With the moment of each at which all its values are.
+    /// Running migrations, each with one consistent snapshot.
     migrations: Vec<(Arc<Session>, Moment)>,
     tunnels: usize,
     bandwidth: u64,
     cpu: f64,
     most: u32,
-    /// Packets that have gone past the redirect; `None` if nft cannot be run. A 0 in their place would be a reset of the counter.
+    /// Packets that missed the redirect; `None` if nft cannot be run. A 0 instead would be a reset of the counter.
     past: Option<Vec<Count>>,
 }
 
-/// All metrics. Those of one migration have its id, and go when it ends. Names have their unit, as Prometheus's conventions
-/// want.
+/// All metrics. Those of one migration have its id, and disappear at its end. Names have their unit, as Prometheus's
+/// conventions require.
 const TABLE: &[Row] = &[
     counter(
         "hotlift_agent_ended",
@@ -309,9 +309,9 @@ const fn each_gauge(
     row(name, help, Source::EachGauge(value))
 }
 
-/// The sum over all addresses; no row where it is not known.
+/// Returns the sum over all addresses; no value if it is unknown.
 fn past(seen: &Seen, of: fn(&Count) -> u64) -> Values {
-    // A sum of no f64 is -0.0.
+    // The sum of no f64 is -0.0.
     let sum = |counts: &Vec<Count>| counts.iter().map(of).fold(0, u64::saturating_add);
     let past = seen.past.as_ref().map(sum);
     past.map_or_else(Vec::new, |sum| one(number(sum)))
@@ -409,13 +409,13 @@ impl Collector for Collected {
     }
 }
 
-/// The text that Prometheus reads.
+/// Returns the metrics in `format`.
 #[must_use]
 pub fn text(agent: &Agent, format: Format) -> String {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Collected(Seen::of(agent))));
     let mut text = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = encode(&mut text, &registry);
     match format {
         Format::OpenMetrics => text,
@@ -423,8 +423,7 @@ pub fn text(agent: &Agent, format: Format) -> String {
     }
 }
 
-/// Returns a text of OpenMetrics in Prometheus's format: there counters have the name of their samples, and the text has no
-/// last line.
+/// Converts OpenMetrics to Prometheus's format: there, counters have the names of their samples, and there is no last line.
 fn of_open_metrics(text: &str) -> String {
     let is_counter = |row: &&Row| matches!(row.values.kind(), MetricType::Counter);
     let counters = TABLE.iter().filter(is_counter);
@@ -463,7 +462,7 @@ mod tests {
 
     const FORMATS: [Format; 2] = [Format::Text, Format::OpenMetrics];
 
-    /// The values of all samples, by name and labels.
+    /// Returns the values of all samples, by name and labels.
     fn samples(text: &str) -> HashMap<String, f64> {
         let lines = text.lines().filter(|line| !line.starts_with('#'));
         let sample = |line: &str| {
@@ -473,7 +472,7 @@ mod tests {
         lines.map(sample).collect()
     }
 
-    /// Agents without a session, and with some of each kind.
+    /// Creates agents without a session, and with some of each kind.
     fn agents() -> [Arc<Agent>; 2] {
         let [idle, busy] = [agent(""), agent("")];
         for (id, direction) in [(1, Direction::Outgoing), (2, Direction::Incoming)] {
@@ -534,7 +533,7 @@ mod tests {
         let ends = usize::from(format == Format::OpenMetrics);
         assert_eq!(usize::from(text.ends_with("\n# EOF\n")), ends);
         assert_eq!(text.matches("# EOF").count(), ends);
-        // A family without samples is one of the migrations under way.
+        // A family without samples is one of the running migrations.
         let empty = families.iter().filter(|(_, (_, is_seen))| !is_seen);
         for (name, _) in empty {
             assert!(
@@ -644,7 +643,7 @@ mod tests {
         }
         let own = "hotlift_migration_sent_bytes_total{id=\"00000001\",direction=\"outgoing\",to=\"192.0.2.2:49152\"}";
         assert_eq!(under_way[own], 100.0);
-        // One completes with a little more, the other fails.
+        // One completes with slightly larger counts, the other fails.
         let report = RelayReport {
             sent_bytes: 101,
             received_bytes: 300,

@@ -1,4 +1,4 @@
-//! The life of one migration or tunnel, by what happens to it and when: its state, its downtime, its share. No I/O, no clock.
+//! Lifecycle of one migration or tunnel from events and their times: state, downtime, share. No I/O, no clock.
 
 use std::time::{Duration, Instant};
 
@@ -7,20 +7,20 @@ use hotlift::progress::{Stall, StallKind};
 use hotlift::relay::{RelayProgress, RelayReport};
 use serde::Serialize;
 
-/// State of a session: its own, or QEMU's. One that begins is in `none`; one that has ended stays in its last.
+/// State of a session: the agent's own, or QEMU's. A new one is in `none`; an ended one stays in its last state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Waits for a place.
+    /// Waits for its turn.
     Waiting,
     /// Connects to the other agent, or waits for the source.
     Connecting,
-    /// Carried as it is, without an agent at the destination.
+    /// Carried unencrypted, without an agent at the destination.
     PassedThrough,
-    /// As a relay has it; a tunnel is active.
+    /// The relay's state; a tunnel is active.
     Of(Status),
 }
 
-/// States in which sessions end.
+/// Final states of sessions.
 pub const ENDS: [Status; 3] = [Status::Completed, Status::Failed, Status::Cancelled];
 
 impl Default for State {
@@ -30,7 +30,7 @@ impl Default for State {
 }
 
 impl State {
-    /// Its name.
+    /// Returns its name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -41,7 +41,7 @@ impl State {
         }
     }
 
-    /// All that are not the end.
+    /// Returns all states but the final ones.
     pub fn under_way() -> impl Iterator<Item = Self> {
         let own = [Self::Waiting, Self::Connecting, Self::PassedThrough];
         let all = own.into_iter().chain(Status::ALL.map(Self::Of));
@@ -52,7 +52,7 @@ impl State {
         matches!(self, Self::Of(status) if ENDS.contains(&status))
     }
 
-    /// Returns true if the guest runs at the destination, and its source has pages that the destination has not.
+    /// Returns true if the guest runs at the destination, and its source has pages that the destination lacks.
     #[must_use]
     pub fn is_postcopy(self) -> bool {
         let postcopy = [Status::PostcopyActive, Status::PostcopyRecover];
@@ -60,7 +60,7 @@ impl State {
     }
 }
 
-/// What a migration may use of the host; 0 is unlimited.
+/// Limits of a migration on the host; 0 is unlimited.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Share {
@@ -70,40 +70,40 @@ pub struct Share {
     pub cpu: u32,
 }
 
-/// Progress of a session.
+/// Snapshot of a session's progress.
 #[derive(Debug, Clone, Default)]
 pub struct Moment {
     /// Its state.
     pub state: State,
     /// The relay's last report.
     pub progress: RelayProgress,
-    /// Kind of the stall at its last report.
+    /// Kind of the stall at the last report.
     pub(crate) stall: Option<StallKind>,
-    /// Bytes a second between its last two reports.
+    /// Bytes a second between the last two reports.
     pub rate: f64,
-    /// Its weight in the sharing.
+    /// Weight for the shares.
     pub weight: u32,
-    /// Most bytes a second that an operator has set; 0 for none.
+    /// The operator's limit in bytes a second; 0 for none.
     pub limit: u64,
-    /// Its share now.
+    /// Current share.
     pub share: Share,
-    /// Method of its pages; "auto" where each packet has its own, and empty before it is known.
+    /// Compression method; "auto" if each packet has its own, empty before it is known.
     pub method: &'static str,
-    /// The time at which its guest was paused, until it runs.
+    /// Time of the guest's pause, until it runs.
     pub(crate) stopped: Option<Instant>,
-    /// Pause of its guest, once it runs at the destination: from the first device state that the relay has seen
-    /// until the other side's statement, or, in postcopy, until that has all that the guest needs to run.
+    /// Pause of the guest, once it runs at the destination: from the first device state that the relay saw until the other
+    /// side's statement or, in postcopy, until that side has all that the guest needs to run.
     pub downtime: Option<Duration>,
-    /// Its duration, once it has ended.
+    /// Duration, once it has ended.
     pub took: Option<Duration>,
-    /// The reason of its failure.
+    /// Reason of its failure.
     pub error: Option<String>,
-    /// Its figures.
+    /// Final report.
     pub report: Option<Box<RelayReport>>,
 }
 
 impl Moment {
-    /// Enters `state`; true if it is another one. The end is final.
+    /// Enters `state`; returns true if it changed. A final state never changes.
     pub fn enter(&mut self, state: State) -> bool {
         let is_new = self.state != state && !self.state.is_end();
         if is_new {
@@ -112,7 +112,7 @@ impl Moment {
         is_new
     }
 
-    /// Takes the state of its relay at `now`; true if that is another state of its own.
+    /// Takes the state of its relay at `now`; returns true if the session's state changed.
     pub fn follow(&mut self, status: Status, now: Instant) -> bool {
         match status {
             Status::PreSwitchover | Status::Device => {
@@ -125,18 +125,18 @@ impl Moment {
             }
             _ => self.stopped = None,
         }
-        // A relay's end comes with its figures.
+        // The relay's end is entered with its report, in `end`.
         let state = State::Of(status);
         state != State::default() && !state.is_end() && self.enter(state)
     }
 
-    /// Takes a report of its relay, and the stall that it shows; true if the stall is of another kind than before.
+    /// Takes a progress report and the relay's stall; returns true if the kind of the stall changed.
     pub fn note(&mut self, progress: &RelayProgress, stall: Option<Stall>) -> bool {
         let time = progress.elapsed.saturating_sub(self.progress.elapsed);
         if !time.is_zero() {
             let before = self.progress.sent_bytes;
             let bytes = progress.sent_bytes.saturating_sub(before);
-            // Bytes of half a second are far below 2^53.
+            // The bytes of half a second are far below 2^53.
             #[allow(clippy::cast_precision_loss)]
             let bytes = bytes as f64;
             self.rate = bytes / time.as_secs_f64();
@@ -146,8 +146,8 @@ impl Moment {
         std::mem::replace(&mut self.stall, kind) != kind
     }
 
-    /// Returns the most bytes a second of its relay, as its share of the host's `whole` bandwidth (0: unlimited) is from now
-    /// on; none if the share is the same.
+    /// Sets its share of the host's `whole` bandwidth (0: unlimited). Returns the relay's new limit in bytes a second; none if
+    /// the share is unchanged.
     pub fn set_share(&mut self, share: Share, whole: u64) -> Option<u64> {
         if std::mem::replace(&mut self.share, share) == share {
             return None;
@@ -157,7 +157,7 @@ impl Moment {
         } else {
             self.limit
         };
-        // The whole is kept by all together. One that waits there must be able to catch up.
+        // All sessions together keep to the whole. A session that waited for it must be able to catch up.
         let room = if whole == 0 { 0 } else { share.bandwidth / 4 };
         Some(match share.bandwidth {
             0 => 0,
@@ -165,7 +165,7 @@ impl Moment {
         })
     }
 
-    /// Ends after `took`. Returns the rest of the log's line about it.
+    /// Ends it after `took`. Returns the rest of its last log line.
     pub fn end(
         &mut self,
         outcome: Result<Option<RelayReport>, String>,
@@ -214,7 +214,7 @@ impl Moment {
         )
     }
 
-    /// Returns the pause of its guest so far.
+    /// Returns the guest's pause so far.
     #[must_use]
     pub fn still(&self, now: Instant) -> Duration {
         let stands = self.stopped.map(|at| now.saturating_duration_since(at));
@@ -315,7 +315,7 @@ mod tests {
         assert_eq!(moment.set_share(share(u64::MAX), 1), Some(110));
     }
 
-    /// Any order of events: a thread of the relay may be late with one.
+    /// Any order of events: a relay's thread may report one late.
     #[test]
     fn an_end_is_final_and_a_pause_is_no_longer_than_its_migration() {
         for seed in 0..10_000 {

@@ -1,4 +1,4 @@
-//! The check that this host's certificate is for this host.
+//! Check that this host's certificate is for this host.
 
 use std::net::{IpAddr, ToSocketAddrs};
 use std::path::Path;
@@ -9,10 +9,10 @@ use nix::ifaddrs::getifaddrs;
 
 use crate::dial::ip_of;
 
-/// Names of a certificate that are resolved at most: each may take the resolver's timeout.
+/// Limit of a certificate's names that are resolved: each may take the resolver's timeout.
 const RESOLVED: usize = 4;
 
-/// Names of a certificate that a message shows.
+/// Limit of a certificate's names in a message.
 const SHOWN: usize = 8;
 
 /// Names and addresses of a host.
@@ -23,10 +23,10 @@ pub struct OwnNames {
 }
 
 impl OwnNames {
-    /// Reads those of this host's system, and adds the host of `listen`.
+    /// Reads the names and addresses of this host, and adds the host of `listen`.
     pub fn of_this_host(listen: &str) -> Self {
         let mut own = Self::default();
-        // Where it cannot be read the addresses decide.
+        // If it cannot be read, the addresses decide.
         if let Ok(name) = std::fs::read_to_string("/proc/sys/kernel/hostname") {
             own.names.push(name.trim().to_owned());
         }
@@ -40,14 +40,13 @@ impl OwnNames {
         let interfaces = getifaddrs().into_iter().flatten();
         let addresses = interfaces.filter_map(|interface| ip_of(&interface.address?));
         own.addresses.extend(addresses);
-        // No other host reaches this one by them.
+        // Other hosts cannot reach this one by them.
         own.addresses
             .retain(|address| !address.is_loopback() && !address.is_unspecified());
         own
     }
 
-    /// Returns true if a DNS name of a certificate is one of these: the same, or with the domain that a short name lacks, or one that
-    /// a wildcard stands for.
+    /// Returns true if a certificate's DNS name matches one of these: equal, a short name with its domain, or a wildcard.
     fn have(&self, dns: &str) -> bool {
         let dns = dns.to_ascii_lowercase();
         self.names.iter().any(|own| {
@@ -62,14 +61,14 @@ impl OwnNames {
     }
 }
 
-/// Returns the addresses of a name; none if it is not known.
+/// Returns the addresses of a name; none if it is unknown.
 pub fn resolve(name: &str) -> Vec<IpAddr> {
     let addresses = (name, 0).to_socket_addrs().into_iter().flatten();
     addresses.map(|address| address.ip()).collect()
 }
 
-/// Returns a warning if the certificate in `file` has no name and no address of this host, where `resolve` has the addresses of
-/// a name.
+/// Returns a warning if the certificate in `file` has no name and no address of this host. `resolve` returns the addresses of a
+/// name.
 pub fn of_another_host(
     file: &Path,
     identity: &Identity,
@@ -79,7 +78,7 @@ pub fn of_another_host(
     let is_own = |address: &IpAddr| own.addresses.contains(address);
     let mut resolved = identity.dns.iter().take(RESOLVED);
     let has: Vec<_> = identity.names().take(SHOWN).collect();
-    // A certificate without a name is refused for that.
+    // A certificate without a name is refused for that reason.
     if has.is_empty()
         || identity.ip.iter().any(is_own)
         || identity.dns.iter().any(|dns| own.have(dns))

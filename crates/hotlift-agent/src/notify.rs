@@ -1,22 +1,22 @@
-//! What systemd is told of the agent, by the protocol of sd_notify(3): a datagram to the socket that it names.
+//! Status reports to systemd with the protocol of sd_notify(3): datagrams to its socket.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
-/// All that is to be there is there: `systemctl start` returns.
+/// The agent is ready: `systemctl start` returns.
 pub const READY: &str = "READY=1";
 
-/// The agent takes nothing new, and ends within `time`, whatever TimeoutStopSec= says.
+/// Returns the report that the agent is stopping, and ends within `time`, regardless of TimeoutStopSec=.
 pub fn stopping(time: Duration) -> String {
     let microseconds = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
     format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={microseconds}")
 }
 
-/// Says `state` to systemd, if it has started this process and wants to know.
+/// Sends `state` to systemd, if it started this process with a notification socket.
 pub fn say(state: &str) {
-    // What is not heard is not missed: systemd goes by the process then.
+    // Errors are ignored: without reports systemd watches the process only.
     let _ = try_to_say(state);
 }
 

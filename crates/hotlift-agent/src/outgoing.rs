@@ -1,4 +1,4 @@
-//! What leaves this host: its QEMUs' connections, through the agent of the host where they are to go.
+//! Outgoing migrations: connections of this host's QEMUs, through the destination host's agent.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -24,24 +24,23 @@ use crate::moment::State;
 use crate::session::Session;
 use crate::tunnel::{self, Far, Limits};
 
-/// How long the other agent may take to answer a hello: it looks at an address, or connects on its own host.
+/// Longest wait for the other agent's answer to a hello: it checks an address, or connects on its own host.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// How long a source may take to say what it has: to start the dirty log of a large VM takes a QEMU a minute, in which it
-/// says nothing.
+/// Longest wait for a source's first bytes: a QEMU takes a minute, without sending, to start a large VM's dirty log.
 const SOURCE: Duration = Duration::from_secs(120);
 
-/// How long a destination without an agent may take to answer.
+/// Connect timeout for a destination without an agent.
 const DIRECT: Duration = Duration::from_secs(30);
 
-/// Who is at the other end.
+/// Result of an attempt to reach the other agent.
 enum Reached {
     Agent(Conversation, Address),
-    /// Nobody listens at the agent's port.
+    /// No process listens at the agent's port.
     Nobody(TransportError),
 }
 
-/// Carries what comes to `listener` until it has ended.
+/// Carries the connections of `listener` until the session ends.
 ///
 /// # Errors
 /// [`CarryError`].
@@ -96,7 +95,7 @@ fn migration(
     let speaker = conversation.speaker();
     let on_source = |source: &SourceStream| {
         progress.has_begun.store(true, Ordering::Release);
-        // If it does not hear this its relay does not begin, and this one fails for that.
+        // Send errors are ignored: without this message the other relay does not begin, and this one fails for that.
         let _ = speaker.say(&Message::Source {
             channels: source.channels,
             method: source.method.to_owned(),
@@ -121,8 +120,8 @@ fn migration(
                 &session.control,
                 hooks,
             );
-            // At once, so that a migration that follows does not wait for the last word on this one. What a failed one has
-            // left is most likely its own, and its QEMU has given it up.
+            // Immediately, so that the next migration does not wait for the final message on this one. A failed migration's
+            // leftover connections are most likely its own, and its QEMU has abandoned them.
             let rest = listener.close();
             if outcome.is_ok() {
                 agent.give_back(rest, to);
@@ -147,7 +146,7 @@ fn tunnelled(agent: &Agent, session: &Arc<Session>, listener: &Listener) -> Resu
     tunnel::carry_all(session, listener, &Limits::of(agent), &open)
 }
 
-/// A tunnel to where `session` goes, through the agent there.
+/// Opens a tunnel to the destination of `session`, through the agent there.
 fn through(mut conversation: Conversation, session: &Session) -> Result<Far, CarryError> {
     match ask(&mut conversation, session, Kind::Tunnel)? {
         Message::Ready { .. } => conversation.into_stream().ok_or(CarryError::OutOfTurn),
@@ -156,7 +155,7 @@ fn through(mut conversation: Conversation, session: &Session) -> Result<Far, Car
     }
 }
 
-/// A connection to `to` itself.
+/// Connects to `to` directly.
 fn direct(to: SocketAddr) -> Result<Far, CarryError> {
     let stream: Result<Stream, _> = dial::connect(to, DIRECT);
     stream
@@ -164,8 +163,8 @@ fn direct(to: SocketAddr) -> Result<Far, CarryError> {
         .map_err(|source| CarryError::Connect { to, source })
 }
 
-/// Connects to the agent of the host with `to`. Whoever answers there and has no right certificate is an error, and never a
-/// reason to do without one; nor is a trouble of this host, or an agent that the configuration names and that does not answer.
+/// Connects to the agent of the host with `to`. An invalid certificate is an error, and never a reason to go unencrypted. The
+/// same holds for an error of this host, or a configured agent that does not answer.
 fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, CarryError> {
     let address = config.agent_of(to.ip());
     let stream = match address.connect(config.agent_timeout.0) {
@@ -181,8 +180,8 @@ fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, Carr
     Ok(Reached::Agent(Conversation::new(secured), address))
 }
 
-/// Whether a connection has failed because nobody listens there. Others, as the want of descriptors, of a route or of a name's
-/// address, say nothing of that.
+/// Returns true if a connection was refused or timed out, so that no process listens there. Other causes do not show that: no
+/// descriptors, no route, an unknown name.
 fn is_nobody(error: &TransportError) -> bool {
     let TransportError::Connect { source, .. } = error else {
         return false;
@@ -212,7 +211,7 @@ fn refused(reason: &str) -> CarryError {
     }
 }
 
-/// Whether connections may go to a host where nobody answers at the agent's port.
+/// Returns an error unless connections may go to a host without an agent.
 fn allow_plaintext(
     config: &Config,
     session: &Session,
@@ -238,7 +237,7 @@ mod tests {
     use super::*;
     use crate::fixture::agent;
 
-    /// A port of loopback at which nobody listens.
+    /// Returns a loopback port at which no process listens.
     fn closed_port() -> u16 {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         listener.local_addr().unwrap().port()
@@ -247,7 +246,7 @@ mod tests {
     #[test]
     fn only_a_refusal_or_a_time_out_of_an_agent_that_is_not_named_is_nobody() {
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 49152));
-        // To a broadcast address the kernel makes no connection: EACCES or ENETUNREACH.
+        // The kernel does not connect to a broadcast address: EACCES or ENETUNREACH.
         let broadcast = SocketAddr::from((Ipv4Addr::BROADCAST, 49152));
         let port = closed_port();
         for (lines, to, is_nobody) in [

@@ -1,4 +1,4 @@
-//! The agent's threads that it cannot do without: one that ends before the agent does ends the agent.
+//! The agent's critical threads: if one ends early, the agent ends.
 
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
@@ -7,18 +7,18 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use crate::error::AgentError;
 
-/// Whether the agent is to end, and its threads may.
+/// Returns true if the agent is ending, and its threads may end.
 type MayEnd = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// The threads.
+/// The critical threads.
 pub struct Parts {
     threads: Vec<JoinHandle<()>>,
     may_end: MayEnd,
-    /// The first that ended too early.
+    /// Name of the first that ended early.
     lost: Arc<OnceLock<&'static str>>,
 }
 
-/// Runs at the end of a part, also at that by a panic.
+/// Runs at the end of a thread, also after a panic.
 struct End {
     name: &'static str,
     may_end: MayEnd,
@@ -28,14 +28,14 @@ struct End {
 impl Drop for End {
     fn drop(&mut self) {
         if !(self.may_end)() && self.lost.set(self.name).is_ok() {
-            // As if an operator had asked for the end: what is under way may end.
+            // As if an operator had stopped the agent: running migrations may finish.
             let _ = kill_process(getpid(), Signal::TERM);
         }
     }
 }
 
 impl Parts {
-    /// None yet. One that ends while `may_end` is false sends SIGTERM to this process.
+    /// Creates it without threads. A thread that ends while `may_end` is false sends SIGTERM to this process.
     pub fn new(may_end: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self {
             threads: Vec::new(),
@@ -44,10 +44,10 @@ impl Parts {
         }
     }
 
-    /// Starts a thread that does `work`.
+    /// Starts a thread that runs `work`.
     ///
     /// # Errors
-    /// The system gives no thread.
+    /// If the system has no thread left.
     pub fn start(
         &mut self,
         name: &'static str,
@@ -58,10 +58,10 @@ impl Parts {
         Ok(())
     }
 
-    /// The same for one that is not waited for, as it waits for clients.
+    /// Does the same for a thread that is not joined, since it waits for clients.
     ///
     /// # Errors
-    /// As of [`start`](Self::start).
+    /// As for [`start`](Self::start).
     pub fn start_alone(
         &self,
         name: &'static str,
@@ -88,13 +88,13 @@ impl Parts {
         thread.map_err(AgentError::system("a thread"))
     }
 
-    /// Waits for all to end.
+    /// Waits until all threads have ended.
     ///
     /// # Errors
-    /// One has ended too early.
+    /// If a thread ended early.
     pub fn join(self) -> Result<(), AgentError> {
         for thread in self.threads {
-            // A panic has said what it has to say.
+            // The panic has printed its message.
             let _ = thread.join();
         }
         match self.lost.get() {

@@ -1,4 +1,4 @@
-//! What has gone past the redirect: counted by the table, also while no agent runs, and logged by the agent.
+//! Packets that missed the redirect: counted by the table, also without a running agent, and logged by the agent.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,29 +18,29 @@ use serde_json::Value;
 use crate::config::Plaintext;
 use crate::rules::{COUNTED, LOG_GROUP, TABLE};
 
-/// Between two lines of one address.
+/// Shortest interval of log lines about one address.
 pub const AGAIN: Duration = Duration::from_secs(60);
 
 /// linux/netlink.h: `NLMSG_ERROR`, the type of an answer.
 const ANSWER: u16 = 2;
 
-/// Messages that are read until the kernel's answer.
+/// Limit of messages that are read before the kernel's answer.
 const MOST_BEFORE_ANSWER: usize = 64;
 
-/// Packets to one address that have gone past the redirect.
+/// Packets to one address that missed the redirect.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Count {
-    /// Where they were to go.
+    /// Destination address.
     pub to: IpAddr,
-    /// How many the kernel has seen.
+    /// Number of packets.
     pub packets: u64,
-    /// Their bytes, headers with them.
+    /// Number of bytes, with headers.
     pub bytes: u64,
 }
 
 impl Count {
-    /// A line for the log.
+    /// Returns a line for the log.
     #[must_use]
     pub fn line(&self, plaintext: Plaintext) -> String {
         let Self { to, packets, .. } = self;
@@ -56,7 +56,7 @@ impl Count {
     }
 }
 
-/// The counts in what `nft -j list table` lists of the table; none of what is no such list.
+/// Returns the counts in the output of `nft -j list table`; none if it is not such a list.
 #[must_use]
 pub fn counts(listed: &str) -> Vec<Count> {
     let listed: Value = serde_json::from_str(listed).unwrap_or_default();
@@ -78,14 +78,14 @@ pub fn counts(listed: &str) -> Vec<Count> {
     counts.collect()
 }
 
-/// What nft is told to have these counts in a table that it makes.
+/// Returns the nft commands that add these counts to a new table.
 #[must_use]
 pub fn as_elements(counts: &[Count]) -> String {
     let mut text = String::new();
     for Count { to, packets, bytes } in counts {
         let [v4, v6] = COUNTED;
         let set = if to.is_ipv4() { v4 } else { v6 };
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(
             text,
             "add element inet {TABLE} {set} {{ {to} counter packets {packets} bytes {bytes} }}"
@@ -94,15 +94,15 @@ pub fn as_elements(counts: &[Count]) -> String {
     text
 }
 
-/// What has been logged of each address.
+/// Packets logged for each address, and the time of the line.
 #[derive(Debug, Default)]
 pub struct Logged(BTreeMap<IpAddr, (u64, Instant)>);
 
 impl Logged {
-    /// Those of `counts` that are to be logged `now`, and whether others wait for their time.
+    /// Returns the `counts` to log at `now`, and true if further ones wait for their time.
     pub fn news(&mut self, counts: Vec<Count>, now: Instant) -> (Vec<Count>, bool) {
         let mut waits = false;
-        // A table that was made again counts from the start.
+        // A new table counts from zero.
         self.0
             .retain(|to, _| counts.iter().any(|count| count.to == *to));
         let mut news = counts;
@@ -124,15 +124,15 @@ impl Logged {
     }
 }
 
-/// The kernel's reports of packets that go past the redirect, without their content.
+/// The kernel's reports of packets that miss the redirect, without their content.
 #[derive(Debug)]
 pub struct Packets(OwnedFd);
 
 impl Packets {
-    /// Listens from now on.
+    /// Starts listening.
     ///
     /// # Errors
-    /// It takes `CAP_NET_ADMIN`, and a program alone can have the group.
+    /// Without `CAP_NET_ADMIN`, or if another program uses the group.
     pub fn listen() -> std::io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::NETFILTER));
@@ -140,7 +140,7 @@ impl Packets {
         bind(&socket, &SocketAddrNetlink::new(0, 0))?;
         send(&socket, &bind_to_group(), SendFlags::empty())?;
         let mut room = [0; 4096];
-        // The kernel has answered before `send` returns. Reports of packets may come before the answer.
+        // The kernel has answered when `send` returns. Reports of packets may precede the answer.
         for _ in 0..=MOST_BEFORE_ANSWER {
             let (length, _) = recv(&socket, &mut room, RecvFlags::empty())?;
             let message = &room[..length];
@@ -154,7 +154,7 @@ impl Packets {
         Err(std::io::ErrorKind::InvalidData.into())
     }
 
-    /// Takes in what has come; whether there was something.
+    /// Discards all received reports; returns true if there were any.
     pub fn have_come(&self) -> bool {
         let mut room = [0; 4096];
         let mut something = false;
@@ -174,7 +174,7 @@ impl AsFd for Packets {
     }
 }
 
-/// The message that has the kernel send the group's packets to a socket: linux/netlink.h, linux/netfilter/nfnetlink.h and
+/// Returns the message that binds a socket to the group's packets: linux/netlink.h, linux/netfilter/nfnetlink.h and
 /// `nfnetlink_log.h`.
 fn bind_to_group() -> Vec<u8> {
     // NFNL_SUBSYS_ULOG << 8 | NFULNL_MSG_CONFIG; NLM_F_REQUEST | NLM_F_ACK.
@@ -188,7 +188,7 @@ fn bind_to_group() -> Vec<u8> {
         (1, &[1]),
         // NFULA_CFG_MODE: no bytes of a packet, NFULNL_COPY_META.
         (2, &[0, 0, 0, 0, 1, 0]),
-        // NFULA_CFG_QTHRESH: each at once.
+        // NFULA_CFG_QTHRESH: each packet immediately.
         (5, &[0, 0, 0, 1]),
     ];
     for (kind, value) in attributes {
@@ -208,16 +208,16 @@ fn bind_to_group() -> Vec<u8> {
     message
 }
 
-/// Returns true if a message of netlink is an answer, by the type in its header.
+/// Returns true if the type in the header of a netlink message is that of an answer.
 fn is_answer(message: &[u8]) -> bool {
     message
         .get(4..6)
         .is_some_and(|kind| kind == ANSWER.to_ne_bytes())
 }
 
-/// The number of the system's error in an answer of netlink; 0 for success.
+/// Returns the error number in a netlink answer; 0 for success.
 fn error_of(answer: &[u8]) -> i32 {
-    // nlmsgerr, behind a header of 16 bytes.
+    // nlmsgerr, after a header of 16 bytes.
     let error = answer.get(16..20).and_then(|bytes| bytes.try_into().ok());
     error.map_or(Errno::INVAL.raw_os_error(), |bytes| {
         i32::from_ne_bytes(bytes).saturating_neg()
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn counts_are_read_from_a_list_and_are_elements_of_the_next_table() {
-        // By nft 1.0.6, shortened.
+        // Output of nft 1.0.6, shortened.
         let listed = r#"{"nftables": [{"metainfo": {"version": "1.0.6"}},
             {"set": {"name": "plaintext4", "table": "hotlift_agent", "elem": [
                 {"elem": {"val": "192.0.2.2", "counter": {"packets": 4, "bytes": 240}}}, "odd"]}},

@@ -1,6 +1,6 @@
-//! The proof that a connection of a user is redirected: one is made, and it comes to the agent or is reset.
+//! Proof that a user's connections are redirected: a test connection must reach the agent, and is reset otherwise.
 //!
-//! Its socket is a user's, as who opens it is one, and has a mark by which the table keeps it on this host wherever it is to go.
+//! A thread with the user's id opens its socket. Its mark makes the table keep it on this host, for any destination.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -24,47 +24,47 @@ use crate::rules::{PROOF_MARK, TABLE, mark_with, rules};
 use crate::table;
 use crate::values::Prefix;
 
-/// How long the agent may take to accept: it is on this host.
+/// Longest time for the agent to accept: it is on this host.
 const ACCEPT: Duration = Duration::from_secs(5);
 
-/// RFC 5737: where there is no network beside this host, by its gateway.
+/// RFC 5737: an address outside of this host's networks, reached through its gateway.
 const ELSEWHERE: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 51, 100, 1));
 
-/// What a look at the redirect has found.
+/// Result of a check of the redirect.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Found {
-    /// Why migrations do not come to the agent.
+    /// Reasons why migrations do not reach the agent.
     pub problems: Vec<String>,
-    /// What could not be looked at, and what the table has counted.
+    /// Parts that could not be checked, and the table's counts.
     pub notes: Vec<String>,
 }
 
-/// What an `agent check` has found.
+/// Result of an `agent check`, with its time.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct LastCheck {
-    /// When: RFC 3339.
+    /// Time of the check: RFC 3339.
     pub at: String,
-    /// What it has found.
+    /// Its result.
     #[serde(flatten)]
     pub found: Found,
 }
 
-/// What a connection has shown.
+/// Result of a test connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
-    /// It came to the agent.
+    /// It reached the agent.
     Redirected,
-    /// The kernel has reset it.
+    /// The kernel reset it.
     NotRedirected,
 }
 
-/// Looks for rules of others that keep this host's migrations from the agent, and proves with a connection of each of the users that
-/// it is redirected. `has_agent`: one answers here.
+/// Checks for foreign rules that keep this host's migrations from the agent. With `has_agent` (an agent answers here), also
+/// makes a test connection as each user, which must be redirected.
 ///
 /// # Errors
-/// What nft says.
+/// The errors of nft.
 pub fn look(config: &Config, has_agent: bool) -> Result<Found, RulesError> {
     let mut found = Found::default();
     let mut note = |text: String| found.notes.push(text);
@@ -123,12 +123,12 @@ fn prove(config: &Config, users: &[u32], found: &mut Found) {
     }
 }
 
-/// Makes a connection of `user` to `to`, of which no packet leaves this host while the agent's table is there.
+/// Connects as `user` to `to`. No packet leaves this host while the agent's table is installed.
 ///
 /// # Errors
-/// The system's reason for which there was no such connection: it takes root.
+/// The system's error if no connection could be tried: it needs root.
 fn connect(user: RawUid, to: SocketAddr) -> io::Result<Outcome> {
-    // The thread alone changes its user, and ends with it.
+    // Only this thread changes its user, and it ends afterwards.
     let opened = thread::spawn(move || {
         set_thread_uid(Uid::from_raw(user))?;
         open(to)
@@ -153,11 +153,11 @@ fn open(to: SocketAddr) -> io::Result<OwnedFd> {
     Ok(socket_with(family, SocketType::STREAM, flags, None)?)
 }
 
-/// Where connections may be made to for the proof, the first and the last of `ports`: addresses that the redirect is for and that
-/// this host has a route to, one of each family. Nothing need be there.
+/// Returns destinations for the test: the first and last of `ports`, at one redirected address with a route for each family.
+/// The addresses need not be in use.
 ///
 /// # Errors
-/// The interfaces cannot be listed.
+/// If the interfaces cannot be listed.
 fn places(config: &Config) -> io::Result<Vec<SocketAddr>> {
     let own = own_networks()?;
     let mut addresses: Vec<IpAddr> = Vec::new();
@@ -190,7 +190,7 @@ fn places(config: &Config) -> io::Result<Vec<SocketAddr>> {
     Ok(places.collect())
 }
 
-/// The addresses and masks of the interfaces that lead away from this host.
+/// Returns the addresses and masks of the interfaces that lead to other hosts.
 fn own_networks() -> io::Result<Vec<(IpAddr, IpAddr)>> {
     let away = getifaddrs()?.filter(|interface| {
         interface.flags.contains(InterfaceFlags::IFF_UP)
@@ -201,7 +201,7 @@ fn own_networks() -> io::Result<Vec<(IpAddr, IpAddr)>> {
         .collect())
 }
 
-/// Another address of the network of `address`: one that may be a host's.
+/// Returns another possible host address in the network of `address`.
 fn beside(address: IpAddr, mask: IpAddr) -> Option<IpAddr> {
     let others = |address: u128, mask: u128, width: u32| {
         let all = u128::MAX >> (128 - width);

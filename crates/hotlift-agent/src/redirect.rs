@@ -1,8 +1,8 @@
-//! The port on loopback that this host's migrations are redirected to.
+//! The loopback port that this host's migrations are redirected to.
 //!
-//! Connections to one address and port are one migration, or one tunnel. What the first of them says decides which, or that
-//! it says nothing: then the server is to speak first. None of it reaches the destination before that: a QEMU takes its first
-//! connection for the main channel.
+//! Connections to one address and port form one migration or one tunnel. The first bytes of the first connection decide, or
+//! their absence: then the server speaks first. No connection reaches the destination before that, since QEMU takes the first
+//! one as the main channel.
 
 use std::collections::HashMap;
 use std::io;
@@ -28,10 +28,10 @@ use crate::outgoing;
 use crate::rules;
 use crate::session::{Direction, Session, Subject};
 
-/// After a connection that could not be accepted.
+/// Delay after a connection could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// A connection that waits to be told apart.
+/// A connection that is not classified yet.
 struct Waiting {
     one: Admitted,
     to: SocketAddr,
@@ -43,14 +43,14 @@ impl AsFd for Waiting {
     }
 }
 
-/// The listeners, IPv6's where the host has it.
+/// The listeners on IPv4 and, if the host has it, IPv6.
 pub struct Redirected(Vec<(Listener, bool)>);
 
 impl Redirected {
     /// Listens on loopback.
     ///
     /// # Errors
-    /// If the port is taken.
+    /// If the port is in use.
     pub fn listen(port: u16) -> Result<Self, TransportError> {
         let on = |host: String| Address::Tcp { host, port }.listen();
         let mut listeners = vec![(on(Ipv4Addr::LOCALHOST.to_string())?, false)];
@@ -68,32 +68,32 @@ impl Redirected {
         Ok(Self(listeners))
     }
 
-    /// Marks them, which the rules ask for: see `rules`.
+    /// Marks the listeners, as the rules require: see `rules`.
     ///
     /// # Errors
-    /// It takes `CAP_NET_ADMIN`.
+    /// Without `CAP_NET_ADMIN`.
     pub fn mark(&self) -> std::io::Result<()> {
         let mut listeners = self.0.iter();
         listeners.try_for_each(|(listener, _)| rules::mark(&listener.as_fd()))
     }
 }
 
-/// What the connections to one place have said.
+/// Classes of the waiting connections to one address.
 #[derive(Debug, Clone, Copy, Default)]
 struct Place {
     main: bool,
     channel: bool,
-    /// And may still say something.
+    /// Nothing yet, but more may come.
     silent: bool,
     other: bool,
 }
 
 impl Place {
-    /// What they are, if that is known.
+    /// Returns the kind of the session, if it is known.
     fn kind(&self) -> Option<Kind> {
         match self {
             Self { main: true, .. } => Some(Kind::Migration),
-            // A QEMU 7.2 says nothing on main before its channels are there.
+            // QEMU 7.2 sends nothing on the main channel before its channels connect.
             Self {
                 channel: true,
                 silent: true,
@@ -105,19 +105,19 @@ impl Place {
     }
 }
 
-/// Tells connections apart, and starts what they belong to.
+/// Classifies connections, and starts their sessions.
 struct Router<'a> {
     agent: &'a Arc<Agent>,
     waiting: Room<Waiting>,
     sessions: HashMap<SocketAddr, Weak<Session>>,
-    /// Of any user of this host.
+    /// Rate-limited log line about direct connections, which any local user can make.
     not_redirected: Seldom,
 }
 
 /// Serves the listeners until the agent ends.
 ///
 /// # Errors
-/// The system gives no descriptor.
+/// If the system has no descriptor left.
 pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) -> io::Result<()> {
     let mut router = Router::new(agent)?;
     while !agent.has_ended() {
@@ -125,7 +125,7 @@ pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) -> io::Result<()> {
         for (listener, v6) in &redirected.0 {
             router.accept(listener, *v6);
         }
-        // Of migrations that have ended meanwhile: they belong to the next.
+        // Connections that arrived during an ended migration belong to the next one.
         for (one, to) in agent.take_returned() {
             router.keep(one, to);
         }
@@ -144,7 +144,7 @@ impl<'a> Router<'a> {
         })
     }
 
-    /// Waits until something happens.
+    /// Waits for the next event.
     fn wait(&self, redirected: &Redirected) {
         let listeners = redirected.0.iter().map(|(listener, _)| listener.as_fd());
         let more = [self.agent.returned_fd(), self.waiting.polled()];
@@ -170,7 +170,7 @@ impl<'a> Router<'a> {
                 log.say(LogLevel::Debug, &format!("a connection to {to}"));
                 self.keep(one, to);
             }
-            // Whoever connects here by himself wants nothing that an agent has.
+            // A client that connects directly has no use for the agent.
             _ => {
                 let text = "a connection came that was not redirected";
                 self.not_redirected.say(log, text, Instant::now());
@@ -181,7 +181,7 @@ impl<'a> Router<'a> {
     fn keep(&mut self, one: Admitted, to: SocketAddr) {
         let one = Waiting { one, to };
         if self.agent.sessions.is_ending() {
-            // What is under way may end, with all connections that it makes until then.
+            // Running sessions may finish, including the connections that they still make.
             if let Some(_new) = self.give(one) {
                 let error = CarryError::Ending;
                 self.agent.refuse(&format!("to={to} error=\"{error}\""));
@@ -195,7 +195,7 @@ impl<'a> Router<'a> {
         }
     }
 
-    /// Looks at what waits, in the order in which it came.
+    /// Checks the waiting connections, in order of arrival.
     fn look(&mut self, now: Instant) {
         self.sessions
             .retain(|_, session| session.strong_count() > 0);
@@ -207,7 +207,7 @@ impl<'a> Router<'a> {
         let is_late = |since| now.saturating_duration_since(since) >= SILENCE;
         let is_over = |waiting: &Waiting, since| match waiting.one.head() {
             Head::Gone(_) => true,
-            // Its main channel was there before it, and has gone.
+            // Its main channel came first, and has closed.
             Head::Channel(_) | Head::OtherVersion(_) => is_late(since),
             _ => false,
         };
@@ -235,7 +235,7 @@ impl<'a> Router<'a> {
             match (self.give(one), kind) {
                 (None, _) => {}
                 (Some(one), Some(kind)) => self.begin(kind, one),
-                // What is under way has just ended: the connection may be the next one's.
+                // The running session has just ended: the connection may belong to the next one.
                 (Some(one), None) => {
                     places.remove(&one.to);
                     let _ = self.waiting.enter(one, since);
@@ -244,8 +244,8 @@ impl<'a> Router<'a> {
         }
     }
 
-    /// Gives a connection to what is under way to its place; the connection, if there is nothing, or what there is has lost
-    /// its source.
+    /// Passes a connection to the running session of its address. Returns it if there is none, or if that one has lost its
+    /// source.
     fn give(&self, waiting: Waiting) -> Option<Waiting> {
         let Waiting { one, to } = waiting;
         let Some(session) = under_way(&self.sessions, to) else {
@@ -255,13 +255,13 @@ impl<'a> Router<'a> {
         given.err().map(|one| Waiting { one, to })
     }
 
-    /// Starts what goes to `to` with its first connection.
+    /// Starts a session for `one`, its first connection.
     fn begin(&mut self, kind: Kind, one: Waiting) {
         let Waiting { one, to } = one;
         match start(self.agent, to, kind) {
             Ok(session) => {
                 self.sessions.insert(to, Arc::downgrade(&session));
-                // It has just been made.
+                // The session is new and accepts it.
                 let _ = session.give(one);
             }
             Err(error) => {
@@ -272,8 +272,8 @@ impl<'a> Router<'a> {
     }
 }
 
-/// Returns what is under way to `to`, if it has not lost its source: one that was cancelled while it waited for a place, and
-/// tries again, must not be taken for what it was.
+/// Returns the running session to `to` if it has not lost its source: a retry of a migration cancelled in the queue must not
+/// join the old session.
 fn under_way(
     sessions: &HashMap<SocketAddr, Weak<Session>>,
     to: SocketAddr,
@@ -319,7 +319,7 @@ fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>,
     }
 }
 
-/// As an address of a migration.
+/// Returns `to` as a migration address.
 fn tcp(to: SocketAddr) -> Address {
     Address::Tcp {
         host: to.ip().to_string(),

@@ -1,27 +1,26 @@
-//! The rules of the nftables table that sends this host's migrations to the agent: a table of its own, and nothing else is
-//! touched.
+//! The rules of the agent's own nftables table, which redirects this host's migrations to the agent. No other table is changed.
 //!
-//! The agent's own connections must pass. Those to agents go to a port that is not redirected, and those to this host's
-//! QEMUs over loopback. What is left, to a host without an agent, carries a mark: unlike the user it tells the agent from a
-//! libvirtd that runs as root, too; unlike a control group it needs no mount; and setting it needs CAP_NET_ADMIN, which
-//! nft needs anyway. The rules read the mark of the socket, as rules of others may change that of a packet.
+//! The agent's own connections must pass. Those to agents use a port that is not redirected, and those to this host's QEMUs use
+//! loopback. The rest, to a host without an agent, carry a mark. Unlike the user, the mark distinguishes the agent from a
+//! libvirtd that also runs as root. Unlike a control group, it needs no mount. Setting it needs CAP_NET_ADMIN, as nft does. The
+//! rules read the mark of the socket, since foreign rules may change the packet's.
 //!
-//! The port of the agent carries the mark, too. It is no privileged one, and the table outlives an agent that is killed:
-//! connections to whoever has taken the port since are reset, as that takes a privilege to mark a socket.
+//! The agent's port also carries the mark. The port is unprivileged, and the table outlives a killed agent. Connections to
+//! another process on the port are reset, since only a privileged process can mark a socket.
 //!
-//! A redirect is NAT: a connection that is not tracked, that another rule has translated before, or that is older than the
-//! table, goes past it. So two more chains look at what leaves after all others. The one at output resets, the one at
-//! postrouting drops what changed after that. Where plaintext is refused they have no exception for the mark: the agent has
-//! no such connections then. Where it is allowed, the one at output counts.
+//! A redirect is NAT. It misses a connection that is untracked, that another rule has translated before, or that is older than
+//! the table. So two more chains check outgoing packets after all others. The output chain resets; the postrouting chain drops
+//! packets that changed after that. With plaintext refused, neither exempts the mark: the agent has no such connections then.
+//! With plaintext allowed, the output chain counts.
 //!
-//! The chains know a connection of a user to a port of migrations by its conntrack entry. One without such an entry, or whose
-//! entry began with a packet of the other side, is known by its first packet, or by a local port of the kernel's choice:
-//! answers of a server to a client whose port is one of `ports` must pass.
+//! The chains identify a user's connection to a migration port by its conntrack entry. Without an entry, or if the other side
+//! sent the entry's first packet, they check for a first packet or a local port of the kernel's choice. Answers of a server to
+//! a client whose port is one of `ports` must pass.
 //!
-//! A socket that its process has closed has no user any more, and the kernel still sends what is in its queue: pages, where
-//! QEMU closes all channels after the first was reset. So the chain at output also checks packets without a user, if they are
-//! not tracked, or go to an address for which a packet of a user was refused. Those of other programs pass: the kernel
-//! tracks them, since the table has a chain of NAT. The chain at postrouting does not: forwarded packets have no user either.
+//! A closed socket has no user any more, but the kernel still sends its queue: pages, when QEMU closes all channels after a
+//! reset of the first. So the output chain also checks packets without a user if they are untracked or their address had a
+//! user's packet refused. Those of other programs pass: the table's NAT chain makes the kernel track them. The postrouting
+//! chain does not check them: forwarded packets have no user either.
 
 use std::fmt::Write as _;
 use std::os::fd::AsFd;
@@ -33,49 +32,49 @@ use crate::config::{Config, Plaintext};
 use crate::error::RulesError;
 use crate::values::{Ports, Prefix};
 
-/// The name of the table.
+/// Name of the table.
 pub const TABLE: &str = "hotlift_agent";
 
-/// The mark of connections that pass, and of the port that they are redirected to: "HL".
+/// Mark of connections that pass, and of the port that the others are redirected to: "HL".
 pub const MARK: u32 = 0x484c;
 
-/// The mark of a connection of `hotlift agent check`, which never leaves the host: "HM".
+/// Mark of a connection of `hotlift agent check`, which never leaves the host: "HM".
 pub const PROOF_MARK: u32 = 0x484d;
 
-/// The sets that count what goes past the redirect, by address: of IPv4, and of IPv6.
+/// Names of the sets that count packets that missed the redirect, by IPv4 and IPv6 address.
 pub const COUNTED: [&str; 2] = ["plaintext4", "plaintext6"];
 
-/// The group of nfnetlink_log that reports it: the mark, as a number that no other program is likely to have.
+/// nfnetlink_log group that reports them: the value of the mark, which other programs are unlikely to use.
 pub const LOG_GROUP: u16 = 0x484c;
 
-/// Behind all chains of others; at `i32::MAX` conntrack confirms.
+/// Priority after all foreign chains; at `i32::MAX` conntrack confirms.
 const LAST: i32 = i32::MAX - 1;
 
-/// Destinations that are counted by themselves, in each set: more than a host migrates to.
+/// Size of each set: more destinations than a host migrates to.
 const MOST_COUNTED: u16 = 1024;
 
-/// The first local port that the kernel gives to a connection: Documentation/networking/ip-sysctl.rst, ip_local_port_range.
+/// First local port that the kernel assigns to a connection: Documentation/networking/ip-sysctl.rst, ip_local_port_range.
 const LOCAL_PORTS: u16 = 32768;
 
-/// The number that no user has, as the kernel takes it for none (setreuid(2)). Only a packet of a socket has a user: one without
-/// must not come to `socket mark` at output, where kernels before 5.18 look for a socket by an interface that is not there.
+/// User number that means none to the kernel (setreuid(2)). Packets without a user must not reach `socket mark` at output:
+/// kernels before 5.18 look up their socket by a missing interface.
 const NO_USER: u32 = u32::MAX;
 
-/// What nft is told.
+/// Input of nft.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
-    /// For `nft -f -`: a table that is there is replaced, in one step.
+    /// Script for `nft -f -`; it replaces an existing table atomically.
     pub text: String,
-    /// The numbers of those of `users` that this host has.
+    /// Numbers of the `users` that exist on this host.
     pub users: Vec<u32>,
-    /// Those of `users` that this host does not have.
+    /// The `users` that do not exist on this host.
     pub passed_over: Vec<String>,
 }
 
-/// The rules that `config` asks for.
+/// Returns the rules for `config`.
 ///
 /// # Errors
-/// If none of the users is known here, or nobody can be asked.
+/// If none of the users exists here, or `id` cannot be run.
 pub fn rules(config: &Config) -> Result<Rules, RulesError> {
     let (mut users, mut passed_over) = (Vec::new(), Vec::new());
     for user in &config.users {
@@ -143,7 +142,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
         ),
     };
     let mut text = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = write!(
         text,
         "table inet {TABLE} {{\n\
@@ -172,7 +171,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
     })
 }
 
-/// The rules of a chain that goes on at `then` with what goes past the redirect, of connections of the users that leave the host.
+/// Returns the rules of a chain that jumps to `then` for user connections that leave the host without a redirect.
 fn past_the_redirect(ports: Ports, destinations: &[String], then: &str) -> String {
     let mut rules = String::new();
     for to_these in destinations {
@@ -194,7 +193,7 @@ fn past_the_redirect(ports: Ports, destinations: &[String], then: &str) -> Strin
     rules
 }
 
-/// What connections to `prefixes` have in common: one condition for each family that is among them.
+/// Returns the match conditions for `prefixes`: one for each address family among them.
 fn destinations(prefixes: &[Prefix]) -> Vec<String> {
     if prefixes.is_empty() {
         return vec![String::new()];
@@ -209,31 +208,31 @@ fn destinations(prefixes: &[Prefix]) -> Vec<String> {
     there.map(condition).collect()
 }
 
-/// Marks a socket.
+/// Marks a socket with [`MARK`].
 ///
 /// # Errors
-/// It takes `CAP_NET_ADMIN`.
+/// Without `CAP_NET_ADMIN`.
 pub fn mark(socket: &impl AsFd) -> std::io::Result<()> {
     mark_with(socket, MARK)
 }
 
-/// Gives a socket this mark.
+/// Marks a socket with `mark`.
 ///
 /// # Errors
-/// As of [`mark`].
+/// As for [`mark`].
 pub(crate) fn mark_with(socket: &impl AsFd, mark: u32) -> std::io::Result<()> {
     Ok(setsockopt(socket, sockopt::Mark, &mark)?)
 }
 
-/// The number of a user; `None` if this host has no such.
+/// Returns the number of a user; `None` if it does not exist on this host.
 ///
 /// # Errors
-/// Nobody can be asked.
+/// If `id` cannot be run.
 fn user_id(user: &str) -> Result<Option<u32>, RulesError> {
     if let Ok(id) = user.parse() {
         return Ok(Some(id));
     }
-    // It asks whatever the host asks for its users.
+    // `id` uses the user databases that the host is configured for.
     let output = Command::new("id").args(["-u", "--", user]).output();
     let output = output.map_err(|source| RulesError::Run {
         tool: "id",

@@ -28,26 +28,26 @@ use crate::rules::rules;
 use crate::table::{self, Changes, Table};
 use crate::{budget, door, drain, http, names, notify, redirect, table_watch};
 
-/// How long what was cancelled at the end may take to end.
+/// Longest time for cancelled sessions to end when the agent ends.
 const LAST: Duration = Duration::from_secs(10);
 
-/// Configuration and certificates that an agent would start with.
+/// Configuration and certificates of an agent that can start.
 #[derive(Debug)]
 pub struct Checked {
     /// The configuration.
     pub config: Config,
-    /// Lines about certificates that work, and should be looked after.
+    /// Warnings about certificates that work, but need attention.
     pub warnings: Vec<String>,
-    /// Lines about certificates that a handshake with another agent refuses.
+    /// Certificate problems that make a handshake with another agent fail.
     pub problems: Vec<String>,
     /// The folder of the certificates.
     pub folder: PathBuf,
 }
 
-/// Reads what the agent would begin with: the configuration in `file`, and certificates, which are verified as in a handshake.
+/// Reads the configuration in `file` and the certificates, and verifies the certificates as in a handshake.
 ///
 /// # Errors
-/// [`AgentError`]: the agent would not start.
+/// [`AgentError`] if the agent would not start.
 pub fn check(file: &Path) -> Result<Checked, AgentError> {
     let config = Config::read(file)?;
     if config.redirect {
@@ -69,13 +69,13 @@ pub fn check(file: &Path) -> Result<Checked, AgentError> {
     })
 }
 
-/// Runs the agent with the configuration in `file` until a signal ends it. `redirect` is false to leave nftables alone.
+/// Runs the agent with the configuration in `file` until a signal ends it. `redirect` is false to leave nftables unchanged.
 ///
 /// # Errors
-/// [`AgentError`]: why it could not begin, or had to end.
+/// [`AgentError`] if the agent cannot start, or must end early.
 pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let config = Config::read(file).inspect_err(|error| {
-        // Without a file no agent is configured.
+        // Without a configuration file, this host is not set up for the agent.
         if redirect && !error.is_no_file() {
             let (config, log) = (Config::of_good_keys(file), Log::new(LogLevel::Info));
             if let Err(error) = table::refuse_all(&config, &log) {
@@ -87,7 +87,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM]);
     let mut signals = signals.map_err(AgentError::system("signal handlers"))?;
     let log = Log::new(config.log);
-    // Before all that may fail: where plaintext is refused, migrations do not wait for an agent that can carry them.
+    // First, before steps that can fail: with plaintext = "refuse", migrations must fail even if the agent does not start.
     let (changes, table) = match config.redirect && redirect {
         true => (Some(Changes::listen()?), Some(Table::new(&config, &log)?)),
         false => (None, None),
@@ -149,14 +149,14 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     })();
     agent.end();
     let joined = parts.join();
-    // Before the port that it redirects to.
+    // Removes the table before the port that it redirects to.
     drop(agent.table().take());
     drop(redirected);
     log.say(LogLevel::Info, "ended");
     served.and(joined)
 }
 
-/// Shares the budget four times a second while there is something to share, until the agent ends.
+/// Divides the budget four times a second while sessions share it, until the agent ends.
 fn share(agent: &Agent) {
     agent.share();
     while agent.sessions.wait_for_sharers() && !agent.has_ended() {
@@ -165,7 +165,7 @@ fn share(agent: &Agent) {
     }
 }
 
-/// Obeys signals until the agent is to end and all is done or cancelled.
+/// Handles signals until the agent must end and all sessions have ended or are cancelled.
 fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
     for number in signals.forever() {
         if number == SIGHUP {
@@ -176,7 +176,7 @@ fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
     }
     agent.sessions.end();
     let limit = agent.config().drain_limit.0;
-    // Time for the threads and the table, too.
+    // Includes the time that the threads and the table need.
     notify::say(&notify::stopping(limit.saturating_add(2 * LAST)));
     let count = agent.sessions.under_way().len();
     let text =
@@ -189,7 +189,7 @@ fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
             handle.close();
         });
         for number in signals.forever() {
-            // Somebody insists.
+            // A second signal: the operator does not want to wait.
             if number != SIGHUP {
                 drain::cancel_all(agent);
             }

@@ -1,4 +1,4 @@
-//! One migration or tunnel that the agent carries: what it is, how it gets on, and what it may use.
+//! One migration or tunnel of the agent: its subject, progress and limits.
 
 use std::cell::OnceCell;
 use std::net::SocketAddr;
@@ -21,18 +21,18 @@ use crate::messages::{Id, Kind};
 use crate::moment::{Moment, Share, State};
 use crate::source_socket::Sockets;
 
-/// Which way the guest goes.
+/// Direction of the guest's move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Direction {
-    /// Away from this host.
+    /// Leaves this host.
     Outgoing,
-    /// To this host.
+    /// Comes to this host.
     Incoming,
 }
 
 impl Direction {
-    /// Its name.
+    /// Returns its name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -42,25 +42,25 @@ impl Direction {
     }
 }
 
-/// What it is; never changes.
+/// The fixed properties of a session.
 #[derive(Debug, Clone)]
 pub struct Subject {
-    /// On both hosts.
+    /// Id on both hosts.
     pub id: Id,
-    /// Seen from this host.
+    /// Direction, seen from this host.
     pub direction: Direction,
-    /// What its connections carry.
+    /// Kind of its connections.
     pub kind: Kind,
-    /// Where the source's connections were to go.
+    /// Original destination of the source's connections.
     pub to: SocketAddr,
-    /// The other agent, or where it should be.
+    /// The other agent, or its expected address.
     pub peer: String,
-    /// The certificate of the agent that has announced it.
+    /// Certificate of the agent that announced it.
     pub announcer: Option<Identity>,
 }
 
 impl Subject {
-    /// Whether both were announced by one host.
+    /// Returns true if the same host announced both.
     #[must_use]
     pub fn is_of_one_announcer(&self, other: &Self) -> bool {
         match (&self.announcer, &other.announcer) {
@@ -70,7 +70,7 @@ impl Subject {
         }
     }
 
-    /// As it stands in each line of the log.
+    /// Returns its prefix of log lines.
     #[must_use]
     pub fn line(&self, state: &str) -> String {
         let Self {
@@ -88,25 +88,25 @@ impl Subject {
 
 /// A migration or a tunnel.
 pub struct Session {
-    /// What it is.
+    /// Its fixed properties.
     pub subject: Subject,
     since: Instant,
-    /// Steers its relay.
+    /// Control of its relay.
     pub control: Control,
-    /// Gives it the connections that belong to it; an ended one, which is still shown, holds no descriptor.
+    /// Sender of connections to it; none after the end, so that an ended session in the list holds no descriptor.
     giver: Mutex<Option<Giver>>,
-    /// What its connections begin with, at the destination.
+    /// Pass that its connections present at the destination.
     pub pass: Option<Pass>,
-    /// Paces what is carried without a relay, as its share is.
+    /// Rate limit of data that is carried without a relay, from its share.
     pub rate: SharedRate,
-    /// Its connections are accepted as they come.
+    /// True once its connections are accepted on arrival.
     is_open: AtomicBool,
     moment: Arc<Mutex<Moment>>,
     log: Log,
 }
 
 impl Session {
-    /// One that begins.
+    /// Creates a session that begins now.
     #[must_use]
     pub fn new(subject: Subject, giver: Giver, pass: Option<Pass>, weight: u32, log: &Log) -> Self {
         let moment = Arc::new(Mutex::new(Moment {
@@ -136,24 +136,24 @@ impl Session {
         }
     }
 
-    /// How it gets on.
+    /// Returns a snapshot of its progress.
     #[must_use]
     pub fn moment(&self) -> Moment {
         lock(&self.moment).clone()
     }
 
-    /// Its relay is in another state, now.
+    /// Sets the state of its relay.
     #[cfg(test)]
     pub fn follow(&self, status: Status) {
         lock(&self.moment).follow(status, Instant::now());
     }
 
-    /// Sets the method of its pages.
+    /// Sets the compression method of its pages.
     pub fn has_method(&self, method: &'static str) {
         lock(&self.moment).method = method;
     }
 
-    /// It is in another state.
+    /// Enters another state, and logs it.
     pub fn enter(&self, state: State) {
         if lock(&self.moment).enter(state) {
             self.log
@@ -161,13 +161,13 @@ impl Session {
         }
     }
 
-    /// Something about it for the log.
+    /// Logs a line about it.
     pub fn say(&self, level: LogLevel, text: &str) {
         let line = self.subject.line(lock(&self.moment).state.name());
         self.log.say(level, &format!("{line} {text}"));
     }
 
-    /// A report of its relay.
+    /// Takes a progress report of its relay.
     pub fn note(&self, progress: &RelayProgress) {
         let stall = self.control.stall();
         let is_new = lock(&self.moment).note(progress, stall);
@@ -178,7 +178,7 @@ impl Session {
         }
     }
 
-    /// Sets what it may use of the host's `whole` bandwidth (0: unlimited), for its relay, or for what is carried without one.
+    /// Sets its share of the host's `whole` bandwidth (0: unlimited), for its relay, or for data without a relay.
     pub fn set_share(&self, share: Share, whole: u64, options: &Options) {
         let Some(max_bandwidth) = lock(&self.moment).set_share(share, whole) else {
             return;
@@ -192,7 +192,7 @@ impl Session {
         self.control.change(&options);
     }
 
-    /// Sets what an operator sets.
+    /// Sets the operator's bandwidth limit and weight.
     pub fn limit(&self, bandwidth: Option<u64>, weight: Option<u32>) {
         let mut moment = lock(&self.moment);
         moment.limit = bandwidth.unwrap_or(moment.limit);
@@ -207,7 +207,7 @@ impl Session {
         subject.direction == Direction::Outgoing || subject.kind == Kind::Tunnel
     }
 
-    /// Whether its guest stands still, so that it comes first.
+    /// Returns true if its guest is paused, which gives it priority.
     #[must_use]
     pub fn is_urgent(&self) -> bool {
         matches!(
@@ -216,13 +216,13 @@ impl Session {
         )
     }
 
-    /// Returns true if its guest runs at the destination, and its source has pages that the destination has not.
+    /// Returns true if its guest runs at the destination, and its source has pages that the destination lacks.
     #[must_use]
     pub fn is_in_postcopy(&self) -> bool {
         lock(&self.moment).state.is_postcopy()
     }
 
-    /// It has ended: the last line of the log about it.
+    /// Ends it, and writes its last log line.
     pub fn end(&self, outcome: Result<Option<RelayReport>, String>) {
         lock(&self.giver).take();
         let level = match outcome {
@@ -243,10 +243,10 @@ impl Session {
         lock(&self.moment).took.unwrap_or_else(so_far)
     }
 
-    /// Gives it a connection.
+    /// Passes a connection to it.
     ///
     /// # Errors
-    /// The connection, if it takes none any more.
+    /// The connection, if it accepts no more.
     pub fn give(&self, one: Admitted) -> Result<(), Admitted> {
         match &*lock(&self.giver) {
             Some(giver) => giver.give(one),
@@ -254,19 +254,19 @@ impl Session {
         }
     }
 
-    /// Returns whether it takes a connection.
+    /// Returns true if it accepts a connection.
     #[must_use]
     pub fn takes(&self) -> bool {
         let giver = lock(&self.giver);
         giver.as_ref().is_some_and(Giver::takes)
     }
 
-    /// From now on its connections are accepted as they come.
+    /// Marks its connections as accepted on arrival, from now on.
     pub fn open(&self) {
         self.is_open.store(true, Ordering::Release);
     }
 
-    /// Connections that wait because nobody accepts them yet.
+    /// Returns the number of connections that wait because none is accepted yet.
     #[must_use]
     pub fn held(&self) -> usize {
         match &*lock(&self.giver) {
@@ -275,7 +275,7 @@ impl Session {
         }
     }
 
-    /// Whether its source, on this host, has gone before anything of it was read.
+    /// Returns true if its source, on this host, closed its connections before anything was read from them.
     #[must_use]
     pub fn is_deserted(&self) -> bool {
         let sockets = OnceCell::new();

@@ -1,4 +1,4 @@
-//! All that the agent carries: what is under way, what waits for a place, and what it all came to.
+//! All migrations and tunnels of the agent: running ones, waiting ones, and totals.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,28 +12,27 @@ use crate::moment::State;
 use crate::session::{Direction, Session, Subject};
 use crate::totals::Totals;
 
-/// Sessions that have ended and are still shown.
+/// Number of ended sessions in the list.
 const REMEMBERED: usize = 32;
 
-/// Of this host's QEMUs at once: a thread and some connections each.
+/// Limit of concurrent outgoing sessions of this host's QEMUs: each needs a thread and some connections.
 const OUTGOING: usize = 512;
 
-/// Of all other hosts at once.
+/// Limit of concurrent incoming sessions from all other hosts.
 const INCOMING: usize = 512;
 
-/// Of one other host at once: two for each port of libvirt's range, since disks are copied besides. One host does not take the
-/// places of the others.
+/// Limit for one other host, so that it cannot use up the others' quota: two for each port of libvirt's range, since disks are
+/// copied, too.
 const OF_ONE_HOST: usize = 128;
 
-/// Connections of one other host that may wait until the agent there has said what its source has, which takes a moment: two
-/// migrations with the most channels.
+/// Limit of one host's connections that wait for their agent's description of the source, which takes a moment: two migrations
+/// with the maximum of channels.
 const HELD: usize = 512;
 
-/// Interval at which one that waits for a place checks that its source is still there: the end of a connection whose bytes
-/// are unread arrives at no socket.
+/// Interval at which a waiting migration checks its source: no event reports the end of a connection with unread bytes.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// All of them.
+/// All sessions of the agent.
 #[derive(Default)]
 pub struct Sessions {
     all: Mutex<All>,
@@ -46,21 +45,21 @@ struct All {
     /// The latest is last.
     ended: VecDeque<Arc<Session>>,
     places: Places,
-    /// Nothing new is taken.
+    /// True if new sessions are refused.
     is_ending: bool,
     totals: Totals,
 }
 
-/// The places of migrations that may go on at once.
+/// The slots of concurrent migrations.
 #[derive(Default)]
 struct Places {
-    /// Those that wait for a place; the first is served first.
+    /// Queue of waiting migrations, first come, first served.
     queue: VecDeque<Id>,
     taken: u32,
 }
 
 impl Places {
-    /// Takes a place of `most` (0: unlimited) for the one with this id if it is its turn; false while it must wait.
+    /// Takes one of `most` slots (0: unlimited) for the migration `id` if it is its turn; returns false if it must wait.
     fn take(&mut self, id: Id, most: u32) -> bool {
         let is_free = most == 0 || self.taken < most;
         let may = is_free && self.queue.front() == Some(&id);
@@ -71,13 +70,13 @@ impl Places {
         may
     }
 
-    /// It waits no more.
+    /// Removes a migration from the queue.
     fn leave(&mut self, id: Id) {
         self.queue.retain(|other| *other != id);
     }
 }
 
-/// A place among the migrations that may go on at once.
+/// A slot of a running migration; freed on drop.
 pub struct Place<'a>(&'a Sessions);
 
 impl Drop for Place<'_> {
@@ -87,8 +86,8 @@ impl Drop for Place<'_> {
     }
 }
 
-/// Returns an error if another one like `subject` may not begin beside those that are under way: nothing new is taken, there
-/// are too many, or one has its id.
+/// Checks that a session with `subject` may begin. Returns an error if new sessions are refused, the limit is reached, or its
+/// id is in use.
 fn may_begin<'s>(
     subject: &Subject,
     under_way: impl Iterator<Item = &'s Subject>,
@@ -105,7 +104,7 @@ fn may_begin<'s>(
         of_this_host += usize::from(other.is_of_one_announcer(subject));
         is_there |= other.id == subject.id;
     }
-    // The connections of a tunnel come one by one, with one id.
+    // A tunnel's connections arrive separately, with the same id.
     let is_another = is_there && subject.kind == Kind::Tunnel;
     if is_ending && !is_another {
         return Err(CarryError::Ending);
@@ -128,10 +127,10 @@ impl Sessions {
         lock(&self.all)
     }
 
-    /// Adds one.
+    /// Adds a session.
     ///
     /// # Errors
-    /// If nothing new is taken, there are too many, or one has its id.
+    /// If new sessions are refused, the limit is reached, or its id is in use.
     pub fn add(&self, session: &Arc<Session>) -> Result<(), CarryError> {
         let mut all = self.lock();
         let subjects = all.under_way.iter().map(|other| &other.subject);
@@ -141,7 +140,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// Whether another connection of `session` may wait for it to begin.
+    /// Returns true if another connection of `session` may wait for its start.
     pub fn may_hold(&self, session: &Session) -> bool {
         let all = self.lock();
         let same = |other: &&Arc<Session>| other.subject.is_of_one_announcer(&session.subject);
@@ -149,7 +148,7 @@ impl Sessions {
         held.sum::<usize>() < HELD
     }
 
-    /// It has ended.
+    /// Removes an ended session.
     pub fn remove(&self, session: &Arc<Session>) {
         let mut all = self.lock();
         all.under_way.retain(|other| !Arc::ptr_eq(other, session));
@@ -163,45 +162,45 @@ impl Sessions {
         self.changed.notify_all();
     }
 
-    /// What is under way.
+    /// Returns the running sessions.
     #[must_use]
     pub fn under_way(&self) -> Vec<Arc<Session>> {
         self.lock().under_way.clone()
     }
 
-    /// The last that have ended; the latest is last.
+    /// Returns the last ended sessions; the latest is last.
     #[must_use]
     pub fn ended(&self) -> Vec<Arc<Session>> {
         self.lock().ended.iter().cloned().collect()
     }
 
-    /// What is under way and fits.
+    /// Returns the running session that `fits`.
     pub fn find(&self, fits: impl Fn(&Session) -> bool) -> Option<Arc<Session>> {
         let all = self.lock();
         all.under_way.iter().find(|session| fits(session)).cloned()
     }
 
-    /// What all that has ended came to.
+    /// Returns the totals of all ended sessions.
     #[must_use]
     pub fn totals(&self) -> Totals {
         self.lock().totals.clone()
     }
 
-    /// Returns the totals of what has ended, and what is under way at the same moment.
+    /// Returns the totals of the ended sessions and the running sessions, consistent with each other.
     pub fn snapshot(&self) -> (Totals, Vec<Arc<Session>>) {
         let all = self.lock();
         (all.totals.clone(), all.under_way.clone())
     }
 
-    /// Counts something that is no session.
+    /// Counts an event outside of sessions.
     pub fn count(&self, what: impl FnOnce(&mut Totals)) {
         what(&mut self.lock().totals);
     }
 
-    /// Waits for a place among `most()` migrations, which is asked again when something has changed; 0 is unlimited.
+    /// Waits for one of `most()` slots (0: unlimited); calls `most` again after each change.
     ///
     /// # Errors
-    /// If the agent is to end, or the migration was cancelled, here or at its source while it waits.
+    /// If the agent is ending, or the migration was cancelled, here or at its source, during the wait.
     pub fn place(
         &self,
         session: &Session,
@@ -216,8 +215,8 @@ impl Sessions {
             } else if all.is_ending {
                 Some(Err(CarryError::Ending))
             } else if all.places.take(id, most()) {
-                // Also of a source that has closed its connections: without a return path QEMU does so when the kernel has
-                // its last byte, and a small VM is whole in the socket then.
+                // Also if the source has closed its connections: without a return path QEMU closes once the kernel has its last
+                // byte, and a small VM fits into the socket.
                 Some(Ok(Place(self)))
             } else if session.is_deserted() {
                 Some(Err(CarryError::Deserted))
@@ -235,26 +234,26 @@ impl Sessions {
         }
     }
 
-    /// Nothing new is taken from now on.
+    /// Refuses new sessions from now on.
     pub fn end(&self) {
         self.lock().is_ending = true;
         self.changed.notify_all();
     }
 
-    /// Whether nothing new is taken.
+    /// Returns true if new sessions are refused.
     #[must_use]
     pub fn is_ending(&self) -> bool {
         self.lock().is_ending
     }
 
-    /// Looks again whether those that wait may go on: a limit or a migration was changed.
+    /// Wakes waiting migrations, after a change of a limit or of a migration.
     pub fn wake(&self) {
-        // With the lock that they look under.
+        // Takes the lock of their check, so that none misses the wake-up.
         let _all = self.lock();
         self.changed.notify_all();
     }
 
-    /// Waits until what is under way is as `is_so` says, for up to `time`; true if so.
+    /// Waits until `is_so` holds for the running sessions, for up to `time`; returns true if it does.
     pub fn wait_until(&self, time: Duration, is_so: impl Fn(&[Arc<Session>]) -> bool) -> bool {
         let all = self.lock();
         let is_not = |all: &mut All| !is_so(&all.under_way);
@@ -263,7 +262,7 @@ impl Sessions {
         is_so(&all.under_way)
     }
 
-    /// Waits until something is under way that shares the budget; false once nothing new is taken and nothing does.
+    /// Waits until a session shares the budget; returns false once new sessions are refused and none shares it.
     pub fn wait_for_sharers(&self) -> bool {
         let mut all = self.lock();
         loop {
@@ -335,7 +334,7 @@ mod tests {
                         places.queue.push_back(Id(id));
                         waits.push_back(Id(id));
                     }
-                    // Any of them may look at any time.
+                    // Any of them may check at any time.
                     3..6 if !waits.is_empty() => {
                         let looks = waits[rng.usize(0..waits.len())];
                         let before = places.taken;
@@ -346,7 +345,7 @@ mod tests {
                             waits.pop_front();
                         }
                     }
-                    // One is cancelled where it waits.
+                    // One is cancelled while it waits.
                     6 if !waits.is_empty() => {
                         let left = waits.remove(rng.usize(0..waits.len())).unwrap();
                         places.leave(left);
@@ -356,7 +355,7 @@ mod tests {
                     _ => places.taken = places.taken.saturating_sub(1),
                 }
             }
-            // All of them come to their turn.
+            // Each of them gets its turn.
             most = 1;
             places.taken = 0;
             while let Some(next) = waits.pop_front() {
@@ -417,7 +416,7 @@ mod tests {
             to: source.peer_addr().unwrap(),
             ..subject(2, Direction::Outgoing, Kind::Migration)
         });
-        // Its FIN waits behind what nobody reads.
+        // The FIN queues after unread bytes.
         fill(&source);
         second.give(stream).unwrap();
         std::thread::scope(|scope| {
@@ -425,7 +424,7 @@ mod tests {
             until("it waits", || second.moment().state == State::Waiting);
             drop(source);
             becomes(|| waits.is_finished());
-            // Ends one that has not seen it.
+            // Ends a session that misses the close.
             second.control.cancel();
             sessions.wake();
             let error = waits.join().unwrap();

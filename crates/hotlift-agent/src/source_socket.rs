@@ -1,7 +1,7 @@
-//! The other end of a redirected connection, which is a socket of this host: whether its QEMU has closed it.
+//! The source's end of a redirected connection, a socket of this host: detects that its QEMU has closed it.
 //!
-//! A QEMU whose stream nobody reads fills the buffers. If it then gives up, its FIN waits behind what nobody reads, and the
-//! connection looks alive from here without end. The kernel knows better, and says so (sock_diag(7)).
+//! A QEMU fills the buffers if its stream is not read. If it then aborts, its FIN queues after unread data, and the connection
+//! seems to be alive forever. The kernel knows the state, and reports it (sock_diag(7)).
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -28,27 +28,27 @@ const INET: u8 = 2;
 /// `AF_INET6`.
 const INET6: u8 = 10;
 
-/// `struct nlmsghdr`, in bytes.
+/// Size of `struct nlmsghdr`, in bytes.
 const HEAD: usize = 16;
 
-/// The same and `struct inet_diag_req_v2`.
+/// Size of the header and `struct inet_diag_req_v2`.
 const LENGTH: u32 = 16 + 56;
 
-/// Longest answer, in bytes: without extensions it has fewer than 100.
+/// Size of the answer buffer, in bytes: without extensions an answer has fewer than 100.
 const ANSWER: usize = 4096;
 
-/// States of net/tcp_states.h in which a socket was closed, or will send nothing more: `FIN_WAIT1`, `FIN_WAIT2`, `TIME_WAIT`,
+/// States of net/tcp_states.h in which a socket is closed or sends no more data: `FIN_WAIT1`, `FIN_WAIT2`, `TIME_WAIT`,
 /// `CLOSE`, `LAST_ACK` and `CLOSING`.
 const CLOSED: [u8; 6] = [4, 5, 6, 7, 9, 11];
 
-/// Asks the kernel about sockets of this host's network namespace.
+/// Netlink socket for queries about sockets of this host's network namespace.
 pub struct Sockets(OwnedFd);
 
 impl Sockets {
-    /// A way to ask.
+    /// Opens the netlink socket.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn open() -> io::Result<Self> {
         let protocol = Some(netlink::SOCK_DIAG);
         let flags = SocketFlags::CLOEXEC;
@@ -56,8 +56,8 @@ impl Sockets {
         Ok(Self(socket))
     }
 
-    /// Whether the socket that has connected `stream`, and wanted to go `to` before it was redirected, was closed. False where
-    /// there is none: the end of such a one is seen on `stream`.
+    /// Returns true if the source's socket of `stream` is closed; `to` is its destination before the redirect. Returns false if
+    /// it does not exist: then `stream` itself shows the end.
     #[must_use]
     pub fn has_closed(&self, stream: &Stream, to: SocketAddr) -> bool {
         let from = getpeername(stream).ok();
@@ -66,11 +66,11 @@ impl Sockets {
         state.is_some_and(|state| CLOSED.contains(&state))
     }
 
-    /// The state of the socket at `local` that is connected to `remote`.
+    /// Returns the state of the socket at `local` that is connected to `remote`.
     fn state(&self, local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u8>> {
         send(&self.0, &question(local, remote), SendFlags::empty())?;
         let mut answer = [0; ANSWER];
-        // The kernel has answered before the call above comes back.
+        // The kernel has answered when `send` returns.
         let (_, length) = recv(&self.0, &mut answer, RecvFlags::DONTWAIT)?;
         let answer = &answer[..length.min(ANSWER)];
         let kind = answer.get(4..6) == Some(&BY_FAMILY.to_ne_bytes());
@@ -79,7 +79,7 @@ impl Sockets {
     }
 }
 
-/// A header, and an `inet_diag_req_v2` for one socket.
+/// Returns a netlink header and an `inet_diag_req_v2` for one socket.
 fn question(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     let family = match local {
         SocketAddr::V4(_) => INET,
@@ -89,7 +89,7 @@ fn question(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     bytes.extend(LENGTH.to_ne_bytes());
     bytes.extend(BY_FAMILY.to_ne_bytes());
     bytes.extend(REQUEST.to_ne_bytes());
-    // Sequence, and port of the sender: there is one question at a time.
+    // Sequence number and sender's port: there is only one query at a time.
     bytes.extend([0; 8]);
     // No extensions; all states.
     bytes.extend([family, TCP, 0, 0]);
@@ -104,7 +104,7 @@ fn question(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     bytes
 }
 
-/// Four words of an address.
+/// Returns an address in four 32-bit words.
 fn padded(ip: IpAddr) -> [u8; 16] {
     match ip {
         IpAddr::V6(ip) => ip.octets(),

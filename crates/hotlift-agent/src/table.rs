@@ -1,7 +1,7 @@
-//! The nftables table in force: made, watched, put back, removed.
+//! The installed nftables table: created, watched, restored, removed.
 //!
-//! Whatever loads a host's rules as a whole begins with `flush ruleset`, and takes the table with it. Nobody is told of that but
-//! who listens to the kernel: it sends each change to a group of netlink. Between two changes there is nothing to do.
+//! Programs that load a host's complete ruleset begin with `flush ruleset`, which removes the table. Only a listener of the
+//! kernel's netlink group is informed of changes. Between two changes there is nothing to do.
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -22,21 +22,21 @@ use crate::rules::{Rules, TABLE, mark, rules};
 /// linux/netfilter/nfnetlink.h: NFNLGRP_NFTABLES, as a bit; groups count from 1.
 const GROUP: u32 = 1 << (7 - 1);
 
-/// Room for what the kernel sends at once: it gathers changes in two pages of memory, a single larger one in up to 64 KiB.
+/// Size of the receive buffer: the kernel gathers changes in two pages of memory, and sends a larger one in up to 64 KiB.
 const ROOM: usize = 1 << 16;
 
-/// The table of an agent. It goes with this, unless the configuration refuses plaintext: then it stays, for the next agent.
+/// The table of an agent. Removed on drop, unless the configuration refuses plaintext: then it stays for the next agent.
 #[derive(Debug)]
 pub struct Table {
     made: Made,
     log: Log,
 }
 
-/// What has been made.
+/// The table as created.
 #[derive(Debug)]
 struct Made {
     text: String,
-    /// What nft lists of it as it was made; `None` if it was gone by then.
+    /// nft's listing of the new table; `None` if it was already gone.
     listed: Option<String>,
     plaintext: Plaintext,
 }
@@ -67,26 +67,26 @@ impl Made {
 }
 
 impl Table {
-    /// Makes the table that `config` asks for, in place of one that is there.
+    /// Creates the table for `config`, and replaces an existing one.
     ///
     /// # Errors
-    /// What nft says; that the agent's own connections would be redirected.
+    /// The errors of nft; that the agent's own connections would be redirected.
     pub fn new(config: &Config, log: &Log) -> Result<Self, RulesError> {
         let made = Made::new(config, log)?;
         let log = log.clone();
         Ok(Self { made, log })
     }
 
-    /// Makes it what `config` asks for; after an error it is as it was.
+    /// Changes the table to `config`; after an error it is unchanged.
     ///
     /// # Errors
-    /// As of [`new`](Self::new).
+    /// As for [`new`](Self::new).
     pub fn change(&mut self, config: &Config) -> Result<(), RulesError> {
         self.made = Made::new(config, &self.log)?;
         Ok(())
     }
 
-    /// Puts it back if it is not as it was made; whether it was not.
+    /// Restores the table if it differs from its creation; returns true if it did.
     pub(crate) fn restore(&mut self) -> Result<bool, RulesError> {
         let made = &mut self.made;
         if made.listed.is_some() && list()? == made.listed {
@@ -111,15 +111,15 @@ impl Drop for Table {
     }
 }
 
-/// Makes a table for an agent whose configuration file is bad, if there is none and plaintext is refused: after a boot migrations
-/// would leave unencrypted. `config` is what can be used of the file.
+/// Creates a table for an agent with an invalid configuration file if there is none and plaintext is refused: after a boot,
+/// migrations would leave unencrypted. `config` has the valid keys of the file.
 ///
 /// # Errors
-/// As of [`Table::new`].
+/// As for [`Table::new`].
 pub fn refuse_all(config: &Config, log: &Log) -> Result<(), RulesError> {
     let is_refused = config.redirect && config.plaintext == Plaintext::Refuse;
     match is_refused && list()?.is_none() {
-        // It says that it stays.
+        // The drop logs that the table stays.
         true => Table::new(config, log).map(drop),
         false => Ok(()),
     }
@@ -128,17 +128,17 @@ pub fn refuse_all(config: &Config, log: &Log) -> Result<(), RulesError> {
 /// Removes the table, if there is one.
 ///
 /// # Errors
-/// What nft says.
+/// The errors of nft.
 pub fn remove() -> Result<(), RulesError> {
     make(&format!("table inet {TABLE}\ndelete table inet {TABLE}\n"))
 }
 
-/// Whether a socket can be marked.
+/// Checks that a socket can be marked.
 fn try_mark() -> io::Result<()> {
     mark(&std::net::UdpSocket::bind("127.0.0.1:0")?)
 }
 
-/// Makes the table, with the counts of the one that is there. If nft does not take the counts, the table is made without them.
+/// Creates the table with the counts of the existing one, or without them if nft rejects them.
 fn make_counting(text: &str) -> Result<(), RulesError> {
     let elements = as_elements(&counts()?);
     let made = make(&format!("{text}{elements}"));
@@ -149,19 +149,19 @@ fn make_counting(text: &str) -> Result<(), RulesError> {
     }
 }
 
-/// What has gone past the redirect, as the table has counted it; nothing if there is no table.
+/// Returns the table's counts of packets that missed the redirect; none without a table.
 ///
 /// # Errors
-/// nft cannot be run.
+/// If nft cannot be run.
 pub fn counts() -> Result<Vec<Count>, RulesError> {
     let output = nft(&["-j", "list", "table", "inet", TABLE], "")?;
     Ok(past::counts(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// All rules of this host, as nft lists them in JSON.
+/// Returns all rules of this host, as listed by nft in JSON.
 ///
 /// # Errors
-/// What nft says.
+/// The errors of nft.
 pub fn ruleset() -> Result<String, RulesError> {
     output_of(&["-j", "-n", "list", "ruleset"], "")
 }
@@ -170,7 +170,7 @@ fn make(text: &str) -> Result<(), RulesError> {
     output_of(&["-f", "-"], text).map(drop)
 }
 
-/// What nft says, if it does what it is told.
+/// Returns the output of a successful nft.
 fn output_of(arguments: &[&str], text: &str) -> Result<String, RulesError> {
     let output = nft(arguments, text)?;
     match output.status.success() {
@@ -181,7 +181,7 @@ fn output_of(arguments: &[&str], text: &str) -> Result<String, RulesError> {
     }
 }
 
-/// The table as nft lists it, by numbers, without counters and without what is counted; `None` if there is none.
+/// Returns nft's numeric listing of the table, without counters and set elements; `None` if there is no table.
 fn list() -> Result<Option<String>, RulesError> {
     let output = nft(&["-n", "-s", "-t", "list", "table", "inet", TABLE], "")?;
     let listed = || String::from_utf8_lossy(&output.stdout).into_owned();
@@ -202,21 +202,21 @@ fn nft(arguments: &[&str], text: &str) -> Result<Output, RulesError> {
         .spawn()
         .map_err(run)?;
     if let Some(mut stdin) = nft.stdin.take() {
-        // One that ends before it has read all says why.
+        // If nft ends before it has read everything, its output has the reason.
         let _ = stdin.write_all(text.as_bytes());
     }
     nft.wait_with_output().map_err(run)
 }
 
-/// The kernel's word of changes of this host's nftables.
+/// The kernel's reports of changes of this host's nftables.
 #[derive(Debug)]
 pub struct Changes(pub(crate) OwnedFd);
 
 impl Changes {
-    /// Listens from now on.
+    /// Starts listening.
     ///
     /// # Errors
-    /// It takes `CAP_NET_ADMIN`.
+    /// Without `CAP_NET_ADMIN`.
     pub fn listen() -> Result<Self, RulesError> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::NETFILTER));
@@ -229,7 +229,7 @@ impl Changes {
             .map_err(|errno| RulesError::Watch(errno.into()))
     }
 
-    /// Takes in what has come, and says whether the agent's table may have changed.
+    /// Discards all received reports; returns true if the agent's table may have changed.
     pub(crate) fn concern_table(&self) -> bool {
         let mut room = vec![0; ROOM];
         let mut concern = false;
@@ -240,7 +240,7 @@ impl Changes {
                 }
                 Err(Errno::AGAIN) => return concern,
                 Err(Errno::INTR) => {}
-                // Some were lost.
+                // Some reports were lost.
                 Err(Errno::NOBUFS) => concern = true,
                 Err(_) => return true,
             }
@@ -248,7 +248,7 @@ impl Changes {
     }
 }
 
-/// Whether messages are of the agent's table: each names the table that it is of.
+/// Returns true if messages concern the agent's table: each contains the name of its table.
 fn names_table(messages: &[u8]) -> bool {
     let name = TABLE.as_bytes();
     messages.windows(name.len()).any(|part| part == name)

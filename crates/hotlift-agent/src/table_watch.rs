@@ -1,4 +1,4 @@
-//! Puts the nftables table back when something has changed it, and logs what goes past the redirect.
+//! Restores the nftables table after a foreign change, and logs connections that miss the redirect.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -10,29 +10,29 @@ use crate::config::{LogLevel, Plaintext};
 use crate::past::{AGAIN, Logged, Packets};
 use crate::table::{Changes, Table, counts};
 
-/// Between two times that the table is put back: two that do not agree shall not keep the host busy.
+/// Shortest interval of restores, so that a conflict with another program does not keep the host busy.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// After the table could not be put back.
+/// Delay after a failed restore.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// When packets past the redirect are logged again, and when the table is put back again. No I/O, no clock.
+/// Times of the next log of missed packets and of the next restore. No I/O, no clock.
 #[derive(Debug, Default)]
 struct Schedule {
     log: Option<Instant>,
     retry: Option<Instant>,
-    /// The table is left alone until then.
+    /// The table is not restored before this time.
     pause: Option<Instant>,
 }
 
 impl Schedule {
-    /// Returns the time for which nothing is due.
+    /// Returns the time until something is due.
     fn wait(&self, now: Instant) -> Duration {
         let first = self.log.into_iter().chain(self.retry).min();
         first.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
-    /// Returns what is due: the log, if some packets `came` or some wait; the table, if it was `changed` or could not be put back.
+    /// Returns the due actions: the log, if packets `came` or some wait; the restore, if the table was `changed` or it is due.
     fn due(&mut self, now: Instant, came: bool, changed: bool) -> (bool, bool) {
         let is_due = |at: &mut Option<Instant>| at.take_if(|at| now >= *at).is_some();
         if changed {
@@ -41,14 +41,14 @@ impl Schedule {
         (came | is_due(&mut self.log), is_due(&mut self.retry))
     }
 
-    /// Notes that the table was put back at `now`, or could not be.
+    /// Records a restore at `now`, or a failed one.
     fn restored(&mut self, now: Instant, is_back: bool) {
         self.pause = Some(now + PAUSE);
         self.retry = (!is_back).then(|| now + RETRY);
     }
 }
 
-/// Puts the table back whenever something has changed it, and logs what goes past the redirect, until the agent ends.
+/// Restores the table after each foreign change, and logs connections that miss the redirect, until the agent ends.
 pub fn keep(agent: &Agent, changes: &Changes) {
     let packets = Packets::listen().inspect_err(|error| {
         let text = format!(
@@ -61,7 +61,7 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     let later = |waits: bool, now: Instant| waits.then(|| now + AGAIN);
     let now = Instant::now();
     let mut schedule = Schedule {
-        // While no agent ran.
+        // Logs the counts from the time without an agent.
         log: later(log_past(agent, &mut logged, now), now),
         ..Schedule::default()
     };
@@ -73,7 +73,7 @@ pub fn keep(agent: &Agent, changes: &Changes) {
         let came = packets.as_ref().is_some_and(Packets::have_come);
         let (logs, restores) = schedule.due(now, came, changes.concern_table());
         if logs {
-            // The kernel limits the rate of its reports: a packet after the last one may have none.
+            // The kernel limits the rate of its reports: packets after the last one may have none.
             schedule.log = later(log_past(agent, &mut logged, now) || came, now);
         }
         if !restores {
@@ -97,9 +97,9 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     }
 }
 
-/// Logs what has gone past the redirect since the last time; whether something waits for its time.
+/// Logs the packets that missed the redirect since the last call. Returns true if further log lines wait for their time.
 fn log_past(agent: &Agent, logged: &mut Logged, now: Instant) -> bool {
-    // What is wrong with nft shows elsewhere.
+    // Errors of nft are reported elsewhere.
     let (news, waits) = logged.news(counts().unwrap_or_default(), now);
     let plaintext = agent.config().plaintext;
     for count in news {

@@ -1,4 +1,4 @@
-//! Counts of all that the agent has carried. They grow while it is carried, and exist from the agent's start.
+//! Counters of all sessions. They exist from the agent's start, and grow during each session.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::session::{Direction, Session};
 /// Both directions.
 pub const DIRECTIONS: [Direction; 2] = [Direction::Outgoing, Direction::Incoming];
 
-/// Threads of a relay, by their names without numbers.
+/// Names of a relay's threads, without numbers.
 const THREADS: [&str; 5] = [
     "relay/door",
     "relay/main",
@@ -22,7 +22,7 @@ const THREADS: [&str; 5] = [
     "relay/send",
 ];
 
-/// The method of zero pages, which is none.
+/// Label of zero pages, which have no method.
 const ZERO: &str = "zero";
 
 /// Upper bounds of durations, in seconds: from an idle VM on a fast link to a large one on a slow link.
@@ -51,30 +51,30 @@ fn add(counts: &mut Counts, name: &str, count: f64) {
     }
 }
 
-/// As Prometheus has all numbers.
+/// Converts a count to the number type of Prometheus.
 #[allow(clippy::cast_precision_loss)]
 pub fn number(count: u64) -> f64 {
     count as f64
 }
 
-/// Counts of ended sessions, and of what is no session.
+/// Counters of ended sessions, and of events outside of sessions.
 #[derive(Debug, Clone)]
 pub struct Totals {
-    /// Migrations and tunnels, by direction, kind and how they ended.
+    /// Migrations and tunnels, by direction, kind and outcome.
     pub ended: BTreeMap<[&'static str; 3], u64>,
     /// Bytes, pages and CPU time of these sessions.
     pub traffic: Traffic,
     /// Durations of completed migrations, in seconds.
     pub durations: Histograms,
-    /// Downtimes of completed migrations, in seconds, where they are known.
+    /// Downtimes of completed migrations, in seconds, if known.
     pub downtimes: Histograms,
-    /// The sum of these downtimes, by direction, in seconds.
+    /// Sum of these downtimes, by direction, in seconds.
     pub downtime_seconds: Counts,
-    /// The count of these downtimes, by direction.
+    /// Number of these downtimes, by direction.
     pub downtime_count: Counts,
-    /// Connections and migrations that were refused.
+    /// Refused connections and migrations.
     pub refusals: u64,
-    /// Handshakes that have failed.
+    /// Failed TLS handshakes.
     pub tls_failures: u64,
 }
 
@@ -106,7 +106,7 @@ impl Default for Totals {
 }
 
 impl Totals {
-    /// Adds a session that has ended.
+    /// Adds an ended session.
     pub fn add(&mut self, session: &Session) {
         let moment = session.moment();
         let subject = &session.subject;
@@ -143,7 +143,7 @@ pub struct Traffic {
     pub pages: Counts,
     /// Barriers between rounds.
     pub rounds: f64,
-    /// CPU time by the threads' names without numbers, in seconds.
+    /// CPU time by thread name without numbers, in seconds.
     pub cpu_seconds: Counts,
 }
 
@@ -162,7 +162,7 @@ impl Default for Traffic {
 }
 
 impl Traffic {
-    /// Adds a session, which may be under way. What it adds never shrinks: later reports of a session have larger counts.
+    /// Adds a session, which may be running. Its part never shrinks: later reports have larger counts.
     pub fn add(&mut self, session: &Session, moment: &Moment) {
         let direction = session.subject.direction.name();
         let (progress, report) = (&moment.progress, moment.report.as_ref());
@@ -175,7 +175,7 @@ impl Traffic {
         add(&mut self.received_bytes, direction, number(received));
         add(&mut self.pages, ZERO, number(zero));
         self.rounds += number(rounds);
-        // Of method auto each packet has its own.
+        // With method auto, each packet has its own.
         let methods = match report {
             Some(report) => report.methods.clone(),
             None => session.control.method_figures(),

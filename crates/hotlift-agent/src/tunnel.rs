@@ -1,4 +1,4 @@
-//! Bytes that are no migration stream, or go to a host without an agent: carried as they are, connection by connection.
+//! Byte streams that are not migrations, or go to a host without an agent: copied unchanged, connection by connection.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,18 +17,18 @@ use crate::config::LogLevel;
 use crate::error::CarryError;
 use crate::session::Session;
 
-/// The other end of a connection, and what was read of it already.
+/// The remote end of a connection, and the bytes already read from it.
 pub type Far = (Stream, Vec<u8>);
 
-/// How often progress is told.
+/// Interval of progress reports.
 const REPORT: Duration = Duration::from_millis(500);
 
-/// Bytes so far, both ways.
+/// Bytes so far, in both directions.
 #[derive(Default)]
 struct Carried {
-    /// To the other host.
+    /// Bytes to the other host.
     sent: AtomicU64,
-    /// From there.
+    /// Bytes from the other host.
     received: AtomicU64,
 }
 
@@ -43,16 +43,16 @@ impl Carried {
     }
 }
 
-/// Limits of what is carried.
+/// Limits of a tunnel.
 pub struct Limits<'a> {
-    /// Keeps what goes to the other host, together with all else that does.
+    /// Rate limit of all bytes to the other hosts together.
     pub rate: &'a SharedRate,
-    /// Longest silence of an end of a connection; zero for the kernel's own limit.
+    /// Longest silence of an end of a connection; zero means the kernel's own limit.
     pub silence_timeout: Duration,
 }
 
 impl<'a> Limits<'a> {
-    /// Returns those of `agent`, by the configuration in force.
+    /// Returns the limits of `agent`, from the configuration in force.
     pub fn of(agent: &'a Agent) -> Self {
         Self {
             rate: &agent.shares.rate,
@@ -61,11 +61,11 @@ impl<'a> Limits<'a> {
     }
 }
 
-/// Carries each connection of `listener` to what `open` makes for it, on the other host, one after the other as they came, until
-/// none is left, within `limits` and the share of `session`.
+/// Carries each connection of `listener`, in order of arrival, to a remote end from `open`, until none is left. Keeps to
+/// `limits` and the share of `session`.
 ///
 /// # Errors
-/// Why the other end of one could not be opened; those that are carried have ended then.
+/// The error of `open`; it also ends the running connections.
 pub fn carry_all(
     session: &Session,
     listener: &Listener,
@@ -94,7 +94,7 @@ pub fn carry_all(
             }
             let next =
                 end_silent(session, &mut ends, now).map_or(report_at, |at| at.min(report_at));
-            // Before the listener: the end of the last connection rings after this.
+            // Read before the accept: the last connection wakes the thread after its decrement.
             let is_over = has_begun && live.load(Ordering::Acquire) == 0;
             let near = match listener
                 .accept(now)
@@ -102,7 +102,7 @@ pub fn carry_all(
             {
                 Err(error) => break Err(error),
                 Ok(Some(near)) => near.stream,
-                // A connection that comes after this begins another session.
+                // Later connections begin another session.
                 Ok(None) if is_over => break Ok(()),
                 Ok(None) => {
                     let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
@@ -134,7 +134,7 @@ pub fn carry_all(
                     .name("agent/tunnel".to_owned())
                     .spawn_scoped(scope, move || {
                         let count = |of: &AtomicU64, bytes: &[u8]| {
-                            // A length fits.
+                            // A length fits u64.
                             of.fetch_add(bytes.len() as u64, Ordering::Relaxed);
                         };
                         match back {
@@ -166,14 +166,13 @@ pub fn carry_all(
     outcome
 }
 
-/// A connection that is carried, while both directions are.
+/// A connection that is carried, as long as one direction is open.
 struct End {
     pair: std::sync::Weak<(Stream, Stream)>,
     liveness: Liveness,
 }
 
-/// Ends each connection whose other host is lost at `now`, and shows the host that holds one up. Returns when the next sample
-/// is due.
+/// Ends each connection whose other host is lost at `now`, and reports the longest stall. Returns the time of the next sample.
 fn end_silent(session: &Session, ends: &mut Vec<End>, now: Instant) -> Option<Instant> {
     ends.retain(|end| end.pair.strong_count() > 0);
     let stalls = ends.iter_mut().filter_map(|end| {
@@ -194,7 +193,7 @@ fn end_silent(session: &Session, ends: &mut Vec<End>, now: Instant) -> Option<In
     ends.iter().filter_map(|end| end.liveness.next(now)).min()
 }
 
-/// Ends connections that are carried.
+/// Ends all carried connections.
 fn pair_end(ends: &[End]) {
     for pair in ends.iter().filter_map(|end| end.pair.upgrade()) {
         pair.0.shutdown(std::net::Shutdown::Both);
@@ -212,12 +211,12 @@ mod tests {
     use crate::messages::Kind;
     use crate::session::Direction;
 
-    /// Long enough for what is not held back to arrive.
+    /// Long enough for bytes that are not rate-limited to arrive.
     const ARRIVES: Duration = Duration::from_millis(300);
 
     #[test]
     fn what_a_tunnel_sends_keeps_the_rates_and_is_counted() {
-        // Of all that leaves the host, and of the tunnel.
+        // The limit of all, then the limit of the tunnel.
         for (whole, own) in [(1, 0), (0, 1)] {
             let rate = SharedRate::default();
             rate.set(whole);
@@ -242,7 +241,7 @@ mod tests {
                     };
                     carry_all(&session, &listener, &limits, &open)
                 });
-                // The first takes its time from what follows.
+                // The first write takes its time from the next one.
                 source.write_all(&bytes).unwrap();
                 server.read_exact(&mut bytes).unwrap();
                 source.write_all(&bytes).unwrap();

@@ -1,4 +1,4 @@
-//! The values of the configuration, each read from a string of TOML.
+//! Values of the configuration, each parsed from a TOML string.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -8,17 +8,17 @@ use std::time::Duration;
 use hotlift::options::parse_size;
 use serde::{Deserialize, Serialize};
 
-/// Text that is no such value, and what is one.
+/// An invalid value, and the expected form.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{got}' is not allowed: expected {expected}")]
 pub struct BadValue {
     /// The text.
     pub got: String,
-    /// What would be allowed.
+    /// Expected form.
     pub expected: &'static str,
 }
 
-/// Lets serde read and write a type as its text.
+/// Implements the conversions from and to `String` that serde uses.
 macro_rules! as_text {
     ($($name:ident),*) => {$(
         impl TryFrom<String> for $name {
@@ -46,22 +46,22 @@ fn bad(got: &str, expected: &'static str) -> BadValue {
     }
 }
 
-/// The first port that needs no privilege. Other agents may have connections made to ports of migrations: a service of the
-/// system must not be among them.
+/// First unprivileged port. Other agents may request connections to migration ports, so these must not include a system
+/// service.
 const FIRST_FREE_PORT: u16 = 1024;
 
-/// TCP ports, from the first to the last.
+/// A range of TCP ports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Ports {
-    /// The first.
+    /// First port.
     pub first: u16,
-    /// The last.
+    /// Last port.
     pub last: u16,
 }
 
 impl Ports {
-    /// Whether `port` is one of them.
+    /// Returns true if the range contains `port`.
     #[must_use]
     pub fn contains(self, port: u16) -> bool {
         (self.first..=self.last).contains(&port)
@@ -88,17 +88,17 @@ impl fmt::Display for Ports {
     }
 }
 
-/// Addresses that begin alike.
+/// An address prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Prefix {
     address: IpAddr,
-    /// Bits that are alike.
+    /// Length in bits.
     bits: u8,
 }
 
 impl Prefix {
-    /// Whether `address` is one of them.
+    /// Returns true if the prefix contains `address`.
     #[must_use]
     pub fn contains(&self, address: IpAddr) -> bool {
         let differ = match (self.address, address.to_canonical()) {
@@ -111,13 +111,13 @@ impl Prefix {
         differ.leading_zeros() >= u32::from(self.bits)
     }
 
-    /// Whether they are of IPv4.
+    /// Returns true for IPv4.
     #[must_use]
     pub fn is_ipv4(&self) -> bool {
         self.address.is_ipv4()
     }
 
-    /// One of them that may be a host's.
+    /// Returns an address in the prefix that may be a host's.
     #[must_use]
     pub fn host(&self) -> IpAddr {
         match self.address {
@@ -131,7 +131,7 @@ impl Prefix {
         }
     }
 
-    /// How many bits are alike; of two that contain an address the longer one is meant.
+    /// Returns the length in bits; the longest matching prefix applies.
     #[must_use]
     pub fn length(&self) -> u8 {
         self.bits
@@ -187,7 +187,7 @@ impl fmt::Display for Bandwidth {
     }
 }
 
-/// A length of time.
+/// A duration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Time(pub Duration);
@@ -207,13 +207,13 @@ impl fmt::Display for Time {
     }
 }
 
-/// A host, and a port if it is not the usual one.
+/// A host, with a port if it is not the default.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct HostPort {
     /// Name or address.
     pub host: String,
-    /// `None` for the usual one.
+    /// `None` for the default port.
     pub port: Option<u16>,
 }
 

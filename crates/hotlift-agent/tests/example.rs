@@ -12,7 +12,7 @@ fn example() -> String {
     std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
 }
 
-/// The lines with a value, taken out of their comments.
+/// Returns the lines with a value, without their comment marks.
 fn uncommented(text: &str) -> String {
     let lines = text.lines().map(|line| match line.strip_prefix('#') {
         Some(value) if !value.starts_with(' ') => value,
@@ -58,7 +58,7 @@ fn the_reference_has_every_key() {
     }
 }
 
-/// Of all fields.
+/// Returns the names of all fields.
 fn keys() -> Vec<String> {
     let value = serde_json::to_value(Config::default()).expect("a configuration is data");
     let keys = value.as_object().expect("a table").keys();

@@ -1,4 +1,4 @@
-//! What the packages install beside the agent fits it.
+//! Files that the packages install for the agent match it.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ const SECURITY: &str = include_str!("../../../SECURITY.md");
 const TABLE_TESTS: &str = include_str!("../../hotlift-cli/tests/qemu/agent_table.rs");
 const METRICS: &str = include_str!("../src/metrics.rs");
 
-/// The example with its defaults set: a value stands directly behind its "#", text does not.
+/// Returns the example with its defaults set: a value directly follows its "#", text does not.
 fn with_values() -> String {
     let set = |line: &str| match line.strip_prefix('#') {
         Some(value) if !value.starts_with([' ', '#']) => value.to_owned() + "\n",
@@ -57,7 +57,7 @@ fn the_dashboard_shows_metrics_that_there_are() {
         .collect();
     assert!(shown.len() > 10);
     for name in shown {
-        // Prometheus' name of a counter.
+        // Prometheus's name of a counter.
         let name = name.strip_suffix("_total").unwrap_or(name);
         assert!(
             METRICS.contains(&format!("\"{name}\"")),
