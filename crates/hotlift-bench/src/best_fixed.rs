@@ -1,5 +1,5 @@
-//! What chooses its method by itself, beside the fixed methods: beside the best of them, and, where link or cores change
-//! on the way, beside the best schedule of them that can be told afterwards.
+//! Compares the `auto` method with the fixed methods: with the best of them, and, where the link or the cores change
+//! during the run, with the best schedule of them, computed afterwards.
 
 use std::collections::BTreeSet;
 
@@ -7,25 +7,25 @@ use super::record::{Completed, Record, Row};
 use super::stats::{self, Spread, number, spread};
 use super::table::{Grid, Labels, series};
 
-/// The method that chooses.
+/// The method that chooses by itself.
 pub const AUTO: &str = "auto";
 
-/// Up to this quotient a run is as fast as another: runs of one row differ by as much on an idle machine.
+/// Up to this quotient two runs count as equally fast: repeats of one row differ by as much on an idle machine.
 const AS_FAST: f64 = 1.03;
 
-/// Below this one it is faster.
+/// Below this quotient a run counts as faster.
 const FASTER: f64 = 0.95;
 
 /// The runs of one method.
 struct Way<'a> {
-    /// "zstd 3".
+    /// The method and its level: "zstd 3".
     name: String,
     runs: Vec<(&'a Record, &'a Completed)>,
 }
 
 /// Rows that differ in their method alone.
 struct Comparison<'a> {
-    /// One of them.
+    /// The row of one of its runs.
     row: Row,
     fixed: Vec<Way<'a>>,
     auto: Option<Way<'a>>,
@@ -37,7 +37,7 @@ impl<'a> Way<'a> {
         Some(spread(self.runs.iter().map(|(_, run)| run.source.total_ms))?.median / 1e3)
     }
 
-    /// The run of the same turn as `record`.
+    /// Returns this method's run in the same turn as `record`.
     fn beside(&self, record: &Record) -> Option<&'a Completed> {
         let same = |run: &Record| run.repeat == record.repeat && run.series == record.series;
         let (_, run) = self.runs.iter().find(|(run, _)| same(run))?;
@@ -45,7 +45,7 @@ impl<'a> Way<'a> {
     }
 }
 
-/// The comparisons that can be made of `records`: those with two fixed methods or more.
+/// Returns the comparisons in `records`: those with two fixed methods or more.
 fn comparisons(records: &[Record]) -> Vec<Comparison<'_>> {
     let mut all: Vec<(String, Comparison<'_>)> = Vec::new();
     for (row, who) in series(records) {
@@ -93,7 +93,7 @@ fn comparisons(records: &[Record]) -> Vec<Comparison<'_>> {
 }
 
 impl Comparison<'_> {
-    /// The fixed method with the lowest median of total times, and that median in seconds.
+    /// Returns the fixed method with the lowest median of total times, and that median in seconds.
     fn best(&self) -> Option<(&Way<'_>, f64)> {
         let all = self
             .fixed
@@ -102,7 +102,7 @@ impl Comparison<'_> {
         all.min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Total time of what chooses over that of the best fixed method, of runs of the same turn.
+    /// Returns the total time of `auto` over that of the best fixed method, of runs of the same turn.
     fn by_best(&self) -> Option<Spread> {
         let (best, _) = self.best()?;
         let runs = self.auto.iter().flat_map(|auto| &auto.runs);
@@ -111,13 +111,13 @@ impl Comparison<'_> {
         }))
     }
 
-    /// Total time of the best schedule afterwards, in seconds; `None` if nothing changes on the way.
+    /// Returns the total time of the best schedule, in seconds; `None` if nothing changes during the run.
     fn schedule(&self) -> Option<Spread> {
         let turns = self.fixed.first().into_iter().flat_map(|way| &way.runs);
         spread(turns.filter_map(|(record, _)| Some(self.schedule_of(record)? / 1e3)))
     }
 
-    /// Total time of what chooses over that of the best schedule afterwards, of runs of the same turn.
+    /// Returns the total time of `auto` over that of the best schedule, of runs of the same turn.
     fn by_schedule(&self) -> Option<Spread> {
         let runs = self.auto.iter().flat_map(|auto| &auto.runs);
         spread(
@@ -125,7 +125,7 @@ impl Comparison<'_> {
         )
     }
 
-    /// Of the fixed runs of the same turn as `record`, in ms.
+    /// Returns the total time of the best schedule of the fixed runs of the same turn as `record`, in ms.
     fn schedule_of(&self, record: &Record) -> Option<f64> {
         let starts = phases(&self.row)?;
         let runs = self.fixed.iter().filter_map(|way| way.beside(record));
@@ -133,7 +133,7 @@ impl Comparison<'_> {
     }
 }
 
-/// When link or cores change, in ms, the start among them; `None` if they do not.
+/// Returns the times at which link or cores change, in ms, and the start; `None` if they do not change.
 fn phases(row: &Row) -> Option<Vec<f64>> {
     let link = row.link();
     let rates = link
@@ -147,11 +147,11 @@ fn phases(row: &Row) -> Option<Vec<f64>> {
     (!changes.is_empty()).then(|| starts.collect())
 }
 
-/// The total time in ms that fixed methods allow if they take turns: in each phase the one that settles pages fastest
-/// there, each phase beginning at one of `starts`. `runs` are of one method each, over the same link. `None` without runs.
+/// Returns the total time in ms of the best schedule of fixed methods: each phase uses the method that settles pages
+/// fastest in it, and begins at one of `starts`. `runs` are of one method each, over the same link. `None` without runs.
 ///
-/// Each run is counted in shares of its own pages. Every run lasts at least as long as this schedule, so that each phase
-/// that it needs is in all of them.
+/// Each run is counted in shares of its own pages. Every run lasts at least as long as this schedule, so all phases that
+/// the schedule needs are in all runs.
 fn best_schedule(starts: &[f64], runs: &[&Completed]) -> Option<f64> {
     if runs.is_empty() {
         return None;
@@ -172,12 +172,12 @@ fn best_schedule(starts: &[f64], runs: &[&Completed]) -> Option<f64> {
         }
         left -= rate * (end - start);
     }
-    // A rest that rounding has left.
+    // A remainder from rounding.
     let totals = runs.iter().map(|run| run.source.total_ms);
     Some(totals.fold(f64::INFINITY, f64::min))
 }
 
-/// The share of its pages that `run` had settled at `ms`.
+/// Returns the share of its pages that `run` had settled at `ms`.
 fn settled(run: &Completed, ms: f64) -> f64 {
     let all = (run.source.normal_pages + run.source.zero_pages) as f64;
     let (mut at, mut pages) = (0.0, 0.0);
@@ -191,7 +191,7 @@ fn settled(run: &Completed, ms: f64) -> f64 {
     (between((at, pages), (run.source.total_ms, all), ms) / all).min(1.0)
 }
 
-/// What is at `x` on the line through two points.
+/// Returns the value at `x` on the line through two points.
 fn between((x0, y0): (f64, f64), (x1, y1): (f64, f64), x: f64) -> f64 {
     match x1 > x0 {
         true => y0 + (y1 - y0) * (x - x0) / (x1 - x0),
@@ -199,7 +199,7 @@ fn between((x0, y0): (f64, f64), (x1, y1): (f64, f64), x: f64) -> f64 {
     }
 }
 
-/// The comparisons that have such a quotient, each with its median.
+/// Returns the comparisons that have such a quotient, each with its median.
 fn by<'c, 'a>(
     all: &'c [Comparison<'a>],
     quotient: fn(&Comparison<'a>) -> Option<Spread>,
@@ -208,7 +208,7 @@ fn by<'c, 'a>(
     all.iter().filter_map(one).collect()
 }
 
-/// What the comparisons come to, a sentence each; none if nothing chose its method.
+/// Returns the conclusions from the comparisons, a sentence each; none if no run used `auto`.
 pub fn conclusions(records: &[Record]) -> Vec<String> {
     let all = comparisons(records);
     let labels = labels(&all);
@@ -242,7 +242,7 @@ pub fn conclusions(records: &[Record]) -> Vec<String> {
     best.into_iter().chain(schedule).collect()
 }
 
-/// The comparisons as a table; without rows if there are none.
+/// Returns the comparisons as a table; without rows if there are none.
 pub fn table(records: &[Record]) -> Grid {
     let all = comparisons(records);
     let labels = labels(&all);
@@ -292,7 +292,7 @@ pub mod tests {
     use super::*;
     use crate::record::{Outcome, tests::example};
 
-    /// A run that settles so many pages a second from each time on, in ms, until 1000 pages are settled.
+    /// Returns a run that settles pages at the given rates per second, each from its time in ms, until 1000 are settled.
     fn run(rates: &[(f64, f64)]) -> Completed {
         let mut run = Completed::default();
         run.source.normal_pages = 1000;
@@ -328,16 +328,16 @@ pub mod tests {
 
     #[test]
     fn the_best_schedule_takes_in_each_phase_the_fastest_method() {
-        // One is fast until 1 s, the other from then on: 400 pages, and 600 at 300 a second.
+        // One method is fast until 1 s, the other after it: 400 pages, and 600 at 300 a second.
         let (one, other) = (
             run(&[(0.0, 400.0), (1000.0, 100.0)]),
             run(&[(0.0, 100.0), (1000.0, 300.0)]),
         );
         let of = |starts: &[f64], runs: &[&Completed]| best_schedule(starts, runs).unwrap();
         assert!((of(&[0.0, 1000.0], &[&one, &other]) - 3000.0).abs() < 1.0);
-        // Of a single method it is what that took; between two moments a line is drawn.
+        // The schedule of a single method takes as long as its run; between two moments the count is interpolated.
         assert!((of(&[0.0, 1050.0], &[&one]) - one.source.total_ms).abs() < 1.0);
-        // A phase that nobody needs changes nothing.
+        // A phase after the end changes nothing.
         assert!((of(&[0.0, 1000.0, 60_000.0], &[&one, &other]) - 3000.0).abs() < 1.0);
         assert!(best_schedule(&[0.0], &[]).is_none());
     }
@@ -352,7 +352,7 @@ pub mod tests {
         assert_eq!(phases(&row), Some(vec![0.0, 500.0, 2000.0]));
     }
 
-    /// Two links: over one of them auto is as fast as the best, over the other it is not.
+    /// Returns the records of two links: over one of them auto is as fast as the best method, over the other it is slower.
     pub fn records() -> Vec<Record> {
         let steady = |rate| run(&[(0.0, rate)]);
         let mut records = Vec::new();

@@ -1,4 +1,4 @@
-//! A run of the built-in guest: what `demo` does, with what the kernel counts for its threads.
+//! A run of the built-in guest: does the work of `demo`, and adds the kernel's counts for its threads.
 
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ use super::remote_host::RemoteHost;
 use super::threads::Sampler;
 use crate::error::BenchError;
 
-/// Begins of the names of threads that migrate; the others are the guest's, and the process's own.
+/// Prefixes of the names of migration threads; the other threads are the guest's and the process's own.
 const MIGRATION_THREADS: &[&str] = &["mig/", "compress", "decompress", "dsa_completion"];
 
-/// Runs `cell` once. `remote` has the destination, if it is on another host.
+/// Runs `cell` once. `remote` has the destination if that is on another host.
 ///
 /// # Errors
-/// If a process cannot be started at all.
+/// If a process cannot be started.
 pub fn run(
     cell: &Cell,
     place: &Place,

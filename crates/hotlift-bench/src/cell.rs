@@ -1,4 +1,4 @@
-//! A cell of the matrix: one setting that is to be run.
+//! A cell of the matrix: one setting to run.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use hotlift_vmm::workload::Workload;
 use super::link::Link;
 use super::record::{Engine, GuestRow, Row};
 
-/// What a guest process needs beside its RAM: program, buffers, a batch of pages a channel.
+/// Memory that a guest process needs besides its RAM: program, buffers, a batch of pages for each channel.
 const PROCESS_BYTES: u64 = 192 << 20;
 
 /// Options that have a field of their own in a [`Row`].
@@ -32,17 +32,17 @@ const IN_THE_ROW: &[&str] = &[
 /// One setting.
 #[derive(Debug, Clone)]
 pub struct Cell {
-    /// What migrates.
+    /// Program that migrates the guest.
     pub engine: Engine,
-    /// Kind of guest; of QEMUs: KVM or TCG.
+    /// Kind of guest; for QEMU: KVM or TCG.
     pub kind: GuestKind,
     /// The guest.
     pub guest: GuestArgs,
-    /// How it is migrated.
+    /// Options of the migration.
     pub migration: MigrationArgs,
     /// Limit of the link.
     pub link: Option<Link>,
-    /// From so long after the request to migrate on a busy thread takes a core.
+    /// Time after the request to migrate at which a busy thread takes a core.
     pub neighbour: Option<Duration>,
 }
 
@@ -56,10 +56,10 @@ impl Cell {
         HeldMemory::new(self.guest.ram, &self.migration.options().ok()?)
     }
 
-    /// As records have it.
+    /// Returns the row as records have it.
     ///
     /// # Errors
-    /// If the options do not go together.
+    /// If the options conflict.
     pub fn row(&self) -> Result<Row, OptionError> {
         let options = self.migration.options()?;
         let guest = self.guest.settings();
@@ -100,22 +100,22 @@ impl Cell {
         })
     }
 
-    /// Bytes of memory that a run needs on this host.
+    /// Returns the bytes of memory that a run needs on this host.
     pub fn memory(&self, destination_is_here: bool) -> u64 {
         let ends = if destination_is_here { 2 } else { 1 };
         memory(self.guest.ram, ends)
     }
 }
 
-/// Bytes of memory that `ends` guests of `ram` bytes need.
+/// Returns the bytes of memory that `ends` guests of `ram` bytes need.
 pub fn memory(ram: u64, ends: u64) -> u64 {
     ram.saturating_add(PROCESS_BYTES).saturating_mul(ends)
 }
 
-/// Sets the method, and its level, of `migration`. Method "compress" is the capability.
+/// Sets the method and its level in `migration`. The method "compress" is the capability.
 ///
 /// # Errors
-/// If there is no such method, or no such level of it.
+/// If the method or this level of it does not exist.
 pub fn with_method(
     migration: &MigrationArgs,
     method: &str,
@@ -149,7 +149,7 @@ pub mod tests {
 
     use super::*;
 
-    /// A cell to change something of.
+    /// Returns a cell for tests to change.
     pub fn example() -> Cell {
         #[derive(Parser)]
         struct Line {

@@ -1,4 +1,4 @@
-//! Certificates for the runs over TLS of one call: a CA, and what it gives to this host.
+//! Certificates for the runs over TLS of one call: a CA, and the certificates that it issues to this host.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -14,21 +14,21 @@ use crate::record::Row;
 /// Option that names the folder.
 pub const OPTION: &str = "tls-creds";
 
-/// As its value: a folder that is made for this call. Records keep the word, so that runs of two calls compare.
+/// Value of that option: a folder made for this call. Records keep this value, so that runs of two calls compare.
 pub const CERTIFICATES: &str = "certificates";
 
-/// Every certificate has this name, whatever address is connected to.
+/// Name in every certificate, for any address that is connected to.
 pub const NAME: &str = "localhost";
 
-/// The folder; removed when it goes out of scope.
+/// The folder with the certificates; removed on drop.
 #[derive(Debug)]
 pub struct Certificates(TempDir);
 
 impl Certificates {
-    /// Makes them by the 'certs' of `hotlift`.
+    /// Creates the certificates with `hotlift certs`.
     ///
     /// # Errors
-    /// If they cannot be made.
+    /// If the command fails.
     pub fn make(hotlift: &Path) -> Result<Self, BenchError> {
         let failed = TerminalError::process("hotlift certs");
         let folder = TempDir::with_prefix("hotlift-certs-").map_err(failed)?;
@@ -50,12 +50,12 @@ impl Certificates {
         Ok(Self(folder))
     }
 
-    /// The folder.
+    /// Returns the path of the folder.
     pub fn folder(&self) -> &Path {
         self.0.path()
     }
 
-    /// `cell` with the folder for the word.
+    /// Returns `cell` with the folder's path in place of [`CERTIFICATES`].
     pub fn fill_in(&self, cell: &Cell) -> Cell {
         let folder = self.folder().display().to_string();
         let migration = cell.migration.with(OPTION, &folder);
@@ -66,14 +66,14 @@ impl Certificates {
     }
 }
 
-/// Whether a run went over TLS with them.
+/// Returns true if a run used TLS with certificates of the bench.
 pub fn wants_row(row: &Row) -> bool {
     row.options
         .get(OPTION)
         .is_some_and(|value| value == CERTIFICATES)
 }
 
-/// Whether `migration` is to go over TLS with certificates of the bench.
+/// Returns true if `migration` asks for TLS with certificates of the bench.
 pub fn wants(migration: &MigrationArgs) -> bool {
     let is = |(name, value): &(String, String)| name == OPTION && value == CERTIFICATES;
     migration.given().iter().any(is)

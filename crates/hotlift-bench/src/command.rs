@@ -1,4 +1,4 @@
-//! The `hotlift` command, whose guests, relays and certificates a bench uses.
+//! The `hotlift` command: the bench uses its guests, relays and certificates.
 
 use std::path::{Path, PathBuf, absolute};
 use std::process::Command;
@@ -7,13 +7,13 @@ use rustix::fs::{Access, access};
 
 use crate::error::BenchError;
 
-/// Name of its file.
+/// File name of the command.
 const NAME: &str = "hotlift";
 
 /// The command.
 #[derive(Debug)]
 pub struct Hotlift {
-    /// Its file.
+    /// Path of its file.
     pub path: PathBuf,
     /// Its version.
     pub version: String,
@@ -42,7 +42,7 @@ impl Hotlift {
     }
 }
 
-/// Returns the first file of the command's name that this process may run.
+/// Returns the first file with the command's name that this process may execute.
 fn installed() -> Option<PathBuf> {
     let own = std::env::current_exe().ok();
     let own = own

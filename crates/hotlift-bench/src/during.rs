@@ -1,4 +1,4 @@
-//! What changes while a run goes on: the rate of its link, and a neighbour that takes a core.
+//! Changes during a run: the rate of its link, and a busy neighbour that takes a core.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,19 +12,19 @@ use crate::cell::Cell;
 use crate::joined::Ends;
 use crate::warn;
 
-/// Steps of the neighbour between two looks at whether it is to end: some tens of microseconds.
+/// Steps of the neighbour between two checks of the stop flag: some tens of microseconds.
 const STEPS: u64 = 1 << 16;
 
-/// Something that happens.
+/// A change during a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Event {
-    /// The link carries so many bits a second.
+    /// The link's new rate in bits per second.
     Rate(u64),
     /// A busy thread takes a core.
     Neighbour,
 }
 
-/// What is to happen while a cell runs; when this is dropped, nothing more does, and the neighbour is gone.
+/// The changes planned for a cell. When it is dropped, no further change happens, and the neighbour ends.
 pub struct During {
     events: Vec<(Duration, Event)>,
     ends: Option<Ends>,
@@ -32,7 +32,7 @@ pub struct During {
 }
 
 impl During {
-    /// All that `cell` asks for; `ends` are those of its link, if it has one.
+    /// Returns all changes of `cell`; `ends` are the ends of its link, if it has one.
     pub fn of(cell: &Cell, ends: Option<Ends>) -> Self {
         Self {
             events: events(cell),
@@ -41,7 +41,7 @@ impl During {
         }
     }
 
-    /// The request to migrate was made so long ago. Only the first call counts.
+    /// Starts the clock: the request to migrate was made `elapsed` ago. Only the first call has an effect.
     pub fn begin(&mut self, elapsed: Duration) {
         if self.events.is_empty() || self.under_way.is_some() {
             return;
@@ -65,7 +65,7 @@ impl Drop for During {
     }
 }
 
-/// What `cell` asks for, by time.
+/// Returns the changes of `cell`, ordered by time.
 fn events(cell: &Cell) -> Vec<(Duration, Event)> {
     let changes = cell.link.iter().flat_map(|link| link.changes());
     let rates = changes.map(|(at, rate)| (*at, Event::Rate(*rate)));
@@ -75,7 +75,7 @@ fn events(cell: &Cell) -> Vec<(Duration, Event)> {
     events
 }
 
-/// Does each of `events` at its time after `start`, until nobody holds the other end of `stopped`.
+/// Makes each of `events` at its time after `start`, until the sender of `stopped` is dropped.
 fn go_on(
     events: &[(Duration, Event)],
     ends: Option<&Ends>,
@@ -119,7 +119,7 @@ fn take_a_core(is_wanted: &AtomicBool) {
             warn(format!("the neighbour has no core of its own: {error}"));
         }
     }
-    // Work, not pauses: those tell a hypervisor that the core is free.
+    // Work, not pause instructions: those show a hypervisor that the core is free.
     while is_wanted.load(Ordering::Relaxed) {
         for step in 0..STEPS {
             black_box(step);
@@ -157,7 +157,7 @@ mod tests {
         during.begin(Duration::ZERO);
         let (_, thread) = during.under_way.as_ref().expect("it is under way");
         assert!(!thread.is_finished());
-        // It would never return if the neighbour stayed.
+        // Dropping would never return if the neighbour kept running.
         drop(during);
     }
 }

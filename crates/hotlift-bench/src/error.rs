@@ -1,4 +1,4 @@
-//! Why a bench failed.
+//! Errors of a bench.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,81 +13,81 @@ use hotlift_qmp::QmpError;
 use hotlift_terminal::error::{TerminalError, error_line};
 use hotlift_vmm::fill::FillError;
 
-/// A bench that could not be run, or not to its end.
+/// A bench that could not be started or completed.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
-    /// What several commands can fail with.
+    /// An error that several commands share.
     #[error(transparent)]
     Terminal(#[from] TerminalError),
-    /// Failures that the commands of migrations share.
+    /// An error that the commands of migrations share.
     #[error(transparent)]
     Shared(#[from] SharedError),
-    /// A QEMU.
+    /// An error of a QEMU.
     #[error(transparent)]
     Qemu(#[from] QemuError),
-    /// Whether this host has an accelerator.
+    /// An error of the search for accelerators.
     #[error(transparent)]
     Accel(#[from] AccelError),
-    /// No `hotlift` to measure.
+    /// There is no `hotlift` to measure.
     #[error("no program 'hotlift' in the folder of this program or on PATH")]
     NoHotlift,
-    /// A `hotlift` that does not start.
+    /// The `hotlift` command does not start.
     #[error("cannot run {}", path.display())]
     RunHotlift {
-        /// Its file.
+        /// Path of its file.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// A program that is no `hotlift`.
+    /// The program is not `hotlift`.
     #[error("{} does not print the version of hotlift", path.display())]
     NotHotlift {
-        /// Its file.
+        /// Path of its file.
         path: PathBuf,
     },
-    /// The host of `--to`.
+    /// The host of `--to` cannot be reached.
     #[error("cannot reach 'hotlift-bench --serve'")]
     NoRemoteHost(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// A flag for what the rows of a suite say.
+    /// A flag sets an option that the rows of a suite set themselves.
     #[error("the rows of suite {suite} set {option} themselves: leave out {flag}")]
     SuiteSets {
         /// The suite's name.
         suite: String,
-        /// What they set.
+        /// The option.
         option: &'static str,
-        /// The flag, as it is typed.
+        /// The flag, as typed.
         flag: String,
     },
-    /// A relay between two QEMUs.
+    /// A relay between two QEMUs failed.
     #[error("relay {side}: {problem}")]
     Relay {
-        /// Where it stood.
+        /// Side of the relay.
         side: &'static str,
-        /// What it said last.
+        /// The relay's last message.
         problem: String,
     },
-    /// The limit of `--link`.
+    /// The link of `--link` cannot be made.
     #[error("no link as asked for: {problem}")]
     Link {
-        /// What cannot be made.
+        /// The reason.
         problem: String,
     },
 }
 
 impl BenchError {
-    /// An error of a QEMU.
+    /// Wraps an error of QMP.
     pub(crate) fn qmp(source: QmpError) -> Self {
         let side = "bench";
         QemuError::Qmp { side, source }.into()
     }
 
-    /// The error and its causes, in one line.
+    /// Returns the error and its causes in one line.
     pub fn line(&self) -> String {
         error_line(self)
     }
 
-    /// Returns the next step, where it is not plain from the error.
+    /// Returns the next step, if the error does not show it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::Shared(error) => error.advice(),
@@ -99,7 +99,7 @@ impl BenchError {
         }
     }
 
-    /// 1; 2 for a bad command line; 130 if a signal ended it.
+    /// Returns 1; 2 for a wrong command line; 130 if a signal ended the bench.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Terminal(TerminalError::Interrupted)
@@ -110,7 +110,7 @@ impl BenchError {
         }
     }
 
-    /// True if the command line is to blame, and nothing was begun.
+    /// Returns true if the command line is wrong and nothing was started.
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::Shared(error) if error.is_usage())
     }

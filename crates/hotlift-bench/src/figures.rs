@@ -1,23 +1,23 @@
-//! The figures of a run that tables and pictures show, each with the case in which it means nothing.
+//! The figures of a run for tables and pictures, each with the case in which it has no meaning.
 
 use super::record::Completed;
 use super::stats::{Spread, spread};
 
-/// Below this share of pages with content the CPU goes into looking at pages rather than into sending them, and
-/// seconds per GiB of content say nothing (31556 core-s/GiB of a guest that is all zero but for 3 pages).
+/// Below this share of pages with content, the CPU time goes into checking pages rather than into sending them. Seconds
+/// per GiB of content then mean nothing (31556 core-s/GiB of a guest with 3 pages that are not zero).
 const LITTLE_CONTENT: f64 = 0.01;
 
-/// Bytes of a page over bytes of a GiB.
+/// GiB of one page.
 const GIB_PER_PAGE: f64 = 4096.0 / (1_u64 << 30) as f64;
 
 /// A figure.
 #[derive(Debug, Clone, Copy)]
 pub struct Figure {
-    /// The head of its column.
+    /// Heading of its column.
     pub name: &'static str,
-    /// It; `None` where it means nothing.
+    /// Returns its value; `None` where it has no meaning.
     pub of: fn(&Completed) -> Option<f64>,
-    /// Whether Hotlift / QEMU means something.
+    /// True if the quotient Hotlift / QEMU has a meaning.
     pub compares: bool,
 }
 
@@ -25,20 +25,20 @@ const fn figure(name: &'static str, of: fn(&Completed) -> Option<f64>, compares:
     Figure { name, of, compares }
 }
 
-/// From the request to migrate until the destination runs the guest.
+/// Time from the request to migrate until the destination runs the guest.
 pub const TOTAL_MS: Figure = figure("total ms", |run| Some(run.source.total_ms), true);
-/// While the guest stood still.
+/// Time during which the guest is paused.
 pub const DOWN_MS: Figure = figure("down ms", |run| Some(run.source.downtime_ms), true);
 /// Passes over the dirty pages.
 pub const ROUNDS: Figure = figure("rounds", |run| Some(run.source.rounds as f64), false);
-/// On the wire.
+/// Throughput on the wire.
 pub const MBPS: Figure = figure("Mbit/s", |run| told(run.source.throughput_mbps), false);
-/// Settled, zero ones among them.
+/// Settled pages, zero pages included.
 pub const PAGES_PER_SECOND: Figure =
     figure("pages/s", |run| Some(run.source.pages_per_second), false);
 /// Bytes of pages with content over bytes sent.
 pub const RATIO: Figure = figure("ratio", |run| told(run.source.ratio), true);
-/// Sent.
+/// Bytes sent.
 pub const BYTES: Figure = figure(
     "bytes sent",
     |run| told(run.source.transferred_bytes as f64),
@@ -65,26 +65,26 @@ pub const DESTINATION_CPU: Figure = figure(
     |run| has_content(run).then_some(run.destination.side.core_s_per_gib),
     true,
 );
-/// CPU of both sides per GiB of pages with content.
+/// Returns the CPU time of both sides per GiB of pages with content.
 pub fn both_cpu(run: &Completed) -> Option<f64> {
     let source = (SOURCE_CPU.of)(run)?;
     Some(source + (DESTINATION_CPU.of)(run)?)
 }
 
-/// Source's CPU per GiB of all pages, where nearly none has content.
+/// Source's CPU per GiB of all pages, where almost none has content.
 pub const SOURCE_CPU_OF_ALL: Figure = figure(
     "core-s/GiB of all pages src",
     |run| of_all(run, run.source.side.cpu_s),
     true,
 );
-/// The destination's.
+/// Destination's CPU per GiB of all pages, where almost none has content.
 pub const DESTINATION_CPU_OF_ALL: Figure = figure(
     "core-s/GiB of all pages dst",
     |run| of_all(run, run.destination.side.cpu_s),
     true,
 );
 
-/// Every figure of a full table.
+/// All figures of a full table.
 pub const ALL: &[Figure] = &[
     TOTAL_MS,
     DOWN_MS,
@@ -101,7 +101,7 @@ pub const ALL: &[Figure] = &[
 ];
 
 impl Figure {
-    /// Of several runs; `None` if it means nothing for one of them.
+    /// Returns the spread over several runs; `None` if it has no meaning for one of them.
     pub fn spread<'a>(&self, runs: impl IntoIterator<Item = &'a Completed>) -> Option<Spread> {
         spread(
             runs.into_iter()
@@ -109,7 +109,7 @@ impl Figure {
         )
     }
 
-    /// The same as text; "n/a" if it means nothing, "-" if nothing ran.
+    /// Returns the spread as text; "n/a" if it has no meaning, "-" without runs.
     pub fn text<'a>(&self, runs: impl IntoIterator<Item = &'a Completed>) -> String {
         let runs: Vec<_> = runs.into_iter().collect();
         match self.spread(runs.iter().copied()) {
@@ -119,7 +119,7 @@ impl Figure {
         }
     }
 
-    /// The spread of its quotients, Hotlift by QEMU; `None` where they would mean nothing.
+    /// Returns the spread of the quotients Hotlift / QEMU; `None` if one has no meaning.
     pub fn quotients(&self, pairs: &[(&Completed, &Completed)]) -> Option<Spread> {
         let of = |(ours, theirs): &(&Completed, &Completed)| {
             let quotient = (self.of)(ours).zip((self.of)(theirs));
@@ -128,7 +128,7 @@ impl Figure {
         spread(pairs.iter().map(of))
     }
 
-    /// The same as text; empty of a figure that is not compared.
+    /// Returns the spread of the quotients as text; empty for a figure that is not compared.
     pub fn quotient(&self, pairs: &[(&Completed, &Completed)]) -> String {
         match self.quotients(pairs) {
             _ if !self.compares => String::new(),
@@ -138,14 +138,14 @@ impl Figure {
     }
 }
 
-/// Those of `figures` that mean something for at least one of `runs`; all, if there are no runs.
+/// Returns those of `figures` that have a meaning for at least one of `runs`; all figures without runs.
 pub fn meant(figures: &[Figure], runs: &[&Completed]) -> Vec<Figure> {
     let mut meant = figures.to_vec();
     meant.retain(|figure| runs.is_empty() || runs.iter().any(|run| (figure.of)(run).is_some()));
     meant
 }
 
-/// Whether more than nearly no page had content.
+/// Returns true if at least `LITTLE_CONTENT` of the pages had content.
 pub fn has_content(run: &Completed) -> bool {
     let (normal, zero) = (run.source.normal_pages as f64, run.source.zero_pages as f64);
     normal >= LITTLE_CONTENT * (normal + zero)
@@ -156,7 +156,7 @@ fn of_all(run: &Completed, cpu_s: f64) -> Option<f64> {
     (!has_content(run)).then(|| cpu_s / (pages * GIB_PER_PAGE))
 }
 
-/// What a side does not tell is 0.
+/// Returns `None` for 0: a side that does not report a figure has 0.
 fn told(figure: f64) -> Option<f64> {
     (figure > 0.0).then_some(figure)
 }
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(names(&[&full]), ["core-s/GiB src"]);
         assert_eq!(names(&[&empty]), ["core-s/GiB of all pages src"]);
         assert_eq!(names(&[&full, &empty]).len(), 2);
-        // A quotient of figures of which one means nothing means nothing.
+        // A quotient has no meaning if one of its figures has none.
         assert_eq!(SOURCE_CPU.quotient(&[(&full, &empty)]), "-");
         assert_eq!(SOURCE_CPU.quotient(&[(&full, &full)]), "1.00");
     }

@@ -1,4 +1,4 @@
-//! A real limit on one machine: source and destination in two network namespaces, joined by a veth pair
+//! A real limit on one machine: source and destination run in two network namespaces, joined by a veth pair
 //! with a token bucket at each end.
 
 use std::ffi::OsString;
@@ -14,19 +14,19 @@ use crate::error::BenchError;
 use crate::link::Link;
 use crate::tied::Tied;
 
-/// RFC 5737: addresses for examples, that no route leads to.
+/// RFC 5737: documentation addresses, which are not routed.
 const ADDRESSES: [&str; 2] = ["192.0.2.1", "192.0.2.2"];
 
-/// tc-tbf(8): the bucket must hold what the rate carries in one timer tick (HZ=100), and some more; and
+/// tc-tbf(8): the bucket must hold the bytes that the rate carries in one timer tick (HZ=100), and some more; and
 /// a packet of 64 KiB before segmentation.
 const BURST: Duration = Duration::from_millis(12);
 const LEAST_BURST: u64 = 128 << 10;
 
-/// Longest queue before the bucket, as a switch's port has it.
+/// Longest queue before the bucket, as in a port of a switch.
 const QUEUE: &str = "20ms";
 
-/// TCP's congestion control on both ends, whatever the host uses elsewhere: with BBR 256 MiB over 5 Gbit/s took 440 to
-/// 760 ms, and up to three times the CPU; with Reno 440. Reno is in every kernel and allowed in every namespace, and with
+/// TCP's congestion control on both ends, independent of the host's setting: with BBR 256 MiB over 5 Gbit/s took 440 to
+/// 760 ms, and up to three times the CPU; with Reno 440. Every kernel has Reno, and every namespace allows it. With
 /// delays as short as these CUBIC, Linux' default, sends as Reno does (RFC 9438, 4.3).
 const CONGESTION_CONTROL: &str = "echo reno >/proc/sys/net/ipv4/tcp_congestion_control";
 
@@ -37,10 +37,10 @@ pub struct Joined {
 }
 
 impl Joined {
-    /// Makes them, without a limit. Needs root.
+    /// Creates the namespaces, without a limit. Needs root.
     ///
     /// # Errors
-    /// If they cannot be made.
+    /// If they cannot be created.
     pub fn make() -> Result<Self, BenchError> {
         let holders = [Holder::start()?, Holder::start()?];
         let [first, second] = &holders;
@@ -72,24 +72,24 @@ impl Joined {
         }
     }
 
-    /// Its two ends.
+    /// Returns the two ends of the link.
     pub fn ends(&self) -> Ends {
         Ends(self.holders.each_ref().map(Holder::end))
     }
 }
 
-/// The ends of a link, which are shaped.
+/// The ends of a link; each can be shaped.
 #[derive(Debug, Clone)]
 pub struct Ends([End; 2]);
 
 impl Ends {
-    /// Makes them as `link` begins, whatever they were before.
+    /// Shapes both ends with the start rate and delay of `link`, and replaces any earlier shaping.
     ///
     /// # Errors
-    /// If it cannot be made; of a delay if this kernel has no netem.
+    /// If `tc` fails; for a delay, also if this kernel has no netem.
     pub fn shape(&self, link: &Link) -> Result<(), BenchError> {
         for end in &self.0 {
-            // There is none before the first time, and of what is shaped anew no packet is left.
+            // Fails the first time, when there is no qdisc. Later it also drops packets that are still queued.
             let _ = end.run("tc qdisc del dev veth root");
             let Some(rate) = link.rate() else { continue };
             end.run(&bucket("add", rate))?;
@@ -109,10 +109,10 @@ impl Ends {
         Ok(())
     }
 
-    /// Gives them another rate, in bits a second. What is queued goes on.
+    /// Changes the rate of both ends, in bits per second. Queued packets stay queued.
     ///
     /// # Errors
-    /// If they do not take it.
+    /// If `tc` fails.
     pub fn change(&self, rate: u64) -> Result<(), BenchError> {
         self.0
             .iter()
@@ -120,7 +120,7 @@ impl Ends {
     }
 }
 
-/// The command that adds or changes a token bucket.
+/// Returns the command that adds or changes a token bucket.
 fn bucket(verb: &str, rate: u64) -> String {
     let burst = u128::from(rate / 8) * BURST.as_millis() / 1000;
     let burst = u64::try_from(burst).unwrap_or(u64::MAX).max(LEAST_BURST);
@@ -129,7 +129,7 @@ fn bucket(verb: &str, rate: u64) -> String {
     )
 }
 
-/// A namespace, by the words that enter it.
+/// A namespace, as the command that enters it.
 #[derive(Debug, Clone)]
 struct End {
     enter: Vec<String>,
@@ -151,14 +151,14 @@ fn words(command: &str) -> Vec<&str> {
     command.split(' ').collect()
 }
 
-/// A process that lives in a network namespace of its own, and thereby keeps it.
+/// A process in a network namespace of its own, which keeps the namespace alive.
 #[derive(Debug)]
 struct Holder(Tied);
 
 impl Holder {
     fn start() -> Result<Self, BenchError> {
         let failed = TerminalError::process("setpriv … unshare --net");
-        // The word comes from within: the namespace stands.
+        // The output comes from inside the namespace: when it arrives, the namespace exists.
         let words = [
             "unshare",
             "--net",
@@ -245,7 +245,7 @@ mod tests {
         assert!(has("tbf") && has("rate 10Gbit"));
         ends.change(500_000_000).unwrap();
         assert!(has("rate 500Mbit"));
-        // The next run begins anew.
+        // The next run starts again with its own rate.
         ends.shape(&"2.5gbit".parse().unwrap()).unwrap();
         assert!(has("rate 2500Mbit"));
         ends.shape(&"unlimited".parse().unwrap()).unwrap();

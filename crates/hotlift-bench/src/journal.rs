@@ -1,4 +1,4 @@
-//! `runs.jsonl`: each run is appended as it ends.
+//! `runs.jsonl`: each run is appended when it ends.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -10,7 +10,7 @@ use hotlift_terminal::output_file;
 use super::record::Record;
 use hotlift_mem::FileError;
 
-/// The file, and what could not be written to it yet.
+/// The file, and the lines that could not be written to it yet.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
@@ -20,10 +20,10 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens `runs.jsonl` in `folder`, which is made if it is not there. Runs of before are kept.
+    /// Opens `runs.jsonl` in `folder`, and creates the folder if it is missing. Earlier runs are kept.
     ///
     /// # Errors
-    /// If either cannot be made or written.
+    /// If either cannot be created or written.
     pub fn open(folder: &Path) -> Result<Self, TerminalError> {
         let path = folder.join("runs.jsonl");
         let open = || {
@@ -39,13 +39,13 @@ impl Journal {
         })
     }
 
-    /// Where it is.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Appends `record`. What a full disk does not take is kept, tried again with the next one, and said
-    /// once.
+    /// Appends `record`. If the disk is full, the line is kept and written again with the next one; only the first
+    /// failure is reported.
     pub fn keep(&mut self, record: &Record) {
         if let Ok(mut line) = serde_json::to_vec(record) {
             line.push(b'\n');
@@ -70,7 +70,7 @@ impl Journal {
                 .write_all(line)
                 .and_then(|()| self.file.sync_data());
             if let Err(error) = written {
-                // Half a line would spoil the next.
+                // A partial line would corrupt the next one.
                 self.file.set_len(length)?;
                 return Err(error);
             }
@@ -79,10 +79,10 @@ impl Journal {
         Ok(())
     }
 
-    /// Tries a last time to write what is left.
+    /// Writes the lines that are left, for the last time.
     ///
     /// # Errors
-    /// If runs stay unwritten.
+    /// If lines remain unwritten.
     pub fn finish(&mut self) -> Result<(), TerminalError> {
         let written = self.write_pending();
         Ok(written.map_err(FileError::writing(&self.path))?)

@@ -1,22 +1,22 @@
-//! `hotlift-bench`: migrations in many settings, in turn, kept as records.
+//! `hotlift-bench`: runs migrations in many settings and keeps their records.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `command` | the `hotlift` that is measured |
+//! | `command` | the `hotlift` to measure |
 //! | `certificates` | certificates for runs over TLS |
-//! | `cell`, `matrix` | a setting, and every combination of what was asked for |
-//! | `runner`, `journal` | runs them in random order; keeps each as it ends |
-//! | `record` | what is kept: a line of JSON a run |
+//! | `cell`, `matrix` | one setting, and all combinations of the requested settings |
+//! | `runner`, `journal` | runs the cells in random order; appends each run to `runs.jsonl` when it ends |
+//! | `record` | a kept run: one line of JSON |
 //! | `built_in`, `remote_host` | a run of the built-in guest, on this host or to another |
-//! | `qemu` | the same work by a real QEMU, alone and with relays between |
-//! | `link`, `joined` | limits that are real, by network namespaces |
-//! | `during` | what changes while a run goes on: a link's rate, a neighbour that takes a core |
-//! | `threads`, `machine` | what the kernel counts; what this machine is |
-//! | `figures`, `stats`, `table` | what is shown of a run; medians and quotients, as tables |
+//! | `qemu` | the same work done by a real QEMU, alone and with relays in between |
+//! | `link`, `joined` | real link limits, made with network namespaces |
+//! | `during` | changes during a run: the link's rate, a busy neighbour that takes a core |
+//! | `threads`, `machine` | the kernel's counts of threads; properties of this machine |
+//! | `figures`, `stats`, `table` | the figures of a run; medians and quotients, as tables |
 //! | `report` | the same as one HTML file |
-//! | `suite` | the published tables, and tables of our own |
-//! | `best_fixed` | what chooses its method by itself, beside the best of the others |
-//! | `error` | why a bench failed |
+//! | `suite` | the published tables, and our own tables |
+//! | `best_fixed` | compares the `auto` method with the best fixed method |
+//! | `error` | errors of a bench |
 
 #![forbid(unsafe_code)]
 
@@ -73,10 +73,10 @@ use remote_host::RemoteHost;
 use runner::Bench;
 use suite::{Choice, Suite};
 
-/// Where runs are kept, if nothing is said.
+/// Default folder for runs.
 const OUT: &str = "hotlift-bench";
 
-/// RAM of the matrix's guests, if none is given.
+/// Default RAM of the matrix's guests.
 const RAM: u64 = 1 << 30;
 
 /// Flags of the program.
@@ -161,12 +161,12 @@ pub struct BenchArgs {
     matrix: MatrixArgs,
 }
 
-/// Says `text` on standard output, which may be a pipe that nobody reads any more.
+/// Prints `text` on standard output; the reader of a pipe may have gone.
 fn say(text: impl std::fmt::Display) -> Result<(), BenchError> {
     Ok(output::result(&text.to_string()).map_err(TerminalError::Output)?)
 }
 
-/// Says `text` on standard error, as every warning of the program is said; nobody may read it any more.
+/// Prints `text` on standard error as a warning of the program; ignores a reader that has gone.
 fn warn(text: impl std::fmt::Display) {
     complain!("hotlift-bench: {text}");
 }
@@ -174,7 +174,7 @@ fn warn(text: impl std::fmt::Display) {
 /// Runs the command.
 ///
 /// # Errors
-/// If it cannot be run, or not to its end; or if runs have failed.
+/// If the bench cannot be started or completed, or if runs have failed.
 pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     let interrupt = Interrupt::catch()?;
     if let Some(at) = &args.serve {
@@ -240,7 +240,7 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
             break;
         }
     }
-    // Both files before a word: who reads this may have gone.
+    // Both files are written before any output: the reader of the output may have gone.
     let kept = bench.journal.finish();
     let report = match records.is_empty() {
         true => None,
@@ -257,7 +257,7 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     outcome(&records, &interrupt)
 }
 
-/// The cells of a suite, or of the matrix.
+/// Returns the cells of a suite, or of the matrix.
 fn cells(
     args: &BenchArgs,
     suite: Option<&Suite>,
@@ -285,7 +285,7 @@ fn cells(
     only(&args.only, cells)
 }
 
-/// Those of `cells` whose line has one of `texts`; all if there are none.
+/// Returns the cells whose line contains one of `texts`; all cells if there are no texts.
 fn only(texts: &[String], mut cells: Vec<Cell>) -> Result<Vec<Cell>, BenchError> {
     if !texts.is_empty() {
         let lines = lines(&cells)?;
@@ -297,7 +297,7 @@ fn only(texts: &[String], mut cells: Vec<Cell>) -> Result<Vec<Cell>, BenchError>
     Ok(cells)
 }
 
-/// What tells each cell from the others.
+/// Returns a line for each cell that distinguishes it from the others.
 fn lines(cells: &[Cell]) -> Result<Vec<String>, BenchError> {
     let rows = cells.iter().map(Cell::row).collect::<Result<Vec<_>, _>>()?;
     let labels = table::Labels::of(&rows);
@@ -305,7 +305,7 @@ fn lines(cells: &[Cell]) -> Result<Vec<String>, BenchError> {
     Ok(rows.iter().map(line).collect())
 }
 
-/// The guest that every cell changes something of.
+/// Returns the guest that all cells are derived from.
 fn base(args: &BenchArgs, suite: Option<&Suite>) -> Result<GuestArgs, BenchError> {
     let ends = if args.to.is_none() { 2 } else { 1 };
     let ram = match args.ram {
@@ -348,7 +348,7 @@ fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), BenchErro
     ))
 }
 
-/// The table of `records`, which are of one suite or the matrix.
+/// Prints the table of `records`, which are of one suite or the matrix.
 fn print(records: &[Record]) -> Result<(), BenchError> {
     let Some(first) = records.first() else {
         return Ok(());
@@ -368,7 +368,7 @@ fn print(records: &[Record]) -> Result<(), BenchError> {
     }
 }
 
-/// Writes `report.html` into `folder`, and gives the line that says so.
+/// Writes `report.html` into `folder`, and returns the line that reports it.
 fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError> {
     let path = folder.join("report.html");
     std::fs::create_dir_all(folder)
@@ -378,7 +378,7 @@ fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError>
     Ok(format!("report: {}", path.display()))
 }
 
-/// The tables of runs that were kept, one for each suite among them, and their report.
+/// Prints the tables of kept runs, one for each suite among them, and writes their report.
 fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
     let mut records = Vec::new();
     for path in files {
@@ -393,7 +393,7 @@ fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
     say(report)
 }
 
-/// How the command ends: a failed cell does not stop the others, and is not forgotten either.
+/// Returns the result of the command: a failed cell does not stop the others, but makes the command fail.
 fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), BenchError> {
     if interrupt.is_raised() {
         return Err(TerminalError::Interrupted.into());

@@ -1,4 +1,4 @@
-//! `--link`: a rate, a delay where one is wanted, and other rates from some time on.
+//! `--link`: a rate, an optional delay, and later changes of the rate.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use hotlift_terminal::progress::rounded;
 
 use crate::stats::rate_text;
 
-/// What a link carries, and when that changes.
+/// A link's rate and delay, and the times at which its rate changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
     text: String,
@@ -48,7 +48,7 @@ impl FromStr for Link {
             delay: delay.map_err(|_| expected())?,
             changes,
         };
-        // Without a bucket there is nothing to change, and nothing to delay behind.
+        // Delays and changes need a token bucket, so they need a rate.
         let is_shaped = link.delay.is_some() || !link.changes.is_empty();
         (rate.is_some() || !is_shaped)
             .then_some(link)
@@ -56,41 +56,41 @@ impl FromStr for Link {
     }
 }
 
-/// Bits a second, as `tc` has them.
+/// Parses a rate in `tc`'s units, and returns bits per second.
 fn bits(text: &str) -> Option<u64> {
     let units = [("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)];
     units.iter().find_map(|(unit, factor)| {
         let number = text.strip_suffix(unit)?;
         let digits = |byte: u8| byte.is_ascii_digit() || byte == b'.';
         let number: f64 = number.bytes().all(digits).then(|| number.parse().ok())??;
-        // Faster than any link, and far from the end of tc's numbers.
+        // Faster than any link, and far below the largest number of tc.
         let bits = rounded(number * factor);
         (1..1_000_000_000_000_000).contains(&bits).then_some(bits)
     })
 }
 
 impl Link {
-    /// As typed.
+    /// Returns the link as typed.
     pub fn text(&self) -> String {
         self.text.clone()
     }
 
-    /// The rate at the start, in bits a second; `None` without a limit.
+    /// Returns the rate at the start, in bits per second; `None` without a limit.
     pub fn rate(&self) -> Option<u64> {
         self.rate
     }
 
-    /// In each direction.
+    /// Returns the delay in each direction.
     pub fn delay(&self) -> Option<Duration> {
         self.delay
     }
 
-    /// Other rates, in bits a second, each from a time after the request to migrate on; in order.
+    /// Returns the later rates in bits per second, each with its time after the request to migrate; in order.
     pub fn changes(&self) -> &[(Duration, u64)] {
         &self.changes
     }
 
-    /// "10 Gbit/s, 500 Mbit/s from 1s".
+    /// Returns a description: "10 Gbit/s, 500 Mbit/s from 1s".
     pub fn words(&self) -> String {
         let rate = |bits: u64| rate_text(Some(bits as f64 / 8.0));
         let mut words = vec![self.rate.map_or_else(|| rate_text(None), rate)];

@@ -1,4 +1,4 @@
-//! What this machine is, and what fits into it.
+//! Properties of this machine, and the guest sizes that fit into it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,13 +8,13 @@ use hotlift_terminal::progress::bytes;
 use super::cell::memory;
 use super::record::Machine;
 
-/// Left to the rest of the machine when sizes are chosen.
+/// Memory left to the rest of the machine when sizes are chosen.
 const LEFT_FREE: u64 = 512 << 20;
 
-/// Least RAM of a guest that a size is scaled down to.
+/// Smallest RAM that a guest's size is scaled down to.
 const LEAST_RAM: u64 = 64 << 20;
 
-/// The machine as it is now. Versions that were found by others come with them.
+/// Returns the machine's present state, with the versions that the caller has found.
 pub fn look(versions: BTreeMap<String, String>, destination: Option<String>) -> Machine {
     let cpus = read("/proc/cpuinfo");
     let cpu = cpus
@@ -39,18 +39,18 @@ pub fn look(versions: BTreeMap<String, String>, destination: Option<String>) -> 
     }
 }
 
-/// Cores that this process may use.
+/// Returns the number of cores that this process may use.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Bytes of memory that can be had without swapping.
+/// Returns the bytes of memory that are available without swapping.
 pub fn available() -> u64 {
     meminfo("MemAvailable")
 }
 
-/// The largest RAM, `wanted` halved as often as needed, of which `ends` guests fit into the memory
-/// that is free now; and the words that say so if it was halved.
+/// Halves `wanted` until `ends` guests of that RAM fit into the memory that is free now. Returns the RAM, and a
+/// message if it was halved.
 pub fn fitting(wanted: u64, ends: u64) -> (u64, Option<String>) {
     let free = available();
     let mut ram = wanted;

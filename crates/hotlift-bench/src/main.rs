@@ -29,7 +29,7 @@ struct Cli {
     bench: BenchArgs,
 }
 
-// Not in `Cli`, which completions are made of: they show hidden options, too.
+// Not in `Cli`: completions are made of `Cli`, and they show hidden options, too.
 #[derive(Args)]
 struct Hidden {
     /// Write the manual page and the shells' completions of this program into a folder like /usr/share

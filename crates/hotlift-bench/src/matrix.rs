@@ -1,4 +1,4 @@
-//! The matrix: every combination of what was listed for each axis.
+//! The matrix: every combination of the listed values of each axis.
 
 use clap::Args;
 use hotlift::options::{OptionError, Role, option};
@@ -85,7 +85,7 @@ pub struct MatrixArgs {
     with: Vec<Axis>,
 }
 
-/// An option and the values that it takes.
+/// An option and its values.
 #[derive(Debug, Clone)]
 struct Axis {
     name: &'static str,
@@ -114,10 +114,10 @@ fn axis(text: &str) -> Result<Axis, String> {
 }
 
 impl MatrixArgs {
-    /// Every combination, each once, for a guest like `base`.
+    /// Returns every combination once, for a guest like `base`.
     ///
     /// # Errors
-    /// If a value is out of range, or options do not go together.
+    /// If a value is out of range, or options conflict.
     pub fn cells(&self, base: &GuestArgs) -> Result<Vec<Cell>, BenchError> {
         let mut cells: Vec<Cell> = Vec::new();
         let migrations = self.migrations()?;
@@ -138,11 +138,11 @@ impl MatrixArgs {
         Ok(cells)
     }
 
-    /// `migrations`, each once with every combination of `--with`, without the options named `but`. Of each
-    /// what would be without effect is left out: levels, channels and devices mean nothing to some methods.
+    /// Returns each of `migrations` with every combination of `--with`, without the options named `but`. Removes
+    /// options without effect from each: levels, channels and devices do nothing with some methods.
     ///
     /// # Errors
-    /// If options do not go together, or one of `--with` is without effect in all of them.
+    /// If options conflict, or an option of `--with` has no effect in any of them.
     pub fn with_each(
         &self,
         mut migrations: Vec<MigrationArgs>,
@@ -166,28 +166,28 @@ impl MatrixArgs {
         Ok(effective)
     }
 
-    /// The value that `--with` gives to `name`.
+    /// Returns the first value of `name` in `--with`.
     pub fn given(&self, name: &str) -> Option<&str> {
         let axis = self.with.iter().find(|axis| axis.name == name)?;
         axis.values.first().map(String::as_str)
     }
 
-    /// The options of `--with`.
+    /// Returns the names of the options of `--with`.
     pub fn with_names(&self) -> impl Iterator<Item = &'static str> {
         self.with.iter().map(|axis| axis.name)
     }
 
-    /// The first of the fills, as a suite takes it.
+    /// Returns the first fill, which suites use.
     pub fn fill(&self) -> Fill {
         self.fills.first().cloned().unwrap_or(Fill::Generated)
     }
 
-    /// The first of the fills that is a file.
+    /// Returns the first fill that is a file.
     pub fn image(&self) -> Option<Fill> {
         self.fills.iter().find(|fill| fill.is_file()).cloned()
     }
 
-    /// The first of the guests.
+    /// Returns the first guest.
     pub fn guest(&self) -> GuestChoice {
         self.guests.first().copied().unwrap_or(GuestChoice::Auto)
     }
@@ -235,7 +235,7 @@ impl MatrixArgs {
     }
 }
 
-/// `bases`, each once with each of `values`.
+/// Returns each of `bases` with each of `values` set in it.
 pub fn each<T: Clone, V>(bases: &[T], values: &[V], set: impl Fn(&mut T, &V)) -> Vec<T> {
     let mut all = Vec::new();
     for base in bases {
@@ -248,10 +248,10 @@ pub fn each<T: Clone, V>(bases: &[T], values: &[V], set: impl Fn(&mut T, &V)) ->
     all
 }
 
-/// Adds `cell` unless one with the same row is there: levels and channels mean nothing to some methods.
+/// Adds `cell` unless a cell with the same row exists: levels and channels do nothing with some methods.
 ///
 /// # Errors
-/// If its options do not go together.
+/// If its options conflict.
 pub fn add_new(cells: &mut Vec<Cell>, cell: Cell) -> Result<(), OptionError> {
     let row = cell.row()?;
     for known in cells.iter() {
@@ -263,10 +263,10 @@ pub fn add_new(cells: &mut Vec<Cell>, cell: Cell) -> Result<(), OptionError> {
     Ok(())
 }
 
-/// `cells` and the same for QEMU, and, if `relays` are asked for, for QEMUs with relays between them.
+/// Returns `cells` with the same for QEMU, and with `relays` also for QEMUs with relays in between.
 ///
 /// # Errors
-/// If options do not go together.
+/// If options conflict.
 pub fn beside_qemu(cells: Vec<Cell>, relays: bool) -> Result<Vec<Cell>, OptionError> {
     let mut both = Vec::new();
     for cell in cells {
@@ -283,7 +283,7 @@ pub fn beside_qemu(cells: Vec<Cell>, relays: bool) -> Result<Vec<Cell>, OptionEr
             ..of_qemu.clone()
         };
         add_new(&mut both, cell)?;
-        // Of two kinds of our guest QEMU has the same one.
+        // Two kinds of our guest map to the same kind of QEMU's.
         add_new(&mut both, of_qemu)?;
         if relays {
             add_new(&mut both, relayed)?;

@@ -1,6 +1,6 @@
-//! One migration of a bench, as a line of `runs.jsonl`: what was run, where, and what came of it.
+//! One migration of a bench, as a line of `runs.jsonl`: its settings, its machine and its outcome.
 //!
-//! All that tables and reports say is made from such lines, so that kept runs can be read again.
+//! All tables and reports are made from such lines, so that kept runs can be read again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -19,73 +19,73 @@ use super::link::Link;
 pub struct Record {
     /// "matrix", or the name of the suite.
     pub suite: String,
-    /// Names the call of `hotlift-bench` that this run belongs to; runs of one series were interleaved.
+    /// Name of the call of `hotlift-bench` that this run belongs to; runs of one series were interleaved.
     pub series: String,
     /// Number of the run in its series, from 1, in the order in which they ran.
     pub number: u32,
-    /// How often the row had run before in this series, plus 1. The same repeat of two rows ran
-    /// within one turn of the matrix, so quotients are made of runs with the same repeat.
+    /// Number of earlier runs of the row in this series, plus 1. Equal repeats of two rows ran
+    /// in the same turn of the matrix, so quotients are made of runs with the same repeat.
     pub repeat: u32,
-    /// When it began: UTC, as RFC 3339 has it.
+    /// Time at its start: UTC, in the format of RFC 3339.
     pub time: String,
-    /// What was asked for.
+    /// Its settings.
     pub row: Row,
-    /// Where.
+    /// The machine that it ran on.
     pub machine: Machine,
-    /// What came of it.
+    /// Its outcome.
     pub outcome: Outcome,
 }
 
 /// The settings of a run: two runs with equal rows repeat each other.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// What migrated.
+    /// Program that migrated the guest.
     pub engine: Engine,
-    /// Page compression method, "compress" for threads on the main channel.
+    /// Page compression method; "compress" for compression threads on the main channel.
     pub method: String,
     /// Level of the method, if it has levels.
     pub level: Option<u8>,
     /// multifd channels; 0 without multifd.
     pub channels: u8,
-    /// As the option is typed.
+    /// The option's value, as typed.
     pub zero_page_detection: String,
-    /// Limit of the migration, in bytes a second; 0 is unlimited.
+    /// Limit of the migration, in bytes per second; 0 is unlimited.
     pub max_bandwidth: u64,
-    /// Limit of the link itself, as typed ("1gbit"); `None` if nothing was limited.
+    /// Limit of the link itself, as typed ("1gbit"); `None` without a limit.
     pub link: Option<String>,
-    /// From when on a busy thread took a core, after the request to migrate ("2s").
+    /// Time after the request to migrate at which a busy thread took a core ("2s").
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub neighbour: Option<String>,
     /// The guest.
     pub guest: GuestRow,
-    /// Every other option that was given, by name, as typed.
+    /// All other given options, by name, as typed.
     pub options: BTreeMap<String, String>,
 }
 
 /// The guest of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GuestRow {
-    /// "kvm" or "threads"; of a QEMU "kvm" or "tcg".
+    /// "kvm" or "threads"; for QEMU "kvm" or "tcg".
     pub kind: String,
-    /// vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u8,
     /// Bytes of RAM.
     pub ram_bytes: u64,
-    /// "generated", "zero", or the folder or file that RAM was filled with.
+    /// "generated", "zero", or the folder or file that RAM was filled from.
     pub fill: String,
-    /// Share of pages that are to stay zero, 0 to 1; `None` of a file whose own zero pages are meant.
+    /// Share of pages that stay zero, 0 to 1; `None` for a file that keeps its own zero pages.
     pub zero_share: Option<f64>,
-    /// Zero pages were written once, so that they are allocated.
+    /// True if zero pages were written once, so that they are allocated.
     pub zero_touched: bool,
-    /// idle, random, sequential or hotset.
+    /// "idle", "random", "sequential" or "hotset".
     pub workload: String,
-    /// Pages written a second; 0 if idle.
+    /// Pages written per second; 0 if idle.
     pub rate: u64,
-    /// Bytes that are written to.
+    /// Bytes of the working set.
     pub working_set: u64,
 }
 
-/// What migrated.
+/// Program that migrated a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Engine {
@@ -97,16 +97,16 @@ pub enum Engine {
     Relay,
 }
 
-/// Where it ran, at the time.
+/// State of the machine at the time of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
     /// Model name of the CPU.
     pub cpu: String,
-    /// Cores that may be used.
+    /// Cores that the bench may use.
     pub cores: usize,
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// Release of the kernel.
+    /// Kernel release.
     pub kernel: String,
     /// Load average of the last minute, just before the run: other work shows here.
     pub load: f64,
@@ -116,25 +116,25 @@ pub struct Machine {
     pub command: Vec<String>,
     /// The other host, if the destination was there.
     pub destination: Option<String>,
-    /// What TLS's cipher takes by itself, measured just before a run over TLS.
+    /// CPU time of TLS's cipher alone, measured just before a run over TLS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cipher: Option<CipherSpeed>,
 }
 
-/// CPU time that AES-128-GCM takes for memory that is in no cache, in core-seconds per GiB.
+/// CPU time of AES-128-GCM for memory that is in no cache, in core-seconds per GiB.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct CipherSpeed {
-    /// To encrypt.
+    /// CPU time to encrypt.
     pub seal: f64,
-    /// To decrypt.
+    /// CPU time to decrypt.
     pub open: f64,
 }
 
 impl CipherSpeed {
-    /// How much memory it is measured with: larger than the caches, which would show half the time.
+    /// Bytes that it is measured with: more than the caches, which would halve the time.
     const MEMORY: usize = 256 << 20;
 
-    /// Measures it; some tenths of a second. `None` if there is no memory for it.
+    /// Measures it, which takes some tenths of a second. `None` if there is not enough memory.
     pub fn measure() -> Option<Self> {
         let mut memory = Vec::new();
         memory.try_reserve_exact(Self::MEMORY).ok()?;
@@ -149,63 +149,63 @@ impl CipherSpeed {
     }
 }
 
-/// What came of a run.
+/// Outcome of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
     /// The destination runs the guest.
     Completed(Box<Completed>),
-    /// It does not.
+    /// The destination does not run the guest.
     Failed {
-        /// Why, in one line.
+        /// The reason, in one line.
         error: String,
     },
-    /// It was not tried.
+    /// The run was not tried.
     Skipped {
-        /// Why, in one line: a method that this QEMU lacks, memory that this machine lacks.
+        /// The reason, in one line: a method that this QEMU lacks, memory that this machine lacks.
         reason: String,
     },
 }
 
-/// Figures of a run that completed. Of a QEMU they are what QEMU itself reports, with CPU times as the
-/// kernel has them; what it does not tell is 0 or empty.
+/// Figures of a run that completed. QEMU's figures are those that QEMU reports, with the kernel's CPU times;
+/// a figure that QEMU does not report is 0 or empty.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Completed {
-    /// RAM is what it has to be; `None` where it could not be seen.
+    /// True if RAM has the expected content; `None` if it could not be checked.
     pub verified: Option<bool>,
-    /// What RAM held at the start, as it was counted; `None` of records from before there was one.
+    /// Counts of the content of RAM at the start; `None` in records of older versions.
     #[serde(default)]
     pub filled: Option<Filling>,
     /// The source's figures.
     pub source: SourceReport,
     /// The destination's figures.
     pub destination: DestinationReport,
-    /// What the kernel has counted for each thread of the source.
+    /// The kernel's counts for each thread of the source.
     pub source_threads: Vec<ThreadCounts>,
-    /// The same at the destination; empty if that is on another host.
+    /// The same for the destination; empty if that is on another host.
     pub destination_threads: Vec<ThreadCounts>,
     /// Moments of the migration, in order.
     pub timeline: Vec<Moment>,
 }
 
-/// What the kernel has counted for a thread (proc_pid_stat(5), proc_pid_status(5)), from the
-/// begin of the migration until it was last looked at, some milliseconds before its end.
+/// The kernel's counts for a thread (`proc_pid_stat(5)`, `proc_pid_status(5)`), from the
+/// start of the migration until the last sample, some milliseconds before its end.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ThreadCounts {
-    /// Its name.
+    /// Name of the thread.
     pub name: String,
     /// User and system time, in seconds.
     pub cpu_s: f64,
-    /// Switches that it asked for: it waited, for a futex or a socket.
+    /// Voluntary context switches: the thread waited for a futex or a socket.
     pub waits: u64,
-    /// Switches that it did not ask for.
+    /// Involuntary context switches.
     pub preempted: u64,
-    /// Page faults, of both kinds.
+    /// Minor and major page faults.
     pub page_faults: u64,
 }
 
 impl Machine {
-    /// What tells machines apart, as far as a record knows: CPU, cores, kernel, and the other host.
+    /// Returns the properties that distinguish machines in records: CPU, cores, kernel, and the other host.
     pub fn identity(&self) -> (&str, usize, &str, Option<&str>) {
         let other = self.destination.as_deref();
         (&self.cpu, self.cores, &self.kernel, other)
@@ -213,7 +213,7 @@ impl Machine {
 }
 
 impl Completed {
-    /// Accelerators that took part, of both sides.
+    /// Returns the accelerators that both sides used.
     pub fn devices(&self) -> impl Iterator<Item = &str> {
         let sides = [&self.source.side, &self.destination.side].into_iter();
         let all = sides.flat_map(|side| side.jobs.devices.iter().chain(&side.zero_jobs.devices));
@@ -222,7 +222,7 @@ impl Completed {
 }
 
 impl Record {
-    /// The figures, if the migration completed.
+    /// Returns the figures, if the migration completed.
     pub fn completed(&self) -> Option<&Completed> {
         match &self.outcome {
             Outcome::Completed(completed) => Some(completed),
@@ -230,7 +230,7 @@ impl Record {
         }
     }
 
-    /// "Hotlift", "QEMU 10.0.2".
+    /// Returns the program and its version: "Hotlift", "QEMU 10.0.2".
     pub fn who(&self) -> String {
         let version = self.machine.versions.get("qemu");
         let number = version.and_then(|text| text.split([' ', '(']).next());
@@ -241,7 +241,7 @@ impl Record {
     }
 }
 
-/// Who ran `records`: Hotlift first, then QEMUs in order, and then relays.
+/// Returns the programs of `records`: Hotlift first, then QEMUs in order, then relays.
 pub fn whos<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<String> {
     let of = |record: &Record| (record.row.engine, record.who());
     let whos: BTreeSet<_> = records.into_iter().map(of).collect();
@@ -249,7 +249,7 @@ pub fn whos<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<String> {
 }
 
 impl Row {
-    /// Who migrates: "Hotlift", "QEMU", "relayed QEMU".
+    /// Returns the program that migrates: "Hotlift", "QEMU", "relayed QEMU".
     pub fn who(&self) -> &'static str {
         match self.engine {
             Engine::Hotlift => "Hotlift",
@@ -258,13 +258,13 @@ impl Row {
         }
     }
 
-    /// Hotlift's own work, by itself or between QEMUs: what a QEMU's is compared with.
+    /// Returns true if Hotlift does the work, alone or between QEMUs: such rows are compared with QEMU's.
     pub fn is_ours(&self) -> bool {
         self.engine != Engine::Qemu
     }
 
-    /// Whether `other` is of the same guest in the same circumstances: they differ in how they migrate. A QEMU's guest is
-    /// of another kind than Hotlift's, and that alone makes no other work.
+    /// Returns true if `other` has the same guest under the same conditions, so that they differ only in their migration
+    /// options. The kind of guest is not compared: QEMU's guests are always of another kind than Hotlift's.
     pub fn stands_beside(&self, other: &Self) -> bool {
         fn wire(row: &Row) -> (&Option<String>, u64, &Option<String>) {
             (&row.link, row.max_bandwidth, &row.neighbour)
@@ -274,12 +274,12 @@ impl Row {
         wire(self) == wire(other) && self.guest == guest
     }
 
-    /// The link, if it was limited.
+    /// Returns the link, if it was limited.
     pub fn link(&self) -> Option<Link> {
         self.link.as_ref()?.parse().ok()
     }
 
-    /// "zstd 1", "none".
+    /// Returns the method and its level: "zstd 1", "none".
     pub fn method_and_level(&self) -> String {
         match self.level {
             Some(level) => format!("{} {level}", self.method),
@@ -288,10 +288,10 @@ impl Row {
     }
 }
 
-/// The records of a `runs.jsonl`, in its order.
+/// Returns the records of a `runs.jsonl`, in its order.
 ///
 /// # Errors
-/// If it cannot be read, or a line is not a record; the line is named.
+/// If it cannot be read, or a line is not a record; the error names the line.
 pub fn read(path: &Path) -> Result<Vec<Record>, FileError> {
     let failed = FileError::of("look at", path);
     let text = std::fs::read_to_string(path).map_err(failed)?;
@@ -306,7 +306,7 @@ pub fn read(path: &Path) -> Result<Vec<Record>, FileError> {
 pub mod tests {
     use super::*;
 
-    /// A record to make tables of.
+    /// Returns a record for tests of tables.
     pub fn example() -> Record {
         Record {
             suite: "matrix".to_owned(),

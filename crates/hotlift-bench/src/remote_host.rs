@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! hotlift-bench --to         hotlift-bench --serve
-//! wanted           ---->     starts 'guest run --incoming' with settings that it has checked itself
-//!                  <----     the events of that process, a line each
+//! settings         ---->     checks the settings, then starts 'guest run --incoming' with them
+//!                  <----     the events of that process, one per line
 //! ```
 //!
-//! A connection is one run; when it ends, so does the guest there. Nothing of the other side's becomes a
-//! word of a command line unless it is a number in range or a value that the options' table takes.
+//! A connection is one run; when it closes, the guest there ends. Input of the peer reaches a command line
+//! only as a number in range or as a value that the table of options accepts.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -41,7 +41,7 @@ use crate::error::BenchError;
 /// Most options of a run: more than the table has.
 const MAX_OPTIONS: usize = 256;
 
-/// What the destination of a run is to be.
+/// Settings of the destination of a run.
 #[derive(Debug, Serialize, Deserialize)]
 struct Wanted {
     guest: String,
@@ -54,7 +54,7 @@ impl Wish for Wanted {
     const ROLE: &'static str = "bench";
 }
 
-/// Where `hotlift-bench --serve` is.
+/// Address of `hotlift-bench --serve`.
 #[derive(Debug, Clone)]
 pub struct RemoteHost {
     address: Address,
@@ -62,7 +62,7 @@ pub struct RemoteHost {
 }
 
 impl RemoteHost {
-    /// `tcp:HOST:PORT`.
+    /// Creates it for `tcp:HOST:PORT`.
     ///
     /// # Errors
     /// If it is a UNIX socket.
@@ -76,13 +76,13 @@ impl RemoteHost {
         }
     }
 
-    /// As records have it.
+    /// Returns its name in records.
     pub fn name(&self) -> String {
         let text = self.address.to_string();
         text.strip_prefix("tcp:").unwrap_or(&text).to_owned()
     }
 
-    /// Asks for the destination of `cell`. A host that says nothing for longer than `limit` is gone.
+    /// Requests the destination of `cell`. A host that sends nothing for longer than `limit` counts as gone.
     ///
     /// # Errors
     /// If it cannot be reached.
@@ -104,8 +104,7 @@ impl RemoteHost {
     fn ask(&self, cell: &Cell, interrupt: &Interrupt) -> Result<Conversation, BenchError> {
         let (ended, ends) = end_of_thread()?;
         let host = self.clone();
-        // Neither a name that is looked up nor a host that is silent can be interrupted; a thread that waits for
-        // them can be left behind.
+        // Neither a name lookup nor a silent host can be interrupted, so a separate thread waits for them.
         let connection = thread::spawn(move || {
             let _ends = ends;
             connect(&host.address, "--to", host.tls.as_deref())
@@ -134,12 +133,12 @@ impl RemoteHost {
     }
 }
 
-/// Whether an option says how this host goes about TLS, which is nothing to the other one.
+/// Returns true if an option configures TLS on this host; such options are not sent to the peer.
 fn is_of_tls(name: &str) -> bool {
     hotlift::options::option(name).is_ok_and(|option| option.group.is_of_tls())
 }
 
-/// The next message; `None` if none comes within `limit`, or before a signal.
+/// Returns the next message; `None` if none arrives within `limit`, or before a signal.
 fn hear<T: DeserializeOwned>(
     conversation: &mut Conversation,
     limit: Duration,
@@ -154,10 +153,10 @@ fn hear<T: DeserializeOwned>(
     }
 }
 
-/// Serves runs until a signal comes, one at a time; their guests are processes of `hotlift`.
+/// Serves runs until a signal arrives, one at a time; their guests are processes of `hotlift`.
 ///
 /// # Errors
-/// If nobody can be listened to.
+/// If it cannot listen.
 pub fn serve(
     at: &Address,
     hotlift: &Path,
@@ -184,7 +183,7 @@ pub fn serve(
         };
         let peer = call.conversation.stream().peer_host();
         match serve_one(call, hotlift, security, interrupt) {
-            // Who read this may have gone; the next run is served all the same.
+            // The reader of the output may have gone; the next run is served anyway.
             Ok(what) => {
                 let _ = super::say(format!("{peer}: {what}"));
             }
@@ -194,7 +193,7 @@ pub fn serve(
     Ok(())
 }
 
-/// Serves one run, and says what it was.
+/// Serves one run, and returns a description of it.
 fn serve_one(
     call: Call<Wanted>,
     hotlift: &Path,
@@ -219,7 +218,7 @@ fn serve_one(
             let refused = Event::Failed {
                 error: format!("the other host refuses: {reason}"),
             };
-            // A client that has gone reads nothing.
+            // Ignored: the client may have gone.
             let _ = conversation.say(&refused);
             return Ok(format!("refused: {reason}"));
         }
@@ -242,7 +241,7 @@ fn serve_one(
     let (done, is_done) = io::pipe()?;
     thread::scope(|scope| {
         let child = &mut child;
-        // A source that has gone leaves a guest that would wait for it.
+        // When the source's connection closes, its guest must end here: it would wait forever.
         scope.spawn(move || end_with(child, &mut conversation, done.as_fd(), interrupt));
         let _is_done = is_done;
         let mut events = events.into_iter().flatten();
@@ -253,7 +252,7 @@ fn serve_one(
     Ok(format!("a run with {}", summary(&wanted)))
 }
 
-/// Ends `child` when the connection has gone, or a signal comes; or lets it go once `done` is readable.
+/// Kills `child` when the connection closes or a signal arrives; returns without it once `done` is readable.
 fn end_with(
     child: &mut Child,
     conversation: &mut Conversation,
@@ -270,7 +269,7 @@ fn end_with(
     }
 }
 
-/// What was asked for as flags of `guest run`, each of them checked here.
+/// Returns the settings as flags of `guest run`; each is checked here first.
 fn flags(wanted: &Wanted) -> Result<Vec<String>, String> {
     let kind = wanted
         .guest
@@ -344,7 +343,7 @@ mod tests {
         let day = Duration::from_secs(86_400);
         assert!(hear::<Event>(&mut ours, day, &interrupt).unwrap().is_none());
         let writer = std::thread::spawn(move || {
-            // Ends when the other side has had enough, and closes.
+            // Ends when the other side closes the connection at its limit.
             while theirs.write_all(&[b'x'; 4096]).is_ok() {}
         });
         let interrupt = Interrupt::catch().unwrap();

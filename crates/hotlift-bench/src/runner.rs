@@ -1,4 +1,4 @@
-//! Runs the cells in turn, in random order, as often as asked; keeps each run as it ends.
+//! Runs the cells in random order, as often as requested, and keeps each run when it ends.
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
@@ -24,37 +24,37 @@ use super::remote_host::RemoteHost;
 use super::table::Labels;
 use crate::error::BenchError;
 
-/// What all runs of one call have in common.
+/// State that all runs of one call share.
 pub struct Bench<'a> {
-    /// The `hotlift` that is measured.
+    /// The `hotlift` to measure.
     pub hotlift: Hotlift,
-    /// "matrix", or the suite.
+    /// "matrix", or the name of the suite.
     pub suite: String,
-    /// Start of the random order.
+    /// Seed of the random order.
     pub seed: u64,
-    /// How often each cell runs.
+    /// Runs of each cell.
     pub repeats: u32,
-    /// How long a run may take.
+    /// Time limit of a run.
     pub limit: Duration,
-    /// Names and values of options that say how both sides go about TLS.
+    /// Names and values of the options for TLS of both sides.
     pub security: Vec<(String, String)>,
     /// The two namespaces of cells with a link.
     pub joined: Option<Joined>,
     /// The other host, if the destination is there.
     pub remote: Option<RemoteHost>,
-    /// The QEMU of cells that are QEMU's.
+    /// The QEMU for cells that run QEMU.
     pub qemu: Option<Program>,
-    /// Certificates for the cells that want them.
+    /// Certificates for the cells that use them.
     pub certificates: Option<Certificates>,
-    /// Where runs are kept.
+    /// Journal of the runs.
     pub journal: Journal,
-    /// Signals.
+    /// Signals that end the bench.
     pub interrupt: &'a Interrupt,
 }
 
 impl Bench<'_> {
-    /// Runs every cell `repeats` times. A cell that fails costs a line, not the others. After a signal
-    /// the run under way is given up, and what was done is returned.
+    /// Runs every cell `repeats` times. If a cell fails, a warning is printed, and the others still run. After a signal
+    /// the current run is dropped, and the completed runs are returned.
     ///
     /// # Errors
     /// If no process can be started.
@@ -127,7 +127,7 @@ impl Bench<'_> {
         }
     }
 
-    /// Shapes the link of `cell` as it begins.
+    /// Shapes the link of `cell` for the start of the run.
     fn prepare(&self, cell: &Cell) -> Result<During, BenchError> {
         let ends = self.joined.as_ref().map(Joined::ends);
         if let (Some(ends), Some(link)) = (&ends, &cell.link) {
@@ -136,7 +136,7 @@ impl Bench<'_> {
         Ok(During::of(cell, ends))
     }
 
-    /// Where the two sides of `cell` are.
+    /// Returns the place of both sides of `cell`.
     fn place(&self, cell: &Cell) -> Place {
         let joined = self.joined.as_ref().filter(|_| cell.link.is_some());
         let program = self.hotlift.path.clone();
@@ -193,8 +193,8 @@ impl Bench<'_> {
     }
 }
 
-/// In which order `rows` run in a turn. Rows of the same guest over the same link follow each other, since they are
-/// compared: a drift of the machine is then the same for all of them, and as their order is random, favours none.
+/// Returns the order of `rows` in one turn. Rows of the same guest over the same link follow each other, because they
+/// are compared: a drift of the machine affects all of them equally. Their order is random, so drift favours none.
 fn order(rows: &[Row], random: &mut fastrand::Rng) -> Vec<usize> {
     let mut groups: Vec<Vec<usize>> = Vec::new();
     for (i, row) in rows.iter().enumerate() {
@@ -213,20 +213,20 @@ fn order(rows: &[Row], random: &mut fastrand::Rng) -> Vec<usize> {
     groups.concat()
 }
 
-/// UTC, as RFC 3339 has it.
+/// Returns the time: UTC, in the format of RFC 3339.
 fn now() -> String {
     humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
 }
 
-/// How far the bench is: one line that is rewritten on a terminal, a line a run elsewhere.
+/// Progress of the bench: one line that is rewritten on a terminal, one line per run elsewhere.
 struct Display {
     terminal: bool,
     cells: usize,
     runs: usize,
     done: usize,
-    /// Times of the runs of each cell.
+    /// Durations of the runs of each cell.
     took: BTreeMap<usize, Vec<Duration>>,
-    /// How often each cell is still to be run.
+    /// Remaining runs of each cell.
     left: Vec<u32>,
     label: String,
     words: String,
@@ -307,7 +307,7 @@ impl Display {
         )
     }
 
-    /// By what each cell has taken so far, and by the mean of all for those that have not run yet.
+    /// Estimates the time left from the mean of each cell so far, or of all cells for those that have not run yet.
     fn time_left(&self) -> String {
         let all: Vec<Duration> = self.took.values().flatten().copied().collect();
         let Some(mean) = mean_of(&all) else {

@@ -1,19 +1,19 @@
 //! Medians and spread.
 //!
-//! A statistics crate (statrs) would bring distributions and number traits for one median of some five runs.
+//! A statistics crate (statrs) would add distributions and number traits for one median of some five runs.
 
-/// The middle and the ends of some numbers.
+/// Median and range of some numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spread {
-    /// The median; of an even number the mean of the two in the middle.
+    /// The median; for an even count, the mean of the two values in the middle.
     pub median: f64,
-    /// The lowest.
+    /// The lowest value.
     pub lowest: f64,
-    /// The highest.
+    /// The highest value.
     pub highest: f64,
 }
 
-/// Of `values`; `None` if there are none, or one is not a number.
+/// Returns the spread of `values`; `None` if there are none, or one is not finite.
 pub fn spread(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
     let mut values: Vec<f64> = values.into_iter().collect();
     if values.iter().any(|value| !value.is_finite()) {
@@ -35,7 +35,7 @@ pub fn spread(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
 }
 
 impl Spread {
-    /// "12.3 (11.0–14.1)", or the median alone if all are alike.
+    /// Returns "12.3 (11.0–14.1)", or the median alone if lowest and highest look the same.
     pub fn text(&self) -> String {
         let (median, lowest, highest) = (
             number(self.median),
@@ -49,7 +49,7 @@ impl Spread {
     }
 }
 
-/// A number with about three digits.
+/// Formats a number with about three digits.
 pub fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
@@ -58,12 +58,12 @@ pub fn number(value: f64) -> String {
     }
 }
 
-/// The spread of `values`, or "-".
+/// Returns the spread of `values` as text, or "-".
 pub fn text(values: impl IntoIterator<Item = f64>) -> String {
     spread(values).map_or("-".to_owned(), |spread| spread.text())
 }
 
-/// "1 Gbit/s", or "no limit"; of bytes a second.
+/// Formats a rate in bytes per second: "1 Gbit/s", or "no limit".
 pub fn rate_text(rate: Option<f64>) -> String {
     match rate.map(|bytes| bytes * 8.0) {
         None => "no limit".to_owned(),
@@ -72,7 +72,7 @@ pub fn rate_text(rate: Option<f64>) -> String {
     }
 }
 
-/// At most two places, none that are zero, and none of a large number.
+/// Formats a number with at most two decimals, without trailing zeros, and with none from 100 on.
 pub fn short(value: f64) -> String {
     if value >= 100.0 {
         return format!("{value:.0}");
@@ -81,7 +81,7 @@ pub fn short(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// A published figure as it was published, or "-".
+/// Formats a published figure as it was published, or "-".
 pub fn plain(figure: Option<f64>) -> String {
     match figure.filter(|figure| figure.is_finite()) {
         None => "-".to_owned(),

@@ -1,4 +1,4 @@
-//! The table of a matrix: a line a row, and Hotlift beside QEMU.
+//! The table of a matrix: one line per row, and Hotlift beside QEMU.
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
@@ -13,16 +13,16 @@ use super::report::{neighbour, rate};
 
 /// A table for the terminal and for the report.
 pub struct Grid {
-    /// Heads of the columns.
+    /// Headings of the columns.
     pub header: Vec<String>,
-    /// The rows, a cell a column.
+    /// The rows, one cell per column.
     pub rows: Vec<Vec<String>>,
-    /// Number of the column that has words like the first; 0 if none has.
+    /// Index of the column that holds words, as the first column does; 0 if there is none.
     pub words: usize,
 }
 
 impl Grid {
-    /// A table without rows.
+    /// Returns a table without rows.
     pub fn new<'a>(header: impl IntoIterator<Item = &'a str>, words: usize) -> Self {
         Self {
             header: header.into_iter().map(str::to_owned).collect(),
@@ -32,7 +32,7 @@ impl Grid {
     }
 }
 
-/// As wide as the terminal of standard output, with as many columns as fit.
+/// Formats the table for the width of the terminal, with as many columns as fit.
 impl Display for Grid {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let header: Vec<&str> = self.header.iter().map(String::as_str).collect();
@@ -44,27 +44,27 @@ impl Display for Grid {
     }
 }
 
-/// Names rows by what tells them apart.
+/// Names rows by the settings in which they differ.
 pub struct Labels {
     differs: Vec<bool>,
     options: BTreeSet<String>,
 }
 
-/// What of a row [`Labels`] name.
+/// Part of a row that [`Labels`] name.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum About {
     /// Its channels.
     Channels,
-    /// The rest of how it migrates.
+    /// The other migration options.
     Way,
-    /// Over which link.
+    /// The link.
     Wire,
-    /// What migrates.
+    /// The guest and its work.
     Work,
 }
 
 impl Labels {
-    /// For rows that stand together.
+    /// Creates the labels for rows that are shown together.
     pub fn of(rows: &[Row]) -> Self {
         let all: Vec<_> = rows.iter().map(parts).collect();
         let differs = (0..all.first().map_or(0, Vec::len))
@@ -84,7 +84,7 @@ impl Labels {
         Self { differs, options }
     }
 
-    /// The name of one of them: its method, and all that is not the same everywhere.
+    /// Returns the name of a row: its method, and all settings that differ between the rows.
     pub fn text(&self, row: &Row, who: &str) -> String {
         let mut words = vec![row.method_and_level()];
         if row.engine != Engine::Hotlift {
@@ -97,14 +97,14 @@ impl Labels {
         words.join(" ")
     }
 
-    /// How it migrates, beside method, level and channels, as far as that is not the same everywhere.
+    /// Returns the migration options that differ between the rows, without method, level and channels.
     pub fn way(&self, row: &Row) -> Vec<String> {
         let mut words = self.words(row, About::Way, true);
         words.extend(self.options(row, true));
         words
     }
 
-    /// How all of them migrate that is nobody's default.
+    /// Returns the migration options that all rows share, without defaults.
     pub fn common_way(&self, row: &Row) -> Vec<String> {
         let mut words = self.words(row, About::Way, false);
         words.retain(|word| !["zero pages: multifd", &row.guest.kind].contains(&word.as_str()));
@@ -112,7 +112,7 @@ impl Labels {
         words
     }
 
-    /// Options of all of them that nothing else in a table says.
+    /// Returns the shared options that no other part of a table shows.
     fn common_options(&self, row: &Row) -> Vec<String> {
         let mut options = self.options(row, false);
         let channels = self.words(row, About::Channels, false);
@@ -120,14 +120,14 @@ impl Labels {
         options
     }
 
-    /// In which circumstances it migrates, and what, as far as that is not the same everywhere.
+    /// Returns the link and the work, as far as they differ between the rows.
     pub fn circumstances(&self, row: &Row) -> String {
         let mut words = self.words(row, About::Wire, true);
         words.extend(self.work(row));
         words.join(", ")
     }
 
-    /// What migrates, as far as that is not the same everywhere.
+    /// Returns the guest and its work, as far as they differ between the rows.
     pub fn work(&self, row: &Row) -> Vec<String> {
         self.words(row, About::Work, true)
     }
@@ -141,7 +141,7 @@ impl Labels {
     }
 
     fn options(&self, row: &Row, differs: bool) -> Vec<String> {
-        // Whether there is multifd is said where the channels are.
+        // The channels already show whether multifd is on.
         let chosen = row
             .options
             .iter()
@@ -152,7 +152,7 @@ impl Labels {
     }
 }
 
-/// What may tell a row apart, beside engine, method, level and options; `None` where it means nothing.
+/// Returns the settings that may distinguish a row, without engine, method, level and options; `None` if unused.
 fn parts(row: &Row) -> Vec<(About, Option<String>)> {
     let guest = &row.guest;
     let bandwidth = match row.max_bandwidth {
@@ -193,7 +193,7 @@ fn parts(row: &Row) -> Vec<(About, Option<String>)> {
     ]
 }
 
-/// "25 % zero", as it was asked for.
+/// Returns the requested share of zero pages: "25 % zero".
 pub fn zero_share(guest: &GuestRow) -> String {
     match guest.zero_share {
         Some(share) => format!("{:.0} % zero", share * 100.0),
@@ -201,7 +201,7 @@ pub fn zero_share(guest: &GuestRow) -> String {
     }
 }
 
-/// "2 ch", or that it is without multifd.
+/// Returns the number of channels: "2 ch", or "no multifd".
 pub fn channels(row: &Row) -> String {
     match row.channels {
         0 => "no multifd".to_owned(),
@@ -221,7 +221,7 @@ const COLUMNS: &[Figure] = &[
     figures::DESTINATION_CPU_OF_ALL,
 ];
 
-/// The table of `records`: median (lowest–highest) a row.
+/// Returns the table of `records`: median (lowest–highest) for each row.
 pub fn matrix(records: &[Record]) -> String {
     let series = series(records);
     let rows: Vec<Row> = series.iter().map(|(row, _)| row.clone()).collect();
@@ -263,7 +263,7 @@ pub fn matrix(records: &[Record]) -> String {
     format!("median (lowest–highest){all}\n{table}")
 }
 
-/// Rows of `records`, sorted, each with who ran it: a QEMU of another version is somebody else.
+/// Returns the rows of `records`, sorted, each with its program; each version of QEMU is a program of its own.
 pub fn series<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<(Row, String)> {
     let records: Vec<&Record> = records.into_iter().collect();
     let rows = rows(records.iter().copied()).into_iter();
@@ -275,7 +275,7 @@ pub fn series<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<(Row, St
     .collect()
 }
 
-/// Rows of `records`, sorted.
+/// Returns the rows of `records`, sorted.
 fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for record in records {
@@ -283,8 +283,8 @@ fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
             rows.push(record.row.clone());
         }
     }
-    // The order of the runs was random. Rows of one work stand together, slow wires first, and a QEMU's row
-    // behind ours.
+    // The order of the runs was random. Rows of the same work are adjacent, slow links come first, and QEMU's row
+    // follows ours.
     rows.sort_by_cached_key(|row| {
         let guest = &row.guest;
         let work = (
@@ -294,7 +294,7 @@ fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
             guest.zero_share.map(f64::to_bits),
             guest.zero_touched,
             (guest.rate, guest.working_set),
-            // A wire without limit is the fastest, whichever way it is said.
+            // A link without a limit is the fastest, however the row expresses it.
             rate(row).map_or(u64::MAX, rounded),
             (row.link.clone(), row.neighbour.clone()),
             row.max_bandwidth,
@@ -313,7 +313,7 @@ fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
     rows
 }
 
-/// True if `theirs` is what QEMU did of the work of `ours`, or of that of relays.
+/// Returns true if `theirs` is QEMU's run of the same work as `ours`, which is Hotlift's or a relay's.
 pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
     let mut same = theirs.clone();
     same.engine = ours.engine;
@@ -321,7 +321,7 @@ pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
     ours.is_ours() && !theirs.is_ours() && same == *ours
 }
 
-/// Runs of our row and of a QEMU's with the same repeat: neighbours in time.
+/// Returns the runs of our row and of QEMU's with the same repeat: neighbours in time.
 pub fn pairs<'a>(
     records: impl IntoIterator<Item = &'a Record>,
     ours: &Row,
@@ -340,7 +340,7 @@ pub fn pairs<'a>(
         .collect()
 }
 
-/// Whether all of these were found well: "yes", or the worst of them.
+/// Returns "yes" if all runs were verified, else the first other result and its count.
 pub fn verified(runs: &[&Record]) -> String {
     let said: Vec<&str> = runs
         .iter()

@@ -1,4 +1,4 @@
-//! Processes that a bench starts, and that do not outlive it.
+//! Child processes that end with the bench.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// A process that is killed when it goes out of scope, and by the kernel if this process is killed.
+/// A process that is killed on drop, and by the kernel if this process is killed.
 #[derive(Debug)]
 pub struct Tied {
     pub child: Child,
@@ -14,14 +14,14 @@ pub struct Tied {
 }
 
 impl Tied {
-    /// Starts the program and arguments `words`, after the words of `prefix`. Its standard error goes to the file `errors`.
+    /// Starts the program and arguments `words`, after those of `prefix`. Its standard error goes to the file `errors`.
     pub fn start(
         prefix: &[String],
         words: impl IntoIterator<Item = OsString>,
         output: Stdio,
         errors: &Path,
     ) -> io::Result<Self> {
-        // A process cannot be told by itself to end with its parent.
+        // setpriv(1) sets the parent-death signal: `Command` has no safe way to set it.
         let tie = ["setpriv", "--pdeathsig", "KILL"].map(str::to_owned);
         let mut all = prefix.iter().cloned().chain(tie).map(OsString::from);
         let child = Command::new(all.next().unwrap_or_default())
@@ -37,7 +37,7 @@ impl Tied {
         })
     }
 
-    /// The last line of its standard error.
+    /// Returns the last non-empty line of its standard error.
     pub fn last_line(&self) -> Option<String> {
         let said = std::fs::read_to_string(&self.errors).ok()?;
         let line = said.lines().rfind(|line| !line.trim().is_empty())?;

@@ -1,4 +1,4 @@
-//! `hotlift-bench`, as a user runs it: small, and never for speed.
+//! Tests of `hotlift-bench` as a user runs it: small, and never for speed.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,13 +7,13 @@ use hotlift_testkit::qemu::{self, Release};
 use hotlift_testkit::running::{Running, errors};
 use serde_json::Value;
 
-/// The program. It finds the `hotlift` beside it, which `cargo test --workspace` builds.
+/// The program. It finds the `hotlift` in its folder, which `cargo test --workspace` builds.
 const PROGRAM: &str = env!("CARGO_BIN_EXE_hotlift-bench");
 
 /// The smallest work that has more than one round.
 const SMALL: &[&str] = &["--ram=32M", "--guest=threads", "--working-set=4M"];
 
-/// A bench of [`SMALL`] with more flags, whose runs are kept in `folder`.
+/// Starts a bench of [`SMALL`] with more flags, which keeps its runs in `folder`.
 fn bench(folder: &Path, flags: &[&str]) -> Running {
     let hotlift = Path::new(PROGRAM).with_file_name("hotlift");
     assert!(hotlift.exists(), "first: cargo build --package hotlift-cli");
@@ -22,7 +22,7 @@ fn bench(folder: &Path, flags: &[&str]) -> Running {
     Running::start(PROGRAM, &flags, &[])
 }
 
-/// The kept runs; panics if a line is not whole.
+/// Returns the kept runs; panics if a line is incomplete.
 fn kept(folder: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(folder.join("runs.jsonl")).expect("runs were kept");
     text.lines()
@@ -36,7 +36,7 @@ fn number(value: &Value) -> f64 {
         .unwrap_or_else(|| panic!("{value} is no number"))
 }
 
-/// CPU seconds by name, of a list of threads.
+/// Returns CPU seconds by name, from a list of threads.
 fn threads(list: &Value) -> Vec<(&str, f64)> {
     let list = list.as_array().expect("threads");
     let thread = |one: &'_ Value| number(&one["cpu_s"]);
@@ -45,8 +45,8 @@ fn threads(list: &Value) -> Vec<(&str, f64)> {
         .collect()
 }
 
-/// What threads say that they have used is what the kernel has counted for them, as far as it was looked at: every
-/// 20 ms, so that a thread's end is not seen.
+/// Checks the reported CPU time of threads against the kernel's count. The kernel's count is sampled every
+/// 20 ms, so the end of a thread is missing.
 fn assert_threads_are_the_kernels(reported: &[(&str, f64)], counted: &[(&str, f64)]) {
     for (name, seconds) in counted {
         let same = reported.iter().find(|(other, _)| other == name);
@@ -56,7 +56,7 @@ fn assert_threads_are_the_kernels(reported: &[(&str, f64)], counted: &[(&str, f6
             "{name}: {said} s, and the kernel has {seconds}"
         );
     }
-    // A loaded machine looks less often; half a second is seen in part at least.
+    // A loaded machine samples less often; half a second is always seen in part.
     for (name, seconds) in reported.iter().filter(|(_, seconds)| *seconds > 0.5) {
         let same = counted.iter().find(|(other, _)| other == name);
         let (_, seen) = same.unwrap_or_else(|| panic!("the kernel does not have {name}"));
@@ -64,7 +64,7 @@ fn assert_threads_are_the_kernels(reported: &[(&str, f64)], counted: &[(&str, f6
     }
 }
 
-/// CPU, pages and bytes of a run that completed, against what was counted elsewhere: by the kernel, by the fill, by
+/// Checks CPU, pages and bytes of a run that completed against independent counts: by the kernel, by the fill, by
 /// the other side.
 fn assert_adds_up(run: &Value) {
     let completed = &run["outcome"]["completed"];
@@ -96,7 +96,7 @@ fn assert_adds_up(run: &Value) {
     }
     let sent = number(&source["transferred_bytes"]);
     let content = normal * 4096.0;
-    // Headers take less than 2 %, zero pages 8 bytes each; the generated mix shrinks to a half and less.
+    // Headers take less than 2 %, zero pages 8 bytes each; the generated mix shrinks to half or less.
     let overhead = content * 0.02 + zero * 16.0 + f64::from(1 << 16);
     let (least, most) = match run["row"]["method"].as_str() {
         Some("none") => (content, content + overhead),
@@ -134,12 +134,12 @@ fn a_matrix_runs_every_cell_as_often_as_asked_and_its_figures_add_up() {
             assert!(!run["machine"][key].is_null(), "{key}");
         }
     }
-    // Interleaved: all cells of a repeat before any of the next.
+    // Interleaved: all cells of a repeat run before any of the next.
     assert!(runs[..4].iter().all(|run| run["repeat"] == 1), "{said}");
     for words in ["[8/8]", "left", "zstd 1 random", "none idle", "median"] {
         assert!(said.contains(words), "no {words} in\n{said}");
     }
-    // The same runs, the same table and the same report, from the file alone.
+    // The file alone gives the same runs, table and report.
     let report = folder.path().join("report.html");
     let first = std::fs::read(&report).expect("a report");
     std::fs::remove_file(&report).unwrap();
@@ -278,17 +278,17 @@ fn a_signal_keeps_what_is_done_and_shows_it() {
     let (status, said) = bench.wait();
     assert_eq!(status.code(), Some(130), "{said:?}");
     assert!(kept(folder.path()).len() >= 3);
-    // In the table, not in the progress alone.
+    // In the table, not only in the progress.
     let shown = |line: &String| line.starts_with('│') && line.contains("zlib 1");
     assert!(said.iter().any(shown), "{said:#?}");
     assert!(folder.path().join("report.html").exists());
 }
 
-/// A small file system in memory, gone when it goes out of scope.
+/// A small file system in memory, unmounted on drop.
 struct Tmpfs<'a>(&'a Path);
 
 impl<'a> Tmpfs<'a> {
-    /// At `folder`; says why not if it cannot be.
+    /// Mounts it at `folder`; prints the reason if that fails.
     fn mount(folder: &'a Path, size: &str) -> Option<Self> {
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]);
@@ -325,7 +325,7 @@ fn a_full_disk_costs_a_line_and_leaves_whole_lines() {
     assert!(said.iter().any(|line| line.contains("[6/6]")), "{said:#?}");
 }
 
-/// A memory image of 16 MiB, every other page of it zero.
+/// Writes a memory image of 16 MiB, in which every other page is zero.
 fn image(path: &Path) {
     let page = |number: u32| match number % 2 {
         0 => [0; 4096],
@@ -357,7 +357,7 @@ fn a_memory_image_is_laid_with_its_own_zero_pages_and_runs_and_report_say_so() {
     for words in ["ram.img", "50.0 % zero pages", "perturbed"] {
         assert!(report.contains(words), "no {words}");
     }
-    // As the files of a folder are, where the share of zero pages is asked for.
+    // With a given share of zero pages, the image is treated as the files of a folder.
     let flags = ["--method=none", "--repeats=1", &fill, "--zero-share=0.75"];
     let (status, said) = bench(folder.path(), &flags).wait();
     assert!(status.success(), "{said:#?}");
@@ -376,7 +376,7 @@ fn a_memory_image_is_laid_with_its_own_zero_pages_and_runs_and_report_say_so() {
 #[test]
 fn a_signal_ends_the_wait_for_a_host_that_does_not_answer() {
     let folder = tempfile::tempdir().unwrap();
-    // Nobody accepts, and what is not accepted fills the queue: the next connection is not answered.
+    // The listener never accepts, and the queue is full: the next connection gets no answer.
     let listener = rustix::net::socket(
         rustix::net::AddressFamily::INET,
         rustix::net::SocketType::STREAM,
@@ -455,7 +455,7 @@ fn the_other_suites_run_small() {
         let suite = format!("--suite={suite}");
         let (status, said) = bench(folder.path(), &[&suite, "--dry-run"]).wait();
         assert!(status.success(), "{said:#?}");
-        // Standard error's lines come in between as they like.
+        // Lines of standard error are mixed in at any place.
         let count = said.iter().find_map(|line| {
             let (count, _) = line.split_once(" cells, ")?;
             count.parse::<usize>().ok()
@@ -508,7 +508,7 @@ fn a_link_is_no_faster_than_it_was_made() {
     let run = &kept(folder.path())[0];
     assert_adds_up(run);
     let source = &run["outcome"]["completed"]["source"];
-    // The bucket and the queue may hold a tenth of so short a migration.
+    // In so short a migration, the bucket and the queue may hold a tenth of the bytes.
     assert!(number(&source["throughput_mbps"]) < 260.0, "{source}");
     let flags = [
         "--method=none,zstd",
@@ -612,7 +612,7 @@ fn relays_between_two_qemus_do_the_same_work() {
             let source = &completed["source"];
             let content = number(&source["normal_pages"]) * 4096.0;
             let sent = number(&source["transferred_bytes"]);
-            // What the QEMUs do not compress, the relays do.
+            // The relays compress, not the QEMUs.
             let packed = run["row"]["method"] == "zstd";
             assert_eq!(sent < content * 0.75, packed, "{sent} of {content}: {run}");
         }

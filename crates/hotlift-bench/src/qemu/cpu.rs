@@ -1,4 +1,4 @@
-//! CPU time of QEMUs and relays, as the kernel has it.
+//! CPU time of QEMUs and relays, as counted by the kernel.
 
 use std::time::Duration;
 
@@ -7,29 +7,29 @@ use hotlift::figures::ThreadCpu;
 use crate::record::ThreadCounts;
 use crate::threads::{Sampler, process_cpu};
 
-/// Time that is not in any thread that was seen. QEMU's threads may end between two looks.
+/// Name for the time of no sampled thread: threads of QEMU may end between two samples.
 const BETWEEN: &str = "(between samples)";
 
-/// A process's own clock has this resolution (USER_HZ); less of a rest is none.
+/// Resolution of a process's clock (USER_HZ); a smaller remainder is ignored.
 const RESOLUTION_S: f64 = 0.02;
 
-/// Watches the processes of both sides.
+/// Samples the processes of both sides.
 pub struct Meter {
     processes: Vec<u32>,
     before: Vec<Duration>,
     sampler: Sampler,
 }
 
-/// What the processes of a side have used.
+/// CPU time of the processes of one side.
 pub struct Used {
-    /// Each of their threads.
+    /// Counts of each of their threads.
     pub threads: Vec<ThreadCounts>,
-    /// All of them together, ended threads included.
+    /// CPU time of all processes together, ended threads included.
     pub cpu: Duration,
 }
 
 impl Meter {
-    /// Starts to watch `processes`: one of the source and one of the destination in turn.
+    /// Starts to sample `processes`: alternately one of the source and one of the destination.
     pub fn start(processes: Vec<u32>) -> Self {
         Self {
             before: processes.iter().copied().map(process_cpu).collect(),
@@ -38,7 +38,7 @@ impl Meter {
         }
     }
 
-    /// What source and destination have used.
+    /// Stops sampling, and returns the CPU time of source and destination.
     pub fn finish(self) -> [Used; 2] {
         let after = self.processes.iter().copied().map(process_cpu);
         let used = after
@@ -63,13 +63,13 @@ fn is_vcpu(name: &str) -> bool {
     name.starts_with("CPU ")
 }
 
-/// Without the vCPUs, which do the guest's work.
+/// Removes the vCPU threads, which do the guest's work.
 pub fn without_vcpus(mut threads: Vec<ThreadCounts>) -> Vec<ThreadCounts> {
     threads.retain(|thread| !is_vcpu(&thread.name));
     threads
 }
 
-/// CPU time by thread; what the process has used beside the threads that were seen is a line too.
+/// Returns the CPU time by thread; time of the process outside the sampled threads has an entry of its own.
 pub fn cpu_of(threads: &[ThreadCounts], process: Duration) -> Vec<ThreadCpu> {
     let seen: f64 = threads.iter().map(|thread| thread.cpu_s).sum();
     let rest = process.as_secs_f64() - seen;

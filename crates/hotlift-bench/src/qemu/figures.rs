@@ -1,4 +1,4 @@
-//! What a QEMU reports, with Hotlift's definitions.
+//! Converts QEMU's figures to Hotlift's definitions.
 
 use std::time::Duration;
 
@@ -6,12 +6,12 @@ use hotlift::figures::SourceReport;
 use hotlift_command::events::Moment;
 use serde_json::Value;
 
-/// A count of `query-migrate`; 0 if it is not there.
+/// Returns a count of `query-migrate`; 0 if it is missing.
 pub fn number(info: &Value, name: &str) -> u64 {
     info[name].as_u64().unwrap_or(0)
 }
 
-/// Where a migration is, from one `query-migrate` to the next.
+/// Returns the state of a migration, with rates since the `last` `query-migrate`.
 pub fn moment(info: &Value, elapsed_ms: f64, last: Option<(f64, u64)>) -> Moment {
     let ram = &info["ram"];
     let transferred = number(ram, "transferred");
@@ -35,13 +35,13 @@ pub fn moment(info: &Value, elapsed_ms: f64, last: Option<(f64, u64)>) -> Moment
     }
 }
 
-/// QEMU's figures with Hotlift's definitions; bytes are those that a relay has `sent`, if there is one. CPU is added by
-/// whoever has counted it.
+/// Returns QEMU's figures with Hotlift's definitions. Bytes are those that a relay has `sent`, if there is one. The
+/// caller adds the CPU time.
 pub fn source_report(info: &Value, total: Duration, sent: Option<u64>) -> SourceReport {
     let ram = &info["ram"];
     let setup = Duration::from_millis(number(info, "setup-time"));
     let transferred = sent.unwrap_or_else(|| number(ram, "transferred"));
-    // Pages of capability compress are counted apart.
+    // QEMU counts pages of the capability compress separately.
     let normal = number(ram, "normal") + number(&info["compression"], "pages");
     let zero = number(ram, "duplicate");
     let sending = total.saturating_sub(setup).as_secs_f64();

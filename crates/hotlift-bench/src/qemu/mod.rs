@@ -1,10 +1,10 @@
-//! The same work by a real QEMU: two of its processes, RAM filled with the same bytes, driven over QMP.
+//! The same work done by a real QEMU: two QEMU processes, RAM filled with the same bytes, controlled over QMP.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `process` | a QEMU with a guest of ours: started, filled, compared and ended |
-//! | `settings` | what it is told, and what none can be told |
-//! | `figures`, `cpu` | what it reports, and what the kernel has counted |
+//! | `process` | a QEMU with our guest: start, fill, compare, end |
+//! | `settings` | QEMU's settings, and settings that no QEMU has |
+//! | `figures`, `cpu` | the figures that QEMU reports, and the kernel's counts |
 //! | `relays` | two relays between two QEMUs |
 
 mod cpu;
@@ -39,31 +39,31 @@ use figures::{moment, number, source_report};
 use process::{Image, Process, Start};
 use relays::Relays;
 
-/// Between two looks at a migration, as Hotlift reports its own.
+/// Interval between two queries of a migration, equal to Hotlift's reports.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What a guest that writes does so before it is migrated, as with `guest run`.
+/// Time for which a writing guest runs before its migration, as with `guest run`.
 const RUN_IN: Duration = Duration::from_millis(200);
 
-/// A QEMU that can be run.
+/// A QEMU program.
 #[derive(Debug)]
 pub struct Program {
     path: PathBuf,
-    /// As it says itself: "10.0.2 (Debian 1:10.0.2+ds-2)".
+    /// Version as it prints it: "10.0.2 (Debian 1:10.0.2+ds-2)".
     pub version: String,
     image: Image,
 }
 
-/// A run did not come to its end.
+/// Reason for which a run did not complete.
 enum Stop {
-    /// This QEMU does not have what is asked for.
+    /// This QEMU lacks a requested feature.
     Lacks(String),
-    /// Something failed.
+    /// An error.
     Failed(String),
 }
 
 impl Stop {
-    /// The same, with what `others` have said last.
+    /// Appends the last messages of `others` to a failure.
     fn with(self, others: Option<String>) -> Self {
         match (self, others) {
             (Self::Failed(why), Some(others)) if !others.is_empty() => {
@@ -87,10 +87,10 @@ impl From<QmpError> for Stop {
 }
 
 impl Program {
-    /// The QEMU at `path`.
+    /// Finds the QEMU at `path`.
     ///
     /// # Errors
-    /// If it does not run, or does not say that it is QEMU.
+    /// If it does not run, or does not print a version of QEMU.
     pub fn find(path: &Path) -> Result<Self, BenchError> {
         let output = Command::new(path)
             .arg("--version")
@@ -114,8 +114,8 @@ impl Program {
         }
     }
 
-    /// Whether it knows how many bytes a method left: 7.2 counts 4096 for each page of a channel, whatever was
-    /// sent for it (0.99 is its ratio of every method); from 8.1 on the bytes that a channel writes are counted.
+    /// Returns true if QEMU counts compressed bytes. 7.2 counts 4096 for each page of a channel, however few bytes it
+    /// sent (0.99 is its ratio of every method); from 8.1 on it counts the bytes that a channel writes.
     fn counts_packed_bytes(&self) -> bool {
         is_from(&self.version, (8, 1))
     }
@@ -141,7 +141,7 @@ impl Program {
         }
     }
 
-    /// The options of `cell`, if this QEMU can be asked for them.
+    /// Returns the options of `cell`, if this QEMU supports them.
     fn options(&self, cell: &Cell) -> Result<Options, Stop> {
         let options = cell.migration.options().map_err(BenchError::from)?;
         settings::refuse_what_is_ours(cell)?;
@@ -177,7 +177,7 @@ impl Program {
         };
         let options = self.options(cell)?;
         let guest = cell.guest.settings();
-        // The guest program of QEMU starts one vCPU.
+        // The guest program starts one vCPU under QEMU.
         let layout = Layout::new(guest.ram_bytes, 1, guest.working_set)
             .map_err(|error| Stop::Failed(error.to_string()))?;
         let writes = guest.workload != Workload::Idle && guest.rate > 0;
@@ -194,7 +194,7 @@ impl Program {
         let held = cell.held_memory(false);
         let mut source = Process::start(&start(false, &place.source_prefix))?;
         let mut destination = Process::start(&start(true, &place.destination_prefix))?;
-        // First, since a QEMU that lacks something is done then.
+        // First, because a QEMU that lacks a feature then fails early.
         let tls = certificates.filter(|_| !relayed);
         for (qemu, endpoint) in [(&mut source, "client"), (&mut destination, "server")] {
             if let Some(certificates) = tls {
@@ -264,7 +264,7 @@ impl Program {
         let sent = relays.map(Relays::sent_bytes).transpose()?;
         let mut report = source_report(&info, total, sent);
         if options.multifd() && options.method_name() != "none" && !self.counts_packed_bytes() {
-            // Not told rather than told wrong.
+            // Zero instead of wrong figures.
             (
                 report.transferred_bytes,
                 report.throughput_mbps,
@@ -277,7 +277,7 @@ impl Program {
             filled: Some(filling),
             destination: DestinationReport {
                 total_ms: report.total_ms,
-                // QEMU's destination counts nothing.
+                // QEMU's destination does not count pages.
                 normal_pages: normal,
                 zero_pages: report.zero_pages,
                 postcopy: None,
@@ -294,12 +294,12 @@ impl Program {
     }
 }
 
-/// Whether a QEMU of that version starts ELF programs by their PVH entry.
+/// Returns true if a QEMU of that version starts ELF programs by their PVH entry.
 fn boots_pvh(version: &str) -> bool {
     is_from(version, (4, 0))
 }
 
-/// Whether `version` is `first` (major, minor) or a later one; so is one that cannot be read.
+/// Returns true if `version` is `first` (major, minor) or later, or cannot be parsed.
 fn is_from(version: &str, first: (u32, u32)) -> bool {
     let mut numbers = version.split(['.', ' ']).map(str::parse);
     match (numbers.next(), numbers.next()) {
@@ -315,14 +315,14 @@ fn query(qemu: &mut Process) -> Result<Value, Stop> {
 fn port(destination: &mut Process) -> Result<String, Stop> {
     let info = query(destination)?;
     let port = &info["socket-address"][0]["port"];
-    // QEMU before 4.0 does not say.
+    // QEMU before 4.0 does not report the address.
     port.as_str()
         .map(str::to_owned)
         .or_else(|| Some(destination.listens_on()?.to_string()))
         .ok_or_else(|| Stop::Failed("it does not say where it listens".to_owned()))
 }
 
-/// Waits until both sides have completed, and tells where the source is.
+/// Waits until both sides have completed, and reports the source's progress.
 fn await_end(
     source: &mut Process,
     destination: &mut Process,
@@ -352,7 +352,7 @@ fn await_end(
                 limit.as_secs_f64()
             )));
         }
-        // An event is a reason to look before it is time to.
+        // An event ends the wait early.
         let next = Instant::now() + LOOK;
         source
             .qmp
@@ -364,7 +364,7 @@ fn await_end(
         let info = query(destination)?;
         match info["status"].as_str() {
             Some("completed") => return Ok(()),
-            // QEMU before 3.0 tells of what it sends only.
+            // QEMU before 3.0 reports outgoing migrations only.
             None if destination.qmp.query_status()?.status != "inmigrate" => return Ok(()),
             Some("failed") => {
                 return Err(Stop::Failed("the destination failed".to_owned()));

@@ -1,4 +1,4 @@
-//! A QEMU with a guest of ours: started, filled, compared and ended.
+//! A QEMU process with our guest: start, fill, compare, end.
 
 use std::cell::RefCell;
 use std::ffi::OsString;
@@ -26,22 +26,22 @@ use tempfile::{NamedTempFile, TempDir};
 use crate::error::BenchError;
 use crate::tied::Tied;
 
-/// How long a guest may take until it writes.
+/// Time limit until the guest writes.
 const START: Duration = Duration::from_secs(60);
 
-/// How long threads of a migration that is over may take to end.
+/// Time limit for the threads of a completed migration to end.
 const THREADS_END: Duration = Duration::from_secs(5);
 
-/// Between two reads of what the guest counts in its memory.
+/// Interval between two reads of the guest's counters in its memory.
 const COUNT: Duration = Duration::from_millis(50);
 
-/// RAM is written and compared in pieces of so many bytes.
+/// RAM is written and compared in pieces of this size.
 const PIECE: usize = 1 << 20;
 
 const PAGE: usize = 4096;
 
-/// Where the guest program is loaded, and where in its head and in its first vCPU's block are what is
-/// looked at (`hotlift-vmm/guest/hotlift.s`: LOAD, head, WRITES, ERRORS).
+/// Load address of the guest program, and offsets in its head and in its first vCPU's block
+/// (`hotlift-vmm/guest/hotlift.s`: LOAD, head, WRITES, ERRORS).
 const LOAD: u64 = 0x10_0000;
 const HEAD_BLOCKS: u64 = 16;
 const WRITES: u64 = 0;
@@ -50,7 +50,7 @@ const ERRORS: u64 = 8;
 /// QEMU's TCG counts nanoseconds.
 const TCG_TSC_KHZ: u32 = 1_000_000;
 
-/// Begins of the names that threads of a migration have; the last three are those of QEMU 7.2.
+/// Prefixes of the names of migration threads; the last three are those of QEMU 7.2.
 const MIGRATION_THREADS: &[&str] = &[
     "mig/",
     "multifd",
@@ -59,7 +59,7 @@ const MIGRATION_THREADS: &[&str] = &[
     "decompress",
 ];
 
-/// The bytes that fill RAM, kept from run to run while the settings stay.
+/// The bytes that fill RAM, cached as long as the settings stay the same.
 #[derive(Debug, Default)]
 pub struct Image(RefCell<Option<Kept>>);
 
@@ -72,10 +72,10 @@ struct Kept {
 }
 
 impl Image {
-    /// The file with what RAM holds from the start of `layout`'s filled range on.
+    /// Returns the file with the content of RAM from the start of `layout`'s filled range on.
     ///
     /// # Errors
-    /// If it cannot be made.
+    /// If it cannot be created.
     pub fn of(
         &self,
         layout: &Layout,
@@ -90,7 +90,7 @@ impl Image {
         {
             return Ok((kept.file.reopen().map_err(failed)?, kept.filling));
         }
-        // The one of before goes first: both may not fit.
+        // The old file is removed first: there may not be space for both.
         *kept = None;
         let file = NamedTempFile::with_prefix("hotlift-fill-").map_err(failed)?;
         let filling = Filling::from(&write_fill(file.path(), layout, settings)?);
@@ -105,38 +105,38 @@ impl Image {
     }
 }
 
-/// How it is started.
+/// Settings of a QEMU process.
 pub struct Start<'a> {
-    /// QEMU.
+    /// Path of QEMU.
     pub program: &'a Path,
     /// KVM, or TCG for threads.
     pub kind: GuestKind,
-    /// Its RAM, and what its guest does.
+    /// RAM and workload of the guest.
     pub guest: &'a GuestSettings,
-    /// It waits for a migration.
+    /// True if it waits for an incoming migration.
     pub incoming: bool,
-    /// Its RAM is touched before.
+    /// True if its RAM is touched before the migration.
     pub prealloc: bool,
-    /// Words before its command.
+    /// Words before its command line, such as those that enter a namespace.
     pub prefix: &'a [String],
-    /// Signals.
+    /// Signals that end the start.
     pub interrupt: &'a Interrupt,
 }
 
-/// A QEMU; killed when it goes out of scope, and by the kernel if this process is killed.
+/// A QEMU process; killed on drop, and by the kernel if this process is killed.
 pub struct Process {
     process: Tied,
-    /// Its machine protocol.
+    /// Its QMP connection.
     pub qmp: Qemu,
     ram_bytes: u64,
     _folder: TempDir,
 }
 
 impl Process {
-    /// Starts one whose vCPUs wait.
+    /// Starts a QEMU. Its vCPUs are paused, except those of a destination whose guest writes.
     ///
     /// # Errors
-    /// If it does not start; with QEMU's last words.
+    /// If it does not start; with QEMU's last message.
     pub fn start(start: &Start<'_>) -> Result<Self, BenchError> {
         let failed = TerminalError::process("setpriv … QEMU");
         let folder = tempfile::Builder::new()
@@ -160,12 +160,12 @@ impl Process {
         })
     }
 
-    /// Its process.
+    /// Returns its process ID.
     pub fn pid(&self) -> u32 {
         self.process.child.id()
     }
 
-    /// Writes `image` into RAM; its zero pages too if they are to be `touched`.
+    /// Writes `image` into RAM; zero pages only if `touched`.
     ///
     /// # Errors
     /// If its memory cannot be found or written.
@@ -177,7 +177,7 @@ impl Process {
             if touched {
                 return write(at, piece);
             }
-            // Zero pages stay as they never were.
+            // Zero pages stay unallocated.
             let mut offset = at;
             for page in piece.chunks(PAGE) {
                 if page.iter().any(|&byte| byte != 0) {
@@ -190,8 +190,8 @@ impl Process {
         .map_err(|source| self.failed("fill the RAM of QEMU", source))
     }
 
-    /// Whether RAM is `image`, apart from what the guest writes to; and that a guest which `writes` goes on
-    /// doing so, and has found no error itself.
+    /// Returns true if RAM equals `image`, apart from the guest's working set. A guest that `writes` must also
+    /// continue to write, and must have found no error itself.
     ///
     /// # Errors
     /// If its memory cannot be read.
@@ -224,10 +224,10 @@ impl Process {
         Ok(same)
     }
 
-    /// Waits until the guest has written something.
+    /// Waits until the guest has written.
     ///
     /// # Errors
-    /// If it does not.
+    /// If it does not write in time.
     pub fn await_writes(&self, interrupt: &Interrupt) -> Result<(), BenchError> {
         let deadline = Instant::now() + START;
         while self.count(WRITES)? == 0 {
@@ -244,7 +244,7 @@ impl Process {
         Ok(())
     }
 
-    /// A word of the first vCPU's block.
+    /// Reads a counter of the first vCPU's block.
     fn count(&self, word: u64) -> Result<u64, BenchError> {
         let memory = self.memory(false)?;
         let read = |offset: u64| {
@@ -256,14 +256,14 @@ impl Process {
             Ok::<_, BenchError>(u64::from_le_bytes(bytes))
         };
         let block = read(LOAD + HEAD_BLOCKS)?;
-        // Before the firmware has loaded the program there is none.
+        // The block does not exist before the firmware has loaded the program.
         if block == 0 || block >= self.ram_bytes {
             return Ok(0);
         }
         read(block + word)
     }
 
-    /// The port of TCP on which it listens for a migration, by the kernel's lists of its network namespace.
+    /// Returns the TCP port on which it listens for a migration, from the kernel's lists of its network namespace.
     pub fn listens_on(&self) -> Option<u16> {
         let process = PathBuf::from(format!("/proc/{}", self.pid()));
         let sockets: Vec<String> = std::fs::read_dir(process.join("fd"))
@@ -284,7 +284,7 @@ impl Process {
         })
     }
 
-    /// QEMU says `completed` before it has joined its channel threads; they still count.
+    /// Waits until QEMU has joined its channel threads: it reports `completed` earlier, and their CPU time counts.
     pub fn await_end_of_migration_threads(&self) {
         let deadline = Instant::now() + THREADS_END;
         let runs = || {
@@ -301,8 +301,8 @@ impl Process {
         }
     }
 
-    /// Its memory, and where RAM begins in it. A child's may be opened (ptrace(2), access mode checking)
-    /// unless the system forbids even that.
+    /// Opens its memory, and finds the start of RAM in it. A parent may open its child's memory (ptrace(2), access mode
+    /// checking), unless the system forbids even that.
     fn memory(&self, write: bool) -> Result<Memory, BenchError> {
         let pid = self.pid();
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
@@ -323,7 +323,7 @@ impl Process {
     }
 
     fn failed(&self, what: &'static str, source: io::Error) -> BenchError {
-        // A QEMU that has ended explains itself.
+        // If QEMU has ended, its last message explains the error.
         match self.process.last_line() {
             Some(words) if !Path::new(&format!("/proc/{}/maps", self.pid())).exists() => {
                 QemuError::Command { problem: words }.into()
@@ -338,7 +338,7 @@ struct Memory {
     at: u64,
 }
 
-/// The start of a mapping of `length` bytes that is private, writable and of no file.
+/// Returns the start of a private, writable, anonymous mapping of `length` bytes.
 fn anonymous(line: &str, length: u64) -> Option<u64> {
     let mut words = line.split_whitespace();
     let (from, to) = words.next()?.split_once('-')?;
@@ -350,7 +350,7 @@ fn anonymous(line: &str, length: u64) -> Option<u64> {
     is_ram.then_some(from)
 }
 
-/// Port and inode of a listening socket in a line of /proc/net/tcp (proc_net_tcp(5)).
+/// Returns port and inode of a listening socket in a line of /proc/net/tcp (proc_net_tcp(5)).
 fn listening(line: &str) -> Option<(u16, u64)> {
     /// `TCP_LISTEN`, in hexadecimal.
     const LISTEN: &str = "0A";
@@ -383,7 +383,7 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
         GuestKind::Threads => "tcg",
     };
     let ram = format!("{}k", guest.ram_bytes >> 10);
-    // RAM is private anonymous memory, as Hotlift's guests have it.
+    // RAM is private anonymous memory, as in Hotlift's guests.
     let mut words: Vec<String> = [
         "-machine",
         "pc,graphics=off",
@@ -412,7 +412,7 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
             GuestKind::Threads => TCG_TSC_KHZ,
         };
         words.extend([
-            // SeaBIOS takes 12 s under the KVM of a nested cloud, this one 0.3 s.
+            // SeaBIOS takes 12 s under the KVM of a nested cloud, qboot 0.3 s.
             "-bios".to_owned(),
             "qboot.rom".to_owned(),
             "-kernel".to_owned(),
@@ -430,7 +430,7 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
     if start.incoming {
         words.extend(["-incoming", "defer"].map(str::to_owned));
     }
-    // A source starts with 'cont' once it is filled; a destination that is to run does so itself.
+    // A source starts with 'cont' after its fill; a destination whose guest writes starts by itself.
     if !start.incoming || !writes {
         words.push("-S".to_owned());
     }
@@ -438,7 +438,7 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
     Ok(words)
 }
 
-/// In the words of a QEMU that has ended.
+/// Uses the last message of a QEMU that has ended as the error.
 fn explain(error: NoAnswer, process: &Tied) -> BenchError {
     match error {
         NoAnswer::Ended(status) => match process.last_line() {

@@ -21,13 +21,13 @@ use crate::certificates;
 use crate::error::BenchError;
 use crate::tied::Tied;
 
-/// How long relays may take to end when both QEMUs have completed.
+/// Time limit for relays to end after both QEMUs have completed.
 const END: Duration = Duration::from_secs(10);
 
-/// A relay says where it listens in a line of this form.
+/// Prefix of the line in which a relay prints its listening address.
 const LISTENS: &str = "listening on ";
 
-/// What two QEMUs are told where relays stand between them: to compress nothing.
+/// Returns `cell` for two QEMUs with relays between them: without compression and TLS.
 pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
     let options = cell.migration.options().map_err(BenchError::from)?;
     if !options.multifd() {
@@ -41,24 +41,24 @@ pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
     })
 }
 
-/// Both relays; killed when they go out of scope.
+/// Both relays; killed on drop.
 pub struct Relays {
     source: Relay,
     destination: Relay,
     folder: TempDir,
 }
 
-/// What a relay prints at its end, as far as it is asked for.
+/// The part of a relay's final report that the bench uses.
 #[derive(Debug, Deserialize)]
 struct Report {
     sent_bytes: u64,
 }
 
 impl Relays {
-    /// Starts them for `cell`. The destination's QEMU has to listen on [`Relays::behind`] in `folder` by then.
+    /// Starts the relays for `cell`. The destination's QEMU must already listen on [`Relays::behind`] in `folder`.
     ///
     /// # Errors
-    /// If one does not start; with what it says.
+    /// If one does not start; with its last message.
     pub fn start(cell: &Cell, place: &Place, folder: TempDir) -> Result<Self, BenchError> {
         let host = place.address.as_deref().unwrap_or("127.0.0.1");
         let channels = cell.migration.options()?.channels();
@@ -91,7 +91,7 @@ impl Relays {
         })
     }
 
-    /// Where the destination's QEMU listens.
+    /// Returns the address on which the destination's QEMU listens.
     pub fn behind(folder: &TempDir) -> String {
         format!("unix:{}", folder.path().join("destination").display())
     }
@@ -100,17 +100,17 @@ impl Relays {
         format!("unix:{}", folder.path().join("source").display())
     }
 
-    /// Where the source's QEMU migrates to.
+    /// Returns the address that the source's QEMU migrates to.
     pub fn uri(&self) -> String {
         Self::before(&self.folder)
     }
 
-    /// Their processes: the source's, then the destination's.
+    /// Returns the process IDs: the source's, then the destination's.
     pub fn pids(&self) -> [u32; 2] {
         [&self.source, &self.destination].map(|relay| relay.process.child.id())
     }
 
-    /// Waits until both have ended. What the kernel has counted for them can still be read.
+    /// Waits until both have ended. The kernel's counts for them can still be read.
     pub fn await_end(&self) {
         let deadline = Instant::now() + END;
         for relay in [&self.source, &self.destination] {
@@ -120,7 +120,7 @@ impl Relays {
         }
     }
 
-    /// What they have said last on standard error, if anything.
+    /// Returns their last messages on standard error, if any.
     pub fn said(&self) -> String {
         let said = [&self.source, &self.destination].map(|relay| {
             let line = relay.process.last_line()?;
@@ -129,23 +129,23 @@ impl Relays {
         said.into_iter().flatten().collect::<Vec<_>>().join("; ")
     }
 
-    /// Bytes that the source's relay has sent; to be asked for when it has ended.
+    /// Returns the bytes that the source's relay has sent; must be called after its end.
     ///
     /// # Errors
-    /// If either failed; with what it says.
+    /// If either failed; with its last message.
     pub fn sent_bytes(mut self) -> Result<u64, BenchError> {
         self.destination.report()?;
         Ok(self.source.report()?.sent_bytes)
     }
 }
 
-/// What of a cell's options a relay takes.
+/// Returns the options in `all` that a relay accepts.
 fn of_relay(all: &MigrationArgs) -> Result<MigrationArgs, OptionError> {
     let mut taken = MigrationArgs::default();
     for (name, value) in all.given() {
         let info = option(name)?;
         let refusal = info.refusal(Role::Relay);
-        // The source's QEMU finds the zero pages.
+        // The source's QEMU detects zero pages.
         let is_qemus = info.name == "zero-page-detection";
         if !is_qemus && refusal.or(info.value_refusal(Role::Relay, value)).is_none() {
             taken = taken.with(name, value);
@@ -154,7 +154,7 @@ fn of_relay(all: &MigrationArgs) -> Result<MigrationArgs, OptionError> {
     Ok(taken)
 }
 
-/// A relay.
+/// A relay process.
 struct Relay {
     side: &'static str,
     process: Tied,
@@ -211,7 +211,7 @@ impl Relay {
 
     fn report(&mut self) -> Result<Report, BenchError> {
         let mut said = String::new();
-        // It has ended, or is not going to: then it is not waited for either.
+        // A relay that has not ended by now will not end: it is killed.
         let _ = self.process.child.kill();
         let read = self.said.read_to_string(&mut said);
         let line = said.lines().last().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What a QEMU is told before a migration, and what none can be told.
+//! QEMU's settings for a migration, and settings that no QEMU has.
 
 use hotlift::Options;
 use hotlift::options::{Kind, option};
@@ -12,10 +12,10 @@ use crate::cell::Cell;
 use crate::certificates::{self, Certificates};
 use crate::error::BenchError;
 
-/// Above any link: QEMU's default of 128 MiB/s would be the only thing measured.
+/// Above any link: with QEMU's default of 128 MiB/s the bench would only measure that limit.
 const UNLIMITED: u64 = 1_000_000_000_000;
 
-/// What no QEMU can be asked for.
+/// Refuses settings that no QEMU has.
 pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
     let (vcpus, workload) = (cell.guest.vcpus, cell.guest.workload);
     if vcpus > 1 && workload != Workload::Idle {
@@ -28,20 +28,20 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
     for (name, value) in cell.migration.given() {
         let ours = match name.as_str() {
             "accel-path" | "multifd-normal-page-ratio" | "multifd-packet-size" => true,
-            // It has them as objects, with names.
+            // QEMU has these as objects with names.
             "tls-creds" => !value.is_empty() && value != certificates::CERTIFICATES,
             "tls-hostname" | "tls-authz" => !value.is_empty(),
-            // It takes what comes.
+            // QEMU has no such limits or choices.
             "max-channels" | "memory-limit" | "settle-timeout" | "silence-timeout"
             | "cpu-limit" | "goal" | "qemu-reads" => true,
-            // A QEMU encrypts nothing unless it is given certificates.
+            // QEMU does not encrypt without certificates.
             "insecure" => true,
             "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value.as_str()),
-            // These use their device wherever there is one.
+            // These methods use their device wherever there is one.
             "accelerator" => {
                 value == "required" && !["qpl", "qatzip", "uadk"].contains(&method.as_str())
             }
-            // Nobody would say migrate-continue, or migrate-start-postcopy.
+            // The bench does not send migrate-continue or migrate-start-postcopy.
             "pause-before-switchover"
             | "postcopy-ram"
             | "postcopy-preempt"
@@ -58,7 +58,7 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
 /// Name of the object that holds the certificates.
 const CREDENTIALS: &str = "hotlift-bench";
 
-/// Gives the certificates to one side, a "client" or a "server" of TLS.
+/// Adds the certificates to one side, as a "client" or a "server" of TLS.
 pub fn add_certificates(
     qemu: &mut Process,
     certificates: &Certificates,
@@ -72,7 +72,7 @@ pub fn add_certificates(
     added.map(|_| ()).map_err(|error| lacks(&error))
 }
 
-/// Sets capabilities and parameters of one side.
+/// Sets the capabilities and parameters of one side.
 pub fn set(qemu: &mut Process, cell: &Cell, options: &Options) -> Result<(), Stop> {
     qemu.qmp
         .set_capabilities(&capabilities(cell, options)?)
@@ -84,8 +84,8 @@ pub fn set(qemu: &mut Process, cell: &Cell, options: &Options) -> Result<(), Sto
         .map_err(|error| lacks(&error))
 }
 
-/// What is on or off: the ways of a migration, and all that was asked for beside. With the return path a QEMU's downtime
-/// ends as ours does, at the destination's word; without it, at the last byte that its source has written.
+/// Returns the capabilities: those of the migration's mode, and all others that were given. With the return path, QEMU's
+/// downtime ends as ours does, at the destination's message; without it, at the last byte that the source has written.
 fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, bool)>, Stop> {
     let mut wanted = vec![
         ("multifd", options.multifd()),
@@ -107,8 +107,8 @@ fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, boo
     Ok(wanted)
 }
 
-/// Parameters: a bandwidth above QEMU's default, the method, and all that was asked for beside. Which this
-/// QEMU has is what it `knows`.
+/// Returns the parameters: a bandwidth above QEMU's default, the method, and all others that were given. `knows` returns
+/// true for a parameter that this QEMU has.
 fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> Result<Value, Stop> {
     let bandwidth = match options.max_bandwidth {
         0 => UNLIMITED,
@@ -134,7 +134,7 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
     if knows("zero-page-detection") {
         wanted["zero-page-detection"] = zero_pages.into();
     } else if zero_pages == "none" {
-        // QEMU before 9.0 looks for zero pages in the migration thread, and has no word for it.
+        // QEMU before 9.0 detects zero pages in the migration thread, and has no parameter to turn that off.
         return Err(Stop::Lacks("has no zero-page-detection=none".to_owned()));
     }
     if options.compress {
@@ -150,7 +150,7 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
     }
     for (name, _) in cell.migration.given() {
         let info = option(name).map_err(BenchError::from)?;
-        // Those of multifd stand above, or nothing uses them.
+        // Those of multifd are set above, or unused.
         let is_done = info.name == "zero-page-detection" || info.name.starts_with("multifd-");
         if info.kind == Kind::Parameter && !is_done && wanted.get(info.name).is_none() {
             wanted[info.name] = info.read_json(options);
@@ -159,7 +159,7 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
     Ok(wanted)
 }
 
-/// A setting that is refused is one that this QEMU does not have: all are in range.
+/// Converts a refused setting to `Lacks`: all values are in range, so this QEMU does not have the setting.
 fn lacks(error: &QmpError) -> Stop {
     let words = hotlift_terminal::error::error_line(error);
     match error {
@@ -217,9 +217,9 @@ mod tests {
             let parameters = parameters(&cell, &options, &|_| true).ok().unwrap();
             let given = capabilities.contains(&(info.name, true))
                 || parameters.get(info.name).is_some()
-                // Of a method that is not the row's.
+                // Belongs to another method than the row's.
                 || info.name.ends_with("-level")
-                // Of the command line.
+                // Given on the command line.
                 || info.name == "mem-prealloc";
             assert!(refused || given, "{}: {parameters}", info.name);
         }

@@ -1,4 +1,4 @@
-//! Which methods a migration chose, as its report says: what went by which, over time.
+//! The methods that a migration chose: each method's share over time, as its report shows it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,18 +16,18 @@ use crate::table::Grid;
 /// Most migrations that are drawn.
 const MOST: usize = 24;
 
-/// The part of a run's report that says what was chosen when.
+/// The entry of a run's report for one interval: the methods that were chosen in it.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Slice {
     /// Its end, in ms since the request to migrate.
     ms: f64,
-    /// What the link carried, in bytes a second.
+    /// Throughput of the link, in bytes per second.
     link_bytes_per_s: f64,
     /// Share of each method, 0 to 1.
     shares: BTreeMap<String, f64>,
 }
 
-/// What a method has done in a run, as its report says.
+/// The work of a method in a run, as its report shows it.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Used {
     name: String,
@@ -40,14 +40,14 @@ struct Used {
     core_seconds: f64,
 }
 
-/// A list of the source's report; empty if it has none. By name: not every engine reports it.
+/// Returns a list of the source's report; empty if it has none. Read by name, because some engines do not report it.
 fn list<T: DeserializeOwned>(run: &Completed, name: &str) -> Vec<T> {
     let report = serde_json::to_value(&run.source).unwrap_or_default();
     let list = report.get(name).cloned().unwrap_or_default();
     serde_json::from_value(list).unwrap_or_default()
 }
 
-/// A picture of the run in the middle of each row that chose: those first in which something changes on the way.
+/// Draws the median run of each row that chose methods; rows with changes during the run come first.
 pub fn of(chapters: &[Chapter<'_>], id: &str) -> Markup {
     let conditions = chapters.iter().flat_map(|chapter| &chapter.conditions);
     let all =
@@ -96,7 +96,7 @@ fn picture(
     }
 }
 
-/// Rates of all methods on top of each other, and the rate of the link as it was made.
+/// Draws the rates of all methods, stacked, and the configured rate of the link.
 fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> Markup {
     let mbit = |bytes: f64| bytes * 8.0 / 1e6;
     let names: BTreeSet<&str> = slices
@@ -116,7 +116,7 @@ fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> M
                 .filter_map(|name| slice.shares.get(*name));
             mbit(slice.link_bytes_per_s * shares.sum::<f64>())
         };
-        // A share is that of its whole slice.
+        // A share is constant over its slice.
         let points = spans.iter().flat_map(|(start, end, slice)| {
             let (low, high) = (below(slice, i), below(slice, i + 1));
             [(*start, low, high), (*end, low, high)]
@@ -147,7 +147,7 @@ fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> M
     })
 }
 
-/// The rate that the link was made with, in Mbit/s; `None` without a limit.
+/// Returns the configured rate of the link, in Mbit/s; `None` without a limit.
 fn link(row: &Row, end: f64) -> Option<Line> {
     let link = row.link()?;
     let mut rate = link.rate()? as f64 / 1e6;
@@ -170,7 +170,7 @@ fn link(row: &Row, end: f64) -> Option<Line> {
     })
 }
 
-/// What each method has done.
+/// Returns a table of the work of each method.
 fn used(methods: &[Used]) -> Grid {
     let header = ["method", "packets", "% of pages", "ratio", "core-s/GiB src"];
     let mut table = Grid::new(header, 0);
@@ -211,7 +211,7 @@ mod tests {
         }
     }
 
-    /// To be looked at: `HOTLIFT_KEEP_REPORT` says where it is put.
+    /// `HOTLIFT_KEEP_REPORT` names a folder in which the picture is kept for a manual check.
     #[test]
     fn methods_lie_on_top_of_each_other_under_the_links_rate() {
         let mut row = example().row;
@@ -229,7 +229,7 @@ mod tests {
             assert!(picture.contains(name), "{name}");
         }
         assert!(!picture.contains("NaN") && !picture.contains("inf"));
-        // The change that it does not live to see is not drawn.
+        // A change after the end of the run is not drawn.
         let line = link(&row, 5.0).unwrap();
         assert_eq!(
             line.points,

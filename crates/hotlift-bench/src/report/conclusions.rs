@@ -1,4 +1,4 @@
-//! What the runs of a machine come to: what a reader sees first.
+//! Conclusions from the runs of a machine; the first part of a report.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use crate::stats;
 use crate::stats::rate_text;
 use crate::table::{Grid, pairs};
 
-/// What was fastest, whether all is well, and how Hotlift compares with a QEMU.
+/// Returns the fastest method, failures, and the comparison of Hotlift with QEMU.
 pub fn of(
     records: &[Record],
     chapters: &[Chapter<'_>],
@@ -46,7 +46,7 @@ pub fn of(
     }
 }
 
-/// What could not be run here, folded; nothing if all could.
+/// Returns the runs that were not possible here, folded; nothing if all were.
 pub fn not_possible(chapters: &[Chapter<'_>]) -> Markup {
     let skipped = problems(chapters, false);
     let all = chapters.iter().flat_map(Chapter::series);
@@ -94,7 +94,7 @@ fn completed(records: &[Record]) -> String {
     )
 }
 
-/// The fastest of Hotlift's ways at each rate; rates with the same one together.
+/// Returns the fastest Hotlift method at each rate; adjacent rates with the same method are merged.
 fn fastest(crossover: &Crossover<'_>) -> String {
     let mut spans: Vec<(&str, Option<f64>, Option<f64>)> = Vec::new();
     let ours = || {
@@ -123,7 +123,7 @@ fn fastest(crossover: &Crossover<'_>) -> String {
     spans.iter().map(text).collect::<Vec<_>>().join("; ")
 }
 
-/// The fastest of Hotlift's rows, where all of them are of the same work over the same wire.
+/// Returns the fastest of Hotlift's rows, if all rows have the same work over the same link.
 fn fastest_of_one(chapters: &[Chapter<'_>]) -> Option<String> {
     let [chapter] = chapters else { return None };
     let [condition] = chapter.conditions.as_slice() else {
@@ -141,7 +141,7 @@ fn fastest_of_one(chapters: &[Chapter<'_>]) -> Option<String> {
     Some(format!("{name} ({} s)", stats::number(*seconds)))
 }
 
-/// A line a method and QEMU, of all rows of the same work.
+/// Returns a table with a line for each method and QEMU, over all rows of the same work.
 fn against_qemu(chapters: &[Chapter<'_>]) -> Grid {
     let mut names = Vec::new();
     let mut quotients: BTreeMap<String, Vec<Vec<Option<f64>>>> = BTreeMap::new();
@@ -176,7 +176,7 @@ fn against_qemu(chapters: &[Chapter<'_>]) -> Grid {
     table
 }
 
-/// Why runs did not complete, each reason with the rows that it is of.
+/// Returns the reasons why runs did not complete, each with its rows.
 fn problems(chapters: &[Chapter<'_>], failed: bool) -> Grid {
     let mut reasons: Vec<(&str, usize, Vec<&Series<'_>>)> = Vec::new();
     for series in chapters.iter().flat_map(Chapter::series) {

@@ -1,4 +1,4 @@
-//! What ran where, and what the figures are.
+//! Facts about the machine, and definitions of the figures.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::record::{Completed, Record};
 use crate::stats;
 use crate::table::zero_share;
 
-/// What ran on one machine.
+/// Returns the machine, the versions and the settings of the runs on one machine.
 pub fn machine(records: &[Record]) -> Markup {
     let different = |of: fn(&Record) -> String| -> String {
         let all: BTreeSet<String> = records.iter().map(of).collect();
@@ -96,7 +96,7 @@ fn memory(record: &Record) -> String {
     )
 }
 
-/// What the figures mean.
+/// Returns the definitions of the figures.
 pub fn definitions() -> Markup {
     let entries = [
         (

@@ -1,4 +1,4 @@
-//! Runs put together: repeats of one row, rows that differ in how they migrate alone.
+//! Groups of runs: repeats of one row, and rows that differ only in their migration options.
 
 use hotlift_command::args::Fill;
 
@@ -9,36 +9,36 @@ use crate::table::{Labels, channels, series, zero_share};
 
 /// All runs of one row.
 pub struct Series<'a> {
-    /// What they share.
+    /// The settings that they share.
     pub row: Row,
-    /// Who ran it: "Hotlift", "QEMU 10.0.2".
+    /// Program that ran it: "Hotlift", "QEMU 10.0.2".
     pub who: String,
-    /// What tells it from the other rows of its chapter, beside wire and guest.
+    /// Name that distinguishes it from the other rows of its chapter, without link and guest.
     pub name: String,
     /// The runs that completed, in their order.
     pub runs: Vec<&'a Record>,
-    /// Why others did not.
+    /// Reasons why the other runs did not complete.
     pub problems: Vec<Problem<'a>>,
 }
 
-/// Why runs of a row did not complete.
+/// A reason why runs of a row did not complete.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Problem<'a> {
-    /// In one line.
+    /// The reason, in one line.
     pub why: &'a str,
-    /// It was tried; otherwise somebody lacks what it needs.
+    /// True if the run was tried; false if it was skipped because something is missing.
     pub failed: bool,
-    /// How often.
+    /// Number of such runs.
     pub times: usize,
 }
 
 /// Rows of the same work over the same link.
 pub struct Condition<'a> {
-    /// The wire, and what of the guest is not the same everywhere.
+    /// The link, and the properties of the guest that differ between conditions.
     pub title: String,
-    /// The guest, and what all rows of the chapter have in common, in words.
+    /// The guest, and the settings that all rows of the chapter share.
     pub note: String,
-    /// A row each.
+    /// One series for each row.
     pub series: Vec<Series<'a>>,
 }
 
@@ -81,17 +81,17 @@ impl<'a> Series<'a> {
         series
     }
 
-    /// The runs that completed.
+    /// Returns the figures of the runs that completed.
     pub fn completed(&self) -> impl Iterator<Item = &'a Completed> {
         self.runs.iter().filter_map(|run| run.completed())
     }
 
-    /// Of all runs that completed.
+    /// Returns the spread of `figure` over all runs that completed.
     pub fn spread(&self, figure: Figure) -> Option<Spread> {
         figure.spread(self.completed())
     }
 
-    /// The run in the middle by total time.
+    /// Returns the median run by total time.
     pub fn typical(&self) -> Option<&'a Completed> {
         let mut runs: Vec<_> = self.completed().collect();
         runs.sort_by(|a, b| a.source.total_ms.total_cmp(&b.source.total_ms));
@@ -100,12 +100,12 @@ impl<'a> Series<'a> {
 }
 
 impl<'a> Condition<'a> {
-    /// The link's rate in bytes a second; `None` without limit.
+    /// Returns the link's rate in bytes per second; `None` without limit.
     pub fn rate(&self) -> Option<f64> {
         self.series.first().and_then(|series| rate(&series.row))
     }
 
-    /// Whether nothing changes on the way: neither the link's rate, nor who takes the cores.
+    /// Returns true if nothing changes during the run: neither the link's rate nor the use of the cores.
     pub fn is_steady(&self) -> bool {
         self.series.first().is_some_and(|series| {
             let link = series.row.link();
@@ -113,12 +113,12 @@ impl<'a> Condition<'a> {
         })
     }
 
-    /// CPU of source and destination per GiB, and of which GiB.
+    /// Returns the figures for the CPU time of source and destination per GiB, and the kind of pages in that GiB.
     pub fn cpu(&self) -> ([Figure; 2], &'static str) {
         cpu(self.series.iter().flat_map(Series::completed))
     }
 
-    /// Whether the guest is the same, over whatever link.
+    /// Returns true if the guest is the same, over any link.
     pub fn has_the_guest_of(&self, other: &Self) -> bool {
         let first = |condition: &Self| condition.series.first().map(|series| series.row.clone());
         first(self).zip(first(other)).is_some_and(|(a, b)| {
@@ -132,7 +132,7 @@ impl<'a> Condition<'a> {
     }
 }
 
-/// CPU of both sides per GiB of pages with content; of all pages, where nearly none has content.
+/// Returns the CPU time of both sides per GiB of pages with content, or of all pages where almost none has content.
 pub fn cpu<'a>(mut runs: impl Iterator<Item = &'a Completed>) -> ([Figure; 2], &'static str) {
     match runs.all(figures::has_content) {
         true => (
@@ -146,7 +146,7 @@ pub fn cpu<'a>(mut runs: impl Iterator<Item = &'a Completed>) -> ([Figure; 2], &
     }
 }
 
-/// The link's rate in bytes a second; `None` without limit.
+/// Returns the link's rate in bytes per second; `None` without limit.
 pub fn rate(row: &Row) -> Option<f64> {
     let link = row.link().and_then(|link| Some(link.rate()? as f64 / 8.0));
     match (link, row.max_bandwidth) {
@@ -155,7 +155,7 @@ pub fn rate(row: &Row) -> Option<f64> {
     }
 }
 
-/// "1 Gbit/s", "10 Gbit/s, 500 Mbit/s from 1s", and who takes a core.
+/// Describes the link and a neighbour: "1 Gbit/s", "10 Gbit/s, 500 Mbit/s from 1s".
 pub fn wire_text(row: &Row) -> String {
     let link = row.link().filter(|link| !link.changes().is_empty());
     let mut words = vec![link.map_or_else(|| rate_text(rate(row)), |link| link.words())];
@@ -163,13 +163,13 @@ pub fn wire_text(row: &Row) -> String {
     words.join("; ")
 }
 
-/// "a neighbour takes a core from 2s".
+/// Describes the neighbour: "a neighbour takes a core from 2s".
 pub fn neighbour(row: &Row) -> Option<String> {
     let at = row.neighbour.as_ref()?;
     Some(format!("a neighbour takes a core from {at}"))
 }
 
-/// The guest of a row, in words.
+/// Describes the guest of a row.
 pub fn guest(row: &Row) -> String {
     let guest = &row.guest;
     let touched = match guest.zero_touched {
@@ -194,7 +194,7 @@ pub fn guest(row: &Row) -> String {
     )
 }
 
-/// Records of one chapter, by wire and guest.
+/// Groups the records of one chapter by link and guest.
 pub fn conditions(records: &[Record]) -> Vec<Condition<'_>> {
     let all_series = series(records);
     let rows: Vec<Row> = all_series.iter().map(|(row, _)| row.clone()).collect();

@@ -1,22 +1,22 @@
-//! The report of kept runs: one HTML file that needs nothing but itself.
+//! The report of kept runs: one self-contained HTML file.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `choices` | which methods were chosen, over time |
-//! | `conclusions` | what the runs come to, and what was not possible |
-//! | `facts` | what ran where, and what the figures are |
-//! | `group` | runs put together: repeats, and rows of the same work |
-//! | `pictures` | what is drawn |
+//! | `choices` | the chosen methods over time |
+//! | `conclusions` | conclusions from the runs, and runs that were not possible |
+//! | `facts` | facts about the machine, and definitions of the figures |
+//! | `group` | groups of runs: repeats, and rows of the same work |
+//! | `pictures` | the pictures |
 //! | `plot` | bars and lines |
 //! | `tables` | figures, quotients with QEMU |
 //! | `style.css` | light, dark, and on paper |
 //!
-//! Machines are never mixed: each has its own part. In it a chapter is what one table can show.
+//! Machines are never mixed: each has its own part. A part has chapters; a chapter is the content of one table.
 //!
-//! There is no script in it, and nothing is fetched. All names and words come from files that anybody may have
-//! written: the templates (maud) escape every one of them.
+//! The report has no script, and fetches nothing. All its names and texts come from files of unknown origin:
+//! the templates (maud) escape all of them.
 //!
-//! Pictures are drawn here and not by a chart crate: those bring fonts and a raster, and their words are SVG, which
+//! The pictures are drawn without a chart crate: those bring fonts and a rasterizer, and their texts are SVG, which
 //! does not wrap in a narrow window.
 
 mod choices;
@@ -34,10 +34,10 @@ use super::suite::{self, Suite};
 use group::{Condition, Series, conditions};
 pub use group::{neighbour, rate};
 
-/// A page that runs nothing, and fetches nothing.
+/// Content security policy of a page that runs nothing and fetches nothing.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'";
 
-/// The report of these runs, in any order of suites and series.
+/// Returns the report of these runs, in any order of suites and series.
 pub fn html(records: &[Record]) -> String {
     let machines = machines(records);
     let page = html! {
@@ -64,12 +64,12 @@ pub fn html(records: &[Record]) -> String {
             }
         }
     };
-    // Neither HTML nor XML has room for the others, which names of files may hold.
+    // File names may hold other control characters, which HTML and XML forbid.
     let control = |c: char| c.is_control() && !c.is_whitespace();
     page.into_string().replace(control, "\u{fffd}")
 }
 
-/// The records of each machine.
+/// Groups the records by machine.
 fn machines(records: &[Record]) -> Vec<Vec<Record>> {
     let mut machines: Vec<Vec<Record>> = Vec::new();
     for record in records {
@@ -86,17 +86,17 @@ fn machines(records: &[Record]) -> Vec<Vec<Record>> {
     machines
 }
 
-/// All of one suite or matrix.
+/// The runs of one suite or matrix.
 struct Chapter<'a> {
-    /// Where contents lead.
+    /// Anchor for the table of contents.
     id: String,
-    /// Its name; none if it is the only one.
+    /// Its name; `None` if it is the only chapter.
     name: Option<String>,
-    /// The published table, if it is of one.
+    /// The published table, if the chapter has one.
     suite: Option<&'static Suite>,
     /// Its runs.
     records: &'a [Record],
-    /// The same by wire and guest.
+    /// The runs, grouped by link and guest.
     conditions: Vec<Condition<'a>>,
 }
 
@@ -108,7 +108,7 @@ impl<'a> Chapter<'a> {
     }
 }
 
-/// The parts of a machine's runs; a suite that ran more than once has a number.
+/// Returns the chapters of a machine's runs; a suite that ran more than once has a number.
 fn chapters(parts: &[Vec<Record>], machine: usize) -> Vec<Chapter<'_>> {
     let mut chapters: Vec<Chapter<'_>> = Vec::new();
     for (i, records) in parts.iter().enumerate() {
@@ -132,7 +132,7 @@ fn chapters(parts: &[Vec<Record>], machine: usize) -> Vec<Chapter<'_>> {
     chapters
 }
 
-/// All of one machine: conclusions and the crossover first.
+/// Returns the part of one machine: conclusions and the crossover first.
 fn machine(records: &[Record], number: usize) -> Markup {
     let parts = suite::split(records);
     let chapters = chapters(&parts, number);
@@ -177,7 +177,7 @@ fn machine(records: &[Record], number: usize) -> Markup {
     }
 }
 
-/// The published table with ours; and what was measured, folded where that table has said it.
+/// Returns the published table with our figures, and the measured figures, folded if that table already shows them.
 fn chapter(chapter: &Chapter<'_>) -> Markup {
     let pictures = html! {
         @for condition in &chapter.conditions {

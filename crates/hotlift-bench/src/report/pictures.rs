@@ -1,4 +1,4 @@
-//! The pictures of a report, each with the table that it was drawn from.
+//! The pictures of a report, each with the table of its values.
 
 use maud::{Markup, html};
 
@@ -11,11 +11,11 @@ use crate::record::{Engine, Record};
 use crate::stats::rate_text;
 use crate::table::Grid;
 
-/// Colours of who ran a row, and of the sides of a migration.
+/// Colours of the programs, and of the sides of a migration.
 const ENGINES: [(&str, usize); 3] = [("Hotlift", 0), ("QEMU", 6), ("QEMU through relays", 2)];
 const SIDES: [(&str, usize); 2] = [("source", 0), ("destination", 1)];
 
-/// Total time, downtime and CPU of one condition, quotients with QEMU, and all figures.
+/// Draws total time, downtime and CPU of one condition, with quotients with QEMU and all figures.
 pub fn condition(condition: &Condition<'_>, records: &[Record]) -> Markup {
     let ([source, destination], of_what) = condition.cpu();
     let bar = |series: &Series<'_>, parts: &[(&str, Figure, usize)], unit: f64| {
@@ -79,21 +79,21 @@ pub fn condition(condition: &Condition<'_>, records: &[Record]) -> Markup {
     }
 }
 
-/// One way to migrate a guest, at the rates at which it ran.
+/// One way to migrate a guest, with the rates at which it ran.
 pub struct Way<'a> {
-    /// What tells it from the others.
+    /// Name that distinguishes it from the others.
     pub name: &'a str,
-    /// The same of all engines.
+    /// Name of its method, the same for all engines.
     method: &'a str,
-    /// Who ran it.
+    /// Program that ran it.
     pub engine: Engine,
-    /// It chooses its method by itself: what the others are there for.
+    /// True if it chooses its method by itself; the others are shown for comparison.
     is_auto: bool,
-    /// By rate, in bytes a second; without a limit where that is `None`.
+    /// Runs by rate in bytes per second; `None` is no limit.
     pub points: Vec<(Option<f64>, &'a Series<'a>)>,
 }
 
-/// The ways of one guest over several wires.
+/// The ways to migrate one guest over several links.
 pub struct Crossover<'a> {
     guest: String,
     /// The ways that ran at two rates or more.
@@ -102,10 +102,10 @@ pub struct Crossover<'a> {
     pub rates: Vec<Option<f64>>,
 }
 
-/// For each guest that was migrated over several wires, the one over the most of them first.
+/// Returns a crossover for each guest that was migrated over several links, the one with most links first.
 pub fn crossovers<'a>(conditions: &'a [Condition<'a>]) -> Vec<Crossover<'a>> {
     let mut guests: Vec<Vec<&Condition<'_>>> = Vec::new();
-    // Where something changes on the way there is no rate to draw it at.
+    // A condition that changes during the run has no single rate to draw it at.
     for condition in conditions.iter().filter(|condition| condition.is_steady()) {
         let same = |guest: &&mut Vec<&Condition<'_>>| guest[0].has_the_guest_of(condition);
         match guests.iter_mut().find(same) {
@@ -152,13 +152,13 @@ fn crossover<'a>(guest: &[&'a Condition<'a>]) -> Crossover<'a> {
     }
 }
 
-/// Median of the total time, in seconds.
+/// Returns the median of the total time, in seconds.
 pub fn seconds(series: &Series<'_>) -> Option<f64> {
     Some(series.spread(figures::TOTAL_MS)?.median / 1e3)
 }
 
 impl Crossover<'_> {
-    /// Total time and CPU against the wire's rate.
+    /// Draws total time and CPU against the link's rate.
     pub fn picture(&self, id: &str) -> Markup {
         let points = || self.ways.iter().flat_map(|way| &way.points);
         let rates = || points().filter_map(|(rate, _)| *rate);
@@ -170,7 +170,7 @@ impl Crossover<'_> {
             true => ("wire, Gbit/s", 1e9),
             false => ("wire, Mbit/s", 1e6),
         };
-        // A wire without limit stands to the right of all others.
+        // A link without limit is drawn to the right of all others.
         let place = |rate: Option<f64>| rate.unwrap_or(fastest.max(1e6) * 4.0) * 8.0 / bits;
         let x = || {
             let mut x = Axis::new(unit, points().map(|(rate, _)| place(*rate)), true);

@@ -1,24 +1,24 @@
-//! What pictures are made of: bars in a table, lines in inline SVG.
+//! Elements of pictures: bars in a table, lines in inline SVG.
 //!
-//! Colours are custom properties of the page, so that they follow light and dark. No colour stands alone: a bar has its
-//! name and value beside it, and a line its own marker, in the picture and in the legend. Words are HTML wherever that is
-//! possible: the browser wraps them, and knows how wide they are.
+//! Colours are custom properties of the page, so that they follow light and dark mode. No meaning depends on colour alone:
+//! a bar has its name and value next to it, and a line its own marker, in the picture and in the legend. Text is HTML
+//! wherever possible: the browser wraps it and knows its width.
 
 use maud::{Markup, html};
 
 use crate::stats::{number, short};
 
-/// Colours of the style.
+/// Number of colours in the style sheet.
 const COLOURS: usize = 8;
 
-/// The colour with that number.
+/// Returns the colour with that number.
 fn colour(number: usize) -> String {
     format!("var(--c{})", number % COLOURS)
 }
 
 /// A part of a bar.
 pub struct Part {
-    /// What it is, where one points at it.
+    /// Its name, shown as a tooltip.
     pub name: String,
     pub value: f64,
     pub colour: usize,
@@ -28,7 +28,7 @@ pub struct Part {
 pub struct Bar {
     pub name: String,
     pub parts: Vec<Part>,
-    /// Lowest and highest of the sum, of several runs.
+    /// Lowest and highest sum over several runs.
     pub spread: Option<(f64, f64)>,
 }
 
@@ -38,7 +38,7 @@ impl Bar {
     }
 }
 
-/// Bars with their names and values; `title` says what they are of, and in which unit.
+/// Draws bars with their names and values; `title` names the quantity and its unit.
 pub fn bars(title: &str, unit: &str, bars: &[Bar]) -> Markup {
     let end = |bar: &Bar| {
         bar.spread
@@ -71,7 +71,7 @@ pub fn bars(title: &str, unit: &str, bars: &[Bar]) -> Markup {
     }
 }
 
-/// Which colours of bars mean what.
+/// Draws the legend of the bars' colours.
 pub fn legend(names: &[(&str, usize)]) -> Markup {
     html! {
         ul.legend {
@@ -87,30 +87,30 @@ pub struct Line {
     pub name: String,
     pub colour: usize,
     pub dashed: bool,
-    /// The one that the others are there for.
+    /// True for the line that the others are compared with.
     pub bold: bool,
     pub points: Vec<(f64, f64)>,
 }
 
-/// What lies between two lines over the same places.
+/// The area between two lines over the same positions.
 pub struct Area {
     pub name: String,
     pub colour: usize,
-    /// Place, lower and upper end.
+    /// Position, lower and upper end.
     pub points: Vec<(f64, f64, f64)>,
 }
 
-/// How an axis is divided.
+/// Title, marks and scale of an axis.
 pub struct Axis {
-    /// What it is of, and in which unit.
+    /// The quantity and its unit.
     pub title: String,
-    /// Where it has marks, and what stands there. The first and the last are its ends.
+    /// Positions and labels of the marks. The first and the last are the ends of the axis.
     pub ticks: Vec<(f64, String)>,
     logarithmic: bool,
 }
 
 impl Axis {
-    /// From 0 (or below the lowest, if logarithmic) to above the highest, with marks at 1, 2 or 5 times powers of ten.
+    /// Creates an axis from 0 (if logarithmic: below the lowest value) to above the highest, with marks at 1, 2, 5 times 10^n.
     pub fn new(title: &str, values: impl Iterator<Item = f64>, logarithmic: bool) -> Self {
         let values = values.filter(|value| value.is_finite() && *value > 0.0);
         let ends = values.fold((f64::INFINITY, 1e-3_f64), |(least, most), value| {
@@ -141,7 +141,7 @@ impl Axis {
         }
     }
 
-    /// Where `value` is: 0 at the first mark, 1 at the last.
+    /// Returns the position of `value`: 0 at the first mark, 1 at the last.
     fn place(&self, value: f64) -> f64 {
         let map = |value: f64| match self.logarithmic {
             true => value.max(1e-9).ln(),
@@ -156,7 +156,7 @@ impl Axis {
     }
 }
 
-/// 1, 2 or 5 times a power of ten, not below `least`.
+/// Returns the smallest number of the form 1, 2 or 5 times a power of ten that is not below `least`.
 fn nice_step(least: f64) -> f64 {
     let power = 10_f64.powf(least.max(1e-9).log10().floor());
     let steps = [1.0, 2.0, 5.0, 10.0].map(|step| step * power);
@@ -170,25 +170,25 @@ fn nice_step(least: f64) -> f64 {
 pub struct Plot<'a> {
     /// Unique in the page.
     pub id: &'a str,
-    /// What it shows, for those who do not see it.
+    /// Description for readers who cannot see it.
     pub title: &'a str,
     pub x: Axis,
     pub y: Axis,
-    /// Below the lines.
+    /// Areas drawn below the lines.
     pub areas: &'a [Area],
     pub lines: &'a [Line],
-    /// Whether points have markers.
+    /// True if points have markers.
     pub markers: bool,
 }
 
-/// The picture's own units are those of its text, of which a line is 16 high.
+/// Sizes are in units of the picture's text, whose lines are 16 high.
 const WIDTH: f64 = 640.0;
 const LEFT: f64 = 52.0;
 const RIGHT: f64 = WIDTH - 32.0;
 const TOP: f64 = 28.0;
 const BOTTOM: f64 = 300.0;
 
-/// The picture, with a legend whose order is that of the lines' ends.
+/// Draws the picture, with a legend in the order of the lines' ends.
 pub fn lines(plot: &Plot<'_>) -> Markup {
     let across = |x: f64| LEFT + plot.x.place(x) * (RIGHT - LEFT);
     let up = |y: f64| BOTTOM - plot.y.place(y) * (BOTTOM - TOP);
@@ -258,7 +258,7 @@ pub fn lines(plot: &Plot<'_>) -> Markup {
                         (line.name)
                     }
                 }
-                // As they lie: the highest first.
+                // In stacking order: the highest first.
                 @for area in plot.areas.iter().rev() {
                     li { span.key style={ "background:" (colour(area.colour)) } {} (area.name) }
                 }
@@ -274,7 +274,7 @@ fn width(line: &Line) -> &'static str {
     }
 }
 
-/// A circle, square, triangle or diamond; hollow on a dashed line.
+/// Draws a circle, square, triangle or diamond; hollow on a dashed line.
 fn marker(line: &Line, (x, y): (f64, f64), title: &str) -> Markup {
     let shape = match line.colour % 4 {
         0 => format!(

@@ -7,7 +7,7 @@ use crate::figures::{self, Figure};
 use crate::record::{Completed, Record};
 use crate::table::{Grid, is_the_same_work, pairs, verified};
 
-/// A table, as the terminal has it. A spread stays in one line, below its median where the table is narrow.
+/// Returns the table as HTML. In a narrow table, a spread stays in one line below its median.
 pub fn of(table: &Grid) -> Markup {
     let class = |column: usize| (column > 0 && column == table.words).then_some("words");
     let spread = |text: &str| {
@@ -41,12 +41,12 @@ pub fn of(table: &Grid) -> Markup {
     }
 }
 
-/// Folded until it is asked for.
+/// Returns `inner` folded below `summary`.
 pub fn details(summary: &str, inner: &Markup) -> Markup {
     html! { details { summary { (summary) } (inner) } }
 }
 
-/// Medians and spread of all figures.
+/// Returns a table of medians and spread of all figures.
 pub fn figures(series: &[Series<'_>]) -> Markup {
     let all: Vec<&Completed> = series.iter().flat_map(Series::completed).collect();
     let columns = figures::meant(figures::ALL, &all);
@@ -62,7 +62,7 @@ pub fn figures(series: &[Series<'_>]) -> Markup {
     of(&table)
 }
 
-/// Quotients Hotlift / QEMU of runs with the same repeat; empty if no QEMU took part.
+/// Returns a table of the quotients Hotlift / QEMU of runs with the same repeat; empty without QEMU.
 pub fn quotients(condition: &Condition<'_>, records: &[Record]) -> Markup {
     let compared = compared(condition);
     let names = compared.iter().map(|(name, _)| *name);
@@ -83,7 +83,7 @@ pub fn quotients(condition: &Condition<'_>, records: &[Record]) -> Markup {
     html! { @if !table.rows.is_empty() { (of(&table)) } }
 }
 
-/// Rows of ours, each with a QEMU's of the same work.
+/// Returns our rows, each with QEMU's row of the same work.
 pub fn beside_qemu<'a>(
     condition: &'a Condition<'a>,
 ) -> impl Iterator<Item = (&'a Series<'a>, &'a Series<'a>)> {
@@ -96,7 +96,7 @@ pub fn beside_qemu<'a>(
     })
 }
 
-/// What is compared with a QEMU.
+/// Returns the figures that are compared with QEMU.
 pub fn compared(condition: &Condition<'_>) -> [(&'static str, Figure); 5] {
     let ([source, destination], _) = condition.cpu();
     [

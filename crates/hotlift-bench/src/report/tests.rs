@@ -8,7 +8,7 @@ use super::super::record::tests::example;
 use super::super::record::{Completed, Engine, Outcome, Record};
 use super::*;
 
-/// A name that would do something if it were not escaped.
+/// A name that would run a script if it were not escaped.
 const HOSTILE: &str =
     "</title><script>console.error('ran')</script><img src=x onerror=alert(1)>&\"'";
 
@@ -21,7 +21,7 @@ fn side(cpu_s: f64, core_s_per_gib: f64) -> SideFigures {
     }
 }
 
-/// Made-up runs, in the proportions of real ones: methods, bandwidths, repeats, a QEMU, one that failed.
+/// Returns invented runs, in the proportions of real ones: methods, bandwidths, repeats, a QEMU, a failed run.
 fn records() -> Vec<Record> {
     let methods = [
         ("none", None, 0.35, 0.55, 1.0),
@@ -87,7 +87,7 @@ fn count(text: &str, what: &str) -> usize {
 #[test]
 fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
     let html = html(&records());
-    // Two of the crossover with a line a method.
+    // Two pictures of the crossover with a line for each method.
     assert_eq!(count(&html, "<svg class=\"lines\""), 2);
     assert_eq!(count(&html, "<path class=\"line\""), 4 + 4);
     // Total time, downtime and CPU of four rates.
@@ -157,7 +157,7 @@ fn rows_that_differ_in_an_option_alone_have_names_and_bars_of_their_own() {
     records.extend(others);
     let text = html(&records);
     assert!(text.contains("zstd 1, 2 ch, multifd-packet-size=1M"));
-    // Threads are drawn of so many rows only.
+    // Threads are drawn for a limited number of rows only.
     assert!(count(&text, "<span class=\"bar\"") > before * 3 / 2);
 }
 
@@ -221,7 +221,7 @@ fn a_report_of_nothing_or_of_failures_alone_is_a_report() {
     }
 }
 
-/// What simulated devices did is no measurement, and the report says so first.
+/// Work of simulated devices is no measurement, and the report states it first.
 #[test]
 fn simulated_devices_are_called_simulated() {
     let mut records = records();
@@ -270,7 +270,7 @@ fn a_browser_shows_the_report_without_a_complaint() {
             .expect("the browser starts");
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{said}");
-        // A page that breaks its own policy, or wants what is not there, says so on the console.
+        // A page that breaks its own policy, or requests a missing file, logs it on the console.
         let complaint =
             |line: &&str| line.contains(":CONSOLE") && !line.contains("source: chrome://");
         assert_eq!(said.lines().find(complaint), None);
@@ -298,7 +298,7 @@ fn a_browser_shows_the_report_without_a_complaint() {
             picture.len()
         );
     }
-    // To be looked at.
+    // For a manual check.
     if let Some(keep) = std::env::var_os("HOTLIFT_KEEP_REPORT") {
         for entry in std::fs::read_dir(folder.path())
             .expect("a folder")

@@ -1,4 +1,4 @@
-//! What runs over TLS take more than the same without, beside what the cipher takes by itself.
+//! Cost of TLS: runs over TLS minus the same runs without it, next to the cost of the cipher alone.
 
 use crate::certificates::{OPTION, wants_row};
 use crate::figures::{DESTINATION_CPU, SOURCE_CPU, both_cpu};
@@ -6,10 +6,10 @@ use crate::record::{Completed, Record, Row};
 use crate::stats;
 use crate::table::{Grid, series};
 
-/// Runs of one row, each with that of the same turn without TLS.
+/// Runs of one row, each with the run of the same turn without TLS.
 type Pairs<'a> = [(&'a Record, &'a Completed, &'a Completed)];
 
-/// A figure of such a pair; NaN where it means nothing.
+/// A figure of such a pair; NaN where it has no meaning.
 type Figure = fn(&Record, &Completed, &Completed) -> f64;
 
 /// The columns.
@@ -45,7 +45,7 @@ fn more(figure: fn(&Completed) -> Option<f64>, with: &Completed, without: &Compl
     of(figure, with) - of(figure, without)
 }
 
-/// The table, if runs over TLS are among `records`.
+/// Returns the table, if `records` contain runs over TLS.
 pub fn table(records: &[Record]) -> Option<(String, Grid)> {
     let names = COLUMNS.iter().map(|(name, _)| *name);
     let mut table = Grid::new(["", ""].into_iter().chain(names), 1);
@@ -75,7 +75,7 @@ fn text(pairs: &Pairs<'_>, figure: Figure) -> String {
     )
 }
 
-/// Runs of `row`, each with that of the same repeat without TLS.
+/// Returns the runs of `row`, each with the run of the same repeat without TLS.
 fn pairs<'a>(
     records: &'a [Record],
     row: &Row,

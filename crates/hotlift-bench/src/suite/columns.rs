@@ -1,16 +1,16 @@
-//! The columns of published tables, each with a figure of ours of the same definition.
+//! The columns of published tables, each with our figure of the same definition.
 
 use serde::{Deserialize, Deserializer, de};
 
 use crate::figures;
 use crate::record::{Completed, Record};
 
-/// A column.
+/// A column of a published table.
 #[derive(Debug, Clone, Copy)]
 pub struct Column {
-    /// Its head.
+    /// Its heading.
     pub name: &'static str,
-    /// Our figure; NaN where it means nothing.
+    /// Our figure; NaN where it has no meaning.
     pub figure: fn(&Record, &Completed) -> f64,
 }
 
@@ -18,7 +18,7 @@ const fn column(name: &'static str, figure: fn(&Record, &Completed) -> f64) -> C
     Column { name, figure }
 }
 
-/// Every column.
+/// All columns.
 pub const ALL: &[Column] = &[
     column("total ms", |_, run| run.source.total_ms),
     column("down ms", |_, run| run.source.downtime_ms),

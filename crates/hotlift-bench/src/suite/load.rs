@@ -1,7 +1,7 @@
-//! A table of runs, mostly a published one, as it stands in `suites/*.toml`, and what is checked when it is read.
+//! A table of runs, mostly a published one, as written in `suites/*.toml`, and the checks when it is read.
 //!
-//! A table is blocks of rows that share most of their settings. Each row has the options that it was measured with, by
-//! their names in a migration, and the figures that were published, one for each column.
+//! A table is blocks of rows that share most of their settings. Each row has the options of its measurement, by
+//! their names in a migration, and the published figures, one for each column.
 
 use std::collections::BTreeMap;
 
@@ -15,39 +15,39 @@ use super::sweep::{self, Sweep};
 use crate::cell::with_method;
 use hotlift_command::migration_args::MigrationArgs;
 
-/// As the value of an option: the accelerators of this host, or those that `--with` names.
+/// Value of an option: the accelerators of this host, or those that `--with` names.
 pub const DEVICES: &str = "devices";
 
-/// A published table.
+/// A table of runs.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Suite {
-    /// As typed.
+    /// Its name, as typed.
     pub name: String,
-    /// Who published it, where and when; or what it shows.
+    /// Author, place and date of the publication; or the subject of the table.
     pub source: String,
-    /// What it was measured on, if it was published.
+    /// Machine of the published measurement.
     #[serde(default)]
     pub machine: Option<String>,
-    /// What differs here, apart from machine and size.
+    /// Differences of our runs, apart from machine and size.
     pub differs: Vec<String>,
     /// GiB of RAM of the published guest.
     pub ram_gib: u64,
-    /// What is shown of each run.
+    /// Figures shown for each run.
     pub columns: Vec<Column>,
-    /// The table.
+    /// The blocks of the table.
     #[serde(default, rename = "block")]
     pub blocks: Vec<Block>,
-    /// Or every combination of some lists.
+    /// Combinations of lists, instead of blocks.
     #[serde(default, rename = "sweep")]
     pub sweeps: Vec<Sweep>,
-    /// Whether it is left out of `--suite all`, since it takes hours.
+    /// True if `--suite all` omits it because it takes hours.
     #[serde(default)]
     pub by_name_alone: bool,
-    /// Published CPU time of each thread, in tables of their own.
+    /// Published CPU time of each thread, in separate tables.
     #[serde(default)]
     pub threads: Vec<ThreadTable>,
-    /// Kinds of threads whose counts by the kernel are shown.
+    /// Kinds of threads whose kernel counts are shown.
     #[serde(default)]
     pub kinds: Vec<Kind>,
 }
@@ -56,34 +56,34 @@ pub struct Suite {
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Block {
-    /// Begins the name of each row.
+    /// Prefix of the name of each row.
     pub title: String,
-    /// Page compression method, or "compress" for threads on the main channel.
+    /// Page compression method; "compress" for compression threads on the main channel.
     pub method: String,
     /// Options of all rows.
     pub options: BTreeMap<String, String>,
-    /// Where the guest writes; nowhere if nothing is said.
+    /// The guest's write pattern; idle by default.
     #[serde(default = "sweep::idle", deserialize_with = "sweep::workload")]
     pub workload: Workload,
     /// Share of pages that stay zero, 0 to 1.
     pub zero_share: f64,
-    /// Whether the zero pages are written once.
+    /// True if the zero pages are written once.
     #[serde(default)]
     pub zero_touched: bool,
     /// The rows.
     pub rows: Vec<Published>,
 }
 
-/// A row.
+/// A row of a block.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Published {
-    /// What tells it from the others of its block.
+    /// Name that distinguishes it from the others of its block.
     pub name: String,
-    /// Options of its own.
+    /// Options of this row only.
     #[serde(default)]
     pub options: BTreeMap<String, String>,
-    /// A figure for each column, NaN where none was published; empty if none was at all.
+    /// A figure for each column, NaN where none was published; empty without any.
     #[serde(default)]
     pub published: Vec<f64>,
 }
@@ -94,7 +94,7 @@ pub struct Published {
 pub struct ThreadTable {
     /// Its caption.
     pub title: String,
-    /// Share of zero pages of the runs that it is of.
+    /// Share of zero pages of its runs.
     pub zero_share: f64,
     /// The threads.
     pub rows: Vec<ThreadRow>,
@@ -104,11 +104,11 @@ pub struct ThreadTable {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ThreadRow {
-    /// As QEMU named it.
+    /// Its name in QEMU.
     pub name: String,
-    /// Where the CPU looks for zero pages.
+    /// Its time when the CPU detects zero pages.
     pub cpu: Option<f64>,
-    /// Where DSA does.
+    /// Its time when DSA detects them.
     pub dsa: Option<f64>,
 }
 
@@ -116,11 +116,11 @@ pub struct ThreadRow {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Kind {
-    /// What they do.
+    /// Their work.
     pub name: String,
-    /// Where they run.
+    /// The side that they run on.
     pub side: Side,
-    /// How their names begin, in Hotlift and in QEMU.
+    /// Prefixes of their names, in Hotlift and in QEMU.
     pub begins: Vec<String>,
 }
 
@@ -128,16 +128,16 @@ pub struct Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Side {
-    /// Where the guest was.
+    /// The side that the guest leaves.
     Source,
-    /// Where it goes.
+    /// The side that the guest moves to.
     Destination,
 }
 
-/// A file that is no suite.
+/// An error in a file of a suite.
 #[derive(Debug, thiserror::Error)]
 pub enum SuiteError {
-    /// It is not TOML, or not this TOML.
+    /// The file is not TOML, or has an unknown structure.
     #[error("not the format of a suite")]
     Format(#[from] toml::de::Error),
     /// A row does not have a figure for each column.
@@ -150,28 +150,28 @@ pub enum SuiteError {
         /// Columns.
         columns: usize,
     },
-    /// A share of zero pages is not one.
+    /// A share of zero pages is out of range.
     #[error("{title}: zero-share is not 0 to 1")]
     ZeroShare {
         /// The block.
         title: String,
     },
-    /// A row asks for what no migration has.
+    /// A row has an invalid option.
     #[error("{row}")]
     Option {
         /// Block and row.
         row: String,
-        /// What.
+        /// The error of the option.
         #[source]
         source: OptionError,
     },
 }
 
 impl Suite {
-    /// The suite that `text` is.
+    /// Parses the suite in `text`.
     ///
     /// # Errors
-    /// If it is none; with the row that is wrong.
+    /// If it is invalid; the error names the row.
     pub fn read(text: &str) -> Result<Self, SuiteError> {
         let suite: Self = toml::from_str(text)?;
         for sweep in &suite.sweeps {
@@ -202,7 +202,7 @@ impl Suite {
         Ok(suite)
     }
 
-    /// Every row with its block.
+    /// Returns every row with its block.
     pub fn rows(&self) -> impl Iterator<Item = (&Block, &Published)> {
         let blocks = self.blocks.iter();
         blocks.flat_map(|block| block.rows.iter().map(move |row| (block, row)))
@@ -210,7 +210,7 @@ impl Suite {
 }
 
 impl Block {
-    /// Options of one of its rows: name and value, the row's own last.
+    /// Returns the options of one of its rows: name and value, the row's own last.
     pub fn options_of<'a>(
         &'a self,
         row: &'a Published,
@@ -220,7 +220,7 @@ impl Block {
     }
 }
 
-/// Each option by itself: whether this host has the accelerators is not the table's matter.
+/// Checks each option alone: the table is valid even if this host lacks the accelerators.
 fn check_options(block: &Block, row: &Published) -> Result<(), OptionError> {
     with_method(&MigrationArgs::default(), &block.method, None)?;
     let mut options = Options::default();
@@ -237,7 +237,7 @@ fn check_options(block: &Block, row: &Published) -> Result<(), OptionError> {
 mod tests {
     use super::*;
 
-    /// A suite with one row, of which one line is another.
+    /// Returns a suite with one row, in which one line is replaced.
     fn with(line: &str, other: &str) -> Result<Suite, SuiteError> {
         let text = r#"
 name = "one"

@@ -1,14 +1,14 @@
-//! The published tables, row by row, with our own figures beside theirs; and tables of our own.
+//! The published tables, row by row, with our own figures next to theirs; and our own tables.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `../../suites/*.toml` | the tables |
-//! | `load` | what stands in them, read and checked |
-//! | `columns` | figures of ours with the definitions of theirs |
-//! | `sheet` | a table with ours beside it |
-//! | `threads`, `counts` | what two of them show of their threads |
+//! | `load` | reads and checks the tables |
+//! | `columns` | our figures with the published definitions |
+//! | `sheet` | a table with our figures next to it |
+//! | `threads`, `counts` | the tables by thread of two suites |
 //! | `sweep` | rows that are every combination of some lists |
-//! | `added_by_tls` | what rows with TLS take more than the same without |
+//! | `added_by_tls` | the cost of rows with TLS over the same rows without |
 
 mod added_by_tls;
 mod columns;
@@ -51,14 +51,14 @@ static SUITES: LazyLock<[Suite; 7]> = LazyLock::new(|| {
     FILES.map(|text| Suite::read(text).expect("it is compiled in, and a test reads it"))
 });
 
-/// `--suite`.
+/// Value of `--suite`.
 #[derive(Debug, Clone)]
 pub struct Choice(pub Vec<&'static Suite>);
 
-/// The suite with this name, or all of them but those that are run by name alone.
+/// Returns the suite with this name, or for "all" the suites that do not have to be named.
 ///
 /// # Errors
-/// If there is none; with those that there are.
+/// If there is none; the error lists the names.
 pub fn choose(name: &str) -> Result<Choice, String> {
     match name {
         "all" => Ok(Choice(
@@ -70,10 +70,10 @@ pub fn choose(name: &str) -> Result<Choice, String> {
     }
 }
 
-/// The suite with this name.
+/// Returns the suite with this name.
 ///
 /// # Errors
-/// If there is none; with those that there are.
+/// If there is none; the error lists the names.
 pub fn find(name: &str) -> Result<&'static Suite, String> {
     let found = SUITES.iter().find(|suite| suite.name == name);
     found.ok_or_else(|| {
@@ -82,7 +82,7 @@ pub fn find(name: &str) -> Result<&'static Suite, String> {
     })
 }
 
-/// Records that one table can show, each in the order in which it came first: of one suite, machine and
+/// Splits records into those that one table can show, in the order of their first appearance: by suite, machine and
 /// work.
 pub fn split(records: &[Record]) -> Vec<Vec<Record>> {
     let mut works: BTreeMap<(&str, &str), Work<'_>> = BTreeMap::new();
@@ -101,7 +101,7 @@ pub fn split(records: &[Record]) -> Vec<Vec<Record>> {
     tables.into_iter().map(|(_, records)| records).collect()
 }
 
-/// What one call of the bench did, beside what a published row says itself.
+/// The work of one call of the bench, apart from the settings that a published row has itself.
 #[derive(Default, PartialEq)]
 struct Work<'a> {
     suite: &'a str,
@@ -118,7 +118,7 @@ impl<'a> Work<'a> {
         let machine = &record.machine;
         self.machines.insert(machine.identity());
         if find(&record.suite).is_err() {
-            // A matrix shows in its labels what differs.
+            // The labels of a matrix show its differences.
             return;
         }
         let (row, guest) = (&record.row, &record.row.guest);
@@ -136,21 +136,21 @@ impl<'a> Work<'a> {
     }
 }
 
-/// RAM that a suite's guest has for each core of this machine at most, unless `--ram` says more: the
-/// published hosts had dozens of cores, and some thirty rows have to be done in less than a day.
+/// Most RAM of a suite's guest for each core of this machine, unless `--ram` is given. The
+/// published hosts had dozens of cores, and some thirty rows must complete in less than a day.
 const RAM_PER_CORE: u64 = 1 << 30;
 
 impl Suite {
-    /// Bytes of RAM that its guests have here, before it is seen what fits.
+    /// Returns the bytes of RAM of its guests here, before the check of free memory.
     pub fn ram(&self) -> u64 {
         let cores = u64::try_from(machine::cores()).unwrap_or(u64::MAX);
         (self.ram_gib << 30).min(RAM_PER_CORE.saturating_mul(cores))
     }
 
-    /// A cell for every row that this host can try, for a guest like `base`.
+    /// Returns a cell for every row that this host can try, for a guest like `base`.
     ///
     /// # Errors
-    /// If `--with` asks for what does not go together.
+    /// If the options of `--with` conflict.
     pub fn cells(&self, base: &GuestArgs, matrix: &MatrixArgs) -> Result<Vec<Cell>, BenchError> {
         if let Some(option) = matrix.with_names().find(|name| self.sets(name)) {
             return Err(self.sets_itself(&format!("--with {option}"), option));
@@ -176,7 +176,7 @@ impl Suite {
                 }
             };
             let kind = guest.kind();
-            // The devices are for the rows that name them.
+            // Only rows that name devices use them.
             for migration in matrix.with_each(vec![migration], &["accel-path"])? {
                 let cell = Cell {
                     engine: Engine::Hotlift,
@@ -203,7 +203,7 @@ impl Suite {
         Ok(cells)
     }
 
-    /// The error that `flag` is for `option`, which its rows set.
+    /// Returns the error for `flag`, which sets an `option` that the rows set.
     pub fn sets_itself(&self, flag: &str, option: &'static str) -> BenchError {
         BenchError::SuiteSets {
             suite: self.name.clone(),
@@ -212,7 +212,7 @@ impl Suite {
         }
     }
 
-    /// Whether its rows set this option themselves. Whose devices they name is the host's.
+    /// Returns true if its rows set this option themselves. The devices that they name come from the host.
     fn sets(&self, name: &str) -> bool {
         let is = |(set, value): (&str, &str)| {
             value != DEVICES && option(set).is_ok_and(|info| info.name == name)
@@ -225,10 +225,10 @@ impl Suite {
     }
 }
 
-/// The options of a row; `None` if they name devices and none is here.
+/// Returns the options of a row; `None` if they name devices and this host has none.
 ///
 /// # Errors
-/// If they demand an accelerator that is not here.
+/// If they require an accelerator that this host lacks.
 fn own_options(
     block: &Block,
     row: &Published,
@@ -247,7 +247,7 @@ fn own_options(
     with_method(&migration, &block.method, None).map(Some)
 }
 
-/// DSA's work queues of this host, as `accel-path` takes them; empty if there are none.
+/// Returns DSA's work queues of this host, in the format of `accel-path`; empty if there are none.
 fn devices() -> String {
     let queues = std::fs::read_dir("/dev/dsa")
         .into_iter()
@@ -260,7 +260,7 @@ fn devices() -> String {
     paths.join(" ")
 }
 
-/// Whether `row` ran with the settings of this row.
+/// Returns true if `row` ran with the settings of the published row.
 fn is_of(block: &Block, published: &Published, row: &Row) -> bool {
     let guest = &row.guest;
     row.method == block.method
@@ -271,7 +271,7 @@ fn is_of(block: &Block, published: &Published, row: &Row) -> bool {
             .all(|(name, value)| has(row, name, value))
 }
 
-/// Whether this share of pages was to stay zero.
+/// Returns true if this share of zero pages was requested.
 fn has_zero_share(row: &Row, share: f64) -> bool {
     let asked = row.guest.zero_share;
     asked.is_some_and(|asked| (asked - share).abs() < 1e-9)
@@ -289,7 +289,7 @@ fn has(row: &Row, name: &str, value: &str) -> bool {
     }
 }
 
-/// Whether a device of this row was the software model.
+/// Returns true if a device of this row was the software model.
 fn is_simulated(row: &Row) -> bool {
     row.options
         .get("accel-path")

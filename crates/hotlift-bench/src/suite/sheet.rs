@@ -1,4 +1,4 @@
-//! A published table with ours beside it, and what differs.
+//! A published table with our figures next to it, and the differences.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -12,13 +12,13 @@ use crate::record::{Record, Row};
 use crate::stats::{self, plain};
 use crate::table::{Grid, Labels, is_the_same_work, pairs, series};
 
-/// A published table with ours beside it.
+/// A published table with our figures next to it.
 pub struct Sheet {
-    /// Who published it, where and when, and what it was measured on; or what it shows.
+    /// Author, place, date and machine of the publication; or the subject of the table.
     pub heading: String,
-    /// What it comes to, a line each; nothing of a published table.
+    /// Conclusions, a line each; empty for a published table.
     pub conclusions: Vec<String>,
-    /// What differs here, a line each.
+    /// Differences of our runs, a line each.
     pub differs: Vec<String>,
     /// The tables, each with its caption.
     pub tables: Vec<(String, Grid)>,
@@ -44,7 +44,7 @@ impl Display for Sheet {
 }
 
 impl Suite {
-    /// The published table with ours beside it, and what differs.
+    /// Returns the published table with our figures next to it, and the differences.
     pub fn sheet(&self, records: &[Record]) -> Sheet {
         let columns = self.columns.iter().map(|column| column.name);
         let mut shown = Grid::new(["", ""].into_iter().chain(columns), 1);
@@ -88,8 +88,8 @@ impl Suite {
         sheet
     }
 
-    /// Our lines below a published row: Hotlift, each QEMU, and the quotient of both, for each setting that the
-    /// row leaves open.
+    /// Returns our lines below a published row: Hotlift, each QEMU, and the quotient of both, for each setting that
+    /// the row leaves open.
     fn ours(
         &self,
         block: &Block,
@@ -207,7 +207,7 @@ impl Suite {
     }
 }
 
-/// Whether a row can be run only where there is an accelerator.
+/// Returns true if a row needs an accelerator.
 fn needs_device((block, row): &(&Block, &Published)) -> bool {
     let mut options = block.options_of(row);
     options.any(|(name, value)| (name, value) == ("accelerator", "required") || value == DEVICES)

@@ -16,52 +16,52 @@ use crate::link::Link;
 use crate::matrix::{MatrixArgs, add_new, each};
 use crate::record::Engine;
 
-/// A sweep.
+/// A list of values for each setting.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Sweep {
-    /// What it is about.
+    /// Its subject.
     pub title: String,
-    /// What RAM holds.
+    /// Contents of RAM.
     fills: Vec<Content>,
     /// Bytes of RAM.
     #[serde(deserialize_with = "sizes")]
     ram: Vec<u64>,
-    /// Where the guest writes; nowhere if nothing is said.
+    /// The guest's write pattern; idle by default.
     #[serde(default = "idle", deserialize_with = "workload")]
     workload: Workload,
-    /// Pages that it writes a second.
+    /// Pages that the guest writes per second.
     #[serde(default)]
     rates: Vec<u64>,
-    /// Bytes that it writes to.
+    /// Bytes of the working set.
     #[serde(default, deserialize_with = "maybe_size")]
     working_set: Option<u64>,
-    /// As `--link` takes them.
+    /// Links, in the format of `--link`.
     #[serde(deserialize_with = "links")]
     links: Vec<Link>,
-    /// When a busy thread takes a core.
+    /// Time at which a busy thread takes a core.
     #[serde(default, deserialize_with = "maybe_time")]
     neighbour: Option<Duration>,
-    /// Page compression methods, each with its level if it is not the default one.
+    /// Page compression methods, each with its level unless that is the default.
     #[serde(deserialize_with = "methods")]
     methods: Vec<(String, Option<u8>)>,
     /// Options of all rows.
     options: BTreeMap<String, String>,
 }
 
-/// What cannot be tried here, each with the reason.
+/// Combinations that cannot be tried here, each with the reason.
 pub type LeftOut = Vec<(String, String)>;
 
-/// What RAM holds.
+/// Content of RAM.
 #[derive(Debug, Clone, Copy, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Content {
     from: From,
-    /// Share of pages that stay zero, 0 to 1; those of an image are its own.
+    /// Share of pages that stay zero, 0 to 1; an image has its own share.
     zero_share: Option<f64>,
 }
 
-/// Where its bytes come from.
+/// Origin of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum From {
@@ -74,10 +74,10 @@ enum From {
 }
 
 impl Sweep {
-    /// Whether its options and methods are some.
+    /// Checks its options and methods.
     ///
     /// # Errors
-    /// What no migration has.
+    /// If an option or a method is invalid.
     pub fn check(&self) -> Result<(), OptionError> {
         let mut options = Options::default();
         for (name, value) in self.options() {
@@ -89,16 +89,16 @@ impl Sweep {
         Ok(())
     }
 
-    /// The options of all its rows.
+    /// Returns the options of all its rows.
     pub fn options(&self) -> impl Iterator<Item = (&str, &str)> {
         let all = self.options.iter();
         all.map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// A cell for every combination that can be tried here, for a guest like `base`; and what is left out, and why.
+    /// Returns a cell for every combination that can be tried here, for a guest like `base`; and the others with the reasons.
     ///
     /// # Errors
-    /// If `--with` asks for what does not go together.
+    /// If the options of `--with` conflict.
     pub fn cells(
         &self,
         base: &GuestArgs,
@@ -180,7 +180,7 @@ pub fn workload<'de, D: Deserializer<'de>>(text: D) -> Result<Workload, D::Error
         .map_err(de::Error::custom)
 }
 
-/// "512M".
+/// Parses a size like "512M".
 fn size<E: de::Error>(text: &str) -> Result<u64, E> {
     parse_size(text).ok_or_else(|| de::Error::custom(format!("{text:?} is no size")))
 }
@@ -208,7 +208,7 @@ fn links<'de, D: Deserializer<'de>>(text: D) -> Result<Vec<Link>, D::Error> {
     texts.iter().map(link).collect()
 }
 
-/// "none", "zstd 3".
+/// Parses methods like "none", "zstd 3".
 fn methods<'de, D: Deserializer<'de>>(text: D) -> Result<Vec<(String, Option<u8>)>, D::Error> {
     let method = |text: String| match text.split_once(' ') {
         None => Ok((text, None)),
@@ -241,7 +241,7 @@ mod tests {
             with.len() - without.len(),
             with.iter().filter(of_image).count()
         );
-        // Each of them stands in the same circumstances with each method.
+        // Each of them has the same conditions with each method.
         let rows: Vec<_> = with.iter().map(|cell| cell.row().unwrap()).collect();
         let beside = rows.iter().filter(|row| row.stands_beside(&rows[0]));
         let methods: Vec<_> = beside.map(crate::record::Row::method_and_level).collect();

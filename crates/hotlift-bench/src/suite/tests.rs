@@ -29,7 +29,7 @@ fn every_column_that_may_go_is_one_of_the_result_tables() {
     let of_rows = columns::ALL.iter().map(|column| column.name);
     let of_threads = counts::COUNTS.iter().map(|(name, _)| *name);
     let known = of_runs.chain(of_rows).chain(of_threads);
-    // The last is one of the demo's alone.
+    // The last name belongs to the demo only.
     let known: Vec<&str> = known.chain([threads::BY_QEMU, "ch"]).collect();
     for name in width::DISPENSABLE {
         assert!(known.contains(name), "{name}");
@@ -55,7 +55,7 @@ fn every_row_has_a_cell_that_is_found_again() {
         let mut found = 0;
         for (block, row) in suite.rows() {
             let cells = rows.iter().filter(|one| is_of(block, row, one)).count();
-            // Only what demands hardware may have none.
+            // Only rows that require hardware may have none.
             let mut options = block.options_of(row);
             let demands = options.any(|option| option == ("accelerator", "required"));
             assert!(

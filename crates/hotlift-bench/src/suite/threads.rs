@@ -9,32 +9,32 @@ use crate::table::Grid;
 /// The published thread that only DSA has.
 const COMPLETION: &str = "dsa_completion";
 
-/// The column that a device's is compared with.
+/// The column that a device's column is compared with.
 const BY_CPU: &str = "Hotlift, CPU";
 
-/// The device's column. A simulated device saves nothing, and a QEMU's CPU is no device's.
+/// The device's column. Simulated devices are excluded because they save nothing, and QEMU because it uses its CPU.
 const BY_DSA: &str = "Hotlift, DSA";
 
-/// A QEMU's column.
+/// Column of QEMU.
 pub const BY_QEMU: &str = "QEMU, CPU";
 
-/// A column of the table: the runs that it is of.
+/// A column of the table: the runs that it shows.
 struct Column<'a> {
     name: &'static str,
     runs: Vec<&'a Record>,
 }
 
-/// Why a column is missing.
+/// Message if the column of a device is missing.
 pub const NO_DEVICE: &str = "no DSA device here, so the CPU's column stands alone: see 'hotlift accel'; a simulated one is \
      --with accel-path=dsa-model:";
 
-/// Whether a run used a device, real or simulated.
+/// Returns true if a run used a device, real or simulated.
 pub fn has_device(records: &[Record]) -> bool {
     let mut options = records.iter().map(|run| &run.row.options);
     options.any(|options| options.contains_key("accel-path"))
 }
 
-/// The tables, each with its caption.
+/// Returns the tables, each with its caption.
 pub fn tables(tables: &[ThreadTable], records: &[Record]) -> impl Iterator<Item = (String, Grid)> {
     tables.iter().map(|published| {
         let caption = format!("{}, CPU ms by thread", published.title);
@@ -101,7 +101,7 @@ fn columns<'a>(published: &ThreadTable, records: &'a [Record]) -> Vec<Column<'a>
 }
 
 impl Column<'_> {
-    /// CPU ms of the threads that `is` says, a number a run.
+    /// Returns the CPU ms of the threads that `is` selects, a number for each run.
     fn runtimes(&self, is: impl Fn(&str) -> bool) -> Vec<f64> {
         let of = |run: &&Record| {
             let threads = &run.completed()?.source.side.threads;
@@ -124,7 +124,7 @@ impl Column<'_> {
     }
 }
 
-/// A thread's name in the published table, where it has one.
+/// Returns a thread's name in the published table, where it has one.
 fn published_name(name: &str) -> String {
     match name.strip_prefix("mig/src/send_") {
         Some(number) => format!("multifdsend_{number}"),
@@ -133,7 +133,7 @@ fn published_name(name: &str) -> String {
     }
 }
 
-/// What the published totals add up; they differ by up to 6 ms from the sum of their own rows.
+/// Returns true for threads in the published totals; those differ by up to 6 ms from the sum of their own rows.
 fn is_counted(name: &str) -> bool {
     name == "live_migration" || name == COMPLETION || name.starts_with("multifdsend_")
 }
