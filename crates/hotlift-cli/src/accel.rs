@@ -1,4 +1,4 @@
-//! `hotlift accel`: the accelerators of this host, and what is missing to use them.
+//! `hotlift accel`: the accelerators of this host, and the missing parts of their setup.
 
 use std::path::PathBuf;
 
@@ -32,7 +32,7 @@ pub fn run(args: &AccelArgs) -> Result<(), CommandError> {
     Ok(output::result(&text).map_err(TerminalError::Output)?)
 }
 
-/// All accelerators that are there, or a line that there is none.
+/// Returns all existing accelerators, or a line that there is none.
 fn listing(accelerators: &[Accelerator]) -> String {
     let there: Vec<_> = accelerators.iter().filter(|one| one.is_there()).collect();
     let mut lines = Vec::new();
@@ -92,7 +92,7 @@ fn section(accelerator: &Accelerator) -> Vec<String> {
     lines
 }
 
-/// The part whose gaps are described at length if none works: the one that lacks least.
+/// Returns the part whose gaps are described in detail if none works: the one with the fewest.
 fn described(accelerator: &Accelerator) -> Option<&Part> {
     if accelerator.parts.iter().any(|part| part.usable) {
         return None;

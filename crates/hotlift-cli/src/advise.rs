@@ -1,4 +1,4 @@
-//! `hotlift advise`: what to set on this host, by its accelerators and by what its kernel lets this user do.
+//! `hotlift advise`: recommended settings of this host, by its accelerators and the kernel's permissions for this user.
 
 use std::path::PathBuf;
 
@@ -56,7 +56,7 @@ fn text(advice: &Advice) -> String {
     text
 }
 
-/// The devices in a line.
+/// Returns the devices in one line.
 fn usable(devices: &Devices) -> String {
     let counted = |name, count| (count > 0).then(|| format!("{name} ({count})"));
     let of = [

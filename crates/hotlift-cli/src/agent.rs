@@ -1,4 +1,4 @@
-//! `hotlift agent`: the agent of a host, and what is asked and told of it over its control socket.
+//! `hotlift agent`: the agent of a host, and the commands over its control socket.
 
 use std::path::PathBuf;
 
@@ -158,12 +158,12 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
     }
 }
 
-/// Looks whether this host's migrations come to the agent, which learns what was found.
+/// Checks that this host's migrations reach the agent, and sends it the result.
 fn check_redirect(config: &Config) -> Result<(), CommandError> {
     let control = ControlArgs {
         control: Some(config.control.clone()),
     };
-    // Another user can neither look nor, most likely, ask.
+    // Another user can neither check nor, most likely, query the agent.
     let has_agent = geteuid().is_root() && of_this_host(&control).is_some();
     let found = proof::look(config, has_agent).map_err(|error| agent_error(error.into()))?;
     for line in found.notes.iter().chain(&found.problems) {

@@ -1,4 +1,4 @@
-//! This host's agent, asked over its control socket.
+//! Queries to this host's agent, over its control socket.
 
 use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::error::CommandError;
 
-/// How long the agent may take to answer.
+/// Timeout of the agent's answer.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// Where the agent is asked.
@@ -27,7 +27,7 @@ pub struct ControlArgs {
     pub control: Option<PathBuf>,
 }
 
-/// What this host's agent says of itself; `None` if there is none, or if it does not answer, which is then said.
+/// Returns the status of this host's agent; `None` if there is none, or if it does not answer, which is then printed.
 pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
     match control.ask("query-agent", &Value::Null) {
         Ok(info) => Some(info),
@@ -39,7 +39,7 @@ pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
     }
 }
 
-/// The configuration of this host's agent in `file`; that of an agent of which nothing is said if there is none.
+/// Returns the configuration of this host's agent in `file`; without a file, the default.
 pub fn config_in(file: &Path) -> Result<Config, CommandError> {
     match Config::read(file) {
         Err(error) if error.is_no_file() => Ok(Config::default()),
@@ -47,7 +47,7 @@ pub fn config_in(file: &Path) -> Result<Config, CommandError> {
     }
 }
 
-/// A failure of the agent as one of this command.
+/// Turns an error of the agent into one of this command.
 pub fn agent_error(error: AgentError) -> CommandError {
     CommandError::Agent(Box::new(error))
 }
@@ -58,7 +58,7 @@ impl ControlArgs {
         control.unwrap_or_else(|| Config::default().control)
     }
 
-    /// Asks the agent.
+    /// Sends a query to the agent.
     pub fn ask<T: DeserializeOwned>(
         &self,
         command: &str,
@@ -72,7 +72,7 @@ impl ControlArgs {
                 source,
             },
         };
-        // The client would wait for a socket that is not there, as for that of a QEMU that is starting.
+        // The client would wait for a missing socket, as it does for a starting QEMU.
         if let Err(source) = UnixStream::connect(&path)
             && matches!(
                 source.kind(),

@@ -1,4 +1,4 @@
-//! `hotlift certs`: a CA and hosts' certificates for TLS, and a look at those that are there.
+//! `hotlift certs`: creates a CA and hosts' certificates for TLS, and shows existing ones.
 
 pub mod error;
 
@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use self::error::CertsError;
 use crate::error::CommandError;
 
-/// Files as QEMU and libvirt name them; only the CA's key is a name of ours.
+/// File names of QEMU and libvirt; only the CA's key has a name of Hotlift's own.
 const CA: &str = "ca-cert.pem";
 const CA_KEY: &str = "ca-key.pem";
 const REVOKED: &str = "ca-crl.pem";
@@ -146,7 +146,7 @@ fn init(args: &InitArgs) -> Result<(), CertsError> {
     let files = [CA, CA_KEY].map(|name| args.dir.join(name));
     refuse_existing(&files, args.force)?;
     let name = args.name.clone().unwrap_or_else(|| {
-        // Two CAs of one name are hard to tell apart in a message.
+        // Distinguishes CAs in messages.
         format!("Hotlift CA {:08x}", fastrand::u32(..))
     });
     let ca = Authority::make(&name, args.days, SystemTime::now())?;
@@ -188,7 +188,7 @@ fn host(args: &HostArgs) -> Result<(), CertsError> {
     Ok(())
 }
 
-/// Copies what is public of the CA to a host's folder.
+/// Copies the public files of the CA to a host's folder.
 fn bring_ca(from: &Path, to: &Path, force: bool) -> Result<(), CertsError> {
     for name in [CA, REVOKED] {
         let (source, target) = (from.join(name), to.join(name));
@@ -287,7 +287,7 @@ fn refuse_existing(files: &[PathBuf], force: bool) -> Result<(), CertsError> {
     }
 }
 
-/// Makes a folder for this user alone; those above it are as ever.
+/// Creates a folder for this user only; its parents get the usual mode.
 fn make_folder(dir: &Path) -> Result<(), FileError> {
     let failed = FileError::writing(dir);
     if dir.is_dir() {
@@ -299,19 +299,19 @@ fn make_folder(dir: &Path) -> Result<(), FileError> {
     DirBuilder::new().mode(0o700).create(dir).map_err(failed)
 }
 
-/// Modes of files: a certificate is shown to every peer, a key to nobody.
+/// File modes: every peer sees a certificate, only its owner sees a key.
 const PUBLIC: u32 = 0o644;
 const SECRET: u32 = 0o600;
 
-/// Writes certificate and key. The key comes first: whoever reads in between has an old certificate with a new key, which he
-/// does not take (and tries again), and not a new one that is lost if this ends here.
+/// Writes certificate and key, key first. A reader in between gets an old certificate with a new key, rejects it and retries;
+/// in the other order, a crash would lose the new key.
 fn put(files: &[PathBuf; 2], issued: &Issued, force: bool) -> Result<(), FileError> {
     let [certificate, key] = files;
     write(key, &issued.key, SECRET, force)?;
     write(certificate, &issued.certificate, PUBLIC, force)
 }
 
-/// Writes a file all at once, so that nobody reads half of it.
+/// Writes a file atomically, so that no process reads half of it.
 fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), FileError> {
     let failed = FileError::writing(path);
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
@@ -319,7 +319,7 @@ fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), FileErro
         .permissions(Permissions::from_mode(mode))
         .tempfile_in(dir.unwrap_or(Path::new(".")))
         .map_err(failed)?;
-    // The mode as it is given, whatever the umask is.
+    // Sets the exact mode, regardless of the umask.
     file.as_file()
         .set_permissions(Permissions::from_mode(mode))
         .map_err(failed)?;
@@ -332,7 +332,7 @@ fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), FileErro
     kept.map(|_| ()).map_err(|error| failed(error.error))
 }
 
-/// Days from `now` to `ends`; negative if that is over.
+/// Returns the days from `now` to `ends`; negative if that is past.
 fn days_left(ends: SystemTime, now: SystemTime) -> i64 {
     let days = |time: Duration| i64::try_from(time.as_secs() / DAY.as_secs()).unwrap_or(i64::MAX);
     match ends.duration_since(now) {
@@ -416,13 +416,13 @@ fn as_text(listing: &Listing, now: SystemTime) -> String {
     text
 }
 
-/// What to do with a folder in which all is well.
+/// Next steps for a valid folder.
 const HOW_TO_USE: &str = "\
 Every host needs such a folder: the same CA, and certificates of its own.
 A host's server certificate must have the name or address that is migrated to.
 Another host's:  hotlift certs host NAME --out FOLDER  (where the CA's key is)";
 
-/// How to come to certificates.
+/// Ways to get certificates.
 const HOW_TO_HAVE: &str = "\
 Certificates that are there already need no change:
   libvirt, QEMU    /etc/pki/qemu, with ca-cert.pem, server-cert.pem, server-key.pem,
@@ -431,7 +431,7 @@ Certificates that are there already need no change:
                    tls.key; usages 'server auth' and 'client auth'
 Hotlift's own:     hotlift certs init, then hotlift certs host NAME";
 
-/// Appends `words` in lines of a terminal's width that begin with `indent`, the second and later ones with more.
+/// Appends `words` in lines of a terminal's width that begin with `indent`, and with more from the second line on.
 fn paragraph(text: &mut String, indent: &str, words: &str) {
     let mut line = indent.to_owned();
     let mut is_empty = true;

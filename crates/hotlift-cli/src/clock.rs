@@ -1,4 +1,4 @@
-//! The guest's clock after a restore: it goes on at the time of the save, unless the guest agent sets it.
+//! The guest's clock after a restore: it continues at the time of the save, unless the guest agent sets it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -10,22 +10,22 @@ use hotlift_qmp::{GuestAgentError, RunState, set_guest_time};
 use hotlift_terminal::error::error_line;
 use hotlift_terminal::output::complain;
 
-/// Time limit for the guest agent. A guest that was restored lazily fetches the agent's pages first; then it answers within
+/// Timeout of the guest agent. A lazily restored guest fetches the agent's pages first; then the agent answers within
 /// milliseconds.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Time since 1970 by this host's clock.
+/// Returns the time since 1970 by this host's clock.
 pub fn now() -> Duration {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.unwrap_or_default()
 }
 
-/// When a VM was saved, in seconds from 1970.
+/// Time when a VM was saved, in seconds since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SavedAt {
-    /// As the file keeps it.
+    /// Time recorded in the file.
     Kept(u64),
-    /// By the file's modification time: a `mapped-ram` file keeps none.
+    /// Modification time of the file: a `mapped-ram` file records none.
     Modified(u64),
 }
 
@@ -37,7 +37,7 @@ impl SavedAt {
         Some(Self::Modified(since.as_secs()))
     }
 
-    /// Describes how far the clock of a guest is behind that is restored at `now`; `None` below a second.
+    /// Describes the delay of the clock of a guest restored at `now`; `None` below a second.
     pub fn behind(self, now: Duration) -> Option<String> {
         let (Self::Kept(at) | Self::Modified(at)) = self;
         let behind = now.as_secs().checked_sub(at).filter(|behind| *behind > 0)?;
@@ -49,7 +49,7 @@ impl SavedAt {
     }
 }
 
-/// A time as its two largest units.
+/// Formats a duration in its two largest units.
 fn span(seconds: u64) -> String {
     match (
         seconds / 86_400,
@@ -64,18 +64,18 @@ fn span(seconds: u64) -> String {
     }
 }
 
-/// The clock of a guest that is restored.
+/// Clock of a guest that is being restored.
 pub struct GuestClock {
     saved: Option<SavedAt>,
     agent: Option<PathBuf>,
-    /// A QEMU has the guest.
+    /// True once a QEMU has the guest.
     is_here: AtomicBool,
-    /// The agent is setting it.
+    /// Thread in which the agent sets the clock.
     setting: Mutex<Option<JoinHandle<Result<(), GuestAgentError>>>>,
 }
 
 impl GuestClock {
-    /// The clock of a guest that was saved then, with the agent's socket, if there is one.
+    /// Creates the clock of a guest saved at that time, with the agent's socket, if there is one.
     pub fn new(saved: Option<SavedAt>, agent: Option<PathBuf>) -> Self {
         Self {
             saved,
@@ -85,7 +85,7 @@ impl GuestClock {
         }
     }
 
-    /// Has the agent of a guest that runs set its clock, in a thread of its own. Later calls are ignored.
+    /// Lets the agent of a running guest set its clock, in a new thread. Later calls are ignored.
     pub fn is_here(&self, state: &RunState) {
         self.is_here.store(true, Ordering::Relaxed);
         let Some(path) = self.agent.clone().filter(|_| *state == RunState::Running) else {
@@ -102,7 +102,7 @@ impl GuestClock {
         }
     }
 
-    /// Prints how far the clock is behind, or that it was set; nothing of a guest that no QEMU has. A clock that could not be set fails no restore: the guest runs.
+    /// Prints the delay of the clock, or that it was set; nothing if no QEMU has the guest. An error fails no restore.
     pub fn report(self) {
         if !self.is_here.into_inner() {
             return;

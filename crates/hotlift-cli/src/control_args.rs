@@ -1,4 +1,4 @@
-//! Flags of every command that is driven and watched by a monitor.
+//! Flags of every command with a monitor.
 
 use std::sync::Arc;
 
@@ -39,17 +39,17 @@ fn mode(text: &str) -> Result<u32, String> {
 }
 
 impl ControlArgs {
-    /// True if anybody is served at all.
+    /// Returns true if there is any monitor.
     pub fn is_given(&self) -> bool {
         self.control.is_some() || self.monitor.is_some()
     }
 
-    /// True if a person at the terminal is.
+    /// Returns true if a monitor uses the terminal.
     pub fn has_terminal(&self) -> bool {
         matches!(self.monitor, Some(HmpAddress::Stdio))
     }
 
-    /// Starts to serve.
+    /// Starts the monitors.
     pub fn serve(
         &self,
         commands: &Arc<dyn Commands>,

@@ -65,7 +65,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     if interrupt.is_raised() && !args.quiet {
         progress::clear();
     }
-    // A demo that was ended before anything was measured has nothing to show.
+    // A demo that ended before any measurement has no results.
     let printed = match runs.is_empty() {
         true => Ok(()),
         false => output::result(&tables(&heading(args, kind, filling), &runs)),
@@ -101,10 +101,10 @@ fn tables(heading: &str, runs: &[Run]) -> String {
     text.join("\n")
 }
 
-/// The settings to migrate with: the ones given, or every method where none was chosen.
+/// Returns the settings to migrate with: the given ones, or every method if none was chosen.
 ///
 /// # Errors
-/// If what was given does not go together with each of them.
+/// The given settings are incompatible with one of them.
 fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionError> {
     let all = given.complete();
     if given.has("multifd-compression") || given.has_level() || !all.options()?.multifd() {
@@ -113,7 +113,7 @@ fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionEr
     let each = selections().map(|method| {
         let one = all.with("multifd-compression", method.name);
         match one.options() {
-            // That its accelerator is not here is said when its turn comes.
+            // A missing accelerator is reported at this method's turn.
             Ok(_) | Err(OptionError::NoAccelerator { .. }) => Ok(one),
             Err(error) => Err(error),
         }
@@ -121,7 +121,7 @@ fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionEr
     each.collect()
 }
 
-/// What was migrated.
+/// Returns a description of the guest and its memory.
 fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String {
     let guest = &args.guest;
     let settings = guest.settings();
@@ -139,7 +139,7 @@ fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String
     )
 }
 
-/// One migration between two child processes. No run: an interrupt has ended it before anything was sent.
+/// Runs one migration between two child processes. No run: an interrupt ended it before anything was sent.
 fn migrate_once(
     args: &DemoArgs,
     kind: GuestKind,
@@ -176,7 +176,7 @@ fn migrate_once(
     if let Some(check) = &moved.check {
         run.checked(check);
     }
-    // Whatever the two processes said of their end, it was the interrupt.
+    // The interrupt is the cause, whatever the two processes report.
     if interrupt.is_raised() && !is_whole {
         let run = last.map(|moment| {
             run.interrupted(&moment);

@@ -1,11 +1,11 @@
-//! Differences of two VMs, shown: a table for `migrate --check`, warnings for the other commands.
+//! Output of the differences of two VMs: a table for `migrate --check`, warnings for the other commands.
 
 use hotlift_qemu::compare::{Outcome, Row};
 use hotlift_terminal::output::complain;
 use hotlift_terminal::table::new_table;
 use hotlift_terminal::width;
 
-/// The table of all comparisons, with a line for each remedy below it.
+/// Returns the table of all comparisons, with a line per remedy below it.
 pub fn table(rows: &[Row]) -> String {
     let mut table = new_table(&["", "source", "destination", "result"]);
     for row in rows {
@@ -27,7 +27,7 @@ pub fn table(rows: &[Row]) -> String {
     text
 }
 
-/// Prints a warning for each difference: QEMU accepts it, or it was asked to decide.
+/// Prints a warning for each difference: QEMU accepts it, or had to decide.
 pub fn warn(rows: &[Row]) {
     for row in rows {
         match row.outcome {

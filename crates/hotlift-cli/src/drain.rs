@@ -1,7 +1,7 @@
 //! `hotlift drain`: moves the domains of this host to others, by a plan.
 //!
-//! The migrations are libvirt's; the agents of the hosts carry them. A drain keeps no state: what has gone is not here any
-//! more, so that the same command again goes on with what is left.
+//! libvirt migrates; the agents of the hosts carry the data. A drain keeps no state: moved domains are no longer here, so the
+//! same command continues with the rest.
 
 mod choice;
 mod display;
@@ -73,7 +73,7 @@ fn to_uri(text: &str) -> Result<String, String> {
                 Some((user, name)) => (format!("{user}@"), name),
                 None => (String::new(), host),
             };
-            // In a URI an address of IPv6 stands in brackets.
+            // A URI needs brackets around an IPv6 address.
             let name = match name.parse::<Ipv6Addr>() {
                 Ok(address) => format!("[{address}]"),
                 Err(_) => name.to_owned(),
@@ -94,7 +94,7 @@ fn to_bytes(text: &str) -> Result<u64, String> {
 pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let here = Libvirt::at(&args.connect);
-    // Without it the destinations do not matter.
+    // Without libvirt here, the destinations do not matter.
     here.ask(&["uri"])?;
     let places = choice::places(&args.to)?;
     let domains = Domains::chosen(&here, &args.domains, &places)?;
@@ -118,7 +118,7 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     verdict(&outcomes, interrupt.is_raised())
 }
 
-/// What is worst comes first.
+/// Returns the result of the drain, by its worst outcome.
 fn verdict(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandError> {
     let of = outcomes.len();
     let count = |is: fn(&Fate) -> bool| outcomes.iter().filter(|one| is(&one.fate)).count();
@@ -144,25 +144,25 @@ fn not_begun(step: Step) -> Outcome {
     Outcome { step, fate }
 }
 
-/// A drain at work.
+/// Running drain.
 struct Drain<'a> {
     budget: Budget,
     here: Libvirt,
     args: &'a DrainArgs,
     outcomes: Vec<Outcome>,
-    /// Of each outcome under way: it is aborted once this is dropped.
+    /// For each running move, a pipe: dropping it aborts the move.
     aborts: Vec<Option<PipeWriter>>,
-    /// Why nothing more is begun.
+    /// Reason to start no further moves.
     stop: Option<String>,
     news: Receiver<News>,
-    /// It keeps the channel open, so that only news and time end a wait.
+    /// Keeps the channel open, so that only news and time end a wait.
     to_news: Sender<News>,
     display: Display,
 }
 
-/// What a drain waits for.
+/// Event that a drain waits for.
 enum News {
-    /// Of the move with this index.
+    /// Event of the move with this index.
     Move(usize, Told),
     Lost(Lost),
     Interrupted,
@@ -172,7 +172,7 @@ impl<'a> Drain<'a> {
     fn new(plan: Plan, here: Libvirt, args: &'a DrainArgs) -> Self {
         let (to_news, news) = channel();
         let lost = to_news.clone();
-        // The command has ended if nobody listens.
+        // A send error means that the command has ended.
         peers::watch(&plan, move |one| _ = lost.send(News::Lost(one)));
         Self {
             budget: plan.budget,
@@ -190,7 +190,7 @@ impl<'a> Drain<'a> {
     fn run(mut self, interrupt: &Interrupt) -> Vec<Outcome> {
         let to_news = self.to_news.clone();
         let signal = move |_| _ = to_news.send(News::Interrupted);
-        // The message of a signal that has come before may not be there yet.
+        // The message of an earlier signal may not have arrived yet.
         if interrupt.is_raised() {
             self.interrupted();
         }
@@ -207,7 +207,7 @@ impl<'a> Drain<'a> {
         self.outcomes
     }
 
-    /// Moves all that may begin, and waits for their ends.
+    /// Moves all domains that may start, and waits for their ends.
     fn move_all(&mut self) {
         let mut show_at = Instant::now() + LOOK;
         loop {
@@ -250,7 +250,7 @@ impl<'a> Drain<'a> {
         self.abort("interrupted".to_owned(), None);
     }
 
-    /// Begins nothing more, and aborts what is on its way, to `to` or anywhere.
+    /// Starts no further moves, and aborts running ones, to `to` or to all destinations.
     fn abort(&mut self, reason: String, to: Option<&str>) {
         if self.stop.is_none() {
             self.display.finish();
@@ -264,7 +264,7 @@ impl<'a> Drain<'a> {
         }
     }
 
-    /// Begins what may begin now. The order is kept: what has to wait for the link is not overtaken.
+    /// Starts the moves that may start now, in order: one that waits for the link is not overtaken.
     fn begin(&mut self) {
         while self.stop.is_none()
             && let Some(index) = self.next()

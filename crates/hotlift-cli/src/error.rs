@@ -1,4 +1,4 @@
-//! Why the command failed: one line for the operator, what to do next, and the exit code.
+//! Errors of the command: one line for the operator, the next step, and the exit code.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -27,10 +27,10 @@ use hotlift_vmm::verify::VerifyError;
 use crate::certs::error::CertsError;
 use crate::libvirt::virsh::VirshError;
 
-/// In a line to type, what is not known here.
+/// Placeholder in a command line for a value that is unknown here.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
 
-/// What to type at the source when nobody here knows who has the guest.
+/// Returns the command to type at the source when the owner of the guest is unknown here.
 pub fn settle(qmp: &str) -> String {
     format!(
         "if the destination runs the guest, end the copy: hotlift settle --qmp {qmp} --there; if it does not and never \
@@ -38,7 +38,7 @@ pub fn settle(qmp: &str) -> String {
     )
 }
 
-/// What to type at the source of a guest that the destination's QEMU has, and does not run.
+/// Returns the command to type at the source of a guest that the destination's QEMU has, but does not run.
 fn stopped(qmp: &str) -> String {
     format!(
         "the log of the destination's QEMU says why (a disk that is locked, for one); end that QEMU, then let the guest run \
@@ -46,25 +46,25 @@ fn stopped(qmp: &str) -> String {
     )
 }
 
-/// Exit code where nobody knows who has the guest, or it may stand still.
+/// Exit code if the owner of the guest is unknown, or the guest may be paused.
 pub const STANDS_STILL: u8 = 3;
 
-/// What is left of a damaged file.
+/// Next step for a damaged file.
 const SALVAGE: &str = "restore from another copy of the file; or go on without what is damaged of its pages: --salvage puts \
                        zero pages in their place, and names each";
 
-/// Where the pages are that a guest has not.
+/// Location of the guest's missing pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RestFrom {
-    /// Where they came from.
+    /// The original location.
     There,
-    /// In an undamaged copy of the file.
+    /// An undamaged copy of the file.
     Copy,
-    /// In a file that has another name by now.
+    /// The file, which has another name now.
     OtherName,
 }
 
-/// What to type for the guest of a QEMU that may have ended.
+/// Returns the next step for the guest of a QEMU that may have ended.
 fn resume(answers: bool, rest: RestFrom, resume: &str) -> String {
     let unless = match answers {
         true => "the guest stands still where it needs one of them",
@@ -118,16 +118,16 @@ pub enum CommandError {
     NotRunning {
         reasons: String,
         qemu: String,
-        /// A `cont` may run the guest.
+        /// True if a `cont` may run the guest.
         can_run: bool,
-        /// It has come from another QEMU, which keeps it paused.
+        /// True if it came from another QEMU, which keeps it paused.
         has_source: bool,
     },
     #[error("the guest has not all of its pages: {reasons} ({qemu})")]
     PagesMissing {
         reasons: String,
         qemu: String,
-        /// QEMU answers.
+        /// True if QEMU answers.
         answers: bool,
         rest: RestFrom,
         resume: String,
@@ -155,10 +155,10 @@ pub enum CommandError {
     SettledHere,
     #[error(transparent)]
     Qemu(QemuError),
-    /// Differences that a table has just shown, with their remedies.
+    /// Differences already shown in a table, with their remedies.
     #[error("QEMU refuses {count} of the differences above: a migration would fail")]
     Different { count: usize },
-    /// 'hotlift serve' does not get on.
+    /// 'hotlift serve' makes no progress.
     #[error("'hotlift serve' at {address} failed: {missing} within {limit:?}")]
     ServeSilent {
         address: Address,
@@ -166,7 +166,7 @@ pub enum CommandError {
         limit: Duration,
         has_hello: bool,
     },
-    /// No connection for pages, where that of the conversation was made.
+    /// The connection for pages failed, although the one for messages was made.
     #[error(transparent)]
     DataPort(QemuError),
     #[error(transparent)]
@@ -233,12 +233,12 @@ pub enum CommandError {
 }
 
 impl CommandError {
-    /// The error and its causes, in one line.
+    /// Returns the error and its causes in one line.
     pub fn line(&self) -> String {
         error_line(self)
     }
 
-    /// What to do next, where that is not plain from the error.
+    /// Returns the next step, where the error does not show it.
     pub fn advice(&self) -> Option<String> {
         match self {
             Self::Qemu(QemuError::InDoubt { qmp, .. }) => Some(settle(qmp)),
@@ -284,7 +284,7 @@ impl CommandError {
         }
     }
 
-    /// The same, where it is always the same.
+    /// Returns the next step of errors for which it is constant.
     fn fixed_advice(&self) -> Option<&'static str> {
         match self {
             Self::Shared(error) => error.advice(),
@@ -334,7 +334,7 @@ impl CommandError {
             Self::DataPort(_) => Some(
                 "the pages go to a port of their own, which a firewall must let pass too: 'hotlift serve --data-port PORT' sets it",
             ),
-            // QEMU's words for a disk that another process has locked.
+            // QEMU's message for a disk that another process has locked.
             Self::Qemu(QemuError::Failed { reasons })
                 if reasons.contains("Failed to get") && reasons.contains("lock") =>
             {
@@ -342,7 +342,7 @@ impl CommandError {
                     "another process uses a disk of this VM: end it, and migrate again; QEMU's own log names the file",
                 )
             }
-            // QEMU's words for RAM in a file of a disk.
+            // QEMU's message for RAM in a file on disk.
             Self::Qemu(QemuError::NoPostcopy { said }) if said.contains("TMPFS") => Some(
                 "give that QEMU its RAM in anonymous memory, memfd, tmpfs or hugetlbfs; or restore without --lazy",
             ),
@@ -414,8 +414,8 @@ impl CommandError {
         }
     }
 
-    /// 1; 2 if options are not what they can be, as for any usage; 3 if nobody knows who has the guest, or it may stand still;
-    /// 130 if a signal ended it, as shells have it.
+    /// Returns 1; 2 for invalid options, as for any usage error; 3 if the owner of the guest is unknown, or it may be paused;
+    /// 130 after a signal, as shells do.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Migration(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
@@ -436,7 +436,7 @@ impl CommandError {
             | Self::PagesMissing { .. }
             | Self::StillWaits { .. }
             | Self::EndedCopy => ExitCode::from(STANDS_STILL),
-            // The guest is where it was to go.
+            // The guest is at its target.
             Self::Qemu(QemuError::MovedAnyway { .. }) => ExitCode::SUCCESS,
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
@@ -446,7 +446,7 @@ impl CommandError {
         }
     }
 
-    /// Whether the command line is to blame, and nothing was begun.
+    /// Returns true if the command line is wrong, and nothing was started.
     pub fn is_usage(&self) -> bool {
         match self {
             Self::Shared(error) => error.is_usage(),
@@ -457,7 +457,7 @@ impl CommandError {
     }
 }
 
-/// What [`SharedError`] is made of is an error of a command, too.
+/// Converts the parts of [`SharedError`] to errors of a command.
 macro_rules! shared_errors {
     ($($error:ty),*) => {
         $(

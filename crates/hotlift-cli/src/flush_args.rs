@@ -1,4 +1,4 @@
-//! The flag for what a stream does not show of a QEMU's multifd.
+//! The flag for a property of QEMU's multifd that a stream does not show.
 
 use clap::Args;
 use hotlift_command::security::Switch;

@@ -1,4 +1,4 @@
-//! `hotlift guard`, which `serve` and `restore` start themselves: watches over a QEMU that they have started.
+//! `hotlift guard`, which `serve` and `restore` start: watches a QEMU that they started.
 
 use std::path::PathBuf;
 

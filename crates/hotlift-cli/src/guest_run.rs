@@ -1,4 +1,4 @@
-//! `hotlift guest run`: one built-in guest in this process; by hand, or as a child of `demo` or `hotlift-bench`.
+//! `hotlift guest run`: one built-in guest in this process; started manually, or as a child of `demo` or `hotlift-bench`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,13 +25,13 @@ use crate::control_args::ControlArgs;
 use crate::error::{CommandError, settle};
 use crate::report::{self, Run};
 
-/// How long a guest may take to show that it goes on.
+/// Timeout for the guest to show that it runs.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 
-/// How often the guest is asked for one.
+/// Interval of this check.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Between two looks at a guest with a monitor: its serial port, its health and its run state have no event.
+/// Poll interval of a guest with a monitor: its serial port, health and run state have no event.
 const GUEST_LOOK: Duration = Duration::from_millis(50);
 
 /// Flags of `guest run`.
@@ -94,7 +94,7 @@ pub struct GuestRunArgs {
 /// `--incoming`.
 #[derive(Debug, Clone)]
 enum Incoming {
-    /// When and where a monitor says so.
+    /// When and where a monitor commands it.
     Defer,
     At(Address),
 }
@@ -123,7 +123,7 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
         args.migration.refuse_idle()?;
     }
     if args.tell_events {
-        // A child must not outlive the command that it belongs to.
+        // A child must not outlive its parent command.
         let _ =
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     }
@@ -132,7 +132,7 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
     let kind = args.guest.kind();
     let guest: Arc<dyn BuiltinGuest> = hotlift_vmm::create(kind, &args.guest.settings())?.into();
     let mut migration = args.migration.complete();
-    // With a monitor a parameter that was not given is as QEMU has it.
+    // With a monitor, a parameter that is not given has QEMU's default.
     if !args.control.is_given() && !migration.has("multifd-compression") {
         migration = migration.with("multifd-compression", AUTO.name);
     }
@@ -182,7 +182,7 @@ impl Session<'_> {
     }
 
     fn source(&self, uri: &Address) -> Result<(), CommandError> {
-        // What is wrong with the certificates is said before a guest runs.
+        // Errors of the certificates must appear before a guest runs.
         security::tls(&self.options, uri)?;
         self.boot()?;
         if self.interrupt.sleep(Some(self.args.migrate_after)) {
@@ -215,7 +215,7 @@ impl Session<'_> {
                     error: error_line(&error),
                 });
                 match error {
-                    // The process that has started this one cannot settle it, and waits for its end.
+                    // The parent process cannot settle it, and waits for this process to end.
                     MigrationError::InDoubt if !self.args.tell_events => self.keep(error),
                     MigrationError::InDoubt | MigrationError::PagesMissing { .. } => {
                         Err(error.into())
@@ -229,10 +229,10 @@ impl Session<'_> {
         }
     }
 
-    /// Nobody knows whether the destination runs the guest: keeps it here, paused and whole, until somebody says so. Only
-    /// SIGINT and SIGTERM end that: a terminal that closes is no word on the guest.
+    /// Keeps the guest here, paused and complete, until the operator settles it: its state at the destination is unknown. Only
+    /// SIGINT and SIGTERM end the wait; a closed terminal does not.
     fn keep(&self, error: MigrationError) -> Result<(), CommandError> {
-        // What came before was to cancel the migration.
+        // Earlier signals cancelled the migration.
         self.interrupt.forget();
         let folder = OwnFolder::private()?;
         let qmp = QmpAddress::Unix(folder.path().join("qmp"));
@@ -269,7 +269,7 @@ impl Session<'_> {
         Err(CommandError::SettledHere)
     }
 
-    /// After a migration that failed: shows that the guest goes on here, and lets it.
+    /// Shows that the guest runs here after a failed migration, and lets it run.
     fn stayed(&self) -> Result<(), CommandError> {
         let check = self.check();
         self.tell(&Event::Checked(check.clone()));
@@ -358,7 +358,7 @@ impl Session<'_> {
         self.run_on()
     }
 
-    /// Serves monitors, and does what they say, until one says `quit` or a signal comes.
+    /// Serves monitors and executes their commands, until `quit` or a signal.
     fn monitored(&self) -> Result<(), CommandError> {
         let (events, shutdown) = (Events::new(), ShutdownRequest::default());
         if self.args.incoming.is_none() {
@@ -391,8 +391,8 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Waits until a monitor or a failure ends the process, and says how; `None` if it was a signal, or
-    /// the time is over.
+    /// Waits until a monitor or a failure ends the process, and returns the cause; `None` after a signal, or when the time has
+    /// passed.
     fn until_shutdown(
         &self,
         shutdown: &ShutdownRequest,
@@ -411,7 +411,7 @@ impl Session<'_> {
             {
                 return None;
             }
-            // The terminal is the monitor's.
+            // The monitor uses the terminal.
             if !self.args.control.has_terminal() {
                 for line in self.guest.serial() {
                     self.say(&line);
@@ -423,7 +423,7 @@ impl Session<'_> {
         }
     }
 
-    /// Lets the guest run until its time is over or a signal comes, then checks it once more.
+    /// Lets the guest run until its time has passed or a signal arrives, then checks it again.
     fn run_on(&self) -> Result<(), CommandError> {
         let end = self.args.run_for.map(|time| Instant::now() + time);
         loop {
@@ -443,7 +443,7 @@ impl Session<'_> {
         self.verify()
     }
 
-    /// Stops the guest, and proves that its memory is what its vCPUs say.
+    /// Stops the guest, and verifies its memory against its vCPUs' records.
     fn verify(&self) -> Result<(), CommandError> {
         self.guest.pause()?;
         let verified = self.guest.verify()?;
@@ -454,7 +454,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Sees whether the guest goes on and whether its memory is what its vCPUs say.
+    /// Checks that the guest runs and that its memory matches its vCPUs' records.
     fn check(&self) -> Check {
         let mut check = Check {
             runs: false,
@@ -506,14 +506,14 @@ impl Session<'_> {
         }
     }
 
-    /// Tells the process that started this one.
+    /// Sends an event to the parent process.
     fn tell(&self, event: &Event) {
         if self.args.tell_events {
             tell(event);
         }
     }
 
-    /// Tells the person at the terminal.
+    /// Prints a line for the operator.
     fn say(&self, text: &str) {
         if !self.args.tell_events {
             say!("{text}");

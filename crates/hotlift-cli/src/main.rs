@@ -242,7 +242,7 @@ enum GuestCommand {
     Run(guest_run::GuestRunArgs),
 }
 
-/// Commands of the first screen of help: what an operator comes for.
+/// Commands on the first screen of help: the most common tasks.
 const FIRST: [&str; 9] = [
     "migrate", "serve", "drain", "save", "restore", "show", "agent", "certs", "demo",
 ];
@@ -250,7 +250,7 @@ const FIRST: [&str; 9] = [
 fn main() -> ExitCode {
     let program = Program::start(Cli::command()).with_first(&FIRST);
     if program.first_word().is_some_and(|word| word == "bench") {
-        // Before clap reads it: a hidden subcommand would be in the completions, and answer '--help'.
+        // Handled before clap: a hidden subcommand would appear in the completions, and answer '--help'.
         program.warn("bench is a program of its own: hotlift-bench, from the package of that name");
         output::finish();
         return ExitCode::from(USAGE);

@@ -1,4 +1,4 @@
-//! `hotlift methods`: the methods, and what they do with an operator's own memory.
+//! `hotlift methods`: the methods, and their results with the operator's own memory.
 
 mod folder;
 
@@ -86,7 +86,7 @@ pub fn run(args: &MethodsArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Memory, and what the methods do with it.
+/// Memory sample, and the methods' results with it.
 #[derive(Debug, Serialize)]
 struct OnMemory {
     sample: Sample,
@@ -94,7 +94,7 @@ struct OnMemory {
     methods: Vec<Measured>,
 }
 
-/// Measures, if there is a memory to measure with. `step` is told what is done now.
+/// Measures with the given memory, if any. `step` receives the current step.
 fn measured(args: &MethodsArgs, step: &dyn Fn(&str)) -> Result<Option<OnMemory>, HostError> {
     let draw = |memory: &dyn Memory| {
         step("sampling memory");
@@ -117,7 +117,7 @@ fn measured(args: &MethodsArgs, step: &dyn Fn(&str)) -> Result<Option<OnMemory>,
     }))
 }
 
-/// An image, or the files of a folder.
+/// Returns an image, or the files of a folder.
 fn of_path(path: &Path, args: &MethodsArgs) -> Result<Box<dyn Memory>, HostError> {
     Ok(match path.is_dir() {
         true => Box::new(Folder::read(path, args.sample, args.seed)?),
@@ -186,15 +186,15 @@ impl OnMemory {
     }
 }
 
-/// A method, as `--json` lists it.
+/// Method in the output of `--json`.
 #[derive(Debug, Serialize)]
 struct Listed {
     method: &'static str,
     unit: &'static str,
-    /// Least and most; `null` if there are none.
+    /// Minimum and maximum; `null` if there are none.
     levels: Option<[u8; 2]>,
     default_level: Option<u8>,
-    /// The accelerator that may do it; `null` if there is none.
+    /// Accelerator for the method; `null` if there is none.
     hardware: Option<&'static str>,
     library: String,
     interoperates_with: &'static str,
@@ -225,7 +225,7 @@ fn list() -> Vec<Listed> {
     METHODS.iter().map(Listed::from).collect()
 }
 
-/// The table of methods, and a line on each.
+/// Returns the table of methods, with a line for each.
 fn table() -> String {
     let mut table = new_table(&[
         "method",

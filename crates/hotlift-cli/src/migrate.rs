@@ -38,21 +38,20 @@ use crate::output_args::OutputArgs;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
 use crate::relay_report::Migration;
 
-/// How long the destination may take to get ready, once it has the hello; it may start a QEMU first.
+/// Time for the destination to get ready after the hello; it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
 
-/// How long 'hotlift serve' may take to read the hello: as long as a relay's handshake (`handshake_timeout`), which a busy
-/// host passes.
+/// Time for 'hotlift serve' to read the hello: that of a relay's handshake (`handshake_timeout`), which covers a busy host.
 const HELLO: Duration = Duration::from_secs(30);
 
-/// Time without an answer from which the operator is shown what is waited for, as of a silent host in a migration
-/// (`REPORTED` of hotlift's liveness).
+/// Time without an answer after which the operator sees the pending step, as for a silent host in a migration (`REPORTED` of
+/// hotlift's liveness).
 const SHOWN: Duration = Duration::from_secs(5);
 
-/// How long the destination's QEMU may take to end, and 'hotlift serve' to say what it has said.
+/// Time for the destination's QEMU to end, and for 'hotlift serve' to forward its output.
 const EXPLANATION: Duration = Duration::from_secs(5);
 
-/// How long a message may take that 'hotlift serve' has sent before.
+/// Time for the arrival of a message that 'hotlift serve' has already sent.
 const ON_ITS_WAY: Duration = Duration::from_millis(50);
 
 /// Flags of `migrate`.
@@ -84,7 +83,7 @@ pub struct MigrateArgs {
     migration: RoleArgs<role::Migrate>,
 }
 
-/// Who takes the guest.
+/// Receiver of the guest.
 #[derive(Debug, Clone)]
 enum To {
     /// `hotlift serve`.
@@ -132,7 +131,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Moves the guest of a QEMU to where `hotlift serve` listens.
+/// Moves the guest of a QEMU to the host where `hotlift serve` listens.
 fn to_serve(
     args: &MigrateArgs,
     qmp: &QmpAddress,
@@ -181,7 +180,7 @@ fn to_serve(
     if let Some(how) = source.guest_end() {
         complain!("{how} during the migration");
     }
-    // What became of the guest is said whoever reads the figures.
+    // The outcome is printed even if no process reads the figures.
     complain!(
         "the guest {} at the destination; this QEMU keeps a paused copy, and can be ended",
         words(&migration.state)
@@ -189,10 +188,10 @@ fn to_serve(
     Ok(args.output.print(&migration, || migration.table())?)
 }
 
-/// Prints what differs.
+/// Prints the differences.
 ///
 /// # Errors
-/// If QEMU refuses a difference.
+/// QEMU refuses a difference.
 fn checked(args: &MigrateArgs, here: &Vm, there: &Vm) -> Result<(), CommandError> {
     let rows = compare(here, there);
     args.output.print(&rows, || differences::table(&rows))?;
@@ -235,18 +234,18 @@ fn hello(
 
 /// The destination's answer to a hello.
 enum Ready {
-    /// Its relay listens.
+    /// The destination's relay listens.
     Listens {
-        /// Here.
+        /// Address of the relay.
         address: Address,
-        /// Connections there begin with it.
+        /// Token at the start of each connection to it.
         token: Uuid,
-        /// Version of its QEMU.
+        /// Version of the destination's QEMU.
         qemu: Version,
-        /// Its VM.
+        /// The destination's VM.
         vm: Box<Vm>,
     },
-    /// Its VM; nothing was started.
+    /// The destination's VM; nothing was started.
     Compared(Box<Vm>),
 }
 
@@ -308,18 +307,18 @@ fn ready(
     }
 }
 
-/// Decides when the operator is shown what is waited for, and when the wait ends.
+/// Timing of a wait: when the operator sees the pending step, and when the wait ends.
 struct Waiting {
     stage: Stage,
     since: Instant,
     is_shown: bool,
 }
 
-/// What is due in a wait.
+/// Action due in a wait.
 #[derive(Debug, PartialEq, Eq)]
 enum Due {
     Nothing,
-    /// A line for the operator, once a stage.
+    /// A line for the operator, once per stage.
     Line,
     /// The end of the wait.
     End,
@@ -334,7 +333,7 @@ impl Waiting {
         }
     }
 
-    /// Returns when something is due.
+    /// Returns the time of the next action.
     fn next_at(&self) -> Instant {
         let limit = self.stage.limit();
         self.since + if self.is_shown { limit } else { SHOWN }
@@ -352,12 +351,12 @@ impl Waiting {
     }
 }
 
-/// What 'hotlift serve' has to do next.
+/// Next step of 'hotlift serve'.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// To read the hello.
+    /// Reading the hello.
     Hello,
-    /// To get its QEMU ready.
+    /// Preparing its QEMU.
     Ready,
 }
 
@@ -369,7 +368,7 @@ impl Stage {
         }
     }
 
-    /// Names it for the operator.
+    /// Returns its name for the operator.
     fn missing(self) -> &'static str {
         match self {
             Self::Hello => "it accepted the connection and does not answer",
@@ -378,12 +377,12 @@ impl Stage {
     }
 }
 
-/// Tells the destination why this side has failed. It may have gone.
+/// Sends the reason of this side's failure to the destination, which may be gone.
 fn say_failed(destination: &mut Conversation, reason: String) {
     let _ = destination.say(&SourceMessage::Failed { reason });
 }
 
-/// One migration whose destination is ready.
+/// One migration to a ready destination.
 struct Move<'a> {
     args: &'a MigrateArgs,
     purpose: Purpose,
@@ -393,7 +392,7 @@ struct Move<'a> {
     address: &'a Address,
 }
 
-/// What the destination has said when it was over.
+/// The destination's final message.
 #[derive(Debug)]
 enum FinalMessage {
     Completed {
@@ -404,7 +403,7 @@ enum FinalMessage {
         reason: String,
         guest: GuestThere,
     },
-    /// None will come.
+    /// No message arrives any more.
     Lost {
         reason: String,
     },
@@ -432,7 +431,7 @@ impl Move<'_> {
             moving.run(&mut |wakes, until, control| {
                 let heard = self.hear(destination, &mut final_message, wakes, until);
                 if heard.is_err() {
-                    // Its host may be lost, and the relay's connections with it.
+                    // The destination's host may be lost, and the relay's connections with it.
                     control.suspect_peer();
                 }
             })
@@ -445,13 +444,13 @@ impl Move<'_> {
                 self.moved(final_message, relayed.doing, report, destination_qemu)
             }
             Err(error) => {
-                // Before the guest is looked after, which may wait for the destination's final message.
+                // Before the check of the guest, which may wait for the destination's final message.
                 match (&error, self.source.guest_end()) {
                     _ if self.interrupt.is_raised() => {
                         say_failed(destination, error_line(&TerminalError::Interrupted));
                     }
                     (_, Some(how)) => say_failed(destination, how),
-                    // What it has said itself.
+                    // The destination reported this itself.
                     (MigrationError::Destination { .. }, None) => {}
                     (error, None) => say_failed(destination, error.chain()),
                 }
@@ -460,10 +459,10 @@ impl Move<'_> {
         }
     }
 
-    /// Takes what the destination says until `until`, or until one of `others` is readable.
+    /// Receives the destination's messages until `until`, or until one of `others` is readable.
     ///
     /// # Errors
-    /// The conversation is lost, once.
+    /// The connection is lost; reported once.
     fn hear(
         &self,
         destination: &mut Conversation,
@@ -484,7 +483,7 @@ impl Move<'_> {
                 *final_message = Some(FinalMessage::Failed { reason, guest });
             }
             Ok(_) => {}
-            // The relays settle who has the guest; without this connection less is known.
+            // The relays settle the ownership of the guest; without this connection, less is known.
             Err(error) => {
                 let reason = error_line(&error);
                 *final_message = Some(FinalMessage::Lost {
@@ -510,15 +509,15 @@ impl Move<'_> {
         final_message
     }
 
-    /// Returns how long the final message may take. `serve` asks its QEMU for as long as `settle-timeout`, and sends its
-    /// message behind that, which may take as long as a connection.
+    /// Returns the time limit of the final message. `serve` queries its QEMU for `settle-timeout`, then sends its message,
+    /// which may take as long as a connection.
     fn settle_time(&self) -> Duration {
         self.settings.outgoing.settle_timeout + CONNECT
     }
 
-    /// The relay reports that the destination has the guest: takes the final message of 'hotlift serve', or without it the
-    /// report of the destination's relay. A QEMU that others have started may have the guest and not run it, so that nothing else is a
-    /// success.
+    /// Evaluates a migration that the relay reports as successful: by the final message of 'hotlift serve', or else by the
+    /// report of the destination's relay. A QEMU that others started may have the guest without running it, so that no other
+    /// evidence is a success.
     fn moved(
         &self,
         final_message: Option<FinalMessage>,
@@ -531,7 +530,7 @@ impl Move<'_> {
             let qmp = qmp.clone();
             Err(QemuError::InDoubt { reasons, qmp }.into())
         };
-        // A source that has gone by now, or does not answer, runs nothing beside it.
+        // A source that has ended, or does not answer, runs no second copy.
         let runs_here = || {
             let here = self.source.run_state();
             here.is_ok_and(|here| here == RunState::Running)
@@ -542,7 +541,7 @@ impl Move<'_> {
                 reason: reasons,
                 guest: GuestThere::Stopped,
             }) => return Err(QemuError::StoppedThere { reasons, qmp }.into()),
-            // That QEMU was ended, and has never run the guest.
+            // The destination's QEMU ended without ever running the guest.
             Some(FinalMessage::Failed {
                 reason,
                 guest: GuestThere::NotHere,
@@ -551,7 +550,7 @@ impl Move<'_> {
                 let settled = self.source.settle(&error, true, || GuestThere::NotHere);
                 return Err(settled.into_error(None, self.interrupt.is_raised()).into());
             }
-            // It has run there, and what became of it since does not bring it back.
+            // It has run there; a later failure there does not bring it back.
             Some(FinalMessage::Failed {
                 reason: reasons,
                 guest: GuestThere::Here,
@@ -588,7 +587,7 @@ impl Move<'_> {
             return Err(QemuError::RunsTwice { qmp }.into());
         }
         Ok(Migration {
-            // A source that has gone by now had let its guest go.
+            // A source that has ended had released its guest.
             qemu: self.source.look().unwrap_or_default(),
             source_qemu: self.source.qemu().version(),
             destination_qemu,
@@ -599,7 +598,7 @@ impl Move<'_> {
         })
     }
 
-    /// The relay has failed: sees that the guest goes on here, and says why.
+    /// Handles a failure of the relay: checks that the guest runs here, and reports the cause.
     fn stayed(
         &self,
         destination: &mut Conversation,
@@ -620,8 +619,8 @@ impl Move<'_> {
                 },
             }
         });
-        // A destination whose relay has said why goes on to say what its QEMU has said. Of another the reason is known
-        // here, and what it says is heard if it says it at once.
+        // A destination whose relay reported the cause then sends its QEMU's output. Otherwise the cause is known here, and
+        // only an immediate message is read.
         let patience = match error {
             MigrationError::Destination { .. } => EXPLANATION,
             _ => ON_ITS_WAY,

@@ -1,4 +1,4 @@
-//! Flags of what a command shows.
+//! Flags for the output of a command.
 
 use clap::Args;
 use hotlift_terminal::error::TerminalError;
@@ -17,10 +17,10 @@ pub struct OutputArgs {
 }
 
 impl OutputArgs {
-    /// Prints the figures, or the table of them.
+    /// Prints the figures, or their table.
     ///
     /// # Errors
-    /// If nobody reads them: the pipe is closed, or the disk is full.
+    /// No process reads them, or the disk is full.
     pub fn print(
         &self,
         figures: &impl Serialize,
@@ -30,10 +30,10 @@ impl OutputArgs {
     }
 }
 
-/// Prints the figures as a line of JSON, or what `text` makes of them.
+/// Prints the figures as a line of JSON, or as `text` formats them.
 ///
 /// # Errors
-/// If nobody reads them: the pipe is closed, or the disk is full.
+/// No process reads them, or the disk is full.
 pub fn print(
     json: bool,
     figures: &impl Serialize,

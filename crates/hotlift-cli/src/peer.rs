@@ -1,5 +1,5 @@
-//! What `hotlift migrate` and `hotlift serve` say to each other: JSON, one line a message, over a
-//! TCP connection of its own. Pages and devices never travel here.
+//! Messages between `hotlift migrate` and `hotlift serve`: JSON, one line per message, over a separate TCP connection. Pages
+//! and devices never travel here.
 //!
 //! ```text
 //! migrate                 serve
@@ -11,8 +11,8 @@
 //!                  <----  completed, or failed
 //! ```
 //!
-//! A connection that ends early cancels what the other side does, as far as it still can be cancelled:
-//! who has the guest is settled by the relays alone.
+//! A connection that ends early cancels the other side's work, where this is still possible. The relays alone settle which host
+//! has the guest.
 
 use hotlift::conversation::Wish;
 use hotlift::relay::RelayReport;
@@ -22,7 +22,7 @@ use hotlift_qemu::vm::Vm;
 use hotlift_qmp::{RunState, Uuid, Version};
 use serde::{Deserialize, Serialize};
 
-/// Opens the conversation.
+/// First message of the source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Hello {
@@ -31,31 +31,31 @@ pub struct Hello {
     /// The source's VM.
     #[serde(flatten)]
     pub vm: Vm,
-    /// What follows from differences of the destination's VM.
+    /// Handling of differences of the destination's VM.
     pub differences: Differences,
-    /// What the VM does, and so is to do at the destination.
+    /// Run state of the VM, and its target at the destination.
     pub state: RunState,
-    /// Multifd channels that the destination's QEMU is to have; 0 for multifd off.
+    /// Required multifd channels of the destination's QEMU; 0 for multifd off.
     pub channels: u8,
-    /// State of those capabilities of the source's QEMU that both sides must have alike.
+    /// State of the source's capabilities that must be equal on both sides.
     pub alike: Vec<(String, bool)>,
-    /// The files that the source leaves its RAM in (`--ignore-shared`); `None`: all of RAM moves.
+    /// Files in which the source leaves its RAM (`--ignore-shared`); `None`: all RAM is sent.
     pub shared_memory: Option<Vec<SharedFile>>,
 }
 
-/// What the source wants done about differences of both VMs.
+/// Handling of differences of both VMs at the source's request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Differences {
     /// No migration if QEMU refuses one of them.
     Refuse,
-    /// A migration with any of them (`--ignore-differences`).
+    /// Migration despite any of them (`--ignore-differences`).
     Ignore,
-    /// Only the destination's VM (`--check`).
+    /// Comparison only (`--check`).
     Show,
 }
 
-/// What the destination says.
+/// Message of the destination.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(
     tag = "message",
@@ -65,9 +65,9 @@ pub enum Differences {
 pub enum Answer {
     /// The relay of the destination listens.
     Ready {
-        /// On this port of the host that the conversation is with.
+        /// Port, on the host of this connection.
         port: u16,
-        /// What each connection there begins with.
+        /// Token at the start of each connection to it.
         token: Uuid,
         /// Version of the destination's QEMU.
         qemu: Version,
@@ -79,39 +79,39 @@ pub enum Answer {
         /// The VM.
         vm: Box<Vm>,
     },
-    /// Nothing was started.
+    /// The migration is refused; nothing was started.
     Refused {
-        /// Why, in one line.
+        /// Reason in one line.
         reason: String,
     },
-    /// The hello has arrived, and later: the relay of the destination is at work.
+    /// The hello has arrived; later: the relay of the destination is running.
     Progress {
         /// Bytes that have arrived.
         received_bytes: u64,
     },
     /// The destination's QEMU has the guest.
     Completed {
-        /// What the guest does there, which is what it is to do.
+        /// Run state of the guest there, as requested.
         state: RunState,
-        /// What it cost the relay of the destination.
+        /// Report of the destination's relay.
         report: Box<RelayReport>,
     },
-    /// The migration failed, as the destination sees it.
+    /// The migration failed at the destination.
     Failed {
-        /// Why, in one line.
+        /// Reason in one line.
         reason: String,
-        /// Where the guest is, as far as the destination can know.
+        /// Location of the guest, as far as the destination knows.
         guest: GuestThere,
     },
 }
 
-/// What the source says after its hello.
+/// Message of the source after its hello.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "kebab-case")]
 pub enum SourceMessage {
     /// Its side of the migration has failed.
     Failed {
-        /// Why, in one line.
+        /// Reason in one line.
         reason: String,
     },
 }
@@ -220,7 +220,7 @@ mod tests {
         let (theirs, mut ours) = pair();
         let flood = std::thread::spawn(move || {
             let chunk = [b'x'; 64 << 10];
-            // Ends when the other side has gone.
+            // Ends when the other side has closed the connection.
             while (&theirs).write_all(&chunk).is_ok() {}
         });
         assert!(matches!(

@@ -1,4 +1,4 @@
-//! `hotlift relay`: passes QEMU's migrations on, between a QEMU and the relay of another host.
+//! `hotlift relay`: forwards QEMU's migrations between a QEMU and the relay of another host.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -140,7 +140,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     }
 }
 
-/// What a migration is passed on with.
+/// Settings of the relay.
 struct Relay<'a> {
     args: &'a RelayArgs,
     label: &'a str,
@@ -151,7 +151,7 @@ struct Relay<'a> {
 }
 
 impl Relay<'_> {
-    /// One migration; breaks off with an error that ends the command.
+    /// Relays one migration; breaks with an error that ends the command.
     fn one(&self) -> ControlFlow<CommandError> {
         let (args, label) = (self.args, self.label);
         let control = self.monitor.waits();
@@ -183,7 +183,7 @@ impl Relay<'_> {
             Ok(report) => {
                 let printed = args.output.print(&report, || relay_table(label, &report));
                 match printed {
-                    // The next migration matters more than who reads of the last.
+                    // The next migration must not depend on a reader of the last report.
                     Err(error) if args.forever => complain!("hotlift: {}", error_line(&error)),
                     Err(error) => return ControlFlow::Break(error.into()),
                     Ok(()) => {}

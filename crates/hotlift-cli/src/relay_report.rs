@@ -1,4 +1,4 @@
-//! What a migration through relays came to: the tables and the JSON.
+//! Results of a migration through relays: tables and JSON.
 
 use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures, shares_of};
@@ -13,27 +13,27 @@ use serde::Serialize;
 use crate::libvirt::virsh::{Domain, Job};
 use crate::report::done_by;
 
-/// One migration through a pair of relays, as `--json` writes it.
+/// One migration through a pair of relays, in the output of `--json`.
 #[derive(Debug, Serialize)]
 pub struct Migration {
-    /// What the source's QEMU says (`query-migrate`): times, rounds, bytes into the relay.
+    /// Statistics of the source's QEMU (`query-migrate`): times, rounds, bytes into the relay.
     pub qemu: MigrationInfo,
     /// Version of the source's QEMU.
     pub source_qemu: Version,
     /// Version of the destination's QEMU.
     pub destination_qemu: Version,
-    /// Whether the guest runs at the destination.
+    /// True if the guest runs at the destination.
     pub running: bool,
-    /// What it does there.
+    /// Run state of the guest at the destination.
     pub state: RunState,
-    /// The relay at the source.
+    /// Report of the relay at the source.
     pub source: RelayReport,
-    /// The relay at the destination.
+    /// Report of the relay at the destination.
     pub destination: RelayReport,
 }
 
 impl Migration {
-    /// The result table, and CPU time by thread.
+    /// Returns the result table, and CPU time by thread.
     pub fn table(&self) -> String {
         let mut table = new_table(&["migration", ""]);
         let mut row = |name: &str, value: String| {
@@ -52,22 +52,22 @@ impl Migration {
     }
 }
 
-/// One domain that libvirt has moved, as `--json` writes it.
+/// One domain moved by libvirt, in the output of `--json`.
 #[derive(Debug, Serialize)]
 pub struct DomainMigration {
-    /// Which.
+    /// The domain.
     #[serde(flatten)]
     pub domain: Domain,
     /// URI of the destination's libvirt.
     pub to: String,
-    /// What libvirt counts; `null` if it does not say.
+    /// libvirt's statistics; `null` if it reports none.
     pub libvirt: Option<Job>,
-    /// The relay at the source; `null` if it has failed when the domain was there already.
+    /// Report of the relay at the source; `null` if it failed after the domain had moved.
     pub relay: Option<RelayReport>,
 }
 
 impl DomainMigration {
-    /// The result table, and CPU time by thread.
+    /// Returns the result table, and CPU time by thread.
     pub fn table(&self) -> String {
         let mut table = new_table(&["migration", ""]);
         let mut row = |name: &str, value: String| {
@@ -94,7 +94,7 @@ impl DomainMigration {
     }
 }
 
-/// A moment of a relay.
+/// Returns the snapshot of a relay as a line.
 pub fn progress_line(label: &str, progress: &RelayProgress, stall: Option<Stall>) -> String {
     let stall = stall.map_or_else(String::new, |stall| format!("{stall}, "));
     format!(
@@ -108,19 +108,19 @@ pub fn progress_line(label: &str, progress: &RelayProgress, stall: Option<Stall>
     )
 }
 
-/// One VM that was saved, as `--json` writes it.
+/// One saved VM, in the output of `--json`.
 #[derive(Debug, Serialize)]
 pub struct Saved {
-    /// What the source's QEMU says (`query-migrate`): times, rounds, bytes into the relay.
+    /// Statistics of the source's QEMU (`query-migrate`): times, rounds, bytes into the relay.
     pub qemu: MigrationInfo,
-    /// The relay between QEMU and the file.
+    /// Report of the relay between QEMU and the file.
     pub relay: RelayReport,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub file_bytes: u64,
 }
 
 impl Saved {
-    /// The result table, and CPU time by thread.
+    /// Returns the result table, and CPU time by thread.
     pub fn table(&self) -> String {
         let ram = self.qemu.ram.clone().unwrap_or_default();
         let mut table = new_table(&["save", ""]);
@@ -139,7 +139,7 @@ impl Saved {
     }
 }
 
-/// The result table of one relay.
+/// Returns the result table of one relay.
 pub fn relay_table(label: &str, report: &RelayReport) -> String {
     let mut table = new_table(&[label, ""]);
     let mut row = |name: &str, value: String| {
@@ -201,7 +201,7 @@ fn cpu(side: &SideFigures) -> String {
     format!("{:.2} s, {:.2} core-s/GiB", side.cpu_s, side.core_s_per_gib)
 }
 
-/// What QEMU has written to its sockets: up to 8.0 its counter of all bytes lacks those of multifd.
+/// Returns the bytes that QEMU wrote to its sockets: up to 8.0 its total lacks the bytes of multifd.
 fn sent_by_qemu(ram: &MigrationStats) -> u64 {
     ram.transferred.max(ram.multifd_bytes)
 }

@@ -1,4 +1,4 @@
-//! The result of migrations: a table in the manner of the published ones, CPU by thread, and JSON.
+//! The result of migrations: a table in the style of published ones, CPU by thread, and JSON.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,10 +18,10 @@ use hotlift_vmm::{GuestKind, GuestSettings};
 use serde::ser::Error;
 use serde::{Serialize, Serializer};
 
-/// State of a migration that a signal has ended.
+/// State of a migration that a signal ended.
 const INTERRUPTED: &str = "interrupted";
 
-/// Options that a run has a field or a column of its own for.
+/// Options with their own field or column in a run.
 const FIELDS: &[&str] = &[
     "multifd-compression",
     "compress",
@@ -31,8 +31,8 @@ const FIELDS: &[&str] = &[
     "downtime-limit",
 ];
 
-/// One migration, as `--json` writes it. Times in milliseconds, CPU in seconds and percent of one
-/// core; every figure is defined in `hotlift::figures`.
+/// One migration in the output of `--json`. Times in milliseconds, CPU in seconds and percent of one core; `hotlift::figures`
+/// defines every figure.
 #[derive(Debug, Clone, Serialize)]
 pub struct Run {
     pub guest: String,
@@ -48,21 +48,21 @@ pub struct Run {
     pub zero_page_detection: String,
     pub max_bandwidth: u64,
     pub downtime_limit_ms: u128,
-    /// Every other option that is not at its default, as it is typed; without multifd `multifd` is `off`.
+    /// All other options that differ from their defaults, as typed; without multifd, `multifd` is `off`.
     pub options: BTreeMap<&'static str, String>,
     pub ram_bytes: u64,
     pub status: String,
     pub error: Option<String>,
-    /// The guest went on, and no write was lost; `null` if that was for the other host to see.
+    /// True if the guest ran on and no write was lost; `null` if the other host checks it.
     pub verified: Option<bool>,
-    /// As the source has measured them; the destination's, where nothing is known of the source.
+    /// Figures measured by the source; the destination's if the source's are unknown.
     #[serde(flatten, serialize_with = "without_side")]
     pub figures: SourceReport,
     pub source: Option<SideFigures>,
     pub destination: Option<SideFigures>,
 }
 
-/// See [`Run::options`].
+/// Returns [`Run::options`].
 fn others(options: &Options) -> BTreeMap<&'static str, String> {
     let defaults = Options::default();
     OPTIONS
@@ -80,7 +80,7 @@ fn others(options: &Options) -> BTreeMap<&'static str, String> {
         .collect()
 }
 
-/// A report without its side, which is `source` of a run.
+/// Serializes a report without its side, which is `source` of a run.
 fn without_side<S: Serializer>(report: &SourceReport, to: S) -> Result<S::Ok, S::Error> {
     let mut figures = serde_json::to_value(report).map_err(S::Error::custom)?;
     if let Some(figures) = figures.as_object_mut() {
@@ -90,7 +90,7 @@ fn without_side<S: Serializer>(report: &SourceReport, to: S) -> Result<S::Ok, S:
 }
 
 impl Run {
-    /// A migration that has not happened yet.
+    /// Creates the record of a migration before it runs.
     pub fn new(kind: GuestKind, guest: &GuestSettings, options: &Options) -> Self {
         Self {
             guest: kind.name().to_owned(),
@@ -117,14 +117,14 @@ impl Run {
         }
     }
 
-    /// Takes in the source's figures.
+    /// Adds the source's figures.
     pub fn sent(&mut self, mut report: SourceReport) {
         self.status = Status::Completed.name().to_owned();
         self.source = Some(std::mem::take(&mut report.side));
         self.figures = report;
     }
 
-    /// A signal has ended it: takes in the last that was measured of it.
+    /// Marks it as interrupted, and adds the last measurement.
     pub fn interrupted(&mut self, last: &Moment) {
         self.status = INTERRUPTED.to_owned();
         self.figures.total_ms = last.elapsed_ms;
@@ -139,7 +139,7 @@ impl Run {
         self.figures.pages_per_second = last.pages_per_second;
     }
 
-    /// Takes in the destination's figures, against the source's total time where it is known.
+    /// Adds the destination's figures, relative to the source's total time if known.
     pub fn received(&mut self, report: DestinationReport) {
         if self.source.is_none() {
             self.status = Status::Completed.name().to_owned();
@@ -150,7 +150,7 @@ impl Run {
         self.destination = Some(destination_side(report, self.figures.total_ms));
     }
 
-    /// Takes in what the guest looked like afterwards.
+    /// Adds the result of the guest check.
     pub fn checked(&mut self, check: &Check) {
         self.verified = Some(check.runs && check.verified);
         if let Some(problem) = &check.problem {
@@ -158,13 +158,13 @@ impl Run {
         }
     }
 
-    /// Notes a failure.
+    /// Adds a failure.
     pub fn failed(&mut self, error: &str) {
         self.status = Status::Failed.name().to_owned();
         self.error.get_or_insert_with(|| error.to_owned());
     }
 
-    /// Completed, and the guest found well where that could be seen.
+    /// Returns true if it completed and the guest passed its check, if there was one.
     pub fn is_good(&self) -> bool {
         self.status == Status::Completed.name()
             && self.verified != Some(false)
@@ -179,7 +179,7 @@ impl Run {
     }
 }
 
-/// All tables.
+/// Returns all tables.
 pub fn all(runs: &[Run]) -> String {
     let tables = [Some(results(runs)), Some(threads(runs)), jobs(runs)];
     tables.into_iter().flatten().collect::<Vec<_>>().join("\n")
@@ -202,7 +202,7 @@ pub const RESULTS: &[&str] = &[
     "verified",
 ];
 
-/// The result table.
+/// Returns the result table.
 pub fn results(runs: &[Run]) -> String {
     let rows: Vec<_> = runs.iter().map(row).collect();
     let mut lines = ways(runs);
@@ -222,7 +222,7 @@ fn row(run: &Run) -> Vec<String> {
         (None, "completed") => "-".to_owned(),
         (None, status) => status.to_owned(),
     };
-    // Nothing is said of what was never measured.
+    // Values that were not measured are left out.
     let is_measured = run.figures.total_ms > 0.0;
     let is_whole = is_measured && run.status == Status::Completed.name();
     let figure = |is_known: bool, text: String| match is_known {
@@ -248,7 +248,7 @@ fn row(run: &Run) -> Vec<String> {
     ]
 }
 
-/// With which options, where those are not what is usual: a line for each setting.
+/// Returns the options that differ from the usual ones, a line per setting.
 fn ways(runs: &[Run]) -> Vec<String> {
     let words = |run: &Run| {
         let words = run
@@ -273,13 +273,13 @@ fn ways(runs: &[Run]) -> Vec<String> {
     lines
 }
 
-/// What went by which method, where each packet has its own.
+/// Returns the share of each method, if each packet has its own.
 fn shares(run: &Run) -> Option<String> {
     let methods = &run.figures.methods;
     (!methods.is_empty()).then(|| format!("{}: {}", run.name(), shares_of(methods)))
 }
 
-/// What auto-converge did, where it was on.
+/// Returns the effect of auto-converge, if it was on.
 fn throttled(run: &Run) -> Option<String> {
     run.options.get("auto-converge")?;
     Some(match run.figures.throttle_percent {
@@ -291,7 +291,7 @@ fn throttled(run: &Run) -> Option<String> {
     })
 }
 
-/// CPU time by thread: one column a migration, in as many tables as the terminal's width asks for.
+/// Returns CPU time by thread: one column per migration, in as many tables as the terminal's width requires.
 pub fn threads(runs: &[Run]) -> String {
     let names = runs
         .iter()
@@ -352,7 +352,7 @@ fn threads_of(runs: &[Run]) -> Table {
     table
 }
 
-/// What has done the work of the methods that an accelerator may do; `None` if none of them was used.
+/// Returns what did the work of methods with an accelerator; `None` if none was used.
 pub fn jobs(runs: &[Run]) -> Option<String> {
     let sides = runs.iter().flat_map(|run| {
         let sides = [("source", &run.source), ("destination", &run.destination)];
@@ -383,7 +383,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
         "raw pages",
         "done by",
     ]);
-    // Said once below the table, whose cells it would make tall.
+    // Printed once below the table; in its cells it would make rows high.
     let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
     for (method, side, jobs) in rows {
         if let Some(why) = &jobs.fallback {
@@ -412,7 +412,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
     Some(lines.join("\n"))
 }
 
-/// The devices, and the CPU.
+/// Returns the devices, and the CPU.
 fn doer(jobs: &JobFigures) -> String {
     let devices = jobs.devices.join(", ");
     match &jobs.fallback {
@@ -422,13 +422,13 @@ fn doer(jobs: &JobFigures) -> String {
     }
 }
 
-/// The same, and why it was the CPU if there was an accelerator to be had.
+/// Returns the devices and the CPU, with the reason for a fallback to the CPU.
 pub fn done_by(jobs: &JobFigures) -> String {
     let doer = doer(jobs);
     match &jobs.fallback {
         None => doer,
         Some(why) => {
-            // The reason begins with the device that it is of.
+            // The reason begins with its device.
             let of_the_one = match jobs.hardware {
                 0 => None,
                 _ => why.strip_prefix(&format!("{}: ", jobs.devices.join(", "))),

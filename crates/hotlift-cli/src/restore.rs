@@ -1,4 +1,4 @@
-//! `hotlift restore`: a guest from a file into a QEMU.
+//! `hotlift restore`: loads a guest from a file into a QEMU.
 
 mod lazily;
 
@@ -39,7 +39,7 @@ use crate::output_args::OutputArgs;
 use crate::relay_report::relay_table;
 use crate::save_file::{location, named};
 
-/// What a stream of QEMU begins with (`QEMU_VM_FILE_MAGIC`).
+/// First bytes of a stream of QEMU (`QEMU_VM_FILE_MAGIC`).
 const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
 
 /// Flags of `restore`.
@@ -97,7 +97,7 @@ pub struct RestoreArgs {
 }
 
 impl RestoreArgs {
-    /// The command that brings a guest the rest of its pages, in a QEMU with a QMP socket at `qmp`, from `file`.
+    /// Returns the command that loads the remaining pages from `file` into a guest in a QEMU with a QMP socket at `qmp`.
     fn to_resume(&self, file: &str, qmp: Option<&QmpAddress>) -> String {
         let qmp = qmp.map_or("ADDRESS".to_owned(), QmpAddress::to_string);
         let mut words = vec![
@@ -115,11 +115,11 @@ impl RestoreArgs {
             words.extend(options.insecure.then_some("--insecure"));
         }
         words.extend(self.salvage.then_some("--salvage"));
-        // A word with a NUL byte has never been typed.
+        // Arguments never contain a NUL byte.
         shlex::try_join(words).unwrap_or_default()
     }
 
-    /// The file, and TLS to its server.
+    /// Returns the file, with TLS to its server.
     fn file(&self) -> Result<Location, SharedError> {
         let options = self.limits.options();
         let tls = match self.file.server() {
@@ -146,7 +146,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     }
 }
 
-/// What a failed `--resume` leaves is what was there before: a guest that waits, unless QEMU says otherwise.
+/// Turns the error of a failed `--resume`: the guest still waits, unless QEMU reports otherwise.
 fn still_waits(error: CommandError) -> CommandError {
     match error {
         CommandError::Qemu(QemuError::NotPaused { .. })
@@ -231,10 +231,10 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     Ok(printed?)
 }
 
-/// Compares the saved VM with the one that gets its guest.
+/// Compares the saved VM with the VM that receives its guest.
 ///
 /// # Errors
-/// If QEMU refuses a difference.
+/// QEMU refuses a difference.
 fn compare_saved(
     args: &RestoreArgs,
     info: &FileInfo,
@@ -244,7 +244,7 @@ fn compare_saved(
     let saved = Vm {
         machine: Some(info.machine.clone()).filter(|machine| !machine.is_empty()),
         uuid: info.uuid.parse().unwrap_or_default(),
-        // The file of an older or newer command compares less.
+        // The file of an older or newer command has fewer values to compare.
         ..saved.and_then(Result::ok).unwrap_or_default()
     };
     let there = match args.resume {
@@ -260,7 +260,7 @@ fn compare_saved(
     Ok(())
 }
 
-/// Everything was sent: waits until QEMU says that it has the guest, and says so, whoever reads the figures.
+/// Waits until QEMU confirms the load, and reports it, even if no process reads the figures.
 fn taken(
     destination: Destination,
     clock: &GuestClock,
@@ -278,9 +278,9 @@ fn taken(
     )
 }
 
-/// Reports what QEMU has stated of the guest that it has, or had; `trouble` is what the restore has met. Where QEMU has no guest,
-/// `never` makes the error out of the reason, and where that is not known, `unknown` does, out of whether QEMU answers and the
-/// reason.
+/// Reports QEMU's statement about the guest that it has, or had; `trouble` is an error of the restore. If QEMU has no guest,
+/// `never` makes the error from the reason. If that is unknown, `unknown` makes it, from the reason and from a flag that QEMU
+/// answers.
 fn conclude(
     statement: Statement,
     (destination, clock): (Destination, &GuestClock),
@@ -297,7 +297,7 @@ fn conclude(
             clock.is_here(&state);
             Ok(())
         }
-        // Leaves a QEMU alone that has the guest and does not run it.
+        // Leaves a QEMU running that has the guest and does not run it.
         Statement::Stopped { reason, can_run } => Err(CommandError::NotRunning {
             reasons: match trouble {
                 Some(trouble) if !trouble.contains(&reason) => {
@@ -323,7 +323,7 @@ fn conclude(
     }
 }
 
-/// The relay has failed: says why, and whether the guest runs all the same.
+/// Handles a failure of the relay: reports the cause, and whether the guest runs nevertheless.
 fn failed(
     error: &MigrationError,
     destination: Destination,
@@ -362,12 +362,12 @@ fn failed(
     concluded
 }
 
-/// Names what is damaged, and zero in the guest.
+/// Prints the damaged parts, which are zero in the guest.
 fn say_lost(lost: &LostPages) {
     complain!("hotlift: lost: {lost}");
 }
 
-/// Leaves a QEMU alone of which it is not known whether it runs the guest.
+/// Leaves a QEMU running that may or may not run the guest.
 fn not_known(destination: Destination, reasons: String) -> CommandError {
     CommandError::NotKnown {
         reasons,
@@ -375,8 +375,8 @@ fn not_known(destination: Destination, reasons: String) -> CommandError {
     }
 }
 
-/// What the file says of itself, if it is one of Hotlift's. Of QEMU's, the stream inside says it; here
-/// it is only seen that there is one.
+/// Returns the file's own description if Hotlift wrote it. For a file of QEMU, only the presence of a stream is checked; the
+/// stream describes itself.
 fn info(
     args: &RestoreArgs,
     file: &Location,

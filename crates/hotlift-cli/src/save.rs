@@ -1,4 +1,4 @@
-//! `hotlift save`: the guest of a running QEMU into a file.
+//! `hotlift save`: saves the guest of a running QEMU in a file.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -111,7 +111,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     if let Some(how) = &ended {
         complain!("{how} during the save");
     }
-    // The file has its name: what QEMU does from here on makes no failure of it.
+    // The file is complete under its name: later failures of QEMU do not matter.
     let file = args.file.display();
     match args.keep_running && source.was_running() && ended.is_none() {
         false => complain!("{file} is written; the guest is left paused"),
@@ -143,7 +143,7 @@ fn not_saved(error: QemuError, advice: Option<&'static str>) -> CommandError {
     }
 }
 
-/// What to do about a file that had no room.
+/// Returns the next step after a file had no room.
 fn room(error: &MigrationError) -> Option<&'static str> {
     let MigrationError::File(FileError::Write { source, .. }) = error else {
         return None;

@@ -1,11 +1,11 @@
-//! Where a save file is, and errors of its content.
+//! Location of a save file, and errors of its content.
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use hotlift::file::Location;
 
 use crate::error::CommandError;
 
-/// Reads where a save file is.
+/// Returns the parser of a save file's location.
 pub fn location() -> impl TypedValueParser<Value = Location> {
     OsStringValueParser::new().try_map(|text| Location::parse(&text))
 }

@@ -1,4 +1,4 @@
-//! `hotlift serve`: waits on the destination host for `hotlift migrate`, and gets a QEMU ready; or hands out files.
+//! `hotlift serve`: waits on the destination host for `hotlift migrate`, and prepares a QEMU; or serves files.
 
 mod files;
 
@@ -39,10 +39,10 @@ use crate::error::CommandError;
 use crate::flush_args::FlushArgs;
 use crate::peer::{Answer, Differences, Hello, SourceMessage};
 
-/// How long a source whose connections have ended may take to say why.
+/// Time for a source with closed connections to send its reason.
 const REASON: Duration = Duration::from_secs(2);
 
-/// Between two messages about progress.
+/// Interval of progress messages.
 const PROGRESS: Duration = Duration::from_secs(1);
 
 /// Flags of `serve`.
@@ -91,13 +91,13 @@ pub struct ServeArgs {
     command: Vec<OsString>,
 }
 
-/// What became of one source that connected.
+/// Result of the visit of one source.
 enum Visit {
-    /// It was sent away, and nothing was used up.
+    /// It was refused; nothing was consumed.
     SentAway(CommandError),
-    /// It has compared its VM with the destination's, and nothing was used up.
+    /// It compared its VM with the destination's; nothing was consumed.
     Compared,
-    /// Its migration has ended.
+    /// Its migration ended.
     Over(Result<(), CommandError>),
 }
 
@@ -112,14 +112,14 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     };
     if args.qmp.is_none() {
         process::waiting(&args.command)?;
-        // A program that is not there would send every source away.
+        // A missing program would fail every source.
         process::find(&args.command)?;
     }
     let mut held = args.qmp.as_ref().map(Destination::held).transpose()?;
     let tls = security::tls(&args.limits.options(), &args.listen)?;
     let listener = args.listen.listen()?;
     if args.data_port != 0 {
-        // One that is taken would send every source away.
+        // A port in use would fail every source.
         drop(pages_at(host, args.data_port).listen()?);
     }
     let events = Events::new();
@@ -145,25 +145,25 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     }
 }
 
-/// What a source is received with.
+/// Settings for receiving a source.
 struct Host<'a> {
     args: &'a ServeArgs,
     interrupt: &'a Interrupt,
-    /// Address that data connections are taken at.
+    /// Address for data connections.
     host: &'a str,
-    /// For the conversation, and the pages.
+    /// TLS for messages and pages.
     tls: Option<Arc<Tls>>,
     monitor: &'a RelayMonitor,
 }
 
 impl Host<'_> {
-    /// Waits for sources, until one's migration has ended.
+    /// Waits for sources, until the migration of one has ended.
     fn wait(
         &self,
         listener: &Listener,
         held: &mut Option<Destination>,
     ) -> Result<(), CommandError> {
-        // Said once as long as the reason stays.
+        // A reason is printed once until it changes.
         let trouble = Mutex::new(String::new());
         let complain = |why: &str| {
             let mut trouble = trouble.lock().unwrap_or_else(PoisonError::into_inner);
@@ -207,14 +207,14 @@ impl Host<'_> {
         }
     }
 
-    /// Gets a QEMU ready, and receives a guest into it.
+    /// Prepares a QEMU, and receives a guest into it.
     fn receive(
         &self,
         source: &mut Conversation,
         hello: &Hello,
         held: &mut Option<Destination>,
     ) -> Visit {
-        // A QEMU may take its time to start. A source that has gone is noticed by what follows.
+        // A QEMU can take time to start. The next messages detect a source that has gone.
         let _ = source.say(&Answer::Progress { received_bytes: 0 });
         let destination = match held.take() {
             Some(destination) => Ok(destination),
@@ -249,7 +249,7 @@ impl Host<'_> {
         Visit::Over(self.migrate(source, hello, vm, destination))
     }
 
-    /// Returns the destination's VM, if the source's guest may come into it.
+    /// Returns the destination's VM if it can receive the source's guest.
     fn compare(&self, hello: &Hello, destination: &Destination) -> Result<Box<Vm>, QemuError> {
         let vm = destination.vm(Some(&hello.vm))?.within(vm::MESSAGE_MAX);
         match hello.differences {
@@ -261,7 +261,7 @@ impl Host<'_> {
         Ok(vm.into())
     }
 
-    /// Checks that both sides leave RAM in the same files, or none does.
+    /// Checks that both sides leave RAM in the same files, or neither does.
     fn shares_memory(&self, hello: &Hello, destination: &Destination) -> Result<(), QemuError> {
         match (&hello.shared_memory, self.args.ignore_shared) {
             (Some(at_source), true) => {
@@ -345,8 +345,8 @@ impl Host<'_> {
         }
     }
 
-    /// Runs the relay, tells the source how it gets on, and cancels it if the source goes before the commit. Returns
-    /// what the source has said of a failure, too.
+    /// Runs the relay, sends its progress to the source, and cancels it if the source disconnects before the commit. Also
+    /// returns the source's reason for a failure.
     fn relay(
         &self,
         source: &mut Conversation,
@@ -388,7 +388,7 @@ impl Host<'_> {
         Ok((outcome, source_said))
     }
 
-    /// Talks to the source until `ended` is readable. Returns what it has said of a failure.
+    /// Serves the source until `ended` is readable. Returns its reason for a failure.
     fn attend(
         &self,
         source: &mut Conversation,
@@ -423,7 +423,7 @@ impl Host<'_> {
             }
             if heard.is_err() || said.is_some() {
                 source_is_there = heard.is_ok();
-                // Behind the commit its other connections may be lost, too, and it asks what became of the guest.
+                // After the commit its other connections may also be lost, and it queries the outcome.
                 if !custody.is_given_up() {
                     control.cancel();
                 }
@@ -432,7 +432,7 @@ impl Host<'_> {
         said
     }
 
-    /// The stream has ended well: waits for QEMU to run the guest, and leaves it to itself.
+    /// Waits for QEMU to run the guest after a complete stream, and leaves it running.
     fn taken(
         &self,
         source: &mut Conversation,
@@ -440,12 +440,12 @@ impl Host<'_> {
         settle_timeout: Duration,
         report: RelayReport,
     ) -> Result<(), CommandError> {
-        // One that came during the hand-over was too late; another ends the wait.
+        // An earlier signal arrived during the handover and was too late; another one ends the wait.
         self.interrupt.forget();
         match destination.statement_in_time(settle_timeout, self.interrupt) {
             Statement::Here { state } => {
                 let report = Box::new(report);
-                // Whether the source hears it or not, the guest is here.
+                // The guest is here, even if the source does not receive this.
                 let _ = source.say(&Answer::Completed {
                     state: state.clone(),
                     report,
@@ -456,13 +456,13 @@ impl Host<'_> {
             Statement::Stopped { reason, can_run } => {
                 Err(not_running(source, destination, reason, can_run))
             }
-            // The relay has read nothing of the stream, and the source has seen it end well.
+            // The stream does not show this to the relay, and the source saw it end without an error.
             Statement::Ended { reason } => {
                 let _ = source.say(&failed(reason.clone(), GuestThere::NotHere));
                 Err(QemuError::Failed { reasons: reason }.into())
             }
             Statement::GuestEnded { how, by_itself } => had_guest(source, how, by_itself),
-            // QEMU has taken it by its word on the stream; so what has become of it since is not that it never ran.
+            // QEMU accepted the guest on the stream, so its current state does not prove that the guest never ran.
             Statement::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
                 let _ = source.say(&failed(error_line(&error), GuestThere::Unknown));
@@ -472,7 +472,7 @@ impl Host<'_> {
         }
     }
 
-    /// The relay has failed: tells the source why, and where the guest is.
+    /// Handles a failure of the relay: sends the source the cause and the location of the guest.
     fn failed(
         &self,
         source: &mut Conversation,
@@ -520,7 +520,7 @@ impl Host<'_> {
                     let _ = hear_failure(source, &[], Instant::now() + REASON, &mut said);
                 }
                 let reasons = match (said, error) {
-                    // It has ended this relay.
+                    // The source ended this relay.
                     (Some(said), MigrationError::Cancelled) => format!("the source: {said}"),
                     (Some(said), _) => format!("{reasons}; the source: {said}"),
                     (None, _) => reasons,
@@ -534,7 +534,7 @@ impl Host<'_> {
     }
 }
 
-/// Address at which the pages arrive; port 0 is one that is free.
+/// Returns the address for the pages; port 0 selects a free one.
 fn pages_at(host: &str, port: u16) -> Address {
     Address::Tcp {
         host: host.to_owned(),
@@ -542,7 +542,7 @@ fn pages_at(host: &str, port: u16) -> Address {
     }
 }
 
-/// The port of the pages, for those who open it in a firewall.
+/// Returns a text with the port of the pages, for a firewall.
 fn of_data_port(port: u16) -> String {
     match port {
         0 => {
@@ -552,7 +552,7 @@ fn of_data_port(port: u16) -> String {
     }
 }
 
-/// Takes what the source says until `until`, or until one of `others` is readable: why it has failed, if anything.
+/// Receives messages of the source until `until`, or until one of `others` is readable; stores the reason of a failure.
 fn hear_failure(
     source: &mut Conversation,
     others: &[BorrowedFd<'_>],
@@ -569,12 +569,12 @@ fn failed(reason: String, guest: GuestThere) -> Answer {
     Answer::Failed { reason, guest }
 }
 
-/// Says that the guest is here, and leaves its QEMU to itself.
+/// Prints that the guest is here, and leaves its QEMU running.
 fn say_taken(state: &RunState, destination: Destination) {
     say!("the guest {} here: {}", words(state), destination.leave());
 }
 
-/// Leaves a QEMU alone that has the guest and does not run it.
+/// Leaves a QEMU running that has the guest and does not run it.
 fn not_running(
     source: &mut Conversation,
     destination: Destination,
@@ -590,7 +590,7 @@ fn not_running(
     }
 }
 
-/// Reports that the guest was here, and ended: the source must not run it again. An end of QEMU that is not the guest's own is a
+/// Reports that the guest was here, and ended: the source must not run it again. An end of QEMU other than the guest's own is a
 /// failure.
 fn had_guest(source: &mut Conversation, how: String, by_itself: bool) -> Result<(), CommandError> {
     let reason = format!("the guest was taken over, and its QEMU has ended since: {how}");
@@ -602,7 +602,7 @@ fn had_guest(source: &mut Conversation, how: String, by_itself: bool) -> Result<
     Ok(())
 }
 
-/// Leaves a QEMU alone of which it is not known whether it runs the guest.
+/// Leaves a QEMU running that may or may not run the guest.
 fn not_known(source: &mut Conversation, destination: Destination, reasons: String) -> CommandError {
     let _ = source.say(&failed(reasons.clone(), GuestThere::Unknown));
     CommandError::NotKnown {
@@ -611,13 +611,13 @@ fn not_known(source: &mut Conversation, destination: Destination, reasons: Strin
     }
 }
 
-/// Tells a source that it is refused. It may have gone.
+/// Sends a refusal to a source, which may be gone.
 fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
     let reason = error_line(error);
     let _ = source.say(&Answer::Refused { reason });
 }
 
-/// Where somebody who is not told otherwise connects to.
+/// Returns the address to which a client connects by default.
 fn address_of(listener: &Listener) -> Result<Address, TerminalError> {
     listener
         .address()

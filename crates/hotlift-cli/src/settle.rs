@@ -1,4 +1,4 @@
-//! `hotlift settle`: says by hand where a guest goes on that a migration has left paused, after exit code 3.
+//! `hotlift settle`: lets the operator decide which host runs a guest that a migration left paused (exit code 3).
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ use crate::error::CommandError;
 /// Time for the QMP socket before the operator is informed of the wait.
 const SILENCE: Duration = Duration::from_secs(2);
 
-/// How long the QMP socket is tried after that.
+/// Time for further attempts to connect to the QMP socket.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// To whoever lets a guest run here whose migration may have ended well.
+/// Warning to an operator who lets a guest run here although its migration may have completed.
 const COMPLETED: &str = "hotlift: QEMU's migration is 'completed': if the destination runs the guest, there are two of it \
                          from now on, which write to the same disks; end one at once";
 
@@ -68,12 +68,12 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
         complain!("the guest goes on at the destination; its paused copy here is ended");
         return Ok(());
     }
-    // In doubt QEMU says the same: it had handed the whole guest over.
+    // QEMU also reports this in doubt: it had transferred the whole guest.
     if migration.is_completed() {
         complain!("{COMPLETED}");
     }
-    // 'hotlift guest run' takes 'cont' for a slip while it is in doubt, and a 'stop' before it for an order. To a QEMU
-    // whose guest is paused 'stop' is nothing.
+    // In doubt, 'hotlift guest run' ignores a bare 'cont' as a mistake, and accepts it after a 'stop'. A QEMU with a paused
+    // guest ignores 'stop'.
     qemu.stop().map_err(at_source)?;
     qemu.cont().map_err(at_source)?;
     let state = qemu.query_status().map_err(at_source)?;
@@ -96,8 +96,8 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Why there is nothing to settle, if so. A guest that its operator has paused, and one whose migration is under way,
-/// are nobody's to end or continue by this command.
+/// Returns why there is nothing to settle, if so. This command must not end or continue a guest that its operator paused, or
+/// whose migration is running.
 fn problem(state: &StatusInfo, migration: &MigrationInfo) -> Option<String> {
     match state.status.as_str() {
         "postmigrate" => None,

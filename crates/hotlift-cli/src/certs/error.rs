@@ -1,11 +1,11 @@
-//! Why `hotlift certs` failed.
+//! Errors of `hotlift certs`.
 
 use std::path::PathBuf;
 
 use hotlift_mem::FileError;
 use hotlift_tls::{AuthorityError, CredentialsError};
 
-/// Why `hotlift certs` failed.
+/// Error of `hotlift certs`.
 #[derive(Debug, thiserror::Error)]
 pub enum CertsError {
     #[error("{} exists already: --force replaces it", path.display())]
@@ -25,7 +25,7 @@ pub enum CertsError {
 }
 
 impl CertsError {
-    /// What to do next.
+    /// Returns the next step.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::NoCa { .. } => Some(
@@ -40,7 +40,7 @@ impl CertsError {
         }
     }
 
-    /// Whether the command line is to blame.
+    /// Returns true if the command line is wrong.
     pub fn is_usage(&self) -> bool {
         matches!(
             self,

@@ -1,4 +1,4 @@
-//! What a drain chooses from: the domains of this host, and the destinations, as their libvirts speak of them.
+//! Input of a plan: the domains of this host and the destinations, as their libvirts report them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::repeat;
@@ -13,27 +13,27 @@ use crate::drain::plan::{Candidate, Place, Stays, short};
 use crate::error::CommandError;
 use crate::libvirt::virsh::{Domain, Libvirt, Memory, State, VirshError};
 
-/// How long the samples of what domains write may take; they take a second.
+/// Timeout of the write samples of domains, which take a second.
 const SAMPLES: Duration = Duration::from_secs(10);
 
-/// Between two looks whether they are there.
+/// Poll interval for the samples.
 const SAMPLE: Duration = Duration::from_millis(200);
 
 /// Domains of this host.
 #[derive(Debug, Default)]
 pub struct Domains {
-    /// Their guests run.
+    /// Domains with running guests.
     running: BTreeSet<Domain>,
-    /// Their guests stand still, as after a migration of which nobody has said how it ended.
+    /// Domains with paused guests, as after a migration with an unknown end.
     still: BTreeSet<Domain>,
 }
 
 impl Domains {
-    /// All that are active here, or those of names and UUIDs. One that is not active here any more is left out, so that the
-    /// same command goes on with what is left.
+    /// Returns all active domains, or those with given names and UUIDs. One that is no longer active here is left out, so that
+    /// the same command continues with the rest.
     ///
     /// # Errors
-    /// [`CommandError::NoDomain`] for what names nothing, here or at a destination; [`VirshError`].
+    /// [`CommandError::NoDomain`] for a name that exists neither here nor at a destination; [`VirshError`].
     pub fn chosen(
         here: &Libvirt,
         typed: &[String],
@@ -70,7 +70,7 @@ impl Domains {
         }
     }
 
-    /// How large they are, and how much they write. One that has ended meanwhile is left out.
+    /// Measures their sizes and write rates. A domain that has ended in the meantime is left out.
     pub fn measured(&self, here: &Libvirt) -> Vec<Candidate> {
         let deadline = Instant::now() + SAMPLES;
         let memory = self.memory(here, deadline);
@@ -84,17 +84,17 @@ impl Domains {
         running.chain(still).filter_map(candidate).collect()
     }
 
-    /// What libvirt says of all, with a sample of what those that run write. One that does not answer is no reason to know nothing
-    /// of the others: each that is missing here is asked alone.
+    /// Returns libvirt's figures of all domains, with write samples of running ones. If one does not answer, all missing here
+    /// are queried separately.
     fn memory(&self, here: &Libvirt, deadline: Instant) -> BTreeMap<String, Memory> {
         let running: Vec<_> = self.running.iter().collect();
-        // The plan is made without what cannot be sampled.
+        // The plan does without missing samples.
         let _ = here.sample_writes(&running);
         sampled(here, None, deadline).unwrap_or_default()
     }
 }
 
-/// What libvirt says of the memory of a domain, or of all, once no sample is under way any more.
+/// Returns the memory figures of a domain, or of all, once no sample is running.
 fn sampled(
     here: &Libvirt,
     of: Option<&Domain>,
@@ -145,7 +145,7 @@ fn candidate(
     })
 }
 
-/// The destinations that answer, with their memory.
+/// Returns the destinations that answer, with their memory.
 ///
 /// # Errors
 /// [`VirshError`] if none does.
@@ -168,7 +168,7 @@ pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
             Err(error) => failed.push((uri, error)),
         }
     }
-    // One that ends the command is named by it.
+    // The error that ends the command names this one.
     let last = match places.is_empty() {
         true => failed.pop(),
         false => None,
@@ -184,7 +184,7 @@ pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
 
 impl Place {
     fn has(&self, typed: &str) -> bool {
-        // One that does not answer any more has nothing that could be counted on.
+        // A destination that no longer answers does not count.
         matches!(Libvirt::at(&self.uri).find(typed), Ok(Some(_)))
     }
 }

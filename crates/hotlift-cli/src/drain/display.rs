@@ -1,4 +1,4 @@
-//! What a drain shows: what becomes of each domain.
+//! Output of a drain: the state of each domain.
 
 use std::io::IsTerminal;
 
@@ -10,13 +10,13 @@ use serde::Serialize;
 use crate::drain::plan::{Step, short};
 use crate::libvirt::virsh::Job;
 
-/// What has become of a domain.
+/// State of a domain.
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum Fate {
-    /// It has not begun.
+    /// Its move has not started.
     Waiting,
-    /// It is on its way; what that costs so far.
+    /// Its move is running, with its statistics so far.
     UnderWay {
         #[serde(skip)]
         job: Option<Job>,
@@ -25,15 +25,15 @@ pub enum Fate {
     Moved { job: Option<Job> },
     /// It stayed here, and runs.
     Stayed { reason: String },
-    /// It ended before it could move, and is on neither host.
+    /// It ended before its move, and is on neither host.
     Ended { reason: String },
-    /// It was not begun.
+    /// Its move was not started.
     NotBegun { reason: String },
-    /// Nobody knows.
+    /// Its state is unknown.
     Unknown { reason: String },
 }
 
-/// A domain, and what has become of it.
+/// A domain and its state.
 #[derive(Debug, Clone, Serialize)]
 pub struct Outcome {
     #[serde(flatten)]
@@ -42,7 +42,7 @@ pub struct Outcome {
     pub fate: Fate,
 }
 
-/// The table of what has become of them.
+/// Returns the table of their states.
 pub fn table(outcomes: &[Outcome]) -> String {
     let mut table = new_table(&["domain", "to", "memory", "state", "seconds", "down ms"]);
     for Outcome { step, fate } in outcomes {
@@ -70,7 +70,7 @@ pub fn table(outcomes: &[Outcome]) -> String {
     table.to_string()
 }
 
-/// What is shown while it runs: on a terminal the table, rewritten; elsewhere a line for each change.
+/// Output during a drain: on a terminal the table, rewritten; elsewhere a line per change.
 pub struct Display {
     quiet: bool,
     terminal: bool,
@@ -78,7 +78,7 @@ pub struct Display {
 }
 
 impl Display {
-    /// Shows nothing if `quiet`.
+    /// Creates the output; shows nothing if `quiet`.
     pub fn new(quiet: bool) -> Self {
         Self {
             quiet,
@@ -87,12 +87,12 @@ impl Display {
         }
     }
 
-    /// It shows a table, with what migrations cost so far.
+    /// Returns true if it shows a table, with statistics of the migrations.
     pub fn is_table(&self) -> bool {
         self.terminal && !self.quiet
     }
 
-    /// A line for what has become of a domain, where there is no table.
+    /// Prints a line for the state of a domain, unless there is a table.
     pub fn note(&self, outcome: &Outcome) {
         if self.quiet || self.terminal {
             return;
@@ -111,7 +111,7 @@ impl Display {
         output::progress(&format!("{domain} to {to}: {text}\n"));
     }
 
-    /// The table anew.
+    /// Rewrites the table.
     pub fn show(&mut self, outcomes: &[Outcome]) {
         if !self.is_table() {
             return;
@@ -120,7 +120,7 @@ impl Display {
         let mut text = table(outcomes);
         for Outcome { step, fate } in outcomes {
             if let Fate::UnderWay { job: Some(job) } = fate
-                // Of one that has only begun libvirt does not know how much it is.
+                // At the start of a migration, libvirt does not know its size.
                 && job.memory_bytes > 0
             {
                 let left = bytes(job.remaining_bytes);
@@ -131,10 +131,10 @@ impl Display {
         output::progress(&format!("{text}\n"));
     }
 
-    /// Takes the table away.
+    /// Removes the table.
     pub fn finish(&mut self) {
         if self.lines > 0 {
-            // Up by so many lines, and all behind emptied.
+            // Moves the cursor up by the lines of the table, and clears the rest of the screen.
             output::progress(&format!("\x1b[{}A\x1b[J", self.lines));
             self.lines = 0;
         }

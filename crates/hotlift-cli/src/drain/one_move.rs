@@ -1,4 +1,4 @@
-//! A domain of a drain on its way: in a thread of its own, so that no answer of libvirt's holds up another domain.
+//! One domain's move within a drain, in a separate thread, so that a slow answer of libvirt delays no other domain.
 
 use std::ffi::OsString;
 use std::io::PipeReader;
@@ -16,41 +16,41 @@ use crate::drain::plan::Step;
 use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Job, Libvirt, Migrating, State, VirshError};
 use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
 
-/// Between two looks at what libvirt says of a migration under way.
+/// Interval of queries to libvirt during a migration.
 pub const LOOK: Duration = Duration::from_secs(1);
 
-/// A domain that is to be moved.
+/// Domain to move.
 #[derive(Debug)]
 pub struct Move {
     pub here: Libvirt,
     pub step: Step,
     /// Options of `virsh migrate`.
     pub options: Vec<OsString>,
-    /// Somebody sees what its migration costs so far.
+    /// True if the operator sees its statistics during the migration.
     pub is_looked_at: bool,
-    /// Readable once it is not to begin any more, or to be aborted.
+    /// Readable once it must not start any more, or must abort.
     pub abort: PipeReader,
 }
 
-/// What is told of a move.
+/// Event of a move.
 #[derive(Debug)]
 pub enum Told {
-    /// What it costs so far.
+    /// Statistics so far.
     Job(Job),
-    /// It has ended.
+    /// The move ended.
     Ended {
-        /// What has become of the domain.
+        /// State of the domain.
         fate: Fate,
-        /// Why its destination is lost, if it is.
+        /// Reason if its destination is lost.
         lost: Option<String>,
     },
 }
 
 impl Move {
-    /// Begins it, and tells of it; its end comes last.
+    /// Starts the move, and sends its events; its end comes last.
     pub fn start(self, tell: impl Fn(Told) + Send + 'static) {
         thread::spawn(move || {
-            // A drain waits for the end of each, also of one whose thread has panicked.
+            // A drain waits for the end of each move, also after a panic of its thread.
             let ended = catch_unwind(AssertUnwindSafe(|| self.follow(&tell)));
             tell(ended.unwrap_or_else(|_| {
                 let reason = "nobody looks after its migration any more".to_owned();
@@ -91,7 +91,7 @@ impl Move {
         loop {
             let abort = self.abort.as_fd();
             let to_abort = is_readable(abort);
-            // One that is not so far that it could be aborted is tried again.
+            // The abort is retried until the migration is far enough to be aborted.
             if to_abort && !is_aborted {
                 is_aborted = self.here.abort(domain).is_ok();
             }
@@ -113,10 +113,10 @@ impl Move {
         }
     }
 
-    /// `None`: it is not to begin any more.
+    /// Starts the migration. `None`: it must not start any more.
     fn begin(&self, to: &Libvirt) -> Result<Option<Migrating>, VirshError> {
         let mut options = self.options.clone();
-        // A host that is emptied is to define nothing of what has left it.
+        // A drained host must keep no definitions of moved domains.
         if self.here.is_persistent(&self.step.domain)? {
             options.extend(["--persistent", "--undefinesource"].map(OsString::from));
         }
@@ -127,7 +127,7 @@ impl Move {
     }
 }
 
-/// Where a domain is whose migration has ended.
+/// Returns the state of a domain whose migration has ended.
 fn fate(here: &Libvirt, to: &Libvirt, domain: &Domain, ended: Result<(), String>) -> Fate {
     let Err(reason) = ended else {
         return Fate::Moved {

@@ -1,4 +1,4 @@
-//! Whether the destinations of a drain answer.
+//! Check that the destinations of a drain answer.
 
 use std::collections::BTreeSet;
 use std::thread;
@@ -9,16 +9,16 @@ use hotlift_terminal::error::error_line;
 use crate::drain::plan::{Plan, short};
 use crate::libvirt::virsh::{Libvirt, VirshError};
 
-/// Between two looks whether a destination answers; at the second time that it does not it is lost.
+/// Interval of queries to a destination; after two without an answer it is lost.
 const PEER_LOOK: Duration = Duration::from_secs(3);
 
-/// Why a destination is lost.
+/// Returns why a destination is lost.
 pub fn lost_for(to: &Libvirt, error: &VirshError) -> String {
     format!("{} is lost: {}", short(to.uri()), error_line(error))
 }
 
-/// Watches whether the destinations of a plan answer: a migration to one that does not may go on for ever, and cannot end well.
-/// `lost` is told of each that is lost, once. The watch ends with the command.
+/// Checks that the destinations of a plan answer: a migration to a silent one may never end, and cannot succeed. Calls `lost`
+/// once for each lost one. The check ends with the command.
 pub fn watch(plan: &Plan, lost: impl Fn(Lost) + Clone + Send + 'static) {
     let uris = plan.steps.iter().filter_map(|step| step.to.as_deref());
     for uri in uris.collect::<BTreeSet<_>>() {
@@ -27,12 +27,12 @@ pub fn watch(plan: &Plan, lost: impl Fn(Lost) + Clone + Send + 'static) {
     }
 }
 
-/// A destination that does not answer.
+/// Destination that does not answer.
 #[derive(Debug)]
 pub struct Lost {
-    /// Of its libvirt.
+    /// URI of its libvirt.
     pub uri: String,
-    /// As the operator is shown it.
+    /// Reason for the operator.
     pub reason: String,
 }
 

@@ -1,8 +1,8 @@
-//! The plan of a drain: which domains go where, and in which order.
+//! The plan of a drain: the destination and the order of its domains.
 //!
-//! What is quickly done goes first: it takes load from the host, and the memory that is written to fastest then has the link
-//! to itself. Several go at once only while what all of them write fits in half of the link: beyond that each makes the
-//! others' rounds longer than going one after the other would.
+//! Short moves come first: they take load from the host, and the memory with the highest write rate then has the link to
+//! itself. Several moves run at once only while their writes fit in half of the link. Beyond that, each would extend the
+//! others' rounds longer than running in sequence.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -14,37 +14,37 @@ use serde::Serialize;
 
 use crate::libvirt::virsh::{Domain, host_of};
 
-/// Bytes a second of a link of which nothing is said: 1 Gbit/s, the slowest that hosts are given.
+/// Default bandwidth of the link in bytes per second: 1 Gbit/s, the slowest of today's hosts.
 pub const LINK: u64 = 125_000_000;
 
-/// Domains that go at once if nothing is said: while one stands still for its last pages, another uses the link.
+/// Default number of concurrent moves: while one guest is paused for its last pages, another uses the link.
 const AT_ONCE: usize = 2;
 
-/// More than those go at once while the link takes the memory of all in so many seconds, uncompressed: libvirt needs a second for
-/// each before its first page and after its last one, in which the link would wait. Of eight domains of 256 MiB at 1 Gbit/s all
-/// at once took 10.1 s, four at once 11.6 s, and two 13 s.
+/// Seconds in which the link must carry the memory of all, uncompressed, so that more than `AT_ONCE` domains move at once.
+/// libvirt needs a second for each before its first page and after its last one, in which the link would be idle. Eight domains
+/// of 256 MiB at 1 Gbit/s took 10.1 s all at once, 11.6 s four at once, and 13 s two at once.
 const SMALL_SECONDS: u64 = 20;
 
-/// Most small ones that go at once if nothing is said.
+/// Default limit of small domains that move at once.
 const AT_ONCE_SMALL: usize = 8;
 
-/// What a drain may use.
+/// Limits of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Budget {
-    /// Bytes a second of the link.
+    /// Bandwidth of the link in bytes per second.
     pub bandwidth: u64,
-    /// Most domains that go at once.
+    /// Maximum concurrent moves.
     pub at_once: usize,
-    /// Most that go at once while they are small.
+    /// Maximum concurrent moves of small domains.
     pub at_once_small: usize,
-    /// This host's agent was asked for its limits.
+    /// True if this host's agent was queried for its limits.
     pub agent: bool,
 }
 
 impl Budget {
-    /// As somebody has said; of what nothing is said, no more than this host's agent has for all its migrations: those that it
-    /// has no place for would wait in it, with their QEMUs begun. Compression of each takes a core or more.
+    /// Creates the budget from the given values. Defaults do not exceed this host's agent's limits for all its migrations:
+    /// further ones would wait in it, with their QEMUs already migrating. Compression of each takes a core or more.
     pub fn new(bandwidth: Option<u64>, at_once: Option<u8>, agent: Option<&AgentInfo>) -> Self {
         let limit = |limit: fn(&AgentInfo) -> u64| agent.map(limit).filter(|limit| *limit > 0);
         let places = limit(|agent| agent.migrations.into()).unwrap_or(u64::MAX);
@@ -65,7 +65,7 @@ impl Budget {
         }
     }
 
-    /// Whether a step may begin beside those that are under way.
+    /// Returns true if a step may start beside the running ones.
     pub fn may_begin(&self, step: &Step, under_way: &[&Step]) -> bool {
         let sum = |of: fn(&Step) -> u64| {
             let all = under_way.iter().copied().chain([step]);
@@ -96,28 +96,28 @@ impl fmt::Display for Budget {
     }
 }
 
-/// A domain that is to go.
+/// Domain to move.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
-    /// Which.
+    /// The domain.
     pub domain: Domain,
-    /// Bytes of its memory.
+    /// Size of its memory in bytes.
     pub memory: u64,
-    /// Bytes a second that it writes to; `None` if that is not known.
+    /// Bytes written per second; `None` if unknown.
     pub written: Option<u64>,
-    /// Why it stays, if it does.
+    /// Reason why it stays, if it does.
     pub stays: Option<Stays>,
 }
 
-/// Why a domain is not moved.
+/// Reason why a domain is not moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Stays {
-    /// No destination has the memory for it.
+    /// No destination has enough memory.
     NoRoom,
-    /// Its guest stands still.
+    /// Its guest is paused.
     Still,
-    /// libvirt does not say how large it is.
+    /// libvirt does not report its size.
     Unmeasured,
 }
 
@@ -130,11 +130,11 @@ impl Stays {
         }
     }
 
-    /// For people.
+    /// Returns the reason for the operator.
     pub fn reason(self) -> &'static str {
         match self {
             Self::NoRoom => "no destination has the memory for it",
-            // A migration whose end was not said leaves one behind, perhaps beside one that runs.
+            // A migration with an unknown end leaves a paused copy, perhaps beside a running one.
             Self::Still => {
                 "it stands still here: ask libvirt at the destinations; if none runs it, 'virsh resume' lets it go on"
             }
@@ -143,39 +143,39 @@ impl Stays {
     }
 }
 
-/// A host that can take some.
+/// Destination host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
-    /// The URI of its libvirtd.
+    /// URI of its libvirtd.
     pub uri: String,
-    /// Bytes of its memory that are free.
+    /// Bytes of its free memory.
     pub free: u64,
 }
 
-/// A line of the plan.
+/// Line of the plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Step {
-    /// Which domain.
+    /// The domain.
     #[serde(flatten)]
     pub domain: Domain,
-    /// Bytes of its memory.
+    /// Size of its memory in bytes.
     pub memory_bytes: u64,
-    /// Bytes a second that it writes to; `null` if that is not known.
+    /// Bytes written per second; `null` if unknown.
     pub written_per_second: Option<u64>,
-    /// The URI of the libvirtd that is to have it; `null` if it stays.
+    /// URI of the destination's libvirtd; `null` if it stays.
     pub to: Option<String>,
-    /// Why it stays; `null` if it goes.
+    /// Reason why it stays; `null` if it moves.
     pub stays: Option<Stays>,
-    /// Seconds that it takes alone, uncompressed; `null` if its memory is written to faster than the link is.
+    /// Seconds of the move alone, uncompressed; `null` if its memory is written faster than the link transfers.
     pub seconds: Option<u64>,
 }
 
-/// What a drain does, in this order.
+/// Moves of a drain, in this order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Plan {
-    /// What it was made for.
+    /// Limits of the plan.
     #[serde(flatten)]
     pub budget: Budget,
     /// The domains.
@@ -183,7 +183,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Orders `candidates`, and gives each to the place that has most free memory by then.
+    /// Orders `candidates`, and assigns each to the place with the most free memory left.
     pub fn new(candidates: Vec<Candidate>, mut places: Vec<Place>, budget: Budget) -> Self {
         let mut steps: Vec<Step> = candidates
             .into_iter()
@@ -209,7 +209,7 @@ impl Plan {
         Self { budget, steps }
     }
 
-    /// What it was made for, and the table of it.
+    /// Returns the limits and the table of the plan.
     pub fn table(&self) -> String {
         let mut table = new_table(&["domain", "to", "memory", "written/s", "alone"]);
         for step in &self.steps {
@@ -229,7 +229,7 @@ impl Plan {
     }
 }
 
-/// As it is shown: the host in a URI, or all of it.
+/// Returns a URI as shown: its host, or all of it.
 pub fn short(uri: &str) -> String {
     host_of(uri).unwrap_or(uri).to_owned()
 }
@@ -239,7 +239,7 @@ fn seconds(one: &Candidate, bandwidth: u64) -> Option<u64> {
     (left > 0).then(|| one.memory.div_ceil(left))
 }
 
-/// One without an end comes last, before those that stay. The name makes the order the same each time.
+/// Compares two steps. One without an end comes last, before those that stay. The name makes the order deterministic.
 fn earlier(one: &Step, other: &Step) -> Ordering {
     let key = |step: &Step| {
         let seconds = step.seconds.unwrap_or(u64::MAX);

@@ -1,4 +1,4 @@
-//! libvirt of this host and of others: asked by virsh.
+//! libvirt of this host and of others, through virsh.
 
 pub mod virsh;
 mod virsh_run;

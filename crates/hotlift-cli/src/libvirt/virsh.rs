@@ -1,7 +1,7 @@
-//! libvirt, by its command `virsh`: what it says of domains, and its migrations.
+//! libvirt, through its command `virsh`: domains and migrations.
 //!
-//! `virsh` and not libvirt's library: the same authentication, URIs and options as an operator types them, nothing of another
-//! release's ABI in this process, and a call that does not return costs a process, and no thread of this one.
+//! `virsh` instead of libvirt's library: authentication, URIs and options are the operator's, no ABI of another release enters
+//! this process, and a call that hangs blocks a child process, not a thread of this one.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -16,37 +16,37 @@ use hotlift_qmp::one_line;
 
 use crate::libvirt::virsh_run::Run;
 
-/// How long libvirt may take to answer, behind SSH and while it does other things for the domain.
+/// Timeout of libvirt's answer, over SSH and while it works on the domain.
 const ANSWER: Duration = Duration::from_secs(40);
 
-/// Between two questions whether libvirt has ended a QEMU.
+/// Poll interval while libvirt ends a QEMU.
 const ENDING_POLL: Duration = Duration::from_millis(200);
 
-/// Between two tries to abort a migration that is not so far yet that libvirt aborts it.
+/// Interval of attempts to abort a migration that libvirt cannot abort yet.
 pub const ABORT_AGAIN: Duration = Duration::from_millis(200);
 
-/// Most that is kept of what `virsh` says, in bytes.
+/// Maximum bytes kept of the output of `virsh`.
 const MOST: usize = 1 << 20;
 
-/// Letters of a UUID as libvirt prints it.
+/// Length of a UUID as libvirt prints it.
 const UUID: usize = 36;
 
-/// Why libvirt has no answer.
+/// Error of a query to libvirt.
 #[derive(Debug, thiserror::Error)]
 pub enum VirshError {
-    /// The command.
+    /// The command cannot be run.
     #[error("cannot run 'virsh'")]
     Run(#[source] io::Error),
-    /// An answer that is an error.
+    /// The answer is an error.
     #[error("libvirt at {at}: {said}")]
     Refused { at: String, said: String },
-    /// No answer.
+    /// There is no answer.
     #[error("libvirt at {at} has not answered within {ANSWER:?}")]
     Silent { at: String },
-    /// An answer of an odd size.
+    /// The answer is too long.
     #[error("libvirt at {at} has answered with more than {MOST} bytes")]
     TooLong { at: String },
-    /// An answer that is none.
+    /// The answer is invalid.
     #[error("libvirt at {at} has answered '{said}' when it was asked for {what}")]
     Garbage {
         at: String,
@@ -55,35 +55,35 @@ pub enum VirshError {
     },
 }
 
-/// What becomes of a domain, as far as it matters to whoever moves it.
+/// State of a domain, as far as a migration needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
     /// Its guest runs.
     Running,
-    /// It stands still.
+    /// Its guest is paused.
     Paused,
     /// Its guest has ended, and libvirt is ending its QEMU.
     Ending,
-    /// It is not there, or has no guest.
+    /// It does not exist, or has no guest.
     Gone,
 }
 
-/// Beginnings of what `virsh domstate --reason` prints where a guest has ended and its QEMU has not.
+/// Prefixes of the output of `virsh domstate --reason` for an ended guest whose QEMU has not ended.
 const ENDING: [&str; 2] = ["in shutdown", "paused (shutting down)"];
 
-/// A domain, which is the same on every host. virsh takes a word for an ID, then for a UUID, and for a name last: a name of
-/// digits would lead to another domain. So libvirt is asked by the UUID alone, and the name is for people.
+/// Domain, the same on every host. virsh tries an argument as ID, then as UUID, last as name: a name of digits would select
+/// another domain. So queries use only the UUID, and the name is for the operator.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct Domain {
-    /// As people call it.
+    /// Name for the operator.
     #[serde(rename = "domain")]
     pub name: String,
-    /// As libvirt prints it.
+    /// UUID as libvirt prints it.
     pub uuid: String,
 }
 
 impl Domain {
-    /// The one of `domains` that is meant by a UUID or a name that somebody has typed; as of virsh, a UUID comes first.
+    /// Returns the domain among `domains` with a typed UUID or name; as in virsh, a UUID has priority.
     pub fn find<'a>(domains: &'a [Self], typed: &str) -> Option<&'a Self> {
         let has_uuid = |domain: &&Self| domain.uuid.eq_ignore_ascii_case(typed);
         let has_name = |domain: &&Self| domain.name == typed;
@@ -91,7 +91,7 @@ impl Domain {
         all.clone().find(has_uuid).or_else(|| all.find(has_name))
     }
 
-    /// From a line of `virsh list --uuid --name`.
+    /// Parses a line of `virsh list --uuid --name`.
     fn of_line(line: &str) -> Option<Self> {
         let (uuid, rest) = line.split_at_checked(UUID)?;
         // A name may begin and end with spaces.
@@ -109,7 +109,7 @@ pub struct Libvirt {
     uri: String,
 }
 
-/// The host in a URI of libvirt's; `None` if it has none.
+/// Returns the host in a URI of libvirt; `None` if it has none.
 pub fn host_of(uri: &str) -> Option<&str> {
     let (_, rest) = uri.split_once("://")?;
     let authority = rest.split(['/', '?']).next()?;
@@ -121,40 +121,40 @@ pub fn host_of(uri: &str) -> Option<&str> {
     (!host.is_empty()).then_some(host)
 }
 
-/// What a migration costs so far, as libvirt counts it.
+/// Statistics of a migration so far, from libvirt.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Job {
-    /// Milliseconds since it began.
+    /// Milliseconds since the start.
     pub total_ms: u64,
-    /// Milliseconds in which the guest stood still; `null` while it runs.
+    /// Downtime of the guest in milliseconds; `null` while it runs.
     pub downtime_ms: Option<u64>,
     /// Bytes of the guest's memory.
     pub memory_bytes: u64,
-    /// Bytes of it that are still to go.
+    /// Remaining bytes of it.
     pub remaining_bytes: u64,
 }
 
-/// What libvirt says of a domain's memory.
+/// Memory figures of a domain, from libvirt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
-    /// Its bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Bytes a second that are written to; `None` if that was not sampled.
+    /// Bytes written per second; `None` if not sampled.
     pub written: Option<u64>,
-    /// It is being sampled.
+    /// True while it is being sampled.
     pub is_sampled_now: bool,
 }
 
 impl Libvirt {
-    /// The one at a URI of libvirt's.
+    /// Returns the libvirtd at a URI.
     pub fn at(uri: &str) -> Self {
         Self {
             uri: uri.to_owned(),
         }
     }
 
-    /// Its URI.
+    /// Returns its URI.
     pub fn uri(&self) -> &str {
         &self.uri
     }
@@ -166,12 +166,12 @@ impl Libvirt {
             .args(["--quiet", "--connect", &self.uri])
             .args(words)
             .stdin(Stdio::null());
-        // A terminal's Ctrl-C is for this process, which passes on what is meant by it.
+        // A terminal's Ctrl-C goes to this process, which handles it.
         command.process_group(0);
         command
     }
 
-    /// Asks something.
+    /// Runs a query of virsh.
     ///
     /// # Errors
     /// [`VirshError`].
@@ -202,15 +202,15 @@ impl Libvirt {
         }
     }
 
-    /// What becomes of a domain here.
+    /// Returns the state of a domain here.
     ///
     /// # Errors
-    /// [`VirshError`]; that it is not there is none.
+    /// [`VirshError`]; a missing domain is no error.
     pub fn state(&self, domain: &Domain) -> Result<State, VirshError> {
         match self.ask(&["domstate", "--reason", "--domain", &domain.uuid]) {
             Ok(said) => Ok(state(said.trim())),
-            // virsh has the same words for a domain that is not there, for one that may not be seen and for a connection that
-            // broke: only a list without it says that it is gone.
+            // virsh prints the same for a missing domain, for missing permission and for a broken connection: only a list
+            // without the domain proves that it is gone.
             Err(refused @ VirshError::Refused { .. }) => {
                 let all = self.domains(&["--all"])?;
                 match all.iter().any(|one| one.uuid == domain.uuid) {
@@ -222,7 +222,7 @@ impl Libvirt {
         }
     }
 
-    /// The same, once libvirt has ended the QEMU of a guest that has ended.
+    /// Returns the state after libvirt has ended the QEMU of an ended guest.
     ///
     /// # Errors
     /// [`VirshError`].
@@ -236,7 +236,7 @@ impl Libvirt {
         }
     }
 
-    /// `reason` behind how the domain has ended, if libvirt keeps that.
+    /// Returns `reason` with the cause of the domain's end as a prefix, if libvirt has it.
     pub fn with_end(&self, domain: &Domain, reason: String) -> String {
         let words = ["domstate", "--reason", "--domain", &domain.uuid];
         match self.ask(&words).ok().and_then(|said| end(said.trim())) {
@@ -245,17 +245,17 @@ impl Libvirt {
         }
     }
 
-    /// Whether a domain is defined here, and not only run.
+    /// Returns true if a domain is defined here, not only running.
     ///
     /// # Errors
     /// [`VirshError`].
     pub fn is_persistent(&self, domain: &Domain) -> Result<bool, VirshError> {
-        // From the list: for `dominfo` libvirt asks QEMU, and that waited 0.9 s while QEMU sampled writes.
+        // From the list: for `dominfo` libvirt queries QEMU, and that took 0.9 s while QEMU sampled writes.
         let persistent = self.domains(&["--all", "--persistent"])?;
         Ok(persistent.iter().any(|one| one.uuid == domain.uuid))
     }
 
-    /// The domains here that are chosen by flags of `virsh list`.
+    /// Returns the domains here selected by flags of `virsh list`.
     ///
     /// # Errors
     /// [`VirshError`].
@@ -268,7 +268,7 @@ impl Libvirt {
         lines.map(domain).collect()
     }
 
-    /// The domain of a name or UUID, running or not; `None` if it is not here.
+    /// Returns the domain with a name or UUID, running or not; `None` if it is not here.
     ///
     /// # Errors
     /// [`VirshError`].
@@ -277,7 +277,7 @@ impl Libvirt {
         Ok(Domain::find(&all, typed).cloned())
     }
 
-    /// Lets libvirt sample what domains write, for a second from now on. One that cannot be sampled is left out.
+    /// Starts a sample of the writes of domains, for one second. Domains that cannot be sampled are left out.
     ///
     /// # Errors
     /// [`VirshError`].
@@ -290,10 +290,10 @@ impl Libvirt {
         self.ask(&[&format!("{lines}echo")]).map(drop)
     }
 
-    /// What libvirt says of the memory of a domain, or of all that are active, by name.
+    /// Returns the memory figures of a domain, or of all active ones, by name.
     ///
     /// # Errors
-    /// [`VirshError`], as when the one is not there.
+    /// [`VirshError`], also if the domain does not exist.
     pub fn memory(&self, of: Option<&Domain>) -> Result<BTreeMap<String, Memory>, VirshError> {
         let which = of.map_or("--list-active", |domain| &domain.uuid);
         let said = self.ask(&["domstats", "--balloon", "--dirtyrate", which])?;
@@ -301,7 +301,7 @@ impl Libvirt {
         found.ok_or_else(|| self.garbage("the memory of domains", &said))
     }
 
-    /// Bytes of this host's memory that guests could have.
+    /// Returns the bytes of this host's memory that are available for guests.
     ///
     /// # Errors
     /// [`VirshError`].
@@ -316,11 +316,11 @@ impl Libvirt {
         Ok(kib.saturating_add(cached).saturating_mul(1 << 10))
     }
 
-    /// What a domain's migration costs; with `completed`, what the one cost by which it came here. `None` if there is none.
+    /// Returns the statistics of a domain's migration; with `completed`, of the one that brought it here. `None` without one.
     pub fn job(&self, domain: &Domain, completed: bool) -> Option<Job> {
         let mut line = vec!["domjobinfo", "--rawstats", "--domain", &domain.uuid];
         if completed {
-            // Whoever else asks for them is to find them, too.
+            // Keeps them for other clients.
             line.extend(["--completed", "--keep-completed"]);
         }
         let said = self.ask(&line).ok()?;
@@ -336,7 +336,7 @@ impl Libvirt {
     /// Starts `virsh migrate --live` of a domain to another libvirt, with further options.
     ///
     /// # Errors
-    /// If `virsh` cannot be run.
+    /// `virsh` cannot be run.
     pub fn migrate(
         &self,
         domain: &Domain,
@@ -360,11 +360,11 @@ impl Libvirt {
         Ok(Migrating(run))
     }
 
-    /// Aborts a domain's migration; its guest stays. The migration says that it has failed. (A signal to `virsh migrate` does
-    /// nothing without a terminal.)
+    /// Aborts a domain's migration, which then fails; the guest stays. (A signal to `virsh migrate` has no effect without a
+    /// terminal.)
     ///
     /// # Errors
-    /// [`VirshError`], as where there is none to abort.
+    /// [`VirshError`], also if there is none to abort.
     pub fn abort(&self, domain: &Domain) -> Result<(), VirshError> {
         self.ask(&["domjobabort", "--domain", &domain.uuid])
             .map(drop)
@@ -379,16 +379,16 @@ impl Libvirt {
     }
 }
 
-/// A migration that libvirt makes.
+/// Running migration by libvirt.
 #[derive(Debug)]
 pub struct Migrating(Run);
 
 impl Migrating {
-    /// How it has ended, with what libvirt says why it failed. `None` if it does not until `deadline`, and before one of `others` is
+    /// Returns the result, with libvirt's error. `None` if it does not end until `deadline` and before one of `others` is
     /// readable.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn wait(
         &mut self,
         others: &[BorrowedFd<'_>],
@@ -402,7 +402,7 @@ impl Migrating {
     }
 }
 
-/// The state that `virsh domstate --reason` prints.
+/// Parses the state in the output of `virsh domstate --reason`.
 fn state(said: &str) -> State {
     let (state, _) = said.split_once(" (").unwrap_or((said, ""));
     match state {
@@ -413,7 +413,7 @@ fn state(said: &str) -> State {
     }
 }
 
-/// The end that `virsh domstate --reason` prints.
+/// Parses the end in the output of `virsh domstate --reason`.
 fn end(said: &str) -> Option<&'static str> {
     match said {
         "shut off (shutdown)" => Some("the guest powered off"),
@@ -424,7 +424,7 @@ fn end(said: &str) -> Option<&'static str> {
     }
 }
 
-/// The errors that `virsh` prints, in one line.
+/// Returns the errors in the output of `virsh` in one line.
 fn errors(said: &str) -> String {
     let lines = said.lines().map(|line| line.trim_start_matches("error: "));
     let lines: Vec<_> = lines.filter(|line| !line.is_empty()).collect();
@@ -434,7 +434,7 @@ fn errors(said: &str) -> String {
     }
 }
 
-/// What follows `name` on its line.
+/// Returns the text after `name` on its line.
 fn value<'a>(said: &'a str, name: &str) -> Option<&'a str> {
     let rest = said
         .lines()
@@ -442,13 +442,13 @@ fn value<'a>(said: &'a str, name: &str) -> Option<&'a str> {
     Some(rest.trim_start_matches([' ', ':']).trim())
 }
 
-/// By name, from what `virsh domstats` prints; `None` if a domain has none.
+/// Parses the output of `virsh domstats` by name; `None` if a domain has none.
 fn memory(said: &str) -> Option<BTreeMap<String, Memory>> {
     let mut domains = said.split("Domain: '");
     domains.next()?;
     let domain = |text: &str| {
         let (name, figures) = text.split_once("'\n")?;
-        // As virDomainDirtyRateStatus counts: not begun, being measured, measured.
+        // Values of virDomainDirtyRateStatus: not begun, being measured, measured.
         let status = number(figures, "dirtyrate.calc_status=");
         let mib = number(figures, "dirtyrate.megabytes_per_second=").filter(|_| status == Some(2));
         let memory = Memory {

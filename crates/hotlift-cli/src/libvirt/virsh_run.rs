@@ -1,4 +1,4 @@
-//! A child that runs, what it says, and its end.
+//! A child process, its output, and its end.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,14 +8,14 @@ use std::time::Instant;
 use hotlift_mem::{end_of_process, is_readable, wait_readable};
 use rustix::io::ioctl_fionbio;
 
-/// A command that runs, killed when it goes out of scope.
+/// Running command, killed on drop.
 ///
-/// What it says is read until it ends, not until its pipes do: with `ControlPersist` an SSH that it started stays, and keeps
-/// them open.
+/// Its output is read until it ends, not until its pipes close: with `ControlPersist` an SSH that it started keeps running, and
+/// keeps them open.
 #[derive(Debug)]
 pub struct Run {
     child: Child,
-    /// It becomes readable when the child ends.
+    /// Readable when the child ends.
     end: OwnedFd,
     out: Pipe<ChildStdout>,
     err: Pipe<ChildStderr>,
@@ -23,10 +23,10 @@ pub struct Run {
 }
 
 impl Run {
-    /// Starts it, to keep at most `most` bytes of what it says on each of the pipes that `command` has.
+    /// Starts the command; keeps at most `most` bytes of the output on each of its pipes.
     ///
     /// # Errors
-    /// If it cannot be run.
+    /// It cannot be run.
     pub fn start(mut command: Command, most: usize) -> io::Result<Self> {
         let mut child = command.spawn()?;
         let parts = end_of_process(&child).and_then(|end| {
@@ -44,10 +44,10 @@ impl Run {
         })
     }
 
-    /// How it has ended, if it does until `deadline` and before one of `others` is readable.
+    /// Returns the exit status, if it ends until `deadline` and before one of `others` is readable.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn wait(
         &mut self,
         others: &[BorrowedFd<'_>],
@@ -58,7 +58,7 @@ impl Run {
             if self.status.is_none() {
                 self.status = self.child.try_wait()?;
             }
-            // After the look at the child: what it said before its end is in its pipes.
+            // Read after the check of the child: all its output is then in the pipes.
             self.out.read();
             self.err.read();
             if self.status.is_some() || is_over {
@@ -71,13 +71,13 @@ impl Run {
                 .chain(others.iter().copied())
                 .collect();
             wait_readable(&fds, deadline);
-            // Whatever ended the wait, the child is looked at again.
+            // The child is checked again, whatever ended the wait.
             is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline)
                 || others.iter().copied().any(is_readable);
         }
     }
 
-    /// What one that has ended has said.
+    /// Returns the output of an ended command.
     pub fn said(&self) -> (String, String) {
         let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
         (text(&self.out.bytes), text(&self.err.bytes))
@@ -98,7 +98,7 @@ fn end_of(child: &mut Child) {
     let _ = child.wait();
 }
 
-/// A pipe, and what has come out of it.
+/// A pipe, and its output so far.
 #[derive(Debug)]
 struct Pipe<P> {
     /// `None` at its end.
@@ -123,13 +123,13 @@ impl<P: Read + AsFd> Pipe<P> {
         self.pipe.as_ref().map(AsFd::as_fd)
     }
 
-    /// Reads what is there. A pipe with more than is kept is closed.
+    /// Reads the available bytes. Closes a pipe that exceeds the limit.
     fn read(&mut self) {
         let Some(pipe) = &mut self.pipe else { return };
         let left = self.most - self.bytes.len();
         match pipe.take(left as u64).read_to_end(&mut self.bytes) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            // What came before an error counts.
+            // Output before an error counts.
             Ok(_) | Err(_) => self.pipe = None,
         }
     }

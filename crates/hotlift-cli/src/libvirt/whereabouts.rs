@@ -1,31 +1,31 @@
-//! Where a domain is after its migration has failed, by what both libvirts say.
+//! Location of a domain after a failed migration, from both libvirts.
 
 use crate::libvirt::virsh::{Domain, Libvirt, State, VirshError};
 
-/// Where a domain is after a migration that has failed.
+/// Location of a domain after a failed migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Whereabouts {
-    /// As it was before.
+    /// Here, as before.
     Here,
-    /// The destination has it all the same.
+    /// At the destination nevertheless.
     There,
     /// It has ended, on both hosts.
     Ended,
-    /// Nobody knows, or it is on both hosts.
+    /// Unknown, or on both hosts.
     Unknown {
-        /// What libvirt says of it.
+        /// Statements of the libvirts.
         seen: String,
     },
 }
 
-/// What the source's libvirt says where it has ended the migration itself, before it could say to the destination's that the
-/// guest is to run (libvirt 9, and before 8).
+/// Errors of the source's libvirt when it ended the migration before it ordered the destination's to run the guest (libvirt 9,
+/// and before 8).
 const ENDED_HERE: &[&str] = &["job 'migration out'", "migration out job", "migration job"];
 
-/// What `virsh` says where the destination's libvirt was never spoken to.
+/// Error of `virsh` when the destination's libvirt was never reached.
 const NOT_BEGUN: &str = "unable to connect to server";
 
-/// Asks both libvirts where a domain is that was `was` before, and whose migration has failed for `reason`.
+/// Queries both libvirts for the location of a domain that was `was` before, and whose migration failed for `reason`.
 pub fn whereabouts(
     here: &Libvirt,
     to: &Libvirt,
@@ -41,9 +41,9 @@ pub fn whereabouts(
     )
 }
 
-/// Whether `reason` says that the destination's libvirt was not told to run the guest. If the connection to it is lost at
-/// the end, libvirt lets the guest go on here, and the order may still be on its way, or in the queue of a process that stands
-/// still: seen with a libvirtd that was stopped for a minute, and then ran what ran here, too.
+/// Returns true if `reason` proves that the destination's libvirt got no order to run the guest. If that connection breaks at
+/// the end, libvirt continues the guest here, while the order may still be in transit or queued in a stopped process. Seen with
+/// a libvirtd that was stopped for a minute, and then also ran the guest.
 fn is_ended_here(reason: &str) -> bool {
     let mut words = ENDED_HERE.iter().chain([&NOT_BEGUN]);
     words.any(|words| reason.contains(words))
@@ -59,7 +59,7 @@ fn verdict(
         (Ok(State::Gone), Ok(State::Gone)) => Whereabouts::Ended,
         (Ok(State::Gone), Ok(there)) if *there == was => Whereabouts::There,
         (Ok(here), Ok(State::Gone)) if *here == was => Whereabouts::Here,
-        // What was prepared there is not taken away yet, or nobody answers there.
+        // The prepared domain there is not removed yet, or the destination does not answer.
         (Ok(State::Running), Ok(State::Paused | State::Ending) | Err(_))
             if was == State::Running && is_ended_here =>
         {

@@ -1,4 +1,4 @@
-//! A folder's files as memory to measure the methods on.
+//! A folder's files as memory for measuring the methods.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use hotlift_mem::{Backing, PAGE_SIZE, RamBlock};
 use hotlift_vmm::fill::{FillSettings, FillSource, fill};
 use hotlift_vmm::layout::Layout;
 
-/// The files of a folder as they fill a built-in guest.
+/// Files of a folder, laid out as they fill a built-in guest.
 pub struct Folder {
     name: String,
     ram: RamBlock,
@@ -16,9 +16,9 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Fills as much memory as is to be sampled.
+    /// Fills memory of the size to sample.
     pub fn read(path: &Path, bytes: u64, seed: u64) -> Result<Self, HostError> {
-        /// The layout's own part, besides what is filled.
+        /// Size of the layout's own data, beside the filled part.
         const OVERHEAD: u64 = 8 << 20;
         let packet = PACKET as u64;
         let bytes = bytes.div_ceil(packet) * packet + OVERHEAD;

@@ -1,8 +1,7 @@
-//! `hotlift migrate --domain`: libvirt moves a domain, whose pages go through a relay of this process and the agent of the
-//! other host.
+//! `hotlift migrate --domain`: libvirt moves a domain; its pages go through a relay of this process and the other host's agent.
 //!
-//! Both QEMUs talk to their own loopback: the source's to the relay here, at the port at which the destination's waits for the
-//! agent there. So no socket file needs an owner, a label of SELinux or a rule of AppArmor, and nothing is redirected.
+//! Both QEMUs use only loopback: the source's connects to the relay here, at the same port at which the destination's waits for
+//! its agent. So no socket file needs an owner, an SELinux label or an AppArmor rule, and nothing is redirected.
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -35,13 +34,13 @@ use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
 use crate::output_args::OutputArgs;
 use crate::relay_report::{DomainMigration, progress_line};
 
-/// How long the agent may take to answer.
+/// Timeout of the agent's answer.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// How many ports are tried of which the destination uses one for something else.
+/// Maximum number of ports tried when the destination already uses one.
 const PORTS: usize = 4;
 
-/// What QEMU says of such a port.
+/// QEMU's error for such a port.
 const IN_USE: &str = "Address already in use";
 
 /// Flags of `migrate` that go with `--domain`.
@@ -68,7 +67,7 @@ pub struct DomainArgs {
 }
 
 impl DomainArgs {
-    /// Those of `virsh` for a migration by way of `port`.
+    /// Returns the options of `virsh` for a migration through `port`.
     fn options(&self, port: u16) -> Vec<OsString> {
         let mut words = vec![
             "--migrateuri".to_owned(),
@@ -84,8 +83,8 @@ impl DomainArgs {
         words.chain(self.options.iter().cloned()).collect()
     }
 
-    /// The agent of the libvirt at `uri`, and the ports that it allows. Hosts between which domains move are set up alike: the
-    /// configuration of this host's agent, in `file`, tells of the other's.
+    /// Returns the agent of the libvirt at `uri`, and its allowed ports. Hosts between which domains move are configured alike,
+    /// so the configuration of this host's agent, in `file`, also describes the other.
     fn agent(&self, uri: &str, file: &Path) -> Result<(Address, Ports), CommandError> {
         if let (Some(agent), Some(ports)) = (&self.agent, self.ports) {
             return Ok((agent.clone(), ports));
@@ -105,7 +104,7 @@ impl DomainArgs {
     }
 }
 
-/// Runs the command for `domain` to the libvirt at `uri`.
+/// Migrates `domain` to the libvirt at `uri`.
 pub fn run(
     args: &DomainArgs,
     domain: &str,
@@ -194,7 +193,7 @@ pub fn run(
     Ok(output.print(&migration, || migration.table())?)
 }
 
-/// A listener for the source's QEMU at one of the ports `allowed` that no migration of this host uses, and none of `but`.
+/// Listens for the source's QEMU at one of the ports `allowed` that no migration of this host uses, and none of `but`.
 fn listen(allowed: Ports, but: &[u16]) -> Result<(Listener, u16), CommandError> {
     let mut ports: Vec<_> = (allowed.first..=allowed.last).collect();
     fastrand::shuffle(&mut ports);
@@ -207,7 +206,7 @@ fn listen(allowed: Ports, but: &[u16]) -> Result<(Listener, u16), CommandError> 
     Err(CommandError::NoPort { ports: allowed })
 }
 
-/// A domain that is to move, and all that takes part.
+/// Domain to move, with all participants.
 struct Move<'a> {
     args: &'a DomainArgs,
     domain: &'a Domain,
@@ -218,11 +217,11 @@ struct Move<'a> {
     quiet: bool,
 }
 
-/// How one has ended.
+/// Result of one attempt.
 struct Ended {
     libvirt: Result<(), String>,
     relay: Result<hotlift::relay::RelayReport, hotlift::MigrationError>,
-    /// What the other agent has said why it failed.
+    /// The other agent's error, if it sent one.
     theirs: Option<String>,
 }
 
@@ -253,7 +252,7 @@ impl Move<'_> {
         };
         let speaker = conversation.speaker();
         let on_source = |source: &SourceStream| {
-            // If it is not heard, the other relay does not begin, and this one fails for that.
+            // If this message is lost, the other relay does not start, and this one fails for that reason.
             let _ = speaker.say(&Message::Source {
                 channels: source.channels,
                 method: source.method.to_owned(),
@@ -294,7 +293,7 @@ impl Move<'_> {
                 }
                 Ok(ended)
             });
-            // What libvirt has given up nobody connects for any more.
+            // After libvirt has aborted, no QEMU connects any more.
             if !matches!(libvirt, Ok(Ok(()))) {
                 control.cancel();
             }
@@ -307,7 +306,7 @@ impl Move<'_> {
                 reason: error.chain(),
             },
         };
-        // It may have gone.
+        // The peer may be gone.
         let _ = conversation.say(&message);
         Ok(Ended {
             libvirt: libvirt?,
@@ -316,8 +315,8 @@ impl Move<'_> {
         })
     }
 
-    /// Lets libvirt migrate. `wait` waits for its end until the time that it is given, or until one of the descriptors is
-    /// readable. `relay_ended` is once the relay has ended.
+    /// Lets libvirt migrate. `wait` waits for the end until the given time, or until a descriptor is readable. `relay_ended` is
+    /// readable once the relay has ended.
     fn libvirt(
         &self,
         port: u16,
@@ -332,7 +331,7 @@ impl Move<'_> {
             let now = Instant::now();
             let mut wakes = Vec::new();
             if is_readable(relay_ended) {
-                // libvirt needs some time to tell a relay that has ended well.
+                // libvirt needs some time to finish after the relay.
                 alone_at.get_or_insert(now + ALONE);
             } else {
                 wakes.push(relay_ended);
@@ -340,7 +339,7 @@ impl Move<'_> {
             let is_alone = alone_at.is_some_and(|at| now >= at);
             match self.interrupt.is_raised() {
                 false if !is_alone => wakes.push(self.interrupt.bell()),
-                // One that is not so far that it could be aborted is tried again.
+                // The abort is retried until the migration is far enough to be aborted.
                 _ if !is_aborted => is_aborted = self.here.abort(self.domain).is_ok(),
                 _ => {}
             }
@@ -351,17 +350,17 @@ impl Move<'_> {
     }
 }
 
-/// A wait for the end of a migration of libvirt's.
+/// Function that waits for the end of libvirt's migration.
 type Wait<'a> = &'a mut dyn FnMut(
     &mut Migrating,
     &[BorrowedFd<'_>],
     Instant,
 ) -> Result<Option<Result<(), String>>, VirshError>;
 
-/// How long libvirt may take to end after the relay has: its QEMUs hear of it at once.
+/// Time for libvirt to end after the relay: its QEMUs notice at once.
 const ALONE: Duration = Duration::from_secs(30);
 
-/// Announces a migration to a port of the agent's host; what its connections begin with.
+/// Announces a migration to a port of the agent's host; returns the token at the start of its connections.
 fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], CommandError> {
     conversation.say_hello(&Hello {
         id: Id(fastrand::u32(..)),
@@ -417,7 +416,7 @@ mod tests {
 
     #[test]
     fn the_listeners_port_is_one_that_is_allowed_and_was_not_tried() {
-        // Another process may take one of them: with some more there is one.
+        // Another process may take one of them, so several are tried.
         let allowed: Ports = "50100-50131".parse().unwrap();
         let (_first, port) = listen(allowed, &[]).unwrap();
         assert!(allowed.contains(port), "{port}");

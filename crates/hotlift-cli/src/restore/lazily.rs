@@ -22,10 +22,10 @@ use super::{RestoreArgs, conclude, failed, say_lost, taken};
 use crate::clock::GuestClock;
 use crate::error::{CommandError, RestFrom, STANDS_STILL};
 
-/// How long a QEMU whose connection was lost may take to say what it makes of it.
+/// Timeout of the statement of a QEMU whose connection was lost.
 const WORD: Duration = Duration::from_secs(5);
 
-/// Brings a guest its pages, those that it asks for first, out of `file`, which has the id `id`. QEMU listens on `socket`.
+/// Loads a guest's pages on demand out of `file`, which has the id `id`. QEMU listens on `socket`.
 pub fn run(
     args: &RestoreArgs,
     (file, id): (&Location, u64),
@@ -61,7 +61,7 @@ pub fn run(
     Ok(printed?)
 }
 
-/// The guest may run: what QEMU says of it.
+/// Handles an error once the guest may run, by QEMU's statement about it.
 fn after_start(
     error: &MigrationError,
     args: &RestoreArgs,
@@ -73,7 +73,7 @@ fn after_start(
         MigrationError::PagesMissing { source } => source,
         other => other,
     };
-    // QEMU answers on the stream before it runs the guest: one that has closed both connections without it never did.
+    // QEMU answers on the stream before it runs the guest: if both connections close without an answer, it never ran.
     let is_broken = matches!(
         cause,
         MigrationError::Closed { .. }
@@ -136,7 +136,7 @@ fn after_start(
     concluded
 }
 
-/// What came of it, and whether the guest has run.
+/// Runs the restore; returns its result, and true if the guest has run.
 fn restore(
     args: &RestoreArgs,
     file: &Location,
@@ -284,7 +284,7 @@ fn table(report: &LazyReport) -> Table {
     table
 }
 
-/// The options of a lazy restore: what was given of `--max-bandwidth` and `--cpu-limit`.
+/// Returns the options of a lazy restore: the given `--max-bandwidth` and `--cpu-limit`.
 pub fn options(args: &RestoreArgs, mut options: Options) -> Result<Options, CommandError> {
     options.max_bandwidth = 0;
     let given = [

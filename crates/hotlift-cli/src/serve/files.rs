@@ -1,4 +1,4 @@
-//! `hotlift serve --files`: hands save files out to those who restore from them.
+//! `hotlift serve --files`: serves save files to restoring clients.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use super::{ServeArgs, address_of};
 use crate::error::CommandError;
 
-/// What has happened, as it is told: in words, or as a line of JSON with these fields.
+/// Event in the output: a text, or a line of JSON with these fields.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum Event {
@@ -63,14 +63,14 @@ impl Event {
         })
     }
 
-    /// Nothing is wrong, and nobody waits for it.
+    /// Returns true for an event without a problem that no caller waits for.
     fn is_progress(&self) -> bool {
         matches!(self, Self::Begun { .. } | Self::Ended { .. })
     }
 
     fn tell(&self, as_json: bool) {
         if as_json {
-            // Neither a map nor a number that JSON lacks is in there.
+            // Serialization fails only for maps and for numbers without JSON form; neither is here.
             if let Ok(line) = serde_json::to_string(self) {
                 say!("{line}");
             }
@@ -96,9 +96,9 @@ impl Event {
     }
 }
 
-/// Serves the files of `folder` until a signal comes, which is the end that is meant for it.
+/// Serves the files of `folder` until a signal arrives, which is the normal end.
 pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(), CommandError> {
-    // Before anybody is told that he may come.
+    // Checked before clients are invited.
     std::fs::read_dir(folder)
         .map_err(FileError::of("look at", folder))
         .map_err(TerminalError::from)?;
@@ -106,7 +106,7 @@ pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(),
     let listener = args.listen.listen()?;
     let address = address_of(&listener)?.to_string();
     Event::Listening { address }.tell(args.json);
-    // Why no connection could be taken, as it was last said.
+    // Last printed reason for a failed accept.
     let trouble = Mutex::new(String::new());
     let on_event = |event: ServerEvent| {
         let Some(event) = Event::of(event).filter(|event| !args.quiet || !event.is_progress())

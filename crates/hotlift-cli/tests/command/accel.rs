@@ -1,4 +1,4 @@
-//! `hotlift accel` on this host, and on made-up ones: one for each thing that can be missing.
+//! `hotlift accel` on this host, and on simulated ones: one for each part that can be missing.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -9,14 +9,14 @@ use tempfile::TempDir;
 
 use crate::hotlift::Hotlift;
 
-/// Capabilities of a process that has CAP_SYS_RAWIO and nothing else.
+/// Capabilities of a process with only CAP_SYS_RAWIO.
 pub const RAW_IO: u64 = 1 << 17;
 
-/// A host's /sys, /dev and /proc, in a folder.
+/// A host's /sys, /dev and /proc in a folder.
 pub struct Host(TempDir);
 
 impl Host {
-    /// A host without accelerators, seen by an ordinary user; the tests' own user is another one.
+    /// Creates a host without accelerators, inspected by an ordinary user; the tests' own user is another one.
     pub fn new() -> Self {
         let host = Self(tempfile::tempdir().expect("a folder"));
         host.process(0);
@@ -66,7 +66,7 @@ impl Host {
         folder
     }
 
-    /// A device of idxd with one shared queue of type user, all of it on, and a node for everybody.
+    /// Adds an idxd device with one enabled shared queue of type user, and a node that all users may open.
     pub fn idxd(&self, name: &str) {
         let number = &name[3..];
         let device = format!("sys/bus/dsa/devices/{name}");
@@ -106,7 +106,7 @@ impl Host {
         said.join("\n")
     }
 
-    /// What the JSON says of an accelerator.
+    /// Returns the JSON of an accelerator.
     fn look(&self, name: &str) -> Found {
         let root = self.path().to_str().expect("UTF-8");
         Found::new(&["accel", "--json", "--root", root], name)
@@ -117,7 +117,7 @@ impl Host {
 struct Found {
     usable: bool,
     parts: Vec<String>,
-    /// Every problem of any part that blocks, and the commands against it.
+    /// Blocking problems of all parts, with their commands.
     problems: Vec<(String, Vec<String>)>,
     notes: Vec<String>,
 }
@@ -148,7 +148,7 @@ impl Found {
         }
     }
 
-    /// Asserts that nothing but this is missing, and that these commands are named against it.
+    /// Asserts that only this is missing, and that these commands are named for it.
     #[track_caller]
     fn lacks(&self, problem: &str, commands: &[&str]) {
         assert!(!self.usable, "{self:?}");
@@ -302,7 +302,7 @@ fn a_queue_that_libqpl_cannot_use_is_set_up_anew() {
     host.put("sys/bus/dsa/devices/iax1/wq1.0/driver_name", "crypto");
     host.look("Intel IAA")
         .lacks("kernel's own (crypto)", &commands);
-    // DSA is driven by ourselves, in either mode.
+    // Hotlift drives DSA itself, in either mode.
     host.idxd("dsa0");
     host.put("sys/bus/dsa/devices/dsa0/wq0.0/mode", "dedicated");
     host.look("Intel DSA").is_usable();
@@ -319,7 +319,7 @@ fn without_shared_virtual_memory_the_kernel_wants_an_option() {
     let (problem, commands) = &found.problems[0];
     assert!(problem.contains("no shared virtual memory"), "{problem}");
     assert!(commands[0].contains("intel_iommu=on,sm_on"), "{commands:?}");
-    // The option is there: then it is for the firmware, and no command helps.
+    // The option is set: then the firmware must change, and no command helps.
     host.put("proc/cmdline", "quiet intel_iommu=on,sm_on");
     assert!(host.look("Intel IAA").problems[0].1.is_empty());
 }
@@ -386,7 +386,7 @@ fn an_attribute_that_makes_no_sense_is_an_error_that_names_it() {
 
 const PF: &str = "sys/bus/pci/devices/0000:6b:00.0";
 
-/// A host whose QAT is set up with two VFs, for members of group qat, and a user who is one.
+/// Creates a host with QAT and two VFs for members of group qat, and a user in it.
 fn qat() -> Host {
     let host = Host::new();
     host.pci("0000:6b:00.0", "0x8086", "0x4940");
@@ -491,7 +491,7 @@ fn a_qat_whose_virtual_functions_belong_to_another_driver_or_nobody_wants_vfio()
 fn a_user_outside_of_group_qat_is_put_into_it() {
     let host = qat();
     host.node("dev/vfio/71", 0o660);
-    // One function that may be opened is enough.
+    // One accessible function suffices.
     host.look("Intel QAT").is_usable();
     host.node("dev/vfio/72", 0o660);
     host.look("Intel QAT").lacks(
@@ -530,7 +530,7 @@ fn a_virtual_function_in_a_vm_stands_by_itself() {
     assert_eq!(found.parts, ["0000:6b:00.1", "0000:6b:00.2"]);
 }
 
-/// A host with HiSilicon's engine, and a node for everybody.
+/// Creates a host with HiSilicon's engine, and a node that all users may open.
 fn zip() -> Host {
     let host = Host::new();
     let device = "sys/class/uacce/hisi_zip-0";

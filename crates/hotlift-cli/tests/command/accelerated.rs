@@ -1,5 +1,4 @@
-//! Methods on accelerators, as a user sees them: what ran is told, and a device that fails costs no page.
-//! The devices are simulated.
+//! Methods on accelerators: reports name the engine that ran, and a failing device costs no page. The devices are simulated.
 
 use std::path::PathBuf;
 
@@ -8,7 +7,7 @@ use serde_json::Value;
 
 use crate::hotlift::Hotlift;
 
-/// The library of `hotlift-simulated`, which cargo has put beside the tests.
+/// Returns the library of `hotlift-simulated`, which cargo puts beside the tests.
 fn simulated() -> PathBuf {
     let test = std::env::current_exe().expect("the test's own file");
     let file = test.with_file_name("libhotlift_simulated.so");
@@ -16,14 +15,14 @@ fn simulated() -> PathBuf {
     file
 }
 
-/// Methods that an accelerator may do, with the variable that names its library.
+/// Returns the methods with accelerators, and the variables that name their libraries.
 fn accelerated() -> impl Iterator<Item = (&'static MethodInfo, &'static str)> {
     METHODS
         .iter()
         .filter_map(|method| Some((method, method.hardware?.variable)))
 }
 
-/// Migrates the built-in guest on a device that behaves so; the run's figures, and all that was said.
+/// Migrates the built-in guest with a simulated device; returns the run's figures and all output.
 fn demo(method: &str, variables: &[(&str, &str)], flags: &[&str]) -> (Value, String) {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("run.json");
@@ -61,7 +60,7 @@ fn a_sound_device_does_it_all_and_is_named() {
         let (run, said) = demo(method.name, &[(variable, library)], &[]);
         for side in ["source", "destination"] {
             assert!(count(&run, side, "hardware") > 100, "{side}: {said}");
-            // The receiver copies a page that has come as it is.
+            // The receiver copies a page that arrives uncompressed.
             let raw = match side {
                 "source" => 0,
                 _ => count(&run, side, "raw_pages"),
@@ -81,7 +80,7 @@ fn a_device_that_dies_in_a_round_ends_in_software_and_no_page_is_lost() {
     let library = library.to_str().expect("a path");
     for (method, variable) in accelerated() {
         for how in ["die=300", "error=5 fault=3", "wrong=7 busy=4"] {
-            // Members are fewer than pages.
+            // There are fewer members than pages.
             let how = match method.name {
                 "qatzip" => how.replace("300", "40"),
                 _ => how.to_owned(),
@@ -150,7 +149,7 @@ fn what_is_required_and_missing_is_refused_before_anything_is_opened() {
     assert!(said.contains("hotlift methods"), "{said}");
 }
 
-/// Zero pages that simulated devices find, beside those that the CPU finds: the guest is the same.
+/// Checks that simulated devices and the CPU find the same zero pages in the same guest.
 #[test]
 fn devices_find_the_zero_pages_that_the_cpu_finds() {
     let still = ["--workload=idle", "--seed=7"];
@@ -179,7 +178,7 @@ fn devices_find_the_zero_pages_that_the_cpu_finds() {
     }
 }
 
-/// Draws of a seed that a failure prints; `HOTLIFT_SEED=N` repeats them.
+/// Random numbers from a seed that a failure prints; `HOTLIFT_SEED=N` repeats them.
 struct Draws(u64);
 
 impl Draws {
@@ -199,8 +198,8 @@ impl Draws {
         self.0 % n
     }
 
-    /// A device with some of everything that can go wrong. Of what ends its service each has a turn, so
-    /// that all of it is seen in a few runs.
+    /// Returns a device with a mix of all faults. The faults that end its service alternate, so that a few runs cover all of
+    /// them.
     fn device(&mut self, turn: usize) -> String {
         let mut path = format!(
             "dsa-model:seed={}:fault={}:list-fault={}:full={}:shuffled={}:max-batch={}",
@@ -223,9 +222,8 @@ impl Draws {
     }
 }
 
-/// Page faults, members that fail, lists that fault, full queues, answers late, after the deadline, out of
-/// order or never, death, and a kernel that refuses: the zero pages are those of the CPU, and the guest is
-/// whole.
+/// Page faults, failing members, faulting lists, full queues, late, overdue, reordered or lost answers, death, and a refusing
+/// kernel: the zero pages match the CPU's, and the guest is intact.
 #[test]
 fn faults_at_random_change_neither_the_zero_pages_nor_the_guest() {
     let still = ["--workload=idle", "--seed=11", "--zero-touched"];
@@ -257,7 +255,7 @@ fn a_device_that_errs_is_left_and_the_others_go_on() {
     let jobs = &run["source"]["zero_jobs"];
     assert_eq!(jobs["fallback"], "simulated DSA: status 0x20", "{said}");
     let count = |what: &str| jobs[what].as_u64().expect("a count");
-    // What was with it when it was left.
+    // Jobs that were in the device when it was abandoned.
     assert!(count("software") <= 4 * 128, "{said}");
     assert!(count("hardware") > 10 * count("software"), "{said}");
 }

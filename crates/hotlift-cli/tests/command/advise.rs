@@ -1,4 +1,4 @@
-//! `hotlift advise` on this host, and on made-up ones.
+//! `hotlift advise` on this host, and on simulated ones.
 
 use serde_json::Value;
 
@@ -51,7 +51,7 @@ fn the_rules_that_speak_are_those_of_the_devices_that_can_be_used() {
         let mut of = rules.iter().filter(|rule| rule["set"] == set);
         of.any(|rule| rule["applies"] == true)
     };
-    // This kernel's answer, whatever it is.
+    // This kernel's answer, whichever it is.
     let missing = json["page_faults"]["missing"].as_bool().expect("a word");
     assert_eq!(missing, json["page_faults"]["set"].is_null(), "{json}");
     assert!(text.contains("\n\npage faults: "), "{text}");

@@ -1,11 +1,11 @@
-//! `hotlift agent` where there is none.
+//! `hotlift agent` without a running agent.
 
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
 use crate::hotlift::{Hotlift, errors};
 
-/// Less than the time that an agent which is there may take to answer.
+/// Less than the timeout of a running agent's answer.
 const AT_ONCE: Duration = Duration::from_secs(8);
 
 #[test]

@@ -1,4 +1,4 @@
-//! `hotlift certs`: the files that it makes, and what it says of those that are there.
+//! `hotlift certs`: the files that it creates, and its output about existing ones.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -11,13 +11,13 @@ use serde_json::Value;
 
 use crate::hotlift::{Hotlift, errors};
 
-/// Runs `hotlift certs`, and returns its exit code and its words.
+/// Runs `hotlift certs`, and returns its exit code and output.
 fn certs(arguments: &[&str]) -> (Option<i32>, Vec<String>) {
     let (status, said) = Hotlift::start(&[&["certs"], arguments].concat()).wait();
     (status.code(), said)
 }
 
-/// The same, where all must be well.
+/// Runs `hotlift certs`, which must succeed.
 fn made(arguments: &[&str]) -> String {
     let (code, said) = certs(arguments);
     assert_eq!(code, Some(0), "{arguments:?}: {said:#?}");
@@ -117,7 +117,7 @@ fn nothing_is_overwritten_without_force() {
         );
         assert_eq!(all(), before);
     }
-    // One of four is enough.
+    // One missing file of four suffices.
     for name in ["server-cert.pem", "server-key.pem", "client-cert.pem"] {
         fs::remove_file(place.path().join(name)).unwrap();
     }
@@ -219,7 +219,7 @@ fn show_says_for_whom_until_when_and_what_is_wrong_in_80_columns() {
         assert!(line.chars().count() <= 80 || line.contains(dir), "{line}");
     }
 
-    // Another CA's.
+    // A certificate of another CA.
     let other = tempfile::tempdir().unwrap();
     made(&["init", "--dir", text(other.path())]);
     fs::copy(
@@ -242,12 +242,12 @@ fn show_says_for_whom_until_when_and_what_is_wrong_in_80_columns() {
     );
     assert!(errors(&said)[0].contains("has a problem"), "{said:?}");
 
-    // A host without a certificate to make connections.
+    // A host without a client certificate.
     fs::remove_file(place.path().join("client-cert.pem")).unwrap();
     fs::remove_file(place.path().join("client-key.pem")).unwrap();
     let (code, said) = certs(&["show", "--dir", dir, "--json"]);
     assert_eq!(code, Some(1));
-    // The error's line may come before the JSON, or in its midst: each is another stream.
+    // The error's line is on the other stream: it may come before or within the JSON.
     let json: String = said
         .iter()
         .filter(|line| !line.starts_with("hotlift:"))

@@ -1,4 +1,4 @@
-//! `hotlift drain`: which domain is moved, and what is said of one that was not.
+//! `hotlift drain`: the chosen domain, and the report of a failed move.
 
 use crate::scripted_virsh::{HERE, Hosts};
 
@@ -32,7 +32,7 @@ fn what_is_defined_here_is_defined_there_and_what_only_runs_is_not() {
     }
 }
 
-/// A drain of one domain whose migration fails after `lines` of the shell.
+/// Drains one domain whose migration fails after `lines` of the shell.
 fn failed(lines: &str) -> (Option<i32>, String) {
     let hosts = Hosts::new(&[B]);
     hosts.domain(1, "web1", "running");
@@ -50,7 +50,7 @@ fn a_domain_that_runs_on_both_hosts_is_no_domain_that_stayed() {
 
 #[test]
 fn a_domain_that_libvirt_does_not_speak_of_is_not_taken_to_be_gone() {
-    // A connection that broke, or a domain that may not be seen: virsh has the same words for both.
+    // A broken connection, or a domain without permission: virsh prints the same for both.
     let refuse = "echo \"error: failed to get domain '$domain'\" >&2; exit 1";
     let lines = format!(
         "cp -r \"$dir\" \"$there\"; echo '{refuse}' > \"$host/on-domstate\"",
@@ -115,7 +115,7 @@ fn a_domain_that_libvirt_does_not_measure_stays_and_the_others_go() {
     let (code, plan) = hosts.hotlift(&["drain", "--to=b", "--dry-run"]);
     assert_eq!(code, Some(0), "{plan}");
     let of_web2 = plan.lines().find(|line| line.contains("web2"));
-    // Its sample was waited for.
+    // The command waited for its sample.
     assert!(of_web2.is_some_and(|line| !line.contains('?')), "{plan}");
     let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
     assert_eq!(code, Some(1), "{said}");
@@ -175,7 +175,7 @@ fn names_are_taken_as_they_are_and_one_of_no_domain_stops_all_before_it_begins()
     assert!(said.contains("no domain is named 'wbe1'"), "{said}");
     assert_eq!(hosts.names(HERE).len(), 4, "{said}");
     let line = ["drain", "--to=b", "--domain= a,b ", "--domain=off"];
-    // The second time it has nothing left to do.
+    // The second run finds no domain left.
     for _ in 0..2 {
         let (code, said) = hosts.hotlift(&line);
         assert_eq!(code, Some(0), "{said}");

@@ -1,4 +1,4 @@
-//! A command with file capabilities, run by somebody who has none: nothing of that user's runs with them.
+//! A command with file capabilities, run by a user without any: no code of that user runs with them.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -11,10 +11,10 @@ use tempfile::TempDir;
 /// `nobody`, on every Linux.
 const STRANGER: u32 = 65534;
 
-/// The variables that name a vendor's library.
+/// Variables that name a vendor's library.
 const VARIABLES: [&str; 3] = ["HOTLIFT_LIBQPL", "HOTLIFT_LIBQATZIP", "HOTLIFT_LIBWD"];
 
-/// A library that says when it is loaded, and with which capabilities.
+/// Creates a library that reports its load and its capabilities.
 fn library(folder: &Path) {
     let source = r#"
         #include <stdio.h>
@@ -35,7 +35,7 @@ fn library(folder: &Path) {
     assert!(built.expect("cc is there").success());
 }
 
-/// A copy of the command that everybody may run; with a capability, if it is `privileged`.
+/// Copies the command so that all users may run it; with a capability if `privileged`.
 fn command(folder: &Path, privileged: bool) -> Option<std::path::PathBuf> {
     let copy = folder.join(if privileged { "privileged" } else { "plain" });
     fs::copy(env!("CARGO_BIN_EXE_hotlift"), &copy).expect("a copy");
@@ -91,7 +91,7 @@ fn a_command_with_capabilities_takes_no_library_from_the_environment_and_one_wit
             assert_eq!(trace, "", "a stranger's code has run\n{said}");
             assert!(!said.contains("evil.so"), "{said}");
         } else {
-            // The test can fail: the same library is loaded where nothing is at stake.
+            // Control: without privileges, the same library is loaded.
             assert!(
                 trace.contains(&format!("uid {STRANGER} secure 0")),
                 "{trace:?}\n{said}"

@@ -1,4 +1,4 @@
-//! `serve --files` and who reads from it, without a VM.
+//! `serve --files` and its clients, without a VM.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -79,11 +79,11 @@ fn a_server_without_its_folder_does_not_listen() {
     }
 }
 
-/// The file descriptors of a process, and what they are.
+/// Returns the file descriptors of a process with their targets.
 fn descriptors(pid: i32) -> Vec<(u64, PathBuf)> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs");
     let paths = entries.map(|entry| entry.expect("a descriptor").path());
-    // One that was closed meanwhile is none.
+    // A descriptor that was closed in the meantime does not count.
     let read = |path: PathBuf| {
         let number = path.file_name()?.to_str()?.parse().ok()?;
         Some((number, fs::read_link(&path).ok()?))
@@ -98,7 +98,7 @@ fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missin
     let uri = format!("unix:{}", folder.path().join("socket").display());
     let mut serve = Hotlift::start(&["serve", &format!("--listen={uri}"), &files]);
     serve.wait_for("listening");
-    // It has all that it needs once it has the folder.
+    // Once it has opened the folder, it needs no further files.
     let open = loop {
         let open = descriptors(serve.pid());
         if open.iter().any(|(_, path)| path == folder.path()) {
@@ -107,7 +107,7 @@ fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missin
         thread::yield_now();
     };
     let free = (0..).find(|number| open.iter().all(|(taken, _)| taken != number));
-    // Enough for a connection, and not for a file besides.
+    // Enough for a connection, but not for an additional file.
     let limit = Rlimit {
         current: free.map(|number| number + 1),
         ..getrlimit(Resource::Nofile)

@@ -1,10 +1,10 @@
-//! `hotlift guest run` in two processes, and what is left when one of them goes.
+//! `hotlift guest run` in two processes, and the state after one of them ends.
 
 use crate::hotlift::{Hotlift, Running, errors};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-/// A destination that waits and a source that is about to connect, on a UNIX socket of their own.
+/// A waiting destination and a source about to connect, on a separate UNIX socket.
 struct Pair {
     folder: TempDir,
     destination: Running,
@@ -37,15 +37,14 @@ impl Pair {
         Hotlift::start(&args)
     }
 
-    /// No socket file is left.
+    /// Asserts that no socket file is left.
     fn assert_clean(&self) {
         let left: Vec<_> = std::fs::read_dir(self.folder.path()).unwrap().collect();
         assert!(left.is_empty(), "{left:?}");
     }
 }
 
-/// Most of a minute for the first round: it is over long after the test has acted, on a machine that does other
-/// things besides, too.
+/// Most of a minute for the first round, so that it lasts beyond the test's action on a busy machine.
 const SLOW: &str = "--max-bandwidth=1M";
 
 #[test]
@@ -66,7 +65,7 @@ fn a_killed_destination_leaves_the_guest_running_at_the_source() {
     for phase in ["setup", "middle"] {
         let pair = Pair::new(&[]);
         if phase == "setup" {
-            // The kernel accepts connections for a process that stands still.
+            // The kernel accepts connections for a stopped process.
             pair.destination.signal(Signal::STOP);
         }
         let mut source = pair.start_source(&[SLOW]);

@@ -1,10 +1,10 @@
-//! What a command says of itself, and of options that are not its own.
+//! The help of commands, and their errors for options of other commands.
 
 use hotlift::options::{OPTIONS, Role};
 
 use crate::hotlift::Hotlift;
 
-/// Commands that migrate, each with its part in that.
+/// Commands that migrate, each with its role.
 const COMMANDS: &[(&[&str], Role)] = &[
     (&["demo"], Role::Pair),
     (&["guest", "run"], Role::Guest),
@@ -16,7 +16,7 @@ const COMMANDS: &[(&[&str], Role)] = &[
     (&["restore"], Role::Restore),
 ];
 
-/// Lines of short help: two screens.
+/// Maximum lines of short help: two screens.
 const SHORT: usize = 68;
 
 fn help(command: &[&str], flag: &str) -> Vec<String> {
@@ -34,13 +34,13 @@ fn short_help_is_short_and_says_that_there_is_more() {
         let long = help(command, "--help").join("\n");
         for option in OPTIONS {
             let name = match option.name {
-                // A value, if it has one, goes behind '='.
+                // A value, if it has one, follows '='.
                 "insecure" => "--insecure[".to_owned(),
                 name => format!("--{name} "),
             };
             let is_short = option.group.is_in_short_help();
             if option.refusal(*role).is_some() {
-                // A command may have one of that name of its own.
+                // A command may have its own option of that name.
                 assert!(
                     role.only_receives() || !long.contains(&name),
                     "{name}: {long}"
@@ -53,7 +53,7 @@ fn short_help_is_short_and_says_that_there_is_more() {
                 );
             }
         }
-        // As clap indents them.
+        // The indent of clap.
         let flags = |text: &str| {
             let is_flag = |line: &&str| line.starts_with("      --") || line.starts_with("  -");
             text.lines().filter(is_flag).count()
@@ -91,7 +91,7 @@ fn every_option_that_is_not_a_commands_is_refused_with_what_to_do_instead() {
             let Some(instead) = option.refusal(*role) else {
                 continue;
             };
-            // Flags of its own, which say what they are for there.
+            // Flags of this command, with their own description.
             let own = ["multifd-channels", "max-bandwidth", "cpu-limit"];
             if command == &["restore"] && own.contains(&option.name) {
                 continue;

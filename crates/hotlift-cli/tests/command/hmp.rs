@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use crate::hotlift::{Hotlift, Running};
 
-/// Longer than anything here takes on a machine that does other things besides.
+/// Far above the duration of any step here on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 const PROMPT: &str = "(qemu) ";
 
-/// A person at a monitor's socket.
+/// User at a monitor's socket.
 struct Person(UnixStream);
 
 impl Person {
@@ -32,7 +32,7 @@ impl Person {
         person
     }
 
-    /// What is printed until the next prompt.
+    /// Returns the output until the next prompt.
     fn hear(&mut self) -> String {
         let mut heard = Vec::new();
         while !heard.ends_with(PROMPT.as_bytes()) {
@@ -46,7 +46,7 @@ impl Person {
         String::from_utf8(heard).unwrap().replace("\r\n", "\n")
     }
 
-    /// Types a line, and gives back what it prints.
+    /// Types a line, and returns its output.
     fn types(&mut self, line: &str) -> String {
         self.0.write_all(format!("{line}\n").as_bytes()).unwrap();
         self.hear()
@@ -59,7 +59,7 @@ impl Person {
         }
     }
 
-    /// Asks again and again until the answer has `words`.
+    /// Repeats a line until its output contains `words`.
     fn types_until(&mut self, line: &str, words: &str) -> String {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -76,7 +76,7 @@ impl Person {
     }
 }
 
-/// A guest with a monitor, and a person at it.
+/// Starts a guest with a monitor, and connects a user to it.
 fn guest(dir: &Path, name: &str, flags: &[&str]) -> (Running, Person) {
     let path = dir.join(name);
     let mut args = vec![
@@ -94,14 +94,14 @@ fn guest(dir: &Path, name: &str, flags: &[&str]) -> (Running, Person) {
     (process, person)
 }
 
-/// What was printed at the end: by `info migrate -a` at the source and at the destination.
+/// Output of `info migrate -a` at the end, of source and destination.
 struct Printed {
     source: String,
     destination: String,
 }
 
 impl Printed {
-    /// The number behind `label`, at the source.
+    /// Returns the number after `label`, at the source.
     fn number(&self, label: &str) -> f64 {
         let line = self
             .source
@@ -112,8 +112,7 @@ impl Printed {
     }
 }
 
-/// Types `at_source` and `at_destination`, migrates, and sees that the guest lives there with all of its
-/// memory.
+/// Types `at_source` and `at_destination`, migrates, and checks that the guest runs there with all of its memory.
 fn moves(at_source: &[&str], at_destination: &[&str]) -> Printed {
     let dir = tempfile::tempdir().unwrap();
     let (here, mut source) = guest(dir.path(), "source", &[]);
@@ -233,7 +232,7 @@ fn the_steps_of_the_dsa_documents_migrate_a_guest() {
             "migrate_set_parameter zero-page-detection dsa-accel",
             "migrate_set_parameter accel-path dsa-model: dsa-model:",
         ][..],
-        // Before the seventh version the device alone chose DSA.
+        // Before the seventh version, the device alone selected DSA.
         &["migrate_set_parameter multifd-dsa-accel dsa-model:"][..],
     ] {
         let at_source = [

@@ -2,7 +2,7 @@
 
 pub use hotlift_testkit::running::{Running, errors};
 
-/// The command.
+/// The command as a program.
 pub struct Hotlift;
 
 impl Hotlift {

@@ -1,4 +1,4 @@
-//! A process that is killed in the last round, or with its children still at work.
+//! A process that is killed in the last round, or while its children are running.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use rustix::process::Signal;
 
 use crate::hotlift::{Hotlift, Running, errors};
 
-/// Longer than it takes on a machine that does other things besides.
+/// Far above its duration on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Polls until `done`.
@@ -21,13 +21,12 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Records of the main channel that are sent while the guest stands still: the mark of the last
-/// round, and a device.
+/// Records of the main channel that are sent while the guest is paused: the mark of the last round, and a device.
 const LAST_ROUND: [&str; 2] = ["End section #1", "device payload #1"];
 
-/// A migration between two processes that stands still before `name` on main.
+/// Starts a migration between two processes that is held before `name` on main.
 fn held_before(name: &str) -> (Running, Proxy<Units>, Running) {
-    // A destination that has everything waits so long for the question of a source that is gone.
+    // Time that a complete destination waits for the query of a dead source.
     let patience = ["--settle-timeout=1", "--handshake-timeout=10"];
     let incoming = ["guest", "run", "--ram=32M", "--incoming=tcp:127.0.0.1:0"];
     let mut destination = Hotlift::start(&[&incoming[..], &patience].concat());
@@ -90,11 +89,11 @@ fn a_source_killed_in_the_last_round_makes_no_guest_of_a_part() {
     }
 }
 
-/// Processes whose parent is `parent`.
+/// Returns the processes whose parent is `parent`.
 fn children(parent: i32) -> Vec<i32> {
     let parent_of = |pid: i32| -> Option<i32> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name, in brackets, may hold anything.
+        // The name, in brackets, may contain any character.
         stat.rsplit_once(')')?
             .1
             .split_whitespace()
@@ -121,7 +120,7 @@ fn a_killed_demo_leaves_no_process() {
     until("a child goes on", || {
         left.iter().all(|pid| {
             let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            // Nobody may be there to reap them.
+            // There may be no parent to reap them.
             stat.is_empty() || stat.contains(") Z ")
         })
     });

@@ -1,13 +1,13 @@
-//! A link that loses the destination's last word.
+//! A link that loses the destination's last message.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::thread;
 
-/// The destination's last word on the return path: type SHUT, 4 bytes, status 0.
+/// The destination's last message on the return path: type SHUT, 4 bytes, status 0.
 const SHUT: &[u8] = &[0, 1, 0, 4, 0, 0, 0, 0];
 
-/// Carries one connection to `to`, and cuts it instead of passing SHUT on. Returns where it listens.
+/// Forwards one connection to `to`, and cuts it instead of forwarding SHUT. Returns its address.
 pub fn loses_the_last_word(to: &str) -> String {
     let to = to.strip_prefix("tcp:").expect("TCP").to_owned();
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -19,7 +19,7 @@ pub fn loses_the_last_word(to: &str) -> String {
         let copies = both.each_ref().map(|one| one.try_clone().expect("a copy"));
         let forward = thread::spawn(move || {
             let [mut near, mut far] = copies;
-            // It ends when the connection is cut.
+            // Ends when the connection is cut.
             let _ = std::io::copy(&mut near, &mut far);
         });
         let [mut near, mut far] = both;

@@ -7,7 +7,7 @@ use hotlift::options::{OPTIONS, Role};
 
 use crate::hotlift::Hotlift;
 
-/// The commands that `help` lists for `hotlift COMMANDS`, and theirs.
+/// Returns the commands that `help` lists for `hotlift COMMANDS`, with their subcommands.
 fn commands(of: &[String]) -> Vec<Vec<String>> {
     let mut args: Vec<&str> = of.iter().map(String::as_str).collect();
     args.push("--help");
@@ -27,7 +27,7 @@ fn commands(of: &[String]) -> Vec<Vec<String>> {
         else {
             continue;
         };
-        // A name stands in the first column; the others continue a text.
+        // Names are in the first column; other lines continue a text.
         if name != "help" && line.starts_with(&format!("  {name}")) {
             let mut below = of.to_vec();
             below.push(name.to_owned());

@@ -1,4 +1,4 @@
-//! `hotlift methods`: the list, and the measurement on a memory.
+//! `hotlift methods`: the list, and the measurement with a memory.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -25,7 +25,7 @@ fn json(flags: &[&str]) -> Value {
     serde_json::from_str(&said.join("\n")).expect("JSON")
 }
 
-/// What a failed command says.
+/// Returns the output of a failed command.
 fn refused(flags: &[&str], code: i32) -> String {
     let (status, said) = Hotlift::start(&[&["methods"], flags].concat()).wait();
     assert_eq!(status.code(), Some(code), "{said:?}");
@@ -42,20 +42,20 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("a plain path")
 }
 
-/// So many bytes of numbered lines: they compress, and no page is like another.
+/// Returns `bytes` of numbered lines: they compress, and all pages differ.
 fn lines(bytes: usize) -> Vec<u8> {
     let lines = (0..).map(|number: u32| format!("this is line {number} of many\n"));
     lines.flat_map(String::into_bytes).take(bytes).collect()
 }
 
-/// Methods that have work to do.
+/// Returns the methods that process pages.
 fn working() -> impl Iterator<Item = &'static str> {
     METHODS.iter().map(|method| method.name).skip(1)
 }
 
 #[test]
 fn every_method_is_listed_with_its_hardware_and_the_table_fits_80_columns() {
-    // Neither a terminal nor COLUMNS.
+    // Without a terminal and without COLUMNS.
     let (_, said) = Hotlift::start_with(&["methods"], &[("COLUMNS", "")]).wait();
     for method in METHODS {
         let row = said
@@ -99,7 +99,7 @@ fn every_method_is_measured_both_ways_and_the_table_fits_a_terminal() {
         let number = |value: &Value| value.as_f64().expect("a number");
         assert!(number(&measured["ratio"]) > 1.5, "{measured}");
         for way in ["compress", "decompress"] {
-            // On the CPU a thread is held up by its own work only: both say the same.
+            // On the CPU, only its own work delays a thread, so both values are equal.
             let cost = &measured[way];
             let bytes = number(&cost["mb_per_s"]) * number(&cost["core_s_per_gib"]) * 1e6;
             assert!(
@@ -194,7 +194,7 @@ fn what_cannot_be_measured_is_said_in_a_line() {
 fn a_qmp_socket_of_something_else_is_not_taken_for_a_qemu() {
     let folder = TempDir::new().expect("a folder");
     let path = folder.path().join("some.qmp");
-    // The kernel tells who listens, and that is this test: its name is cut to 15 bytes, and begins with "command".
+    // The kernel reports the listener, which is this test: its name is cut to 15 bytes, and begins with "command".
     let listener = UnixListener::bind(&path).expect("bind");
     let said = refused(&["--qmp", text(&path)], 1);
     assert!(said.contains("which is no QEMU: give --pid"), "{said}");
@@ -210,13 +210,13 @@ fn a_process_of_somebody_else_is_refused_with_what_would_help() {
         hotlift_testkit::skip!("root", "only root can become somebody else");
         return;
     }
-    // Where nobody can start it.
+    // In a place where it cannot be started.
     let folder = TempDir::new().expect("a folder");
     let open = fs::Permissions::from_mode(0o755);
     fs::set_permissions(folder.path(), open).expect("chmod");
     let program = folder.path().join("hotlift");
-    // By another process: whatever another test starts meanwhile would inherit this one's open file, and a program
-    // that somebody may write to is not run.
+    // Copied by another process: else a child of another test could inherit this file. Linux does not run a program that is
+    // open for writing.
     let copied = Command::new("cp")
         .arg(env!("CARGO_BIN_EXE_hotlift"))
         .arg(&program)
@@ -249,6 +249,6 @@ fn a_qemu_is_found_behind_its_qmp_socket() {
     let result = json(&["--qmp", text(&qemu.path(QMP))]);
     let name = result["sample"]["memory"].as_str().expect("a name");
     assert!(name.contains(&qemu.process().pid().to_string()), "{name}");
-    // Its RAM, and not the translated code of TCG, which is a larger mapping.
+    // The guest's RAM, not the translated code of TCG, which is a larger mapping.
     assert_eq!(result["sample"]["memory_bytes"], 64 << 20);
 }

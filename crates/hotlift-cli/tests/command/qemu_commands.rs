@@ -1,4 +1,4 @@
-//! The commands that steer QEMUs, where no QEMU is needed: flags, addresses, hostile peers, signals.
+//! The commands that control QEMUs, where no QEMU is needed: flags, addresses, hostile peers, signals.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,12 +11,12 @@ use rustix::process::Signal;
 
 use crate::hotlift::{Hotlift, Running, errors};
 
-/// What `hotlift migrate` says first, for a machine without RAM and vCPUs.
+/// First message of `hotlift migrate`, for a machine without RAM and vCPUs.
 const HELLO: &str = "{\"hotlift\":6,\"role\":\"serve\",\"qemu\":{\"major\":7,\"minor\":2,\"micro\":0},\
     \"machine\":\"none\",\"uuid\":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],\"ram-bytes\":0,\
     \"vcpus\":0,\"differences\":\"refuse\",\"state\":\"running\",\"channels\":2,\"alike\":[]}\n";
 
-/// A `hotlift serve` that would start what is no QEMU, and its address.
+/// Starts a `hotlift serve` for a program that is not QEMU, and returns its address.
 fn serve() -> (Running, String) {
     let mut serve = Hotlift::start(&["serve", "--listen", "tcp:127.0.0.1:0", "--", "false"]);
     let line = serve.wait_for("listening on tcp:");
@@ -54,15 +54,15 @@ fn a_serve_prints_the_port_of_the_pages_and_does_not_start_where_it_is_taken() {
     Hotlift::start(&line).wait_for(&format!("pages come to port {port}"));
 }
 
-/// Says `words` to a `serve`, and returns the answer.
+/// Sends `words` to a `serve`, and returns the answer.
 fn tell(address: &str, words: &[u8]) -> String {
     let stream = TcpStream::connect(address).expect("it listens");
-    // One that is not heard out closes the connection, with or without an answer on it.
+    // `serve` may close the connection before it has read everything, with or without an answer.
     let _ = (&stream).write_all(words);
     answer_on(&stream).unwrap_or_default()
 }
 
-/// The first message of a `serve` after those about its progress.
+/// Returns the first message of a `serve` after its progress.
 fn answer_on(stream: &TcpStream) -> std::io::Result<String> {
     let mut lines = BufReader::new(stream).lines();
     let is_answer = |line: &std::io::Result<String>| {
@@ -98,10 +98,10 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
     assert!(answer.contains("version 99"), "{answer}");
     let answer = tell(&address, b"{\"hotlift\": 6, \"role\": \"serve\"}\n");
     assert!(answer.contains("missing field"), "{answer}");
-    // Megabytes without an end of line: given up at a limit.
+    // Megabytes without a line end: refused at a limit.
     tell(&address, &vec![b'x'; 8 << 20]);
     serve.wait_for("a message of more than");
-    // Gone without a word.
+    // Closed without a message.
     drop(TcpStream::connect(&address).expect("it listens"));
     serve.wait_for("closed the connection");
 
@@ -122,7 +122,7 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
 #[test]
 fn a_serve_without_tls_says_so_when_a_source_begins_with_it() {
     let (mut serve, address) = serve();
-    // A record of a handshake that says hello: without an end of line, and with one.
+    // A TLS record with a client hello: without a line end, and with one.
     for hello in [
         &[0x16, 3, 1, 0, 5, 1, 0, 0, 1, 3][..],
         b"\x16\x03\x01\x00\x02\x01\n",
@@ -133,10 +133,10 @@ fn a_serve_without_tls_says_so_when_a_source_begins_with_it() {
     }
 }
 
-/// As many as would hold up one after the other for minutes.
+/// Enough to delay a sequential server for minutes.
 const SILENT: usize = 60;
 
-/// Longer than an answer takes on a machine that does other things besides, and than one of the silent is waited for.
+/// Above the time of an answer on a busy machine, and above the timeout of a silent client.
 const ANSWER: Duration = Duration::from_secs(60);
 
 #[test]
@@ -173,7 +173,7 @@ fn a_migration_whose_other_ends_are_missing_says_what_to_start() {
         &["save", "--qmp", &nowhere, "never-written"],
     ] {
         let mut command = Hotlift::start(command);
-        // It may be starting.
+        // The QEMU may still be starting.
         command.wait_for(&format!("waiting for the QMP socket unix:{nowhere}: "));
         let (status, said) = command.wait();
         let errors = errors(&said);
@@ -490,7 +490,7 @@ fn a_restore_refuses_what_is_no_save_before_it_starts_a_qemu() {
     }
 }
 
-/// What begins with the name of a command's folder, in `place`.
+/// Returns the entries in `place` that begin with the name of a command's folder.
 fn folders(place: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(place).expect("a folder");
     let paths = entries.map(|entry| entry.expect("an entry").path());
@@ -565,7 +565,7 @@ fn a_serve_that_is_killed_leaves_neither_a_qemu_that_waits_nor_a_folder() {
     let answer = answer_on(&stream).expect("it answers");
     assert!(answer.contains("\"ready\""), "{answer}");
     let pid = std::fs::read_to_string(&pidfile).expect("QEMU runs");
-    // Empty for one that has ended and that nobody has waited for yet.
+    // Empty for a process that has ended and has not been reaped.
     let command_line = Path::new("/proc").join(pid.trim()).join("cmdline");
     let runs = || std::fs::read(&command_line).is_ok_and(|line| !line.is_empty());
     assert!(runs());
@@ -589,11 +589,11 @@ fn a_serve_that_is_killed_leaves_neither_a_qemu_that_waits_nor_a_folder() {
 fn the_reason_of_a_qemu_is_its_own_though_others_write_to_the_same_log() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name);
-    // Its first bytes are those of a QEMU's file, which is all that is looked at before a QEMU is started.
+    // The first bytes of a QEMU file, all that is checked before a QEMU is started.
     let mut file = b"QEVM".to_vec();
     file.resize(4096, 0);
     std::fs::write(path("saved"), file).expect("it is written");
-    // In place of a QEMU that was given '-msg timestamp=on'.
+    // Replaces a QEMU with '-msg timestamp=on'.
     let script = format!(
         "echo '2026-11-23T05:16:37.123456Z qemu-system-x86_64: why it ends' >&2\n\
          echo 'qemu-system-x86_64: why another one ends' >>'{}'\n\

@@ -1,4 +1,4 @@
-//! A built-in guest that is saved, and runs again from its file before its pages are there.
+//! A built-in guest that is saved, and runs from its file before its pages are loaded.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use hotlift_mem::probe_userfault;
 
 use crate::hotlift::Hotlift;
 
-/// Far beyond what a guest takes to start.
+/// Far above the start time of a guest.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]

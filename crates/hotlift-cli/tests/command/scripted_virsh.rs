@@ -1,7 +1,6 @@
 //! A `virsh` that is a script: domains are folders, a host is a folder of them, and a migration moves one.
 //!
-//! It looks domains up as virsh does: by ID, by UUID, then by name. What it is to do otherwise is said by a test, in lines of
-//! the shell.
+//! It finds domains like virsh: by ID, by UUID, then by name. Tests add other behaviour as lines of the shell.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -88,13 +87,13 @@ esac
 exit 0
 "#;
 
-/// Hosts whose libvirts are scripted.
+/// Hosts with scripted libvirts.
 pub struct Hosts {
     folder: TempDir,
 }
 
 impl Hosts {
-    /// This one, and those of URIs.
+    /// Creates this host, and the hosts of the URIs.
     pub fn new(uris: &[&str]) -> Self {
         let folder = TempDir::new().expect("a folder");
         let this = Self { folder };
@@ -116,7 +115,7 @@ impl Hosts {
         self.folder.path().join("hosts").join(name)
     }
 
-    /// Makes a domain here: its ID, its name, the end of its UUID is the same number.
+    /// Creates a domain here with an ID, a name, and a UUID that ends in the same number.
     pub fn domain(&self, id: u32, name: &str, state: &str) {
         let folder = self.host(HERE).join(id.to_string());
         fs::create_dir(&folder).expect("a domain");
@@ -128,26 +127,26 @@ impl Hosts {
         fs::write(folder.join("state"), format!("{state}\n")).expect("its state");
     }
 
-    /// The domain of this ID here is defined, too.
+    /// Defines the domain with this ID here, too.
     pub fn define(&self, id: u32) {
         let path = self.host(HERE).join(id.to_string()).join("persistent");
         fs::write(path, "").expect("a definition");
     }
 
-    /// What `virsh` is to do at a host before it carries out a command, in lines of the shell: `$dir` is the folder of the
-    /// domain, `$there` that of the other host. Before what `domstats` says of a domain, for each.
+    /// Sets the shell lines that `virsh` runs at a host before a command: `$dir` is the folder of the domain, `$there` that of
+    /// the other host. For `domstats`, they run before the output of each domain.
     pub fn on(&self, uri: &str, command: &str, lines: &str) {
         let path = self.host(uri).join(format!("on-{command}"));
         fs::write(path, lines).expect("a script");
     }
 
-    /// What a file of a domain says, at a host.
+    /// Returns the content of a domain's file at a host.
     pub fn of(&self, uri: &str, id: u32, file: &str) -> String {
         let path = self.host(uri).join(id.to_string()).join(file);
         fs::read_to_string(path).expect("a file")
     }
 
-    /// The names of the domains of a host.
+    /// Returns the names of a host's domains.
     pub fn names(&self, uri: &str) -> Vec<String> {
         let entries = fs::read_dir(self.host(uri)).expect("a host");
         let name = |path: &Path| fs::read_to_string(path.join("name")).ok();
@@ -159,7 +158,7 @@ impl Hosts {
         names
     }
 
-    /// Runs `hotlift` with this `virsh`: its exit code, and all that it has said.
+    /// Runs `hotlift` with this `virsh`; returns its exit code and all output.
     pub fn hotlift(&self, args: &[&str]) -> (Option<i32>, String) {
         let path = std::env::var("PATH").unwrap_or_default();
         let path = format!("{}:{path}", self.folder.path().display());

@@ -1,4 +1,4 @@
-//! A guest of which nobody knows whether its destination runs it: kept, and settled by hand.
+//! A guest in doubt, which may run at its destination: kept, and settled manually.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use crate::hotlift::{Hotlift, Running};
 use crate::lost_word::loses_the_last_word;
 
-/// A source in doubt, its destination, and the QMP address that the source has said.
+/// Returns a source in doubt, its destination, and the QMP address that the source prints.
 fn in_doubt() -> (Running, Running, String) {
-    // The source asks in vain, and the destination waits for its question.
+    // The source's query gets no answer, and the destination waits for it.
     let flags = [
         "guest",
         "run",
@@ -45,7 +45,7 @@ fn settle(qmp: &str, how: &str) {
 #[test]
 fn a_guest_in_doubt_is_kept_and_its_copy_ends_when_somebody_says_so() {
     let (source, destination, qmp) = in_doubt();
-    // A terminal that closes is no word on the guest.
+    // A closed terminal does not settle the guest.
     source.signal(Signal::HUP);
     source.signal(Signal::HUP);
     settle(&qmp, "--there");
@@ -62,7 +62,7 @@ fn a_guest_in_doubt_goes_on_whole_when_somebody_says_that_it_is_not_there() {
     destination.wait();
     settle(&qmp, "--here");
     source.wait_for("the guest goes on here");
-    // It runs: there is nothing to settle any more.
+    // It runs: there is nothing left to settle.
     let (status, said) = Hotlift::start(&["settle", "--qmp", &qmp, "--there"]).wait();
     assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
     source.signal(Signal::INT);
@@ -82,7 +82,7 @@ fn a_signal_ends_a_process_whose_guest_is_in_doubt_with_its_exit_code() {
     drop(destination);
 }
 
-/// A QEMU whose migration is in state `migration`, and whose guest is paused by it until 'cont', for one client.
+/// Serves a QEMU with a migration in state `migration`, which keeps the guest paused until 'cont', for one client.
 fn left_paused(socket: &Path, migration: &'static str) {
     let listener = UnixListener::bind(socket).expect("it listens");
     thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! What a command shows on a terminal.
+//! Output of a command on a terminal.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,16 +9,16 @@ use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 
-/// A narrow one.
+/// Width of a narrow terminal.
 const COLUMNS: u16 = 60;
 
-/// Takes the cursor back and empties the line.
+/// Moves the cursor to the start of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
-/// Lines of one that does not know them.
+/// Number of lines of a terminal that does not know them.
 const NO_LINES: u16 = 0;
 
-/// A command that has a terminal; killed when it goes out of scope.
+/// Command with a terminal; killed on drop.
 struct OnTerminal {
     child: Child,
     terminal: File,
@@ -26,7 +26,7 @@ struct OnTerminal {
 }
 
 impl OnTerminal {
-    /// One whose standard error is the terminal.
+    /// Starts a command whose standard error is the terminal.
     fn start(args: &[&str]) -> Self {
         Self::start_with(args, 24, |command, terminal| {
             command.stdout(Stdio::null()).stderr(terminal)
@@ -53,7 +53,7 @@ impl OnTerminal {
         let mut command = Command::new(env!("CARGO_BIN_EXE_hotlift"));
         command.args(args).stdin(Stdio::null());
         let child = give(&mut command, of_command).spawn().unwrap();
-        // What it holds of the terminal would keep it open.
+        // Its copies of the terminal's descriptors would keep it open.
         drop(command);
         Self {
             child,
@@ -62,10 +62,10 @@ impl OnTerminal {
         }
     }
 
-    /// Reads on; false once the command has closed the terminal.
+    /// Reads more output; returns false once the command has closed the terminal.
     fn read(&mut self) -> bool {
         let mut bytes = [0; 4096];
-        // A terminal that nobody has open is an error of its reader.
+        // Reading a terminal that no process has open fails.
         let length = self.terminal.read(&mut bytes).unwrap_or(0);
         self.said.extend_from_slice(&bytes[..length]);
         length > 0
@@ -102,7 +102,7 @@ fn a_line_of_progress_is_cut_to_the_terminal_and_never_scrolls() {
     assert!(lines.len() >= 3, "{said:?}");
     for line in lines {
         assert!(line.ends_with('…'), "all of it fits: {line:?}");
-        // The last column stays free: some terminals go on to the next line there.
+        // The last column stays free, since some terminals wrap there.
         assert_eq!(line.chars().count(), usize::from(COLUMNS) - 1, "{line:?}");
     }
 }
@@ -116,7 +116,7 @@ fn help_fits_a_terminal_that_knows_its_columns_alone() {
     while help.read() {}
     let said = help.said();
     assert!(said.contains("--multifd-compression"), "{said}");
-    // What cannot be broken stays whole.
+    // A word that cannot be broken stays whole.
     let is_long = |line: &&str| line.chars().count() > COLUMNS.into() && line.trim().contains(' ');
     let long: Vec<_> = said.lines().filter(is_long).collect();
     assert!(long.is_empty(), "{long:#?}");

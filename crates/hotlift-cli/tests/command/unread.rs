@@ -1,4 +1,4 @@
-//! Nobody who reads what a command says, or stops reading it, has a part in what it does.
+//! A reader that goes away or stops reading a command's output does not affect its work.
 
 use std::fs::File;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -10,22 +10,22 @@ use tempfile::TempDir;
 
 use crate::hotlift::Hotlift;
 
-/// Longer than it takes on a machine that does other things besides.
+/// Far above the duration on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(90);
 
-/// What becomes of what a command says.
+/// State of the reader of a command's output.
 #[derive(Debug, Clone, Copy)]
 enum Reader {
-    /// Nobody has the other end of the pipe.
+    /// The other end of the pipe is closed.
     Gone,
-    /// The pipe is full, and nobody reads it.
+    /// The pipe is full and not read.
     Asleep,
-    /// A disk without room.
+    /// The disk is full.
     Full,
 }
 
 impl Reader {
-    /// Both streams of a command, and what keeps them as they are.
+    /// Returns both streams of a command, and the file that keeps them in this state.
     fn streams(self) -> (Stdio, Stdio, Option<File>) {
         if let Self::Full = self {
             let full = || {
@@ -50,7 +50,7 @@ impl Reader {
 
 const READERS: [Reader; 3] = [Reader::Gone, Reader::Asleep, Reader::Full];
 
-/// A command whose words go to `reader`; killed when it goes out of scope.
+/// Command with its output to `reader`; killed on drop.
 struct Unread {
     child: Child,
     _reader: Option<File>,
@@ -106,7 +106,7 @@ fn a_result_for_a_closed_standard_output_is_a_failure() {
             "{command}: {said}"
         );
     }
-    // An operator who discards the output does so on purpose.
+    // Discarded output is the operator's choice.
     let ran = Command::new(env!("CARGO_BIN_EXE_hotlift"))
         .arg("advise")
         .stdout(

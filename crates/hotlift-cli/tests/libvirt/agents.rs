@@ -1,4 +1,4 @@
-//! The agents of the two hosts, and what they leave behind: nothing.
+//! The agents of the two hosts, which leave nothing behind.
 
 use std::fs;
 
@@ -10,10 +10,10 @@ use serde_json::Value;
 
 use crate::{DEADLINE, HOTLIFT, until};
 
-/// Where an agent is asked, on its host.
+/// Control socket of an agent, on its host.
 pub const CONTROL: &str = "/run/agent.sock";
 
-/// Looks between which nothing changes.
+/// Number of equal polls that count as a stable state.
 const ALIKE: usize = 10;
 
 /// The agent of a host.
@@ -22,12 +22,12 @@ pub struct Agent<'a> {
     process: Process,
     /// `--config` with its file.
     config: String,
-    /// Its threads and open files before it had anything to carry.
+    /// Its threads and open files before it carried anything.
     idle: [usize; 2],
 }
 
 impl<'a> Agent<'a> {
-    /// Starts one with certificates of `pki`, and these lines in its configuration.
+    /// Starts an agent with certificates of `pki` and these lines of configuration.
     pub fn start(hosts: &'a Hosts, host: &'a Host, pki: &Pki, config: &str) -> Self {
         let name = host.name();
         let certificates = hosts.folder().join(format!("{name}.hotlift"));
@@ -55,7 +55,7 @@ impl<'a> Agent<'a> {
         this
     }
 
-    /// What it says of migrations and tunnels that are under way or have ended.
+    /// Returns its report of running and ended migrations and tunnels.
     pub fn rows(&self) -> Vec<Value> {
         let control = format!("--control={CONTROL}");
         let said = self
@@ -64,13 +64,13 @@ impl<'a> Agent<'a> {
         serde_json::from_str(&said.expect("an answer")).expect("JSON")
     }
 
-    /// How many of a kind have ended well.
+    /// Returns the number of successful ones of a kind.
     pub fn completed(&self, kind: &str) -> usize {
         let is = |row: &&Value| row["kind"] == kind && row["status"] == "completed";
         self.rows().iter().filter(is).count()
     }
 
-    /// Waits until so many migrations have ended well, and no other has: libvirt may be done before it is told of.
+    /// Waits until exactly `migrations` have succeeded: libvirt may finish before the agent knows.
     pub fn has_carried(&self, migrations: usize) {
         until(&format!("{migrations} migrations: {}", self.said()), || {
             let is_over = self.rows().iter().all(|row| row["status"] != "active");
@@ -78,24 +78,24 @@ impl<'a> Agent<'a> {
         });
     }
 
-    /// What `agent check` finds on its host.
+    /// Returns the result of `agent check` on its host.
     pub fn check(&self) -> Result<String, String> {
         let checked = self.host.tool(HOTLIFT, &["agent", "check", &self.config]);
         checked.map_err(|error| error.to_string())
     }
 
-    /// All that it has said.
+    /// Returns all its output.
     pub fn said(&self) -> String {
         self.process.said().join("\n")
     }
 
-    /// Its process, to be killed.
+    /// Kills its process.
     pub fn kill(&self) {
         let killed = self.host.signal(&self.process, Signal::KILL);
         killed.expect("it runs");
     }
 
-    /// What it has in use once that does not change any more: it listens before all its threads are there.
+    /// Returns its resources once they are stable: it listens before all its threads exist.
     fn settled(&self) -> [usize; 2] {
         let mut alike = (self.in_use(), 0);
         until("an agent has nothing to do", || {
@@ -122,7 +122,7 @@ impl<'a> Agent<'a> {
         });
     }
 
-    /// Ends it, once it is idle: it leaves no rule but its table, which is removed as an operator does.
+    /// Ends it once it is idle: only its table remains, which is then removed as an operator does.
     pub fn end(mut self) {
         self.is_idle_again();
         let signalled = self.host.signal(&self.process, Signal::TERM);
@@ -136,7 +136,7 @@ impl<'a> Agent<'a> {
     }
 }
 
-/// Both, of one CA, with these lines in their configurations.
+/// Starts both with one CA and these lines of configuration.
 pub fn both<'a>(hosts: &'a Hosts, config: &str) -> [Agent<'a>; 2] {
     let pki = Pki::new();
     [&hosts.source, &hosts.destination].map(|host| Agent::start(hosts, host, &pki, config))
@@ -147,7 +147,7 @@ pub fn end(agents: [Agent<'_>; 2]) {
     agents.into_iter().for_each(Agent::end);
 }
 
-/// Waits until an agent carries something whose pages are on their way.
+/// Waits until an agent carries pages of a migration.
 pub fn carries(agent: &Agent<'_>) {
     until("an agent carries a migration", || {
         let moves =

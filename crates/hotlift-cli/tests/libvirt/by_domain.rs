@@ -1,4 +1,4 @@
-//! `hotlift migrate --domain`: without any rule, by the agent of the destination alone.
+//! `hotlift migrate --domain`: without any rule, through the destination's agent alone.
 
 use hotlift_testkit::libvirt::{Domain, Host, Hosts};
 use hotlift_testkit::namespace::End;
@@ -9,10 +9,10 @@ use rustix::process::Signal;
 use crate::agents::{Agent, carries, end};
 use crate::{DEADLINE, HOTLIFT, SLOW_MBITS, UNSAFE, domain, hosts, is_at, other, until};
 
-/// An agent that redirects nothing.
+/// Configuration of an agent that redirects nothing.
 const BARE: &str = "redirect = false";
 
-/// `hotlift migrate --domain` from a host; the certificates of a host are made with its agent.
+/// Starts `hotlift migrate --domain` from a host; a host's certificates are created with its agent.
 fn migrate(hosts: &Hosts, from: &Host, to: &Host, domain: &Domain, flags: &[&str]) -> Process {
     let tls = hosts.folder().join(format!("{}.hotlift", from.name()));
     let (name, to) = (
@@ -26,7 +26,7 @@ fn migrate(hosts: &Hosts, from: &Host, to: &Host, domain: &Domain, flags: &[&str
     from.start(HOTLIFT, &line).expect("hotlift starts")
 }
 
-/// Its exit code, and all that it has said.
+/// Returns the exit code and all output of a command.
 fn ended(mut command: Process) -> (Option<i32>, String) {
     command.wait(DEADLINE).expect("it ends");
     command.hear_out();
@@ -104,7 +104,7 @@ fn a_domain_stays_when_the_agent_is_killed_or_is_not_there() {
     let one = domain(&hosts, "web1");
     hosts.limit(SLOW_MBITS).expect("a slow link");
     let (source, destination) = (&hosts.source, &hosts.destination);
-    // Without multifd: QEMU 7.2 may end by an assertion of its own when its channels break early (docs/libvirt.md).
+    // Without multifd: QEMU 7.2 may fail an assertion when its channels break early (docs/libvirt.md).
     let command = migrate(&hosts, source, destination, &one, &[]);
     carries(&at_destination);
     at_destination.kill();

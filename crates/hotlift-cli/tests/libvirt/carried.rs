@@ -1,4 +1,4 @@
-//! Every way of libvirt's, through the agents of both hosts.
+//! Every kind of libvirt migration, through the agents of both hosts.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,7 @@ use hotlift_testkit::pki::Pki;
 use crate::agents::{Agent, both, end};
 use crate::{UNSAFE, begin, domain, hosts, is_at, migrate, other, outcome, program};
 
-/// How an operator may move a domain whose disk both hosts have.
+/// Options of an operator to move a domain whose disk both hosts have.
 const WAYS: [&[&str]; 5] = [
     &[UNSAFE],
     &[UNSAFE, "--parallel"],
@@ -19,7 +19,7 @@ const WAYS: [&[&str]; 5] = [
     &[UNSAFE, "--p2p", "--parallel"],
 ];
 
-/// Moves a domain there and back in each way, so many times.
+/// Moves a domain there and back with all options, `times` times.
 fn there_and_back(hosts: &Hosts, [source, destination]: &[Agent<'_>; 2], times: usize) {
     let one = domain(hosts, "web1");
     let mut from = End::Source;
@@ -133,7 +133,7 @@ fn tls_and_tunnels_of_libvirt_go_on_beside_the_agents() {
     ] {
         let folder = hosts.folder().join(format!("{}.pki", host.name()));
         pki.host_in(&folder, &[host.name(), address]);
-        // QEMU runs as a user of its own.
+        // QEMU runs as a separate user.
         for file in fs::read_dir(&folder).expect("a folder") {
             let path = file.expect("a file").path();
             fs::set_permissions(path, fs::Permissions::from_mode(0o644)).expect("a file");

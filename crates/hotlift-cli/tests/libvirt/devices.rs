@@ -10,13 +10,13 @@ use hotlift_testkit::namespace::End;
 use crate::agents::{both, end};
 use crate::{hosts, is_at, migrate, other, program};
 
-/// An NVDIMM's file, which each host has for itself.
+/// File of an NVDIMM, separate on each host.
 const NVDIMM: &str = "/run/web1.nvdimm";
 
 /// Bytes of an NVDIMM, and of a DIMM.
 const BYTES: u64 = 16 << 20;
 
-/// Everything but a disk.
+/// All devices except disks.
 const DEVICES: &str = "
     <video><model type='virtio' heads='6'/></video>
     <memory model='dimm'><target><size unit='MiB'>16</size><node>0</node></target></memory>
@@ -27,7 +27,7 @@ const DEVICES: &str = "
     <shmem name='web1.shmem' role='master'><model type='ivshmem-plain'/><size unit='M'>4</size></shmem>
     <memballoon model='virtio'/>";
 
-/// Content of a device's memory: one page in four is zero, the others differ.
+/// Returns content for a device's memory: one page in four is zero, the others differ.
 fn content() -> Vec<u8> {
     let words = (0..BYTES / 8).map(|word| match word / 512 % 4 {
         0 => 0,
@@ -66,7 +66,7 @@ fn domains_with_devices_of_each_kind_and_a_microvm_go_through_the_agents() {
                 .unwrap_or_else(|why| panic!("{} {options:?}: {why}", domain.name));
             is_at(&hosts, other(from), domain);
         }
-        // The next migration must bring all of it back.
+        // The next migration must restore all of it.
         fs::write(hosts.host(from).path(NVDIMM), vec![0; content.len()]).expect("zeros");
         from = other(from);
         for file in memory(&hosts, from, &domains[0]) {

@@ -1,4 +1,4 @@
-//! `hotlift drain`: a plan, its order, what fails, and the same command again.
+//! `hotlift drain`: a plan, its order, failures, and the repeated command.
 
 use hotlift_testkit::libvirt::{Domain, Hosts};
 use hotlift_testkit::namespace::End;
@@ -19,7 +19,7 @@ fn drain(hosts: &Hosts, flags: &[&str]) -> Process {
     started.expect("hotlift starts")
 }
 
-/// Its exit code, and all that it has said.
+/// Returns the exit code and all output of a drain.
 fn ended(mut drain: Process) -> (Option<i32>, String) {
     drain.wait(DEADLINE).expect("it ends");
     drain.hear_out();
@@ -77,7 +77,7 @@ fn a_drain_begins_nothing_more_once_a_destination_is_lost_and_goes_on_later() {
     hosts.destination.signal_libvirtd("KILL").expect("it runs");
     let (code, said) = ended(first);
     assert!(said.contains("b is lost: "), "{said}");
-    // At the very end of a migration, libvirt asks the destination's to run the guest: then nobody can tell.
+    // At the very end of a migration, libvirt orders the destination's to run the guest: then the owner is unknown.
     let expected = match code {
         Some(3) => "web1 to b: unknown",
         _ => "web1 to b: stayed",
@@ -86,7 +86,7 @@ fn a_drain_begins_nothing_more_once_a_destination_is_lost_and_goes_on_later() {
     assert!(said.contains(expected), "{said}");
     assert!(!said.contains("web2 to b: under way"), "{said}");
     hosts.destination.start_libvirtd().expect("it starts");
-    // What was under way has an end on both hosts.
+    // Running moves end on both hosts.
     until("one guest of each", || {
         let are_here = all
             .iter()

@@ -1,4 +1,4 @@
-//! What is killed, cut, aborted, or not there while the agents carry a migration: one guest runs, whole, and nothing is left.
+//! Faults while the agents carry a migration: exactly one intact guest runs, and nothing is left.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use hotlift_testkit::process::Process;
 use crate::agents::{Agent, both, carries, end};
 use crate::{SLOW_MBITS, UNSAFE, begin, domain, hosts, is_at, migrate, outcome, until, until_ok};
 
-/// How long the link is down: longer than a retransmission, shorter than what any timeout here is.
+/// Duration of a link failure: longer than a retransmission, shorter than any timeout here.
 const OUTAGE: Duration = Duration::from_secs(5);
 
-/// What QEMU 7.2 says for a moment after a migration whose connections broke: it says "failed" before it has cleaned up.
+/// Error of QEMU 7.2 for a moment after broken connections: it reports "failed" before its cleanup.
 const NOT_CLEAN: &str = "duplicate yank instance";
 
-/// A migration whose pages are on their way over a slow link. Without multifd where connections break: QEMU 7.2 with multifd
-/// may then end by an assertion of its own (`yank_unregister_instance`).
+/// Starts a migration whose pages are being sent over a slow link. Without multifd where connections break: QEMU 7.2 with
+/// multifd may then fail an assertion (`yank_unregister_instance`).
 fn under_way(hosts: &Hosts, agent: &Agent<'_>, options: &[&str]) -> (Domain, Process) {
     let one = domain(hosts, "web1");
     hosts.limit(SLOW_MBITS).expect("a slow link");
@@ -26,7 +26,7 @@ fn under_way(hosts: &Hosts, agent: &Agent<'_>, options: &[&str]) -> (Domain, Pro
     (one, migration)
 }
 
-/// After a failure: the guest is at the source, and moves as if nothing had been.
+/// Checks after a failure that the guest is at the source, and moves normally.
 fn stayed_and_moves_again(hosts: &Hosts, one: &Domain) {
     until_ok("the guest is at the source alone", || {
         match hosts.whereabouts(one) {
@@ -142,7 +142,7 @@ fn a_killed_libvirtd_on_either_host_leaves_the_guest_at_the_source() {
     for killed in [End::Source, End::Destination] {
         let Some(hosts) = hosts() else { return };
         let agents = both(&hosts, "");
-        // Both libvirtds hear of each other's end.
+        // Both libvirtds notice each other's end.
         let (one, migration) = under_way(&hosts, &agents[0], &["--p2p"]);
         hosts.host(killed).signal_libvirtd("KILL").expect("it runs");
         outcome(migration).expect_err("its libvirtd was killed");

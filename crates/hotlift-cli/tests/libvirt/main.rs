@@ -1,12 +1,12 @@
 //! Domains of libvirt that move between two hosts. Needs root, KVM and libvirt.
 //!
-//! | file | what |
+//! | file | subject |
 //! |---|---|
-//! | `plain` | libvirt alone: what the hosts of these tests are worth |
+//! | `plain` | libvirt alone: validates the hosts of these tests |
 //! | `agents` | the agents of both hosts |
-//! | `carried` | every way of libvirt's, through the agents |
+//! | `carried` | every kind of libvirt migration, through the agents |
 //! | `devices` | domains with memory and devices of each kind |
-//! | `faults` | what is killed, cut, aborted, or not there |
+//! | `faults` | processes killed, links cut, migrations aborted, endpoints missing |
 //! | `by_domain` | `hotlift migrate --domain` |
 //! | `drain` | `hotlift drain` |
 //! | `over_ssh` | all of these to a `qemu+ssh` URI |
@@ -34,14 +34,14 @@ use hotlift_testkit::namespace::End;
 use hotlift_testkit::process::Process;
 use hotlift_testkit::program::Program;
 
-/// The program in 64 MiB, 16 MiB of it written to.
+/// Returns the program in 64 MiB; it writes to 16 MiB of them.
 fn program() -> Arc<Program> {
     static SHARED: OnceLock<Arc<Program>> = OnceLock::new();
     let program = || Arc::new(Program::new(64 << 20, 16 << 20, 500).expect("a program"));
     Arc::clone(SHARED.get_or_init(program))
 }
 
-/// Two hosts, or a skip.
+/// Returns two hosts, or skips the test.
 fn hosts() -> Option<Hosts> {
     is_possible().then(|| Hosts::new().expect("two hosts"))
 }
@@ -51,10 +51,10 @@ fn domain(hosts: &Hosts, name: &str) -> Domain {
     domain.expect("a domain that runs")
 }
 
-/// Options of `virsh migrate` for disks on a file system that libvirt does not know as shared.
+/// Option of `virsh migrate` for disks on a file system that libvirt does not know as shared.
 const UNSAFE: &str = "--unsafe";
 
-/// `virsh migrate --live` from where the domain is to the other host.
+/// Runs `virsh migrate --live` from the domain's host to the other.
 fn migrate(hosts: &Hosts, from: End, domain: &Domain, options: &[&str]) -> Result<(), String> {
     let uri = hosts.host(other(from)).uri();
     let mut line = vec!["migrate", "--live", &domain.name, &uri];
@@ -63,21 +63,21 @@ fn migrate(hosts: &Hosts, from: End, domain: &Domain, options: &[&str]) -> Resul
     moved.map(drop).map_err(|error| error.to_string())
 }
 
-/// The command, as built.
+/// The built command.
 const HOTLIFT: &str = env!("CARGO_BIN_EXE_hotlift");
 
-/// Far beyond what anything here takes on a machine that does other things besides.
+/// Far above the duration of any step here on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Between two looks.
+/// Poll interval.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Looks until `look` finds something.
+/// Polls `look` until it returns a value.
 fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     until_ok(what, || look().ok_or("it is not so"))
 }
 
-/// Tries until `attempt` comes to something.
+/// Repeats `attempt` until it succeeds.
 fn until_ok<T, E: std::fmt::Debug>(what: &str, mut attempt: impl FnMut() -> Result<T, E>) -> T {
     let deadline = Instant::now() + DEADLINE;
     loop {
@@ -89,10 +89,10 @@ fn until_ok<T, E: std::fmt::Debug>(what: &str, mut attempt: impl FnMut() -> Resu
     }
 }
 
-/// Slower than a guest of these tests is moved in a moment, compressed or not.
+/// Link rate at which the guests of these tests do not move at once, compressed or not.
 const SLOW_MBITS: u32 = 40;
 
-/// Waits until libvirt has the migration of a domain under way.
+/// Waits until libvirt reports a running migration of a domain.
 fn is_under_way(host: &Host, domain: &Domain) {
     until("a migration is under way", || {
         let said = host.virsh(&["domjobinfo", &domain.name]).ok()?;
@@ -100,7 +100,7 @@ fn is_under_way(host: &Host, domain: &Domain) {
     });
 }
 
-/// The other end.
+/// Returns the other end.
 fn other(end: End) -> End {
     match end {
         End::Source => End::Destination,
@@ -116,7 +116,7 @@ fn begin(hosts: &Hosts, domain: &Domain, options: &[&str]) -> Process {
     hosts.source.start("virsh", &line).expect("virsh starts")
 }
 
-/// Waits for the end of what [`begin`] has begun; what it says if it fails.
+/// Waits for the end of a migration from [`begin`]; returns its error.
 fn outcome(mut migration: Process) -> Result<(), String> {
     let status = migration.wait(DEADLINE).expect("it ends");
     migration.hear_out();
@@ -126,7 +126,7 @@ fn outcome(mut migration: Process) -> Result<(), String> {
     }
 }
 
-/// Proves that the only guest runs at `end` and has lost no write.
+/// Verifies that the only guest runs at `end` and has lost no write.
 fn is_at(hosts: &Hosts, end: End, domain: &Domain) {
     let (found, writes) = hosts.prove(domain).expect("one guest, and its memory");
     assert_eq!(found, end, "{} after {writes} writes", domain.name);

@@ -1,4 +1,4 @@
-//! The destination's libvirtd by `qemu+ssh`, as an operator names it.
+//! The destination's libvirtd through `qemu+ssh`, as an operator names it.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,14 +10,14 @@ use hotlift_testkit::process::Process;
 use crate::agents::{both, end};
 use crate::{DEADLINE, HOTLIFT, UNSAFE, domain, hosts, is_at};
 
-/// A way to the destination by SSH: its sshd, and the URI of its libvirtd.
+/// SSH access to the destination: its sshd, and the URI of its libvirtd.
 struct Ssh {
     _sshd: Process,
     uri: String,
 }
 
 impl Ssh {
-    /// With keys of its own for both sides. The user's SSH files are neither read nor written.
+    /// Creates separate keys for both sides. The user's SSH files are neither read nor written.
     fn new(hosts: &Hosts) -> Self {
         let there = &hosts.destination;
         let path = |name: &str| hosts.folder().join(name).display().to_string();
@@ -30,8 +30,8 @@ impl Ssh {
         let name = there.name();
         let (known, config, command) = (path("known"), path("ssh.config"), path("ssh"));
         fs::write(&known, format!("{name} {public}")).expect("a known host");
-        // The folder is open to all, which sshd minds. Bash reads the user's .bashrc when sshd runs it as the outermost shell:
-        // one with pyenv waited there up to 60 s for a lock.
+        // The folder is open to all users, which sshd refuses. Bash reads the user's .bashrc when sshd runs it as the outermost
+        // shell: one with pyenv waited up to 60 s for a lock there.
         let server = format!(
             "HostKey {host_key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\nPidFile none\nSetEnv SHLVL=1\n"
         );
@@ -91,7 +91,7 @@ fn domains_move_to_a_host_that_is_named_by_ssh() {
     source.tool(HOTLIFT, &line).expect("it moves");
     is_at(&hosts, End::Destination, &three);
 
-    // That of `--domain` was announced to the destination's agent alone.
+    // The migration with `--domain` was announced only to the destination's agent.
     agents[0].has_carried(2);
     agents[1].has_carried(3);
     end(agents);

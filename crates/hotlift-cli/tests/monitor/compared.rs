@@ -1,5 +1,4 @@
-//! The same script to QEMU 10.0 and to Hotlift: `docs/qmp-differences.md` lists what differs, neither more
-//! nor less.
+//! The same script to QEMU 10.0 and to Hotlift: `docs/qmp-differences.md` lists exactly the differences.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,11 +8,10 @@ use serde_json::{Value, json};
 
 use crate::machine::{Machine, Program};
 
-/// Bytes a second at which the first pass does not end by itself, however slow this machine is: 4096 zero
-/// pages take 36 KiB.
+/// Bytes per second at which the first pass does not end by itself on a slow machine: 4096 zero pages take 36 KiB.
 const FIRST_PASS_LASTS: u64 = 100;
 
-/// Commands that are asked of an idle machine.
+/// Commands sent to an idle machine.
 fn idle_script() -> Vec<(&'static str, Value)> {
     let mut script: Vec<_> = [
         "query-status",
@@ -72,7 +70,7 @@ fn idle_script() -> Vec<(&'static str, Value)> {
     script
 }
 
-/// Every parameter that both have: just inside and outside of its range, and other types.
+/// Returns commands with every common parameter: values just inside and outside of its range, and other types.
 fn parameter_script() -> Vec<(&'static str, Value)> {
     let ranges = [
         ("announce-initial", 0, 100_000),
@@ -126,7 +124,7 @@ fn parameter_script() -> Vec<(&'static str, Value)> {
         .collect()
 }
 
-/// What is compared of an answer: members and their types, or class and words of a refusal.
+/// Compared part of an answer: members and their types, or class and text of a refusal.
 type Shape = BTreeMap<String, String>;
 
 fn shape(answer: &Result<Value, (String, String)>) -> Shape {
@@ -149,7 +147,7 @@ fn look(value: &Value, path: &str, shape: &mut Shape) {
         Value::String(_) => "string",
         Value::Array(items) => {
             for item in items {
-                // Capabilities are told apart by their names, all other lists by their first item.
+                // Capabilities are identified by their names, all other lists by their first item.
                 match item["capability"].as_str() {
                     Some(name) => look(&item["state"], name, shape),
                     None => look(item, &format!("{path}[]"), shape),
@@ -159,7 +157,7 @@ fn look(value: &Value, path: &str, shape: &mut Shape) {
         }
         Value::Object(members) => {
             for (name, member) in members {
-                // What is ours alone comes and goes with what there is to say.
+                // Members of Hotlift alone are present only while they have a value.
                 if name.starts_with("x-hotlift-") {
                     shape.insert("x-hotlift-*".to_owned(), String::new());
                     continue;
@@ -176,7 +174,7 @@ fn look(value: &Value, path: &str, shape: &mut Shape) {
     shape.insert(here.to_owned(), kind.to_owned());
 }
 
-/// One side's whole script: where, and what it came to.
+/// Runs one side's whole script; returns commands and results.
 fn run(program: Program) -> Vec<(String, Shape)> {
     let mut seen = Vec::new();
     let mut source = Machine::start(program, &[]);
@@ -195,7 +193,7 @@ fn run(program: Program) -> Vec<(String, Shape)> {
     seen
 }
 
-/// The events so far: states and run states, with repeated passes as one.
+/// Returns the events so far: states and run states, with repeated passes as one.
 fn order(machine: &mut Machine) -> Shape {
     let mut order = Vec::new();
     for (name, data) in machine.take_events() {
@@ -213,7 +211,7 @@ fn order(machine: &mut Machine) -> Shape {
 fn fails(program: Program) -> Vec<(String, Shape)> {
     let mut source = Machine::start(program, &[]);
     source.set_capabilities(&["events"]);
-    // Nobody listens on port 1, and to do so takes rights that few have.
+    // No process listens on port 1, which needs root rights.
     source.tell("migrate", &json!({ "uri": "tcp:127.0.0.1:1" }));
     let info = source.reaches("failed");
     let words = info["error-desc"].as_str().unwrap_or_default().to_owned();
@@ -325,7 +323,7 @@ fn completes(program: Program) -> Vec<(String, Shape)> {
         ("source", &mut source, "postmigrate"),
         ("destination", &mut destination, "running"),
     ] {
-        // QEMU's main loop stops and starts the machine a little later than its migration ends.
+        // QEMU's main loop stops and starts the machine slightly after its migration ends.
         let start = std::time::Instant::now();
         while machine.tell("query-status", &json!({}))["status"] != state {
             assert!(start.elapsed() < crate::machine::DEADLINE, "not {state}");
@@ -339,7 +337,7 @@ fn completes(program: Program) -> Vec<(String, Shape)> {
     seen
 }
 
-/// What differs, a line each: where, and how.
+/// Returns the differences, a line each: the place and the difference.
 fn differences(qemu: &[(String, Shape)], hotlift: &[(String, Shape)]) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for ((place, theirs), (other, ours)) in qemu.iter().zip(hotlift) {
@@ -379,7 +377,7 @@ fn differences(qemu: &[(String, Shape)], hotlift: &[(String, Shape)]) -> Vec<(St
     found
 }
 
-/// Begins the table in the docs.
+/// Head of the table in the docs.
 const HEAD: &str = "| where | what differs | why |\n|---|---|---|\n";
 
 #[test]

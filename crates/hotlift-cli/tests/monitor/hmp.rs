@@ -5,20 +5,20 @@ use serde_json::json;
 
 use crate::machine::{Machine, Program};
 
-/// What a line prints.
+/// Returns the output of a line.
 fn types(machine: &mut Machine, line: &str) -> String {
     let printed = machine.tell("human-monitor-command", &json!({ "command-line": line }));
     printed.as_str().expect("text").replace("\r\n", "\n")
 }
 
-/// The label of each line that has one, and what follows it.
+/// Returns the label of each labelled line, and the text after it.
 fn labels(text: &str) -> Vec<(&str, &str)> {
     text.lines()
         .filter_map(|line| line.split_once(": "))
         .collect()
 }
 
-/// Those of `these` that are in `others` too.
+/// Returns the items of `these` that are also in `others`.
 fn shared<'a>(these: &[(&'a str, &'a str)], others: &[(&str, &str)]) -> Vec<(&'a str, &'a str)> {
     let known = |label: &str| others.iter().any(|(other, _)| *other == label);
     let shared = these.iter().filter(|(label, _)| known(label));
@@ -134,7 +134,7 @@ fn a_migration_is_shown_under_qemus_labels_in_qemus_order() {
     let both = names(&ours, &theirs);
     assert_eq!(both, names(&theirs, &ours), "{ours}\n{theirs}");
     assert!(both.len() >= 15, "{ours}\n{theirs}");
-    // The unit is what ends the line.
+    // The unit is the end of the line.
     let unit = |text: &str, label: &str| {
         let line = labels(text).into_iter().find(|(one, _)| *one == label);
         line.and_then(|(_, value)| value.split_once(' ').map(|(_, unit)| unit.to_owned()))

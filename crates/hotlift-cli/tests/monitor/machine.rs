@@ -1,4 +1,4 @@
-//! A Hotlift or a QEMU with a small machine and a QMP socket, killed when it goes out of scope.
+//! A Hotlift or a QEMU with a small machine and a QMP socket, killed on drop.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use hotlift_testkit::qemu::{self, Release};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Far beyond what anything here takes on a machine that does other things besides.
+/// Far above the duration of any step here on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Which program.
+/// Program to start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Program {
     Hotlift,
@@ -23,12 +23,12 @@ pub struct Machine {
     process: Process,
     pub folder: TempDir,
     pub qmp: Client,
-    /// Names of events, with what they say, as far as they were asked for.
+    /// Names and data of the received events.
     pub events: Vec<(String, Value)>,
 }
 
 impl Machine {
-    /// One whose guest does next to nothing.
+    /// Starts a machine with a nearly idle guest.
     pub fn start(program: Program, flags: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("qmp");
@@ -63,7 +63,7 @@ impl Machine {
         }
     }
 
-    /// One that waits for a guest.
+    /// Starts a machine that waits for a guest.
     pub fn waiting(program: Program) -> Self {
         match program {
             Program::Qemu => Self::start(program, &["-incoming", "defer"]),
@@ -71,7 +71,7 @@ impl Machine {
         }
     }
 
-    /// What a command answers, or class and words of its refusal.
+    /// Sends a command; returns its answer, or class and text of its refusal.
     pub fn ask(&mut self, command: &str, arguments: &Value) -> Result<Value, (String, String)> {
         match self.qmp.execute(command, arguments) {
             Ok(value) => Ok(value),
@@ -94,7 +94,7 @@ impl Machine {
         self.tell("migrate-set-capabilities", &arguments);
     }
 
-    /// Lets it wait for a guest; where.
+    /// Lets it wait for a guest; returns the address.
     pub fn listen(&mut self) -> String {
         let arguments = json!({ "uri": "tcp:127.0.0.1:0", "exit-on-error": false });
         self.tell("migrate-incoming", &arguments);
@@ -121,7 +121,7 @@ impl Machine {
         }
     }
 
-    /// Takes the events that have come so far.
+    /// Reads the events that have arrived so far.
     pub fn take_events(&mut self) -> &[(String, Value)] {
         while let Some(event) = self.qmp.poll_event().expect("QMP") {
             self.events.push((event.name, event.data));
@@ -129,7 +129,7 @@ impl Machine {
         &self.events
     }
 
-    /// Waits for the end of the process: its exit code.
+    /// Waits for the end of the process; returns its exit code.
     pub fn wait_end(&mut self) -> Option<i32> {
         self.process.wait(DEADLINE).expect("it ends").code()
     }

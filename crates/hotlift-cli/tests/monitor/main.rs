@@ -1,4 +1,4 @@
-//! Monitors as their clients see them: QMP of a built-in guest, of a relay, and beside QEMU 10.0's.
+//! Monitors as their clients see them: QMP of a built-in guest, of a relay, and next to QEMU 10.0's.
 
 mod compared;
 mod hmp;

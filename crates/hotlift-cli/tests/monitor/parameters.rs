@@ -1,10 +1,10 @@
-//! Parameters while a migration runs, and those that QEMU has not.
+//! Parameters during a migration, and parameters that QEMU does not have.
 
 use serde_json::{Value, json};
 
 use crate::machine::{Machine, Program};
 
-/// Each with a value that is not its default; whether it takes effect in a migration that runs.
+/// Parameters with a value other than the default, and true if they take effect during a migration.
 const OTHERS: &[(&str, &str, bool)] = &[
     ("announce-initial", "60", false),
     ("announce-max", "600", false),

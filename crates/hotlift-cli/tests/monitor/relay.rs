@@ -44,7 +44,7 @@ fn a_relay_is_watched_paced_and_cancelled_and_says_what_it_has_not() {
     let incoming = json!({ "uri": format!("unix:{}", path("out")), "exit-on-error": false });
     destination.tell("migrate-incoming", &incoming);
     let mut source = Machine::start(Program::Qemu, &[]);
-    // All of this machine fits into sockets and the relay: at full speed it may be through before it is cancelled.
+    // All of this machine fits into sockets and the relay: at full speed the migration may end before the cancel.
     let slowly = json!({ "max-bandwidth": 10_000 });
     source.tell("migrate-set-parameters", &slowly);
     source.tell("migrate", &json!({ "uri": format!("unix:{}", path("in")) }));
@@ -62,7 +62,7 @@ fn a_relay_is_watched_paced_and_cancelled_and_says_what_it_has_not() {
     let active = reaches(&mut qmp, "active");
     assert!(active["ram"]["transferred"].is_u64(), "{active}");
     qmp.execute("migrate_cancel", &nothing).unwrap();
-    // It is waiting for the next by then, or has said how this one ended.
+    // By then it waits for the next migration, or has reported the end of this one.
     relay.wait_for("cancelled");
     source.reaches("failed");
     assert_eq!(source.tell("query-status", &json!({}))["status"], "running");

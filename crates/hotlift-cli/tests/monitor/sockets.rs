@@ -1,4 +1,4 @@
-//! Who may connect to a monitor, and what no client can do to a migration.
+//! Access control of a monitor, and the limits of a client's influence on a migration.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -33,7 +33,7 @@ fn a_socket_that_is_left_over_is_replaced_and_one_in_use_is_not() {
     let mut first = Hotlift::start(&args);
     first.wait_for("pages with data");
     let (status, said) = {
-        // The first may still be about to listen.
+        // The server may not listen yet.
         let start = std::time::Instant::now();
         while UnixStream::connect(&path).is_err() {
             assert!(start.elapsed() < crate::machine::DEADLINE, "nobody listens");
@@ -84,7 +84,7 @@ fn hostile_clients_do_a_migration_no_harm() {
             2 => b"{\"execute\":\"migrate_cancel\"}\xc3",
             _ => &[b'"'; 1],
         };
-        // One that is refused has been closed by now.
+        // A refused connection is closed by now.
         let _ = client.write_all(text);
         crowd.push(client);
     }
@@ -101,13 +101,13 @@ fn hostile_clients_do_a_migration_no_harm() {
     assert_eq!(destination.wait_end(), Some(0));
 }
 
-/// A loopback address whose port nobody has.
+/// Returns a loopback address with a free port.
 fn free_address() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap()
 }
 
-/// What comes back on a connection until it is closed, or until what came has `end` in it.
+/// Returns the data from a connection until it closes, or until `end` arrives.
 fn hear(stream: &TcpStream, end: &str) -> String {
     let mut stream = stream;
     stream
@@ -148,7 +148,7 @@ fn a_web_page_that_posts_to_a_monitor_on_tcp_is_not_obeyed() {
         let mut page = loop {
             match TcpStream::connect(address) {
                 Ok(stream) => break stream,
-                // It may still be about to listen.
+                // It may not listen yet.
                 Err(error) => assert!(start.elapsed() < crate::machine::DEADLINE, "{error}"),
             }
             std::thread::sleep(std::time::Duration::from_millis(5));
@@ -162,7 +162,7 @@ fn a_web_page_that_posts_to_a_monitor_on_tcp_is_not_obeyed() {
         let _ = page.write_all(post.as_bytes());
         hear(&page, "");
         guest.wait_for("HTTP");
-        // It is still there, for its clients.
+        // It still serves its clients.
         let client = TcpStream::connect(address).unwrap();
         assert!(hear(&client, greeting).contains(greeting));
     }

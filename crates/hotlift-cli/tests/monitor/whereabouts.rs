@@ -1,4 +1,4 @@
-//! A monitor never makes a second guest of one.
+//! A monitor never creates a second running copy of a guest.
 
 use std::time::{Duration, Instant};
 
@@ -16,12 +16,12 @@ fn a_guest_in_doubt_is_not_continued_by_those_who_have_not_looked() {
     let mut source = Machine::start(Program::Hotlift, &[]);
     let mut destination = Machine::waiting(Program::Hotlift);
     let uri = loses_the_last_word(&destination.listen());
-    // It asks in vain.
+    // Its query gets no answer.
     let patience = json!({ "x-hotlift-settle-timeout": 1 });
     source.tell("migrate-set-parameters", &patience);
     source.tell("migrate", &json!({ "uri": uri }));
     source.reaches("failed");
-    // Its migration is active as long as the source may ask.
+    // Its migration is active as long as the source may query it.
     let deadline = Instant::now() + Duration::from_secs(60);
     while running(&mut destination) != true {
         assert!(Instant::now() < deadline, "the guest has not arrived");
@@ -37,7 +37,7 @@ fn a_guest_in_doubt_is_not_continued_by_those_who_have_not_looked() {
         assert!(why.contains("'stop'"), "{command}: {why}");
         assert_eq!(running(&mut source), false);
     }
-    // Whoever says so has looked.
+    // A client that sends 'stop' has checked the other side.
     source.tell("stop", &json!({}));
     source.tell("cont", &json!({}));
     assert_eq!(running(&mut source), true);

@@ -1,4 +1,4 @@
-//! Two hosts with an agent each, as network namespaces: QEMUs that know nothing of them migrate from one to the other.
+//! Two hosts with an agent each, as network namespaces. QEMUs without knowledge of the agents migrate between them.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -28,7 +28,7 @@ pub const DESTINATION_6: &str = "2001:db8::2";
 /// RFC 5737: an address that no host here has.
 const ELSEWHERE: &str = "203.0.113.9";
 
-/// Ethernet's.
+/// MTU of Ethernet.
 const MTU: u16 = 1500;
 
 /// The first port of migrations.
@@ -39,11 +39,11 @@ pub struct Host<'a> {
     pub namespace: &'a Namespace,
     pub folder: PathBuf,
     pub agent: Running,
-    /// Its table outlives it.
+    /// True if its table outlives it.
     table_stays: bool,
 }
 
-/// Two hosts that are linked, before they have agents.
+/// Two linked hosts, before they have agents.
 pub struct Hosts {
     pub link: Link,
     pki: Pki,
@@ -62,7 +62,7 @@ impl Hosts {
             // Without duplicate address detection, which takes seconds.
             host.tool("ip", &["address", "add", &address, "dev", "veth", "nodad"])
                 .expect("an address");
-            // The kernel gives a port of migrations to no connection that leaves.
+            // The kernel assigns no migration port to an outgoing connection.
             let reserved = "net.ipv4.ip_local_reserved_ports=49152-49215";
             host.tool("sysctl", &["-qw", reserved])
                 .expect("reserved ports");
@@ -77,12 +77,12 @@ impl Hosts {
         })
     }
 
-    /// Starts the source's agent, with these lines in its configuration.
+    /// Starts the source's agent with these lines of configuration.
     pub fn source(&self, config: &str) -> Host<'_> {
         self.start("source", &self.link.source, &self.source_pki(), config)
     }
 
-    /// The same at the destination.
+    /// Starts the destination's agent with these lines of configuration.
     fn destination(&self, config: &str) -> Host<'_> {
         let names = [DESTINATION, DESTINATION_6];
         let pki = self.certificates("destination", &names, &self.pki);
@@ -126,7 +126,7 @@ impl Hosts {
     }
 }
 
-/// A configuration with what all have, and these lines.
+/// Returns a configuration with the common lines and these.
 pub fn text(folder: &Path, pki: &Path, config: &str) -> String {
     let (pki, control) = (pki.display(), folder.join("sock"));
     let control = control.display();
@@ -134,7 +134,7 @@ pub fn text(folder: &Path, pki: &Path, config: &str) -> String {
 }
 
 impl Host<'_> {
-    /// What the agent says to a question.
+    /// Returns the agent's answer to a query.
     pub fn ask(&self, question: &[&str]) -> Value {
         let control = format!("--control={}", self.folder.join("sock").display());
         let all = [&["agent"], question, &[&control, "--json"]].concat();
@@ -143,7 +143,7 @@ impl Host<'_> {
         serde_json::from_str(&said[0]).expect("JSON")
     }
 
-    /// What Prometheus reads.
+    /// Returns the metrics for Prometheus.
     pub fn metrics(&self) -> String {
         let connect = || TcpStream::connect(("127.0.0.1", 16522));
         let stream = self.namespace.within(connect).expect("the host");
@@ -156,14 +156,14 @@ impl Host<'_> {
         answer
     }
 
-    /// Tells the agent something.
+    /// Sends a command to the agent.
     fn tell(&self, words: &[&str]) -> (bool, String) {
         let control = format!("--control={}", self.folder.join("sock").display());
         let (status, said) = Hotlift::start(&[&["agent"], words, &[&control]].concat()).wait();
         (status.success(), said.join("\n"))
     }
 
-    /// Ends the agent, which must leave nothing but the table that keeps plaintext in; all that it has said.
+    /// Ends the agent, which must leave only the table that blocks plaintext; returns all its output.
     pub fn end(self) -> String {
         self.agent.signal(Signal::TERM);
         let (status, said) = self.agent.wait();
@@ -178,13 +178,13 @@ impl Host<'_> {
     }
 }
 
-/// The agent's table as nft lists it, without what it counts.
+/// Returns the agent's table as nft lists it, without its counters.
 pub fn table(namespace: &Namespace) -> Option<String> {
     let line = ["-n", "-s", "-t", "list", "table", "inet", "hotlift_agent"];
     namespace.tool("nft", &line).ok()
 }
 
-/// As an operator does.
+/// Removes the table as an operator does.
 pub fn remove_table(namespace: &Namespace) {
     let remove = || Hotlift::start(&["agent", "rules", "--remove"]).wait();
     let (status, said) = namespace.within(remove).expect("the host");
@@ -201,22 +201,22 @@ fn program() -> Machine {
     }
 }
 
-/// What libvirt sets: multifd by `--parallel`, and the return path always.
+/// Returns libvirt's settings: multifd for `--parallel`, and always the return path.
 fn side(multifd: Multifd) -> Side {
     Side::new(multifd).with("return-path")
 }
 
-/// Two channels.
+/// Returns the settings with two channels.
 fn parallel() -> Side {
     side(Multifd::Channels(2))
 }
 
-/// A machine at each end, set up for a migration to `port` of `address`.
+/// Starts a machine at each end, set up for a migration to `port` of `address`.
 fn pair(link: &Link, side: &Side, address: &str, port: u16) -> Option<(Vm, Vm, String)> {
     pair_of(Release::V7, link, side, (address, port), &[])
 }
 
-/// The same of a release, with more `devices`, as QEMU's command line has them.
+/// Starts a pair of a given release, with more `devices` as in QEMU's command line.
 fn pair_of(
     release: Release,
     link: &Link,
@@ -248,10 +248,10 @@ fn pair_of(
     Some((here, there, uri))
 }
 
-/// Migrates, and proves that the guest is there, whole, and runs nowhere else.
+/// Migrates, and verifies that the guest is there, intact, and runs nowhere else.
 fn moves(here: &mut Vm, there: &mut Vm, uri: &str) {
     let before = here.count().expect("it counts");
-    // A QEMU whose migration has failed takes a moment before it takes the next.
+    // A QEMU with a failed migration needs a moment before it accepts the next.
     until(
         || "the source's QEMU begins a migration".to_owned(),
         || here.qmp.migrate(uri).ok(),
@@ -265,7 +265,7 @@ fn moves(here: &mut Vm, there: &mut Vm, uri: &str) {
 
 #[test]
 fn the_memory_of_a_migration_with_255_channels_goes_back_to_the_system() {
-    // An agent that has carried nothing has 20 MiB; what 255 channels leave in heaps of threads is some 300 MiB.
+    // An idle agent has 20 MiB; 255 channels leave some 300 MiB in heaps of threads.
     const MOST: u64 = 64 << 20;
     let hosts = need!(Hosts::new());
     let (source, destination) = (hosts.source(""), hosts.destination(""));
@@ -332,7 +332,7 @@ fn a_migration_goes_through_the_agents_as_it_is_typed() {
         });
         assert_eq!(over.count(), 6, "{said}");
     }
-    // By the id that both have, what the source has done is found at the destination.
+    // Source and destination log the same id, which connects their entries.
     let ids = here
         .lines()
         .filter_map(|line| line.split_once(" state=completed"));
@@ -361,7 +361,7 @@ fn devices_with_more_state_than_an_agent_keeps_in_memory_go_through_it() {
     destination.end();
 }
 
-/// A server at the destination that speaks first; says who has connected.
+/// Starts a server at the destination that sends first; returns the client's address.
 fn server(link: &Link, port: u16) -> thread::JoinHandle<SocketAddr> {
     let bind = || TcpListener::bind((DESTINATION, port));
     let listener = link.destination.within(bind).expect("the host");
@@ -377,7 +377,7 @@ fn server(link: &Link, port: u16) -> thread::JoinHandle<SocketAddr> {
     })
 }
 
-/// Talks to it as a client at the source, until it is heard out.
+/// Connects as a client at the source, and talks until the server closes.
 fn client(link: &Link, port: u16) -> std::io::Result<()> {
     let connect = || TcpStream::connect((DESTINATION, port));
     let mut stream = link.source.within(connect).expect("the host")?;
@@ -418,7 +418,7 @@ fn several_connections_to_one_server_are_carried_at_the_same_time() {
     let listener = listener.expect("a listener");
     let connect = || TcpStream::connect((DESTINATION, PORT + 7));
     let connect = || hosts.link.source.within(connect).expect("the host");
-    // As a VM has disks: all are copied to one NBD server.
+    // Like the disks of a VM: all are copied to one NBD server.
     let clients = [(); 3].map(|()| connect().expect("a tunnel"));
     let servers = [(); 3].map(|()| listener.accept().expect("a client").0);
     for mut server in &servers {
@@ -484,7 +484,7 @@ fn an_agent_without_the_right_certificate_gets_nothing_whatever_is_allowed() {
     assert_eq!(there.migration().status(), "none", "nothing came there");
 }
 
-/// So slow that a migration is under way until something happens to it.
+/// So slow that a migration runs until the test acts on it.
 const SLOW: &str = "max-bandwidth = \"1M\"\nmethod = \"none\"";
 
 #[test]
@@ -507,7 +507,7 @@ fn an_agent_that_is_killed_leaves_the_guest_at_the_source_and_the_next_one_takes
         assert!(here.is_running(), "the guest stays");
         until(|| "the destination ends".to_owned(), || there.ended());
         drop((source, destination));
-        // The table that a killed agent has left is replaced.
+        // The table that a killed agent left is replaced.
         let (source, destination) = (hosts.source(""), hosts.destination(""));
         let (_there, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT + 1));
         Side::new(Multifd::Channels(2))
@@ -519,7 +519,7 @@ fn an_agent_that_is_killed_leaves_the_guest_at_the_source_and_the_next_one_takes
     }
 }
 
-/// QEMU before 10.2 has no state for it, and its guest may run nowhere then.
+/// QEMU before 10.2 has no state for this, and its guest may then run nowhere.
 #[test]
 fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_the_source() {
     let hosts = need!(Hosts::new());
@@ -541,17 +541,17 @@ fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_th
         here.qmp.migrate(&uri).expect("migrate");
         source.agent.wait_for("state=active");
         destination.agent.wait_for("state=active");
-        // More than the opening: the destination has answered it, and takes pages.
+        // More than the opening: the destination has answered it and accepts pages.
         until(
             || "no pages move".to_owned(),
             || (here.migration().ram?.transferred > 1 << 20).then_some(()),
         );
         let before = here.count().expect("it counts");
-        // It has room for the devices in its socket, and loads none of them.
+        // Its socket buffers the devices, and it loads none of them.
         there.signal(Signal::STOP);
         here.start_postcopy();
         here.says("postcopy-device");
-        // The agent beside it has no room left: what it reads after its end makes none.
+        // The source's agent reads no more, so that the source's QEMU still has data to send when the agent is killed.
         let to_agent = format!("dport = :{port}");
         until(
             || "the source's QEMU does not wait for room".to_owned(),
@@ -578,7 +578,7 @@ fn an_agent_connects_to_nobody_but_its_own_host() {
     let peers = format!("[peers]\n\"{ELSEWHERE}\" = \"{DESTINATION}\"");
     let mut source = hosts.source(&peers);
     let destination = hosts.destination("ports = \"49152-49160\"");
-    // Hosts with floating addresses have it: a socket can be bound to any address.
+    // Hosts with floating addresses set it, so that a socket can be bound to any address.
     for key in ["ipv4.ip_nonlocal_bind", "ipv6.ip_nonlocal_bind"] {
         let set = format!("net.{key}=1");
         let there = &hosts.link.destination;
@@ -593,7 +593,7 @@ fn an_agent_connects_to_nobody_but_its_own_host() {
         let mut stream = stream.expect("the source's agent answers");
         stream.write_all(b"GET / HTTP/1.1\r\n").expect("a word");
         let mut answer = Vec::new();
-        // However it ends.
+        // Any kind of end is accepted.
         let _ = stream.read_to_end(&mut answer);
         assert!(answer.is_empty());
         source.agent.wait_for(why);
@@ -667,7 +667,7 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
             .map(|row| row[key].as_f64().expect("a number"))
             .sum()
     };
-    // What the first had is divided again by its own thread.
+    // The first one's share is divided again by its own thread.
     let rows = until(
         || format!("two that have no more than all: {:?}", active(&source)),
         || {
@@ -703,7 +703,7 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
             (share(true)? == 100 << 10 && share(false)? > 1 << 20).then_some(())
         },
     );
-    // One that ends makes room for the one that waits.
+    // An ended migration makes room for the waiting one.
     let (is_done, said) = source.tell(&["cancel", &id]);
     assert!(is_done, "{said}");
     source.agent.wait_for("state=cancelled");
@@ -721,7 +721,7 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
 #[test]
 fn a_migration_that_is_cancelled_while_it_waits_for_a_place_is_tried_again() {
     let hosts = need!(Hosts::new());
-    // Its FIN waits behind bytes that nobody reads, and of two channels at once.
+    // Its FIN is queued after unread bytes, with two channels on both at once.
     for multifd in [Multifd::Off, Multifd::Channels(2)] {
         println!("multifd {multifd}");
         is_tried_again(&hosts, multifd);
@@ -784,7 +784,7 @@ fn an_agent_that_is_to_end_lets_what_is_under_way_end_and_takes_nothing_new() {
         client(&hosts.link, PORT + 9).is_err(),
         "a new connection is closed"
     );
-    // At this rate a guest that writes would never be done.
+    // At this rate a writing guest would never converge.
     here.qmp.stop().expect("stop");
     here.reaches("completed");
     there.reaches("completed");
@@ -813,7 +813,7 @@ fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
     let (code, said) = check();
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("hotlift certs"), "{said}");
-    // Of another CA.
+    // A certificate of another CA.
     let other = Pki::new();
     let mixed = pki.host("c.example");
     let ca = other.host("d.example").join("ca-cert.pem");

@@ -1,4 +1,4 @@
-//! The nftables table of an agent: who gets what it redirects, and how long it is there.
+//! The nftables table of an agent: the receiver of redirected connections, and the lifetime of the table.
 
 use std::fs;
 use std::io::{self, ErrorKind, Read, Write};
@@ -18,15 +18,15 @@ use crate::hotlift::Hotlift;
 use crate::need;
 use crate::vm::until;
 
-/// One of the ports of migrations.
+/// A migration port.
 const PORT: u16 = 49152;
 
-/// Rules by which nothing to ports of migrations is tracked.
+/// Rules that disable connection tracking for migration ports.
 const NOTRACK: &str = "table inet others {
     chain o { type filter hook output priority raw; tcp dport 49152-49215 notrack; }
 }";
 
-/// Rules that translate what is to go to the destination, before the agent's table.
+/// Rules that translate destination addresses before the agent's table.
 const DNAT: &str = "table inet others {
     chain o {
         type nat hook output priority -150;
@@ -35,7 +35,7 @@ const DNAT: &str = "table inet others {
     }
 }";
 
-/// The same to another port, which is none of migrations.
+/// Rules that translate to another port, which is not a migration port.
 const TO_OTHER_PORT: &str = "table inet others {
     chain o {
         type nat hook output priority -150;
@@ -44,21 +44,21 @@ const TO_OTHER_PORT: &str = "table inet others {
     }
 }";
 
-/// Rules of a host that has connections tracked for a reason of its own.
+/// Rules of a host that tracks connections for its own reasons.
 const TRACKED: &str = "table inet others {
     chain p { type nat hook postrouting priority 100; ip saddr 192.168.122.0/24 masquerade; }
 }";
 
-/// What the table redirects to, if nothing else is said.
+/// Default port to which the table redirects.
 const REDIRECT_PORT: u16 = 16521;
 
-/// Connects from the source to a port of the destination, as a QEMU of root's does.
+/// Connects from the source to a port of the destination, like a QEMU of root.
 fn connect(hosts: &Hosts) -> io::Result<TcpStream> {
     let connect = || TcpStream::connect((DESTINATION, PORT));
     hosts.link.source.within(connect).expect("the host")
 }
 
-/// Runs `agent run` on the source, which must fail; what it says.
+/// Runs `agent run` on the source, which must fail; returns its output.
 fn cannot_run(hosts: &Hosts, name: &str, config: &str) -> String {
     let file = hosts.folder.path().join(name);
     fs::write(&file, config).expect("a configuration");
@@ -69,7 +69,7 @@ fn cannot_run(hosts: &Hosts, name: &str, config: &str) -> String {
     said.join("\n")
 }
 
-/// Gives the agent a new configuration.
+/// Reloads the agent with a new configuration.
 fn reload(host: &mut Host<'_>, hosts: &Hosts, config: &str) {
     let file = host.folder.join("agent.toml");
     let text = text(&host.folder, &hosts.source_pki(), config);
@@ -87,7 +87,7 @@ fn a_table_that_is_flushed_or_changed_is_put_back() {
         "flush table inet hotlift_agent",
         "delete table inet hotlift_agent",
         "insert rule inet hotlift_agent output accept",
-        // As the configuration of Debian's nftables.service does.
+        // Like the configuration of Debian's nftables.service.
         "flush ruleset\ntable inet filter {\n\tchain input {\n\t\ttype filter hook input priority 0\n\t}\n}",
     ] {
         let done = source.namespace.tool_with("nft", &["-f", "-"], change);
@@ -96,7 +96,7 @@ fn a_table_that_is_flushed_or_changed_is_put_back() {
         let now = table(source.namespace).expect("a table");
         assert_eq!(now, made, "{change}");
     }
-    // What others do with tables of theirs is nothing to the agent, nor is a host that loads the same rules itself.
+    // The agent ignores other tables, and a host that loads the same rules itself.
     let flag = format!("--config={}", source.folder.join("agent.toml").display());
     let (status, rules) = Hotlift::start(&["agent", "rules", &flag]).wait();
     assert!(status.success(), "{rules:?}");
@@ -120,7 +120,7 @@ fn who_takes_the_port_of_a_killed_agent_gets_no_connection() {
         let source = hosts.source("");
         source.agent.signal(Signal::KILL);
         source.agent.wait();
-        // The kernel may close the agent's own socket a moment after its process has ended.
+        // The kernel may close the agent's own socket shortly after its process has ended.
         let bind = || TcpListener::bind((address, REDIRECT_PORT));
         let bound = || hosts.link.source.within(bind).expect("the host").ok();
         let taken = until(|| "the port is free".to_owned(), bound);
@@ -132,7 +132,7 @@ fn who_takes_the_port_of_a_killed_agent_gets_no_connection() {
             assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}");
         }
     }
-    // The port of an agent is as good as ever.
+    // The agent's port still works.
     let source = hosts.source("");
     let mut stream = connect(&hosts).expect("the agent answers");
     drop(destination);
@@ -169,7 +169,7 @@ fn where_plaintext_is_refused_the_table_outlives_the_agent_and_a_start_that_fail
     remove_table(host);
     assert!(connect(&hosts).is_ok(), "as without an agent");
     remove_table(host);
-    // The one that runs has its table back when the next one fails.
+    // The running agent restores its table when the next one fails.
     let mut source = hosts.source("");
     let made = table(host).expect("a table");
     let second =
@@ -189,7 +189,7 @@ fn a_reload_changes_rules_and_log_and_what_is_shown_is_in_force() {
     let mut source = hosts.source("");
     let config = "log = \"debug\"\nlisten = \"tcp::17777\"\nports = \"49150-49199\"\n\
                   destinations = [\"192.0.2.0/24\", \"2001:db8::/32\"]";
-    // What the file has is compared with what runs: the second time it is no other than the first.
+    // The file is compared with the running state: the second load changes nothing.
     for _ in 0..2 {
         reload(&mut source, &hosts, config);
         source.agent.wait_for("'listen' needs a restart");
@@ -231,18 +231,18 @@ fn users_are_looked_up_at_each_reload_and_those_that_are_missing_are_named() {
     source.end();
 }
 
-/// Loads rules on a host, beside the agent's.
+/// Loads rules on a host, in addition to the agent's.
 fn load(host: &Namespace, rules: &str) {
     host.tool_with("nft", &["-f", "-"], rules)
         .expect("nft takes it");
 }
 
-/// Takes the rules of others away.
+/// Removes those rules.
 fn unload(host: &Namespace) {
     load(host, "table inet others\ndelete table inet others");
 }
 
-/// From now on the destination counts what comes to ports at which a test listens, before all else.
+/// Lets the destination count arrivals at ports where a test listens, before all other rules.
 fn count_arrivals(hosts: &Hosts) {
     let rules = "table inet arrivals {
         counter arrived { }
@@ -254,14 +254,14 @@ fn count_arrivals(hosts: &Hosts) {
     load(&hosts.link.destination, rules);
 }
 
-/// Whether something has arrived since the last time.
+/// Returns true if anything has arrived since the last call.
 fn has_arrived(hosts: &Hosts) -> bool {
     let line = ["reset", "counter", "inet", "arrivals", "arrived"];
     let said = hosts.link.destination.tool("nft", &line);
     !said.expect("a counter").contains("packets 0 ")
 }
 
-/// What the source's table has counted for an address, read without an agent.
+/// Returns the count of the source's table for an address, read without an agent.
 fn counted(host: &Namespace, to: &str) -> Option<u64> {
     let listed = host.tool("nft", &["list", "table", "inet", "hotlift_agent"]);
     let listed = listed.expect("the table");
@@ -269,7 +269,7 @@ fn counted(host: &Namespace, to: &str) -> Option<u64> {
     rest.split_whitespace().next()?.parse().ok()
 }
 
-/// Both addresses of the destination, with a listener each at a port of migrations.
+/// Returns both addresses of the destination, with a listener each at a migration port.
 fn listeners(hosts: &Hosts) -> Vec<(&'static str, TcpListener)> {
     let listen = |to| {
         let served = || TcpListener::bind((to, PORT)).expect("a port");
@@ -284,13 +284,13 @@ fn connect_to(hosts: &Hosts, to: &str, port: u16) -> io::Result<TcpStream> {
     hosts.link.source.within(connect).expect("the host")
 }
 
-/// A connection of the source to a port of migrations, and its other end, as it is without an agent.
+/// Connects the source to a migration port without an agent, and returns both ends.
 fn connected(hosts: &Hosts, listener: &TcpListener, to: &str) -> (TcpStream, TcpStream) {
     let near = connect_to(hosts, to, PORT).expect("a connection");
     (near, listener.accept().expect("a connection").0)
 }
 
-/// A connection of the destination, from this port, to a server of the source's, and its other end.
+/// Connects the destination from this port to a server at the source, and returns both ends.
 fn client_with(hosts: &Hosts, server: &TcpListener, port: u16) -> (TcpStream, TcpStream) {
     let connect = || {
         let client = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
@@ -346,7 +346,7 @@ fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
             let before = counted(host, to).expect("it was counted");
             let error = connect_to(&hosts, to, PORT).expect_err("nobody carries it");
             assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{to} {rules}");
-            // Without rules of others it is redirected, and nobody is there.
+            // Without other rules, it is redirected to a port without a listener.
             let is_counted = counted(host, to) > Some(before);
             assert_eq!(is_counted, !rules.is_empty(), "{to} {rules}");
         }
@@ -355,7 +355,7 @@ fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
         }
     }
     assert!(!has_arrived(&hosts), "a packet has left the host");
-    // The next one has what was counted without it.
+    // The next agent keeps the count from the time without an agent.
     let before = counted(host, DESTINATION);
     let mut source = hosts.source("");
     assert_eq!(counted(host, DESTINATION), before);
@@ -397,7 +397,7 @@ fn what_others_change_behind_the_last_chain_is_dropped() {
     );
     load(source.namespace, &rules);
     for (own, to) in [(SOURCE, DESTINATION), (SOURCE_6, DESTINATION_6)] {
-        // It gets no answer: it is not waited for.
+        // It gets no answer, so the test does not wait for one.
         let own: IpAddr = own.parse().expect("an address");
         let own = SocketAddr::new(own, PORT);
         let begun = || {
@@ -429,7 +429,7 @@ fn a_connection_older_than_the_table_is_reset_and_those_of_servers_go_on() {
     let listeners = listeners(&hosts);
     let server = host.within(|| TcpListener::bind((SOURCE, 7000)));
     let server = server.expect("the host").expect("a port");
-    // Each a port of its own: the one before waits for its time.
+    // A separate port for each: the previous one is in TIME_WAIT.
     let mut ports = PORT + 1..;
     let mut served_one = || client_with(&hosts, &server, ports.next().expect("a port"));
     for rules in ["", TRACKED, NOTRACK] {
@@ -475,10 +475,10 @@ fn a_connection_older_than_the_table_is_reset_and_those_of_servers_go_on() {
     }
 }
 
-/// More than a connection holds whose other end reads nothing, in both queues.
+/// More than both queues of a connection hold when the peer does not read.
 const MORE_THAN_FITS: usize = 16 << 20;
 
-/// Writes until no more fits.
+/// Writes until the queues are full.
 fn fill(stream: &mut TcpStream) {
     stream.set_nonblocking(true).expect("an option");
     let page = vec![0x5a; 1 << 16];
@@ -503,11 +503,11 @@ fn what_a_closed_connection_has_left_to_send_does_not_leave_the_host() {
     for rules in [NOTRACK, TRACKED] {
         load(host, rules);
         for (to, listener) in &listeners {
-            // As channels of a QEMU: one is reset, and QEMU closes the others.
+            // Like the channels of a QEMU: one is reset, and QEMU closes the others.
             let (mut first, _far) = connected(&hosts, listener, to);
             let (mut second, mut far) = connected(&hosts, listener, to);
             fill(&mut second);
-            // Full after the answer to a probe that has sent nothing: a first probe sends what still fits.
+            // Full only after the answer to a probe without data: a first probe sends the data that still fits.
             let mut last = (Duration::ZERO, 0);
             let there = until(
                 || format!("the receive queue is full ({rules})"),
@@ -530,7 +530,7 @@ fn what_a_closed_connection_has_left_to_send_does_not_leave_the_host() {
             );
             let before = counted(host, to);
             drop(second);
-            // With room in the receive queue the kernel sends more, or what it sends is refused.
+            // With room in the receive queue, the kernel sends more, or its data is refused.
             far.set_nonblocking(true).expect("an option");
             let (mut page, mut arrived) = (vec![0; 1 << 20], 0);
             until(
@@ -569,7 +569,7 @@ fn where_plaintext_is_allowed_what_is_not_redirected_goes_on_and_is_counted() {
     load(host, TRACKED);
     let older = connected(&hosts, listener_6, DESTINATION_6);
     let mut source = hosts.source("plaintext = \"allow\"");
-    // The agent's own connections are no others'.
+    // The agent's own connections are not counted as other processes' connections.
     let mut near = connect_to(&hosts, DESTINATION, PORT).expect("the agent answers");
     near.write_all(b"some").expect("the agent reads");
     let (mut far, _) = listener.accept().expect("a connection of the agent");
@@ -595,7 +595,7 @@ fn where_plaintext_is_allowed_what_is_not_redirected_goes_on_and_is_counted() {
     source.end();
 }
 
-/// Runs a command as a user without rights, and returns its standard error; as an error if it fails.
+/// Runs a command as a user without privileges, and returns its standard error, as an error if it fails.
 fn without_rights(host: &Namespace, command: &[&str]) -> Result<String, String> {
     let run = || Command::new("unshare").arg("--user").args(command).output();
     let output = host.within(run).expect("the host").expect("unshare runs");
@@ -637,7 +637,7 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
             load(host, rules);
             let (is_good, said) = check();
             assert!(!is_good && said.contains(words), "{said}");
-            // Addresses of others are translated than that of the proof.
+            // Only other addresses than that of the probe are translated.
             assert_eq!(
                 said.contains("is not redirected (users: 0)"),
                 is_shown,
@@ -653,7 +653,7 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
             counted(host, DESTINATION).is_none(),
             "a proof is no migration"
         );
-        // A user without rights: of whom this process knows nothing is one.
+        // A user without privileges, unknown to this process.
         let hotlift = [env!("CARGO_BIN_EXE_hotlift"), "agent", "check", &flag];
         match without_rights(host, &["true"]) {
             Ok(_) => {
@@ -664,7 +664,7 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
         }
         let folder = source.folder.clone();
         source.end();
-        // Before an agent runs there is nothing to prove.
+        // Before an agent runs, there is nothing to check.
         let flag = format!("--config={}", folder.join("agent.toml").display());
         let checked = host.within(|| Hotlift::start(&["agent", "check", &flag]).wait());
         let (status, said) = checked.expect("the host");

@@ -1,4 +1,4 @@
-//! One machine that goes to and fro through the same relays.
+//! One machine that moves back and forth through the same relays.
 
 use std::fs;
 
@@ -12,16 +12,16 @@ use crate::vm::{Accelerator, Machine, Memory, PC_10, Release, Vm, folder};
 
 const TIMES: usize = 50;
 
-/// After so many the relays have what they keep: buffers, arenas of the allocator, codecs.
+/// Number of migrations after which the relays' buffers, allocator arenas and codecs are allocated.
 const WARM: usize = 10;
 
-/// What a relay's memory may differ between two moments of the same: an allocator keeps what it was
-/// given back by one thread and not by another. One page a migration that is kept would be more.
+/// Allowed difference of a relay's memory between two equal states: an allocator keeps memory freed by another thread. A leak
+/// of one page per migration would be larger.
 const SLACK: u64 = 16 << 20;
 
 const CHANNELS: Multifd = Multifd::Channels(2);
 
-/// Descriptors, threads, and bytes of memory of a process.
+/// Returns descriptors, threads, and bytes of memory of a process.
 pub fn used(relay: &Running) -> (usize, usize, u64) {
     let process = format!("/proc/{}", relay.pid());
     let count = |what: &str| {
@@ -69,7 +69,7 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
     for time in 0..TIMES {
         let (outgoing, incoming, relays) = &mut ways[time % 2];
         let mut there = need!(Vm::waiting(Release::V10, &machine));
-        // With multifd and without, so that the relays change, too.
+        // With and without multifd, so that the relays also change modes.
         let multifd = if time % 4 < 2 { CHANNELS } else { Multifd::Off };
         Side::new(multifd).with("return-path").apply(&mut here);
         Side::new(CHANNELS).apply(&mut there);
@@ -92,7 +92,7 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
         );
         there.qmp.cont().expect("cont");
         here = there;
-        // It says where it is before it goes on.
+        // It prints its count before it continues.
         here.counts_on_from(proven);
         let all = ways.iter().flat_map(|(.., relays)| relays);
         if time + 1 == WARM {

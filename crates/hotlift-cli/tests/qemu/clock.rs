@@ -1,4 +1,4 @@
-//! The clock of a restored guest: how far it is behind, and that its agent sets it.
+//! The clock of a restored guest: its reported delay, and its correction by the guest agent.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
@@ -11,7 +11,7 @@ use crate::need;
 use crate::operator::{has_moved, machine, succeeds};
 use crate::vm::{PC_10, Release, Vm, folder};
 
-/// Answers as a guest agent does, and `set` to `guest-set-time`; the time that was set, in nanoseconds.
+/// Answers as a guest agent, with `set` for `guest-set-time`; returns the set time in nanoseconds.
 fn agent(listener: &UnixListener, set: &str) -> u64 {
     let (stream, _) = listener.accept().expect("a client");
     let mut reader = BufReader::new(&stream);

@@ -1,4 +1,4 @@
-//! A QEMU that was started and may have its guest is left alone, whatever becomes of the command that has started it.
+//! A started QEMU that may have its guest keeps running, whatever happens to the command that started it.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -14,7 +14,7 @@ use crate::operator::{Adopted, machine, serve, succeeds};
 use crate::qmp_proxy::{QmpProxy, Trick};
 use crate::vm::{DEADLINE, Machine, PC_7, Release, Vm, count_in, folder, until};
 
-/// How long a QEMU that must not be ended is watched: a command acts on a signal within 50 ms.
+/// Time during which a QEMU that must keep running is watched: a command acts on a signal within 50 ms.
 const WATCHED: Duration = Duration::from_secs(2);
 
 impl Adopted {
@@ -23,7 +23,7 @@ impl Adopted {
         Qemu::connect(&address, DEADLINE).expect("it runs on")
     }
 
-    /// Checks that the guest runs and counts on after `before`, and ends its QEMU.
+    /// Checks that the guest runs and its count exceeds `before`, and ends its QEMU.
     pub fn has_the_guest(&self, before: u64) {
         let console = self.path("console");
         let said = || std::fs::read_to_string(&console).unwrap_or_default();
@@ -41,7 +41,7 @@ impl Adopted {
         Pid::from_raw(pid.trim().parse().expect("a number")).expect("a process id")
     }
 
-    /// Checks that it is not ended.
+    /// Checks that it keeps running.
     fn lives_on(&self, what: &str) {
         let (start, pid) = (Instant::now(), self.pid());
         while start.elapsed() < WATCHED {
@@ -51,7 +51,7 @@ impl Adopted {
     }
 }
 
-/// A guest, and a QEMU that is started for it behind a proxy.
+/// Starts a guest, and a QEMU for it behind a proxy.
 fn moving(trick: Trick) -> Option<(Vm, Adopted, QmpProxy, Vec<String>)> {
     let machine: Machine = machine(PC_7);
     let here = Vm::running(Release::V7, &machine)?;
@@ -100,13 +100,13 @@ fn a_restored_qemu_that_is_silent_on_qmp_keeps_its_guest() {
     assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
 }
 
-/// What comes too late once EOF is out.
+/// Event that comes too late once EOF has been sent.
 #[derive(Debug, Clone, Copy)]
 enum Late {
     Signal(Signal),
-    /// At the monitor of `serve`.
+    /// A command at the monitor of `serve`.
     Command(&'static str),
-    /// The connection to `migrate`.
+    /// Loss of the connection to `migrate`.
     LostControl,
 }
 
@@ -149,11 +149,11 @@ fn nothing_ends_a_qemu_that_still_reads_the_end_of_its_stream() {
     }
 }
 
-/// Whether there is a guard of a QEMU whose QMP socket was to be `qmp`.
+/// Returns true if there is a guard of a QEMU with QMP socket `qmp`.
 fn has_guard(qmp: &str) -> bool {
     let processes = std::fs::read_dir("/proc").expect("it is mounted");
     processes.flatten().any(|process| {
-        // One that ends meanwhile has none.
+        // A process that ends in the meantime has none.
         let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).into_owned();
         line.contains("guard") && line.contains(qmp)
@@ -177,11 +177,11 @@ fn a_serve_that_is_killed_behind_eof_leaves_no_guard_that_ends_its_qemu() {
     proxy.release();
     there.has_the_guest(here.count().expect("the guest has counted"));
     drop((migrate, serve));
-    // Nobody was left to remove it.
+    // No process was left to remove it.
     let _ = std::fs::remove_file(socket);
 }
 
-/// A `serve` whose standard error nobody reads; killed when it goes out of scope.
+/// A `serve` with unread standard error; killed on drop.
 struct Unread(Child);
 
 impl Drop for Unread {
@@ -214,13 +214,13 @@ fn a_closed_stderr_and_stdout_of_serve_end_neither_the_migration_nor_the_guest()
     let uri = said.trim().rsplit(' ').next().expect("an address");
     let qmp = here.free_qmp();
     let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", uri, "--max-bandwidth=2M"]);
-    // It does not converge, until `serve` has said more than one line of progress.
+    // It does not converge until `serve` has printed several lines of progress.
     until(
         || "no migration is seen".to_owned(),
         || (here.migration().total_time? > 2500).then_some(()),
     );
     let limit = json!({ "downtime-limit": 60_000 });
-    // One that has ended by now will not have moved.
+    // An ended one will not have moved.
     let _ = here.qmp.set_parameters(&limit);
     succeeds(migrate);
     there.has_the_guest(here.count().expect("the guest has counted"));
@@ -233,7 +233,7 @@ fn a_qemu_that_was_left_running_leaves_nothing_behind_when_it_ends() {
     let here = need!(Vm::running(Release::V7, &machine));
     let there = Adopted::new(machine);
     let mut line = need!(there.line(Release::V7));
-    // A monitor that is no '-qmp': the socket that the command adds is the one that is kept.
+    // A monitor without '-qmp': the socket that the command adds is kept.
     let at = line
         .iter()
         .position(|word| word == "-qmp")
@@ -288,7 +288,7 @@ fn a_save_that_loses_its_terminal_leaves_the_guest_running_and_nothing_else() {
             info.ram.is_some_and(|ram| ram.normal > 200).then_some(())
         },
     );
-    // As a terminal that closes does: more than once.
+    // Like a closing terminal: more than once.
     let pid = Pid::from_raw(save.pid()).expect("a process id");
     for _ in 0..2 {
         let _ = kill_process(pid, Signal::HUP);

@@ -1,6 +1,6 @@
-//! Machines with each kind of memory and device, in each QEMU, by each way that Hotlift has; memory is compared.
+//! Machines with each kind of memory and device, in each QEMU, by each transport of Hotlift; memory is compared.
 //!
-//! The guest uses no device. The stream has the device all the same: a RAM block, a section before RAM, device sections.
+//! The guest uses no device. The stream contains the device nevertheless: a RAM block, a section before RAM, device sections.
 
 use std::fmt;
 use std::fs::File;
@@ -19,17 +19,17 @@ use crate::operator::{has_moved, serve, succeeds};
 use crate::route::{Multifd, RelayOptions, Relays, Side, differ};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, PC_11, Release, Vm, folder};
 
-/// A kind of machine.
+/// Kind of machine.
 #[derive(Debug, Clone, Copy)]
 pub struct Kind {
     pub name: &'static str,
-    /// `None`: pc-i440fx of the older of both releases.
+    /// `None`: pc-i440fx of the older release of both.
     machine: Option<&'static str>,
-    /// More words of the command line; `FILE` is the file of the device's memory.
+    /// Additional arguments; `FILE` is the file of the device's memory.
     devices: &'static str,
-    /// MiB of that file.
+    /// Size of that file in MiB.
     mib: u64,
-    /// A command of the human monitor before the migration.
+    /// Command of the human monitor before the migration.
     before: Option<&'static str>,
 }
 
@@ -51,7 +51,7 @@ impl Kind {
         }
     }
 
-    /// Returns true if its guest is the firmware, and QEMU 7.2 alone has it.
+    /// Returns true if its guest is the firmware, and only QEMU 7.2 has it.
     fn is_old(&self) -> bool {
         self.machine.is_some_and(|it| WITHOUT_A_NAME.contains(&it))
     }
@@ -127,7 +127,7 @@ const RELEASES: [(Release, Release, &str); 6] = {
     ]
 };
 
-/// A way from one QEMU to another.
+/// Transport from one QEMU to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     Relays,
@@ -159,7 +159,7 @@ impl Way {
         }
     }
 
-    /// Moves the guest of `here` to `there`, which waits for it.
+    /// Moves the guest of `here` to the waiting `there`.
     fn take(self, here: &mut Vm, there: &mut Vm) {
         match self {
             Self::Relays => through_relays(here, there),
@@ -188,7 +188,7 @@ impl Way {
 
 fn through_relays(here: &mut Vm, there: &mut Vm) {
     let two = Multifd::Channels(2);
-    // Without it the source gives its guest up although the destination cannot load it.
+    // Without it, the source releases its guest although the destination cannot load it.
     Side::new(two).with("return-path").apply(here);
     Side::new(two).apply(there);
     let waiting_at = there.uri("incoming");
@@ -246,7 +246,7 @@ impl Cell {
         match kind.name {
             // A peer's memory belongs to another machine.
             "ivshmem as peer" => Some("'peer mode' in device 'ivshmem'"),
-            // Each of these releases has another layout of the second output's state, also without Hotlift.
+            // The state of the second output has another layout in each of these releases, also without Hotlift.
             SIX_OUTPUTS if self.from != self.to => Some(match way {
                 Way::Relays => {
                     "waited for 'completed', got MigrationInfo { status: Some(\"failed\")"
@@ -257,7 +257,7 @@ impl Cell {
                     "the guest was not restored: "
                 }
             }),
-            // Such a file has the machine's name.
+            // Such a file contains the machine's name.
             _ if kind.is_old() && is_mapped => {
                 Some("machine types up to 2.3 do not go together with mapped-ram")
             }
@@ -322,7 +322,7 @@ impl Cell {
     }
 }
 
-/// Content of a device's memory: one page in four is zero, the others differ.
+/// Returns content for a device's memory: one page in four is zero, the others differ.
 fn content(mib: u64) -> Vec<u8> {
     let words = (0..mib << 17).map(|word| match word / 512 % 4 {
         0 => 0,
@@ -352,7 +352,7 @@ pub fn cells() -> Vec<Cell> {
             if kind.is_old() && (from, to) != (Release::V7, Release::V7) {
                 continue;
             }
-            // Releases differ in it, and its name has no version.
+            // It differs between releases, and its name has no version.
             if kind.name == "microvm" && from != to {
                 continue;
             }

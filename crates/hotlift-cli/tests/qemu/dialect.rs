@@ -1,4 +1,4 @@
-//! QEMU's own ways to compress, on either side of a relay.
+//! QEMU's own compression, on either side of a relay.
 
 use serde_json::json;
 
@@ -18,7 +18,7 @@ pub const COMPRESSED_BY_QEMU: [(Release, &str, &str); 5] = [
     (Release::V11, "zstd", "zlib"),
 ];
 
-/// QEMU, its `multifd-compression`, and whether two relays are in between or one.
+/// QEMU, its `multifd-compression`, and true for two relays in between, false for one.
 pub const COMPRESSED_FOR_QEMU: [(Release, &str, bool); 5] = [
     (Release::V10, "zlib", false),
     (Release::V10, "zstd", true),
@@ -30,8 +30,8 @@ pub const COMPRESSED_FOR_QEMU: [(Release, &str, bool); 5] = [
 /// Capabilities of a 7.2 source without multifd.
 pub const OLDER_RECORDS: [&str; 2] = ["xbzrle", "compress"];
 
-/// Who makes records of capability `compress` for a 7.2 that reads them: the source QEMU or not, relays
-/// between, and how many threads the last has.
+/// Settings for a 7.2 that reads records of capability `compress`: true if the source QEMU writes them, true with relays in
+/// between, and the number of threads of the last writer.
 pub const COMPRESS_FOR_QEMU: [(bool, bool, u8); 3] =
     [(true, true, 8), (false, true, 1), (false, false, 8)];
 
@@ -84,12 +84,12 @@ fn qemu_reads_pages_that_a_relay_has_compressed_for_it() {
     }
 }
 
-/// Parameters of a QEMU that compresses: its threads are slow, and must not be overtaken by the guest.
+/// Returns parameters of a compressing QEMU: its threads are slow, and the guest must not overtake them.
 fn slow_threads() -> serde_json::Value {
     json!({ "downtime-limit": 3000, "compress-threads": 2 })
 }
 
-/// The same for a relay and its destination, whose threads QEMU makes when it has the capability.
+/// A relay with `compress` sends to a QEMU whose threads exist if it has the capability.
 #[test]
 fn qemu_reads_the_compressed_pages_that_a_relay_has_made_for_it() {
     for (by_qemu, two, threads) in COMPRESS_FOR_QEMU {
@@ -130,12 +130,12 @@ fn qemu_reads_the_compressed_pages_that_a_relay_has_made_for_it() {
     }
 }
 
-/// XBZRLE deltas and pages of the old capability `compress` come on the main channel.
+/// XBZRLE deltas and pages of the old capability `compress` arrive on the main channel.
 #[test]
 fn the_records_of_older_sources_are_read() {
     for capability in OLDER_RECORDS {
         let (parameters, sent) = if capability == "xbzrle" {
-            // Slow, so that there are rounds with pages that were sent before.
+            // Slow, so that some rounds resend pages.
             let slow = json!({ "max-bandwidth": 48 << 20, "downtime-limit": 20 });
             (slow, "xbzrle-cache")
         } else {

@@ -1,4 +1,4 @@
-//! Straight from QEMU to QEMU: what the harness itself is worth.
+//! QEMU to QEMU without relays: validates the test harness.
 
 use crate::guest::Guest;
 use crate::need;
@@ -43,7 +43,7 @@ fn a_program_goes_from_qemu_to_qemu_and_counts_on() {
     }
 }
 
-/// Guest memory is changed behind QEMU's back, as a page that was lost on the way would be.
+/// The test changes guest memory without QEMU's knowledge, like a lost page.
 #[test]
 fn a_page_that_holds_an_older_write_is_found() {
     let mut vm = need!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
@@ -53,7 +53,7 @@ fn a_page_that_holds_an_older_write_is_found() {
     vm.counts_on_from(count + 10_000);
     vm.qmp.stop().expect("stop");
     let now = vm.ram();
-    // The last page: one that the program writes now and then only.
+    // The last page, which the program rarely writes.
     let written = (0..now.len() / 4096)
         .rev()
         .find(|page| now[page * 4096..][..4096] != before[page * 4096..][..4096]);
@@ -72,7 +72,7 @@ fn a_page_that_holds_an_older_write_is_found() {
     let why = guest.prove(&mut vm).expect_err("a lost page was not found");
     assert!(why.contains("RAM differs at"), "{why}");
 
-    // The guest finds it, too, as soon as it comes to that page.
+    // The guest also finds it when it reaches that page.
     vm.qmp.cont().expect("cont");
     until(
         || "the guest does not find it".to_owned(),

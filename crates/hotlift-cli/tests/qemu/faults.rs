@@ -1,5 +1,5 @@
-//! Whatever is killed or cut, and whenever: the guest runs on exactly one side, the QEMUs say what
-//! happened, and nothing is left behind.
+//! Any process killed or connection cut, at any time: the guest runs on exactly one side, the QEMUs report the cause, and
+//! nothing is left behind.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,18 +18,18 @@ use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, failed, relay};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, folder, threads_of, until};
 
-/// How far the migration has come when something happens. Each lasts until then.
+/// Phase of the migration at the time of the fault. Each lasts until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// The destination's relay stands still: connections are made, and nothing is answered.
+    /// The destination's relay is stopped: connections are accepted and not answered.
     Setup,
     /// At a rate at which the first round takes a minute.
     FirstRound,
-    /// The guest writes about as much as the rate allows.
+    /// The guest writes at about the migration's rate.
     LaterRound,
-    /// The guest stands still at the source, nothing of its devices is sent.
+    /// The guest is paused at the source, and no device state has been sent.
     BeforeSwitchover,
-    /// The source has sent what it can, and the destination QEMU stands still.
+    /// The source has sent all that it can, and the destination QEMU is stopped.
     Switchover,
 }
 
@@ -41,10 +41,10 @@ const PHASES: [Phase; 5] = [
     Phase::Switchover,
 ];
 
-/// The start of the name of QEMU's migration thread: before 9.1 (7.2 is tested), and since.
+/// Prefix of the name of QEMU's migration thread: before 9.1 (7.2 is tested), and since.
 const MIGRATION_THREAD: [&str; 2] = ["live_migration", "mig/src/main"];
 
-/// The start of the names of the threads of a source QEMU's channels: before 9.1, and since.
+/// Prefix of the names of the threads of a source QEMU's channels: before 9.1, and since.
 const CHANNEL_THREADS: [&str; 2] = ["multifdsend_", "mig/src/send_"];
 
 /// The processes of a migration.
@@ -63,7 +63,7 @@ const PARTIES: [Party; 4] = [
     Party::DestinationQemu,
 ];
 
-/// Who speaks to whom.
+/// Connection between two parties.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Link {
     SourceQemuToRelay,
@@ -77,28 +77,28 @@ const LINKS: [Link; 3] = [
     Link::RelayToDestinationQemu,
 ];
 
-/// How long a QEMU that may hang answers nothing before it is looked at.
+/// Time without an answer after which a QEMU is checked for a hang.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// Between all parties.
+/// Channels between all parties.
 const CHANNELS: Multifd = Multifd::Channels(2);
 
-/// A migration that has been set up.
+/// A prepared migration.
 struct Rig {
     here: Vm,
     there: Vm,
     source: Option<Running>,
     destination: Option<Running>,
-    /// In the links, in their order.
+    /// Proxies in the order of the links.
     proxies: Vec<Proxy>,
-    /// With their sockets.
+    /// Folder of their sockets.
     _folder: TempDir,
-    /// Where the source QEMU is to send to.
+    /// Address to which the source QEMU sends.
     uri: String,
 }
 
 impl Rig {
-    /// `None`: it cannot be tested here.
+    /// Creates a migration. `None`: it cannot be tested here.
     fn new(from: Release, to: Release) -> Option<Self> {
         let machine = Machine {
             name: PC_7,
@@ -184,9 +184,9 @@ impl Rig {
     fn reach(&mut self, phase: Phase) {
         let (bandwidth, downtime) = match phase {
             Phase::FirstRound => (1_u64 << 20, 1),
-            // The guest dirties some 20 MiB a second.
+            // The guest dirties some 20 MiB per second.
             Phase::LaterRound => (24 << 20, 1),
-            // So little is left for the end that the buffers on the way mostly hold it.
+            // The rest is so small that buffers on the path hold most of it.
             _ => (128 << 20, 10),
         };
         let parameters = json!({ "max-bandwidth": bandwidth, "downtime-limit": downtime });
@@ -218,7 +218,7 @@ impl Rig {
                     || "no first round".to_owned(),
                     || (rounds(here) == 1).then_some(()),
                 );
-                // The whole way is there.
+                // All connections exist.
                 self.wait_for(Link::RelayToDestinationQemu, Socket::Main);
             }
             Phase::LaterRound => until(
@@ -240,7 +240,7 @@ impl Rig {
         }
     }
 
-    /// Lets go on whoever stands still.
+    /// Continues all stopped parties except `but`.
     fn go_on(&mut self, phase: Phase, but: Option<Party>) {
         let stopped = match phase {
             Phase::Setup => Party::DestinationRelay,
@@ -252,7 +252,7 @@ impl Rig {
         }
     }
 
-    /// Checks how it has ended after `killed` was killed, or a socket was cut.
+    /// Checks the result after `killed` was killed, or a socket was cut.
     fn check(mut self, phase: Phase, killed: Option<Party>, may_hang: bool) {
         let mut dead: Vec<_> = killed.into_iter().collect();
         let mut ended = None;
@@ -266,8 +266,8 @@ impl Rig {
         if dead.contains(&Party::SourceQemu) {
             until(|| "it lives".to_owned(), || self.here.ended());
             if phase == Phase::Switchover {
-                // It takes its time to die: if the destination has loaded all before its sockets are
-                // closed, that is how a source lets go, and the guest lives on there.
+                // It dies slowly: if the destination loads everything before its sockets close, this equals a normal release by
+                // the source, and the guest runs there.
                 let relay = self.source.take().expect("it was started");
                 let (status, said) = relay.wait();
                 if status.success() {
@@ -278,7 +278,7 @@ impl Rig {
         }
         if let Some(info) = ended {
             if info.is_completed() && phase == Phase::Switchover && killed.is_none() {
-                // All of its pages had gone by the time that the channel was cut.
+                // All its pages had been sent when the channel was cut.
                 return self.has_moved();
             }
             assert!(info.has_failed(), "{info:?}");
@@ -286,7 +286,7 @@ impl Rig {
                 || "the source does not go on".to_owned(),
                 || self.here.is_running().then_some(()),
             );
-            // 7.2 has no words for what breaks after the last page.
+            // 7.2 reports no error after the last page.
             let why = info.error_desc.unwrap_or_else(|| self.here.stderr());
             let has_words = !why.is_empty() || self.here.release == Release::V7;
             assert!(has_words, "the source does not say why");
@@ -304,7 +304,7 @@ impl Rig {
             if dead.contains(&party) {
                 relay.wait();
             } else if phase == Phase::Setup {
-                // It may not have been spoken to, and wait for somebody who does.
+                // It may be waiting for a first connection.
                 relay.signal(Signal::INT);
                 let (status, said) = relay.wait();
                 let ends = [Some(1), Some(130)].contains(&status.code());
@@ -329,7 +329,7 @@ impl Rig {
             (Party::SourceRelay, self.here.path("outgoing")),
             (Party::DestinationRelay, self.there.path("between")),
         ] {
-            // Nobody can take away what is his when he is killed.
+            // A killed party cannot remove its own files.
             if !dead.contains(&owner) {
                 assert!(!file.exists(), "{} is left", file.display());
             }
@@ -338,8 +338,8 @@ impl Rig {
 }
 
 impl Rig {
-    /// Waits until the source QEMU has begun its completion. One whose last pages are not taken holds its
-    /// big lock meanwhile and answers nothing: its silence says the same as its state "device".
+    /// Waits until the source QEMU has begun its completion. If its last pages are not read, it holds its big lock and does not
+    /// answer: its silence equals the state "device".
     fn source_is_in_its_completion(&mut self) {
         self.here.qmp.client().set_timeout(SILENCE);
         until(
@@ -353,14 +353,12 @@ impl Rig {
 
     /// Waits until the source QEMU has ended its migration. `None`: it never will.
     ///
-    /// QEMU up to 10.0 may hang when its channels break in its completion (in one of four runs, some
-    /// days). The first that notices ends the threads of all; the migration thread may wait for another's
-    /// SYNC by then, holds the big lock, and QMP does not answer. The guest stands still, and the process
-    /// has to be killed.
+    /// QEMU up to 10.0 may hang when its channels break in its completion (in one of four runs, some days). The first thread
+    /// that notices ends all others. The migration thread may then wait for another's SYNC with the big lock held, and QMP does
+    /// not answer. The guest is paused, and the process has to be killed.
     ///
-    /// In a round (one of some hundred runs) it does not hold the lock: QEMU says "failed" and the guest
-    /// runs, but main stays open with nobody to write to it. `migrate_cancel` closes it, and changes
-    /// nothing where the thread was about to end.
+    /// In a round (one of some hundred runs) it does not hold the lock: QEMU reports "failed" and the guest runs, but main
+    /// stays open without a writer. `migrate_cancel` closes it, and changes nothing if the thread was about to end.
     fn source_has_ended(&mut self) -> Option<MigrationInfo> {
         self.here.qmp.client().set_timeout(SILENCE);
         let last = RefCell::new(String::new());
@@ -382,8 +380,7 @@ impl Rig {
                     };
                     (has(MIGRATION_THREAD) && !has(CHANNEL_THREADS)).then_some(None)
                 }
-                // Whoever manages the source does not know yet; the source may. A guest that is slow to
-                // write comes here from a round, too.
+                // The source's manager does not know yet; the source may. A slowly writing guest also gets here from a round.
                 Ok(info) if info.status() == "pre-switchover" => {
                     let arguments = json!({ "state": "pre-switchover" });
                     let client = self.here.qmp.client();
@@ -402,7 +399,7 @@ impl Rig {
         )
     }
 
-    /// Checks that the guest has gone to the destination in spite of it all.
+    /// Checks that the guest has moved to the destination nevertheless.
     fn has_moved(mut self) {
         let relays = [self.source.take(), self.destination.take()];
         for relay in relays.into_iter().flatten() {
@@ -417,7 +414,7 @@ impl Rig {
     }
 }
 
-/// What a destination says of a migration that has failed; `None` while it goes on.
+/// Returns a destination's statement about a failed migration; `None` while it runs.
 fn how_it_ended(there: &mut Vm, phase: Phase, may_hang: bool) -> Option<String> {
     if there.ended().is_some() {
         there.hear_out();
@@ -427,24 +424,24 @@ fn how_it_ended(there: &mut Vm, phase: Phase, may_hang: bool) -> Option<String> 
     let info = match there.qmp.query_migrate() {
         Ok(info) => info,
         Err(QmpError::Timeout { .. }) if may_hang => return Some("it hangs".to_owned()),
-        // One that exits answers no more.
+        // An exiting QEMU no longer answers.
         Err(_) => return None,
     };
     let state = there.qmp.query_status().ok()?;
     assert!(!state.running, "the guest runs there: {state:?} {info:?}");
     match info.status() {
-        // What it failed at, or, of a connection that said nothing, on stderr.
+        // Its error, or stderr if a connection closed without data.
         "failed" => Some(info.error_desc.unwrap_or_else(|| there.stderr())),
-        // The connections that it needs to begin with have not come, and may yet.
+        // Connections that it needs for the start are missing, and may still come.
         "setup" | "active" if phase == Phase::Setup => Some(state.status),
         _ => None,
     }
 }
 
-/// Runs all of `cases`, and fails with those that do.
+/// Runs all of `cases`, and fails with the failed ones.
 fn each<T: std::fmt::Debug + Copy>(cases: &[T], run: impl Fn(T) -> Option<()>) {
     let mut wrong = Vec::new();
-    // One of them alone, for whoever looks for what is wrong with it.
+    // Selects one case for debugging.
     let asked = std::env::var("HOTLIFT_QEMU_FAULT").unwrap_or_default();
     for &case in cases {
         if !format!("{case:?}").contains(&asked) {
@@ -496,13 +493,13 @@ fn whoever_is_killed_between_older_or_newer_qemus_the_guest_runs_on_one_side() {
     }
 }
 
-/// The channel that is cut stands for all.
+/// One cut channel represents all.
 const CHANNEL: Socket = Socket::Channel(0);
 
 /// A socket of a link, cut in a phase.
 type Cut = (Link, Socket, Phase);
 
-/// They end by a time-out of 30 s: the relay has no main channel and QEMU none that fails, or the other way round.
+/// They end by a timeout of 30 s: the relay has no main channel and QEMU none that fails, or vice versa.
 const SLOW_CUTS: [Cut; 2] = [
     (Link::SourceQemuToRelay, Socket::Main, Phase::Setup),
     (Link::RelayToDestinationQemu, CHANNEL, Phase::Setup),
@@ -533,7 +530,7 @@ fn guest_stays_after(cases: &[Cut]) {
         let mut rig = Rig::new(Release::V10, Release::V10)?;
         if phase == Phase::Setup {
             rig.link(link).cut_on_sight(socket);
-            // Its status may be anything by now, or over.
+            // Its status may be any by now, or final.
             rig.here.qmp.migrate(&rig.uri).expect("migrate");
             until(
                 || format!("{link:?} has no {socket:?}"),
@@ -545,8 +542,8 @@ fn guest_stays_after(cases: &[Cut]) {
             assert!(rig.link(link).cut_first(socket));
             rig.go_on(phase, None);
         }
-        // The thread of a channel that broke ends, and QEMU's main thread, QMP with it, may wait for its
-        // SYNC for ever (7.2 and 10.0): the guest is not started, and the process has to be killed.
+        // The thread of a broken channel ends, and QEMU's main thread, with QMP, may wait for its SYNC forever (7.2 and 10.0).
+        // The guest is then not started, and the process has to be killed.
         let may_hang = link == Link::RelayToDestinationQemu && socket == CHANNEL;
         rig.check(phase, None, may_hang);
         Some(())

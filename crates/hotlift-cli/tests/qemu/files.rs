@@ -1,4 +1,4 @@
-//! Machines that are saved into a file and go on from it: Hotlift's own, and QEMU's `mapped-ram`.
+//! Machines that are saved to a file and restored: Hotlift's own format, and QEMU's `mapped-ram`.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -41,7 +41,7 @@ pub fn settings(method: &str, channels: Multifd) -> RelaySettings {
     }
 }
 
-/// Moves a machine's state into the file `to`. The machine has let go of its guest then.
+/// Saves a machine's state in the file `to`. The machine has then released its guest.
 pub fn save(
     vm: &mut Vm,
     source: Side,
@@ -85,7 +85,7 @@ fn restore(
     let uri = vm.uri("incoming");
     vm.qmp.migrate_incoming(&uri, true).expect("it listens");
     let address: Address = uri.parse().expect("a URI");
-    // A file of a source without multifd does not say it.
+    // A file of a source without multifd does not contain it.
     let uuid = vm.qmp.query_uuid().expect("its UUID");
     let settings = RelaySettings {
         uuid: Some(uuid.0),
@@ -104,8 +104,8 @@ fn restore(
     Some((vm, report))
 }
 
-/// A save file with a byte of a page changed, and where that is. What the guest has written since in another block is not
-/// read, and does not count.
+/// Returns a save file with a changed byte in a page, and its position. Skips bytes of a page that a later block of the file
+/// replaces, which are not read.
 pub fn altered(whole: &[u8]) -> (Vec<u8>, usize) {
     let folder = folder();
     let path = folder.path().join("altered");
@@ -122,7 +122,7 @@ pub fn altered(whole: &[u8]) -> (Vec<u8>, usize) {
     panic!("no page of the file is read");
 }
 
-/// Checks that a guest that was saved with `before` writes goes on.
+/// Checks that a guest saved with `before` writes continues.
 pub fn goes_on(vm: &mut Vm, before: u64) {
     vm.reaches("completed");
     vm.counts_on_from(before);
@@ -165,7 +165,7 @@ fn a_running_machine_goes_on_from_its_file() {
         );
         let length = fs::metadata(&file).expect("the file").len();
         assert!(report.normal_pages > 1000 && length >= report.sent_bytes);
-        // A fourth of the fill is zero, the rest compresses by itself.
+        // A quarter of the fill is zero, the rest compresses by itself.
         if method != "none" {
             assert!(length < report.normal_pages * 4096, "{length}");
         }
@@ -173,7 +173,7 @@ fn a_running_machine_goes_on_from_its_file() {
         let (mut there, report) = need!(restore(&file, to, &machine, restored_to));
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
         goes_on(&mut there, before);
-        // The file can be used again, and again.
+        // The file can be used repeatedly.
         let (mut again, report) = need!(restore(&file, to, &machine, restored_to));
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
         goes_on(&mut again, before);
@@ -257,13 +257,13 @@ fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
     }
 }
 
-/// XBZRLE deltas change pages that are in the file already.
+/// XBZRLE deltas change pages that are already in the file.
 #[test]
 fn older_sources_are_saved() {
     let folder = folder();
     let file = folder.path().join("vm");
     for (capability, figures, parameters) in [
-        // Slow, so that there are rounds with pages that were sent before.
+        // Slow, so that some rounds resend pages.
         (
             "xbzrle",
             "xbzrle-cache",
@@ -347,7 +347,7 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
                 || format!("{what} at {at}: the destination does not give up"),
                 || {
                     let info = vm.migration();
-                    // All but the pages is read first: QEMU has seen nothing.
+                    // All but the pages is read first: QEMU has received nothing.
                     let is_page = what == "flipped" && at == page;
                     (info.has_failed() || !is_page).then_some(())
                 },
@@ -355,7 +355,7 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
             assert!(!vm.is_running(), "{what} at {at}: the guest runs");
         }
     }
-    // The file itself is as good as before.
+    // The file itself is unchanged.
     let (mut vm, report) = need!(restore(&file, Release::V10, &machine, multifd));
     report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
     vm.reaches("completed");
@@ -392,7 +392,7 @@ fn a_save_that_fails_leaves_the_guest_running_and_no_file() {
                 relay(
                     Incoming::Listener(&listener),
                     &outgoing,
-                    // Slow enough to be cancelled on the way.
+                    // Slow enough to be cancelled before the end.
                     &RelaySettings {
                         outgoing: Options {
                             max_bandwidth: 8 << 20,

@@ -1,5 +1,4 @@
-//! The guests: a program of our own that any VMM runs, and a Linux. Both write, count, and check what
-//! they wrote.
+//! The guests: Hotlift's own program, which any VMM runs, and a Linux. Both write, count, and check their writes.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,23 +11,23 @@ use hotlift_testkit::skip;
 
 use crate::vm::Vm;
 
-/// What runs in a machine.
+/// Software in a machine.
 #[derive(Debug)]
 pub enum Guest {
-    /// `hotlift-vmm/guest/hotlift.s`: each write of it can be replayed from two registers.
+    /// `hotlift-vmm/guest/hotlift.s`: each of its writes can be replayed from two registers.
     Program(Program),
-    /// Debian's kernel with `linux/init.c` alone.
+    /// Debian's kernel with only `linux/init.c`.
     Linux {
         /// Folder with `vmlinuz` and `initrd`.
         folder: PathBuf,
         ram_bytes: u64,
-        /// Words of the kernel's command line.
+        /// Arguments of the kernel's command line.
         settings: String,
-        /// QEMU's objects that come before its RAM.
+        /// QEMU's objects that precede its RAM.
         objects: Vec<String>,
     },
-    /// SeaBIOS without a disk, for machine types on which the program prints nothing. It counts the ticks of the timer, and
-    /// writes to no other page once it has found nothing to boot.
+    /// SeaBIOS without a disk, for machine types on which the program prints nothing. It counts timer ticks, and writes to no
+    /// other page once it has found no boot device.
     Firmware,
 }
 
@@ -39,33 +38,33 @@ pub const NOTHING_TO_BOOT: &str = "No bootable device.";
 const TICKS: u64 = 0x46c;
 
 impl Guest {
-    /// The program in 64 MiB, half of it written to. A migration takes about a second.
+    /// Returns the program in 64 MiB; it writes to half of them. A migration takes about a second.
     pub fn program() -> Arc<Self> {
         static SHARED: OnceLock<Arc<Guest>> = OnceLock::new();
         Arc::clone(SHARED.get_or_init(|| Arc::new(Self::with(64 << 20, 32 << 20, 500))))
     }
 
-    /// The program in so many bytes of RAM, writing so many pages a second to part of it.
+    /// Returns the program in `ram_bytes`, writing `rate` pages per second to part of it.
     pub fn with(ram_bytes: u64, working_set: u64, rate: u64) -> Self {
         Self::Program(Program::new(ram_bytes, working_set, rate).expect("a program"))
     }
 
-    /// Linux; says why not if it was not fetched.
+    /// Returns the Linux; prints the reason if it was not fetched.
     pub fn linux() -> Option<Arc<Self>> {
-        // What the kernel, its decompressor and 16 MiB of pages need.
+        // Memory of the kernel, its decompressor and 16 MiB of pages.
         Self::linux_with(96 << 20, "pages=4096 rate=1000".to_owned(), Vec::new())
     }
 
-    /// Linux that uses so many bytes that virtio-mem has plugged, all but an eighth of them; says why not if it was not fetched.
+    /// Returns a Linux that uses all but an eighth of `bytes` plugged by virtio-mem; prints the reason if it was not fetched.
     /// The machine has two backends of `region` bytes: `vm0` for this memory, and `vm1`, which the guest does not use.
     ///
-    /// QEMU 10.0 looks for a guest's writes under TCG at a wrong place, and may end by an assertion
-    /// (`tlb_reset_dirty_range_all`), for every RAM block but the first and those whose length is no multiple of 256 KiB. So
-    /// `vm0` is first, and the RAM has such a length.
+    /// QEMU 10.0 searches for a guest's writes under TCG at a wrong place, and may fail an assertion
+    /// (`tlb_reset_dirty_range_all`). This affects RAM blocks with a multiple of 256 KiB as length, except the first. So `vm0`
+    /// is first, and the length of RAM is no such multiple.
     pub fn linux_with_plugged(bytes: u64, region: u64) -> Option<Arc<Self>> {
         let (pages, mib) = (bytes / 4096 / 8 * 7, bytes >> 20);
         let settings = format!(
-            // Of `swiotlb` the default is more than this RAM has room for, with memory above 4 GiB.
+            // The default of `swiotlb` exceeds this RAM if there is memory above 4 GiB.
             "pages={pages} rate=1000 plugged={mib} memhp_default_state=online_movable swiotlb=1024"
         );
         let objects = ["vm0", "vm1"].map(|id| {
@@ -99,7 +98,7 @@ impl Guest {
         }
     }
 
-    /// Counts the pages that are compared after the guest has moved.
+    /// Counts the compared pages after the guest has moved.
     pub fn compared_pages(&self) -> usize {
         let bytes = match self {
             Self::Program(program) => program.proven_bytes(),
@@ -110,7 +109,7 @@ impl Guest {
         usize::try_from(bytes / 4096).expect("few pages")
     }
 
-    /// Makes the file of RAM before the first start.
+    /// Creates the file of RAM before the first start.
     pub fn fill(&self, ram: &Path) {
         match self {
             Self::Program(program) => program.fill(ram).expect("the RAM's content"),
@@ -121,7 +120,7 @@ impl Guest {
         }
     }
 
-    /// What has QEMU fill RAM that is no file before the first start, as a part of its command line.
+    /// Returns arguments that let QEMU fill RAM without a file before the first start.
     pub fn load(&self, folder: &Path) -> Vec<String> {
         match self {
             Self::Program(program) => {
@@ -132,7 +131,7 @@ impl Guest {
         }
     }
 
-    /// What QEMU has before its RAM, as a part of its command line.
+    /// Returns the arguments of objects that precede RAM.
     pub fn objects(&self) -> Vec<String> {
         match self {
             Self::Program(_) | Self::Firmware => Vec::new(),
@@ -140,7 +139,7 @@ impl Guest {
         }
     }
 
-    /// What QEMU is to boot, as a part of its command line.
+    /// Returns the arguments for booting.
     pub fn boot(&self, folder: &Path) -> Vec<String> {
         let path = |path: PathBuf| path.display().to_string();
         match self {
@@ -152,7 +151,7 @@ impl Guest {
                 folder, settings, ..
             } => {
                 let (kernel, initrd) = (folder.join("vmlinuz"), folder.join("initrd"));
-                // On a busy host TCG's timer ticks come too late for the kernel's own test of them, and it would stop.
+                // On a busy host TCG's timer ticks arrive too late for the kernel's test of them, and it would stop.
                 let append = format!("console=ttyS0 quiet no_timer_check {settings}");
                 let flags = ["-kernel", "-initrd", "-append"].map(str::to_owned);
                 let values = [path(kernel), path(initrd), append];
@@ -162,7 +161,7 @@ impl Guest {
                     .flat_map(<[_; 2]>::from)
                     .collect()
             }
-            // The ticks begin with those of the day, which end at midnight.
+            // The ticks start with the time of day, and wrap at midnight.
             Self::Firmware => ["-bios", "bios-256k.bin", "-rtc", "base=2000-01-01"]
                 .map(str::to_owned)
                 .into(),
@@ -178,7 +177,7 @@ impl Guest {
         Some(u32::from_le_bytes(ticks).into()).filter(|&ticks| ticks > 0)
     }
 
-    /// The count in a line of the guest. Panics if the line says that memory is wrong.
+    /// Returns the count in a line of the guest. Panics if the line reports wrong memory.
     pub fn count(&self, line: &str) -> Option<u64> {
         let value = |name: &str| -> Option<u64> {
             let mut words = line.split_whitespace();
@@ -194,8 +193,8 @@ impl Guest {
         value(wrong).and(value("writes"))
     }
 
-    /// Proves that a stopped guest's RAM is what its vCPU's registers ask for, and returns its writes. A
-    /// Linux proves that itself, whenever it says something.
+    /// Verifies that a stopped guest's RAM matches its vCPU's registers, and returns its writes. A Linux verifies this itself
+    /// with each line of output.
     pub fn prove(&self, vm: &mut Vm) -> Result<u64, String> {
         match self {
             Self::Program(program) => {

@@ -1,4 +1,4 @@
-//! Processes that wait sleep until something happens.
+//! Waiting processes sleep until an event.
 
 use std::io::Write;
 use std::net::TcpListener;
@@ -26,7 +26,7 @@ fn an_agent_a_serve_a_file_server_and_a_lazy_restore_that_wait_never_wake() {
     let (file, _) = need!(saved(files.path(), &machine));
     let mut vm = need!(Vm::waiting(Release::V10, &machine));
     let address = listens_for_pages(&mut vm);
-    // The rest of its pages takes years. The guest soon has those that it asks for.
+    // The other pages take years. The guest soon has those that it requests.
     let options = Options {
         max_bandwidth: 1,
         ..Options::default()
@@ -48,7 +48,7 @@ fn an_agent_a_serve_a_file_server_and_a_lazy_restore_that_wait_never_wake() {
             || "it does not run".to_owned(),
             || (control.status() == Status::Active).then_some(()),
         );
-        // A guest that runs asks for pages.
+        // A running guest requests pages.
         vm.qmp.stop().expect("stop");
         let threads = [
             (std::process::id(), "lazy/"),

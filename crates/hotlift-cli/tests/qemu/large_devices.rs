@@ -1,4 +1,4 @@
-//! Machines whose devices have more state than what a relay may keep of it in memory.
+//! Machines with more device state than a relay may hold in memory.
 
 use serde_json::json;
 
@@ -8,13 +8,13 @@ use crate::operator::{has_moved, machine, serve, succeeds};
 use crate::route::{Multifd, RelayOptions, Relays, Side};
 use crate::vm::{PC_7, PC_10, Release, Vm, folder};
 
-/// More than the default of `--memory-limit` has room for.
+/// More than the default of `--memory-limit`.
 const MIBS: usize = 80;
 
-/// Least that a relay accepts.
+/// Minimum that a relay accepts.
 const LIMIT: &str = "--memory-limit=1M";
 
-/// Sound cards of which each has a memory of 1 MiB, all of it device state.
+/// Returns sound cards with 1 MiB of memory each, all of it device state.
 pub fn large_devices() -> Vec<String> {
     let cards = (0..MIBS).flat_map(|_| ["-device", "gus,audiodev=sound"]);
     let line = ["-audiodev", "none,id=sound"].into_iter().chain(cards);

@@ -1,4 +1,4 @@
-//! Guests that run before they have their pages.
+//! Guests that run before their pages are loaded.
 
 use std::path::Path;
 
@@ -15,11 +15,11 @@ use crate::route::{Multifd, Side};
 use crate::tls::{Certificates, flag};
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, PC_11, Release, Vm, folder};
 
-/// Bytes a second of what a guest has not asked for: so slow that it asks for pages before they come by themselves, and so fast
-/// that the program has all of its own after two seconds.
+/// Bytes per second of unrequested pages: so slow that the guest requests pages before they arrive, and so fast that the
+/// program has all its pages after two seconds.
 pub const BACKGROUND: u64 = 24 << 20;
 
-/// Has a machine listen for the VM in the file `from`, and restores it.
+/// Lets a machine listen for the VM in the file `from`, and restores it.
 fn restore_lazily(
     from: &Path,
     release: Release,
@@ -36,7 +36,7 @@ fn restore_lazily(
     Some((vm, report))
 }
 
-/// Has a machine that waits listen for a VM whose pages come later; where.
+/// Lets a waiting machine listen for a VM whose pages follow later; returns the address.
 pub fn listens_for_pages(vm: &mut Vm) -> Address {
     Side::new(Multifd::Off).with("postcopy-ram").apply(vm);
     let uri = vm.uri("incoming");
@@ -67,7 +67,7 @@ fn a_guest_runs_before_it_has_its_pages_and_gets_them_all() {
         let source = Side::new(Multifd::Off);
         save(&mut here, source, &file, FileFormat::Hotlift, &settings);
         let before = before.max(here.count().expect("the guest has counted"));
-        // The file can be used again, and again.
+        // The file can be used repeatedly.
         for _ in 0..2 {
             let (mut there, report) = need!(restore_lazily(&file, to, &machine));
             let report = report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
@@ -80,7 +80,7 @@ fn a_guest_runs_before_it_has_its_pages_and_gets_them_all() {
     }
 }
 
-/// A guest in a file, and the number of writes that it has made at least.
+/// Saves a guest; returns the file, and a lower bound of its writes.
 pub fn saved(files: &Path, machine: &Machine) -> Option<(String, u64)> {
     saved_as(files, "vm.save", machine)
 }
@@ -107,7 +107,7 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
         let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
         let mut restore = Hotlift::start(&[&lazy[..], &slowly].concat());
         restore.wait_for("the guest runs after");
-        // QEMU ends if the connection does between its last word and the guest's first step.
+        // QEMU exits if the connection ends between its last message and the guest's first step.
         there.counts_on_from(before);
         restore.signal(Signal::KILL);
         let _ = restore.wait();
@@ -116,7 +116,7 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
         assert_eq!(status.code(), Some(1), "{said:?}");
         assert!(said.join("\n").contains("--lazy --resume"), "{said:?}");
 
-        // Once more, and then to the end.
+        // Again, and then to the end.
         let resume = [&lazy[..], &["--resume"]].concat();
         let mut again = Hotlift::start(&[&resume[..], &slowly].concat());
         again.wait_for("the guest goes on");
@@ -157,7 +157,7 @@ fn a_page_that_is_damaged_stops_the_guest_until_a_good_file_is_there() {
     assert!(words.contains("a block of pages at byte"), "{words}");
     there.says("postcopy-paused");
 
-    // Another VM's pages are no help.
+    // Another VM's pages do not help.
     let [other, resume] = ["other.save", "vm.save"].map(|name| {
         let file = files.path().join(name).display().to_string();
         ["restore", "--lazy", "--resume", "--qmp", &qmp, &file].map(str::to_owned)
@@ -207,7 +207,7 @@ fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advic
     for (release, words) in [
         (Release::V10, &["load of migration failed"][..]),
         (Release::V7, &["never ran the guest"]),
-        // Its main loop hangs after the failure, sometimes before it can be asked.
+        // Its main loop hangs after the failure, sometimes before it can answer.
         (
             Release::V11,
             &[
@@ -239,7 +239,7 @@ fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advic
 #[test]
 fn a_restore_is_resumed_though_another_client_has_asked_for_a_migration_meanwhile() {
     let files = folder();
-    // QEMU 11.1 ends at that request.
+    // QEMU 11.1 exits at that request.
     for release in [Release::V10, Release::V7] {
         let machine = machine(PC_7, Accelerator::Kvm);
         let (file, before) = need!(saved(files.path(), &machine));
@@ -254,7 +254,7 @@ fn a_restore_is_resumed_though_another_client_has_asked_for_a_migration_meanwhil
             .qmp
             .migrate(&nowhere)
             .expect_err("a migration that QEMU refuses");
-        // Behind that it is not reported any more that the guest waits for pages.
+        // After this, the wait for pages is no longer reported.
         assert_eq!(there.migration().status(), "setup");
         restore.signal(Signal::KILL);
         let _ = restore.wait();
@@ -297,7 +297,7 @@ fn what_a_smaller_machine_says_of_a_file_is_told_and_nobody_speaks_of_a_guest_th
     assert!(!said.contains("the guest runs"), "{said}");
 }
 
-/// A server of the save files in a folder, and its address.
+/// Starts a server of the save files in a folder, and returns its address.
 pub fn serve(files: &Path, listen: &str, tls: &str) -> (Running, String) {
     let listen = format!("--listen={listen}");
     let mut serve = Hotlift::start(&["serve", &listen, &flag("files", files), tls]);

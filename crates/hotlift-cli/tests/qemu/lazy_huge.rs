@@ -1,4 +1,4 @@
-//! Guests that run before they have their pages, in RAM of huge pages.
+//! Guests that run before their pages are loaded, in RAM of huge pages.
 
 use std::fs;
 use std::path::Path;
@@ -25,7 +25,7 @@ const RELEASES: [Release; 3] = [Release::V10, Release::V7, Release::V11];
 /// Bytes of a huge page.
 const HUGE: usize = 2 << 20;
 
-/// The machine that all releases have.
+/// Returns the machine type that all releases have.
 fn with(memory: Memory) -> Machine {
     Machine {
         memory,
@@ -38,7 +38,7 @@ fn a_guest_in_huge_pages_runs_before_it_has_them_and_gets_them_all() {
     let folder = folder();
     let file = folder.path().join("vm");
     let [small, huge] = [File, HugePages].map(with);
-    // How the source has its RAM does not matter.
+    // The source's kind of RAM does not matter.
     for (from, method) in [(&huge, "zstd"), (&small, "none")] {
         let mut here = need!(Vm::running(Release::V10, from));
         let method = settings(method, Multifd::Channels(2));
@@ -74,7 +74,7 @@ fn a_guest_in_huge_pages_runs_before_it_has_them_and_gets_them_all() {
                 report.normal_pages > 1000 && report.requests > 0,
                 "{report:?}"
             );
-            // Whole ones, but for RAM blocks of firmware: these are no more than 512 KiB.
+            // Only whole ones, except for RAM blocks of firmware: these are at most 512 KiB.
             let beside = (report.normal_pages + report.zero_pages) % 512;
             assert!(beside <= 128, "{report:?}");
             goes_on(&mut there, before);
@@ -82,7 +82,7 @@ fn a_guest_in_huge_pages_runs_before_it_has_them_and_gets_them_all() {
     }
 }
 
-/// A guest in the file `vm.save`, and the number of writes that it has made at least.
+/// Saves a guest in the file `vm.save`; returns a lower bound of its writes.
 fn saved(files: &Path) -> Option<(String, u64)> {
     let here = Vm::running(Release::V10, &with(File))?;
     let file = files.join("vm.save").display().to_string();
@@ -180,7 +180,7 @@ fn a_linux_in_huge_pages_that_are_zero_gets_them_as_it_asks() {
             page_sizes: &page_sizes.expect("it tells"),
             ..Hooks::default()
         };
-        // What it asks for comes at once, all else much later.
+        // Requested pages come at once, all others much later.
         let options = Options {
             max_bandwidth: 1 << 20,
             ..Options::default()
@@ -191,7 +191,7 @@ fn a_linux_in_huge_pages_that_are_zero_gets_them_as_it_asks() {
                 scope.spawn(|| restore(&file, &address, false, &options, &control, hooks));
             there.says("postcopy-active");
             there.counts_on_from(before);
-            // Only who asks for it gets it: QEMU's main thread waits until it is there.
+            // The page arrives only on request: QEMU's main thread waits until it is there.
             let there_is = there.hmp(&format!("xp /2gx {zero:#x}"));
             assert!(there_is.contains(": 0x0000000000000000 0x0000000000000000"));
             control.change(&Options::default());

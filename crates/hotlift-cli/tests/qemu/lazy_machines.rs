@@ -1,7 +1,7 @@
-//! Guests that run before they have their pages, in machines with several vCPUs and virtio devices: besides the vCPU that runs
-//! the guest, QEMU's own threads touch pages that are not there yet.
+//! Guests that run before their pages are loaded, in machines with several vCPUs and virtio devices. In addition to the vCPU
+//! that runs the guest, QEMU's own threads access missing pages.
 //!
-//! The program runs on the first of eight vCPUs, the others wait for it to start them; a Linux uses all that it has.
+//! The program runs on the first of eight vCPUs, the others wait to be started; a Linux uses all.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -23,7 +23,7 @@ use crate::vm::{Accelerator, DEADLINE, Machine, Memory, PC_7, Release, Vm, folde
 /// Bytes of a disk: a Linux uses the first 64 KiB.
 const DISK: u64 = 4 << 20;
 
-/// A device of each kind, which needs nothing of the host; `disk` is what the disk has.
+/// Returns a device of each kind that needs nothing of the host; `disk` is the content of the disk.
 fn virtio(disk: &Path) -> Vec<String> {
     let drive = format!("file={},format=raw,if=none,id=disk", disk.display());
     [
@@ -34,7 +34,7 @@ fn virtio(disk: &Path) -> Vec<String> {
         "-netdev",
         "hubport,id=net,hubid=0",
         "-device",
-        // Without the firmware that boots over it, which not every package of QEMU has.
+        // Without the boot firmware, which some packages of QEMU lack.
         "virtio-net-pci,netdev=net,romfile=",
         "-chardev",
         "null,id=port",
@@ -53,13 +53,13 @@ fn vcpus(count: u8) -> [String; 2] {
     ["-smp".to_owned(), count.to_string()]
 }
 
-/// An empty disk.
+/// Creates an empty disk.
 fn make_disk(path: &Path) {
     let disk = File::create(path).expect("a disk");
     disk.set_len(DISK).expect("its length");
 }
 
-/// With so many bytes a second of what a guest has not asked for; 0 is no limit.
+/// Returns options with a limit of unrequested bytes per second; 0 is no limit.
 fn options(max_bandwidth: u64) -> Options {
     Options {
         max_bandwidth,
@@ -67,7 +67,7 @@ fn options(max_bandwidth: u64) -> Options {
     }
 }
 
-/// Restores the VM in the file `from` into `vm`, which waits.
+/// Restores the VM in the file `from` into the waiting `vm`.
 fn restore_into(vm: &mut Vm, from: &Path) -> LazyReport {
     let address = listens_for_pages(vm);
     let (options, control) = (options(BACKGROUND), Control::new());
@@ -80,16 +80,16 @@ fn restore_into(vm: &mut Vm, from: &Path) -> LazyReport {
     report
 }
 
-/// The interrupts that the firmware has given to the devices, which are part of their state.
+/// Returns the interrupts that the firmware assigned to the devices, which are part of their state.
 fn interrupts(vm: &mut Vm) -> Vec<String> {
     let devices = vm.hmp("info pci");
     let lines = devices.lines().map(str::trim);
-    // All else is shown in different ways by different releases.
+    // Releases show all other lines differently.
     let interrupts = lines.filter(|line| line.starts_with("IRQ "));
     interrupts.map(str::to_owned).collect()
 }
 
-/// A machine that is saved and restored.
+/// Machine that is saved and restored.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
     pub from: Release,
@@ -97,13 +97,13 @@ pub struct Row {
     pub accelerator: Accelerator,
     pub vcpus: u8,
     pub has_virtio: bool,
-    /// The guest runs while it is saved.
+    /// True if the guest runs while it is saved.
     pub live: bool,
     pub method: &'static str,
 }
 
 impl Row {
-    /// The newest machine that both releases have.
+    /// Returns the newest machine type that both releases have.
     pub fn machine(&self) -> &'static str {
         let older = [Release::V7, Release::V10];
         let older = older
@@ -112,7 +112,7 @@ impl Row {
         older.unwrap_or(Release::V11).machine()
     }
 
-    /// `None` if it cannot be tested here.
+    /// Runs the row. `None`: it cannot be tested here.
     fn take(&self) -> Option<()> {
         println!("{self:?}");
         let machine = machine(self.machine(), self.accelerator);
@@ -136,14 +136,14 @@ impl Row {
         let mut there = Vm::waiting_with(self.to, &machine, &devices)?;
         assert_ne!(interrupts(&mut there), given, "nothing would be seen");
         restore_into(&mut there, &file);
-        // QEMU lets a guest run whether it did or not.
+        // QEMU lets a guest run even if it was stopped.
         goes_on(&mut there, before);
         assert_eq!(interrupts(&mut there), given);
         Some(())
     }
 }
 
-/// What every run of the tests restores.
+/// Rows of every test run.
 pub const ROWS: [Row; 4] = {
     use Release::{V7, V10, V11};
     const fn all(release: Release, method: &'static str) -> Row {
@@ -191,7 +191,7 @@ fn guests_run_before_their_pages_in_every_combination_of_machines() {
         .concat()
     {
         for (accelerator, live) in [(Kvm, true), (Kvm, false), (Tcg, true), (Tcg, false)] {
-            // QEMU 7.2 was seen to lose dirty pages of a guest that runs under TCG by itself.
+            // QEMU 7.2 was seen to lose dirty pages of a running guest under TCG by itself.
             if live && from == V7 && accelerator == Tcg {
                 continue;
             }
@@ -211,13 +211,13 @@ fn guests_run_before_their_pages_in_every_combination_of_machines() {
     }
 }
 
-/// Where a Linux is saved, and where it is restored.
+/// Release where a Linux is saved, and releases where it is restored.
 pub const LINUX: (Release, [Release; 3]) = {
     use Release::{V7, V10, V11};
     (V10, [V10, V7, V11])
 };
 
-/// The last number that the guest has said behind `name`.
+/// Returns the last number that the guest printed after `name`.
 pub fn said(vm: &Vm, name: &str) -> Option<u64> {
     let console = vm.console();
     let (lines, _) = console.rsplit_once('\n')?;
@@ -227,7 +227,7 @@ pub fn said(vm: &Vm, name: &str) -> Option<u64> {
         .find_map(|number| number.parse().ok())
 }
 
-/// Says a line on the guest's second serial port, and waits until it answers.
+/// Writes a line to the guest's second serial port, and waits for its answer.
 fn answers(port: &Path, word: &str) {
     let mut stream = UnixStream::connect(port).expect("a serial port");
     stream.set_read_timeout(Some(DEADLINE)).expect("a time-out");
@@ -270,7 +270,7 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
     assert!(read > 0, "it has not used its disk");
     for to in LINUX.1 {
         println!("{to:?}");
-        // Each goes on from the disk as it was then.
+        // Each continues from the disk at the time of the save.
         let copy = path(&format!("disk of {}", to.name()));
         let port = path(&format!("port of {}", to.name()));
         fs::copy(&disk, &copy).expect("a copy of the disk");
@@ -278,7 +278,7 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
         let mut there = need!(Vm::waiting_with(to, &machine, &devices));
         let address = listens_for_pages(&mut there);
         let control = Control::new();
-        // What it asks for comes at once, all else much later.
+        // Requested pages come at once, all others much later.
         let slow = options(1 << 20);
         let report = thread::scope(|scope| {
             let restoring =

@@ -1,4 +1,4 @@
-//! Pages that a guest waits for, on a connection of their own.
+//! Pages that a guest waits for, on a separate connection.
 
 use std::io;
 use std::net::Shutdown;
@@ -20,13 +20,13 @@ use crate::operator::succeeds;
 use crate::route::{Multifd, Side};
 use crate::vm::{Accelerator, PC_7, PC_10, PC_11, Release, Vm, folder};
 
-/// Bytes of a record beside the page: where it is, and the longest name of a RAM block here.
+/// Bytes of a record beside the page: its address, and the longest name of a RAM block here.
 const RECORD_HEAD: u64 = 8 + 1 + 32;
 
-/// The word that nothing more comes, which QEMU 7.2 wants.
+/// End marker, which QEMU 7.2 requires.
 const END: u64 = 8;
 
-/// Passes connections on from a socket at `at` to QEMU's at `to`: for each the bytes that went there, as it was made.
+/// Forwards connections from a socket at `at` to QEMU's at `to`; counts the bytes of each, in the order of connecting.
 fn count_between(at: &Path, to: PathBuf) -> Arc<[AtomicU64; 3]> {
     let sent = Arc::<[AtomicU64; 3]>::default();
     let counts = Arc::clone(&sent);
@@ -47,7 +47,7 @@ fn count_between(at: &Path, to: PathBuf) -> Arc<[AtomicU64; 3]> {
     sent
 }
 
-/// Copies until either side ends.
+/// Copies until either side closes.
 fn pass((mut from, mut to): (UnixStream, UnixStream), count: &AtomicU64) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(read @ 1..) = io::Read::read(&mut from, &mut buffer) {
@@ -104,7 +104,7 @@ fn requested_pages_come_on_the_preempt_channel_of_every_qemu_that_has_one() {
             let report = report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
             let [main, alone, others] = sent.each_ref().map(|sent| sent.load(Ordering::Relaxed));
             assert!(report.requests > 0 && alone > 4096, "{report:?} {alone}");
-            // QEMU does not wait at the end for what else would be there.
+            // At the end, QEMU does not wait for further data.
             let most = report.requests * (4096 + RECORD_HEAD) + END;
             assert!(alone <= most, "{alone} bytes for {} pages", report.requests);
             assert!(main > alone && others == 0, "{main} {alone} {others}");

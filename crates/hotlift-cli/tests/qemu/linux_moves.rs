@@ -1,15 +1,15 @@
-//! A Linux goes from QEMU to QEMU, and from there on.
+//! A Linux moves through a sequence of QEMUs.
 
 use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm};
 
-/// Where it boots.
+/// Release where it boots.
 pub const STARTS_IN: Release = Release::V10;
 const BETWEEN: Multifd = Multifd::Channels(2);
 
-/// Where it goes, whether it runs meanwhile (a 7.2 that does, under TCG, loses pages by itself: see
+/// Steps: the next release, true if the guest runs during the move (a 7.2 under TCG then loses pages by itself: see
 /// `matrix::PAIRS`), the source's multifd, the method between the relays, the destination's multifd.
 pub const JOURNEY: [(Release, bool, Multifd, &str, Multifd); 6] = {
     use Multifd::{Channels, Off};
@@ -24,8 +24,8 @@ pub const JOURNEY: [(Release, bool, Multifd, &str, Multifd); 6] = {
     ]
 };
 
-/// One machine for all of them: it takes 8 s to boot under TCG, the only accelerator that runs a stock
-/// kernel everywhere, and what one migration breaks the next ones find.
+/// One machine for all steps: it takes 8 s to boot under TCG, the only accelerator that runs a stock kernel everywhere. Later
+/// migrations also find damage from earlier ones.
 #[test]
 fn a_linux_moves_on_and_on_and_finds_its_memory_right() {
     let guest = need!(Guest::linux());

@@ -11,13 +11,13 @@ use crate::need;
 use crate::operator::{has_moved, machine, serve, succeeds};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, Release, Vm, folder};
 
-/// A microvm with the devices that the test's program uses.
+/// Microvm with the devices that the test's program uses.
 pub const MICROVM: &str = "microvm,isa-serial=on,pit=on,pic=on,rtc=on";
 
-/// The newest and the oldest machine type of QEMU 7.2 without a configuration in their streams; later releases have none.
+/// Newest and oldest machine type of QEMU 7.2 without a configuration in their streams; later releases have none.
 pub const WITHOUT_A_NAME: [&str; 2] = ["pc-i440fx-2.3", "pc-i440fx-1.4"];
 
-/// Saves the guest of a machine; its number of writes by then.
+/// Saves the guest of a machine; returns its number of writes by then.
 fn save(here: &mut Vm, file: &str, options: &[&str]) -> u64 {
     let qmp = here.free_qmp();
     let save = ["save", "--qmp", &qmp, file, "--method=zstd"];
@@ -105,7 +105,7 @@ fn a_machine_without_a_name_in_its_stream_moves_and_goes_on_from_its_file() {
             guest: Arc::new(Guest::Firmware),
         };
         let mut here = need!(Vm::running(Release::V7, &machine));
-        // The firmware has ended its search for a disk when it has counted two more ticks.
+        // The firmware has ended its search for a disk after two more ticks.
         let ticks = here.count().expect("it counts");
         here.counts_on_from(ticks + 1);
         let mut there = need!(Vm::waiting(Release::V7, &machine));

@@ -1,32 +1,32 @@
 //! Real QEMUs, and real virtual machines that move from one to another through `hotlift`.
 //!
-//! | file | what |
+//! | file | subject |
 //! |---|---|
-//! | `vm`, `guest` | a QEMU; what runs in it, and the proof that its memory is right |
-//! | `route` | how a machine goes from one QEMU to another |
-//! | `direct` | the same without us: what all this is worth |
+//! | `vm`, `guest` | a QEMU; its guest, and the verification of its memory |
+//! | `route` | a machine's route from one QEMU to another |
+//! | `direct` | the same without Hotlift: validates the harness |
 //! | `matrix`, `linux_moves` | machines that move through relays |
-//! | `device_matrix` | machines with each kind of memory and device, by every way |
+//! | `device_matrix` | machines with each kind of memory and device, by every transport |
 //! | `dialect` | QEMU's own compression on either side of a relay |
-//! | `faults` | whatever is killed or cut |
-//! | `custody`, `qmp_proxy` | a started QEMU outlives whatever fails after the commit |
+//! | `faults` | killed processes and cut connections |
+//! | `custody`, `qmp_proxy` | a started QEMU outlives all failures after the commit |
 //! | `back_and_forth` | fifty migrations through the same relays |
-//! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
+//! | `operator` | the commands that control QEMUs: migrate, serve, save, restore |
 //! | `preflight` | differences of two VMs, before the first page |
-//! | `run_state` | what a guest does at the end is what it did at the start |
+//! | `run_state` | a guest's run state is the same before and after |
 //! | `watched` | `serve` over QMP |
-//! | `table` | docs/qemu-compatibility.md, of what all these say |
-//! | `tls` | QEMUs that have TLS, relays and commands that have it between them |
-//! | `postcopy` | what the relays carry untouched |
-//! | `files` | machines that go on from a file |
-//! | `lazy`, `lazy_machines` | guests that run before they have their pages; the machines that they have |
-//! | `agent`, `agent_table` | two hosts with an agent each; the rules that bring migrations to them |
-//! | `lazy_preempt` | those that they wait for, on a connection of their own |
-//! | `lazy_huge` | the same of RAM of huge pages |
+//! | `table` | docs/qemu-compatibility.md, generated from these tests |
+//! | `tls` | QEMUs with TLS; relays and commands with TLS between them |
+//! | `postcopy` | postcopy through relays |
+//! | `files` | machines restored from a file |
+//! | `lazy`, `lazy_machines` | guests that run before their pages are loaded; their machines |
+//! | `agent`, `agent_table` | two hosts with an agent each; the rules that redirect migrations to them |
+//! | `lazy_preempt` | requested pages on a separate connection |
+//! | `lazy_huge` | lazy restores in RAM of huge pages |
 //! | `salvage` | damaged files |
 //! | `clock` | the clock of a restored guest |
 //! | `machine_types` | machine types whose names show no version, or are not in the stream |
-//! | `pluggable` | a Linux with memory that virtio-mem has plugged |
+//! | `pluggable` | a Linux with memory plugged by virtio-mem |
 //! | `large_devices` | devices with more state than a relay keeps in memory |
 //! | `settings` | capabilities and parameters: refused, changed, restored |
 
@@ -73,7 +73,7 @@ mod tls;
 mod vm;
 mod watched;
 
-/// What there is, or the end of the test: whoever returned `None` has said why.
+/// Returns the value, or ends the test: the function that returned `None` has printed the reason.
 macro_rules! need {
     ($there:expr) => {
         match $there {

@@ -1,5 +1,5 @@
-//! Machines that move through two relays, for the ways in which QEMUs and relays may be set: a choice that has each
-//! pair of settings in it, and all of them when that is asked for.
+//! Machines that move through two relays, with the possible settings of QEMUs and relays: a selection that covers each pair of
+//! settings, or all combinations on request.
 
 use std::any::Any;
 use std::collections::HashSet;
@@ -13,7 +13,7 @@ use crate::guest::Guest;
 use crate::route::{Multifd, RelayOptions, Route, Side};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, PC_11, Release, Vm};
 
-/// From where to where.
+/// Source and destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Pair {
     pub from: Release,
@@ -39,10 +39,10 @@ const fn pair(
     }
 }
 
-/// Those that every run of the tests moves.
+/// Pairs of every test run.
 ///
-/// A 7.2 that runs under TCG is moved while it is stopped: QEMU 7.2 was seen to lose dirty pages of a
-/// running one by itself (14 to 100 pages in 4 of 8 runs, straight from QEMU to QEMU).
+/// A 7.2 under TCG is moved while it is stopped: QEMU 7.2 was seen to lose dirty pages of a running one by itself (14 to 100
+/// pages in 4 of 8 runs, directly from QEMU to QEMU).
 pub const PAIRS: &[Pair] = {
     use Accelerator::{Kvm, Tcg};
     use Release::{V7, V10, V11};
@@ -64,7 +64,7 @@ pub const PAIRS: &[Pair] = {
     ]
 };
 
-/// Those that the whole matrix has besides.
+/// Additional pairs of the whole matrix.
 pub const MORE_PAIRS: &[Pair] = {
     use Accelerator::{Kvm, Tcg};
     use Release::{V7, V10, V11};
@@ -81,12 +81,12 @@ pub const MORE_PAIRS: &[Pair] = {
 const METHODS: [&str; 3] = ["none", "zlib", "zstd"];
 /// Multifd of a QEMU.
 const MULTIFD: [Multifd; 3] = [Multifd::Off, Multifd::Channels(1), Multifd::Channels(4)];
-/// Between the relays.
+/// Multifd between the relays.
 const BETWEEN: [Multifd; 3] = MULTIFD;
-/// Of a source that has the parameter.
+/// Zero page detection of a source that has the parameter.
 const ZERO_PAGES: [&str; 3] = ["none", "legacy", "multifd"];
 
-/// One way to go.
+/// One combination of settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Row {
     pub pair: Pair,
@@ -124,7 +124,7 @@ impl fmt::Display for Row {
     }
 }
 
-/// All ways of these pairs.
+/// Returns all combinations for these pairs.
 pub fn rows<'a>(pairs: impl IntoIterator<Item = &'a Pair>) -> Vec<Row> {
     let mut rows = Vec::new();
     for &pair in pairs {
@@ -161,7 +161,7 @@ pub fn rows<'a>(pairs: impl IntoIterator<Item = &'a Pair>) -> Vec<Row> {
     rows
 }
 
-/// Few of them, such that any two settings that go together meet in one of them.
+/// Returns a few rows such that any two compatible settings occur together in one of them.
 pub fn choice(rows: &[Row]) -> Vec<Row> {
     let pairs_of = |row: &Row| {
         let values = [
@@ -188,7 +188,7 @@ pub fn choice(rows: &[Row]) -> Vec<Row> {
         .collect();
     let mut chosen = Vec::new();
     while !left.is_empty() {
-        // Of equals the first: the same rows in every run.
+        // The first of equal ones, so that every run has the same rows.
         let best = all
             .iter()
             .rev()
@@ -201,7 +201,7 @@ pub fn choice(rows: &[Row]) -> Vec<Row> {
 }
 
 impl Row {
-    /// `None` if it cannot be tested here.
+    /// Runs the row. `None`: it cannot be tested here.
     fn take(&self) -> Option<()> {
         let Pair {
             from,
@@ -237,7 +237,7 @@ impl Row {
 
 const MOVED: &str = "moved";
 
-/// What became of a row, and how long it took.
+/// Returns the result of a row with its duration.
 fn outcome(name: &str, take: impl FnOnce() -> Option<String>) -> String {
     let start = Instant::now();
     let outcome = match catch_unwind(AssertUnwindSafe(take)) {
@@ -288,13 +288,13 @@ impl Results {
         writeln!(self.file, "{line}").expect("a line");
     }
 
-    /// Panics if a row has failed.
+    /// Panics if any row has failed.
     pub fn finish(self) {
         assert_eq!(self.wrong, 0, "rows that did not move: {}", self.path);
     }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub fn said(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied())
@@ -313,8 +313,8 @@ fn machines_move_through_relays_however_their_qemus_are_set() {
     assert!(failed.is_empty(), "{}", failed.join("\n"));
 }
 
-/// All of them, for `make qemu-matrix`, or those whose names have the value of `HOTLIFT_QEMU_MATRIX` in them. A line
-/// for each goes to the file that `HOTLIFT_MATRIX_RESULT` names; what has moved by it already is not moved again.
+/// Runs all for `make qemu-matrix`, or those whose names contain the value of `HOTLIFT_QEMU_MATRIX`. The file of
+/// `HOTLIFT_MATRIX_RESULT` gets a line for each; rows with a good result in it are skipped.
 #[test]
 #[ignore = "takes hours: make qemu-matrix"]
 fn machines_move_through_relays_in_every_combination_of_settings() {

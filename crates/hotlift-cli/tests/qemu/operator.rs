@@ -1,4 +1,4 @@
-//! What an operator types: `migrate` and `serve`, `save` and `restore`.
+//! The operator's commands: `migrate` and `serve`, `save` and `restore`.
 
 use std::fs;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub fn machine(name: &'static str) -> Machine {
     }
 }
 
-/// Starts `serve` with what it is to get the guest into, and returns where it listens.
+/// Starts `serve` with the given target, and returns its address.
 pub fn serve(arguments: &[&str]) -> (Running, String) {
     let mut serve = Hotlift::start(&[&["serve", "--listen=tcp:127.0.0.1:0"], arguments].concat());
     let line = serve.wait_for("listening on ");
@@ -41,7 +41,7 @@ pub fn succeeds(command: Running) -> String {
     said
 }
 
-/// Checks that the guest of `here` has gone to `there` and counts on.
+/// Checks that the guest of `here` has moved to `there` and counts on.
 pub fn has_moved(here: &mut Vm, there: &mut Vm) {
     assert!(!here.is_running(), "the source runs, too");
     assert!(there.is_running());
@@ -50,7 +50,7 @@ pub fn has_moved(here: &mut Vm, there: &mut Vm) {
     let proven = match *here.machine.guest {
         Guest::Firmware => {
             there.qmp.stop().expect("stop");
-            // The first page has the ticks.
+            // The first page contains the ticks.
             differ(&here.ram()[4096..], &there.ram()[4096..]);
             counted
         }
@@ -84,7 +84,7 @@ fn migrate_takes_a_guest_to_the_qemu_that_serve_holds() {
     }
 }
 
-/// A QEMU that outlives the command that starts it, but not this.
+/// A QEMU that outlives the command that starts it, but not this value.
 pub struct Adopted {
     pub machine: Machine,
     pub folder: TempDir,
@@ -100,7 +100,7 @@ impl Adopted {
         self.folder.path().join(name).display().to_string()
     }
 
-    /// The command line, as somebody would type it. `None`: it cannot be tested here.
+    /// Returns the command line as typed. `None`: it cannot be tested here.
     pub fn line(&self, release: Release) -> Option<Vec<String>> {
         let program = release.program()?;
         let mut line = vec![program.display().to_string()];
@@ -108,8 +108,8 @@ impl Adopted {
         Some(line)
     }
 
-    /// Waits for the end of the command that has started it, and of what it says, for which nobody has to
-    /// wait longer; checks that the guest counts on after `before`, and ends it.
+    /// Waits for the end of the command that started it, and of its output, which must follow at once; checks that the guest
+    /// counts on from `before`, and ends it.
     fn counts_on_from(self, before: u64, mut command: Running) {
         command.wait_for("the guest runs");
         succeeds(command);
@@ -129,7 +129,7 @@ impl Adopted {
 impl Drop for Adopted {
     fn drop(&mut self) {
         let pid = fs::read_to_string(self.path("pid")).unwrap_or_default();
-        // QEMU takes the file away when it ends by itself.
+        // QEMU removes the file when it ends by itself.
         if let Some(pid) = pid.trim().parse().ok().and_then(Pid::from_raw) {
             let _ = kill_process(pid, Signal::KILL);
         }
@@ -186,7 +186,7 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
     }
 }
 
-/// Waits until pages of the guest are sent.
+/// Waits until pages of the guest are being sent.
 fn sends_pages(here: &mut Vm) {
     until(
         || "no pages are sent".to_owned(),
@@ -197,7 +197,7 @@ fn sends_pages(here: &mut Vm) {
     );
 }
 
-/// Starts `serve` and `migrate` at this rate, and waits until pages are sent.
+/// Starts `serve` and `migrate` at this rate, and waits until pages are being sent.
 fn moves_at(here: &mut Vm, there: &Vm, rate: &str) -> (Running, Running) {
     let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
     let qmp = here.free_qmp();
@@ -290,7 +290,7 @@ fn a_guest_that_is_reset_while_it_moves_goes_on_at_the_destination() {
     let said = succeeds(migrate);
     assert!(!said.contains("during the migration"), "{said}");
     succeeds(serve);
-    // A reset within a write leaves the page and the guest's table different, which the guest finds once.
+    // A reset within a write leaves the page and the guest's table different, which the guest detects once.
     let errors_of_last_line = || {
         let console = there.console();
         let line = console.lines().rfind(|line| line.contains(" errors="))?;
@@ -322,7 +322,7 @@ fn a_save_that_is_ended_at_once_leaves_no_folder() {
         },
     );
     assert_eq!(count(), 1, "its folder");
-    // The second finds the first at its work, which is to wait for a QEMU that answers nothing.
+    // The second command finds the first one waiting for a QEMU that does not answer.
     here.signal(Signal::STOP);
     save.signal(Signal::INT);
     save.signal(Signal::TERM);
@@ -333,7 +333,7 @@ fn a_save_that_is_ended_at_once_leaves_no_folder() {
     here.signal(Signal::CONT);
 }
 
-/// Starts `migrate` to a `serve` that starts a QEMU with `line`; what `migrate` says when it has failed.
+/// Starts `migrate` to a `serve` that starts a QEMU with `line`; returns the errors of `migrate`.
 fn fails_to_move(here: &Vm, line: &[String], options: &[&str]) -> String {
     let mut arguments = vec!["--"];
     arguments.extend(line.iter().map(String::as_str));
@@ -349,7 +349,7 @@ fn fails_to_move(here: &Vm, line: &[String], options: &[&str]) -> String {
     said
 }
 
-/// `line` with `from` in one of its words replaced.
+/// Returns `line` with `from` replaced in one argument.
 fn with(line: &[String], from: &str, to: &str) -> Vec<String> {
     let changed: Vec<_> = line.iter().map(|word| word.replace(from, to)).collect();
     assert_ne!(changed, line, "{from} is not in {line:?}");
@@ -420,7 +420,7 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
     assert!(!here.is_running(), "it runs on beside its file");
     let before = here.count().expect("the guest has counted");
 
-    // Cut short by a byte; a byte changed in the middle.
+    // One byte shorter; a changed byte in the middle.
     let whole = fs::read(&file).expect("the file");
     let (altered, _) = crate::files::altered(&whole);
     for (name, bytes) in [("cut", &whole[..whole.len() - 1]), ("altered", &altered)] {
@@ -429,7 +429,7 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
         let restore = Hotlift::start(&["restore", &path(name), "--qmp", &there.free_qmp()]);
         let (status, said) = restore.wait();
         assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));
-        // One line says why; where pages alone are damaged another says how to go on without them.
+        // One line has the cause; if only pages are damaged, another has the way to continue without them.
         let salvage = errors(&said).iter().any(|line| line.contains("--salvage"));
         assert_eq!(salvage, name == "altered", "{}", said.join("\n"));
         let lines = 1 + usize::from(salvage);
@@ -450,7 +450,7 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
     ]));
     has_moved(&mut here, &mut there);
 
-    // The same into a QEMU that the command starts.
+    // Into a QEMU that the command starts.
     let again = Adopted::new(machine);
     let line = need!(again.line(Release::V10));
     let mut arguments = vec!["restore", &file, "--"];
@@ -469,7 +469,7 @@ fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
     let files = folder();
     let path = |name: &str| files.path().join(name).display().to_string();
 
-    // Ours, loaded by QEMU.
+    // Hotlift's file, loaded by QEMU.
     let mut here = need!(Vm::running(Release::V10, &machine));
     let qmp = here.free_qmp();
     succeeds(Hotlift::start(&[
@@ -492,7 +492,7 @@ fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
     there.reaches("completed");
     has_moved(&mut here, &mut there);
 
-    // QEMU's, loaded by us.
+    // QEMU's file, loaded by Hotlift.
     there
         .qmp
         .set_capabilities(&[("mapped-ram", true)])

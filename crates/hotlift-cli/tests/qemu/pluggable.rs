@@ -1,4 +1,4 @@
-//! A Linux with memory that virtio-mem has plugged: it goes from QEMU to QEMU in each way, with all of that memory and no more.
+//! A Linux with memory plugged by virtio-mem: it moves between QEMUs by each transport, with exactly that memory.
 
 use std::fmt;
 use std::fs;
@@ -16,13 +16,13 @@ use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, Release, Vm, folder, 
 
 const MIB: u64 = 1 << 20;
 
-/// Bytes of a device's RAM block, nearly all of them unplugged: most of what a QEMU takes would be of these.
+/// Bytes of a device's RAM block, nearly all unplugged: they would dominate a QEMU's memory.
 pub const REGION: u64 = 1 << 30;
 
 /// Plugged bytes: a whole block of Linux (128 MiB), and a part of the next one.
 pub const PLUGGED: u64 = 160 * MIB;
 
-/// Two devices of one size, above 4 GiB, of which the first is to plug so much.
+/// Returns two devices of one size, above 4 GiB; the first must plug `requested` bytes.
 fn devices(requested: u64) -> Vec<String> {
     let first = format!("virtio-mem-pci,id=vmem0,memdev=vm0,requested-size={requested}");
     let second = "virtio-mem-pci,id=vmem1,memdev=vm1";
@@ -30,14 +30,14 @@ fn devices(requested: u64) -> Vec<String> {
     line.map(str::to_owned).to_vec()
 }
 
-/// How a machine gets into the next QEMU.
+/// Transport of a machine to the next QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     /// `migrate` and `serve`, with this option of `migrate`.
     Migrate(&'static str),
     /// Two relays with 2 channels.
     Relays,
-    /// Two relays, and most of the pages once the guest runs at the destination.
+    /// Two relays, with most pages after the guest runs at the destination.
     Postcopy,
     /// `save` in this format and `restore`, with this option of `restore`.
     File(&'static str, &'static str),
@@ -59,13 +59,13 @@ impl fmt::Display for Way {
     }
 }
 
-/// Where it boots.
+/// Release where it boots.
 pub const STARTS_IN: Release = Release::V10;
 
-/// Machines, and where they go, and how.
+/// Machines with their destinations and transports.
 pub const JOURNEYS: [(&str, &[(Release, Way)]); 2] = [(PC_10, &WAYS), (PC_7, &OLDER_WAYS)];
 
-/// Whether the guest runs while it leaves such a QEMU: not a 7.2 under TCG (see `matrix::PAIRS`).
+/// Returns true if the guest runs while it leaves such a QEMU: not a 7.2 under TCG (see `matrix::PAIRS`).
 pub fn runs_in(release: Release) -> bool {
     release != Release::V7
 }
@@ -86,7 +86,7 @@ const WAYS: [(Release, Way); 10] = {
     ]
 };
 
-/// Of a machine type whose virtio-mem sends no state before RAM.
+/// Transports of a machine type whose virtio-mem sends no state before RAM.
 const OLDER_WAYS: [(Release, Way); 4] = {
     use Release::{V7, V10};
     [
@@ -155,7 +155,7 @@ impl Way {
     }
 }
 
-/// Moves a guest that goes on at the destination before most of its pages are there.
+/// Moves a guest that continues at the destination before most of its pages are there.
 fn switches_over(here: &mut Vm, there: &mut Vm) {
     let slow = json!({ "max-bandwidth": MIB, "max-postcopy-bandwidth": MIB });
     let side = Side::new(Multifd::Off).with("return-path");
@@ -178,7 +178,7 @@ fn switches_over(here: &mut Vm, there: &mut Vm) {
     relays.finish();
 }
 
-/// Checks that the first device has plugged so much, and that QEMU has taken memory for that alone, at any time.
+/// Checks that the first device has plugged `bytes`, and that QEMU never used memory for more.
 fn has_plugged(vm: &mut Vm, bytes: u64) {
     assert_eq!(sizes(vm), [bytes, 0]);
     let memory = vm.memfds().into_iter();
@@ -193,12 +193,12 @@ fn has_plugged(vm: &mut Vm, bytes: u64) {
         .next()
         .and_then(|kib| kib.parse().ok())
         .expect("in KiB");
-    // RAM, plugged memory, and QEMU's own, which is far less than a fourth of the unplugged memory of a device.
+    // RAM, plugged memory, and QEMU's own, which is far below a quarter of a device's unplugged memory.
     let limit = vm.machine.guest.ram_bytes() + bytes + (REGION - bytes) / 4;
     assert!(peak << 10 <= limit, "it has had {peak} KiB");
 }
 
-/// Plugged bytes of the devices.
+/// Returns the plugged bytes of the devices.
 fn sizes(vm: &mut Vm) -> Vec<u64> {
     let mut devices = vm.qmp.virtio_mem().expect("its devices");
     devices.sort_by(|a, b| a.memdev.cmp(&b.memdev));
@@ -222,7 +222,7 @@ fn moves((name, ways): (&'static str, &[(Release, Way)])) -> Option<()> {
         has_plugged(&mut here, PLUGGED);
         assert_eq!(said(&here, "plugged").map(|pages| pages * 4096), Some(used));
     }
-    // The device goes on, too.
+    // The device also continues.
     let more = PLUGGED + 32 * MIB;
     let request = json!({
         "path": "/machine/peripheral/vmem0", "property": "requested-size", "value": more,

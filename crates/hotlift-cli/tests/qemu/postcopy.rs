@@ -1,5 +1,5 @@
-//! Postcopy through relays. The guest is switched over with most of its pages still at the source, and fetches each that it
-//! touches; the others follow compressed.
+//! Postcopy through relays. At the switchover most pages are still at the source; the guest fetches each that it touches, and
+//! the others follow compressed.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -16,26 +16,25 @@ use crate::route::{Multifd, RelayOptions, Relays, Side};
 use crate::tls::{Certificates, flag};
 use crate::vm::{Accelerator, DEADLINE, Machine, Memory, Release, Vm, until};
 
-/// So slow that precopy is far from its end when the guest is switched over, and postcopy from its own
-/// until it is let go: of 64 MiB each sends 1 a second. What the guest asks for comes at once, but half
-/// of its RAM it never touches.
+/// Rate at which precopy is far from its end at the switchover, and postcopy until it is released: of 64 MiB each sends 1 per
+/// second. Requested pages come at once, but the guest never touches half of its RAM.
 const SLOW: u64 = 1 << 20;
 const FAST: u64 = 1 << 40;
 
-/// How a guest goes.
+/// Settings of a move.
 #[derive(Debug)]
 struct Way {
-    /// Of both QEMUs.
+    /// Release of both QEMUs.
     release: Release,
-    /// Of both VMs.
+    /// Memory of both VMs.
     memory: Memory,
-    /// Requested pages have a connection of their own.
+    /// True if requested pages have a separate connection.
     preempt: bool,
-    /// Multifd of both QEMUs: from 10.1 on it goes with postcopy.
+    /// Multifd of both QEMUs: from 10.1 on it works with postcopy.
     multifd: Multifd,
-    /// Between the relays.
+    /// Method between the relays.
     method: &'static str,
-    /// The source is told to switch over before it has sent anything.
+    /// True if the source switches over before it has sent anything.
     at_once: bool,
     /// Certificates of this host, and of another one of the CA, for TLS between the relays.
     tls: Option<[PathBuf; 2]>,
@@ -55,7 +54,7 @@ impl Way {
         side
     }
 
-    /// A page that the guest asks for, which has the same limit at QEMU 7.2 and 10.0, is larger if it is a huge one.
+    /// Returns a higher rate for huge pages: QEMU 7.2 and 10.0 also limit requested pages.
     fn slow(&self) -> u64 {
         match self.memory {
             Memory::File => SLOW,
@@ -63,7 +62,7 @@ impl Way {
         }
     }
 
-    /// QEMU 7.2 waits for its second connection before it reads the first.
+    /// Returns true for QEMU 7.2, which waits for its second connection before it reads the first.
     fn is_passed_through(&self) -> bool {
         self.preempt && self.release == Release::V7
     }
@@ -105,16 +104,16 @@ impl Way {
         Some((here, there, relays))
     }
 
-    /// A guest on its way: it runs there, and most of its pages are here. `None`: it cannot be tested here.
+    /// Starts a move up to postcopy: the guest runs there, and most pages are here. `None`: it cannot be tested here.
     fn begin(&self) -> Option<Moving> {
         let (mut here, mut there, relays) = self.connect()?;
         if let Some([_, other]) = &self.tls {
-            // Not before: a relay would take them for the connection of a QEMU 10.0 for requested pages, which comes late.
+            // Not earlier: a relay would treat them as the late connection of a QEMU 10.0 for requested pages.
             there.reaches("active");
             is_turned_away(relays.between(), None);
             is_turned_away(relays.between(), Some(other));
         }
-        // It is in front of the source's own.
+        // It precedes the source's own.
         let takes_strangers = self.tls.is_none() && !self.is_passed_through();
         let in_front = takes_strangers && self.preempt;
         let mut strangers = Vec::new();
@@ -122,12 +121,12 @@ impl Way {
         let before = here.count().expect("the guest has counted");
         here.start_postcopy();
         there.says("postcopy-active");
-        // It goes on there while its pages are here.
+        // It runs there while its pages are here.
         there.counts_on_from(before);
         if takes_strangers {
             drop(silent(relays.uri()));
             strangers.push(silent(relays.uri()));
-            // With the source's own at hand nobody else is looked at.
+            // Once the source's own is connected, the relay ignores other clients.
             if !self.preempt {
                 is_turned_away(relays.uri(), None);
             }
@@ -140,7 +139,7 @@ impl Way {
         })
     }
 
-    /// Moves a guest, and proves that it has arrived. `None`: it cannot be tested here.
+    /// Moves a guest, and verifies its arrival. `None`: it cannot be tested here.
     fn take(&self) -> Option<()> {
         let Moving {
             mut here,
@@ -168,7 +167,7 @@ impl Way {
             let (_, said) = ended.last().expect("two relays");
             let other = match self.is_passed_through() {
                 true => "another host",
-                // It takes none: requested pages come on main from the source's relay.
+                // It accepts none: requested pages arrive on main from the source's relay.
                 false => "like no migration stream",
             };
             for why in ["without TLS", other] {
@@ -180,7 +179,7 @@ impl Way {
     }
 }
 
-/// A guest in postcopy.
+/// A guest during postcopy.
 struct Moving {
     here: Vm,
     there: Vm,
@@ -188,7 +187,7 @@ struct Moving {
     _strangers: Vec<Stream>,
 }
 
-/// A connection to the relay at `to` on which nothing is said.
+/// Opens a silent connection to the relay at `to`.
 fn silent(to: &str) -> Stream {
     let address: Address = to.parse().expect("an address");
     address.connect(DEADLINE).expect("it listens")
@@ -200,8 +199,8 @@ fn proven_and_goes_on(there: &mut Vm) {
     there.counts_on_from(proven);
 }
 
-/// Connects to the relay at `to`, with the certificate in `folder` or without TLS, as the connection on which requested
-/// pages come, and waits until it is closed on.
+/// Connects to the relay at `to` like the connection for requested pages, with the certificate in `folder` or without TLS.
+/// Waits until the relay closes it.
 fn is_turned_away(to: &str, folder: Option<&Path>) {
     let address: Address = to.parse().expect("an address");
     let mut stream = address.connect(DEADLINE).expect("it listens");
@@ -209,7 +208,7 @@ fn is_turned_away(to: &str, folder: Option<&Path>) {
         let tls = of_folder(folder, Profile::Hotlift, &Options::default()).expect("certificates");
         stream = stream.secure(&tls, Some("localhost")).expect("of the CA");
     }
-    // A page record of zeros in RAM that the guest never touches: whoever sends a page that is waited for is taken for the source.
+    // A record of a zero page in RAM that the guest never touches: a client that sends an awaited page counts as the source.
     let _ = (&stream).write_all(b"\0\0\0\0\x03\0\0\x02\x06pc.ram\0");
     stream.set_read_timeout(DEADLINE).expect("a time-out");
     let mut answer = [0; 64];
@@ -234,7 +233,7 @@ fn a_guest_in_postcopy_fetches_its_pages_through_the_relays() {
         (V10, false, Multifd::Off, "zstd", false),
         (V10, true, Multifd::Off, "auto", true),
         (V11, true, Multifd::Off, "lz4", true),
-        // Packets that could pass unread to channels on which that QEMU takes none any more.
+        // Packets that might be forwarded to channels which that QEMU no longer reads.
         (V11, false, both, "none", false),
         (V11, true, both, "zstd", false),
     ] {
@@ -322,7 +321,7 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
     }
 }
 
-/// QEMU before 10.2 has no state for it, and its guest may run nowhere then.
+/// QEMU before 10.2 has no state for this, and its guest may then run nowhere.
 #[test]
 fn a_guest_whose_relay_is_killed_while_its_devices_load_runs_again_at_the_source() {
     for killed in ["source", "destination"] {
@@ -336,7 +335,7 @@ fn a_guest_whose_relay_is_killed_while_its_devices_load_runs_again_at_the_source
             tls: None,
         };
         let (mut here, there, relays) = need!(way.connect());
-        // More than fits into sockets: the destination has answered the opening, and takes pages.
+        // More than sockets hold: the destination has answered the opening and accepts pages.
         until(
             || "no pages move".to_owned(),
             || {
@@ -345,12 +344,12 @@ fn a_guest_whose_relay_is_killed_while_its_devices_load_runs_again_at_the_source
             },
         );
         let before = here.count().expect("the guest has counted");
-        // It has room for the devices in its socket, and loads none of them.
+        // Its socket buffers the devices, and it loads none of them.
         there.signal(Signal::STOP);
         here.start_postcopy();
         here.says("postcopy-device");
         let said = relays.kill(killed);
-        // Whether the devices have come to the relay that is left or not, the guest runs nowhere else.
+        // Even if the devices have reached the remaining relay, the guest runs nowhere else.
         assert!(!said.contains("not all of its pages are there"), "{said}");
         here.says("failed");
         assert!(here.is_running(), "the guest runs nowhere");
@@ -363,7 +362,7 @@ fn a_guest_in_postcopy_fetches_its_pages_over_tls_and_nobody_else_sends_any() {
     use Release::{V7, V10, V11};
     let certificates = Certificates::make();
     let other = certificates.of_another_host("b.example");
-    // A QEMU 7.2 connects for requested pages when it begins.
+    // A QEMU 7.2 connects for requested pages at the start.
     for (release, preempt, multifd) in [
         (V10, false, Multifd::Off),
         (V10, true, Multifd::Off),

@@ -15,24 +15,24 @@ use crate::vm::{Release, Vm, folder, until};
 
 const RELEASES: [Release; 3] = [Release::V7, Release::V10, Release::V11];
 
-/// Words of a command line.
+/// Splits a command line into arguments.
 fn words(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Lets the guest's firmware use the ACPI device that vCPUs are plugged by, as an operating system does: a write of 0 to the
-/// first port of PIIX4's device.
+/// Lets the guest's firmware use the ACPI device for vCPU hotplug, like an operating system: a write of 0 to the first port of
+/// PIIX4's device.
 fn use_cpu_hotplug(here: &mut Vm) {
     here.hmp("o /b 0xaf00 0");
 }
 
-/// Whether a VM waits for a migration of which nothing has begun.
+/// Returns true if a VM waits for a migration that has not started.
 fn waits(there: &mut Vm) -> bool {
     let state = there.qmp.query_status().expect("a status");
     state.status == "inmigrate" && there.migration().status() == "none"
 }
 
-/// Runs a command to its end, and returns its exit code and all that it printed.
+/// Runs a command to its end, and returns its exit code and all output.
 fn run(arguments: &[&str]) -> (Option<i32>, String) {
     let (status, said) = Hotlift::start(arguments).wait();
     (status.code(), said.join("\n"))
@@ -123,7 +123,7 @@ fn what_qemu_accepts_is_a_warning_and_the_guest_moves_to_a_serve_that_was_checke
         let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
         let qmp = here.free_qmp();
         let mut expected = vec![
-            // Of two vCPUs QEMU on an AMD shows cmp-legacy.
+            // With two vCPUs, QEMU on an AMD shows cmp-legacy.
             "CPU flags: the source has cx16, the destination has ",
             "the source has none, the destination has virtio-rng-pci",
         ];
@@ -241,7 +241,7 @@ fn the_vm_is_described_before_the_destination_is_connected() {
 
 #[test]
 fn flags_of_a_cpu_with_known_registers_are_those_that_are_read_one_by_one() {
-    // The first changes a CPUID register. The others change none, so that they are read whatever is known of the registers.
+    // The first changes a CPUID register. The others change none, so that they are read even if the registers are known.
     const CPUS: [(&str, bool); 3] = [
         ("qemu64,-sse3", false),
         ("qemu64,kvm-pv-enforce-cpuid=on,l3-cache=off", true),

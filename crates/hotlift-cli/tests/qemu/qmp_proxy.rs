@@ -1,4 +1,4 @@
-//! A proxy between a command and the QEMU that it starts: it falls silent on QMP, or holds back the end of the migration's
+//! A proxy between a command and the QEMU that it starts: it becomes silent on QMP, or holds back the end of the migration's
 //! stream.
 
 use std::fs;
@@ -12,16 +12,16 @@ use hotlift_testkit::proxy::{Flow, Proxy, Rule, Stop};
 
 use crate::vm::until;
 
-/// What it does.
+/// Behaviour of the proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trick {
-    /// From the first question about the migration on that follows 'migrate-incoming', nothing passes to QEMU on QMP.
+    /// Forwards nothing to QEMU on QMP from the first query of the migration after 'migrate-incoming' on.
     Silence,
-    /// The description of the VM, behind EOF, does not pass until [`QmpProxy::release`].
+    /// Holds the VM's description, which follows EOF, until [`QmpProxy::release`].
     HoldDescription,
 }
 
-/// What is put in QEMU's place: it moves QEMU's QMP socket, which is the last argument, and says where it was to be.
+/// Script in place of QEMU: it moves QEMU's QMP socket, the last argument, and reports its original path.
 const SCRIPT: &str = r#"
 folder=$1; shift
 for last; do :; done
@@ -38,14 +38,14 @@ done
 exec "$@"
 "#;
 
-/// A proxy, once it is there.
+/// Place for a proxy that is created later.
 type Slot<R> = Arc<Mutex<Option<Proxy<R>>>>;
 
 fn lock<R: Rule>(slot: &Slot<R>) -> MutexGuard<'_, Option<Proxy<R>>> {
     slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The proxy of QEMU's QMP socket, and of the stream that QEMU is told to listen for.
+/// Proxy of QEMU's QMP socket, and of the stream for which QEMU must listen.
 pub struct QmpProxy {
     folder: PathBuf,
     stream: Slot<Description>,
@@ -53,7 +53,7 @@ pub struct QmpProxy {
 }
 
 impl QmpProxy {
-    /// Waits for a QEMU that is started with [`QmpProxy::line`], in `folder`.
+    /// Waits in `folder` for a QEMU that is started with [`QmpProxy::line`].
     pub fn start(folder: &Path, trick: Trick) -> Self {
         fs::write(folder.join("qemu.sh"), SCRIPT).expect("a script");
         let (folder, stream, qmp) = (folder.to_owned(), Slot::default(), Slot::default());
@@ -84,7 +84,7 @@ impl QmpProxy {
         }
     }
 
-    /// What to start in place of the command line `qemu`.
+    /// Returns the command that replaces the command line `qemu`.
     pub fn line(&self, qemu: &[String]) -> Vec<String> {
         let script = self.folder.join("qemu.sh").display().to_string();
         let folder = self.folder.display().to_string();
@@ -93,7 +93,7 @@ impl QmpProxy {
         line
     }
 
-    /// Waits until the description is held back.
+    /// Waits until the description is held.
     pub fn wait_held(&self) {
         until(
             || "no description of a VM has come".to_owned(),
@@ -101,14 +101,14 @@ impl QmpProxy {
         );
     }
 
-    /// Lets it pass.
+    /// Forwards it.
     pub fn release(&self) {
         let stream = lock(&self.stream);
         stream.as_ref().expect("QEMU listens").release();
     }
 }
 
-/// On QMP, line by line.
+/// Handler of QMP, line by line.
 struct Commands {
     trick: Trick,
     folder: PathBuf,
@@ -134,7 +134,7 @@ impl Rule for Commands {
             }
             let silent = self.trick == Trick::Silence && self.is_incoming.load(Ordering::SeqCst);
             if silent && line.contains("query-migrate\"") {
-                // Open, and silent.
+                // Open and silent.
                 flow.hold();
                 return Err(Stop::HalfCut);
             }
@@ -145,7 +145,7 @@ impl Rule for Commands {
 }
 
 impl Commands {
-    /// Listens where QEMU is to listen, and lets it listen elsewhere.
+    /// Listens at QEMU's address, and lets QEMU listen at another.
     fn redirect(&self, line: &str) -> String {
         let (before, rest) = line.split_once("unix:").expect("a UNIX socket");
         let (path, after) = rest.split_once('"').expect("the end of a string");
@@ -156,14 +156,14 @@ impl Commands {
     }
 }
 
-/// On the migration's stream: the description of the VM is held.
+/// Handler of the migration's stream, which holds the VM's description.
 struct Description;
 
-/// How it begins (`qemu_savevm_state_complete_precopy_non_iterable`). Pages of the guest travel on other channels.
+/// Its first bytes (`qemu_savevm_state_complete_precopy_non_iterable`). Pages of the guest travel on other channels.
 const BEGINS: &[u8] = b"\"page_size\"";
 
 impl Rule for Description {
-    /// The last bytes that have passed, in which it may have begun.
+    /// The last forwarded bytes, which may contain its beginning.
     type Direction = Vec<u8>;
 
     fn apply(&self, passed: &mut Vec<u8>, came: &mut Vec<u8>, flow: &Flow<'_>) -> Result<(), Stop> {
@@ -174,7 +174,7 @@ impl Rule for Description {
         passed.extend_from_slice(came);
         let mut found = passed.windows(BEGINS.len());
         if let Some(at) = found.position(|bytes| bytes == BEGINS) {
-            // Its first bytes may have gone already; that it is not whole is what matters.
+            // Its first bytes may already be forwarded; it only has to be incomplete.
             let rest = came.split_off(at.max(known) - known);
             flow.pass(came)?;
             flow.hold();

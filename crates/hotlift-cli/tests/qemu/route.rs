@@ -1,4 +1,4 @@
-//! How a machine goes from one QEMU to another: what each QEMU is told, and what stands between them.
+//! A machine's route from one QEMU to another: the settings of each QEMU, and the relays between them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -26,19 +26,19 @@ impl fmt::Display for Multifd {
     }
 }
 
-/// What one QEMU is told.
+/// Settings of one QEMU.
 #[derive(Debug, Clone)]
 pub struct Side {
     pub multifd: Multifd,
     /// `multifd-compression`.
     pub method: &'static str,
-    /// `zero-page-detection`, where QEMU has it and it is not to be the default.
+    /// `zero-page-detection`, if QEMU has it and the value differs from the default.
     pub zero_pages: Option<&'static str>,
-    /// Capabilities besides `multifd`.
+    /// Capabilities in addition to `multifd`.
     pub capabilities: Vec<&'static str>,
-    /// Parameters besides.
+    /// Additional parameters.
     pub parameters: Value,
-    /// Folder of its certificates, and which end of a connection it is: `client` or `server`.
+    /// Folder of its certificates, and its end of a connection: `client` or `server`.
     pub tls: Option<(PathBuf, &'static str)>,
     /// QEMU's property of that name.
     pub verify_peer: bool,
@@ -67,7 +67,7 @@ impl Side {
         self
     }
 
-    /// Switches a capability on.
+    /// Enables a capability.
     pub fn with(mut self, capability: &'static str) -> Self {
         self.capabilities.push(capability);
         self
@@ -83,7 +83,7 @@ impl Side {
         self
     }
 
-    /// Sets up a QEMU. What a destination does not need does not harm it.
+    /// Configures a QEMU. Settings of the source do not harm a destination.
     pub fn apply(&self, vm: &mut Vm) {
         let mut capabilities = vec![("multifd", self.multifd != Multifd::Off)];
         capabilities.extend(self.capabilities.iter().map(|name| (*name, true)));
@@ -117,31 +117,31 @@ impl Side {
     }
 }
 
-/// A rate and a downtime at which the guests' RAM takes some rounds.
+/// Rate and downtime at which the guests' RAM takes some rounds.
 static LIVELY: std::sync::LazyLock<Value> =
     std::sync::LazyLock::new(|| json!({ "max-bandwidth": 128 << 20, "downtime-limit": 20 }));
 
-/// The two relays of a migration, waiting for the source.
+/// Two relays of a migration, waiting for the source.
 pub struct Relays {
     source: Running,
-    /// None: one relay does it all.
+    /// `None`: one relay does all work.
     destination: Option<Running>,
-    /// Where the source QEMU is to send to.
+    /// Address to which the source QEMU sends.
     uri: String,
-    /// Where the source's relay sends to.
+    /// Address to which the source's relay sends.
     between: String,
 }
 
-/// What is between two relays, and how the second speaks to the destination QEMU.
+/// Options between two relays, and of the second relay towards the destination QEMU.
 #[derive(Debug, Clone)]
 pub struct RelayOptions {
     pub source: Vec<String>,
-    /// None: the source's relay speaks to the destination QEMU.
+    /// `None`: the source's relay connects to the destination QEMU.
     pub destination: Option<Vec<String>>,
 }
 
 impl RelayOptions {
-    /// Pages in `method` on `channels`, and as the destination QEMU wants them.
+    /// Returns options for pages in `method` on `channels`, and in the destination QEMU's format.
     pub fn new(method: &str, channels: Multifd, destination: Multifd) -> Self {
         let multifd = |multifd| match multifd {
             Multifd::Off => vec!["--multifd=off".to_owned()],
@@ -155,7 +155,7 @@ impl RelayOptions {
         }
     }
 
-    /// Tells a relay the VM's UUID where what comes to it has no channels that carry it.
+    /// Sets the VM's UUID for a relay whose input has no channels that carry it.
     pub fn tell_uuid(&mut self, source: Multifd, between: Multifd) {
         let uuid = format!("--uuid={UUID}");
         if source == Multifd::Off {
@@ -168,7 +168,7 @@ impl RelayOptions {
         }
     }
 
-    /// One relay alone, which gives the destination QEMU pages in `method` on `channels`.
+    /// Returns options of a single relay that sends pages in `method` on `channels` to the destination QEMU.
     pub fn alone(method: &str, channels: Multifd) -> Self {
         Self {
             destination: None,
@@ -177,7 +177,7 @@ impl RelayOptions {
     }
 }
 
-/// Starts `hotlift relay SIDE`, and waits until it listens; returns where.
+/// Starts `hotlift relay SIDE`, and waits until it listens; returns its address.
 pub fn relay(side: &str, listen: &str, connect: &str, options: &[String]) -> (Running, String) {
     let mut arguments = vec![
         "relay",
@@ -196,8 +196,7 @@ pub fn relay(side: &str, listen: &str, connect: &str, options: &[String]) -> (Ru
 }
 
 impl Relays {
-    /// Starts both, with the source's socket in the source's folder; `to` is where the destination
-    /// QEMU listens.
+    /// Starts both, with the source's socket in the source's folder; `to` is the address of the destination QEMU.
     pub fn start(source: &Vm, to: &str, options: &RelayOptions) -> Self {
         let mut to = to.to_owned();
         let destination = options.destination.as_ref().map(|options| {
@@ -214,17 +213,17 @@ impl Relays {
         }
     }
 
-    /// Where the source QEMU is to send to.
+    /// Returns the address to which the source QEMU sends.
     pub fn uri(&self) -> &str {
         &self.uri
     }
 
-    /// Where the source's relay sends to.
+    /// Returns the address to which the source's relay sends.
     pub fn between(&self) -> &str {
         &self.between
     }
 
-    /// Kills the relay of `side`, and waits until the other has ended; what that has said.
+    /// Kills the relay of `side`, and waits until the other has ended; returns the other's output.
     pub fn kill(self, side: &str) -> String {
         let destination = self.destination.expect("two relays");
         let (killed, other) = match side {
@@ -236,13 +235,13 @@ impl Relays {
         other.wait().1.join("\n")
     }
 
-    /// Waits until all have ended well, and returns their reports, source first.
+    /// Waits until all have succeeded, and returns their reports, source first.
     pub fn finish(self) -> Vec<Value> {
         let reports = self.finish_and_tell().into_iter();
         reports.map(|(report, _)| report).collect()
     }
 
-    /// The same, with all that each has said.
+    /// Waits until all have succeeded; also returns the output of each.
     pub fn finish_and_tell(self) -> Vec<(Value, String)> {
         let relays = [
             ("source", Some(self.source)),
@@ -264,7 +263,7 @@ impl Relays {
     }
 }
 
-/// Waits for a relay that fails, and returns its reason.
+/// Waits for a relay that fails, and returns its error.
 pub fn failed(side: &str, relay: Running) -> String {
     let (status, said) = relay.wait();
     let reasons = errors(&said);
@@ -278,36 +277,36 @@ pub fn failed(side: &str, relay: Running) -> String {
     reasons[0].clone()
 }
 
-/// A way from QEMU to QEMU.
+/// Route from QEMU to QEMU.
 #[derive(Debug, Clone)]
 pub struct Route {
     pub source: Side,
     pub destination: Side,
-    /// Relays in between, or none: straight on.
+    /// Relays in between, or `None` for a direct connection.
     pub relays: Option<RelayOptions>,
-    /// The guest runs meanwhile; otherwise it is stopped before, and RAM of both ends is compared.
+    /// True if the guest runs during the move; otherwise it is stopped before, and RAM of both ends is compared.
     pub live: bool,
 }
 
-/// What came of it.
+/// Result of a move.
 pub struct Moved {
     pub there: Vm,
-    /// What the source says of it.
+    /// The source's statistics.
     pub info: MigrationInfo,
-    /// All of it.
+    /// The complete figures.
     pub figures: Value,
-    /// What the relays say, source first.
+    /// Reports of the relays, source first.
     pub reports: Option<Vec<Value>>,
 }
 
 impl Route {
-    /// Moves `here` into a new QEMU, checks that the guest runs there and nowhere else, and leaves it
-    /// running. `None`: it cannot be tested here.
+    /// Moves `here` into a new QEMU, checks that the guest runs there and nowhere else, and leaves it running. `None`: it
+    /// cannot be tested here.
     pub fn take(&self, here: Vm, to: Release) -> Option<Moved> {
         self.take_with(here, to, &[])
     }
 
-    /// The same of a machine that has `devices`, too.
+    /// Moves a machine that also has `devices`.
     pub fn take_with(&self, mut here: Vm, to: Release, devices: &[String]) -> Option<Moved> {
         let machine: Machine = here.machine.clone();
         let mut there = Vm::waiting_with(to, &machine, devices)?;
@@ -337,7 +336,7 @@ impl Route {
         there.reaches("completed");
         assert!(!here.is_running(), "the source runs, too");
 
-        // What the guest had said by the end is not on the destination's console.
+        // The destination's console lacks the guest's earlier output.
         let before = if self.live {
             before.max(here.count())
         } else {

@@ -1,5 +1,5 @@
-//! What a guest does at the end is what it did at the start, as both QEMUs show it: with a disk that the destination cannot
-//! lock, with `-S`, and paused; also where the final message of `serve` is lost.
+//! A guest's run state is the same before and after, as both QEMUs report it: with a disk that the destination cannot lock,
+//! with `-S`, and paused; also if the final message of `serve` is lost.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -20,10 +20,10 @@ const ALL: [(Release, &str); 3] = [
     (Release::V11, PC_11),
 ];
 
-/// What QEMU says of a disk that another process has.
+/// QEMU's error for a disk that another process has locked.
 const LOCKED: &str = "Failed to get \"write\" lock";
 
-/// A machine's disk in the image `file`, which a QEMU that runs its guest locks.
+/// Returns a machine's disk in the image `file`, which a QEMU locks while it runs its guest.
 fn disk(file: &str) -> Vec<String> {
     let image = fs::File::create(file).expect("an image");
     image.set_len(1 << 20).expect("its size");
@@ -32,7 +32,7 @@ fn disk(file: &str) -> Vec<String> {
     ["-blockdev".to_owned(), node, "-device".to_owned(), device].to_vec()
 }
 
-/// The state that a QEMU leaves a guest in which it cannot run.
+/// Returns the state in which a QEMU leaves a guest that it cannot run.
 fn stopped(release: Release) -> &'static str {
     match release {
         Release::V7 => "'paused'",
@@ -44,7 +44,7 @@ fn status(qmp: &mut Qemu) -> String {
     qmp.query_status().expect("a status").status
 }
 
-/// How a command ended, and what it has said.
+/// Returns the exit code of a command, and its output.
 fn ends(command: Running) -> (Option<i32>, String) {
     let (status, said) = command.wait();
     (status.code(), said.join("\n"))
@@ -61,7 +61,7 @@ fn runs_on(here: &mut Vm) {
 }
 
 impl Adopted {
-    /// The command line with `more` behind it, as arguments of a command.
+    /// Returns the command line, followed by `more`, as arguments of a command.
     fn arguments(&self, release: Release, more: &[String]) -> Option<Vec<String>> {
         let mut arguments = vec!["--".to_owned()];
         arguments.extend(self.line(release)?);
@@ -69,11 +69,11 @@ impl Adopted {
         Some(arguments)
     }
 
-    /// Also one that its parent has not waited for: whoever adopts it from a wrapper that was killed may never do so.
+    /// Returns true also for a zombie: a process that adopts it from a killed wrapper may never reap it.
     fn has_ended(&self) -> bool {
         let pid = fs::read_to_string(self.path("pid")).expect("it was started");
         let stat = fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
-        // The state is behind the name, which may have a parenthesis of its own.
+        // The state follows the name, which may contain a parenthesis.
         let state = stat
             .rsplit(')')
             .next()
@@ -87,8 +87,8 @@ impl Adopted {
     }
 }
 
-/// Passes the conversation with the `serve` at `uri` on, up to the message `last`, with which it is lost; where `migrate` is to
-/// connect.
+/// Forwards the messages of the `serve` at `uri`, up to the message `last`, which is lost with the connection; returns the
+/// address for `migrate`.
 fn losing(uri: &str, last: &str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("an address");
@@ -100,7 +100,7 @@ fn losing(uri: &str, last: &str) -> String {
         let ends = [&near, &far].map(|end| end.try_clone().expect("another one"));
         thread::spawn(move || {
             let [mut near, mut far] = ends;
-            // It ends with the connection, however that does.
+            // Ends with the connection.
             let _ = io::copy(&mut near, &mut far);
         });
         let mut lines = BufReader::new(far.try_clone().expect("another one"));
@@ -134,7 +134,7 @@ fn a_guest_whose_disk_is_locked_at_the_destination_runs_on_at_the_source() {
         let _holder = need!(Vm::running_with(release, &machine, &locked_disk));
         let mut here = need!(Vm::running_with(release, &machine, &source_disk));
 
-        // A QEMU that 'serve' has started is ended.
+        // A QEMU that 'serve' started is ended.
         let there = Adopted::new(machine.clone());
         let line = need!(there.arguments(release, &locked_disk));
         let (serving, uri) = serve(&words(&line));
@@ -147,7 +147,7 @@ fn a_guest_whose_disk_is_locked_at_the_destination_runs_on_at_the_source() {
         assert!(there.has_ended(), "its QEMU lives on");
         runs_on(&mut here);
 
-        // One of somebody else has the guest, and an operator decides.
+        // Another owner's QEMU has the guest, and an operator decides.
         let there = need!(Vm::waiting_with(release, &machine, &locked_disk));
         let (serving, uri) = serve(&["--qmp", &there.free_qmp()]);
         let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &uri]);
@@ -233,7 +233,7 @@ fn a_guest_that_is_paused_or_is_to_be_stays_paused_and_is_said_to_be() {
             assert_eq!(status(&mut qmp), "paused");
             assert!(!here.is_running());
 
-            // The same of a QEMU that is held; it comes from a paused one, or is started with '-S', too.
+            // The same with a held QEMU; the guest comes from a paused one, or is started with '-S'.
             let mut back = need!(Vm::waiting_with(release, &machine, option));
             let (serving, uri) = serve(&["--qmp", &back.free_qmp()]);
             if !pauses {
@@ -264,7 +264,7 @@ fn a_guest_whose_serve_loses_its_final_message_is_where_the_relays_have_settled_
     let (source_disk, locked_disk) = (disk(&image("source")), disk(&image("locked")));
     let _holder = need!(Vm::running_with(release, &machine, &locked_disk));
 
-    // It runs there, or is paused there as it is to be.
+    // It runs there, or is paused there as expected.
     for (option, word) in [(&[][..], "runs there"), (&["-S".to_owned()], "as expected")] {
         println!("{option:?}");
         let mut here = need!(Vm::running(release, &machine));
@@ -306,7 +306,7 @@ fn a_guest_whose_serve_loses_its_final_message_is_where_the_relays_have_settled_
     assert!(there.has_ended(), "its QEMU lives on");
     runs_on(&mut here);
 
-    // One of somebody else has it, and does not run it.
+    // Another owner's QEMU has it, and does not run it.
     let there = need!(Vm::waiting_with(release, &machine, &locked_disk));
     let (serving, uri) = serve(&["--qmp", &there.free_qmp()]);
     let to = losing(&uri, "failed");
@@ -355,7 +355,7 @@ fn a_guest_that_is_stopped_while_its_stream_is_passed_through_keeps_its_qemu() {
         assert_eq!(code, Some(3), "{said}");
         assert!(said.contains("passed through unread"), "{said}");
     }
-    // Only its operator knows that it is as it is to be.
+    // Only its operator knows that this is the expected state.
     let before = here.count().expect("the guest has counted");
     let mut qmp = there.own_qmp();
     assert_eq!(status(&mut qmp), "paused");
@@ -375,7 +375,7 @@ fn a_qemu_in_a_wrapper_that_cannot_lock_its_disk_is_ended_with_it() {
     let mut here = need!(Vm::running_with(release, &machine, &source_disk));
     let there = Adopted::new(machine);
     let mut line = need!(there.arguments(release, &locked_disk));
-    // Behind a command that follows, a shell forks the one before.
+    // A shell forks a command that another one follows.
     let wrapper = ["sh", "-c", "\"$@\"; :", "sh"].map(str::to_owned);
     line.splice(1..1, wrapper);
     let (serving, uri) = serve(&words(&line));
@@ -388,7 +388,7 @@ fn a_qemu_in_a_wrapper_that_cannot_lock_its_disk_is_ended_with_it() {
     runs_on(&mut here);
 }
 
-/// A guest in a file.
+/// Saves a guest in a file.
 fn saved(release: Release, name: &'static str, file: &str) -> Option<()> {
     let here = Vm::running(release, &machine(name))?;
     succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), file]));

@@ -1,4 +1,4 @@
-//! Damaged files, and guests that go on without what is damaged.
+//! Damaged files, and guests that run without the damaged pages.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::need;
 use crate::operator::succeeds;
 use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, Release, Vm, folder};
 
-/// A guest in a file of which a byte of a page has flipped, and its RAM when it was saved.
+/// Returns a guest in a file with a flipped byte in a page, and its RAM when it was saved.
 fn damaged(files: &Path, name: &'static str) -> Option<(String, Vec<u8>)> {
     let here = Vm::running(Release::V10, &machine(name, Accelerator::Kvm))?;
     let file = files.join("vm.save").display().to_string();
@@ -19,7 +19,7 @@ fn damaged(files: &Path, name: &'static str) -> Option<(String, Vec<u8>)> {
     Some((file, here.ram()))
 }
 
-/// Checks that the pages which `said` names are not what they were, but zero with at most a record of the guest's own.
+/// Checks that the pages named in `said` have changed to zero, except for at most one record of the guest.
 fn are_zero(said: &str, before: &[u8], now: &[u8]) {
     let line = said.lines().find(|line| line.contains("lost: "));
     let line = line.unwrap_or_else(|| panic!("no page is named: {said}"));
@@ -104,7 +104,7 @@ fn damage_found_behind_a_guest_that_runs_stops_it_until_somebody_says_go_on() {
         there.reaches("completed");
         are_zero(&said, &before, &there.ram());
 
-        // The same from the beginning.
+        // Again from the beginning.
         let mut there = need!(Vm::waiting(release, &machine));
         let lazy = [
             "restore",

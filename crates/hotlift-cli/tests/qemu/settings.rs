@@ -21,10 +21,10 @@ const RELEASES: [(Release, &str); 3] = [
 
 const IGNORE_SHARED: &str = "x-ignore-shared";
 
-/// Where no 'hotlift serve' listens: a command that gets as far fails for another reason.
+/// Address without 'hotlift serve': a command that connects fails for another reason.
 const NOWHERE: &str = "tcp:127.0.0.1:9";
 
-/// Waits for the failure of a command whose guest stays where it is.
+/// Waits for the failure of a command whose guest stays.
 fn fails(command: Running) -> String {
     let (status, lines) = command.wait();
     let lines = lines.join("\n");
@@ -131,7 +131,7 @@ fn what_a_command_refuses_is_named_before_anything_is_sent() {
     }
 }
 
-/// On QMP: QEMU's capability rdma-pin-all has a name that no version has.
+/// Handler of QMP: renames QEMU's capability rdma-pin-all to one that no version has.
 struct Future;
 
 impl Rule for Future {
@@ -181,7 +181,7 @@ fn what_a_killed_command_has_changed_is_restored_by_the_next_one() {
         let Some(mut here) = Vm::running(release, &machine(name)) else {
             continue;
         };
-        // Of the operator: kept, and restored.
+        // The operator's settings: kept, and restored.
         let own = json!({ "max-bandwidth": 1 << 30, "multifd-channels": 3 });
         here.qmp.set_parameters(&own).expect("parameters");
         let before = settings(&mut here);
@@ -258,7 +258,7 @@ fn ram_in_a_shared_file_stays_there_if_both_commands_are_to_leave_it() {
         serve.wait_for("the guest runs here");
         succeeds(serve);
         let moved = here.migration().ram.expect("figures").normal;
-        // Firmware and video memory are in no file.
+        // No file contains firmware and video memory.
         let pages = here.machine.guest.ram_bytes() / 4096;
         assert!(moved < pages / 10, "{moved} of {pages} pages were moved");
         assert_eq!(settings(&mut here), before);

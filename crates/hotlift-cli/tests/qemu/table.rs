@@ -1,4 +1,4 @@
-//! `docs/qemu-compatibility.md` is made of what the tests move, so that it says neither more nor less.
+//! `docs/qemu-compatibility.md` is generated from the moves in the tests, so that it matches them exactly.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -113,7 +113,7 @@ fn render(suite: &str) -> String {
     text
 }
 
-/// Moves of a Linux with memory of virtio-mem.
+/// Returns the moves of a Linux with memory of virtio-mem.
 fn plugged() -> String {
     let mib = |bytes| bytes >> 20;
     let mut text = format!(
@@ -137,7 +137,7 @@ fn plugged() -> String {
     text
 }
 
-/// Restores in which the guest runs first.
+/// Returns the restores in which the guest runs first.
 fn lazy() -> String {
     let mut text = String::from(
         "\n## Guests that run before they have their pages\n\n\
@@ -170,7 +170,7 @@ fn lazy() -> String {
     text
 }
 
-/// Kinds of machines, and the releases that they move between.
+/// Returns the kinds of machines, and the releases between which they move.
 fn devices() -> String {
     let moves = |cells: &[&Cell]| {
         let moves = cells.iter().map(|it| (it.from.name(), it.to.name()));
@@ -220,7 +220,7 @@ fn devices() -> String {
     text
 }
 
-/// What the tests have met in it.
+/// Changes in QEMU 11 that the tests have found.
 const CHANGED_IN_11: &str = "
 ## What QEMU 11.1 does otherwise
 
@@ -232,7 +232,7 @@ const CHANGED_IN_11: &str = "
 - Machine types up to 8.1 work, with a warning that they will go.
 ";
 
-/// The section of a document that begins with `heading`; `scripts/qemu-suite/suite` writes that of QEMU's own test.
+/// Returns the section of a document that begins with `heading`; `scripts/qemu-suite/suite` writes that of QEMU's own test.
 fn section<'a>(document: &'a str, heading: &str) -> &'a str {
     let Some(start) = document.find(heading) else {
         return "";

@@ -1,4 +1,4 @@
-//! TLS between relays, of 'migrate' and 'serve', and of QEMUs that have it themselves.
+//! TLS between relays, of 'migrate' and 'serve', and of QEMUs with their own TLS.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side, failed, relay};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm};
 
-/// A CA and the certificates of this host, by the commands of the product.
+/// A CA and the certificates of this host, created by the product's commands.
 pub struct Certificates(TempDir);
 
 impl Certificates {
@@ -25,7 +25,7 @@ impl Certificates {
         self.0.path().join("pki")
     }
 
-    /// The folder of another host with this name.
+    /// Returns the folder of another host with this name.
     pub fn of_another_host(&self, name: &str) -> PathBuf {
         let folder = self.0.path().join(name);
         self.certs(&["host", name, &flag("out", &folder)]);
@@ -93,7 +93,7 @@ fn qemus_with_tls_of_their_own_move_through_relays() {
 fn relays_follow_tls_hostname_and_verify_peer_of_their_qemus() {
     let certificates = Certificates::make();
     let of_server = certificates.of_another_host("qemu.example");
-    // A QEMU without a certificate of its own verifies the other side by the CA.
+    // A QEMU without its own certificate verifies the other side by the CA.
     let of_the_ca = certificates.dir().join("anonymous");
     std::fs::create_dir(&of_the_ca).expect("a folder");
     let ca = "ca-cert.pem";
@@ -205,7 +205,7 @@ fn migrate_and_serve_speak_and_send_over_tls() {
     let (serve, to) = serve(&[&tls]);
     let qmp = format!("--qmp={}", here.free_qmp());
     let to = format!("--to={to}");
-    // Without TLS nothing begins.
+    // Without TLS nothing starts.
     let (status, said) = Hotlift::start(&["migrate", &qmp, &to, "--quiet"]).wait();
     assert_eq!(status.code(), Some(1), "{said:?}");
     assert!(errors(&said)[0].contains("speaks TLS only"), "{said:?}");

@@ -1,4 +1,4 @@
-//! A QEMU with one of our guests in it, driven by QMP and killed when it goes out of scope.
+//! A QEMU with one of the test guests, controlled by QMP and killed on drop.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use tempfile::TempDir;
 
 use crate::guest::{Guest, NOTHING_TO_BOOT};
 
-/// Far beyond what anything here takes on a machine that does other things besides.
+/// Far above the duration of any step here on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Polls `look` until it gives something, or panics with what `what` says by then.
+/// Polls `look` until it returns a value, or panics with the current message of `what`.
 pub fn until<T>(what: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
@@ -41,7 +41,7 @@ pub fn threads_of(pid: Pid) -> Vec<String> {
         .collect()
 }
 
-/// What runs the guest's instructions.
+/// Engine that runs the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Accelerator {
     Kvm,
@@ -49,12 +49,12 @@ pub enum Accelerator {
 }
 
 impl Accelerator {
-    /// Whether it is there, or a skip.
+    /// Returns true if it exists, else marks a skip.
     fn is_there(self) -> bool {
         self == Self::Tcg || qemu::has_kvm()
     }
 
-    /// QEMU's name of it.
+    /// Returns its name in QEMU.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -63,10 +63,10 @@ impl Accelerator {
     }
 }
 
-/// A machine that both ends of a migration have, in whatever QEMU.
+/// Machine that both ends of a migration have, in any QEMU.
 #[derive(Debug, Clone)]
 pub struct Machine {
-    /// A versioned one: its name is on the wire.
+    /// Versioned machine type: the stream contains it.
     pub name: &'static str,
     pub accelerator: Accelerator,
     pub memory: Memory,
@@ -76,29 +76,29 @@ pub struct Machine {
 /// A running QEMU.
 pub struct Vm {
     process: Launched,
-    /// Has the events of every migration.
+    /// Receives the events of every migration.
     pub qmp: Qemu,
     pub machine: Machine,
     pub release: Release,
 }
 
 impl Vm {
-    /// Starts a machine that runs its guest, or says why it cannot be.
+    /// Starts a machine that runs its guest, or prints why it cannot.
     pub fn running(release: Release, machine: &Machine) -> Option<Self> {
         Self::running_with(release, machine, &[])
     }
 
-    /// Starts a machine that waits for a migration, or says why it cannot be.
+    /// Starts a machine that waits for a migration, or prints why it cannot.
     pub fn waiting(release: Release, machine: &Machine) -> Option<Self> {
         Self::waiting_with(release, machine, &[])
     }
 
-    /// The same with `devices` besides, as QEMU's command line has them.
+    /// Starts a running machine with additional `devices`, as in QEMU's command line.
     pub fn running_with(release: Release, machine: &Machine, devices: &[String]) -> Option<Self> {
         Self::start(release, machine, devices, false)
     }
 
-    /// The same with `devices` besides.
+    /// Starts a waiting machine with additional `devices`.
     pub fn waiting_with(release: Release, machine: &Machine, devices: &[String]) -> Option<Self> {
         Self::start(release, machine, devices, true)
     }
@@ -115,7 +115,7 @@ impl Vm {
             Memory::File => machine.guest.fill(&folder.path().join("ram")),
             Memory::HugePages => line.extend(machine.guest.load(folder.path())),
         }
-        // The other socket is for a command that is tested.
+        // The other socket is for the tested command.
         let free = folder.path().join("qmp").display().to_string();
         let free = format!("unix:{free},server=on,wait=off");
         line.extend(["-qmp", &free].map(str::to_owned));
@@ -139,22 +139,22 @@ impl Vm {
         Some(vm)
     }
 
-    /// Where its files and sockets are.
+    /// Returns the path of one of its files and sockets.
     pub fn path(&self, name: &str) -> PathBuf {
         self.process.path(name)
     }
 
-    /// A URI of a UNIX socket of its own.
+    /// Returns a URI of a UNIX socket in its folder.
     pub fn uri(&self, name: &str) -> String {
         format!("unix:{}", self.path(name).display())
     }
 
-    /// The QMP socket that nobody uses yet.
+    /// Returns the QMP socket without a client.
     pub fn free_qmp(&self) -> String {
         self.path("qmp").display().to_string()
     }
 
-    /// All of the guest's RAM.
+    /// Returns all of the guest's RAM.
     pub fn ram(&self) -> Vec<u8> {
         let file = match self.machine.memory {
             Memory::File => self.path("ram"),
@@ -163,25 +163,25 @@ impl Vm {
         fs::read(file).expect("the guest's RAM")
     }
 
-    /// The memfds that memory of it is in.
+    /// Returns the memfds of its memory.
     pub fn memfds(&self) -> Vec<PathBuf> {
         let open = fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("it runs");
         let open = open.flatten().map(|file| file.path());
         let is_memory = |file: &PathBuf| {
-            // QEMU's name of it; some files are closed meanwhile.
+            // QEMU's name of it; some files are closed in the meantime.
             fs::read_link(file)
                 .is_ok_and(|to| to.starts_with("/memfd:memory-backend-memfd (deleted)"))
         };
         open.filter(is_memory).collect()
     }
 
-    /// What the guest has said so far.
+    /// Returns the guest's output so far.
     pub fn console(&self) -> String {
         let bytes = fs::read(self.path("console")).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// The count in the last line that the guest has said here; panics if the guest found an error.
+    /// Returns the count in the last line that the guest printed here; panics if the guest found an error.
     pub fn count(&self) -> Option<u64> {
         match *self.machine.guest {
             Guest::Firmware => self.machine.guest.ticks(&self.path("ram")),
@@ -196,7 +196,7 @@ impl Vm {
         self.count().filter(|_| !boots)
     }
 
-    /// Waits until the guest has counted on from `before`, and says how far.
+    /// Waits until the guest's count exceeds `before`, and returns it.
     pub fn counts_on_from(&self, before: u64) -> u64 {
         until(
             || self.explain(&format!("the guest does not count on from {before}")),
@@ -204,7 +204,7 @@ impl Vm {
         )
     }
 
-    /// Stops the guest, and proves that RAM is what all of its writes so far make it.
+    /// Stops the guest, and verifies that RAM contains all of its writes so far.
     pub fn prove(&mut self) -> u64 {
         self.qmp.stop().expect("stop");
         let guest = Arc::clone(&self.machine.guest);
@@ -213,7 +213,7 @@ impl Vm {
             .unwrap_or_else(|why| panic!("{}", self.explain(&why)))
     }
 
-    /// A command of the human monitor.
+    /// Runs a command of the human monitor.
     pub fn hmp(&mut self, line: &str) -> String {
         let arguments = json!({ "command-line": line });
         let answer = self
@@ -226,7 +226,7 @@ impl Vm {
         }
     }
 
-    /// `query-migrate`.
+    /// Returns `query-migrate`.
     pub fn migration(&mut self) -> MigrationInfo {
         let info = self.qmp.query_migrate();
         info.unwrap_or_else(|error| panic!("{}", self.explain(&error.to_string())))
@@ -258,8 +258,7 @@ impl Vm {
         }
     }
 
-    /// Waits until the migration has had a status: it is told as an event, and is not missed if it has
-    /// passed.
+    /// Waits until the migration has had a status: an event reports it, so a past one is not missed.
     pub fn says(&mut self, status: &str) {
         let start = Instant::now();
         let mut said = Vec::new();
@@ -282,7 +281,7 @@ impl Vm {
         );
     }
 
-    /// Whether vCPUs run here.
+    /// Returns true if vCPUs run here.
     pub fn is_running(&mut self) -> bool {
         self.qmp.query_status().is_ok_and(|state| state.running)
     }
@@ -295,24 +294,24 @@ impl Vm {
         self.process.process().pid()
     }
 
-    /// Whether a thread of the process has a name that begins so.
+    /// Returns true if a thread of the process has a name with this prefix.
     pub fn has_thread(&self, name: &str) -> bool {
         threads_of(self.pid())
             .iter()
             .any(|thread| thread.starts_with(name))
     }
 
-    /// How the process ended, if it has.
+    /// Returns the exit status of the process, if it has ended.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.process.process_mut().ended()
     }
 
-    /// Waits for what a process that has ended said last.
+    /// Reads the last output of an ended process.
     pub fn hear_out(&self) {
         self.process.process().hear_out();
     }
 
-    /// What QEMU said on stderr, but for what it says of this machine's CPU.
+    /// Returns QEMU's output on stderr, except for messages about this machine's CPU.
     pub fn stderr(&self) -> String {
         let said = self.process.process().said();
         let said = said.into_iter();
@@ -329,7 +328,7 @@ impl Vm {
     }
 }
 
-/// What a QEMU is started with to have a machine whose files are in `folder`.
+/// Returns the command line of a QEMU for a machine with its files in `folder`.
 pub fn command_line(machine: &Machine, folder: &Path) -> Vec<String> {
     let guest = &machine.guest;
     let accelerator = machine.accelerator.name();
@@ -340,15 +339,15 @@ pub fn command_line(machine: &Machine, folder: &Path) -> Vec<String> {
     line
 }
 
-/// The count in the last line of a console; panics if any says that the guest found an error.
+/// Returns the count in the last line of a console; panics if any line reports an error.
 pub fn count_in(console: &str, guest: &Guest) -> Option<u64> {
-    // The last line may be half written.
+    // The last line may be incomplete.
     let (lines, _) = console.rsplit_once('\n')?;
     let counts = lines.lines().filter_map(|line| guest.count(line));
     counts.fold(None, |_, count| Some(count))
 }
 
-/// A folder for a QEMU's files.
+/// Creates a folder for a QEMU's files.
 pub fn folder() -> TempDir {
     qemu::folder().expect("a folder")
 }

@@ -20,7 +20,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// One that lets next to nothing pass until it is told to. `None`: it cannot be tested here.
+    /// Starts one that is almost stopped by its rate limit until changed. `None`: it cannot be tested here.
     fn crawling() -> Option<Self> {
         let here = Vm::running(Release::V10, &machine(PC_10))?;
         let there = Vm::waiting(Release::V10, &machine(PC_10))?;
@@ -51,7 +51,7 @@ impl Watched {
         self.ask("migrate-set-parameters", &parameters);
     }
 
-    /// Starts `migrate`, and waits until its stream is seen on its way.
+    /// Starts `migrate`, and waits until `serve` reports its stream.
     fn migrate(&mut self) -> Running {
         let qmp = self.here.free_qmp();
         let migrate = ["migrate", "--qmp", &qmp, "--to", &self.uri, "--method=zstd"];
@@ -67,7 +67,7 @@ impl Watched {
         migrate
     }
 
-    /// Waits for the last word that a client hears, and looks that nothing is left behind.
+    /// Waits for the last message to a client, and checks that nothing is left behind.
     fn says_goodbye(&mut self) -> Value {
         let goodbye = until(
             || "no SHUTDOWN".to_owned(),
@@ -94,7 +94,7 @@ fn a_serve_is_watched_and_paced_and_says_what_it_has_not() {
         assert!(words.contains(name), "{words}");
     }
     let migrate = watched.migrate();
-    // It stays here for as long as one looks: without a limit it would be gone by then.
+    // It stays here while checked: without a limit it would have moved by then.
     let mut count = watched.here.count().expect("the guest has counted");
     for _ in 0..20 {
         count = watched.here.counts_on_from(count);
