@@ -18,7 +18,7 @@ use hotlift_vmm::{GuestKind, GuestSettings};
 
 use crate::error::SharedError;
 
-/// Share of zero pages if none is given: between a busy guest's and a fresh one's.
+/// Default share of zero pages: between a busy guest's and a fresh one's.
 const ZERO_SHARE: f64 = 0.25;
 
 /// Flags of the guest.
@@ -83,7 +83,7 @@ impl From<OsString> for Fill {
     }
 }
 
-/// As it is typed.
+/// The value as typed.
 impl Display for Fill {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
@@ -95,13 +95,13 @@ impl Display for Fill {
 }
 
 impl Fill {
-    /// Whether it is a file, page by page, unless a share of zero pages is given.
+    /// Returns true for a file that is copied page by page, unless a share of zero pages is given.
     #[must_use]
     pub fn is_file(&self) -> bool {
         matches!(self, Self::Path(path) if path.is_file())
     }
 
-    /// In words, from what [`Display`] writes.
+    /// Returns a description, from the output of [`Display`].
     #[must_use]
     pub fn words(text: &str) -> &str {
         match text {
@@ -133,20 +133,20 @@ pub enum RamBackend {
 }
 
 impl GuestArgs {
-    /// Whether there can be such a guest.
+    /// Checks that such a guest can exist.
     ///
     /// # Errors
-    /// What of RAM, vCPUs and working set does not go together.
+    /// RAM, vCPUs or working set that are incompatible.
     pub fn check(&self) -> Result<(), SharedError> {
         let settings = self.settings();
         Layout::new(settings.ram_bytes, settings.vcpus, settings.working_set)?;
         Ok(())
     }
 
-    /// Whether what it is to be filled with is there.
+    /// Checks that the fill exists.
     ///
     /// # Errors
-    /// The path that cannot be looked at.
+    /// The path that cannot be read.
     pub fn check_fill(&self) -> Result<(), TerminalError> {
         let Fill::Path(path) = &self.fill else {
             return Ok(());
@@ -155,7 +155,7 @@ impl GuestArgs {
         Ok(())
     }
 
-    /// The guest to make. Says why it is not a KVM guest if nobody asked for another.
+    /// Returns the kind of guest to create. Prints why it is not KVM unless another kind was requested.
     pub fn kind(&self) -> GuestKind {
         match self.guest {
             GuestChoice::Kvm => GuestKind::Kvm,
@@ -173,7 +173,7 @@ impl GuestArgs {
         }
     }
 
-    /// Settings of the guest.
+    /// Returns the settings of the guest.
     pub fn settings(&self) -> GuestSettings {
         GuestSettings {
             ram_bytes: self.ram,
@@ -190,13 +190,13 @@ impl GuestArgs {
         }
     }
 
-    /// Share of pages that stay zero beside those of the fill; `None` if that is a file, whose own are meant.
+    /// Returns the share of pages that stay zero beside the fill's own; `None` for a file, which has its own zero pages.
     pub fn zero_share(&self) -> Option<f64> {
         self.zero_share
             .or((!self.fill.is_file()).then_some(ZERO_SHARE))
     }
 
-    /// What RAM holds before the start.
+    /// Returns the content of RAM before the start.
     pub fn fill_settings(&self) -> FillSettings {
         let source = match (&self.fill, self.zero_share()) {
             (Fill::Generated, _) => FillSource::Generated,
@@ -212,7 +212,7 @@ impl GuestArgs {
         }
     }
 
-    /// The flags as they would be typed, for a child process with a guest of `kind`.
+    /// Returns the flags as typed, for a child process with a guest of `kind`.
     pub fn to_flags(&self, kind: GuestKind) -> Vec<String> {
         let backend = match self.ram_backend {
             RamBackend::Private => "private",
@@ -235,13 +235,13 @@ impl GuestArgs {
     }
 }
 
-/// A number of bytes.
+/// Parses a number of bytes.
 pub fn size(text: &str) -> Result<u64, String> {
     parse_size(text)
         .ok_or_else(|| "expected a number of bytes with an optional suffix K, M, G or T".to_owned())
 }
 
-/// A guest's RAM.
+/// Parses a guest's RAM size.
 pub fn ram(text: &str) -> Result<u64, String> {
     let ram = size(text)?;
     match (MIN_RAM..=MAX_RAM).contains(&ram) {
@@ -250,14 +250,14 @@ pub fn ram(text: &str) -> Result<u64, String> {
     }
 }
 
-/// A share.
+/// Parses a share.
 pub fn share(text: &str) -> Result<f64, String> {
     let share = text.parse().ok();
     let share = share.filter(|share| (0.0..=1.0).contains(share));
     share.ok_or_else(|| "expected a number from 0 to 1".to_owned())
 }
 
-/// A time in seconds.
+/// Parses a time in seconds.
 pub fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok();
     let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());

@@ -1,4 +1,4 @@
-//! A conversation with another host, at an address that a flag gave.
+//! Connection to another host, at an address from a flag.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use hotlift::tls::Tls;
 
 use crate::error::SharedError;
 
-/// How long connecting to the other host may take.
+/// Timeout of connecting to the other host.
 pub const CONNECT: Duration = Duration::from_secs(10);
 
 /// Connects to the process that listens at `to`, which was given with `flag`.
 ///
 /// # Errors
-/// If none listens there, or the handshake of `tls` fails.
+/// No process listens there, or the handshake of `tls` fails.
 pub fn connect(
     to: &Address,
     flag: &'static str,

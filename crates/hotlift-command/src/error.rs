@@ -1,4 +1,4 @@
-//! Causes of failure that commands of migrations share.
+//! Errors that commands of migrations share.
 
 use std::io;
 
@@ -12,86 +12,86 @@ use hotlift_terminal::error::TerminalError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
 
-/// Failure of a command that migrates, or of the conversation before its migration.
+/// Error of a command that migrates, or of its exchange with the peer before the migration.
 #[derive(Debug, thiserror::Error)]
 pub enum SharedError {
-    /// A failure that any command can have.
+    /// Error that any command can have.
     #[error(transparent)]
     Terminal(#[from] TerminalError),
-    /// An option's value, or options that do not go together.
+    /// An option's value is invalid, or options are incompatible.
     #[error("bad option")]
     Option(#[from] OptionError),
-    /// RAM, vCPUs and working set that do not go together.
+    /// RAM, vCPUs and working set are incompatible.
     #[error("there is no such guest")]
     Layout(#[from] LayoutError),
-    /// The contents of `--fill`.
+    /// The contents of `--fill` failed.
     #[error("cannot fill the guest's memory")]
     Fill(#[from] FillError),
-    /// The guest does not do what it must.
+    /// The check of the guest failed.
     #[error("the guest is not well after the migration: {problem}")]
     NotWell {
-        /// What is wrong.
+        /// Description of the problem.
         problem: String,
     },
-    /// Some of many migrations.
+    /// Some of several migrations failed.
     #[error("{failed} of {runs} migrations failed")]
     Migrations {
-        /// How many failed.
+        /// Number of failed migrations.
         failed: usize,
-        /// Of how many.
+        /// Number of all migrations.
         runs: usize,
     },
-    /// A conversation that was begun.
+    /// The exchange with the peer failed after its start.
     #[error("talking to 'hotlift serve' failed")]
     Conversation(#[from] ConversationError),
-    /// A listener.
+    /// The listener failed.
     #[error("cannot listen")]
     Listen {
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: TransportError,
     },
-    /// A connection to 'hotlift serve' that cannot be made.
+    /// 'hotlift serve' cannot be reached.
     #[error("cannot reach 'hotlift serve'")]
     NoServe {
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: TransportError,
     },
-    /// TLS that cannot be had.
+    /// TLS cannot be set up.
     #[error("cannot use TLS")]
     TlsSetup(#[source] Box<TlsSetupError>),
-    /// A handshake of a conversation.
+    /// The TLS handshake with the peer failed.
     #[error("the TLS handshake with {host} failed")]
     Tls {
         /// Address of the other host.
         host: String,
-        /// Why.
+        /// The error.
         #[source]
         source: Box<TlsError>,
     },
-    /// A QEMU's stream that would cross a network.
+    /// A QEMU's stream would cross a network.
     #[error(
         "{address} is open to other hosts, and QEMU's stream is safe on one host only: let QEMU use a UNIX socket or \
          loopback, or give '--insecure'"
     )]
     InsecureQemu {
-        /// Where.
+        /// The address.
         address: Address,
     },
-    /// The address of a UNIX socket.
+    /// The address of a UNIX socket is not allowed.
     #[error("{flag} takes tcp:HOST:PORT")]
     OnlyTcp {
-        /// The flag that it was given with.
+        /// The flag with this address.
         flag: &'static str,
     },
-    /// A caller whose messages cannot be read.
+    /// A client's messages cannot be read.
     #[error(transparent)]
     Unheard(Unheard),
-    /// A destination that refuses the migration.
+    /// The destination refused the migration.
     #[error("the destination refuses: {reason}")]
     Refused {
-        /// Why, in one line.
+        /// The reason in one line.
         reason: String,
     },
 }
@@ -112,7 +112,7 @@ impl From<TlsSetupError> for SharedError {
 }
 
 impl SharedError {
-    /// True if the command line is to blame, and nothing was begun.
+    /// Returns true if the command line is wrong, and nothing was started.
     pub fn is_usage(&self) -> bool {
         match self {
             Self::Option(OptionError::NoAccelerator { .. }) => false,
@@ -121,7 +121,7 @@ impl SharedError {
         }
     }
 
-    /// Returns the next step, where it is not plain from the error.
+    /// Returns the next step, where the error does not show it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::NoServe {
@@ -139,7 +139,7 @@ impl SharedError {
     }
 }
 
-/// What to do where a connection to 'hotlift serve' failed with an error of `kind`.
+/// Returns the next step after a connection to 'hotlift serve' failed with an error of `kind`.
 fn not_connected(kind: io::ErrorKind) -> &'static str {
     match kind {
         io::ErrorKind::ConnectionRefused => "start 'hotlift serve' on the destination host first",
@@ -191,7 +191,7 @@ mod tests {
         assert!(advice(io::ErrorKind::ConnectionRefused).contains("start 'hotlift serve'"));
         assert!(advice(io::ErrorKind::TimedOut).contains("firewall drops"));
         assert!(advice(io::ErrorKind::NetworkUnreachable).contains("no route"));
-        // A name that is not known.
+        // An unknown name.
         assert!(advice(io::ErrorKind::Other).contains("name or address"));
     }
 

@@ -1,5 +1,4 @@
-//! What a `guest run` process tells the `demo` that started it: JSON, one line an event, on its
-//! standard output.
+//! Events from a `guest run` process to the `demo` that started it: JSON, one line per event, on its standard output.
 
 use std::io::{BufRead, BufReader, Read};
 
@@ -9,7 +8,7 @@ use hotlift_terminal::output;
 use hotlift_vmm::fill::Filled;
 use serde::{Deserialize, Serialize};
 
-/// Events as they come.
+/// Events in order of arrival.
 pub type Events = Box<dyn Iterator<Item = Event>>;
 
 /// One event.
@@ -18,43 +17,43 @@ pub type Events = Box<dyn Iterator<Item = Event>>;
 pub enum Event {
     /// A destination waits for its source at this URI.
     Listening {
-        /// With the port that the system chose.
+        /// Address with the port that the system chose.
         uri: String,
     },
     /// The source's RAM was filled.
     Filled(Filling),
-    /// The source's migration goes on.
+    /// Progress of the source's migration.
     Progress {
-        /// Where it is.
+        /// The current state.
         moment: Moment,
     },
-    /// The source's migration has completed.
+    /// The source's migration completed.
     Sent {
-        /// Its figures.
+        /// Report of the source.
         report: Box<SourceReport>,
     },
     /// The destination runs the guest.
     Received {
-        /// Its figures.
+        /// Report of the destination.
         report: DestinationReport,
     },
-    /// The guest went on, and its memory was checked.
+    /// The guest ran again, and its memory was checked.
     Checked(Check),
     /// The migration failed.
     Failed {
-        /// Why, in one line.
+        /// Error in one line.
         error: String,
     },
 }
 
-/// What RAM holds at the start of a guest.
+/// Content of RAM at the start of a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Filling {
     /// Pages that are not zero.
     pub data_pages: u64,
-    /// Pages that are.
+    /// Zero pages.
     pub zero_pages: u64,
-    /// How often the source of its bytes was laid: above 1 it was repeated, below 1 it is its first part.
+    /// Repetitions of the fill's source: above 1 it was repeated, below 1 only its first part was used.
     pub laid: f64,
 }
 
@@ -69,7 +68,7 @@ impl From<&Filled> for Filling {
 }
 
 impl Filling {
-    /// Zero pages in percent, as they were counted.
+    /// Returns the counted zero pages in percent.
     pub fn zero_percent(&self) -> f64 {
         let pages = (self.data_pages + self.zero_pages).max(1);
         #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
@@ -77,7 +76,7 @@ impl Filling {
         share * 100.0
     }
 
-    /// "25 % zero pages, laid 3.1 times and perturbed at each repetition".
+    /// Returns a text such as "25 % zero pages, laid 3.1 times and perturbed at each repetition".
     pub fn text(&self) -> String {
         let laid = match self.laid {
             times if times > 1.0 => {
@@ -90,24 +89,24 @@ impl Filling {
     }
 }
 
-/// A moment of a migration, as its source saw it.
+/// Snapshot of a migration at its source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Moment {
-    /// Time since the migration was asked for, in milliseconds.
+    /// Time since the start of the migration, in milliseconds.
     pub elapsed_ms: f64,
     /// State, by QEMU's name.
     pub status: String,
     /// Pass over the dirty pages, from 1.
     pub round: u64,
-    /// Bytes of pages that this round has still to settle.
+    /// Bytes of pages that remain in this round.
     pub remaining_bytes: u64,
     /// Bytes written to all sockets so far.
     pub transferred_bytes: u64,
-    /// Bytes written a second, since the moment before.
+    /// Bytes written per second, since the last snapshot.
     pub bytes_per_second: f64,
-    /// Pages settled a second, since the moment before.
+    /// Pages settled per second, since the last snapshot.
     pub pages_per_second: f64,
-    /// Pages that the guest dirties a second.
+    /// Pages that the guest dirties per second.
     pub dirty_pages_per_second: f64,
 }
 
@@ -126,25 +125,25 @@ impl From<&Progress> for Moment {
     }
 }
 
-/// What a look at a guest has shown.
+/// Result of checking a guest.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Check {
-    /// It runs, and its count of writes has grown (if its workload writes at all).
+    /// True if it runs, and its count of writes has grown (if its workload writes at all).
     pub runs: bool,
-    /// Pages, records and vCPU state agree: no write was lost.
+    /// True if pages, records and vCPU state agree: no write was lost.
     pub verified: bool,
-    /// What is wrong, if something is.
+    /// The problem found, if any.
     pub problem: Option<String>,
-    /// Writes of all vCPUs.
+    /// Number of writes of all vCPUs.
     pub writes: u64,
-    /// Pages that were compared.
+    /// Number of compared pages.
     pub pages_checked: u64,
 }
 
-/// Tells `event` to the parent process.
+/// Sends `event` to the parent process.
 pub fn tell(event: &Event) {
     if let Ok(line) = serde_json::to_string(event) {
-        // A parent that has gone or sleeps hears nothing; the guest goes on.
+        // A dead or sleeping parent gets nothing; the guest keeps running.
         match event {
             Event::Progress { .. } => output::progress_line(&line),
             _ => output::out(&line),
@@ -152,7 +151,7 @@ pub fn tell(event: &Event) {
     }
 }
 
-/// The events of a child process, up to its end. Lines that are none are passed over.
+/// Returns the events of a child process, up to its end. Skips lines that are not events.
 pub fn read(stdout: impl Read + 'static) -> Events {
     Box::new(
         BufReader::new(stdout)

@@ -1,12 +1,12 @@
-//! Parts of the commands that migrate: flags, conversations, and pairs of `guest run` processes.
+//! Parts of the commands that migrate: flags, connections, and pairs of `guest run` processes.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `args`, `migration_args` | flags of a built-in guest, and of a migration by the engine's table |
 //! | `program`, `manual` | a program's command line; its manual pages and completions |
-//! | `security`, `connect` | TLS as a command's flags ask for it; a conversation at an address that a flag gave |
+//! | `security`, `connect` | TLS from a command's flags; a connection to an address from a flag |
 //! | `pair`, `events`, `held_memory` | two `guest run` processes, their events, memory for the destination |
-//! | `error` | causes of failure that these commands share |
+//! | `error` | errors that these commands share |
 
 #![forbid(unsafe_code)]
 

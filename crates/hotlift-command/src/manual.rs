@@ -1,4 +1,4 @@
-//! Manual pages and shell completions, made of a program's own flags.
+//! Manual pages and shell completions, made from a program's flags.
 
 use std::fs;
 use std::path::Path;
@@ -7,17 +7,17 @@ use clap::Command;
 use clap_complete::Shell;
 use hotlift_terminal::error::TerminalError;
 
-/// Where a shell looks for its completions below /usr/share.
+/// Folders of the shells' completions below /usr/share.
 const COMPLETIONS: &[(Shell, &str)] = &[
     (Shell::Bash, "bash-completion/completions"),
     (Shell::Zsh, "zsh/site-functions"),
     (Shell::Fish, "fish/vendor_completions.d"),
 ];
 
-/// Writes the pages and completions of `command` into `dir`, which becomes like a /usr/share.
+/// Writes the pages and completions of `command` into `dir`, with the layout of /usr/share.
 ///
 /// # Errors
-/// If a file cannot be written.
+/// A file cannot be written.
 pub fn write(dir: &Path, command: &Command) -> Result<(), TerminalError> {
     write_all(dir, &in_full(command.clone())).map_err(TerminalError::process("manual"))
 }
@@ -34,7 +34,7 @@ fn write_all(dir: &Path, command: &Command) -> std::io::Result<()> {
     Ok(())
 }
 
-/// `command` with nothing left for long help: a page has one text for each option.
+/// Returns `command` with one help text per option, the only one in a page.
 fn in_full(command: Command) -> Command {
     command
         .mut_args(|arg| arg.hide_short_help(false))

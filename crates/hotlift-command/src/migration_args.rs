@@ -1,5 +1,5 @@
-//! Command-line flags for the options of a migration, made from the engine's one table: which a command
-//! has, their defaults there and their place in its help.
+//! Command-line flags for the options of a migration, made from the engine's one table: the options of each command, their
+//! defaults and their place in the help.
 
 use std::marker::PhantomData;
 use std::ops::Deref;
@@ -9,7 +9,7 @@ use hotlift::Options;
 use hotlift::options::{OPTIONS, OptionError, OptionInfo, Role, option};
 use hotlift::relay::{self, RelaySettings};
 
-/// The options given on the command line, in the order of the table.
+/// Options given on the command line, in the order of the table.
 #[derive(Debug, Clone, Default)]
 pub struct MigrationArgs {
     given: Vec<(String, String)>,
@@ -18,7 +18,7 @@ pub struct MigrationArgs {
 
 /// A command's part in a migration, as a type.
 pub trait HasRole {
-    /// As a value.
+    /// The role as a value.
     const ROLE: Role;
 }
 
@@ -27,7 +27,7 @@ macro_rules! roles {
         /// Types for roles.
         pub mod role {
             $(
-                /// See the role of that name.
+                /// Role of that name.
                 #[derive(Debug, Clone)]
                 pub struct $name;
 
@@ -41,7 +41,7 @@ macro_rules! roles {
 
 roles!(Pair, Guest, Relay, Migrate, Save, Receive, Restore);
 
-/// The options that a command of role `R` takes.
+/// Options that a command of role `R` accepts.
 #[derive(Debug, Clone)]
 pub struct RoleArgs<R> {
     given: MigrationArgs,
@@ -57,7 +57,7 @@ impl<R> Deref for RoleArgs<R> {
 }
 
 impl<R: HasRole> RoleArgs<R> {
-    /// With the role's own defaults where nothing was given.
+    /// Returns the options with the role's defaults where none were given.
     pub fn complete(&self) -> MigrationArgs {
         let mut all = self.given.clone();
         for option in OPTIONS.iter().filter(|option| !self.has(option.name)) {
@@ -69,10 +69,10 @@ impl<R: HasRole> RoleArgs<R> {
         all
     }
 
-    /// The settings of a relay: zero pages as both ends can have them unless that was given.
+    /// Returns the settings of a relay: zero pages as both ends support them, unless given.
     pub fn relay_settings(&self) -> Result<RelaySettings, OptionError> {
         let all = self.complete();
-        // Who asks for auto beside a QEMU has one that reads what it sends.
+        // A user who asks for auto next to a QEMU has a QEMU that reads it.
         let asked = self.has("multifd-compression") && !self.has("qemu-reads");
         let all = if asked {
             all.with("qemu-reads", "zstd")
@@ -93,22 +93,22 @@ impl<R: HasRole> RoleArgs<R> {
 }
 
 impl MigrationArgs {
-    /// True if `name` was given.
+    /// Returns true if `name` was given.
     pub fn has(&self, name: &str) -> bool {
         self.given.iter().any(|(given, _)| given == name)
     }
 
-    /// Names and values, as given.
+    /// Returns names and values, as given.
     pub fn given(&self) -> &[(String, String)] {
         &self.given
     }
 
-    /// True if a level was given for whatever method is chosen.
+    /// Returns true if a level was given for the chosen method.
     pub fn has_level(&self) -> bool {
         self.level.is_some()
     }
 
-    /// The flag that option `name` is set by, if it has another name than the option.
+    /// Returns the flag that sets option `name`, if their names differ.
     fn other_flag(&self, name: &str) -> Option<&'static str> {
         if self.has(name) {
             return option(name).ok()?.alias;
@@ -116,7 +116,7 @@ impl MigrationArgs {
         (self.has_level() && name != LEVEL).then_some(LEVEL)
     }
 
-    /// Refuses the switches `names` where they are on, because nothing would come of them, or no end.
+    /// Refuses the switches `names` if they are on: they would have no effect, or never end.
     pub fn refuse(&self, names: &[&str], needs: &'static str) -> Result<(), OptionError> {
         match self
             .given
@@ -131,15 +131,14 @@ impl MigrationArgs {
         }
     }
 
-    /// Refuses what would be without effect. For a command without a monitor, at which the other half
-    /// may still be set.
+    /// Refuses options without effect. For commands without a monitor; a monitor can set the related option later.
     pub fn refuse_idle(&self) -> Result<(), OptionError> {
         self.given
             .iter()
             .try_for_each(|(name, _)| self.refuse_if_idle(name))
     }
 
-    /// The same of one option.
+    /// Refuses option `name` if it has no effect.
     pub fn refuse_if_idle(&self, name: &str) -> Result<(), OptionError> {
         let idle = self.idle()?;
         match idle.into_iter().find(|(idle, ..)| *idle == name) {
@@ -151,7 +150,7 @@ impl MigrationArgs {
         }
     }
 
-    /// The same without what would be without effect.
+    /// Returns the options without those that have no effect.
     pub fn without_idle(&self) -> Result<Self, OptionError> {
         let idle = self.idle()?;
         let mut rest = self.clone();
@@ -160,7 +159,7 @@ impl MigrationArgs {
         Ok(rest)
     }
 
-    /// What was given and would be without effect, and what it needs.
+    /// Returns the given options without effect, with the setting that each needs.
     fn idle(&self) -> Result<Vec<(&str, &str, &'static str)>, OptionError> {
         let options = self.options()?;
         let mut idle = Vec::new();
@@ -172,10 +171,10 @@ impl MigrationArgs {
         Ok(idle)
     }
 
-    /// Checks every value against its range.
+    /// Checks every value against its range, and returns the options.
     pub fn options(&self) -> Result<Options, OptionError> {
         let mut options = Options::default();
-        // The level comes last, since it is the chosen method's.
+        // The level is set last, since it belongs to the chosen method.
         for (name, value) in &self.given {
             options.set(name, value)?;
         }
@@ -201,7 +200,7 @@ impl MigrationArgs {
         Ok(options)
     }
 
-    /// The flags as they would be typed, for a child process.
+    /// Returns the flags as typed, for a child process.
     pub fn to_flags(&self) -> Vec<String> {
         let flag = |name: &str, value: &str| format!("--{name}={value}");
         self.given
@@ -211,7 +210,7 @@ impl MigrationArgs {
             .collect()
     }
 
-    /// The same with `name` set to `value`, whether it was given or not.
+    /// Returns a copy with `name` set to `value`.
     pub fn with(&self, name: &str, value: &str) -> Self {
         let mut changed = self.clone();
         changed.given.retain(|(given, _)| given != name);
@@ -237,18 +236,18 @@ fn help(option: &OptionInfo, role: Role) -> String {
     format!("{} [{values}{unit}{default}]", option.help)
 }
 
-/// The flag of an option. Short help has what is asked for every day.
+/// Returns the flag of an option. Short help shows the common ones.
 fn flag(option: &OptionInfo, role: Role) -> Arg {
     let arg = Arg::new(option.name)
         .long(option.name)
         .value_name("VALUE")
-        // It is refused as a value of this option, and not as a flag.
+        // Negative numbers fail as a value of this option, not as an unknown flag.
         .allow_negative_numbers(true)
         .help(help(option, role))
         .help_heading(option.group.title())
-        // Who only receives has no others.
+        // A command that only receives has no other options.
         .hide_short_help(!option.group.is_in_short_help() && !role.only_receives());
-    // What QEMU has no parameter for is typed as other commands' switches are.
+    // Options without a QEMU parameter are typed like other commands' switches.
     let arg = match option.name {
         "insecure" => arg
             .num_args(0..=1)
@@ -262,7 +261,7 @@ fn flag(option: &OptionInfo, role: Role) -> Arg {
     }
 }
 
-/// What a role takes, in the order of its help.
+/// Returns the options of a role, in the order of its help.
 fn options_of(role: Role) -> Vec<&'static OptionInfo> {
     let taken = OPTIONS
         .iter()
@@ -272,7 +271,7 @@ fn options_of(role: Role) -> Vec<&'static OptionInfo> {
     options
 }
 
-/// A value that was refused, as clap shows it: by both names of its flag, where it has one besides the option's.
+/// Returns a refused value as a clap error, with both names of its flag if it has two.
 fn refused(given: &MigrationArgs, error: &OptionError) -> clap::Error {
     let text = match error {
         OptionError::Value {
@@ -288,7 +287,7 @@ fn refused(given: &MigrationArgs, error: &OptionError) -> clap::Error {
     clap::Error::raw(clap::error::ErrorKind::ValueValidation, text)
 }
 
-/// What bounds a source, for commands whose other options the source or its file decides.
+/// Limits of a source, for commands whose other options the source or its file determines.
 #[derive(Debug, Clone)]
 pub struct LimitArgs<R> {
     options: Options,
@@ -296,7 +295,7 @@ pub struct LimitArgs<R> {
 }
 
 impl<R> LimitArgs<R> {
-    /// All other options have their defaults.
+    /// Returns the options; all others have their defaults.
     pub fn options(&self) -> Options {
         self.options.clone()
     }
@@ -329,7 +328,7 @@ impl<R: HasRole> FromArgMatches for LimitArgs<R> {
     }
 }
 
-/// Level of the method, whichever that is.
+/// Flag for the level of any method.
 const LEVEL: &str = "level";
 
 impl<R: HasRole> Args for RoleArgs<R> {
@@ -358,7 +357,7 @@ impl<R: HasRole> Args for RoleArgs<R> {
 impl<R: HasRole> FromArgMatches for RoleArgs<R> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let value = |name: &str| matches.get_one::<String>(name).cloned();
-        // In the table's order: some options set others along.
+        // In the table's order: some options also set others.
         let taken = OPTIONS
             .iter()
             .filter(|option| option.refusal(R::ROLE).is_none());
@@ -381,7 +380,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
             }
         }
         let checked = match R::ROLE {
-            // At a monitor the other half of an option may come later.
+            // At a monitor, the related option may follow later.
             Role::Guest => given.options().map(|_| ()),
             _ => given.refuse_idle(),
         };
@@ -412,7 +411,7 @@ mod tests {
         parse_as::<role::Guest>(flags)
     }
 
-    /// Short help and long help.
+    /// Returns short help and long help.
     fn helps<R: HasRole>() -> [String; 2] {
         let command = || RoleArgs::<R>::augment_args(Command::new("t").term_width(0));
         [

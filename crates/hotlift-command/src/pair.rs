@@ -1,4 +1,4 @@
-//! One migration of the built-in guest between two `guest run` processes: what `demo` and `hotlift-bench` repeat.
+//! One migration of the built-in guest between two `guest run` processes: the unit that `demo` and `hotlift-bench` repeat.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -17,21 +17,21 @@ use crate::args::GuestArgs;
 use crate::events::{self, Check, Event, Events, Filling, Moment};
 use crate::migration_args::MigrationArgs;
 
-/// What is to be migrated, how and where.
+/// Guest, options and place of a migration.
 pub struct Pair<'a> {
     /// Kind of both guests.
     pub kind: GuestKind,
     /// The source's guest.
     pub guest: &'a GuestArgs,
-    /// How it is migrated.
+    /// Options of the migration.
     pub migration: &'a MigrationArgs,
-    /// Begins lines of the progress display.
+    /// Prefix of lines of the progress display.
     pub label: &'a str,
-    /// Where the two processes are.
+    /// Place of the two processes.
     pub place: &'a Place,
-    /// How long it may take, from the start of the source's process on; `None`: for ever.
+    /// Time limit, from the start of the source's process on; `None` for no limit.
     pub limit: Option<Duration>,
-    /// What the two say on standard error: the operator's, or kept for the case that they fail.
+    /// Handling of standard error of both processes.
     pub errors: Errors,
 }
 
@@ -40,18 +40,18 @@ pub struct Pair<'a> {
 pub struct Place {
     /// The `hotlift` that both processes run.
     pub program: PathBuf,
-    /// Words before the source's command, such as those that enter a network namespace.
+    /// Prefix of the source's command line, such as the command that enters a network namespace.
     pub source_prefix: Vec<String>,
-    /// The same for the destination's.
+    /// Prefix of the destination's command line.
     pub destination_prefix: Vec<String>,
-    /// Where a destination of this host listens; 127.0.0.1 if nothing is given.
+    /// Address where a destination of this host listens; by default 127.0.0.1.
     pub address: Option<String>,
-    /// Names and values of options that say how both go about TLS.
+    /// Names and values of the TLS options of both processes.
     pub security: Vec<(String, String)>,
 }
 
 impl Place {
-    /// Two processes of `program` on this host.
+    /// Returns the place of two processes of `program` on this host.
     pub fn new(program: PathBuf) -> Self {
         Self {
             program,
@@ -62,19 +62,19 @@ impl Place {
         }
     }
 
-    /// Flags that say how a migration with `given` goes about TLS.
+    /// Returns the TLS flags of a migration with the options `given`.
     pub fn flags(&self, given: &MigrationArgs) -> Vec<String> {
         let is_of_tls = |(name, _): &&(String, String)| name == "tls-creds";
         match given.given().iter().find(is_of_tls) {
             // The migration has its own certificates.
             Some((_, creds)) if !creds.is_empty() => return Vec::new(),
-            // It is to go without, whatever the others do; addresses may be those of namespaces.
+            // TLS is off for this migration, whatever the others use; addresses may belong to namespaces.
             Some(_) => return vec!["--insecure=on".to_owned()],
             None => {}
         }
         let flag = |(name, value): &(String, String)| format!("--{name}={value}");
         let flags: Vec<_> = self.security.iter().map(flag).collect();
-        // Addresses that only namespaces of this host have.
+        // Addresses that exist only in namespaces of this host.
         match self.address.is_some() && flags.is_empty() {
             true => vec!["--insecure=on".to_owned()],
             false => flags,
@@ -82,45 +82,45 @@ impl Place {
     }
 }
 
-/// What becomes of standard error.
+/// Handling of standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Errors {
-    /// It is shown, with the progress display if that is wanted.
+    /// Shown, with the progress display unless quiet.
     Shown {
-        /// No progress.
+        /// True for no progress.
         quiet: bool,
     },
-    /// Its last line explains a process that ended without a word.
+    /// Kept: its last line explains why a process ended without a report.
     Kept,
 }
 
-/// What came of it.
+/// Result of the migration.
 #[derive(Debug, Default)]
 pub struct Moved {
-    /// The source's figures, if it completed there.
+    /// The source's report, if it completed there.
     pub source: Option<SourceReport>,
-    /// The destination's figures, if it completed there.
+    /// The destination's report, if it completed there.
     pub destination: Option<DestinationReport>,
-    /// What the guest looked like afterwards.
+    /// Result of the guest check afterwards.
     pub check: Option<Check>,
-    /// What RAM held at its start.
+    /// Content of RAM at its start.
     pub filled: Option<Filling>,
-    /// The first thing that went wrong.
+    /// The first error.
     pub error: Option<String>,
 }
 
-/// What is told while it goes on.
+/// Event during the migration.
 pub enum Tale<'a> {
-    /// The two processes are there, and nothing has been sent yet. No destination: it is elsewhere.
+    /// The processes run, and nothing has been sent yet. Without a destination here, it is elsewhere.
     Begun {
-        /// Of the source.
+        /// Process id of the source.
         source: u32,
-        /// Of the destination.
+        /// Process id of the destination.
         destination: Option<u32>,
     },
-    /// The source's guest is there, and is about to be migrated.
+    /// The source's guest exists, and its migration starts next.
     Filled,
-    /// The source's progress.
+    /// Progress of the source.
     Moment(&'a Moment),
 }
 
@@ -130,7 +130,7 @@ impl Moved {
     }
 }
 
-/// A destination's cost over the total time that its source has seen, in milliseconds.
+/// Returns the destination's cost over the total time at its source, in milliseconds.
 pub fn destination_side(report: DestinationReport, total_ms: f64) -> SideFigures {
     SideFigures::new(
         report.side.threads,
@@ -141,10 +141,10 @@ pub fn destination_side(report: DestinationReport, total_ms: f64) -> SideFigures
 }
 
 impl Pair<'_> {
-    /// Migrates once. With an interrupt or past the limit both processes are ended.
+    /// Migrates once. An interrupt or the time limit ends both processes.
     ///
     /// # Errors
-    /// If a process cannot be started. All else that goes wrong is in [`Moved::error`].
+    /// A process cannot be started. All other errors are in [`Moved::error`].
     pub fn migrate(
         &self,
         destination: Destination,
@@ -203,7 +203,7 @@ impl Pair<'_> {
                     _ => {}
                 }
             }
-            // A source that went without a word leaves a destination that would wait for it.
+            // A source that ended without a report leaves a destination that waits for it.
             if moved.source.is_none() {
                 let why = gone(Some(&mut source), "source", "the migration did");
                 moved.failed(&why);
@@ -240,10 +240,10 @@ impl Pair<'_> {
         Ok(moved)
     }
 
-    /// The destination's process on this host.
+    /// Starts the destination's process on this host.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// It cannot be started.
     pub fn destination(&self) -> Result<Destination, TerminalError> {
         let address = self.place.address.as_deref().unwrap_or("127.0.0.1");
         let (process, events) = self.spawn(
@@ -276,7 +276,7 @@ impl Pair<'_> {
             .args(self.place.flags(self.migration))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            // Ctrl-C is for whoever has started it, and ends it then: one word on that is enough.
+            // Ctrl-C goes to the parent, which ends this process: one message suffices.
             .process_group(0);
         let mut said = None;
         match self.errors {
@@ -299,8 +299,7 @@ impl Pair<'_> {
         Ok((Process { child, said }, events))
     }
 
-    /// Does `work`, and kills `processes` before its end if there is an interrupt, or if it takes longer than the limit; true if
-    /// it was that.
+    /// Runs `work`; kills `processes` on an interrupt or past the time limit. Returns true if the limit was the cause.
     fn watched(&self, processes: &[u32], interrupt: &Interrupt, work: impl FnOnce()) -> bool {
         let mut late = false;
         let end = |cause| {
@@ -319,7 +318,7 @@ fn kill(process: u32) {
     }
 }
 
-/// Why a side that ended too early did so.
+/// Returns why a side ended too early.
 fn gone(process: Option<&mut Process>, side: &str, before: &str) -> String {
     let plain = format!("the {side} process ended before {before}");
     match process.and_then(Process::last_words) {
@@ -328,15 +327,15 @@ fn gone(process: Option<&mut Process>, side: &str, before: &str) -> String {
     }
 }
 
-/// The far end of a migration, about to listen.
+/// Destination of a migration, about to listen.
 pub struct Destination {
-    /// Its process, if it is one of this host.
+    /// Process, if it is on this host.
     pub process: Option<Process>,
-    /// What it tells.
+    /// Events of the process.
     pub events: Events,
 }
 
-/// A child process that does not outlive its owner.
+/// Child process that does not outlive its owner.
 pub struct Process {
     child: Child,
     said: Option<File>,
@@ -347,16 +346,15 @@ impl Process {
         self.child.id()
     }
 
-    /// Ends the process if it has not ended.
+    /// Kills the process if it still runs.
     fn end(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Why it has ended, as it has written on standard error, if that was kept: the line with the error, or
-    /// the last one.
+    /// Returns the cause of its end from its standard error, if kept: the line with the error, or the last one.
     fn last_words(&mut self) -> Option<String> {
-        /// Far more than a line of ours.
+        /// Far more than one line of Hotlift.
         const ENOUGH: u64 = 64 << 10;
         let said = self.said.as_mut()?;
         let mut text = String::new();
@@ -370,7 +368,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // By now its output has ended, and so does it; a process that does not is stuck.
+        // Its output has ended, so the process ends now, unless it hangs.
         let _ = self.child.wait();
     }
 }

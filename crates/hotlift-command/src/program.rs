@@ -1,4 +1,4 @@
-//! A program's command line: its start, short help, the message for a bad command line, and a failure's lines.
+//! A program's command line: its start, short help, the message for a bad command line, and error output.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -11,26 +11,26 @@ use hotlift_terminal::error::{TerminalError, error_line};
 use hotlift_terminal::output::{self, complain};
 use hotlift_terminal::{signals, width};
 
-/// Ends the short help of a command that has more to show.
+/// Last line of the short help of a command with more options.
 const MORE: &str = "'--help' shows all options.";
 
 /// Exit code of a bad command line.
 pub const USAGE: u8 = 2;
 
-/// Columns of help where the terminal has more, or there is none.
+/// Maximum width of help on a wider terminal, or without a terminal.
 const WIDEST: usize = 100;
 
-/// A program that runs, with its command line.
+/// Running program with its command line.
 pub struct Program {
     command: Command,
     words: Vec<OsString>,
 }
 
 impl Program {
-    /// Prepares this process for its output, and takes its command line.
+    /// Prepares this process for its output, and reads its arguments.
     pub fn start(command: Command) -> Self {
         if !environment::is_trusted() {
-            // TMPDIR is an unprivileged user's. It fails only if it was set before, and nothing else sets it.
+            // TMPDIR belongs to an unprivileged user. The call fails only if it was set before, and no other code sets it.
             let _ = tempfile::env::override_temp_dir(Path::new("/tmp"));
         }
         output::take_panics();
@@ -44,22 +44,22 @@ impl Program {
         program
     }
 
-    /// Lists the subcommands `first` first in the program's help, in this order, and the others under a heading of their own.
+    /// Lists the subcommands `first` in this order in the program's help, and the others under a separate heading.
     #[must_use]
     pub fn with_first(mut self, first: &[&str]) -> Self {
-        // The list is rendered for this, and no subcommand's help has it.
+        // Rendering the list takes time, and no subcommand's help contains it.
         if self.path().is_empty() {
             self.command = grouped(self.command, first);
         }
         self
     }
 
-    /// Returns the first word after the program's name.
+    /// Returns the first argument.
     pub fn first_word(&self) -> Option<&OsString> {
         self.words.get(1)
     }
 
-    /// Reads the command line; ends the process if it asks for help, or cannot be read.
+    /// Parses the command line; ends the process after a request for help, or an error.
     pub fn read<T: FromArgMatches>(&self) -> T {
         let matches = self.command.clone().try_get_matches_from(&self.words);
         match matches.and_then(|matches| T::from_arg_matches(&matches)) {
@@ -80,7 +80,7 @@ impl Program {
         }
     }
 
-    /// Prints why the program failed, and the next step: `advice`, or the help of the command if `is_usage`.
+    /// Prints the error and the next step: `advice`, or the help of the command if `is_usage`.
     pub fn fail(&self, line: &str, advice: Option<&str>, is_usage: bool) {
         self.warn(line);
         if let Some(advice) = advice {
@@ -96,7 +96,7 @@ impl Program {
         complain!("{}: {line}", self.command.get_name());
     }
 
-    /// Returns the message for a command line that cannot be read, with the usage of its command.
+    /// Returns the message for an invalid command line, with the usage of its command.
     fn explain(&self, error: clap::Error) -> String {
         let path = self.path();
         let typed = path.join(" ");
@@ -117,14 +117,14 @@ impl Program {
         text.trim_end().replace("'--help'", &self.help(&path))
     }
 
-    /// Returns the words to type for the help of the subcommand at `path`.
+    /// Returns the command to type for the help of the subcommand at `path`.
     fn help(&self, path: &[String]) -> String {
         let words = std::iter::once(self.command.get_name()).chain(path.iter().map(String::as_str));
         let words: Vec<_> = words.chain(["--help"]).collect();
         format!("'{}'", words.join(" "))
     }
 
-    /// Returns the subcommands that the command line begins with.
+    /// Returns the subcommands at the start of the command line.
     fn path(&self) -> Vec<String> {
         let mut command = &self.command;
         let mut path = Vec::new();
@@ -139,7 +139,7 @@ impl Program {
     }
 }
 
-/// `command` whose short help says that there is more, where there is, and whose long help fits any terminal.
+/// Returns `command` with a hint in its short help if there are more options, and long help that fits any terminal.
 fn with_hints(command: Command) -> Command {
     let hides = |command: &Command| {
         command
@@ -151,14 +151,14 @@ fn with_hints(command: Command) -> Command {
         command = command.long_about(paragraphs(&about));
     }
     if hides(&command) {
-        // Long help would show it, too, if it had no end of its own.
+        // Without its own ending, long help would also show the hint.
         command = command.after_help(MORE).after_long_help("");
     }
     command
 }
 
-/// `text` with one line for each paragraph, which clap breaks where the terminal ends. Examples, which are indented, stay as
-/// they are.
+/// Returns `text` with one line per paragraph, which clap breaks at the width of the terminal. Examples, which are indented,
+/// stay unchanged.
 fn paragraphs(text: &str) -> String {
     let join = |paragraph: &str| match paragraph.starts_with("  ") {
         true => paragraph.to_owned(),
@@ -168,8 +168,8 @@ fn paragraphs(text: &str) -> String {
     joined.join("\n\n")
 }
 
-/// `command` whose help fits the terminal of standard output by the measure of tables: clap's own takes no terminal that
-/// does not know its lines.
+/// Returns `command` with help that fits standard output, measured as for tables: clap ignores a terminal that reports no
+/// number of lines.
 fn fitted(command: Command) -> Command {
     match width::columns(rustix::stdio::stdout()) {
         Some(columns) => command.term_width(columns.min(WIDEST)),
@@ -177,8 +177,8 @@ fn fitted(command: Command) -> Command {
     }
 }
 
-/// Returns `command` whose help has the subcommands `first`, in this order, and the others under a heading of their own. They
-/// are hidden from clap's list, so that this is for help and for reading the command line, not for manual pages.
+/// Returns `command` whose help lists the subcommands `first`, in this order, and the others under a separate heading. clap's
+/// list hides them, so this is for help and parsing only, not for manual pages.
 fn grouped(command: Command, first: &[&str]) -> Command {
     let place = |name: &str| first.iter().position(|first| *first == name);
     let others = command
@@ -203,7 +203,7 @@ fn grouped(command: Command, first: &[&str]) -> Command {
         ))
 }
 
-/// Why the command typed does not take an option that others take.
+/// Returns why the typed command does not accept an option that others accept.
 fn not_taken(error: &clap::Error, typed: &str) -> Option<String> {
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else {
         return None;

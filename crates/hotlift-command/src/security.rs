@@ -1,4 +1,4 @@
-//! TLS as a command's options ask for it, and what is to be known of the certificates.
+//! TLS from a command's options, and warnings about the certificates.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use hotlift_terminal::output::complain;
 
 use crate::error::SharedError;
 
-/// TLS to or from another Hotlift at `address`; see [`tls::of_options`].
+/// Returns TLS to or from another Hotlift at `address`; see [`tls::of_options`].
 ///
 /// # Errors
-/// If it cannot be had, or the address is open to other hosts and there is none.
+/// TLS cannot be set up, or the address is open to other hosts and TLS is not configured.
 pub fn tls(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, SharedError> {
     let tls = tls::of_options(options, address)?;
     if let Some(tls) = &tls {
@@ -70,10 +70,10 @@ pub enum Switch {
 }
 
 impl QemuTlsArgs {
-    /// TLS to (`connects`) or from the QEMU of this host at `address`.
+    /// Returns TLS to (`connects`) or from the QEMU of this host at `address`.
     ///
     /// # Errors
-    /// As of [`tls()`], or a flag that the other end of a connection has.
+    /// As [`tls()`], or a flag that belongs to the other end of the connection.
     pub fn tls(
         &self,
         options: &Options,
@@ -87,7 +87,7 @@ impl QemuTlsArgs {
             };
             return Err(conflict.into());
         }
-        // QEMU's main channel ends without close_notify: over a network the end of its connection says nothing, TLS or not.
+        // QEMU's main channel ends without close_notify: over a network, a closed connection proves nothing, even with TLS.
         if !address.is_on_this_host() && !options.insecure {
             let address = address.clone();
             return Err(SharedError::InsecureQemu { address });
@@ -126,13 +126,13 @@ pub struct SecurityArgs {
     insecure: Option<String>,
 }
 
-/// As the table of options has it.
+/// Returns the help text from the table of options.
 fn help(name: &str) -> &'static str {
     option(name).map_or("", |option| option.help)
 }
 
 impl SecurityArgs {
-    /// Names and values of the options of a migration that say the same.
+    /// Returns names and values of the equivalent migration options.
     #[must_use]
     pub fn given<'a>(&'a self) -> Vec<(&'static str, &'a str)> {
         let texts = [
@@ -145,17 +145,17 @@ impl SecurityArgs {
         texts.into_iter().filter_map(given).collect()
     }
 
-    /// The same for commands that this one starts.
+    /// Returns the same for commands that this one starts.
     #[must_use]
     pub fn given_to_others(&self) -> Vec<(String, String)> {
         let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
         self.given().into_iter().map(owned).collect()
     }
 
-    /// As of [`tls()`].
+    /// Calls [`tls()`] with these flags.
     ///
     /// # Errors
-    /// As of [`tls()`].
+    /// As [`tls()`].
     pub fn tls(&self, address: &Address) -> Result<Option<Arc<Tls>>, SharedError> {
         let mut options = Options::default();
         for (name, value) in self.given() {
