@@ -1,4 +1,4 @@
-//! Why memory could not be sampled, or methods not be measured.
+//! Errors of sampling memory and of measuring methods.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,88 +7,88 @@ use hotlift_mem::{FileError, MemError};
 use hotlift_methods::MethodError;
 use hotlift_qmp::QmpError;
 
-/// Memory that could not be sampled, or a measurement that failed.
+/// Error of sampling memory, or of a measurement.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// A QMP socket that does not answer.
+    /// A QMP socket does not answer.
     #[error("QEMU at the source")]
     Qmp(#[source] QmpError),
-    /// Nothing to sample.
+    /// The process does not exist.
     #[error("there is no process {pid}")]
     NoProcess {
-        /// Its id.
+        /// Process id.
         pid: u32,
     },
-    /// Another user's process.
+    /// The process belongs to another user.
     #[error(
         "not allowed to read the memory of process {pid}: run this as root, or as its user with CAP_SYS_PTRACE"
     )]
     NotAllowed {
-        /// Its id.
+        /// Process id.
         pid: u32,
     },
-    /// A process without memory.
+    /// The process has no memory.
     #[error(
         "process {pid} has no memory of its own that is writable: it is a kernel thread, or has ended"
     )]
     NoMemory {
-        /// Its id.
+        /// Process id.
         pid: u32,
     },
-    /// Files of a process.
+    /// Files of a process cannot be read.
     #[error("cannot read {} of process {pid}", path.display())]
     Process {
-        /// Its id.
+        /// Process id.
         pid: u32,
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// An image, a folder, or a socket.
+    /// An image, a folder, or a socket failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// An image without pages.
+    /// An image has no pages.
     #[error("{} has no page of {} bytes in it", path.display(), hotlift_mem::PAGE_SIZE)]
     Empty {
-        /// Which.
+        /// Path of the image.
         path: PathBuf,
     },
-    /// A folder's files.
+    /// A folder's files cannot be read.
     #[error("cannot sample the folder")]
     Folder(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The system.
+    /// Memory cannot be allocated.
     #[error("cannot have memory to measure with")]
     Memory(#[from] MemError),
-    /// A codec.
+    /// A codec failed.
     #[error("method {method} fails on this host")]
     Method {
-        /// Which.
+        /// Name of the method.
         method: &'static str,
-        /// Why.
+        /// The codec's error.
         #[source]
         source: MethodError,
     },
-    /// A QMP socket that is no UNIX socket, or whose process is not known.
+    /// A QMP socket is not a UNIX socket, or its process is unknown.
     #[error("the QMP socket {address} tells no process: give --pid with QEMU's process id")]
     NoPeer {
-        /// The socket.
+        /// Address of the socket.
         address: String,
     },
-    /// A QMP socket that a manager has made.
+    /// A QMP socket was created by a manager.
     #[error(
         "the QMP socket {address} was made by '{name}' (process {pid}), which is no QEMU: give --pid with QEMU's process id"
     )]
     OtherPeer {
-        /// The socket.
+        /// Address of the socket.
         address: String,
-        /// The process's name.
+        /// Name of the process.
         name: String,
-        /// Its id.
+        /// Process id.
         pid: u32,
     },
-    /// A panic.
+    /// A thread panicked.
     #[error("a thread that measures has ended early: this is a mistake in hotlift")]
     Thread,
 }

@@ -1,13 +1,13 @@
-//! What a host can do, for the commands that choose by it or compare it.
+//! Properties of a host, for the commands that choose by them or compare them.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `accel` | accelerators, and what is missing to use them |
+//! | `accel` | accelerators, and the missing parts of their setup |
 //! | `rules` | published rules for choosing among them |
-//! | `page_faults` | whether a user can bring a guest its pages as they are touched, and what to set if not |
+//! | `page_faults` | permission to load a guest's pages on access, and the missing settings |
 //! | `memory`, `qemu` | memory of a process, of the QEMU behind a QMP socket, of an image |
-//! | `sample` | pages drawn from it at random |
-//! | `measure` | every method on such pages |
+//! | `sample` | random pages from it |
+//! | `measure` | every method with these pages |
 
 #![forbid(unsafe_code)]
 

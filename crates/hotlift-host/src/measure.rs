@@ -1,8 +1,8 @@
-//! What the methods make of a sample on this host: ratio, rate and CPU of each, both ways.
+//! Measurement of the methods with a sample on this host: ratio, rate and CPU of each, in both directions.
 //!
-//! As many threads as there are cores work at once, as channels do: two cores may be halves of one, and other work
-//! takes its part. The methods take turns packet by packet, another one first each time, so that a machine whose
-//! speed drifts drifts for all.
+//! One thread per core works at once, as channels do: two cores may be hyperthreads of one, and other work takes its part. The
+//! methods alternate packet by packet, starting with another one each time, so that a drifting machine speed affects all
+//! equally.
 
 use std::sync::Barrier;
 use std::thread;
@@ -15,62 +15,62 @@ use serde::Serialize;
 use crate::error::HostError;
 use crate::sample::{PACKET, Packet, Sample};
 
-/// Levels that are measured where a method has levels: its fastest, and those that trade CPU for bytes at a rate that
-/// some link could ask for (bench/results/2026-11-22-codecs.txt). Of the others it is the default.
+/// Levels to measure where a method has levels: the fastest, and levels that trade CPU for bytes at a rate that some link needs
+/// (bench/results/2026-11-22-codecs.txt). Other methods are measured at their default.
 const LEVELS: &[(&str, &[u8])] = &[("zstd", &[1, 3, 6])];
 
-/// How long the methods are measured at most. All of them meet the same packets: ratios of different ones could not be
-/// compared. 64 MiB take a core of a Cascade Lake Xeon 5 seconds.
+/// Maximum duration of the measurement. All methods get the same packets, else ratios would not be comparable. 64 MiB take a
+/// core of a Cascade Lake Xeon 5 seconds.
 const BUDGET: Duration = Duration::from_secs(10);
 
-/// Threads that measure, at most.
+/// Maximum number of measuring threads.
 const MOST_THREADS: usize = 16;
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// A method at a level on this host.
+/// Measurement of a method at a level on this host.
 #[derive(Debug, Clone, Serialize)]
 pub struct Measured {
-    /// The method's name.
+    /// Name of the method.
     pub method: &'static str,
-    /// Its level; `null` if it has none.
+    /// Level; `null` if it has none.
     pub level: Option<u8>,
-    /// A library, or a device.
+    /// Name of the library or device.
     pub done_by: String,
-    /// On an accelerator.
+    /// True on an accelerator.
     pub on_device: bool,
-    /// Bytes of pages that it was measured with.
+    /// Bytes of the measured pages.
     pub measured_bytes: usize,
-    /// Bytes of the pages over bytes of the payload.
+    /// Bytes of the pages divided by bytes of the payload.
     pub ratio: f64,
-    /// With the private copy of the pages.
+    /// Cost with the private copy of the pages.
     pub compress: Cost,
-    /// Into memory that exists.
+    /// Cost into existing memory.
     pub decompress: Cost,
 }
 
-/// What one direction of a method takes, by bytes of pages with content.
+/// Cost of one direction of a method, by bytes of pages with content.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Cost {
-    /// MB (10^6 bytes) a second of one thread, while as many as there are cores do the same. Without a device a thread is
-    /// taken to be held up by its own work only.
+    /// MB (10^6 bytes) per second of one thread, while one thread per core does the same. Without a device, only a thread's own
+    /// work is counted as its delay.
     pub mb_per_s: f64,
-    /// Seconds of a core for a GiB.
+    /// Core seconds per GiB.
     pub core_s_per_gib: f64,
 }
 
-/// Threads that measure on a sample at once.
+/// Returns the number of threads that measure a sample at once.
 #[must_use]
 pub fn threads(sample: &Sample) -> usize {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     cores.min(MOST_THREADS).min(sample.packets.len())
 }
 
-/// Measures every method on the sample's pages with content, in the order of the table; nothing if there are none.
-/// Method `none` has no work to do, and is not measured.
+/// Measures every method on the sample's pages with content, in the order of the table; nothing if there are none. Method
+/// `none` does no work and is not measured.
 ///
 /// # Errors
-/// If a method fails, or memory is refused.
+/// A method fails, or memory cannot be allocated.
 pub fn measure(sample: &Sample, accelerators: bool) -> Result<Vec<Measured>, HostError> {
     let settings = settings();
     let threads = threads(sample);
@@ -99,7 +99,7 @@ pub fn measure(sample: &Sample, accelerators: bool) -> Result<Vec<Measured>, Hos
         .collect())
 }
 
-/// What is measured.
+/// Returns the methods and levels to measure.
 fn settings() -> Vec<(&'static MethodInfo, Option<u8>)> {
     let mut settings = Vec::new();
     for method in METHODS.iter().filter(|method| method.name != "none") {
@@ -115,12 +115,12 @@ fn settings() -> Vec<(&'static MethodInfo, Option<u8>)> {
     settings
 }
 
-/// Seconds of work.
+/// Duration of work in seconds.
 #[derive(Debug, Clone, Copy, Default)]
 struct Work {
-    /// Of a core.
+    /// Time of a core.
     cpu: f64,
-    /// That the thread was held up: `cpu`, waiting for a device, and for a core that others have.
+    /// Time that the thread was delayed: `cpu`, the wait for a device, and the wait for a core that others use.
     thread: f64,
 }
 
@@ -132,7 +132,7 @@ impl Work {
         }
     }
 
-    /// Runs `work` and books its time.
+    /// Runs `work` and adds its time.
     fn time<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let (cpu, wall) = (thread_cpu_time(), Instant::now());
         let result = work();
@@ -189,7 +189,7 @@ impl Sums {
     }
 }
 
-/// All methods over one thread's packets.
+/// Measures all methods with one thread's packets.
 fn one_thread<'a>(
     packets: impl Iterator<Item = &'a Packet>,
     settings: &[(&'static MethodInfo, Option<u8>)],
@@ -206,7 +206,7 @@ fn one_thread<'a>(
         .map(|setting| Codec::new(setting, accelerator));
     let codecs = codecs.collect::<Result<Vec<_>, _>>();
     let target = RamBlock::new("target", PACKET, Backing::Private).map_err(HostError::Memory);
-    // Whoever fails must not leave the others waiting.
+    // A failing thread must not leave the others waiting.
     barrier.wait();
     let (mut codecs, mut buffers) = (codecs?, Buffers::new(target?));
     let begun = Instant::now();
@@ -222,7 +222,7 @@ fn one_thread<'a>(
     Ok(codecs.into_iter().map(|codec| codec.sums).collect())
 }
 
-/// Both halves of a method, and what they have done.
+/// Both directions of a method, and their sums.
 struct Codec {
     method: &'static str,
     encoder: Box<dyn Encode>,
@@ -230,7 +230,7 @@ struct Codec {
     sums: Sums,
 }
 
-/// What a packet passes. All methods of a thread have the same, so that it is in the cache as it is for a channel.
+/// Buffers of a packet. All methods of a thread share them, so that they are in the cache as for a channel.
 struct Buffers {
     private: Vec<u8>,
     payload: Vec<u8>,
@@ -282,7 +282,7 @@ impl Codec {
             encoder.encode(pages, payload)
         });
         encoded.map_err(failed)?;
-        // Where the pages lay: some methods decode neighbours faster.
+        // At the pages' original positions: some methods decode neighbours faster.
         let target = &buffers.target;
         let runs = packet.runs.iter().map(|&(at, len)| target.run(at, len));
         let runs: Vec<GuestRun<'_>> = runs.collect::<Result<_, _>>()?;

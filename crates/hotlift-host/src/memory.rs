@@ -19,7 +19,7 @@ const RAM_SHARE: u64 = 4;
 struct Mapping {
     start: u64,
     len: u64,
-    /// Private and without a file: an empty page table entry means zero.
+    /// True if private and without a file: an empty page table entry means zero.
     anonymous: bool,
 }
 
@@ -28,14 +28,14 @@ pub struct Process {
     pid: u32,
     name: String,
     mem: File,
-    /// `None` if it may not be read: then all pages are looked at.
+    /// `None` if it cannot be read: then all pages are read.
     pagemap: Option<File>,
     mappings: Vec<Mapping>,
 }
 
 impl Process {
-    /// Opens the memory of a process: the mapping of `ram_bytes` if there is one, since what else is large is then no RAM,
-    /// such as the translated code of a QEMU without KVM.
+    /// Opens the memory of a process: the mapping of `ram_bytes` if there is one. Other large mappings are then not RAM, such
+    /// as the translated code of a QEMU without KVM.
     pub fn open(pid: u32, ram_bytes: Option<u64>) -> Result<Self, HostError> {
         let folder = PathBuf::from(format!("/proc/{pid}"));
         let failed = |file: &str, source: io::Error| match source.kind() {
@@ -72,7 +72,7 @@ impl Process {
         })
     }
 
-    /// The mapping that a packet lies in, and the packet's place in it.
+    /// Returns the mapping of a packet, and the packet's offset in it.
     fn find(&self, packet: u64) -> Option<(Mapping, u64)> {
         let mut packet = packet;
         for mapping in &self.mappings {
@@ -85,9 +85,9 @@ impl Process {
         None
     }
 
-    /// For each page, whether it was never touched.
+    /// Returns for each page true if it was never touched.
     fn untouched(&self, mapping: Mapping, start: u64, pages: usize) -> Untouched {
-        /// Set on empty entries of fresh mappings: it says nothing.
+        /// Set on empty entries of fresh mappings, so it carries no information.
         const SOFT_DIRTY: u64 = 1 << 55;
         let mut untouched = [false; PACKET_PAGES];
         let mut entries = [0; PACKET_PAGES * 8];
@@ -131,7 +131,7 @@ impl Memory for Process {
             let at = start + (page * PAGE_SIZE) as u64;
             match self.mem.read_exact_at(bytes, at) {
                 Ok(()) => {}
-                // The process has unmapped it meanwhile, or has ended.
+                // The process has unmapped it in the meantime, or has ended.
                 Err(error)
                     if error.kind() == ErrorKind::UnexpectedEof
                         || error.raw_os_error() == Some(Errno::IO.raw_os_error()) =>
@@ -154,13 +154,13 @@ impl Memory for Process {
     }
 }
 
-/// The name of a process.
+/// Returns the name of a process.
 pub fn name_of(pid: u32) -> Option<String> {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
     Some(name.trim_end().to_owned())
 }
 
-/// The largest writable mapping in `/proc/PID/maps`, and those that are not far from its size.
+/// Returns the largest writable mapping in `/proc/PID/maps`, and those of similar size.
 fn largest(maps: &str) -> Vec<Mapping> {
     let mut mappings: Vec<Mapping> = maps.lines().filter_map(mapping).collect();
     let most = mappings
@@ -172,7 +172,7 @@ fn largest(maps: &str) -> Vec<Mapping> {
     mappings
 }
 
-/// A line of `maps`: `start-end rw-p offset device inode  path`; `None` if it is not writable memory.
+/// Parses a line of `maps`: `start-end rw-p offset device inode  path`; `None` if it is not writable memory.
 fn mapping(line: &str) -> Option<Mapping> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
@@ -187,7 +187,7 @@ fn mapping(line: &str) -> Option<Mapping> {
     })
 }
 
-/// A file that holds memory as it is: an image, a memfd, a core of pages.
+/// File with raw memory: an image, a memfd, a core of pages.
 pub struct Image {
     path: PathBuf,
     name: String,

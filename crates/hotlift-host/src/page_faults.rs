@@ -1,4 +1,4 @@
-//! Whether this user can bring a guest its pages as they are touched (userfaultfd), and what to set if not.
+//! Permission of this user to load a guest's pages on access (userfaultfd), and the missing settings.
 
 use std::io;
 
@@ -6,31 +6,31 @@ use hotlift_mem::{UserfaultSupport, probe_userfault};
 use rustix::io::Errno;
 use serde::Serialize;
 
-/// What a user who may not is to be given.
+/// Setting for a user without permission.
 const GRANT: &str = "'setfacl -m u:USER:rw /dev/userfaultfd' for this user (Linux 6.1 and newer), or 'sysctl \
                      vm.unprivileged_userfaultfd=1' for all";
 
-/// What a kernel that has none lacks.
+/// Requirement of a kernel without userfaultfd.
 const BUILD: &str = "a kernel with CONFIG_USERFAULTFD, and a container that lets its calls through";
 
-/// What a process of this user can do about page faults.
+/// Page fault features available to a process of this user.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PageFaults {
-    /// Pages that are missing can be brought, of private memory at least: postcopy, and a lazy restore, need it.
+    /// True if missing pages can be loaded, at least of private memory: postcopy and a lazy restore need it.
     pub missing: bool,
-    /// The same of shared memory.
+    /// The same for shared memory.
     pub missing_shared: bool,
-    /// Pages of shared memory that exist and are not mapped are told of.
+    /// True if faults on existing, unmapped pages of shared memory are reported.
     pub minor: bool,
-    /// First writes are told of.
+    /// True if first writes are reported.
     pub write_protect: bool,
-    /// Why not at all, in the system's words.
+    /// The system's error if no feature is available.
     pub reason: Option<String>,
-    /// What to set, if something is missing.
+    /// Setting to change, if a feature is missing.
     pub set: Option<&'static str>,
 }
 
-/// Asks the kernel.
+/// Queries the kernel.
 #[must_use]
 pub fn page_faults() -> PageFaults {
     PageFaults::of(probe_userfault())
@@ -62,7 +62,7 @@ impl PageFaults {
         }
     }
 
-    /// In words.
+    /// Returns a description.
     #[must_use]
     pub fn text(&self) -> String {
         if let (Some(reason), Some(set)) = (&self.reason, self.set) {

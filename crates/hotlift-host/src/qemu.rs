@@ -1,4 +1,4 @@
-//! A QEMU, or a built-in guest, behind a QMP socket: which process it is, and which of its memory is the guest's.
+//! A QEMU or a built-in guest behind a QMP socket: its process, and the guest's part of its memory.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -11,21 +11,21 @@ use serde_json::Value;
 use crate::error::HostError;
 use crate::memory::{self, Process};
 
-/// How long a QMP socket may take to answer: a loaded host's QEMU takes its time.
+/// Timeout of an answer on a QMP socket: QEMU is slow on a loaded host.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// The memory of the guest behind a QMP socket.
+/// Returns the memory of the guest behind a QMP socket.
 ///
 /// # Errors
-/// If the socket is of something else, or the process's memory may not be read.
+/// The socket belongs to another program, or the process's memory cannot be read.
 pub fn memory(address: &QmpAddress) -> Result<Process, HostError> {
-    // Whose socket it is comes first: nothing is said to something else.
+    // Check the owner of the socket first: another program must not receive commands.
     let pid = process(address)?;
     let ram_bytes = ram_bytes(address).map_err(HostError::Qmp)?;
     Process::open(pid, ram_bytes)
 }
 
-/// The process at the other end of a QMP socket.
+/// Returns the id of the process at the other end of a QMP socket.
 fn process(address: &QmpAddress) -> Result<u32, HostError> {
     let no_peer = || HostError::NoPeer {
         address: address.to_string(),
@@ -33,12 +33,12 @@ fn process(address: &QmpAddress) -> Result<u32, HostError> {
     let QmpAddress::Unix(path) = address else {
         return Err(no_peer());
     };
-    // QEMU takes one client at a time: this connection ends before the next one speaks.
+    // QEMU accepts one client at a time: this connection ends before the next one sends a command.
     let socket = UnixStream::connect(path).map_err(FileError::reading(path))?;
     let peer = socket_peercred(&socket).map_err(|_| no_peer())?;
     let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(|_| no_peer())?;
     let name = memory::name_of(pid).ok_or_else(no_peer)?;
-    // Whoever called listen(2) is told: a manager that hands sockets over is not QEMU. And a built-in guest is fine.
+    // The kernel reports the caller of listen(2). A manager that passes sockets on is no QEMU; a built-in guest is accepted.
     let known = ["qemu", "kvm", "hotlift"];
     if known.iter().any(|known| name.contains(known)) {
         Ok(pid)
@@ -51,7 +51,7 @@ fn process(address: &QmpAddress) -> Result<u32, HostError> {
     }
 }
 
-/// Bytes of a QEMU's RAM, without what was plugged in; `None` if it does not say.
+/// Returns the bytes of a QEMU's RAM without hot-plugged memory; `None` if it reports none.
 fn ram_bytes(address: &QmpAddress) -> Result<Option<u64>, QmpError> {
     let mut qemu = Qemu::connect(address, ANSWER)?;
     let client = qemu.client();

@@ -1,4 +1,4 @@
-//! Which settings go with which accelerators: what has been published, and the method `auto` where nothing has.
+//! Settings for each accelerator: published rules, and the method `auto` where there are none.
 
 use serde::Serialize;
 
@@ -7,22 +7,22 @@ use crate::accel::Devices;
 /// docs/devel/migration/qatzip-compression.rst, "How To Choose Between QATzip and QPL".
 const QEMU: &str = "QEMU's documentation of qatzip";
 
-/// A setting, and when it is to be taken.
+/// Setting and its condition.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Rule {
-    /// The setting, as it is typed.
+    /// Setting as typed.
     pub set: &'static str,
-    /// When: where the devices do not decide it alone, it is for an operator to judge.
+    /// Condition: where the devices alone do not decide it, the operator must judge.
     pub when: &'static str,
-    /// Why.
+    /// Reason.
     pub reason: &'static str,
-    /// Whose rule it is.
+    /// Origin of the rule.
     pub from: &'static str,
-    /// The devices are such that the rule speaks.
+    /// True if the devices meet the condition.
     pub applies: bool,
 }
 
-/// All rules. Of those that set the method the first whose condition is met decides.
+/// Returns all rules. Among those that set the method, the first whose condition holds decides.
 #[must_use]
 pub fn rules(devices: &Devices) -> Vec<Rule> {
     let (has_iaa, has_qat) = (devices.iaa > 0, devices.qat > 0);
@@ -82,7 +82,7 @@ pub fn rules(devices: &Devices) -> Vec<Rule> {
 mod tests {
     use super::*;
 
-    /// Settings of the rules that speak, each with the first word of its condition.
+    /// Returns the settings of the rules that apply, each with the first word of its condition.
     fn spoken(devices: Devices) -> Vec<String> {
         let all = rules(&devices);
         let spoken = all.iter().filter(|rule| rule.applies);

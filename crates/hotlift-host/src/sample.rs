@@ -1,4 +1,4 @@
-//! Pages drawn at random from memory, in batches of a packet: what compresses together lies together.
+//! Random pages from memory, in batches of a packet: pages that are compressed together are neighbours.
 
 use std::collections::HashSet;
 
@@ -13,29 +13,29 @@ pub const PACKET_PAGES: usize = 128;
 /// Bytes of a packet's pages.
 pub const PACKET: usize = PACKET_PAGES * PAGE_SIZE;
 
-/// Packets looked at, at most, for each one that is wanted: of memory that is mostly zero as much content is found.
+/// Maximum packets read per wanted packet, so that mostly zero memory also yields enough content.
 const LOOKS: u64 = 16;
 
-/// Memory that can be sampled.
+/// Memory to sample.
 pub trait Memory {
-    /// What it is, for people.
+    /// Returns a description for the operator.
     fn name(&self) -> &str;
-    /// Bytes of it.
+    /// Returns its size in bytes.
     fn bytes(&self) -> u64;
-    /// Reads a packet's pages into the empty `to`, and tells which were never touched and so are zero; `None` if it is
-    /// not there any more. The last packet may be shorter.
+    /// Reads a packet's pages into the empty `to`; returns the untouched pages, which are zero, or `None` if the memory is
+    /// gone. The last packet may be shorter.
     fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError>;
 }
 
-/// For each page of a packet, whether it was never touched.
+/// For each page of a packet, true if it was never touched.
 pub type Untouched = [bool; PACKET_PAGES];
 
 /// The pages with content of a packet.
 #[derive(Debug, Clone, Default)]
 pub struct Packet {
-    /// One behind the other.
+    /// Content of the pages, concatenated.
     pub content: Vec<u8>,
-    /// Where they lay: offset in the packet and length, of each run of neighbours.
+    /// Offset in the packet and length of each run of neighbours.
     pub runs: Vec<(usize, usize)>,
 }
 
@@ -49,29 +49,29 @@ impl Packet {
     }
 }
 
-/// What was drawn.
+/// Random sample of memory.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Sample {
-    /// What it was drawn from.
+    /// Description of the memory.
     pub memory: String,
-    /// Bytes of the whole of it.
+    /// Size of the whole memory in bytes.
     pub memory_bytes: u64,
-    /// Pages looked at.
+    /// Pages read.
     pub pages: usize,
-    /// Of them: never touched.
+    /// Untouched pages among them.
     pub untouched: usize,
-    /// Of them: zero, though touched.
+    /// Touched zero pages among them.
     pub zero: usize,
-    /// The others, a packet each.
+    /// The other pages, per packet.
     #[serde(skip)]
     pub packets: Vec<Packet>,
 }
 
 impl Sample {
-    /// Draws packets until there are `limit` bytes of pages with content, up to the end of a packet, or there are no more.
+    /// Reads random packets until `limit` bytes of pages with content are found, rounded up to a packet, or all are read.
     ///
     /// # Errors
-    /// If the memory cannot be read.
+    /// The memory cannot be read.
     pub fn draw(memory: &dyn Memory, limit: u64, seed: u64) -> Result<Self, HostError> {
         let mut sample = Self {
             memory: memory.name().to_owned(),
@@ -94,7 +94,7 @@ impl Sample {
         Ok(sample)
     }
 
-    /// Counts a packet's pages, and keeps those with content; returns the bytes of these.
+    /// Counts a packet's pages and keeps those with content; returns the bytes of the latter.
     fn keep(&mut self, pages: &[u8], untouched: &Untouched) -> usize {
         let mut packet = Packet::default();
         for (i, page) in pages.as_chunks::<PAGE_SIZE>().0.iter().enumerate() {
@@ -114,18 +114,18 @@ impl Sample {
         content
     }
 
-    /// Share of the pages looked at.
+    /// Returns `pages` as a share of the pages read.
     pub fn share(&self, pages: usize) -> f64 {
         pages as f64 / self.pages.max(1) as f64
     }
 
-    /// Bytes of the pages with content.
+    /// Returns the bytes of the pages with content.
     pub fn content(&self) -> usize {
         self.packets.iter().map(|packet| packet.content.len()).sum()
     }
 }
 
-/// At most `most` different numbers below `packets`, in random order; all of them where they are not many more.
+/// Returns at most `most` different numbers below `packets`, in random order; all of them if there are few more.
 fn order(packets: u64, most: u64, seed: u64) -> Vec<u64> {
     let mut noise = seed | 1;
     let mut below = |end: u64| {
@@ -180,7 +180,7 @@ mod tests {
         fn bytes(&self) -> u64 {
             (40 * PACKET) as u64
         }
-        /// Of each packet a quarter is untouched, a quarter zero.
+        /// A quarter of each packet is untouched, a quarter zero.
         fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError> {
             to.resize(64 * PAGE_SIZE, 0);
             to.resize(128 * PAGE_SIZE, 7);

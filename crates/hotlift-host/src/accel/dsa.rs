@@ -1,4 +1,4 @@
-//! Intel DSA, which looks for zero pages.
+//! Intel DSA, which detects zero pages.
 
 use hotlift_idxd::DeviceKind;
 
@@ -7,17 +7,17 @@ use super::iaa::raw_io;
 use super::queues::{self, Wish};
 use super::{AccelError, Accelerator, Gap};
 
-/// Pages of a packet: a batch for each.
+/// Pages of a packet: one batch per packet.
 const BATCH: u32 = 128;
 
-/// A huge page in one descriptor.
+/// Size of a huge page, in one descriptor.
 const TRANSFER: u64 = 2 << 20;
 
 pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
     let wish = Wish {
         kind: DeviceKind::Dsa,
         dedicated_too: true,
-        // A fault is slow to serve: the CPU finishes the page instead.
+        // Faults are slow to handle: the CPU finishes the page instead.
         block_on_fault: false,
         batch: Some(BATCH),
         transfer: TRANSFER,
@@ -25,7 +25,7 @@ pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
     let parts = queues::parts(host, &wish)?;
     let mut gaps = Vec::new();
     if !parts.is_empty() {
-        // Without either, descriptors go through the kernel, one system call for a group of them.
+        // Without either instruction, descriptors go through the kernel, one system call per group.
         let cpu = host.cpu();
         if !cpu.enqcmd && !cpu.movdir64b {
             let problem = "the CPU shows neither ENQCMD nor MOVDIR64B: no batches";

@@ -1,4 +1,4 @@
-//! The host that is looked at: its files, and what this process may do with them.
+//! The inspected host: its files, and this process's permissions on them.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -13,20 +13,20 @@ use hotlift_mem::FileError;
 /// Capabilities, by their bit in `/proc/self/status` (`linux/capability.h`).
 #[derive(Debug, Clone, Copy)]
 pub enum Capability {
-    /// Opens what its mode forbids.
+    /// Permission to open files against their mode.
     DacOverride = 1,
-    /// Locks memory without limit.
+    /// Permission to lock memory without limit.
     IpcLock = 14,
-    /// Maps a work queue's portal.
+    /// Permission to map a work queue's portal.
     SysRawio = 17,
 }
 
-/// Whether a node can be opened for reading and writing.
+/// Permission to open a node for reading and writing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayOpen {
     Yes,
     No,
-    /// It is not there.
+    /// The node does not exist.
     Missing,
 }
 
@@ -34,7 +34,7 @@ pub enum MayOpen {
 #[derive(Debug)]
 pub struct Host {
     root: PathBuf,
-    /// This host, not a copy.
+    /// True for this host, false for a copy.
     live: bool,
     status: String,
 }
@@ -52,7 +52,7 @@ impl Host {
         Ok(host)
     }
 
-    /// This host, not a copy of its files: its libraries can be tried.
+    /// Returns true for this host, whose libraries can be tried; false for a copy of a host's files.
     pub fn is_live(&self) -> bool {
         self.live
     }
@@ -61,12 +61,12 @@ impl Host {
         &self.root
     }
 
-    /// Where the host's `path` is for us.
+    /// Returns the local path of the host's `path`.
     pub fn at(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// The host's name for a path of ours.
+    /// Returns the host's name of a local path.
     pub fn name_of(&self, path: &Path) -> String {
         let inside = path.strip_prefix(&self.root).unwrap_or(path);
         Path::new("/").join(inside).display().to_string()
@@ -76,24 +76,24 @@ impl Host {
         self.at(path).exists()
     }
 
-    /// The text of a file without its line end; `None` if it cannot be read.
+    /// Returns the text of a file without its line end; `None` if it cannot be read.
     pub fn read(&self, path: &str) -> Option<String> {
         let text = fs::read_to_string(self.at(path)).ok()?;
         Some(text.trim_end().to_owned())
     }
 
-    /// A number in a file.
+    /// Returns the number in a file.
     pub fn number(&self, path: &str) -> Option<u64> {
         self.read(path)?.parse().ok()
     }
 
-    /// Last part of what a link points to.
+    /// Returns the last part of a link's target.
     pub fn link(&self, path: &str) -> Option<String> {
         let target = fs::read_link(self.at(path)).ok()?;
         Some(target.file_name()?.to_str()?.to_owned())
     }
 
-    /// Names in a folder, in their order.
+    /// Returns the names in a folder, sorted.
     pub fn names(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.at(path)).into_iter().flatten().flatten();
         let mut names: Vec<_> = entries
@@ -103,7 +103,7 @@ impl Host {
         names
     }
 
-    /// Whether this process could open a node, without opening it: that has effects on some devices.
+    /// Returns this process's permission to open a node, without opening it: opening affects some devices.
     pub fn may_open(&self, path: &str) -> MayOpen {
         let at = self.at(path);
         let Ok(metadata) = fs::metadata(&at) else {
@@ -113,7 +113,7 @@ impl Host {
             let both = Access::READ_OK | Access::WRITE_OK;
             accessat(CWD, &at, both, AtFlags::EACCESS).is_ok()
         } else {
-            // In a copy, by the modes that were copied with it.
+            // For a copy: from the copied modes.
             let shift = match () {
                 () if self.ids("Uid").get(1) == Some(&metadata.uid()) => 6,
                 () if self.groups().contains(&metadata.gid()) => 3,
@@ -124,14 +124,14 @@ impl Host {
         if may { MayOpen::Yes } else { MayOpen::No }
     }
 
-    /// Whether this process has a capability.
+    /// Returns true if this process has a capability.
     pub fn has(&self, capability: Capability) -> bool {
         let set = self.status_line("CapEff").unwrap_or_default();
         let bits = u64::from_str_radix(set, 16).unwrap_or(0);
         bits >> (capability as u32) & 1 == 1
     }
 
-    /// Bytes of memory that this process may lock; `None` if without limit.
+    /// Returns the bytes of memory that this process may lock; `None` if unlimited.
     pub fn memory_lock_limit(&self) -> Option<u64> {
         if self.has(Capability::IpcLock) {
             return None;
@@ -143,19 +143,19 @@ impl Host {
         line.split_whitespace().next()?.parse().ok()
     }
 
-    /// This process's user.
+    /// Returns this process's user.
     pub fn user(&self) -> String {
         let uid = self.ids("Uid").get(1).copied().unwrap_or(0);
         self.name_in("/etc/passwd", uid)
     }
 
-    /// This process's first group.
+    /// Returns this process's primary group.
     pub fn group(&self) -> String {
         let gid = self.ids("Gid").get(1).copied().unwrap_or(0);
         self.name_in("/etc/group", gid)
     }
 
-    /// What the CPU can do; from CPUID, or from the flags that were copied.
+    /// Returns the CPU's features, from CPUID or from the copied flags.
     pub fn cpu(&self) -> CpuFeatures {
         if self.live {
             CpuFeatures::of_this_cpu()
@@ -164,7 +164,7 @@ impl Host {
         }
     }
 
-    /// Whether the kernel was started with all of these, as in `intel_iommu=on,sm_on`.
+    /// Returns true if the kernel was started with all of these, as in `intel_iommu=on,sm_on`.
     pub fn kernel_has_option(&self, option: &str) -> bool {
         let cmdline = self.read("/proc/cmdline").unwrap_or_default();
         let (name, values) = option.split_once('=').unwrap_or((option, ""));
@@ -195,7 +195,7 @@ impl Host {
             .map(str::trim)
     }
 
-    /// The name of a number in `/etc/passwd` or `/etc/group`, or the number.
+    /// Returns the name of a number in `/etc/passwd` or `/etc/group`, or the number.
     fn name_in(&self, file: &str, id: u32) -> String {
         let text = self.read(file).unwrap_or_default();
         let number = id.to_string();
@@ -207,7 +207,7 @@ impl Host {
     }
 }
 
-/// How an operator adds an option to the kernel's command line on Debian.
+/// Returns the commands that add an option to the kernel's command line on Debian.
 pub fn add_kernel_option(option: &str) -> [String; 2] {
     [
         format!("sed -i 's/^GRUB_CMDLINE_LINUX=\"/&{option} /' /etc/default/grub"),

@@ -8,14 +8,14 @@ use super::libraries::Library;
 use super::queues::{self, Wish};
 use super::{AccelError, Accelerator, Gap};
 
-/// A page each way; more room is given for libqpl's own tables.
+/// A page in each direction, with room for libqpl's own tables.
 const TRANSFER: u64 = 16 * PAGE_SIZE as u64;
 
 pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
     let wish = Wish {
         kind: DeviceKind::Iaa,
         dedicated_too: false,
-        // A page that is not there is then waited for; without it libqpl touches it and tries once more.
+        // The device waits for a missing page; without this, libqpl touches the page and retries.
         block_on_fault: true,
         batch: None,
         transfer: TRANSFER,
@@ -25,7 +25,7 @@ pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
     let mut gaps = Vec::new();
     if !parts.is_empty() {
         gaps.extend(submission(host));
-        // In Debian from 14 on; elsewhere from github.com/intel/qpl.
+        // Packaged from Debian 14 on; elsewhere from github.com/intel/qpl.
         gaps.extend(
             library
                 .as_ref()
@@ -41,18 +41,18 @@ pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
     ))
 }
 
-/// What a process needs to submit through a mapped portal, the only way that libqpl has on all kernels.
+/// Returns the gaps for submission through a mapped portal, the only way that libqpl has on all kernels.
 fn submission(host: &Host) -> Vec<Gap> {
     let mut gaps = Vec::new();
     if !host.cpu().enqcmd {
-        // A hypervisor hides it, or the kernel where it has no scalable mode.
+        // Hidden by a hypervisor, or by a kernel without scalable mode.
         gaps.push(Gap::new::<String>("the CPU shows no ENQCMD", []));
     }
     gaps.extend(raw_io(host));
     gaps
 }
 
-/// Kernels since May 2024 let nobody else map a portal of the devices shipped so far (INTEL-SA-01084).
+/// Returns the gap without CAP_SYS_RAWIO: kernels since May 2024 require it for portals of present devices (INTEL-SA-01084).
 pub fn raw_io(host: &Host) -> Option<Gap> {
     if host.has(Capability::SysRawio) {
         return None;

@@ -1,4 +1,4 @@
-//! The vendors' libraries, as the table of methods names them.
+//! The vendors' libraries that the table of methods names.
 
 use std::ffi::OsStr;
 
@@ -11,15 +11,15 @@ use super::host::Host;
 /// A vendor's library.
 #[derive(Debug, Serialize)]
 pub struct Library {
-    /// Its soname.
+    /// Soname.
     soname: &'static str,
     /// Environment variable that names another file.
     variable: &'static str,
-    /// The file that was opened; `null` if none could be, or none was tried.
+    /// The opened file; `null` if none could be opened, or none was tried.
     file: Option<String>,
-    /// What it found, as in "libqpl 1.9.0".
+    /// Name and version found, as in "libqpl 1.9.0".
     found: Option<String>,
-    /// Why it cannot be used.
+    /// Reason why it cannot be used.
     problem: Option<String>,
 }
 
@@ -43,7 +43,7 @@ impl Library {
         })
     }
 
-    /// Whether it works with a device; `None` if it was not tried.
+    /// Returns true if it works with a device; `None` if it was not tried.
     pub fn works(&self) -> Option<bool> {
         match (&self.found, &self.problem) {
             (None, None) => None,
@@ -51,7 +51,7 @@ impl Library {
         }
     }
 
-    /// In a line: its name and what came of it.
+    /// Returns its name and the result of the test in one line.
     pub fn line(&self) -> String {
         let file = self.file.as_deref().unwrap_or(self.soname);
         match (&self.found, &self.problem) {
@@ -61,22 +61,21 @@ impl Library {
         }
     }
 
-    /// What is missing of it; `install` gives it to a host that lacks it.
+    /// Returns the missing part; the commands `install` install it.
     pub fn gap(&self, install: &[&str]) -> Option<Gap> {
         let problem = self.problem.as_ref()?;
-        // A library that is there is not mended by installing it.
+        // Installation does not repair an existing library.
         let commands = if self.file.is_some() { &[] } else { install };
         Some(Gap::new(problem, commands.iter().copied()))
     }
 }
 
-/// The file that the library was opened from. The loader may have found it anywhere; the process's own
-/// mappings say where.
+/// Returns the file of the opened library. The loader searches many folders, so the path is read from the process's mappings.
 fn file_of(host: &Host, hardware: &Hardware) -> Option<String> {
     let given = environment::variable(hardware.variable);
     let given = given.as_deref().and_then(OsStr::to_str);
     let wanted = given.unwrap_or(hardware.library).rsplit('/').next()?;
-    // The soname is a link to a file with more numbers behind: libqpl.so.1 to libqpl.so.1.9.0.
+    // The soname is a link to a file with a longer version: libqpl.so.1 to libqpl.so.1.9.0.
     let stem = wanted.split(".so").next()?;
     let maps = host.read("/proc/self/maps")?;
     let files = maps

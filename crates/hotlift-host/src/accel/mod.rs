@@ -1,11 +1,11 @@
-//! The accelerators of this host, and what is missing to use them.
+//! The accelerators of this host, and the missing parts of their setup.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `host` | the host looked at: its files, what this process may do |
+//! | `host` | the inspected host: its files, the permissions of this process |
 //! | `pci` | PCI devices |
-//! | `queues` | work queues of idxd, which IAA and DSA have in common |
-//! | `iaa`, `dsa`, `qat`, `uadk` | an accelerator each |
+//! | `queues` | work queues of idxd, common to IAA and DSA |
+//! | `iaa`, `dsa`, `qat`, `uadk` | one accelerator each |
 //! | `libraries` | the vendors' libraries |
 
 mod dsa;
@@ -27,73 +27,73 @@ use serde::Serialize;
 use host::Host;
 pub use libraries::Library;
 
-/// Why a host could not be looked at.
+/// Error of inspecting a host.
 #[derive(Debug, thiserror::Error)]
 pub enum AccelError {
-    /// Its files.
+    /// The host's files cannot be read.
     #[error(transparent)]
     Look(#[from] FileError),
-    /// Files of the driver idxd.
+    /// Files of the driver idxd cannot be read.
     #[error("the driver idxd says something unexpected")]
     Idxd(#[from] SysfsError),
 }
 
-/// What the [rules](crate::rules) of choosing look at.
+/// Devices, the input of the [rules](crate::rules) of choosing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Devices {
-    /// IAA devices.
+    /// Number of IAA devices.
     pub iaa: usize,
-    /// QAT devices.
+    /// Number of QAT devices.
     pub qat: usize,
-    /// DSA can be used.
+    /// True if DSA can be used.
     pub dsa: bool,
-    /// Devices share the address space of processes (SVM).
+    /// True if devices share the address space of processes (SVM).
     pub shared_virtual_memory: bool,
 }
 
-/// One sort of accelerator.
+/// One kind of accelerator.
 #[derive(Debug, Serialize)]
 pub struct Accelerator {
-    /// Its name, as in "Intel IAA".
+    /// Name, as in "Intel IAA".
     pub name: &'static str,
-    /// What Hotlift does with it.
+    /// Use of the accelerator in Hotlift.
     pub serves: &'static str,
-    /// Whether Hotlift can use it now.
+    /// True if Hotlift can use it now.
     pub usable: bool,
-    /// The vendor's library; `null` where none is needed.
+    /// The vendor's library; `null` if none is needed.
     pub library: Option<Library>,
     /// Devices and queues.
     pub parts: Vec<Part>,
-    /// What is missing apart from the devices.
+    /// Missing parts apart from the devices.
     pub gaps: Vec<Gap>,
 }
 
 /// A device or one of its queues.
 #[derive(Debug, Serialize)]
 pub struct Part {
-    /// As in `iax1/wq1.0`.
+    /// Name, as in `iax1/wq1.0`.
     pub name: String,
-    /// What it is, in a few words.
+    /// Short description.
     pub what: String,
-    /// Whether it can be used now, as far as this part is concerned.
+    /// True if this part can be used now.
     pub usable: bool,
-    /// What is missing.
+    /// Missing setup of this part.
     pub gaps: Vec<Gap>,
 }
 
-/// Something that is missing, or that costs something.
+/// Missing setup, or setup that reduces performance.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Gap {
-    /// What.
+    /// Description of the problem.
     pub problem: String,
-    /// Whether the accelerator cannot be used because of it.
+    /// True if it prevents the use of the accelerator.
     pub blocks: bool,
-    /// What an operator runs, as root; several lines where it takes several.
+    /// Commands that an operator runs as root.
     pub commands: Vec<String>,
 }
 
 impl Gap {
-    /// A reason not to use it, and what to run.
+    /// Creates a gap that prevents the use, with the commands that close it.
     fn new<S: Into<String>>(
         problem: impl Into<String>,
         commands: impl IntoIterator<Item = S>,
@@ -105,7 +105,7 @@ impl Gap {
         }
     }
 
-    /// The same, for something that can be done without.
+    /// Turns it into a gap that does not prevent the use.
     fn minor(self) -> Self {
         Self {
             blocks: false,
@@ -134,7 +134,7 @@ impl Accelerator {
         gaps: Vec<Gap>,
     ) -> Self {
         let here = parts.iter().any(|part| part.usable) && !gaps.iter().any(|gap| gap.blocks);
-        // The library knows best: it has tried the device, or something that stands in for it.
+        // The library has tried the device or its emulation, so its result is decisive.
         let usable = match library.as_ref().and_then(Library::works) {
             Some(works) => works,
             None => here,
@@ -149,20 +149,20 @@ impl Accelerator {
         }
     }
 
-    /// Whether there is anything of it on this host.
+    /// Returns true if the host has any part of it.
     pub fn is_there(&self) -> bool {
         !self.parts.is_empty() || self.usable
     }
 }
 
-/// The devices that can be used, of the host whose `/sys`, `/dev` and `/proc` are in `root`.
+/// Returns the usable devices of the host whose `/sys`, `/dev` and `/proc` are in `root`.
 ///
 /// # Errors
-/// If the host cannot be looked at.
+/// The host cannot be inspected.
 pub fn devices(root: &Path) -> Result<Devices, AccelError> {
     let host = Host::new(root)?;
     let idxd = hotlift_idxd::devices(host.root())?;
-    // A queue is named after its device: iax1/wq1.0.
+    // A queue's name contains its device: iax1/wq1.0.
     let usable = |accelerator: &Accelerator| -> usize {
         let parts = accelerator.parts.iter().filter(|part| part.usable);
         let names: BTreeSet<_> = parts
@@ -182,10 +182,10 @@ pub fn devices(root: &Path) -> Result<Devices, AccelError> {
     })
 }
 
-/// Whether a device of this host would serve this method.
+/// Returns true if a device of this host can serve this method.
 ///
 /// # Errors
-/// If the host cannot be looked at.
+/// The host cannot be inspected.
 pub fn serves(method: &str) -> Result<bool, AccelError> {
     let host = Host::new(Path::new("/"))?;
     Ok(match method {
@@ -196,10 +196,10 @@ pub fn serves(method: &str) -> Result<bool, AccelError> {
     })
 }
 
-/// All accelerators of the host whose `/sys`, `/dev` and `/proc` are in `root`.
+/// Returns all accelerators of the host whose `/sys`, `/dev` and `/proc` are in `root`.
 ///
 /// # Errors
-/// If the host cannot be looked at.
+/// The host cannot be inspected.
 pub fn accelerators(root: &Path) -> Result<[Accelerator; 4], AccelError> {
     let host = Host::new(root)?;
     Ok([

@@ -1,37 +1,37 @@
-//! PCI devices, as far as an accelerator's driver is concerned.
+//! PCI devices, as far as the drivers of accelerators need them.
 
 use super::host::Host;
 
 /// A PCI function.
 #[derive(Debug, Clone)]
 pub struct Function {
-    /// As in `0000:6b:00.0`.
+    /// Address, as in `0000:6b:00.0`.
     pub address: String,
     /// Vendor and device id.
     pub id: (u16, u16),
-    /// The driver that has it.
+    /// The bound driver.
     pub driver: Option<String>,
-    /// NUMA node; `None` if the host has one only.
+    /// NUMA node; `None` if the host has only one.
     pub numa_node: Option<u64>,
-    /// Its group, the name of its node in `/dev/vfio`; `None` without an IOMMU.
+    /// IOMMU group, the name of its node in `/dev/vfio`; `None` without an IOMMU.
     pub iommu_group: Option<String>,
-    /// Address of the physical function that a virtual one belongs to.
+    /// Address of the physical function of a virtual one.
     pub physical: Option<String>,
 }
 
 impl Function {
-    /// Its folder.
+    /// Returns the function's folder in sysfs.
     pub fn folder(&self) -> String {
         folder(&self.address)
     }
 
-    /// "NUMA node 0", or nothing.
+    /// Returns "NUMA node 0", or nothing.
     pub fn place(&self) -> Option<String> {
         self.numa_node.map(|node| format!("NUMA node {node}"))
     }
 }
 
-/// All functions with one of these ids.
+/// Returns all functions with one of these ids.
 pub fn functions(host: &Host, ids: &[(u16, u16)]) -> Vec<Function> {
     let addresses = host.names("/sys/bus/pci/devices").into_iter();
     addresses
@@ -58,7 +58,7 @@ fn folder(address: &str) -> String {
     format!("/sys/bus/pci/devices/{address}")
 }
 
-/// What gives a function to a module's driver, whoever has it now.
+/// Returns the commands that bind a function to a module's driver, from any other one.
 pub fn give_to(module: &str, driver: &str, function: &Function) -> Vec<String> {
     let folder = function.folder();
     let address = &function.address;

@@ -1,15 +1,15 @@
 //! Intel QAT, for method `qatzip`.
 //!
-//! The kernel's driver has the physical function (PF); QATlib's service makes virtual ones (VFs), gives
-//! them to vfio-pci and hands them out; libqatzip asks that service.
+//! The kernel's driver has the physical function (PF). QATlib's service creates virtual ones (VFs), binds them to vfio-pci and
+//! distributes them; libqatzip uses that service.
 
 use super::host::{Host, MayOpen, add_kernel_option};
 use super::libraries::Library;
 use super::pci::{self, Function};
 use super::{Accelerator, Gap, Part};
 
-/// Device ids of the generations that Linux's own drivers and QATlib serve: PF, VF, and the PF's driver,
-/// whose module has `qat_` before its name.
+/// Device ids of the generations that Linux's drivers and QATlib support: PF, VF, and the PF's driver, whose module is `qat_`
+/// plus that name.
 const MODELS: &[(u16, u16, &str)] = &[
     (0x4940, 0x4941, "4xxx"),
     (0x4942, 0x4943, "4xxx"),
@@ -19,16 +19,15 @@ const MODELS: &[(u16, u16, &str)] = &[
 
 const INTEL: u16 = 0x8086;
 
-/// QATlib's service, which hands VFs out.
+/// Socket of QATlib's service, which distributes VFs.
 const SERVICE_SOCKET: &str = "/run/qat/qatmgr.sock";
 
-/// Group of those who may use QATlib's VFs.
+/// Group of the users that may use QATlib's VFs.
 const GROUP: &str = "qat";
 
 const START_SERVICE: &str = "systemctl enable --now qat";
 
-/// Locked memory for eight channels and some to spare. QEMU's authors count 10 to 20 MB for 2 to 8
-/// channels on one PF.
+/// Locked memory for eight channels and a reserve. QEMU's authors measured 10 to 20 MB for 2 to 8 channels on one PF.
 const MEMORY_LOCK: u64 = 64 << 20;
 
 pub fn look(host: &Host) -> Accelerator {
@@ -45,7 +44,7 @@ pub fn look(host: &Host) -> Accelerator {
             physical_part(host, pf, &vfs)
         })
         .collect();
-    // A VM sees VFs only.
+    // A VM sees only VFs.
     let alone = virtual_ones.iter().filter(|vf| vf.physical.is_none());
     parts.extend(alone.map(|vf| {
         let place = vf.place().into_iter();
@@ -64,7 +63,7 @@ pub fn look(host: &Host) -> Accelerator {
     if !parts.is_empty() {
         gaps.extend(service(host));
         gaps.extend(memory_lock(host));
-        // In Debian from 13 on.
+        // Packaged from Debian 13 on.
         gaps.extend(
             library
                 .as_ref()
@@ -92,7 +91,7 @@ fn physical_part(host: &Host, pf: &Function, vfs: &[&Function]) -> Part {
     Part::new(&pf.address, words.join(", "), gaps.into_iter().collect())
 }
 
-/// The first thing that is missing, in the order in which it is set up.
+/// Returns the first missing part, in the order of the setup.
 fn physical_gap(
     host: &Host,
     pf: &Function,
@@ -169,7 +168,7 @@ fn openable(host: &Host, node: &str) -> Option<Gap> {
         MayOpen::Missing => return Some(Gap::new(format!("{node} is missing"), [START_SERVICE])),
         MayOpen::No => format!("{node} may not be opened by {}", host.user()),
     };
-    // It holds from the next login on.
+    // Takes effect at the next login.
     Some(Gap::new(
         problem,
         [format!("usermod -aG {GROUP} {}", host.user())],
@@ -189,7 +188,7 @@ fn memory_lock(host: &Host) -> Option<Gap> {
         .memory_lock_limit()
         .filter(|limit| *limit < MEMORY_LOCK)?;
     let problem = format!("only {} MiB of memory may be locked", limit >> 20);
-    // The shell's own, as root or within its hard limit; for good in /etc/security/limits.conf.
+    // Sets the limit of the shell, as root or within its hard limit; /etc/security/limits.conf makes it permanent.
     Some(Gap::new(
         problem,
         [format!("ulimit -l {}", MEMORY_LOCK >> 10)],

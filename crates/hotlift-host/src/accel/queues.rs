@@ -1,4 +1,4 @@
-//! Work queues of idxd: what IAA and DSA have in common.
+//! Work queues of idxd, common to IAA and DSA.
 
 use hotlift_idxd::{Device, DeviceKind, Mode, State, WorkQueue, devices};
 
@@ -6,8 +6,8 @@ use super::host::{Host, MayOpen, add_kernel_option};
 use super::pci::{self, Function};
 use super::{AccelError, Gap, Part};
 
-/// What Linux's idxd binds to: id, and what it is. (Sapphire to Granite Rapids share the first two; the
-/// others are Granite Rapids D and Diamond Rapids.)
+/// Devices that Linux's idxd supports: id and kind. (Sapphire to Granite Rapids share the first two; the others are Granite
+/// Rapids D and Diamond Rapids.)
 const PCI_IDS: &[(u16, DeviceKind)] = &[
     (0x0b25, DeviceKind::Dsa),
     (0x11fb, DeviceKind::Dsa),
@@ -18,30 +18,30 @@ const PCI_IDS: &[(u16, DeviceKind)] = &[
 
 const INTEL: u16 = 0x8086;
 
-/// Shared virtual memory: without it no queue of type user can be enabled.
+/// Shared virtual memory: without it, no queue of type user can be enabled.
 const SCALABLE_MODE: &str = "intel_iommu=on,sm_on";
 
-/// How Hotlift wants a queue of one sort of device.
+/// Queue setup that Hotlift requires for one kind of device.
 pub struct Wish {
     pub kind: DeviceKind,
-    /// A dedicated queue will do as well.
+    /// True if a dedicated queue also works.
     pub dedicated_too: bool,
     /// `block_on_fault`.
     pub block_on_fault: bool,
-    /// Most descriptors of a batch; `None` where the device has no batches.
+    /// Maximum descriptors of a batch; `None` if the device has no batches.
     pub batch: Option<u32>,
-    /// Most bytes of a descriptor.
+    /// Maximum bytes of a descriptor.
     pub transfer: u64,
 }
 
-/// All devices of a kind and their queues that are set up for anything.
+/// Returns all devices of a kind, and their configured queues.
 pub fn parts(host: &Host, wish: &Wish) -> Result<Vec<Part>, AccelError> {
     let all = devices(host.root())?;
     let mut parts = Vec::new();
     for device in all.iter().filter(|device| device.kind == wish.kind) {
         device_parts(host, wish, device, &mut parts);
     }
-    // What has no driver is seen on its bus only.
+    // A device without a driver appears only on its bus.
     let ids: Vec<_> = PCI_IDS
         .iter()
         .filter(|(_, kind)| *kind == wish.kind)
@@ -74,7 +74,7 @@ fn device_parts(host: &Host, wish: &Wish, device: &Device, parts: &mut Vec<Part>
     let mut gaps = Vec::new();
     if device.pasid_enabled == Some(false) {
         let commands = match host.kernel_has_option(SCALABLE_MODE) {
-            // Then it is for the firmware to switch on VT-d, or for the hypervisor.
+            // The firmware or the hypervisor must enable VT-d.
             true => Vec::new(),
             false => add_kernel_option(SCALABLE_MODE).to_vec(),
         };
@@ -97,7 +97,7 @@ fn device_parts(host: &Host, wish: &Wish, device: &Device, parts: &mut Vec<Part>
         let problem = format!("{} has no work queue", device.name);
         gaps.push(Gap::new(problem, new_queue(device, wish)));
     }
-    // The device is a way to nothing by itself; its queues are what is used.
+    // Only the queues of a device are used.
     let missing = gaps.clone();
     let mut part = Part::new(&device.name, about_device(device), gaps);
     part.usable = false;
@@ -194,7 +194,7 @@ fn queue_gaps(host: &Host, wish: &Wish, device: &Device, queue: &WorkQueue) -> V
     match host.may_open(&node) {
         MayOpen::Yes => Vec::new(),
         MayOpen::Missing => {
-            // udev makes it; in a container it has to be passed in.
+            // udev creates it; a container must pass it in.
             let problem = format!("{node} is missing");
             vec![Gap::new(problem, ["udevadm trigger --subsystem-match=dsa"])]
         }
@@ -208,14 +208,14 @@ fn queue_gaps(host: &Host, wish: &Wish, device: &Device, queue: &WorkQueue) -> V
     }
 }
 
-/// What sets up one queue over the whole of a device that has none.
+/// Returns the commands that set up one queue over a whole unconfigured device.
 fn new_queue(device: &Device, wish: &Wish) -> Vec<String> {
     let name = &device.name;
     let Some(queue) = device.queues.first() else {
         return vec![format!("accel-config list -i -d {name}")];
     };
     let mut commands = Vec::new();
-    // Entries and groups are given out while the device is off.
+    // Entries and groups can be assigned only while the device is disabled.
     if device.state == Some(State::Enabled) {
         commands.push(format!("accel-config disable-device {name}"));
     }

@@ -8,10 +8,10 @@ use super::{Accelerator, Gap, Part};
 /// HiSilicon's ZIP engine, physical and virtual function.
 const PCI_IDS: &[(u16, u16)] = &[(0x19e5, 0xa250), (0x19e5, 0xa251)];
 
-/// Bit of `flags`: works on a process's own addresses (`UACCE_DEV_SVA` in Linux's `uacce.h`).
+/// Bit of `flags`: supports a process's own addresses (`UACCE_DEV_SVA` in Linux's `uacce.h`).
 const SVA: u64 = 1;
 
-/// The driver registers devices for programs only if it was told so.
+/// Commands that load the driver so that it registers devices for programs.
 const LOAD: [&str; 2] = ["modprobe -r hisi_zip", "modprobe hisi_zip uacce_mode=1"];
 
 pub fn look(host: &Host) -> Accelerator {
@@ -64,7 +64,7 @@ fn device(host: &Host, folder: &str, name: &str) -> Part {
         .number(&attribute("flags"))
         .is_some_and(|flags| flags & SVA == 0)
     {
-        // For the kernel (SMMUv3 with SVA, 5.9 or later) and the firmware; no command mends it.
+        // Needs the kernel (SMMUv3 with SVA, 5.9 or later) and the firmware; no command repairs it.
         let problem = format!("{name} does not work on a process's own addresses (no SVA)");
         gaps.push(Gap::new::<String>(problem, []));
     } else if !algorithms.split_whitespace().any(|one| one == "zlib") {
