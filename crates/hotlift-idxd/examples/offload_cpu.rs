@@ -1,7 +1,7 @@
-//! Measures what is left to channel threads when a device looks for zero pages: `offload_cpu [PASSES]`.
+//! Measures the remaining CPU time of channel threads if a device detects zero pages: `offload_cpu [PASSES]`.
 //!
-//! The device is the software model, on a thread of its own; its speed says nothing, and the channels' CPU time
-//! does: handing a page over and taking the verdict, beside the CPU's own look at the same page.
+//! The device is the software model, on a thread of its own. Its speed is meaningless; the channels' CPU time for submission
+//! and verdict counts, compared with the CPU's own check of the same page.
 
 #![allow(
     clippy::print_stdout,
@@ -19,7 +19,7 @@ use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time};
 /// All zero, and written once.
 const RAM: usize = 1 << 30;
 
-/// Pages of a packet, as QEMU has them.
+/// Pages of a packet, as in QEMU.
 const PACKET: usize = 128;
 
 type Failure = Box<dyn std::error::Error>;
@@ -56,7 +56,7 @@ fn per_page(time: Duration) -> f64 {
     time.as_secs_f64() * 1e9 / (RAM / PAGE_SIZE) as f64
 }
 
-/// CPU time of `channels` threads that each do `work` on a share of the pages.
+/// Returns the CPU time of `channels` threads that each do `work` on a share of the pages.
 fn channels<'a>(
     pages: &[GuestRun<'a>],
     channels: usize,
@@ -90,7 +90,7 @@ fn by_device(pages: &[GuestRun<'_>], count: usize) -> Result<Duration, Failure> 
     Ok(std::thread::scope(|scope| {
         scope.spawn(|| finder.listen());
         let spent = channels(pages, count, |share| {
-            // One batch is filled and taken back while the other one is with the device.
+            // One batch is filled and drained while the device has the other.
             let mut batches = [finder.batch(PACKET), finder.batch(PACKET)];
             let mut zero = 0;
             for (at, packet) in share.chunks(PACKET).enumerate() {

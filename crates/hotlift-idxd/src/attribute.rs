@@ -5,31 +5,30 @@ use std::path::{Path, PathBuf};
 
 use hotlift_mem::FileError;
 
-/// Why what sysfs says cannot be used.
+/// Reason why a sysfs value is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum SysfsError {
-    /// The file or folder is there and cannot be read.
+    /// The file or folder exists but cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The file holds something else than its attribute's values.
+    /// The file holds no valid value of its attribute.
     #[error("{} holds '{text}', expected {expected}", path.display())]
     Value {
         /// The file.
         path: PathBuf,
-        /// What it holds.
+        /// Its content.
         text: String,
-        /// What its values look like.
+        /// Description of the valid values.
         expected: &'static str,
     },
 }
 
-/// The text of an attribute without its line end; `None` if this driver does not have it, or not for
-/// this device.
+/// Returns the text of an attribute without its line end; `None` if this driver or device does not have it.
 pub(crate) fn text(folder: &Path, name: &str) -> Result<Option<String>, SysfsError> {
     let path = folder.join(name);
     match std::fs::read_to_string(&path) {
         Ok(text) => Ok(Some(text.trim().to_owned())),
-        // The driver answers so for attributes that the hardware lacks, e.g. `occupancy`.
+        // The driver's error for attributes that the hardware lacks, e.g. `occupancy`.
         Err(error) if error.raw_os_error() == Some(EOPNOTSUPP) => Ok(None),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             Ok(None)
@@ -41,7 +40,7 @@ pub(crate) fn text(folder: &Path, name: &str) -> Result<Option<String>, SysfsErr
 /// Linux's "operation not supported" on every architecture that idxd runs on.
 const EOPNOTSUPP: i32 = 95;
 
-/// An attribute whose value `parse` knows.
+/// Returns an attribute whose value `parse` accepts.
 pub(crate) fn parsed<T>(
     folder: &Path,
     name: &str,
@@ -61,7 +60,7 @@ pub(crate) fn parsed<T>(
     }
 }
 
-/// A number, decimal or with `0x`.
+/// Returns a number, decimal or with `0x`.
 pub(crate) fn number<T: TryFrom<u64>>(folder: &Path, name: &str) -> Result<Option<T>, SysfsError> {
     parsed(folder, name, "a number", |text| {
         let value = match text.strip_prefix("0x") {
@@ -72,7 +71,7 @@ pub(crate) fn number<T: TryFrom<u64>>(folder: &Path, name: &str) -> Result<Optio
     })
 }
 
-/// A number that is -1 where there is none: a NUMA node, a group.
+/// Returns a number that is -1 if absent: a NUMA node, a group.
 pub(crate) fn index(folder: &Path, name: &str) -> Result<Option<u32>, SysfsError> {
     let value = parsed(folder, name, "a number or -1", |text| match text {
         "-1" => Some(None),
@@ -81,7 +80,7 @@ pub(crate) fn index(folder: &Path, name: &str) -> Result<Option<u32>, SysfsError
     Ok(value.flatten())
 }
 
-/// 0 or 1.
+/// Returns the boolean of 0 or 1.
 pub(crate) fn flag(folder: &Path, name: &str) -> Result<Option<bool>, SysfsError> {
     parsed(folder, name, "0 or 1", |text| match text {
         "0" => Some(false),
@@ -95,15 +94,15 @@ pub(crate) fn flag(folder: &Path, name: &str) -> Result<Option<bool>, SysfsError
 pub struct OpSet([u64; 4]);
 
 impl OpSet {
-    /// Whether the operation with that code is in the set.
+    /// Returns true if the operation with that code is in the set.
     #[must_use]
     pub fn has(&self, opcode: u8) -> bool {
         let word = self.0[usize::from(opcode / 64)];
         word >> (opcode % 64) & 1 == 1
     }
 
-    /// Two forms: since Linux 6.1 words of 32 bits between commas, the last one lowest; before it
-    /// four words of 64 bits between spaces, the first one lowest.
+    /// Parses two forms: since Linux 6.1 words of 32 bits separated by commas, the last one lowest; before, four words of 64
+    /// bits separated by spaces, the first one lowest.
     fn parse(text: &str) -> Option<Self> {
         let mut set = Self::default();
         if text.contains("0x") {
@@ -121,7 +120,7 @@ impl OpSet {
     }
 }
 
-/// A set of operations.
+/// Returns a set of operations.
 pub(crate) fn op_set(folder: &Path, name: &str) -> Result<Option<OpSet>, SysfsError> {
     parsed(folder, name, "a bit map of 256 bits", OpSet::parse)
 }

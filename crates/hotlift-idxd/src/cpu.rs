@@ -1,9 +1,9 @@
-//! Instructions that hand descriptors to a queue, and that wait for its answer.
+//! Instructions that submit descriptors to a queue, and that wait for its answer.
 
-/// Which of them this CPU has.
+/// Instructions that this CPU has.
 ///
-/// CPUID alone says so. ENQCMD is never tried: where the kernel or a hypervisor hides it, it ends in a
-/// signal that cannot be told from a fault of memory.
+/// CPUID is the only source. ENQCMD is never executed as a test: if the kernel or a hypervisor hides it, it raises a signal
+/// that is indistinguishable from a memory fault.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CpuFeatures {
     /// ENQCMD: for shared queues.
@@ -15,7 +15,7 @@ pub struct CpuFeatures {
 }
 
 impl CpuFeatures {
-    /// Of the CPU that this runs on.
+    /// Returns the features of the current CPU.
     #[must_use]
     pub fn of_this_cpu() -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -37,7 +37,7 @@ impl CpuFeatures {
         Self::default()
     }
 
-    /// Of the CPU that a `/proc/cpuinfo` describes: the flags that the kernel lets programs use.
+    /// Returns the features in a `/proc/cpuinfo`: the flags that the kernel lets programs use.
     #[must_use]
     pub fn of_cpuinfo(cpuinfo: &str) -> Self {
         let flags = cpuinfo.lines().find_map(|line| line.strip_prefix("flags"));

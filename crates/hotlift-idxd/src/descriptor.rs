@@ -1,4 +1,4 @@
-//! Descriptors: the 64 bytes that tell DSA what to do.
+//! Descriptors: the 64-byte commands to DSA.
 //!
 //! ```text
 //!  0 PASID and privilege (the kernel's or the CPU's)   4 flags (24 bits)   7 opcode
@@ -14,13 +14,13 @@ use crate::record::Record;
 /// Bytes of a descriptor.
 pub const DESCRIPTOR: usize = 64;
 
-/// What is to be done; also the number of the bit in `op_cap` that says whether a device can.
+/// Operation; also the number of its bit in `op_cap`, the device's supported operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Opcode {
-    /// Nothing, and say so.
+    /// Does nothing and completes.
     Noop = 0x00,
-    /// What a list of descriptors says.
+    /// Executes a list of descriptors.
     Batch = 0x01,
     /// Copy.
     Memmove = 0x03,
@@ -33,7 +33,7 @@ pub enum Opcode {
 }
 
 impl Opcode {
-    /// The operation of that number, if it is one of these.
+    /// Returns the operation of that number, if it is known.
     #[must_use]
     pub fn from_number(number: u8) -> Option<Self> {
         use Opcode::{Batch, Compare, ComparePattern, Fill, Memmove, Noop};
@@ -45,12 +45,12 @@ impl Opcode {
 
 /// Flag: the address of the completion record is valid.
 const RECORD_ADDRESS_VALID: u32 = 0x04;
-/// Flag: a completion record is to be written.
+/// Flag: the device must write a completion record.
 const REQUEST_RECORD: u32 = 0x08;
 
 /// One descriptor.
 ///
-/// It holds addresses, no borrows: whoever submits it answers for what they point to.
+/// It holds addresses, no borrows: the submitter guarantees that they are valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct Descriptor {
@@ -82,13 +82,13 @@ impl Descriptor {
         }
     }
 
-    /// Does nothing and completes: what proves a queue.
+    /// Returns a no-op, which completes at once: the test of a queue.
     #[must_use]
     pub fn noop(record: *const Record) -> Self {
         Self::new(Opcode::Noop, record)
     }
 
-    /// Compares `bytes` bytes from `range` on with zero: the record's result is 0 if all are.
+    /// Returns a comparison of `bytes` bytes from `range` on with zero. The record's result is 0 if all are zero.
     #[must_use]
     pub fn is_zero(range: *const u8, bytes: u32, record: *const Record) -> Self {
         Self {
@@ -98,8 +98,8 @@ impl Descriptor {
         }
     }
 
-    /// Does what the `count` descriptors from `list` on say, in any order. At least 2, and at most the
-    /// queue's `max_batch_size`; none may be a batch. Each has a record of its own.
+    /// Returns a batch of the `count` descriptors from `list` on, executed in any order. At least 2, and at most the queue's
+    /// `max_batch_size`; none may be a batch. Each has a record of its own.
     #[must_use]
     pub fn batch(list: *const Descriptor, count: u32, record: *const Record) -> Self {
         Self {
@@ -109,37 +109,37 @@ impl Descriptor {
         }
     }
 
-    /// The operation; `None` if it is none that is known here.
+    /// Returns the operation; `None` if it is unknown.
     #[must_use]
     pub fn opcode(&self) -> Option<Opcode> {
         Opcode::from_number(self.flags_and_opcode.to_le_bytes()[3])
     }
 
-    /// Address of the completion record.
+    /// Returns the address of the completion record.
     #[must_use]
     pub fn record(&self) -> *const Record {
         self.record as *const Record
     }
 
-    /// Address of the source, or of a batch's list.
+    /// Returns the address of the source, or of a batch's list.
     #[must_use]
     pub fn source(&self) -> u64 {
         self.source
     }
 
-    /// Address of the destination, or the pattern.
+    /// Returns the address of the destination, or the pattern.
     #[must_use]
     pub fn destination(&self) -> u64 {
         self.destination
     }
 
-    /// Bytes of the range, or descriptors of the batch.
+    /// Returns the bytes of the range, or the descriptors of the batch.
     #[must_use]
     pub fn size(&self) -> u32 {
         self.size
     }
 
-    /// As it is handed to a device.
+    /// Returns the bytes for the device.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; DESCRIPTOR] {
         let mut bytes = [0; DESCRIPTOR];
@@ -163,7 +163,7 @@ impl Descriptor {
 mod tests {
     use super::*;
 
-    /// Bytes of a descriptor: those at the offsets given, and zeros.
+    /// Returns a descriptor's bytes: those at the given offsets, and zeros.
     fn golden(parts: &[(usize, &[u8])]) -> [u8; DESCRIPTOR] {
         let mut bytes = [0; DESCRIPTOR];
         for (at, part) in parts {

@@ -1,19 +1,19 @@
-//! Intel's DSA and IAA as the Linux driver `idxd` shows them.
+//! Intel's DSA and IAA through the Linux driver `idxd`.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `sysfs` | devices and their work queues: what there is, how it is set up, its limits |
+//! | `sysfs` | devices and their work queues: inventory, setup, limits |
 //! | `attribute` | one attribute file of sysfs, as a number, a name or a set of operations |
-//! | `descriptor`, `record` | what a device is told, and what it answers |
-//! | `portal` | ways to hand a descriptor to a queue |
-//! | `queue` | opens a work queue, and proves that it works |
-//! | `zero` | zero pages, found by devices |
-//! | `wait`, `sync` | how the thread that listens to devices waits; what threads share |
-//! | `model`, `simulated` | a software model of a queue, and how it is opened: for tests, with the feature `simulated` |
-//! | `cpu` | which instructions this CPU has to hand descriptors to a queue |
+//! | `descriptor`, `record` | commands to a device, and its results |
+//! | `portal` | submission of a descriptor to a queue |
+//! | `queue` | opens a work queue and checks that it works |
+//! | `zero` | detection of zero pages by devices |
+//! | `wait`, `sync` | waiting of the completion thread; types shared by threads |
+//! | `model`, `simulated` | a software model of a queue, and its opening: for tests, with the feature `simulated` |
+//! | `cpu` | CPU instructions that submit descriptors |
 //!
-//! Reading here has no effect on a device. A queue's node is never opened to see whether it can be: a
-//! dedicated queue has one opener, and every opener binds its address space to the device.
+//! Reads here have no effect on a device. A queue's node is never opened as a mere check: a dedicated queue has one opener, and
+//! every opener binds its address space to the device.
 
 mod attribute;
 pub mod cpu;

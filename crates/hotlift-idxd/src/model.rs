@@ -1,9 +1,9 @@
-//! A software model of one DSA queue, for tests: it takes descriptors as a portal does, executes them in
-//! memory, writes completion records, and can be told to fault, fail, refuse, answer late, in another
-//! order, never, or to die. What is measured on it says nothing about a device.
+//! A software model of one DSA queue, for tests. It accepts descriptors as a portal does, executes them in memory, and writes
+//! completion records. It can be configured to fault, fail, refuse, answer late or in another order, never answer, or die.
+//! Measurements on it are no measurements of a device.
 //!
-//! It holds its user to the promises of [`Portal`], and panics where one is broken: a device would write to
-//! memory that is something else by then.
+//! It checks that its user keeps the conditions of [`Portal`], and panics if one is violated: a device would write to reused
+//! memory then.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,44 +14,43 @@ use crate::portal::{Portal, Submitted};
 use crate::record::{Completion, Record};
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, spin_loop};
 
-/// How a model behaves. Chances are in thousandths of the descriptors (of a batch: of its members),
-/// drawn from `seed`.
+/// Behaviour of a model. Chances are in thousandths of the descriptors (of a batch: of its members), drawn from `seed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Behaviour {
-    /// Begins the draws: the same seed and the same order of descriptors give the same faults.
+    /// Seed of the draws: the same seed and the same order of descriptors give the same faults.
     pub seed: u64,
-    /// Descriptors that wait at most; one more is refused as full.
+    /// Maximum queued descriptors; the next one is refused as full.
     pub depth: usize,
     /// Longest batch.
     pub max_batch: u32,
     /// Largest range, in bytes.
     pub max_transfer: u32,
-    /// Submissions that are refused as full although there is room.
+    /// Chance of a submission that is refused as full although there is room.
     pub full: u32,
-    /// Page faults at a byte that is drawn, too.
+    /// Chance of a page fault, at a random byte.
     pub fault: u32,
-    /// Failures with a status that the CPU is not to work around (hardware error 0x20).
+    /// Chance of a failure with a status that the CPU must not handle (hardware error 0x20).
     pub fail: u32,
-    /// Batches whose list faults at a member that is drawn: the rest are never looked at.
+    /// Chance of a batch whose list faults at a random member: the rest is not executed.
     pub list_fault: u32,
-    /// Descriptors that are never answered.
+    /// Chance of a descriptor that is never answered.
     pub silent: u32,
-    /// Descriptors wait until others that came later are done.
+    /// True if descriptors wait until later ones are done.
     pub shuffled: bool,
-    /// The kernel does not let its portal be mapped.
+    /// True if the kernel does not permit mapping the portal.
     pub unmapped: bool,
-    /// The kernel takes no batch by `write`.
+    /// True if the kernel accepts no batches by `write`.
     pub unbatched: bool,
-    /// The kernel takes nothing by `write`.
+    /// True if the kernel accepts nothing by `write`.
     pub unwritten: bool,
-    /// Descriptors after which it dies; 0 never.
+    /// Number of descriptors after which it dies; 0 never.
     pub dies: u64,
-    /// Microseconds that its thread takes for each answer.
+    /// Microseconds of delay of each answer.
     pub late: u32,
 }
 
 impl Behaviour {
-    /// A device without faults, as the shipped profiles set queues up.
+    /// A device without faults, with the queue setup of the shipped profiles.
     pub const SOUND: Self = Self {
         seed: 1,
         depth: 128,
@@ -78,8 +77,7 @@ impl Default for Behaviour {
 }
 
 impl Behaviour {
-    /// The default with the fields of `text`: `name=number`, with colons between; `None` if one is
-    /// unknown.
+    /// Returns the default with the fields of `text`: `name=number`, separated by colons; `None` if one is unknown.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let mut behaviour = Self::default();
@@ -142,14 +140,14 @@ struct State {
 }
 
 impl Model {
-    /// A queue.
+    /// Returns a queue.
     #[must_use]
     pub fn new(behaviour: Behaviour) -> Self {
         Self {
             behaviour,
             state: Mutex::new(State {
                 waiting: VecDeque::new(),
-                // Never 0, where the draws would stay.
+                // Never 0, a fixed point of the generator.
                 draws: behaviour.seed | 1 << 63,
                 dead: false,
                 closed: false,
@@ -161,7 +159,7 @@ impl Model {
         }
     }
 
-    /// The same queue without what goes wrong in the device.
+    /// Returns the same queue without the device's faults.
     pub(crate) fn without_faults(&self) -> Self {
         let kernel = self.behaviour;
         Self::new(Behaviour {
@@ -173,31 +171,31 @@ impl Model {
         })
     }
 
-    /// As it was told to behave.
+    /// Returns the configured behaviour.
     pub(crate) fn behaviour(&self) -> &Behaviour {
         &self.behaviour
     }
 
-    /// Descriptors that were accepted so far.
+    /// Returns the count of accepted descriptors.
     #[must_use]
     pub fn accepted(&self) -> u64 {
         self.lock().accepted
     }
 
-    /// Descriptors of which its user has said so far that they are complete.
+    /// Returns the count of descriptors that the user reported as complete.
     #[must_use]
     pub fn taken_back(&self) -> u64 {
         self.lock().taken_back
     }
 
-    /// From now on nothing is answered, and every submission is an error.
+    /// Stops all answers; every submission fails from now on.
     pub fn die(&self) {
         let mut state = self.lock();
         state.dead = true;
         state.waiting.clear();
     }
 
-    /// Executes one descriptor that waits; false if none does.
+    /// Executes one queued descriptor; returns false if there is none.
     pub fn step(&self) -> bool {
         let mut state = self.lock();
         let next = if self.behaviour.shuffled && state.waiting.len() > 1 {
@@ -214,9 +212,9 @@ impl Model {
             return true;
         }
         state.answered += 1;
-        // A device that works keeps nobody from submitting.
+        // A working device does not block submissions.
         drop(state);
-        // SAFETY: whoever submitted it answers for its addresses until the record is complete.
+        // SAFETY: the submitter guarantees its addresses until the record is complete.
         unsafe { self.execute(&descriptor) };
         true
     }
@@ -225,7 +223,7 @@ impl Model {
         thousandths > 0 && self.lock().chance(thousandths)
     }
 
-    /// Executes descriptors until [`Model::close`] is called: what a device's thread does.
+    /// Executes descriptors until [`Model::close`] is called, as a device would.
     pub fn run(&self) {
         loop {
             while self.step() {
@@ -256,13 +254,13 @@ impl Model {
     ///
     /// As [`Portal::submit`].
     unsafe fn execute(&self, descriptor: &Descriptor) {
-        // SAFETY: the caller's promise holds for the record.
+        // SAFETY: the caller guarantees the record.
         let record = unsafe { &*descriptor.record() };
         if descriptor.opcode() == Some(Opcode::Batch) {
-            // SAFETY: the caller's promise holds for the list and all that it names.
+            // SAFETY: the caller guarantees the list and all its addresses.
             unsafe { self.batch(descriptor, record) };
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.one(descriptor, record) };
         }
     }
@@ -284,17 +282,17 @@ impl Model {
         };
         let mut all_well = true;
         for at in 0..readable {
-            // Whoever looks may see some of the records written, and others not.
+            // A concurrent reader may see some of the records written, and others not.
             spin_loop();
-            // SAFETY: the list has so many descriptors, which stay until the batch is complete.
+            // SAFETY: the list has this number of descriptors, which stay until the batch is complete.
             let member = unsafe { *list.add(at) };
-            // SAFETY: the caller's promise holds for every member.
+            // SAFETY: the caller guarantees every member.
             let member_record = unsafe { &*member.record() };
             all_well &= if member.opcode() == Some(Opcode::Batch) {
                 answer(member_record, status::OPCODE, 0, 0, 0);
                 false
             } else {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { self.one(&member, member_record) }
             };
         }
@@ -309,7 +307,7 @@ impl Model {
         }
     }
 
-    /// True if it succeeded.
+    /// Executes one descriptor; returns true on success.
     ///
     /// # Safety
     ///
@@ -335,22 +333,22 @@ impl Model {
         let result = match descriptor.opcode() {
             Some(Opcode::Noop) => None,
             Some(Opcode::ComparePattern) => {
-                // SAFETY: the submitter's promise for the source.
+                // SAFETY: the submitter guarantees the source.
                 unsafe { first_other(source, reach, destination) }
             }
             Some(Opcode::Compare) => {
-                // SAFETY: the submitter's promise for both ranges.
+                // SAFETY: the submitter guarantees both ranges.
                 unsafe { first(reach, |at| byte(source, at) != byte(destination, at)) }
             }
             Some(Opcode::Memmove) => {
-                // SAFETY: the submitter's promise for both ranges.
+                // SAFETY: the submitter guarantees both ranges.
                 unsafe { std::ptr::copy(source as *const u8, destination as *mut u8, reach) };
                 None
             }
             Some(Opcode::Fill) => {
                 let pattern = source.to_le_bytes();
                 for at in 0..reach {
-                    // SAFETY: the submitter's promise for the destination.
+                    // SAFETY: the submitter guarantees the destination.
                     unsafe {
                         (destination as *mut u8)
                             .add(at)
@@ -378,8 +376,7 @@ impl Model {
     }
 }
 
-/// Writes a record, which must be as it was cleared: another answer in it is one that nobody waits for any more,
-/// or that somebody takes for this one.
+/// Writes a record, which must be pending. An earlier answer in it belongs to a reused record, a violation by the user.
 fn answer(record: &Record, status: u8, result: u8, completed: u32, fault_address: u64) {
     let before = record.read();
     assert!(
@@ -389,29 +386,29 @@ fn answer(record: &Record, status: u8, result: u8, completed: u32, fault_address
     record.complete(status, result, completed, fault_address);
 }
 
-/// The first of `bytes` positions where that holds.
+/// Returns the first of `bytes` positions that satisfies `holds`.
 fn first(bytes: usize, holds: impl Fn(usize) -> bool) -> Option<usize> {
     (0..bytes).find(|at| holds(*at))
 }
 
-/// The first of `bytes` bytes that is not the pattern's.
+/// Returns the first of `bytes` bytes that differs from the pattern.
 ///
 /// # Safety
 ///
 /// The bytes must be mapped readable.
 unsafe fn first_other(base: u64, bytes: usize, pattern: u64) -> Option<usize> {
     let is_other = |at: usize| {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { byte(base, at) != pattern.to_le_bytes()[at % 8] }
     };
-    // Word by word, so that its users are not kept waiting by the model alone.
+    // Reads u64 by u64, so that the model is not the bottleneck of its users.
     let word = |at: &usize| {
-        // SAFETY: the caller's promise; others may write it meanwhile.
+        // SAFETY: guaranteed by the caller; other threads may write it concurrently.
         unsafe { (base as *const u64).byte_add(*at).read_volatile() != pattern }
     };
     let words = if base.is_multiple_of(8) { bytes / 8 } else { 0 };
     let found = (0..words * 8).step_by(8).find(word);
-    // The word may have become the pattern's since.
+    // The u64 may equal the pattern by now.
     (found.unwrap_or(words * 8)..bytes).find(|at| is_other(*at))
 }
 
@@ -419,12 +416,12 @@ unsafe fn first_other(base: u64, bytes: usize, pattern: u64) -> Option<usize> {
 ///
 /// The byte must be mapped readable.
 unsafe fn byte(base: u64, at: usize) -> u8 {
-    // SAFETY: the caller's promise; others may write it meanwhile.
+    // SAFETY: guaranteed by the caller; other threads may write it concurrently.
     unsafe { (base as *const u8).add(at).read_volatile() }
 }
 
 impl State {
-    /// A number below `n`.
+    /// Returns a random number below `n`.
     fn below(&mut self, n: usize) -> usize {
         // xorshift64: Marsaglia 2003.
         self.draws ^= self.draws << 13;
@@ -440,7 +437,7 @@ impl State {
 
 impl Portal for Arc<Model> {
     unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.as_ref().submit(descriptor) }
     }
 

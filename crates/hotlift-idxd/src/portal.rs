@@ -1,13 +1,12 @@
-//! Ways to hand a descriptor to a queue.
+//! Submission of descriptors to a queue.
 //!
 //! | way | queue | needs |
 //! |---|---|---|
-//! | [`Enqcmd`] | shared | its portal mapped, ENQCMD |
-//! | [`Movdir64b`] | dedicated | its portal mapped, MOVDIR64B |
+//! | [`Enqcmd`] | shared | mapped portal, ENQCMD |
+//! | [`Movdir64b`] | dedicated | mapped portal, MOVDIR64B |
 //! | [`Written`] | either | only the open node: the kernel submits; no batches on most hardware |
 //!
-//! Which of them a queue takes is decided by its mode, by CPUID and by what the kernel allows, never by
-//! trying an instruction.
+//! The choice depends on the queue's mode, CPUID and the kernel's permission; no instruction is ever executed as a test.
 
 use std::fs::File;
 use std::io;
@@ -20,41 +19,40 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::descriptor::{DESCRIPTOR, Descriptor};
 
-/// Bytes of a portal: one page, of which each 64 bytes take a descriptor.
+/// Bytes of a portal: one page, each 64 bytes of which accept a descriptor.
 const PORTAL: usize = 4096;
 
-/// What became of a submission.
+/// Result of a submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Submitted {
-    /// The device has it.
+    /// The device accepted it.
     Accepted,
-    /// The queue is full; later it may not be.
+    /// The queue is full; a retry may succeed.
     Full,
 }
 
-/// One queue's entrance.
+/// Submission interface of one queue.
 pub trait Portal: Send + Sync {
-    /// Hands `descriptor` to the device.
+    /// Submits `descriptor` to the device.
     ///
     /// # Errors
     ///
-    /// The system's reason, after which the queue is of no more use.
+    /// The system's error, after which the queue is unusable.
     ///
     /// # Safety
     ///
-    /// Everything that the descriptor names (and a batch's descriptors name) must stay mapped, and what
-    /// the device writes to must not be used for anything else, until its record is complete.
+    /// All memory at addresses in the descriptor (and in a batch's descriptors) must stay mapped until its record is complete.
+    /// Memory that the device writes to must not be used otherwise until then.
     unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted>;
 
-    /// A descriptor that was accepted is complete.
+    /// Reports that an accepted descriptor is complete.
     fn completed(&self) {}
 }
 
 /// A mapped portal.
 struct Mapping {
     page: NonNull<u8>,
-    /// Counts submissions: each goes to the next 64 bytes of the page, so that neighbours do not wait
-    /// for each other's line.
+    /// Count of submissions: each uses the next 64 bytes of the page, to avoid contention on one cache line.
     next: AtomicUsize,
 }
 
@@ -65,7 +63,7 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(node: &File) -> io::Result<Self> {
-        // SAFETY: a new mapping at a place of the kernel's choice touches no other memory.
+        // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
         let page = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -83,7 +81,7 @@ impl Mapping {
         })
     }
 
-    /// Where the next descriptor goes.
+    /// Returns the address for the next descriptor.
     fn slot(&self) -> *mut u8 {
         let slot = self.next.fetch_add(1, Ordering::Relaxed) % (PORTAL / DESCRIPTOR);
         self.page.as_ptr().wrapping_add(slot * DESCRIPTOR)
@@ -92,12 +90,12 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own, and nobody keeps an address of it.
+        // SAFETY: the mapping is this value's own, and no address of it is kept elsewhere.
         let _ = unsafe { rustix::mm::munmap(self.page.as_ptr().cast(), PORTAL) };
     }
 }
 
-/// A shared queue, by ENQCMD: the device answers whether it has taken the descriptor.
+/// A shared queue, by ENQCMD: the device reports if it accepted the descriptor.
 pub struct Enqcmd(Mapping);
 
 impl Enqcmd {
@@ -105,7 +103,7 @@ impl Enqcmd {
     ///
     /// # Errors
     ///
-    /// The system's reason; EPERM where CAP_SYS_RAWIO is demanded.
+    /// The system's error; EPERM if CAP_SYS_RAWIO is required.
     ///
     /// # Safety
     ///
@@ -128,7 +126,7 @@ impl Portal for Enqcmd {
     }
 }
 
-/// A dedicated queue, by MOVDIR64B: a store without answer, so that what is in flight is counted here.
+/// A dedicated queue, by MOVDIR64B: a store without answer, so descriptors in flight are counted here.
 pub struct Movdir64b {
     mapping: Mapping,
     size: u32,
@@ -140,7 +138,7 @@ impl Movdir64b {
     ///
     /// # Errors
     ///
-    /// The system's reason; EPERM where CAP_SYS_RAWIO is demanded.
+    /// The system's error; EPERM if CAP_SYS_RAWIO is required.
     ///
     /// # Safety
     ///
@@ -178,7 +176,7 @@ impl Portal for Movdir64b {
 pub struct Written(File);
 
 impl Written {
-    /// Of an open node (or of whatever takes descriptors as bytes).
+    /// Returns the queue of an open node (or of any file that accepts descriptors as bytes).
     #[must_use]
     pub fn new(node: File) -> Self {
         Self(node)
@@ -189,7 +187,7 @@ impl Portal for Written {
     unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
         match rustix::io::write(&self.0, &descriptor.to_bytes()) {
             Ok(DESCRIPTOR) => Ok(Submitted::Accepted),
-            // The driver has tried for a while before it says so.
+            // The driver retries for a while before it reports this.
             Ok(0) | Err(Errno::AGAIN | Errno::BUSY) => Ok(Submitted::Full),
             Ok(_) => Err(io::ErrorKind::WriteZero.into()),
             Err(error) => Err(error.into()),
@@ -203,15 +201,14 @@ mod instructions {
 
     use super::Descriptor;
 
-    /// True if the queue was full.
+    /// Submits `descriptor`; returns true if the queue was full.
     ///
     /// # Safety
     ///
-    /// `portal` must be the aligned 64 bytes of a mapped portal of a shared queue, and the CPU must have
-    /// ENQCMD.
+    /// `portal` must be the aligned 64 bytes of a mapped portal of a shared queue, and the CPU must have ENQCMD.
     pub(super) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
         let full: u8;
-        // SAFETY: the caller's promise. The fence lets the device see what was written before.
+        // SAFETY: guaranteed by the caller. The fence makes earlier writes visible to the device.
         unsafe {
             asm!(
                 "sfence",
@@ -230,7 +227,7 @@ mod instructions {
     ///
     /// `portal` must be 64 aligned bytes that may be written, and the CPU must have MOVDIR64B.
     pub(super) unsafe fn movdir64b(portal: *mut u8, descriptor: &Descriptor) {
-        // SAFETY: the caller's promise. The fence lets the device see what was written before.
+        // SAFETY: guaranteed by the caller. The fence makes earlier writes visible to the device.
         unsafe {
             asm!(
                 "sfence",
@@ -257,7 +254,7 @@ mod tests {
         let portal = Written::new(File::from(std::os::fd::OwnedFd::from(node)));
         let record = Record::default();
         let descriptor = Descriptor::noop(&raw const record);
-        // SAFETY: nobody executes it.
+        // SAFETY: the descriptor is never executed.
         let submitted = unsafe { portal.submit(&descriptor) };
         assert_eq!(submitted.expect("written"), Submitted::Accepted);
         let mut bytes = [0; DESCRIPTOR];
@@ -273,7 +270,7 @@ mod tests {
         let record = Record::default();
         let descriptor = Descriptor::noop(&raw const record);
         for _ in 0..1 << 20 {
-            // SAFETY: nobody executes it.
+            // SAFETY: the descriptor is never executed.
             if unsafe { portal.submit(&descriptor) }.expect("a pair") == Submitted::Full {
                 return;
             }

@@ -1,4 +1,4 @@
-//! Opens a work queue for zero pages, and proves that it works.
+//! Opens a work queue for zero pages, and checks that it works.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,28 +12,28 @@ use crate::sysfs::{self, DeviceKind, Mode, State};
 use crate::zero;
 use crate::{CpuFeatures, SysfsError};
 
-/// How long the no-op that proves a queue may take. A device needs some microseconds; a host that starts
-/// many things at once may look away for long.
+/// Timeout of the no-op that tests a queue. A device needs some microseconds, but a busy host may not schedule the thread for
+/// long.
 pub(crate) const PROOF: Duration = Duration::from_secs(1);
 
-/// Why a queue cannot be used.
+/// Reason why a queue is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    /// There is no such queue.
+    /// The queue does not exist.
     #[error("{} is no work queue of a device here", path.display())]
     Unknown {
-        /// The path that was asked for.
+        /// The requested path.
         path: PathBuf,
     },
-    /// The queue is not set up for this.
+    /// The queue's setup is unsuitable.
     #[error("{} {what}", path.display())]
     SetUp {
         /// The queue's node.
         path: PathBuf,
-        /// What is wrong.
+        /// The defect.
         what: &'static str,
     },
-    /// The driver's description cannot be read.
+    /// The driver's attributes are unreadable.
     #[error("the work queues cannot be listed")]
     Sysfs(#[from] SysfsError),
     /// The queue cannot be opened or mapped.
@@ -45,21 +45,20 @@ pub enum QueueError {
         #[source]
         source: io::Error,
     },
-    /// It did not do nothing when it was asked to.
+    /// The no-op test failed.
     #[error("{} did not complete a no-op: {what}", path.display())]
     Proof {
         /// The queue's node.
         path: PathBuf,
-        /// What it did.
+        /// The observed result.
         what: String,
     },
 }
 
-/// Opens the queue of node `path` (as in "/dev/dsa/wq4.0") of the host under `root`, which is `/` but
-/// for tests, and proves it by a no-op.
+/// Opens the queue of node `path` (as in "/dev/dsa/wq4.0") of the host under `root` (`/` except in tests), and tests it by a
+/// no-op.
 ///
-/// The process that opens a queue must be the one that uses it: the kernel binds it to the opener's
-/// memory.
+/// The process that opens a queue must be the one that uses it: the kernel binds the queue to the opener's memory.
 ///
 /// # Errors
 ///
@@ -112,26 +111,26 @@ pub fn open(root: &Path, path: &Path, cpu: CpuFeatures) -> Result<zero::Device, 
     })
 }
 
-/// A queue's open node: what its opener may do.
+/// An open node of a queue, with its ways to submit.
 pub trait Node {
-    /// Maps the portal of a queue of that mode and so many entries.
+    /// Maps the portal of a queue of that mode and number of entries.
     ///
     /// # Errors
     ///
-    /// The system's reason: EPERM where CAP_SYS_RAWIO is demanded.
+    /// The system's error: EPERM if CAP_SYS_RAWIO is required.
     ///
     /// # Safety
     ///
     /// The CPU must have the instruction of that mode.
     unsafe fn map(&self, mode: Mode, entries: u32) -> io::Result<Box<dyn Portal>>;
 
-    /// Lets the kernel submit.
+    /// Uses submission by the kernel.
     fn write(self) -> Box<dyn Portal>;
 }
 
 impl Node for File {
     unsafe fn map(&self, mode: Mode, entries: u32) -> io::Result<Box<dyn Portal>> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             Ok(match mode {
                 Mode::Shared => Box::new(Enqcmd::map(self)?),
@@ -145,14 +144,14 @@ impl Node for File {
     }
 }
 
-/// A way into a queue.
+/// Access to a queue.
 pub(crate) struct Entrance {
     pub portal: Box<dyn Portal>,
-    /// Why it is not mapped, if it is not.
+    /// Reason why it is not mapped, if so.
     pub written: Option<io::Error>,
 }
 
-/// The best way into a queue that CPU and kernel leave.
+/// Returns the best access that CPU and kernel permit.
 pub(crate) fn enter(
     node: impl Node,
     mode: Mode,
@@ -164,7 +163,7 @@ pub(crate) fn enter(
         Mode::Dedicated => cpu.movdir64b,
     };
     let mapped = if able {
-        // SAFETY: the CPU has the instruction, says CPUID.
+        // SAFETY: CPUID reports the instruction.
         unsafe { node.map(mode, entries) }
     } else {
         Err(io::Error::new(
@@ -177,7 +176,7 @@ pub(crate) fn enter(
             portal,
             written: None,
         }),
-        // Since May 2024 mapping demands CAP_SYS_RAWIO of most devices; writing does not.
+        // Since May 2024 mapping requires CAP_SYS_RAWIO on most devices; writing does not.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Entrance {
             portal: node.write(),
             written: Some(error),
@@ -187,7 +186,7 @@ pub(crate) fn enter(
 }
 
 impl Entrance {
-    /// Lets the device do nothing.
+    /// Tests the device with a no-op.
     pub(crate) fn prove(&self, path: &Path, within: Duration) -> Result<(), QueueError> {
         let record = leaked(Record::default());
         let answer = match answer(&*self.portal, &Descriptor::noop(record), record, within) {
@@ -210,8 +209,8 @@ impl Entrance {
     }
 }
 
-/// Whether the device does nothing twice, in one batch. The kernel takes batches of nobody by `write` on
-/// the first hardware, and what it tells of operations differs with its version.
+/// Returns true if the device executes two no-ops in one batch. On the first hardware the kernel accepts no batches by `write`,
+/// and its report of operations differs by version.
 pub(crate) fn takes_batches(portal: &dyn Portal, within: Duration) -> bool {
     let records = leaked([Record::default(), Record::default(), Record::default()]);
     let list = leaked([0, 1].map(|at| Descriptor::noop(&raw const records[at])));
@@ -220,12 +219,12 @@ pub(crate) fn takes_batches(portal: &dyn Portal, within: Duration) -> bool {
     answer(portal, &batch, &records[2], within) == done
 }
 
-/// Memory that a device may write to at any time to come: one that answers too late still does.
+/// Leaks memory that a device may write to at any later time, even after a timeout.
 fn leaked<T>(value: T) -> &'static T {
     Box::leak(Box::new(value))
 }
 
-/// What a device says of a descriptor whose memory lives as long as the process.
+/// Returns the device's answer to a descriptor whose memory lives as long as the process.
 fn answer(
     portal: &dyn Portal,
     descriptor: &Descriptor,

@@ -1,4 +1,4 @@
-//! Completion records: the 32 bytes that a device writes when it is done.
+//! Completion records: the 32 bytes that a device writes when a descriptor is done.
 //!
 //! ```text
 //!  0 status (0: not yet)   1 result   2 fault info   4 bytes or descriptors done   8 fault address
@@ -12,22 +12,22 @@ pub const RECORD: usize = 32;
 
 /// Status: done.
 const SUCCESS: u8 = 0x01;
-/// Status: done, and the result is not the one that was expected.
+/// Status: done, and the result differs from the expected one.
 const SUCCESS_BUT_DIFFERS: u8 = 0x02;
-/// Status: a page was not there; a part is done.
+/// Status: a page was absent; a part is done.
 const PAGE_FAULT: u8 = 0x03;
-/// Status: the system could not bring the page.
+/// Status: the system could not provide the page.
 const PAGE_REQUEST_FAILED: u8 = 0x04;
-/// Status of a batch: not all of it succeeded.
+/// Status of a batch: some descriptors failed.
 const BATCH_FAILED: u8 = 0x05;
-/// Status of a batch: its list could not be read to the end.
+/// Status of a batch: its list could not be read completely.
 const BATCH_FAULT: u8 = 0x06;
 /// Status: the address could not be translated.
 const TRANSLATION_FAILED: u8 = 0x22;
 /// Bit of the status: the fault was on a write.
 const ON_WRITE: u8 = 0x80;
 
-/// One record, written by a device while a program looks at it.
+/// One record, written by a device while a program reads it.
 #[derive(Debug, Default)]
 #[repr(C, align(32))]
 pub struct Record {
@@ -42,40 +42,39 @@ pub struct Record {
 
 const _: () = assert!(size_of::<Record>() == RECORD);
 
-/// What a device says of a descriptor.
+/// Result of a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Completion {
-    /// It is not done.
+    /// The descriptor is not done.
     Pending,
     /// Done. The result is 0 where a comparison found no difference.
     Done {
         /// 0 or 1.
         differs: bool,
     },
-    /// Some bytes are done; then a page was not there, or could not be reached. The CPU goes on.
+    /// Some bytes are done; then a page was absent or unreachable. The CPU must continue.
     Fault {
-        /// The difference is found already.
+        /// True if a difference was already found.
         differs: bool,
-        /// Bytes that were done before.
+        /// Bytes done before the fault.
         completed: u32,
     },
-    /// Of a batch: at least one descriptor did not succeed. Each has its own record; a record that is
-    /// still pending is of one that was never read.
+    /// Some descriptors of a batch failed. Each has its own record; a record that is still pending belongs to a descriptor that
+    /// was never read.
     BatchFailed,
-    /// The device did not do it; its status code.
+    /// The device failed; its status code.
     Failed(u8),
 }
 
 impl Record {
-    /// Makes it pending, for a descriptor that is to be submitted.
+    /// Makes the record pending, for the next descriptor to submit.
     pub fn clear(&self) {
         self.result.store(0, Ordering::Relaxed);
         self.completed.store(0, Ordering::Relaxed);
         self.status.store(0, Ordering::Relaxed);
     }
 
-    /// What the device has said so far. Once it is not pending, everything that the device wrote before
-    /// is visible, too.
+    /// Returns the current result. If it is not pending, all earlier writes of the device are visible too.
     #[must_use]
     pub fn read(&self) -> Completion {
         let status = self.status.load(Ordering::Acquire);
@@ -92,7 +91,7 @@ impl Record {
         }
     }
 
-    /// As a device writes it: everything else before the status.
+    /// Writes the record as a device does: the status after everything else.
     pub fn complete(&self, status: u8, result: u8, completed: u32, fault_address: u64) {
         self.result.store(result, Ordering::Relaxed);
         self.completed.store(completed, Ordering::Relaxed);

@@ -1,5 +1,5 @@
-//! A simulated queue, entered and proven as a real one is. For tests: only programs that are built with the feature
-//! `simulated` have it.
+//! A simulated queue, opened and tested like a real one. For tests: only programs that are built with the feature `simulated`
+//! have it.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,14 +16,14 @@ use crate::portal::{Portal, Submitted};
 use crate::queue::{Node, QueueError, enter, takes_batches};
 use crate::{CpuFeatures, Mode, zero};
 
-/// How long a model's thread may take to come to a CPU.
+/// Scheduling allowance of a model's thread.
 const PROOF_OF_A_MODEL: Duration = Duration::from_secs(60);
 
-/// Opens a queue of this behaviour, whose faults begin when it is proven.
+/// Opens a queue of this behaviour, whose faults begin after the test of the queue.
 ///
 /// # Errors
 ///
-/// [`QueueError`], if what it simulates of the kernel leaves no way in.
+/// [`QueueError`], if the simulated kernel permits no access.
 pub fn open(behaviour: Behaviour) -> Result<zero::Device, QueueError> {
     let path = Path::new("a simulated queue");
     let cpu = CpuFeatures {
@@ -49,7 +49,7 @@ pub fn open(behaviour: Behaviour) -> Result<zero::Device, QueueError> {
     })
 }
 
-/// A model with its thread, which ends with the last that has it.
+/// A model with its thread, which ends with the last reference.
 #[derive(Clone)]
 struct Running(Arc<Thread>);
 
@@ -63,7 +63,7 @@ impl Running {
         let model = Arc::new(model);
         let runs = Arc::clone(&model);
         let run = move || {
-            // It panics where its user breaks a promise, and who waits for its answers would wait for ever.
+            // The model panics if its user violates a condition; threads that wait for answers would hang.
             if catch_unwind(AssertUnwindSafe(|| runs.run())).is_err() {
                 std::process::abort();
             }
@@ -87,7 +87,7 @@ impl Drop for Thread {
 
 impl Portal for Running {
     unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.model.submit(descriptor) }
     }
 
@@ -109,7 +109,7 @@ impl Node for Running {
     }
 }
 
-/// A queue behind the kernel's `write`.
+/// A queue submitted to by the kernel's `write`.
 struct ByKernel(Running);
 
 impl Portal for ByKernel {
@@ -119,7 +119,7 @@ impl Portal for ByKernel {
         if behaviour.unwritten || (is_batch && behaviour.unbatched) {
             return Err(Errno::INVAL.into());
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.submit(descriptor) }
     }
 
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
     use crate::queue::{Entrance, PROOF};
 
-    /// Runs `work` with a way into a simulated queue.
+    /// Runs `work` with access to a simulated queue.
     fn with<T>(behaviour: Behaviour, work: impl FnOnce(&Entrance) -> T) -> T {
         let cpu = CpuFeatures {
             enqcmd: true,
@@ -213,7 +213,7 @@ mod tests {
             entrance.prove(path, PROOF_OF_A_MODEL).expect("by write");
             assert!(!takes_batches(&*entrance.portal, PROOF_OF_A_MODEL));
         });
-        // Who may map the portal hands batches to the device, whatever the kernel takes.
+        // A mapped portal submits batches to the device even if the kernel accepts none.
         let mapped = Behaviour {
             unmapped: false,
             ..single
@@ -242,7 +242,7 @@ mod tests {
         assert_eq!(opened.max_batch, 0);
     }
 
-    /// Whatever a CPU has not is not tried: mapping is for the instruction that goes with it.
+    /// Without the CPU's instruction nothing is mapped.
     #[test]
     fn without_the_instruction_nothing_is_mapped() {
         struct Unmappable;

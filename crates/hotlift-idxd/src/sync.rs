@@ -1,5 +1,5 @@
-//! What the threads of [`zero`](crate::zero) and of the [model](crate::model) share, and their clock. All of it
-//! comes through here, so that `tests/schedules.rs` can put a scheduler of its own under both.
+//! Types that the threads of [`zero`](crate::zero) and of the [model](crate::model) share, and their clock. They are
+//! re-exported here, so that `tests/schedules.rs` can replace the scheduler below both.
 
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 pub(crate) use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};

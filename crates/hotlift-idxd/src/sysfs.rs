@@ -1,8 +1,8 @@
 //! `/sys/bus/dsa/devices`: DSA and IAA devices, their engines and work queues. (The bus is called `dsa`
 //! for both.)
 //!
-//! Attributes are those of the kernel's `sysfs-driver-dma-idxd`. One that is absent is `None`: older
-//! drivers have fewer, and no queue has those of an operation that its device lacks.
+//! Attributes are those of the kernel's `sysfs-driver-dma-idxd`. An absent attribute is `None`: older drivers have fewer, and
+//! queues lack those of operations that the device lacks.
 
 use std::ffi::OsStr;
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use crate::attribute::{OpSet, SysfsError, flag, index, number, op_set, parsed, text};
 use hotlift_mem::FileError;
 
-/// What a device computes.
+/// Function of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
     /// DSA, `dsaN`: copies, compares, fills.
@@ -21,7 +21,7 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// First letters of such a device's name, and the folder of its queues' nodes under `/dev`.
+    /// Returns the prefix of such a device's name, also the folder of its queues' nodes under `/dev`.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {
@@ -31,30 +31,30 @@ impl DeviceKind {
     }
 }
 
-/// Where a device is.
+/// Location of a device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Place {
-    /// NUMA node; `None` if the host has one only.
+    /// NUMA node; `None` if the host has only one.
     pub numa_node: Option<u32>,
     /// PCI address, as in `0000:6a:01.0`.
     pub pci: Option<String>,
 }
 
-/// Whether a device or a queue is switched on.
+/// State of a device or a queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// Set up and not on.
+    /// Set up, not enabled.
     Disabled,
-    /// On.
+    /// Enabled.
     Enabled,
-    /// Anything else, in the driver's word: `halted` after a hardware error.
+    /// Any other state, as the driver reports it: `halted` after a hardware error.
     Other(String),
 }
 
-/// Who may submit to a queue.
+/// Kind of access to a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// Any number of processes, by ENQCMD, which may be told that the queue is full.
+    /// Any number of processes, by ENQCMD, which can report that the queue is full.
     Shared,
     /// One opener, by MOVDIR64B; it must count entries itself.
     Dedicated,
@@ -65,42 +65,42 @@ pub enum Mode {
 pub struct Device {
     /// As in `dsa0`.
     pub name: String,
-    /// What it computes.
+    /// Its function.
     pub kind: DeviceKind,
-    /// Where it is.
+    /// Its location.
     pub place: Place,
     /// Version of the hardware interface: 0x100 is 1.0.
     pub version: Option<u32>,
-    /// Whether it is on.
+    /// Enabled or not.
     pub state: Option<State>,
-    /// Whether it knows processes' address spaces; no queue of type user without.
+    /// True if it supports processes' address spaces; required for queues of type user.
     pub pasid_enabled: Option<bool>,
-    /// Whether its set-up can be changed while it is disabled.
+    /// True if its setup can be changed while it is disabled.
     pub configurable: Option<bool>,
-    /// The driver's last error; 0 is none.
+    /// The driver's last error; 0 for none.
     pub cmd_status: Option<u32>,
-    /// Operations that it knows.
+    /// Supported operations.
     pub op_cap: Option<OpSet>,
-    /// Most descriptors of a batch.
+    /// Maximum descriptors of a batch.
     pub max_batch_size: Option<u32>,
-    /// Most bytes of one descriptor.
+    /// Maximum bytes of one descriptor.
     pub max_transfer_size: Option<u64>,
-    /// Queues that can be set up.
+    /// Number of queues that can be set up.
     pub max_work_queues: Option<u32>,
-    /// Entries of all its queues together.
+    /// Total entries of all its queues.
     pub max_work_queues_size: Option<u32>,
-    /// By name.
+    /// Engines, sorted by name.
     pub engines: Vec<Engine>,
-    /// By name.
+    /// Queues, sorted by name.
     pub queues: Vec<WorkQueue>,
 }
 
-/// An engine: what works on descriptors of its group's queues.
+/// An engine, which executes descriptors of its group's queues.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Engine {
     /// As in `engine0.1`.
     pub name: String,
-    /// Group that it serves; `None` if it serves none.
+    /// Its group; `None` if it has none.
     pub group: Option<u32>,
 }
 
@@ -109,50 +109,49 @@ pub struct Engine {
 pub struct WorkQueue {
     /// As in `wq0.1`.
     pub name: String,
-    /// Node in `/dev` that a process opens, there while the queue is enabled and its type is user.
+    /// Node in `/dev` that a process opens; exists while the queue is enabled and its type is user.
     pub node: PathBuf,
-    /// Whether it is on.
+    /// Enabled or not.
     pub state: Option<State>,
-    /// Who may submit.
+    /// Kind of access.
     pub mode: Option<Mode>,
     /// `user`, `kernel`, or `none` until it is set up.
     pub queue_type: Option<String>,
-    /// What drives it: `user` for a node in `/dev`, `crypto` or `dmaengine` for the kernel itself.
+    /// Driver: `user` for a node in `/dev`, `crypto` or `dmaengine` for the kernel itself.
     pub driver_name: Option<String>,
-    /// What the operator calls it.
+    /// Name given by the operator.
     pub label: Option<String>,
     /// Its group; `None` if it has none.
     pub group: Option<u32>,
-    /// Entries.
+    /// Number of entries.
     pub size: Option<u32>,
-    /// Entries that unprivileged submitters of a shared queue may fill.
+    /// Entries that unprivileged submitters of a shared queue may use.
     pub threshold: Option<u32>,
-    /// 1 (last) to 15 (first) among the queues of its group.
+    /// 1 (lowest) to 15 (highest) among the queues of its group.
     pub priority: Option<u32>,
-    /// Whether a descriptor may make the device wait for a page.
+    /// True if a descriptor may make the device wait for a page.
     pub block_on_fault: Option<bool>,
-    /// Most descriptors of a batch.
+    /// Maximum descriptors of a batch.
     pub max_batch_size: Option<u32>,
-    /// Most bytes of one descriptor.
+    /// Maximum bytes of one descriptor.
     pub max_transfer_size: Option<u64>,
-    /// Operations that it takes.
+    /// Permitted operations.
     pub op_config: Option<OpSet>,
-    /// Whether it must not ask the IOMMU for translations.
+    /// True if it must not request translations from the IOMMU.
     pub ats_disable: Option<bool>,
-    /// Whether it must not ask for pages that are not there.
+    /// True if it must not request absent pages.
     pub prs_disable: Option<bool>,
     /// Entries in use.
     pub occupancy: Option<u32>,
-    /// Times that the kernel repeats a submission to a full queue by `write`.
+    /// The kernel's retries of a submission by `write` to a full queue.
     pub enqcmds_retries: Option<u32>,
 }
 
-/// All devices under `root` (`/` for this host), DSA before IAA, by number. None if the driver is not
-/// loaded.
+/// Returns all devices under `root` (`/` for this host), DSA before IAA, by number; none if the driver is not loaded.
 ///
 /// # Errors
 ///
-/// [`SysfsError`] with the file that cannot be read or holds something unknown.
+/// [`SysfsError`] with the file that cannot be read or holds an unknown value.
 pub fn devices(root: &Path) -> Result<Vec<Device>, SysfsError> {
     let bus = root.join("sys/bus/dsa/devices");
     let mut devices = Vec::new();
@@ -245,14 +244,14 @@ fn state(folder: &Path) -> Result<Option<State>, SysfsError> {
     }))
 }
 
-/// The device's folder is a link into that of its PCI device.
+/// Returns the PCI address: the device's folder is a link into the folder of its PCI device.
 fn pci_address(folder: &Path) -> Option<String> {
     let target = folder.canonicalize().ok()?;
     let parent = target.parent()?.file_name()?.to_str()?;
     parent.contains(':').then(|| parent.to_owned())
 }
 
-/// Names in `folder` that are `prefix` and a number, or two with a dot between; by number.
+/// Returns the names in `folder` of the form `prefix` and one number, or two separated by a dot; by number.
 fn names(folder: &Path, prefix: &str) -> Result<Vec<String>, SysfsError> {
     let failed = FileError::reading(folder);
     let entries = match std::fs::read_dir(folder) {

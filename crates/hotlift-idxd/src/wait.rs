@@ -1,20 +1,20 @@
-//! How the completion thread waits for a record.
+//! Wait of the completion thread for a record.
 
 use crate::CpuFeatures;
 use crate::record::{Completion, Record};
 
-/// A short wait, after which all that is in flight is looked at again.
+/// A short wait, after which all batches in flight are checked again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Waiter {
-    /// A turn of a loop.
+    /// One iteration of a loop.
     Pause,
-    /// UMONITOR and UMWAIT: the core rests until the record's line is written.
+    /// UMONITOR and UMWAIT: the core rests until the record's cache line is written.
     #[cfg(target_arch = "x86_64")]
     Monitor,
 }
 
 impl Waiter {
-    /// The best that a CPU has.
+    /// Returns the best waiter for a CPU.
     pub(crate) fn of(cpu: CpuFeatures) -> Self {
         #[cfg(target_arch = "x86_64")]
         if cpu.waitpkg {
@@ -24,12 +24,12 @@ impl Waiter {
         Self::Pause
     }
 
-    /// Waits until `record` may be complete, or for some microseconds: it is one of several.
+    /// Waits until `record` may be complete, or for some microseconds, because other batches are in flight.
     pub(crate) fn wait(self, record: &Record) {
         match self {
             Self::Pause => std::hint::spin_loop(),
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: only a CPU that has the instructions, says CPUID, gets this waiter.
+            // SAFETY: only a CPU whose CPUID reports the instructions gets this waiter.
             Self::Monitor => unsafe { instructions::monitor(record) },
         }
     }
@@ -42,27 +42,27 @@ mod instructions {
 
     use super::{Completion, Record};
 
-    /// Cycles of the time stamp counter: 4 us at 2.5 GHz. Only one line can be watched, and the batches
-    /// behind it end unseen meanwhile; a batch of 128 pages takes a device 20 us.
+    /// Cycles of the time stamp counter: 4 us at 2.5 GHz. UMWAIT watches only one line, so the end of later batches goes
+    /// unnoticed; a batch of 128 pages takes a device 20 us.
     const LONGEST: u64 = 10_000;
 
-    /// C0.1 in Intel's manual: the state that is left sooner.
+    /// C0.1 in Intel's manual: the state with the faster wake-up.
     const LIGHT: u32 = 1;
 
     /// # Safety
     ///
     /// The CPU must have UMONITOR and UMWAIT.
     pub(super) unsafe fn monitor(record: &Record) {
-        // SAFETY: the instruction only arms a watch on the line; the caller promises that there is one.
+        // SAFETY: the instruction only arms a monitor on the line; the caller guarantees that it exists.
         unsafe { asm!("umonitor {0}", in(reg) record, options(nostack, preserves_flags)) };
-        // What was written before the watch began wakes nobody.
+        // A write before the monitor was armed wakes no one up.
         if record.read() != Completion::Pending {
             return;
         }
         // SAFETY: reads a counter.
         let until = unsafe { _rdtsc() } + LONGEST;
-        // SAFETY: rests until the line is written, the counter says so, or anything interrupts; the
-        // caller promises that there is such an instruction.
+        // SAFETY: rests until the line is written, the deadline passes, or an interrupt; the caller guarantees that the
+        // instruction exists.
         unsafe {
             asm!(
                 "umwait {state:e}",
@@ -92,7 +92,7 @@ mod tests {
         assert_eq!(Waiter::of(rests), Waiter::Pause);
     }
 
-    /// Where the CPU rests, this shows that it wakes; elsewhere, that the loop turns.
+    /// With UMWAIT, this shows that the CPU wakes up; otherwise, that the loop iterates.
     #[test]
     fn waiting_for_a_record_ends() {
         let waiter = Waiter::of(CpuFeatures::of_this_cpu());

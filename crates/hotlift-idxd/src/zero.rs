@@ -1,13 +1,13 @@
-//! Zero pages, found by devices.
+//! Detection of zero pages by devices.
 //!
 //! ```text
 //! channel thread: fill a batch -> submit -> (encode and send the batch before) -> wait -> verdicts
-//! completion thread:            poll the records of all that is in flight, wake who waits; sleep if none
+//! completion thread:     poll the records of all batches in flight, wake their waiters; sleep if none
 //! ```
 //!
-//! A batch goes to one device, the next batch to the next one. Whatever a device does not settle is left
-//! to the CPU, with the bytes that are still to be looked at: page faults, refused descriptors, a full
-//! queue, a device that errs or does not answer. The last two end its service.
+//! Batches go to the devices in turn. The CPU checks what a device does not settle, from the first unchecked byte on: page
+//! faults, refused descriptors, a full queue, a device that fails or does not answer. The last two take the device out of
+//! service.
 
 use std::marker::PhantomData;
 use std::time::Duration;
@@ -24,46 +24,45 @@ use crate::sync::{
 };
 use crate::wait::Waiter;
 
-/// How often a full queue is tried again: QEMU's series gives a batch of 128 so many turns for each.
-/// After that the CPU does the rest of the batch, which gives the queue time, too.
+/// Retries of a full queue: as many as QEMU's series gives a batch of 128. After them the CPU does the rest of the batch, which
+/// gives the queue time too.
 const FULL_RETRIES: u32 = 12_800;
 
-/// Batches in a row that find the queue full until it is left: other users leave it sooner, a dead or
-/// disabled shared queue says no more than that it is full.
+/// Consecutive batches that find the queue full before it is abandoned. Other users free it sooner; a dead or disabled shared
+/// queue reports only that it is full.
 const REFUSED: u32 = 64;
 
-/// How long a batch may take. A device looks at 128 pages in 20 us; a page fault that the system serves
-/// takes a millisecond at worst.
+/// Timeout of a batch. A device checks 128 pages in 20 us; a page fault that the system serves takes a millisecond at worst.
 const DEADLINE: Duration = Duration::from_secs(1);
 
-/// Bytes of a page, as a descriptor has them.
+/// Bytes of a page, in a descriptor's type.
 const PAGE: u32 = 4096;
 const _: () = assert!(PAGE as usize == PAGE_SIZE);
 
-/// A device that takes work.
+/// A device that executes batches.
 pub struct Device {
     /// Its node, as in "/dev/dsa/wq4.0".
     pub name: String,
-    /// Its entrance.
+    /// Access to its queue.
     pub portal: Box<dyn Portal>,
-    /// Longest batch; below 2 it takes none.
+    /// Maximum batch size; below 2 it accepts no batches.
     pub max_batch: u32,
-    /// Its NUMA node; `None` if the host has one only.
+    /// Its NUMA node; `None` if the host has only one.
     pub node: Option<u32>,
 }
 
-/// What has been done by devices, and what not.
+/// Counts of pages, by device and by CPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ZeroJobs {
-    /// Pages that a device has settled.
+    /// Pages settled by a device.
     pub hardware: u64,
-    /// Pages that the CPU has settled, in whole or from where a device stopped.
+    /// Pages settled by the CPU, completely or from where a device stopped.
     pub software: u64,
     /// Submissions repeated because a queue was full.
     pub retries: u64,
 }
 
-/// Devices, and what they work on.
+/// Devices, and their batches.
 pub struct ZeroFinder {
     devices: Vec<Service>,
     next: AtomicUsize,
@@ -76,28 +75,28 @@ pub struct ZeroFinder {
     waiter: Waiter,
 }
 
-/// Batches that devices work on.
+/// Batches in flight.
 #[derive(Default)]
 struct Flights {
     list: Vec<(Box<Flight>, Arc<Slot>)>,
-    /// Batches that are about to be in the list.
+    /// Batches about to be added to the list.
     coming: usize,
     closed: bool,
-    /// Nobody looks at them any more.
+    /// True if the completion thread has ended.
     deaf: bool,
 }
 
-/// A device and whether it is still used.
+/// A device and its service state.
 struct Service {
     device: Device,
-    /// On the node of the memory that it is to look at.
+    /// True if it is on the node of the checked memory.
     near: bool,
-    /// Batches in a row of which it took nothing.
+    /// Consecutive batches that it refused completely.
     refused: AtomicU32,
     out: OnceLock<String>,
 }
 
-/// Where a batch comes back to.
+/// Return path of a batch.
 #[derive(Default)]
 struct Slot {
     landed: Mutex<Option<Landing>>,
@@ -110,13 +109,13 @@ enum Landing {
     Lost(usize),
 }
 
-/// One batch: what a device reads, and what it writes to.
+/// One batch: memory that a device reads and writes.
 struct Flight {
     pages: Vec<Page>,
     descriptors: Box<[Descriptor]>,
     records: Box<[Record]>,
-    /// What was submitted: so many pages each, from the first on. A head of one page has the page's own
-    /// record, a longer one the batch record of its number.
+    /// Submitted descriptors as counts of pages, from the first page on. A head of one page uses the page's own record, a
+    /// longer one the batch record of its number.
     heads: Vec<usize>,
     head_records: Box<[Record]>,
     /// Index of the device.
@@ -124,48 +123,47 @@ struct Flight {
     begun: Option<Instant>,
 }
 
-/// A page's address. It is a number here; who gave it answers for what lies there.
+/// A page's address, as a mere number. The caller guarantees its content.
 #[derive(Debug, Clone, Copy)]
 struct Page(*const u8);
 
 // SAFETY: an address is a number.
 unsafe impl Send for Page {}
 
-// SAFETY: descriptors hold addresses, of the flight's own memory and of pages that are only read.
+// SAFETY: descriptors hold addresses of the flight's own memory, and of pages that are only read.
 unsafe impl Send for Flight {}
 
-/// A channel's batch of pages; it is kept from packet to packet. A batch that is in flight is waited for
-/// when it is dropped.
+/// A channel's batch of pages, reused from packet to packet. Dropping it waits for a batch in flight.
 pub struct ZeroBatch<'a> {
     finder: &'a ZeroFinder,
     flight: Option<Box<Flight>>,
     slot: Arc<Slot>,
-    /// Pages at most.
+    /// Maximum number of pages.
     room: usize,
     pages: PhantomData<GuestRun<'a>>,
 }
 
-/// What is known of a page.
+/// Result for a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is zero.
+    /// The page is zero.
     Zero,
-    /// It is not.
+    /// The page is not zero.
     Normal,
-    /// The bytes before this one are zero; the CPU is to look at the rest.
+    /// The bytes before this one are zero; the CPU must check the rest.
     LookFrom(usize),
 }
 
 impl ZeroFinder {
-    /// Work for `devices` on memory of NUMA node `home`, if it is known. Those of that node are used in
-    /// turn, and the others in turn when none of them is in service: a page that crosses to another
-    /// socket costs both sockets bandwidth. Some thread must [`ZeroFinder::listen`] to them.
+    /// Returns a finder on `devices` for memory of NUMA node `home`, if known. It uses the devices of that node in turn, and
+    /// others only if none of them is in service: a page that crosses to another socket costs both sockets bandwidth. A thread
+    /// must run [`ZeroFinder::listen`].
     #[must_use]
     pub fn new(devices: Vec<Device>, home: Option<u32>) -> Self {
         Self::with_deadline(devices, home, DEADLINE)
     }
 
-    /// The same with another deadline for a batch.
+    /// Returns the same with another timeout for a batch.
     #[must_use]
     pub fn with_deadline(devices: Vec<Device>, home: Option<u32>, deadline: Duration) -> Self {
         let service = |device: Device| Service {
@@ -187,7 +185,7 @@ impl ZeroFinder {
         }
     }
 
-    /// A batch of at most `pages` pages.
+    /// Returns a batch of at most `pages` pages.
     #[must_use]
     pub fn batch(&self, pages: usize) -> ZeroBatch<'_> {
         ZeroBatch {
@@ -199,7 +197,7 @@ impl ZeroFinder {
         }
     }
 
-    /// What was done so far, and by what.
+    /// Returns the counts of pages, by device and by CPU.
     #[must_use]
     pub fn jobs(&self) -> ZeroJobs {
         ZeroJobs {
@@ -209,7 +207,7 @@ impl ZeroFinder {
         }
     }
 
-    /// Devices that were taken out of service, each with the reason.
+    /// Returns the devices out of service, each with the reason.
     #[must_use]
     pub fn out_of_service(&self) -> Vec<String> {
         let out =
@@ -217,7 +215,7 @@ impl ZeroFinder {
         self.devices.iter().filter_map(out).collect()
     }
 
-    /// The devices' names.
+    /// Returns the devices' names.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         let name = |service: &Service| service.device.name.clone();
@@ -228,14 +226,13 @@ impl ZeroFinder {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends [`ZeroFinder::listen`] as soon as nothing is in flight. Batches that are submitted later are
-    /// left to the CPU.
+    /// Ends [`ZeroFinder::listen`] as soon as nothing is in flight. Batches submitted later are left to the CPU.
     pub fn close(&self) {
         self.lock().closed = true;
         self.more.notify_all();
     }
 
-    /// Sends every batch back that has landed: what the completion thread does.
+    /// Returns every completed batch to its channel, until closed: the work of the completion thread.
     pub fn listen(&self) {
         let mut flying = Flying {
             finder: self,
@@ -255,7 +252,7 @@ impl ZeroFinder {
             }
             flying.append(&mut flights.list);
             drop(flights);
-            // Only what is complete is taken out; the rest keeps its order.
+            // Removes only completed batches; the rest keeps its order.
             let mut at = 0;
             while at < flying.len() {
                 match self.look(&flying[at].0) {
@@ -284,7 +281,7 @@ impl ZeroFinder {
     }
 
     fn look(&self, flight: &Flight) -> Look {
-        // Asked first: a thread that got no processor for long must not take what has ended for lost.
+        // The time is read first: a thread that was not scheduled for long must not count a completed batch as lost.
         let late = flight
             .begun
             .is_some_and(|begun| begun.elapsed() >= self.deadline);
@@ -301,7 +298,7 @@ impl ZeroFinder {
         }
     }
 
-    /// The next device in turn that is in service.
+    /// Returns the next device in turn that is in service.
     fn choose(&self) -> Option<usize> {
         let first = self.next.fetch_add(1, Ordering::Relaxed);
         let in_turn = |near| {
@@ -316,8 +313,7 @@ impl ZeroFinder {
     }
 }
 
-/// What the completion thread looks at. If that panics, nothing is left with it: its batches come back
-/// lost, and later ones find nobody to land with.
+/// Batches that the completion thread polls. If it panics, its batches come back as lost; the CPU checks later ones.
 struct Flying<'a> {
     finder: &'a ZeroFinder,
     list: Vec<(Box<Flight>, Arc<Slot>)>,
@@ -335,7 +331,7 @@ impl Drop for Flying<'_> {
     }
 }
 
-/// A batch on its way to a device, which has a part of it already.
+/// A batch during its submission: the device may have a part of it.
 struct Leaving<'a> {
     finder: &'a ZeroFinder,
     slot: &'a Slot,
@@ -344,7 +340,7 @@ struct Leaving<'a> {
 
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
-        // The submission has panicked; the device may have what it was given.
+        // The submission panicked; the device may have accepted descriptors.
         if let Some(flight) = self.flight.take() {
             self.slot.lose(flight);
         }
@@ -360,7 +356,7 @@ enum Look {
 }
 
 impl Service {
-    /// The queue was full for a whole batch's turns.
+    /// Counts a batch that found the queue full.
     fn was_full(&self) {
         if self.refused.fetch_add(1, Ordering::Relaxed) + 1 >= REFUSED {
             let reason = format!("its queue was full for {REFUSED} batches in a row");
@@ -375,7 +371,7 @@ impl Slot {
         self.wake.notify_all();
     }
 
-    /// A flight that a device may still write to.
+    /// Leaks a flight that a device may still write to.
     fn lose(&self, flight: Box<Flight>) {
         let pages = flight.pages.len();
         std::mem::forget(flight);
@@ -397,7 +393,7 @@ impl Slot {
 }
 
 impl Flight {
-    /// Room for so many pages.
+    /// Returns room for that number of pages.
     fn new(pages: usize) -> Box<Self> {
         let records = |count| (0..count).map(|_| Record::default()).collect();
         Box::new(Self {
@@ -411,7 +407,7 @@ impl Flight {
         })
     }
 
-    /// The records that tell when everything submitted is complete.
+    /// Returns the records that together complete the batch.
     fn head_records(&self) -> impl Iterator<Item = &Record> {
         let mut first = 0;
         let mut batch = 0;
@@ -427,7 +423,7 @@ impl Flight {
         })
     }
 
-    /// Pages that were handed to the device, from the first on.
+    /// Returns the count of pages submitted to the device.
     fn submitted(&self) -> usize {
         self.heads.iter().sum()
     }
@@ -448,7 +444,7 @@ impl<'a> ZeroBatch<'a> {
         flight.pages.push(Page(page.as_ptr()));
     }
 
-    /// Hands the pages to a device and returns at once.
+    /// Submits the pages to a device and returns without waiting.
     pub fn submit(&mut self) {
         let Some(mut flight) = self.flight.take() else {
             return;
@@ -509,9 +505,9 @@ impl<'a> ZeroBatch<'a> {
                 let count = u32::try_from(pages).unwrap_or(u32::MAX);
                 Descriptor::batch(&raw const flight.descriptors[first], count, record)
             };
-            // SAFETY: a flight is on the heap, and only a complete one is used again or freed. Its pages
-            // are guest memory, borrowed until the batch has been waited for. A device that has not
-            // answered by then only reads them, and finds no memory if it is gone.
+            // SAFETY: a flight is on the heap, and only a complete one is reused or freed. Its pages are guest memory, borrowed
+            // until the batch was waited for. A device that has not answered by then only reads them, and finds no memory if
+            // they are unmapped.
             match unsafe { device.portal.submit(&head) } {
                 Ok(Submitted::Accepted) => {
                     service.refused.store(0, Ordering::Relaxed);
@@ -540,15 +536,15 @@ impl<'a> ZeroBatch<'a> {
             .fetch_add(retries.into(), Ordering::Relaxed);
     }
 
-    /// Waits for the device and gives the verdict on each page, in order; the batch is empty then, and is
-    /// so at once if it was not submitted. A `verdict` that panics leaves an empty batch, too.
+    /// Waits for the device and passes the verdict on each page, in order; the batch is empty afterwards. Returns without
+    /// verdicts if it was not submitted. The batch is empty even if `verdict` panics.
     pub fn wait(&mut self, mut verdict: impl FnMut(Verdict)) {
         if self.flight.is_some() {
             return;
         }
         let (mut hardware, mut software) = (0, 0);
-        // The batch is whole and empty before the first verdict: `verdict` may panic, and a batch without its flight
-        // would be waited for when it is dropped.
+        // The batch is whole and empty before the first verdict: `verdict` may panic, and the drop of a batch without its
+        // flight would wait for it.
         let flight = match self.slot.wait() {
             Landing::Done(flight) => self.flight.insert(flight),
             Landing::Lost(pages) => {

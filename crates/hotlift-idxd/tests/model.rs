@@ -1,4 +1,4 @@
-//! What the model of a device promises, descriptor by descriptor.
+//! Guarantees of the model of a device, descriptor by descriptor.
 
 use hotlift_idxd::descriptor::Descriptor;
 use hotlift_idxd::model::{Behaviour, Model};
@@ -25,7 +25,7 @@ fn is_zero(model: &Model, page: &[u8]) -> Completion {
     record.read()
 }
 
-/// One batch of all pages: its record, and that of each page.
+/// Returns the record of one batch of all pages, and that of each page.
 fn are_zero(model: &Model, pages: &[Vec<u8>]) -> (Record, Vec<Record>) {
     let records: Vec<Record> = pages.iter().map(|_| Record::default()).collect();
     let list: Vec<Descriptor> = pages
@@ -110,7 +110,7 @@ fn what_a_queue_does_not_take_is_refused() {
     assert!(!model.step());
 }
 
-/// Whatever faults, a page is either settled rightly, or the record says how far the device came.
+/// With any fault, a page is either settled correctly, or the record contains the device's progress.
 #[test]
 fn faults_never_make_a_wrong_answer() {
     let mut seen = [0; 4];

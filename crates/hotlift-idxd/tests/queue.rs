@@ -1,5 +1,4 @@
-//! Queues that cannot be used say why, before anything is given to them. The tree is made up, its nodes
-//! are plain files.
+//! Unusable queues are reported before any submission. The tree is artificial, its nodes are plain files.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +12,7 @@ fn put(root: &Path, file: &str, text: &str) {
     fs::write(path, format!("{text}\n")).expect("write the attribute");
 }
 
-/// A host with one DSA whose one queue is all right; `changed` are attributes that are not.
+/// Creates a host with one DSA with one usable queue, except for the attributes in `changed`.
 fn host(changed: &[(&str, &str)]) -> tempfile::TempDir {
     let root = tempfile::tempdir().expect("a folder");
     let device = "sys/bus/dsa/devices/dsa0";
@@ -71,7 +70,7 @@ fn a_queue_that_is_set_up_for_something_else_says_so() {
     }
 }
 
-/// A plain file takes descriptors as bytes, and no device reads them.
+/// A plain file accepts descriptors as bytes, but no device reads them.
 #[test]
 fn a_node_without_a_device_behind_it_is_not_usable() {
     let host = host(&[]);

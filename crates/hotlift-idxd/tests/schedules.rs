@@ -1,10 +1,9 @@
-//! Submission and completion under a scheduler that draws who runs next: no batch is lost, none comes back
-//! twice, nobody waits for ever, however the threads of channels, device and completion interleave.
+//! Submission and completion under a random scheduler: no batch is lost, none is returned twice, no thread waits forever,
+//! however the threads of channels, device and completion interleave.
 //!
-//! The files below are those of the crate, compiled once more against shuttle's locks and threads in place of
-//! the system's; what is released is not touched by that. A failure prints its seed;
-//! `SHUTTLE_RANDOM_SEED=N cargo test -p hotlift-idxd --test schedules` runs that schedule again, and
-//! `HOTLIFT_SCHEDULES=N` draws so many.
+//! The files below are those of the crate, compiled again with shuttle's locks and threads instead of the system's; releases
+//! are unaffected. A failure prints its seed; `SHUTTLE_RANDOM_SEED=N cargo test -p hotlift-idxd --test schedules` runs that
+//! schedule again, and `HOTLIFT_SCHEDULES=N` draws `N` schedules.
 
 #![allow(
     dead_code,
@@ -35,7 +34,7 @@ mod sync {
     pub(crate) use shuttle::sync::{Arc, Condvar, Mutex, MutexGuard};
     pub(crate) use std::sync::{OnceLock, PoisonError};
 
-    /// A clock that goes on when the completion thread has looked.
+    /// A clock that advances when the completion thread has polled.
     #[derive(Clone, Copy)]
     pub(crate) struct Instant(u64);
 
@@ -54,7 +53,7 @@ mod sync {
     }
 }
 
-/// In place of the crate's `wait`: a turn, and a tick of the clock.
+/// Replaces the crate's `wait`: an iteration, and a tick of the clock.
 mod wait {
     use crate::cpu::CpuFeatures;
     use crate::record::Record;
@@ -87,24 +86,25 @@ use model::{Behaviour, Model};
 use zero::{Device, Verdict, ZeroBatch, ZeroFinder};
 
 const PAGE: usize = 4096;
-/// A batch of three and one by itself, or two of two.
+/// A batch of three and one of one, or two of two.
 const PAGES: usize = 4;
 const MAX_BATCHES: [u32; 2] = [3, 2];
 /// Batches of a channel.
 const TURNS: usize = 4;
 
-/// Ticks that no device needs that answers at all.
+/// Ticks that exceed the delay of any device that answers.
 const FOREVER: Duration = Duration::from_secs(1);
 /// Ticks after which a device counts as dead: some answer later, some sooner.
 const SOON: Duration = Duration::from_nanos(6);
 
-/// Schedules that a test draws.
+/// Returns the number of schedules that a test draws.
 fn schedules() -> usize {
     let asked = std::env::var("HOTLIFT_SCHEDULES").ok();
     asked.and_then(|text| text.parse().ok()).unwrap_or(1500)
 }
 
-/// Pages of which (at their last byte, so that it counts where a fault came) the first and the last are not zero, and as many behind them of which the others are not.
+/// Returns pages; the first and the last are nonzero (at their last byte, where the place of a fault counts), followed by as
+/// many with the opposite pattern.
 fn pages() -> Shared<RamBlock> {
     let block = RamBlock::new("ram", 2 * PAGES * PAGE, Backing::Private).expect("memory");
     for page in [0, 3, 5, 6] {
@@ -113,8 +113,8 @@ fn pages() -> Shared<RamBlock> {
     Shared::new(block)
 }
 
-/// The first page of a turn. Turns that follow each other in the same of two batches have other pages, so that
-/// an answer to the one is wrong for the other.
+/// Returns the first page of a turn. Consecutive turns in the same of two batches have other pages, so that an answer to one is
+/// wrong for the other.
 fn first(turn: usize) -> usize {
     turn / 2 % 2 * PAGES
 }
@@ -152,9 +152,9 @@ fn device(model: &Arc<Model>, max_batch: u32) -> Device {
     }
 }
 
-/// Channels that each send some packets through two devices, as the engine does: the next batch is under
-/// way while one is waited for. What they may rely on is checked here (every answer, once) and by the models (no
-/// record gets two answers, nothing is complete before its answer, or twice).
+/// Runs channels that each send some packets through two devices, as the engine does: the next batch is in flight while they
+/// wait for one. The channels check that every answer comes once. The models check that no record gets two answers, and that
+/// completion is reported once and after the answer.
 fn channels_at_work(block: &Shared<RamBlock>, behaviours: [Behaviour; 2], deadline: Duration) {
     let models = behaviours.map(|behaviour| Arc::new(Model::new(behaviour)));
     let devices = models.iter().zip(MAX_BATCHES);
@@ -232,7 +232,7 @@ fn full_queues_faults_and_answers_in_another_order_lose_nothing() {
     run([crowded, seeded], FOREVER);
 }
 
-/// One that answers late, never, errs or dies, in the middle of others' work.
+/// A device that answers late, never, fails or dies, during the work of others.
 #[test]
 fn a_device_that_is_left_leaves_no_batch_behind() {
     let late = Behaviour::SOUND;

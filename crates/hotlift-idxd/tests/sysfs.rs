@@ -1,4 +1,4 @@
-//! Made-up trees of sysfs, read as devices and queues.
+//! Artificial trees of sysfs, read as devices and queues.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ fn put(root: &Path, file: &str, text: &str) {
     fs::write(path, format!("{text}\n")).expect("write the attribute");
 }
 
-/// A tree as a host of one IAA has it: the bus has links into the PCI device's folder.
+/// Creates a tree like that of a host with one IAA: the bus has links into the PCI device's folder.
 fn host() -> tempfile::TempDir {
     let root = tempfile::tempdir().expect("a folder");
     let device = "sys/devices/pci0000:6a/0000:6a:02.0/iax1";

@@ -1,4 +1,4 @@
-//! What a device has been told to write to is nothing else until it has answered.
+//! Memory that a device may write to is not reused until it has answered.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use crate::rig::{
     DEADLINE, Falters, PAGES, SOON, Then, check, device, in_time, listening, pages, submit,
 };
 
-/// A queue that answers at once, so that no deadline counts here; but before that the other device says what it
-/// still has to say.
+/// A queue that answers at once, so that no deadline counts here; but before that the other device completes its pending
+/// descriptors.
 struct AfterTheOther {
     model: Arc<Model>,
     other: Arc<Model>,
@@ -22,7 +22,7 @@ struct AfterTheOther {
 impl Portal for AfterTheOther {
     unsafe fn submit(&self, descriptor: &Descriptor) -> std::io::Result<Submitted> {
         while self.other.step() {}
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let submitted = unsafe { self.model.submit(descriptor) };
         self.model.step();
         submitted
@@ -33,8 +33,8 @@ impl Portal for AfterTheOther {
     }
 }
 
-/// A batch comes to its end that the first device has not answered. The same channel's next batch, which the second
-/// device has, is no place for the first one's answers. (The model sees it if they get there.)
+/// Ends a batch that the first device has not answered. The same channel's next batch, on the second device, must not receive
+/// the first one's answers. (The model detects that.)
 fn a_late_answer_hits_nothing(then: Then) {
     in_time(move || {
         let [first, second] = [(); 2].map(|()| Arc::new(Model::new(Behaviour::default())));

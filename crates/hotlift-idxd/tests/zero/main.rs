@@ -1,4 +1,4 @@
-//! Zero pages by devices: whatever these do, every page gets the right answer once.
+//! Zero pages by devices: with any behaviour of theirs, every page gets the right answer once.
 
 mod device_memory;
 mod panics;
@@ -147,12 +147,12 @@ fn faults_and_refusals_are_the_cpus_work() {
     }
 }
 
-/// A queue whose device meets a page fault behind a difference that it has found.
+/// A queue whose device meets a page fault after a difference that it has found.
 struct FaultsTooLate;
 
 impl Portal for FaultsTooLate {
     unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
-        // SAFETY: the caller's promise holds for the record.
+        // SAFETY: the caller guarantees the record.
         let record = unsafe { &*descriptor.record() };
         record.complete(0x03, 1, descriptor.size(), descriptor.source());
         Ok(Submitted::Accepted)
@@ -181,7 +181,7 @@ fn a_difference_before_a_fault_is_a_normal_page() {
 
 #[test]
 fn a_queue_that_stays_full_leaves_the_batch_to_the_cpu() {
-    // Nobody executes.
+    // No thread executes descriptors.
     let model = Arc::new(Model::new(Behaviour {
         depth: 0,
         ..Behaviour::default()
@@ -195,7 +195,7 @@ fn a_queue_that_stays_full_leaves_the_batch_to_the_cpu() {
         assert_eq!((jobs.hardware, jobs.software), (0, PAGES as u64));
         assert!(jobs.retries > 0);
         assert_eq!(finder.out_of_service(), Vec::<String>::new());
-        // One that stays so for long is not asked any more.
+        // A queue that stays full for long is not used any more.
         for _ in 1..80 {
             submit(&mut batch, &pages, PAGES);
             check(&mut batch, &pages, PAGES);
@@ -245,7 +245,7 @@ fn a_device_that_dies_leaves_its_pages_to_the_cpu() {
 
 #[test]
 fn a_device_that_does_not_answer_is_not_waited_for_twice() {
-    // Nobody executes.
+    // No thread executes descriptors.
     let model = Arc::new(Model::new(Behaviour::default()));
     listening(vec![device(&model, 128)], SOON, |finder| {
         let pages = pages();

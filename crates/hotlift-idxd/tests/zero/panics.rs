@@ -1,4 +1,4 @@
-//! A thread that panics leaves nobody waiting.
+//! A thread that panics leaves no other thread waiting.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -13,7 +13,7 @@ use crate::rig::{
     DEADLINE, Falters, PAGES, SOON, Then, check, device, in_time, listening, pages, submit, with,
 };
 
-/// A queue that is told of a completion, says so, and panics when it may.
+/// A queue that reports each completion, and panics when it may.
 struct PanicsAtLanding {
     model: Arc<Model>,
     landed: Sender<()>,
@@ -22,7 +22,7 @@ struct PanicsAtLanding {
 
 impl Portal for PanicsAtLanding {
     unsafe fn submit(&self, descriptor: &Descriptor) -> std::io::Result<Submitted> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.model.submit(descriptor) }
     }
 
@@ -33,7 +33,7 @@ impl Portal for PanicsAtLanding {
     }
 }
 
-/// Batches that the completion thread had looked at before, and one that it had not heard of yet.
+/// Batches that the completion thread has polled before, and one that it does not know yet.
 #[test]
 fn nobody_waits_for_a_completion_thread_that_panicked() {
     in_time(|| {
@@ -56,7 +56,7 @@ fn nobody_waits_for_a_completion_thread_that_panicked() {
             submit(&mut batches[0], &pages, PAGES);
             submit(&mut batches[1], &pages, PAGES);
             let listener = scope.spawn(|| finder.listen());
-            // The first lands, which ends the thread that would see the others.
+            // The first completes, which ends the thread that would poll the others.
             model.step();
             has_landed.recv().expect("a completion");
             submit(&mut batches[2], &pages, PAGES);
@@ -77,7 +77,7 @@ fn a_submission_that_panics_leaves_the_completion_thread_able_to_end() {
     in_time(|| {
         let model = Arc::new(Model::new(Behaviour::default()));
         let devices = vec![Falters::device(&model, Then::Panics)];
-        // Returns when the listener has.
+        // Returns after the listener has.
         listening(devices, DEADLINE, |finder| {
             let pages = pages();
             let panicked = std::thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn a_submission_that_panics_leaves_the_completion_thread_able_to_end() {
     });
 }
 
-/// Takes a verdict and panics; the batch is used again, and dropped.
+/// Receives a verdict and panics; the batch is reused, and dropped.
 fn takes_a_verdict_and_panics(finder: &ZeroFinder) {
     let pages = pages();
     let mut batch = finder.batch(PAGES);
@@ -111,7 +111,7 @@ fn a_verdict_that_panics_leaves_an_empty_batch_that_nobody_waits_for() {
         with(&[Behaviour::default()], 128, |finder, _| {
             takes_a_verdict_and_panics(finder);
         });
-        // Nobody executes: the batch is lost.
+        // No thread executes descriptors: the batch is lost.
         let model = Arc::new(Model::new(Behaviour::default()));
         listening(vec![device(&model, 128)], SOON, takes_a_verdict_and_panics);
     });

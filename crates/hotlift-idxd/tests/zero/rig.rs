@@ -14,9 +14,9 @@ use hotlift_mem::{Backing, RamBlock};
 pub(crate) const PAGE: usize = 4096;
 pub(crate) const PAGES: usize = 128;
 
-/// Long enough for every model that answers at all, on a machine that does other things besides.
+/// Long enough for every model that answers, on a busy machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
-/// For one that does not.
+/// For a model that never answers.
 pub(crate) const SOON: Duration = Duration::from_millis(50);
 
 pub(crate) fn device(model: &Arc<Model>, max_batch: u32) -> Device {
@@ -28,7 +28,7 @@ pub(crate) fn device(model: &Arc<Model>, max_batch: u32) -> Device {
     }
 }
 
-/// Pages of which every third is not zero, at another byte each.
+/// Returns pages of which every third is not zero, at another byte each.
 pub(crate) fn pages() -> RamBlock {
     let block = RamBlock::new("ram", PAGES * PAGE, Backing::Private).expect("memory");
     for page in (0..PAGES).step_by(3) {
@@ -37,7 +37,7 @@ pub(crate) fn pages() -> RamBlock {
     block
 }
 
-/// Hands pages to the device.
+/// Submits pages to the device.
 pub(crate) fn submit<'a>(batch: &mut ZeroBatch<'a>, block: &'a RamBlock, pages: usize) {
     for page in 0..pages {
         batch.push(block.run(page * PAGE, PAGE).expect("a page"));
@@ -61,7 +61,7 @@ pub(crate) fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock, pages: usize) {
     assert_eq!(answers, pages);
 }
 
-/// Works with models in threads of their own.
+/// Runs `work` with models in threads of their own.
 pub(crate) fn with(
     behaviours: &[Behaviour],
     max_batch: u32,
@@ -86,12 +86,12 @@ pub(crate) fn with(
     });
 }
 
-/// Works with devices that a thread listens to.
+/// Runs `work` with devices and a listening thread.
 pub(crate) fn listening(devices: Vec<Device>, deadline: Duration, work: impl FnOnce(&ZeroFinder)) {
     listening_at(devices, None, deadline, work);
 }
 
-/// The same for memory of a NUMA node.
+/// Does the same for memory of a NUMA node.
 pub(crate) fn listening_at(
     devices: Vec<Device>,
     home: Option<u32>,
@@ -123,7 +123,7 @@ impl Drop for Closing<'_> {
     }
 }
 
-/// A queue that takes a batch's first half, and with the other half does as told.
+/// A queue that accepts a batch's first half, and treats the other half as configured.
 pub(crate) struct Falters {
     model: Arc<Model>,
     then: Then,
@@ -159,7 +159,7 @@ impl Portal for Falters {
             Then::Panics if self.model.accepted() == 1 => panic!("as it was told to"),
             _ => {}
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.model.submit(descriptor) }
     }
 
@@ -168,14 +168,14 @@ impl Portal for Falters {
     }
 }
 
-/// Fails if `work` does not end: a thread that nobody wakes would hold the tests for ever.
+/// Fails if `work` does not end: a thread that is never woken would block the tests forever.
 pub(crate) fn in_time(work: impl FnOnce() + Send + 'static) {
     let (done, ended) = mpsc::channel();
     let worker = std::thread::spawn(move || {
         let _done = done;
         work();
     });
-    // Its end is that of the sender, too.
+    // The sender ends with the thread.
     let ended = ended.recv_timeout(Duration::from_secs(60));
     let disconnected = Err::<(), _>(RecvTimeoutError::Disconnected);
     assert_eq!(ended, disconnected, "somebody waits for ever");
