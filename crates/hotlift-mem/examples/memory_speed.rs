@@ -1,7 +1,7 @@
-//! Measures what the crate is for: `memory_speed zero|detect|copy|untouched|sockets`.
+//! Measures the crate's main functions: `memory_speed zero|detect|copy|untouched|sockets`.
 //!
-//! Every figure is the best of several passes and in CPU time of its thread, because other load only
-//! ever slows one down; the rates of sockets are in wall time, which other load ruins.
+//! Every figure is the best of several passes in CPU time of its thread, because other load can only slow it down. The rates of
+//! sockets are in wall time, which other load distorts.
 
 #![allow(
     clippy::print_stdout,
@@ -36,7 +36,7 @@ fn main() -> Result<(), Failure> {
     }
 }
 
-/// CPU time of the fastest of `passes` passes.
+/// Returns the CPU time of the fastest of `passes` passes.
 fn best(passes: usize, mut pass: impl FnMut()) -> Duration {
     let time = |_| {
         let start = thread_cpu_time();
@@ -56,7 +56,7 @@ fn zero_pages() -> Result<(), Failure> {
         let block = RamBlock::new("zeros", len, Backing::Private)?;
         block.zero(0, len)?;
         for d in zero::DETECTORS.iter().filter(|d| d.available()) {
-            // SAFETY: nobody writes to this block while the slice is used.
+            // SAFETY: no thread writes to this block while the slice is used.
             let bytes = unsafe { std::slice::from_raw_parts(block.host_addr(), len) };
             let time = best(8, || {
                 for _ in 0..rounds {
@@ -99,15 +99,15 @@ fn zero_pages() -> Result<(), Failure> {
     Ok(())
 }
 
-/// What looking for zero pages costs beside what has to be done anyway: zero pages beside a plain read of
-/// them, pages with content beside sending them. Passes take turns; quotients are of neighbours.
+/// Measures the cost of zero page detection relative to the necessary work: a plain read for zero pages, a send for pages with
+/// content. Passes alternate; quotients compare neighbours.
 fn detection() -> Result<(), Failure> {
     const PASSES: usize = 15;
     let zeros = RamBlock::new("zeros", GIB, Backing::Private)?;
     zeros.zero(0, GIB)?;
     let content = RamBlock::new("content", GIB, Backing::Private)?;
     for page in 0..content.pages() {
-        // The first byte that is not zero is where most pages have it: in the first line.
+        // The first nonzero byte is in the first line, as in most pages.
         content.store_u64(page * PAGE_SIZE, page as u64 + 1)?;
     }
     let time = |work: &mut dyn FnMut()| {
@@ -117,7 +117,7 @@ fn detection() -> Result<(), Failure> {
     };
     let mut rates = Vec::new();
     for _ in 0..PASSES {
-        // SAFETY: nobody writes to this block while the slice is used.
+        // SAFETY: no thread writes to this block while the slice is used.
         let bytes = unsafe { std::slice::from_raw_parts(zeros.host_addr(), GIB) };
         let read = time(&mut || assert_eq!(read_all(black_box(bytes)), 0));
         let detect = time(&mut || assert!((0..zeros.pages()).all(|page| zeros.page_is_zero(page))));
@@ -168,7 +168,7 @@ fn detection() -> Result<(), Failure> {
     let mut added = Vec::new();
     let mut seconds = Vec::new();
     for pass in 0..PASSES {
-        // Every second pair the other way round: a drift then favours neither.
+        // Every second pair is reversed, so that a drift favours neither.
         let looks_first = pass % 2 == 1;
         let first = send(looks_first)?;
         let second = send(!looks_first)?;
@@ -200,11 +200,11 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// The bits of all bytes together, by the widest loads that the compiler makes for the best of this CPU.
+/// Returns the OR of all bytes, with the widest loads that the compiler generates for this CPU.
 fn read_all(bytes: &[u8]) -> u64 {
     #[inline(always)]
     fn or(bytes: &[u8]) -> u64 {
-        // SAFETY: any eight bytes are a number.
+        // SAFETY: any eight bytes are a valid number.
         let (_, words, _) = unsafe { bytes.align_to::<u64>() };
         words.iter().fold(0, |all, word| all | word)
     }
@@ -291,7 +291,7 @@ fn untouched() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Bytes of a multifd packet's header with 128 pages.
+/// Header length of a multifd packet with 128 pages, in bytes.
 const HEAD: usize = 1344;
 const PACKET_PAGES: usize = 128;
 
@@ -335,7 +335,7 @@ fn sockets() -> Result<(), Failure> {
     Ok(())
 }
 
-/// The whole of `guest` in packets whose pages are `step` pages apart.
+/// Splits all of `guest` into packets whose pages are `step` pages apart.
 fn packets(guest: &RamBlock, step: usize) -> Result<Vec<Vec<GuestRun<'_>>>, Failure> {
     let order = (0..step).flat_map(|first| (first..guest.pages()).step_by(step));
     let pages: Vec<_> = order
@@ -344,7 +344,7 @@ fn packets(guest: &RamBlock, step: usize) -> Result<Vec<Vec<GuestRun<'_>>>, Fail
     Ok(pages.chunks(PACKET_PAGES).map(<[_]>::to_vec).collect())
 }
 
-/// The best of several transfers: the fastest time, and the least CPU time of either side.
+/// Returns the best of several transfers: the fastest time, and the least CPU time of either side.
 fn transfer(
     ours: BorrowedFd<'_>,
     theirs: BorrowedFd<'_>,

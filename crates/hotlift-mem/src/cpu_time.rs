@@ -1,4 +1,4 @@
-//! What a thread has cost so far.
+//! CPU time of a thread.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -6,28 +6,28 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// CPU time of the calling thread, user and system (`CLOCK_THREAD_CPUTIME_ID`).
+/// Returns the CPU time of the calling thread, user and system (`CLOCK_THREAD_CPUTIME_ID`).
 pub fn thread_cpu_time() -> Duration {
     let now = clock_gettime(ClockId::ThreadCPUTime);
-    // The clock starts at zero with the thread and only grows: neither field is ever negative.
+    // The clock starts at zero with the thread and only grows: neither field is negative.
     Duration::new(
         u64::try_from(now.tv_sec).unwrap_or(0),
         u32::try_from(now.tv_nsec).unwrap_or(0),
     )
 }
 
-/// How long a thread was ready to run and had no CPU.
+/// Time in which a thread was ready to run and had no CPU.
 #[derive(Debug)]
 pub struct RunQueue(Option<File>);
 
 impl RunQueue {
-    /// That of the calling thread; nothing where the kernel does not tell (`CONFIG_SCHED_INFO`).
+    /// Opens the statistics of the calling thread; empty if the kernel has none (`CONFIG_SCHED_INFO`).
     #[must_use]
     pub fn of_this_thread() -> Self {
         Self(File::open("/proc/thread-self/schedstat").ok())
     }
 
-    /// Since the thread's start.
+    /// Returns the total wait time since the thread's start.
     #[must_use]
     pub fn waited(&self) -> Duration {
         let mut text = [0; 64];
@@ -57,7 +57,7 @@ mod tests {
         let on_one_cpu = || {
             sched_setaffinity(None, &one).expect("affinity");
             let queue = RunQueue::of_this_thread();
-            // Each has the CPU for a part of the other's time.
+            // Each thread has the CPU for a part of the other's time.
             while thread_cpu_time() < Duration::from_millis(50) {}
             queue.waited()
         };

@@ -1,18 +1,16 @@
-//! Which pages have to be sent: one bit a page, shared by all threads of a side.
+//! Bitmap of the pages to send: one bit for each page, shared by all threads of a side.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// One bit for each page of a RAM block (QEMU's `RAMBlock::bmap`), all clear at first.
+/// One bit for each page of a RAM block (QEMU's `RAMBlock::bmap`), initially clear.
 ///
-/// A taker clears bits *before* it reads their pages, a marker sets a page's bit *after* it wrote
-/// the page. All changes are read-modify-write operations with acquire and release on one word, so
-/// either the taker sees the write, or the bit that follows the write survives the taker. This is why
-/// no method skips the write when a bit is set already: on x86, too, a plain load may pass the
-/// page write that waits in the store buffer, and the taker would read the old page under a
-/// consumed bit.
+/// A taker clears bits *before* it reads their pages; a marker sets a page's bit *after* it wrote the page. All changes are
+/// read-modify-write operations with acquire and release on one word. So either the taker sees the write, or the bit that
+/// follows the write survives the taker. This is why no method skips the write if a bit is already set: even on x86, a plain
+/// load may pass the page write in the store buffer. The taker would then read the old page under a consumed bit.
 ///
-/// Pages past the end do not exist: setting them changes nothing and counts nothing.
+/// Pages past the end do not exist: setting them has no effect and is not counted.
 #[derive(Debug)]
 pub struct DirtyBitmap {
     words: Box<[AtomicU64]>,
@@ -20,28 +18,28 @@ pub struct DirtyBitmap {
 }
 
 impl DirtyBitmap {
-    /// A clear bitmap for `pages` pages. It takes memory where it is written: how many pages there are, a peer or a file says.
+    /// Creates a clear bitmap for `pages` pages. Writes allocate its memory, since a peer or a file may give the number.
     pub fn new(pages: usize) -> Self {
         const { assert!(align_of::<AtomicU64>() == align_of::<u64>()) };
-        // Zeros that the allocator has of the kernel are not written.
+        // The allocator does not write zeros that it gets from the kernel.
         let words = vec![0_u64; pages.div_ceil(64)].into_boxed_slice();
         let words = Box::into_raw(words) as *mut [AtomicU64];
-        // SAFETY: the box was owned here alone; an AtomicU64 has the size and bits of a u64, and, as asserted, its alignment.
+        // SAFETY: only this function owns the box; an AtomicU64 has a u64's size, bits and, as asserted, alignment.
         let words = unsafe { Box::from_raw(words) };
         Self { words, pages }
     }
 
-    /// Pages that the bitmap covers.
+    /// Returns the number of covered pages.
     pub fn pages(&self) -> usize {
         self.pages
     }
 
-    /// Words that the bitmap covers them with, 64 pages each.
+    /// Returns the number of words, 64 pages each.
     pub fn words(&self) -> usize {
         self.words.len()
     }
 
-    /// Marks `page`; true if it was clear.
+    /// Marks `page`; returns true if it was clear.
     pub fn set(&self, page: usize) -> bool {
         if page >= self.pages {
             return false;
@@ -50,7 +48,7 @@ impl DirtyBitmap {
         self.words[page / 64].fetch_or(bit, Ordering::AcqRel) & bit == 0
     }
 
-    /// Marks `pages` pages from `first` on; returns how many were clear.
+    /// Marks `pages` pages from `first` on; returns the number that were clear.
     pub fn set_range(&self, first: usize, pages: usize) -> u64 {
         self.each_word(first, pages, |word, mask| {
             mask & !word.fetch_or(mask, Ordering::AcqRel)
@@ -62,31 +60,31 @@ impl DirtyBitmap {
         self.set_range(0, self.pages);
     }
 
-    /// Clears `pages` pages from `first` on; returns how many were marked.
+    /// Clears `pages` pages from `first` on; returns the number that were marked.
     pub fn clear_range(&self, first: usize, pages: usize) -> u64 {
         self.each_word(first, pages, |word, mask| {
             mask & word.fetch_and(!mask, Ordering::AcqRel)
         })
     }
 
-    /// True if `page` is marked.
+    /// Returns true if `page` is marked.
     pub fn test(&self, page: usize) -> bool {
         page < self.pages && self.words[page / 64].load(Ordering::Acquire) >> (page % 64) & 1 == 1
     }
 
-    /// Takes the 64 pages from `64 * index` on: returns their bits (the lowest is the first page) and
-    /// clears them in the same step, so that each mark has one taker. Zero past the end.
+    /// Takes the 64 pages from `64 * index` on: returns their bits (the lowest is the first page) and clears them atomically,
+    /// so that each mark has one taker. Zero past the end.
     pub fn take_word(&self, index: usize) -> u64 {
         match self.words.get(index) {
-            // A look before the swap keeps clear words (most, in late rounds) shared between the
-            // caches of the takers. It consumes nothing, so it may miss a mark, which then stays.
+            // The load before the swap keeps clear words (most, in late rounds) shared between the caches of the takers. It
+            // consumes nothing, so it may miss a mark, which then stays.
             Some(word) if word.load(Ordering::Relaxed) != 0 => word.swap(0, Ordering::AcqRel),
             _ => 0,
         }
     }
 
-    /// Marks the pages whose bits are set in `from`, the lowest bit of `from[0]` being page
-    /// `64 * first_word` (the layout of KVM's dirty log); returns how many were clear.
+    /// Marks the pages whose bits are set in `from`, the lowest bit of `from[0]` being page `64 * first_word` (the layout of
+    /// KVM's dirty log). Returns the number that were clear.
     pub fn or_words(&self, first_word: usize, from: &[u64]) -> u64 {
         let Some(words) = self.words.get(first_word..) else {
             return 0;
@@ -102,19 +100,18 @@ impl DirtyBitmap {
         newly
     }
 
-    /// Pages that are marked. Exact only while nobody marks or takes.
+    /// Returns the number of marked pages. Exact only without concurrent changes.
     pub fn count(&self) -> u64 {
         let ones = |word: &AtomicU64| u64::from(word.load(Ordering::Relaxed).count_ones());
         self.words.iter().map(ones).sum()
     }
 
-    /// Bits of word `index` that stand for pages.
+    /// Returns the bits of word `index` that represent pages.
     fn valid_bits(&self, index: usize) -> u64 {
         bits(0..(self.pages - index * 64).min(64))
     }
 
-    /// Applies `change` to each word of the range with the mask of its bits, and counts the bits
-    /// that it returns.
+    /// Applies `change` to each word of the range with the mask of its bits, and counts the bits that it returns.
     fn each_word(
         &self,
         first: usize,
@@ -135,7 +132,7 @@ impl DirtyBitmap {
     }
 }
 
-/// The bits of `range`, which is not empty and ends at 64 or before.
+/// Returns the bits of `range`, which is not empty and ends at 64 or before.
 fn bits(range: Range<usize>) -> u64 {
     (u64::MAX >> (64 - range.len())) << range.start
 }
@@ -161,7 +158,7 @@ mod tests {
         // 16 TiB of RAM: 512 MiB of bits.
         let bitmap = DirtyBitmap::new(1 << 32);
         assert!(bitmap.set((1 << 32) - 1) && !bitmap.test(0));
-        // Other tests run, too.
+        // Other tests run concurrently.
         assert!(resident() < before + (256 << 20));
     }
 
@@ -188,7 +185,7 @@ mod tests {
         ]
     }
 
-    /// Sets or clears the pages of `model` for which `chosen` holds; returns how many changed.
+    /// Sets or clears the pages of `model` for which `chosen` holds; returns the number of changed pages.
     fn change(model: &mut [bool], to: bool, chosen: impl Fn(usize) -> bool) -> u64 {
         let mut changed = 0;
         for (page, bit) in model.iter_mut().enumerate() {
@@ -253,9 +250,8 @@ mod tests {
         }
     }
 
-    /// A guest writes each page once, all of them marked already, while a taker keeps taking the word
-    /// that the guest is at. With one more take after the guest has stopped, every write must have
-    /// been copied.
+    /// A guest writes each page once, all of them already marked, while a taker repeatedly takes the guest's current word.
+    /// After one more take when the guest has stopped, every write must have been copied.
     #[test]
     fn a_write_after_the_take_is_taken_again() {
         const PAGES: usize = 64 * 16;

@@ -1,11 +1,11 @@
-//! What can go wrong with guest memory.
+//! Errors of guest memory.
 
 use std::io;
 
-/// A failure of guest memory. Each variant names the RAM block it concerns.
+/// A failure of guest memory. Each variant names its RAM block.
 #[derive(Debug, thiserror::Error)]
 pub enum MemError {
-    /// A RAM block's name does not fit the one length byte that the stream has for it.
+    /// A RAM block's name does not fit its length byte in the stream.
     #[error("name of a RAM block must have 1 to 255 bytes, got {got}")]
     Name {
         /// Bytes of the name.
@@ -16,10 +16,10 @@ pub enum MemError {
     Length {
         /// Name of the RAM block.
         block: String,
-        /// Bytes asked for.
+        /// Requested length in bytes.
         got: usize,
     },
-    /// A region given for a RAM block does not start on a page.
+    /// A region for a RAM block does not start on a page boundary.
     #[error("RAM block {block} must start on a page, got address {address:#x}")]
     Address {
         /// Name of the RAM block.
@@ -27,7 +27,7 @@ pub enum MemError {
         /// Host address of the region.
         address: usize,
     },
-    /// A region given for a RAM block cannot be both read and written.
+    /// A region for a RAM block is not both readable and writable.
     #[error("RAM block {block} must be mapped readable and writable, got protection {prot:#x}")]
     Protection {
         /// Name of the RAM block.
@@ -42,34 +42,34 @@ pub enum MemError {
     OutOfBounds {
         /// Name of the RAM block.
         block: String,
-        /// First byte of the range.
+        /// Start of the range in bytes.
         offset: usize,
-        /// Bytes of the range.
+        /// Length of the range in bytes.
         len: usize,
-        /// Bytes of the RAM block.
+        /// Length of the RAM block in bytes.
         block_len: usize,
     },
-    /// An offset is not a multiple of what the access needs.
+    /// An offset has the wrong alignment for the access.
     #[error("offset {offset:#x} in RAM block {block} must be a multiple of {align}")]
     Unaligned {
         /// Name of the RAM block.
         block: String,
         /// The offset.
         offset: usize,
-        /// Bytes that it must be a multiple of.
+        /// Required alignment in bytes.
         align: usize,
     },
-    /// A bitmap given for an answer is too short for the pages asked about.
+    /// A bitmap for an answer is too short for the queried pages.
     #[error("answer about {pages} pages needs {needed} words, got {got}")]
     AnswerTooShort {
-        /// Pages asked about.
+        /// Number of queried pages.
         pages: usize,
-        /// Words needed.
+        /// Required number of words.
         needed: usize,
-        /// Words given.
+        /// Given number of words.
         got: usize,
     },
-    /// This process gets no userfaultfd, or none that works.
+    /// This process cannot use userfaultfd, or it does not work.
     #[error(
         "cannot bring pages as they are touched: userfaultfd needs read and write access to /dev/userfaultfd, root, or \
          vm.unprivileged_userfaultfd=1"
@@ -79,7 +79,7 @@ pub enum MemError {
         #[source]
         source: io::Error,
     },
-    /// The RAM block's kind of memory can have no missing pages.
+    /// The RAM block's kind of memory does not support missing pages.
     #[error(
         "pages of RAM block {block} cannot be brought as they are touched: it is neither anonymous memory nor a memfd \
          or tmpfs file mapped shared, or has huge pages (hugetlbfs)"
@@ -87,18 +87,18 @@ pub enum MemError {
     NotLazy {
         /// Name of the RAM block.
         block: String,
-        /// The kernel's answer, where it was asked.
+        /// The kernel's answer, if it was asked.
         #[source]
         source: Option<io::Error>,
     },
     /// The kernel refused a call on the RAM block's memory.
     #[error("cannot {action} RAM block {block} ({len:#x} bytes)")]
     Kernel {
-        /// What was asked for, as a verb phrase ("map").
+        /// The action, as a verb phrase ("map").
         action: &'static str,
         /// Name of the RAM block.
         block: String,
-        /// Bytes concerned.
+        /// Length of the affected range in bytes.
         len: usize,
         /// The kernel's answer.
         #[source]

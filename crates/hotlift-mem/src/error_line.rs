@@ -1,8 +1,8 @@
-//! An error as text.
+//! Formats an error as text.
 
 use std::error::Error;
 
-/// An error and its causes in one line, outermost first.
+/// Formats an error and its causes in one line, outermost first.
 #[must_use]
 pub fn error_line(error: &dyn Error) -> String {
     let mut line = error.to_string();

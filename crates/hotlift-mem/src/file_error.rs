@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {verb} {}", path.display())]
 pub struct FileError {
-    /// The use: `read`, `write`.
+    /// The operation: `read`, `write`.
     pub verb: &'static str,
     /// The file or folder.
     pub path: PathBuf,
@@ -17,7 +17,7 @@ pub struct FileError {
 }
 
 impl FileError {
-    /// Makes the error of a failed use of `path`, for [`Result::map_err`].
+    /// Creates the error of a failed operation on `path`, for [`Result::map_err`].
     pub fn of(verb: &'static str, path: &Path) -> impl Fn(io::Error) -> Self + Copy {
         move |source| Self {
             verb,
@@ -26,17 +26,17 @@ impl FileError {
         }
     }
 
-    /// The same of a file that cannot be read.
+    /// Does the same for a file that cannot be read.
     pub fn reading(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
         Self::of("read", path)
     }
 
-    /// The same of a file that cannot be written.
+    /// Does the same for a file that cannot be written.
     pub fn writing(path: &Path) -> impl Fn(io::Error) -> Self + Copy {
         Self::of("write", path)
     }
 
-    /// Whether there is no such file.
+    /// Returns true if the file does not exist.
     #[must_use]
     pub fn is_missing(&self) -> bool {
         self.source.kind() == io::ErrorKind::NotFound

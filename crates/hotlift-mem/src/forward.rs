@@ -1,4 +1,4 @@
-//! Bytes from one socket to another by reference: a relay's pages pass without a copy of its own.
+//! Forwards bytes from one socket to another by reference: a relay needs no copy of its own.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -11,21 +11,20 @@ use crate::splice::Pipe;
 
 /// Moves bytes between two sockets through a pipe of references (`splice` both ways).
 ///
-/// Between a UNIX socket and TCP over loopback, in packets of 512 KiB, the two copies of reading into a
-/// buffer and writing it out are what method none costs a relay; references leave the system calls.
-/// Received pages belong to nobody else, so that nothing can change them on their way.
+/// Between a UNIX socket and TCP over loopback, in packets of 512 KiB, the two copies into and out of a buffer are a relay's
+/// cost of method none. With references only the system calls remain. Received pages have no other owner, so nothing can change
+/// them on the way.
 ///
-/// A splice to a socket that is gone raises SIGPIPE: the process must ignore it, as every Rust program
-/// does unless it changes that.
+/// A splice to a closed socket raises SIGPIPE: the process must ignore it, which is the default of Rust programs.
 #[derive(Debug)]
 pub struct Forwarder {
-    /// Gone after an error, since it may then hold part of a packet.
+    /// `None` after an error, since the pipe may then contain a part of a packet.
     pipe: Option<Pipe>,
     scratch: IoScratch,
 }
 
 impl Forwarder {
-    /// A forwarder with a pipe of its own.
+    /// Creates a forwarder with its own pipe.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             pipe: Some(Pipe::new()?),
@@ -33,8 +32,8 @@ impl Forwarder {
         })
     }
 
-    /// Sends a copy of `head` to `to`, and then the next `bytes` that come from `from`, all of them.
-    /// Both sockets must be blocking. The end of `from` before is `UnexpectedEof`.
+    /// Sends a copy of `head` to `to`, and then exactly `bytes` bytes from `from`. Both sockets must be blocking. An early end
+    /// of `from` is `UnexpectedEof`.
     pub fn forward(
         &mut self,
         from: BorrowedFd<'_>,
@@ -42,7 +41,7 @@ impl Forwarder {
         head: &[u8],
         bytes: usize,
     ) -> io::Result<()> {
-        // Without the flag TCP sends a packet of the head alone.
+        // Without the flag TCP sends a packet of only the head.
         let flags = if bytes > 0 { libc::MSG_MORE } else { 0 };
         send_segments(to, self.scratch.fill(&[head], &[]), flags)?;
         if bytes == 0 {

@@ -1,4 +1,4 @@
-//! A run of guest bytes, and the only copies out of it and into it.
+//! A run of guest bytes, with the only functions that copy them in and out.
 
 use std::marker::PhantomData;
 use std::ptr;
@@ -7,9 +7,9 @@ use crate::{RamBlock, stream_copy, zero};
 
 /// Contiguous bytes of a [`RamBlock`], borrowed from it.
 ///
-/// A run is an address and a length, not a slice: the guest, the kernel and other threads may write
-/// the same bytes at any time, and several runs may cover them. Every method makes one pass over the
-/// bytes and trusts nothing that it has read to be there still.
+/// A run is an address and a length, not a slice: the guest, the kernel and other threads may write the same bytes at any time,
+/// and several runs may overlap. Every method makes one pass over the bytes and never assumes that bytes it has read are
+/// unchanged.
 #[derive(Debug, Clone, Copy)]
 pub struct GuestRun<'a> {
     ptr: *mut u8,
@@ -18,19 +18,18 @@ pub struct GuestRun<'a> {
 }
 
 // SAFETY: the run borrows a `RamBlock`, which is `Sync`, or exclusively a buffer, and accesses its bytes as `RamBlock` itself
-// does: by raw copies that allow for concurrent writers. Moving it to a thread, or sharing it, adds
-// no access that two `&RamBlock` do not already have.
+// does: by raw copies that tolerate concurrent writers. Moving it to a thread, or sharing it, adds no access that two
+// `&RamBlock` do not already have.
 unsafe impl Send for GuestRun<'_> {}
 // SAFETY: as for `Send`; no method changes the run itself.
 unsafe impl Sync for GuestRun<'_> {}
 
 impl<'a> GuestRun<'a> {
-    /// A run of `len` bytes from `ptr` on.
+    /// Creates a run of `len` bytes from `ptr` on.
     ///
     /// # Safety
     ///
-    /// The bytes must be mapped readable and writable for `'a`, and nobody may hold a reference to
-    /// them.
+    /// The bytes must be mapped readable and writable for `'a`, and no reference to them may exist.
     pub(crate) unsafe fn new(ptr: *mut u8, len: usize) -> Self {
         Self {
             ptr,
@@ -39,8 +38,7 @@ impl<'a> GuestRun<'a> {
         }
     }
 
-    /// A run over a buffer that is borrowed for as long, so that what fills guest memory can fill it,
-    /// too.
+    /// Creates a run over a borrowed buffer, so that functions for guest memory can fill it.
     pub fn of_buffer(buffer: &'a mut [u8]) -> Self {
         Self {
             ptr: buffer.as_mut_ptr(),
@@ -49,23 +47,23 @@ impl<'a> GuestRun<'a> {
         }
     }
 
-    /// Address of the first byte, for system calls and codecs that take raw memory. Whoever
-    /// dereferences it must make no reference of it: others may write the bytes at any time.
+    /// Returns the address of the first byte, for system calls and codecs that take raw memory. A user must not create
+    /// references from it: other threads may write the bytes at any time.
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr
     }
 
-    /// Bytes of the run.
+    /// Returns the length of the run in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True if the run has no bytes.
+    /// Returns true if the run is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// True if every byte was zero when it was looked at.
+    /// Returns true if every byte was zero when it was read.
     pub fn is_zero(&self) -> bool {
         // SAFETY: the run's bytes are mapped for `'a` (contract of `new`).
         unsafe { zero::is_zero_raw(self.ptr, self.len) }
@@ -78,9 +76,9 @@ impl<'a> GuestRun<'a> {
     /// If `to` is not exactly as long as the run.
     pub fn copy_to(&self, to: &mut [u8]) {
         assert_eq!(to.len(), self.len, "copy out of a guest run");
-        // SAFETY: both sides are valid for `len` bytes. They cannot overlap: `to` is an exclusive
-        // reference, and nobody holds a reference to guest memory. The guest may write meanwhile;
-        // the copy is then torn, which no caller takes for more than it is, see the crate's head.
+        // SAFETY: both sides are valid for `len` bytes. They cannot overlap: `to` is an exclusive reference, and no reference
+        // to guest memory exists. The guest may write during the copy, which is then torn; callers expect this, see the crate's
+        // documentation.
         unsafe { ptr::copy_nonoverlapping(self.ptr, to.as_mut_ptr(), self.len) }
     }
 
@@ -91,12 +89,12 @@ impl<'a> GuestRun<'a> {
     /// If `from` is not exactly as long as the run.
     pub fn copy_from(&self, from: &[u8]) {
         assert_eq!(from.len(), self.len, "copy into a guest run");
-        // SAFETY: both sides are valid for `len` bytes, and do not overlap since nobody holds a
-        // reference to guest memory. Readers meanwhile copy, and allow for torn bytes.
+        // SAFETY: both sides are valid for `len` bytes, and do not overlap since no reference to guest memory exists.
+        // Concurrent readers copy, and tolerate torn bytes.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.ptr, self.len) }
     }
 
-    /// The same past the caches, for pages that nobody reads soon.
+    /// Does the same past the caches, for pages that are not read soon.
     ///
     /// # Panics
     ///
@@ -113,7 +111,7 @@ impl<'a> GuestRun<'a> {
         unsafe { ptr::write_bytes(self.ptr, 0, self.len) }
     }
 
-    /// The first `n` bytes and the others.
+    /// Splits the run into the first `n` bytes and the rest.
     ///
     /// # Panics
     ///

@@ -1,29 +1,28 @@
-//! Guest memory for live migration: what the engine needs beside vm-memory's mapping types.
+//! Guest memory for live migration: the engine's needs in addition to vm-memory's mapping types.
 //!
-//! | file | its part of the data path |
+//! | file | part of the data path |
 //! |---|---|
-//! | `ram_block` | the mapping a page lives in, and its name on the wire |
-//! | `populate` | its memory is allocated before it arrives |
-//! | `userfault` | it is brought when the guest touches it |
-//! | `dirty_bitmap` | it is marked, and taken to be sent |
-//! | `untouched` | the kernel says that it was never written: no need to look |
-//! | `numa` | it lies on a node, near some device |
-//! | `zero` | it is looked at: all zero? |
-//! | `guest_run` | it is copied, out or in |
-//! | `stream_copy` | it is written past the caches, where nobody reads it soon |
-//! | `sock`, `splice` | it goes to a socket, or comes from one, uncopied |
-//! | `forward` | it goes from socket to socket, uncopied |
+//! | `ram_block` | maps guest memory under its name on the wire |
+//! | `populate` | allocates memory before its pages arrive |
+//! | `userfault` | loads pages when the guest touches them |
+//! | `dirty_bitmap` | marks dirty pages, and hands them to the sender |
+//! | `untouched` | lists never written pages without reading them, with the kernel's help |
+//! | `numa` | finds the NUMA node of memory |
+//! | `zero` | detects zero pages |
+//! | `guest_run` | copies guest memory in and out |
+//! | `stream_copy` | writes pages past the caches, if they are not read soon |
+//! | `sock`, `splice` | send pages to a socket, or receive them, without a copy |
+//! | `forward` | forwards pages from socket to socket without a copy |
 //!
-//! `stdio` is no part of it: it needs code that runs before `main`. Neither are `error_line`, `lock` and `wait`, which all crates share.
+//! `stdio` only needs code that runs before `main`; `error_line`, `lock` and `wait` are shared by all crates.
 //!
 //! # Sharing memory with a running guest
 //!
-//! The guest writes while its pages are read, so no `&[u8]` or `&mut [u8]` to guest memory exists
-//! anywhere in this crate: a reference would promise the compiler that the bytes hold still. Guest
-//! bytes are reached through raw pointers only, by copies, vector loads and system calls whose
-//! result is a private value. Such a read may be torn. That is harmless by the order of events that
-//! every caller keeps: a page's dirty bit is fetched and cleared *before* the page is read, so a
-//! write that tears the read has marked the page again, and it is sent once more.
+//! The guest writes while its pages are read, so this crate never creates a `&[u8]` or `&mut [u8]` to guest memory: a reference
+//! would promise the compiler that the bytes do not change. Guest bytes are accessed only through raw pointers, by copies,
+//! vector loads and system calls whose result is a private value. Such a read may be torn. This is harmless because of the
+//! order that every caller keeps: a page's dirty bit is fetched and cleared *before* the page is read. A write that tears the
+//! read marks the page again, so it is sent again.
 //!
 //! # Example
 //!

@@ -1,25 +1,24 @@
-//! On which NUMA node does memory lie?
+//! NUMA node of memory.
 
 use std::collections::BTreeMap;
 use std::ptr;
 
 use crate::{PAGE_SIZE, RamBlock};
 
-/// Pages of a block that are asked for, evenly spread: a guest lies on one node, on two halves, or
-/// anywhere.
+/// Number of sampled pages of a block, evenly distributed: a guest lies on one node, on two halves, or anywhere.
 const SAMPLES: usize = 64;
 
 impl RamBlock {
-    /// The node that has the most of this block's memory, as far as it is there: pages that were never
-    /// touched lie nowhere. `None` if none is there, or the kernel does not tell.
+    /// Returns the node with the most of this block's allocated memory; untouched pages lie on no node. `None` if none is
+    /// allocated, or the kernel does not report it.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
         let step = self.pages().div_ceil(SAMPLES).max(1);
         let at = |page: usize| self.host_addr().wrapping_add(page * PAGE_SIZE).cast();
         let pages: Vec<*mut libc::c_void> = (0..self.pages()).step_by(step).map(at).collect();
         let mut nodes: Vec<libc::c_int> = vec![-1; pages.len()];
-        // SAFETY: `move_pages` without target nodes moves nothing and touches no page; it reads as many
-        // addresses as it writes answers.
+        // SAFETY: `move_pages` without target nodes moves nothing and touches no page; it reads as many addresses as it writes
+        // results.
         let told = unsafe {
             libc::syscall(
                 libc::SYS_move_pages,
@@ -36,7 +35,7 @@ impl RamBlock {
         }
         let mut count = BTreeMap::new();
         for node in nodes {
-            // A negative one is an error: no page there.
+            // A negative value is an error: no page is allocated there.
             if let Ok(node) = u32::try_from(node) {
                 *count.entry(node).or_insert(0_usize) += 1;
             }

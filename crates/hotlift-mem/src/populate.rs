@@ -1,4 +1,4 @@
-//! Memory allocated ahead of its first use.
+//! Allocates memory before its first use.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -7,13 +7,13 @@ use rustix::mm::{Advice, madvise};
 
 use crate::{GuestRun, PAGE_SIZE};
 
-/// Allocates the memory of `run`, which starts on a page.
+/// Allocates the memory of `run`, which starts on a page boundary.
 pub(crate) fn populate(run: GuestRun<'_>) -> rustix::io::Result<()> {
     loop {
         // SAFETY: the range is mapped; populating changes no byte of it.
         match unsafe { madvise(run.as_ptr().cast(), run.len(), Advice::LinuxPopulateWrite) } {
             Err(Errno::INTR | Errno::AGAIN) => {}
-            // Linux before 5.14, and mappings that it cannot populate.
+            // Linux before 5.14, and mappings without support.
             Err(Errno::INVAL) => {
                 touch(run);
                 return Ok(());
@@ -23,10 +23,10 @@ pub(crate) fn populate(run: GuestRun<'_>) -> rustix::io::Result<()> {
     }
 }
 
-/// Writes to each page without changing it, whoever else writes there.
+/// Writes to each page without changing it, even with concurrent writers.
 ///
-/// By exchanging a zero for a zero: the compiler makes a plain load of `fetch_or(0)`, which only maps
-/// the zero page. A byte that is not zero has memory already.
+/// It exchanges a zero for a zero: the compiler turns `fetch_or(0)` into a plain load, which only maps the zero page. A nonzero
+/// byte already has memory.
 fn touch(run: GuestRun<'_>) {
     for offset in (0..run.len()).step_by(PAGE_SIZE) {
         // SAFETY: the byte is in the run; a byte is always aligned, and access to it is atomic.

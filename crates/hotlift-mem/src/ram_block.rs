@@ -15,14 +15,14 @@ use vm_memory::{MmapRegion, VolatileSlice};
 
 use crate::{GuestRun, MemError, PAGE_SIZE, populate, untouched};
 
-/// Longest name of a RAM block in bytes: the stream has one length byte for it.
+/// Longest name of a RAM block in bytes: its length is one byte in the stream.
 const NAME_MAX: usize = 255;
 
-/// Bytes of a huge page on x86-64 and the unit that mappings are aligned to: the kernel backs only
-/// whole aligned units by huge pages, and only of late does it choose such addresses by itself.
+/// Size of a huge page on x86-64 in bytes, and alignment of mappings. The kernel backs only whole aligned units by huge pages,
+/// and only recent kernels choose such addresses themselves.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// What is behind a RAM block's mapping.
+/// Memory behind a RAM block's mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Backing {
     /// Private anonymous memory, transparent huge pages advised (QEMU's memory-backend-ram).
@@ -34,15 +34,15 @@ pub enum Backing {
 
 /// Named guest memory, mapped for the life of the value (QEMU's RAMBlock).
 ///
-/// The memory is shared with the guest: all access is by copies and allows for concurrent writers.
-/// Writes through a block do not show in a vm-memory bitmap of the region behind it.
+/// The guest shares the memory: all access is by copies and tolerates concurrent writers. Writes through a block do not appear
+/// in a vm-memory bitmap of its region.
 #[derive(Debug)]
 pub struct RamBlock {
     name: String,
     addr: NonNull<u8>,
     len: usize,
     backing: Backing,
-    /// The file that the memory is a shared mapping of, where there is one.
+    /// The file of a shared mapping, if there is one.
     file: Option<FileOffset>,
     /// True for private anonymous memory: a page without an entry in the page tables reads as zero.
     untouched_is_zero: bool,
@@ -50,15 +50,14 @@ pub struct RamBlock {
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the mapping belongs to no thread, and is accessed by raw copies that allow for concurrent
-// writers.
+// SAFETY: the mapping belongs to no thread, and is accessed by raw copies that tolerate concurrent writers.
 unsafe impl Send for RamBlock {}
 // SAFETY: as for `Send`; no method changes the value itself.
 unsafe impl Sync for RamBlock {}
 
 impl RamBlock {
-    /// Maps `len` bytes (a positive multiple of 4096) of zeroed memory under `name` (1 to 255
-    /// bytes). No memory is allocated before it is touched, and none is reserved.
+    /// Maps `len` bytes (a positive multiple of 4096) of zeroed memory under `name` (1 to 255 bytes). Memory is only allocated
+    /// when touched, and not reserved.
     pub fn new(name: &str, len: usize, backing: Backing) -> Result<Self, MemError> {
         check_shape(name, len)?;
         let failed = |action| {
@@ -90,7 +89,7 @@ impl RamBlock {
         })
     }
 
-    /// A block over memory that a vm-memory region maps; the region lives as long as the block.
+    /// Creates a block over memory that a vm-memory region maps; the region lives as long as the block.
     pub fn from_region<B>(name: &str, region: Arc<MmapRegion<B>>) -> Result<Self, MemError>
     where
         B: Bitmap + Send + Sync + 'static,
@@ -128,51 +127,51 @@ impl RamBlock {
         })
     }
 
-    /// Name of the block, the same on both sides of a migration.
+    /// Returns the name of the block, the same on both sides of a migration.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Bytes of the block.
+    /// Returns the length of the block in bytes.
     #[allow(clippy::len_without_is_empty)] // a block has at least one page
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Pages of the block.
+    /// Returns the number of pages of the block.
     pub fn pages(&self) -> usize {
         self.len / PAGE_SIZE
     }
 
-    /// What is behind the mapping.
+    /// Returns the memory behind the mapping.
     pub fn backing(&self) -> Backing {
         self.backing
     }
 
-    /// Address of the mapping in this process, for KVM's memory slots. Whoever dereferences it must
-    /// make no reference of it: the guest may write the bytes at any time.
+    /// Returns the address of the mapping in this process, for KVM's memory slots. A user must not create references from it:
+    /// the guest may write the bytes at any time.
     pub fn host_addr(&self) -> *mut u8 {
         self.addr.as_ptr()
     }
 
-    /// The file behind a shared block, to hand to another process.
+    /// Returns the file of a shared block, for another process.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.file.as_ref().map(|f| f.file().as_fd())
     }
 
-    /// Where in [`fd`](Self::fd) the block starts, in bytes.
+    /// Returns the start of the block in [`fd`](Self::fd), in bytes.
     pub fn fd_offset(&self) -> u64 {
         self.file.as_ref().map_or(0, FileOffset::start)
     }
 
-    /// The whole block as vm-memory's slice, for loaders and device models written against it.
+    /// Returns the whole block as vm-memory's slice, for loaders and device models that need it.
     pub fn as_volatile_slice(&self) -> VolatileSlice<'_> {
         // SAFETY: the mapping is valid for the slice's life, which borrows the block, and volatile
         // slices hand out no references.
         unsafe { VolatileSlice::new(self.host_addr(), self.len) }
     }
 
-    /// `len` bytes from `offset` on.
+    /// Returns `len` bytes from `offset` on.
     pub fn run(&self, offset: usize, len: usize) -> Result<GuestRun<'_>, MemError> {
         if offset > self.len || len > self.len - offset {
             return Err(MemError::OutOfBounds {
@@ -202,12 +201,12 @@ impl RamBlock {
         self.run(offset, len).map(|run| run.fill_zero())
     }
 
-    /// The native-endian word at `offset` (a multiple of 8), read in one piece, relaxed.
+    /// Reads the native-endian word at `offset` (a multiple of 8) atomically, relaxed.
     pub fn load_u64(&self, offset: usize) -> Result<u64, MemError> {
         Ok(self.word(offset)?.load(Ordering::Relaxed))
     }
 
-    /// Writes the native-endian word at `offset` (a multiple of 8) in one piece, relaxed.
+    /// Writes the native-endian word at `offset` (a multiple of 8) atomically, relaxed.
     pub fn store_u64(&self, offset: usize, value: u64) -> Result<(), MemError> {
         self.word(offset)?.store(value, Ordering::Relaxed);
         Ok(())
@@ -223,25 +222,24 @@ impl RamBlock {
                 align: ALIGN,
             });
         }
-        // SAFETY: the word is mapped as long as the block is borrowed, and aligned, as the mapping
-        // starts on a page. An atomic may be written by others.
+        // SAFETY: the word is mapped as long as the block is borrowed. It is aligned, as the mapping starts on a page.
+        // Concurrent writes to an atomic are allowed.
         Ok(unsafe { AtomicU64::from_ptr(run.as_ptr().cast()) })
     }
 
-    /// True if every byte of page `page` was zero when it was looked at; false past the end.
+    /// Returns true if every byte of page `page` was zero when it was read; false past the end.
     pub fn page_is_zero(&self, page: usize) -> bool {
         page.checked_mul(PAGE_SIZE)
             .and_then(|offset| self.run(offset, PAGE_SIZE).ok())
             .is_some_and(|run| run.is_zero())
     }
 
-    /// Asks the kernel which of `pages` pages from `first_page` on were never written, so that they
-    /// are zero without a look. Bit `i` of `out` (the lowest of `out[0]` is `first_page`) is set for
-    /// those; bits past `pages` are cleared. False if the kernel cannot tell; all bits are clear then.
+    /// Asks the kernel which of `pages` pages from `first_page` on were never written, and so are zero. Sets their bits in
+    /// `out` (the lowest of `out[0]` is `first_page`); bits past `pages` are cleared. Returns false, with all bits clear, if
+    /// the kernel does not know.
     ///
-    /// A set bit is as good as a look at the page at that moment, no more: the caller must have
-    /// cleared the page's dirty bit before it asks, so that a write after the answer marks the page
-    /// again. A clear bit says nothing.
+    /// A set bit is equivalent to a read of the page at that moment, no more. The caller must have cleared the page's dirty bit
+    /// before, so that a write after the answer marks the page again. A clear bit proves nothing.
     ///
     /// # Errors
     ///
@@ -277,14 +275,14 @@ impl RamBlock {
         })
     }
 
-    /// Whether pages that were there can be taken away, so that they read as zero or are missing.
+    /// Returns true if existing pages can be removed, so that they read as zero or are missing.
     pub(crate) fn can_be_emptied(&self) -> bool {
-        // What is taken from a private mapping of a file comes back as the file has it.
+        // Pages removed from a private mapping of a file have the file's content again.
         self.untouched_is_zero || self.backing == Backing::Shared
     }
 
-    /// Takes the memory of `len` bytes from `offset` on (whole pages) away: they are zero when they are read next, and
-    /// missing to a userfaultfd. Of shared memory they are taken away from all who share it.
+    /// Removes the memory of `len` bytes from `offset` on (whole pages): the next read returns zeros, and a userfaultfd reports
+    /// them as missing. Shared memory is removed for all processes that share it.
     ///
     /// # Errors
     /// [`MemError::NotLazy`] for a private mapping of a file; [`MemError::Kernel`].
@@ -304,7 +302,7 @@ impl RamBlock {
         if len == 0 {
             return Ok(());
         }
-        // SAFETY: the range is mapped; that its bytes become zero is what the caller asks for, as if the guest wrote it.
+        // SAFETY: the range is mapped. The caller wants its bytes to become zero, as if the guest wrote zeros.
         unsafe { madvise(run.as_ptr().cast(), len, advice) }.map_err(|source| MemError::Kernel {
             action: "discard a part of",
             block: self.name.clone(),
@@ -313,13 +311,13 @@ impl RamBlock {
         })
     }
 
-    /// Has the kernel back the block by transparent huge pages, or not.
+    /// Enables or disables transparent huge pages for the block.
     pub(crate) fn advise_huge_pages(&self, huge: bool) {
         let advice = match huge {
             true => Advice::LinuxHugepage,
             false => Advice::LinuxNoHugepage,
         };
-        // A kernel without them refuses, and has none.
+        // A kernel without huge pages refuses, which is harmless.
         // SAFETY: the range is mapped, and no byte of it changes.
         let _ = unsafe { madvise(self.host_addr().cast(), self.len, advice) };
     }
@@ -337,8 +335,8 @@ impl RamBlock {
         Ok(())
     }
 
-    /// Allocates the memory of `len` bytes from `offset` on (whole pages) and changes none of it.
-    /// Several threads may populate parts of one block at once.
+    /// Allocates the memory of `len` bytes from `offset` on (whole pages) without changing it. Several threads may populate
+    /// parts of one block concurrently.
     pub fn populate(&self, offset: usize, len: usize) -> Result<(), MemError> {
         self.check_pages(offset, len)?;
         populate::populate(self.run(offset, len)?).map_err(|source| MemError::Kernel {
@@ -350,8 +348,8 @@ impl RamBlock {
     }
 }
 
-/// One RAM block for each region of `memory`, in its order, named after the region's guest address
-/// (`ram@100000000`) so that equal layouts get equal names on both sides.
+/// Creates a RAM block for each region of `memory`, in its order, named after the region's guest address (`ram@100000000`). So
+/// equal layouts get equal names on both sides.
 pub fn ram_blocks_of<B>(memory: &GuestMemoryMmap<B>) -> Result<Vec<RamBlock>, MemError>
 where
     B: Bitmap + Send + Sync + 'static,
@@ -378,11 +376,10 @@ fn check_shape(name: &str, len: usize) -> Result<(), MemError> {
     Ok(())
 }
 
-/// A memfd of `len` bytes that nobody, with whomever it is shared, can make shorter: access past the
-/// end of a file is a SIGBUS.
+/// Creates a memfd of `len` bytes that no process can shrink: access past the end of a file is a SIGBUS.
 fn sealed_memfd(name: &str, len: usize) -> rustix::io::Result<OwnedFd> {
     let size = u64::try_from(len).map_err(|_| rustix::io::Errno::FBIG)?;
-    // The kernel takes 249 bytes and no NUL; the name is only seen in /proc.
+    // The kernel accepts 249 bytes without NUL; the name is only visible in /proc.
     let label: String = name.chars().filter(|c| *c != '\0').take(60).collect();
     let fd = memfd_create(label, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&fd, size)?;
@@ -403,10 +400,10 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes, of `file` or anonymous.
+    /// Maps `len` bytes, from `file` or anonymous.
     ///
-    /// vm-memory cannot map at an address of one's choice, hence this type: address space is
-    /// reserved first, with room to align, and the memory mapped over the middle of it.
+    /// vm-memory cannot map at a chosen address, hence this type: it first reserves address space, with room to align, and then
+    /// maps the memory over the middle of it.
     fn new(len: usize, file: Option<BorrowedFd<'_>>) -> rustix::io::Result<Self> {
         let room = len.checked_add(HUGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -422,7 +419,7 @@ impl Mapping {
         let at: *mut u8 = unsafe { start.add(lead) };
         let rw = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::FIXED | MapFlags::NORESERVE;
-        // SAFETY: the target lies in the reservation, which is ours alone.
+        // SAFETY: the target lies in the reservation, which no other code uses.
         unsafe {
             match file {
                 None => mmap_anonymous(at.cast(), len, rw, flags | MapFlags::PRIVATE)?,
@@ -433,20 +430,20 @@ impl Mapping {
         let addr = NonNull::new(at).ok_or(rustix::io::Errno::NOMEM)?;
         for (edge, edge_len) in [(start, lead), (at.wrapping_add(len), room - lead - len)] {
             if edge_len != 0 {
-                // SAFETY: the edges of the reservation are ours, and hold nothing. Should it fail
-                // they stay reserved, which costs address space only.
+                // SAFETY: no other code uses the edges of the reservation, and they are empty. If it fails they stay reserved,
+                // which costs only address space.
                 let _ = unsafe { munmap(edge.cast(), edge_len) };
             }
         }
         Ok(Self { addr, len })
     }
 
-    /// Gives the kernel the hints that QEMU gives for guest RAM.
+    /// Gives the kernel QEMU's hints for guest RAM.
     fn advise(&self) {
-        // Huge pages: fewer faults and TLB misses. Not in a child: between fork and exec the whole
-        // guest would be copied on write, and a page spliced to a socket could be left to the child.
+        // Huge pages reduce faults and TLB misses. No copy in a child: between fork and exec, writes would copy the whole
+        // guest, and a page spliced to a socket could stay with the child.
         for advice in [Advice::LinuxHugepage, Advice::LinuxDontFork] {
-            // A kernel without huge pages refuses, and nothing but speed depends on either hint.
+            // A kernel without huge pages refuses; both hints only affect speed.
             // SAFETY: the range is our own mapping, and no byte of it changes.
             let _ = unsafe { madvise(self.addr.as_ptr().cast(), self.len, advice) };
         }
@@ -455,8 +452,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // Fails only for a range that is no mapping's.
-        // SAFETY: the mapping is ours, and all that borrow from it have gone.
+        // Fails only for a range that is not mapped.
+        // SAFETY: the mapping is ours, and all borrows from it have ended.
         let _ = unsafe { munmap(self.addr.as_ptr().cast(), self.len) };
     }
 }
@@ -617,7 +614,7 @@ mod tests {
             ] {
                 let block = RamBlock::new("ram", len, backing).expect("map");
                 assert_eq!(block.host_addr().addr() % HUGE_PAGE, 0);
-                // All of it is mapped, and nothing around it went with the edges.
+                // All of it is mapped; removing the edges has not removed anything around it.
                 block.populate(0, len).expect("populate");
             }
         }

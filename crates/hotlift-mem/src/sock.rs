@@ -1,4 +1,4 @@
-//! Guest pages to and from blocking stream sockets, without a copy in this process.
+//! Sends and receives guest pages over blocking stream sockets, without a copy in this process.
 
 use std::io;
 use std::mem;
@@ -10,10 +10,10 @@ use libc::{c_int, iovec, msghdr};
 use crate::GuestRun;
 pub use crate::tcp_info::{TcpSending, unacknowledged};
 
-/// Most segments that one system call takes (`IOV_MAX`, the same on every Linux).
+/// Maximum number of segments in one system call (`IOV_MAX`, the same on every Linux).
 pub(crate) const IOV_MAX: usize = 1024;
 
-/// The segment array of the calls below, kept from call to call so that none of them allocates.
+/// Segment array of the calls below, reused so that none of them allocates.
 #[derive(Debug, Default)]
 pub struct IoScratch {
     segments: Vec<iovec>,
@@ -23,12 +23,12 @@ pub struct IoScratch {
 unsafe impl Send for IoScratch {}
 
 impl IoScratch {
-    /// An empty scratch; it grows to the largest call made with it.
+    /// Creates an empty scratch; it grows to the largest call made with it.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The segments of `parts` and then `runs`, neighbours in memory joined and empty ones left out.
+    /// Returns the segments of `parts` and then `runs`; adjacent ones are joined and empty ones omitted.
     pub(crate) fn fill(&mut self, parts: &[&[u8]], runs: &[GuestRun<'_>]) -> &mut [iovec] {
         self.segments.clear();
         let parts = parts.iter().map(|p| (p.as_ptr().cast_mut(), p.len()));
@@ -48,10 +48,9 @@ impl IoScratch {
     }
 }
 
-/// Lets a TCP socket hold at most `bytes` that are not on their way yet (`TCP_NOTSENT_LOWAT`): what a
-/// sender queues beyond that is pushed out by the receiver's acknowledgements, in the receiver's time
-/// where both are on one host. Unlike a smaller send buffer this does not bound the data in flight, so a
-/// long link is filled as before.
+/// Limits a TCP socket's unsent bytes to `bytes` (`TCP_NOTSENT_LOWAT`). The receiver's acknowledgements would push out further
+/// queued data, in the receiver's CPU time if both are on one host. Unlike a smaller send buffer this does not limit the data
+/// in flight, so a long link is still filled.
 ///
 /// # Errors
 /// The system's reason; a socket that is not TCP has no such limit.
@@ -62,11 +61,11 @@ pub fn limit_unsent(fd: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
 /// linux/tcp.h: `TCP_RTO_MAX_MS`.
 const TCP_RTO_MAX_MS: c_int = 44;
 
-/// Limits the interval of a TCP socket's retransmissions, and of its probes of a peer without room, to `milliseconds`: 1000 to
-/// 120,000. The kernel doubles the interval up to there, and by itself up to 120,000.
+/// Limits the interval of a TCP socket's retransmissions, and of its probes of a full peer, to `milliseconds`: 1000 to 120,000.
+/// The kernel doubles the interval up to this limit; its default limit is 120,000.
 ///
 /// # Errors
-/// The system's reason: it takes Linux 6.15.
+/// The system's reason: this needs Linux 6.15.
 pub fn limit_retransmission_interval(fd: BorrowedFd<'_>, milliseconds: u32) -> io::Result<()> {
     set_option(fd, libc::IPPROTO_TCP, TCP_RTO_MAX_MS, milliseconds)
 }
@@ -89,11 +88,9 @@ fn set_option(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: u32) -> io::
     }
 }
 
-/// Sends `head` and then `runs`, all of it. A peer that is gone is an error (`BrokenPipe`,
-/// `ConnectionReset`), never a signal.
+/// Sends all of `head` and then `runs`. A closed peer is an error (`BrokenPipe`, `ConnectionReset`), never a signal.
 ///
-/// The socket must be blocking; a send timeout set on it ends in `WouldBlock`, and the stream is then
-/// cut at an unknown place.
+/// The socket must be blocking. A send timeout ends in `WouldBlock`, and the stream is then cut at an unknown position.
 pub fn send(
     fd: BorrowedFd<'_>,
     head: &[u8],
@@ -103,15 +100,14 @@ pub fn send(
     send_segments(fd, scratch.fill(&[head], runs), 0)
 }
 
-/// Sends the `parts` one after the other, as [`send`] does: a packet's header and its compressed
-/// pages.
+/// Sends all `parts` in order, as [`send`] does: a packet's header and its compressed pages.
 pub fn send_parts(fd: BorrowedFd<'_>, parts: &[&[u8]], scratch: &mut IoScratch) -> io::Result<()> {
     send_segments(fd, scratch.fill(parts, &[]), 0)
 }
 
-/// Fills `runs` from the socket, all of them. The peer's end inside is `UnexpectedEof`.
+/// Fills all `runs` from the socket. An early end of the stream is `UnexpectedEof`.
 ///
-/// The socket must be blocking; a receive timeout set on it ends in `WouldBlock`.
+/// The socket must be blocking. A receive timeout ends in `WouldBlock`.
 pub fn recv(fd: BorrowedFd<'_>, runs: &[GuestRun<'_>], scratch: &mut IoScratch) -> io::Result<()> {
     let mut left = scratch.fill(&[], runs);
     while !left.is_empty() {
@@ -147,7 +143,7 @@ pub(crate) fn send_segments(
     Ok(())
 }
 
-/// A message of as many segments as one call takes, and whether these are all.
+/// Returns a message with the maximum number of segments for one call, and true if these are all.
 fn message_of(segments: &mut [iovec]) -> (msghdr, bool) {
     let count = segments.len().min(IOV_MAX);
     // SAFETY: a message header of zeros has no name, no control data and no segments.
@@ -158,7 +154,7 @@ fn message_of(segments: &mut [iovec]) -> (msghdr, bool) {
     (message, count == segments.len())
 }
 
-/// Bytes that a call moved; `None` if a signal came first.
+/// Returns the number of bytes that a call moved; `None` if a signal came first.
 pub(crate) fn check(result: isize) -> io::Result<Option<usize>> {
     match usize::try_from(result) {
         Ok(n) => Ok(Some(n)),
@@ -169,7 +165,7 @@ pub(crate) fn check(result: isize) -> io::Result<Option<usize>> {
     }
 }
 
-/// The segments without their first `n` bytes.
+/// Returns the segments without their first `n` bytes.
 pub(crate) fn advance(mut segments: &mut [iovec], mut n: usize) -> &mut [iovec] {
     while let Some(first) = segments.first_mut() {
         if n < first.iov_len {
@@ -198,7 +194,7 @@ mod tests {
 
     const PAGES: usize = 2600;
 
-    /// A connected pair of each kind of socket that a migration uses.
+    /// Creates a connected pair of each kind of socket that a migration uses.
     fn pairs() -> Vec<(&'static str, OwnedFd, OwnedFd)> {
         let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
         let ours = TcpStream::connect(listener.local_addr().expect("bound")).expect("connect");
@@ -210,7 +206,7 @@ mod tests {
         ]
     }
 
-    /// Memory in which each word tells where it is.
+    /// Creates memory in which each word contains its position.
     fn numbered(backing: Backing) -> RamBlock {
         let block = RamBlock::new("ram", PAGES * PAGE_SIZE, backing).expect("map");
         for offset in (0..block.len()).step_by(8) {
@@ -233,7 +229,7 @@ mod tests {
 
     type Send<'a> = Box<dyn FnMut(BorrowedFd<'_>, &[u8], &[GuestRun<'_>]) -> io::Result<()> + 'a>;
 
-    /// Both ways to send.
+    /// Returns both send functions.
     fn senders() -> [(&'static str, Send<'static>); 2] {
         let mut scratch = IoScratch::new();
         let mut splicer = Splicer::new().expect("pipe");
@@ -249,8 +245,8 @@ mod tests {
         ]
     }
 
-    /// Runs of every shape: pages apart and side by side, odd lengths at odd places, empty ones, and
-    /// more of them than one call takes.
+    /// Returns runs of every shape: separate and adjacent pages, odd lengths at odd positions, empty ones, and more than one
+    /// call takes.
     fn shapes(block: &RamBlock) -> Vec<Vec<GuestRun<'_>>> {
         let run = |offset, len| block.run(offset, len).expect("inside");
         let page = |page: usize| run(page * PAGE_SIZE, PAGE_SIZE);
@@ -289,7 +285,7 @@ mod tests {
                 for (socket, ours, theirs) in pairs() {
                     for (shape, runs) in shapes(&from).into_iter().enumerate() {
                         let into = RamBlock::new("ram", from.len(), backing).expect("map");
-                        // Other places than the sender's.
+                        // Other positions than the sender's.
                         let mut end = into.len();
                         let arriving: Vec<_> = runs
                             .iter()
@@ -353,7 +349,7 @@ mod tests {
         }
     }
 
-    /// Sends until it fails; the test hangs if it never does.
+    /// Sends until it fails; the test hangs if it never fails.
     fn send_until_cut(
         send: &mut Send<'_>,
         fd: BorrowedFd<'_>,
@@ -384,7 +380,7 @@ mod tests {
                         let mut scratch = IoScratch::new();
                         let into = RamBlock::new("ram", PAGE_SIZE, Backing::Private).expect("map");
                         let run = into.run(0, PAGE_SIZE).expect("inside");
-                        // The transfer is under way when the peer goes.
+                        // The transfer is in progress when the peer disconnects.
                         recv(theirs.as_fd(), &[run], &mut scratch).expect("the first page");
                         drop(theirs);
                     });
@@ -395,7 +391,7 @@ mod tests {
         }
     }
 
-    /// Nobody reads: the sender is blocked, or about to be, when another thread cuts its socket.
+    /// The peer does not read: the sender is blocked, or about to be, when another thread shuts down its socket.
     #[test]
     fn a_socket_shut_down_elsewhere_frees_its_sender() {
         let block = numbered(Backing::Private);
@@ -404,7 +400,7 @@ mod tests {
             for (socket, ours, _theirs) in pairs() {
                 let kind = thread::scope(|scope| {
                     let cutter = scope.spawn(|| {
-                        // Full queues are what a blocked sender looks like from outside.
+                        // From outside, full queues indicate a blocked sender.
                         while !queue_is_full(ours.as_fd()) {
                             thread::yield_now();
                         }
@@ -451,7 +447,7 @@ mod tests {
     }
 
     proptest! {
-        /// What is left after a call that stopped anywhere is exactly what was not sent.
+        /// After a partial call at any position, the rest is exactly the unsent data.
         #[test]
         fn a_partial_call_leaves_exactly_the_rest(
             lens in proptest::collection::vec((0..40_usize, 0..2_usize), 0..12),

@@ -1,9 +1,8 @@
-//! Guest pages to a socket by reference: not even the kernel copies them on the sender's side.
+//! Sends guest pages to a socket by reference: not even the kernel copies them on the sender's side.
 //!
-//! Over loopback, in packets of 512 KiB, the sender's CPU seconds a GiB fall from 0.25 to 0.04 on TCP
-//! and from 0.13 to 0.04 on UNIX sockets (huge pages side by side; scattered 4 KiB pages: from 0.29 to
-//! 0.10 and from 0.16 to 0.07). The receiver pays 0.04 to 0.1 more, as the sender no longer brings
-//! the pages into the cache for it; `measure sockets` among the examples repeats this.
+//! Over loopback, in packets of 512 KiB, the sender's CPU seconds per GiB fall from 0.25 to 0.04 on TCP and from 0.13 to 0.04
+//! on UNIX sockets (adjacent huge pages; scattered 4 KiB pages: from 0.29 to 0.10 and from 0.16 to 0.07). The receiver needs
+//! 0.04 to 0.1 more, as the sender no longer loads the pages into the cache. The example `memory_speed sockets` repeats this.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -15,24 +14,22 @@ use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice
 use crate::GuestRun;
 use crate::sock::{IOV_MAX, IoScratch, advance, check, send_segments};
 
-/// Bytes of pages that a splicer's pipe holds: the most that the kernel gives an unprivileged
-/// process (its default for `/proc/sys/fs/pipe-max-size`), two of the usual packets.
+/// Capacity of a splicer's pipe in bytes: the kernel's maximum for an unprivileged process (its default for
+/// `/proc/sys/fs/pipe-max-size`), two of the usual packets.
 const PIPE_SIZE: usize = 1 << 20;
 
-/// Sends guest pages through a pipe of references (`vmsplice`, then `splice`), for the live rounds of
-/// an uncompressed migration.
+/// Sends guest pages through a pipe of references (`vmsplice`, then `splice`), for the live rounds of an uncompressed
+/// migration.
 ///
-/// The socket's queue holds the guest's own pages until the peer has read them, and what the peer
-/// reads is what they hold *then*. So a page must either keep still until the peer has answered, or be
-/// sure to be sent again when it changes: a page that the guest writes after it was spliced is dirty,
-/// and its next copy comes later in the same stream or after a synchronisation of all of them. A
-/// checksum of the pages cannot be sent beside them.
+/// The socket's queue refers to the guest's own pages until the peer has read them, and the peer reads their content at *that*
+/// time. So a page must either stay unchanged until the peer has answered, or be sent again after a change. A page that the
+/// guest writes after the splice is dirty, and its next copy comes later in the same stream or after a synchronisation of all
+/// streams. A checksum of the pages cannot be sent with them.
 ///
-/// A splice to a socket that is gone raises SIGPIPE: the process must ignore it, as every Rust program
-/// does unless it changes that.
+/// A splice to a closed socket raises SIGPIPE: the process must ignore it, which is the default of Rust programs.
 #[derive(Debug)]
 pub struct Splicer {
-    /// Gone after an error, since it may then hold part of a packet.
+    /// `None` after an error, since the pipe may then contain a part of a packet.
     pipe: Option<Pipe>,
     scratch: IoScratch,
 }
@@ -46,14 +43,14 @@ pub(crate) struct Pipe {
 impl Pipe {
     pub(crate) fn new() -> io::Result<Self> {
         let (from, into) = pipe_with(PipeFlags::CLOEXEC)?;
-        // Refused where the user's pipes hold too much already: it works with what it has then.
+        // Fails if the user's pipes are too large in total: the pipe then keeps its size.
         let _ = fcntl_setpipe_size(&into, PIPE_SIZE);
         Ok(Self { from, into })
     }
 
-    /// Moves the `held` bytes that it holds to a socket.
+    /// Moves the `held` bytes of the pipe to a socket.
     pub(crate) fn empty(&self, to: BorrowedFd<'_>, mut held: usize, more: bool) -> io::Result<()> {
-        // With the flag on the last piece TCP would hold it back, waiting for more.
+        // With the flag on the last piece TCP would delay it, waiting for more.
         let flags = if more {
             SpliceFlags::MORE
         } else {
@@ -70,7 +67,7 @@ impl Pipe {
 }
 
 impl Splicer {
-    /// A splicer with a pipe of its own.
+    /// Creates a splicer with its own pipe.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             pipe: Some(Pipe::new()?),
@@ -78,7 +75,7 @@ impl Splicer {
         })
     }
 
-    /// Sends a copy of `head` and then `runs` by reference, all of it, as [`sock::send`] does.
+    /// Sends all of a copy of `head`, and of `runs` by reference, as [`sock::send`] does.
     ///
     /// [`sock::send`]: crate::sock::send
     pub fn send(
@@ -92,7 +89,7 @@ impl Splicer {
             None => Pipe::new()?,
         };
         let pages_follow = runs.iter().any(|run| !run.is_empty());
-        // Without the flag TCP sends a packet of the head alone.
+        // Without the flag TCP sends a packet of only the head.
         let flags = if pages_follow { libc::MSG_MORE } else { 0 };
         send_segments(fd, self.scratch.fill(&[head], &[]), flags)?;
         splice_segments(fd, &pipe, self.scratch.fill(&[], runs))?;
@@ -101,13 +98,13 @@ impl Splicer {
     }
 }
 
-/// Sends all of `left`, a pipeful at a time.
+/// Sends all of `left`, in pieces of the pipe's capacity.
 fn splice_segments(fd: BorrowedFd<'_>, pipe: &Pipe, mut left: &mut [iovec]) -> io::Result<()> {
     while !left.is_empty() {
-        // Nobody else empties the pipe: waiting for room in it would be for ever. Pages are not
-        // gifted, the guest goes on using them.
-        // SAFETY: the segments are guest memory, mapped and borrowed by the caller; the kernel only
-        // reads them, and keeps the pages themselves as long as it refers to them.
+        // No other thread empties the pipe: waiting for space would never end. Pages are not gifted, as the guest continues to
+        // use them.
+        // SAFETY: the segments are guest memory, mapped and borrowed by the caller; the kernel only reads them, and keeps the
+        // pages themselves as long as it refers to them.
         let referred = unsafe {
             libc::vmsplice(
                 pipe.into.as_raw_fd(),

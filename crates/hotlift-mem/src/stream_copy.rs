@@ -1,28 +1,28 @@
-//! A copy into memory that nobody reads soon, past the caches.
+//! Copies into memory past the caches, for data that is not read soon.
 //!
-//! A store through the caches first reads the line that it overwrites, and pushes out another. For pages that were
-//! decrypted in a buffer that stays in the cache both are of no use: the guest reads them some time, or never.
+//! A store through the caches first reads the overwritten line, and evicts another. For pages that were decrypted in a cached
+//! buffer both are useless: the guest reads them much later, or never.
 
-/// Below this a copy goes through the caches: its line is likely to be written again at once. Bytes.
+/// Length in bytes below which a copy uses the caches: its line is likely to be written again at once.
 const SHORT: usize = 512;
 
-/// Copies `len` bytes; they are visible to whoever is told of them afterwards.
+/// Copies `len` bytes; they are visible to threads that are notified afterwards.
 ///
 /// # Safety
 ///
 /// `from` must be readable and `to` writable for `len` bytes, and they must not overlap.
 pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     if len < SHORT {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         return unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
     }
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         x86::copy(from, to, len);
     }
     #[cfg(not(target_arch = "x86_64"))]
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         std::ptr::copy_nonoverlapping(from, to, len);
     }
@@ -33,13 +33,13 @@ mod x86 {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
     use std::ptr;
 
-    /// A line of the cache: stores of all of it leave together.
+    /// Size of a cache line: full-line stores are written together.
     const LINE: usize = 64;
 
-    /// Of one store; every x86-64 CPU has it (SSE2).
+    /// Size of one store; every x86-64 CPU has it (SSE2).
     const STORE: usize = size_of::<__m128i>();
 
-    /// As [`super::copy`].
+    /// Does the same as [`super::copy`].
     ///
     /// # Safety
     ///
@@ -48,7 +48,7 @@ mod x86 {
         let head = to.align_offset(LINE).min(len);
         let lines = (len - head) / LINE;
         let streamed = lines * LINE;
-        // SAFETY: all offsets are below `len`, and `to` is aligned to a line behind the head.
+        // SAFETY: all offsets are below `len`, and `to` is aligned to a line after the head.
         unsafe {
             ptr::copy_nonoverlapping(from, to, head);
             let (source, target) = (from.add(head), to.add(head));
@@ -59,7 +59,7 @@ mod x86 {
                     _mm_stream_si128(target.add(at).cast(), bytes);
                 }
             }
-            // Stores past the cache are not ordered with others: whoever learns of them by a lock must see them.
+            // Stores past the cache are unordered: a thread that learns of them by a lock must see them.
             _mm_sfence();
             let done = head + streamed;
             ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
@@ -76,7 +76,7 @@ mod tests {
         for len in [0, 1, 511, 512, 513, 575, 640, 1000, 4096, 5000] {
             for (source, target) in [(0, 0), (1, 0), (0, 1), (13, 63), (64, 17)] {
                 let mut to = vec![0xee; 6000];
-                // SAFETY: both vectors have more bytes than are copied.
+                // SAFETY: both vectors are longer than the copied range.
                 unsafe { super::copy(from.as_ptr().add(source), to.as_mut_ptr().add(target), len) };
                 assert_eq!(to[target..target + len], from[source..source + len]);
                 assert!(to[..target].iter().all(|&byte| byte == 0xee));

@@ -1,4 +1,4 @@
-//! What the kernel knows of a TCP connection: what waits, for whom, and when the peer was last heard.
+//! The kernel's statistics of a TCP connection: queued data, the limiting side, and the last activity of the peer.
 
 use std::io;
 use std::mem;
@@ -6,30 +6,30 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr;
 use std::time::Duration;
 
-/// What a TCP socket that sends has done since it was made (`TCP_INFO`, Linux 4.10 and later).
+/// Statistics of a sending TCP socket since its creation (`TCP_INFO`, Linux 4.10 and later).
 ///
 /// Times are counted in the kernel's ticks of 1 to 10 ms: exact on average, coarse over a few of them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TcpSending {
-    /// Bytes that the other side has acknowledged, with one for the SYN and one for the FIN.
+    /// Bytes acknowledged by the peer, plus one for the SYN and one for the FIN.
     pub acknowledged: u64,
-    /// The shortest round-trip time of late.
+    /// Shortest recent round-trip time.
     pub min_rtt: Duration,
-    /// Time in which it had something to send, or to be acknowledged.
+    /// Time with data to send or to be acknowledged.
     pub busy: Duration,
-    /// Of which the other side had no room: its process does not read.
+    /// Part of this time in which the peer had no space: its process does not read.
     pub receiver_limited: Duration,
-    /// Segments that were sent and not acknowledged; 0 while the other side has no room.
+    /// Segments that were sent and not acknowledged; 0 while the peer has no space.
     pub in_flight: u32,
-    /// Probes, of a window without room and of an idle connection, that are not answered yet.
+    /// Unanswered probes of a full window or of an idle connection.
     pub probes: u8,
-    /// Bytes that wait to be sent.
+    /// Bytes waiting to be sent.
     pub not_sent: u32,
-    /// Time since the last acknowledgement or data of the other side.
+    /// Time since the last acknowledgement or data from the peer.
     pub unheard: Duration,
 }
 
-/// The kernel's `struct tcp_info` up to `tcpi_rwnd_limited`; what is not read has no name.
+/// The kernel's `struct tcp_info` up to `tcpi_rwnd_limited`; unused fields have no name.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct TcpInfo {
@@ -65,10 +65,10 @@ const _: () = {
 };
 
 impl TcpSending {
-    /// Asks the kernel.
+    /// Queries the kernel.
     ///
     /// # Errors
-    /// The system's reason: a socket that is not TCP; `Unsupported` for a kernel that tells less.
+    /// The system's reason: a socket that is not TCP; `Unsupported` for a kernel with fewer fields.
     pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
         let mut info = TcpInfo::default();
         let mut length = libc::socklen_t::try_from(mem::size_of::<TcpInfo>()).unwrap_or(0);
@@ -97,14 +97,14 @@ impl TcpSending {
             in_flight: info.unacked,
             probes: info.probes,
             not_sent: info.not_sent,
-            // A segment with data and no new acknowledgement counts as data only.
+            // A segment with data and no new acknowledgement only counts as data.
             unheard: Duration::from_millis(info.last_ack_recv.min(info.last_data_recv).into()),
         })
     }
 }
 
-/// Bytes that were written to a TCP socket and that the other side has not acknowledged (`SIOCOUTQ`). For a UNIX socket: 0
-/// if the peer has read all; else more than the bytes that it has not read.
+/// Returns the bytes written to a TCP socket that the peer has not acknowledged (`SIOCOUTQ`). For a UNIX socket: 0 if the peer
+/// has read everything; else more than the number of unread bytes.
 ///
 /// # Errors
 /// The system's reason.
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(fresh.acknowledged, 1);
         assert_eq!(unacknowledged(sender.as_fd()).unwrap(), 0);
 
-        // Until nothing more fits: then it is the receiver that everything waits for.
+        // Writes until the socket is full: then the receiver is the limit.
         sender.set_nonblocking(true).unwrap();
         let mut written = 0;
         let limited = loop {
@@ -148,9 +148,9 @@ mod tests {
             }
         };
         assert!(unacknowledged(sender.as_fd()).unwrap() > 0);
-        // A full window: nothing is in flight, something waits, and the last acknowledgement grows old until the probe.
+        // A full window: nothing is in flight, data waits, and the last acknowledgement ages until the probe.
         let full = loop {
-            // The window may have grown since.
+            // The window may have grown in the meantime.
             written += sender.write(&[0; 1 << 16]).unwrap_or(0);
             let now = TcpSending::of(sender.as_fd()).unwrap();
             if now.in_flight == 0 && now.not_sent > 0 && now.unheard > Duration::ZERO {

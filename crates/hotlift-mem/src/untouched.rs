@@ -1,19 +1,18 @@
-//! Which pages did the guest never touch?
+//! Detection of pages that the guest never touched.
 //!
-//! The kernel knows without a look at the bytes: private memory without an entry in the page tables,
-//! and holes of a memfd, read as zero. All three ways below only ever err to one side: a page whose
-//! state is not understood counts as touched.
+//! The kernel knows them without reading the bytes: private memory without an entry in the page tables, and holes of a memfd,
+//! read as zero. All three methods below err only in one direction: a page in an unknown state counts as touched.
 //!
-//! What does *not* mean untouched, or is not asked:
-//! - Not present is not enough: a page in swap, being moved, or poisoned has no present entry either.
-//!   Both page table ways want the entry to be empty.
-//! - The page tables of a shared mapping only tell what *this* process touched, so shared memory is
-//!   asked from its file, and only on tmpfs (where memfds live): other file systems may call a dirty
-//!   page that has no block yet a hole. Shared memory without a file cannot be asked.
-//! - A private mapping of a file reads as the file where it is untouched.
-//! - Soft-dirty is set on the empty entries of a fresh mapping: it says nothing and is masked out.
-//! - One written byte touches all 512 pages of a transparent huge page, and a read of an untouched
-//!   one may map the huge zero page, which the scan does not tell from memory. Both cost a look.
+//! States that do *not* mean untouched, or cannot be queried:
+//! - Not present is not enough: a page in swap, being moved, or poisoned has no present entry either. Both page table methods
+//!   require an empty entry.
+//! - The page tables of a shared mapping only show the accesses of *this* process. So shared memory is queried by its file, and
+//!   only on tmpfs (the file system of memfds): other file systems may report a dirty page without a block as a hole. Shared
+//!   memory without a file cannot be queried.
+//! - An untouched private mapping of a file has the file's content.
+//! - Soft-dirty is set on the empty entries of a fresh mapping: it is meaningless and masked out.
+//! - One written byte touches all 512 pages of a transparent huge page. A read of an untouched one may map the huge zero page,
+//!   which the scan does not distinguish from memory. Both cost a read.
 
 use std::fs::File;
 use std::io;
@@ -26,8 +25,8 @@ use rustix::io::Errno;
 
 use crate::PAGE_SIZE;
 
-/// Sets the bits of the pages of the private anonymous memory at `start` (on a page) that were never
-/// touched; `out` is clear and has a bit for each of `pages`. False if the kernel cannot tell.
+/// Sets the bits of never touched pages of the private anonymous memory at `start` (on a page boundary); `out` is clear and has
+/// a bit for each of `pages`. Returns false if the kernel does not know.
 pub(crate) fn in_page_tables(start: usize, pages: usize, out: &mut [u64]) -> bool {
     let Some(pagemap) = pagemap() else {
         return false;
@@ -41,7 +40,7 @@ pub(crate) fn in_page_tables(start: usize, pages: usize, out: &mut [u64]) -> boo
         || give_up(out)
 }
 
-/// As [`in_page_tables`], of shared memory that maps `file` from byte `start` on.
+/// Does the same as [`in_page_tables`], for shared memory that maps `file` from byte `start` on.
 pub(crate) fn in_file(file: BorrowedFd<'_>, start: u64, pages: usize, out: &mut [u64]) -> bool {
     holes(file, start, pages, out).is_ok() || give_up(out)
 }
@@ -51,8 +50,8 @@ fn give_up(out: &mut [u64]) -> bool {
     false
 }
 
-/// `/proc/self/pagemap`, opened once: opening costs more than an answer. In a child of fork the file
-/// would still tell of the parent's memory, so a child cannot tell.
+/// Opens `/proc/self/pagemap` once: opening costs more than an answer. After a fork the file still describes the parent's
+/// memory, so a child cannot use it.
 fn pagemap() -> Option<&'static File> {
     static OPENED: OnceLock<Option<(u32, File)>> = OnceLock::new();
     let pid = std::process::id();
@@ -98,18 +97,17 @@ const PAGE_IS_PFNZERO: u64 = 1 << 5;
 const PAGEMAP_SCAN: libc::Ioctl =
     (3 << 30) | ((size_of::<PmScanArg>() as libc::Ioctl) << 16) | (0x66 << 8) | 16;
 
-/// Ranges taken from the kernel at once: 1.5 KiB of stack, and one call for most answers.
+/// Maximum number of ranges per call: 1.5 KiB of stack, and one call for most answers.
 const REGIONS: usize = 64;
 
-/// By the scan: the kernel skips empty page tables whole, so that untouched gigabytes cost
-/// microseconds.
+/// Uses the scan: the kernel skips empty page tables as a whole, so that untouched gigabytes cost microseconds.
 fn scan(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Result<()> {
     let base = start as u64;
     let end = base + (pages * PAGE_SIZE) as u64;
     let mut at = base;
     while at < end {
         let mut touched = [PageRegion::default(); REGIONS];
-        // Touched: present or in swap, and not the shared zero page that reading has mapped.
+        // Touched: present or in swap, and not the shared zero page that a read has mapped.
         let mut arg = PmScanArg {
             size: size_of::<PmScanArg>() as u64,
             start: at,
@@ -131,7 +129,7 @@ fn scan(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Resu
                 e => return Err(e),
             }
         };
-        // The kernel has looked at all before `walk_end`. Without progress it would be asked forever.
+        // The kernel has examined everything before `walk_end`. Without this check, a lack of progress would loop forever.
         if arg.walk_end <= at || arg.walk_end > end {
             return Err(io::ErrorKind::InvalidData.into());
         }
@@ -145,7 +143,7 @@ fn scan(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Resu
     Ok(())
 }
 
-/// By the entries of the pagemap, eight bytes a page: the way of older kernels.
+/// Uses the entries of the pagemap, eight bytes for each page: for older kernels.
 fn read_entries(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Result<()> {
     const ENTRIES: usize = 512;
     let mut entries = [0; ENTRIES * 8];
@@ -163,7 +161,7 @@ fn read_entries(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> 
     Ok(())
 }
 
-/// True for the pagemap entry of a page that has neither memory nor swap nor a marker.
+/// Returns true for the pagemap entry of a page without memory, swap, or marker.
 fn is_empty(entry: u64) -> bool {
     const SOFT_DIRTY: u64 = 1 << 55;
     entry & !SOFT_DIRTY == 0
@@ -172,8 +170,8 @@ fn is_empty(entry: u64) -> bool {
 /// `f_type` of tmpfs (linux/magic.h).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// By the holes of a file. Seeking moves the file's position, which nobody uses in a file that is
-/// memory; concurrent callers do not disturb each other, since each seek states where it starts.
+/// Uses the holes of a file. Seeking moves the file's position, which is unused for a memory file. Concurrent callers do not
+/// interfere, since each seek has an absolute start.
 fn holes(file: BorrowedFd<'_>, start: u64, pages: usize, out: &mut [u64]) -> io::Result<()> {
     if u64::try_from(fstatfs(file)?.f_type) != Ok(TMPFS_MAGIC) {
         return Err(io::ErrorKind::Unsupported.into());
@@ -182,7 +180,7 @@ fn holes(file: BorrowedFd<'_>, start: u64, pages: usize, out: &mut [u64]) -> io:
     let mut at = start;
     while at < end {
         let data = match seek(file, SeekFrom::Data(at)) {
-            // Nothing but a hole up to the end of the file.
+            // Only a hole up to the end of the file.
             Err(Errno::NXIO) => end,
             other => other?,
         };
@@ -198,7 +196,7 @@ fn holes(file: BorrowedFd<'_>, start: u64, pages: usize, out: &mut [u64]) -> io:
     Ok(())
 }
 
-/// Sets the bits of the whole pages from byte `from` to byte `to`, bit 0 being the page at `base`.
+/// Sets the bits of the whole pages from byte `from` to byte `to`; bit 0 is the page at `base`.
 fn mark(out: &mut [u64], base: u64, from: u64, to: u64) {
     let page = PAGE_SIZE as u64;
     for i in (from - base).div_ceil(page)..to.saturating_sub(base) / page {
@@ -225,7 +223,7 @@ mod tests {
     type Way = fn(&File, usize, usize, &mut [u64]) -> io::Result<()>;
     const WAYS: [(&str, Way); 2] = [("scan", scan), ("entries", read_entries)];
 
-    /// Each way's answer about all of `block`; ways that this kernel lacks are left out.
+    /// Returns each method's answer about all of `block`; methods that this kernel lacks are omitted.
     fn answers(block: &RamBlock) -> Vec<(&'static str, Vec<bool>)> {
         let file = pagemap().expect("/proc/self/pagemap");
         let answer = |(name, way): (&'static str, Way)| {
@@ -254,7 +252,7 @@ mod tests {
         block
     }
 
-    /// Every third page of the first half, so that the answer has more ranges than one call returns.
+    /// Selects every third page of the first half, so that the answer has more ranges than one call returns.
     fn written(page: usize) -> bool {
         page.is_multiple_of(3) && page < PAGES / 2
     }

@@ -1,7 +1,7 @@
-//! Pages that are brought when they are touched: userfaultfd over RAM blocks.
+//! Loads pages when they are touched: userfaultfd over RAM blocks.
 //!
-//! Whoever touches a page that is missing sleeps in the kernel until somebody [places](MissingPages::place) it: a vCPU,
-//! a device's thread, and the kernel on behalf of either.
+//! A thread that touches a missing page sleeps in the kernel until the page is [placed](MissingPages::place): a vCPU, a
+//! device's thread, or the kernel on their behalf.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -17,29 +17,29 @@ use rustix::mm::{UserfaultfdFlags, userfaultfd};
 
 use crate::{MemError, PAGE_SIZE, RamBlock};
 
-/// Whoever may open it may have faults of the kernel handled, which vCPUs of KVM need, without being root.
+/// Device of userfaultfd. A process that may open it can handle kernel faults, which KVM's vCPUs need, without root privileges.
 const DEVICE: &str = "/dev/userfaultfd";
 
-/// `USERFAULTFD_IOC_NEW` of that device, `_IO(0xaa, 0)`.
+/// Ioctl `USERFAULTFD_IOC_NEW` of that device, `_IO(0xaa, 0)`.
 const NEW: Opcode = 0xaa00;
 
-/// Events read at once: a vCPU each, as a rule.
+/// Maximum number of events per read: usually one for each vCPU.
 const EVENTS: usize = 64;
 
-/// What userfaultfd can do on this host.
+/// Capabilities of userfaultfd on this host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UserfaultSupport {
-    /// Opened by `/dev/userfaultfd`; else by the system call, which is root's unless `vm.unprivileged_userfaultfd` is 1.
+    /// Opened by `/dev/userfaultfd`; else by the system call, which needs root unless `vm.unprivileged_userfaultfd` is 1.
     pub by_device: bool,
-    /// Pages of shared memory can be missing; those of private memory can everywhere.
+    /// Pages of shared memory can be missing; those of private memory always can.
     pub missing_shared: bool,
-    /// Faults of shared pages that exist and are not mapped yet are told.
+    /// Faults of shared pages that exist and are not mapped yet are reported.
     pub minor_shared: bool,
-    /// First writes to private pages are told.
+    /// First writes to private pages are reported.
     pub write_protect: bool,
-    /// And to shared pages.
+    /// First writes to shared pages are reported.
     pub write_protect_shared: bool,
-    /// A fault tells whose it is.
+    /// A fault reports its thread.
     pub thread_id: bool,
 }
 
@@ -57,10 +57,10 @@ impl UserfaultSupport {
     }
 }
 
-/// Asks the kernel what its userfaultfd can do.
+/// Queries the kernel's capabilities of userfaultfd.
 ///
 /// # Errors
-/// The system's reason why there is none for this process.
+/// The system's reason if this process cannot use it.
 pub fn probe_userfault() -> io::Result<UserfaultSupport> {
     let (fd, by_device) = open()?;
     Ok(UserfaultSupport::of(by_device, agree(&fd, 0)?))
@@ -69,7 +69,7 @@ pub fn probe_userfault() -> io::Result<UserfaultSupport> {
 fn open() -> rustix::io::Result<(OwnedFd, bool)> {
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
     if let Ok(device) = OpenOptions::new().read(true).write(true).open(DEVICE)
-        // SAFETY: the call makes a descriptor, and touches nothing that exists.
+        // SAFETY: the call creates a descriptor, and does not access memory.
         && let Ok(fd) = unsafe { ioctl(&device, New(flags)) }
     {
         return Ok((fd, true));
@@ -78,10 +78,10 @@ fn open() -> rustix::io::Result<(OwnedFd, bool)> {
     unsafe { userfaultfd(flags) }.map(|fd| (fd, false))
 }
 
-/// The device's one call, which answers with a descriptor.
+/// The device's only ioctl, which returns a descriptor.
 struct New(UserfaultfdFlags);
 
-// SAFETY: the call takes flags by value, and returns a new descriptor.
+// SAFETY: the ioctl takes flags by value, and returns a new descriptor.
 unsafe impl Ioctl for New {
     type Output = OwnedFd;
     const IS_MUTATING: bool = false;
@@ -98,12 +98,12 @@ unsafe impl Ioctl for New {
         out: IoctlOutput,
         _: *mut rustix::ffi::c_void,
     ) -> rustix::io::Result<OwnedFd> {
-        // SAFETY: the kernel made the descriptor for this call.
+        // SAFETY: the kernel created the descriptor for this call.
         Ok(unsafe { OwnedFd::from_raw_fd(out) })
     }
 }
 
-/// Opens the protocol with `features`; answers with all that the kernel has.
+/// Initialises the protocol with `features`; returns all features of the kernel.
 fn agree(fd: &OwnedFd, features: u64) -> rustix::io::Result<u64> {
     let mut api = sys::uffdio_api {
         api: sys::UFFD_API.into(),
@@ -114,19 +114,19 @@ fn agree(fd: &OwnedFd, features: u64) -> rustix::io::Result<u64> {
     Ok(api.features)
 }
 
-/// Requests of the kernel's headers have 32 bits, everywhere.
+/// Converts a request of the kernel's headers, which always has 32 bits.
 const fn opcode(request: u32) -> Opcode {
     request as Opcode
 }
 
-/// A call whose argument, of the call's own type, the kernel reads and changes. It does no more to this process's memory
-/// than to fill pages that are missing, which counts as a write of the guest's.
+/// Calls an ioctl whose argument, of the ioctl's own type, the kernel reads and changes. It only fills missing pages of this
+/// process's memory, which is equivalent to a write by the guest.
 fn update<const OPCODE: Opcode, T>(fd: &OwnedFd, argument: &mut T) -> rustix::io::Result<()> {
     // SAFETY: all callers are in this file, with the type that belongs to the request.
     unsafe { ioctl(fd, Updater::<OPCODE, T>::new(argument)) }
 }
 
-/// A call about a range, which the kernel only reads.
+/// Calls an ioctl on a range, which the kernel only reads.
 fn tell<const OPCODE: Opcode>(fd: &OwnedFd, range: sys::uffdio_range) -> rustix::io::Result<()> {
     // SAFETY: all callers are in this file, with requests that take a range.
     unsafe { ioctl(fd, Setter::<OPCODE, sys::uffdio_range>::new(range)) }
@@ -140,12 +140,12 @@ fn range(block: &RamBlock, offset: usize, len: usize) -> Result<sys::uffdio_rang
     })
 }
 
-/// A page that somebody waits for.
+/// A page that a thread waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Fault {
-    /// Index of its RAM block, in the list that was registered.
+    /// Index of the RAM block in the registered list.
     pub block: usize,
-    /// Number of the page in the block.
+    /// Index of the page in the block.
     pub page: usize,
 }
 
@@ -154,24 +154,24 @@ pub struct Fault {
 pub struct Touch {
     /// The page.
     pub fault: Fault,
-    /// The kernel's id of the thread.
+    /// Kernel's thread id.
     pub thread: u32,
 }
 
-/// What became of a page that was to be placed.
+/// Result of placing a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub enum Placed {
-    /// It is there, and whoever waited for it goes on.
+    /// The page was placed, and waiting threads continue.
     Now,
-    /// Something was there already, and stays.
+    /// The page existed already, and is unchanged.
     Before,
 }
 
-/// RAM blocks whose missing pages are brought by [`MissingPages::place`].
+/// RAM blocks whose missing pages [`MissingPages::place`] fills.
 ///
-/// A guest that waits for a page must never go on with zeros in its place: what is dropped without
-/// [`MissingPages::end`] stays in the kernel as it is for the life of the process.
+/// A guest that waits for a page must never continue with zeros instead: without [`MissingPages::end`], a dropped value stays
+/// registered in the kernel for the life of the process.
 #[derive(Debug)]
 pub struct MissingPages {
     fd: std::mem::ManuallyDrop<OwnedFd>,
@@ -180,12 +180,12 @@ pub struct MissingPages {
 }
 
 impl MissingPages {
-    /// From now on every page of `blocks` that is not there is missing. Transparent huge pages are off for them until
-    /// the end: one would fill pages around the one that is touched.
+    /// Makes every absent page of `blocks` missing from now on. Transparent huge pages are disabled for them until the end: one
+    /// would fill the neighbours of the touched page.
     ///
     /// # Errors
-    /// [`MemError::NoUserfault`] if this process gets no userfaultfd; [`MemError::NotLazy`] for a block whose kind of
-    /// memory can have no missing pages.
+    /// [`MemError::NoUserfault`] if this process cannot use userfaultfd; [`MemError::NotLazy`] for a block whose kind of memory
+    /// does not support missing pages.
     pub fn register(blocks: &[Arc<RamBlock>]) -> Result<Self, MemError> {
         let no_userfault = |source: Errno| MemError::NoUserfault {
             source: source.into(),
@@ -221,7 +221,7 @@ impl MissingPages {
         };
         update::<{ opcode(request::UFFDIO_REGISTER) }, _>(&self.fd, &mut register)
             .map_err(|source| not_lazy(Some(source)))?;
-        // Memory of huge pages (hugetlbfs) has no zero pages, and takes whole huge ones.
+        // hugetlbfs memory has no zero pages, and only accepts whole huge pages.
         let needed = 1 << sys::_UFFDIO_COPY | 1 << sys::_UFFDIO_ZEROPAGE;
         match register.ioctls & needed == needed {
             true => Ok(()),
@@ -229,7 +229,7 @@ impl MissingPages {
         }
     }
 
-    /// Takes in who waits for which page; nothing if nobody does. Poll [`AsFd::as_fd`] for more.
+    /// Reads the waiting threads and their pages; nothing if there are none. Poll [`AsFd::as_fd`] for more.
     ///
     /// # Errors
     /// [`MemError::NoUserfault`] with the system's reason.
@@ -271,8 +271,8 @@ impl MissingPages {
         })
     }
 
-    /// Puts `content` (`None`: zeros) into a missing page, and wakes whoever waits for it. Behind [`MissingPages::end`] a page
-    /// of zeros is there by itself, and any other is an error.
+    /// Fills a missing page with `content` (`None`: zeros), and wakes the threads that wait for it. After [`MissingPages::end`]
+    /// zero pages exist already, and any other content is an error.
     ///
     /// # Errors
     /// [`MemError::OutOfBounds`] for a page outside the block, [`MemError::Kernel`].
@@ -310,11 +310,11 @@ impl MissingPages {
                 // The mappings of the process are changing.
                 Err(Errno::AGAIN) => {}
                 Err(Errno::EXIST) => {
-                    // Who touched it may not have seen that it came.
+                    // The thread that touched it may not have noticed its arrival.
                     let _ = tell::<{ opcode(request::UFFDIO_WAKE) }>(&self.fd, range);
                     return Ok(Placed::Before);
                 }
-                // Behind the end untouched memory is zero by itself, and nobody waits.
+                // After the end untouched memory is zero by itself, and no thread waits.
                 Err(Errno::NOENT) if content.is_none() && self.ended.load(Ordering::Acquire) => {
                     return Ok(Placed::Before);
                 }
@@ -330,13 +330,13 @@ impl MissingPages {
         }
     }
 
-    /// No page is missing any more: those that never came are zero, and whoever waits goes on.
+    /// Ends the registration: pages that never arrived are zero, and waiting threads continue.
     pub fn end(&self) {
         if self.ended.swap(true, Ordering::AcqRel) {
             return;
         }
         for block in &self.blocks {
-            // Fails only for a block that was not registered.
+            // Fails only for an unregistered block.
             if let Ok(range) = range(block, 0, block.len()) {
                 let _ = tell::<{ opcode(request::UFFDIO_UNREGISTER) }>(&self.fd, range);
             }
@@ -354,7 +354,7 @@ impl AsFd for MissingPages {
 impl Drop for MissingPages {
     fn drop(&mut self) {
         if *self.ended.get_mut() {
-            // SAFETY: it is not used behind this.
+            // SAFETY: it is not used after this.
             unsafe { std::mem::ManuallyDrop::drop(&mut self.fd) };
         }
     }
@@ -380,7 +380,7 @@ mod tests {
             .collect()
     }
 
-    /// `None` on a host that has no userfaultfd for this process.
+    /// Registers the blocks; `None` on a host without userfaultfd for this process.
     fn registered(blocks: &[Arc<RamBlock>]) -> Option<MissingPages> {
         match MissingPages::register(blocks) {
             Err(MemError::NoUserfault { source }) => {
@@ -439,7 +439,7 @@ mod tests {
                 assert_eq!(next(&missing).fault, Fault { block: 0, page: 0 });
                 assert_eq!(missing.place(0, 0, None).unwrap(), Placed::Now);
                 assert_eq!(reader.join().expect("read").0, 0);
-                // A neighbour has not come with it.
+                // Its neighbour was not filled with it.
                 let reader = touched(1, 601);
                 assert_eq!(next(&missing).fault.page, 601);
                 missing.end();
@@ -453,7 +453,7 @@ mod tests {
         for backing in BACKINGS {
             let blocks = blocks(backing);
             blocks[0].write(3 * PAGE_SIZE, &[1; PAGE_SIZE]).expect("in");
-            // A write before may have filled its neighbours (transparent huge pages): they are emptied.
+            // An earlier write may have filled its neighbours (transparent huge pages): they are discarded.
             let rest = (PAGES - 4) * PAGE_SIZE;
             blocks[0].discard(0, 3 * PAGE_SIZE).expect("discard");
             blocks[0].discard(4 * PAGE_SIZE, rest).expect("discard");
@@ -512,7 +512,7 @@ mod tests {
 
     #[test]
     fn memory_that_can_have_no_missing_pages_is_refused_by_name() {
-        // A private mapping of a file: what is discarded reads as the file again.
+        // A private mapping of a file: discarded pages have the file's content again.
         let fd = rustix::fs::memfd_create("rom", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
         rustix::fs::ftruncate(&fd, PAGE_SIZE as u64).expect("length");
         let region = vm_memory::MmapRegion::<()>::build(

@@ -1,4 +1,4 @@
-//! A wait for descriptors, with a deadline.
+//! Waits for descriptors, with a deadline.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -9,15 +9,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Polls `fds` until something happens on one of them, or `deadline` is over; without a deadline for as long as that takes.
-/// Returns on how many. A signal does not end it.
+/// Polls `fds` until one of them has an event, or `deadline` is over; without a deadline it may wait forever. Returns the
+/// number of ready descriptors. A signal does not end the wait.
 ///
 /// # Errors
-/// The kernel has no memory for it.
+/// The kernel has no memory for the call.
 pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usize> {
     loop {
         let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
-        // A time that does not fit is as good as none.
+        // A timeout out of range is treated as none.
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         match poll(fds, left.as_ref()) {
             Err(Errno::INTR) => {}
@@ -26,12 +26,12 @@ pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Resu
     }
 }
 
-/// Waits until one of `fds` is readable or has ended, or `deadline` is over; without a deadline for as long as that takes.
-/// Returns true if the first of them is.
+/// Waits until one of `fds` is readable or has ended, or `deadline` is over; without a deadline it may wait forever. Returns
+/// true if the first of them is ready.
 pub fn wait_readable(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
     let polled = |fd: &_| PollFd::from_borrowed_fd(*fd, PollFlags::IN);
     let mut polled: Vec<_> = fds.iter().map(polled).collect();
-    // Without memory for it the caller checks what it waits for.
+    // Without memory for the call the caller checks the condition itself.
     let waited = poll_until(&mut polled, deadline).is_ok();
     waited && polled.first().is_some_and(|fd| !fd.revents().is_empty())
 }
@@ -41,10 +41,10 @@ pub fn is_readable(fd: BorrowedFd<'_>) -> bool {
     wait_readable(&[fd], Some(Instant::now()))
 }
 
-/// Returns a descriptor that is readable once `child` has ended, also if that was before this.
+/// Returns a descriptor that is readable once `child` has ended, even if it ended before.
 ///
 /// # Errors
-/// The system's. A child that was waited for has none.
+/// The system's error. A child that was waited for has no descriptor.
 pub fn end_of_process(child: &Child) -> io::Result<OwnedFd> {
     Ok(pidfd_open(Pid::from_child(child), PidfdFlags::empty())?)
 }

@@ -1,19 +1,18 @@
-//! Is it all zero?
+//! Detection of zero pages.
 //!
-//! From memory every variant runs at the speed of one core's memory path, so what counts is how soon
-//! a page that is *not* zero is known for one: its first cache line is looked at before any variant is called
-//! (four times the pages per second of going straight to the widest one). The wide variants pay where
-//! pages are in cache. Software prefetch, of this page or the next, gained nothing on zero pages and
-//! cost a tenth on others. Testing a page before copying it is free, the copy finds it in cache: a
-//! pass that does both at once would gain nothing.
+//! From memory every variant runs at the speed of one core's memory path, so a page that is *not* zero must be recognised
+//! quickly: its first cache line is tested before any variant is called (four times the pages per second of the widest variant
+//! alone). The wide variants help when pages are in cache. Software prefetch, of this page or the next, gained nothing on zero
+//! pages and cost a tenth on others. Testing a page before copying it is free, since the copy finds it in cache: a combined
+//! pass would gain nothing.
 
 use std::ptr;
 use std::sync::OnceLock;
 
-/// One way to test for zeros. All of them take memory of any length and alignment.
+/// A zero test. All variants accept memory of any length and alignment.
 #[derive(Debug)]
 pub struct Detector {
-    /// Name of the instruction set it needs, as shown to users.
+    /// Name of the required instruction set, as shown to users.
     pub name: &'static str,
     available: fn() -> bool,
     scan: unsafe fn(*const u8, usize) -> bool,
@@ -41,20 +40,20 @@ pub static DETECTORS: &[Detector] = &[
 ];
 
 impl Detector {
-    /// True if this machine has the instructions.
+    /// Returns true if this machine has the instructions.
     pub fn available(&self) -> bool {
         (self.available)()
     }
 
-    /// True if every byte of `bytes` is zero; `None` if this machine lacks the instructions.
+    /// Returns true if every byte of `bytes` is zero; `None` if this machine lacks the instructions.
     pub fn is_zero(&self, bytes: &[u8]) -> Option<bool> {
-        // SAFETY: a slice is readable for its length, and the instructions are there.
+        // SAFETY: a slice is readable for its length, and the instructions are available.
         self.available()
             .then(|| unsafe { (self.scan)(bytes.as_ptr(), bytes.len()) })
     }
 }
 
-/// The variant that this process uses.
+/// Returns the variant that this process uses.
 pub fn detector() -> &'static Detector {
     static CHOSEN: OnceLock<&'static Detector> = OnceLock::new();
     CHOSEN.get_or_init(|| {
@@ -63,15 +62,15 @@ pub fn detector() -> &'static Detector {
     })
 }
 
-/// True if every byte of `bytes` is zero, as are no bytes at all.
+/// Returns true if every byte of `bytes` is zero, also if there are none.
 #[inline]
 pub fn is_zero(bytes: &[u8]) -> bool {
     // SAFETY: a slice is readable for its length.
     unsafe { is_zero_raw(bytes.as_ptr(), bytes.len()) }
 }
 
-/// As [`is_zero`], of memory that others may write meanwhile; bytes written during the call count
-/// with their old or their new value.
+/// Does the same as [`is_zero`], for memory with concurrent writers; bytes written during the call count with their old or new
+/// value.
 ///
 /// # Safety
 ///
@@ -79,21 +78,21 @@ pub fn is_zero(bytes: &[u8]) -> bool {
 #[inline]
 pub unsafe fn is_zero_raw(ptr: *const u8, len: usize) -> bool {
     if len >= CACHE_LINE {
-        // SAFETY: so many bytes are readable.
+        // SAFETY: this number of bytes is readable.
         let first: [u64; CACHE_LINE / 8] = unsafe { ptr::read_unaligned(ptr.cast()) };
         if first.iter().fold(0, |all, word| all | word) != 0 {
             return false;
         }
     }
-    // SAFETY: the caller's, and the chosen variant runs on this machine.
+    // SAFETY: guaranteed by the caller; the chosen variant runs on this machine.
     unsafe { (detector().scan)(ptr, len) }
 }
 
-/// Bytes that come from memory together, so that looking at all of them costs no more than at one.
+/// Number of bytes that memory delivers together: reading all of them costs no more than reading one.
 const CACHE_LINE: usize = 64;
 
-/// Bytes looked at before each exit of the portable variant: enough for the compiler to use whole
-/// vectors, and little enough that a page with an early non-zero byte is given up at once.
+/// Bytes tested between exits of the portable variant: enough for the compiler to use whole vectors, and few enough that an
+/// early nonzero byte ends the test at once.
 const STEP: usize = 256;
 
 /// # Safety
@@ -114,13 +113,13 @@ unsafe fn portable(mut ptr: *const u8, mut len: usize) -> bool {
     }
 }
 
-/// The rest after the whole steps.
+/// Tests the rest after the whole steps.
 ///
 /// # Safety
 ///
 /// As [`is_zero_raw`].
 unsafe fn short(ptr: *const u8, len: usize) -> bool {
-    // SAFETY: the words end at or before `len`, the bytes after them do so by one each.
+    // SAFETY: the words end at or before `len`, and so do the single bytes after them.
     unsafe {
         let words = len / 8;
         (0..words).all(|i| ptr.cast::<u64>().add(i).read_unaligned() == 0)
@@ -134,7 +133,7 @@ mod x86 {
 
     use super::short;
 
-    /// 256 bytes between exits.
+    /// Tests with AVX2, 256 bytes between exits.
     ///
     /// # Safety
     ///
@@ -153,7 +152,7 @@ mod x86 {
             if _mm256_testz_si256(all, all) == 0 {
                 return false;
             }
-            // SAFETY: STEP bytes were there.
+            // SAFETY: STEP bytes were available.
             ptr = unsafe { ptr.add(STEP) };
             len -= STEP;
         }
@@ -161,7 +160,7 @@ mod x86 {
         unsafe { short(ptr, len) }
     }
 
-    /// 512 bytes between exits.
+    /// Tests with AVX-512, 512 bytes between exits.
     ///
     /// # Safety
     ///
@@ -180,7 +179,7 @@ mod x86 {
             if _mm512_test_epi64_mask(all, all) != 0 {
                 return false;
             }
-            // SAFETY: STEP bytes were there.
+            // SAFETY: STEP bytes were available.
             ptr = unsafe { ptr.add(STEP) };
             len -= STEP;
         }
@@ -194,7 +193,7 @@ mod tests {
     use super::*;
     use crate::PAGE_SIZE;
 
-    /// Every variant that this machine can run, and what the process uses.
+    /// Checks every variant that this machine can run, and the one that the process uses.
     fn each(mut check: impl FnMut(&str, &dyn Fn(&[u8]) -> bool)) {
         for d in DETECTORS {
             if d.available() {
