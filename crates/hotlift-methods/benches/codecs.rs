@@ -1,24 +1,21 @@
-//! Codecs of the multifd channels beside those that QEMU uses: ratio, and CPU time for both ways.
+//! Codecs of the multifd channels compared with those of QEMU: ratio, and CPU time in both directions.
 //!
 //! ```sh
 //! cargo bench -p hotlift-methods --bench codecs -- [--levels] [--only WORD] [--passes N] [FOLDER]
 //! ```
 //!
-//! FOLDER (or `HOTLIFT_CORPUS`; else the Silesia corpus of the development machine) holds files,
-//! `.zst` ones are unpacked. They are joined and cut into packets of 128 pages. Each packet goes
-//! through every codec before the next one is looked at, so that a machine whose speed drifts drifts
-//! for all, and in another order each time: what a codec leaves behind, in caches and maybe in the clock
-//! of a core that has used its widest vectors, must not always meet the same one. Figures are thread CPU
-//! time, the median of the passes. `--levels` prints every zlib level, and the zstd levels up to 9,
-//! each beside QEMU's way at the same level, and the accelerations of liblz4; `--only` the codecs with WORD in their name, and those
-//! that they are compared with.
+//! FOLDER (or `HOTLIFT_CORPUS`; else the Silesia corpus of the development machine) holds files; `.zst` ones are decompressed.
+//! They are joined and cut into packets of 128 pages. Each packet passes through every codec before the next one, so that a
+//! drift of the machine's speed affects all alike. The order changes each time, because a codec leaves caches, and perhaps the
+//! clock of a core that used its widest vectors, changed for its successor. Figures are thread CPU time, the median of the
+//! passes. `--levels` prints every zlib level, the zstd levels up to 9, each beside QEMU's way at the same level, and the
+//! accelerations of liblz4. `--only` prints the codecs with WORD in their names, and their references.
 //!
-//! The references are zlib and zstd at level 1, called page by page as QEMU calls them, liblz4 as it
-//! comes, called packet by packet; and with `HOTLIFT_VENDOR_LIBRARIES` (what
-//! `scripts/accelerator-libraries` prints) the vendors' libraries in software: libqpl's jobs page by
-//! page, at level 1 with fixed codes as QEMU asks for, and libqatzip's sessions with a call a packet.
-//! The latter go through our encoder and decoder, which copy payloads to and from the library's memory
-//! and check checksums once more: some 2 % of its time.
+//! The references are zlib and zstd at level 1, called page by page as in QEMU, and liblz4 with its defaults, called packet by
+//! packet. With `HOTLIFT_VENDOR_LIBRARIES` (the output of `scripts/accelerator-libraries`), the vendors' libraries in software
+//! are added: libqpl's jobs page by page, at level 1 with fixed codes as in QEMU, and libqatzip's sessions with a call per
+//! packet. The latter use our encoder and decoder, which copy payloads to and from the library's memory and check checksums
+//! again: some 2 % of its time.
 
 #![allow(
     clippy::print_stdout,
@@ -160,7 +157,7 @@ fn read_folder(folder: &Path) -> Result<Vec<u8>> {
     for file in files {
         match file.extension().and_then(|extension| extension.to_str()) {
             Some("zst") => data.extend(zstd::decode_all(std::fs::File::open(&file)?)?),
-            // What a corpus brings beside its data.
+            // Other files of a corpus.
             Some("md" | "zst-files") | None => {}
             _ => data.extend(std::fs::read(&file)?),
         }
@@ -168,12 +165,11 @@ fn read_folder(folder: &Path) -> Result<Vec<u8>> {
     Ok(data)
 }
 
-/// One codec, both ways.
+/// One codec, in both directions.
 trait Codec {
-    /// The payload's bytes.
+    /// Encodes a packet; returns the payload's size.
     fn encode(&mut self, packet: &[u8]) -> Result<usize>;
-    /// Gets ready to decode to that place in the memory: the list of a packet's pages comes from its
-    /// header, whatever the method.
+    /// Prepares to decode to that place in the memory: the list of a packet's pages comes from its header, for every method.
     fn prepare(&mut self, _place: usize) -> Result<()> {
         Ok(())
     }
@@ -184,7 +180,7 @@ trait Codec {
 
 struct Row {
     name: String,
-    /// Row that this one is compared with.
+    /// Reference row.
     reference: usize,
     make: Box<dyn Fn(&'static Memory) -> Result<Box<dyn Codec>>>,
 }
@@ -367,7 +363,7 @@ fn by_level() -> Vec<Row> {
     rows
 }
 
-/// The rows with that word in their names, and their references.
+/// Returns the rows with that word in their names, and their references.
 fn only(rows: Vec<Row>, word: &str) -> Vec<Row> {
     let wanted: Vec<usize> = (0..rows.len())
         .filter(|&i| {
@@ -386,7 +382,7 @@ fn only(rows: Vec<Row>, word: &str) -> Vec<Row> {
     kept
 }
 
-/// What one codec took and gave in one pass.
+/// Times and sizes of one codec in one pass.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     encode: Duration,
@@ -446,8 +442,8 @@ fn print(rows: &[Row], results: &[Results], bytes: usize) {
     }
 }
 
-/// The destination's memory, room for every packet twice, shared by all codecs. Each decodes a packet
-/// to another place than the others do, so that pages are as cold as they are in a migration.
+/// The destination's memory, room for every packet twice, shared by all codecs. Each codec decodes a packet to a different
+/// place, so that pages are as cold as in a migration.
 struct Memory {
     block: RamBlock,
     places: usize,
@@ -472,18 +468,18 @@ impl Memory {
         Ok(())
     }
 
-    /// A packet's memory as a slice, for decoders that have no other way.
+    /// Returns a packet's memory as a slice, for decoders that require one.
     ///
     /// # Safety
     ///
-    /// Nothing else may use the place while the slice lives.
+    /// The place must not be used otherwise while the slice lives.
     #[allow(clippy::mut_from_ref)]
     unsafe fn slice(&self, place: usize) -> &mut [u8] {
         let at = self
             .block
             .host_addr()
             .wrapping_add(place % self.places * 2 * PACKET);
-        // SAFETY: inside the block, mapped for its life; alone by the caller's promise.
+        // SAFETY: inside the block, mapped for its life; exclusive, guaranteed by the caller.
         unsafe { std::slice::from_raw_parts_mut(at, PACKET) }
     }
 }
@@ -551,7 +547,7 @@ impl<W: Writer, R: Reader> Codec for Qemu<W, R> {
     }
 }
 
-/// liblz4, a packet a block.
+/// liblz4, a block per packet.
 struct Lz4 {
     payload: Vec<u8>,
     len: i32,
@@ -599,11 +595,11 @@ impl Codec for Lz4 {
     }
 }
 
-/// libqpl's software, a job a page.
+/// libqpl's software, a job per page.
 struct Libqpl {
     job: Qpl,
     payload: Vec<u8>,
-    /// Of the pages; a page's own if it did not shrink.
+    /// Lengths of the streams; the page size for a page that did not shrink.
     lengths: Vec<usize>,
     memory: &'static Memory,
 }
@@ -621,7 +617,7 @@ impl Codec for Libqpl {
             self.lengths.push(length);
             at += length;
         }
-        // With the table that QEMU sends before the pages.
+        // Includes the table that QEMU sends before the pages.
         Ok(at + 4 * self.lengths.len())
     }
 

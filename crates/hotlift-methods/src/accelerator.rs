@@ -1,40 +1,40 @@
-//! Accelerators: whether one may run, and what has run.
+//! Accelerators: setting, probe, and counts of jobs.
 
 use std::ops::AddAssign;
 use std::sync::{Arc, OnceLock};
 
 use crate::library;
 
-/// Whether a method's accelerator is used.
+/// Use of a method's accelerator.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Accelerator {
-    /// If this host has one that works; if not, and for whatever it fails to do, the CPU.
+    /// Uses a working accelerator if the host has one. The CPU does the rest, including failed jobs.
     #[default]
     Auto,
-    /// Never.
+    /// Never uses it.
     Off,
-    /// A channel without it is an error. What it then fails to do is still done on the CPU: a
-    /// migration is not given up for a device.
+    /// Fails the channel if no accelerator is available. The CPU still does jobs that fail later: a device error does not fail
+    /// a migration.
     Required,
 }
 
-/// How a channel's encoder works.
+/// Settings of a channel's encoder.
 #[derive(Debug, Clone, Copy)]
 pub struct EncoderSettings {
-    /// Level, of [`MethodInfo::levels`](crate::MethodInfo); a method without levels takes any.
+    /// Level, of [`MethodInfo::levels`](crate::MethodInfo). Methods without levels ignore it.
     pub level: u8,
-    /// Whether the accelerator is used.
+    /// Use of the accelerator.
     pub accelerator: Accelerator,
-    /// The receiver is a Hotlift, which reads everything that the method can write. A QEMU reads
-    /// less where it lacks an accelerator (see `uadk`).
+    /// True if the receiver is a Hotlift, which reads all that the method can write. A QEMU without an accelerator reads less
+    /// (see `uadk`).
     pub to_hotlift: bool,
-    /// Most bytes behind a page that it refers back to, which its receiver has to keep; only zstd's levels
-    /// from 4 on refer to earlier packets at a distance of their own.
+    /// Maximum distance of a back-reference in bytes, which the receiver must buffer. Only zstd's levels from 4 on refer to
+    /// earlier packets at a distance of their own.
     pub window_max: usize,
 }
 
 impl EncoderSettings {
-    /// On the CPU, for a Hotlift.
+    /// Returns settings for the CPU and a receiving Hotlift.
     #[must_use]
     pub fn software(level: u8) -> Self {
         Self {
@@ -46,19 +46,17 @@ impl EncoderSettings {
     }
 }
 
-/// What one channel's half of a method has done so far, counted in the units that its accelerator
-/// works on: pages of qpl and uadk, gzip members of qatzip. All 0 for a method that no accelerator
-/// serves.
+/// Job counts of one channel's encoder or decoder. A job is the unit of its accelerator: a page for qpl and uadk, a gzip member
+/// for qatzip. All 0 for methods without accelerators.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Jobs {
-    /// Done by the accelerator.
+    /// Jobs done by the accelerator.
     pub hardware: u64,
-    /// Done on the CPU: all without an accelerator, with one those that it refused or failed. A
-    /// receiver's CPU copies the pages that travel as they are.
+    /// Jobs done on the CPU, including jobs that an accelerator refused or failed. A receiver's CPU copies uncompressed pages.
     pub software: u64,
     /// Submissions repeated because the accelerator's queue was full.
     pub retries: u64,
-    /// Pages that did not shrink and travel as they are. They are jobs as well.
+    /// Pages sent uncompressed because they did not shrink. They count as jobs too.
     pub raw_pages: u64,
 }
 
@@ -71,20 +69,19 @@ impl AddAssign for Jobs {
     }
 }
 
-/// What a half of a method works on at present. It begins with one of the three; `Hardware` may turn
-/// into `Fallback`, and that is final.
+/// Device that an encoder or decoder uses. Only one transition exists: `Hardware` to `Fallback`, which is final.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum RunsOn {
-    /// On the CPU, as intended: the method has no accelerator, or it is switched off.
+    /// The CPU, as intended: the method has no accelerator, or it is switched off.
     #[default]
     Software,
-    /// On the CPU in place of an accelerator, and why.
+    /// The CPU instead of an accelerator, with the reason.
     Fallback(Arc<str>),
-    /// On the accelerator described.
+    /// The accelerator with this description.
     Hardware(Arc<str>),
 }
 
-/// What a method's accelerator is.
+/// Accelerator of a method.
 #[derive(Debug)]
 pub struct Hardware {
     /// The device, as in "Intel IAA".
@@ -98,7 +95,7 @@ pub struct Hardware {
 }
 
 impl Hardware {
-    /// The accelerator `device`, which `trial` uses once.
+    /// Returns the accelerator `device`, which `trial` checks with one job.
     pub(crate) const fn new(
         device: &'static str,
         library: &'static str,
@@ -114,11 +111,11 @@ impl Hardware {
         }
     }
 
-    /// Tries the accelerator, once in the process's life, and describes it, as in "libqpl 1.9.0".
+    /// Tests the accelerator once per process and returns its description, as in "libqpl 1.9.0".
     ///
     /// # Errors
     ///
-    /// Why it cannot be used.
+    /// The reason why the accelerator is unusable.
     pub fn probe(&self) -> Result<Arc<str>, Arc<str>> {
         let tried = self.tried.get_or_init(|| match (self.trial)() {
             Ok(found) => Ok(found.into()),
@@ -127,7 +124,7 @@ impl Hardware {
         tried.clone()
     }
 
-    /// The file of its library, which stands for the version where the library does not report one.
+    /// Returns the library's file name, which replaces the version where the library reports none.
     pub(crate) fn file(&self) -> String {
         let file = library::file(self.library, Some(self.variable));
         file.to_string_lossy().into_owned()

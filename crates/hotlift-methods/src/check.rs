@@ -1,4 +1,4 @@
-//! Checks that encoders share.
+//! Checks shared by the encoders.
 
 use std::ops::RangeInclusive;
 
@@ -6,7 +6,7 @@ use hotlift_mem::PAGE_SIZE;
 
 use crate::MethodError;
 
-/// Refuses input that is not whole pages.
+/// Rejects input that is not whole pages.
 pub(crate) fn whole_pages(method: &'static str, pages: &[u8]) -> Result<(), MethodError> {
     if pages.is_empty() || !pages.len().is_multiple_of(PAGE_SIZE) {
         return Err(MethodError::UnevenInput {
@@ -17,7 +17,7 @@ pub(crate) fn whole_pages(method: &'static str, pages: &[u8]) -> Result<(), Meth
     Ok(())
 }
 
-/// Refuses a level outside of `levels`.
+/// Rejects a level outside of `levels`.
 pub(crate) fn level(
     method: &'static str,
     levels: &RangeInclusive<u8>,

@@ -1,22 +1,21 @@
-//! Whether this process may take settings from its environment.
+//! Permission to read settings from the environment.
 //!
-//! The kernel marks a process that runs with more rights than who has started it (file capabilities,
-//! set-user-ID) by `AT_SECURE`. Its environment is a stranger's word: a path in it would run the
-//! stranger's code with those rights. The dynamic loader leaves out `LD_LIBRARY_PATH` then; everything of
-//! Hotlift that reads a variable asks here.
+//! The kernel sets `AT_SECURE` if a process has more rights than the user who started it (file capabilities, set-user-ID). The
+//! environment is untrusted then: a path in it could run foreign code with those rights. The dynamic loader ignores
+//! `LD_LIBRARY_PATH` in this case; all of Hotlift's reads of variables use this module.
 
 use std::ffi::OsString;
 
-/// True unless the process has more rights than who has started it.
+/// Returns true unless the process has more rights than the user who started it.
 #[must_use]
 pub fn is_trusted() -> bool {
-    // SAFETY: reads the auxiliary vector, which the kernel has written before the process began. Linux
-    // has the entry since 2.6; 0 for none is "not marked".
+    // SAFETY: reads the auxiliary vector, which the kernel writes before the process begins. Linux has the entry since 2.6; 0
+    // means "not marked".
     let secure = unsafe { libc::getauxval(libc::AT_SECURE) };
     secure == 0
 }
 
-/// The environment variable; `None` if it is not set, is empty, or may not be trusted.
+/// Returns the environment variable; `None` if it is unset, empty or untrusted.
 #[must_use]
 pub fn variable(name: &str) -> Option<OsString> {
     let value = is_trusted().then(|| std::env::var_os(name)).flatten();

@@ -1,48 +1,48 @@
-//! What can go wrong with a packet's payload.
+//! Errors of packet payloads.
 
 use crate::memory::OverMemoryLimit;
 
-/// Why a packet could not be compressed or decompressed, or a method not be set up.
+/// Failure to compress or decompress a packet, or to set a method up.
 ///
 /// `method` is always the name of the method as in [`METHODS`](crate::METHODS).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MethodError {
-    /// The level is outside of the method's range.
+    /// The level is out of the method's range.
     #[error("{method} level {level} is out of range {min}..={max}")]
     Level {
         /// Name of the method.
         method: &'static str,
-        /// The level asked for.
+        /// Requested level.
         level: u8,
         /// Lowest level.
         min: u8,
         /// Highest level.
         max: u8,
     },
-    /// A library is missing or does not do what it should.
+    /// A library is missing or fails its test.
     #[error("{method}: {library} cannot be used: {reason}")]
     Unavailable {
         /// Name of the method.
         method: &'static str,
         /// Name of the library.
         library: &'static str,
-        /// What the loader or the trial said.
+        /// Message of the loader or the test.
         reason: String,
     },
-    /// The library failed on its own account: out of memory, or a call it does not accept.
+    /// The library failed internally: out of memory, or an invalid call.
     #[error("{method}: {library} failed to {operation}: {reason}")]
     Library {
         /// Name of the method.
         method: &'static str,
         /// Name of the library.
         library: &'static str,
-        /// What was asked of it.
+        /// Requested operation.
         operation: &'static str,
         /// Its error text or code.
         reason: String,
     },
-    /// The packet to send holds no page, or a part of a page.
+    /// The packet to send holds no page, or a partial page.
     #[error("{method}: {bytes} bytes to compress are not whole pages")]
     UnevenInput {
         /// Name of the method.
@@ -50,7 +50,7 @@ pub enum MethodError {
         /// Bytes given.
         bytes: usize,
     },
-    /// The payload does not begin as a stream of this method must.
+    /// The payload does not begin with this method's header.
     #[error("{method}: payload begins with {got:02x?}, which no {method} stream does")]
     Header {
         /// Name of the method.
@@ -67,10 +67,10 @@ pub enum MethodError {
         payload: usize,
         /// Bytes of the packet's pages.
         expected: usize,
-        /// Bytes that the payload gave.
+        /// Bytes that the payload decodes to.
         got: usize,
     },
-    /// The payload gives more bytes than the pages hold.
+    /// The payload decodes to more bytes than the pages hold.
     #[error("{method}: payload of {payload} bytes gives more than {expected} bytes of pages")]
     Long {
         /// Name of the method.
@@ -80,17 +80,17 @@ pub enum MethodError {
         /// Bytes of the packet's pages.
         expected: usize,
     },
-    /// The pages are full, and bytes of the payload were not needed.
+    /// The pages are full, and input is left over.
     #[error("{method}: {left} of {payload} payload bytes are left over")]
     Leftover {
         /// Name of the method.
         method: &'static str,
         /// Bytes of the payload.
         payload: usize,
-        /// Bytes not read.
+        /// Unread bytes.
         left: usize,
     },
-    /// The payload does not end with a flush, so the packet's pages cannot be known to be complete.
+    /// The payload does not end with a flush, so the pages may be incomplete.
     #[error("{method}: payload of {payload} bytes does not end with a flush")]
     NotFlushed {
         /// Name of the method.
@@ -98,7 +98,7 @@ pub enum MethodError {
         /// Bytes of the payload.
         payload: usize,
     },
-    /// The stream was ended, which no sender does before the migration is over.
+    /// The stream ended. Senders never end it before the migration completes.
     #[error("{method}: the stream ends inside the migration")]
     StreamEnd {
         /// Name of the method.
@@ -109,19 +109,19 @@ pub enum MethodError {
     Damaged {
         /// Name of the method.
         method: &'static str,
-        /// The library's words.
+        /// The library's message.
         reason: &'static str,
     },
-    /// The payload asks for more memory than there is for it.
+    /// The payload requires more memory than the limit allows.
     #[error("{method}: the stream's window is too large")]
     Memory {
         /// Name of the method.
         method: &'static str,
-        /// What it asks for, and what there is.
+        /// The exceeded limit.
         #[source]
         source: OverMemoryLimit,
     },
-    /// An earlier packet of the channel failed, so the state that this one needs is lost.
+    /// An earlier packet of the channel failed, so the state for this one is lost.
     #[error("{method}: an earlier packet of this channel could not be decoded")]
     Failed {
         /// Name of the method.
@@ -130,7 +130,7 @@ pub enum MethodError {
 }
 
 impl MethodError {
-    /// A payload that ended after `got` of `expected` bytes.
+    /// Returns the error of a payload that ended after `got` of `expected` bytes.
     pub(crate) fn short(method: &'static str, payload: &[u8], expected: usize, got: usize) -> Self {
         Self::Short {
             method,
@@ -140,7 +140,7 @@ impl MethodError {
         }
     }
 
-    /// A payload that goes on after `expected` bytes.
+    /// Returns the error of a payload that continues after `expected` bytes.
     pub(crate) fn long(method: &'static str, payload: &[u8], expected: usize) -> Self {
         Self::Long {
             method,

@@ -1,41 +1,40 @@
 //! The page compression methods of the multifd stream: QEMU's `multifd-compression`, and `lz4`.
 //!
-//! One packet of up to 128 pages is the unit: an [`Encode`] turns the packet's normal pages into the
-//! payload that follows its header, a [`Decode`] puts a payload back into guest memory. Each channel
-//! has one of either for the whole migration, since `zlib` and QEMU's `zstd` carry state from packet
-//! to packet: packets of a channel must be decoded all, in order, and by the channel's own decoder.
+//! The unit is one packet of up to 128 pages. An [`Encode`] turns the packet's normal pages into the payload after its header;
+//! a [`Decode`] writes a payload into guest memory. Each channel has its own encoder or decoder for the whole migration,
+//! because `zlib` and QEMU's `zstd` carry state between packets. All packets of a channel must be decoded, in order, by the
+//! channel's decoder.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `table` | [`METHODS`], the one list of what there is |
-//! | `none` | pages as they are |
-//! | `zlib/` | one endless zlib stream a channel; by ISA-L, or zlib-rs where that is missing |
-//! | `zstd/` | a closed frame a packet, or from level 4 on a channel's open frame, as QEMU sends it; either when receiving |
-//! | `pagewise/` | a table of lengths and each page deflated for itself: what qpl and uadk share |
+//! | `table` | [`METHODS`], the list of all methods |
+//! | `none` | uncompressed pages |
+//! | `zlib/` | one zlib stream per channel, never ended; by ISA-L, or by zlib-rs if ISA-L is missing |
+//! | `zstd/` | a closed frame per packet, or from level 4 on one open frame per channel, as in QEMU; reads both |
+//! | `pagewise/` | a table of lengths, and each page deflated separately: shared by qpl and uadk |
 //! | `qpl/` | raw deflate pages, as Intel's IAA reads and writes them |
 //! | `uadk/` | zlib pages, as HiSilicon's accelerator reads and writes them |
 //! | `qatzip/` | gzip members with QAT's extra field |
-//! | `lz4/` | an LZ4 block a packet, between two Hotlifts |
-//! | `accelerator` | whether one may run, and what has run |
-//! | `check` | what encoders refuse: parts of pages, levels that do not exist |
-//! | `environment` | whether this process may take settings from its environment |
-//! | `library` | libraries that are opened at run time, each by a table of its functions |
-//! | `memory` | how much memory a peer may make its receiver take |
-//! | `software` | pages and members to deflate without an accelerator |
+//! | `lz4/` | an LZ4 block per packet; only between two Hotlifts |
+//! | `accelerator` | use of accelerators: setting, probe, job counts |
+//! | `check` | input that encoders reject: partial pages, levels out of range |
+//! | `environment` | permission to read settings from the environment |
+//! | `library` | libraries opened at run time, each with a table of its functions |
+//! | `memory` | limit of the memory that a peer can make its receiver allocate |
+//! | `software` | deflate of pages and members on the CPU |
 //! | `isal/` | ISA-L's igzip, opened at run time |
-//! | `libdeflate` | whole streams, both ways |
+//! | `libdeflate` | compression and decompression of complete streams |
 //! | `legacy/` | page records of older sources: XBZRLE deltas, `compress` pages |
-//! | `target` | where a payload goes: the packet's pages, adjacent ones joined |
+//! | `target` | destination of a payload: the packet's pages, adjacent pages joined |
 //!
-//! # What a decoder promises
+//! # Guarantees of a decoder
 //!
-//! A payload comes from a peer and may hold anything. A decoder writes no byte outside the runs it was
-//! given, fills them exactly or returns an error, and allocates nothing that the peer can choose the
-//! size of beyond the window of [`ZSTD_WINDOW_LOG_MAX`], and of that no more than
-//! [`Decode::limit_memory`] allows. After an error the runs hold anything, and
-//! the channel's state is lost: every later call fails with [`MethodError::Failed`].
+//! A payload comes from a peer and can contain anything. A decoder writes no byte outside its runs. It fills them exactly or
+//! returns an error. A peer chooses the size of only one allocation, the window: at most [`ZSTD_WINDOW_LOG_MAX`] and at most
+//! what [`Decode::limit_memory`] permits. After an error the content of the runs is undefined and the channel's state is lost:
+//! later calls fail with [`MethodError::Failed`].
 //!
-//! Buffers grow to the largest packet that needs them and stay; nothing is allocated for each packet.
+//! Buffers grow to the largest packet and are kept; there is no allocation per packet.
 //!
 //! # Example
 //!
@@ -91,68 +90,66 @@ pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;
 
 use hotlift_mem::GuestRun;
 
-/// The sending half of a channel's method.
+/// Compression method of a sending channel.
 pub trait Encode: Send {
     /// Compresses one packet.
     ///
-    /// `pages` are its normal pages one after the other: a private copy, since a compressor that sees
-    /// a page change under it may write a stream that no decoder reads. `out` is cleared and then
-    /// holds the payload; its capacity is kept, so the same vector should be passed each time.
+    /// `pages` are its normal pages in sequence. They must be a private copy: a compressor whose input changes may write an
+    /// undecodable stream. `out` is cleared and then filled with the payload. Its capacity is kept, so pass the same vector
+    /// each time.
     ///
     /// # Errors
     ///
-    /// [`MethodError::UnevenInput`] if `pages` is empty or no multiple of the page size,
-    /// [`MethodError::Library`] if the library fails. The channel cannot go on after an error.
+    /// [`MethodError::UnevenInput`] if `pages` is empty or no multiple of the page size, [`MethodError::Library`] if the
+    /// library fails. The channel is unusable after an error.
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError>;
 
-    /// Compresses the next packets at another level, which may be below those of
-    /// [`MethodInfo::levels`]. A method whose packets cannot differ in it takes no notice.
+    /// Sets the level of the next packets, which may be below those of [`MethodInfo::levels`]. Methods without such levels
+    /// ignore it.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Library`] if the library has no such level.
+    /// [`MethodError::Library`] if the library lacks the level.
     fn set_level(&mut self, level: i8) -> Result<(), MethodError> {
         let _ = level;
         Ok(())
     }
 
-    /// What was done so far, and by what.
+    /// Returns the counts of jobs, by CPU and by accelerator.
     fn jobs(&self) -> Jobs {
         Jobs::default()
     }
 
-    /// What does it at present.
+    /// Returns the device in use: CPU or accelerator.
     fn runs_on(&self) -> RunsOn {
         RunsOn::Software
     }
 }
 
-/// The receiving half of a channel's method.
+/// Decompression method of a receiving channel.
 pub trait Decode: Send {
     /// Decompresses one packet's payload into `pages`, in their order.
     ///
-    /// Runs may have any length and lie anywhere; those that follow each other in memory are filled
-    /// as one, which is faster. Decoders read back what they have written, so nobody else may write
-    /// the pages meanwhile: the result would be damaged (though no memory outside the runs).
+    /// Runs may have any length and address. Runs adjacent in memory are filled as one, which is faster. Decoders read back
+    /// their output, so no other thread may write the pages during the call. Otherwise the result is damaged (but no memory
+    /// outside the runs).
     ///
     /// # Errors
     ///
-    /// Whatever is wrong with the payload, see [`MethodError`]; a payload with fewer or more bytes
-    /// than the runs hold, and one with input left over, are errors too.
+    /// See [`MethodError`] for damaged payloads. Too few bytes, too many bytes and unused input are errors too.
     fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError>;
 
-    /// Counts what the payloads make this decoder allocate in `limit`, from now on. What does not fit is
-    /// [`MethodError::Memory`].
+    /// Counts allocations that payloads cause in `limit`, from now on. Excess allocations fail with [`MethodError::Memory`].
     fn limit_memory(&mut self, _limit: &MemoryLimit) {
-        // Only zstd's streams choose it.
+        // Only zstd's streams choose a size.
     }
 
-    /// What was done so far, and by what.
+    /// Returns the counts of jobs, by CPU and by accelerator.
     fn jobs(&self) -> Jobs {
         Jobs::default()
     }
 
-    /// What does it at present.
+    /// Returns the device in use: CPU or accelerator.
     fn runs_on(&self) -> RunsOn {
         RunsOn::Software
     }

@@ -1,4 +1,4 @@
-//! libdeflate: complete streams, each in one call, both ways.
+//! libdeflate: complete streams, each in one call, in both directions.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
@@ -18,28 +18,28 @@ use crate::target::Extent;
 /// The library's name in messages.
 pub(crate) const LIBRARY: &str = "libdeflate";
 
-/// What surrounds the deflate blocks.
+/// Format around the deflate blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wrapper {
     /// Nothing (RFC 1951).
     Raw,
-    /// Header and Adler-32, which is checked (RFC 1950).
+    /// Header and checked Adler-32 (RFC 1950).
     Zlib,
 }
 
-/// How a stream decoded.
+/// Result of decoding a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// A whole stream.
+    /// A complete stream.
     Done {
-        /// Bytes of the input that it took.
+        /// Bytes of input used.
         read: usize,
-        /// Bytes of output that it gave.
+        /// Bytes of output written.
         written: usize,
     },
-    /// It has more bytes than there was room for.
+    /// The stream has more bytes than the room.
     TooLong,
-    /// It is damaged, or not whole.
+    /// The stream is damaged or incomplete.
     Invalid,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Decompressor(NonNull<libdeflate_decompressor>);
 unsafe impl Send for Decompressor {}
 
 impl Decompressor {
-    /// A decompressor for the method called `method`.
+    /// Returns a decompressor for the method called `method`.
     pub(crate) fn new(method: &'static str) -> Result<Self, MethodError> {
         // SAFETY: no preconditions; null is checked.
         let decompressor = NonNull::new(unsafe { libdeflate_alloc_decompressor() });
@@ -61,8 +61,7 @@ impl Decompressor {
         })
     }
 
-    /// Decodes the stream at the start of `stream` into `extent`. Whatever the outcome, the extent
-    /// may have been written.
+    /// Decodes the stream at the start of `stream` into `extent`, which may be written even after a failure.
     ///
     /// # Safety
     ///
@@ -78,8 +77,8 @@ impl Decompressor {
             Wrapper::Zlib => libdeflate_zlib_decompress_ex,
         };
         let (mut read, mut written) = (0, 0);
-        // SAFETY: the decompressor is live and used by nobody else (`&mut self`), the stream is a
-        // slice, and the caller lets the extent be written.
+        // SAFETY: the decompressor is live and exclusive (`&mut self`), the stream is a slice, and the caller permits writes to
+        // the extent.
         let result = unsafe {
             call(
                 self.0.as_ptr(),
@@ -106,14 +105,14 @@ impl Drop for Decompressor {
     }
 }
 
-/// Compresses to raw deflate streams.
+/// Compressor to raw deflate streams.
 pub(crate) struct Compressor(NonNull<libdeflate_compressor>);
 
 // SAFETY: the compressor is owned by this value alone and is not tied to a thread.
 unsafe impl Send for Compressor {}
 
 impl Compressor {
-    /// A compressor of that level, 1 to 12, for the method called `method`.
+    /// Returns a compressor of that level, 1 to 12, for the method called `method`.
     pub(crate) fn new(method: &'static str, level: u8) -> Result<Self, MethodError> {
         // SAFETY: no preconditions; null is checked.
         let compressor = NonNull::new(unsafe { libdeflate_alloc_compressor(c_int::from(level)) });
@@ -125,11 +124,9 @@ impl Compressor {
         })
     }
 
-    /// Compresses `input` to one final stream at the start of `room`; its length, or `None` if it
-    /// does not fit.
+    /// Compresses `input` to one final stream at the start of `room`; returns its length, or `None` if it does not fit.
     pub(crate) fn compress(&mut self, input: &[u8], room: &mut [MaybeUninit<u8>]) -> Option<usize> {
-        // SAFETY: the compressor is live and used by nobody else (`&mut self`); input and output are
-        // slices.
+        // SAFETY: the compressor is live and exclusive (`&mut self`); input and output are slices.
         let written = unsafe {
             libdeflate_deflate_compress(
                 self.0.as_ptr(),
@@ -150,13 +147,13 @@ impl Drop for Compressor {
     }
 }
 
-/// The Adler-32 of `bytes` (RFC 1950).
+/// Returns the Adler-32 of `bytes` (RFC 1950).
 pub(crate) fn adler32(bytes: &[u8]) -> u32 {
     // SAFETY: reads the slice; 1 is the checksum of nothing.
     unsafe { libdeflate_adler32(1, bytes.as_ptr().cast(), bytes.len()) }
 }
 
-/// The CRC-32 of `bytes` (RFC 1952).
+/// Returns the CRC-32 of `bytes` (RFC 1952).
 pub(crate) fn crc32(bytes: &[u8]) -> u32 {
     // SAFETY: reads the slice; 0 is the checksum of nothing.
     unsafe { libdeflate_crc32(0, bytes.as_ptr().cast(), bytes.len()) }

@@ -1,7 +1,6 @@
-//! Libraries that are opened at run time.
+//! Libraries opened at run time.
 //!
-//! One that is missing is a normal case. One that is opened is never closed: its functions are kept
-//! for the life of the process.
+//! A missing library is a normal case. An opened library is never closed: its functions are kept for the life of the process.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -10,11 +9,11 @@ use libloading::Library;
 
 use crate::environment;
 
-/// Declares a table of the functions of a library, each by its name in C: `get` opens the library
-/// once in the process's life. A variable that names another file for it may follow its soname.
+/// Declares a table of the functions of a library by their C names. `get` opens the library once per process. A variable that
+/// names another file for it may follow its soname.
 ///
-/// Who declares one vouches that the library's constructors are sound to run, and that the types are
-/// those of the header for the soname.
+/// The declaring code guarantees that the library's constructors are sound to run, and that the types are those of the header
+/// for the soname.
 macro_rules! functions {
     (
         $(#[$doc:meta])*
@@ -28,7 +27,7 @@ macro_rules! functions {
         }
 
         impl $table {
-            /// The library, opened once in the process's life.
+            /// Returns the library, which is opened once per process.
             ///
             /// # Errors
             ///
@@ -37,10 +36,10 @@ macro_rules! functions {
                 static OPENED: std::sync::OnceLock<Result<$table, String>> =
                     std::sync::OnceLock::new();
                 let opened = OPENED.get_or_init(|| {
-                    // SAFETY: whoever declares the table vouches for the library's constructors; who
-                    // names another file, for those of that.
+                    // SAFETY: the declaring code guarantees that the library's constructors are sound; the operator does so for
+                    // a file named in the variable.
                     let library = unsafe { $crate::library::open($soname, $variable) }?;
-                    // SAFETY: who declares the table vouches for the types.
+                    // SAFETY: the declaring code guarantees the types.
                     let table = unsafe {
                         Self {
                             $($name: library.function(concat!(stringify!($name), "\0"))?,)*
@@ -59,19 +58,18 @@ pub(crate) use functions;
 /// An open library.
 pub(crate) struct Opened(Library);
 
-/// Opens the library with that soname, or the file that the environment variable names instead, where the
-/// environment is trusted ([`environment`]).
+/// Opens the library with that soname. If the environment is trusted ([`environment`]), the file in the variable replaces it.
 ///
 /// # Errors
 ///
-/// What the loader said, or that the file is named by no absolute path.
+/// The loader's message, or the error that the variable holds no absolute path.
 ///
 /// # Safety
 ///
-/// The library's constructors must be sound to run; an operator who names a file vouches for it.
+/// The library's constructors must be sound to run; an operator who names a file is responsible for it.
 pub(crate) unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened, String> {
     let file = file(soname, variable);
-    // The loader looks up what has no slash, and takes what has one from the working folder.
+    // The loader searches for a name without a slash, and resolves others in the working directory.
     if let Some(variable) = variable.filter(|_| file != soname)
         && !Path::new(&file).is_absolute()
     {
@@ -80,12 +78,12 @@ pub(crate) unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened
             file.display()
         ));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let library = unsafe { Library::new(file) }.map_err(|error| reason(&error))?;
     Ok(Opened(library))
 }
 
-/// What [`open`] opens: the file that the environment variable names, or the soname.
+/// Returns the file that [`open`] opens: the variable's file, or the soname.
 pub(crate) fn file(soname: &str, variable: Option<&str>) -> OsString {
     variable
         .and_then(environment::variable)
@@ -93,17 +91,17 @@ pub(crate) fn file(soname: &str, variable: Option<&str>) -> OsString {
 }
 
 impl Opened {
-    /// The function called `name`, which ends with a NUL.
+    /// Returns the function `name`, which must end with a NUL.
     ///
     /// # Errors
     ///
-    /// What the loader said.
+    /// The loader's message.
     ///
     /// # Safety
     ///
     /// `T` must be the function's type in the header for the soname.
     pub(crate) unsafe fn function<T: Copy>(&self, name: &str) -> Result<T, String> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let symbol = unsafe { self.0.get::<T>(name.as_bytes()) };
         symbol.map(|symbol| *symbol).map_err(|error| reason(&error))
     }
@@ -115,7 +113,7 @@ impl Opened {
 }
 
 fn reason(error: &libloading::Error) -> String {
-    // libloading's own text names neither file nor cause.
+    // libloading's own message names neither file nor cause.
     let source = std::error::Error::source(error).map(ToString::to_string);
     source.unwrap_or_else(|| error.to_string())
 }

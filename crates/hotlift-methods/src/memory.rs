@@ -1,12 +1,11 @@
-//! How much memory a peer may make its receiver take.
+//! Limit of the memory that a peer can make its receiver allocate.
 //!
-//! What a peer can choose the size of is counted before it is allocated, by all who allocate for that peer;
-//! what the receiver has anyway is not.
+//! Every allocation whose size the peer chooses is counted first. Memory that the receiver needs anyway is not counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A count of bytes with a limit. Clones share both.
+/// Byte counter with a limit. Clones share both.
 #[derive(Debug, Clone)]
 pub struct MemoryLimit(Arc<Counts>);
 
@@ -16,23 +15,23 @@ struct Counts {
     used: AtomicUsize,
 }
 
-/// Bytes that do not fit.
+/// Request that exceeds the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{wanted} bytes do not fit beside {used} in the {limit} bytes that a source may choose to take \
      (raise --memory-limit)"
 )]
 pub struct OverMemoryLimit {
-    /// Bytes asked for.
+    /// Requested bytes.
     pub wanted: usize,
-    /// Bytes taken at that time.
+    /// Bytes in use at that time.
     pub used: usize,
-    /// All bytes that there are.
+    /// The limit, in bytes.
     pub limit: usize,
 }
 
 impl MemoryLimit {
-    /// Nothing is taken of `limit` bytes.
+    /// Returns an unused limit of `limit` bytes.
     #[must_use]
     pub fn new(limit: usize) -> Self {
         Self(Arc::new(Counts {
@@ -41,21 +40,21 @@ impl MemoryLimit {
         }))
     }
 
-    /// Lets `bytes` more be taken.
+    /// Raises the limit by `bytes`.
     pub fn raise(&self, bytes: usize) {
         self.0.limit.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Bytes that are taken.
+    /// Returns the bytes in use.
     #[must_use]
     pub fn used(&self) -> usize {
         self.0.used.load(Ordering::Relaxed)
     }
 
-    /// Takes `bytes`.
+    /// Reserves `bytes`.
     ///
     /// # Errors
-    /// [`OverMemoryLimit`]; nothing is taken then.
+    /// [`OverMemoryLimit`]; nothing is reserved then.
     pub fn take(&self, bytes: usize) -> Result<(), OverMemoryLimit> {
         let limit = self.0.limit.load(Ordering::Relaxed);
         let more = |used: usize| used.checked_add(bytes).filter(|sum| *sum <= limit);
@@ -70,7 +69,7 @@ impl MemoryLimit {
         })
     }
 
-    /// Gives back `bytes` of those taken.
+    /// Releases `bytes` reserved bytes.
     pub fn give_back(&self, bytes: usize) {
         self.0.used.fetch_sub(bytes, Ordering::Relaxed);
     }

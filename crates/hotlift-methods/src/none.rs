@@ -1,7 +1,7 @@
-//! `none`: the pages as they are.
+//! `none`: uncompressed pages.
 //!
-//! The engine sends and receives such pages without a copy; the copying half here serves callers that
-//! treat all methods alike, and tests.
+//! The engine sends and receives such pages without a copy. This copying implementation serves callers that treat all methods
+//! alike, and tests.
 
 use hotlift_mem::GuestRun;
 

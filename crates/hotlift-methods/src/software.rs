@@ -1,13 +1,13 @@
-//! Pages and gzip members to deflate streams on the CPU: what serves where there is no accelerator.
+//! Deflate of pages and gzip members on the CPU, for hosts without accelerators.
 //!
-//! Pages: igzip's level 0 with codes made for the packet, on nine Silesia files 1.30 times the ratio of
-//! libqpl's way (fixed codes, level 1) in 0.8 of its time, either way. libdeflate's level 1 gave
-//! another 5 % on seven of them, in three times the time.
+//! Pages: igzip's level 0 with codes per packet. On nine Silesia files it has 1.30 times the ratio of libqpl (fixed codes,
+//! level 1) in 0.8 of its time, in both directions. libdeflate's level 1 gave another 5 % on seven of them, in three times the
+//! time.
 //!
-//! Members of 64 KiB: igzip's level 2 gives 1.03 times the ratio of zlib's level 1 in a fifth of its
-//! time, and 3 % less than libdeflate's level 1 in half the time.
+//! Members of 64 KiB: igzip's level 2 gives 1.03 times the ratio of zlib's level 1 in a fifth of its time. That is 3 % less
+//! than libdeflate's level 1, in half the time.
 //!
-//! libdeflate serves the other levels, and all where ISA-L is missing.
+//! libdeflate serves the other levels, and all levels if ISA-L is missing.
 
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
@@ -19,8 +19,8 @@ use crate::isal::{self, Isal, Stateless};
 use crate::libdeflate::{self, Compressor, Decompressor, Outcome};
 use crate::target::Extent;
 
-/// A sample is one page in so many: the codes of one in 16 give 0.4 % less ratio than those of all
-/// pages, in half the time. Of packets with fewer pages it is the first.
+/// One page in 16 is a sample. Its codes give 0.4 % less ratio than those of all pages, in half the time. Packets with fewer
+/// pages use the first page.
 const SAMPLE: usize = 16;
 
 /// Compresses pages or members, each to one final raw deflate stream.
@@ -30,7 +30,7 @@ pub(crate) enum Software {
 }
 
 impl Software {
-    /// The best library of this machine for pages, for the method called `method`.
+    /// Returns the best library of this machine for pages, for the method called `method`.
     pub(crate) fn pages(method: &'static str) -> Result<Self, MethodError> {
         match usable(method) {
             Ok(isal) => Ok(Self::Isal(Stateless::with_sampled_codes(isal))),
@@ -38,7 +38,7 @@ impl Software {
         }
     }
 
-    /// The best library of this machine for members of that level, 1 to 9.
+    /// Returns the best library of this machine for members of that level, 1 to 9.
     pub(crate) fn members(method: &'static str, level: u8) -> Result<Self, MethodError> {
         match usable(method) {
             Ok(isal) if level <= 2 => Ok(Self::Isal(Stateless::with_own_codes(isal))),
@@ -46,7 +46,7 @@ impl Software {
         }
     }
 
-    /// Name of the library.
+    /// Returns the name of the library.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Isal(_) => isal::LIBRARY,
@@ -54,7 +54,7 @@ impl Software {
         }
     }
 
-    /// Gets ready for the pages of a packet.
+    /// Prepares for the pages of a packet.
     pub(crate) fn begin(&mut self, method: &'static str, pages: &[u8]) -> Result<(), MethodError> {
         match self {
             Self::Isal(stateless) => stateless
@@ -64,7 +64,7 @@ impl Software {
         }
     }
 
-    /// Compresses `input` to the start of `room`; the stream's length, or `None` if it does not fit.
+    /// Compresses `input` to the start of `room`; returns the stream's length, or `None` if it does not fit.
     pub(crate) fn compress(
         &mut self,
         method: &'static str,
@@ -89,7 +89,7 @@ fn failed(method: &'static str, reason: String) -> MethodError {
     }
 }
 
-/// The libraries that compress at the default level, and decompress.
+/// Returns the libraries that compress at the default level and decompress.
 pub(crate) fn library(method: &'static str) -> String {
     let compress = match usable(method) {
         Ok(isal) => isal.name(),
@@ -98,7 +98,7 @@ pub(crate) fn library(method: &'static str) -> String {
     format!("{compress}, receiving {}", libdeflate::LIBRARY)
 }
 
-/// ISA-L, if it is there and does what it should: tried once in the process's life.
+/// Returns ISA-L if it is present and passes its test, which runs once per process.
 fn usable(method: &'static str) -> Result<&'static Isal, MethodError> {
     static TRIED: OnceLock<Result<(), String>> = OnceLock::new();
     let isal = Isal::for_method(method)?;
@@ -112,7 +112,7 @@ fn usable(method: &'static str) -> Result<&'static Isal, MethodError> {
     Ok(isal)
 }
 
-/// Pages of three kinds and back by libdeflate; sampled codes are those of one of them.
+/// Compresses three kinds of pages and decodes them by libdeflate. The codes are sampled from one kind.
 fn trial(mut stateless: Stateless) -> Result<(), String> {
     let mut noise = 0x9e37_79b9_u32;
     let mut page = |kind: usize| -> Vec<u8> {
@@ -138,7 +138,7 @@ fn trial(mut stateless: Stateless) -> Result<(), String> {
         if written > stream.capacity() {
             return Err(format!("page {kind}: more written than there was room for"));
         }
-        // SAFETY: the library has written that many bytes of the capacity.
+        // SAFETY: the library wrote this number of bytes of the capacity.
         unsafe { stream.set_len(written) };
         let mut back = vec![0; PAGE_SIZE];
         let extent = Extent {
@@ -180,14 +180,14 @@ mod tests {
             .collect();
         let mut decompressor = Decompressor::new("test").expect("libdeflate");
         for library in &mut libraries {
-            // The codes are the text's; the other pages must do with them.
+            // The codes are the text's; the other pages use them too.
             library.begin("test", &text).expect("begin");
             for (page, fits) in [(&text, true), (&vec![0; PAGE_SIZE], true), (&noise, false)] {
                 let mut stream = [MaybeUninit::uninit(); PAGE_SIZE - 1];
                 let written = library.compress("test", page, &mut stream).expect("a page");
                 assert_eq!(written.is_some(), fits);
                 let Some(written) = written else { continue };
-                // SAFETY: so many bytes are written.
+                // SAFETY: this number of bytes is written.
                 let stream = unsafe { stream[..written].assume_init_ref() };
                 let mut back = vec![0; PAGE_SIZE];
                 let extent = Extent {

@@ -1,4 +1,4 @@
-//! The one list of methods.
+//! The list of all methods.
 
 use std::ops::RangeInclusive;
 
@@ -7,55 +7,55 @@ use crate::{
     uadk, zlib, zstd,
 };
 
-/// What one call of a method's encoder compresses as a whole.
+/// Unit that an encoder compresses as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     /// All pages of a packet together.
     Packet,
-    /// Each page for itself.
+    /// Each page separately.
     Page,
 }
 
 /// A page compression method.
 #[derive(Debug)]
 pub struct MethodInfo {
-    /// Value of `multifd-compression` that selects it. QEMU knows all but `lz4`.
+    /// Value of `multifd-compression` that selects it. QEMU has all but `lz4`.
     pub name: &'static str,
     /// Method bits in the flags of a multifd packet header (QEMU: `MULTIFD_FLAG_*`).
     pub flag: u32,
-    /// Levels that can be asked for; none if the method knows no levels.
+    /// Valid levels; `None` if the method has no levels.
     pub levels: Option<RangeInclusive<u8>>,
-    /// Level used if none is asked for (QEMU's default); 0 for a method without levels.
+    /// Default level (QEMU's default); 0 for a method without levels.
     pub default_level: u8,
-    /// What is compressed as a whole.
+    /// Unit of compression.
     pub unit: Unit,
-    /// True if a channel's packets can only be decoded all and in order.
+    /// True if a channel's packets must all be decoded, and in order.
     pub stateful: bool,
-    /// The accelerator that may do it; `None` if there is no such device.
+    /// Accelerator of the method; `None` if no such device exists.
     pub hardware: Option<&'static Hardware>,
-    /// Whose streams of this name ours can stand in for, both ways.
+    /// Software whose streams of this name are compatible in both directions.
     pub interoperates_with: &'static str,
-    /// Makes a channel's encoder. A method without levels takes any.
+    /// Creates a channel's encoder. A method without levels ignores the level.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Level`] for a level outside of `levels`; [`MethodError::Library`] if the library
-    /// cannot be set up; [`MethodError::Unavailable`] if an accelerator is required and there is none.
+    /// [`MethodError::Level`] for a level outside of `levels`; [`MethodError::Library`] if the library cannot be set up;
+    /// [`MethodError::Unavailable`] if a required accelerator is missing.
     pub encoder: fn(&EncoderSettings) -> Result<Box<dyn Encode>, MethodError>,
-    /// Makes a channel's decoder, which reads every level.
+    /// Creates a channel's decoder, which reads every level.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Library`] if the library cannot be set up; [`MethodError::Unavailable`] if an
-    /// accelerator is required and there is none.
+    /// [`MethodError::Library`] if the library cannot be set up; [`MethodError::Unavailable`] if a required accelerator is
+    /// missing.
     pub decoder: fn(Accelerator) -> Result<Box<dyn Decode>, MethodError>,
-    /// Name and version of the library that will really run.
+    /// Returns name and version of the library in use.
     pub library: fn() -> String,
-    /// One line for a list of methods.
+    /// One-line description for a list of methods.
     pub summary: &'static str,
 }
 
-/// The method that leaves pages as they are.
+/// The method without compression.
 impl Default for &'static MethodInfo {
     fn default() -> Self {
         &METHODS[0]
@@ -63,14 +63,14 @@ impl Default for &'static MethodInfo {
 }
 
 impl MethodInfo {
-    /// Whether it is [`AUTO`].
+    /// Returns true if this is [`AUTO`].
     #[must_use]
     pub fn is_auto(&self) -> bool {
         self.flag == AUTO.flag
     }
 }
 
-/// Every method, in the order of their wire bits.
+/// All methods, in the order of their wire bits.
 pub static METHODS: &[MethodInfo] = &[
     MethodInfo {
         name: "none",
@@ -172,11 +172,11 @@ pub static METHODS: &[MethodInfo] = &[
     },
 ];
 
-/// No method, but the choice of one for each packet, between two Hotlifts: in the place of a method where
-/// one is selected. Whoever sends chooses, and has the methods' encoders.
+/// Automatic choice of the method per packet, between two Hotlifts. It is no method, but can be selected like one. The sender
+/// chooses, and has the encoders of all methods.
 pub static AUTO: MethodInfo = MethodInfo {
     name: "auto",
-    // Beyond the flags that a packet has.
+    // Outside the flags of a packet.
     flag: 1 << 31,
     levels: None,
     default_level: 0,
@@ -204,17 +204,17 @@ fn no_method() -> MethodError {
     }
 }
 
-/// What can be selected: each method, and [`AUTO`].
+/// Returns all selectable values: each method, and [`AUTO`].
 pub fn selections() -> impl Iterator<Item = &'static MethodInfo> {
     METHODS.iter().chain([&AUTO])
 }
 
-/// What can be selected by that name.
+/// Returns the selectable value of that name.
 pub fn selection(name: &str) -> Option<&'static MethodInfo> {
     selections().find(|method| method.name == name)
 }
 
-/// The method of that name.
+/// Returns the method of that name.
 pub fn method(name: &str) -> Option<&'static MethodInfo> {
     METHODS.iter().find(|method| method.name == name)
 }

@@ -1,4 +1,4 @@
-//! Where a payload goes: the pages of its packet, adjacent ones joined.
+//! Destination of a payload: the pages of its packet, adjacent pages joined.
 
 use hotlift_mem::GuestRun;
 
@@ -19,28 +19,28 @@ pub(crate) struct Extent {
 }
 
 impl<'a> Target<'a> {
-    /// The bytes of `runs`, in their order.
+    /// Returns a target of the bytes of `runs`, in their order.
     pub(crate) fn new(runs: &'a [GuestRun<'a>]) -> Self {
         let bytes = runs.iter().map(GuestRun::len).sum();
         Self { runs, bytes }
     }
 
-    /// Bytes of all runs.
+    /// Returns the size of all runs.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The one extent that holds everything, if the runs follow each other in memory.
+    /// Returns a single extent of all runs, if they are adjacent in memory.
     pub(crate) fn contiguous(&self) -> Option<Extent> {
         let mut extents = self.extents();
         let first = extents.next()?;
         (first.len == self.bytes).then_some(first)
     }
 
-    /// The runs with neighbours joined, each byte once.
+    /// Returns the runs with adjacent ones joined, each byte once.
     ///
-    /// All runs of a packet are borrowed from one RAM block, hence from one mapping, so an address
-    /// derived from the first run of an extent is good for all of it.
+    /// All runs of a packet are borrowed from one RAM block, hence from one mapping. So an address derived from the first run
+    /// of an extent is valid for the whole extent.
     pub(crate) fn extents(&self) -> impl Iterator<Item = Extent> + use<'a> {
         let mut runs = self.runs.iter().filter(|run| !run.is_empty()).peekable();
         std::iter::from_fn(move || {
@@ -71,7 +71,7 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Copies `bytes` into the runs, `offset` bytes behind their beginning.
+    /// Copies `bytes` into the runs, at `offset`.
     ///
     /// # Panics
     ///

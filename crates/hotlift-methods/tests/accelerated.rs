@@ -1,5 +1,4 @@
-//! Whatever the accelerator does, every page comes out as it went in; what it did is told, and what it
-//! fails to do the CPU does.
+//! With any behaviour of the accelerator, every page is restored. Its work is reported, and the CPU does its failed jobs.
 
 #[path = "support/simulated.rs"]
 mod simulated;
@@ -16,7 +15,7 @@ use support::{CONTENTS, LAYOUTS, Layout, Noise, Place, contents};
 /// Pages of a packet.
 const FULL: usize = 128;
 
-/// Devices of every kind, and whether they are still in service after many packets.
+/// Devices of every kind, and true if they are still in service after many packets.
 const BEHAVIOURS: [(&str, bool); 16] = [
     ("", true),
     ("latency=30", true),
@@ -36,7 +35,7 @@ const BEHAVIOURS: [(&str, bool); 16] = [
     ("absent=1", false),
 ];
 
-/// The methods that have an accelerator.
+/// Returns the methods that have an accelerator.
 fn accelerated() -> impl Iterator<Item = &'static MethodInfo> {
     let methods = || METHODS.iter().filter(|method| method.hardware.is_some());
     assert!(methods().count() >= 2);
@@ -50,7 +49,7 @@ fn settings(method: &MethodInfo, accelerator: Accelerator) -> EncoderSettings {
     }
 }
 
-/// Both halves of a channel.
+/// Returns both halves of a channel.
 fn halves(
     method: &MethodInfo,
     sender: Accelerator,
@@ -61,7 +60,7 @@ fn halves(
     (encoder, decoder)
 }
 
-/// One packet through a channel.
+/// Passes one packet through a channel.
 fn packet(
     what: &str,
     kind: &str,
@@ -79,7 +78,7 @@ fn packet(
     place.assert_rest_untouched(what);
 }
 
-/// Each page is a job where the accelerator works on pages.
+/// Checks that each page is a job where the accelerator works on pages.
 fn assert_adds_up(what: &str, method: &MethodInfo, jobs: Jobs, pages: usize) {
     let all = jobs.hardware + jobs.software;
     match method.unit {
@@ -200,7 +199,7 @@ fn a_full_queue_is_tried_again_and_then_the_cpu_helps() {
         simulated.behave("busy=1");
         for (jobs, runs_on) in run("all are refused", 2) {
             assert!(jobs.software > 0, "{jobs:?}");
-            // It may be somebody else's queue as well.
+            // The queue may have other users too.
             assert!(matches!(runs_on, RunsOn::Hardware(_)), "{runs_on:?}");
         }
         for (_, runs_on) in run("all are refused for long", 64) {
@@ -249,7 +248,7 @@ fn a_device_that_dies_in_mid_packet_is_left_for_good_and_loses_no_page() {
         let before = encoder.jobs();
         assert_eq!(before.software, 0);
         simulated.behave("die=3,latency=10");
-        // A device that does a packet's worth in a job takes some packets to fail as often.
+        // A device with a packet per job needs some packets to fail as often.
         for _ in 0..16 {
             run(&mut *encoder, &mut *decoder);
         }
@@ -261,7 +260,7 @@ fn a_device_that_dies_in_mid_packet_is_left_for_good_and_loses_no_page() {
         let after = encoder.jobs();
         assert!(after.software > 0, "{after:?}");
         assert_adds_up(method.name, method, after, 17 * FULL);
-        // It came back, but this channel does not trust it any more, and says the same of it.
+        // It came back, but this channel does not use it any more, and reports the same reason.
         simulated.behave("");
         run(&mut *encoder, &mut *decoder);
         assert_eq!(simulated.jobs(), 0, "{}", method.name);
@@ -295,7 +294,7 @@ fn a_job_that_never_ends_takes_the_device_out_of_service_and_keeps_its_memory() 
                 _ => encoder.runs_on(),
             };
             assert!(fallback(&runs_on).is_some(), "{}: {runs_on:?}", method.name);
-            // The simulated library ends the process if a job is given back that has not ended.
+            // The simulated library ends the process if an unfinished job is released.
             drop((encoder, decoder));
         }
     }
@@ -357,7 +356,7 @@ fn off_asks_no_device_and_says_so() {
 fn a_required_device_that_is_gone_is_an_error() {
     let simulated = Simulated::take();
     for method in accelerated() {
-        // The probe, which is done once in the process's life, finds a device.
+        // The probe, which runs once per process, finds a device.
         simulated.behave("");
         drop(halves(method, Accelerator::Required, Accelerator::Required));
         simulated.behave("absent=1");
@@ -470,7 +469,7 @@ fn a_bad_page_is_the_peers_fault_even_while_other_pages_are_at_the_device() {
         encoder
             .encode(&contents("text", FULL, 1), &mut payload)
             .expect(method.name);
-        // The first page's stream, behind the two bytes of zlib's header: a block of no kind.
+        // The first page's stream, after the two bytes of zlib's header: an invalid block type.
         payload[FULL * 4 + 2] |= 7;
         if method.name == "qpl" {
             payload[FULL * 4] |= 7;
@@ -485,7 +484,7 @@ fn a_bad_page_is_the_peers_fault_even_while_other_pages_are_at_the_device() {
         place.assert_rest_untouched(method.name);
         let again = decoder.decode(&payload, &place.runs());
         assert!(matches!(again, Err(MethodError::Failed { .. })));
-        // The simulated library ends the process if a job is given back that has not ended.
+        // The simulated library ends the process if an unfinished job is released.
         drop(decoder);
     }
 }
@@ -505,7 +504,7 @@ fn damaged_payloads_are_judged_as_on_the_cpu() {
         for round in 0..400 {
             let mut payload = payload.clone();
             for _ in 0..=noise.below(2) {
-                // Or in the first page's header, where it has one.
+                // Or in the first page's header, if it has one.
                 let reach = if round % 4 == 0 {
                     2
                 } else {
@@ -521,7 +520,7 @@ fn damaged_payloads_are_judged_as_on_the_cpu() {
                 result.map(|()| place.pages())
             });
             refused += usize::from(software.is_err());
-            // A device does not tell how much of a stream it read.
+            // A device does not report how much of a stream it read.
             let leftover = matches!(software, Err(MethodError::Leftover { .. }));
             assert!(
                 hardware == software || leftover,

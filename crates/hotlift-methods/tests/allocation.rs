@@ -1,4 +1,4 @@
-//! A channel that has seen its largest packet, with pages in one piece and scattered, allocates no more.
+//! A channel that has processed its largest packet, contiguous and scattered, allocates no more.
 //!
 //! Counts Rust's allocator; the C libraries here allocate when a context is made or first used, which
 //! the warm-up covers, and zlib-rs allocates through Rust's.
@@ -28,18 +28,18 @@ thread_local! {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promises are System's.
+        // SAFETY: the caller guarantees System's conditions.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Memory) {
-        // SAFETY: the caller's promises are System's.
+        // SAFETY: the caller guarantees System's conditions.
         unsafe { System.dealloc(memory, layout) }
     }
 
     unsafe fn realloc(&self, memory: *mut u8, layout: Memory, size: usize) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promises are System's.
+        // SAFETY: the caller guarantees System's conditions.
         unsafe { System.realloc(memory, layout, size) }
     }
 }

@@ -1,4 +1,4 @@
-//! Payloads that no honest sender writes: an error each, nothing outside of the runs, no panic.
+//! Payloads that no honest sender writes: an error each, no write outside of the runs, no panic.
 
 mod support;
 
@@ -14,7 +14,7 @@ fn decoder(name: &str) -> Box<dyn Decode> {
     (method(name).expect(name).decoder)(Accelerator::Off).expect(name)
 }
 
-/// The packets of a channel by each writer: our own of each method, and QEMU's zlib and zstd.
+/// Returns the packets of a channel by each writer: our own of each method, and QEMU's zlib and zstd.
 fn channels(pages: &[Vec<u8>]) -> Vec<(&'static str, Vec<Vec<u8>>)> {
     let mut all = Vec::new();
     for method in METHODS {
@@ -34,7 +34,7 @@ fn channels(pages: &[Vec<u8>]) -> Vec<(&'static str, Vec<Vec<u8>>)> {
     all
 }
 
-/// Methods whose payloads begin with a table of the pages' lengths.
+/// Returns true for methods whose payloads begin with a table of the pages' lengths.
 fn has_table(name: &str) -> bool {
     ["qpl", "uadk"].contains(&name)
 }
@@ -83,7 +83,7 @@ fn flipped_bits_never_write_outside_of_the_runs() {
             for payload in &payloads {
                 let mut payload = payload.clone();
                 for _ in 0..=noise.below(3) {
-                    // The headers of streams and blocks are where it hurts.
+                    // The headers of streams and blocks are the sensitive part.
                     let reach = if round % 2 == 0 { payload.len() } else { 64 };
                     let at = noise.below(reach.min(payload.len()));
                     payload[at] ^= 1 << noise.below(8);
@@ -97,7 +97,7 @@ fn flipped_bits_never_write_outside_of_the_runs() {
                 }
             }
         }
-        // `none` has nothing to refuse. The others carry no checksum, so that some damage passes.
+        // `none` has nothing to reject. The others carry no checksum, so some damage passes.
         assert!(
             name == "none" || refused > 300,
             "{name}: only {refused} refused"
@@ -116,7 +116,7 @@ fn noise_is_an_error() {
                     payload.splice(0..0, [0x78, 0x01]);
                     payload.extend_from_slice(&[0, 0, 0xff, 0xff]);
                 }
-                // Two pages whose lengths are right.
+                // Two pages with correct lengths.
                 (name, 1) if has_table(name) => {
                     payload.push(0);
                     let second = u32::try_from(payload.len() / 2).expect("below 600");
@@ -155,8 +155,8 @@ fn a_payload_with_more_or_fewer_pages_than_expected_is_an_error() {
                         .decode(&payloads[at], &place.runs())
                         .expect_err(name);
                     if has_table(name) {
-                        // Where a table ends is not written anywhere: one that is too long has pages
-                        // left over, one that is too short takes pages for lengths.
+                        // The end of a table is not marked: with a table too long, pages are left over; with one too short,
+                        // pages are read as lengths.
                         assert_eq!(
                             matches!(error, MethodError::Leftover { .. }),
                             long,
@@ -214,8 +214,8 @@ fn after_an_error_every_packet_of_the_channel_fails() {
 #[test]
 fn the_end_of_a_zlib_stream_is_an_error() {
     let page = contents("text", 1, 0);
-    // With the final bit in the block that holds the page, and in an empty one that looks like a
-    // flush; each as a channel's first packet and after one that made it keep its history.
+    // With the final bit in the block that holds the page, and in an empty one that looks like a flush; each as a channel's
+    // first packet and after one that made it keep its history.
     let ended_by_finish = |writer: &mut ZlibWriter| {
         let mut payload = writer.packet_flushed_by(&page, Z_FINISH);
         payload.extend_from_slice(&[0, 0, 0xff, 0xff]);
@@ -371,12 +371,12 @@ fn a_zstd_window_beyond_the_limit_is_an_error() {
     assert_eq!(place.pages(), vec![b'w'; PAGE_SIZE]);
 }
 
-/// What a relay lets a source with so many channels take by default, less the payloads of random pages.
+/// Returns the default limit of a relay for a source with `channels` channels, less the payloads of random pages.
 fn limit(channels: usize) -> MemoryLimit {
     MemoryLimit::new((64 << 20) + channels * ((1 << 20) - 128 * PAGE_SIZE))
 }
 
-/// One decoder each for so many channels that begin with `payload`, which is a packet of `pages`.
+/// Decodes `payload`, which is a packet of `pages`, on `channels` new decoders.
 fn share(channels: usize, payload: &[u8], pages: &[u8]) -> Result<(), MethodError> {
     let limit = limit(channels);
     let mut decoders: Vec<_> = (0..channels).map(|_| decoder("zstd")).collect();

@@ -18,7 +18,7 @@ use support::machine::load;
 use support::stream::{RAM_PAGES, ram_page};
 use support::{Noise, qemu};
 
-/// The main channel of a recorded stream.
+/// Returns the main channel of a recorded stream.
 fn recorded(name: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../hotlift-wire/fixtures")
@@ -28,8 +28,8 @@ fn recorded(name: &str) -> Vec<u8> {
     zstd::decode_all(packed.as_slice()).expect("a zstd file")
 }
 
-/// The guest's RAM as a recorded stream without multifd leaves it, and how many pages of the stream
-/// came as XBZRLE and as `compress`.
+/// Returns the guest's RAM after a recorded stream without multifd, and the counts of its pages sent as XBZRLE and as
+/// `compress`.
 fn loaded(main: &[u8]) -> (Vec<u8>, usize, usize) {
     let text = VmDescription::find(main).expect("a description");
     let description = VmDescription::parse(text).expect("QEMU's description");
@@ -93,8 +93,8 @@ fn records_of_qemu_7_2_decode_to_the_guests_pages() {
     }
 }
 
-/// A recorded stream with one more section before the end of RAM, in which every page of the guest that
-/// held text is changed by deltas of ours: its middle, its ends, and nearly all of it.
+/// Returns a recorded stream with one more section before the end of RAM. In it, our deltas change every page of the guest that
+/// held text: its middle, its ends, and nearly all of it.
 fn with_deltas(main: &[u8]) -> (Vec<u8>, String) {
     let text = VmDescription::find(main).expect("a description");
     let description = VmDescription::parse(text).expect("QEMU's description");
@@ -128,7 +128,7 @@ fn with_deltas(main: &[u8]) -> (Vec<u8>, String) {
     encoder.ram_start(&blocks, false, &mut setup).expect("RAM");
     encoder.ram_part(&mut part).expect("a section");
     for (number, old) in before.as_chunks().0.iter().enumerate() {
-        // The guest counts in the pages from 1 to 15: those are left as they are.
+        // The guest counts in the pages from 1 to 15: they stay unchanged.
         if old[0] == 0 || number < 16 {
             continue;
         }
@@ -149,7 +149,7 @@ fn with_deltas(main: &[u8]) -> (Vec<u8>, String) {
     ([&main[..end], &part, &main[end..]].concat(), machine)
 }
 
-/// A later state of a page.
+/// Returns a later state of a page.
 fn changed(old: &[u8; PAGE_SIZE], number: usize) -> [u8; PAGE_SIZE] {
     let mut new = *old;
     let changes = match number % 4 {
@@ -247,7 +247,7 @@ fn a_delta_that_breaks_a_rule_is_refused_with_the_rule() {
     assert_eq!(page[PAGE_SIZE - 1], 9);
 }
 
-/// A page and a later state of it, from no change to all of it.
+/// Returns a page and a later state of it, from no change to all of it.
 fn two_pages() -> impl Strategy<Value = (Vec<u8>, Vec<u8>)> {
     let edits = prop::collection::vec((0..PAGE_SIZE, 0..400_usize, any::<u8>()), 0..30);
     (prop::collection::vec(0..4_u8, PAGE_SIZE), edits).prop_map(|(old, edits)| {
@@ -296,11 +296,11 @@ proptest! {
     }
 }
 
-/// `bytes` as one complete zlib stream of stock zlib.
+/// Returns `bytes` as one complete stream of stock zlib.
 fn deflated(bytes: &[u8], level: i32) -> Vec<u8> {
     let mut out = vec![0; 2 * bytes.len() + 64];
     let mut length = out.len().try_into().expect("small");
-    // SAFETY: both buffers are live and as long as said.
+    // SAFETY: both buffers are live and of the given lengths.
     let result = unsafe {
         libz_sys::compress2(
             out.as_mut_ptr(),
@@ -353,7 +353,7 @@ fn a_compressed_page_is_one_whole_stream_of_exactly_one_page() {
     );
 }
 
-/// Pages that are alike in nothing: zero, text, noise, and halves of these.
+/// Returns pages without similarities: zero, text, noise, and halves of these.
 fn mixed_pages(count: usize) -> Vec<u8> {
     let mut noise = Noise::new(3);
     let mut pages = Vec::new();
@@ -397,8 +397,8 @@ fn stock_zlib_reads_our_streams_at_every_level_and_what_does_not_shrink_has_none
     assert!(matches!(above, Some(MethodError::Level { level: 10, .. })));
 }
 
-/// A page whose record would be as long as the page, or longer by its last bytes, is left alone: QEMU
-/// takes up to 4109 bytes, but they would not pay.
+/// A page whose record would be at least as long as the page is not compressed: QEMU accepts up to 4109 bytes, but they would
+/// not pay.
 #[test]
 fn a_stream_that_is_just_not_shorter_than_its_page_is_not_kept() {
     let noise: [u8; PAGE_SIZE] = mixed_pages(3)[2 * PAGE_SIZE..].try_into().expect("a page");

@@ -1,4 +1,4 @@
-//! qatzip: members are what QAT's hardware and gunzip take, and any gzip members are read.
+//! qatzip: QAT's hardware and gunzip accept our members, and any gzip members are read.
 
 mod support;
 
@@ -25,11 +25,11 @@ fn le32(bytes: &[u8], at: usize) -> usize {
     usize::try_from(u32::from_le_bytes(*bytes)).expect("64 bits")
 }
 
-/// A plain gzip member with the optional parts of `flags`.
+/// Returns a plain gzip member with the optional parts of `flags`.
 fn plain(bytes: &[u8], flags: u8) -> Vec<u8> {
     let mut member = vec![0x1f, 0x8b, 8, flags, 1, 2, 3, 4, 2, 3];
     if flags & 4 != 0 {
-        // A subfield of somebody else's.
+        // A foreign subfield.
         member.extend_from_slice(b"\x07\x00ab\x03\x00xyz");
     }
     if flags & 8 != 0 {
@@ -64,7 +64,7 @@ fn members_hold_64_kib_and_say_their_sizes() {
                     let (bytes, taken) = inflate(rest, 31);
                     assert_eq!(le32(rest, 16), bytes.len());
                     assert_eq!(le32(rest, 20), taken - 32);
-                    // What a hardware session accepts.
+                    // Limits of a hardware session.
                     assert!(bytes.len() <= 64 << 10 && taken - 32 <= (72 << 10) + 1024);
                     got.extend(bytes);
                     rest = &rest[taken..];

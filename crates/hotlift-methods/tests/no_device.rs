@@ -1,4 +1,4 @@
-//! With the vendors' libraries but no device everything runs on the CPU, and says why.
+//! With the vendors' libraries but no device everything runs on the CPU, with the reason.
 
 #[path = "support/simulated.rs"]
 mod simulated;

@@ -1,4 +1,4 @@
-//! Without the vendors' libraries everything runs on the CPU, and says why.
+//! Without the vendors' libraries everything runs on the CPU, with the reason.
 
 #[path = "support/simulated.rs"]
 mod simulated;
@@ -9,8 +9,7 @@ use support::{Layout, Place, contents};
 
 fn without_libraries() {
     for variable in simulated::VARIABLES {
-        // SAFETY: tests of this file set the same, and their harness reads no variable by C while
-        // tests run.
+        // SAFETY: tests of this file set the same, and their harness reads no variable by C while tests run.
         unsafe { std::env::set_var(variable, "/nonexistent/library.so") };
     }
 }

@@ -1,4 +1,4 @@
-//! qpl and uadk: each page is a stream that the accelerators' own decoders take, and theirs are read.
+//! qpl and uadk: the accelerators' own decoders read each page's stream, and we read theirs.
 
 mod support;
 
@@ -7,7 +7,7 @@ use hotlift_methods::{Accelerator, EncoderSettings, method};
 use support::qemu::inflate;
 use support::{CONTENTS, LAYOUTS, Layout, Place, contents, zlib_stream};
 
-/// The pages of a payload, by its table.
+/// Returns the pages of a payload, by its table.
 fn split(payload: &[u8], pages: usize) -> Vec<&[u8]> {
     let (table, mut streams) = payload.split_at(4 * pages);
     let mut all = Vec::new();
@@ -102,7 +102,7 @@ fn pages_of_others_are_read_with_or_without_an_adler() {
 
 #[test]
 fn a_packet_of_pages_as_they_are_is_read() {
-    // What a sender without its accelerator sends.
+    // Payload of a sender without its accelerator.
     let pages = contents("alternating", 5, 1);
     let payload = payload_of(
         &pages

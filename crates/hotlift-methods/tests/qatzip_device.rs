@@ -1,4 +1,4 @@
-//! qatzip on a (simulated) QAT: what is special to sessions of libqatzip.
+//! qatzip on a (simulated) QAT: peculiarities of libqatzip's sessions.
 
 #[path = "support/simulated.rs"]
 mod simulated;
@@ -23,7 +23,7 @@ fn decoder() -> Box<dyn Decode> {
     (method("qatzip").expect("qatzip").decoder)(Accelerator::Required).expect("a device")
 }
 
-/// Packets of 20 pages, which are two members, through a channel; the payloads.
+/// Passes packets of 20 pages, which are two members, through a channel; returns the payloads.
 fn send(packets: u64, encoder: &mut dyn Encode, decoder: &mut dyn Decode) -> Vec<Vec<u8>> {
     (0..packets)
         .map(|packet| {
@@ -73,7 +73,7 @@ fn a_packet_is_one_call_and_every_member_a_job() {
     ] {
         assert_eq!((jobs, runs_on), (hardware(10), works.clone()));
     }
-    // The CPU reads them, too.
+    // The CPU reads them too.
     let mut software = (method("qatzip").expect("qatzip").decoder)(Accelerator::Off).expect("any");
     for (packet, payload) in payloads.iter().enumerate() {
         let place = Place::new(20, Layout::Whole);
@@ -88,7 +88,7 @@ fn a_packet_is_one_call_and_every_member_a_job() {
 fn success_with_short_lengths_is_done_again_on_the_cpu() {
     let device = Simulated::take();
     let (mut encoder, mut decoder) = (encoder(), decoder());
-    // Jobs take turns: the encoder's of every second packet, then the decoder's.
+    // Jobs alternate: the encoder's of every second packet, then the decoder's.
     device.behave("wrong=3");
     send(12, &mut *encoder, &mut *decoder);
     for jobs in [encoder.jobs(), decoder.jobs()] {
@@ -115,7 +115,7 @@ fn a_damaged_page_under_success_reaches_no_page() {
 
 #[test]
 fn a_session_that_failed_is_replaced_by_a_new_one() {
-    // A session of the simulated device, as one of libqatzip, fails for ever once it has failed.
+    // A session of the simulated device, like one of libqatzip, fails permanently after a failure.
     let device = Simulated::take();
     let (mut encoder, mut decoder) = (encoder(), decoder());
     device.behave("error=3");
@@ -177,7 +177,7 @@ fn a_device_that_is_taken_is_asked_again_a_limited_number_of_times() {
     assert_eq!((jobs.hardware, jobs.software), (16, 0));
     assert_eq!(jobs.retries + decoder.jobs().retries, 15);
 
-    // Packets that find it taken are no failures, up to a limit.
+    // Packets that find it busy are no failures, up to a limit.
     device.behave("busy=1");
     send(63, &mut *encoder, &mut *decoder);
     assert!(matches!(encoder.runs_on(), RunsOn::Hardware(_)));
@@ -203,7 +203,7 @@ fn only_members_whose_structure_is_right_reach_the_device() {
     plain.extend_from_slice(&stream[2..stream.len() - 4]);
     plain.extend_from_slice(&crc32fast::hash(&pages).to_le_bytes());
     plain.extend_from_slice(&u32::try_from(pages.len()).expect("short").to_le_bytes());
-    // What no device is asked for is decoded all the same.
+    // Payloads that no device receives are decoded anyway.
     let mut channel = decoder();
     let place = Place::new(20, Layout::Scattered);
     channel.decode(&plain, &place.runs()).expect("plain gzip");
@@ -250,7 +250,7 @@ fn what_the_device_calls_bad_is_judged_by_the_cpu() {
     channel.decode(&good, &place.runs()).expect("a good stream");
     assert!(place.pages() == pages);
 
-    // The peer's: of every damaged member nothing is written.
+    // The peer's fault: no byte of a damaged member is written.
     device.behave("");
     for at in (24..good.len() - 4).step_by(good.len() / 50) {
         let mut damaged = good.clone();

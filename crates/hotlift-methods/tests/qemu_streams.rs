@@ -1,4 +1,4 @@
-//! What QEMU writes is read, and what we write QEMU reads.
+//! We read QEMU's output, and QEMU reads ours.
 
 mod support;
 
@@ -20,7 +20,7 @@ fn read(decoder: &mut dyn Decode, payload: &[u8], pages: &[u8], layout: Layout, 
     place.assert_rest_untouched(what);
 }
 
-/// A packet that has much in common with the one before, so that its matches reach into that.
+/// Returns a packet with much in common with the previous one, so that its matches refer to that.
 fn related(kind: &str, n: usize, packet: usize) -> Vec<u8> {
     let mut pages = contents(kind, n, packet as u64 / 2);
     pages[packet] ^= 1;
@@ -47,8 +47,8 @@ fn zlib_streams_of_any_level_and_flush_are_read() {
 
 #[test]
 fn zlib_matches_reach_back_over_several_small_packets() {
-    // One page that comes again after 1, 2, ... 7 others, all of noise: only a match can make it
-    // short, and 32 KiB is the farthest.
+    // One page repeated after 1, 2, ... 7 others, all of noise: only a match can shorten it, and 32 KiB is the maximum
+    // distance.
     let noise: Vec<Vec<u8>> = (0..8).map(|i| contents("random", 1, i)).collect();
     for between in 1..8 {
         let mut writer = ZlibWriter::new(6, Z_SYNC_FLUSH);
@@ -118,10 +118,10 @@ fn several_zstd_frames_in_one_packet_are_read() {
     }
 }
 
-/// Gives the pages of a payload, of which it knows the number.
+/// Returns the pages of a payload, given their number.
 type Reader<'a> = &'a mut dyn FnMut(&[u8], usize) -> Result<Vec<u8>, String>;
 
-/// Feeds every packet of a channel to a reader of QEMU's kind.
+/// Passes every packet of a channel to a reader like QEMU's.
 fn written(what: &str, kinds: &[&str], encoder: &mut dyn Encode, reader: Reader<'_>) {
     let mut pages = Vec::new();
     let mut payload = Vec::new();

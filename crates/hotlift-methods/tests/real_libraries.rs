@@ -1,8 +1,7 @@
-//! The vendors' own libraries, working in software: what we write they read, what they write we read,
-//! and the calls that a device gets are those that they take.
+//! The vendors' own libraries, working in software. They read our output, we read theirs, and they accept the calls that a
+//! device gets.
 //!
-//! `HOTLIFT_VENDOR_LIBRARIES` names the directory that `scripts/accelerator-libraries` prints; without
-//! it nothing is tried.
+//! `HOTLIFT_VENDOR_LIBRARIES` names the directory that `scripts/accelerator-libraries` prints; without it the tests do nothing.
 
 mod support;
 #[path = "support/vendors.rs"]
@@ -40,7 +39,7 @@ fn beside_the_vendors(name: &str, body: impl FnOnce()) {
     );
 }
 
-/// A method on our CPU.
+/// Returns a method on our CPU.
 fn ours(name: &str) -> (Box<dyn Encode>, Box<dyn Decode>) {
     let method = method(name).expect("a method");
     let encoder = (method.encoder)(&EncoderSettings::software(method.default_level));
@@ -48,7 +47,7 @@ fn ours(name: &str) -> (Box<dyn Encode>, Box<dyn Decode>) {
     (encoder.expect("ours"), decoder.expect("ours"))
 }
 
-/// Packets of every kind from one to the other.
+/// Passes packets of every kind from encoder to decoder.
 fn packets(what: &str, encoder: &mut dyn Encode, decoder: &mut dyn Decode) {
     let mut payload = Vec::new();
     for kind in CONTENTS {
@@ -78,7 +77,7 @@ fn libqatzip_and_our_members() {
             let mut encoder = qatzip::library_encoder(level).expect("libqatzip");
             let mut decoder = (ours.decoder)(Accelerator::Off).expect("ours");
             packets(&format!("libqatzip {level}"), &mut *encoder, &mut *decoder);
-            // In software it makes one member of a packet.
+            // In software it makes one member per packet.
             assert_eq!((encoder.jobs().hardware, encoder.jobs().software), (20, 0));
             assert_eq!(decoder.jobs().software, 20);
         }
@@ -118,11 +117,11 @@ fn libqpl_and_our_pages() {
         let mut theirs = qpl::decoder_by(qpl::Path::Software).expect("libqpl");
         packets("ours to libqpl", &mut *encoder, &mut *theirs);
         let jobs = theirs.jobs();
-        // Pages as they are no device is asked for.
+        // Uncompressed pages are not submitted to a device.
         assert_eq!(jobs.hardware, pages - jobs.raw_pages);
         assert_eq!(jobs.software, jobs.raw_pages);
 
-        // By the code that drives a device, in all but the path: fixed Huffman codes.
+        // By the code for a device, except for the path: fixed Huffman codes.
         let mut theirs = qpl::encoder_by(qpl::Path::Software).expect("libqpl");
         packets("libqpl to ours", &mut *theirs, &mut *decoder);
         assert_eq!((theirs.jobs().hardware, theirs.jobs().software), (pages, 0));
@@ -145,10 +144,10 @@ fn pages_with_libqpls_dynamic_codes_are_read() {
     });
 }
 
-/// `qpl` by libqpl's software with Huffman codes of each page, which no encoder of ours asks for.
+/// `qpl` by libqpl's software with Huffman codes per page, which our encoders never request.
 struct Dynamic {
     job: Qpl,
-    /// Pages that were not sent as they are.
+    /// Pages not sent uncompressed.
     shrunk: usize,
 }
 

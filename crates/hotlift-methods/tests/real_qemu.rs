@@ -1,7 +1,7 @@
-//! A real QEMU loads what we write, and we read what it sends while it runs.
+//! A real QEMU loads our output, and we read its output while it runs.
 //!
-//! The source is a recorded stream: main as it was, the channels' pages encoded again and written with
-//! Hotlift's hello and checksums, which QEMU so proves to ignore.
+//! The source is a recorded stream: main unchanged, the channels' pages encoded again and written with Hotlift's hello and
+//! checksums, which proves that QEMU ignores them.
 
 mod support;
 
@@ -24,7 +24,7 @@ fn encoder(name: &str, level: u8) -> Box<dyn Encode> {
     (method(name).expect(name).encoder)(&EncoderSettings::software(level)).expect(name)
 }
 
-/// Plays a recorded stream, with its channels written anew, to a QEMU: its memory must be the source's.
+/// Sends a recorded stream with new channels to a QEMU: its memory must be the source's.
 fn plays(
     qemu: &Path,
     recorded: &str,
@@ -52,7 +52,7 @@ fn plays(
     Ok(())
 }
 
-/// Every method and level from each of the recordings: those in method none, and its own.
+/// Loads every method and level from each of the recordings: those in method none, and its own.
 fn loads_all(qemu: Option<PathBuf>, recordings: &[&str]) {
     let Some(qemu) = qemu else { return };
     for recorded in recordings {
@@ -86,7 +86,7 @@ fn qemu_10_0_loads_what_we_write_for_an_older_machine() {
     loads_all(Release::V10.program(), &["7.2-none", "10.0-none-legacy"]);
 }
 
-/// Pages of a paused guest, straight from a QEMU.
+/// Reads pages of a paused guest, directly from a QEMU.
 fn reads_all(qemu: Option<PathBuf>, machine: &str) {
     let Some(qemu) = qemu else { return };
     for (name, _) in WRITTEN {
@@ -116,7 +116,7 @@ fn what_qemu_10_0_sends_is_read() {
     reads_all(Release::V10.program(), "pc-i440fx-10.0");
 }
 
-/// An encoder that gets one byte of each packet wrong.
+/// An encoder that damages one byte of each packet.
 struct Wrong;
 
 impl Encode for Wrong {

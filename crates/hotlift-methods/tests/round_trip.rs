@@ -1,4 +1,4 @@
-//! What is put in comes out, whatever it is, wherever it goes, packet after packet.
+//! Decoded output equals the input, for any content and layout, packet after packet.
 
 mod support;
 
@@ -22,7 +22,7 @@ fn channel(
     let mut pages = Vec::new();
     for packet in 0..12 {
         let n = PACKETS[packet * 5 % 4];
-        // The same memory for each packet: nothing may rely on an earlier one's being there still.
+        // The same memory for each packet: no code may rely on an earlier one's content.
         pages.clear();
         pages.extend_from_slice(&contents(kind, n, packet as u64));
         let what = format!("{what}, {kind}, {layout:?}, packet {packet} of {n} pages");

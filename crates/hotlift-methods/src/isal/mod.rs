@@ -1,9 +1,8 @@
 //! ISA-L's igzip, found at run time.
 //!
-//! The distributions ship it as `libisal2`; building it needs autotools and an assembler. So it is
-//! opened when the first encoder is made, tried on a sample by each method that would use it, and left
-//! aside if anything is odd about it. Only our own pages go through it: what a peer sends is never
-//! shown to a library that was picked up at run time.
+//! Distributions ship it as `libisal2`; a build needs autotools and an assembler. So the first encoder opens it, and each
+//! method tests it on a sample before use. A failed test disables it. Only our own pages pass through it: a peer's data never
+//! reaches a library that was found at run time.
 
 mod stateless;
 mod sys;
@@ -22,7 +21,7 @@ use crate::MethodError;
 pub(crate) const LIBRARY: &str = "ISA-L";
 
 impl Isal {
-    /// [`Isal::get`] for the method called `method`.
+    /// Returns [`Isal::get`] for the method called `method`.
     ///
     /// # Errors
     ///
@@ -31,7 +30,7 @@ impl Isal {
         Self::get().map_err(|reason| unavailable(method, &reason))
     }
 
-    /// Name and version, as in "ISA-L 2.30".
+    /// Returns name and version, as in "ISA-L 2.30".
     pub(crate) fn name(&self) -> String {
         format!(
             "{LIBRARY}{}",
@@ -40,7 +39,7 @@ impl Isal {
     }
 }
 
-/// The library cannot be used by the method called `method`, as the loader or a trial said.
+/// Returns the error that the method called `method` cannot use the library, with the reason.
 pub(crate) fn unavailable(method: &'static str, reason: &str) -> MethodError {
     MethodError::Unavailable {
         method,
@@ -49,9 +48,8 @@ pub(crate) fn unavailable(method: &'static str, reason: &str) -> MethodError {
     }
 }
 
-/// The version with a space before it, from the name of the file that holds `symbol`: the library has
-/// no call that tells it, and the file `libisal.so.2.0.30` is that of release 2.30. Empty if the file
-/// has no such name.
+/// Returns the version after a space, from the name of the file that holds `symbol`. The library has no call for its version,
+/// and the file `libisal.so.2.0.30` is that of release 2.30. Empty if the file has no such name.
 fn version_of(symbol: *const c_void) -> String {
     let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: `symbol` is the address of a function of a loaded library, `info` is ours to write.
@@ -77,13 +75,13 @@ fn version_of(symbol: *const c_void) -> String {
     }
 }
 
-/// A stream for `isal_deflate_init` or `isal_deflate_stateless_init`.
+/// Returns a stream for `isal_deflate_init` or `isal_deflate_stateless_init`.
 pub(crate) fn zeroed_stream() -> Box<Stream> {
     // SAFETY: all-zero bytes are a valid `Stream`: integers and raw pointers.
     unsafe { zeroed() }
 }
 
-/// A box of zeroes. (By a `Box::new` the 150 KB of a stream would go over the stack.)
+/// Returns a box of zeroes. (With `Box::new` the 150 KB of a stream would pass over the stack.)
 ///
 /// # Safety
 ///
@@ -91,7 +89,7 @@ pub(crate) fn zeroed_stream() -> Box<Stream> {
 unsafe fn zeroed<T>() -> Box<T> {
     let layout = Layout::new::<T>();
     // SAFETY: the layout has a size; the box is made of memory of its own layout, and zeroes are a
-    // valid value by the caller's promise.
+    // valid value, guaranteed by the caller.
     unsafe {
         let value = alloc_zeroed(layout).cast::<T>();
         if value.is_null() {

@@ -1,4 +1,4 @@
-//! One final raw deflate stream a call, with no memory of earlier ones.
+//! One final raw deflate stream per call, without history.
 
 use std::mem::MaybeUninit;
 
@@ -8,11 +8,9 @@ use super::sys::{
 };
 use super::{Isal, zeroed, zeroed_stream};
 
-/// What each symbol counts for at least, as a part of all: one of 1024 literals and lengths, one of 128
-/// distances. No code is then much longer than 10 and 7 bits, so the tables of a decoder (libdeflate's
-/// first ones have 11 and 8) are small and need no second ones. A page's tables are a quarter of the
-/// time to decode it: qpl takes 0.88 of the time that it takes without, for 0.8 % of the ratio (nine
-/// Silesia files, Xeon of 2.5 GHz).
+/// Minimum frequency of each symbol: one in 1024 literals and lengths, one in 128 distances. So codes are hardly longer than 10
+/// and 7 bits, and a decoder needs no second tables (libdeflate's first ones have 11 and 8 bits). A page's tables are a quarter
+/// of its decode time: qpl takes 0.88 of the time, for 0.8 % of the ratio (nine Silesia files, Xeon of 2.5 GHz).
 const RAREST_LITERAL: u64 = 1024;
 const RAREST_DISTANCE: u64 = 128;
 
@@ -23,25 +21,24 @@ pub(crate) struct Stateless {
     codes: Codes,
 }
 
-/// Where the Huffman codes come from.
+/// Origin of the Huffman codes.
 enum Codes {
-    /// From samples, by igzip's level 0: it writes tokens as it finds them, by codes that stand before
-    /// it starts. Its own codes are made for no data in particular; those of a packet's sample cost
-    /// next to nothing more and shrink the output by a fifth.
+    /// From samples, by igzip's level 0, which writes tokens by codes that are fixed before it starts. Its own codes fit no
+    /// data in particular. Those of a packet's sample cost almost nothing and shrink the output by a fifth.
     Sampled {
         codes: Box<Hufftables>,
         histogram: Box<Histogram>,
     },
-    /// From the input, by igzip's level 2, which keeps the tokens of a block until then.
+    /// From the input, by igzip's level 2, which buffers the tokens of a block.
     Own { tokens: Box<[u8]> },
 }
 
-// SAFETY: the pointers inside the stream lead to `codes` and to the arguments of a call, and are set
-// anew at each; the library keeps nothing per thread.
+// SAFETY: the pointers inside the stream lead to `codes` and to the arguments of a call, and each call sets them; the library
+// keeps nothing per thread.
 unsafe impl Send for Stateless {}
 
 impl Stateless {
-    /// A compressor of level 0, which must [learn](Self::learn) before it compresses.
+    /// Returns a compressor of level 0, which must [learn](Self::learn) before it compresses.
     pub(crate) fn with_sampled_codes(isal: &'static Isal) -> Self {
         // SAFETY: all-zero bytes are valid for both: arrays of bytes.
         let (codes, histogram) = unsafe { (zeroed(), zeroed()) };
@@ -52,7 +49,7 @@ impl Stateless {
         }
     }
 
-    /// A compressor of level 2.
+    /// Returns a compressor of level 2.
     pub(crate) fn with_own_codes(isal: &'static Isal) -> Self {
         Self {
             isal,
@@ -63,8 +60,8 @@ impl Stateless {
         }
     }
 
-    /// Makes the codes of the next calls from samples of what they will compress. Every symbol gets a
-    /// code, so that anything can be compressed by them. A compressor with its own codes needs none.
+    /// Makes the codes of the next calls from samples of their input. Every symbol gets a code, so any input can be compressed.
+    /// A compressor with its own codes needs no samples.
     pub(crate) fn learn<'a>(
         &mut self,
         samples: impl Iterator<Item = &'a [u8]>,
@@ -75,7 +72,7 @@ impl Stateless {
         histogram.clear();
         for sample in samples {
             let len = i32::try_from(sample.len()).map_err(|error| error.to_string())?;
-            // SAFETY: reads the slice, counts in the histogram, which is ours.
+            // SAFETY: reads the slice and counts in our histogram.
             unsafe {
                 (self.isal.isal_update_histogram)(sample.as_ptr(), len, &raw mut **histogram);
             }
@@ -90,8 +87,7 @@ impl Stateless {
         Ok(())
     }
 
-    /// Compresses `input` to one final stream at the start of `room`; its length, or `None` if it
-    /// does not fit.
+    /// Compresses `input` to one final stream at the start of `room`; returns its length, or `None` if it does not fit.
     pub(crate) fn compress(
         &mut self,
         input: &[u8],
@@ -128,8 +124,8 @@ impl Stateless {
         stream.avail_in = count(input.len())?;
         stream.next_out = room.as_mut_ptr().cast();
         stream.avail_out = count(room.len())?;
-        // SAFETY: the stream is initialised and ours alone (`&mut self`); next_in and next_out are
-        // valid for avail_in and avail_out bytes.
+        // SAFETY: the stream is initialised and exclusive (`&mut self`); next_in and next_out are valid for avail_in and
+        // avail_out bytes.
         match unsafe { (self.isal.isal_deflate_stateless)(&raw mut *stream) } {
             COMP_OK => Ok(Some(room.len().saturating_sub(stream.avail_out as usize))),
             STATELESS_OVERFLOW => Ok(None),

@@ -1,4 +1,4 @@
-//! The part of ISA-L's compression interface that is used, after `igzip_lib.h` (BSD-3-Clause) of 2.30.
+//! The used part of ISA-L's compression interface, after `igzip_lib.h` (BSD-3-Clause) of 2.30.
 //!
 //! The header fixes these layouts for all of `libisal.so.2`; the tests compare them with the header
 //! itself where it is installed.
@@ -7,7 +7,7 @@ use std::ffi::c_int;
 
 use crate::library::functions;
 
-/// Soname that promises the layouts below.
+/// Soname that guarantees the layouts below.
 pub(crate) const SONAME: &str = "libisal.so.2";
 
 /// `COMP_OK`.
@@ -32,17 +32,17 @@ const INTERNAL_STATE: usize = 64;
 const HUFFTABLES_SIZE: usize = 2_232;
 /// `sizeof(struct isal_huff_histogram)`.
 const HISTOGRAM_SIZE: usize = 18_912;
-/// Offset of `dist_histogram`, behind a `u64` for each literal and length.
+/// Offset of `dist_histogram`, after a `u64` for each literal and length.
 const DISTANCES: usize = 2_288;
-/// Offset of what follows it, `hash_table`.
+/// Offset of the next field, `hash_table`.
 const DISTANCES_END: usize = 2_528;
-/// Room behind each structure, should a later library of the same soname want more. It costs address
-/// space, and memory only if touched.
+/// Room after each structure, in case a later library of the same soname needs more. It costs address space, and memory only if
+/// touched.
 const SLACK: usize = 64 * 1024;
 
 /// `struct isal_zstream`.
 ///
-/// Aligned to a cache line, as the header asks for the hash table inside.
+/// Aligned to a cache line, as the header requires for the hash table inside.
 #[repr(C, align(64))]
 pub(crate) struct Stream {
     pub(crate) next_in: *const u8,
@@ -62,7 +62,7 @@ pub(crate) struct Stream {
     internal_state: [u8; STREAM_SIZE - INTERNAL_STATE + SLACK],
 }
 
-/// `struct isal_hufftables`: Huffman codes with their block header, by the library for the library.
+/// `struct isal_hufftables`: Huffman codes with their block header, opaque.
 #[repr(C, align(64))]
 pub(crate) struct Hufftables([u8; HUFFTABLES_SIZE + SLACK]);
 
@@ -71,12 +71,12 @@ pub(crate) struct Hufftables([u8; HUFFTABLES_SIZE + SLACK]);
 pub(crate) struct Histogram([u8; HISTOGRAM_SIZE + SLACK]);
 
 impl Histogram {
-    /// Forgets what was counted.
+    /// Clears all counts.
     pub(crate) fn clear(&mut self) {
         self.0[..HISTOGRAM_SIZE].fill(0);
     }
 
-    /// Makes no literal or length rarer than one of `literal`, and no distance than one of `distance`.
+    /// Raises rare literals and lengths to one in `literal`, rare distances to one in `distance`.
     pub(crate) fn raise(&mut self, literal: u64, distance: u64) {
         let (literals, rest) = self.0.split_at_mut(DISTANCES);
         for (counts, rarest) in [
@@ -120,7 +120,7 @@ mod tests {
 
     use super::*;
 
-    /// What a C compiler says of the header: one number a line, in the order of the program below.
+    /// Returns a C compiler's values of the header: one number a line, in the order of the program below.
     fn header_says() -> Result<Vec<usize>, String> {
         let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
         let source = dir.path().join("layout.c");

@@ -1,10 +1,9 @@
-//! Records of capability `compress` (`RAM_SAVE_FLAG_COMPRESS_PAGE`, QEMU up to 9.0): one complete
-//! zlib stream a page.
+//! Records of capability `compress` (`RAM_SAVE_FLAG_COMPRESS_PAGE`, QEMU up to 9.0): one complete zlib stream per page.
 //!
-//! # Which library compresses
+//! # Choice of the library
 //!
-//! The fastest whose ratio is not more than 3 % below that of zlib at the same level. On nine Silesia
-//! files, as parts of zlib's ratio and time (Cascade Lake, 2.5 GHz):
+//! The fastest library whose ratio is at most 3 % below that of zlib at the same level. Ratio and time relative to zlib, on
+//! nine Silesia files (Cascade Lake, 2.5 GHz):
 //!
 //! | level | library | ratio | time |
 //! |---|---|---|---|
@@ -13,9 +12,8 @@
 //! | 6, 7, 8 | libdeflate 2 | 0.986, 0.982, 0.981 | 0.53, 0.50, 0.45 |
 //! | 9 | libdeflate 5 | 0.999 | 0.50 |
 //!
-//! Without ISA-L libdeflate 1 serves the levels below 4, too: 1.02 and 0.48 of zlib 1. ISA-L's level 0
-//! with codes made for 32 pages takes 0.25, but loses 2 % of ratio where the pages are alike, and much
-//! more where the samples are not like the rest.
+//! Without ISA-L, libdeflate 1 serves the levels below 4 too: 1.02 and 0.48 of zlib 1. ISA-L's level 0 with codes for 32 pages
+//! takes 0.25, but loses 2 % of ratio if the pages are similar. It loses much more if the samples differ from the rest.
 
 use std::mem::MaybeUninit;
 
@@ -29,17 +27,17 @@ use crate::{MethodError, check, zlib};
 /// Name of the capability, in messages and reports.
 pub const NAME: &str = "compress";
 
-/// Levels as `compress-level` has them; 0 compresses nothing.
+/// Levels as `compress-level` has them; 0 does not compress.
 pub const LEVELS: std::ops::RangeInclusive<u8> = 0..=9;
 
-/// Bytes of a stream at most: with the length before it, a record is shorter than the page.
+/// Maximum bytes of a stream: with the length before it, a record is shorter than the page.
 const LONGEST: usize = PAGE_SIZE - 5;
 
-/// Bytes of a stream before and behind the deflate blocks.
+/// Bytes of a stream before and after the deflate blocks.
 const HEADER: usize = 2;
 const TRAILER: usize = 4;
 
-/// The libraries that compress at that level, and decompress.
+/// Returns the libraries that compress at that level and decompress.
 #[must_use]
 pub fn library(level: u8) -> String {
     match level {
@@ -48,20 +46,19 @@ pub fn library(level: u8) -> String {
     }
 }
 
-/// Encodes pages; one a thread.
+/// Encoder of pages; one per thread.
 pub struct Deflater {
-    /// `None`: level 0.
+    /// `None` at level 0.
     software: Option<Software>,
     header: [u8; HEADER],
 }
 
 impl Deflater {
-    /// An encoder of that level.
+    /// Returns an encoder of that level.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Level`] for a level outside of [`LEVELS`]; [`MethodError::Library`] if memory
-    /// runs out.
+    /// [`MethodError::Level`] for a level outside of [`LEVELS`]; [`MethodError::Library`] if memory runs out.
     pub fn new(level: u8) -> Result<Self, MethodError> {
         check::level(NAME, &LEVELS, level)?;
         let libdeflate = |level| Compressor::new(NAME, level).map(Software::Libdeflate);
@@ -78,8 +75,7 @@ impl Deflater {
         })
     }
 
-    /// Encodes `page` and appends its stream to `out`; false, and nothing is appended, if it does not
-    /// shrink.
+    /// Encodes `page` and appends its stream to `out`. If it does not shrink, appends nothing and returns false.
     ///
     /// # Errors
     ///
@@ -102,8 +98,7 @@ impl Deflater {
         put(&mut room[..HEADER], self.header);
         let trailer = adler32(page).to_be_bytes();
         put(&mut room[HEADER + length..][..TRAILER], trailer);
-        // SAFETY: so many bytes of the room have been written: the header, what the library says that
-        // it wrote behind it, and the trailer.
+        // SAFETY: this number of bytes of the room is written: the header, the library's output, and the trailer.
         unsafe { out.set_len(out.len() + HEADER + length + TRAILER) };
         Ok(true)
     }
@@ -115,11 +110,11 @@ fn put<const N: usize>(room: &mut [MaybeUninit<u8>], bytes: [u8; N]) {
     }
 }
 
-/// Decodes records; one a thread.
+/// Decoder of records; one per thread.
 pub struct Inflater(Decompressor);
 
 impl Inflater {
-    /// A decoder.
+    /// Returns a decoder.
     ///
     /// # Errors
     ///
@@ -128,20 +123,19 @@ impl Inflater {
         Decompressor::new(NAME).map(Self)
     }
 
-    /// Decodes a record's bytes into `page`, a page of a buffer or of guest memory, which holds
-    /// anything after an error.
+    /// Decodes a record's bytes into `page`, a page of a buffer or of guest memory. After an error its content is undefined.
     ///
     /// # Errors
     ///
-    /// What is wrong with the stream: [`MethodError::Damaged`] (the Adler-32 is part of it),
-    /// [`MethodError::Leftover`], and [`MethodError::Short`] or [`MethodError::Long`] if it does not
-    /// give exactly a page. QEMU accepts a short one, and the rest of the page stays as it was.
+    /// [`MethodError::Damaged`] (the Adler-32 is checked), [`MethodError::Leftover`]; [`MethodError::Short`] or
+    /// [`MethodError::Long`] if the output is not exactly a page. QEMU accepts a short stream and leaves the rest of the page
+    /// unchanged.
     pub fn inflate(&mut self, stream: &[u8], page: GuestRun<'_>) -> Result<(), MethodError> {
         let extent = Extent {
             ptr: page.as_ptr(),
             len: page.len(),
         };
-        // SAFETY: the extent is all of the run, which may be written while it is borrowed.
+        // SAFETY: the extent is all of the run, which is writable while it is borrowed.
         let outcome = unsafe { self.0.decompress(Wrapper::Zlib, stream, extent) };
         match outcome {
             Outcome::Done { read, .. } if read < stream.len() => Err(MethodError::Leftover {

@@ -1,4 +1,4 @@
-//! XBZRLE, capability `xbzrle`: a page as its difference to the page that the destination has.
+//! XBZRLE, capability `xbzrle`: a page as its difference from the destination's copy.
 //!
 //! ```text
 //! delta  = pairs of (keep, replace, `replace` new bytes); what follows the last pair is kept
@@ -14,12 +14,11 @@ use crate::MethodError;
 
 const NAME: &str = "xbzrle";
 
-/// Applies `delta` to `page`, which holds the old content before, the new one after, and anything
-/// after an error.
+/// Applies `delta` to `page`, which holds the old content. After an error its content is undefined.
 ///
 /// # Errors
 ///
-/// [`MethodError::Damaged`] with the rule of the format that the delta breaks.
+/// [`MethodError::Damaged`] with the rule of the format that the delta violates.
 pub fn apply(delta: &[u8], page: &mut [u8; PAGE_SIZE]) -> Result<(), MethodError> {
     let mut rest = delta;
     let mut position = 0;
@@ -66,19 +65,19 @@ fn damaged(reason: &'static str) -> MethodError {
     }
 }
 
-/// What [`encode`] made of a page.
+/// Result of [`encode`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Delta {
     /// Old and new page are the same; there is nothing to send.
     Same,
     /// The delta was appended.
     Encoded,
-    /// The delta would have `limit` bytes or more; the page is to be sent as it is.
+    /// The delta would have `limit` bytes or more; the page must be sent uncompressed.
     Overflow,
 }
 
-/// Appends the delta that makes `old` into `new` to `out`, if it stays below `limit` bytes (at most
-/// the page size, which is the most that a record can have); otherwise `out` is as it was.
+/// Appends the delta from `old` to `new` to `out`, if it stays below `limit` bytes (at most the page size, the maximum of a
+/// record). Otherwise `out` is unchanged.
 pub fn encode(
     old: &[u8; PAGE_SIZE],
     new: &[u8; PAGE_SIZE],
@@ -110,7 +109,7 @@ pub fn encode(
     }
 }
 
-/// Bytes that both slices begin with; eight at a time, since most of a page is the same.
+/// Returns the length of the common prefix. Compares eight bytes at a time, since most of a page is equal.
 fn common_prefix(a: &[u8], b: &[u8]) -> usize {
     let words = a.as_chunks::<8>().0.iter().zip(b.as_chunks::<8>().0);
     let whole = 8 * words.take_while(|(a, b)| a == b).count();

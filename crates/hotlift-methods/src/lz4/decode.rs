@@ -1,4 +1,4 @@
-//! Blocks to pages.
+//! Decodes blocks to pages.
 
 use std::ffi::c_int;
 
@@ -11,7 +11,7 @@ use crate::{Decode, MethodError};
 
 /// A channel's decompressor.
 pub(super) struct Decoder {
-    /// One packet's pages, for a packet whose pages are scattered. Grows to the largest packet.
+    /// Buffer for a packet whose pages are not contiguous. Grows to the largest packet.
     scratch: Vec<u8>,
     failed: bool,
 }
@@ -52,8 +52,7 @@ impl Decoder {
     }
 }
 
-/// Decodes a block, which is all of `payload` behind its head, into all of `extent`: guest runs or a
-/// decoder's scratch.
+/// Decodes a block, which is all of `payload` after its head, into all of `extent`: guest runs or a decoder's scratch.
 fn block_into(payload: &[u8], block: &[u8], extent: Extent) -> Result<(), MethodError> {
     let damaged = MethodError::Damaged {
         method: NAME,
@@ -62,11 +61,10 @@ fn block_into(payload: &[u8], block: &[u8], extent: Extent) -> Result<(), Method
     let (Ok(len), Ok(room)) = (c_int::try_from(block.len()), c_int::try_from(extent.len)) else {
         return Err(damaged);
     };
-    // SAFETY: the source is a slice; the extent may be written for its whole length. Whatever the
-    // block says, this call of the library keeps to both.
+    // SAFETY: the source is a slice; the extent may be written for its whole length. The call stays within both for any block.
     let written =
         unsafe { LZ4_decompress_safe(block.as_ptr().cast(), extent.ptr.cast(), len, room) };
-    // Negative also if there is more than room for, or input behind the end.
+    // Negative also for too much output, or for input after the end.
     let written = usize::try_from(written).map_err(|_| damaged)?;
     if written < extent.len {
         return Err(MethodError::short(NAME, payload, extent.len, written));

@@ -1,4 +1,4 @@
-//! Packets to blocks.
+//! Encodes packets to blocks.
 
 use std::ffi::c_int;
 
@@ -7,9 +7,8 @@ use lz4_sys::{LZ4_compress_fast, LZ4_compressBound};
 use super::{LIBRARY, NAME};
 use crate::{Encode, MethodError, check};
 
-/// Bytes that the library jumps where it finds no match; 1 is its default. On nine Silesia files (Xeon
-/// of 2.5 GHz, liblz4 1.10, 512 KiB a packet, `benches/codecs.rs --levels --only lz4`), in time to encode,
-/// time to decode and ratio of the default's:
+/// LZ4 acceleration; the library's default is 1. Measured on nine Silesia files (Xeon of 2.5 GHz, liblz4 1.10, 512 KiB a
+/// packet, `benches/codecs.rs --levels --only lz4`). Encode time, decode time and ratio are relative to the default:
 ///
 /// | jump | encode | decode | ratio |
 /// |---|---|---|---|
@@ -19,12 +18,12 @@ use crate::{Encode, MethodError, check};
 /// | 6 | 0.78 | 0.94 | 0.883 |
 /// | 8 | 0.73 | 0.95 | 0.854 |
 ///
-/// The links that this is for have room for the bytes; the two CPUs are what there is not enough of.
-/// Who wants ratio has zstd. Tried and no better: 64 KiB blocks (1.2 times the time to decode),
-/// decoding to memory of our own and copying past the cache (1.3 times), prefetching the pages (1.2).
+/// On the links for this method, bandwidth is plentiful and CPU time on both hosts is scarce. zstd serves users who want ratio.
+/// Slower alternatives: 64 KiB blocks (1.2 times the decode time), decoding to own memory with a copy past the cache (1.3
+/// times), page prefetch (1.2).
 const ACCELERATION: c_int = 6;
 
-/// A channel's compressor: packets share nothing.
+/// A channel's compressor. Packets share no state.
 pub(super) struct Encoder;
 
 impl Encode for Encoder {
@@ -44,10 +43,10 @@ impl Encode for Encoder {
     }
 }
 
-/// The share of `sample` that is left of it, as packets are compressed: above 1 for noise. 1 for an empty sample, and one
-/// that the library does not take.
+/// Returns the compressed share of `sample`, compressed as packets are: above 1 for noise. Returns 1 for an empty sample or
+/// after a library error.
 ///
-/// What it writes goes to `room`, whose capacity is kept. 16 KiB take 5 us if they are noise, and up to 30 us.
+/// The output goes to `room`, whose capacity is kept. 16 KiB take 5 us if they are noise, and up to 30 us.
 pub fn left_of(sample: &[u8], room: &mut Vec<u8>) -> f64 {
     let Some(len) = c_int::try_from(sample.len()).ok().filter(|len| *len > 0) else {
         return 1.0;
@@ -67,13 +66,13 @@ fn share(part: usize, of: usize) -> f64 {
     part as f64 / of as f64
 }
 
-/// Appends the block of `pages`, which are `len` bytes; the library's code if it fails.
+/// Appends the block of `pages`, which are `len` bytes; returns the library's error code.
 fn append_block(pages: &[u8], len: c_int, out: &mut Vec<u8>) -> Result<(), c_int> {
     // SAFETY: a pure function of the size; 0 if that is too large.
     let bound = unsafe { LZ4_compressBound(len) };
     out.reserve(usize::try_from(bound).unwrap_or(0));
-    // SAFETY: the source is a slice of `len` bytes, and the destination as long as was reserved. The library
-    // keeps its table on the stack.
+    // SAFETY: the source is a slice of `len` bytes, and the destination has the reserved size. The library keeps its table on
+    // the stack.
     let written = unsafe {
         LZ4_compress_fast(
             pages.as_ptr().cast(),
@@ -87,7 +86,7 @@ fn append_block(pages: &[u8], len: c_int, out: &mut Vec<u8>) -> Result<(), c_int
         return Err(written);
     }
     let written = usize::try_from(written.min(bound)).unwrap_or(0);
-    // SAFETY: the library has written that many bytes of what was reserved.
+    // SAFETY: the library wrote this number of the reserved bytes.
     unsafe { out.set_len(out.len() + written) };
     Ok(())
 }

@@ -1,15 +1,14 @@
-//! `lz4`: an LZ4 block a packet, for links too fast for zstd. QEMU has no such method, so it is for
-//! two Hotlifts.
+//! `lz4`: an LZ4 block per packet, for links too fast for zstd. QEMU has no such method, so both sides must be Hotlifts.
 //!
 //! ```text
 //! bytes of the pages (be32) | one LZ4 block
 //! ```
 //!
-//! A block does not say what it holds, hence the number before it: a packet of another size is told
-//! from a damaged one, and before a page is written. There are no raw pages: noise grows by 1/255.
+//! A block does not contain its size, hence the number before it: it reveals a packet of another size before any page is
+//! written. There are no raw pages: noise grows by 1/255.
 //!
-//! The C library is linked in through lz4-sys: lz4_flex, in safe Rust, takes 1.25 times its time to
-//! decode and as much or more to encode.
+//! The C library is linked through lz4-sys. lz4_flex, in safe Rust, takes 1.25 times its time to decode and at least as much to
+//! encode.
 
 mod decode;
 mod encode;

@@ -1,4 +1,4 @@
-//! Tables and streams to pages.
+//! Decodes tables and streams to pages.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 
@@ -13,12 +13,12 @@ pub(crate) struct Decoder {
     method: &'static str,
     service: Service,
     cpu: Cpu,
-    /// For pages that lie in pieces.
+    /// Buffer for pages that are not contiguous.
     scratch: Box<[u8; PAGE_SIZE]>,
     failed: bool,
 }
 
-/// What decompresses the pages that no device does.
+/// Decompressor for pages that the device does not process.
 struct Cpu {
     method: &'static str,
     wrapper: Wrapper,
@@ -26,7 +26,7 @@ struct Cpu {
 }
 
 impl Decoder {
-    /// A decoder that decompresses pages on the device, and on the CPU what that leaves.
+    /// Returns a decoder that decompresses on the device, and the remaining pages on the CPU.
     pub(crate) fn new(
         method: &'static str,
         wrapper: Wrapper,
@@ -69,7 +69,7 @@ impl Decoder {
         };
         let (method, wrapper) = (self.method, self.cpu.wrapper);
         let inputs = streams.map(|page| {
-            // Not all devices look at a header.
+            // Some devices ignore the header.
             let deflated = || matches!(wrapper.skip_header(method, page), Ok(Some(_)));
             (page.len() < PAGE_SIZE && deflated()).then_some(page)
         });
@@ -82,9 +82,9 @@ impl Decoder {
                 packet.is_raw();
             }
             match packet.next() {
-                // SAFETY: as said.
+                // SAFETY: see above.
                 Done::Output(page) => unsafe { fill(place, page) },
-                // SAFETY: as said.
+                // SAFETY: see above.
                 Done::ByCpu | Done::DoesNotFit => unsafe { cpu.page(stream, place) }?,
             }
             Ok(())
@@ -101,7 +101,7 @@ impl Decoder {
                 page(stream, place)?;
             }
         } else {
-            // Runs that are not whole pages: nobody's, but allowed.
+            // Runs that are not whole pages: unused, but allowed.
             for (i, stream) in streams.enumerate() {
                 let place = Extent {
                     ptr: self.scratch.as_mut_ptr(),
@@ -114,7 +114,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Refuses a table whose entries are none of a page's or do not add up, before a page is written.
+    /// Rejects a table with invalid lengths or a wrong sum, before a page is written.
     fn check_table(
         &self,
         table: &[[u8; ENTRY]],
@@ -160,13 +160,13 @@ impl Cpu {
     /// The caller may write the place, which has a page's size.
     unsafe fn page(&mut self, page: &[u8], place: Extent) -> Result<(), MethodError> {
         if page.len() == PAGE_SIZE {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { fill(place, page) };
             return Ok(());
         }
         let stream = self.wrapper.skip_header(self.method, page)?;
         let stream = stream.ok_or_else(|| MethodError::short(self.method, page, PAGE_SIZE, 0))?;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let outcome = unsafe {
             self.decompressor
                 .decompress(libdeflate::Wrapper::Raw, stream, place)
@@ -182,8 +182,8 @@ impl Cpu {
                     left: stream.len() - read,
                 })
             }
-            // An Adler-32 is neither demanded nor checked: whether the accelerator writes a right one
-            // is not known, and its driver reads none.
+            // An Adler-32 is neither required nor checked: it is unknown if the accelerator writes a correct one, and its
+            // driver reads none.
             Outcome::Done { .. } => Ok(()),
             Outcome::TooLong => Err(MethodError::long(self.method, page, PAGE_SIZE)),
             Outcome::Invalid => Err(damaged(self.method, "a page is no complete deflate stream")),
@@ -195,11 +195,10 @@ impl Cpu {
 ///
 /// # Safety
 ///
-/// The caller may write the place, which has a page's size, as `page` has. What is no guest memory
-/// cannot overlap it.
+/// The caller may write the place, which has a page's size, as does `page`. Memory outside the guest cannot overlap it.
 unsafe fn fill(place: Extent, page: &[u8]) {
     let len = place.len.min(page.len());
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy(page.as_ptr(), place.ptr, len) };
 }
 
@@ -207,7 +206,7 @@ fn damaged(method: &'static str, reason: &'static str) -> MethodError {
     MethodError::Damaged { method, reason }
 }
 
-/// The pages of a payload, by a table that adds up.
+/// Iterator over the pages of a payload with a valid table.
 #[derive(Clone, Copy)]
 struct Streams<'a> {
     table: &'a [[u8; ENTRY]],
@@ -246,7 +245,7 @@ impl Decode for Decoder {
     }
 }
 
-/// An entry's value. One that does not fit is no page's either.
+/// Returns an entry's value. A value that does not fit is invalid anyway.
 fn length(entry: [u8; ENTRY]) -> usize {
     usize::try_from(u32::from_be_bytes(entry)).unwrap_or(usize::MAX)
 }

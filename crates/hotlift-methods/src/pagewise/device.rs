@@ -1,4 +1,4 @@
-//! The accelerator's part in a channel: pages to it and back, while it works, and no longer.
+//! Use of the accelerator by a channel, until it fails permanently.
 
 use std::fmt;
 use std::iter::Peekable;
@@ -10,78 +10,75 @@ use crate::libdeflate::{self, Decompressor};
 use crate::target::Extent;
 use crate::{Accelerator, Hardware, Jobs, MethodError, RunsOn};
 
-/// Times that a page is offered again, at its turn, to a device whose queue is full (QEMU: 3). Then the
-/// CPU does it, which gives the queue time.
+/// Retries of a page if the device's queue is full (QEMU: 3). Then the CPU processes it, which gives the queue time.
 const RETRIES: u32 = 3;
-/// Failures one after the other until the device is left. Each page is done again on the CPU; what
-/// fails eight times is no accident.
+/// Consecutive failures before the device is abandoned. The CPU repeats each page; eight failures are no accident.
 const FAILURES: u32 = 8;
-/// Pages one after the other that found the queue full until the device is left: 64 packets, which
-/// take the CPU a tenth of a second. Other users of a shared queue leave it sooner; a dead one says no
-/// more than that it is full.
+/// Consecutive pages that found the queue full before the device is abandoned: 64 packets, which take the CPU a tenth of a
+/// second. Other users of a shared queue free it sooner. A dead device reports only a full queue.
 const REFUSED: u32 = 64 * 128;
 
-/// Which way the pages go.
+/// Direction of the pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     Compress,
     Decompress,
 }
 
-/// A device that compresses or decompresses pages, one job a page, for one channel.
+/// A device that compresses or decompresses pages for one channel, one job per page.
 ///
-/// Dropping it ends its jobs, none of which may be in flight.
+/// Dropping it ends its jobs. No job may be in flight then.
 pub(crate) trait PageDevice: Send {
-    /// Jobs that may be in flight at once, never 0.
+    /// Returns the maximum number of jobs in flight, never 0.
     fn slots(&self) -> usize;
 
-    /// Begins the job of a slot, which has none in flight.
+    /// Starts the job of a slot, which has none in flight.
     ///
     /// # Safety
     ///
-    /// `input` must stay as it is until the job is collected or the device abandoned.
+    /// `input` must stay unchanged until the job is collected or the device abandoned.
     unsafe fn submit(&mut self, slot: usize, input: &[u8]) -> Submitted;
 
     /// Waits for the job of a slot.
     fn collect(&mut self, slot: usize) -> Collected;
 
-    /// The first `len` bytes of the output of a job that was collected, which said so many.
+    /// Returns the first `len` bytes of the output of a collected job, which reported this length.
     fn output(&self, slot: usize, len: usize) -> &[u8];
 
-    /// Forgets the device with all memory that its jobs may still write to.
+    /// Leaks the device with all memory that its jobs may still write to.
     fn abandon(self: Box<Self>);
 }
 
-/// What a device says of a job that was offered.
+/// Result of a submission.
 #[derive(Debug)]
 pub(crate) enum Submitted {
-    /// It must be collected.
+    /// The job must be collected.
     Accepted,
-    /// Its queue is full.
+    /// The queue is full.
     Busy,
-    /// It cannot be done.
+    /// The device cannot do the job.
     Failed(Failure),
 }
 
-/// What became of a job.
+/// Result of a job.
 #[derive(Debug)]
 pub(crate) enum Collected {
-    /// Done, with so many bytes of output.
+    /// Done, with the number of output bytes.
     Done(usize),
-    /// The output has no room, so the page does not shrink.
+    /// The output exceeds its room, so the page does not shrink.
     DoesNotFit,
-    /// It failed, and writes no more.
+    /// The job failed, and writes no more.
     Failed(Failure),
-    /// It has not ended in the time that a device has. The device must be abandoned.
+    /// Timeout. The device must be abandoned.
     NoAnswer,
 }
 
-/// Why the device did not do a page.
+/// Reason why the device did not process a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// The library's code.
     Code(i64),
-    /// It says that it succeeded, with so many bytes of output, which cannot be.
+    /// It reports success with this number of output bytes, which is impossible.
     Length(usize),
     /// No memory for a job.
     NoMemory,
@@ -97,39 +94,39 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A channel's device, or why there is none, and what was done by which.
+/// A channel's device, or the reason why it is missing, with its job counts.
 pub(crate) struct Service {
     device: Option<Box<dyn PageDevice>>,
     direction: Direction,
     /// Slots with a job in flight.
     in_flight: Box<[bool]>,
-    /// One after the other.
+    /// Consecutive failures.
     failures: u32,
     refused: u32,
     last_failure: Option<Failure>,
-    /// Why the device is left as soon as no job is in flight.
+    /// Reason to abandon the device as soon as no job is in flight.
     fallback_reason: Option<String>,
     runs_on: RunsOn,
     jobs: Jobs,
 }
 
-/// What there is of a page.
+/// Result of the device for a page.
 #[derive(Debug)]
 pub(crate) enum Done<'a> {
     /// The device's output: a whole page, or a stream shorter than one.
     Output(&'a [u8]),
     /// The page does not shrink.
     DoesNotFit,
-    /// Nothing yet: it is the CPU's.
+    /// None: the CPU must process it.
     ByCpu,
 }
 
 impl Service {
-    /// The device of that hardware as it is wanted; without one, nothing to run on.
+    /// Opens the device of that hardware as requested; without one, the service runs on the CPU.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Unavailable`] if it is required and there is none.
+    /// [`MethodError::Unavailable`] if a required device is missing.
     pub(crate) fn open(
         method: &'static str,
         hardware: &Hardware,
@@ -158,7 +155,7 @@ impl Service {
         }
     }
 
-    /// That device.
+    /// Returns a service on that device.
     pub(crate) fn on(device: Box<dyn PageDevice>, direction: Direction, what: &str) -> Self {
         Self {
             in_flight: vec![false; device.slots()].into_boxed_slice(),
@@ -182,7 +179,7 @@ impl Service {
         }
     }
 
-    /// A packet whose pages are made of `inputs`; `None` is a page that is not the device's.
+    /// Starts a packet whose pages are made of `inputs`; `None` is a page that the device must not process.
     pub(crate) fn packet<'i, I>(&mut self, inputs: I) -> Packet<'_, 'i, I>
     where
         I: Iterator<Item = Option<&'i [u8]>>,
@@ -206,7 +203,7 @@ impl Service {
         self.runs_on.clone()
     }
 
-    /// Offers the job of a slot; false if the queue is full.
+    /// Submits the job of a slot; returns false if the queue is full.
     ///
     /// # Safety
     ///
@@ -219,7 +216,7 @@ impl Service {
         else {
             return true;
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         match unsafe { device.submit(slot, input) } {
             Submitted::Accepted => {
                 self.in_flight[slot] = true;
@@ -231,7 +228,7 @@ impl Service {
         true
     }
 
-    /// Waits for the job of a slot; the bytes of its output, `None` if there is none.
+    /// Waits for the job of a slot; returns the size of its output, `None` if there is none.
     fn collect(&mut self, slot: usize) -> Option<Collected> {
         let device = self.device.as_mut()?;
         if !std::mem::take(self.in_flight.get_mut(slot)?) {
@@ -266,7 +263,7 @@ impl Service {
         }
     }
 
-    /// The queue was full when a page's turn came.
+    /// Counts a page that found the queue full.
     fn was_full(&mut self) {
         self.refused += 1;
         if self.refused >= REFUSED {
@@ -283,7 +280,7 @@ impl Service {
         self.leave("a job did not end");
     }
 
-    /// Collects what nobody wants any more, and leaves a device that is to be left.
+    /// Collects unneeded jobs, and leaves a device that failed.
     fn settle(&mut self) {
         for slot in 0..self.in_flight.len() {
             self.collect(slot);
@@ -301,26 +298,26 @@ impl Service {
     }
 }
 
-/// The pages of a packet on their way through the device. As many as it takes are handed out before
-/// the first is waited for, and another one whenever one came back.
+/// The pages of a packet in the device. It submits as many as the device accepts before it waits for the first, and another one
+/// after each that returns.
 ///
-/// The device is done with all inputs when this is dropped, which must not be forgone.
+/// The drop ends the device's use of the inputs, so a packet must not be leaked.
 pub(crate) struct Packet<'s, 'i, I: Iterator<Item = Option<&'i [u8]>>> {
     service: &'s mut Service,
-    /// Of the pages that were not offered yet, or not taken.
+    /// Pages not yet submitted.
     inputs: Peekable<I>,
     /// 0 without a device.
     slots: usize,
-    /// Pages that have gone to the device, or past it.
+    /// Pages submitted to the device or skipped.
     offered: usize,
-    /// The next of them was refused before.
+    /// True if the next page was refused before.
     refused: bool,
-    /// Pages that have come back.
+    /// Pages returned.
     page: usize,
 }
 
 impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Packet<'_, 'i, I> {
-    /// The next page. What is left to the CPU is counted as done by it.
+    /// Returns the next page. A page left to the CPU counts as done by it.
     pub(crate) fn next(&mut self) -> Done<'_> {
         let page = self.page;
         self.page += 1;
@@ -357,7 +354,7 @@ impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Packet<'_, 'i, I> {
         }
     }
 
-    /// Counts the page that came last as one that travels as it is.
+    /// Counts the last page as one sent uncompressed.
     pub(crate) fn is_raw(&mut self) {
         self.service.jobs.raw_pages += 1;
     }
@@ -396,11 +393,11 @@ impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Drop for Packet<'_, 'i, I> {
     }
 }
 
-/// A page through both devices: what they must get right before pages are given to them.
+/// Passes a page through both devices, a test that they must pass before use.
 ///
 /// # Errors
 ///
-/// What they got wrong.
+/// The incorrect result.
 pub(crate) fn trial(
     wrapper: Wrapper,
     open: fn(Direction) -> Result<Box<dyn PageDevice>, String>,

@@ -1,4 +1,4 @@
-//! Packets to tables and streams.
+//! Encodes packets to tables and streams.
 
 use hotlift_mem::PAGE_SIZE;
 
@@ -14,18 +14,18 @@ pub(crate) struct Encoder {
     cpu: Cpu,
 }
 
-/// What compresses the pages that no device does.
+/// Compressor for pages that the device does not process.
 struct Cpu {
     method: &'static str,
     wrapper: Wrapper,
-    /// `None` leaves pages as they are.
+    /// `None` leaves pages uncompressed.
     software: Option<Software>,
-    /// It has seen the packet.
+    /// True after the packet was sampled.
     begun: bool,
 }
 
 impl Encoder {
-    /// An encoder that compresses pages on the device, and on the CPU what that leaves.
+    /// Returns an encoder that compresses on the device, and the remaining pages on the CPU.
     pub(crate) fn new(
         method: &'static str,
         wrapper: Wrapper,
@@ -43,7 +43,7 @@ impl Encoder {
         })
     }
 
-    /// The same, but what the device leaves travels as it is.
+    /// Returns an encoder that sends pages uncompressed that the device leaves.
     pub(crate) fn without_software(
         method: &'static str,
         wrapper: Wrapper,
@@ -87,7 +87,7 @@ impl Encoder {
 }
 
 impl Cpu {
-    /// Appends `page`, one of `pages`, as a stream, if that is shorter than the page.
+    /// Appends `page`, one of `pages`, as a stream if that is shorter than the page.
     fn stream(
         &mut self,
         pages: &[u8],
@@ -102,7 +102,7 @@ impl Cpu {
         }
         let begin = out.len();
         out.extend_from_slice(self.wrapper.header());
-        // One byte less than a page, so that the length tells it from a page as it is.
+        // One byte less than a page: the length distinguishes it from an uncompressed page.
         let room = PAGE_SIZE - 1 - self.wrapper.header().len() - self.wrapper.trailer_len();
         let Some(spare) = out.spare_capacity_mut().get_mut(..room) else {
             unreachable!("room for every page was reserved");
@@ -111,8 +111,7 @@ impl Cpu {
             out.truncate(begin);
             return Ok(false);
         };
-        // SAFETY: that many bytes of the spare capacity are written, and never more than there is
-        // room for.
+        // SAFETY: this number of bytes of the spare capacity is written, never more than the room.
         unsafe { out.set_len(out.len() + written.min(room)) };
         self.wrapper.put_trailer(page, out);
         Ok(true)

@@ -1,15 +1,14 @@
-//! A table of lengths and each page compressed for itself: payloads of qpl and uadk.
+//! A table of lengths, and each page compressed separately: payloads of qpl and uadk.
 //!
 //! ```text
-//! length (be32) of each page | pages, one behind the other
+//! length (be32) of each page | pages in sequence
 //! ```
 //!
-//! A length of the page size says that the page is as it is; a smaller one, that it is one complete
-//! deflate stream. No page needs another, so packets have no state. No distance inside a page can be
-//! larger than the 4 KiB that the accelerators look back.
+//! A length of the page size means an uncompressed page; a smaller one means one complete deflate stream. Pages are
+//! independent, so packets have no state. Distances inside a page are below the 4 KiB window of the accelerators.
 //!
-//! A device does the pages where there is one ([`device`]), and the CPU those that it leaves. Only the
-//! CPU's verdict makes a peer's page a bad one.
+//! A device processes the pages if there is one ([`device`]), and the CPU the remaining ones. Only the CPU can declare a peer's
+//! page damaged.
 
 mod decode;
 mod device;
@@ -25,12 +24,12 @@ pub(crate) use encode::Encoder;
 /// Bytes of a table's entry.
 const ENTRY: usize = 4;
 
-/// What surrounds a page's deflate stream.
+/// Format around a page's deflate stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wrapper {
     /// Nothing (RFC 1951).
     Raw,
-    /// Two bytes before, an Adler-32 behind (RFC 1950).
+    /// Two bytes before, an Adler-32 after (RFC 1950).
     Zlib,
 }
 
@@ -40,7 +39,7 @@ const ZLIB_HEADER: [u8; 2] = [0x78, 0x9c];
 const ADLER: usize = 4;
 
 impl Wrapper {
-    /// What comes before the stream.
+    /// Returns the bytes before the stream.
     fn header(self) -> &'static [u8] {
         match self {
             Self::Raw => &[],
@@ -48,7 +47,7 @@ impl Wrapper {
         }
     }
 
-    /// What follows the header of a page's stream; `None` if it ends before.
+    /// Returns the input after the header of a page's stream; `None` if it is too short.
     ///
     /// # Errors
     ///
@@ -64,7 +63,7 @@ impl Wrapper {
         }
     }
 
-    /// Bytes behind the stream.
+    /// Returns the number of bytes after the stream.
     fn trailer_len(self) -> usize {
         match self {
             Self::Raw => 0,
@@ -72,7 +71,7 @@ impl Wrapper {
         }
     }
 
-    /// Appends what comes behind the stream of `page`.
+    /// Appends the trailer of the stream of `page`.
     fn put_trailer(self, page: &[u8], out: &mut Vec<u8>) {
         if self == Self::Zlib {
             out.extend_from_slice(&adler32(page).to_be_bytes());

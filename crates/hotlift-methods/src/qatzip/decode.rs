@@ -1,13 +1,12 @@
-//! gzip members to pages.
+//! Decodes gzip members to pages.
 //!
-//! Each member is decoded to memory of our own, and copied to the pages when its checksum and all its
-//! sizes have proven right: guest memory sees no byte of a damaged member. The copy takes less than a
-//! tenth of the time of decoding, since a member of 64 KiB stays in the cache.
+//! Each member is decoded to own memory, and copied to the pages after its checksum and sizes are verified: guest memory gets
+//! no byte of a damaged member. The copy takes less than a tenth of the decode time, because a member of 64 KiB stays in the
+//! cache.
 //!
-//! The hardware gets a packet as a whole, and only one whose members' headers and trailers are right:
-//! the vendor's code has no structure to judge. Nothing is believed of what it says. What it cannot
-//! do, or does not do right, is decoded here from the beginning, and only that says that a stream is
-//! damaged.
+//! The hardware gets only whole packets whose headers and trailers are valid, so the vendor's code parses no malformed
+//! structure. Its results are verified. If it fails, the packet is decoded here from the beginning, and only this decoder
+//! reports a damaged stream.
 
 use hotlift_mem::GuestRun;
 
@@ -23,8 +22,7 @@ pub(super) struct Decoder {
     device: Device,
     jobs: Jobs,
     decompressor: Decompressor,
-    /// One member's bytes. Grows to the largest packet, since plain gzip does not say its size
-    /// before it is decoded.
+    /// Buffer for one member. Grows to the largest packet, since the size of plain gzip is unknown before it is decoded.
     scratch: Vec<u8>,
     failed: bool,
 }
@@ -40,7 +38,7 @@ impl Decoder {
         })
     }
 
-    /// Lets the device do a packet, if there is one and it can; true if it did.
+    /// Decodes a packet on the device if it can; returns true on success.
     fn by_device(&mut self, payload: &[u8], target: Target<'_>) -> bool {
         let expected = target.bytes();
         let Some(largest) = self.device.largest_member() else {
@@ -109,8 +107,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Decodes the member at the beginning of `input`, of at most `room` bytes, to the scratch; the
-    /// bytes that it took and gave.
+    /// Decodes the member at the start of `input`, of at most `room` bytes, to the scratch; returns the bytes read and written.
     fn member(&mut self, input: &[u8], room: usize) -> Result<(usize, usize), Bad> {
         let header = Header::read(input)?;
         let body = &input[header.len..];
@@ -143,7 +140,7 @@ impl Decoder {
         if u32::from_le_bytes([a, b, c, d]) != crc32(&self.scratch[..written]) {
             return Err(Bad::Damaged("a member's checksum is wrong"));
         }
-        // Of the size modulo 2^32, which a packet's members are far below.
+        // The size is modulo 2^32; a packet's members are far below.
         if usize::try_from(u32::from_le_bytes([e, f, g, h])) != Ok(written) {
             return Err(Bad::Damaged("a member's size is wrong"));
         }

@@ -1,4 +1,4 @@
-//! The hardware's part in a channel: while it works, and no longer.
+//! Use of the hardware by a channel, until it fails permanently.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,23 +8,21 @@ use super::sys::{self, Library};
 use super::{NAME, members};
 use crate::{Accelerator, Hardware, MethodError, RunsOn};
 
-/// Failures one after the other until the device is left: each costs a session's set-up and the packet
-/// is done again on the CPU. What fails three times in three sessions is no accident.
+/// Consecutive failures before the device is abandoned. Each costs a session's set-up, and the CPU repeats the packet. Three
+/// failures in three sessions are no accident.
 const FAILURES: u32 = 3;
-/// Times that a packet is offered to a device whose instances are all taken, and the pause between.
-/// Four devices took 3.3 GB/s and more by QEMU's figures, so a packet of 512 KiB holds an instance for
-/// some 100 microseconds; the CPU would take two thousand.
+/// Attempts to submit a packet while all instances are in use, and the pause between. Four devices took 3.3 GB/s and more by
+/// QEMU's figures, so a packet of 512 KiB uses an instance for some 100 microseconds; the CPU would take two thousand.
 const RETRIES: u32 = 8;
 const PAUSE: Duration = Duration::from_micros(100);
-/// Packets one after the other that found no instance until the device is left: a dead one says no
-/// more than that.
+/// Consecutive packets without an instance before the device is abandoned: a dead device is indistinguishable from a busy one.
 const REFUSED: u32 = 64;
 
-/// What serves the method beside the CPU.
+/// Accelerator of the method.
 pub(crate) static HARDWARE: Hardware =
     Hardware::new("Intel QAT", sys::SONAME, sys::VARIABLE, trial);
 
-/// Two members through the hardware and back: without one the library's second `qzInit` reports success.
+/// Passes two members through the hardware: without a device the library's second `qzInit` reports success.
 fn trial() -> Result<String, String> {
     let library = Library::get()?;
     let sample: Vec<u8> = (0..members::LARGEST + members::LARGEST / 2)
@@ -34,7 +32,7 @@ fn trial() -> Result<String, String> {
         let mut session = Session::new(library, Backend::Hardware, direction, 1)?;
         let output = session.run(bytes, sample.len()).map(<[u8]>::to_vec);
         output.map_err(|failure| {
-            // It may have work under way.
+            // The device may still be working.
             session.leak();
             failure.to_string()
         })
@@ -49,7 +47,7 @@ fn trial() -> Result<String, String> {
     Ok(HARDWARE.file())
 }
 
-/// A channel's device, or why there is none.
+/// A channel's device, or the reason why it is missing.
 pub(super) struct Device {
     session: Option<Session>,
     library: Option<&'static Library>,
@@ -63,11 +61,11 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// The device as it is wanted; without one, nothing to run on.
+    /// Opens the device as requested, or returns an empty value without one.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Unavailable`] if it is required and there is none.
+    /// [`MethodError::Unavailable`] if a required device is missing.
     pub(super) fn open(
         accelerator: Accelerator,
         direction: Direction,
@@ -86,7 +84,7 @@ impl Device {
         }
     }
 
-    /// The library's own software in place of a device.
+    /// Returns the library's own software instead of a device.
     ///
     /// # Errors
     ///
@@ -128,12 +126,12 @@ impl Device {
         }
     }
 
-    /// Most bytes of a member that it takes; `None` without a device.
+    /// Returns the device's maximum bytes per member; `None` without a device.
     pub(super) fn largest_member(&self) -> Option<usize> {
         self.session.as_ref().map(|_| self.backend.largest_member())
     }
 
-    /// Offers `bytes`, which are or become `pages` bytes of pages; true if `accept` took what came out.
+    /// Submits `bytes`, the encoded or plain form of `pages` bytes; returns true if `accept` accepts the output.
     pub(super) fn run(
         &mut self,
         bytes: &[u8],
@@ -192,9 +190,9 @@ impl Device {
         }
     }
 
-    /// A new session in place of one that may be spoiled: after a bad decode every call on it fails.
+    /// Replaces a session that may be unusable: after a bad decode every call on it fails.
     fn renew(&mut self) {
-        // The old one gives its instance and memory back first.
+        // The old session must release its instance and memory first.
         self.session = None;
         let Some(library) = self.library else { return };
         match Session::new(library, self.backend, self.direction, self.level) {
@@ -210,7 +208,7 @@ impl Device {
         }
     }
 
-    /// Offers that were repeated.
+    /// Returns the count of repeated submissions.
     pub(super) fn retries(&self) -> u64 {
         self.retries
     }

@@ -1,4 +1,4 @@
-//! Packets to gzip members.
+//! Encodes packets to gzip members.
 
 use hotlift_mem::PAGE_SIZE;
 
@@ -8,8 +8,8 @@ use super::{EXTRA, LEVELS, MAGIC, NAME, SUBFIELD, crc32};
 use crate::software::Software;
 use crate::{Encode, Jobs, MethodError, RunsOn, check};
 
-/// Bytes that a member's deflate may have: stored blocks take 5 bytes for each 65,535, libdeflate's
-/// 5 for each 5,000. A session's hardware takes up to 9/8 and 1 KiB.
+/// Maximum size of a member's deflate: stored blocks take 5 bytes per 65,535, libdeflate's 5 per 5,000. A session's hardware
+/// takes up to 9/8 and 1 KiB.
 const ROOM: usize = MEMBER + MEMBER / 32;
 
 /// Bytes before a member's deflate.
@@ -32,14 +32,14 @@ impl Encoder {
         })
     }
 
-    /// Lets the device do a packet, if there is one and it can; true if it did.
+    /// Compresses a packet on the device if it can; returns true on success.
     fn by_device(&mut self, pages: &[u8], out: &mut Vec<u8>) -> bool {
         let Some(largest) = self.device.largest_member() else {
             return false;
         };
         let mut members = 0;
         let done = self.device.run(pages, pages.len(), |payload| {
-            // Checksums are the receiver's to check: the CPU would read every byte again.
+            // The receiver checks the checksums: the CPU would read every byte again here.
             members = members::count(payload, pages.len(), largest)
                 .ok_or("output that is no members of the packet's pages")?;
             out.extend_from_slice(payload);
@@ -55,7 +55,7 @@ impl Encoder {
         out.reserve(HEAD + ROOM + super::TRAILER);
         let sizes = out.len() + HEAD - EXTRA;
         out.extend_from_slice(&MAGIC);
-        // Deflate; an extra field and nothing else; no time; XFL; an unknown system.
+        // Deflate; only an extra field; no time; XFL; unknown system.
         out.extend_from_slice(&[8, 4, 0, 0, 0, 0, 0, 255]);
         out.extend_from_slice(&[12, 0]);
         out.extend_from_slice(&SUBFIELD);
@@ -70,8 +70,7 @@ impl Encoder {
                 reason: format!("it does not fit into {ROOM} bytes"),
             });
         };
-        // SAFETY: that many bytes of the spare capacity are written, and never more than there is
-        // room for.
+        // SAFETY: this number of bytes of the spare capacity is written, never more than the room.
         unsafe { out.set_len(out.len() + written.min(ROOM)) };
         // Both are below 2^17.
         let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX).to_le_bytes();

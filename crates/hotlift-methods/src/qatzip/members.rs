@@ -1,23 +1,22 @@
-//! The structure of members: headers, trailers, and what they say of sizes.
+//! Structure of members: headers, trailers, and their sizes.
 
 use super::{EXTRA, HEADER, MAGIC, SUBFIELD, TRAILER, crc32};
 
-/// Most bytes of a member (QATzip's default `hw_buff_sz`): what the hardware takes at once.
+/// Maximum bytes of a member (QATzip's default `hw_buff_sz`), the unit of the hardware.
 pub(super) const LARGEST: usize = 64 * 1024;
-/// Fewest bytes of a member that go to the hardware (QATzip's default): the library refuses others.
+/// Minimum bytes of a member for the hardware (QATzip's default); the library rejects smaller ones.
 pub(super) const SMALLEST: usize = 1024;
 
-/// A member that says its sizes.
+/// A member with its sizes.
 struct Member {
     sizes: Sizes,
     checksum: u32,
-    /// Bytes of all of it.
+    /// Total bytes.
     len: usize,
 }
 
 impl Member {
-    /// The member at the beginning of `input`, if it is there as a whole and header and trailer say
-    /// the same of it.
+    /// Returns the member at the start of `input`, if it is complete and its header and trailer agree.
     fn read(input: &[u8]) -> Option<Self> {
         let header = Header::read(input).ok()?;
         let sizes = header.sizes?;
@@ -32,10 +31,10 @@ impl Member {
     }
 }
 
-/// The number of members, if `payload` is nothing but whole ones that say their sizes, together
-/// `expected` bytes, and none is larger than `largest` or too small for the hardware.
+/// Returns the number of members. `payload` must hold only complete members with sizes, `expected` bytes in total, each at most
+/// `largest` and large enough for the hardware.
 pub(super) fn count(payload: &[u8], expected: usize, largest: usize) -> Option<u64> {
-    // What the library has room for: a ninth more, and 1 KiB.
+    // The library's room: a ninth more, and 1 KiB.
     let most = largest.saturating_add(largest / 8 + 1024);
     let mut rest = payload;
     let (mut members, mut bytes) = (0, 0);
@@ -53,7 +52,7 @@ pub(super) fn count(payload: &[u8], expected: usize, largest: usize) -> Option<u
     (bytes == expected).then_some(members)
 }
 
-/// True if `bytes` are what the members of a counted payload say by their checksums.
+/// Returns true if `bytes` match the checksums of a counted payload.
 pub(super) fn checksums_fit(payload: &[u8], bytes: &[u8]) -> bool {
     let (mut members, mut bytes) = (payload, bytes);
     while let Some(member) = Member::read(members) {
@@ -68,7 +67,7 @@ pub(super) fn checksums_fit(payload: &[u8], bytes: &[u8]) -> bool {
     members.is_empty() && bytes.is_empty()
 }
 
-/// What is wrong with a member.
+/// Defect of a member.
 pub(super) enum Bad {
     Long,
     Short,
@@ -78,9 +77,9 @@ pub(super) enum Bad {
 
 /// A member's header (RFC 1952, 2.3).
 pub(super) struct Header {
-    /// Bytes of it.
+    /// Bytes of the header.
     pub(super) len: usize,
-    /// What QAT's extra field says, if it is there.
+    /// Sizes from QAT's extra field, if present.
     pub(super) sizes: Option<Sizes>,
 }
 
@@ -90,8 +89,7 @@ pub(super) struct Sizes {
     pub(super) deflate: usize,
 }
 
-/// Flags of a header: a CRC-16 behind it, an extra field, a file's name, a comment, and those that
-/// must be 0.
+/// Flags of a header: a CRC-16 after it, an extra field, a file's name, a comment, and reserved bits.
 const FHCRC: u8 = 0x02;
 const FEXTRA: u8 = 0x04;
 const FNAME: u8 = 0x08;
@@ -136,7 +134,7 @@ impl Header {
 }
 
 impl Sizes {
-    /// QAT's subfield of an extra field. Others are passed over; what is none is nobody's.
+    /// Returns QAT's subfield of an extra field. Skips others and malformed ones.
     fn find(mut field: &[u8]) -> Option<Self> {
         while let Some((&[a, b, low, high], rest)) = field.split_first_chunk::<4>() {
             let (data, rest) = rest.split_at_checked(u16::from_le_bytes([low, high]).into())?;

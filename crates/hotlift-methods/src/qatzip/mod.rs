@@ -6,15 +6,15 @@
 //! 24 raw deflate | CRC-32 (le32) | uncompressed bytes (le32)
 //! ```
 //!
-//! A packet is as many members as it takes; none is longer than the 64 KiB that the hardware works on
-//! at once. QEMU's reader gunzips them by the hardware if their sizes allow, else in software. It has no
-//! raw pages: a packet may grow, by 32 bytes a member and 5 a stored block.
+//! A packet has any number of members. None is longer than the 64 KiB that the hardware processes at once. QEMU's reader
+//! decodes them by hardware if their sizes allow, else in software. There are no raw pages: a packet may grow, by 32 bytes per
+//! member and 5 per stored block.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `encode`, `decode` | packets to members and back, on the CPU or by the hardware |
-//! | `members` | what headers and trailers say |
-//! | `device` | the hardware's part in a channel, until it fails for good |
+//! | `encode`, `decode` | conversion of packets to members and back, on the CPU or by the hardware |
+//! | `members` | parser of headers and trailers |
+//! | `device` | use of the hardware by a channel, until it fails permanently |
 //! | `session` | sessions of libqatzip, and memory that the hardware reads and writes |
 //! | `sys` | libqatzip, opened at run time |
 
@@ -39,7 +39,7 @@ const NAME: &str = "qatzip";
 /// Levels as `multifd-qatzip-level` has them.
 pub(crate) const LEVELS: RangeInclusive<u8> = 1..=9;
 
-/// What every gzip member begins with.
+/// Magic bytes of gzip members.
 const MAGIC: [u8; 2] = [0x1f, 0x8b];
 /// Bytes of a header without its optional parts.
 const HEADER: usize = 10;
@@ -61,21 +61,19 @@ pub(crate) fn decoder(accelerator: Accelerator) -> Result<Box<dyn Decode>, Metho
     Ok(Box::new(decode::Decoder::new(device)?))
 }
 
-/// An encoder by libqatzip's own software, which no channel uses: it is slower than ours, and without
-/// a device each of its calls uses up one of the 1024 thread keys of a process. It shows that the
-/// library is called rightly where there is no device, and what ours is compared with.
+/// Returns an encoder by libqatzip's own software, for tests and comparisons only: it is slower than ours, and without a device
+/// each call uses up one of the process's 1024 thread keys. It verifies our use of the library on hosts without a device.
 ///
 /// # Errors
 ///
-/// [`MethodError::Level`] for a level outside of 1 to 9; [`MethodError::Unavailable`] without the
-/// library.
+/// [`MethodError::Level`] for a level outside of 1 to 9; [`MethodError::Unavailable`] without the library.
 pub fn library_encoder(level: u8) -> Result<Box<dyn Encode>, MethodError> {
     check::level(NAME, &LEVELS, level)?;
     let device = Device::software(Direction::Compress, level)?;
     Ok(Box::new(encode::Encoder::new(device, level)?))
 }
 
-/// A decoder by libqatzip's own software, see [`library_encoder`].
+/// Returns a decoder by libqatzip's own software, see [`library_encoder`].
 ///
 /// # Errors
 ///

@@ -1,14 +1,14 @@
 //! Sessions with the hardware.
 //!
-//! A packet is one call: the library sends its members to the device one behind the other and waits
-//! for all, so that they are compressed side by side. A call a member would wait for each alone.
+//! A packet is one call: the library submits all its members before it waits, so that they are compressed in parallel. A call
+//! per member would wait for each alone.
 //!
-//! The library copies whatever does not lie in its pinned memory. We copy once instead, to buffers of
-//! our own there: neither it nor the device ever gets a pointer into guest memory or a payload, and
-//! what the device still writes after a call that failed reaches nobody.
+//! The library copies all input outside its pinned memory. We copy once instead, to our own buffers in pinned memory. Neither
+//! it nor the device ever gets a pointer into guest memory or a payload, so late writes of the device after a failed call do no
+//! damage.
 //!
-//! A call waits for the device without end. The library watches the device's heartbeat in a thread of
-//! its own, and ends the calls of one that has stopped.
+//! A call waits for the device without timeout. A thread of the library watches the device's heartbeat, and ends the calls of a
+//! stopped device.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -19,17 +19,16 @@ use hotlift_mem::PAGE_SIZE;
 use super::members;
 use super::sys::{self, Library};
 
-/// Bytes of the largest packet of a QEMU; buffers begin with room for it.
+/// Bytes of QEMU's largest packet, the initial size of buffers.
 const PACKET: usize = 128 * PAGE_SIZE;
 
-/// What does a session's work.
+/// Implementation behind a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Backend {
-    /// The device, or nothing: what it fails to do fails.
+    /// The device only, without a software fallback.
     Hardware,
-    /// The library's own software, unless there is a device: for tests of the library's interface,
-    /// and to compare with. It is slower than ours, and without a device every call uses up one of the
-    /// process's thread keys.
+    /// The library's own software, unless there is a device: for tests of the library's interface and for comparisons. It is
+    /// slower than ours, and without a device every call uses up one of the process's thread keys.
     LibrarySoftware,
 }
 
@@ -38,7 +37,7 @@ impl Backend {
         u8::from(self == Self::LibrarySoftware)
     }
 
-    /// Most bytes of a member: the software makes a single one of a packet.
+    /// Returns the maximum bytes of a member: the software makes one member per packet.
     pub(super) fn largest_member(self) -> usize {
         match self {
             Self::Hardware => members::LARGEST,
@@ -53,14 +52,14 @@ pub(super) enum Direction {
     Decompress,
 }
 
-/// Why a call gave nothing.
+/// Reason why a call failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// Other sessions have the device's instances at the moment.
+    /// Other sessions currently use the device's instances.
     Busy,
-    /// No answer in time: whether the device still writes is not known.
+    /// Timeout: the device may still write.
     NoAnswer,
-    /// Anything else: the session may be spoiled.
+    /// Any other error: the session may be unusable.
     Failed(String),
 }
 
@@ -85,22 +84,21 @@ pub(super) struct Session {
     library: &'static Library,
     backend: Backend,
     direction: Direction,
-    /// The library holds its address.
+    /// Boxed, because the library keeps its address.
     raw: Box<sys::Session>,
     input: Buffer,
     output: Buffer,
 }
 
-// SAFETY: the session and its buffers are owned by this value alone, and the library ties neither to
-// a thread.
+// SAFETY: the session and its buffers are owned by this value alone, and the library ties neither to a thread.
 unsafe impl Send for Session {}
 
 impl Session {
-    /// A session of that level, 1 to 9, which only compressing makes use of.
+    /// Returns a session of that level, 1 to 9; decompression ignores the level.
     ///
     /// # Errors
     ///
-    /// What the library said; that it would work in software, if `backend` is the hardware.
+    /// The library's error; for backend hardware also a fallback to software.
     pub(super) fn new(
         library: &'static Library,
         backend: Backend,
@@ -125,7 +123,7 @@ impl Session {
         };
         params.level = level.into();
         params.sw_backup = backend.sw_backup();
-        // Both far below 2^32.
+        // Both are far below 2^32.
         params.hw_buff_sz = u32::try_from(members::LARGEST).unwrap_or(u32::MAX);
         params.input_threshold = u32::try_from(members::SMALLEST).unwrap_or(u32::MAX);
         params.data_format = sys::GZIP_EXT;
@@ -161,8 +159,8 @@ impl Session {
         })
     }
 
-    /// Compresses or decompresses `bytes`, which are or become `pages` bytes of pages; what came out.
-    /// All of the input was used for it.
+    /// Compresses or decompresses `bytes`, the encoded or plain form of `pages` bytes; returns the output. All input must be
+    /// used.
     pub(super) fn run(&mut self, bytes: &[u8], pages: usize) -> Result<&[u8], Failure> {
         let length = |bytes: usize| u32::try_from(bytes).map_err(|_| "too large".to_owned());
         let mut taken = length(bytes.len())?;
@@ -176,7 +174,7 @@ impl Session {
         self.input.bytes()[..bytes.len()].copy_from_slice(bytes);
         let (session, from) = (&raw mut *self.raw, self.input.ptr.as_ptr());
         let to = self.output.ptr.as_ptr();
-        // SAFETY: a session that is set up, and buffers with as many bytes as are told.
+        // SAFETY: a session that is set up, and buffers of the given lengths.
         let code = unsafe {
             match self.direction {
                 Direction::Compress => {
@@ -193,12 +191,12 @@ impl Session {
             sys::TIMEOUT => return Err(Failure::NoAnswer),
             code => return Err(told(self.call(), code).into()),
         }
-        // Whatever was not to go to software and went there after all.
+        // Detects a fallback to software that was not permitted.
         if self.backend == Backend::Hardware && self.raw.hw_session_stat == sys::NO_HARDWARE {
             return Err(format!("{}: {}", self.call(), with_code(sys::NO_HARDWARE)).into());
         }
         let (taken, given) = (taken as usize, given as usize);
-        // A call that ran out of room says that it succeeded.
+        // A call that runs out of room reports success.
         if taken != bytes.len() || given > room {
             return Err(format!(
                 "{} took {taken} of {} bytes and gave {given}",
@@ -210,7 +208,7 @@ impl Session {
         Ok(&self.output.bytes()[..given])
     }
 
-    /// Forgets the session and its memory, which the device may still write to.
+    /// Leaks the session and its memory, which the device may still write to.
     pub(super) fn leak(self) {
         std::mem::forget(self);
     }
@@ -242,13 +240,13 @@ impl Drop for Session {
     }
 }
 
-/// Ends a session. What the library answers is of no use to anybody.
+/// Ends a session. The library's return codes are ignored: there is no recovery.
 ///
 /// # Safety
 ///
 /// The session must be initialised, and not be used again.
 unsafe fn end(library: &Library, session: *mut sys::Session) {
-    // SAFETY: the caller's promise; in this order, says the header.
+    // SAFETY: guaranteed by the caller; the header demands this order.
     unsafe {
         (library.qzTeardownSession)(session);
         (library.qzClose)(session);
@@ -263,8 +261,7 @@ fn with_code(code: i64) -> String {
     format!("{} ({code})", sys::meaning(code))
 }
 
-/// Memory of the library's: pinned, or common if there is no pinned memory left, which the library
-/// then copies.
+/// Memory of the library: pinned, or common if no pinned memory is left. The library copies the latter.
 struct Buffer {
     library: &'static Library,
     ptr: NonNull<u8>,
@@ -273,20 +270,19 @@ struct Buffer {
 
 impl Buffer {
     fn new(library: &'static Library, len: usize) -> Result<Self, String> {
-        // Node 0, as QEMU asks for: the value for any node is unknown to libraries before 1.3.
+        // Node 0, as QEMU requests: libraries before 1.3 do not know the value for any node.
         let node = 0;
         let ptr = [sys::PINNED, sys::COMMON].into_iter().find_map(|kind| {
             // SAFETY: the library is initialised.
             NonNull::new(unsafe { (library.qzMalloc)(len, node, kind) }.cast::<u8>())
         });
         let ptr = ptr.ok_or_else(|| format!("qzMalloc has no {len} bytes"))?;
-        // A device should meet no page that is not there.
-        // SAFETY: fresh memory of that length.
+        // The pages must be present before the device uses them. SAFETY: fresh memory of that length.
         unsafe { ptr.write_bytes(0, len) };
         Ok(Self { library, ptr, len })
     }
 
-    /// Makes room for `len` bytes. What it held is lost if it had less.
+    /// Makes room for `len` bytes. A buffer that grows loses its content.
     fn hold(&mut self, library: &'static Library, len: usize) -> Result<(), String> {
         if len > self.len {
             *self = Self::new(library, len)?;

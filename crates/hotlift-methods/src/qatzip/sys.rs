@@ -1,24 +1,23 @@
-//! The part of libqatzip's interface that is used. Layouts and codes are the same in 1.3.1 and 2.0.0,
-//! which share the soname.
+//! The used part of libqatzip's interface. Layouts and codes are the same in 1.3.1 and 2.0.0, which share the soname.
 
 use std::ffi::{c_int, c_void};
 
 use crate::library::functions;
 
-/// Soname that promises the layouts below.
+/// Soname that guarantees the layouts below.
 pub(super) const SONAME: &str = "libqatzip.so.3";
 /// Environment variable that names another file for it.
 pub(super) const VARIABLE: &str = "HOTLIFT_LIBQATZIP";
 
-/// `QZ_OK`; in a session: it runs on the hardware.
+/// `QZ_OK`; as a session's status: it runs on the hardware.
 pub(super) const OK: c_int = 0;
-/// `QZ_DUPLICATE`: the process has initialised the library already.
+/// `QZ_DUPLICATE`: the process initialised the library already.
 pub(super) const DUPLICATE: c_int = 1;
 /// `QZ_NO_HW`: the library's own software does the work.
 pub(super) const NO_HARDWARE: i64 = 11;
 /// `QZ_TIMEOUT`.
 pub(super) const TIMEOUT: c_int = -5;
-/// `QZ_NOSW_NO_INST_ATTACH`: others have every instance of the device, or it does not live.
+/// `QZ_NOSW_NO_INST_ATTACH`: other sessions use all instances of the device, or the device is dead.
 pub(super) const NO_INSTANCE: c_int = -103;
 
 /// `QZ_DIR_COMPRESS`, `QZ_DIR_DECOMPRESS`.
@@ -33,7 +32,7 @@ pub(super) const PINNED: c_int = 1;
 /// `QzSession_T`: zeroes before `qzInit`.
 #[repr(C)]
 pub(super) struct Session {
-    /// `OK`, or a code that says why not on the hardware.
+    /// `OK`, or a code for the reason why the session is not on the hardware.
     pub(super) hw_session_stat: i64,
     thread_state: c_int,
     internal: *mut c_void,
@@ -62,12 +61,12 @@ pub(super) struct Params {
     pub(super) level: u32,
     algorithm: u8,
     max_forks: u32,
-    /// 1: what the hardware cannot do is done in software.
+    /// 1: falls back to software if the hardware fails.
     pub(super) sw_backup: u8,
     /// Bytes of a member, a power of two from 1 KiB to 512 KiB.
     pub(super) hw_buff_sz: u32,
     strm_buff_sz: u32,
-    /// Members with fewer bytes never go to the hardware.
+    /// Members with fewer bytes never use the hardware.
     pub(super) input_threshold: u32,
     request_threshold: u32,
     wait_threshold: u32,
@@ -105,7 +104,7 @@ functions! {
     }
 }
 
-/// What a code says, in the header's order.
+/// Returns the meaning of a code, in the header's order.
 pub(super) fn meaning(code: i64) -> &'static str {
     match code {
         1 => "initialised already",

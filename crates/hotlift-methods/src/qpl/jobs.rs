@@ -1,10 +1,9 @@
-//! Jobs of libqpl: one for each page in flight, for one channel's half.
+//! Jobs of libqpl: one per page in flight, for one encoder or decoder.
 //!
-//! Compression is a single pass with fixed Huffman codes, as QEMU's is. Codes of the page's own would
-//! give 1.39 times the ratio (2.71 to 1.95 on Silesia's pages, libqpl 1.9.0), but take a second pass
-//! through the device, and between the two the CPU makes the codes and submits again: work that the
-//! device is there to spare, and the device's rate halved. Who wants the bytes rather than the CPU has
-//! zstd. The device does not verify what it wrote, which would be a third pass.
+//! Compression is a single pass with fixed Huffman codes, as in QEMU. Codes per page would give 1.39 times the ratio (2.71 to
+//! 1.95 on Silesia's pages, libqpl 1.9.0). But they need a second pass through the device, and the CPU makes the codes and
+//! submits again. That is the work that the device should save, and it halves the device's rate. Users who want ratio have
+//! zstd. The device does not verify its output, which would be a third pass.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -16,16 +15,15 @@ use super::Path;
 use super::sys::{self, Library};
 use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
 
-/// Jobs of a channel's half that may be in flight: the pages of a multifd packet. 189 KB each of memory
-/// that the library asks for, set up when first needed.
+/// Maximum jobs in flight of one encoder or decoder: the pages of a multifd packet. Each takes 189 KB of memory for the
+/// library, allocated when first needed.
 const JOBS: usize = 128;
-/// Time in which a job must end once it is waited for. The device takes microseconds, and the slowest
-/// of 25,000 page faults half a millisecond (QEMU's measurement); a thousand times that is no delay.
+/// Timeout of a job, from the wait on. The device takes microseconds, and the slowest of 25,000 page faults half a millisecond
+/// (QEMU's measurement). A thousand times that is ample.
 const DEADLINE: Duration = Duration::from_millis(500);
-/// Questions whether a job has ended before the processor is given to others in between: some 10
-/// microseconds, in which a device with nothing else to do has a page done.
+/// Polls of a job before the thread yields in between: some 10 microseconds, in which an idle device completes a page.
 const SPINS: u32 = 256;
-/// Alignment of a job, that of the completion records inside.
+/// Alignment of a job, from the completion records inside.
 const ALIGN: usize = 64;
 
 /// The jobs.
@@ -34,26 +32,25 @@ pub(super) struct Pool {
     path: Path,
     direction: Direction,
     job: Layout,
-    /// Jobs that there may be.
+    /// Maximum number of jobs.
     slots: usize,
-    /// Set up from the first on.
+    /// Jobs set up so far.
     jobs: Vec<Memory>,
-    /// What each job writes to: a page a job, all touched, since the device does not fault well.
+    /// Output of the jobs, a page per job. All pages are touched, since device page faults are slow.
     output: Memory,
-    /// Of the software path, whose jobs end when they are submitted: the last one's code.
+    /// Code of the last job on the software path, whose jobs end when they are submitted.
     done: u32,
 }
 
-// SAFETY: the memory is this value's alone, but for the device in the time of a job; the library ties no
-// job to a thread.
+// SAFETY: the memory is exclusive to this value, except for the device during a job; the library ties no job to a thread.
 unsafe impl Send for Pool {}
 
 impl Pool {
-    /// Jobs of that path, of which one is set up.
+    /// Returns jobs of that path, one of which is set up.
     ///
     /// # Errors
     ///
-    /// What the loader or the library said.
+    /// The message of the loader or the library.
     pub(super) fn open(path: Path, direction: Direction) -> Result<Box<dyn PageDevice>, String> {
         let library = Library::get()?;
         let (slots, path_code) = match path {
@@ -73,7 +70,7 @@ impl Pool {
         let output = Layout::from_size_align(slots * PAGE_SIZE, PAGE_SIZE)
             .map_err(|error| error.to_string())?;
         let output = Memory::zeroed(output).ok_or("no memory for the jobs' output")?;
-        // SAFETY: all of the memory, which is ours. Zeroes from the kernel are not there yet.
+        // SAFETY: all of the memory, which is ours. The kernel does not allocate untouched zero pages.
         unsafe { output.ptr.write_bytes(0xff, output.layout.size()) };
         let mut pool = Self {
             library,
@@ -98,7 +95,7 @@ impl Pool {
             Path::Hardware => sys::PATH_HARDWARE,
             Path::Software => sys::PATH_SOFTWARE,
         };
-        // SAFETY: zeroed memory of the size that the library asks for on this path.
+        // SAFETY: zeroed memory of the size that the library requires on this path.
         match unsafe { (self.library.qpl_init_job)(path, memory.ptr.as_ptr().cast()) } {
             sys::OK => {
                 self.jobs.push(memory);
@@ -130,13 +127,13 @@ impl PageDevice for Pool {
             return Submitted::Failed(Failure::Length(input.len()));
         };
         let (op, flags, room) = match self.direction {
-            // One byte less than a page: what does not fit is sent as it is.
+            // One byte less than a page: larger output is sent uncompressed.
             Direction::Compress => (sys::OP_COMPRESS, sys::FLAG_OMIT_VERIFY, PAGE_SIZE - 1),
             Direction::Decompress => (sys::OP_DECOMPRESS, 0, PAGE_SIZE),
         };
         let job = self.job(slot);
-        // SAFETY: the job is initialised and not in flight, the caller's promise, so it is ours; only
-        // fields at its head are written. The output is the slot's own and has room for a page.
+        // SAFETY: the job is initialised and not in flight (guaranteed by the caller), so it is ours; only fields at its head
+        // are written. The output is the slot's own and has room for a page.
         unsafe {
             (*job).next_in = input.as_ptr();
             (*job).available_in = available_in;
@@ -154,8 +151,8 @@ impl PageDevice for Pool {
             Path::Hardware => self.library.qpl_submit_job,
             Path::Software => self.library.qpl_execute_job,
         };
-        // SAFETY: the job is set up, and what it points to stays until it is collected: the input by
-        // the caller's promise, the output because it is this value's.
+        // SAFETY: the job is set up, and its pointers stay valid until it is collected: the caller guarantees the input, this
+        // value owns the output.
         match (unsafe { run(job) }, self.path) {
             (code, Path::Software) => {
                 self.done = code;
@@ -172,8 +169,7 @@ impl PageDevice for Pool {
         let mut begin = None;
         let mut questions = 0u32;
         let code = loop {
-            // Looked at before the question: a thread that got no processor meanwhile must not take a
-            // job for lost that has ended.
+            // The time is read before the poll: a thread that was not scheduled must not count a completed job as lost.
             let overdue =
                 questions >= SPINS && begin.get_or_insert_with(Instant::now).elapsed() >= DEADLINE;
             let code = match self.path {
@@ -189,7 +185,7 @@ impl PageDevice for Pool {
             }
             questions = questions.saturating_add(1);
         };
-        // SAFETY: the job has ended, so nobody else writes it.
+        // SAFETY: the job has ended, so it is not written any more.
         let written = unsafe { (*job).total_out };
         match (code, usize::try_from(written)) {
             (sys::OK, Ok(written)) if written <= PAGE_SIZE => Collected::Done(written),
@@ -201,8 +197,7 @@ impl PageDevice for Pool {
 
     fn output(&self, slot: usize, len: usize) -> &[u8] {
         assert!(slot < self.jobs.len() && len <= PAGE_SIZE, "a job's output");
-        // SAFETY: a part of the slot's room, which is initialised; its job has ended, and begins no
-        // other one without `&mut self`.
+        // SAFETY: a part of the slot's room, which is initialised; its job has ended, and no other begins without `&mut self`.
         unsafe {
             let room = self.output.ptr.as_ptr().add(slot * PAGE_SIZE);
             std::slice::from_raw_parts(room, len)
@@ -230,7 +225,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// Zeroes of that layout, which has a size.
+    /// Returns zeroes of that layout, which has a size.
     fn zeroed(layout: Layout) -> Option<Self> {
         // SAFETY: both callers' layouts have a size: a job's head at least, a page at least.
         let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })?;

@@ -1,12 +1,11 @@
 //! `qpl`: raw deflate pages, as Intel's IAA writes and reads them through libqpl.
 //!
-//! The payload is a table of lengths and the pages' streams without header or trailer (RFC 1951).
-//! QEMU's encoder leaves its job with a full page's room less a byte, so that a page that does not
-//! shrink is sent as it is; its decoders refuse distances beyond 4 KiB, which a page cannot have, and
-//! take every kind of block.
+//! The payload is a table of lengths and the pages' streams without header or trailer (RFC 1951). QEMU's encoder limits output
+//! to one byte less than a page, so that a page that does not shrink is sent uncompressed. Its decoders reject distances beyond
+//! 4 KiB, which a page cannot have, and accept every kind of block.
 //!
-//! A device's job says that it succeeded with a stream that was cut, too, so the length of what comes
-//! out is looked at. The CPU's way is not libqpl's: its software is slower than libdeflate and ISA-L.
+//! A device's job also reports success for a truncated stream, so the output's length is checked. The CPU does not use libqpl:
+//! its software is slower than libdeflate and ISA-L.
 
 mod jobs;
 mod sys;
@@ -19,11 +18,11 @@ use sys::Library;
 
 const NAME: &str = "qpl";
 
-/// What does `qpl` where there is one.
+/// Accelerator of `qpl`.
 pub(crate) static HARDWARE: Hardware =
     Hardware::new("Intel IAA", sys::SONAME, sys::VARIABLE, trial);
 
-/// A page through a hardware job and back.
+/// Passes a page through a hardware job and back.
 fn trial() -> Result<String, String> {
     let name = Library::get()?.name();
     let trial = pagewise::trial(Wrapper::Raw, |direction| {
@@ -33,7 +32,7 @@ fn trial() -> Result<String, String> {
     Ok(name)
 }
 
-/// What does the jobs of libqpl.
+/// Executor of libqpl's jobs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Path {
     /// An IAA device.
@@ -42,7 +41,7 @@ pub enum Path {
     Software,
 }
 
-/// An encoder that gives every page to libqpl, whatever path that is to take: to compare it with ours.
+/// Returns an encoder that gives every page to libqpl on that path, for comparisons with ours.
 ///
 /// # Errors
 ///
@@ -53,11 +52,11 @@ pub fn encoder_by(path: Path) -> Result<Box<dyn Encode>, MethodError> {
     Ok(Box::new(encoder))
 }
 
-/// A decoder that gives every page to libqpl, see [`encoder_by`].
+/// Returns a decoder that gives every page to libqpl, see [`encoder_by`].
 ///
 /// # Errors
 ///
-/// As there.
+/// As for [`encoder_by`].
 pub fn decoder_by(path: Path) -> Result<Box<dyn Decode>, MethodError> {
     let service = service_by(path, Direction::Decompress)?;
     let decoder = pagewise::Decoder::new(NAME, Wrapper::Raw, service)?;

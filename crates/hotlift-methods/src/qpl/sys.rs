@@ -1,16 +1,16 @@
-//! The part of libqpl's C interface that is used, after the public headers of QPL 1.2 to 1.9
-//! (`qpl/c_api/job.h`, `defs.h`, `status.h`; MIT), which agree in what is here.
+//! The used part of libqpl's C interface, after the public headers of QPL 1.2 to 1.9 (`qpl/c_api/job.h`, `defs.h`, `status.h`;
+//! MIT), which agree here.
 
 use std::ffi::{CStr, c_char, c_void};
 
 use crate::library::functions;
 
-/// Soname that promises the layouts below.
+/// Soname that guarantees the layouts below.
 pub(super) const SONAME: &str = "libqpl.so.1";
 /// Environment variable that names another file for it.
 pub(super) const VARIABLE: &str = "HOTLIFT_LIBQPL";
 
-/// `qpl_path_hardware`. (`qpl_path_auto` is never used: it does not say what ran where.)
+/// `qpl_path_hardware`. (`qpl_path_auto` is never used: it does not report the path of a job.)
 pub(super) const PATH_HARDWARE: u32 = 1;
 /// `qpl_path_software`.
 pub(super) const PATH_SOFTWARE: u32 = 2;
@@ -39,8 +39,7 @@ pub(super) const MORE_OUTPUT_NEEDED: u32 = 2;
 /// `QPL_STS_QUEUES_ARE_BUSY_ERR`.
 pub(super) const QUEUES_ARE_BUSY: u32 = 5;
 
-/// The head of `qpl_job`, which is all that is set or read here. The library says how long the whole
-/// is, and owns the rest.
+/// The head of `qpl_job`: the only fields used. The library reports the total size and owns the rest.
 #[repr(C)]
 pub(super) struct Job {
     pub(super) next_in: *const u8,
@@ -61,7 +60,7 @@ pub(super) struct Job {
 }
 
 functions! {
-    /// libqpl, whose constructors fill tables of its own.
+    /// libqpl, whose constructors fill its own tables.
     pub(super) struct Library(SONAME, Some(VARIABLE)) {
         /// `const char *qpl_get_library_version(void)`.
         qpl_get_library_version: fn() -> *const c_char,
@@ -78,7 +77,7 @@ functions! {
 }
 
 impl Library {
-    /// Name and version, as in "libqpl 1.9.0".
+    /// Returns name and version, as in "libqpl 1.9.0".
     pub(super) fn name(&self) -> String {
         // SAFETY: a call without conditions.
         let version = unsafe { (self.qpl_get_library_version)() };
@@ -92,7 +91,7 @@ impl Library {
     }
 }
 
-/// What a code that is met without a device means.
+/// Returns the meaning of a code that occurs without a device.
 pub(super) fn meaning(code: u32) -> &'static str {
     match code {
         101 => "out of memory",

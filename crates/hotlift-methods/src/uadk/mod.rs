@@ -2,11 +2,10 @@
 //!
 //! The payload is a table of lengths and the pages' streams wrapped as zlib's (RFC 1950).
 //!
-//! A QEMU without the device sends every page as it is, and refuses any other. It does not say which
-//! it is. So for a QEMU, pages are compressed only if this host has the device: hosts of a cluster are
-//! alike, and who chose `uadk` for QEMUs chose it for the device. Without it pages travel as they are,
-//! which every QEMU reads. What a device then fails to do is compressed on the CPU, since its peer's
-//! device reads that as well. A Hotlift always gets pages compressed, and reads them without a device.
+//! A QEMU without the device sends uncompressed pages only, and rejects compressed ones. It does not report the device. So for
+//! a QEMU, pages are compressed only if this host has the device: hosts of a cluster are alike, and operators choose `uadk` for
+//! the device. Without it pages are sent uncompressed, which every QEMU reads. If the device fails later, the CPU compresses,
+//! since the peer's device reads that too. A Hotlift always gets compressed pages, and reads them without a device.
 
 mod session;
 mod sys;
@@ -20,11 +19,11 @@ use session::{Session, ready};
 
 const NAME: &str = "uadk";
 
-/// What does `uadk` where there is one.
+/// Accelerator of `uadk`.
 pub(crate) static HARDWARE: Hardware =
     Hardware::new("HiSilicon ZIP", sys::SONAME, sys::VARIABLE, trial);
 
-/// A page through a session and back.
+/// Passes a page through a session and back.
 fn trial() -> Result<String, String> {
     ready()?;
     pagewise::trial(Wrapper::Zlib, Session::open)

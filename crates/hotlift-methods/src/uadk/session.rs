@@ -1,7 +1,7 @@
-//! A channel's session with the device: one page at a time, waited for by the library.
+//! A channel's session with the device: one page at a time; the library waits.
 //!
-//! How long it waits is the library's to say, too: it gives up after 200 million questions, which take
-//! seconds. A session that waits otherwise would need contexts and a scheduler of our own.
+//! The library also defines the timeout: 200 million polls, which take seconds. Another timeout would need our own contexts and
+//! scheduler.
 
 use std::ffi::c_int;
 use std::sync::OnceLock;
@@ -11,7 +11,7 @@ use hotlift_mem::PAGE_SIZE;
 use super::sys::{self, Library};
 use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
 
-/// Room for a page's output (QEMU: as much): the device may write more than it read.
+/// Room for a page's output (as in QEMU): the output may be larger than the input.
 const ROOM: usize = 2 * PAGE_SIZE;
 
 /// The session.
@@ -19,23 +19,23 @@ pub(super) struct Session {
     library: &'static Library,
     handle: usize,
     direction: Direction,
-    /// What the device writes to, touched.
+    /// Output of the device; all pages touched.
     output: Box<[u8; ROOM]>,
-    /// What became of the last request, until it is collected.
+    /// Result of the last request, until it is collected.
     done: (c_int, u32, u32),
 }
 
 impl Session {
-    /// A session of that direction.
+    /// Returns a session of that direction.
     ///
     /// # Errors
     ///
-    /// What the library said.
+    /// The library's error.
     pub(super) fn open(direction: Direction) -> Result<Box<dyn PageDevice>, String> {
         let library = ready()?;
         let op_type = op_type(direction);
         let mut params = sys::SchedParams {
-            // As QEMU: the first node's device, or the next one's.
+            // As in QEMU: the first node's device, or the next node's.
             numa_id: 0,
             op_type: u8::try_from(op_type).unwrap_or(0),
             mode: 0,
@@ -51,7 +51,7 @@ impl Session {
             sched_params: &raw mut params,
             slack: [0; sys::SLACK],
         };
-        // SAFETY: both structures are those of the header, with zeroes behind, and not kept.
+        // SAFETY: both structures are those of the header, followed by zeroes, and not kept.
         let handle = unsafe { (library.wd_comp_alloc_sess)(&raw mut setup) };
         if handle == 0 {
             return Err("no session".to_owned());
@@ -66,8 +66,8 @@ impl Session {
     }
 }
 
-/// The library with the device in use, prepared once in the process's life. The device's contexts stay
-/// with the process: QEMU gives them up at the end of each channel, which takes them from the others.
+/// Returns the library with the device, initialised once per process. The process keeps the device's contexts. QEMU releases
+/// them at the end of each channel, which takes them from the other channels.
 pub(super) fn ready() -> Result<&'static Library, String> {
     static READY: OnceLock<Result<(), String>> = OnceLock::new();
     let library = Library::get()?;
@@ -126,8 +126,7 @@ impl PageDevice for Session {
             private: std::ptr::null_mut(),
             slack: [0; sys::SLACK],
         };
-        // SAFETY: the session is live and used by nobody else (`&mut self`); source and destination are
-        // as long as said.
+        // SAFETY: the session is live and exclusive (`&mut self`); source and destination have the given lengths.
         let code = unsafe { (self.library.wd_do_comp_sync)(self.handle, &raw mut request) };
         if code == sys::BUSY {
             return Submitted::Busy;

@@ -1,6 +1,5 @@
-//! The part of libwd_comp's C interface that is used, after the public headers of Linaro/uadk
-//! (`include/wd_comp.h` of commit 020bb7d, `wd_alg_common.h` of 00026b6, `wd.h` and `wd_sched.h` of
-//! 00efb97; Apache-2.0).
+//! The used part of libwd_comp's C interface, after the public headers of Linaro/uadk (`include/wd_comp.h` of commit 020bb7d,
+//! `wd_alg_common.h` of 00026b6, `wd.h` and `wd_sched.h` of 00efb97; Apache-2.0).
 //!
 //! Later headers have longer structures, whose new fields are zero by default.
 
@@ -8,18 +7,17 @@ use std::ffi::{c_char, c_int, c_void};
 
 use crate::library::functions;
 
-/// Soname that promises the layouts below.
+/// Soname that guarantees the layouts below.
 pub(super) const SONAME: &str = "libwd_comp.so.2";
 /// Environment variable that names another file for it.
 pub(super) const VARIABLE: &str = "HOTLIFT_LIBWD";
 
-/// Zeroes behind each structure, should a later library read more. The setup has a table of memory
-/// functions there by now.
+/// Zeroes after each structure, in case a later library reads more. The setup has a table of memory functions there by now.
 pub(super) const SLACK: usize = 256;
 
-/// `SCHED_POLICY_RR`: requests go round the contexts.
+/// `SCHED_POLICY_RR`: round robin over the contexts.
 pub(super) const SCHED_ROUND_ROBIN: u32 = 0;
-/// `TASK_HW`: by the device, not by instructions of the CPU.
+/// `TASK_HW`: on the device, not by CPU instructions.
 pub(super) const TASK_HARDWARE: c_int = 1;
 /// `WD_ZLIB`.
 pub(super) const ALG_ZLIB: u32 = 1;
@@ -34,14 +32,14 @@ pub(super) const DECOMPRESS: u32 = 1;
 
 /// `-WD_EBUSY`.
 pub(super) const BUSY: c_int = -16;
-/// `-WD_EEXIST`: the process has initialised the library before.
+/// `-WD_EEXIST`: the process initialised the library before.
 pub(super) const EXISTS: c_int = -17;
 /// `-WD_ENODEV`.
 pub(super) const NO_DEVICE: c_int = -19;
-/// `-WD_ETIMEDOUT`: the library has asked 200 million times whether a request is done.
+/// `-WD_ETIMEDOUT`: the library polled 200 million times.
 pub(super) const TIMED_OUT: c_int = -110;
 
-/// `WD_STREAM_END`, in a request's status: all of the stream is decompressed.
+/// `WD_STREAM_END`, in a request's status: the stream is completely decompressed.
 pub(super) const STREAM_END: u32 = 1;
 
 /// `struct sched_params`.

@@ -1,13 +1,12 @@
-//! Payloads to pages.
+//! Decodes payloads to pages.
 //!
 //! ```text
-//! FIRST PACKET --header--> WITHOUT HISTORY --a packet reaches into earlier ones--> WITH HISTORY
+//! FIRST PACKET --header--> WITHOUT HISTORY --a packet refers to earlier ones--> WITH HISTORY
 //! ```
 //!
-//! Our encoders flush fully, so no packet of theirs needs another, and each is decoded for itself
-//! (`whole`). QEMU's packets reach into earlier ones, as a rule already the second: from the first
-//! that does, the channel is decoded as one stream by zlib-rs. The 32 KiB before a packet are kept
-//! for that moment.
+//! Our encoders use full flushes, so no packet of theirs refers to another, and each is decoded alone (`whole`). QEMU's packets
+//! refer to earlier ones, usually from the second on. From the first such packet on, zlib-rs decodes the channel as one stream.
+//! The last 32 KiB before a packet are kept for this switch.
 
 use hotlift_mem::GuestRun;
 use zlib_rs::{Inflate, InflateFlush, Status};
@@ -20,7 +19,7 @@ use crate::{Decode, MethodError};
 /// Deflate's largest distance (RFC 1951, 3.2.5).
 const WINDOW: usize = 32 * 1024;
 
-/// What a flush, sync or full, ends with: an empty stored block, at a byte's boundary.
+/// End of every flush, sync or full: an empty stored block at a byte boundary.
 const FLUSHED: [u8; 4] = [0x00, 0x00, 0xff, 0xff];
 
 /// A channel's decompressor.
@@ -29,8 +28,8 @@ pub(super) struct Decoder {
     whole: Whole,
     inflate: Inflate,
     history: History,
-    /// One packet's pages and a byte, for the decoder that needs memory of its own, and for
-    /// scattered pages. Grows to the largest packet.
+    /// One packet's pages and one byte, for the decoder that needs its own memory and for non-contiguous pages. Grows to the
+    /// largest packet.
     scratch: Vec<u8>,
 }
 
@@ -86,7 +85,7 @@ impl Decoder {
         self.with_history(deflate, target)
     }
 
-    /// The scratch, with room for that many bytes of pages and one more.
+    /// Returns the scratch, with room for that many bytes of pages and one more.
     fn scratch_for(&mut self, pages: usize) -> &mut [u8] {
         if self.scratch.len() <= pages {
             self.scratch.resize(pages + 1, 0);
@@ -94,7 +93,7 @@ impl Decoder {
         &mut self.scratch
     }
 
-    /// False if the packet is damaged or needs earlier ones.
+    /// Returns false if the packet is damaged or needs earlier packets.
     fn without_history(&mut self, deflate: &[u8], target: Target<'_>) -> Result<bool, MethodError> {
         let expected = target.bytes();
         let in_place = target.contiguous();
@@ -119,8 +118,7 @@ impl Decoder {
         let expected = target.bytes();
         self.scratch_for(expected);
         let (read, written) = (self.inflate.total_in(), self.inflate.total_out());
-        // The byte beyond the pages makes the library read on to the end of the flush, and tells a
-        // payload that is too long.
+        // The extra byte makes the library read to the end of the flush, and reveals a payload that is too long.
         let status = self
             .inflate
             .decompress(
@@ -171,7 +169,7 @@ impl Decode for Decoder {
     }
 }
 
-/// The last bytes that a channel has given, as far as a packet can reach back.
+/// The last bytes of the channel's output, as far as a packet can refer back.
 struct History {
     bytes: Box<[u8]>,
     len: usize,

@@ -8,11 +8,11 @@ use crate::isal::{
     COMP_OK, FULL_FLUSH, Isal, LEVEL_2_BUFFER, LIBRARY, Stream, unavailable, zeroed_stream,
 };
 
-/// The library, if it is there and does what it should: tried once in the process's life.
+/// Returns the library if it is present and passes its test, which runs once per process.
 ///
 /// # Errors
 ///
-/// [`MethodError::Unavailable`] with what the loader or the trial said.
+/// [`MethodError::Unavailable`] with the message of the loader or the test.
 pub(super) fn isal() -> Result<&'static Isal, MethodError> {
     static TRIED: OnceLock<Result<(), String>> = OnceLock::new();
     let isal = Isal::for_method(NAME)?;
@@ -23,24 +23,24 @@ pub(super) fn isal() -> Result<&'static Isal, MethodError> {
     Ok(isal)
 }
 
-/// A raw deflate stream, one full flush a packet.
+/// A raw deflate stream, one full flush per packet.
 pub(super) struct Deflate {
     isal: &'static Isal,
     stream: Box<Stream>,
-    /// Where the stream keeps the tokens of a block; it points here.
+    /// Buffer for the tokens of a block; the stream points to it.
     _level_buffer: Box<[u8]>,
 }
 
-// SAFETY: the pointers inside the stream lead to its own level buffer (next_in and next_out are set
-// anew at each call), and the library keeps nothing per thread.
+// SAFETY: the pointers inside the stream lead to its own level buffer (each call sets next_in and next_out), and the library
+// keeps nothing per thread.
 unsafe impl Send for Deflate {}
 
 impl Deflate {
-    /// A stream of igzip's level 2.
+    /// Returns a stream of igzip's level 2.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Unavailable`] if the library is.
+    /// [`MethodError::Unavailable`] if the library is missing.
     pub(super) fn new() -> Result<Self, MethodError> {
         Ok(Self::with(isal()?))
     }
@@ -53,8 +53,7 @@ impl Deflate {
         stream.level = 2;
         stream.level_buf = level_buffer.as_mut_ptr();
         stream.level_buf_size = u32::try_from(level_buffer.len()).unwrap_or(u32::MAX);
-        // Raw deflate: zlib's wrapper is two bytes, which `mod` writes, and an Adler-32 over all the
-        // data for a trailer that no migration reaches.
+        // Raw deflate: zlib's wrapper is two bytes, which `mod` writes, and an Adler-32 trailer that no migration reaches.
         stream.gzip_flag = 0;
         stream.end_of_stream = 0;
         stream.flush = FULL_FLUSH;
@@ -76,26 +75,25 @@ impl Compress for Deflate {
         };
         let avail_in = u32::try_from(pages.len())
             .map_err(|_| failed(format!("packet of {} bytes is too large", pages.len())))?;
-        // The stream takes a copy of the history it needs when it returns, so `pages` need not live
-        // on.
+        // The stream copies the history that it needs before it returns, so `pages` may end.
         self.stream.next_in = pages.as_ptr();
         self.stream.avail_in = avail_in;
-        // Pages that do not shrink are stored, at 5 bytes in 64 KiB; the rest is for small packets.
+        // Pages that do not shrink are stored, at 5 bytes per 64 KiB; the rest is for small packets.
         out.reserve(pages.len() + pages.len() / 64 + 1024);
         loop {
             let free = u32::try_from(out.spare_capacity_mut().len()).unwrap_or(u32::MAX);
             self.stream.next_out = out.spare_capacity_mut().as_mut_ptr().cast();
             self.stream.avail_out = free;
-            // SAFETY: the stream was initialised by the library and is ours alone (`&mut self`);
-            // next_in and next_out are valid for avail_in and avail_out bytes.
+            // SAFETY: the stream was initialised by the library and is exclusive (`&mut self`); next_in and next_out are valid
+            // for avail_in and avail_out bytes.
             let code = unsafe { (self.isal.isal_deflate)(&raw mut *self.stream) };
             let written = free.saturating_sub(self.stream.avail_out);
-            // SAFETY: the library has written that many bytes of the spare capacity.
+            // SAFETY: the library wrote this number of bytes of the spare capacity.
             unsafe { out.set_len(out.len() + written as usize) };
             if code != COMP_OK {
                 return Err(failed(format!("code {code}")));
             }
-            // Output space left over is the library's sign that the flush is complete.
+            // Unused output space means that the flush is complete.
             if self.stream.avail_out > 0 {
                 break;
             }

@@ -1,23 +1,21 @@
-//! `zlib`: one endless zlib stream a channel (RFC 1950 and 1951).
+//! `zlib`: one zlib stream per channel, never ended (RFC 1950 and 1951).
 //!
 //! ```text
 //! first packet of a channel:   78 xx | deflate blocks | 00 00 ff ff
 //! every further packet:                deflate blocks | 00 00 ff ff
 //! ```
 //!
-//! The two bytes of the header come once. No block is ever the final one, so there is no Adler-32
-//! either. A packet ends with a flush: an empty stored block that brings the stream to a byte's
-//! boundary. QEMU's reader drops whatever of a payload it has not read, so nothing may follow it.
+//! The header's two bytes come once. No block is final, so there is no Adler-32. A packet ends with a flush: an empty stored
+//! block that aligns the stream to a byte boundary. QEMU's reader drops unread bytes of a payload, so nothing may follow the
+//! flush.
 //!
-//! QEMU's writer flushes with `Z_SYNC_FLUSH`, which leaves the window open to the next packet. Ours
-//! flush fully: to QEMU's reader that is the same stream, but each packet can be decoded without the
-//! others. Measured on the nine Silesia files that costs 0.3 % of the ratio and buys a fifth of the
-//! receiver's time (see `decode`).
+//! QEMU's writer flushes with `Z_SYNC_FLUSH`, which keeps the window for the next packet. Ours uses full flushes. QEMU's reader
+//! sees no difference, but each packet can be decoded alone. On nine Silesia files this costs 0.3 % of the ratio and saves a
+//! fifth of the receiver's time (see `decode`).
 //!
-//! # Which library compresses
+//! # Choice of the library
 //!
-//! By the measured ratio, which must not be more than 3 % below that of zlib at the same level, and
-//! then by time. `benches/codecs.rs` prints the figures again.
+//! The fastest library whose ratio is at most 3 % below that of zlib at the same level. `benches/codecs.rs` prints the figures.
 
 mod decode;
 mod isal;
@@ -35,22 +33,22 @@ const NAME: &str = "zlib";
 /// Levels as `multifd-zlib-level` has them; 0 stores.
 pub const LEVELS: RangeInclusive<u8> = 0..=9;
 
-/// A library that compresses.
+/// Compression library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Library {
     /// ISA-L's igzip from `libisal.so.2`, for levels 1 and 2.
     Isal,
-    /// zlib-rs, linked in, for all levels.
+    /// zlib-rs, linked statically, for all levels.
     ZlibRs,
 }
 
-/// One packet after the other to a raw deflate stream.
+/// Compressor of successive packets to a raw deflate stream.
 trait Compress: Send {
     /// Appends the packet, ended by a full flush.
     fn packet(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError>;
 }
 
-/// The library that `level` uses on this machine.
+/// Returns the library for `level` on this machine.
 pub fn library_for(level: u8) -> Library {
     // igzip's level 2 has 1.01 times the ratio of zlib 1 and 0.98 times that of zlib 2, in a fifth of
     // their time. Its level 1 is no faster and gives 2 % less, its level 3 gives 3.3 % less than zlib 3.
@@ -61,12 +59,12 @@ pub fn library_for(level: u8) -> Library {
     }
 }
 
-/// An encoder that uses `library` rather than the best one.
+/// Returns an encoder that uses `library` instead of the best one.
 ///
 /// # Errors
 ///
-/// [`MethodError::Level`] for a level outside of [`LEVELS`] or of what the library serves;
-/// [`MethodError::Unavailable`] if the library is missing.
+/// [`MethodError::Level`] for a level outside of [`LEVELS`] or unsupported by the library; [`MethodError::Unavailable`] if the
+/// library is missing.
 pub fn encoder_by(library: Library, level: u8) -> Result<Box<dyn Encode>, MethodError> {
     check::level(NAME, &LEVELS, level)?;
     if library == Library::Isal {
@@ -104,11 +102,11 @@ pub(crate) fn library() -> String {
     format!("{compress}, receiving {}", crate::libdeflate::LIBRARY)
 }
 
-/// A channel's compressor: the header once, then packet after packet.
+/// A channel's compressor: the header once, then the packets.
 struct Encoder {
-    /// Those of the levels that were asked for. Since no packet looks into the one before, they write one stream in turns.
+    /// Compressors of the requested levels. No packet refers to an earlier one, so they can share one stream.
     by_level: Vec<(u8, Box<dyn Compress>)>,
-    /// The place of the one in use.
+    /// Index of the current compressor.
     current: usize,
     /// The header, until it is written.
     header: Option<[u8; 2]>,
@@ -125,7 +123,7 @@ impl Encode for Encoder {
     }
 
     fn set_level(&mut self, level: i8) -> Result<(), MethodError> {
-        // Below 0 there is none.
+        // Levels below 0 do not exist.
         let level = u8::try_from(level).unwrap_or(u8::MAX);
         if let Some(made) = self.by_level.iter().position(|(one, _)| *one == level) {
             self.current = made;
@@ -139,8 +137,7 @@ impl Encode for Encoder {
     }
 }
 
-/// The header of a stream of that level: deflate with a 32 KiB window; the level is a hint that nobody
-/// reads, written as zlib does.
+/// Returns the header of a stream of that level: deflate with a 32 KiB window. The level is a hint that no decoder reads.
 pub(crate) fn header(level: u8) -> [u8; 2] {
     match level {
         0 | 1 => [0x78, 0x01],
@@ -150,7 +147,7 @@ pub(crate) fn header(level: u8) -> [u8; 2] {
     }
 }
 
-/// What follows the two bytes of a zlib header (RFC 1950, 2.2); `None` if there are no two bytes.
+/// Returns the input after a zlib header (RFC 1950, 2.2); `None` if it has less than two bytes.
 ///
 /// # Errors
 ///
@@ -162,7 +159,7 @@ pub(crate) fn skip_header<'a>(
     let Some((&[format, flags], deflate)) = stream.split_first_chunk::<2>() else {
         return Ok(None);
     };
-    // Deflate with a window of at most 32 KiB, the two bytes a multiple of 31, no preset dictionary.
+    // Deflate with a window of at most 32 KiB, a multiple of 31, no preset dictionary.
     let deflated = format & 0x0f == 8 && format >> 4 <= 7;
     let checked = u16::from_be_bytes([format, flags]).is_multiple_of(31);
     if !deflated || !checked || flags & 0x20 != 0 {
@@ -174,8 +171,8 @@ pub(crate) fn skip_header<'a>(
     Ok(Some(deflate))
 }
 
-/// Two packets through `compress` and back by zlib-rs: what a library that was found at run time must
-/// get right before pages are given to it.
+/// Passes two packets through `compress` and decodes them by zlib-rs. A library that was found at run time must pass this test
+/// first.
 fn trial(compress: &mut dyn Compress) -> Result<(), String> {
     let mut noise = 0x9e37_79b9_u32;
     let pages: Vec<u8> = (0..16 * PAGE_SIZE)

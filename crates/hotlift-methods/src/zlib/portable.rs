@@ -11,8 +11,8 @@ pub(super) const LIBRARY: &str = "zlib-rs";
 /// A raw deflate stream, one full flush a packet.
 pub(super) struct Portable {
     deflate: Deflate,
-    /// The library writes to initialised memory only; clearing the caller's vector anew for each
-    /// packet would cost more than this copy.
+    /// The library writes to initialised memory only. Clearing the caller's vector for each packet would cost more than this
+    /// copy.
     piece: Box<[u8]>,
 }
 
@@ -20,7 +20,7 @@ pub(super) struct Portable {
 const PIECE: usize = 64 * 1024;
 
 impl Portable {
-    /// A stream of that level of zlib-rs, 0 to 9.
+    /// Returns a stream of that level of zlib-rs, 0 to 9.
     pub(super) fn new(level: u8) -> Self {
         Self {
             deflate: Deflate::new(i32::from(level), false, 15),
@@ -50,8 +50,8 @@ impl Compress for Portable {
             input = &input[taken(self.deflate.total_in(), read, input.len())..];
             let made = taken(self.deflate.total_out(), written, self.piece.len());
             out.extend_from_slice(&self.piece[..made]);
-            // A flush is complete when it leaves output space (zlib's rule). `BufError` says that
-            // there was nothing more to write: the flush ended exactly at the end of the piece.
+            // A flush is complete when it leaves output space (zlib's rule). `BufError` means that the output is empty: the
+            // flush ended exactly at the end of the piece.
             if made < self.piece.len() || status == Status::BufError {
                 break;
             }

@@ -1,8 +1,8 @@
-//! Decompression of a packet that needs no earlier one, by libdeflate.
+//! Decompression by libdeflate of a packet that needs no earlier packet.
 //!
-//! libdeflate decodes a complete stream in one call, into memory where it finds its own history: a
-//! fifth faster than the decoders that may stop anywhere. A packet is not a complete stream, but one
-//! more block makes it one: the flush has left it at a byte's boundary between two blocks.
+//! libdeflate decodes a complete stream in one call and finds its history in the output. This is a fifth faster than decoders
+//! that can stop anywhere. A packet is not a complete stream, but one more block completes it: the flush left it at a byte
+//! boundary between two blocks.
 
 use super::NAME;
 use crate::MethodError;
@@ -14,21 +14,21 @@ const END: [u8; 5] = [0x01, 0x00, 0x00, 0xff, 0xff];
 
 pub(super) struct Whole {
     decompressor: Decompressor,
-    /// The packet with its end: payloads come from elsewhere and cannot be appended to. This copy is
-    /// of compressed bytes, a hundredth of the time of decoding them.
+    /// Copy of the packet with the final block: payloads cannot be appended to. The copy takes a hundredth of the time of
+    /// decoding.
     stream: Vec<u8>,
 }
 
-/// How a packet decoded without history.
+/// Result of decoding a packet without history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// All of it, to that many bytes.
+    /// Decoded completely, to this number of bytes.
     Decoded(usize),
-    /// It has more bytes than there was room for.
+    /// The packet has more bytes than the room.
     TooLong,
-    /// It ends the stream, at its own end or before.
+    /// The stream ends, in the packet or at its end.
     Ended,
-    /// It is damaged, or needs earlier packets.
+    /// The packet is damaged, or needs earlier packets.
     Invalid,
 }
 
@@ -40,8 +40,8 @@ impl Whole {
         })
     }
 
-    /// Decodes `deflate`, which ends with a flush, into `extent`: guest runs or the decoder's
-    /// scratch. Whatever the outcome, the extent may have been written.
+    /// Decodes `deflate`, which ends with a flush, into `extent`: guest runs or the decoder's scratch. The extent may be
+    /// written even after a failure.
     pub(super) fn decode(&mut self, deflate: &[u8], extent: Extent) -> Outcome {
         self.stream.clear();
         self.stream.extend_from_slice(deflate);

@@ -1,7 +1,7 @@
-//! Frames to pages, whichever way they are framed.
+//! Decodes frames to pages, in both framings.
 //!
 //! ```text
-//!              payload is exactly one frame: decoded at one go, straight into the pages
+//!              payload is exactly one frame: decoded in one call, directly into the pages
 //!              +------------+
 //!              v            |
 //!          BETWEEN FRAMES --+------ payload begins a frame that it does not end ------> IN A FRAME
@@ -9,8 +9,8 @@
 //!              +----- payload ends the frame -----------------------------------------------+
 //! ```
 //!
-//! In a frame, the library keeps the window itself and copies from it. A closed frame needs neither:
-//! its window is the pages. That is most of what makes our own packets cheaper to receive than QEMU's.
+//! In a frame, the library buffers the window and copies from it. A closed frame needs neither, because the pages are its
+//! window. That is the main reason why our packets cost less to receive than QEMU's.
 
 use std::ptr::NonNull;
 
@@ -30,11 +30,11 @@ use crate::{Decode, MemoryLimit, MethodError};
 pub(super) struct Decoder {
     context: NonNull<ZSTD_DCtx>,
     state: State,
-    /// What the streaming decoder wants next, as of its last step.
+    /// Size hint of the streaming decoder's last step.
     wants: usize,
-    /// One packet's pages, for a closed frame whose pages are scattered. Grows to the largest packet.
+    /// Buffer for the pages of a closed frame if they are not contiguous. Grows to the largest packet.
     scratch: Vec<u8>,
-    /// Behind the context, which uses it to its end.
+    /// Declared after the context, so that it is dropped later.
     memory: Memory,
 }
 
@@ -48,8 +48,8 @@ enum State {
 /// libzstd's hint that the frame is complete.
 const FRAME_ENDED: usize = 0;
 
-/// libzstd's hint between two blocks, where a flush leaves the stream: it wants a block header
-/// (RFC 8878, 3.1.1.2) and has seen nothing of it. In a block or in another header it wants more.
+/// libzstd's hint between two blocks, where a flush leaves the stream: it expects a block header (RFC 8878, 3.1.1.2) and has
+/// read none of it. In a block or another header the hint is larger.
 const BLOCK_HEADER: usize = 3;
 
 // SAFETY: the context is owned by this value alone, and libzstd ties none to a thread.
@@ -92,8 +92,8 @@ impl Decoder {
         match target.contiguous() {
             Some(extent) => self.frame_into(payload, extent),
             None => {
-                // The copy takes 14 % more time. Run by run through the library's own window takes
-                // as much; stores past the cache take more.
+                // The copy takes 14 % more time. Run by run through the library's own window takes as much; stores past the
+                // cache take more.
                 let bytes = target.bytes();
                 if self.scratch.len() < bytes {
                     self.scratch.resize(bytes, 0);
@@ -116,8 +116,8 @@ impl Decoder {
         {
             return Err(MethodError::long(NAME, payload, extent.len));
         }
-        // SAFETY: the context is live and used by nobody else (`&mut self`); the extent is memory
-        // that this call may write for its whole length: guest runs or our scratch.
+        // SAFETY: the context is live and exclusive (`&mut self`); the extent is memory that this call may write for its whole
+        // length: guest runs or our scratch.
         let written = check(unsafe {
             ZSTD_decompressDCtx(
                 self.context.as_ptr(),
@@ -148,8 +148,7 @@ impl Decoder {
                 return Err(MethodError::short(NAME, payload, target.bytes(), got));
             }
         }
-        // The pages are full. What may be left is the end of a frame, which gives no bytes; a byte
-        // that still comes out was one too many.
+        // The pages are full. The rest may be the end of a frame, which has no bytes; any further output byte is one too many.
         let mut beyond = [0u8; 1];
         let extent = Extent {
             ptr: beyond.as_mut_ptr(),
@@ -174,7 +173,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Fills `extent` as far as the input reaches; the bytes written.
+    /// Fills `extent` as far as the input reaches; returns the bytes written.
     fn stream(&mut self, input: &mut ZSTD_inBuffer, extent: Extent) -> Result<usize, MethodError> {
         let mut output = ZSTD_outBuffer {
             dst: extent.ptr.cast(),
@@ -183,8 +182,8 @@ impl Decoder {
         };
         while output.pos < output.size {
             let before = (input.pos, output.pos);
-            // SAFETY: the context is live and used by nobody else (`&mut self`); `input` is a slice
-            // that outlives the call, and the extent is memory that this call may write.
+            // SAFETY: the context is live and exclusive (`&mut self`); `input` is a slice that outlives the call, and the
+            // extent is memory that this call may write.
             let wants = check(unsafe {
                 ZSTD_decompressStream(self.context.as_ptr(), &raw mut output, &raw mut *input)
             })
@@ -195,8 +194,8 @@ impl Decoder {
                 },
                 None => damaged(reason),
             })?;
-            // No input and nothing held back: libzstd counts such calls as errors of the caller, and
-            // gives them no meaning between frames, so they must not change the state.
+            // Without input and held-back output, libzstd counts the call as an error of the caller. Between frames such calls
+            // are undefined, so they must not change the state.
             if (input.pos, output.pos) == before {
                 break;
             }
@@ -235,7 +234,7 @@ impl Drop for Decoder {
     }
 }
 
-/// True if `payload` is a frame that ends with it. Walks block headers only.
+/// Returns true if `payload` is exactly one frame. Reads block headers only.
 fn is_one_frame(payload: &[u8]) -> bool {
     // SAFETY: reads the slice only.
     let size = unsafe { ZSTD_findFrameCompressedSize(payload.as_ptr().cast(), payload.len()) };
@@ -245,7 +244,7 @@ fn is_one_frame(payload: &[u8]) -> bool {
 /// `ZSTD_CONTENTSIZE_ERROR`; only `ZSTD_CONTENTSIZE_UNKNOWN` is larger.
 const CONTENT_SIZE_ERROR: u64 = u64::MAX - 1;
 
-/// The size of a frame's content, if its header tells.
+/// Returns the size of a frame's content if its header has one.
 fn content_size(frame: &[u8]) -> Option<u64> {
     // SAFETY: reads the slice only.
     let size = unsafe { ZSTD_getFrameContentSize(frame.as_ptr().cast(), frame.len()) };

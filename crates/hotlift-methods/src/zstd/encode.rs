@@ -1,4 +1,4 @@
-//! Packets to frames.
+//! Encodes packets to frames.
 
 use std::ptr::NonNull;
 
@@ -11,29 +11,30 @@ use zstd_sys::{
 use super::{NAME, check, failed};
 use crate::{Encode, EncoderSettings, MethodError};
 
-/// A channel's compressor: the context with all its tables, kept for the whole migration.
+/// A channel's compressor: the context with its tables, kept for the whole migration.
 pub(super) struct Encoder {
     context: NonNull<ZSTD_CCtx>,
     framing: Framing,
 }
 
-/// Least window of libzstd, in bytes (`ZSTD_WINDOWLOG_MIN`).
+/// Minimum window of libzstd, in bytes (`ZSTD_WINDOWLOG_MIN`).
 const WINDOW_MIN: usize = 1 << 10;
 
-/// How packets become frames.
+/// Mapping of packets to frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Framing {
-    /// Each packet is a frame of its own. Nothing is copied inside the library on either side, and
-    /// the tables fit the packet; but no match reaches into an earlier packet.
+    /// One frame per packet. The library copies nothing on either side, and the tables fit the packet. But no match refers to
+    /// an earlier packet.
     Closed,
-    /// One frame for the channel, as QEMU writes it.
+    /// One frame per channel, as in QEMU.
     Open,
 }
 
-/// A closed frame at level 1 takes 0.80 of the time of the open one to write and to read, for 1 % of
-/// the ratio: with its size known, the library neither copies nor keeps a window. The matches that are
-/// lost weigh more the harder a level searches: 2.7 % of the ratio at level 3, 4.5 % at 5, 7 % at 9
-/// (nine Silesia files, 512 KiB a packet). 3 % is what Hotlift gives away for speed.
+/// Returns the framing of a level.
+///
+/// Closed frames at level 1 take 0.80 of the time to write and to read, for 1 % of the ratio: with a known size, the library
+/// needs no window. The lost matches cost more at higher levels: 2.7 % of the ratio at level 3, 4.5 % at 5, 7 % at 9 (nine
+/// Silesia files, 512 KiB a packet). Hotlift trades at most 3 % for speed.
 fn framing(level: u8) -> Framing {
     if level <= 3 {
         Framing::Closed
@@ -83,8 +84,8 @@ impl Encoder {
     }
 
     fn closed_frame(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), &'static str> {
-        // SAFETY: the context is live and used by nobody else (`&mut self`); the source is a slice,
-        // and the destination is the vector's own capacity.
+        // SAFETY: the context is live and exclusive (`&mut self`); the source is a slice, and the destination is the vector's
+        // own capacity.
         let written = check(unsafe {
             ZSTD_compress2(
                 self.context.as_ptr(),
@@ -94,7 +95,7 @@ impl Encoder {
                 pages.len(),
             )
         })?;
-        // SAFETY: libzstd has written that many bytes from the start, within the capacity.
+        // SAFETY: libzstd wrote this number of bytes from the start, within the capacity.
         unsafe { out.set_len(written) };
         Ok(())
     }
@@ -121,7 +122,7 @@ impl Encoder {
                     ZSTD_EndDirective::ZSTD_e_flush,
                 )
             })?;
-            // SAFETY: libzstd has written up to `pos`, within the capacity.
+            // SAFETY: libzstd wrote up to `pos`, within the capacity.
             unsafe { out.set_len(output.pos) };
             if left == 0 && input.pos == input.size {
                 return Ok(());
@@ -131,9 +132,9 @@ impl Encoder {
     }
 }
 
-/// The window of a stream, as a power of two, if it may not have its level's.
+/// Returns the log2 of a reduced window if the level's window exceeds `most`.
 fn smaller_window(level: u8, most: usize) -> Option<i32> {
-    // SAFETY: a pure function; a size of 0 is one that is not known.
+    // SAFETY: a pure function; size 0 means unknown.
     let levels = unsafe { ZSTD_getCParams(level.into(), 0, 0) }.windowLog;
     let most = most.max(WINDOW_MIN).ilog2();
     (most < levels).then(|| most.cast_signed())
@@ -152,8 +153,7 @@ impl Encode for Encoder {
         .map_err(|reason| failed("compress a packet", reason))
     }
 
-    /// Levels begin at -7; libzstd takes the nearest that it has. Packets whose levels differ are frames of
-    /// their own.
+    /// Accepts levels from -7 on; libzstd uses the nearest that exists. Each later packet is a closed frame, of any level.
     fn set_level(&mut self, level: i8) -> Result<(), MethodError> {
         self.framing = Framing::Closed;
         self.use_level(level.into())

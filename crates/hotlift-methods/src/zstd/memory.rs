@@ -1,8 +1,7 @@
-//! Memory of libzstd's decoder, counted.
+//! Accounting of the memory of libzstd's decoder.
 //!
-//! The library takes a frame's window when it has read the frame's header, and frees the one before. Every
-//! allocation of a context goes through here, so that what is counted is what there is, whatever a
-//! frame says and in whatever pieces it comes.
+//! The library allocates a frame's window after reading the frame's header, and frees the previous one. All allocations of a
+//! context go through this module. So the count is exact for every frame, however it is split.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -11,15 +10,14 @@ use zstd_sys::ZSTD_customMem;
 
 use crate::memory::{MemoryLimit, OverMemoryLimit};
 
-/// Bytes before each block, for its size: as many as keep the alignment of `malloc`.
+/// Bytes before each block, for its size; 16 keep the alignment of `malloc`.
 const HEAD: usize = 16;
 
-/// What one context's memory is counted with. It has one owner, who ends it behind the context, and is
-/// used by one thread at a time, as the context is.
+/// Accounting state of one context. Its single owner drops it after the context. One thread at a time uses both.
 pub(super) struct Memory(NonNull<State>);
 
 struct State {
-    /// What is counted, from when it is set on: a context's own tables are no peer's choice.
+    /// Limit of allocations, counted from when it is set: a context's own tables are no choice of the peer.
     limit: Option<MemoryLimit>,
     refused: Option<OverMemoryLimit>,
 }
@@ -36,7 +34,7 @@ impl Memory {
         Self(NonNull::from(Box::leak(state)))
     }
 
-    /// What a context is made with. It must end before this value does.
+    /// Returns the allocator for a context, which must end before this value.
     pub(super) fn custom(&self) -> ZSTD_customMem {
         ZSTD_customMem {
             customAlloc: Some(allocate),
@@ -50,7 +48,7 @@ impl Memory {
         unsafe { self.0.as_mut() }.limit = Some(limit.clone());
     }
 
-    /// What was refused since the last call.
+    /// Returns the refusal since the last call.
     pub(super) fn refused(&mut self) -> Option<OverMemoryLimit> {
         // SAFETY: as in `limit`.
         unsafe { self.0.as_mut() }.refused.take()
@@ -64,13 +62,13 @@ impl Drop for Memory {
     }
 }
 
-/// `ZSTD_allocFunction`.
+/// Implements `ZSTD_allocFunction`.
 ///
 /// # Safety
 ///
-/// `opaque` is the state of [`Memory::custom`], which nobody else uses during the call.
+/// `opaque` is the state of [`Memory::custom`], used exclusively by this call.
 unsafe extern "C" fn allocate(opaque: *mut c_void, size: usize) -> *mut c_void {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let state = unsafe { &mut *opaque.cast::<State>() };
     let Some(all) = size.checked_add(HEAD) else {
         return ptr::null_mut();
@@ -98,16 +96,16 @@ unsafe extern "C" fn allocate(opaque: *mut c_void, size: usize) -> *mut c_void {
     }
 }
 
-/// `ZSTD_freeFunction`.
+/// Implements `ZSTD_freeFunction`.
 ///
 /// # Safety
 ///
-/// As [`allocate`]; `address` is null or from there, and not freed before.
+/// As for [`allocate`]; `address` is null or was returned by it, and is freed only once.
 unsafe extern "C" fn free(opaque: *mut c_void, address: *mut c_void) {
     if address.is_null() {
         return;
     }
-    // SAFETY: the caller's promise: the state is there, and the block begins a head before.
+    // SAFETY: guaranteed by the caller: the state is live, and the block begins `HEAD` bytes earlier.
     unsafe {
         let block = address.byte_sub(HEAD);
         let counted = block.cast::<usize>().read();

@@ -1,11 +1,11 @@
 //! `zstd`: frames of libzstd.
 //!
-//! QEMU writes one frame a channel and never closes it: each packet ends at a flush. Its reader takes
-//! closed frames just as well, one a packet, and so does ours. Which of the two is written is decided
-//! per level, see [`encode`]; what is read may change from packet to packet, see [`decode`].
+//! QEMU writes one frame per channel and never closes it: each packet ends at a flush. Its reader also accepts closed frames,
+//! one per packet, and so does ours. The level decides the framing that we write ([`encode`]); the framing that we read may
+//! change from packet to packet ([`decode`]).
 //!
-//! libzstd 1.5.7 is linked in through zstd-sys, since every step of the library from QEMU's side of
-//! 2022 to it made level 1 a little faster, and a distribution's would be older.
+//! libzstd 1.5.7 is linked through zstd-sys. Each release since QEMU's of 2022 made level 1 slightly faster, and a
+//! distribution's library would be older.
 
 mod decode;
 mod encode;
@@ -24,11 +24,11 @@ const LIBRARY: &str = "libzstd";
 /// Levels as `multifd-zstd-level` has them; 0 is libzstd's default, which is 3.
 pub(crate) const LEVELS: RangeInclusive<u8> = 0..=20;
 
-/// Largest window that a received stream may ask for, as a power of two of bytes: 128 MiB, the limit
-/// of libzstd's own streaming decoder (`ZSTD_WINDOWLOG_LIMIT_DEFAULT`) and so of every QEMU.
+/// Maximum window of a received stream, as a power of two of bytes: 128 MiB, the limit of libzstd's streaming decoder
+/// (`ZSTD_WINDOWLOG_LIMIT_DEFAULT`) and therefore of every QEMU.
 ///
-/// It bounds the only memory whose size a peer chooses; how much all channels together may choose,
-/// [`Decode::limit_memory`] says. QEMU's levels need at most 2^25 bytes.
+/// It limits the only memory whose size a peer chooses; [`Decode::limit_memory`] limits the sum of all channels. QEMU's levels
+/// need at most 2^25 bytes.
 pub const WINDOW_LOG_MAX: u8 = 27;
 
 pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
@@ -46,7 +46,7 @@ pub(crate) fn library() -> String {
     format!("{LIBRARY} {}", version.to_string_lossy())
 }
 
-/// The value of a libzstd call, or the text of its error.
+/// Returns the value of a libzstd call, or the text of its error.
 fn check(code: usize) -> Result<usize, &'static str> {
     // SAFETY: pure functions of the code; the name is a static NUL-terminated ASCII string.
     unsafe {

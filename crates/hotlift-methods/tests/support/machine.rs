@@ -14,9 +14,8 @@ use serde_json::{Value, json};
 
 use super::stream::{RAM_PAGES, Stream, ram_page};
 
-/// How long a QEMU may say nothing, or take no bytes, before it counts as hanging. That is how a
-/// destination refuses a payload: the channel's thread ends, and in 7.2 as in 10.0 the main thread,
-/// QMP with it, waits for that channel's SYNC for ever.
+/// Timeout of a QEMU without output or reads, after which it counts as hanging. That is how a destination rejects a payload:
+/// the channel's thread ends, and in 7.2 as in 10.0 the main thread, and QMP with it, waits for that channel's SYNC forever.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Multifd channels of the recorded streams.
@@ -24,8 +23,7 @@ const CHANNELS: usize = 2;
 const UUID: &str = "486f746c-6966-7420-6669-787475726573";
 const BIOS_LEN: usize = 64 << 10;
 
-/// Plays `main` and `channels` in `method`, or `main` alone, to a new destination. An error is what QEMU
-/// said when it gave up.
+/// Sends `main` and `channels` in `method`, or `main` alone, to a new destination. An error is QEMU's last output.
 pub fn load(
     program: &Path,
     machine: &str,
@@ -38,7 +36,7 @@ pub fn load(
     let uri = format!("unix:{}", path.display());
     machine.execute("migrate-incoming", &json!({ "uri": uri }))?;
 
-    // QEMU 7.2 takes the connection that comes first for main.
+    // QEMU 7.2 uses the first connection as main.
     let writers: Vec<_> = std::iter::once(main)
         .chain(channels.into_iter().flat_map(|(_, channels)| channels))
         .map(|bytes| {
@@ -65,9 +63,9 @@ pub fn load(
     })
 }
 
-/// What a destination holds after a migration.
+/// Memory of a destination after a migration.
 pub struct Loaded {
-    /// All of `pc.ram`: it is a shared file, where `pmemsave` would miss what the BIOS area hides.
+    /// All of `pc.ram`: it is a shared file, where `pmemsave` would miss the range hidden by the BIOS.
     pub ram: Vec<u8>,
     /// All of `pc.bios`.
     pub bios: Vec<u8>,
@@ -121,7 +119,7 @@ impl Machine {
         let folder = qemu::folder().expect("a folder");
         let path = |name: &str| folder.path().join(name);
         fs::write(path("ram"), ram).expect("the RAM's file");
-        // Nothing of the recorded BIOS, so that what is read back was migrated.
+        // Without the recorded BIOS, so that the memory read back was migrated.
         fs::write(path("bios"), [0xf4; BIOS_LEN]).expect("the BIOS's file");
         let memory = format!(
             "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
@@ -150,7 +148,7 @@ impl Machine {
         Self { process, qmp }
     }
 
-    /// Multifd in `method` with the channels of the recorded streams, or none; tells of progress.
+    /// Enables multifd in `method` with the channels of the recorded streams, or none, and events of progress.
     fn set_multifd(&mut self, method: Option<&str>) -> Result<(), String> {
         let capabilities = [("multifd", method.is_some()), ("events", true)];
         let set = self.qmp.set_capabilities(&capabilities);
@@ -168,7 +166,7 @@ impl Machine {
         answer.map(drop).map_err(|error| self.explain(&error))
     }
 
-    /// Waits for the end of a migration. After a failed one QEMU says why and exits, or hangs.
+    /// Waits for the end of a migration. After a failed one QEMU reports the reason and exits, or hangs.
     fn migrated(&mut self) -> Result<(), String> {
         loop {
             let event = self.qmp.wait_event(PATIENCE);
@@ -180,7 +178,7 @@ impl Machine {
         }
     }
 
-    /// Why it did not do something, and what it has said.
+    /// Returns the failure with QEMU's output.
     fn explain(&self, why: &dyn std::fmt::Display) -> String {
         let process = self.process.process();
         process.hear_out();

@@ -1,4 +1,4 @@
-//! Packets, places to decode them to, zlib and zstd used as QEMU uses them, and QEMU itself.
+//! Packets, memory to decode them to, zlib and zstd as QEMU uses them, and QEMU itself.
 #![allow(dead_code)]
 
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock};
@@ -7,7 +7,7 @@ pub mod machine;
 pub mod qemu;
 pub mod stream;
 
-/// What every byte of a target holds before a packet is decoded into it.
+/// Value of every byte of a target before a packet is decoded into it.
 pub const CANARY: u8 = 0xa5;
 
 /// A seeded generator (xorshift64*).
@@ -37,7 +37,7 @@ impl Noise {
 /// Kinds of page contents.
 pub const CONTENTS: [&str; 5] = ["zero", "text", "binary", "random", "alternating"];
 
-/// `pages` pages of that kind, different for each packet number.
+/// Returns `pages` pages of that kind, different for each packet number.
 pub fn contents(kind: &str, pages: usize, packet: u64) -> Vec<u8> {
     let mut noise = Noise::new(packet + 1);
     (0..pages)
@@ -89,20 +89,20 @@ fn page_of(kind: &str, page: usize, noise: &mut Noise) -> Vec<u8> {
     bytes
 }
 
-/// Where the pages of a packet lie in a block.
+/// Layout of a packet's pages in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     /// One run.
     Whole,
-    /// A run a page, each behind the other.
+    /// One run per page, adjacent.
     Adjacent,
-    /// A run a page, backwards and with a page between any two.
+    /// One run per page, backwards and with a page between any two.
     Scattered,
 }
 
 pub const LAYOUTS: [Layout; 3] = [Layout::Whole, Layout::Adjacent, Layout::Scattered];
 
-/// Guest memory with a packet's pages in it, and bytes around them that nobody may touch.
+/// Guest memory with a packet's pages in it, and bytes around them that must not change.
 pub struct Place {
     block: RamBlock,
     offsets: Vec<usize>,
@@ -150,7 +150,7 @@ impl Place {
         }
     }
 
-    /// The pages in their order.
+    /// Returns the pages in their order.
     pub fn pages(&self) -> Vec<u8> {
         let mut pages = vec![0; self.offsets.len() * PAGE_SIZE];
         for (page, &offset) in pages.chunks_mut(PAGE_SIZE).zip(&self.offsets) {
@@ -172,7 +172,7 @@ impl Place {
     }
 }
 
-/// A whole zlib stream by stock zlib, with header and Adler-32.
+/// Returns a complete stream of stock zlib, with header and Adler-32.
 pub fn zlib_stream(bytes: &[u8]) -> Vec<u8> {
     let mut stream = vec![0; bytes.len() + 64];
     let mut len = u64::try_from(stream.len()).expect("64 bits");

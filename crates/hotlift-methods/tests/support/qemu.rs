@@ -6,7 +6,7 @@ use hotlift_mem::PAGE_SIZE;
 use libz_sys as z;
 use zstd_sys as zs;
 
-/// QEMU's bound of a payload: twice the packet.
+/// QEMU's limit of a payload: twice the packet.
 pub const PAYLOAD_LIMIT: usize = 2 * 128 * PAGE_SIZE;
 
 fn stream() -> Box<z::z_stream> {
@@ -36,17 +36,17 @@ fn stream() -> Box<z::z_stream> {
     })
 }
 
-/// `sizeof(z_stream)` on 64-bit systems, as the init calls want it.
+/// `sizeof(z_stream)` on 64-bit systems, as the init calls require it.
 const STREAM_SIZE: c_int = 112;
 const _: () = assert!(size_of::<z::z_stream>() == 112);
 
-/// A length as zlib counts it.
+/// Returns a length in zlib's type.
 fn length(bytes: &[u8]) -> z::uInt {
     z::uInt::try_from(bytes.len()).expect("buffers are small")
 }
 
-/// Decodes the first stream of `input` by stock zlib: what it holds, and the bytes of input that it
-/// took. The window is zlib's `windowBits`: negative for raw deflate, above 15 for gzip.
+/// Decodes the first stream of `input` by stock zlib; returns its content, and the bytes of input used. The window is zlib's
+/// `windowBits`: negative for raw deflate, above 15 for gzip.
 pub fn inflate(input: &[u8], window: c_int) -> (Vec<u8>, usize) {
     let mut stream = stream();
     let mut out = vec![0; PAYLOAD_LIMIT];
@@ -104,7 +104,7 @@ impl ZlibWriter {
         out
     }
 
-    /// Compresses into `out`; the bytes written.
+    /// Compresses into `out`; returns the bytes written.
     pub fn write(&mut self, pages: &[u8], end: c_int, out: &mut [u8]) -> usize {
         self.stream.next_out = out.as_mut_ptr();
         self.stream.avail_out = length(out);
@@ -130,7 +130,7 @@ impl Drop for ZlibWriter {
     }
 }
 
-/// Stock zlib, decompressing page by page and dropping what is left of a payload.
+/// Stock zlib, decompressing page by page and dropping the rest of a payload.
 pub struct ZlibReader {
     stream: Box<z::z_stream>,
 }
@@ -149,7 +149,7 @@ impl ZlibReader {
             return Err(format!("payload of {} bytes", payload.len()));
         }
         let mut out = vec![0; pages * PAGE_SIZE];
-        // A buffer of its own that does not outlive the call, as each packet's.
+        // A separate buffer that does not outlive the call, as for each packet.
         let payload = Vec::from(payload);
         self.read(&payload, &mut out)?;
         Ok(out)
@@ -215,7 +215,7 @@ impl ZstdWriter {
         self.packet_ended_by(pages, zs::ZSTD_EndDirective::ZSTD_e_flush)
     }
 
-    /// A packet that closes the frame.
+    /// Returns a packet that closes the frame.
     pub fn last_packet(&mut self, pages: &[u8]) -> Vec<u8> {
         self.packet_ended_by(pages, zs::ZSTD_EndDirective::ZSTD_e_end)
     }
@@ -227,7 +227,7 @@ impl ZstdWriter {
         out
     }
 
-    /// Compresses into `out`; the bytes written.
+    /// Compresses into `out`; returns the bytes written.
     pub fn write(&mut self, pages: &[u8], end: zs::ZSTD_EndDirective, out: &mut [u8]) -> usize {
         let mut output = zs::ZSTD_outBuffer {
             dst: out.as_mut_ptr().cast(),
@@ -341,7 +341,7 @@ fn is_error(code: usize) -> u32 {
     unsafe { zs::ZSTD_isError(code) }
 }
 
-/// A window larger than any level asks for: a frame header with that window log and no content.
+/// Returns a frame header with that window log and no content: a window above that of any level.
 pub fn zstd_frame_with_window_log(log: u8) -> Vec<u8> {
     let mut frame = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, (log - 10) << 3];
     // One raw block of a page, not the last one.

@@ -1,4 +1,4 @@
-//! The simulated accelerators: the library of `hotlift-simulated`, opened in place of the vendors'.
+//! The simulated accelerators: the library of `hotlift-simulated`, opened instead of the vendors'.
 //!
 //! Cargo builds it because the package is a dependency of the tests, and puts it beside them.
 #![allow(dead_code)]
@@ -12,7 +12,7 @@ use libloading::Library;
 /// Environment variables that name a vendor's library.
 pub const VARIABLES: [&str; 3] = ["HOTLIFT_LIBQPL", "HOTLIFT_LIBQATZIP", "HOTLIFT_LIBWD"];
 
-/// The library's file.
+/// Returns the library's file.
 pub fn library() -> PathBuf {
     let test = std::env::current_exe().expect("the test's own file");
     let file = test.with_file_name("libhotlift_simulated.so");
@@ -20,22 +20,21 @@ pub fn library() -> PathBuf {
     file
 }
 
-/// The process's accelerators, for as long as this lives: how they behave is the process's, too.
+/// Exclusive access to the process's accelerators: their behaviour is global in the process.
 pub struct Simulated {
     library: Library,
     _alone: MutexGuard<'static, ()>,
 }
 
 impl Simulated {
-    /// The accelerators of this process, behaving well. The first call must come before any method
-    /// looks for a library, so every test of a file with this one begins with it.
+    /// Returns the accelerators of this process, without faults. The first call must precede any use of a library by a method,
+    /// so every test of a file with this call begins with it.
     pub fn take() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let file = library();
         for variable in VARIABLES {
-            // SAFETY: tests of the file wait for each other here, and their harness reads no variable
-            // by C while tests run.
+            // SAFETY: tests of the file wait for each other here, and their harness reads no variable by C while tests run.
             unsafe { std::env::set_var(variable, &file) };
         }
         // SAFETY: the library has no constructors.
@@ -48,7 +47,7 @@ impl Simulated {
         simulated
     }
 
-    /// Sets how the devices behave, see `hotlift_simulated::behaviour`, and begins all counts again.
+    /// Sets the devices' behaviour, see `hotlift_simulated::behaviour`, and resets all counts.
     pub fn behave(&self, text: &str) {
         let text = CString::new(text).expect("no NUL");
         // SAFETY: the type is the function's.
@@ -62,7 +61,7 @@ impl Simulated {
         assert_eq!(code, 0, "{text:?} is no behaviour");
     }
 
-    /// Jobs that the devices accepted since.
+    /// Returns the jobs that the devices have accepted since.
     pub fn jobs(&self) -> u64 {
         // SAFETY: the type is the function's.
         unsafe {

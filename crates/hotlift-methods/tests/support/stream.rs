@@ -1,4 +1,4 @@
-//! A whole migration stream taken apart into its pages, and its channels written anew.
+//! A complete migration stream, split into its pages, and its channels rewritten.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,8 +19,8 @@ use super::{Layout, Place};
 /// Pages of the guest's RAM in every recorded stream.
 pub const RAM_PAGES: usize = 512;
 
-/// Page `number` of the guest's RAM as the recording script fills it. A guest that runs counts in
-/// the first two bytes of the pages 1 to 15.
+/// Returns page `number` of the guest's RAM as the recording script fills it. A running guest counts in the first two bytes of
+/// the pages 1 to 15.
 pub fn ram_page(number: usize) -> Vec<u8> {
     if number / 8 % 2 == 1 {
         return vec![0; PAGE_SIZE];
@@ -41,11 +41,11 @@ pub fn ram_page(number: usize) -> Vec<u8> {
     page
 }
 
-/// What a source said on all its connections.
+/// A source's bytes on all its connections.
 pub struct Stream {
-    /// The main channel as it was.
+    /// The unchanged main channel.
     pub main: Vec<u8>,
-    /// The machine type that it names.
+    /// Its machine type.
     pub machine: String,
     pub blocks: Vec<RamBlockEntry>,
     pub channels: Vec<(InitialPacket, Vec<Packet>)>,
@@ -63,11 +63,11 @@ pub struct Packet {
     pub pages: Vec<u8>,
 }
 
-/// The offset of a page and what is in it, nothing if it is zero.
+/// The offset of a page and its content, `None` if it is zero.
 type Page<'a> = (u64, Option<&'a [u8]>);
 
 impl Stream {
-    /// A recorded stream, `VERSION-METHOD`; the README of the fixtures says what is in it.
+    /// Reads a recorded stream, `VERSION-METHOD`; the README of the fixtures describes its content.
     pub fn recorded(name: &str) -> Self {
         let connection = |kind: &str| {
             let path = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -87,7 +87,7 @@ impl Stream {
         )
     }
 
-    /// Takes apart the bytes of all connections. Panics where they are not what a QEMU sends.
+    /// Parses the bytes of all connections. Panics if a QEMU would not send them.
     pub fn new(main: Vec<u8>, channels: &[Vec<u8>], method: &MethodInfo) -> Self {
         let mut machine = String::new();
         let (mut flushes, mut sections) = (0, 0);
@@ -129,11 +129,11 @@ impl Stream {
         }
     }
 
-    /// The RAM block called `name` as the stream leaves it; pages that were never sent are zero.
+    /// Returns the RAM block called `name` after the stream; pages that were never sent are zero.
     pub fn memory(&self, name: &str) -> Vec<u8> {
         let index = self.blocks.iter().position(|block| block.name == name);
         let index = index.expect("a block of the list");
-        // Between two sync points no page is sent twice, so rounds are all the order there is.
+        // Between two sync points no page is sent twice, so rounds define the whole order.
         let mut rounds: BTreeMap<usize, Vec<Page<'_>>> = BTreeMap::new();
         for &(round, block, offset) in &self.zero_on_main {
             if block == index {
@@ -160,8 +160,8 @@ impl Stream {
         memory
     }
 
-    /// The channels as a Hotlift sends them: with its hello and its checksums, the same pages in the
-    /// same packets, the payloads from one encoder a channel.
+    /// Returns the channels as a Hotlift sends them: with its hello and its checksums, the same pages in the same packets, the
+    /// payloads from one encoder per channel.
     pub fn rewritten(&self, name: &str, encoder: &dyn Fn() -> Box<dyn Encode>) -> Vec<Vec<u8>> {
         let flag = method(name).expect(name).flag;
         let method = Method::from_flag(flag).expect(name);

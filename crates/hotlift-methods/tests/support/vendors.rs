@@ -1,7 +1,6 @@
 //! The vendors' own libraries, from the directory that `scripts/accelerator-libraries` prints.
 //!
-//! libqpl wants a newer C library than Debian 12 has, so what uses them runs once more under the
-//! loader of that directory.
+//! libqpl requires a newer C library than Debian 12 has, so its tests run again under the loader of that directory.
 #![allow(dead_code)]
 
 use std::path::PathBuf;
@@ -10,17 +9,17 @@ use std::process::Command;
 use hotlift_mem::PAGE_SIZE;
 use libloading::Library;
 
-/// Names the directory.
+/// Variable that names the directory.
 pub const VARIABLE: &str = "HOTLIFT_VENDOR_LIBRARIES";
 /// Set in a process that the directory's loader has started.
 const INSIDE: &str = "HOTLIFT_VENDOR_LOADER";
 
-/// True in a process that finds the libraries by their sonames.
+/// Returns true in a process that finds the libraries by their sonames.
 pub fn inside() -> bool {
     std::env::var_os(INSIDE).is_some()
 }
 
-/// This program once more, under the directory's loader; `None` without a directory.
+/// Returns a command for this program under the directory's loader; `None` without a directory.
 pub fn this_program() -> Option<Command> {
     let folder = std::env::var_os(VARIABLE).filter(|folder| !folder.is_empty())?;
     let mut path = folder.clone();
@@ -37,7 +36,7 @@ pub fn this_program() -> Option<Command> {
     Some(command)
 }
 
-/// A job of libqpl's software, page after page, with nothing of ours around it.
+/// A job of libqpl's software, page after page, without our code.
 pub struct Qpl {
     _library: Library,
     execute: unsafe extern "C" fn(*mut u8) -> u32,
@@ -45,16 +44,16 @@ pub struct Qpl {
     flags: u32,
 }
 
-// SAFETY: the job is this value's alone.
+// SAFETY: the job is exclusive to this value.
 unsafe impl Send for Qpl {}
 
 impl Qpl {
-    /// First, last, no verification: what QEMU asks for.
+    /// First, last, no verification: QEMU's flags.
     pub const FIXED: u32 = 0x1 | 0x2 | 0x4000;
-    /// Huffman codes of each page's own.
+    /// Huffman codes per page.
     pub const DYNAMIC: u32 = Self::FIXED | 0x2000;
 
-    /// A job that compresses with those flags.
+    /// Returns a job that compresses with those flags.
     pub fn new(flags: u32) -> Self {
         const SOFTWARE: u32 = 2;
         // SAFETY: the library's constructors are sound; the types are those of its header.
@@ -75,7 +74,7 @@ impl Qpl {
         // SAFETY: room for the size.
         assert_eq!(unsafe { size(SOFTWARE, &raw mut bytes) }, 0);
         let mut job = vec![0_u64; usize::try_from(bytes).expect("64 bits").div_ceil(8)];
-        // SAFETY: zeroed memory of the size asked for.
+        // SAFETY: zeroed memory of the required size.
         assert_eq!(unsafe { init(SOFTWARE, job.as_mut_ptr().cast()) }, 0);
         Self {
             _library: library,
@@ -101,7 +100,7 @@ impl Qpl {
         assert_eq!(done, (0, PAGE_SIZE), "libqpl does not read what it wrote");
     }
 
-    /// The status, and the bytes of output.
+    /// Runs a job; returns the status, and the bytes of output.
     fn run(&mut self, op: u32, flags: u32, input: &[u8], output: &mut [u8]) -> (u32, usize) {
         let job: *mut u8 = self.job.as_mut_ptr().cast();
         let length = |bytes: usize| u32::try_from(bytes).expect("a page");
