@@ -1,4 +1,4 @@
-//! Where a migration goes to or comes from: `uri` and `channels` of QMP, in QEMU's words.
+//! Addresses of a migration: QMP's `uri` and `channels`, with QEMU's error messages.
 
 use hotlift::Address;
 use hotlift::transport::TransportError;
@@ -26,7 +26,7 @@ static UNIX: &[Member] = &[
     needed("path", Type::Str),
 ];
 
-/// The address in the arguments of `migrate` or `migrate-incoming`.
+/// Returns the address in the arguments of `migrate` or `migrate-incoming`.
 pub fn of_arguments(arguments: &Map<String, Value>) -> Result<Address, Refusal> {
     let neither_or_both = || Refusal::generic("need either 'uri' or 'channels' argument");
     match (
@@ -45,7 +45,7 @@ pub fn of_arguments(arguments: &Map<String, Value>) -> Result<Address, Refusal> 
     }
 }
 
-/// The address of a URI.
+/// Parses a URI.
 pub fn of_uri(uri: &str) -> Result<Address, Refusal> {
     uri.parse().map_err(|error| {
         Refusal::generic(match error {
@@ -103,7 +103,7 @@ fn accept(object: &Map<String, Value>, name: &str, values: &[&str]) -> Result<()
     }
 }
 
-/// As `socket-address` of `query-migrate` has it.
+/// Converts to `socket-address` of `query-migrate`.
 pub fn to_qapi(address: &Address) -> SocketAddress {
     let of_kind = |kind: &str| SocketAddress {
         kind: kind.to_owned(),

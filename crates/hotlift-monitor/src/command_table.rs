@@ -1,4 +1,4 @@
-//! Every QMP command that a monitor has: arguments, answer, and the checks that QEMU makes of both.
+//! All QMP commands of a monitor: arguments, answers, and QEMU's checks of both.
 
 use hotlift_qmp::qapi::{Member, Type, needed, optional};
 use hotlift_qmp::server::Refusal;
@@ -7,11 +7,11 @@ use serde_json::{Map, Value};
 /// A command.
 #[derive(Debug)]
 pub struct CommandInfo {
-    /// Its name.
+    /// Name.
     pub name: &'static str,
-    /// What it takes; `None` for the options of the one table, which check themselves.
+    /// Arguments; `None` for the table of options, which check themselves.
     pub arguments: Option<&'static [Member]>,
-    /// What it answers; `None` for an empty object.
+    /// Type of the answer; `None` for an empty object.
     pub returns: Option<Type>,
 }
 
@@ -104,7 +104,7 @@ pub static COMMANDS: &[CommandInfo] = &[
     command("quit", &[], None),
 ];
 
-/// The row of a command, and its arguments if they fit it.
+/// Returns the row of a command and its arguments, after checking them.
 pub fn check<'a>(
     command: &str,
     arguments: &'a Value,
@@ -121,8 +121,8 @@ pub fn check<'a>(
     Ok(given)
 }
 
-/// Checks an object whose members are called `prefix` and their name, in QEMU's order: what must be
-/// there and of which type, and only then what must not be there.
+/// Checks an object's members, whose names get `prefix` in errors, in QEMU's order: first required members and types, then
+/// unexpected members.
 pub fn check_members(
     members: &[Member],
     given: &Map<String, Value>,
@@ -164,7 +164,7 @@ fn check_type(kind: Type, value: &Value, name: &str) -> Result<(), Refusal> {
     )))
 }
 
-/// All states that QEMU's migrations have; ours are some of them.
+/// All states of QEMU's migrations; Hotlift uses some of them.
 const MIGRATION_STATUS: &[&str] = &[
     "none",
     "setup",
@@ -183,7 +183,7 @@ const MIGRATION_STATUS: &[&str] = &[
     "wait-unplug",
 ];
 
-/// The argument of `migrate-continue`.
+/// Returns the argument of `migrate-continue`.
 pub fn migration_status(arguments: &Map<String, Value>) -> Result<&str, Refusal> {
     let state = arguments["state"].as_str().unwrap_or_default();
     if MIGRATION_STATUS.contains(&state) {

@@ -1,4 +1,4 @@
-//! Why a monitor failed.
+//! Errors of a monitor.
 
 use std::io;
 use std::net::IpAddr;
@@ -6,36 +6,36 @@ use std::net::IpAddr;
 use hotlift_qmp::server::Refusal;
 use hotlift_terminal::error::TerminalError;
 
-/// A monitor that cannot be served, or a failure that ends the process that is monitored.
+/// A monitor that cannot be served, or a failure that ends the monitored process.
 #[derive(Debug, thiserror::Error)]
 pub enum MonitorError {
-    /// What several commands can fail with.
+    /// An error that several commands share.
     #[error(transparent)]
     Terminal(#[from] TerminalError),
-    /// A command that the start of the process stands for.
+    /// A command was refused that runs at the start of the process.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// A socket for clients.
+    /// A socket for clients cannot be served.
     #[error("cannot serve {address}")]
     Serve {
-        /// Where.
+        /// Address of the socket.
         address: String,
         /// The system's reason.
         #[source]
         source: io::Error,
     },
-    /// A TCP socket that is not for this host alone.
+    /// Other hosts can reach a TCP socket.
     #[error("cannot serve {address}: other hosts reach {reached}, and there is no authentication")]
     OtherHosts {
-        /// Where.
+        /// Address of the socket.
         address: String,
-        /// The first of its addresses that is not a loopback address.
+        /// The first resolved address that is not a loopback address.
         reached: IpAddr,
     },
-    /// An incoming migration that was to end the process if it failed.
+    /// An incoming migration has failed that must end the process on failure.
     #[error("the guest has not come: {reason}")]
     Incoming {
-        /// Why, in one line.
+        /// Reason, in one line.
         reason: String,
     },
 }

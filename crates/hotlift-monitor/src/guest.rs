@@ -1,4 +1,4 @@
-//! The commands of a monitor over a guest of this process: one machine, and one migration of it at a time.
+//! Commands of a monitor with a guest in this process: one machine, with one migration at a time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -24,7 +24,7 @@ use crate::settings::{IN_PROGRESS, Settings};
 use crate::shutdown::ShutdownRequest;
 use crate::{address, command_table, events, introspection, query_migrate, refusal};
 
-/// The monitor of a machine with a guest. Clones are the same machine.
+/// The monitor of a machine with a guest. Clones share the machine.
 #[derive(Clone)]
 pub struct GuestMonitor(Arc<Machine>);
 
@@ -38,10 +38,10 @@ struct Machine {
 
 struct State {
     run: RunState,
-    /// `-incoming` was given, and is not used up.
+    /// `-incoming` was given, and is not used yet.
     may_come_in: bool,
     was_incoming: bool,
-    /// Nobody here knows whether the destination runs the guest.
+    /// Unknown on this host: the destination may or may not run the guest.
     in_doubt: bool,
     migration: Option<Migration>,
     thread: Option<JoinHandle<()>>,
@@ -50,15 +50,15 @@ struct State {
 /// The latest migration.
 struct Migration {
     control: Control,
-    /// What clients are told; that of the control is ahead of the figures that belong to it.
+    /// Status shown to clients; the control's is ahead of its figures.
     shown: Status,
     started: Instant,
-    /// The latest; before the first report, that nothing is done.
+    /// Latest progress; before the first report nothing is done.
     progress: Progress,
     outcome: Option<Outcome>,
-    /// Where a source connects to, or, before it listens, where it is to listen.
+    /// Address for a source; before listening the requested address.
     listens_at: Option<Address>,
-    /// Of a source with `compress`.
+    /// For a source with `compress`.
     compression: Option<query_migrate::Compression>,
 }
 
@@ -80,12 +80,12 @@ impl State {
         self.migration.as_ref().filter(|one| one.is_running())
     }
 
-    /// Whether the guest is here at all.
+    /// Returns true if the guest is here.
     fn has_arrived(&self) -> bool {
         self.run != RunState::InMigrate
     }
 
-    /// Refuses whatever might make a second guest of this one.
+    /// Refuses all commands that could create a second copy of this guest.
     fn refuse_in_doubt(&self) -> Result<(), Refusal> {
         match self.in_doubt {
             false => Ok(()),
@@ -97,14 +97,14 @@ impl State {
     }
 }
 
-/// States in which the guest is the destination's, and needs pages of this side.
+/// States in which the destination owns the guest, and needs pages of this side.
 const IN_POSTCOPY: [Status; 3] = [
     Status::PostcopyActive,
     Status::PostcopyPaused,
     Status::PostcopyRecover,
 ];
 
-/// Goes on with a postcopy that was interrupted.
+/// Continues an interrupted postcopy.
 fn resume(state: &State, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
     let nothing = "Cannot resume if there is no paused migration";
     let paused = state
@@ -119,7 +119,7 @@ fn resume(state: &State, arguments: &Map<String, Value>) -> Result<Value, Refusa
 }
 
 impl GuestMonitor {
-    /// A machine whose guest runs; or, if it is `incoming`, waits for its guest.
+    /// Creates a machine whose guest runs, or, if `incoming`, waits for its guest.
     pub fn new(
         guest: Arc<dyn Guest>,
         options: Options,
@@ -147,7 +147,7 @@ impl GuestMonitor {
         }))
     }
 
-    /// A machine whose guest a migration has left paused, in doubt of who has it.
+    /// Creates a machine whose guest a migration has left paused, with unknown ownership.
     pub fn in_doubt(
         guest: Arc<dyn Guest>,
         options: Options,
@@ -167,25 +167,25 @@ impl GuestMonitor {
         monitor
     }
 
-    /// True if the guest runs.
+    /// Returns true if the guest runs.
     pub fn is_running(&self) -> bool {
         self.0.lock().run == RunState::Running
     }
 
-    /// True once there is a guest whose memory can be checked.
+    /// Returns true once there is a guest whose memory can be checked.
     pub fn has_arrived(&self) -> bool {
         self.0.lock().has_arrived()
     }
 
-    /// Waits at `address` for the guest; ends the process if it does not come.
+    /// Waits at `address` for the guest; ends the process if it does not arrive.
     ///
     /// # Errors
-    /// If it cannot be waited for there.
+    /// If this address cannot be used.
     pub fn wait_for_guest(&self, address: &Address) -> Result<Address, MonitorError> {
         Ok(self.receive(address, true)?)
     }
 
-    /// The process ends: cancels what is under way, and waits for its end.
+    /// Ends the monitor: cancels an active migration, and waits for its end.
     pub fn end(&self, by_client: bool) {
         events::shutdown(&self.0.events, by_client);
         let thread = {
@@ -196,12 +196,12 @@ impl GuestMonitor {
             state.thread.take()
         };
         if let Some(thread) = thread {
-            // A panic was reported by its own thread.
+            // The thread itself has reported a panic.
             let _ = thread.join();
         }
     }
 
-    /// From now on a migration is under way.
+    /// Records the start of a migration.
     fn begin(&self, state: &mut State, listens_at: Option<Address>) -> Control {
         let machine = Arc::downgrade(&self.0);
         let control = Control::watched(Box::new(move |event| {
@@ -221,7 +221,7 @@ impl GuestMonitor {
         control
     }
 
-    /// Runs the `work` of the migration that has begun, on a thread of its own.
+    /// Runs the `work` of the started migration on its own thread.
     fn run(
         &self,
         state: &mut State,
@@ -232,7 +232,7 @@ impl GuestMonitor {
         let thread = thread::Builder::new()
             .name("migration".to_owned())
             .spawn(move || {
-                // A panic is reported where it happens; the machine is not to wait for its end.
+                // A panic is reported where it happens; the machine must not wait for its end.
                 match catch_unwind(AssertUnwindSafe(|| work(&machine, &control))) {
                     Ok(outcome) => machine.ended(outcome),
                     Err(_) => machine.panicked(),
@@ -308,8 +308,8 @@ impl GuestMonitor {
         })
     }
 
-    /// `listen` makes the guest ready and listens for it at `address`; without the lock, as RAM of many GiB takes
-    /// its time, and so may a name.
+    /// Runs `listen`, which prepares the guest and listens for it at `address`. Without the lock: RAM of many GiB and name
+    /// resolution take time.
     fn receive_as(
         &self,
         address: &Address,
@@ -365,7 +365,7 @@ impl GuestMonitor {
         running.map(|()| at)
     }
 
-    /// Listens once more, for a source that has the pages which the guest waits for.
+    /// Listens again, for a source that has the pages which the guest waits for.
     fn recover(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         let control = {
             let state = self.0.lock();
@@ -376,7 +376,7 @@ impl GuestMonitor {
             migration.control.clone()
         };
         let address = address::of_arguments(arguments)?;
-        // Without the lock: a name may take its time.
+        // Without the lock: name resolution may take time.
         let listening = address.listen().map_err(MigrationError::from);
         let listener = listening.map_err(|error| Refusal::generic(error.chain()))?;
         let at = listener.address().ok();
@@ -389,7 +389,7 @@ impl GuestMonitor {
         Ok(json!({}))
     }
 
-    /// The guest runs at the destination from its next switchover on, whether or not all pages are there.
+    /// Enables postcopy: from the next switchover the guest runs at the destination, even if pages are missing.
     fn start_postcopy(&self) -> Result<Value, Refusal> {
         let state = self.0.lock();
         if !self.0.settings.for_migration().postcopy_ram {
@@ -400,7 +400,7 @@ impl GuestMonitor {
         let outgoing = state.migration.as_ref();
         match outgoing.filter(|one| one.listens_at.is_none()) {
             Some(migration) => {
-                // One that has ended does not mind, as QEMU has it: the client cannot know.
+                // A migration that has ended ignores this, as in QEMU: the client cannot know.
                 migration.control.start_postcopy();
                 Ok(json!({}))
             }
@@ -421,7 +421,7 @@ impl GuestMonitor {
     fn cancel(&self) -> Value {
         let mut state = self.0.lock();
         let outgoing = state.running().filter(|one| one.listens_at.is_none());
-        // A guest that runs there needs what is here; whoever gives it up has it paused first.
+        // A guest that runs at the destination needs data of this host; an operator who abandons it must pause it first.
         let is_needed = |one: &&Migration| {
             let status = one.control.status();
             IN_POSTCOPY.contains(&status) && status != Status::PostcopyPaused
@@ -429,7 +429,7 @@ impl GuestMonitor {
         let outgoing = outgoing.filter(|one| !is_needed(one));
         if let Some(migration) = outgoing {
             migration.control.cancel();
-            // Unless the guest is gone by now.
+            // Unless the guest no longer exists.
             let status = migration.control.status();
             if matches!(status, Status::Cancelling | Status::None) {
                 self.0.show(&mut state, Status::Cancelling);
@@ -519,7 +519,7 @@ impl GuestMonitor {
             let (progress, elapsed) = (progress.clone(), migration.started.elapsed());
             let (jobs, compression) = (migration.control.jobs(), migration.compression);
             let stall = migration.control.stall();
-            // The engine waits for this lock while the guest stands still, and /proc is slow.
+            // The engine waits for this lock while the guest is paused, and /proc is slow.
             drop(state);
             let info =
                 query_migrate::source_under_way(status, elapsed, &progress, &jobs, compression);
@@ -605,12 +605,12 @@ impl Machine {
         blocks.map(|block| block.len() as u64).sum()
     }
 
-    /// Shows clients a state, if it is new to them.
+    /// Shows a state to clients, if it is new to them.
     fn show(&self, state: &mut State, status: Status) {
         let Some(migration) = &mut state.migration else {
             return;
         };
-        // What the engine does between a cancel and its end is none of the client's business.
+        // Clients do not see the engine's states between a cancel and its end.
         let hidden = migration.shown == Status::Cancelling
             && migration.outcome.is_none()
             && status != Status::Cancelling;
@@ -623,11 +623,11 @@ impl Machine {
         }
     }
 
-    /// The engine tells this, in the order in which it happens.
+    /// Handles an event of the engine; the order is that of the events.
     fn happened(&self, event: MigrationEvent) {
         let mut state = self.lock();
         match event {
-            // These are shown with the figures that belong to them, by `ended`.
+            // `ended` shows these with their figures.
             MigrationEvent::Status(
                 Status::None | Status::Completed | Status::Failed | Status::Cancelled,
             ) => {}
@@ -647,9 +647,9 @@ impl Machine {
         }
     }
 
-    /// The migration keeps the guest from running no longer.
+    /// Records that the migration no longer stops the guest.
     fn resumed(&self, state: &mut State) {
-        // A `stop` or `cont` that came while the guest arrived was only noted.
+        // A `stop` or `cont` during the guest's arrival was only recorded.
         let by_operator = self.guest.is_stopped_by_operator();
         let done = match by_operator {
             true => self.guest.stop(true),
@@ -666,7 +666,7 @@ impl Machine {
         }
     }
 
-    /// Something is wrong with the engine: what became of the guest cannot be known from here.
+    /// Handles a panic of the engine: the state of the guest is unknown.
     fn panicked(&self) {
         let why = "internal error: the migration has panicked".to_owned();
         let mut state = self.lock();
@@ -703,7 +703,7 @@ impl Machine {
     }
 
     fn finish(&self, state: &mut State, outcome: Outcome, status: Status) {
-        // It is in doubt, or could not be given back.
+        // It is in doubt, or could not be returned.
         if state.run == RunState::FinishMigrate {
             self.guest.leave_to_operator();
             state.run = RunState::Paused;
@@ -747,7 +747,7 @@ mod tests {
         )
     }
 
-    /// What others hear while one client's `migrate-incoming` takes its time.
+    /// Other clients are served during one client's slow `migrate-incoming`.
     #[test]
     fn clients_are_answered_while_a_guest_is_made_ready_to_come() {
         let monitor = waiting();
@@ -783,7 +783,7 @@ mod tests {
         assert!(at.unwrap_err().desc.contains("there"));
         assert_eq!(ask("query-migrate", Value::Null).unwrap(), json!({}));
 
-        // As if it had not been asked for.
+        // The failed command has no effect on the next one.
         let at = monitor.receive(&anywhere, false).unwrap();
         let info = ask("query-migrate", Value::Null).unwrap();
         assert_eq!(info["status"], "setup");

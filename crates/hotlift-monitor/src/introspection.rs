@@ -1,4 +1,4 @@
-//! The commands that need no more than the tables, and that every monitor answers alike.
+//! Commands that need only the tables; every monitor answers them identically.
 
 use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Refusal};
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::command_table::COMMANDS;
 use crate::{hmp, schema};
 
-/// The version of a monitor: that of the QEMU whose interface it is, and ours as the package.
+/// Returns a monitor's version: that of the emulated QEMU interface, and Hotlift's as the package.
 pub fn version() -> Value {
     to_value(&VersionInfo {
         qemu: Version {
@@ -20,7 +20,7 @@ pub fn version() -> Value {
     })
 }
 
-/// Runs `command` for the monitor `commands`. `has` says which commands this monitor has.
+/// Runs `command` for the monitor `commands`. `has` returns true for commands of this monitor.
 pub fn execute(
     commands: &dyn Commands,
     command: &str,

@@ -1,21 +1,21 @@
-//! The monitors of a process that migrates: what drives and watches it, as QEMU's do. Tools speak QMP, people HMP.
+//! Monitors of a migrating process: clients drive and watch it as they do QEMU. Tools use QMP, people HMP.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `sockets` | where clients connect, and who may |
+//! | `sockets` | sockets of the clients, and their access control |
 //! | `command_table`, `schema` | all QMP commands, their arguments and answers |
-//! | `guest` | the commands over a guest of this process |
-//! | `run_control` | who keeps that guest from running: its operator, its migration |
-//! | `relay` | the commands over a relay |
-//! | `introspection` | the commands that need no more than the tables |
+//! | `guest` | commands for a guest of this process |
+//! | `run_control` | stops and continues that guest, for its operator and its migration |
+//! | `relay` | commands for a relay |
+//! | `introspection` | commands that need only the tables |
 //! | `settings` | capabilities and parameters |
 //! | `address` | `uri` and `channels` of a migration |
-//! | `query_migrate` | what `query-migrate` answers |
-//! | `events` | what clients are told unasked |
-//! | `refusal` | what clients are refused with |
-//! | `shutdown` | the request that the process ends |
+//! | `query_migrate` | the answer of `query-migrate` |
+//! | `events` | events sent to clients |
+//! | `refusal` | errors sent to clients |
+//! | `shutdown` | request to end the process |
 //! | `hmp` | the human monitor |
-//! | `error` | why a monitor failed |
+//! | `error` | errors of a monitor |
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! What `query-migrate` and `query-migrationthreads` answer: the engine's figures as QMP's types.
+//! Answers of `query-migrate` and `query-migrationthreads`: the engine's figures as QMP's types.
 
 use std::time::Duration;
 
@@ -16,29 +16,28 @@ use hotlift_qmp::{
 };
 use hotlift_terminal::progress::rounded;
 
-/// How the threads of a migration's source are called.
+/// Name prefixes of the threads of a migration's source.
 const SOURCE_THREADS: &[&str] = &["mig/src/", "compress_", "dsa_completion"];
 
-/// What capability `compress` has done, as far as the figures of the migration tell: all of its pages travel on the main
-/// channel.
+/// Statistics of capability `compress`, derived from the migration's figures: all of its pages are on the main channel.
 #[derive(Debug, Clone, Copy)]
 pub struct Compression {
-    /// Whether pages wait for a thread; if not, it is not known how many found none.
+    /// True if pages wait for a thread; otherwise the number of pages without a free thread is unknown.
     waits: bool,
 }
 
 impl Compression {
-    /// Of a migration with `options`; `None` without the capability.
+    /// Returns the value for a migration with `options`; `None` without the capability.
     pub fn of(options: &Options) -> Option<Self> {
         options.compress.then_some(Self {
             waits: options.compress_wait_thread,
         })
     }
 
-    /// `main` are the bytes of the main channel. Besides pages it carries some hundred bytes a round and the
-    /// state of devices, which count as compressed here.
+    /// Returns the statistics. `main` are the bytes of the main channel. It also carries some hundred bytes for each round and
+    /// the devices' state, which count as compressed here.
     fn stats(self, main: u64, pages: Pages) -> CompressionStats {
-        /// Bytes before the content of a page, and of a page that is zero (`RAM_SAVE_FLAG_CONTINUE`).
+        /// Bytes before the content of a page, and bytes of a zero page (`RAM_SAVE_FLAG_CONTINUE`).
         const HEADER: u64 = 8;
         const ZERO: u64 = HEADER + 1;
         let size = main.saturating_sub(pages.with_content * HEADER + pages.zero * ZERO);
@@ -65,9 +64,8 @@ struct Pages {
 }
 
 impl Pages {
-    /// The members of `ram` that say how many they are, and which way their `bytes` went. Normal to QEMU are not those of
-    /// `compress` and of XBZRLE, which have counts of their own; those on multifd channels are normal, whatever the
-    /// method.
+    /// Returns the members of `ram` with the page counts and the distribution of their `bytes`. QEMU does not count pages of
+    /// `compress` and XBZRLE as normal; they have their own counts. Pages on multifd channels are normal, with any method.
     fn stats(
         self,
         bytes: ByteFigures,
@@ -93,7 +91,7 @@ impl Pages {
     }
 }
 
-/// A migration in this state, which nothing else is to be said of.
+/// Returns the answer for a migration in this state, without figures.
 pub fn only_status(status: Status) -> MigrationInfo {
     MigrationInfo {
         status: Some(status.name().to_owned()),
@@ -101,7 +99,7 @@ pub fn only_status(status: Status) -> MigrationInfo {
     }
 }
 
-/// A migration that has ended without success.
+/// Returns the answer for a migration that has ended without success.
 pub fn failed(status: Status, error_desc: &str) -> MigrationInfo {
     MigrationInfo {
         error_desc: Some(error_desc.to_owned()),
@@ -109,7 +107,7 @@ pub fn failed(status: Status, error_desc: &str) -> MigrationInfo {
     }
 }
 
-/// What a source's migration of `total_bytes` of RAM says of itself before its first report.
+/// Returns the progress of a source's migration of `total_bytes` of RAM before its first report.
 pub fn not_begun(total_bytes: u64) -> Progress {
     Progress {
         status: Status::Setup,
@@ -121,7 +119,7 @@ pub fn not_begun(total_bytes: u64) -> Progress {
     }
 }
 
-/// Adds the host that holds the migration up.
+/// Adds the host that holds up the migration.
 pub fn with_stall(info: MigrationInfo, stall: Option<Stall>) -> MigrationInfo {
     MigrationInfo {
         stall: stall.map(|stall| stall.to_string()),
@@ -129,7 +127,7 @@ pub fn with_stall(info: MigrationInfo, stall: Option<Stall>) -> MigrationInfo {
     }
 }
 
-/// A source's migration that is under way.
+/// Returns the answer for a source's active migration.
 pub fn source_under_way(
     status: Status,
     elapsed: Duration,
@@ -171,7 +169,7 @@ pub fn source_under_way(
     }
 }
 
-/// A source's migration that has completed.
+/// Returns the answer for a source's completed migration.
 pub fn source_completed(
     report: &SourceReport,
     total_bytes: u64,
@@ -208,7 +206,7 @@ pub fn source_completed(
     }
 }
 
-/// A destination's that has completed.
+/// Returns the answer for a destination's completed migration.
 pub fn destination_completed(report: &DestinationReport) -> MigrationInfo {
     let postcopy = report.postcopy.as_ref();
     MigrationInfo {
@@ -241,7 +239,7 @@ fn with_blocktime(blocktime: &BlocktimeFigures) -> MigrationInfo {
     }
 }
 
-/// A relay's that is under way.
+/// Returns the answer for a relay's active migration.
 pub fn relay_under_way(
     status: Status,
     progress: &RelayProgress,
@@ -276,7 +274,7 @@ pub fn relay_under_way(
     }
 }
 
-/// A relay's that has completed.
+/// Returns the answer for a relay's completed migration.
 pub fn relay_completed(
     report: &RelayReport,
     total_bytes: u64,
@@ -298,7 +296,7 @@ pub fn relay_completed(
     }
 }
 
-/// Bytes of the main channel.
+/// Returns the number of bytes of the main channel.
 fn on_main(bytes: ByteFigures) -> u64 {
     bytes.precopy + bytes.downtime
 }
@@ -315,7 +313,7 @@ fn xbzrle_cache(xbzrle: &XbzrleFigures) -> XbzrleCacheStats {
     }
 }
 
-/// Only of methods and modes that have jobs at all.
+/// Returns the jobs, only for methods and modes that use accelerators.
 fn accelerator_jobs(jobs: &JobFigures) -> Option<AcceleratorJobs> {
     (*jobs != JobFigures::default()).then(|| AcceleratorJobs {
         hardware: jobs.hardware,
@@ -339,7 +337,7 @@ fn ms(time: Duration) -> u64 {
     time.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
-/// `query-migrationthreads`: those of a source that runs now.
+/// Answers `query-migrationthreads`: lists the threads of a running source.
 pub fn threads() -> Vec<MigrationThreadInfo> {
     let threads = source_threads().map(|(id, name)| MigrationThreadInfo {
         name,
@@ -348,7 +346,7 @@ pub fn threads() -> Vec<MigrationThreadInfo> {
     threads.collect()
 }
 
-/// What the kernel has counted for each of them so far.
+/// Returns the kernel's CPU time of each of these threads.
 fn cpu_of_threads() -> Vec<ThreadCpu> {
     source_threads()
         .filter_map(|(id, name)| {
@@ -367,7 +365,7 @@ fn source_threads() -> impl Iterator<Item = (u64, String)> {
     tasks.filter_map(|task| {
         let task = task.ok()?;
         let id = task.file_name().to_str()?.parse().ok()?;
-        // A thread that ends meanwhile has no name any more.
+        // A thread that has ended in the meantime has no name.
         let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
         let name = name.trim_end().to_owned();
         let is_one = SOURCE_THREADS.iter().any(|begin| name.starts_with(begin));

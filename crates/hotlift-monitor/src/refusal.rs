@@ -1,4 +1,4 @@
-//! What clients are refused with, in QEMU's words where it has any.
+//! Errors for clients, with QEMU's text where it exists.
 
 use std::error::Error;
 
@@ -7,31 +7,31 @@ use hotlift::transport::TransportError;
 use hotlift_qmp::server::Refusal;
 use hotlift_terminal::error::error_line;
 
-/// An error of ours.
+/// Converts an error of Hotlift.
 pub fn of(error: &dyn Error) -> Refusal {
     Refusal::generic(error_line(error))
 }
 
-/// `migrate-pause`.
+/// Returns the error of `migrate-pause`.
 pub fn no_postcopy() -> Refusal {
     Refusal::generic(
         "migrate-pause is currently only supported during postcopy-active or postcopy-recover state",
     )
 }
 
-/// `migrate-recover`.
+/// Returns the error of `migrate-recover`.
 pub fn not_paused() -> Refusal {
     Refusal::generic("Migrate recover can only be run when postcopy is paused.")
 }
 
-/// Why a migration failed (`error-desc`): as QEMU says it, where tools look for its words.
+/// Formats a migration's failure (`error-desc`) in QEMU's wording, which tools search.
 pub fn error_desc(error: &MigrationError) -> String {
     let MigrationError::Transport(TransportError::Connect { uri, source }) = error else {
         return error.chain();
     };
     let address = uri.split_once(':').map_or(uri.as_str(), |(_, rest)| rest);
     let reason = source.to_string();
-    // The number of the error is std's addition.
+    // Rust's std appends the error number.
     let reason = reason.split(" (os error").next().unwrap_or_default();
     format!("Failed to connect to '{address}': {reason}")
 }

@@ -1,4 +1,4 @@
-//! The commands of a monitor over a relay: it has no guest, so that it is watched, paced and cancelled.
+//! Commands of a relay's monitor: a relay has no guest, so it can only be watched, paced and cancelled.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -14,7 +14,7 @@ use crate::settings::Settings;
 use crate::{command_table, events, introspection, query_migrate, refusal};
 use hotlift_mem::lock;
 
-/// Commands that a relay does not have, and who has what they ask for.
+/// Commands that a relay does not have, with an explanation for the client.
 const OF_OTHERS: &[(&str, &str)] = &[
     (
         "migrate",
@@ -35,7 +35,7 @@ const OF_OTHERS: &[(&str, &str)] = &[
     ("query-uuid", "the guest is a QEMU's"),
 ];
 
-/// A relay's monitor. Clones watch the same relay.
+/// A relay's monitor. Clones share the relay.
 #[derive(Clone)]
 pub struct RelayMonitor(Arc<Relay>);
 
@@ -63,7 +63,7 @@ struct Migration {
 }
 
 impl RelayMonitor {
-    /// A relay with `options` on its outgoing side, which ends when `interrupt` is raised.
+    /// Creates a monitor of a relay with `options` on its outgoing side, which ends when `interrupt` is raised.
     pub fn new(options: Options, events: Events, interrupt: &Interrupt) -> Self {
         Self(Arc::new(Relay {
             settings: Settings::as_given(options),
@@ -73,7 +73,7 @@ impl RelayMonitor {
         }))
     }
 
-    /// The next migration is waited for; its control.
+    /// Prepares for the next migration; returns its control.
     pub fn waits(&self) -> Control {
         let weak = Arc::downgrade(&self.0);
         let control = Control::watched(Box::new(move |event| {
@@ -94,14 +94,14 @@ impl RelayMonitor {
         control
     }
 
-    /// How it gets on.
+    /// Records the progress.
     pub fn note(&self, progress: &RelayProgress) {
         if let Some(migration) = &mut self.0.lock().migration {
             migration.progress = *progress;
         }
     }
 
-    /// How it ended.
+    /// Records the outcome.
     pub fn ended(&self, outcome: &Result<RelayReport, MigrationError>) {
         let mut state = self.0.lock();
         let status = match outcome {
@@ -118,7 +118,7 @@ impl RelayMonitor {
         self.0.show(&mut state, status);
     }
 
-    /// The process ends; true if a client has asked for it.
+    /// Reports the end of the process; returns true if a client has requested it.
     pub fn end(&self) -> bool {
         let asked = self.0.lock().asked_to_quit;
         events::shutdown(&self.0.events, asked);
@@ -167,7 +167,7 @@ impl RelayMonitor {
 
     fn set_parameters(&self, parameters: &Map<String, Value>) -> Result<Value, Refusal> {
         let mut state = self.0.lock();
-        // Without a migration there is nothing to change but the settings of the next.
+        // Without a migration only the settings of the next one change.
         let idle = Control::new();
         let control = state.migration.as_ref().map_or(&idle, |one| &one.control);
         let is_live = |name: &str| name == "max-bandwidth";
@@ -209,7 +209,7 @@ impl Relay {
         lock(&self.state)
     }
 
-    /// As the engine has it; the end is shown with its figures, by [`RelayMonitor::ended`].
+    /// Records the engine's status; [`RelayMonitor::ended`] shows the end with its figures.
     fn happened(&self, status: Status) {
         let ends = matches!(
             status,

@@ -1,29 +1,29 @@
-//! Run control: a guest is stopped and continued by its operator (`stop`, `cont`) and by its migration alike.
+//! Run control: both the operator (`stop`, `cont`) and the migration stop and continue a guest.
 //!
-//! It runs when neither keeps it from running. A guest that its operator has stopped arrives stopped, as
-//! QEMU's do, and in QEMU's way: the run state travels as the device `globalstate`.
+//! The guest runs if neither has stopped it. A guest that its operator has stopped arrives stopped, as in QEMU: the device
+//! `globalstate` carries the run state.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use hotlift::guest::{Announcer, DeviceState, Guest, GuestError};
 use hotlift_mem::{DirtyBitmap, RamBlock, lock};
 
-/// Whether the guest runs; QEMU's names (`RunState`).
+/// Run state of the guest; with QEMU's names (`RunState`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunState {
-    /// It has not arrived.
+    /// The guest has not arrived.
     InMigrate,
     Running,
-    /// Its operator has stopped it.
+    /// The operator has stopped it.
     Paused,
-    /// Its migration has.
+    /// The migration has stopped it.
     FinishMigrate,
-    /// It runs elsewhere.
+    /// It runs on another host.
     PostMigrate,
 }
 
 impl RunState {
-    /// All of them.
+    /// All states.
     pub const ALL: [Self; 5] = [
         Self::InMigrate,
         Self::Running,
@@ -32,7 +32,7 @@ impl RunState {
         Self::PostMigrate,
     ];
 
-    /// QEMU's name.
+    /// Returns QEMU's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::InMigrate => "inmigrate",
@@ -47,10 +47,10 @@ impl RunState {
 /// Name of the device section.
 const GLOBALSTATE: &str = "globalstate";
 
-/// Longest name of a run state in it (`RunState` of QEMU's `GlobalState`).
+/// Longest name of a run state in the section (`RunState` of QEMU's `GlobalState`).
 const NAME: usize = 100;
 
-/// The guest, and who keeps it from running.
+/// The guest, and the parties that have stopped it.
 pub struct RunControl {
     guest: Arc<dyn Guest>,
     stopped_by: Mutex<StoppedBy>,
@@ -63,7 +63,7 @@ struct StoppedBy {
 }
 
 impl RunControl {
-    /// One that nobody has stopped.
+    /// Creates the control of a guest that is not stopped.
     pub fn new(guest: Arc<dyn Guest>) -> Self {
         Self {
             guest,
@@ -75,12 +75,12 @@ impl RunControl {
         lock(&self.stopped_by)
     }
 
-    /// Whether the operator wants it stopped.
+    /// Returns true if the operator has stopped it.
     pub fn is_stopped_by_operator(&self) -> bool {
         self.lock().operator
     }
 
-    /// The operator's `stop`. A guest that has not arrived yet will not run when it does.
+    /// Executes the operator's `stop`. A guest that has not arrived yet will not run on arrival.
     pub fn stop(&self, has_arrived: bool) -> Result<(), GuestError> {
         let mut stopped_by = self.lock();
         if has_arrived {
@@ -90,7 +90,7 @@ impl RunControl {
         Ok(())
     }
 
-    /// The operator's `cont`.
+    /// Executes the operator's `cont`.
     pub fn cont(&self, has_arrived: bool) -> Result<(), GuestError> {
         let mut stopped_by = self.lock();
         if has_arrived && !stopped_by.migration {
@@ -100,7 +100,7 @@ impl RunControl {
         Ok(())
     }
 
-    /// A migration has left it stopped, and nobody but the operator can know whether it may run.
+    /// Keeps the guest stopped after a migration: only the operator can know if it may run.
     pub fn leave_to_operator(&self) {
         *self.lock() = StoppedBy {
             operator: true,
@@ -177,7 +177,7 @@ impl Guest for RunControl {
 
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
         let mut devices = self.guest.save_devices()?;
-        // Left out where it says nothing: a destination without a monitor does not know it.
+        // Omitted for a running guest: a destination without a monitor does not know the section.
         if self.lock().operator {
             devices.push(stopped());
         }
@@ -204,7 +204,7 @@ impl Guest for RunControl {
     }
 }
 
-/// The section of a stopped guest: the length of the name and its end, then the name.
+/// Returns the section of a stopped guest: the length of the name with its end, then the name.
 fn stopped() -> DeviceState {
     let name = b"paused\0";
     let mut payload = vec![0, 0, 0, 7];

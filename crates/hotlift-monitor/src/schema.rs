@@ -1,5 +1,5 @@
-//! What `query-qmp-schema` answers: the table of commands, the one table of options, and the objects that both speak of,
-//! which are the types of hotlift-qmp. They have the names that QEMU's documentation gives them.
+//! The answer of `query-qmp-schema`: the table of commands, the table of options, and the objects that both use, which are the
+//! types of hotlift-qmp. They have the names from QEMU's documentation.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 use crate::command_table::{COMMANDS, CommandInfo};
 use crate::run_control::RunState;
 
-/// Objects that are arguments, or data of events. Those that are answers come from their types, those of the options from
-/// their table.
+/// Objects that are arguments, or data of events. Answers come from their types, options from their table.
 static OBJECTS: &[Object] = &[
     object("Empty", &[]),
     object(
@@ -55,7 +54,7 @@ const fn object(name: &'static str, members: &'static [Member]) -> Object {
     Object { name, members }
 }
 
-/// Enumerations that are no option's.
+/// Enumerations that belong to no option.
 static ENUMS: &[(&str, &[&str])] = &[
     ("MigrationChannelType", &["main"]),
     ("MigrationAddressType", &["socket"]),
@@ -63,7 +62,7 @@ static ENUMS: &[(&str, &[&str])] = &[
     ("ShutdownCause", &["host-qmp-quit", "host-signal"]),
 ];
 
-/// Events, and the object that is their data.
+/// Events, and the objects of their data.
 pub static EVENTS: &[(&str, &str)] = &[
     ("MIGRATION", "MIGRATION"),
     ("MIGRATION_PASS", "MIGRATION_PASS"),
@@ -72,7 +71,7 @@ pub static EVENTS: &[(&str, &str)] = &[
     ("SHUTDOWN", "SHUTDOWN"),
 ];
 
-/// All of it, for a monitor that has the commands that `has` says.
+/// Returns the whole schema, for a monitor with the commands for which `has` returns true.
 pub fn schema(has: &dyn Fn(&str) -> bool) -> Value {
     let mut schema = Schema::default();
     for name in ["str", "int", "number", "boolean"] {
@@ -100,7 +99,7 @@ pub fn schema(has: &dyn Fn(&str) -> bool) -> Value {
     Value::Array(schema.entries)
 }
 
-/// QEMU calls the type of whole numbers `int`, and of any number `number`; both are JSON's names, too.
+/// Returns the JSON type: QEMU and JSON share the names `int` and `number`.
 fn builtin(name: &str) -> &str {
     if name == "str" { "string" } else { name }
 }
@@ -108,7 +107,7 @@ fn builtin(name: &str) -> &str {
 #[derive(Default)]
 struct Schema {
     entries: Vec<Value>,
-    /// Types that lists are made of.
+    /// Element types of lists.
     elements: BTreeSet<String>,
 }
 
@@ -145,7 +144,7 @@ impl Schema {
         );
     }
 
-    /// Capabilities and parameters, as the one table has them.
+    /// Adds capabilities and parameters from the table of options.
     fn options(&mut self) {
         let mut parameters = Vec::new();
         let mut capabilities = Vec::new();

@@ -1,4 +1,4 @@
-//! The options of a monitor: capabilities and parameters, as they are set and asked for.
+//! Options of a monitor: capabilities and parameters, set and queried by clients.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use crate::command_table::check_members;
 use hotlift_mem::lock;
 
-/// What a client hears that wants another migration, or other capabilities, while one is under way.
+/// Error for a client that starts a migration, or changes capabilities, during a migration.
 pub const IN_PROGRESS: &str = "There's a migration process in progress";
 
 static CAPABILITY: &[Member] = &[needed("capability", Type::Str), needed("state", Type::Bool)];
@@ -22,13 +22,13 @@ static CAPABILITY: &[Member] = &[needed("capability", Type::Str), needed("state"
 pub struct Settings(Mutex<Options>);
 
 impl Settings {
-    /// As the command line has them; a capability that it does not name is off, as in QEMU.
+    /// Takes the options of the command line; a capability that is not named there is off, as in QEMU.
     pub fn new(mut options: Options) -> Self {
         options.multifd.get_or_insert(false);
         Self::as_given(options)
     }
 
-    /// As the command line has them.
+    /// Takes the options of the command line unchanged.
     pub fn as_given(options: Options) -> Self {
         Self(Mutex::new(options))
     }
@@ -37,7 +37,7 @@ impl Settings {
         lock(&self.0)
     }
 
-    /// As a migration takes them. Parameters of multifd are QEMU's to ignore while that is off.
+    /// Returns the options for a migration. QEMU ignores parameters of multifd while that is off.
     pub fn for_migration(&self) -> Options {
         let mut options = self.lock().clone();
         if !options.multifd() {
@@ -47,12 +47,12 @@ impl Settings {
         options
     }
 
-    /// Whether states are told as events.
+    /// Returns true if states are sent as events.
     pub fn has_events(&self) -> bool {
         self.lock().events
     }
 
-    /// `query-migrate-capabilities`.
+    /// Answers `query-migrate-capabilities`.
     pub fn capabilities(&self) -> Value {
         let options = self.lock();
         let capabilities: Vec<_> = OPTIONS
@@ -66,7 +66,7 @@ impl Settings {
         to_value(&capabilities)
     }
 
-    /// `migrate-set-capabilities`: all of them, or none.
+    /// Executes `migrate-set-capabilities`: sets all of them, or none.
     pub fn set_capabilities(&self, wanted: &Value, is_running: bool) -> Result<(), Refusal> {
         let mut options = self.lock();
         let mut changed = options.clone();
@@ -100,7 +100,7 @@ impl Settings {
         Ok(())
     }
 
-    /// `query-migrate-parameters`.
+    /// Answers `query-migrate-parameters`.
     pub fn parameters(&self) -> Value {
         let options = self.lock();
         let parameters: Map<_, _> = OPTIONS
@@ -111,8 +111,8 @@ impl Settings {
         Value::Object(parameters)
     }
 
-    /// `migrate-set-parameters`: all of them, or none. While a migration runs (that of `running`), only
-    /// those that take effect in it.
+    /// Executes `migrate-set-parameters`: sets all of them, or none. During a migration (`running`), only those that take
+    /// effect in it.
     pub fn set_parameters(
         &self,
         parameters: &Map<String, Value>,

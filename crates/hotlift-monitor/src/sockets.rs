@@ -1,4 +1,4 @@
-//! Where clients of a monitor connect, and who may.
+//! Sockets for a monitor's clients, and their access control.
 
 use std::io::{self, Write};
 use std::net::{TcpListener, ToSocketAddrs};
@@ -13,31 +13,31 @@ use hotlift_terminal::error::TerminalError;
 use crate::error::MonitorError;
 use crate::{hmp, introspection};
 
-/// What a person hears who is one too many.
+/// Message to a person above the limit of clients.
 const TOO_MANY_PEOPLE: &[u8] = b"too many clients: end another one first\r\n";
 
-/// Permissions of a UNIX socket that is its owner's alone.
+/// Permissions of a UNIX socket that only its owner can use.
 const OWNER_ONLY: u32 = 0o600;
 
-/// Where clients connect, and who may.
+/// Sockets for clients, and their access control.
 #[derive(Debug, Clone)]
 pub struct Sockets {
-    /// Where QMP is served.
+    /// Address of QMP.
     pub qmp: Option<QmpAddress>,
-    /// Where the human monitor is served.
+    /// Address of the human monitor.
     pub hmp: Option<HmpAddress>,
     /// Permissions of the UNIX sockets, at most 0o777.
     pub mode: u32,
-    /// Whether TCP sockets may be on addresses that other hosts reach, though there is no authentication.
+    /// True if TCP sockets may use addresses that other hosts can reach, without authentication.
     pub from_other_hosts: bool,
 }
 
-/// Where the human monitor is served.
+/// Address of the human monitor.
 #[derive(Debug, Clone)]
 pub enum HmpAddress {
-    /// On standard input and output.
+    /// Standard input and output.
     Stdio,
-    /// At a socket.
+    /// A socket.
     Socket(QmpAddress),
 }
 
@@ -52,16 +52,16 @@ impl FromStr for HmpAddress {
     }
 }
 
-/// Clients that are served, until it goes out of scope.
+/// Monitors that serve clients until dropped.
 pub struct Monitors {
-    // In this order: clients go before the files that they came by.
+    // Drop order: clients are disconnected before their socket files are removed.
     _clients: Vec<Clients>,
     _files: Vec<UnixSocketFile>,
     _terminal: Option<hmp::TerminalSettings>,
 }
 
 impl Sockets {
-    /// QMP at `address` and nothing else, for this user alone.
+    /// Creates the configuration for only QMP at `address`, for this user alone.
     #[must_use]
     pub fn qmp_at(address: QmpAddress) -> Self {
         Self {
@@ -72,10 +72,10 @@ impl Sockets {
         }
     }
 
-    /// Starts to serve `commands`; clients of QMP are told of `events`.
+    /// Starts to serve `commands`; QMP clients receive `events`.
     ///
     /// # Errors
-    /// If a socket cannot be bound, or is one that other hosts reach and must not.
+    /// If a socket cannot be bound, or other hosts can reach it without permission.
     pub fn serve(
         &self,
         commands: &Arc<dyn Commands>,
@@ -107,7 +107,7 @@ impl Sockets {
                 let serve = move || {
                     let _ = hmp::serve_terminal(&*commands);
                 };
-                // It waits for input that may never come, so that nobody waits for it.
+                // The thread waits for input that may never come, so it is not joined.
                 std::thread::Builder::new()
                     .name("hmp/terminal".to_owned())
                     .spawn(serve)
@@ -149,11 +149,11 @@ impl Sockets {
         };
         let place = address.to_string();
         let serve = move |socket| match serve(socket) {
-            // Told even if nobody reads it: a browser that comes here was sent by somebody.
+            // Logged in any case: a browser that connects here was directed by someone.
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 let _ = writeln!(io::stderr(), "hotlift: a client of {place}: {error}");
             }
-            // The client has gone, whatever the reason.
+            // The client has disconnected, for any reason.
             Ok(()) | Err(_) => {}
         };
         let clients = Clients::serve(bound, refusal, Arc::new(serve)).map_err(failed)?;

@@ -1,10 +1,10 @@
-//! What a line can go on with.
+//! Completion of a line.
 
 use hotlift::options::{Kind, OPTIONS, option};
 
 use super::table::{COMMANDS, HmpCommand, INFO, find};
 
-/// The place in `line` where its last word begins, and what that word can become.
+/// Returns the position in `line` where its last word begins, and the possible completions.
 pub fn complete(line: &str) -> (usize, Vec<String>) {
     let start = line.rfind(char::is_whitespace).map_or(0, |space| space + 1);
     let before: Vec<&str> = line[..start].split_whitespace().collect();

@@ -1,6 +1,6 @@
-//! A line taken apart: words, quoted strings, flags.
+//! Splits a line into words, quoted strings and flags.
 
-/// What is left of a line.
+/// The rest of a line.
 pub struct Words<'a>(&'a str);
 
 impl<'a> Words<'a> {
@@ -8,11 +8,10 @@ impl<'a> Words<'a> {
         Self(line.trim())
     }
 
-    /// The next word. In double quotes it may have spaces and the escapes `\n`, `\r`, `\\`, `\"` and
-    /// `\'`, as in QEMU.
+    /// Returns the next word. Double quotes allow spaces and the escapes `\n`, `\r`, `\\`, `\"` and `\'`, as in QEMU.
     ///
     /// # Errors
-    /// What is wrong with a quoted one.
+    /// The error in a quoted word.
     pub fn next(&mut self) -> Result<Option<String>, &'static str> {
         let Some(quoted) = self.0.strip_prefix('"') else {
             let end = self.0.find(char::is_whitespace).unwrap_or(self.0.len());
@@ -39,7 +38,7 @@ impl<'a> Words<'a> {
         Ok(Some(word))
     }
 
-    /// The letters of the flags that come next, as in `-d -r` and `-dr`.
+    /// Returns the letters of the following flags, as in `-d -r` and `-dr`.
     pub fn flags(&mut self) -> Vec<char> {
         let mut flags = Vec::new();
         while let Some(rest) = self.0.strip_prefix('-')
@@ -52,7 +51,7 @@ impl<'a> Words<'a> {
         flags
     }
 
-    /// All that is left.
+    /// Takes the rest of the line.
     pub fn rest(&mut self) -> &'a str {
         std::mem::take(&mut self.0)
     }

@@ -1,7 +1,7 @@
-//! The human monitor (HMP): lines that people type, carried out by QMP's [`Commands`].
+//! The human monitor (HMP): executes typed lines with QMP's [`Commands`].
 //!
-//! Commands, answers and complaints are those of QEMU 10.0, and the forms of older documents are taken too. The
-//! terminal's prompt says whose monitor it is; a socket's is QEMU's, because scripts wait for it.
+//! Commands, answers and error messages match QEMU 10.0; forms from older documents are also accepted. The terminal's prompt is
+//! Hotlift's; a socket's is QEMU's, because scripts wait for it.
 
 mod complete;
 mod line;
@@ -17,7 +17,7 @@ use run::Answer;
 pub use session::serve_client;
 pub use terminal::{TerminalSettings, serve_terminal};
 
-/// Runs one line and gives back what it prints, as `human-monitor-command` does: nothing waits.
+/// Runs one line and returns its output, as `human-monitor-command` does: never waits.
 pub fn run_line(commands: &dyn Commands, line: &str) -> String {
     let text = match run::run(commands, line) {
         Answer::Text(text) => text,

@@ -1,4 +1,4 @@
-//! A line carried out.
+//! Execution of a line.
 
 use hotlift::options::{Kind, OLDER_NAMES, OPTIONS, OptionInfo, QmpType, option};
 use hotlift_qmp::server::{Commands, Refusal};
@@ -8,24 +8,24 @@ use super::line::Words;
 use super::show;
 use super::table::{COMMANDS, HmpCommand, INFO, find};
 
-/// What comes of a line.
+/// Result of a line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// This is printed.
+    /// Text to print.
     Text(String),
-    /// A migration was started, and its end is to be waited for.
+    /// A migration was started; its end must be waited for.
     Started,
     /// The process is about to end.
     Quit,
 }
 
-/// Why a line was not carried out.
+/// Reason why a line was not executed.
 enum Complaint {
     /// QMP or the table of options refused it.
     Refused(String),
-    /// It is not such a command: the words, and what to ask help for.
+    /// The usage is wrong: the error message, and the help topic.
     Usage(String, String),
-    /// It is no command.
+    /// The command does not exist.
     Unknown(String),
 }
 
@@ -35,7 +35,7 @@ impl From<Refusal> for Complaint {
     }
 }
 
-/// Carries out `line`.
+/// Executes `line`.
 pub fn run(commands: &dyn Commands, line: &str) -> Answer {
     run_words(commands, Words::new(line)).unwrap_or_else(|complaint| {
         Answer::Text(match complaint {
@@ -71,7 +71,7 @@ fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Co
                 Answer::Started
             });
         }
-        // A process that people talk to does not end because one URI was wrong.
+        // An interactive process must not end because of one wrong URI.
         "migrate_incoming" => json!({"uri": arguments.word()?, "exit-on-error": false}),
         "migrate_recover" => json!({"uri": arguments.word()?}),
         "migrate_continue" => {
@@ -99,9 +99,9 @@ fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Co
     })
 }
 
-/// What follows a command.
+/// Arguments of a command.
 struct Arguments<'a> {
-    /// The command in complaints, and what to ask help for.
+    /// The command in error messages, and the help topic.
     title: String,
     help: String,
     flags: Vec<char>,
@@ -166,7 +166,7 @@ fn unknown(name: &str) -> Complaint {
     Complaint::Refused(format!("invalid parameter value: {name}"))
 }
 
-/// Arguments of `migrate-set-capabilities`.
+/// Returns the arguments of `migrate-set-capabilities`.
 fn capability(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<Json, Complaint> {
     let name = arguments.word()?;
     let state = match arguments.words.next() {
@@ -179,7 +179,7 @@ fn capability(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<
         .filter(|row| row.kind == Kind::Capability);
     let name = match ours {
         Some(row) => row.qmp_name().into_owned(),
-        // Whatever else the other side of `commands` has.
+        // Capabilities that only the other side of `commands` has.
         None => {
             let all = commands.execute("query-migrate-capabilities", &Json::Null)?;
             let dashed = name.replace('_', "-");
@@ -193,7 +193,7 @@ fn capability(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<
     Ok(json!({"capabilities": [{"capability": name, "state": state}]}))
 }
 
-/// Arguments of `migrate-set-parameters`.
+/// Returns the arguments of `migrate-set-parameters`.
 fn parameter(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<Json, Complaint> {
     let name = arguments.word()?;
     let dashed = name.replace('_', "-");
@@ -203,14 +203,14 @@ fn parameter(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<J
     let (key, value) = match row {
         Some(row) => {
             let text = match row.qmp_type() {
-                // Several, with spaces between.
+                // Several strings, separated by spaces.
                 QmpType::Strings => arguments.words.rest().to_owned(),
                 _ => arguments.word()?,
             };
             let value = row
                 .typed(&text)
                 .map_err(|refusal| Complaint::Refused(refusal.to_string()))?;
-            // An older name goes on as it is: it may set more than one parameter.
+            // An older name is passed on unchanged: it may set more than one parameter.
             let older = OLDER_NAMES.iter().find(|older| older.name == dashed);
             let key = older.map_or_else(|| row.qmp_name().into_owned(), |_| dashed);
             (key, value)
@@ -254,7 +254,7 @@ fn info(commands: &dyn Commands, mut words: Words<'_>) -> Result<String, Complai
     })
 }
 
-/// `help`, `help COMMAND`, `help info WHAT`.
+/// Handles `help`, `help COMMAND`, `help info WHAT`.
 fn help(mut words: Words<'_>) -> Result<String, Complaint> {
     let Some(name) = words.next().map_err(|why| usage(why, "help"))? else {
         return Ok(list(COMMANDS, ""));
@@ -286,7 +286,7 @@ fn list(table: &[HmpCommand], prefix: &str) -> String {
     lines.collect()
 }
 
-/// A line of help for an option: values, unit and whether it may change under way.
+/// Formats a line of help for an option: values, unit, and if it may change during a migration.
 fn describe(row: &OptionInfo) -> String {
     let unit = if row.is_bandwidth() {
         ", MiB/s without a suffix"

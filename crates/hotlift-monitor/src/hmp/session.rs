@@ -1,4 +1,4 @@
-//! A client of a socket: lines in, text out, one command at a time.
+//! Session of a socket client: reads lines, writes text, one command at a time.
 
 use std::io;
 use std::thread;
@@ -11,25 +11,25 @@ use serde_json::Value as Json;
 use super::run::{Answer, run};
 use super::show;
 
-/// What scripts wait for.
+/// QEMU's prompt, which scripts wait for.
 pub const PROMPT: &str = "(qemu) ";
 
 /// QEMU's own limit (`READLINE_CMD_BUF_SIZE`).
 pub const MAX_LINE: usize = 4095;
 
-/// How often a migration is looked at that is waited for.
+/// Poll interval of a migration that a client waits for.
 pub const LOOK: Duration = Duration::from_millis(100);
 
-/// Between two lines of its progress.
+/// Interval between two progress lines.
 const PROGRESS: Duration = Duration::from_secs(1);
 
-/// Until a client that takes nothing is left alone.
+/// Timeout of a write to a client.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A silent client is listened to for ever; its socket is asked again at this time.
+/// Poll interval of a silent client; it is never disconnected.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// First line of every session.
+/// Returns the first line of every session.
 pub fn greeting() -> String {
     format!(
         "Hotlift {} monitor - type 'help' for more information",
@@ -37,10 +37,10 @@ pub fn greeting() -> String {
     )
 }
 
-/// Serves a client until it leaves or says `quit`.
+/// Serves a client until it disconnects or sends `quit`.
 ///
 /// # Errors
-/// Those of the connection; [`io::ErrorKind::InvalidData`] if it is a browser's.
+/// I/O errors of the connection; [`io::ErrorKind::InvalidData`] if it comes from a browser.
 pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
     let mut client = Client(Lines::new(socket, MAX_LINE));
     client.say(&greeting())?;
@@ -96,11 +96,11 @@ impl Client {
     }
 }
 
-/// Waits for the end of a migration, and gives back what is printed then. Between two looks `meanwhile` is
-/// called, which takes its time and may end the waiting.
+/// Waits for the end of a migration, and returns the final output. Calls `meanwhile` between polls, which blocks for a while
+/// and may end the wait.
 ///
 /// # Errors
-/// Those of `meanwhile`; the migration goes on.
+/// Errors of `meanwhile`; the migration continues.
 pub fn wait(
     commands: &dyn Commands,
     meanwhile: &mut dyn FnMut(&Json) -> io::Result<()>,

@@ -1,11 +1,11 @@
-//! What `info` prints: QEMU 10.0's lines, in its order, from the JSON of QMP.
+//! Output of `info`: QEMU 10.0's lines, in its order, from the JSON of QMP.
 
 use std::fmt::Write;
 
 use hotlift::options::{OPTIONS, OUR_PREFIX, Values};
 use serde_json::Value as Json;
 
-/// How a member is written.
+/// Format of a member.
 enum As {
     Ms,
     Mbps,
@@ -15,17 +15,17 @@ enum As {
     Number,
     Rate,
     Times,
-    /// Numbers with commas between.
+    /// Numbers separated by commas.
     List,
 }
 
 /// A line of `info migrate`.
 struct Row {
     label: &'static str,
-    /// The member of `query-migrate`, as a JSON pointer.
+    /// JSON pointer to the member of `query-migrate`.
     member: &'static str,
     shown: As,
-    /// Whether 0 is shown.
+    /// True if 0 is shown.
     zero: bool,
 }
 
@@ -38,7 +38,7 @@ const fn row(label: &'static str, member: &'static str, shown: As, zero: bool) -
     }
 }
 
-/// In QEMU's order; those of compression as QEMU up to 9.0 has them.
+/// Rows in QEMU's order; those of compression as in QEMU up to 9.0.
 const ROWS: &[Row] = &[
     row("total time", "/total-time", As::Ms, true),
     row("expected downtime", "/expected-downtime", As::Ms, true),
@@ -185,8 +185,8 @@ impl Row {
     }
 }
 
-/// `info migrate`. Its first line is that of QEMU before 2.12, which documents of that time show; the
-/// `globals` that QEMU has there now are of machine types.
+/// Formats `info migrate`. The first line is from QEMU before 2.12, as documents of that time show it; the `globals` that QEMU
+/// now prints there belong to machine types.
 pub fn migration(info: &Json, capabilities: &Json, all: bool) -> String {
     let mut text = String::from("Capabilities:");
     for (name, state) in states(capabilities) {
@@ -223,7 +223,7 @@ pub fn migration(info: &Json, capabilities: &Json, all: bool) -> String {
     text
 }
 
-/// The line of the state, with the reason of a failure; none before the first migration.
+/// Formats the line of the state, with the reason for a failure; `None` before the first migration.
 pub fn status_line(info: &Json) -> Option<String> {
     let status = info["status"].as_str()?;
     Some(match info["error-desc"].as_str() {
@@ -232,7 +232,7 @@ pub fn status_line(info: &Json) -> Option<String> {
     })
 }
 
-/// How a migration gets on, in one line.
+/// Formats the progress of a migration in one line.
 pub fn progress_line(info: &Json) -> String {
     let ram = &info["ram"];
     let kbytes = |name: &str| ram[name].as_u64().unwrap_or(0) >> 10;
@@ -250,7 +250,7 @@ pub fn progress_line(info: &Json) -> String {
     )
 }
 
-/// QAPI's `SocketAddress` as it is typed.
+/// Formats QAPI's `SocketAddress` as users type it.
 fn socket_address(address: &Json) -> String {
     let part = |name: &str| address[name].as_str().unwrap_or_default();
     match part("type") {
@@ -261,7 +261,7 @@ fn socket_address(address: &Json) -> String {
     }
 }
 
-/// The capabilities and `on` or `off`.
+/// Iterates over the capabilities with `on` or `off`.
 fn states(capabilities: &Json) -> impl Iterator<Item = (&str, &'static str)> {
     let all = capabilities.as_array().into_iter().flatten();
     all.filter_map(|one| {
@@ -270,14 +270,14 @@ fn states(capabilities: &Json) -> impl Iterator<Item = (&str, &'static str)> {
     })
 }
 
-/// `info migrate_capabilities`.
+/// Formats `info migrate_capabilities`.
 pub fn capabilities(capabilities: &Json) -> String {
     states(capabilities)
         .map(|(name, state)| format!("{name}: {state}\n"))
         .collect()
 }
 
-/// `info migrate_parameters`: those of the table in its order, then whatever else QMP tells.
+/// Formats `info migrate_parameters`: the table's parameters in its order, then all others from QMP.
 pub fn parameters(parameters: &Json) -> String {
     let Some(all) = parameters.as_object() else {
         return String::new();
@@ -313,7 +313,7 @@ pub fn parameters(parameters: &Json) -> String {
     text
 }
 
-/// A value without quotes; switches as `on` and `off`, strings of a list with spaces between.
+/// Formats a value without quotes; booleans as `on` and `off`, strings of a list separated by spaces.
 fn plain(value: &Json) -> String {
     match value {
         Json::Bool(on) => if *on { "on" } else { "off" }.to_owned(),
@@ -326,7 +326,7 @@ fn plain(value: &Json) -> String {
     }
 }
 
-/// `info status`.
+/// Formats `info status`.
 pub fn status(status: &Json) -> String {
     let running = status["running"].as_bool().unwrap_or(false);
     match status["status"].as_str() {
@@ -336,7 +336,7 @@ pub fn status(status: &Json) -> String {
     }
 }
 
-/// `info version`.
+/// Formats `info version`.
 pub fn version(version: &Json) -> String {
     let part = |name: &str| version["qemu"][name].as_u64().unwrap_or(0);
     let package = version["package"].as_str().unwrap_or_default();

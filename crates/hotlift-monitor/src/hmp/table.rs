@@ -1,16 +1,16 @@
-//! Every command of the monitor. Help, completion and the table in `docs/control.md` are made from these rows.
+//! All commands of the monitor. Help, completion and the table in `docs/control.md` are generated from these rows.
 
-/// A command, or what `info` can tell.
+/// A command, or a topic of `info`.
 pub struct HmpCommand {
-    /// Its names, the first is the one to use.
+    /// Names; the first is preferred.
     pub names: &'static [&'static str],
-    /// What follows it, as help shows it.
+    /// Arguments, as help shows them.
     pub arguments: &'static str,
-    /// Letters that it takes as flags.
+    /// Letters of the accepted flags.
     pub flags: &'static str,
-    /// What it does, in one line.
+    /// Description in one line.
     pub help: &'static str,
-    /// The QMP command that carries it out.
+    /// QMP command that executes it.
     pub qmp: &'static str,
 }
 
@@ -116,7 +116,7 @@ pub static COMMANDS: &[HmpCommand] = &[
     },
 ];
 
-/// What `info` can tell.
+/// Topics of `info`.
 pub static INFO: &[HmpCommand] = &[
     HmpCommand {
         names: &["migrate"],
@@ -156,18 +156,18 @@ pub static INFO: &[HmpCommand] = &[
 ];
 
 impl HmpCommand {
-    /// Its names as QEMU writes them in complaints: `cont|c`.
+    /// Returns its names as in QEMU's error messages: `cont|c`.
     pub fn title(&self) -> String {
         self.names.join("|")
     }
 
-    /// A line of help.
+    /// Returns a line of help.
     pub fn usage(&self) -> String {
         format!("{} {} -- {}", self.title(), self.arguments, self.help)
     }
 }
 
-/// The row of a name.
+/// Returns the row of a name.
 pub fn find(table: &'static [HmpCommand], name: &str) -> Option<&'static HmpCommand> {
     table.iter().find(|command| command.names.contains(&name))
 }

@@ -1,5 +1,5 @@
-//! The monitor on standard input and output: a person's terminal, or a script's pipe. It has a thread of its own, and
-//! writes by itself: an answer that cannot be written ends the monitor, and nothing else.
+//! The monitor on standard input and output: a terminal or a script's pipe. It has its own thread, and writes directly: a
+//! failed write ends the monitor, and nothing else.
 
 use std::io::{self, BufRead, IsTerminal, Read, Write};
 use std::time::Instant;
@@ -22,18 +22,18 @@ use super::run::{Answer, run};
 use super::session::{LOOK, MAX_LINE, PROMPT, greeting, wait};
 use super::show;
 
-/// What people see.
+/// Prompt on a terminal.
 const TERMINAL_PROMPT: &str = "(hotlift) ";
 
-/// What Ctrl-C sends to a terminal that makes no signal of it.
+/// Byte of Ctrl-C from a terminal that does not turn it into a signal.
 const CTRL_C: u8 = 3;
 
-/// How a terminal was set up; it is so again when this goes out of scope. A thread that edits a line has it in
-/// another mode, and may not come to its end when the process does.
+/// Settings of a terminal, restored on drop. A thread that edits a line changes the mode, and may not finish when the process
+/// ends.
 pub struct TerminalSettings(Option<Termios>);
 
 impl TerminalSettings {
-    /// Those of standard input, if it is a terminal.
+    /// Saves the settings of standard input, if it is a terminal.
     pub fn keep() -> Self {
         Self(tcgetattr(stdin()).ok())
     }
@@ -47,12 +47,12 @@ impl Drop for TerminalSettings {
     }
 }
 
-/// Serves standard input and output until `quit`, or the end of a pipe. A terminal has history and completion, and
-/// Ctrl-C there cancels a migration that is waited for; it ends when it is closed, not by Ctrl-D: the guest would
-/// run on without a monitor.
+/// Serves standard input and output until `quit`, or the end of a pipe. A terminal has history and completion, and Ctrl-C
+/// cancels a migration that is waited for. The session ends when the terminal is closed, not on Ctrl-D: the guest would
+/// continue without a monitor.
 ///
 /// # Errors
-/// Those of the terminal.
+/// I/O errors of the terminal.
 pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
     if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
         return serve_pipe(commands, &mut io::stdin().lock(), &mut io::stdout().lock());
@@ -84,7 +84,7 @@ pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
     }
 }
 
-/// True if nobody is at the terminal any more, which reads like Ctrl-D, and goes on to.
+/// Returns true if the terminal was closed, which reads like Ctrl-D, and continues to.
 fn is_closed() -> io::Result<bool> {
     let mut input = [PollFd::from_borrowed_fd(stdin(), PollFlags::IN)];
     match poll(&mut input, Some(&Timespec::default())) {
@@ -107,7 +107,7 @@ fn other(error: ReadlineError) -> io::Error {
 fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
     let settings = TerminalSettings::keep();
     if let Some(before) = &settings.0 {
-        // No signal: the process has other plans for those.
+        // Signals are disabled: the process uses them otherwise.
         let mut keys = before.clone();
         keys.local_modes -= LocalModes::ISIG | LocalModes::ICANON | LocalModes::ECHO;
         tcsetattr(stdin(), OptionalActions::Now, &keys)?;
@@ -117,7 +117,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
         write!(io::stdout(), "{line}")?;
         io::stdout().flush()?;
         if ctrl_c()? {
-            // It may have ended meanwhile, which the next look shows.
+            // It may have ended in the meantime, which the next poll shows.
             let _ = commands.execute("migrate_cancel", &Json::Null);
         }
         Ok(())
@@ -126,7 +126,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
     end
 }
 
-/// Waits for a key, not for long; true if it was Ctrl-C.
+/// Waits briefly for a key; returns true if it was Ctrl-C.
 fn ctrl_c() -> io::Result<bool> {
     if !wait_readable(&[stdin()], Some(Instant::now() + LOOK)) {
         return Ok(false);
@@ -173,7 +173,7 @@ pub(super) fn serve_pipe(
     }
 }
 
-/// Completes names.
+/// Completion of names.
 struct Names;
 
 impl Completer for Names {
@@ -186,7 +186,7 @@ impl Completer for Names {
         _: &Context<'_>,
     ) -> rustyline::Result<(usize, Vec<String>)> {
         let (start, mut names) = complete(line.get(..position).unwrap_or(line));
-        // What is whole is followed by the next word; an address goes on.
+        // A complete name is followed by the next word; an address continues.
         if let [name] = &mut names[..]
             && !name.ends_with(':')
         {

@@ -13,12 +13,12 @@ use super::terminal::serve_pipe;
 use super::*;
 use fake::Fake;
 
-/// Types lines, and gives back all that was printed.
+/// Runs lines, and returns the complete output.
 fn typed(fake: &Fake, lines: &[&str]) -> String {
     lines.iter().map(|line| run_line(fake, line)).collect()
 }
 
-/// As QEMU 10.0.2's `human-monitor-command` was seen to answer each of these.
+/// Observed answers of QEMU 10.0.2's `human-monitor-command`.
 #[test]
 fn what_is_wrong_with_a_line_is_said_as_qemu_says_it() {
     for (line, answer) in [
@@ -286,7 +286,7 @@ fn the_letters_of_qpl_qatzip_and_dsa_are_typed_as_they_stand_there() {
     }
 }
 
-/// Numbers of a run of QEMU 7.2; the layout is QEMU 10.0.2's.
+/// Numbers of a run of QEMU 7.2; the layout is from QEMU 10.0.2.
 #[test]
 fn a_migration_is_shown_in_the_lines_of_qemu() {
     let fake = Fake::migrating(&[json!({
@@ -411,7 +411,7 @@ fn names_and_values_are_completed() {
     assert_eq!(complete(""), (0, all));
 }
 
-/// A client of a socket, on the other end of the pair.
+/// Runs a client on the other end of a socket pair.
 fn client(fake: &Fake, lines: &[u8]) -> String {
     use std::io::{Read, Write};
     let (ours, theirs) = UnixStream::pair().unwrap();

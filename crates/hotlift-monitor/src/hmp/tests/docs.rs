@@ -1,4 +1,4 @@
-//! The tables in `docs/control.md` are made of those here and of the options' table.
+//! The tables in `docs/control.md` are generated from the tables here and the table of options.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -7,7 +7,7 @@ use hotlift::options::{Kind, OLDER_NAMES, OPTIONS, QmpType};
 
 use super::super::table::{COMMANDS, HmpCommand, INFO};
 
-/// A bar in a cell ends it.
+/// Escapes bars, which would end the cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
@@ -59,7 +59,7 @@ fn options(kinds: &[Kind]) -> String {
     text
 }
 
-/// Each table, by the mark above it.
+/// Returns each table with its marker.
 fn tables() -> Vec<(&'static str, String)> {
     let head = "| typed | also | QMP | what it does |\n|---|---|---|---|\n";
     let older: String = OLDER_NAMES

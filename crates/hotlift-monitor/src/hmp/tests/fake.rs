@@ -1,4 +1,4 @@
-//! A monitor's other side without anything behind it, for tests.
+//! A fake of [`Commands`] for tests.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -8,13 +8,13 @@ use hotlift::options::{Kind, OPTIONS};
 use hotlift_qmp::server::{Commands, Refusal};
 use serde_json::{Map, Value as Json, json};
 
-/// Keeps options, remembers what it was told, and answers `query-migrate` as told.
+/// Keeps options, records its commands, and answers `query-migrate` as configured.
 #[derive(Default)]
 pub struct Fake {
     pub options: Mutex<Options>,
-    /// Every command but queries.
+    /// All commands except queries.
     pub told: Mutex<Vec<(String, Json)>>,
-    /// What the next `query-migrate` say; the last stays.
+    /// Answers of the next `query-migrate` commands; the last one repeats.
     pub migration: Mutex<VecDeque<Json>>,
 }
 
