@@ -1,19 +1,19 @@
-//! Connections between two hosts: sockets by address, the admission of clients that are not known yet, and conversations.
+//! Connections between two hosts: sockets by address, admission of unauthenticated clients, and conversations.
 //!
 //! Each module uses those above it.
 //!
 //! | module | subject |
 //! |---|---|
 //! | [`transport`] | sockets by address, TLS on them |
-//! | [`admission`] | the one door: handshakes and connections by number and time, classified by their first bytes |
-//! | [`conversation`] | two hosts agree on a migration: one hello, lines of JSON |
+//! | [`admission`] | accepts all connections: limits on handshakes and waiting connections, classification by first bytes |
+//! | [`conversation`] | negotiation of a migration: one hello, then lines of JSON |
 //!
-//! What is *not* here: options, and the lifetime of a migration. A wait that a migration can end takes a descriptor for it
-//! ([`transport::Stop`]); which connections belong to one migration is decided in the engine.
+//! What is *not* here: options, and the lifetime of a migration. A wait that a migration can interrupt takes a descriptor for
+//! it ([`transport::Stop`]). The engine decides which connections belong to one migration.
 //!
 //! # Example
 //!
-//! A listener on loopback admits a client, and classifies it by its first bytes.
+//! A listener on loopback admits a client and classifies it by its first bytes.
 //!
 //! ```
 //! use std::io::Write;

@@ -1,4 +1,4 @@
-//! A connection that was let in, with all that is known of it.
+//! An admitted connection and its classification.
 
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -10,21 +10,21 @@ use hotlift_wire::settle::TOKEN_LEN;
 use super::head::{BROKEN, Head, peek_head};
 use crate::transport::Stream;
 
-/// A connection that was accepted; with TLS, after its handshake. It is classified once, by the first door that sees its first
+/// An accepted connection; with TLS, after its handshake. It is classified once, by the first listener that reads its first
 /// bytes.
 #[derive(Debug)]
 pub struct Admitted {
     /// The connection.
     pub stream: Stream,
-    /// When it was accepted by the door that it waits at.
+    /// Time at which its current listener accepted it.
     pub since: Instant,
     pub(crate) head: Head,
-    /// It has shown the pass of the migration that it was handed to.
+    /// True if it has presented the pass of its migration.
     pub has_passed: bool,
 }
 
 impl Admitted {
-    /// One of which no byte was read.
+    /// Creates one without any bytes read.
     #[must_use]
     pub fn new(stream: Stream, since: Instant) -> Self {
         Self {
@@ -35,7 +35,7 @@ impl Admitted {
         }
     }
 
-    /// The same whose first bytes were seen already.
+    /// Creates one whose first bytes are classified.
     #[must_use]
     pub fn seen(stream: Stream, since: Instant, head: Head) -> Self {
         Self {
@@ -44,37 +44,37 @@ impl Admitted {
         }
     }
 
-    /// Returns the meaning of its first bytes, as far as they have come. They are read only while it is not known.
+    /// Classifies it by its first bytes received so far. Reads them only until the class is known.
     pub fn look(&mut self) -> Head {
         match self.head {
             Head::Partial => self.head = peek_head(&self.stream),
-            // A reset loses what was seen.
+            // A reset discards the bytes that were peeked.
             _ if self.stream.is_reset() => self.head = Head::Gone(BROKEN),
             _ => {}
         }
         self.head
     }
 
-    /// Returns the meaning of its first bytes at the last look.
+    /// Returns the class that [`Self::look`] found last.
     #[must_use]
     pub fn head(&self) -> Head {
         self.head
     }
 
-    /// Takes the token off that it has shown ([`Pass::is_shown_by`](super::Pass::is_shown_by)), and lets it pass; false if
-    /// it has broken.
+    /// Consumes the token that it presented ([`Pass::is_shown_by`](super::Pass::is_shown_by)) and marks it as passed. Returns
+    /// false if the connection is broken.
     pub fn let_pass(&mut self) -> bool {
         self.head = Head::Partial;
         self.has_passed = self.take_token();
         self.has_passed
     }
 
-    /// Takes the token off that it begins with; false if it has broken.
+    /// Consumes its token; returns false if the connection is broken.
     pub fn take_token(&self) -> bool {
         self.take([0; TOKEN_LEN])
     }
 
-    /// Takes a channel's opening off; false if it has broken.
+    /// Consumes a channel's opening packet; returns false if the connection is broken.
     pub fn take_opening(&self) -> bool {
         self.take([0; INITIAL_PACKET_LEN])
     }

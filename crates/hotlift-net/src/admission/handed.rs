@@ -1,4 +1,4 @@
-//! The queue between two doors: connections that one has admitted, and the other accepts.
+//! Queue between two listeners: connections that one has admitted, and the other accepts.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,11 +12,11 @@ use super::admitted::Admitted;
 use super::limits::QUEUED;
 use crate::transport::Stream;
 
-/// What a listener and its giver share.
+/// State that a listener and its giver share.
 #[derive(Debug)]
 struct Queue {
     state: Mutex<State>,
-    /// A semaphore that counts the waiting connections, for whoever polls.
+    /// A semaphore that counts the waiting connections, for polling.
     count: OwnedFd,
 }
 
@@ -24,7 +24,7 @@ struct Queue {
 struct State {
     waiting: VecDeque<Admitted>,
     is_open: bool,
-    /// One was accepted.
+    /// True after the first accept.
     is_begun: bool,
 }
 
@@ -40,47 +40,47 @@ impl Queue {
     }
 }
 
-/// The end of a listener that gets connections.
+/// The listener's end of the queue.
 #[derive(Debug)]
 pub(super) struct Handed {
     queue: Arc<Queue>,
     is_local: bool,
 }
 
-/// The end of a listener that gives it connections ([`Listener::handed`](super::Listener::handed)).
+/// The sender's end of the queue ([`Listener::handed`](super::Listener::handed)).
 #[derive(Debug, Clone)]
 pub struct Giver(Arc<Queue>);
 
 impl Giver {
-    /// Lets the listener accept `one`.
+    /// Sends `one` to the listener.
     ///
     /// # Errors
-    /// `one` itself once the listener is gone, or if it lets too many wait.
+    /// `one` itself if the listener is closed or its queue is full.
     pub fn give(&self, one: Admitted) -> Result<(), Admitted> {
         let mut state = self.0.lock();
         if !state.takes() {
             return Err(one);
         }
         state.waiting.push_back(one);
-        // It counts to 2^64 - 2.
+        // The counter's maximum is 2^64 - 2.
         let _ = rustix::io::write(&self.0.count, &1_u64.to_ne_bytes());
         Ok(())
     }
 
-    /// Returns whether the listener takes a connection.
+    /// Returns true if the listener accepts a connection.
     #[must_use]
     pub fn takes(&self) -> bool {
         self.0.lock().takes()
     }
 
-    /// How many wait to be accepted.
+    /// Returns the number of connections in the queue.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.0.lock().waiting.len()
     }
 
-    /// Whether whoever has made the connections has gone before any of them was accepted: all that wait were closed, as far as
-    /// it is seen on them, or as `has_closed` knows.
+    /// Returns true if the client disconnected before any accept: all waiting connections are closed, as their sockets or
+    /// `has_closed` show.
     pub fn is_deserted(&self, has_closed: &dyn Fn(&Stream) -> bool) -> bool {
         let state = self.0.lock();
         let has_gone = |stream: &Stream| stream.is_hung_up() || has_closed(stream);
@@ -91,10 +91,10 @@ impl Giver {
 }
 
 impl Handed {
-    /// Both ends.
+    /// Creates both ends.
     ///
     /// # Errors
-    /// The system gives no file descriptor.
+    /// If the system has no file descriptor left.
     pub(super) fn new(is_local: bool) -> io::Result<(Self, Giver)> {
         let flags = EventfdFlags::SEMAPHORE | EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let queue = Arc::new(Queue {
@@ -109,12 +109,12 @@ impl Handed {
         Ok((Self { queue, is_local }, giver))
     }
 
-    /// Whether the connections are from this host, so that none is late for a lost segment.
+    /// Returns true if all connections are from this host, so that no lost segment delays one.
     pub(super) fn is_local(&self) -> bool {
         self.is_local
     }
 
-    /// The connection that has waited for longest.
+    /// Takes the oldest waiting connection.
     pub(super) fn take(&self) -> Option<Admitted> {
         let mut state = self.queue.lock();
         let one = state.waiting.pop_front()?;
@@ -125,7 +125,7 @@ impl Handed {
 }
 
 impl Handed {
-    /// Takes no more connections, and gives back those that have waited.
+    /// Closes the queue, and returns the waiting connections.
     pub(super) fn close(&self) -> VecDeque<Admitted> {
         let mut state = self.queue.lock();
         state.is_open = false;

@@ -1,4 +1,4 @@
-//! TLS handshakes of connections that were accepted, each in a thread of its own: a stranger's may take seconds.
+//! TLS handshakes of accepted connections, each in its own thread: an unauthenticated peer's may take seconds.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,33 +16,33 @@ use super::limits::HANDSHAKES;
 use super::places::Places;
 use crate::transport::wait_readable;
 
-/// A handshake that has ended, by its number.
+/// Number and result of a handshake.
 type Ended = (u64, Accepted);
 
-/// A connection that was not let in.
+/// A connection that was refused.
 #[derive(Debug, thiserror::Error)]
 #[error("a connection from {from}")]
 pub struct Refused {
-    /// Who has made it: an address without its port.
+    /// IP address of the peer, or a description of it.
     pub from: String,
-    /// Why its handshake has failed.
+    /// Reason of the handshake's failure.
     pub source: TlsError,
 }
 
-/// A connection, or why it was not let in.
+/// An admitted connection, or its refusal.
 pub(super) type Accepted = Result<Admitted, Refused>;
 
-/// Connections that are in a handshake.
+/// Running handshakes.
 pub(super) struct Handshakes {
     tls: Arc<Tls>,
     pub(super) places: Places<UnderWay>,
     ended: (Sender<Ended>, Receiver<Ended>),
-    /// Becomes readable when one has ended.
+    /// Readable after the end of a handshake.
     wake: (UnixStream, UnixStream),
 }
 
 pub(super) struct UnderWay {
-    /// The same socket, to end the handshake by.
+    /// Duplicate of the socket, to interrupt the handshake.
     socket: OwnedFd,
     thread: JoinHandle<()>,
 }
@@ -60,15 +60,15 @@ impl Handshakes {
         })
     }
 
-    /// What to poll for handshakes that have ended.
+    /// Returns the descriptor to poll for finished handshakes.
     pub(super) fn wake(&self) -> &UnixStream {
         &self.wake.0
     }
 
-    /// Begins that of `stream`; call it if there is room.
+    /// Begins the handshake of `one`. Call it only if there is room.
     ///
     /// # Errors
-    /// The system gives no file descriptor or thread.
+    /// If the system has no file descriptor or thread left.
     pub(super) fn begin(&mut self, one: Admitted, now: Instant) -> io::Result<()> {
         let Admitted { stream, since, .. } = one;
         if let Some(oldest) = self.places.make_room(now) {
@@ -92,7 +92,7 @@ impl Handshakes {
                 });
                 let admitted = secured.map(|stream| Admitted::new(stream, since));
                 let _ = ended.send((number, admitted));
-                // A full pipe wakes as well.
+                // A full pipe wakes the reader as well.
                 let _ = (&wake).write(&[0]);
             })?;
         self.places
@@ -100,7 +100,7 @@ impl Handshakes {
         Ok(())
     }
 
-    /// Those that have ended since the last call.
+    /// Returns the handshakes that have finished since the last call.
     pub(super) fn take_ended(&mut self) -> Vec<Accepted> {
         let mut bytes = [0; HANDSHAKES];
         while matches!((&self.wake.0).read(&mut bytes), Ok(1..)) {}
@@ -108,7 +108,7 @@ impl Handshakes {
         while let Ok((number, accepted)) = self.ended.1.try_recv() {
             match self.places.free(number) {
                 Some(handshake) => drop(handshake.thread.join()),
-                // It had to give way when it was done already: its socket is shut.
+                // It succeeded while it was being interrupted to make room: its socket is shut down.
                 None if accepted.is_ok() => continue,
                 None => {}
             }
@@ -119,7 +119,7 @@ impl Handshakes {
 }
 
 impl UnderWay {
-    /// Ends it before its time.
+    /// Interrupts it.
     fn end(self) {
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         let _ = self.thread.join();
@@ -132,11 +132,10 @@ impl Drop for Handshakes {
     }
 }
 
-/// How long whoever was refused may take to read why.
+/// Longest wait for a refused peer to read the reason.
 const READING: Duration = Duration::from_millis(500);
 
-/// Lets the other side of a connection that is refused read the reason: a socket that is closed with something unread
-/// takes back what was sent.
+/// Lets the peer of a refused connection read the reason: closing a socket with unread data discards what was sent.
 fn let_read(socket: &OwnedFd) {
     let deadline = Instant::now() + READING;
     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);

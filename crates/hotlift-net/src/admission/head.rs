@@ -1,4 +1,4 @@
-//! What the first bytes of a connection state.
+//! Classification of a connection by its first bytes.
 
 use hotlift_tls::HANDSHAKE_BEGINS;
 use hotlift_wire::WireError;
@@ -10,44 +10,44 @@ use crate::transport::Stream;
 /// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
 const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 
-/// The same of a postcopy that was interrupted and goes on: the command RECV_BITMAP.
+/// First bytes of the main channel of a postcopy that is resumed: the command RECV_BITMAP.
 pub const RESUMED_MAGIC: [u8; 3] = [0x08, 0x00, 0x0a];
 
-/// Bytes of a main channel that state nothing yet of a VM: magic and version. A source sends more with them.
+/// Length of the part of a main channel that does not describe a VM: magic and version. A source always sends more with it.
 const MAIN_HEAD: usize = 8;
 
-/// Why a connection was turned away that has ended by itself.
+/// Reason for refusing a connection that broke.
 pub const BROKEN: &str = "a connection that was reset";
 
-/// The same of one that has sent something else.
+/// Reason for refusing a connection with unknown first bytes.
 pub const NO_STREAM: &str = "a connection that begins like no migration stream";
 
-/// What a connection is, by its first bytes.
+/// Class of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Head {
-    /// They are not enough.
+    /// Not enough bytes yet.
     Partial,
     /// The main channel of a migration.
     Main,
-    /// The main channel of a postcopy that was interrupted and continues.
+    /// The main channel of an interrupted postcopy that is resumed.
     Resumed,
-    /// A multifd channel of one, by its opening.
+    /// A multifd channel, with its opening packet.
     Channel(InitialPacket),
-    /// A multifd channel of a Hotlift of this other version.
+    /// A multifd channel of Hotlift with another protocol version.
     OtherVersion(u16),
-    /// It shows the token of a migration that was announced in a conversation.
+    /// The token of a migration that was announced in a conversation.
     Token([u8; 16]),
-    /// It asks about the migration with this id.
+    /// A question about the migration with this id.
     Question([u8; 16]),
     /// The first message of a conversation.
     Hello,
-    /// None of these, and why.
+    /// Anything else, with the reason.
     Other(&'static str),
-    /// It has ended without a byte or by a reset, and which of both.
+    /// A connection that closed without a byte or was reset, with the reason.
     Gone(&'static str),
 }
 
-/// Reads the first bytes of `stream` without taking them and without waiting for them.
+/// Peeks at the first bytes of `stream` without waiting, and classifies them.
 #[must_use]
 pub fn peek_head(stream: &Stream) -> Head {
     let mut bytes = [0; INITIAL_PACKET_LEN];
@@ -64,7 +64,7 @@ pub fn peek_head(stream: &Stream) -> Head {
     }
 }
 
-/// Returns what a connection is that begins with `bytes`.
+/// Classifies a connection that begins with `bytes`.
 pub fn read_head(bytes: &[u8]) -> Head {
     if bytes.starts_with(&HANDSHAKE_BEGINS) {
         return Head::Other(

@@ -1,4 +1,4 @@
-//! Where connections come in: a socket that listens, or a queue that another door fills.
+//! Sources of connections: a listening socket, or a queue that another listener fills.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,23 +19,23 @@ use crate::transport::{
 #[derive(Debug)]
 pub struct Listener {
     bound: Bound,
-    /// Connections of the next migration that came while one was under way.
+    /// Connections of the next migration that arrived during the current one.
     returned: Mutex<VecDeque<Admitted>>,
 }
 
 #[derive(Debug)]
 enum Bound {
     Tcp(TcpListener),
-    /// The socket's file goes when the listener does.
+    /// Removes its socket file on drop.
     Unix(UnixSocketFile),
     Handed(Handed),
 }
 
 impl Address {
-    /// Starts to listen.
+    /// Starts listening.
     ///
     /// # Errors
-    /// [`TransportError::Listen`] with the system's reason.
+    /// [`TransportError::Listen`] with the system's error.
     pub fn listen(&self) -> Result<Listener, TransportError> {
         let listening = match self {
             Self::Tcp { host, port } => listen_tcp(host, *port).map(Bound::Tcp),
@@ -53,11 +53,11 @@ impl Address {
 }
 
 impl Listener {
-    /// A listener without a socket: it accepts the connections that the giver gives it. Those with TLS have had
-    /// their handshakes. `is_local` is true if all are from this host.
+    /// Creates a listener without a socket: it accepts the connections that the giver sends, after their TLS handshakes.
+    /// `is_local` is true if all are from this host.
     ///
     /// # Errors
-    /// The system gives no file descriptor.
+    /// If the system has no file descriptor left.
     pub fn handed(is_local: bool) -> io::Result<(Self, Giver)> {
         let (handed, giver) = Handed::new(is_local)?;
         let listener = Self {
@@ -67,10 +67,10 @@ impl Listener {
         Ok((listener, giver))
     }
 
-    /// The address that a source connects to (with the port that the system chose).
+    /// Returns the address for a source to connect to, with the port that the system chose.
     ///
     /// # Errors
-    /// The system's reason; `Unsupported` if it has none ([`Listener::handed`]).
+    /// The system's error; `Unsupported` if it has no address ([`Listener::handed`]).
     pub fn address(&self) -> io::Result<Address> {
         Ok(match &self.bound {
             Bound::Tcp(listener) => {
@@ -93,7 +93,7 @@ impl Listener {
         })
     }
 
-    /// Whether it listens on this host only, where a handshake loses no segment.
+    /// Returns true if all connections are from this host, where a handshake loses no segment.
     pub fn is_local(&self) -> bool {
         match &self.bound {
             Bound::Tcp(_) => false,
@@ -102,7 +102,7 @@ impl Listener {
         }
     }
 
-    /// Whether it listens at an address that only this host reaches, though a proxy here may pass on another host's connections.
+    /// Returns true if only this host reaches its address, though a local proxy may forward another host's connections.
     pub fn is_loopback(&self) -> bool {
         match &self.bound {
             Bound::Tcp(listener) => {
@@ -113,8 +113,7 @@ impl Listener {
         }
     }
 
-    /// Takes no more connections, and gives back those that were not accepted and those that were put back: they are of a
-    /// later migration. Of a listener that is handed its connections.
+    /// Closes a listener without a socket. Returns its unaccepted and put-back connections, which belong to a later migration.
     pub fn close(&self) -> Vec<Admitted> {
         let mut rest: Vec<_> = self.returned().drain(..).collect();
         if let Bound::Handed(handed) = &self.bound {
@@ -123,19 +122,19 @@ impl Listener {
         rest
     }
 
-    /// Returns true if another door accepts its connections.
+    /// Returns true if another listener accepts its connections.
     pub fn is_handed(&self) -> bool {
         matches!(self.bound, Bound::Handed(_))
     }
 
     /// Keeps a connection of the next migration for the next [`Listener::accept`].
     pub fn put_back(&self, one: Admitted) {
-        // The next migration has a pass of its own.
+        // The next migration has its own pass.
         let has_passed = false;
         self.returned().push_back(Admitted { has_passed, ..one });
     }
 
-    /// Whether [`Listener::accept`] has a connection that was put back.
+    /// Returns true if [`Listener::accept`] would return a put-back connection.
     pub(crate) fn has_returned(&self) -> bool {
         !self.returned().is_empty()
     }
@@ -144,10 +143,10 @@ impl Listener {
         lock(&self.returned)
     }
 
-    /// Accepts a connection at `now`, or returns `None` if none has come.
+    /// Accepts a connection at `now`; returns `None` if there is none.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn accept(&self, now: Instant) -> io::Result<Option<Admitted>> {
         let known = match (self.returned().pop_front(), &self.bound) {
             (Some(returned), _) => Some(returned),
@@ -162,7 +161,7 @@ impl Listener {
                 Some(Admitted::new(stream, now))
             }
         };
-        // It waits here from now on.
+        // Its wait at this listener begins now.
         Ok(known.map(|one| Admitted { since: now, ..one }))
     }
 }

@@ -1,16 +1,16 @@
-//! Who connects: the one door of all listeners of Hotlift's.
+//! Admission of connections, for all of Hotlift's listeners.
 //!
 //! | module | |
 //! |---|---|
-//! | `listener` | where connections come in |
-//! | `handed` | the queue between two doors |
-//! | `places` | which handshakes may be under way, by the time alone |
+//! | `listener` | sources of connections: a socket or a queue |
+//! | `handed` | the queue between two listeners |
+//! | `places` | slots of concurrent handshakes, without I/O |
 //! | `handshakes` | a thread for each handshake |
-//! | `room` | connections that have not stated yet what they are, their number and time limited |
-//! | `limits` | the number and the time of each kind of connection |
-//! | `head` | what the first bytes of a connection state |
-//! | `admitted` | a connection that was let in, with all that is known of it |
-//! | `pass` | what opens the connections that a conversation has announced |
+//! | `room` | unclassified connections, limited in number and time |
+//! | `limits` | the number and time limits of each kind of connection |
+//! | `head` | classification of a connection by its first bytes |
+//! | `admitted` | an admitted connection and its classification |
+//! | `pass` | the token that binds connections to a conversation |
 
 mod admitted;
 mod handed;
@@ -39,28 +39,28 @@ pub use listener::Listener;
 pub use pass::Pass;
 pub use room::Room;
 
-/// Connections of a listener, from their arrival until each has stated what it is.
+/// Connections of a listener, from their arrival to their classification.
 pub struct Admission<'a, S> {
     listener: &'a Listener,
-    /// Every connection is a TLS one.
+    /// With TLS: every connection needs a handshake.
     handshakes: Option<Handshakes>,
-    /// Those that have not stated it.
+    /// Unclassified connections.
     pub room: Room<S>,
 }
 
-/// What became of a connection that has come.
+/// A new connection's unsuccessful admission.
 pub enum Entered<S> {
-    /// It was not let in.
+    /// The connection was refused.
     Refused(Refused),
-    /// It left the room for one more.
+    /// A connection was replaced by a newer one.
     Left(S),
 }
 
 impl<'a, S: AsFd> Admission<'a, S> {
-    /// Those of `listener`, which wait by `limits`; with `tls`, TLS connections only.
+    /// Admits the connections of `listener` within `limits`; with `tls`, only TLS connections.
     ///
     /// # Errors
-    /// The system gives no descriptors.
+    /// If the system has no descriptors left.
     pub fn new(listener: &'a Listener, tls: Option<Arc<Tls>>, limits: Limits) -> io::Result<Self> {
         Ok(Self {
             listener,
@@ -69,14 +69,14 @@ impl<'a, S: AsFd> Admission<'a, S> {
         })
     }
 
-    /// Returns whose connections these are.
+    /// Returns the listener.
     pub fn listener(&self) -> &'a Listener {
         self.listener
     }
 
-    /// Returns what to poll for reading.
+    /// Returns the descriptors to poll for reading.
     pub fn polled(&self, now: Instant) -> impl Iterator<Item = BorrowedFd<'_>> {
-        // A connection without a place for its handshake waits in the kernel's queue.
+        // Without a free handshake slot, a connection waits in the kernel's queue.
         let listener = self.has_place(now).then(|| self.listener.as_fd());
         let ended = self.handshakes.iter().map(|all| all.wake().as_fd());
         listener
@@ -85,7 +85,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
             .chain([self.room.polled()])
     }
 
-    /// Shortens a wait for what [`Self::polled`] shows to the moment when there is something to do without that.
+    /// Shortens a wait for [`Self::polled`] to the time of the next action that no descriptor shows.
     #[must_use]
     pub fn shortened(&self, wait: Duration, now: Instant) -> Duration {
         let wait = match &self.handshakes {
@@ -96,24 +96,24 @@ impl<'a, S: AsFd> Admission<'a, S> {
         self.room.shortened(wait, now)
     }
 
-    /// Returns when the connections were accepted that have not stated what they are.
+    /// Returns the times at which the unclassified connections were accepted.
     pub fn since(&self) -> impl Iterator<Item = Instant> + '_ {
         let waiting = self.room.iter().map(|(_, since)| since);
         let under_way = self.handshakes.iter().flat_map(|all| all.places.since());
         waiting.chain(under_way)
     }
 
-    /// Returns true if a connection that has come is accepted now; if not, it waits in the kernel's queue until a handshake ends
-    /// or has to give way.
+    /// Returns true if a new connection can be accepted now. Otherwise it waits in the kernel's queue until a handshake ends or
+    /// can be interrupted.
     fn has_place(&self, now: Instant) -> bool {
         let has_room = |all: &Handshakes| all.places.has_room(now);
         self.handshakes.as_ref().is_none_or(has_room)
     }
 
-    /// Lets in what has come by `now`, as `connection` makes it of what is admitted, without waiting; those that are not in.
+    /// Admits the connections that have arrived by `now`, converted by `connection`, without waiting. Returns the others.
     ///
     /// # Errors
-    /// The system's reason why no connection can be accepted.
+    /// The system's error if no connection can be accepted.
     pub fn accept(
         &mut self,
         now: Instant,
@@ -133,7 +133,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
         Ok(not_in)
     }
 
-    /// Takes what has come by `now`, and what has ended its handshake.
+    /// Takes an arrived connection, and finished handshakes.
     fn take(&mut self, now: Instant) -> io::Result<Vec<Accepted>> {
         let mut accepted = match &mut self.handshakes {
             Some(handshakes) => handshakes.take_ended(),
@@ -142,11 +142,11 @@ impl<'a, S: AsFd> Admission<'a, S> {
         if !self.has_place(now) {
             return Ok(accepted);
         }
-        // Also with one that has ended: a QEMU 7.2 says nothing more on main until its channels have had their handshakes.
+        // Also after a finished one: QEMU 7.2 sends nothing more on main until its channels have finished their handshakes.
         let one = match self.listener.accept(now) {
-            // One that has gone before it was accepted is no reason to end anything.
+            // A connection that closed before its accept is not an error.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => None,
-            // Nor are those lost that have ended: the next call fails.
+            // Keeps the finished handshakes: the next call fails.
             Err(_) if !accepted.is_empty() => None,
             one => one?,
         };

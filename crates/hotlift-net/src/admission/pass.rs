@@ -1,4 +1,4 @@
-//! What opens the connections that a conversation has announced, so that they belong to the host that it was held with.
+//! The token that binds connections to a conversation, so that they belong to its peer.
 
 use hotlift_tls::Exporter;
 
@@ -6,7 +6,7 @@ use super::admitted::Admitted;
 use super::head::Head;
 use crate::transport::Stream;
 
-/// The right to open the connections of one migration.
+/// The right to open connections of one migration.
 #[derive(Debug, Clone)]
 pub struct Pass {
     token: [u8; 16],
@@ -14,7 +14,7 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// That of `token`, which one side has made and the other was told in a conversation; `conversation` is that of a TLS
+    /// Creates the pass of `token`, which one side made and sent in a conversation. `conversation` is the exporter of that TLS
     /// connection ([`Stream::exporter`]).
     #[must_use]
     pub fn new(token: [u8; 16], conversation: Option<Exporter>) -> Self {
@@ -24,8 +24,8 @@ impl Pass {
         }
     }
 
-    /// What is shown on `stream`. Between two TLS connections it is a proof that both have the same two ends, and fits no
-    /// third one: whoever has read the token has no use of it.
+    /// Returns the token to present on `stream`. Between two TLS connections it proves that both have the same two ends, and it
+    /// fits no third connection: a stolen token is useless.
     #[must_use]
     pub fn token_on(&self, stream: &Stream) -> [u8; 16] {
         let proof = self
@@ -36,7 +36,7 @@ impl Pass {
         proof.unwrap_or(self.token)
     }
 
-    /// Returns true if `one` begins with the token that it must show.
+    /// Returns true if `one` begins with the required token.
     #[must_use]
     pub fn is_shown_by(&self, one: &Admitted) -> bool {
         matches!(one.head(), Head::Token(token) if token == self.token_on(&one.stream))

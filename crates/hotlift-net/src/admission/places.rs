@@ -1,21 +1,21 @@
-//! Which TLS handshakes may be under way at once: decided by the time alone.
+//! Slots of concurrent TLS handshakes: decisions from times alone.
 
 use std::time::{Duration, Instant};
 
 use super::limits::HANDSHAKES;
 
-/// For how long a handshake cannot be pushed out by a new connection when all places are taken: two round-trip times of any
-/// network, and some work. If none were pushed out, as many silent connections would keep everybody out for ten seconds.
+/// Time in which a new connection cannot interrupt a handshake when all slots are taken: two round trips of any network, and
+/// some work. Without interruption, [`HANDSHAKES`] silent connections would block all others for ten seconds.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The same where one host has more than half of the places. A Hotlift makes its connections one after the other.
+/// The same if one host has more than half of the slots. A Hotlift connects sequentially.
 const PATIENCE_WITH_A_CROWD: Duration = Duration::from_millis(100);
 
-/// Handshakes that are under way, each with what ends it.
+/// Running handshakes, each with a handle to interrupt it.
 pub(super) struct Places<T> {
-    /// The oldest first.
+    /// Oldest first.
     taken: Vec<Place<T>>,
-    /// Number of the next one.
+    /// Number of the last handshake.
     next: u64,
 }
 
@@ -34,17 +34,17 @@ impl<T> Places<T> {
         }
     }
 
-    /// Returns when the connections were accepted.
+    /// Returns the times at which the connections were accepted.
     pub(super) fn since(&self) -> impl Iterator<Item = Instant> + '_ {
         self.taken.iter().map(|place| place.since)
     }
 
-    /// Returns whether there is a place for another, or one that has to give way to it.
+    /// Returns true if a slot is free, or can be freed by an interruption.
     pub(super) fn has_room(&self, now: Instant) -> bool {
         self.until_room(now).is_zero()
     }
 
-    /// Returns the time until there is a place for another, if no handshake ends before.
+    /// Returns the time until a slot is available if no handshake ends before.
     pub(super) fn until_room(&self, now: Instant) -> Duration {
         if self.taken.len() < HANDSHAKES {
             return Duration::ZERO;
@@ -54,7 +54,7 @@ impl<T> Places<T> {
         first.saturating_duration_since(now)
     }
 
-    /// Takes the handshake out that has to give way to a new one, if there is no place: first one of a crowd.
+    /// Removes the handshake to interrupt for a new one if no slot is free, preferably one of a crowd.
     pub(super) fn make_room(&mut self, now: Instant) -> Option<T> {
         if self.taken.len() < HANDSHAKES {
             return None;
@@ -79,13 +79,13 @@ impl<T> Places<T> {
         same.count() > HANDSHAKES / 2
     }
 
-    /// Returns the number of the next handshake that takes a place.
+    /// Returns the number for the next handshake.
     pub(super) fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
     }
 
-    /// Gives a place to a handshake with `number`, of a connection from the host `from`.
+    /// Takes a slot for handshake `number` of a connection from the host `from`.
     pub(super) fn take(&mut self, number: u64, from: String, since: Instant, handshake: T) {
         self.taken.push(Place {
             number,
@@ -95,13 +95,13 @@ impl<T> Places<T> {
         });
     }
 
-    /// Frees the place of the handshake with this number; `None` if it had to give way.
+    /// Frees the slot of the handshake `number`; `None` if it was interrupted.
     pub(super) fn free(&mut self, number: u64) -> Option<T> {
         let place = self.taken.iter().position(|it| it.number == number)?;
         Some(self.taken.remove(place).handshake)
     }
 
-    /// Frees all places.
+    /// Frees all slots.
     pub(super) fn free_all(&mut self) -> impl Iterator<Item = T> + '_ {
         self.taken.drain(..).map(|place| place.handshake)
     }
@@ -124,7 +124,7 @@ mod tests {
             let mut places = Places::new();
             let mut now = Instant::now();
             for stranger in 0..10_000 {
-                // As the acceptor does: it waits until there is room.
+                // As the caller: it waits until there is room.
                 now += places.until_room(now);
                 assert!(places.has_room(now));
                 enter(&mut places, &format!("host {}", stranger % hosts), now);

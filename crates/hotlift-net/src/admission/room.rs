@@ -1,4 +1,4 @@
-//! Connections that have not stated yet what they are: a limited number waits, each for a limited time.
+//! Unclassified connections: limited in number and in time.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,14 +8,13 @@ use rustix::event::{Timespec, epoll};
 
 use super::limits::Limits;
 
-/// Connections that wait.
+/// Waiting connections.
 #[derive(Debug)]
 pub struct Room<S> {
     limits: Limits,
-    /// Edge-triggered: bytes that were looked at and are not enough end no further wait, and need no second look until more
-    /// bytes come.
+    /// Edge-triggered: bytes that were checked and are not enough wake no further wait until more arrive.
     news: OwnedFd,
-    /// In the order in which they entered.
+    /// In order of entry.
     waiting: Vec<Waiting<S>>,
     next: u64,
 }
@@ -28,14 +27,14 @@ struct Waiting<S> {
     connection: S,
 }
 
-/// Events that are taken at once.
+/// Number of events taken at once.
 const EVENTS: usize = 64;
 
 impl<S: AsFd> Room<S> {
-    /// Makes an empty one.
+    /// Creates an empty one.
     ///
     /// # Errors
-    /// The system gives no descriptor.
+    /// If the system has no descriptor left.
     pub fn new(limits: Limits) -> io::Result<Self> {
         Ok(Self {
             limits,
@@ -45,10 +44,10 @@ impl<S: AsFd> Room<S> {
         })
     }
 
-    /// Lets `connection` wait, which was accepted at `since`; returns the one that leaves for it.
+    /// Adds `connection`, accepted at `since`; returns the one that it replaces.
     ///
     /// # Errors
-    /// The system watches no more descriptors; `connection` is closed.
+    /// If the system watches no more descriptors; `connection` is closed.
     pub fn enter(&mut self, connection: S, since: Instant) -> io::Result<Option<S>> {
         let number = self.next;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
@@ -65,19 +64,19 @@ impl<S: AsFd> Room<S> {
         self.waiting.push(Waiting {
             number,
             since,
-            // Bytes that came behind a TLS handshake show at no descriptor.
+            // Bytes received together with a TLS handshake show at no descriptor.
             has_news: true,
             connection,
         });
         Ok(left.map(|(connection, _)| connection))
     }
 
-    /// Returns what to poll for reading: it is readable when a connection has news.
+    /// Returns the descriptor to poll for reading: it is readable when a connection has received something.
     pub fn polled(&self) -> BorrowedFd<'_> {
         self.news.as_fd()
     }
 
-    /// Shortens `wait` to the moment when a connection has waited for too long; to nothing if one is to be looked at.
+    /// Shortens `wait` to the next timeout of a connection; to zero if one must be checked.
     pub fn shortened(&self, wait: Duration, now: Instant) -> Duration {
         if self.waiting.iter().any(|one| one.has_news) {
             return Duration::ZERO;
@@ -91,7 +90,7 @@ impl<S: AsFd> Room<S> {
         left.fold(wait, Duration::min)
     }
 
-    /// Returns the number of the first connection on which something has come since the last look.
+    /// Returns the number of the first connection that has received something since its last check.
     pub fn next_news(&mut self) -> Option<u64> {
         if !self.waiting.iter().any(|one| one.has_news) {
             self.take_events();
@@ -107,52 +106,52 @@ impl<S: AsFd> Room<S> {
             data: epoll::EventData::new_u64(0),
         };
         let mut events = [empty; EVENTS];
-        // One that fails is as good as one without events: the next wait ends at once.
+        // A failure counts as no events: the next wait returns immediately.
         let taken = epoll::wait(&self.news, &mut events, Some(&Timespec::default()));
         for event in &events[..taken.unwrap_or(0)] {
             self.look_again(event.data.u64());
         }
     }
 
-    /// Lets the connection with this number have news: a look at it has taken bytes, and further bytes may be there.
+    /// Marks the connection `number` for another check: the last one consumed bytes, and further ones may be there.
     pub fn look_again(&mut self, number: u64) {
         if let Some(one) = self.waiting.iter_mut().find(|one| one.number == number) {
             one.has_news = true;
         }
     }
 
-    /// Returns the connection with this number.
+    /// Returns the connection `number`.
     pub fn get(&mut self, number: u64) -> Option<&mut S> {
         let one = self.waiting.iter_mut().find(|one| one.number == number);
         one.map(|one| &mut one.connection)
     }
 
-    /// Returns all connections with the time when each was accepted.
+    /// Returns all connections with the times at which they were accepted.
     pub fn iter(&self) -> impl Iterator<Item = (&S, Instant)> {
         self.waiting.iter().map(|one| (&one.connection, one.since))
     }
 
-    /// Takes out the connection with this number.
+    /// Removes the connection `number`.
     pub fn remove(&mut self, number: u64) -> Option<(S, Instant)> {
         let place = self.waiting.iter().position(|one| one.number == number)?;
         Some(self.take(place))
     }
 
-    /// Takes out the first that `is_it` accepts.
+    /// Removes the first connection that `is_it` accepts.
     pub fn take_first(&mut self, is_it: impl Fn(&S, Instant) -> bool) -> Option<(S, Instant)> {
         let mut waiting = self.waiting.iter();
         let place = waiting.position(|one| is_it(&one.connection, one.since))?;
         Some(self.take(place))
     }
 
-    /// Takes out one that has waited for too long.
+    /// Removes a connection whose time is over.
     pub fn take_late(&mut self, now: Instant) -> Option<S> {
         let patience = self.limits.patience;
         let late = self.take_first(|_, since| now.saturating_duration_since(since) >= patience);
         late.map(|(connection, _)| connection)
     }
 
-    /// Takes it off the watched descriptors as well: another handle on the same socket would keep it there.
+    /// Also stops watching the descriptor: a duplicate of the socket would keep it in the epoll set.
     fn take(&mut self, place: usize) -> (S, Instant) {
         let one = self.waiting.remove(place);
         let _ = epoll::delete(&self.news, &one.connection);

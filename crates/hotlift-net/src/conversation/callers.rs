@@ -1,5 +1,5 @@
-//! Those who have connected and not said yet what they want: heard all at once, so that one who says nothing holds up
-//! nobody.
+//! Pending connections that have sent no complete request. All are read concurrently, so that a silent client cannot block
+//! others.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -14,59 +14,59 @@ use super::{Conversation, ConversationError};
 use crate::admission::limits::CALLERS;
 use crate::admission::{Admission, Entered, Listener};
 
-/// After a connection that could not be accepted.
+/// Delay after a connection could not be accepted.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// Takes what one who has connected says, without waiting; `None` if that is not enough.
+/// Reads a caller's request without waiting; `None` if it is incomplete.
 pub type Hear<'a, T> = &'a mut dyn FnMut(&mut Conversation) -> Result<Option<T>, ConversationError>;
 
-/// Told why a connection could not be taken.
+/// Receives the reasons of failed or refused connections.
 pub type Complain<'a> = &'a (dyn Fn(&str) + Sync);
 
-/// Who has connected to a listener.
+/// Callers of a listener.
 pub struct Callers<'a> {
     admission: Admission<'a, Conversation>,
-    /// Those who have left for others.
+    /// Callers that were replaced by newer ones.
     left: Vec<Conversation>,
     complain: Complain<'a>,
 }
 
-/// Why one who has connected is not heard.
+/// Reason for dropping a caller without its request.
 #[derive(Debug, thiserror::Error)]
 pub enum Unheard {
-    /// A client without a request.
+    /// The client sent no request.
     #[error(
         "the client sent no complete request within {waited:?}: it may be stopped, or the path drops packets of the full size \
          (check the MTU)"
     )]
     Silent {
-        /// Time since it has connected.
+        /// Time since its connection.
         waited: Duration,
     },
-    /// Too many have connected.
+    /// Too many callers.
     #[error("too many pending connections (limit {most}); closed the oldest idle one")]
     Crowd {
-        /// How many may wait.
+        /// Limit of pending callers.
         most: usize,
     },
-    /// The conversation has ended.
+    /// The conversation failed.
     #[error(transparent)]
     Conversation(#[from] ConversationError),
 }
 
-/// One who has said what he wants, or will not.
+/// A caller with its request, or the error.
 pub struct Call<T> {
-    /// What he is spoken with over.
+    /// The conversation with the caller.
     pub conversation: Conversation,
-    /// What he wants.
+    /// The request.
     pub said: Result<T, Unheard>,
 }
 
 impl<'a> Callers<'a> {
-    /// Nobody yet. With `tls`, only who has a certificate is heard. `complain` is told of each who was not let in.
+    /// Creates it without callers. With `tls`, only clients with a certificate are admitted. `complain` receives each refusal.
     ///
     /// # Errors
-    /// The system gives no file descriptors.
+    /// If the system has no file descriptors left.
     pub fn new(
         listener: &'a Listener,
         tls: Option<Arc<Tls>>,
@@ -79,7 +79,7 @@ impl<'a> Callers<'a> {
         })
     }
 
-    /// The next call, by `hear`; `None` if there is none within `time` (without end if there is none), or if one of `others`
+    /// Returns the next call, read by `hear`; `None` after `time` (without a timeout if that is `None`), or if one of `others`
     /// is readable.
     pub fn next<T>(
         &mut self,
@@ -102,7 +102,7 @@ impl<'a> Callers<'a> {
         Some(Call { conversation, said })
     }
 
-    /// The first of those who have said something that is enough.
+    /// Returns the first caller with a complete request or an error.
     fn hear<T>(&mut self, hear: Hear<'_, T>) -> Option<Call<T>> {
         let room = &mut self.admission.room;
         loop {
@@ -124,7 +124,7 @@ impl<'a> Callers<'a> {
         }
     }
 
-    /// Waits until somebody connects or says something.
+    /// Waits for a new connection or for bytes.
     fn wait(&self, time: Duration, others: &[BorrowedFd<'_>]) {
         let now = Instant::now();
         let polled = self.admission.polled(now).chain(others.iter().copied());
@@ -132,7 +132,7 @@ impl<'a> Callers<'a> {
             true => self.admission.shortened(time, now),
             false => Duration::ZERO,
         };
-        // A time that does not fit is as good as none.
+        // A time that does not fit means no limit.
         wait_readable(&polled.collect::<Vec<_>>(), now.checked_add(time));
     }
 
@@ -146,7 +146,7 @@ impl<'a> Callers<'a> {
                     }
                 }
             }
-            // Of one connection, or for want of descriptors: neither is an end of the others.
+            // Only one connection failed, or no descriptor is left: the other callers are kept.
             Err(error) => {
                 (self.complain)(&error_line(&error));
                 thread::sleep(RETRY);

@@ -1,7 +1,7 @@
 //! A conversation of two hosts: JSON, one line a message, over a TCP connection, with or without TLS.
 //!
-//! It begins with one hello, whatever it is about: the version of all messages, the role that the other side is to play, and
-//! what it is to do ([`Wish`]). Unknown members are ignored; another version and another role are refused by name.
+//! It begins with one hello: the version of all messages, the role required of the other side, and the request ([`Wish`]).
+//! Unknown members are ignored; another version or role is refused with an error that names it.
 
 pub mod callers;
 
@@ -19,75 +19,75 @@ use serde::de::{DeserializeOwned, Error as _};
 use crate::admission::Pass;
 use crate::transport::Stream;
 
-/// Version of the messages of all conversations. Another is refused: both sides come from one version of Hotlift.
+/// Version of the messages of all conversations. Another is refused: both sides must have one version of Hotlift.
 pub const VERSION: u32 = 6;
 
-/// Longest message, in bytes. The longest is a result with the CPU time of 255 channels.
+/// Longest message, in bytes. The longest is a result with the CPU times of 255 channels.
 const MAX_MESSAGE: usize = 256 << 10;
 
-/// How long the other side may take to read a message.
+/// Longest time for the other side to read a message.
 const WRITE: Duration = Duration::from_secs(10);
 
-/// Why a conversation ended.
+/// Errors that end a conversation.
 #[derive(Debug, thiserror::Error)]
 pub enum ConversationError {
-    /// The connection.
+    /// The connection failed.
     #[error("the connection broke")]
     Io(#[from] std::io::Error),
-    /// An end without a word.
+    /// The other side closed the connection.
     #[error("the other side closed the connection")]
     Closed,
-    /// An alert of TLS.
+    /// A TLS alert.
     #[error("the other side speaks TLS only: give '--tls DIR'")]
     SpeaksTls,
-    /// A handshake of TLS.
+    /// A TLS handshake.
     #[error(
         "the other side speaks TLS, and this one does not: give '--tls DIR' here, or '--insecure' there"
     )]
     BeginsTls,
-    /// A line without end.
+    /// A line that is too long.
     #[error("a message of more than {MAX_MESSAGE} bytes")]
     TooLong,
-    /// A full connection.
+    /// The other side did not read a message in time.
     #[error("the other side did not take a message within {WRITE:?}")]
     NotTaken,
-    /// Something else.
+    /// Not a known message.
     #[error("a message that is not understood ({problem}): '{start}'")]
     Garbage {
-        /// What is wrong with it.
+        /// The parse error.
         problem: String,
         /// Its first bytes.
         start: String,
     },
-    /// Another version of the protocol that is spoken over it.
+    /// Another version of the protocol.
     #[error(
         "the other side speaks version {theirs} of the control protocol, this one {ours}: use the same hotlift on both hosts"
     )]
     Version {
-        /// The other side's.
+        /// Version of the other side.
         theirs: u64,
-        /// This side's.
+        /// Version of this side.
         ours: u32,
     },
-    /// Another role than the one that this side plays.
+    /// Another role than this side's.
     #[error(
         "the other side wants a '{theirs}' here, and this is a '{ours}': check the address and port"
     )]
     Role {
-        /// What the other side wants.
+        /// Role that the other side expects.
         theirs: String,
-        /// What this side is.
+        /// Role of this side.
         ours: &'static str,
     },
 }
 
-/// What opens a conversation.
+/// Request that opens a conversation.
 pub trait Wish: Serialize + DeserializeOwned {
-    /// The role that the side plays which is to fulfil it.
+    /// Role of the side that fulfils it.
     const ROLE: &'static str;
 }
 
-/// The first message as it is sent.
+/// The first message, as sent.
 #[derive(Serialize)]
 struct Hello<'a, T> {
     hotlift: u32,
@@ -114,7 +114,7 @@ impl Connection for Over {
     }
 
     fn resumes(&self) -> bool {
-        // A record of which a part was sent cannot be sent again.
+        // A partially sent TLS record cannot be sent again.
         self.0.is_plain()
     }
 }
@@ -123,12 +123,12 @@ impl Connection for Over {
 #[derive(Debug)]
 pub struct Conversation(Lines<Over>);
 
-/// Another handle on a conversation, to speak while this side waits for a message.
+/// Another handle of a conversation, for sending while this side waits for a message.
 #[derive(Debug)]
 pub struct Speaker(Lines<Over>);
 
 impl Speaker {
-    /// Says something.
+    /// Sends a message.
     pub fn say<T: Serialize>(&self, message: &T) -> Result<(), ConversationError> {
         say(&self.0, message)
     }
@@ -149,60 +149,60 @@ fn say<T: Serialize>(lines: &Lines<Over>, message: &T) -> Result<(), Conversatio
 }
 
 impl Conversation {
-    /// Over a connection that was made or accepted.
+    /// Creates a conversation over a connection.
     #[must_use]
     pub fn new(stream: Stream) -> Self {
         Self(Lines::new(Over(Arc::new(stream)), MAX_MESSAGE))
     }
 
-    /// Another handle on it.
+    /// Returns a handle for sending.
     #[must_use]
     pub fn speaker(&self) -> Speaker {
         Speaker(Lines::new(self.0.connection().clone(), MAX_MESSAGE))
     }
 
-    /// What opens the connections that are announced in it by `token`.
+    /// Returns the pass of the connections that are announced with `token`.
     #[must_use]
     pub fn pass(&self, token: [u8; 16]) -> Pass {
         Pass::new(token, self.stream().exporter().cloned())
     }
 
-    /// The connection, for what is no conversation, and what was read of it behind the last message; `None` while there is
-    /// a [`Speaker`].
+    /// Returns the connection, for other use, and the bytes that were read after the last message; `None` while there is a
+    /// [`Speaker`].
     #[must_use]
     pub fn into_stream(self) -> Option<(Stream, Vec<u8>)> {
         let (over, rest) = self.0.into_parts();
         let stream = Arc::into_inner(over.0)?;
-        // What is no conversation has its own patience.
+        // Other uses have their own timeouts.
         stream.lift_write_timeout().ok()?;
         Some((stream, rest))
     }
 
-    /// Returns how many bytes of the next message were taken off the connection.
+    /// Returns the number of bytes of the next message that were read from the connection.
     #[must_use]
     pub fn begun(&self) -> usize {
         self.0.begun().len()
     }
 
-    /// What it is held over.
+    /// Returns the connection.
     #[must_use]
     pub fn stream(&self) -> &Stream {
         &self.0.connection().0
     }
 
-    /// Says something.
+    /// Sends a message.
     pub fn say<T: Serialize>(&mut self, message: &T) -> Result<(), ConversationError> {
         say(&self.0, message)
     }
 
-    /// The next message, or `None` if none comes within `timeout`.
+    /// Receives the next message; `None` if none arrives within `timeout`.
     pub fn hear<T: DeserializeOwned>(
         &mut self,
         timeout: Duration,
     ) -> Result<Option<T>, ConversationError> {
         let read = self.0.read(Instant::now() + timeout)?;
         let bytes = match &read {
-            // What is no line of a conversation may end as one does.
+            // Bytes other than a conversation may end like one of its lines.
             Line::Whole(line) => line,
             _ => self.0.begun(),
         };
@@ -222,8 +222,8 @@ impl Conversation {
         message.map(Some).map_err(|error| garbage(&line, &error))
     }
 
-    /// The next message. `None` if it has not come whole when something else has: a part of it, `deadline`, or what makes one of
-    /// `others` readable.
+    /// Receives the next message. Returns `None` if another event is first: a part of the message, `deadline`, or a readable
+    /// one of `others`.
     pub fn hear_until<T: DeserializeOwned>(
         &mut self,
         others: &[BorrowedFd<'_>],
@@ -237,7 +237,7 @@ impl Conversation {
         }
     }
 
-    /// Says the first message.
+    /// Sends the first message.
     pub fn say_hello<T: Wish>(&mut self, wish: &T) -> Result<(), ConversationError> {
         self.say(&Hello {
             hotlift: VERSION,
@@ -246,8 +246,8 @@ impl Conversation {
         })
     }
 
-    /// The first message, or `None` if none comes within `timeout`. Its version is compared before anything else is read,
-    /// since what else the hello of another version has is not known.
+    /// Receives the first message; `None` if none arrives within `timeout`. Compares its version before the rest, since the
+    /// rest of another version's hello is unknown.
     pub fn hear_hello<T: Wish>(
         &mut self,
         timeout: Duration,
@@ -257,8 +257,8 @@ impl Conversation {
     }
 }
 
-/// Returns the wish of a hello. In a hello of any version the member whose name begins with that of the product is the
-/// version.
+/// Returns the request of a hello. In a hello of any version, the version is the member whose name begins with the product's
+/// name.
 fn read_hello<T: Wish>(value: serde_json::Value) -> Result<T, ConversationError> {
     let mut members = value.as_object().into_iter().flatten();
     let version = members.find(|(name, _)| name.starts_with("hotlift"));
@@ -290,7 +290,7 @@ impl AsFd for Conversation {
     }
 }
 
-/// Shown of a message that is none, in bytes.
+/// Length of the quoted start of an invalid message, in bytes.
 const START: usize = 60;
 
 fn garbage(line: &[u8], error: &serde_json::Error) -> ConversationError {
@@ -324,7 +324,7 @@ mod tests {
         for cups in [1, 2] {
             here.say(&Tea { cups }).unwrap();
         }
-        // Both come in one read.
+        // Both arrive in one read.
         for cups in [1, 2] {
             assert_eq!(there.hear_until(&[], None).unwrap(), Some(Tea { cups }));
         }

@@ -1,4 +1,4 @@
-//! The attempts to connect to a host with several addresses: their order and their times (RFC 8305), and why they failed.
+//! Attempts to connect to a host with several addresses: their order and times (RFC 8305), and their errors.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -6,14 +6,14 @@ use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-/// Time after which the next address is tried, while the attempt before still waits (RFC 8305, section 5, recommended value).
+/// Delay before the next address while the previous attempt still waits (RFC 8305, section 5, recommended value).
 pub(super) const DELAY: Duration = Duration::from_millis(250);
 
-/// Decides which address is tried when.
+/// Schedule of the attempts.
 #[derive(Debug)]
 pub(super) struct Schedule {
     waiting: VecDeque<SocketAddr>,
-    /// Time of the next attempt; `None` for at once.
+    /// Time of the next attempt; `None` for now.
     due: Option<Instant>,
 }
 
@@ -34,7 +34,7 @@ impl Schedule {
         Self { waiting, due: None }
     }
 
-    /// Returns the address whose turn it is at `now`; `None` if there is none, or not yet.
+    /// Returns the address to try at `now`; `None` if there is none, or not yet.
     pub(super) fn next(&mut self, now: Instant) -> Option<SocketAddr> {
         if self.due.is_some_and(|due| now < due) {
             return None;
@@ -44,7 +44,7 @@ impl Schedule {
         Some(address)
     }
 
-    /// Notes that an attempt has failed: the next address need not wait.
+    /// Records a failed attempt: the next address need not wait.
     pub(super) fn failed(&mut self) {
         self.due = None;
     }
@@ -59,7 +59,7 @@ impl Schedule {
     }
 }
 
-/// The attempts that have failed.
+/// Failed attempts.
 #[derive(Debug, Default)]
 pub(super) struct Failed(Vec<(SocketAddr, io::Error)>);
 
@@ -68,8 +68,8 @@ impl Failed {
         self.0.push((address, error));
     }
 
-    /// Returns the error of all attempts, of the last one's kind. The addresses that `host` led to are part of it, unless
-    /// `host` is an address itself.
+    /// Returns one error for all attempts, with the kind of the last one. It names the addresses of `host`, unless `host` is an
+    /// address itself.
     pub(super) fn into_error(mut self, host: &str) -> io::Error {
         let is_address = host.parse::<IpAddr>().is_ok();
         match (self.0.pop(), is_address && self.0.is_empty()) {
@@ -84,7 +84,7 @@ impl Failed {
     }
 }
 
-/// Each address with its error; a loopback address is one that a name should not lead to.
+/// Lists each address with its error, and marks loopback addresses, which a remote host's name should not have.
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (address, error)) in self.0.iter().enumerate() {
@@ -107,7 +107,7 @@ impl std::error::Error for Failed {}
 #[error("{0} is a link-local address: add the interface, as in [{0}%eth0]")]
 pub(super) struct NoZone(pub Ipv6Addr);
 
-/// Checks that the kernel can tell where the address is.
+/// Checks that the address is not link-local without an interface.
 ///
 /// # Errors
 /// [`NoZone`].

@@ -1,16 +1,16 @@
-//! Bytes from one connection to another, as they are.
+//! Copies bytes from one connection to another, unchanged.
 
 use std::io::Write;
 use std::net::Shutdown;
 
 use super::Stream;
 
-/// Bytes copied at once.
+/// Size of the copy buffer, in bytes.
 const COPY: usize = 256 << 10;
 
-/// Copies what comes on `from` to `to` until its end, and ends that direction of `to`, too; the other direction is left as
-/// it is. `each` is shown what was read. A slow reader of `to` makes the writer of `from` wait. True if all of it has
-/// arrived; if one connection breaks, both are broken, so that a cut does not look like an end.
+/// Copies `from` to `to` until its end, and then shuts down that direction of `to`. The other direction is not changed. `each`
+/// receives the bytes read. A slow reader of `to` makes the writer of `from` wait. Returns true if all bytes were copied. If
+/// one connection breaks, breaks both, so that a cut does not look like an end.
 pub fn carry(from: &Stream, to: &Stream, each: &mut dyn FnMut(&[u8])) -> bool {
     let mut buffer = vec![0; COPY];
     loop {

@@ -1,8 +1,7 @@
 //! Byte streams between two hosts: QEMU's URI forms, one file a transport.
 //!
-//! A migration opens N + 1 connections to one address: the main channel and N multifd channels.
-//! They are plain blocking sockets; a thread that is blocked in one is set free by
-//! [`Stream::shutdown`] from any other thread, which is how cancel and failure work.
+//! A migration opens N + 1 connections to one address: the main channel and N multifd channels. They are plain blocking
+//! sockets. [`Stream::shutdown`] from any thread wakes a thread that is blocked in one; cancel and failure use this.
 
 mod attempts;
 mod carry;
@@ -31,15 +30,15 @@ pub(crate) use unix::listen as listen_unix;
 
 use secured::{GuestParts, Secured};
 
-/// Why an address could not be used.
+/// Errors of an address or a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
-    /// The part before the first colon is no transport that carries multifd channels.
+    /// The part before the first colon is not a transport that carries multifd channels.
     #[error("unknown migration protocol in '{uri}': expected one of {known}")]
     UnknownScheme {
         /// The URI as given.
         uri: String,
-        /// The forms that are understood.
+        /// The known forms.
         known: String,
     },
     /// The part after the scheme does not parse.
@@ -47,7 +46,7 @@ pub enum TransportError {
     BadAddress {
         /// The part after the scheme.
         address: String,
-        /// The form that was expected.
+        /// The expected form.
         expected: &'static str,
     },
     /// A link-local address without its interface.
@@ -58,7 +57,7 @@ pub enum TransportError {
         /// The address.
         host: String,
     },
-    /// A peer's port that no process can listen at.
+    /// A peer's port at which no process can listen.
     #[error(
         "no process can be reached at port 0 ('{uri}'): give the port that the peer listens at"
     )]
@@ -71,7 +70,7 @@ pub enum TransportError {
     Connect {
         /// The URI as given.
         uri: String,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -80,7 +79,7 @@ pub enum TransportError {
     Listen {
         /// The URI as given.
         uri: String,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -90,13 +89,13 @@ pub enum TransportError {
 trait Transport: Sync {
     /// The URI's first part, without the colon.
     fn scheme(&self) -> &'static str;
-    /// The form of its addresses, for messages.
+    /// Form of its addresses, for messages.
     fn form(&self) -> &'static str;
-    /// What an address that does not parse lacks.
+    /// Returns the expected form of an address, for errors.
     fn expected(&self) -> &'static str {
         self.form()
     }
-    /// Parses what follows the scheme.
+    /// Parses the part after the scheme.
     fn parse(&self, rest: &str) -> Option<Address>;
 }
 
@@ -108,14 +107,14 @@ static TRANSPORTS: &[&dyn Transport] = &[&tcp::Tcp, &unix::Unix];
 pub enum Address {
     /// `tcp:HOST:PORT`; HOST may be empty (any address) or an IPv6 address in brackets.
     Tcp {
-        /// Name or address; empty for all of this host's.
+        /// Name or address; empty for all addresses of this host.
         host: String,
         /// Port; 0 lets the system choose when listening.
         port: u16,
     },
     /// `unix:PATH`.
     Unix {
-        /// The socket's path.
+        /// Path of the socket.
         path: std::path::PathBuf,
     },
 }
@@ -164,7 +163,7 @@ impl std::fmt::Display for Address {
 }
 
 impl Address {
-    /// Parses the address of a peer that is connected to.
+    /// Parses the address of a peer to connect to.
     ///
     /// # Errors
     /// As [`str::parse`]; [`TransportError::NoPort`].
@@ -177,7 +176,7 @@ impl Address {
         }
     }
 
-    /// All addresses of this host, at a port that the system chooses.
+    /// Returns the address of all interfaces of this host, at a port that the system chooses.
     #[must_use]
     pub fn any() -> Self {
         Self::Tcp {
@@ -186,7 +185,7 @@ impl Address {
         }
     }
 
-    /// The name or IP address of the host; this one's for a socket's path.
+    /// Returns the name or IP address of the host; for a UNIX socket, this host's.
     #[must_use]
     pub fn host(&self) -> &str {
         match self {
@@ -195,7 +194,7 @@ impl Address {
         }
     }
 
-    /// Whether nothing that goes there leaves this host: a UNIX socket, and loopback.
+    /// Returns true if connections to it stay on this host: a UNIX socket, or loopback.
     #[must_use]
     pub fn is_on_this_host(&self) -> bool {
         match self {
@@ -204,16 +203,16 @@ impl Address {
         }
     }
 
-    /// Opens one connection to the first address of the host that answers. Each may take `timeout`; the next is tried 250 ms
-    /// after the one before (RFC 8305).
+    /// Connects to the first address of the host that answers. Each attempt may take `timeout`; the next begins 250 ms after
+    /// the previous one (RFC 8305).
     ///
     /// # Errors
-    /// [`TransportError::Connect`] with the system's reason of each address.
+    /// [`TransportError::Connect`] with the system's error for each address.
     pub fn connect(&self, timeout: Duration) -> Result<Stream, TransportError> {
         self.connect_unless(timeout, Stop::NEVER)
     }
 
-    /// The same, unless it is stopped. Only a lookup of a name by the system's resolver is not interrupted.
+    /// Connects as [`Self::connect`], unless stopped. Only a lookup by the system's resolver cannot be interrupted.
     ///
     /// # Errors
     /// As [`Self::connect`]; `Interrupted` once it is stopped.
@@ -233,13 +232,13 @@ impl Address {
     }
 }
 
-/// Returns whether `host` is an address that each network has one of.
+/// Returns true if `host` is an IPv6 link-local address, which each network has its own of.
 fn is_link_local(host: &str) -> bool {
     host.parse::<Ipv6Addr>()
         .is_ok_and(|address| address.is_unicast_link_local())
 }
 
-/// Whether `host` is loopback's address or name.
+/// Returns true if `host` is loopback's address or name.
 fn is_this_host(host: &str) -> bool {
     match host.parse::<IpAddr>() {
         Ok(address) => address.to_canonical().is_loopback(),
@@ -248,30 +247,30 @@ fn is_this_host(host: &str) -> bool {
     }
 }
 
-/// What ends the making of a connection early.
+/// Condition that interrupts a connection attempt.
 #[derive(Clone, Copy)]
 pub struct Stop<'a> {
     /// Readable once `when` may have become true.
     pub bell: Option<BorrowedFd<'a>>,
-    /// Returns true once the connection is not wanted any more.
+    /// Returns true once the connection is no longer wanted.
     pub when: &'a dyn Fn() -> bool,
 }
 
 impl<'a> Stop<'a> {
-    /// For a connection that cannot be cancelled.
+    /// Never stops.
     pub const NEVER: Self = Self {
         bell: None,
         when: &|| false,
     };
 
-    /// Returns true once the connection is not wanted any more.
+    /// Returns true once the connection is no longer wanted.
     pub fn is_stopped(&self) -> bool {
-        // The check sees what has rung so far.
+        // The check below covers all rings so far.
         let _ = self.bell.map(|bell| rustix::io::read(bell, &mut [0; 8]));
         (self.when)()
     }
 
-    /// Waits until something happens on `fds`, `wait` is over, or it is stopped.
+    /// Waits for an event on `fds`, the end of `wait`, or a stop.
     fn poll<'f>(&'f self, fds: &mut Vec<PollFd<'f>>, wait: Duration) -> io::Result<()> {
         if self.is_stopped() {
             let why = "it was cancelled";
@@ -286,10 +285,10 @@ impl<'a> Stop<'a> {
         }
     }
 
-    /// Waits until a read of `stream` comes back at once; false if it may not, or `wait` is over.
+    /// Waits until a read of `stream` does not block; returns false if it may, or `wait` is over.
     ///
     /// # Errors
-    /// The system's reason; `Interrupted` once it is stopped.
+    /// The system's error; `Interrupted` once it is stopped.
     pub fn wait_readable(&self, stream: &Stream, wait: Duration) -> io::Result<bool> {
         if stream.has_plaintext() {
             return Ok(true);
@@ -301,35 +300,35 @@ impl<'a> Stop<'a> {
     }
 }
 
-/// Waits until `fd` has something to read (or has ended); false if nothing came within `timeout`.
+/// Waits until `fd` is readable (or closed); returns false after `timeout`.
 ///
 /// # Errors
-/// The system's reason.
+/// The system's error.
 pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
     wait_for(fd, PollFlags::IN, timeout)
 }
 
-/// Waits until `fd` is ready for what `flags` say; false if it was not within `timeout`.
+/// Waits until `fd` is ready for `flags`; returns false after `timeout`.
 fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> io::Result<bool> {
     let mut fds = [PollFd::new(&fd, flags)];
-    // A time that does not fit has no limit.
+    // A time that does not fit means no limit.
     let until = Instant::now().checked_add(timeout);
     Ok(poll_until(&mut fds, until)? > 0)
 }
 
-/// One connection; with TLS, once its handshake is done.
+/// One connection; with TLS, after its handshake.
 #[derive(Debug)]
 pub struct Stream {
     socket: Socket,
     tls: Option<Box<Secured>>,
 }
 
-/// A host at the other end of connections, as far as certificates say. All without a certificate are of one.
+/// Peer host of connections, identified by its certificate. All peers without a certificate count as one host.
 #[derive(Debug, Clone)]
 pub struct Host(Option<Identity>);
 
 impl Host {
-    /// Whether `stream` is a connection with it.
+    /// Returns true if `stream` is a connection with this host.
     pub fn is_at_the_end_of(&self, stream: &Stream) -> bool {
         match (&self.0, stream.peer()) {
             (Some(host), Some(peer)) => host.is_of_the_host_of(peer),
@@ -364,36 +363,35 @@ impl From<UnixStream> for Stream {
 }
 
 impl Stream {
-    /// Two ends of a connection within this process.
+    /// Returns two ends of a connection within this process.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn pair() -> io::Result<(Self, Self)> {
         UnixStream::pair().map(|(one, other)| (one.into(), other.into()))
     }
 
-    /// A TCP connection, set up as this module sets up its own.
+    /// Wraps a TCP connection, with the same socket options as this module's own.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn of_tcp(stream: TcpStream) -> io::Result<Self> {
         tcp::prepare(&stream)?;
         Ok(stream.into())
     }
 
-    /// Makes the connection, on which nothing was said yet, a TLS one, as the side that has made it. `host` is the name
-    /// that the other side is known by.
+    /// Does the client's TLS handshake on a connection without data so far. `host` is the name of the other side.
     ///
     /// # Errors
-    /// [`TlsError`]: whose fault, and what is wrong.
+    /// [`TlsError`]: the side at fault, and the problem.
     pub fn secure(self, tls: &Tls, host: Option<&str>) -> Result<Self, TlsError> {
         self.secure_unless(tls, host, Stop::NEVER)
     }
 
-    /// The same, which fails once it is stopped.
+    /// Does the same, and fails once it is stopped.
     ///
     /// # Errors
-    /// [`TlsError`]: whose fault, and what is wrong.
+    /// [`TlsError`]: the side at fault, and the problem.
     pub fn secure_unless(
         mut self,
         tls: &Tls,
@@ -405,40 +403,40 @@ impl Stream {
         Ok(self)
     }
 
-    /// The same as the side that has accepted it.
+    /// Does the server's TLS handshake.
     ///
     /// # Errors
-    /// [`TlsError`]: whose fault, and what is wrong.
+    /// [`TlsError`]: the side at fault, and the problem.
     pub fn accept_secured(mut self, tls: &Tls) -> Result<Self, TlsError> {
         let session = tls.accept(&self)?;
         self.tls = Some(Box::new(Secured::new(session, tls.profile())));
         Ok(self)
     }
 
-    /// Whether the socket's bytes are those that were sent, so that system calls may move them.
+    /// Returns true without TLS: the socket carries the data itself, and system calls may move it.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         self.tls.is_none()
     }
 
-    /// The other side's certificate, of a TLS connection in which it has shown one.
+    /// Returns the other side's certificate, if it presented one.
     #[must_use]
     pub fn peer(&self) -> Option<&Identity> {
         self.tls.as_ref()?.peer.as_ref()
     }
 
-    /// Whether a QEMU with TLS is at the other end.
+    /// Returns true if the other side is a QEMU with TLS.
     pub fn is_of_a_qemu(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.is_of_a_qemu())
     }
 
-    /// The host that the connection is with.
+    /// Returns the host at the other end.
     pub fn host(&self) -> Host {
         Host(self.peer().cloned())
     }
 
-    /// Whether both were made by the same host (TCP) or user (unix), as far as the kernel tells. With certificates those
-    /// tell more, see [`Host`].
+    /// Returns true if both are from the same host (TCP) or user (UNIX), as known to the kernel. Certificates are more precise,
+    /// see [`Host`].
     pub fn is_from_where(&self, other: &Self) -> bool {
         let user = |stream| socket_peercred(stream).map(|peer| peer.uid);
         match (&self.socket, &other.socket) {
@@ -453,7 +451,7 @@ impl Stream {
         }
     }
 
-    /// Whom the connection is with, without a port.
+    /// Returns the peer's address without its port, or a description of it.
     #[must_use]
     pub fn peer_host(&self) -> String {
         match &self.socket {
@@ -465,7 +463,7 @@ impl Stream {
         }
     }
 
-    /// This end's address, of a TCP connection.
+    /// Returns this end's address of a TCP connection.
     #[must_use]
     pub fn local_ip(&self) -> Option<IpAddr> {
         match &self.socket {
@@ -474,7 +472,7 @@ impl Stream {
         }
     }
 
-    /// The other end's address, of a TCP connection.
+    /// Returns the other end's address of a TCP connection.
     #[must_use]
     pub fn peer_ip(&self) -> Option<IpAddr> {
         match &self.socket {
@@ -483,25 +481,25 @@ impl Stream {
         }
     }
 
-    /// What only the two ends of a TLS connection know.
+    /// Returns the keying material that only the two ends of a TLS connection know.
     #[must_use]
     pub fn exporter(&self) -> Option<&Exporter> {
         self.tls.as_ref().map(|tls| &tls.exporter)
     }
 
-    /// Ends one or both directions; threads blocked in them return.
+    /// Shuts down one or both directions; threads blocked in them return.
     pub fn shutdown(&self, how: Shutdown) {
         if let (Some(tls), Shutdown::Write | Shutdown::Both) = (&self.tls, how) {
             tls.close(self);
         }
-        // A socket that the peer has closed already answers ENOTCONN: it is as shut as asked for.
+        // A socket that the peer has closed already fails with ENOTCONN: it is shut down.
         let _ = match &self.socket {
             Socket::Tcp(stream) => stream.shutdown(how),
             Socket::Unix(stream) => stream.shutdown(how),
         };
     }
 
-    /// Ends both directions without saying that nothing follows.
+    /// Shuts down both directions without `close_notify`.
     pub fn break_off(&self) {
         let _ = match &self.socket {
             Socket::Tcp(stream) => stream.shutdown(Shutdown::Both),
@@ -509,19 +507,19 @@ impl Stream {
         };
     }
 
-    /// Ends both directions, and resets the connection when it is dropped: nothing that is still to be sent matters.
+    /// Shuts down both directions, and resets the connection on drop. Unsent data is discarded.
     ///
-    /// The kernel announces no more room once reading is shut, whatever is read then. A peer that saw none left would wait for
-    /// it until the kernel forgets the connection (`tcp_fin_timeout`, a minute), were it not reset.
+    /// After a shutdown of reading, the kernel announces no more receive window, even if data is read. A peer that saw a full
+    /// window would wait for it until the kernel forgets the connection (`tcp_fin_timeout`, a minute). The reset prevents that.
     pub fn cut(&self) {
         self.reset_on_drop();
         self.shutdown(Shutdown::Both);
     }
 
-    /// Waits until a read would come back at once; false if that was not so within `timeout`.
+    /// Waits until a read does not block; returns false after `timeout`.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn wait_readable(&self, timeout: Duration) -> io::Result<bool> {
         let Some(tls) = &self.tls else {
             return wait_readable(self.as_fd(), timeout);
@@ -539,25 +537,25 @@ impl Stream {
         }
     }
 
-    /// Returns true if a read comes back at once, after a poll. With TLS a part of a record may have come.
+    /// Returns true if a read does not block, after a poll. With TLS, only a part of a record may have arrived.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn is_readable(&self, polled: &PollFd<'_>) -> io::Result<bool> {
         Ok(!polled.revents().is_empty()
             && (self.is_plain() || self.wait_readable(Duration::ZERO)?))
     }
 
-    /// Whether a write of some pages would come back at once: most of the room for what is not yet taken is free.
+    /// Returns true if a write of some pages does not block: most of the send buffer is free.
     pub fn is_writable(&self) -> bool {
-        // One that is broken says so to whoever writes.
+        // A broken connection reports its error to the writer.
         wait_for(self.as_fd(), PollFlags::OUT, Duration::ZERO).unwrap_or(true)
     }
 
-    /// Reads what there is into `buffer`, waiting for at least a byte for up to `timeout`; 0 at end of stream.
+    /// Reads available bytes into `buffer`; waits up to `timeout` for the first byte. Returns 0 at end of stream.
     ///
     /// # Errors
-    /// The system's reason; `TimedOut`.
+    /// The system's error; `TimedOut`.
     pub fn read_within(&self, buffer: &mut [u8], timeout: Duration) -> io::Result<usize> {
         match self.wait_readable(timeout)? {
             true => self.read_some(buffer),
@@ -565,16 +563,16 @@ impl Stream {
         }
     }
 
-    /// Whether something has come that the socket does not show any more.
+    /// Returns true if received data is buffered here and no longer shows at the socket.
     #[must_use]
     pub fn has_plaintext(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.has_plaintext())
     }
 
-    /// Sends `slices`, one after the other.
+    /// Sends `slices` in order.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn send_parts(&self, slices: &[&[u8]], scratch: &mut IoScratch) -> io::Result<()> {
         match &self.tls {
             Some(tls) => tls.send(&self.socket, &mut secured::parts(slices)),
@@ -582,10 +580,10 @@ impl Stream {
         }
     }
 
-    /// Sends `head` and guest memory behind it.
+    /// Sends `head`, followed by guest memory.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn send_guest_memory(
         &self,
         head: &[u8],
@@ -598,10 +596,10 @@ impl Stream {
         }
     }
 
-    /// Fills `runs`.
+    /// Reads into `runs` until they are full.
     ///
     /// # Errors
-    /// The system's reason; `UnexpectedEof` at an end inside.
+    /// The system's error; `UnexpectedEof` if the stream ends before.
     pub fn read_pages(&self, runs: &[GuestRun<'_>], scratch: &mut IoScratch) -> io::Result<()> {
         match &self.tls {
             Some(tls) => tls.read_pages(self, runs),
@@ -609,7 +607,7 @@ impl Stream {
         }
     }
 
-    /// What the kernel knows of what was sent; `None` for a socket that is not TCP.
+    /// Returns the kernel's state of the send direction; `None` if the socket is not TCP.
     pub fn tcp_sending(&self) -> Option<TcpSending> {
         match &self.socket {
             Socket::Tcp(stream) => TcpSending::of(stream.as_fd()).ok(),
@@ -617,7 +615,7 @@ impl Stream {
         }
     }
 
-    /// Bytes that were written and not acknowledged; `None` for a socket that is not TCP.
+    /// Returns the number of written bytes that are not acknowledged; `None` if the socket is not TCP.
     pub fn unacknowledged(&self) -> Option<u32> {
         match &self.socket {
             Socket::Tcp(stream) => sock::unacknowledged(stream.as_fd()).ok(),
@@ -625,12 +623,12 @@ impl Stream {
         }
     }
 
-    /// UNIX: the peer has read all that was written; TCP: the peer's kernel has all.
+    /// Returns true if the peer has read all written bytes (UNIX), or its kernel has received them (TCP).
     pub fn is_delivered(&self) -> bool {
         !sock::unacknowledged(self.as_fd()).is_ok_and(|bytes| bytes > 0)
     }
 
-    /// True if the peer has closed the connection, whatever it has sent before.
+    /// Returns true if the peer has closed the connection, even with unread data.
     pub fn is_hung_up(&self) -> bool {
         matches!(
             wait_for(self.as_fd(), PollFlags::RDHUP, Duration::ZERO),
@@ -638,15 +636,15 @@ impl Stream {
         )
     }
 
-    /// Resets the connection when it is dropped: the peer learns of it at once, whatever waits in the buffers.
+    /// Makes a drop reset the connection: the peer notices immediately, whatever is in the buffers.
     pub fn reset_on_drop(&self) {
-        // A UNIX socket has no such state: its peer always learns of the close.
+        // A UNIX socket has no such option: its peer always notices the close.
         if let Socket::Tcp(stream) = &self.socket {
             let _ = rustix::net::sockopt::set_socket_linger(stream, Some(Duration::ZERO));
         }
     }
 
-    /// Returns true if the peer has reset the connection, which may have lost a part of what it sent.
+    /// Returns true if the peer has reset the connection, which may have lost a part of its data.
     pub fn is_reset(&self) -> bool {
         let mut fds = [PollFd::new(self, PollFlags::empty())];
         matches!(
@@ -655,10 +653,10 @@ impl Stream {
         ) && fds[0].revents().contains(PollFlags::ERR)
     }
 
-    /// Limits how long a write may wait for the peer to read.
+    /// Limits the time that a write may wait for the peer to read.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
         match &self.socket {
             Socket::Tcp(stream) => stream.set_write_timeout(Some(timeout)),
@@ -666,10 +664,10 @@ impl Stream {
         }
     }
 
-    /// Lets writes wait for as long as the peer takes, as they do at first.
+    /// Removes the limit of write times, as in a new connection.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn lift_write_timeout(&self) -> io::Result<()> {
         match &self.socket {
             Socket::Tcp(stream) => stream.set_write_timeout(None),
@@ -677,26 +675,26 @@ impl Stream {
         }
     }
 
-    /// From here on the other side counts as lost if nothing arrives there for 30 s that was sent, also by a host that has lost
-    /// its power. For connections on which little is sent, which its reader takes at once.
+    /// Makes the kernel end the connection if sent data is not acknowledged for 30 s, also if the peer lost power. For
+    /// connections with little data, which their reader takes immediately.
     pub fn notice_loss(&self) {
         if let Socket::Tcp(stream) = &self.socket {
             tcp::notice_loss(stream);
         }
     }
 
-    /// Lets the keepalive end the connection of a peer that is silent for longer than `limit`; zero is never.
+    /// Makes the keepalive end the connection if the peer is silent for longer than `limit`; zero means never.
     pub fn set_silence_limit(&self, limit: Duration) {
         if let Socket::Tcp(stream) = &self.socket {
-            // A kernel that refuses only leaves things as they were.
+            // If the kernel refuses, the settings stay as they are.
             let _ = tcp::set_silence_limit(stream, limit);
         }
     }
 
-    /// Limits how long a read may wait.
+    /// Limits the time that a read may wait.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn set_read_timeout(&self, timeout: Duration) -> io::Result<()> {
         match &self.socket {
             Socket::Tcp(stream) => stream.set_read_timeout(Some(timeout)),
@@ -704,19 +702,19 @@ impl Stream {
         }
     }
 
-    /// Limits how long a read or a write may wait.
+    /// Limits the time that a read or a write may wait.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn set_timeouts(&self, timeout: Duration) -> io::Result<()> {
         self.set_read_timeout(timeout)?;
         self.set_write_timeout(timeout)
     }
 
-    /// Reads what there is into `buffer`, waiting for at least a byte; 0 at end of stream.
+    /// Reads available bytes into `buffer`; waits for the first byte. Returns 0 at end of stream.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn read_some(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut stream = self;
         loop {
@@ -727,11 +725,10 @@ impl Stream {
         }
     }
 
-    /// Looks at the first bytes without taking them and without waiting for them: how many there
-    /// are (0 at end of stream), or `None` if nothing has come.
+    /// Peeks at the first bytes without waiting. Returns their number (0 at end of stream), or `None` if nothing has arrived.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn peek(&self, into: &mut [u8]) -> io::Result<Option<usize>> {
         use rustix::net::{RecvFlags, recv};
         if let Some(tls) = &self.tls {

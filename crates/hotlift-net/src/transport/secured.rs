@@ -1,7 +1,7 @@
-//! The TLS of a connection, between whoever reads and writes it and its socket.
+//! TLS of a connection, between its readers and writers and its socket.
 //!
-//! Reads and writes belong to different threads, and each direction has a lock of its own: a thread that waits for bytes
-//! does not keep another from sending.
+//! Different threads read and write, and each direction has its own lock: a thread that waits for bytes does not block a
+//! sender.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,29 +14,28 @@ use hotlift_tls::{
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-/// Both directions of a connection whose handshake is done.
+/// Both directions of a connection after its handshake.
 #[derive(Debug)]
 pub(super) struct Secured {
     reader: Mutex<Reading>,
     writer: Mutex<RecordWriter>,
-    /// Whether an end without `close_notify` is one, as a QEMU's is. What the stream says until then tells whether
-    /// something is missing.
+    /// True if a missing `close_notify` is not an error, as with a QEMU. The migration stream itself shows if data is missing.
     ends_anyhow: bool,
-    /// The other side's certificate, verified; a QEMU that is asked for none has none.
+    /// The other side's verified certificate; none from a QEMU that was not asked for one.
     pub peer: Option<Identity>,
     pub exporter: Exporter,
 }
 
-/// The direction from the other side.
+/// The receiving direction.
 #[derive(Debug)]
 struct Reading {
     records: RecordReader,
-    /// What [`Secured::answers_at_once`] has met, for the next read.
+    /// Error found by [`Secured::answers_at_once`], for the next read.
     error: Option<RecordError>,
 }
 
 impl Reading {
-    /// As [`RecordReader::plaintext`].
+    /// Calls [`RecordReader::plaintext`], or returns the stored error.
     fn plaintext(&mut self, from: &mut impl Read) -> Result<&[u8], RecordError> {
         match self.error.take() {
             Some(error) => Err(error),
@@ -67,7 +66,7 @@ impl Secured {
         self.reader.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads what there is, waiting for at least a byte; 0 once the other side has said that nothing follows.
+    /// Reads available bytes; waits for the first byte. Returns 0 after `close_notify`.
     pub(super) fn read(&self, mut from: impl Read, into: &mut [u8]) -> io::Result<usize> {
         let mut reader = self.reader();
         let plaintext = match reader.plaintext(&mut from) {
@@ -80,8 +79,8 @@ impl Secured {
         Ok(length)
     }
 
-    /// Whether a read would come back at once: with bytes, the end or an error. A part of a record, which nobody may ever
-    /// complete, is not enough. `None` if a thread reads just now.
+    /// Returns true if a read does not block: bytes, the end or an error are available. A part of a record is not enough, since
+    /// the rest may never arrive. Returns `None` if another thread is reading.
     pub(super) fn answers_at_once(&self, socket: impl AsFd) -> Option<bool> {
         let mut reader = self.reader.try_lock().ok()?;
         if reader.error.is_some() {
@@ -100,7 +99,7 @@ impl Secured {
         }
     }
 
-    /// Fills `runs`; each byte is decrypted where it was read, and copied to its place.
+    /// Fills `runs`; each byte is decrypted in the receive buffer and copied to its place.
     pub(super) fn read_pages(&self, socket: impl AsFd, runs: &[GuestRun<'_>]) -> io::Result<()> {
         let mut from = Direct::waiting(socket.as_fd());
         let mut reader = self.reader();
@@ -121,7 +120,7 @@ impl Secured {
         Ok(())
     }
 
-    /// Looks at what has come without taking it and without waiting; `None` if nothing has.
+    /// Peeks at received bytes without waiting; returns `None` if there are none.
     pub(super) fn peek(&self, socket: impl AsFd, into: &mut [u8]) -> io::Result<Option<usize>> {
         let mut reader = self.reader();
         match reader.plaintext(&mut Direct::at_once(socket.as_fd())) {
@@ -136,22 +135,21 @@ impl Secured {
         }
     }
 
-    /// Whether something was read that nobody has taken: the socket does not show it.
+    /// Returns true if decrypted bytes are buffered: the socket does not show them.
     pub(super) fn has_plaintext(&self) -> bool {
-        // A thread that reads just now takes it.
+        // A thread that is reading takes them.
         self.reader
             .try_lock()
             .is_ok_and(|reader| reader.error.is_some() || reader.records.is_ready())
     }
 
-    /// Sends all of `from`.
+    /// Sends all bytes of `from`.
     pub(super) fn send(&self, mut to: impl Write, from: &mut impl Plaintext) -> io::Result<()> {
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         writer.send(&mut to, from).map_err(io_error)
     }
 
-    /// Says that nothing follows, if that can be said at once: a thread that is blocked in a write, or a socket that is
-    /// full, has more to say than that.
+    /// Sends `close_notify` if that does not block. It is skipped if a thread is blocked in a write, or the socket is full.
     pub(super) fn close(&self, socket: impl AsFd) {
         if let Ok(mut writer) = self.writer.try_lock() {
             let _ = writer.close(&mut Direct::at_once(socket.as_fd()));
@@ -159,11 +157,11 @@ impl Secured {
     }
 }
 
-/// The bytes of a packet that lie in guest memory, behind its header.
+/// Plaintext of a packet: its header, followed by guest memory.
 pub(crate) struct GuestParts<'p, 'm> {
     head: &'p [u8],
     runs: &'p [GuestRun<'m>],
-    /// What is left of the first run.
+    /// Rest of the current run.
     first: Option<GuestRun<'m>>,
     remaining: usize,
 }
@@ -213,8 +211,7 @@ impl Plaintext for GuestParts<'_, '_> {
     }
 }
 
-/// A socket by system calls of its own: libc's are points at which a thread may be cancelled, which took 5 % of the CPU of
-/// a channel's receiver.
+/// A socket with direct system calls: libc's are cancellation points, which took 5 % of the CPU time of a channel's receiver.
 struct Direct<'a> {
     socket: BorrowedFd<'a>,
     receive: RecvFlags,
@@ -261,7 +258,7 @@ impl Write for Direct<'_> {
     }
 }
 
-/// Slices, one after the other.
+/// Returns the plaintext of `parts` in order.
 pub(super) fn parts<'a, 'p>(parts: &'a [&'p [u8]]) -> Parts<'a, &'p [u8]> {
     Parts::new(parts)
 }
@@ -299,13 +296,13 @@ mod tests {
         let mut bytes = [0; 8];
         let long = Duration::from_secs(10);
         assert_eq!(here.read_within(&mut bytes, long).unwrap(), 5);
-        // The header of a record of which nothing else comes.
+        // The header of a record without the rest.
         (&beside).write_all(&[23, 3, 3, 1, 0, 9, 9]).unwrap();
         let short = Duration::from_millis(20);
         assert!(!here.wait_readable(short).unwrap());
         let late = here.read_within(&mut bytes, short).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);
-        // Its end is a cut, to whoever looks and to whoever reads.
+        // The end of the connection is a cut, for a poll and for a read.
         drop((there, beside));
         assert!(here.wait_readable(long).unwrap());
         assert!(here.read_within(&mut bytes, long).is_err());

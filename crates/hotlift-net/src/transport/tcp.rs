@@ -13,22 +13,22 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 use super::attempts::{Failed, Schedule, check_zone};
 use super::{Address, Stop, Stream, Transport};
 
-/// Between probes of a connection on which nothing comes.
+/// Interval of keepalive probes on a silent connection.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Longest interval of retransmissions that the kernel takes: its default, too.
+/// Longest retransmission interval that the kernel accepts; also its default.
 const LONGEST_RETRANSMISSION: Duration = Duration::from_secs(120);
 
-/// Probes without an answer after which the other side is gone.
+/// Number of unanswered probes after which the other side counts as lost.
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// How long what was sent may stay unacknowledged where a loss is to be noticed, in milliseconds: what probes take.
+/// TCP_USER_TIMEOUT of [`notice_loss`], in milliseconds: the time that the keepalive probes take.
 const UNHEARD: u32 = 30_000;
 
-/// Bytes that may wait in a socket for their turn: half a packet of method none. 64 KiB made the source
-/// wake up more often and cost it a fifth more; both measured with method none over loopback.
+/// Limit of unsent bytes in a socket: half a packet of method none. With 64 KiB the source woke up more often and needed a
+/// fifth more CPU; both measured with method none over loopback.
 pub const UNSENT: u32 = 256 << 10;
 
 /// TCP over IPv4 or IPv6.
@@ -61,7 +61,7 @@ impl Transport for Tcp {
     }
 }
 
-/// Connects to the first address of the host that answers. Each may take `timeout`.
+/// Connects to the first address of the host that answers. Each attempt may take `timeout`.
 pub(super) fn connect(
     host: &str,
     port: u16,
@@ -69,7 +69,7 @@ pub(super) fn connect(
     stop: Stop<'_>,
 ) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
-    // Nobody else answers for this host, whatever a resolver says: connections to it go without TLS.
+    // Ignores other answers of the resolver: connections to this host go without TLS.
     let stays = super::is_this_host(host);
     let addresses = (host, port).to_socket_addrs()?;
     let addresses = addresses.filter(|address| !stays || address.ip().to_canonical().is_loopback());
@@ -78,14 +78,14 @@ pub(super) fn connect(
     Ok(stream.into())
 }
 
-/// A handshake that is under way.
+/// A running TCP handshake.
 struct Attempt {
     address: SocketAddr,
     socket: OwnedFd,
     deadline: Instant,
 }
 
-/// Connects to the addresses of `host` as `schedule` has them, until one has answered.
+/// Connects to the addresses of `host` in the order of `schedule`, until one answers.
 fn connect_to_first(
     mut schedule: Schedule,
     host: &str,
@@ -143,7 +143,7 @@ fn connect_to_first(
     }
 }
 
-/// Begins a handshake, and does not wait for its end.
+/// Begins a TCP handshake without waiting for its end.
 fn begin(address: &SocketAddr) -> io::Result<OwnedFd> {
     check_zone(address)?;
     let family = match address {
@@ -158,7 +158,7 @@ fn begin(address: &SocketAddr) -> io::Result<OwnedFd> {
     }
 }
 
-/// Waits until one handshake has ended; returns which have.
+/// Waits until a handshake has ended; returns true for each that has.
 fn wait_for_any(attempts: &[Attempt], time: Duration, stop: Stop<'_>) -> io::Result<Vec<bool>> {
     let polled = attempts.iter();
     let polled = polled.map(|attempt| PollFd::new(&attempt.socket, PollFlags::OUT));
@@ -170,17 +170,16 @@ fn wait_for_any(attempts: &[Attempt], time: Duration, stop: Stop<'_>) -> io::Res
     Ok(ended.collect())
 }
 
-/// Sets up a connection that was made or accepted.
+/// Sets the socket options of a connection.
 pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
-    // A packet is written whole by one call; waiting for more to fill a segment only adds to the
-    // time in which the guest stands still.
+    // One call writes a whole packet. Waiting for more data to fill a segment would only add to the downtime.
     stream.set_nodelay(true)?;
-    // On one host the destination of method none needs a tenth less CPU with it, and the source no
-    // more: without it the source runs far ahead, and its queue is pushed out in the destination's
-    // time. A kernel that refuses only leaves things as they were.
+    // On one host, the destination of method none needs a tenth less CPU with this limit, and the source no more. Without it
+    // the source runs far ahead, and the destination spends its time on pushing out the queue. If the kernel refuses, the
+    // settings stay as they are.
     let _ = limit_unsent(stream.as_fd(), UNSENT);
-    // A host that lost its power closes nothing. No time-out on unacknowledged data beside it
-    // (TCP_USER_TIMEOUT): it would also end a connection whose reader is only slow (see the engine's `liveness`).
+    // A host without power closes nothing. TCP_USER_TIMEOUT is not used: it would also end a connection with a slow reader (see
+    // the engine's `liveness`).
     keep_alive(stream)
 }
 
@@ -192,38 +191,38 @@ fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Sets the keepalive of a connection whose silence ends it after `limit`; zero is never. The kernel gives up after the
-/// limit, so that the error of a lost peer comes from the process, which names the host.
+/// Sets the keepalive of a connection for the silence limit `limit`; zero disables it. The kernel ends the connection after the
+/// limit, so that the process reports a lost peer first, with the host's name.
 pub(super) fn set_silence_limit(stream: &TcpStream, limit: Duration) -> io::Result<()> {
     if limit.is_zero() {
         return Ok(sockopt::set_socket_keepalive(stream, false)?);
     }
-    // Retransmissions at intervals that double would leave a live peer unasked between 25 s and 51 s: after an outage that
-    // ends in that time the peer cannot answer before the limit of 40 s. Kernels before 6.15 refuse, and keep these intervals.
+    // With doubling retransmission intervals, the kernel sends nothing between 25 s and 51 s. After an outage that ends in that
+    // time, a live peer could not answer before the limit of 40 s. Kernels before 6.15 refuse, and keep these intervals.
     let interval = (limit / 8).clamp(SECOND, LONGEST_RETRANSMISSION);
     if let Ok(interval) = u32::try_from(interval.as_millis()) {
         let _ = limit_retransmission_interval(stream.as_fd(), interval);
     }
-    // Three probes follow a rest: a quarter of the limit each, in whole seconds up to the kernel's 32767.
+    // Three probes follow the idle time: a quarter of the limit each, in whole seconds up to the kernel's 32767.
     let quarter = (limit / (KEEPALIVE_PROBES + 1)).clamp(SECOND, Duration::from_secs(32_766));
     sockopt::set_tcp_keepidle(stream, quarter)?;
     sockopt::set_tcp_keepintvl(stream, quarter + SECOND)?;
     Ok(())
 }
 
-/// Ends the connection once what was sent is not acknowledged for [`UNHEARD`]. Probes find a peer that is lost only where
-/// nothing waits to be acknowledged: without this it takes the kernel 15 minutes (tcp_retries2).
+/// Makes the kernel end the connection if sent data is not acknowledged for [`UNHEARD`]. Keepalive probes detect a lost peer
+/// only if no data waits for an acknowledgment; otherwise the kernel takes 15 minutes (tcp_retries2).
 pub(super) fn notice_loss(stream: &TcpStream) {
-    // A kernel that refuses only leaves things as they were.
+    // If the kernel refuses, the settings stay as they are.
     let _ = keep_alive(stream);
     let _ = sockopt::set_tcp_user_timeout(stream, UNHEARD);
 }
 
-/// Connections that may wait to be accepted; Linux takes no more since 5.4 (net.core.somaxconn).
+/// Length of the accept queue; the limit of Linux since 5.4 (net.core.somaxconn).
 const BACKLOG: i32 = 4096;
 
 pub(crate) fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
-    // An empty host is all addresses of both families, where the kernel has IPv6.
+    // An empty host means all addresses of both families, if the kernel has IPv6.
     let listener = if host.is_empty() {
         TcpListener::bind(("::", port)).or_else(|_| TcpListener::bind(("0.0.0.0", port)))?
     } else {
@@ -231,7 +230,7 @@ pub(crate) fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
         addresses.iter().try_for_each(check_zone)?;
         TcpListener::bind(addresses.as_slice())?
     };
-    // The standard library's 128 are filled by strangers, and then a SYN is lost, and a source waits for seconds.
+    // Unauthenticated clients can fill the standard library's 128. Then a SYN is lost, and a source waits for seconds.
     rustix::net::listen(&listener, BACKLOG)?;
     Ok(listener)
 }
@@ -244,7 +243,7 @@ mod tests {
     fn a_second_address_is_tried_while_the_first_one_does_not_answer() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let there = listener.local_addr().unwrap();
-        // A listener whose queue is full answers no SYN.
+        // A listener with a full queue answers no SYN.
         let full = socket_with(
             AddressFamily::INET6,
             SocketType::STREAM,

@@ -12,11 +12,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket
 
 use super::{Address, Stop, Stream, Transport};
 
-/// Connections that wait to be accepted; std's own.
+/// Length of the accept queue; as in the standard library.
 const BACKLOG: i32 = 128;
 
-/// Between attempts to connect to a socket whose queue of connections is full. Nothing tells when there is
-/// room again.
+/// Delay between attempts to connect to a socket whose accept queue is full. No event shows that there is room again.
 const RETRY: Duration = Duration::from_millis(10);
 
 /// UNIX stream sockets.
@@ -44,22 +43,22 @@ pub struct UnixSocketFile {
 }
 
 impl UnixSocketFile {
-    /// Where the socket's file is.
+    /// Returns the path of the socket file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Listens at `path` on a socket that whoever `mode` (such as 0o600) lets may connect to. The file of
-    /// a socket that nobody listens on any more is replaced.
+    /// Listens at `path` on a socket for the users that `mode` (such as 0o600) permits. Replaces a socket file without a
+    /// listener.
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's error.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         listen(path, Some(Mode::from_raw_mode(mode)))
     }
 
-    /// The socket.
+    /// Returns the socket.
     #[must_use]
     pub fn listener(&self) -> &UnixListener {
         &self.listener
@@ -91,7 +90,7 @@ pub(super) fn connect(path: &Path, timeout: Duration, stop: Stop<'_>) -> io::Res
     }
 }
 
-/// A connection that does not block, or at once [`Errno::AGAIN`] if there is no room for it.
+/// Connects without blocking; returns [`Errno::AGAIN`] if the accept queue is full.
 fn try_connect(path: &Path) -> Result<UnixStream, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -99,12 +98,11 @@ fn try_connect(path: &Path) -> Result<UnixStream, Errno> {
     Ok(socket.into())
 }
 
-/// Listens on a socket whose file has `mode`, or what the umask leaves.
+/// Listens on a socket whose file has `mode`, or the default of the umask.
 pub(crate) fn listen(path: &Path, mode: Option<Mode>) -> io::Result<UnixSocketFile> {
     let listener = match bind(path, mode) {
-        // A process that was killed leaves its socket's file behind. Nobody answers there, so the
-        // name is free to take; a socket that answers belongs to somebody, and a file that is no
-        // socket is not ours to remove.
+        // A killed process leaves its socket file behind. No process answers there, so the name is free. A socket that answers
+        // is in use, and a file of another type must not be removed.
         Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale_socket(path) => {
             std::fs::remove_file(path)?;
             bind(path, mode)?
@@ -123,10 +121,10 @@ fn bind(path: &Path, mode: Option<Mode>) -> io::Result<UnixListener> {
     };
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // The file gets the mode that the socket has when it is bound, so that at no moment it has another.
+    // The file gets the socket's mode when it is bound, so that it never has another.
     rustix::fs::fchmod(&socket, mode)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-    // The umask may have taken some of it.
+    // The umask may have removed bits.
     rustix::fs::chmod(path, mode)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket.into())
