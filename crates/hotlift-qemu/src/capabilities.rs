@@ -1,51 +1,50 @@
-//! Tables of QEMU's migration capabilities and parameters, and what a command does with each.
+//! Tables of QEMU's migration capabilities and parameters, and how each command treats them.
 //!
-//! The tables have every name that QEMU 7.2, 10.0 and 11.1 list. A name without a row that is in use is refused: it may
-//! change what the stream is made of.
+//! The tables list every name of QEMU 7.2, 10.0 and 11.1. A name in use without a row is refused: it may change the stream.
 
 use hotlift::options::qmp_option;
 use serde_json::{Map, Value};
 
 use crate::error::QemuError;
 
-/// What a command does to a QEMU.
+/// Purpose of a command's migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// Moves a guest to another QEMU, or receives one.
+    /// Migrates a guest to or from another QEMU.
     Migrate {
-        /// The operator asks to leave RAM in the files that both QEMUs map.
+        /// The operator asks to keep RAM in the files that both QEMUs map.
         ignore_shared: bool,
     },
-    /// Writes a guest to a file.
+    /// Saves a guest to a file.
     Save,
-    /// Loads a guest from a file.
+    /// Restores a guest from a file.
     Restore,
 }
 
-/// How a command treats a capability.
+/// Treatment of a capability by a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Treatment {
     /// Switched off for the migration, and restored.
     Off,
-    /// Switched as the relay needs it, and restored.
+    /// Set to the value that the relay needs, and restored.
     Set,
-    /// Must be alike: set at the destination as the source has it, and restored.
+    /// Must be equal: set at the destination to the source's value, and restored.
     Alike,
-    /// Left as the operator has it: it changes nothing of what a relay carries.
+    /// Kept as the operator set it: it does not change the stream that a relay carries.
     Kept,
-    /// The command refuses a QEMU that has it on.
+    /// The command refuses a QEMU that has it enabled.
     Refused,
 }
 
 /// A migration capability of QEMU.
 #[derive(Debug)]
 pub struct Capability {
-    /// QEMU's name.
+    /// Name in QEMU.
     pub name: &'static str,
     migrate: Treatment,
     save: Treatment,
     restore: Treatment,
-    /// Why it is treated so.
+    /// Reason for the treatment.
     pub reason: &'static str,
 }
 
@@ -60,13 +59,13 @@ impl Capability {
         }
     }
 
-    /// Sets the treatment of commands that have a file in place of the other QEMU.
+    /// Sets the treatment by commands that use a file instead of a second QEMU.
     const fn with_file(mut self, save: Treatment, restore: Treatment) -> Self {
         (self.save, self.restore) = (save, restore);
         self
     }
 
-    /// Returns how a command with this purpose treats it.
+    /// Returns the treatment by a command with this purpose.
     #[must_use]
     pub fn treatment(&self, purpose: Purpose) -> Treatment {
         match purpose {
@@ -80,10 +79,10 @@ impl Capability {
     }
 }
 
-/// Leaves RAM in the files that it is shared by.
+/// Capability that keeps RAM in the shared files that back it.
 pub const IGNORE_SHARED: &str = "x-ignore-shared";
 
-/// Gives requested pages a connection of their own.
+/// Capability that gives requested pages their own connection.
 pub const PREEMPT: &str = "postcopy-preempt";
 
 /// Every capability of QEMU 7.2 to 11.1.
@@ -176,14 +175,14 @@ pub const CAPABILITIES: &[Capability] = {
     ]
 };
 
-/// A migration parameter of QEMU that is refused unless it has its default value; the others are set, or kept.
+/// A migration parameter of QEMU. If `only` is set, no other value is accepted.
 #[derive(Debug)]
 pub struct Parameter {
-    /// QEMU's name.
+    /// Name in QEMU.
     pub name: &'static str,
-    /// The one value that is accepted, if not every value is.
+    /// The only accepted value; `None`: every value is accepted.
     pub only: Option<&'static str>,
-    /// Why.
+    /// Reason for the treatment.
     pub reason: &'static str,
 }
 
@@ -263,7 +262,7 @@ pub fn parameter(name: &str) -> Option<&'static Parameter> {
     PARAMETERS.iter().find(|row| row.name == name)
 }
 
-/// Checks that no capability is on that this command refuses, or that has no row.
+/// Checks that no capability is enabled that this command refuses, or that has no row.
 ///
 /// # Errors
 /// [`QemuError::Setting`] with the first one.
@@ -288,7 +287,7 @@ pub fn check_capabilities(purpose: Purpose, now: &[(String, bool)]) -> Result<()
 const UNKNOWN: &str = "this version of hotlift does not know what it does to the stream";
 
 /// Checks that no parameter has a value that the commands refuse. `defaults` returns this QEMU's own default of a parameter
-/// without a row, as far as QEMU reports it.
+/// without a row, if QEMU reports it.
 ///
 /// # Errors
 /// [`QemuError::Setting`] with the first one; those of `defaults`.
@@ -299,7 +298,7 @@ pub fn check_parameters(
     for (name, value) in now {
         let (default, reason) = match parameter(name) {
             Some(row) => (row.only.map(Value::from), row.reason),
-            // A built-in guest: its own migration options are those of the relay.
+            // A built-in guest: its own migration options are the relay's options.
             None if qmp_option(name).is_some() => continue,
             None => (defaults(name), UNKNOWN),
         };
@@ -322,8 +321,7 @@ pub fn check_parameters(
     Ok(())
 }
 
-/// Whether a value is the default of a parameter for which QEMU reports none: QEMU 7.2 to 11.1 report every default but those
-/// that are empty.
+/// Returns true if the value is empty. QEMU 7.2 to 11.1 report every default except empty ones.
 fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
@@ -335,7 +333,7 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Returns a value as an operator writes it.
+/// Formats a value as an operator writes it.
 pub(crate) fn text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

@@ -1,17 +1,17 @@
-//! What of two VMs differs, and which differences QEMU refuses. It finds all of them by itself, but most only when it reads the
-//! devices, after all pages.
+//! Compares two VMs, and finds the differences that QEMU refuses. QEMU finds all of them itself, but most only when it reads
+//! the devices, after all pages.
 //!
 //! | difference | QEMU 7.2, 10.0 and 11.1 |
 //! |---|---|
 //! | machine type, UUID (with multifd), RAM size | refuses |
-//! | a RAM block or a device is missing at the destination | refuses, but for devices without state (`STATELESS`) |
-//! | size of a RAM block | refuses, but for those that it resizes (ACPI tables) |
-//! | another type, PCI id or number of vectors of a device | refuses |
-//! | fewer vCPUs at the destination | refuses; more are refused here |
-//! | possible vCPUs | refuses once the guest has used the ACPI device for them, 11.1 always |
+//! | a RAM block or a device is missing at the destination | refuses, except devices without state (`STATELESS`) |
+//! | size of a RAM block | refuses, except blocks that it resizes (ACPI tables) |
+//! | other type, PCI id or number of vectors of a device | refuses |
+//! | fewer vCPUs at the destination | refuses; Hotlift also refuses more |
+//! | possible vCPUs | refuses once the guest has used the ACPI device for them; 11.1 always |
 //! | memory slots, on a machine with ACPI | refuses |
-//! | place, size or node of a virtio-mem | refuses |
-//! | a RAM block or device more at the destination, largest RAM, CPU model and flags, disks, address of a DIMM | accepts |
+//! | address, size or node of a virtio-mem | refuses |
+//! | an extra RAM block or device at the destination, largest RAM, CPU model and flags, disks, address of a DIMM | accepts |
 //!
 //! Other properties of devices are not compared.
 
@@ -23,8 +23,8 @@ use serde::Serialize;
 use crate::error::QemuError;
 use crate::vm::Vm;
 
-/// Types of devices whose state the stream does not have: QEMU accepts a destination without them. Found by migrations of QEMU
-/// 7.2 and 10.0 with one of each device.
+/// Types of devices without state in the stream: QEMU accepts a destination without them. Found by migrations of QEMU 7.2 and
+/// 10.0 with one of each device.
 const STATELESS: [&str; 11] = [
     "AMDVI-PCI",
     "adlib",
@@ -39,29 +39,29 @@ const STATELESS: [&str; 11] = [
     "pvpanic",
 ];
 
-/// Differences of one kind that are listed; further ones are counted.
+/// Maximum number of listed differences of one kind; further ones are only counted.
 const MAX_LISTED: usize = 16;
 
-/// Flags of a CPU that are listed.
+/// Maximum number of listed CPU flags.
 const MAX_FLAGS: usize = 24;
 
-/// Refused differences that an error has: it must fit the reason that one host sends to the other.
+/// Maximum number of refused differences in an error: it must fit into the reason that one host sends to the other.
 const MAX_IN_ERROR: usize = 3;
 
-/// Of what a list has nothing.
+/// Text for an absent list entry.
 const NOTHING: &str = "none";
 
 /// The result of one comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// Both have the same.
+    /// Both values are equal.
     Same,
-    /// They differ, and QEMU accepts it.
+    /// The values differ, and QEMU accepts it.
     Different,
-    /// They differ, and QEMU refuses it.
+    /// The values differ, and QEMU refuses it.
     Refused,
-    /// One of them does not report it.
+    /// At least one QEMU does not report the value.
     Unknown,
 }
 
@@ -69,20 +69,20 @@ pub enum Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Row {
-    /// Name of what was compared.
+    /// Name of the compared property.
     pub what: String,
     /// Value at the source.
     pub source: String,
     /// Value at the destination.
     pub destination: String,
-    /// Result.
+    /// Result of the comparison.
     pub outcome: Outcome,
-    /// What makes both the same, to be added to the destination's command line; empty if nothing is known.
+    /// Arguments for the destination's command line that remove the difference; empty if none are known.
     pub remedy: String,
 }
 
 impl Row {
-    /// Values are those of another host, too.
+    /// Creates a row. The values may come from another host, so each text is reduced to one line.
     fn new(what: &str, values: [&str; 2], outcome: Outcome, remedy: &str) -> Self {
         let [source, destination] = values.map(one_line);
         Self {
@@ -94,7 +94,7 @@ impl Row {
         }
     }
 
-    /// The difference in one line.
+    /// Formats the difference as one line.
     #[must_use]
     pub fn line(&self) -> String {
         let Self {
@@ -193,10 +193,10 @@ pub fn compare(source: &Vm, destination: &Vm) -> Vec<Row> {
     rows
 }
 
-/// Refuses what QEMU refuses.
+/// Rejects the differences that QEMU refuses.
 ///
 /// # Errors
-/// [`QemuError::Differs`], with the first differences that QEMU refuses.
+/// [`QemuError::Differs`] with the first refused differences.
 pub fn check(rows: &[Row]) -> Result<(), QemuError> {
     let refused = rows.iter().filter(|row| row.outcome == Outcome::Refused);
     let mut lines: Vec<_> = refused.map(Row::line).collect();
@@ -257,8 +257,8 @@ fn cpu_flags(source: &Vm, destination: &Vm) -> Row {
     Row::new(what, [&values[0], &values[1]], Outcome::Different, remedy)
 }
 
-/// Compares two lists, entry by entry of the same key: a row for each difference, or one for all if there is none. `judge` has
-/// the result for one entry, and the remedy.
+/// Compares two lists by key. Returns a row for each difference, or a single row if there is none. `judge` returns the result
+/// for one entry, and the remedy.
 fn list<'a, T>(
     (names, name): (&str, &str),
     [source, destination]: [&'a Option<Vec<T>>; 2],
@@ -279,7 +279,7 @@ fn list<'a, T>(
             "",
         )];
     };
-    // Entries of the same key are told apart by their order.
+    // Entries with the same key are distinguished by their order.
     let mut entries: BTreeMap<(&str, usize), [Option<&T>; 2]> = BTreeMap::new();
     for (side, list) in [source, destination].into_iter().enumerate() {
         let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
@@ -296,7 +296,7 @@ fn list<'a, T>(
         if outcome == Outcome::Same {
             continue;
         }
-        // Those that are refused are listed first.
+        // Refused differences are listed first.
         let is_refused = outcome == Outcome::Refused;
         let listed = |row: &&Row| (row.outcome == Outcome::Refused) == is_refused;
         if rows.iter().filter(listed).count() == MAX_LISTED {
@@ -348,12 +348,12 @@ fn memory_devices(source: &Vm, destination: &Vm) -> Vec<Row> {
             (Some(here), Some(there)) => {
                 let outcome = match [here, there].iter().all(|it| it.kind == "virtio-mem") {
                     true => Outcome::Refused,
-                    // A difference of the size is one of its RAM block.
+                    // A difference in size is reported for its RAM block.
                     false => Outcome::Different,
                 };
                 (outcome, format!("the same -device of {}", here.memdev))
             }
-            // QEMU refuses the RAM block that is missing then.
+            // QEMU refuses the missing RAM block in this case.
             (Some(here), None) => {
                 let remedy = format!("its -object and -device of {}", here.memdev);
                 (Outcome::Different, remedy)
@@ -380,17 +380,17 @@ fn ram_blocks(source: &Vm, destination: &Vm) -> Vec<Row> {
     )
 }
 
-/// Whether a RAM block takes the pages of a source's block of its name.
+/// Returns true if the destination's RAM block accepts the pages of the source's block of the same name.
 fn takes(there: &RamBlock, here: &RamBlock) -> bool {
     if there.bytes == here.bytes {
         return true;
     }
-    // QEMU resizes only the files that firmware loads; of those that can grow no other size shows it.
+    // QEMU resizes only the files that firmware loads. For a block that can grow, no other size shows this.
     let can_resize = there.bytes < there.max_bytes || there.name.starts_with("/rom@");
     can_resize && here.bytes <= there.max_bytes
 }
 
-/// What gives a QEMU such a RAM block.
+/// Returns the arguments that give a QEMU this RAM block.
 fn block_remedy(block: &RamBlock) -> String {
     let name = block.name.as_str();
     let bytes = block.bytes;
@@ -406,7 +406,7 @@ fn block_remedy(block: &RamBlock) -> String {
 }
 
 fn devices(source: &Vm, destination: &Vm) -> Vec<Row> {
-    // What hangs on a device that is missing is missing with it.
+    // Devices below a missing device are not listed separately.
     let mut missing: HashSet<&str> = HashSet::new();
     list(
         ("devices", "device"),
@@ -450,20 +450,20 @@ fn devices(source: &Vm, destination: &Vm) -> Vec<Row> {
 }
 
 fn is_same_type(here: &MachineDevice, there: &MachineDevice) -> bool {
-    // One device by two names: `acpi-ged-x86` before QEMU 8.0.
+    // One device has two names: `acpi-ged-x86` before QEMU 8.0.
     let [here, there] = [here, there].map(|it| it.kind.trim_end_matches("-x86"));
     general_type(here) == general_type(there)
 }
 
 fn is_alike(here: &MachineDevice, there: &MachineDevice) -> bool {
-    // QEMU 7.2 reports no vectors of a device that has none in 10.0.
+    // QEMU 7.2 reports no vectors for devices that have none in 10.0.
     let vectors = here.vectors.zip(there.vectors);
     is_same_type(here, there)
         && here.pci == there.pci
         && vectors.is_none_or(|(here, there)| here == there)
 }
 
-/// What gives a QEMU such a device.
+/// Returns the arguments that give a QEMU this device.
 fn device_remedy(device: &MachineDevice) -> String {
     let MachineDevice {
         place,

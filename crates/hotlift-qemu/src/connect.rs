@@ -1,15 +1,15 @@
-//! The QMP socket of a QEMU that somebody else has started, or is starting just now.
+//! Connects to the QMP socket of a QEMU that another process has started, or is starting.
 
 use std::time::Duration;
 
 use hotlift_qmp::{Client, Qemu, QmpAddress, QmpError};
 use hotlift_terminal::output::complain;
 
-/// Between two questions about what QEMU may send no event of: the end of a migration's threads, and a change of state without
+/// Interval between queries for changes that may cause no event: the end of a migration's threads, and state changes without
 /// the capability `events`.
 pub const QUERY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Connects within `timeout`; says so if the socket must be waited for.
+/// Connects within `timeout`; reports if it must wait for the socket.
 ///
 /// # Errors
 /// As [`Qemu::connect`].

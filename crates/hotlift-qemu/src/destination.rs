@@ -1,4 +1,4 @@
-//! The QEMU that is to get a guest: given by its QMP socket, or started here for the purpose.
+//! The destination's QEMU: given by its QMP socket, or started by this process.
 
 use std::ffi::OsString;
 use std::os::fd::BorrowedFd;
@@ -24,31 +24,31 @@ use crate::settings::{self, Changed};
 use crate::vm::Vm;
 use hotlift_mem::lock;
 
-/// How long the QMP socket of a waiting QEMU is tried.
+/// Timeout of the connection to the QMP socket of a waiting QEMU.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// How long an answer is waited for where somebody waits for the statement: a main loop that hangs on storage answers
-/// later, and is asked again.
+/// Timeout of one answer while a caller waits for the statement. A main loop that hangs on storage answers later, and is
+/// queried again.
 const ASK: Duration = Duration::from_secs(1);
 
-/// Between two questions to a QEMU that has not answered the first: they wait in its socket.
+/// Interval between queries to a QEMU that has not answered the first: they wait in its socket.
 const ASK_AGAIN: Duration = Duration::from_secs(3);
 
-/// How long an answer is waited for while the devices may be loaded: the restore waits for it, too, and a main loop that is back
-/// answers within milliseconds.
+/// Timeout of one answer while the devices may be loading. The restore waits as well, and a main loop that has returned answers
+/// within milliseconds.
 const ASK_WHETHER_LOADING: Duration = Duration::from_millis(250);
 
-/// How long a QEMU whose stream has broken before its end may take to say why.
+/// Time in which a QEMU whose stream broke early may report the reason.
 const REASON: Duration = Duration::from_secs(5);
 
-/// How often a QEMU that has loaded the devices of a guest must be seen not to have begun with it, one look after the other's
-/// answer. It begins in its main loop behind the devices; so does its answer to QMP, and the one may overtake the other.
+/// Number of consecutive polls in which a QEMU that has loaded a guest's devices must not have started the guest. QEMU starts
+/// it in its main loop after the devices, as it answers QMP; the answer may come first.
 const LOOKS: u32 = 20;
 
-/// Between two of these looks.
+/// Interval between these polls.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What the name of a socket begins with that pages come by as they are asked for.
+/// Prefix of socket names for pages that are sent on request.
 const LAZY: &str = "lazy-";
 
 /// A QEMU that waits with `-incoming defer`.
@@ -57,62 +57,62 @@ pub struct Destination {
     process: Option<Mutex<Started>>,
     custody: Custody,
     changed: Option<Changed>,
-    /// For the socket that its stream comes by.
+    /// Folder of the socket for the stream.
     folder: OwnFolder,
-    /// It has not answered, and is not asked before.
+    /// Earliest time of the next query, after QEMU did not answer.
     ask_again_at: Mutex<Option<Instant>>,
-    /// Whether it was started with `-S`; `None`: it is not known.
+    /// True if QEMU was started with `-S`; `None`: unknown.
     waits: Option<bool>,
-    /// What the guest did before.
+    /// State of the guest before the migration.
     before: Mutex<Before>,
-    /// It had begun with the guest before this connection to it.
+    /// QEMU had started the guest before this connection.
     had_guest: bool,
-    /// A statement that nothing changes any more.
+    /// The final statement, once there is one.
     settled: Mutex<Option<Statement>>,
 }
 
-/// What a QEMU that was given a guest has said of it.
+/// The report of a QEMU on the guest that it was given.
 #[derive(Debug, Clone)]
 pub enum Statement {
-    /// It has the guest, which does what it is to do.
+    /// QEMU has the guest, in the expected run state.
     Here {
-        /// What that is.
+        /// Run state of the guest.
         state: RunState,
     },
-    /// It has the guest and does not run it, though the guest ran before; others have started this QEMU.
+    /// QEMU has the guest and does not run it, though the guest ran before. Another process started this QEMU.
     Stopped {
         /// Both states, in one line.
         reason: String,
         /// A `cont` may run the guest.
         can_run: bool,
     },
-    /// It had the guest, never ran it, though the guest ran before, and was ended here.
+    /// QEMU had the guest and never ran it, though the guest ran before. Hotlift ended this QEMU.
     Ended {
-        /// Both states, and what QEMU has said of it, in one line.
+        /// Both states, and QEMU's errors, in one line.
         reason: String,
     },
-    /// It had the guest, and has ended since.
+    /// QEMU had the guest, and has ended since.
     GuestEnded {
-        /// How, as a clause.
+        /// The way it ended, as a clause.
         how: String,
-        /// The guest itself has ended, and no other program has ended this QEMU.
+        /// The guest itself has ended; no other program has ended this QEMU.
         by_itself: bool,
     },
-    /// It has no guest, and never will: its migration has failed, or its process has ended.
+    /// QEMU has no guest and never will: its migration has failed, or its process has ended.
     Never {
-        /// Why, in one line.
+        /// Reason, in one line.
         reason: String,
     },
-    /// Nothing of the kind.
+    /// QEMU reports none of these.
     Unknown {
-        /// It answers: it is only not so far.
+        /// QEMU answers, but has not reached a final state yet.
         answers: bool,
-        /// What it says, or why it is not heard, in one line.
+        /// QEMU's report, or the reason why it cannot be reached, in one line.
         reason: String,
     },
 }
 
-/// Names what a QEMU lacks that refuses to switch postcopy on: its own words leave that to its log.
+/// Explains why a QEMU refuses to enable postcopy: QEMU itself writes the details only to its log.
 fn without_postcopy(error: QmpError) -> QemuError {
     match error {
         QmpError::Command { desc, .. } if desc.contains("Postcopy is not supported") => {
@@ -122,10 +122,10 @@ fn without_postcopy(error: QmpError) -> QemuError {
     }
 }
 
-/// Whether a QEMU loads the devices of a lazy restore, by its answers.
+/// Evaluates QEMU's answers: returns the progress of the devices in a lazy restore.
 ///
 /// # Errors
-/// Why it has refused them.
+/// QEMU's reason for refusing the devices.
 fn loading(info: &MigrationInfo, state: &StatusInfo) -> Result<Loading, String> {
     if state.status != "inmigrate" {
         return Ok(Loading::Unknown);
@@ -139,7 +139,7 @@ fn loading(info: &MigrationInfo, state: &StatusInfo) -> Result<Loading, String> 
 }
 
 impl Destination {
-    /// One that somebody else has started.
+    /// Connects to a QEMU that another process has started.
     ///
     /// # Errors
     /// If it does not answer, or does not wait for a migration.
@@ -148,7 +148,7 @@ impl Destination {
         Self::waiting(qemu, None, None, OwnFolder::private()?)
     }
 
-    /// One that is started now.
+    /// Starts a QEMU.
     ///
     /// # Errors
     /// If it does not start, or does not answer.
@@ -158,11 +158,11 @@ impl Destination {
         Self::waiting(qemu, Some(process), Some(command), folder)
     }
 
-    /// One that runs its guest, and waits for pages of it (`postcopy-paused`) from the file `file`, on a new socket from
-    /// now on. Its settings are put back when it has them.
+    /// Connects to a QEMU that runs its guest, and waits for pages of it (`postcopy-paused`) from the file `file`. It now
+    /// listens on a new socket. Its settings are restored once it has the pages.
     ///
     /// # Errors
-    /// If it does not answer, does not wait for pages, or waits for those of another file.
+    /// If it does not answer, does not wait for pages, or waits for pages of another file.
     pub fn recovering(address: &QmpAddress, file: u64) -> Result<Self, QemuError> {
         let mut qemu = connect(address, CONNECT).map_err(at_destination)?;
         let state = qemu.query_status().map_err(at_destination)?;
@@ -177,12 +177,12 @@ impl Destination {
         let name = Self::name_for(file);
         let is_of_file = listened.to_string().contains(&name);
         let is_paused = migration.status() == "postcopy-paused";
-        // QEMU reports a 'migrate' of another client in place of the restore, also one that it has refused. The socket is the
-        // restore's still, and 'migrate-recover' is refused by the restore's own state.
+        // QEMU reports another client's 'migrate', even a refused one, in place of the restore. The socket still belongs to the
+        // restore, and the restore's own state decides on 'migrate-recover'.
         if !is_paused && !is_of_file {
             return Err(not_paused(None));
         }
-        // Also one whose pages come from a running guest.
+        // This also refuses a QEMU whose pages come from a running guest.
         if !listened.is_null() && !is_of_file {
             return Err(QemuError::OtherFile);
         }
@@ -198,7 +198,7 @@ impl Destination {
         let waits = waits_for_cont(&mut qemu, None);
         Ok(Self {
             waits,
-            // One that waits for pages may have loaded the devices, and not have been able to lock a disk.
+            // A QEMU that waits for pages may have loaded the devices, and failed to lock a disk.
             had_guest: state.run_state() != RunState::InMigrate,
             before: Mutex::new(Before {
                 state: state.run_state(),
@@ -214,7 +214,7 @@ impl Destination {
         })
     }
 
-    /// A socket for pages of the file `file`, by which one that waits for more of them is known again.
+    /// Returns the path of the socket for pages of the file `file`. The name identifies a QEMU that waits for more of them.
     pub fn socket_for(&self, file: u64) -> PathBuf {
         self.folder.path().join(Self::name_for(file))
     }
@@ -257,12 +257,12 @@ impl Destination {
         })
     }
 
-    /// This QEMU, for one command.
+    /// Locks this QEMU for one command.
     pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
         lock(&self.qemu)
     }
 
-    /// To be given up when it may run its guest.
+    /// Returns the custody, which must be given up before QEMU may run its guest.
     pub fn custody(&self) -> &Custody {
         &self.custody
     }
@@ -272,12 +272,12 @@ impl Destination {
         Some(lock(process))
     }
 
-    /// A socket for the stream, in a folder that goes with this.
+    /// Returns the path of the socket for the stream, in a folder that is removed with this value.
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("incoming")
     }
 
-    /// Its VM, to be compared with the guest's: `other`, where that is known.
+    /// Reads the VM, for a comparison with the guest's VM; `other` is that VM if it is known.
     ///
     /// # Errors
     /// If it does not answer.
@@ -285,7 +285,7 @@ impl Destination {
         Vm::of(&mut self.qemu(), other).map_err(at_destination)
     }
 
-    /// UUID of its machine.
+    /// Returns the UUID of its machine.
     ///
     /// # Errors
     /// If it does not answer.
@@ -293,10 +293,10 @@ impl Destination {
         self.qemu().query_uuid().map_err(at_destination)
     }
 
-    /// Sets capabilities and parameters and listens on a UNIX socket.
+    /// Sets capabilities and parameters, and makes QEMU listen on a UNIX socket.
     ///
     /// # Errors
-    /// If it refuses.
+    /// If QEMU refuses.
     pub fn listen(
         &mut self,
         capabilities: &[(&str, bool)],
@@ -305,16 +305,15 @@ impl Destination {
     ) -> Result<(), QemuError> {
         let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
         self.changed = Some(changed.map_err(without_postcopy)?);
-        // One that was started here is to end by itself if this process does; one that is held is to
-        // stay and say what went wrong.
+        // A QEMU that was started here must end with this process. A QEMU of another process must stay and report the error.
         let stay_on_error = self.process.is_none();
         let uri = format!("unix:{}", socket.display());
         let listening = self.qemu().migrate_incoming(&uri, stay_on_error);
         listening.map_err(at_destination)
     }
 
-    /// Sets the guest's state at the start of its migration. Its stream may show another. A guest of unknown state is expected to
-    /// have run.
+    /// Sets the guest's state at the start of its migration. Its stream may contain another. A guest of unknown state is
+    /// expected to have run.
     pub fn expect(&self, was: RunState) {
         *self.before() = Before {
             state: was,
@@ -326,8 +325,8 @@ impl Destination {
         lock(&self.before)
     }
 
-    /// Whether it has taken the guest, whose state before was `was`, as far as it says so at once. One that was started here and
-    /// does not run a guest that ran is ended.
+    /// Queries once if QEMU has accepted the guest, whose previous state was `was`. Ends a QEMU that was started here and does
+    /// not run a guest that ran.
     pub fn has_taken(&self, was: Option<&str>) -> Taken {
         if let Some(was) = was {
             *self.before() = Before {
@@ -351,8 +350,8 @@ impl Destination {
         }
     }
 
-    /// Whether it loads the devices of a lazy restore, by what it reports at once. An answer of its main loop
-    /// shows that no package is being loaded there: the loop comes back when that has ended.
+    /// Queries once if QEMU loads the devices of a lazy restore. An answer of its main loop shows that it loads no package
+    /// there: the loop continues only after the package.
     pub fn loading(&self) -> Loading {
         let mut qemu = self.qemu();
         qemu.client().set_timeout(ASK_WHETHER_LOADING);
@@ -373,8 +372,8 @@ impl Destination {
         }
     }
 
-    /// Whether it has closed its QMP connection without having run the guest. Another process between may have closed it: this
-    /// shows that it has ended only where its connection for the stream is closed, too.
+    /// Returns true if QEMU has closed its QMP connection without having run the guest. An intermediate process may have closed
+    /// it: QEMU has ended only if its connection for the stream is closed, too.
     pub fn is_gone_before_a_run(&self) -> bool {
         let mut qemu = self.qemu();
         let client = qemu.client();
@@ -382,12 +381,12 @@ impl Destination {
         client.is_closed() && !has_run
     }
 
-    /// Waits for its statement on the guest, for `time` or until a signal comes.
+    /// Waits for QEMU's statement on the guest, until `time` is over or a signal arrives.
     pub fn statement_in_time(&self, time: Duration, interrupt: &Interrupt) -> Statement {
         self.wait_for_statement(time, &[interrupt.bell()], || interrupt.is_raised())
     }
 
-    /// Waits for its statement on the guest, for `time` or until `is_over`, which may be so once one of `others` is readable.
+    /// Waits for QEMU's statement on the guest, for `time` or until `is_over`, checked when one of `others` is readable.
     pub fn wait_for_statement(
         &self,
         time: Duration,
@@ -407,7 +406,7 @@ impl Destination {
         }
     }
 
-    /// Waits for `time` until it is known what it does with a guest whose devices it has loaded, and whose pages follow.
+    /// Waits up to `time` until it is known if QEMU runs a guest whose devices it has loaded, and whose pages follow.
     pub fn wait_for_start(&self, time: Duration) -> Statement {
         let deadline = Instant::now() + time;
         let mut looks = 0;
@@ -459,12 +458,12 @@ impl Destination {
         }
     }
 
-    /// Where one is that was started here.
+    /// Returns the location of a QEMU that was started here.
     pub fn started(&self) -> Option<String> {
         Some(self.process()?.place())
     }
 
-    /// Its QMP socket once this command has ended, as far as it is known here.
+    /// Returns its QMP socket after the end of this command, if this process knows it.
     pub fn later_qmp(&self) -> Option<QmpAddress> {
         match self.process() {
             Some(process) => process.kept_qmp(),
@@ -472,7 +471,7 @@ impl Destination {
         }
     }
 
-    /// Whether it says that its guest waits for pages that nobody sends.
+    /// Returns true if QEMU reports that its guest waits for pages and no process sends them.
     pub fn waits_for_pages(&self) -> bool {
         let mut qemu = self.qemu();
         qemu.client().set_timeout(ASK);
@@ -485,7 +484,7 @@ impl Destination {
         lock(&self.settled)
     }
 
-    /// What is to be said of a guest that is in this state here.
+    /// Returns the statement on a guest in this state.
     fn judged(&self, state: RunState) -> Statement {
         let before = self.before();
         let has_run = match self.qemu().client().has_run() {
@@ -513,7 +512,7 @@ impl Destination {
                 "{states}; a 'stop' during the migration may be the cause, and its stream was passed through unread"
             ),
         };
-        // A state that may be right is left to the operator.
+        // A state that may be intended is left to the operator.
         if judgement == Judgement::DoesNotRun
             && let Some(process) = self.process()
         {
@@ -529,10 +528,10 @@ impl Destination {
         stopped
     }
 
-    /// Ends a QEMU that was started here, and does not run its guest.
+    /// Ends a QEMU that was started here and does not run its guest.
     fn end(&self, mut process: MutexGuard<'_, Started>, reason: &str) -> Statement {
         let ended = process.end();
-        // What it sent before its end is still there to be read. A 'cont' may have come after the question.
+        // Events from before its end can still be read. A 'cont' may have arrived after the query.
         let (has_run, is_closed) = self.events_to_the_end();
         let words = process.last_errors();
         let words = words.map_or_else(String::new, |words| format!(": {words}"));
@@ -570,7 +569,7 @@ impl Destination {
         }
     }
 
-    /// Whether the guest has run, by all events up to the end of the QMP connection, and whether that end was seen within [`ASK`].
+    /// Reads all events up to the end of the QMP connection. Returns if the guest has run, and if the end came within [`ASK`].
     fn events_to_the_end(&self) -> (Result<bool, QmpError>, bool) {
         let deadline = Instant::now() + ASK;
         loop {
@@ -585,7 +584,7 @@ impl Destination {
         }
     }
 
-    /// Asks once.
+    /// Queries QEMU once.
     fn ask(&self) -> Statement {
         if let Some(settled) = &*self.settled() {
             return settled.clone();
@@ -594,7 +593,7 @@ impl Destination {
         let answer = if ask_again_at.is_some_and(|until| Instant::now() < until) {
             Err("QEMU does not answer over QMP".to_owned())
         } else {
-            // QEMU 11.1 may hang after a failure; otherwise its words are better than the event.
+            // QEMU 11.1 may hang after a failure; otherwise its answer is more precise than the event.
             let timeout = match self.is_refused() {
                 true => ASK_WHETHER_LOADING,
                 false => ASK,
@@ -602,7 +601,7 @@ impl Destination {
             let mut qemu = self.qemu();
             qemu.client().set_timeout(timeout);
             let answer = qemu.query_migrate().and_then(|mut info| {
-                // QEMU reports a later 'migrate' of another client, also a refused one, in place of the incoming migration.
+                // QEMU reports another client's later 'migrate', even a refused one, in place of the incoming migration.
                 if qemu.client().guest_events().has_migrated {
                     info.status = Some("completed".to_owned());
                 }
@@ -625,7 +624,7 @@ impl Destination {
         {
             return ended;
         }
-        // Of a guest that has run nothing shows that it never will.
+        // For a guest that has run, nothing proves that it never will.
         let has_run = self.had_guest || self.qemu().client().guest_events().has_run;
         match answer {
             Ok((_, Some(state))) => self.judged(state),
@@ -640,7 +639,7 @@ impl Destination {
                     reason: format!("it has run the guest, and {how}"),
                 },
                 Some(reason) => Statement::Never { reason },
-                // The main loop of QEMU 11.1 may hang after that.
+                // The main loop of QEMU 11.1 may hang after this event.
                 None if answer.is_err() && self.is_refused() => Statement::Never {
                     reason: "it has failed before it ran the guest; its own log says why"
                         .to_owned(),
@@ -656,8 +655,8 @@ impl Destination {
         }
     }
 
-    /// Whether the events of a QEMU that was not started here show that its migration has failed without a guest that ran. One that
-    /// was started here ends then, with its words on stderr.
+    /// Returns true if the events of a QEMU of another process show a failed migration without a guest that ran. A QEMU that
+    /// was started here ends in this case, with its errors on stderr.
     fn is_refused(&self) -> bool {
         let mut qemu = self.qemu();
         let events = qemu.client().guest_events();
@@ -665,13 +664,13 @@ impl Destination {
         self.process.is_none() && events.has_failed && !had_guest
     }
 
-    /// How a guest that it had has ended, if its QMP connection is closed.
+    /// Returns how a guest that QEMU had has ended, if its QMP connection is closed.
     fn guest_end(&self) -> Option<Statement> {
         let was_live = self.before().state.is_live();
         let mut qemu = self.qemu();
         let client = qemu.client();
         let guest = client.guest_events();
-        // A loaded guest that is to run, and has not, was never here.
+        // A loaded guest that should run, and has not, was never here.
         let had_guest = self.had_guest || guest.has_run || (guest.has_migrated && !was_live);
         let how = guest.end().filter(|_| had_guest)?;
         let by_itself = guest.has_ended_itself();
@@ -679,7 +678,7 @@ impl Destination {
         client.is_closed().then_some(ended)
     }
 
-    /// How a process that was started here has ended, if it has, and what it has said of it.
+    /// Returns how a process that was started here has ended, if it has, with its last errors.
     fn how_it_ended(&self) -> Option<String> {
         let mut process = self.process()?;
         let status = process.has_ended()?;
@@ -694,10 +693,10 @@ impl Destination {
         })
     }
 
-    /// After a relay that failed: whether QEMU has the guest, and what it says of the failure. A relay that is
-    /// `in_doubt`, or had begun to hand the guest over, may have told QEMU that the stream is at its end: only QEMU's
-    /// own statement or the end of its process tells then, which is waited for as long as `settle_timeout`: in doubt, the
-    /// relay has waited for it already. Any other has not, and what QEMU was given is no guest.
+    /// Returns QEMU's statement after a relay that failed. A relay that is `in_doubt`, or had begun the handover, may have sent
+    /// QEMU the end of the stream. Then only QEMU's own statement or the end of its process decides. This waits for it up to
+    /// `settle_timeout`; in doubt, the relay has already waited. Any other relay has not sent the end, so QEMU has no complete
+    /// guest.
     pub fn after_failure(
         &self,
         in_doubt: bool,
@@ -716,7 +715,7 @@ impl Destination {
             }
             return statement;
         }
-        // One that answers has not noticed yet, or was never connected; one that does not is about to end, mostly.
+        // A QEMU that answers has not noticed yet, or was never connected; one that does not is usually about to end.
         let statement = match self.ask() {
             Statement::Unknown { answers: false, .. } => self.statement_in_time(REASON, interrupt),
             statement => statement,
@@ -727,15 +726,15 @@ impl Destination {
         }
     }
 
-    /// Puts the settings of a QEMU back that has no guest, and is somebody else's. One whose migration has failed
-    /// may refuse, and is of no more use.
+    /// Restores the settings of a QEMU of another process that has no guest. A QEMU whose migration has failed may refuse, and
+    /// is no longer usable.
     pub fn give_back(mut self) {
         if let (Some(changed), None) = (self.changed.take(), &self.process) {
             let _ = changed.undo(&mut self.qemu());
         }
     }
 
-    /// Nothing is known of the guest: leaves QEMU as it is. Says where it is.
+    /// Leaves QEMU as it is, since the guest's state is unknown. Returns its location.
     pub fn leave_alone(self) -> String {
         match self.process {
             Some(process) => process
@@ -746,7 +745,7 @@ impl Destination {
         }
     }
 
-    /// QEMU has the guest: its settings are put back, and it is left running. Says where it is.
+    /// Restores the settings of a QEMU that has the guest, and leaves it running. Returns its location.
     pub fn leave(mut self) -> String {
         if let Some(changed) = self.changed.take()
             && let Err(error) = changed.undo(&mut self.qemu())
@@ -767,7 +766,7 @@ mod tests {
 
     use super::*;
 
-    /// What `query-migrate` and `query-status` answer.
+    /// Builds the answers of `query-migrate` and `query-status`.
     fn answers(migration: &str, error: Option<&str>, status: &str) -> (MigrationInfo, StatusInfo) {
         let info = MigrationInfo {
             status: Some(migration.to_owned()),
@@ -792,7 +791,7 @@ mod tests {
             ("postcopy-device", why, "inmigrate", Err(())),
             ("failed", why, "inmigrate", Err(())),
             ("failed", None, "inmigrate", Ok(Loading::Unknown)),
-            // The package may still be loaded, and its guest run.
+            // The package may still be loading, and its guest may run.
             ("postcopy-paused", why, "inmigrate", Ok(Loading::Unknown)),
             ("postcopy-active", why, "running", Ok(Loading::Unknown)),
             ("postcopy-active", None, "paused", Ok(Loading::Unknown)),
@@ -827,7 +826,7 @@ mod tests {
         assert!(matches!(refused("no"), QemuError::Qmp { .. }));
     }
 
-    /// A QEMU that waits, and that sends `events` and closes its connection when it is asked for its migration again.
+    /// Creates a waiting QEMU that sends `events` and closes its connection at the second query for its migration.
     fn ends_with(events: &'static [&'static str]) -> Destination {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qmp");

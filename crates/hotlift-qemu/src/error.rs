@@ -1,4 +1,4 @@
-//! Why a QEMU could not be steered, and where its guest is after a migration that did not succeed.
+//! Errors of QEMU control, and the guest's location after a migration that failed.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,55 +8,55 @@ use hotlift::transport::TransportError;
 use hotlift_qmp::QmpError;
 use hotlift_terminal::error::TerminalError;
 
-/// A QEMU that does not do what it is asked for, or a migration of one that did not succeed.
+/// A QEMU that fails a request, or a migration that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
-    /// What several commands can fail with.
+    /// Errors that several commands share.
     #[error(transparent)]
     Terminal(#[from] TerminalError),
-    /// The program of a QEMU that is to be started.
+    /// The QEMU program cannot be started.
     #[error("cannot run QEMU as '{}'", program.display())]
     Program {
-        /// As it was given.
+        /// The path as given.
         program: PathBuf,
         /// The system's reason.
         #[source]
         source: io::Error,
     },
-    /// QMP.
+    /// A QMP error.
     #[error("QEMU at the {side}")]
     Qmp {
-        /// Which QEMU.
+        /// The side of the QEMU.
         side: &'static str,
         /// Its error.
         #[source]
         source: QmpError,
     },
-    /// An empty command line of a QEMU.
+    /// The QEMU command line is empty.
     #[error("no QEMU was given")]
     NoQemu,
-    /// A command line that QEMU does not take.
+    /// QEMU does not accept the command line.
     #[error("bad QEMU command line: {problem}")]
     Command {
-        /// Why.
+        /// The reason.
         problem: String,
     },
-    /// A QEMU that was started.
+    /// A started QEMU has ended.
     #[error("QEMU ended before it could be asked for anything ({status})")]
     EndedAtStart {
-        /// How.
+        /// Its exit status.
         status: ExitStatus,
     },
-    /// A socket for the stream.
+    /// The socket for the stream has an error.
     #[error(transparent)]
     Address(#[from] TransportError),
-    /// A source that does something else.
+    /// The source's QEMU is in another state.
     #[error("this QEMU cannot begin a migration: it is in state '{status}'")]
     Busy {
-        /// QEMU's name of its state, or of that of its migration.
+        /// QEMU's name of its state, or of its migration's state.
         status: String,
     },
-    /// A source whose guest an earlier migration or save has left paused.
+    /// An earlier migration or save has left the source's guest paused.
     #[error(
         "an earlier migration or save has left the guest of this QEMU paused (state 'postmigrate'), and QEMU does not migrate it \
          again as it is"
@@ -65,21 +65,21 @@ pub enum QemuError {
         /// Address of the source's QMP socket.
         qmp: String,
     },
-    /// A source with a device or a setting that does not migrate.
+    /// The source has a device or a setting that does not migrate.
     #[error("QEMU at the source does not migrate this VM: {reasons}")]
     Blocked {
         /// QEMU's reasons, in one line.
         reasons: String,
     },
-    /// A destination that cannot wait for pages.
+    /// The destination does not support postcopy.
     #[error(
         "QEMU at the destination cannot run a guest before its pages are there (postcopy): {said}"
     )]
     NoPostcopy {
-        /// QEMU's words.
+        /// QEMU's error message.
         said: String,
     },
-    /// A destination that does something else.
+    /// The destination's QEMU does not wait for a migration.
     #[error(
         "QEMU at the destination does not wait for a migration: it is in state '{status}', and its \
          migration in state '{migration}'"
@@ -90,7 +90,7 @@ pub enum QemuError {
         /// QEMU's name of the state of its migration.
         migration: String,
     },
-    /// It has no guest that waits for pages.
+    /// QEMU has no guest that waits for pages.
     #[error(
         "QEMU has no guest that waits for pages: it is in state '{status}', and its migration in state \
          '{migration}', not 'postcopy-paused'{refusal}"
@@ -100,43 +100,43 @@ pub enum QemuError {
         status: String,
         /// QEMU's name of the state of its migration.
         migration: String,
-        /// QEMU's refusal of 'migrate-recover' behind a colon; empty where it was not asked.
+        /// QEMU's refusal of 'migrate-recover' after a colon; empty if the command was not sent.
         refusal: String,
     },
-    /// It waits for pages of another file.
+    /// QEMU waits for pages of another file.
     #[error("the guest of this QEMU waits for pages of another file than this one")]
     OtherFile,
-    /// A QEMU that was started here, with what it has said.
+    /// A started QEMU has ended, with errors.
     #[error("QEMU ended before it could be asked for anything ({status}): {errors}")]
     Ended {
-        /// How.
+        /// Its exit status.
         status: ExitStatus,
         /// Its last errors, in one line.
         errors: String,
     },
-    /// VMs with differences that QEMU refuses.
+    /// The VMs have differences that QEMU refuses.
     #[error("{differences}; --ignore-differences leaves the decision to QEMU")]
     Differs {
-        /// Each of them with both values and the remedy, in one line.
+        /// All differences with both values and the remedy, in one line.
         differences: String,
     },
-    /// A capability or parameter that the command refuses.
+    /// The command refuses a capability or parameter.
     #[error(
         "QEMU has the migration {what} '{name}' at '{value}', and nothing was begun: {reason} (set it to '{remedy}')"
     )]
     Setting {
-        /// A capability, or a parameter.
+        /// "capability" or "parameter".
         what: &'static str,
-        /// QEMU's name.
+        /// Name in QEMU.
         name: String,
         /// Its value.
         value: String,
-        /// Why it is refused.
+        /// Reason for the refusal.
         reason: &'static str,
-        /// The value that is accepted.
+        /// The accepted value.
         remedy: String,
     },
-    /// Another command has changed the settings of this QEMU, and has not ended.
+    /// Another command has changed the settings of this QEMU, and still runs.
     #[error(
         "another hotlift command (process {process}) uses this QEMU: wait for its end, or end it"
     )]
@@ -144,16 +144,16 @@ pub enum QemuError {
         /// Its process id.
         process: u32,
     },
-    /// RAM that is to stay in files that both QEMUs map.
+    /// RAM cannot stay in files that both QEMUs map.
     #[error("cannot leave RAM in shared files (--ignore-shared): {problem}")]
     Shared {
-        /// Why not.
+        /// The reason.
         problem: String,
     },
     /// The guest stayed at the source.
     #[error("migration failed: {reasons}")]
     Failed {
-        /// Why, in one line.
+        /// The reasons, in one line.
         reasons: String,
     },
     /// The guest is lost.
@@ -162,41 +162,41 @@ pub enum QemuError {
          not run the guest: {reasons}"
     )]
     Gone {
-        /// Why, in one line.
+        /// The reasons, in one line.
         reasons: String,
     },
-    /// The guest has ended, and its QEMU.
+    /// The guest and its QEMU have ended.
     #[error(
         "{how} during the migration, and its QEMU has ended; no other QEMU and no file has the guest"
     )]
     GuestEnded {
-        /// How, as a clause.
+        /// The way it ended, as a clause.
         how: String,
     },
-    /// The guest is where it was to go.
+    /// The guest is at the destination, with errors on the way.
     #[error("the guest is at the destination, though not all went well: {reasons}")]
     MovedAnyway {
-        /// What did not go well, in one line.
+        /// The errors, in one line.
         reasons: String,
     },
-    /// Nobody knows whether the guest is at the destination.
+    /// The guest's presence at the destination is unknown.
     #[error(
         "nobody knows whether the destination runs the guest, so it is left paused here: {reasons}"
     )]
     InDoubt {
-        /// Why, in one line.
+        /// The reasons, in one line.
         reasons: String,
-        /// Where the source's QEMU is spoken to.
+        /// Address of the source's QMP socket.
         qmp: String,
     },
-    /// The destination's QEMU has the guest, and does not run it.
+    /// The destination's QEMU has the guest and does not run it.
     #[error(
         "the destination's QEMU has the guest, and does not run it; it is left paused here: {reasons}"
     )]
     StoppedThere {
-        /// Both states, and why, in one line.
+        /// Both states, and the reason, in one line.
         reasons: String,
-        /// Where the source's QEMU is spoken to.
+        /// Address of the source's QMP socket.
         qmp: String,
     },
     /// Both QEMUs run the guest.
@@ -204,7 +204,7 @@ pub enum QemuError {
         "the guest runs at the destination, and in this QEMU, too, since somebody has continued it here"
     )]
     RunsTwice {
-        /// Where the source's QEMU is spoken to.
+        /// Address of the source's QMP socket.
         qmp: String,
     },
     /// The guest is at the source, whose QEMU does not answer.
@@ -213,15 +213,15 @@ pub enum QemuError {
          {reasons}"
     )]
     Stalled {
-        /// Why, in one line.
+        /// The reasons, in one line.
         reasons: String,
-        /// Where the source's QEMU is spoken to.
+        /// Address of the source's QMP socket.
         qmp: String,
     },
 }
 
 impl QemuError {
-    /// What to do next, where that is not plain from the error.
+    /// Returns the next step for the operator, if the error itself does not name it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::Qmp {
@@ -242,15 +242,15 @@ impl QemuError {
     }
 }
 
-/// Where the errors of a QEMU are that was started.
+/// Location of QEMU's errors if this process did not capture them.
 pub const QEMUS_OWN_WORDS: &str = "its own words are on the terminal that it was started from";
 
-/// Which of the two QEMUs.
+/// One of the two QEMUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// The one whose guest leaves.
+    /// The QEMU that sends the guest.
     Source,
-    /// The one that gets a guest.
+    /// The QEMU that receives the guest.
     Destination,
 }
 
@@ -265,14 +265,14 @@ impl Side {
     }
 }
 
-/// An error of the source's QEMU.
+/// Returns an error of the source's QEMU.
 #[must_use]
 pub fn at_source(source: QmpError) -> QemuError {
     let side = "source";
     QemuError::Qmp { side, source }
 }
 
-/// An error of the destination's QEMU.
+/// Returns an error of the destination's QEMU.
 #[must_use]
 pub fn at_destination(source: QmpError) -> QemuError {
     let side = "destination";

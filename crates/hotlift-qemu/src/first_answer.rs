@@ -1,4 +1,4 @@
-//! The QMP socket of a QEMU that is started, and the wait for its first answer there.
+//! Waits for the first answer on the QMP socket of a QEMU that was just started.
 
 use std::ffi::OsString;
 use std::os::fd::AsFd;
@@ -10,27 +10,27 @@ use hotlift_mem::end_of_process;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 use hotlift_terminal::signals::Interrupt;
 
-/// How long a QEMU may take until it answers on its QMP socket.
+/// Timeout of QEMU's first answer on its QMP socket.
 const START: Duration = Duration::from_secs(60);
 
-/// How long one connection waits for the greeting. QEMU answers only once its machine is made, and an end closes the connection.
+/// Timeout of the greeting on one connection. QEMU answers only once its machine exists, and closes the connection if it ends.
 const GREETING: Duration = Duration::from_millis(500);
 
-/// Between two checks whether its socket is there yet, of which no descriptor tells.
+/// Interval between checks for the socket: no descriptor reports it.
 const SOCKET: Duration = Duration::from_millis(10);
 
-/// Why a QEMU that was started does not answer.
+/// Reason why a started QEMU does not answer.
 #[derive(Debug)]
 pub enum NoAnswer {
     /// Its process has ended.
     Ended(ExitStatus),
-    /// A signal came.
+    /// A signal arrived.
     Interrupted,
     /// The error of the last attempt.
     Qmp(QmpError),
 }
 
-/// Arguments with which a QEMU serves QMP at `socket`, and waits for no client.
+/// Returns arguments that make a QEMU serve QMP at `socket` without waiting for a client.
 #[must_use]
 pub fn qmp_arguments(socket: &Path) -> [OsString; 2] {
     let mut option = OsString::from("unix:");
@@ -39,10 +39,10 @@ pub fn qmp_arguments(socket: &Path) -> [OsString; 2] {
     ["-qmp".into(), option]
 }
 
-/// Connects to the QEMU `child` at its QMP socket, as soon as it answers.
+/// Connects to the QMP socket of the QEMU `child` as soon as it answers.
 ///
 /// # Errors
-/// If it ends instead, does not answer within 60 s, or a signal comes.
+/// If QEMU ends, does not answer within 60 s, or a signal arrives.
 pub fn connect(child: &mut Child, socket: &Path, interrupt: &Interrupt) -> Result<Qemu, NoAnswer> {
     let address = QmpAddress::Unix(socket.to_owned());
     let deadline = Instant::now() + START;

@@ -1,6 +1,6 @@
-//! Ends a QEMU that waits for a migration, should the command that has started it be killed, and removes
-//! the command's folder: a process of its own, since nothing else outlives a SIGKILL. (`PR_SET_PDEATHSIG`
-//! would end a QEMU that has its guest, too, when the command is done.)
+//! Ends a QEMU that waits for a migration if the command that started it is killed, and removes the command's folder. The guard
+//! is a separate process: nothing else survives a SIGKILL of the command. (`PR_SET_PDEATHSIG` would also end a QEMU that has
+//! its guest when the command exits.)
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -12,10 +12,10 @@ use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 
 use crate::connect::QUERY_INTERVAL;
 
-/// How long QEMU may take to answer, and a migration whose sockets are gone to end.
+/// Timeout of QEMU's answer, and of the end of a migration whose sockets are closed.
 const END: Duration = Duration::from_secs(10);
 
-/// The guard of one QEMU, dismissed when it goes out of scope.
+/// The guard of one QEMU; dropping it dismisses the guard.
 #[derive(Debug)]
 pub struct Guard {
     process: Child,
@@ -24,9 +24,8 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Starts to watch over the QEMU at this QMP socket, and over `folder`, which is needed for as long as
-    /// this process is there. The guard is this program with the arguments `guard --qmp ADDRESS --folder PATH`, which
-    /// must call [`run`].
+    /// Starts a guard for the QEMU at this QMP socket, and for `folder`, which must exist as long as this process. The guard is
+    /// this program with the arguments `guard --qmp ADDRESS --folder PATH`, which must call [`run`].
     ///
     /// # Errors
     /// If it cannot be started.
@@ -37,7 +36,7 @@ impl Guard {
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
-            // Ctrl-C is for the command, which then ends its QEMU itself.
+            // Ctrl-C only addresses the command, which then ends its QEMU itself.
             .process_group(0)
             .spawn()?;
         let pipe = process.stdin.take();
@@ -48,10 +47,10 @@ impl Guard {
         })
     }
 
-    /// From now on it does nothing to its QEMU, whatever becomes of this process. Does not wait for its end.
+    /// Dismisses the guard: it leaves its QEMU alone, even if this process dies. Does not wait for the guard's end.
     pub fn dismiss(&mut self) {
-        // A word says so; the end of the pipe without one, that nobody could say anything. A word that is in the pipe
-        // is read before its end, so this holds even if this process is killed in the next moment.
+        // A byte dismisses the guard; the end of the pipe without a byte means that this process died. A byte in the pipe is
+        // read before its end, so the dismissal holds even if this process is killed right after it.
         if let (Some(pipe), false) = (&mut self.pipe, self.is_dismissed) {
             self.is_dismissed = true;
             let _ = pipe.write_all(b".");
@@ -67,26 +66,25 @@ impl Drop for Guard {
     }
 }
 
-/// The guard's process: waits until the process that has started it is done with the QEMU at `qmp`, or is there no more.
+/// Runs the guard's process: waits until its parent is done with the QEMU at `qmp`, or has died.
 pub fn run(qmp: &QmpAddress, folder: &Path) {
     let mut word = [0; 1];
     if matches!(io::stdin().read(&mut word), Ok(0)) {
-        // One that does not answer has ended, or is in other hands.
+        // A QEMU that does not answer has ended, or another client controls it.
         let _ = end(qmp);
     }
-    // A command that was dismissed has more to do; its end is that of the pipe.
+    // A dismissed command continues to run; its end closes the pipe.
     let _ = io::copy(&mut io::stdin(), &mut io::sink());
-    // Mostly it is gone by now.
+    // Usually the folder is already gone.
     let _ = std::fs::remove_dir_all(folder);
 }
 
-/// Ends a QEMU that waits for a guest. One that has its guest is left alone; one that might have it has no guard any
-/// more.
+/// Ends a QEMU that waits for a guest. A QEMU that has its guest is left alone; one that might have it no longer has a guard.
 fn end(address: &QmpAddress) -> Result<(), QmpError> {
     let deadline = Instant::now() + END;
     let mut qemu = Qemu::connect(address, END)?;
     while qemu.query_status()?.status == "inmigrate" {
-        // What is under way ends by itself: badly, or with the guest if that was all there.
+        // A running migration ends by itself: it fails, or completes if the guest had arrived in full.
         if qemu.query_migrate()?.status() != "active" || Instant::now() >= deadline {
             qemu.quit()?;
             break;

@@ -1,4 +1,4 @@
-//! What the QEMU that is to get a guest is told, and what the relay beside it must know of it.
+//! Prepares the destination's QEMU, and the settings of its relay.
 
 use std::path::Path;
 
@@ -13,8 +13,8 @@ use crate::destination::Destination;
 use crate::error::{QemuError, Side, at_destination};
 use crate::settings;
 
-/// Lets QEMU listen on `socket` for a relay with so many channels (0: multifd off). `alike` is what
-/// the source says of capabilities; only those that both sides must have alike are taken over.
+/// Makes QEMU listen on `socket` for a relay with this number of channels (0: multifd off). `alike` has the source's
+/// capabilities; only those that must be equal on both sides are applied.
 ///
 /// # Errors
 /// If QEMU refuses, or has settings that a command with this purpose refuses.
@@ -32,10 +32,10 @@ pub fn listen(
     destination.listen(&capabilities, &parameters, socket)
 }
 
-/// Lets QEMU listen on `socket` for a VM whose pages it asks for, on a connection of their own if it can.
+/// Makes QEMU listen on `socket` for a VM whose pages it requests, with a separate connection for them if QEMU supports it.
 ///
 /// # Errors
-/// If QEMU refuses: its RAM is of a kind that it cannot wait for pages in, or the host does not let it.
+/// If QEMU refuses: its kind of RAM does not support page requests, or the host forbids them.
 pub fn listen_for_pages(destination: &mut Destination, socket: &Path) -> Result<(), QemuError> {
     settings::check(&mut destination.qemu(), Side::Destination, Purpose::Restore)?;
     let has_preempt = preempt_of(destination, |_is_on| true)?.is_some();
@@ -43,7 +43,7 @@ pub fn listen_for_pages(destination: &mut Destination, socket: &Path) -> Result<
     destination.listen(&capabilities, &parameters, socket)
 }
 
-/// When a QEMU that listens for pages takes the connection of those that it asks for; `None`: it takes none.
+/// Returns when a QEMU that listens for pages accepts the connection for requested pages; `None`: never.
 ///
 /// # Errors
 /// If QEMU does not answer.
@@ -51,7 +51,7 @@ pub fn preempt(destination: &Destination) -> Result<Option<Preempt>, QemuError> 
     preempt_of(destination, |is_on| is_on)
 }
 
-/// The RAM blocks of a QEMU by name, and the sizes in bytes of the pages that it has them in; none from one that does not tell.
+/// Returns QEMU's RAM blocks by name with their page sizes in bytes; nothing if QEMU does not report them.
 ///
 /// # Errors
 /// If QEMU does not answer.
@@ -60,7 +60,7 @@ pub fn page_sizes(destination: &Destination) -> Result<Vec<(String, u64)>, QemuE
     Ok(page_sizes.unwrap_or_default())
 }
 
-/// The same as [`preempt`] of a QEMU whose capability is as `is_right` wants it.
+/// Does the same as [`preempt`], if `is_right` accepts the capability's value.
 fn preempt_of(
     destination: &Destination,
     is_right: impl Fn(bool) -> bool,
@@ -78,7 +78,7 @@ fn preempt_of(
     Ok(moment.filter(|_| is_there))
 }
 
-/// Settings of the relay that such a QEMU is given its stream by, whose source is held to the limits in `limits`.
+/// Returns the settings of the relay for such a QEMU; the source must observe `limits`.
 ///
 /// # Errors
 /// If QEMU does not answer.
@@ -103,7 +103,7 @@ pub fn relay_settings(
             max_bandwidth: 0,
             ..limits
         },
-        // Lists of zero pages in packets are read by QEMU 9.0 and later only.
+        // Only QEMU 9.0 and later reads lists of zero pages in packets.
         zero_pages: Some(if (qemu.major, qemu.minor) >= (9, 0) && channels > 0 {
             ZeroPageDetection::Multifd
         } else {

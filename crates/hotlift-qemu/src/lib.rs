@@ -1,27 +1,26 @@
-//! QEMUs: launched for a guest that is to come, and steered over QMP while their guests migrate through a relay of this
-//! process.
+//! Launches QEMUs for incoming guests, and controls them over QMP while their guests migrate through a relay of this process.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `source` | the QEMU whose guest is to leave |
+//! | `source` | the source's QEMU |
 //! | `outgoing` | its migration into a relay |
-//! | `progress` | how that migration gets on |
-//! | `destination` | the QEMU that is to get a guest |
-//! | `incoming` | what it is told, and what the relay beside it must know |
-//! | `process`, `stderr` | a QEMU that was started here, and what it says |
-//! | `log_file` | a log file that it shares with others: which part is its own |
-//! | `connect` | the QMP socket of one that others have started |
-//! | `first_answer` | the QMP socket of one that was started here, and the wait for its first answer |
-//! | `guard` | ends a QEMU whose starter was killed |
-//! | `capabilities` | tables of capabilities and parameters: which are set, kept, or refused |
+//! | `progress` | progress of that migration |
+//! | `destination` | the destination's QEMU |
+//! | `incoming` | settings of that QEMU and of its relay |
+//! | `process`, `stderr` | a QEMU that this process started, and its output |
+//! | `log_file` | a shared log file: finds the lines of one QEMU |
+//! | `connect` | connects to a QEMU that another process started |
+//! | `first_answer` | the QMP socket of a QEMU that this process started, and the wait for its first answer |
+//! | `guard` | ends a QEMU if the command that started it is killed |
+//! | `capabilities` | tables of capabilities and parameters: set, kept, or refused |
 //! | `settings` | capabilities and parameters: changed for one migration, and restored |
-//! | `record` | the record of changed settings, inside QEMU |
+//! | `record` | record of the changed settings, stored inside QEMU |
 //! | `shared_memory` | RAM in files that both QEMUs map |
-//! | `left_out` | RAM that QEMU leaves out, as devices report it |
-//! | `run_state` | whether a guest does at its destination what it is to do |
-//! | `vm` | the VM of a QEMU, described for the other end |
-//! | `compare` | differences of two VMs, and which of them QEMU refuses |
-//! | `error` | why a QEMU could not be steered, or where its guest is |
+//! | `left_out` | RAM that QEMU does not migrate, as devices report it |
+//! | `run_state` | checks the run state of a guest at its destination |
+//! | `vm` | description of a QEMU's VM for the other end |
+//! | `compare` | differences between two VMs, and which of them QEMU refuses |
+//! | `error` | errors of QEMU control, and the guest's location after a failure |
 
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,8 @@
-//! A log file that a QEMU writes to, and others besides: which part of it is that QEMU's.
+//! A log file that a QEMU shares with other writers: finds the parts that this QEMU wrote.
 //!
-//! A line does not say whose it is: two QEMUs of one name may have one log. So QEMU gets an open file description of its
-//! own. Its position is the end of what QEMU has written last, and whatever was appended up to there since the last look
-//! is QEMU's. A look follows each write (inotify), so that only what others write within the same moment is taken for
-//! QEMU's.
+//! A line does not name its writer: two QEMUs of one name may share a log. So QEMU gets its own open file description. Its
+//! position is the end of QEMU's last write, and everything appended up to there since the last check belongs to QEMU. A check
+//! follows each write (inotify), so only lines that others write in the same moment are mistaken for QEMU's.
 
 use hotlift_mem::{lock, wait_readable};
 use std::fs::{File, OpenOptions};
@@ -18,13 +17,13 @@ use std::time::{Duration, Instant};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::inotify;
 
-/// How often the watch of a log looks whether that is wanted still.
+/// Interval at which the watch checks if the log is still in use.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Parts that are kept, the last ones: a QEMU that says more than its last errors is not read back.
+/// Maximum number of kept parts, the last ones: only QEMU's last errors are needed.
 const PARTS: usize = 64;
 
-/// Bytes of a part that are read, the last ones.
+/// Maximum number of bytes read from a part, the last ones.
 const PART: u64 = 16 << 10;
 
 /// A log file that a QEMU writes to.
@@ -37,16 +36,16 @@ pub struct LogFile {
 
 #[derive(Debug, Default)]
 struct Seen {
-    /// Of the file.
+    /// Length of the file.
     end: u64,
-    /// Of what QEMU has written last.
+    /// End of QEMU's last write.
     position: u64,
-    /// QEMU's, in their order.
+    /// Parts that QEMU wrote, in order.
     parts: Vec<Range<u64>>,
 }
 
 impl LogFile {
-    /// The log at `path`, from its present end on.
+    /// Opens the log at `path`; parts count from its present end.
     pub fn open(path: &Path) -> io::Result<Arc<Self>> {
         let file = OpenOptions::new().read(true).append(true).open(path)?;
         let seen = Seen {
@@ -57,17 +56,17 @@ impl LogFile {
             file,
             seen: Mutex::new(seen),
         });
-        // Without it there is one look, at the end: others' lines before QEMU's last one are taken for QEMU's.
+        // Without the watch there is only a final check: others' lines before QEMU's last one are mistaken for QEMU's.
         let _ = watch(path, Arc::downgrade(&log));
         Ok(log)
     }
 
-    /// QEMU's open file description, for QEMU.
+    /// Duplicates QEMU's open file description, for QEMU.
     pub fn for_qemu(&self) -> io::Result<File> {
         self.file.try_clone()
     }
 
-    /// What QEMU has written, as far as it is kept.
+    /// Returns QEMU's output, as far as it is kept.
     pub fn written(&self) -> Vec<u8> {
         self.look();
         let seen = lock(&self.seen);
@@ -75,17 +74,17 @@ impl LogFile {
         for part in &seen.parts {
             let length = (part.end - part.start).min(PART);
             let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
-            // A file that is shorter by now was emptied by somebody.
+            // A file that is shorter than before was truncated by another process.
             let read = self.file.read_at(&mut bytes, part.end - length);
             written.extend_from_slice(&bytes[..read.unwrap_or(0)]);
         }
         written
     }
 
-    /// Notes what was appended since the last look.
+    /// Records the bytes appended since the last check.
     fn look(&self) {
         let mut seen = lock(&self.seen);
-        // The end first: what QEMU appends between the two is QEMU's by its position.
+        // The end is read first: what QEMU appends between both reads is QEMU's by its position.
         let Ok(end) = self.file.metadata().map(|file| file.len()) else {
             return;
         };
@@ -93,7 +92,7 @@ impl LogFile {
             return;
         };
         if end < seen.end {
-            // Somebody has emptied the file, and what is in it since is anybody's.
+            // Another process has truncated the file; the writer of its new content is unknown.
             *seen = Seen {
                 end,
                 position,
@@ -119,7 +118,7 @@ impl LogFile {
     }
 }
 
-/// Looks after each write to the file at `path`, until nobody else has `log`.
+/// Checks after each write to the file at `path`, until no other owner holds `log`.
 fn watch(path: &Path, log: Weak<LogFile>) -> io::Result<()> {
     let events = inotify::init(inotify::CreateFlags::CLOEXEC)?;
     inotify::add_watch(&events, path, inotify::WatchFlags::MODIFY)?;
@@ -129,12 +128,12 @@ fn watch(path: &Path, log: Weak<LogFile>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the next writes, and looks; `None` if that is not wanted any more.
+/// Waits for the next writes, and checks the file; `None` if the log is no longer in use.
 fn next(events: &OwnedFd, log: &Weak<LogFile>) -> Option<()> {
     let has_written = wait_readable(&[events.as_fd()], Some(Instant::now() + LOOK));
     let log = log.upgrade()?;
     if has_written {
-        // Only that there are some is of interest.
+        // The content of the events does not matter.
         rustix::io::read(events, &mut [0_u8; 4096]).ok()?;
         log.look();
     }
@@ -147,7 +146,7 @@ mod tests {
 
     use super::*;
 
-    /// A log whose looks are the test's own: it is not watched.
+    /// Opens a log without a watch: the test checks it itself.
     fn unwatched(path: &Path) -> LogFile {
         let file = OpenOptions::new().read(true).append(true).open(path);
         let file = file.unwrap();

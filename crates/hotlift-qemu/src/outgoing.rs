@@ -1,5 +1,4 @@
-//! A running QEMU's migration into a relay of this process: started, watched, shown, and cancelled on
-//! a signal.
+//! Migrates a running QEMU into a relay of this process: starts, watches and shows it, and cancels it on a signal.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,45 +18,45 @@ use crate::progress::{Watch, not_connected};
 use crate::settings;
 use crate::source::Source;
 
-/// Between two questions for QEMU's figures, of which it sends no event.
+/// Interval between queries for QEMU's figures, for which it sends no event.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Time without a connection from which the operator is shown the address, as of a silent host in a migration (`REPORTED`
-/// of hotlift's liveness).
+/// Time without a connection after which the operator is shown the address, the same as for a silent host in a migration
+/// (`REPORTED` of hotlift's liveness).
 const UNCONNECTED: Duration = Duration::from_secs(5);
 
-/// How long a relay may take to notice that QEMU has given up.
+/// Time in which a relay must notice that QEMU has aborted.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// What is to be moved, and how.
+/// An outgoing migration.
 pub struct Moving<'a> {
-    /// The QEMU whose guest it is.
+    /// QEMU of the guest.
     pub source: &'a Source,
     /// Cancels it.
     pub interrupt: &'a Interrupt,
     /// Settings of the relay.
     pub settings: &'a RelaySettings,
-    /// Where the relay passes the guest to.
+    /// Destination of the relay.
     pub outgoing: Outgoing<'a>,
-    /// Whether no progress is shown.
+    /// True if no progress is shown.
     pub quiet: bool,
 }
 
-/// Waits beside a migration, with the relay's control.
+/// Waits during a migration, with the relay's control.
 pub type Attend<'a> = &'a mut dyn FnMut(&[BorrowedFd<'_>], Instant, &Control);
 
-/// How the relay of a migration has ended.
+/// Result of a migration's relay.
 pub struct Relayed {
-    /// What it has moved, or what it has met.
+    /// The relay's report, or its error.
     pub outcome: Result<RelayReport, MigrationError>,
-    /// The destination may have been told to run the guest; if not, it never will.
+    /// The destination may have received the order to run the guest; if false, it never will.
     pub is_told: bool,
-    /// Run state of the guest there, as the destination's relay reports it.
+    /// Run state of the guest at the destination, as its relay reports it.
     pub doing: Doing,
 }
 
-/// Sets QEMU up for a relay with these settings; with `own_downtime_limit` their downtime limit is QEMU's, too, which
-/// keeps its own otherwise.
+/// Prepares QEMU for a relay with these settings. With `own_downtime_limit` QEMU gets their downtime limit; otherwise it keeps
+/// its own.
 ///
 /// # Errors
 /// If QEMU refuses.
@@ -69,8 +68,7 @@ pub fn change_settings(
 ) -> Result<(), QemuError> {
     let channels = settings.outgoing.channels();
     let (capabilities, mut parameters) = settings::for_relay(purpose, channels);
-    // The limit is one of the wire, behind compression; the relay keeps it, and QEMU is slowed down by
-    // its socket.
+    // The limit applies to the wire, after compression. The relay enforces it, and its socket slows QEMU down.
     parameters.insert("max-bandwidth".to_owned(), 0.into());
     if own_downtime_limit {
         let limit = settings.outgoing.downtime_limit.as_millis();
@@ -81,11 +79,11 @@ pub fn change_settings(
 }
 
 impl Moving<'_> {
-    /// Runs relay and migration to their end. `attend` does all waits: until the time that it is given, or until one of the
-    /// descriptors is readable. It may return earlier.
+    /// Runs relay and migration to their end. `attend` does all waits: until the given time, or until a descriptor is readable.
+    /// It may return earlier.
     ///
     /// # Errors
-    /// If the migration could not even be begun. What the relay has met is in [`Relayed::outcome`].
+    /// If the migration could not be started. The relay's own error is in [`Relayed::outcome`].
     pub fn run(&self, attend: Attend<'_>) -> Result<Relayed, QemuError> {
         let folder = OwnFolder::private()?;
         let path = folder.path().join("outgoing");
@@ -131,7 +129,7 @@ impl Moving<'_> {
         })?;
         let is_told = is_told.load(Ordering::SeqCst);
         match started {
-            // An answer that came too late is no reason to forget what has happened all the same.
+            // A late answer does not invalidate the result.
             Err(error) if outcome.is_err() && !is_told => Err(error),
             _ => Ok(Relayed {
                 outcome,
@@ -141,7 +139,7 @@ impl Moving<'_> {
         }
     }
 
-    /// Shows how it gets on until `ended` is readable; cancels it on a signal.
+    /// Shows progress until `ended` is readable; cancels the migration on a signal.
     fn watch(
         &self,
         ended: BorrowedFd<'_>,
@@ -162,7 +160,7 @@ impl Moving<'_> {
                 wakes.truncate(1);
                 display.finish();
                 complain!("cancelling");
-                // QEMU decides whether it is too late; its sockets tell the relay.
+                // QEMU decides if it is too late; its sockets notify the relay.
                 if self.source.cancel().is_err() {
                     control.cancel();
                 }

@@ -1,4 +1,4 @@
-//! A QEMU that was started here to take a guest over, and that ends here unless it got it.
+//! A QEMU that this process started for an incoming guest, and that it ends unless QEMU gets the guest.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
@@ -26,23 +26,23 @@ use crate::guard::Guard;
 use crate::stderr::{ErrorOutput, Streams};
 use hotlift_mem::{end_of_process, lock, wait_readable};
 
-/// How long a killed QEMU may take to end: one that waits for storage that hangs cannot be killed. Below the default of
-/// `settle-timeout`, so that the other side is answered in time.
+/// Timeout of the end of a killed QEMU: one that waits for hanging storage cannot be killed. Below the default of
+/// `settle-timeout`, so that the other side gets its answer in time.
 const END: Duration = Duration::from_secs(20);
 
-/// A QEMU process. Killed when it goes out of scope, and ended by its guard if this process is killed, unless it may
-/// have its guest ([`Custody::give_up`]) or was left running.
+/// A QEMU process. Dropping it kills QEMU, and the guard ends it if this process is killed, unless it may have its guest
+/// ([`Custody::give_up`]) or was left running.
 #[derive(Debug)]
 pub struct Started {
     child: Child,
     custody: Custody,
-    /// Its QMP socket, which outlives this command.
+    /// Its QMP socket, which remains after this command.
     socket: PathBuf,
     has_own_qmp: bool,
     errors: ErrorOutput,
 }
 
-/// Whether this process may still end a QEMU that it has started. Clones are of the same QEMU.
+/// Right of this process to end a QEMU that it has started. Clones refer to the same QEMU.
 #[derive(Debug, Clone, Default)]
 pub struct Custody(Arc<Bond>);
 
@@ -53,8 +53,8 @@ struct Bond {
 }
 
 impl Custody {
-    /// The QEMU may run its guest from now on: neither this process nor the guard ends it any more, whatever happens
-    /// to either.
+    /// Gives up the custody, so that QEMU may run its guest: from now on neither this process nor the guard ends it, in any
+    /// case.
     pub fn give_up(&self) {
         self.0.is_given_up.store(true, Ordering::SeqCst);
         if let Some(guard) = &mut *self.guard() {
@@ -62,12 +62,12 @@ impl Custody {
         }
     }
 
-    /// Whether it was given up.
+    /// Returns true if the custody was given up.
     pub fn is_given_up(&self) -> bool {
         self.0.is_given_up.load(Ordering::SeqCst)
     }
 
-    /// The QEMU has said itself that it has no guest and never will.
+    /// Takes the custody back: QEMU itself has reported that it has no guest and never will.
     fn take_back(&self) {
         self.0.is_given_up.store(false, Ordering::SeqCst);
     }
@@ -78,8 +78,8 @@ impl Custody {
 }
 
 impl Started {
-    /// Starts `command` with an incoming migration that waits for orders, and a QMP socket beside
-    /// those that it may have. `folder` goes with this process, even if it is killed.
+    /// Starts `command` with a deferred incoming migration, and with a QMP socket in addition to its own. `folder` is removed
+    /// with this process, even if it is killed.
     ///
     /// # Errors
     /// If it cannot be started, or does not answer.
@@ -98,8 +98,8 @@ impl Started {
             .stdin(Stdio::null())
             .stdout(streams.stdout)
             .stderr(streams.stderr)
-            // Away from the terminal's process group: Ctrl-C is for the command, and a QEMU that has
-            // the guest is not ended by it.
+            // QEMU leaves the terminal's process group: Ctrl-C only addresses the command, and must not end a QEMU that has the
+            // guest.
             .process_group(0)
             .spawn()
             .map_err(|source| not_run(program, source))?;
@@ -117,12 +117,12 @@ impl Started {
         Ok((started, qemu))
     }
 
-    /// Where it is spoken to.
+    /// Returns the address of its QMP socket.
     fn qmp(&self) -> QmpAddress {
         QmpAddress::Unix(self.socket.clone())
     }
 
-    /// To be given up when it may run its guest.
+    /// Returns the custody, which must be given up before QEMU may run its guest.
     pub fn custody(&self) -> Custody {
         self.custody.clone()
     }
@@ -139,18 +139,18 @@ impl Started {
         })
     }
 
-    /// How it ended, if it has.
+    /// Returns its exit status if it has ended.
     pub fn has_ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
     }
 
-    /// The last errors of a QEMU that has ended, in one line.
+    /// Returns the last errors of a QEMU that has ended, in one line.
     pub fn last_errors(&self) -> Option<String> {
         self.errors.last()
     }
 
-    /// Leaves it running for good; says where it is. Its QMP socket is kept for the operator if the
-    /// command line gave none.
+    /// Leaves QEMU running for good and returns its location. Keeps its QMP socket for the operator if the command line has
+    /// none.
     pub fn leave(self) -> String {
         self.custody.give_up();
         if self.has_own_qmp {
@@ -159,7 +159,7 @@ impl Started {
         self.place()
     }
 
-    /// Where it is.
+    /// Returns the location of this QEMU.
     pub fn place(&self) -> String {
         let pid = self.child.id();
         match self.kept_qmp() {
@@ -168,19 +168,19 @@ impl Started {
         }
     }
 
-    /// Its QMP socket that is kept for the operator: none if the command line gave one.
+    /// Returns the QMP socket that is kept for the operator; `None` if the command line has one.
     pub fn kept_qmp(&self) -> Option<QmpAddress> {
         (!self.has_own_qmp).then(|| self.qmp())
     }
 
-    /// Kills it and what it has started, whoever has the custody, and waits for the end of the process that was started.
+    /// Kills QEMU and its children, regardless of the custody, and waits for the end of the started process.
     ///
     /// # Errors
-    /// If its end is not seen within 20 seconds.
+    /// If it does not end within 20 seconds.
     pub fn end(&mut self) -> io::Result<ExitStatus> {
         let deadline = Instant::now() + END;
         let pid = Pid::from_child(&self.child);
-        // It leads a group of its own, with a QEMU that a wrapper has forked. One that has ended takes no signal.
+        // It leads its own process group, with a QEMU that a wrapper has forked. A process that has ended ignores the signal.
         let _ = kill_process_group(pid, Signal::KILL);
         if self.child.try_wait()?.is_none() {
             let end = end_of_process(&self.child)?;
@@ -190,7 +190,7 @@ impl Started {
         ended.ok_or_else(|| io::ErrorKind::TimedOut.into())
     }
 
-    /// It has said that it has no guest and never will: it may be ended after all.
+    /// Takes the custody back: QEMU has reported that it has no guest and never will, so it may be ended.
     pub fn take_back(&self) {
         self.custody.take_back();
     }
@@ -208,16 +208,16 @@ impl Drop for Started {
             self.remove_socket();
             self.errors.finish();
         } else if self.has_ended().is_some() {
-            // One that was killed has left it.
+            // A killed QEMU does not remove its socket.
             self.remove_socket();
         }
         drop(self.custody.guard().take());
     }
 }
 
-/// Where QEMU makes the QMP socket that may outlive this command. QEMU removes its socket when it ends, but no folder.
-/// So it is in one only where the file creation mask would let others connect, and that is one for all QEMUs of this
-/// user; it is not removed, as another command may be about to use it.
+/// Returns the path of the QMP socket that may remain after this command. QEMU removes its socket when it ends, but no folder.
+/// So a folder is used only where the umask would let others connect. All QEMUs of this user share it; it is never removed, as
+/// another command may be about to use it.
 fn place() -> Result<PathBuf, QemuError> {
     let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -233,7 +233,7 @@ fn place() -> Result<PathBuf, QemuError> {
         .join(name))
 }
 
-/// A folder in `place` that nobody but this user can enter, the same at each call.
+/// Returns a folder in `place` that only this user can enter, the same at each call.
 fn own_folder(place: &Path) -> io::Result<PathBuf> {
     let user = rustix::process::geteuid().as_raw();
     let folder = place.join(format!("hotlift-{user}"));
@@ -241,7 +241,7 @@ fn own_folder(place: &Path) -> io::Result<PathBuf> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    // A stranger may have made it before.
+    // Another user may have created it before.
     let there = fs::symlink_metadata(&folder)?;
     if !there.is_dir() || there.uid() != user || there.mode() & 0o077 != 0 {
         let problem = format!("{} is not this user's alone", folder.display());
@@ -250,7 +250,7 @@ fn own_folder(place: &Path) -> io::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Options of a QEMU command line by the name `name`, with their place.
+/// Returns the positions of the options `name` in a QEMU command line.
 fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usize> + 'a {
     command.iter().enumerate().filter_map(move |(index, word)| {
         let word = word.to_str()?;
@@ -259,14 +259,14 @@ fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usi
     })
 }
 
-/// Whether the QEMU behind a QMP connection was started with `-S`, so that it runs a guest only after a `cont`: by the command
-/// line of its process, or by `command`, with which it was started here. `None`: it is not known.
+/// Returns true if the QEMU of a QMP connection was started with `-S`, and so runs a guest only after a `cont`. Uses `command`,
+/// if this process started it, or the command line of its process. `None`: unknown.
 pub fn waits_for_cont(qemu: &mut Qemu, command: Option<&[OsString]>) -> Option<bool> {
     let line = qemu.client().peer().and_then(|pid| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let words = line.split(|byte| *byte == 0);
         let words: Vec<OsString> = words.map(|word| OsStr::from_bytes(word).into()).collect();
-        // A manager that has made the socket for it is no QEMU.
+        // A manager that created the socket for QEMU is not QEMU itself.
         let is_qemu = names(&words, "incoming").next().is_some();
         is_qemu.then_some(words)
     });
@@ -274,10 +274,10 @@ pub fn waits_for_cont(qemu: &mut Qemu, command: Option<&[OsString]>) -> Option<b
     Some(names(words, "S").next().is_some())
 }
 
-/// `command` with `-incoming defer`.
+/// Returns `command` with `-incoming defer`.
 ///
 /// # Errors
-/// If it cannot be one that waits for a migration and is watched here.
+/// If the command line cannot be used for an incoming migration under this process's control.
 pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
     let problem = |problem: &str| {
         Err(QemuError::Command {
@@ -297,17 +297,17 @@ pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
     Ok(arguments)
 }
 
-/// Looks whether the program of `command` is there to be run, as it would be found at its start.
+/// Checks that the program of `command` exists and can be executed, with the search of its start.
 ///
 /// # Errors
-/// If it is not, or nobody may run it.
+/// If it does not exist, or is not executable.
 pub fn find(command: &[OsString]) -> Result<(), QemuError> {
     let program = command.first().ok_or(QemuError::NoQemu)?;
     let paths = std::env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
     found(program, &paths).map_err(|source| not_run(program, source))
 }
 
-/// As `execvp` looks for it: a name without a folder is in one of those of `paths`.
+/// Searches as `execvp` does: a name without a folder is in one of the folders in `paths`.
 fn found(program: &OsStr, paths: &OsStr) -> io::Result<()> {
     let runs = |path: &Path| -> io::Result<()> {
         if fs::metadata(path)?.is_dir() {

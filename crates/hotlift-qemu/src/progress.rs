@@ -1,4 +1,4 @@
-//! Progress of a QEMU's outgoing migration: the line that is shown, and why it does not converge.
+//! Progress of a QEMU's outgoing migration: the displayed line, and the reasons why it does not converge.
 
 use std::time::Duration;
 
@@ -8,17 +8,17 @@ use hotlift::relay::RelayProgress;
 use hotlift_qmp::{MigrationInfo, MigrationStats};
 use hotlift_terminal::progress::{Line, bytes, rounded, stalled, throttled};
 
-/// Rounds after each of which about as much was dirty again as before, until that is said.
+/// Number of rounds without a decrease of dirty pages after which this is reported.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
 
-/// A round gains if the guest dirties less than this share of what is sent meanwhile: of ten such rounds
-/// the last is a third of the first.
+/// A round gains if the guest dirties less than this share of the data sent during it. After ten such rounds the last is a
+/// third of the first.
 const GAIN: f64 = 0.9;
 
-/// Time without a sent byte until this is reported, where no connection shows the reason: into a file, for example.
+/// Time without a sent byte after which this is reported, if no connection shows the reason: into a file, for example.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// Seconds below which their tenths are shown.
+/// Limit in seconds below which tenths are shown.
 const TENTHS: f64 = 1000.0;
 
 /// Effect of a silent host, for an operator.
@@ -29,19 +29,19 @@ const SILENT: &str = "the other host or the network path to it may be down, or t
 const NOT_READING: &str = "the other host is up and takes no data: its process, its QEMU or its disk may be stopped or slow; \
                            the migration waits for it, and Ctrl-C ends it, with the guest here";
 
-/// Causes where QEMU passes no pages on, and no other host holds the migration up.
+/// Causes where QEMU sends no pages, and no other host holds up the migration.
 const NOTHING_SENT: &str = "nothing is sent, though the other host answers: QEMU or the disk of its guest may be stopped or slow; \
                             the migration waits, and Ctrl-C ends it, with the guest here";
 
-/// The same of a save, which no other host takes part in.
+/// The same for a save, which involves no other host.
 const NOTHING_WRITTEN: &str = "nothing is written: QEMU, the disk of its guest or the disk of the file may be stopped or slow; the \
                                save waits, and Ctrl-C ends it, with the guest here";
 
-/// Cause where the port for the pages accepts no connection, and 'hotlift serve' was reached at its own.
+/// Cause where the port for the pages accepts no connection, but 'hotlift serve' was reached at its own port.
 const BLOCKED: &str = "a firewall may drop packets to that port, which 'hotlift serve' chooses: open it, or set it by 'hotlift serve \
                        --data-port PORT'";
 
-/// The line for a connection to 'hotlift serve' that is not accepted for `time`.
+/// Returns the line for a connection to 'hotlift serve' that is not accepted for `time`.
 pub fn not_connected(address: &Address, time: Duration) -> Line {
     Line {
         text: format!("no connection to {address} for {} s", time.as_secs()),
@@ -49,15 +49,15 @@ pub fn not_connected(address: &Address, time: Duration) -> Line {
     }
 }
 
-/// Follows one migration from look to look.
+/// Follows one migration over successive polls.
 #[derive(Debug, Default)]
 pub struct Watch {
-    /// The relay's last report, and its rate on the wire since the one before.
+    /// The relay's last report, and the rate on the wire since the report before.
     relay: RelayProgress,
     wire_rate: f64,
-    /// Pages that QEMU has settled, also those that are zero and of which nothing is sent.
+    /// Pages that QEMU has processed, including zero pages, which cause no data.
     settled: u64,
-    /// Time at which the relay has last sent something, or QEMU has settled pages, by the relay's clock.
+    /// Time of the relay's clock at which the relay last sent data, or QEMU last processed pages.
     moved: Duration,
     is_save: bool,
     round: u64,
@@ -65,7 +65,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Follows a migration into a file.
+    /// Creates a watch of a migration into a file.
     pub fn of_save() -> Self {
         Self {
             is_save: true,
@@ -73,15 +73,14 @@ impl Watch {
         }
     }
 
-    /// Takes in what QEMU says, and the latest that its relay has; returns the line to show. `stall` is the host that holds
-    /// the relay up.
+    /// Takes QEMU's and the relay's latest figures, and returns the line to show. `stall` is the host that holds up the relay.
     pub fn look(
         &mut self,
         info: &MigrationInfo,
         relay: RelayProgress,
         stall: Option<Stall>,
     ) -> Line {
-        // The relay reports in a rhythm of its own; the same report twice says nothing of a rate.
+        // The relay reports at its own interval; the same report twice does not show a rate.
         let time = relay.elapsed.saturating_sub(self.relay.elapsed);
         if !time.is_zero() {
             let sent = relay.sent_bytes.saturating_sub(self.relay.sent_bytes);
@@ -112,7 +111,7 @@ impl Watch {
         let throttle = info.cpu_throttle_percentage.unwrap_or(0);
         let reason = self.stall_reason(&rates, throttle > 0);
         let silence = relay.elapsed.saturating_sub(self.moved);
-        // In postcopy the guest is not here any more, and may ask for nothing.
+        // In postcopy the guest has left this host, and may request nothing.
         let is_silent = stall.is_none() && silence >= SILENCE && info.status() == "active";
         let is_held_up = stall.is_some() || is_silent;
         let seconds_left = rates.seconds_left(ram.remaining).filter(|_| !is_held_up);
@@ -120,7 +119,7 @@ impl Watch {
             (Some(seconds), _) if seconds < TENTHS => format!("{seconds:.1} s left, "),
             (Some(seconds), _) => format!("{seconds:.0} s left, "),
             (None, None) => "time unknown, ".to_owned(),
-            // It says so itself.
+            // The relay's line already reports it.
             (None, Some(_)) => String::new(),
         };
         let state = match (info.status(), stall) {
@@ -134,7 +133,7 @@ impl Watch {
             (status, Some(stall)) => format!("{status}, {stall}, "),
             (status, None) => format!("{status}{}, ", stalled(reason.is_some())),
         };
-        // Up to the guest's rate it is seen on 80 columns.
+        // The part up to the guest's rate fits into 80 columns.
         let text = format!(
             "{state}round {}, {} to go, {left}wire {}/s, dirty {}/s{}, RAM {}/s of {}",
             self.round,
@@ -155,7 +154,7 @@ impl Watch {
         Line { text, remark }
     }
 
-    /// The present round.
+    /// Returns the current round.
     pub fn round(&self) -> u64 {
         self.round
     }
@@ -179,7 +178,7 @@ impl Watch {
 
 /// Bytes of RAM a second.
 struct Rates {
-    /// Settled by QEMU: sent, or found to be zero.
+    /// Bytes that QEMU has processed: sent, or found to be zero.
     sent: f64,
     dirty: f64,
 }
@@ -187,7 +186,7 @@ struct Rates {
 impl Rates {
     fn of(ram: &MigrationStats) -> Self {
         let bytes = |pages: u64| to_f64(pages.saturating_mul(ram.page_size.max(1)));
-        // What remains counts zero pages, of which next to no bytes are sent. A QEMU that counts no pages has the bytes alone.
+        // The remaining bytes include zero pages, which need almost no data. A QEMU that counts no pages reports only bytes.
         let sent = match ram.pages_per_second {
             0 => ram.mbps * 1e6 / 8.0,
             pages => bytes(pages),
@@ -202,14 +201,14 @@ impl Rates {
         self.dirty < self.sent * GAIN
     }
 
-    /// Until as good as nothing remains, if the rates stay: what is dirtied meanwhile is sent, too.
+    /// Estimates the time until almost nothing remains, at constant rates; includes the pages dirtied in that time.
     fn seconds_left(&self, remaining: u64) -> Option<f64> {
         self.gain()
             .then(|| to_f64(remaining) / (self.sent - self.dirty))
     }
 }
 
-/// A count as a number to calculate with.
+/// Converts a count to `f64`.
 #[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
 fn to_f64(count: u64) -> f64 {
     count as f64
@@ -286,7 +285,7 @@ mod tests {
     fn three_rounds_without_gain_are_explained_and_one_with_it_ends_that() {
         let mut watch = Watch::default();
         for round in 2..4 {
-            // However often it is looked at, a round counts once.
+            // A round counts once, regardless of the number of polls.
             for _ in 0..5 {
                 let line = watch
                     .look(&active(round, 24_000), RelayProgress::default(), None)

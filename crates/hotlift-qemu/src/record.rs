@@ -1,7 +1,7 @@
 //! The record of the settings that a command has changed in a QEMU, kept inside that QEMU.
 //!
-//! It is an object whose only content is text. So it lasts exactly as long as the settings do, and every later command finds
-//! it, from whichever user, container or host it comes.
+//! The record is an object that contains only text. So it exists exactly as long as the settings do, and every later command
+//! finds it, regardless of its user, container or host.
 
 use std::fs;
 use std::path::Path;
@@ -37,7 +37,7 @@ struct Owner {
     /// Its pid namespace.
     namespace: String,
     pid: u32,
-    /// Its start, in ticks since boot: a process id is used again.
+    /// Its start time in ticks since boot: process ids are reused.
     start: Option<u64>,
 }
 
@@ -54,21 +54,21 @@ impl Owner {
         }
     }
 
-    /// Whether it is another process than `this`, and still there. `start_of` returns when the process of an id began. Of
-    /// a process that cannot be seen from here the state of the migration decides alone.
+    /// Returns true if it is another process than `this`, and still runs. `start_of` returns the start time of a process. If
+    /// this host cannot see the process, only the state of the migration decides.
     fn is_at_work(&self, this: &Self, start_of: impl Fn(u32) -> Option<u64>) -> bool {
         let is_seen = self.boot == this.boot && self.namespace == this.namespace;
         is_seen && self != this && self.start.is_some() && start_of(self.pid) == self.start
     }
 }
 
-/// When a process began, unless it has ended.
+/// Returns the start time of a process, unless it has ended.
 fn start_of(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?;
     start_in(&stat)
 }
 
-/// The start in the text of `/proc/PID/stat` (proc(5)): field 22; the state is field 3, and field 2 may have spaces.
+/// Parses the start time in the text of `/proc/PID/stat` (proc(5)): field 22; the state is field 3; field 2 may contain spaces.
 fn start_in(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace();
@@ -78,7 +78,7 @@ fn start_in(stat: &str) -> Option<u64> {
 }
 
 impl Record {
-    /// A record of this process.
+    /// Creates a record of this process.
     pub fn new(capabilities: Vec<Change<bool>>, parameters: Vec<Change<Value>>) -> Self {
         Self {
             owner: Owner::this(),
@@ -87,10 +87,10 @@ impl Record {
         }
     }
 
-    /// Puts it into `qemu`. A QEMU that has one already refuses: another command is at work.
+    /// Stores it in `qemu`. A QEMU that already has one refuses: another command is active.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn put(&self, qemu: &mut Qemu) -> Result<(), QmpError> {
         let text = serde_json::to_string(self).map_err(|source| QmpError::Answer {
             command: "object-add".to_owned(),
@@ -99,10 +99,10 @@ impl Record {
         qemu.keep_text(ID, &text).map(|_| ())
     }
 
-    /// Reads the record in `qemu`, if there is one.
+    /// Reads the record in `qemu`, if it exists.
     ///
     /// # Errors
-    /// Those of QMP, also for a record of another form.
+    /// QMP errors, also for a record in another format.
     pub fn of(qemu: &mut Qemu) -> Result<Option<Self>, QmpError> {
         let text: Option<String> = qemu.property(&format!("/objects/{ID}"), "data")?;
         let record = text.map(|text| serde_json::from_str(&text)).transpose();
@@ -115,16 +115,16 @@ impl Record {
     /// Removes the record from `qemu`.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn remove(qemu: &mut Qemu) -> Result<(), QmpError> {
         match qemu.delete_object(ID) {
-            // Of a QEMU that has no objects.
+            // The QEMU has no objects.
             Err(QmpError::Command { .. }) if Self::of(qemu)?.is_none() => Ok(()),
             removed => removed,
         }
     }
 
-    /// The other process that made it, if it is still there.
+    /// Returns the process that created the record, if it is another process and still runs.
     pub fn owner_at_work(&self) -> Option<u32> {
         let is_at_work = self.owner.is_at_work(&Owner::this(), start_of);
         is_at_work.then_some(self.owner.pid)

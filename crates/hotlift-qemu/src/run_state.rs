@@ -1,33 +1,33 @@
-//! Whether a guest is in the state at its destination that it is to be in: without I/O.
+//! Checks the run state of a guest at its destination; no I/O.
 
 use hotlift_qmp::RunState;
 
-/// What a guest did before it came to a QEMU.
+/// State of a guest before it came to a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Before {
-    /// Its state.
+    /// Run state.
     pub state: RunState,
-    /// The state is that of the switchover. Otherwise it is that of the start of the migration, and an operator may
-    /// have stopped the guest since.
+    /// True if the state is from the switchover. Otherwise it is from the start of the migration, and an operator may have
+    /// stopped the guest since.
     pub is_last: bool,
 }
 
-/// What a QEMU does with a guest that it has.
+/// Judgement on a QEMU that has a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Judgement {
-    /// What it is to do.
+    /// The guest is in the expected state.
     Right,
-    /// It does not run the guest, and never ran it, though the guest ran before. (It cannot lock a disk, for one.)
+    /// QEMU does not run the guest and never ran it, though the guest ran before. (For example, it cannot lock a disk.)
     DoesNotRun,
-    /// The same, unless the QEMU was started with `-S`, or the guest was stopped before it came, which is not known.
+    /// The same, unless QEMU was started with `-S` or the guest was stopped before it came; neither is known.
     MayNotRun,
 }
 
-/// Judges the state `now` of a guest that did `before` what it did. `has_run`: it ran in this QEMU at some time. `waits`: this
-/// QEMU was started with `-S`; `None`: it is not known.
+/// Judges the state `now` of a guest that was in state `before`. `has_run`: it has run in this QEMU. `waits`: this QEMU was
+/// started with `-S`; `None`: unknown.
 ///
-/// A QEMU that cannot take over the disks leaves a guest that ran `paused` (before 10.0) or `inmigrate`. All other states are
-/// the guest's own.
+/// A QEMU that cannot lock the disks leaves a guest that ran `paused` (before 10.0) or `inmigrate`. The guest itself causes all
+/// other states.
 #[must_use]
 pub fn judge(before: &Before, now: &RunState, has_run: bool, waits: Option<bool>) -> Judgement {
     match (now, waits) {
@@ -41,7 +41,7 @@ pub fn judge(before: &Before, now: &RunState, has_run: bool, waits: Option<bool>
     }
 }
 
-/// What a guest in this state does, behind "the guest".
+/// Returns a clause for this state, to follow "the guest".
 #[must_use]
 pub fn words(state: &RunState) -> String {
     match state {
@@ -69,7 +69,7 @@ mod tests {
                 let state = was.clone();
                 super::judge(&Before { state, is_last }, now, has_run, waits)
             });
-            // Of a guest that may have been stopped since, 'paused' shows nothing.
+            // If the guest may have been stopped since, 'paused' proves nothing.
             match last {
                 DoesNotRun if *now == RunState::Paused => assert_eq!(first, MayNotRun, "{was:?}"),
                 _ => assert_eq!(first, last, "{was:?} {now:?} {waits:?}"),
@@ -80,7 +80,7 @@ mod tests {
         let every = [all(&live), all(&ended), vec![RunState::Paused]].concat();
         let waits = [None, Some(false), Some(true)];
         for was in &every {
-            // The guest's own states, and each state of a guest that has run here.
+            // The guest's own states, and every state of a guest that has run here.
             for now in every.iter().filter(|now| **now != RunState::Paused) {
                 for waits in waits {
                     assert_eq!(judge(was, now, false, waits), Right, "{was:?} {now:?}");

@@ -8,12 +8,12 @@ use crate::capabilities::{self, CAPABILITIES, PREEMPT, Purpose, Treatment, capab
 use crate::error::{QemuError, Side};
 use crate::record::{Change, Record};
 
-/// What was changed, with the values from before.
+/// Changed settings with their previous values.
 #[derive(Debug)]
 pub struct Changed(Record);
 
-/// What a migration through relays asks of either QEMU: `channels` multifd channels without
-/// compression (0 for multifd off), events, and a return path.
+/// Returns the settings that a migration through relays needs in either QEMU: `channels` multifd channels without compression
+/// (0: multifd off), events, and a return path.
 #[must_use]
 pub fn for_relay(
     purpose: Purpose,
@@ -33,13 +33,13 @@ pub fn for_relay(
         parameters.insert("multifd-channels".to_owned(), channels.into());
     }
     parameters.insert("multifd-compression".to_owned(), "none".into());
-    // The way to the relay is a UNIX socket of this host.
+    // The connection to the relay is a UNIX socket of this host.
     parameters.insert("tls-creds".to_owned(), "".into());
     (CAPABILITIES.iter().filter_map(of_row).collect(), parameters)
 }
 
-/// What a restore asks of a QEMU that is to run its guest before it has the pages; with `preempt` those that it asks for have
-/// a connection of their own.
+/// Returns the settings of a QEMU that runs its guest before it has the pages. With `preempt`, requested pages have their own
+/// connection.
 #[must_use]
 pub fn for_lazy_restore(preempt: bool) -> (Vec<(&'static str, bool)>, Map<String, Value>) {
     let (mut capabilities, parameters) = for_relay(Purpose::Restore, 0);
@@ -49,7 +49,7 @@ pub fn for_lazy_restore(preempt: bool) -> (Vec<(&'static str, bool)>, Map<String
     (capabilities, parameters)
 }
 
-/// The capabilities that the other QEMU must have alike, as this one has them.
+/// Returns the capabilities that the other QEMU must have with the same value, as they are here.
 #[must_use]
 pub fn alike(now: Vec<(String, bool)>) -> Vec<(String, bool)> {
     let is_alike = |name: &str| {
@@ -64,7 +64,7 @@ pub fn alike(now: Vec<(String, bool)>) -> Vec<(String, bool)> {
 /// Checks that a QEMU has no setting that a command with this purpose refuses.
 ///
 /// # Errors
-/// [`QemuError::Setting`] with the first one; those of QMP.
+/// [`QemuError::Setting`] with the first one; QMP errors.
 pub fn check(qemu: &mut Qemu, side: Side, purpose: Purpose) -> Result<(), QemuError> {
     let failed = |error| side.error(error);
     let now = qemu.query_capabilities().map_err(failed)?;
@@ -87,11 +87,11 @@ pub fn check(qemu: &mut Qemu, side: Side, purpose: Purpose) -> Result<(), QemuEr
     capabilities::check_parameters(&now, default)
 }
 
-/// Restores what an earlier command has left changed in `qemu`, whose migration is not under way, and reports it. `ready`
-/// waits until QEMU lets it be changed.
+/// Restores the settings that an earlier command left changed in `qemu`, and reports it. No migration may be active. `ready`
+/// waits until QEMU accepts changes.
 ///
 /// # Errors
-/// [`QemuError::InUse`] if that command is still at work; those of QMP.
+/// [`QemuError::InUse`] if that command still runs; QMP errors.
 pub fn restore_left(
     qemu: &mut Qemu,
     side: Side,
@@ -111,18 +111,18 @@ pub fn restore_left(
 }
 
 impl Changed {
-    /// What an earlier command has changed in `qemu`, and not restored.
+    /// Reads the settings that an earlier command has changed in `qemu`, and not restored.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn left(qemu: &mut Qemu) -> Result<Option<Self>, QmpError> {
         Ok(Record::of(qemu)?.map(Self))
     }
 
-    /// Changes what differs. If QEMU refuses, what was changed is restored.
+    /// Changes the settings that differ. If QEMU refuses, restores them.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn apply(
         qemu: &mut Qemu,
         capabilities: &[(&str, bool)],
@@ -151,12 +151,12 @@ impl Changed {
             capabilities.iter().filter_map(changes_of).collect(),
             parameters.iter().filter_map(change_of).collect(),
         ));
-        // Before the settings: a command that is killed in between leaves nothing to guess.
+        // The record comes before the settings: a command that is killed in between leaves no unknown change.
         if !changed.is_empty() {
             changed.0.put(qemu)?;
         }
         let is_new = |(name, set): &&(&str, bool)| !has.contains(&((*name).to_owned(), *set));
-        // Also what this QEMU does not know: it is refused by name if it is to be on.
+        // This includes capabilities that this QEMU does not know: it refuses them by name if they must be on.
         let capabilities: Vec<_> = capabilities.iter().filter(is_new).copied().collect();
         let changes = changed.0.parameters.iter();
         let parameters = changes.map(|it| (it.name.clone(), it.set.clone()));
@@ -173,11 +173,11 @@ impl Changed {
         self.0.capabilities.is_empty() && self.0.parameters.is_empty()
     }
 
-    /// Restores the values from before, where QEMU still has those that were set, and returns them in one line. QEMU refuses
-    /// while a migration is under way.
+    /// Restores the previous values where QEMU still has the changed ones, and returns them in one line. QEMU refuses during a
+    /// migration.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn undo(&self, qemu: &mut Qemu) -> Result<String, QmpError> {
         if self.is_empty() {
             return Ok(String::new());
@@ -210,7 +210,7 @@ impl Changed {
     }
 }
 
-/// A parameter that is to be empty and that this QEMU does not report is empty.
+/// Returns true if the parameter must be empty and this QEMU does not report it: then it is empty.
 fn is_unset(now: Option<&Value>, wanted: &Value) -> bool {
     wanted == "" && now.is_none()
 }

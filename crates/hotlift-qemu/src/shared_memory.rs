@@ -1,7 +1,7 @@
-//! RAM in files that both QEMUs map, so that it need not move.
+//! RAM in files that both QEMUs map, so that it need not be sent.
 //!
 //! Equal paths prove nothing: the hosts or mount namespaces may differ, and a file may have been replaced. So each side reads
-//! the kernel's list of what its QEMU maps, and both lists must name the same files of the same host.
+//! the kernel's list of its QEMU's mappings, and both lists must name the same files of the same host.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{QemuError, Side};
 
-/// A file that a QEMU maps its RAM from.
+/// A file that backs the RAM of a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct SharedFile {
@@ -23,14 +23,14 @@ pub struct SharedFile {
     pub bytes: u64,
     /// Boot id of the host's kernel.
     pub host: String,
-    /// Device and inode of the file, as /proc/PID/maps has them.
+    /// Device and inode of the file, in the format of /proc/PID/maps.
     pub file: String,
 }
 
-/// Lists the files that the QEMU at this QMP address maps its RAM from.
+/// Lists the files that back the RAM of this QEMU.
 ///
 /// # Errors
-/// If it has none, or it cannot be seen which files those are.
+/// If there are none, or they cannot be identified.
 pub fn of(qemu: &mut Qemu, side: Side) -> Result<Vec<SharedFile>, QemuError> {
     let backends = qemu.shared_backends().map_err(|error| side.error(error))?;
     if backends.is_empty() {
@@ -77,7 +77,7 @@ fn shared(problem: String) -> QemuError {
     QemuError::Shared { problem }
 }
 
-/// The text of /proc/PID/maps of the QEMU that listens at `address`.
+/// Reads /proc/PID/maps of the QEMU that listens at `address`.
 fn maps(address: &QmpAddress) -> Result<String, String> {
     let QmpAddress::Unix(path) = address else {
         return Err("its QMP socket must be a UNIX socket".to_owned());
@@ -89,7 +89,7 @@ fn maps(address: &QmpAddress) -> Result<String, String> {
     maps.map_err(|error| error.to_string())
 }
 
-/// The file of a memory backend, as the kernel's list has it (proc(5): address, permissions, offset, device, inode, path).
+/// Finds the file of a memory backend in the kernel's list (proc(5): address, permissions, offset, device, inode, path).
 fn file_of(backend: SharedBackend, maps: &str, host: &str) -> Result<SharedFile, QemuError> {
     let SharedBackend { id, bytes, file } = backend;
     let Some(path) = file else {

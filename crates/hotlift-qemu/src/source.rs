@@ -1,4 +1,4 @@
-//! The QEMU whose guest is to leave: prepared, watched, and put back if the guest stays.
+//! The source's QEMU: prepared, watched, and restored if the guest stays.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -18,50 +18,49 @@ use crate::settings::{self, Changed};
 use crate::vm::Vm;
 use hotlift_mem::lock;
 
-/// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
+/// Timeout of the connection to the QMP socket of a running QEMU. The socket exists, unless its name is wrong.
 const CONNECT: Duration = Duration::from_secs(2);
 
-/// How long a cancelled migration may take to end: QEMU's threads leave their sockets at once, but a
-/// busy host may keep them from running.
+/// Timeout of the end of a cancelled migration: QEMU's threads leave their sockets at once, but a busy host may delay them.
 const END: Duration = Duration::from_secs(60);
 
-/// How long a QEMU that does not tell of its migration's threads has for their end.
+/// Time for the end of a migration's threads, if QEMU does not report it.
 const CLEAN_UP: Duration = Duration::from_millis(500);
 
-/// A running QEMU, spoken to by the threads of one command.
+/// A running QEMU, shared by the threads of one command.
 pub struct Source {
     address: QmpAddress,
     qemu: Mutex<Qemu>,
     changed: Mutex<Option<Changed>>,
-    /// What the guest did when the command began.
+    /// State of the guest when the command began.
     was: RunState,
 }
 
-/// How a migration that did not succeed was settled.
+/// Result of settling a migration that failed.
 #[derive(Debug)]
 pub struct Settled {
     whereabouts: Whereabouts,
     was: RunState,
     reasons: Vec<String>,
-    /// Where the source's QEMU is spoken to.
+    /// Address of the source's QMP socket.
     qmp: String,
 }
 
-/// What the destination knows of the guest after a migration that did not succeed.
+/// Knowledge of the destination about the guest after a failed migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestThere {
-    /// It was never run there, and never will be.
+    /// The guest never ran there, and never will.
     NotHere,
-    /// The destination's QEMU has it.
+    /// The destination's QEMU has the guest.
     Here,
-    /// The destination's QEMU has it, and does not run it, though it ran before.
+    /// The destination's QEMU has the guest and does not run it, though it ran before.
     Stopped,
-    /// It cannot be told.
+    /// Unknown.
     Unknown,
 }
 
-/// Where the guest is after a migration that did not succeed.
+/// Location of the guest after a failed migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Whereabouts {
     /// At the source, running as before.
@@ -74,15 +73,15 @@ enum Whereabouts {
     Ended(String),
     /// At the source, whose QEMU does not answer; not at the destination.
     Stalled,
-    /// At the destination, after all.
+    /// At the destination, despite the error.
     Moved,
     /// At the destination, where it does not run; a copy is at the source, paused.
     Stopped,
-    /// At the source, paused; nobody knows whether it is at the destination, too.
+    /// At the source, paused; its presence at the destination is unknown.
     InDoubt,
 }
 
-/// Refuses a VM that QEMU does not migrate to any destination.
+/// Rejects a VM that QEMU does not migrate to any destination.
 fn check_blocked(migration: &MigrationInfo) -> Result<(), QemuError> {
     match migration.blocked_reasons.as_deref() {
         None | Some([]) => Ok(()),
@@ -93,11 +92,11 @@ fn check_blocked(migration: &MigrationInfo) -> Result<(), QemuError> {
 }
 
 impl Source {
-    /// Connects, and sees whether a migration with this purpose can be begun. Restores the settings that an earlier command has
-    /// left changed.
+    /// Connects, and checks that a migration with this purpose can begin. Restores the settings that an earlier command left
+    /// changed.
     ///
     /// # Errors
-    /// If it does not answer, cannot begin one, or has settings that the command refuses.
+    /// If QEMU does not answer, cannot begin a migration, or has settings that the command refuses.
     pub fn connect(address: &QmpAddress, purpose: Purpose) -> Result<Self, QemuError> {
         let mut qemu = connect(address, CONNECT).map_err(at_source)?;
         let migration = qemu.query_migrate().map_err(at_source)?;
@@ -115,7 +114,7 @@ impl Source {
         settings::restore_left(&mut qemu, Side::Source, |qemu| {
             wait_cleaned_up(&mut |ask| ask(qemu))
         })?;
-        // QEMU refuses only once the migration is set up.
+        // QEMU itself refuses only after the migration is set up.
         if state.status == "postmigrate" {
             return Err(QemuError::LeftPaused {
                 qmp: address.to_string(),
@@ -131,8 +130,8 @@ impl Source {
         })
     }
 
-    /// Connects to compare its VM with another before a migration with this purpose: changes nothing, also not what an earlier
-    /// command has left changed.
+    /// Connects to compare its VM with another before a migration with this purpose. Changes nothing, not even settings that an
+    /// earlier command left changed.
     ///
     /// # Errors
     /// If it does not answer, does not migrate its VM, or has settings that the migration refuses.
@@ -149,35 +148,35 @@ impl Source {
         })
     }
 
-    /// Whether the guest ran when the command began.
+    /// Returns true if the guest ran when the command began.
     pub fn was_running(&self) -> bool {
         self.was == RunState::Running
     }
 
-    /// What the guest did when the command began.
+    /// Returns the state of the guest when the command began.
     pub fn was(&self) -> &RunState {
         &self.was
     }
 
-    /// What the guest does now.
+    /// Queries the current state of the guest.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn run_state(&self) -> Result<RunState, QmpError> {
         Ok(self.qemu().query_status()?.run_state())
     }
 
-    /// Where it is spoken to.
+    /// Returns the address of its QMP socket.
     pub fn address(&self) -> &QmpAddress {
         &self.address
     }
 
-    /// This QEMU, for one command.
+    /// Locks this QEMU for one command.
     pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
         lock(&self.qemu)
     }
 
-    /// Its VM, to be compared with the destination's.
+    /// Reads its VM, for a comparison with the destination's.
     ///
     /// # Errors
     /// If it does not answer.
@@ -185,10 +184,10 @@ impl Source {
         Vm::of(&mut self.qemu(), None).map_err(at_source)
     }
 
-    /// Sets capabilities and parameters, to be put back by [`Source::restore_settings`].
+    /// Sets capabilities and parameters; [`Source::restore_settings`] restores them.
     ///
     /// # Errors
-    /// If it refuses.
+    /// If QEMU refuses.
     pub fn change_settings(
         &self,
         capabilities: &[(&str, bool)],
@@ -200,8 +199,7 @@ impl Source {
         Ok(())
     }
 
-    /// Puts capabilities and parameters back, if they were changed. A QEMU that refuses is worth a
-    /// word, but fails nothing; one that has gone needs none.
+    /// Restores changed capabilities and parameters. A refusal is only logged; a QEMU that has ended needs nothing.
     pub fn restore_settings(&self) {
         let Some(changed) = self.changed().take() else {
             return;
@@ -216,56 +214,56 @@ impl Source {
         }
     }
 
-    /// Begins to migrate to `uri`.
+    /// Starts a migration to `uri`.
     ///
     /// # Errors
-    /// If it refuses.
+    /// If QEMU refuses.
     pub fn migrate(&self, uri: &str) -> Result<(), QemuError> {
         self.qemu().migrate(uri).map_err(at_source)
     }
 
-    /// What QEMU says of its migration.
+    /// Queries QEMU's migration.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn look(&self) -> Result<MigrationInfo, QmpError> {
         self.qemu().query_migrate()
     }
 
-    /// Asks QEMU to cancel its migration; too late if it has completed.
+    /// Asks QEMU to cancel its migration; no effect on a completed one.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn cancel(&self) -> Result<(), QmpError> {
         self.qemu().migrate_cancel()
     }
 
-    /// Lets the guest run, which has been saved.
+    /// Runs the guest again after a save.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn cont(&self) -> Result<(), QmpError> {
         self.retrying(Qemu::cont)
     }
 
-    /// How the guest has ended since this command connected, as a clause; `None` if it has not. QEMU reports it before it closes
-    /// a connection of its migration, and may keep a guest that has ended (`-no-shutdown`).
+    /// Returns how the guest has ended since this command connected, as a clause; `None` if it has not. QEMU reports it before
+    /// it closes a connection of its migration, and may keep a guest that has ended (`-no-shutdown`).
     pub fn guest_end(&self) -> Option<String> {
         self.qemu().client().guest_events().end()
     }
 
-    /// Whether QEMU has given the guest up for good.
+    /// Queries if QEMU has given up the guest for good.
     pub fn ownership(&self) -> Ownership {
         match self.look() {
             Ok(info) if info.is_completed() => Ownership::Released,
             Ok(info) if info.has_failed() => Ownership::Kept,
-            // A QEMU that does not answer may still take the guest back.
+            // A QEMU that does not answer may still continue the guest.
             Ok(_) | Err(_) => Ownership::Unknown,
         }
     }
 
-    /// Runs `ask` again as long as QEMU does not answer, for [`END`] or one answer's time more: a main loop that
-    /// hangs on storage answers later. A connection that is gone is made once more.
+    /// Repeats `ask` as long as QEMU does not answer, for [`END`] plus at most one answer's timeout: a main loop that hangs on
+    /// storage answers later. Reconnects once if the connection is lost.
     fn retrying<T>(
         &self,
         mut ask: impl FnMut(&mut Qemu) -> Result<T, QmpError>,
@@ -285,9 +283,9 @@ impl Source {
         }
     }
 
-    /// After a migration whose relay has ended with `error`: sees that it has ended, and that the
-    /// guest runs here again if it did before. `at_destination` is asked where the guest is, if QEMU
-    /// has given it up and the relay says that the destination `is_told` to run it.
+    /// Settles a migration whose relay has ended with `error`: ensures that it has ended, and that the guest runs here again if
+    /// it ran before. Calls `at_destination` for the guest's location if QEMU has given it up and the relay reports that the
+    /// destination `is_told` to run it.
     pub fn settle(
         &self,
         error: &MigrationError,
@@ -300,7 +298,7 @@ impl Source {
             false => GuestThere::NotHere,
         };
         let mut reasons = match error {
-            // It says so itself, if it can be heard.
+            // The destination itself reports it, if it can be reached.
             MigrationError::Destination { reason } => vec![format!("the destination: {reason}")],
             error => vec![error.chain()],
         };
@@ -332,7 +330,7 @@ impl Source {
         &self,
         at_destination: impl FnOnce() -> GuestThere,
     ) -> Result<Whereabouts, QmpError> {
-        // Also one that was paused when the command began, and was continued since.
+        // This includes a guest that was paused when the command began, and was continued since.
         let ran = self.was.is_live() || self.qemu().client().guest_events().has_run;
         let kept = if ran {
             Whereabouts::Runs
@@ -340,7 +338,7 @@ impl Source {
             Whereabouts::Paused
         };
         let info = self.wait_end()?;
-        // QEMU itself starts a guest again that it has not given up.
+        // QEMU itself continues a guest that it has not given up.
         if !ran || (!info.is_completed() && self.wait_running()?) {
             return Ok(match info.is_completed().then(at_destination) {
                 None | Some(GuestThere::NotHere) => kept,
@@ -362,7 +360,7 @@ impl Source {
         Ok(kept)
     }
 
-    /// How the guest has ended, if its QEMU keeps it in a state that `cont` cannot leave (`-no-shutdown`).
+    /// Returns how the guest has ended, if QEMU keeps it in a state that `cont` cannot leave (`-no-shutdown`).
     fn end_of_kept_guest(&self) -> Result<Option<String>, QmpError> {
         let state = self.retrying(Qemu::query_status)?.run_state();
         if !state.has_ended() {
@@ -374,7 +372,7 @@ impl Source {
         })))
     }
 
-    /// Cancels what is under way and waits for its end.
+    /// Cancels an active migration and waits for its end.
     fn wait_end(&self) -> Result<MigrationInfo, QmpError> {
         let deadline = Instant::now() + END;
         self.retrying(Qemu::migrate_cancel)?;
@@ -393,7 +391,7 @@ impl Source {
         }
     }
 
-    /// QEMU says that a migration has failed some moments before it runs the guest again.
+    /// Waits until the guest runs: QEMU reports a failed migration some moments before it runs the guest again.
     fn wait_running(&self) -> Result<bool, QmpError> {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
@@ -408,7 +406,7 @@ impl Source {
         }
     }
 
-    /// Waits until the next question is worth it.
+    /// Waits for an event, or until the next query is due.
     fn wait_for_event(&self) {
         let deadline = Instant::now() + QUERY_INTERVAL;
         self.qemu().client().wait_for_event(&[], deadline);
@@ -419,13 +417,12 @@ impl Source {
     }
 }
 
-/// Runs the question on QEMU.
+/// Runs the query on QEMU.
 type Asks<'a> =
     dyn FnMut(&mut dyn FnMut(&mut Qemu) -> Result<(), QmpError>) -> Result<(), QmpError> + 'a;
 
-/// QEMU calls a migration completed or failed some moments before it frees what that had, and goes
-/// by the capabilities of the moment then: one whose multifd was switched off in between keeps
-/// channels that it uses after their end.
+/// Waits until QEMU has freed the migration's resources. QEMU reports the end some moments before, and then follows the current
+/// capabilities: if multifd is switched off in between, it keeps channels and uses them after their end.
 fn wait_cleaned_up(asks: &mut Asks<'_>) -> Result<(), QmpError> {
     let deadline = Instant::now() + END;
     loop {
@@ -451,11 +448,10 @@ fn wait_cleaned_up(asks: &mut Asks<'_>) -> Result<(), QmpError> {
 }
 
 impl Settled {
-    /// Says where the guest is, and makes the error that ends the command; `theirs` is what the other
-    /// side has said.
+    /// Reports where the guest is, and returns the error that ends the command; `theirs` is the other side's statement.
     pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> QemuError {
         if let Some(theirs) = theirs {
-            // The final messages of the relays have a part of it.
+            // The relays' final messages contain a part of it.
             self.reasons.retain(|reason| !theirs.starts_with(reason));
             self.reasons.push(theirs);
         }

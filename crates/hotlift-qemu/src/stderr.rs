@@ -1,5 +1,4 @@
-//! Standard output and standard error of a QEMU that was started here: shown, and its errors kept for the host that its
-//! guest comes from.
+//! Standard output and standard error of a QEMU that was started here: shown, and its errors kept for the source's host.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, PipeReader, Read};
@@ -19,44 +18,44 @@ use hotlift_mem::lock;
 /// Standard error of this process, as a path.
 const STDERR: &str = "/proc/self/fd/2";
 
-/// How long the output of a QEMU that has ended may take to arrive.
+/// Timeout of the remaining output of a QEMU that has ended.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// Bytes of a line of QEMU's output at most; a longer one is cut in two.
+/// Maximum length of a line of QEMU's output; a longer one is split.
 const LINE: u64 = 4096;
 
-/// Errors that are kept: the last ones. QEMU says one for each step that it gives up.
+/// Number of kept errors, the last ones. QEMU prints one for each step that it aborts.
 const KEPT: usize = 4;
 
-/// What a QEMU writes to, and what is read of it here.
+/// Output streams of a QEMU, and their capture.
 pub struct Streams {
     pub stdout: Stdio,
     pub stderr: Stdio,
     pub errors: ErrorOutput,
 }
 
-/// What a QEMU writes to standard error.
+/// Standard error of a QEMU.
 #[derive(Debug)]
 pub struct ErrorOutput(Captured);
 
 #[derive(Debug)]
 enum Captured {
-    /// Passed on for as long as this command is there, and lost after that.
+    /// Passed on while this command runs, and lost after that.
     PassedOn {
         errors: Arc<Mutex<Errors>>,
-        /// Ends when all was passed on.
+        /// Disconnects when everything was passed on.
         is_done: Receiver<()>,
     },
-    /// In the file that this command has for its errors.
+    /// Written to this command's error file.
     Logged(Arc<LogFile>),
-    /// Nothing is known of it here.
+    /// Not captured.
     Nothing,
 }
 
 impl Streams {
-    /// What this command has for its errors, where it is a file: QEMU may hold it for as long as it lives. Whoever
-    /// reads a pipe waits for its last writer, which would be a QEMU that runs on: there its output is passed on. On a
-    /// terminal only its errors are.
+    /// Creates the streams. If this command's stderr is a file, QEMU gets it and may keep it. The reader of a pipe waits for
+    /// its last writer, which would be a QEMU that keeps running; so output to a pipe is passed on. On a terminal only
+    /// stderr is passed on.
     pub fn make() -> io::Result<Self> {
         let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
         if let Ok(FileType::RegularFile) = kind {
@@ -78,11 +77,11 @@ impl Streams {
         })
     }
 
-    /// With the file that this command has for its errors.
+    /// Uses this command's error file.
     fn logged() -> io::Result<Self> {
         let log = LogFile::open(Path::new(STDERR))?;
         let (stdout, stderr) = (log.for_qemu()?, log.for_qemu()?);
-        // QEMU's position there is not this command's any more, which would write over what QEMU has appended.
+        // QEMU's position differs from this command's, which would overwrite QEMU's lines.
         let flags = fcntl_getfl(io::stderr())?;
         fcntl_setfl(io::stderr(), flags | OFlags::APPEND)?;
         Ok(Self {
@@ -94,14 +93,14 @@ impl Streams {
 }
 
 impl ErrorOutput {
-    /// Waits a moment until what a QEMU that has ended has written was passed on.
+    /// Waits briefly until the output of a QEMU that has ended was passed on.
     pub fn finish(&self) {
         if let Captured::PassedOn { is_done, .. } = &self.0 {
             let _ = is_done.recv_timeout(DRAIN);
         }
     }
 
-    /// The last errors of a QEMU that has ended, in one line.
+    /// Returns the last errors of a QEMU that has ended, in one line.
     pub fn last(&self) -> Option<String> {
         self.finish();
         let mut found = Errors::default();
@@ -119,7 +118,7 @@ impl ErrorOutput {
     }
 }
 
-/// The last errors among the lines of a QEMU.
+/// The last errors in a QEMU's output.
 #[derive(Debug, Default)]
 struct Errors(VecDeque<String>);
 
@@ -147,7 +146,7 @@ impl Errors {
     }
 }
 
-/// A line of QEMU without the time stamp of `-msg timestamp=on`, such as `2026-11-23T05:16:37.123456Z`.
+/// Returns a line of QEMU without the time stamp of `-msg timestamp=on`, such as `2026-11-23T05:16:37.123456Z`.
 fn without_timestamp(line: &str) -> &str {
     const SECONDS: &[u8] = b"0000-00-00T00:00:00";
     let Some((stamp, rest)) = line.split_once(' ') else {
@@ -163,7 +162,7 @@ fn without_timestamp(line: &str) -> &str {
     if is_stamp { rest } else { line }
 }
 
-/// Says on standard error what is read, line by line, however little of that is taken there.
+/// Copies the output to standard error line by line. Continues even if standard error accepts only a part of it.
 fn pass_on(output: PipeReader) -> Captured {
     let (done, is_done) = channel();
     let errors = Arc::<Mutex<Errors>>::default();

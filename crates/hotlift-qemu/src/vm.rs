@@ -1,17 +1,17 @@
-//! The VM of a QEMU, as both ends of a migration describe theirs to each other.
+//! Description of a QEMU's VM, which both ends of a migration exchange.
 
 use hotlift_qmp::{
     Disk, MachineDevice, MemoryDevice, MemoryLimits, Qemu, QmpError, RamBlock, Uuid,
 };
 use serde::{Deserialize, Serialize};
 
-/// Longest description in a message to the other host, in bytes of JSON: half of what a conversation's message may have.
+/// Longest description in a message to the other host, in bytes of JSON: half of the message limit of a conversation.
 pub const MESSAGE_MAX: usize = 128 << 10;
 
-/// Longest description in a save file, in bytes of JSON: half of what its header may have.
+/// Longest description in a save file, in bytes of JSON: half of the header's limit.
 pub const FILE_MAX: usize = 32 << 10;
 
-/// A VM, as far as both ends compare it; `None` where QEMU does not report it.
+/// A VM, as far as both ends compare it; `None` where QEMU does not report the value.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Vm {
@@ -19,25 +19,25 @@ pub struct Vm {
     pub machine: Option<String>,
     /// UUID; all zero if it has none.
     pub uuid: Uuid,
-    /// Bytes of RAM, without what was plugged in.
+    /// Bytes of RAM, without plugged-in memory.
     pub ram_bytes: Option<u64>,
     /// vCPUs.
     pub vcpus: Option<usize>,
-    /// vCPUs that it can have.
+    /// Maximum number of vCPUs.
     pub possible_vcpus: Option<usize>,
-    /// The stream has state of each possible vCPU; `None`: the machine has no ACPI device for that.
+    /// The stream has state of each possible vCPU; `None`: the machine has no ACPI device for it.
     pub has_cpu_hotplug_state: Option<bool>,
     /// CPU model.
     pub cpu_model: Option<String>,
     /// Its CPUID registers, in an order that is the same for the same CPU.
     pub cpu_registers: Option<String>,
-    /// Flags of the CPU that are on, sorted.
+    /// Enabled flags of the CPU, sorted.
     pub cpu_flags: Option<Vec<String>>,
-    /// Slots for memory.
+    /// Memory slots.
     pub memory_slots: Option<u64>,
-    /// Bytes of RAM that it can have.
+    /// Maximum bytes of RAM.
     pub max_ram_bytes: Option<u64>,
-    /// Memory that is plugged in.
+    /// Plugged-in memory.
     pub memory_devices: Option<Vec<MemoryDevice>>,
     /// RAM blocks that migrate.
     pub ram_blocks: Option<Vec<RamBlock>>,
@@ -48,10 +48,10 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// That of `qemu`. Of `other`, to which it will be compared, it takes what need not be read again.
+    /// Reads the VM of `qemu`. Copies values that need no second read from `other`, to which it will be compared.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn of(qemu: &mut Qemu, other: Option<&Self>) -> Result<Self, QmpError> {
         let cpu = qemu.cpu()?;
         let cpu_flags = cpu.as_ref().map(|cpu| {
@@ -81,10 +81,10 @@ impl Vm {
         })
     }
 
-    /// Only the machine type and the UUID of that of `qemu`.
+    /// Reads only the machine type and the UUID of `qemu`.
     ///
     /// # Errors
-    /// Those of QMP.
+    /// QMP errors.
     pub fn identity(qemu: &mut Qemu) -> Result<Self, QmpError> {
         Ok(Self {
             machine: qemu.machine_type()?,
@@ -93,7 +93,7 @@ impl Vm {
         })
     }
 
-    /// The same without its longest lists, where all of it has more than `limit` bytes as JSON.
+    /// Removes the longest lists if the whole exceeds `limit` bytes as JSON.
     #[must_use]
     pub fn within(mut self, limit: usize) -> Self {
         let drops: [fn(&mut Self); 5] = [

@@ -67,7 +67,7 @@ fn vm() -> Vm {
     }
 }
 
-/// The rows of a comparison with a changed destination that are not the same.
+/// Returns the rows that differ after a change of the destination.
 fn rows(source: &Vm, change: Change) -> Vec<Row> {
     let mut there = vm();
     change(&mut there);
@@ -76,7 +76,7 @@ fn rows(source: &Vm, change: Change) -> Vec<Row> {
     rows
 }
 
-/// Names and results of these rows.
+/// Returns names and results of these rows.
 fn found(rows: &[Row]) -> Vec<(&str, Outcome)> {
     let rows = rows.iter();
     rows.map(|row| (row.what.as_str(), row.outcome)).collect()
@@ -211,7 +211,7 @@ fn each_difference_has_the_result_that_qemu_has() {
             |it| devices_of(it)[4].pci = Some("1af4:1041".to_owned()),
             &[("device host/02.0", Refused)],
         ),
-        // What hangs on a missing device is not listed again.
+        // Devices below a missing device are not listed again.
         (
             |it| devices_of(it).truncate(5),
             &[("device host/03.0", Refused)],
