@@ -1,4 +1,4 @@
-//! Where a QMP socket is.
+//! Addresses of QMP sockets.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,12 +6,12 @@ use std::str::FromStr;
 
 use crate::error::QmpError;
 
-/// The address of a QMP socket, as in QEMU's `-qmp` without its options.
+/// Address of a QMP socket, as in QEMU's `-qmp` without its options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum QmpAddress {
     /// `unix:PATH`, or just `PATH`.
     Unix(PathBuf),
-    /// `tcp:HOST:PORT`; `HOST:PORT` is kept, an IPv6 address in brackets.
+    /// `tcp:HOST:PORT`; contains `HOST:PORT`, an IPv6 address in brackets.
     Tcp(String),
 }
 
@@ -51,7 +51,7 @@ mod tests {
         let parse = |text: &str| text.parse::<QmpAddress>();
         assert_eq!(parse("/run/q").unwrap(), parse("unix:/run/q").unwrap());
         assert_eq!(parse("tcp:[::1]:4").unwrap().to_string(), "tcp:[::1]:4");
-        // A server takes the port that it is given.
+        // A server accepts port 0.
         assert!(parse("tcp:h:0").is_ok());
         for bad in ["", "unix:", "tcp:", "tcp:4444", "tcp::4444", "tcp:h:x"] {
             assert!(parse(bad).is_err(), "{bad}");

@@ -17,33 +17,33 @@ use crate::error::{QmpError, one_line};
 use crate::guest_events::GuestEvents;
 use crate::lines::{Line, Lines, Socket};
 
-/// Longest line that QEMU may send, in bytes. The longest known is the answer to `query-qmp-schema`,
-/// some 300 KiB; QEMU's own limit for what it reads (`MAX_TOKEN_SIZE` of its JSON parser) is 64 MiB.
+/// Longest line from QEMU, in bytes. The longest known is the answer to `query-qmp-schema`, some 300 KiB; QEMU's own input
+/// limit (`MAX_TOKEN_SIZE` of its JSON parser) is 64 MiB.
 pub const MAX_LINE: usize = 4 << 20;
 
-/// Events kept for whoever asks; of more, the oldest are dropped. An event is a hint to look, and what
-/// counts is asked for (`query-status`, `query-migrate`), so none that was dropped is missed.
+/// Maximum number of queued events; beyond it the oldest are dropped. Events only trigger queries (`query-status`,
+/// `query-migrate`), so a dropped one is not missed.
 pub const MAX_QUEUED_EVENTS: usize = 1024;
 
-/// Commands that are sent before the first of their answers is read. QEMU queues 8 (`QMP_REQ_QUEUE_LEN_MAX`) and leaves the rest
-/// in the socket, whose buffers take the requests and the answers of so many.
+/// Number of commands sent before the first answer is read. QEMU queues 8 (`QMP_REQ_QUEUE_LEN_MAX`) and leaves the rest in the
+/// socket, whose buffers hold this number of requests and answers.
 const AT_ONCE: usize = 64;
 
-/// Between two attempts to connect.
+/// Interval between connection attempts.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// How long an answer is waited for unless [`Client::set_timeout`] says otherwise. A QEMU that loads a
-/// migration answers nothing while its main loop waits for pages.
+/// Default timeout of an answer, see [`Client::set_timeout`]. A QEMU that loads a migration does not answer while its main loop
+/// waits for pages.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Something that QEMU said of its own accord.
+/// An event that QEMU sent.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// Its name, such as `MIGRATION`.
+    /// Name, such as `MIGRATION`.
     pub name: String,
-    /// Its data; an empty object if it has none.
+    /// Data; an empty object if there is none.
     pub data: Value,
-    /// When, since 1970, by the clock of QEMU's host; `None` if that clock failed.
+    /// Time since 1970 by the clock of QEMU's host; `None` if that clock failed.
     pub at: Option<Duration>,
 }
 
@@ -60,29 +60,28 @@ pub struct Client {
     timeout: Duration,
 }
 
-/// A line of QEMU, told apart.
+/// A parsed line from QEMU.
 enum Message {
     Event(Event),
     /// The `return` of the command with this id.
     Return(Option<u64>, Value),
-    /// Class and words of the error that the command with this id met.
+    /// Class and description of the error of the command with this id.
     Error(Option<u64>, String, String),
-    /// A line for the first message.
+    /// The greeting, the first message.
     Greeting(Value),
 }
 
 impl Client {
-    /// Connects and takes the greeting. A socket that is not there yet, or refuses, is tried again
-    /// until `timeout` is over; so is only a QEMU that is just starting waited for.
+    /// Connects and reads the greeting. Retries until `timeout` if the socket does not exist or refuses: only a starting QEMU
+    /// is waited for.
     ///
     /// # Errors
-    /// [`QmpError::Connect`], and [`QmpError::Timeout`] if no greeting comes (another client holds
-    /// the connection, or QEMU hangs).
+    /// [`QmpError::Connect`], and [`QmpError::Timeout`] if no greeting comes (another client is connected, or QEMU hangs).
     pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Self, QmpError> {
         Self::connect_telling(address, timeout, |_| ())
     }
 
-    /// The same. `waits` is told once why the socket cannot be had yet, before it is tried again.
+    /// Does the same. `waits` is called once with the reason why the socket is not available yet, before the retries.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -127,7 +126,7 @@ impl Client {
                     client.greeting = greeting;
                     break;
                 }
-                // QEMU 10.0 tells whoever connects in the moment of its start of it first.
+                // QEMU 10.0 sends an event first to a client that connects while QEMU starts.
                 Message::Event(event) => client.queue(event),
                 Message::Return(..) | Message::Error(..) => {
                     return Err(protocol("greeting", "an answer that nobody asked for"));
@@ -138,38 +137,38 @@ impl Client {
         Ok(client)
     }
 
-    /// Where this QEMU is.
+    /// Returns the address of this QEMU.
     #[must_use]
     pub fn address(&self) -> &QmpAddress {
         &self.address
     }
 
-    /// The `QMP` member of the greeting, with version and features.
+    /// Returns the `QMP` member of the greeting, with version and features.
     #[must_use]
     pub fn greeting(&self) -> &Value {
         &self.greeting
     }
 
-    /// Sets how long an answer to a command is waited for.
+    /// Sets the timeout of answers to commands.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
 
-    /// Runs a command and returns its answer. `arguments` are an object, or null for none.
+    /// Executes a command and returns its answer. `arguments` are an object, or null for none.
     ///
     /// # Errors
-    /// [`QmpError::Command`] if QEMU refuses; the others if the conversation fails.
+    /// [`QmpError::Command`] if QEMU refuses; the others if the connection fails.
     pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, QmpError> {
         let deadline = Instant::now() + self.timeout;
         let id = self.send(command, std::slice::from_ref(arguments), deadline)?;
         self.answer(command, id, deadline)
     }
 
-    /// Runs a command with each of these arguments, a fixed number of them without a wait for an answer in between. Returns the
-    /// answers in their order; `None` where QEMU refuses.
+    /// Executes a command once with each of these arguments, and pipelines a fixed number of them. Returns the answers in
+    /// order; `None` where QEMU refuses.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn execute_each(
         &mut self,
         command: &str,
@@ -190,7 +189,7 @@ impl Client {
         Ok(answers)
     }
 
-    /// Sends a command with each of these arguments, and returns the id of the first; those of the others follow.
+    /// Sends a command with each of these arguments, and returns the id of the first; the other ids follow it.
     fn send(
         &mut self,
         command: &str,
@@ -236,7 +235,7 @@ impl Client {
             };
             match answered {
                 Some(answered) if answered == id => return outcome,
-                // The answer to a command that was given up.
+                // An answer to a command that has timed out.
                 Some(answered) if answered < id => {}
                 _ => {
                     return Err(protocol(
@@ -251,18 +250,18 @@ impl Client {
         }
     }
 
-    /// The next event, if one has come.
+    /// Returns the next event that has arrived, if any.
     ///
     /// # Errors
-    /// If the connection has ended or QEMU talks nonsense.
+    /// If the connection has ended or QEMU sends invalid data.
     pub fn poll_event(&mut self) -> Result<Option<Event>, QmpError> {
         self.wait_event(Duration::ZERO)
     }
 
-    /// The next event, or `None` if none comes within `timeout`.
+    /// Returns the next event, or `None` if none arrives within `timeout`.
     ///
     /// # Errors
-    /// If the connection has ended or QEMU talks nonsense.
+    /// If the connection has ended or QEMU sends invalid data.
     pub fn wait_event(&mut self, timeout: Duration) -> Result<Option<Event>, QmpError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -280,35 +279,35 @@ impl Client {
         }
     }
 
-    /// Waits until an event has come since the latest answer, one of `others` is readable, or `deadline` is over. The event stays in
-    /// the queue. A connection that is closed brings none.
+    /// Waits until an event has arrived since the latest answer, one of `others` is readable, or `deadline` is over. The event
+    /// stays in the queue. A closed connection delivers none.
     pub fn wait_for_event(&mut self, others: &[BorrowedFd<'_>], deadline: Instant) {
         let own = (!self.is_closed).then(|| self.lines.connection().as_fd());
         let fds: Vec<_> = own.into_iter().chain(others.iter().copied()).collect();
         let has_line = self.lines.begun().contains(&b'\n');
         if has_line || wait_readable(&fds, Some(deadline)) {
-            // The next command meets the error.
+            // The next command reports the error.
             let _ = self.take_events();
         }
     }
 
-    /// What the events have reported of the guest, up to the last that has arrived.
+    /// Returns the guest's events, up to the last that has arrived.
     pub fn guest_events(&mut self) -> &GuestEvents {
-        // A connection that breaks in a write may have brought events before.
+        // A connection that breaks during a write may have delivered events before.
         let _ = self.take_events();
         &self.guest
     }
 
-    /// Whether the events have reported that the guest runs, or has run, since the connection was made.
+    /// Returns true if events have reported since the connection that the guest runs, or has run.
     ///
     /// # Errors
-    /// If an event may be lost: QEMU sends what is no message, or the connection breaks other than by its end.
+    /// If an event may be lost: QEMU sends an invalid message, or the connection breaks other than by its end.
     pub fn has_run(&mut self) -> Result<bool, QmpError> {
         self.take_events()?;
         Ok(self.guest.has_run)
     }
 
-    /// Takes in the events that have arrived. The end of the connection brings no more; an endless flood is an error.
+    /// Processes the events that have arrived. The end of the connection is no error; an endless flood is.
     fn take_events(&mut self) -> Result<(), QmpError> {
         for _ in 0..MAX_QUEUED_EVENTS {
             match self.message("events", Instant::now(), Duration::ZERO) {
@@ -322,13 +321,13 @@ impl Client {
         Err(self.timed_out("events"))
     }
 
-    /// True if QEMU has closed the connection, and everything that it sent before was read.
+    /// Returns true if QEMU has closed the connection and everything it sent before was read.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.is_closed
     }
 
-    /// The process that listens on the other end of a UNIX socket; `None` over TCP, and where the kernel does not tell.
+    /// Returns the process that listens on the other end of a UNIX socket; `None` over TCP, or without the kernel's report.
     #[must_use]
     pub fn peer(&self) -> Option<u32> {
         let Socket::Unix(stream) = self.lines.connection() else {
@@ -353,7 +352,7 @@ impl Client {
         }
     }
 
-    /// The next message, whatever it is.
+    /// Returns the next message of any kind.
     fn message(
         &mut self,
         command: &str,
@@ -396,7 +395,7 @@ fn open(address: &QmpAddress, deadline: Instant) -> io::Result<Socket> {
                         stream.set_nodelay(true)?;
                         return Ok(Socket::Tcp(stream));
                     }
-                    // The address matters where a name led to it.
+                    // The error names the address only if a host name was resolved to it.
                     Err(error) if host_and_port.parse::<SocketAddr>().is_ok() => failed = error,
                     Err(error) => {
                         failed = io::Error::new(error.kind(), format!("{address}: {error}"))
@@ -408,7 +407,7 @@ fn open(address: &QmpAddress, deadline: Instant) -> io::Result<Socket> {
     }
 }
 
-/// A QEMU that starts has no socket file yet, or does not listen on it.
+/// Returns true if a retry makes sense: a starting QEMU has no socket file yet, or does not listen on it.
 fn is_worth_a_retry(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -471,7 +470,7 @@ fn parse(line: &[u8]) -> Result<Message, String> {
         .ok_or_else(|| "a line that is neither answer nor event".to_owned())
 }
 
-/// QEMU writes -1 for both members if its clock failed.
+/// Parses a timestamp; QEMU writes -1 for both members if its clock failed.
 fn timestamp(value: &Value) -> Option<Duration> {
     let seconds = value.get("seconds")?.as_u64()?;
     let microseconds = value.get("microseconds")?.as_u64()?;

@@ -1,25 +1,24 @@
-//! Why a conversation with a QEMU failed.
+//! Errors of a QMP connection.
 
 use std::io;
 use std::time::Duration;
 
-/// A failed command or connection. Messages carry QEMU's own words where it said any, without control
-/// characters.
+/// A failed command or connection. Messages include QEMU's own text if there is one, without control characters.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QmpError {
-    /// The address is none.
+    /// The address is invalid.
     #[error("'{address}' is no QMP address: expected PATH, unix:PATH or tcp:HOST:PORT")]
     Address {
-        /// As given.
+        /// The address as given.
         address: String,
     },
-    /// Nobody took the connection before the deadline.
+    /// No connection was accepted before the deadline.
     #[error("cannot connect to the QMP socket {address} within {waited:?}")]
     Connect {
         /// The socket.
         address: String,
-        /// How long it was tried.
+        /// Time spent trying.
         waited: Duration,
         /// The system's reason at the last attempt.
         #[source]
@@ -40,20 +39,20 @@ pub enum QmpError {
         /// The command (or `greeting`, or `events`).
         command: String,
     },
-    /// No answer in time.
+    /// No answer arrived in time.
     #[error("no answer from QEMU to {command} within {waited:?}")]
     Timeout {
         /// The command (or `greeting`).
         command: String,
-        /// How long it was waited for.
+        /// Time waited.
         waited: Duration,
     },
-    /// A line is not what the protocol allows.
+    /// A line violates the protocol.
     #[error("QEMU broke the QMP protocol during {command}: {problem}")]
     Protocol {
         /// The command (or `greeting`, or `events`).
         command: String,
-        /// What is wrong.
+        /// The violation.
         problem: String,
     },
     /// QEMU refused a command.
@@ -63,19 +62,19 @@ pub enum QmpError {
         command: String,
         /// QEMU's error class, such as `GenericError`.
         class: String,
-        /// QEMU's words.
+        /// QEMU's description.
         desc: String,
     },
-    /// The answer to a command lacks what it must have.
+    /// The answer to a command lacks a required value.
     #[error("the answer to {command} is not understood")]
     Answer {
         /// The command.
         command: String,
-        /// What is missing or of another type.
+        /// The missing or mistyped value.
         #[source]
         source: serde_json::Error,
     },
-    /// A capability is to be switched on that this QEMU does not know.
+    /// A capability must be enabled that this QEMU does not know.
     #[error("QEMU {version} has no migration capability '{name}'")]
     NoCapability {
         /// The capability.
@@ -86,7 +85,7 @@ pub enum QmpError {
 }
 
 impl QmpError {
-    /// True if there is no use in asking this QEMU again: the connection is gone.
+    /// Returns true if the connection is lost, so further commands are useless.
     #[must_use]
     pub fn is_disconnected(&self) -> bool {
         matches!(
@@ -96,10 +95,10 @@ impl QmpError {
     }
 }
 
-/// Longest piece of QEMU's words in a message, in characters.
+/// Longest piece of QEMU's text in a message, in characters.
 const MAX_WORDS: usize = 1000;
 
-/// Words of a peer, fit to be shown: without control characters, in one line, not too long.
+/// Makes a peer's text safe to show: without control characters, in one line, with limited length.
 #[must_use]
 pub fn one_line(words: &str) -> String {
     words

@@ -1,4 +1,4 @@
-//! QEMU's guest agent (qemu-ga), spoken to over the UNIX socket of its virtio-serial port.
+//! Client of QEMU's guest agent (qemu-ga), over the UNIX socket of its virtio-serial port.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -12,17 +12,17 @@ use serde_json::{Value, json};
 use crate::error::one_line;
 use crate::lines::{Line, Lines, Socket};
 
-/// Longest line of the agent that is read, in bytes: answers to what is asked here have some tens.
+/// Longest line from the agent, in bytes: answers to these commands have some tens.
 const MAX_LINE: usize = 64 << 10;
 
-/// The byte that has the agent's parser drop what an earlier client left unfinished (QEMU's `guest-sync-delimited`).
+/// Byte that resets the agent's parser, and drops an earlier client's partial input (QEMU's `guest-sync-delimited`).
 const RESET: u8 = 0xff;
 
-/// Why an agent did not set the clock. What it has sent is shown without control characters.
+/// Reason why an agent did not set the clock. The agent's text is shown without control characters.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuestAgentError {
-    /// The socket cannot be connected to.
+    /// The connection to the socket failed.
     #[error("cannot connect to the guest agent's socket {}", path.display())]
     Connect {
         /// The socket.
@@ -46,7 +46,7 @@ pub enum GuestAgentError {
         /// The command.
         command: &'static str,
     },
-    /// No answer in time.
+    /// No answer arrived in time.
     #[error(
         "no answer from the guest agent to {command} within {waited:?}: check that qemu-ga runs in the guest, and that no other \
          client holds the socket"
@@ -57,7 +57,7 @@ pub enum GuestAgentError {
         /// Time limit of all commands together.
         waited: Duration,
     },
-    /// An answer is not what the protocol allows.
+    /// An answer violates the protocol.
     #[error(
         "the guest agent answered {command} with something else than JSON of up to {MAX_LINE} bytes"
     )]
@@ -75,11 +75,11 @@ pub enum GuestAgentError {
     },
 }
 
-/// Sets the guest's clock by the agent at the UNIX socket `path` (`guest-set-time`). `clock` returns the time since 1970; it is read
-/// once the agent has shown that it answers. All of it takes up to `timeout`.
+/// Sets the guest's clock with the agent at the UNIX socket `path` (`guest-set-time`). `clock` returns the time since 1970; it
+/// is read once the agent has answered. The total timeout is `timeout`.
 ///
 /// # Errors
-/// [`GuestAgentError`]; the clock is as it was, unless the answer to the last command is what is missing.
+/// [`GuestAgentError`]; the clock is unchanged, unless only the answer to the last command is missing.
 pub fn set_guest_time(
     path: &Path,
     clock: impl FnOnce() -> Duration,
@@ -97,7 +97,7 @@ pub fn set_guest_time(
     };
     let id = u64::from(std::process::id());
     agent.send(&[RESET], "guest-sync", &json!({ "id": id }))?;
-    // Answers to an earlier client come first, and an error for what was dropped.
+    // Answers to an earlier client come first, and an error for the dropped input.
     while agent.receive("guest-sync")? != Ok(id.into()) {}
     let nanoseconds = u64::try_from(clock().as_nanos()).unwrap_or(u64::MAX);
     agent.send(&[], "guest-set-time", &json!({ "time": nanoseconds }))?;
@@ -110,7 +110,7 @@ pub fn set_guest_time(
     }
 }
 
-/// Connects; the kernel waits for up to `timeout` where the socket's queue is full, as it is behind another client.
+/// Connects; the kernel waits up to `timeout` if the socket's queue is full because of another client.
 fn connect(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
     let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
@@ -144,7 +144,7 @@ impl GuestAgent {
         }
     }
 
-    /// Returns the next answer, or the reason of a refusal.
+    /// Returns the next answer, or the reason for a refusal.
     fn receive(&mut self, command: &'static str) -> Result<Result<Value, String>, GuestAgentError> {
         let read = self.lines.read(self.deadline);
         let line = match read.map_err(|source| GuestAgentError::Io { command, source })? {

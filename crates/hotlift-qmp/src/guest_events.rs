@@ -1,17 +1,17 @@
-//! The guest's life as a machine's events report it.
+//! State of the guest, as reported by a machine's events.
 
 use serde_json::Value;
 
 use crate::error::one_line;
 
-/// What the events of one connection have reported of the guest so far. Unlike the queue of events it forgets nothing.
+/// Summary of all guest events of one connection. Unlike the queue of events it loses nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GuestEvents {
     /// The vCPUs were started (`RESUME`): QEMU sends it before the first instruction.
     pub has_run: bool,
     /// A migration has completed (`MIGRATION`, with capability `events`).
     pub has_migrated: bool,
-    /// A migration has failed (`MIGRATION`, as above).
+    /// A migration has failed (`MIGRATION`, with capability `events`).
     pub has_failed: bool,
     /// QEMU's reason for the last shutdown of the machine (`SHUTDOWN`, a `ShutdownCause`).
     pub shutdown: Option<String>,
@@ -31,7 +31,7 @@ impl GuestEvents {
             }
             "SHUTDOWN" => self.shutdown = Some(text("reason").unwrap_or_default()),
             "GUEST_PANICKED" => self.has_panicked = true,
-            // The guest starts again, and needs a new cause to end.
+            // The guest starts again; an earlier panic no longer counts.
             "RESET" => {
                 self.has_panicked = false;
                 self.shutdown = None;
@@ -40,18 +40,18 @@ impl GuestEvents {
         }
     }
 
-    /// Whether the guest itself has ended: it powered off, panicked, or was reset under `-no-reboot`. Otherwise another program
-    /// has ended its machine, or nothing has ended.
+    /// Returns true if the guest itself has ended: it powered off, panicked, or was reset under `-no-reboot`. Returns false if
+    /// another program has ended its machine, or it still exists.
     #[must_use]
     pub fn has_ended_itself(&self) -> bool {
         match &self.shutdown {
-            // QEMU's causes of the host are `host-…`, and those of others have other names.
+            // The host's causes in QEMU are `host-…`, all others have different names.
             Some(reason) => reason.starts_with("guest-"),
             None => self.has_panicked,
         }
     }
 
-    /// How the guest has ended, as a clause; `None` if it has not.
+    /// Returns how the guest has ended, as a clause; `None` if it has not.
     #[must_use]
     pub fn end(&self) -> Option<String> {
         let Some(reason) = &self.shutdown else {

@@ -1,20 +1,18 @@
-//! Telling a web browser from a client.
+//! Distinguishes a web browser from a client.
 //!
-//! A page of any site can make a browser of this host send an HTTP request to a port of it, with a body
-//! of its choice (`Content-Type: text/plain` asks nobody's leave). A monitor that passes over the lines
-//! that it does not understand would come to that body and obey it. No client of a monitor begins a word
-//! as HTTP does, so the first such word ends a connection.
+//! A page of any site can make a browser of this host send an HTTP request to a local port, with an arbitrary body
+//! (`Content-Type: text/plain` needs no permission). A monitor that skips invalid lines would reach that body and execute it.
+//! No monitor client sends a first word like HTTP's, so such a word ends a connection.
 
-/// Methods that begin a request: those of RFC 9110 and PATCH, and the preface of HTTP/2.
+/// Methods that start a request: those of RFC 9110, PATCH, and the preface of HTTP/2.
 const METHODS: [&[u8]; 10] = [
     b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS", b"TRACE", b"PATCH", b"PRI",
 ];
 
-/// What a client hears that is a browser, and what is said of it here.
+/// Message to a browser, also used in the log.
 pub const HTTP: &str = "this is HTTP, which no monitor speaks: the connection is closed";
 
-/// Whether the first word of `bytes` is one of HTTP: a method, a version, or the header that every request
-/// has.
+/// Returns true if the first word of `bytes` belongs to HTTP: a method, a version, or the header that every request has.
 #[must_use]
 pub fn is_http(bytes: &[u8]) -> bool {
     let word = bytes.trim_ascii_start();

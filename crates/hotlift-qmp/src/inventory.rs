@@ -1,4 +1,4 @@
-//! Parts of a machine that both ends of a migration are compared by: read over QMP.
+//! Reads over QMP the parts of a machine that both ends of a migration compare.
 
 use std::collections::HashSet;
 
@@ -10,8 +10,8 @@ use crate::objects::{PERIPHERALS, Plugged};
 use crate::qemu::{Qemu, if_told};
 use crate::qtree::{self, MachineDevice};
 
-/// Boolean properties of a CPU that are no flags, or that only some releases of QEMU show for the same CPU of a machine type
-/// (found with 7.2, 10.0 and 11.1).
+/// Boolean CPU properties that are not flags, or that only some releases of QEMU show for the same CPU of a machine type (found
+/// with 7.2, 10.0 and 11.1).
 const NOT_FLAGS: [&str; 10] = [
     "check",
     "enforce",
@@ -25,8 +25,8 @@ const NOT_FLAGS: [&str; 10] = [
     "start-powered-off",
 ];
 
-/// Flags that no CPUID register of `feature-words` has, beside those of [`is_beside_cpuid`] (found with QEMU 7.2 and 10.0; newer
-/// ones list the values of all flags at once).
+/// Flags in no CPUID register of `feature-words`, in addition to [`is_beside_cpuid`] (found with QEMU 7.2 and 10.0; newer ones
+/// list the values of all flags at once).
 const BESIDE_CPUID: [&str; 22] = [
     "cpuid-0xb",
     "fb-clear",
@@ -52,25 +52,25 @@ const BESIDE_CPUID: [&str; 22] = [
     "xen-vapic",
 ];
 
-/// Devices without a bus that are memory: [`Qemu::memory_devices`] lists them.
+/// Memory devices without a bus: [`Qemu::memory_devices`] lists them.
 const MEMORY: [&str; 2] = ["nvdimm", "pc-dimm"];
 
 /// The first vCPU of a machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cpu {
-    /// The model, such as `qemu64`.
+    /// Model, such as `qemu64`.
     pub model: String,
-    /// CPUID registers that have flags, in an order that is the same for the same CPU; `None` if QEMU does not list them.
+    /// CPUID registers with flags, in an order that is the same for the same CPU; `None` if QEMU does not list them.
     pub registers: Option<String>,
     path: String,
 }
 
-/// Limits of the memory that can be plugged into a machine (`-m`).
+/// Limits of memory that can be plugged into a machine (`-m`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLimits {
-    /// Slots for it.
+    /// Number of slots.
     pub slots: u64,
-    /// Bytes of RAM at most.
+    /// Maximum bytes of RAM.
     pub max_bytes: u64,
 }
 
@@ -82,9 +82,9 @@ pub struct MemoryDevice {
     pub kind: String,
     /// Id of the memory backend.
     pub memdev: String,
-    /// Its address in the guest.
+    /// Address in the guest.
     pub address: u64,
-    /// Its size in bytes, of virtio-mem the largest.
+    /// Size in bytes; for virtio-mem the maximum.
     pub bytes: u64,
     /// NUMA node.
     pub node: u64,
@@ -96,9 +96,9 @@ pub struct MemoryDevice {
 pub struct Disk {
     /// Id of the device, or of its drive.
     pub name: String,
-    /// Bytes that the guest sees.
+    /// Size in bytes as the guest sees it.
     pub bytes: u64,
-    /// The guest cannot write.
+    /// True if the guest cannot write.
     pub read_only: bool,
 }
 
@@ -113,7 +113,7 @@ struct FeatureWord {
     features: u32,
 }
 
-/// Those that have a flag, as text: releases list more or fewer registers, and the others are 0.
+/// Formats the registers that contain a flag: releases list more or fewer registers, and the others are 0.
 fn registers(words: &[FeatureWord]) -> String {
     let mut registers: Vec<_> = words
         .iter()
@@ -127,13 +127,13 @@ fn registers(words: &[FeatureWord]) -> String {
     registers.join(" ")
 }
 
-/// Whether a boolean property of a CPU is a flag. Names with '_' are others for the same flags; those with 'x-' are of QEMU itself.
+/// Returns true if a boolean CPU property is a flag. Names with '_' are aliases; names with 'x-' are internal to QEMU.
 fn is_flag(name: &str) -> bool {
     !name.contains('_') && !name.starts_with("x-") && !NOT_FLAGS.contains(&name)
 }
 
-/// Whether a flag is in no CPUID register of `feature-words`: those of nested virtualisation, of Hyper-V, and of
-/// IA32_ARCH_CAPABILITIES among them.
+/// Returns true if a flag is in no CPUID register of `feature-words`: flags of nested virtualisation, Hyper-V, and
+/// IA32_ARCH_CAPABILITIES.
 fn is_beside_cpuid(name: &str) -> bool {
     name.starts_with("vmx-")
         || name.starts_with("hv-")
@@ -141,7 +141,7 @@ fn is_beside_cpuid(name: &str) -> bool {
         || BESIDE_CPUID.contains(&name)
 }
 
-/// Names of those that are true.
+/// Returns the names of the true values.
 fn on(
     values: impl IntoIterator<Item = (String, Value)>,
     is_meant: impl Fn(&str) -> bool,
@@ -152,10 +152,10 @@ fn on(
 }
 
 impl Qemu {
-    /// How many vCPUs the machine can have (`maxcpus` of `-smp`); `None` if this QEMU or its machine type does not list them.
+    /// Returns the maximum number of vCPUs (`maxcpus` of `-smp`); `None` if this QEMU or its machine type does not list them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn possible_vcpus(&mut self) -> Result<Option<usize>, QmpError> {
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]
@@ -167,11 +167,11 @@ impl Qemu {
         Ok(slots.map(|slots| slots.iter().map(|slot| slot.vcpus_count).sum()))
     }
 
-    /// Whether the stream has the state of the ACPI device that vCPUs are plugged by, which is as long as the possible vCPUs are
-    /// many. QEMU up to 10.0 leaves it out until the guest uses that device. `None`: the machine has no such device.
+    /// Returns true if the stream has the state of the ACPI device for vCPU hotplug; its length depends on the number of
+    /// possible vCPUs. QEMU up to 10.0 omits it until the guest uses that device. `None`: the machine has no such device.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn has_cpu_hotplug_state(&mut self) -> Result<Option<bool>, QmpError> {
         let device = self.property::<String>("/machine", "acpi-device")?;
         let Some(device) = device.filter(|path| !path.is_empty()) else {
@@ -181,10 +181,10 @@ impl Qemu {
         Ok(Some(!is_legacy.unwrap_or(false)))
     }
 
-    /// Model and CPUID registers of the first vCPU; `None` if this QEMU does not list them.
+    /// Returns model and CPUID registers of the first vCPU; `None` if this QEMU does not list them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn cpu(&mut self) -> Result<Option<Cpu>, QmpError> {
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]
@@ -210,11 +210,11 @@ impl Qemu {
         }))
     }
 
-    /// Names of the flags that `cpu` has, sorted. `alike` are those of a CPU with the same registers: then only the flags that no
-    /// register has are read, since QEMU before 10.1 takes a third of a millisecond for each.
+    /// Returns the sorted names of `cpu`'s flags. `alike` has the flags of a CPU with the same registers: then only flags
+    /// outside the registers are read, since QEMU before 10.1 takes a third of a millisecond for each.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn cpu_flags(
         &mut self,
         cpu: &Cpu,
@@ -223,7 +223,7 @@ impl Qemu {
         let mut flags = match self.values(&cpu.path)? {
             Some(values) => on(values, is_flag),
             None => {
-                // Flags of nested virtualisation mean nothing to a CPU without it, and are a third of all.
+                // Flags of nested virtualisation have no effect on a CPU without it, and are a third of all flags.
                 let is_nested = alike.is_some_and(|flags| flags.iter().any(|flag| flag == "vmx"));
                 let is_read = |name: &str| {
                     let is_unknown = is_nested || !name.starts_with("vmx-");
@@ -254,16 +254,16 @@ impl Qemu {
         Ok(flags)
     }
 
-    /// Limits of the memory that can be plugged in; `None` from a QEMU that does not report them.
+    /// Returns the limits of memory that can be plugged in; `None` if QEMU does not report them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn memory_limits(&mut self) -> Result<Option<MemoryLimits>, QmpError> {
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]
         struct Memory {
             size: u64,
-            // Both are absent where nothing can be plugged in.
+            // Both are absent if no memory can be plugged in.
             slots: Option<u64>,
             max_size: Option<u64>,
         }
@@ -274,10 +274,10 @@ impl Qemu {
         }))
     }
 
-    /// The memory that is plugged in, by its backend; `None` from a QEMU that does not list it.
+    /// Returns the plugged-in memory by its backend; `None` if QEMU does not list it.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn memory_devices(&mut self) -> Result<Option<Vec<MemoryDevice>>, QmpError> {
         let of = |Plugged { kind, data }| {
             let number = |names: [&str; 2]| {
@@ -297,10 +297,10 @@ impl Qemu {
         Ok(devices.map(|devices| devices.into_iter().map(of).collect()))
     }
 
-    /// The devices of the machine; `None` from a QEMU that does not list them.
+    /// Returns the devices of the machine; `None` if QEMU does not list them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn machine_devices(&mut self) -> Result<Option<Vec<MachineDevice>>, QmpError> {
         let Some(tree) = self.monitor("info qtree")? else {
             return Ok(None);
@@ -328,10 +328,10 @@ impl Qemu {
         Ok(Some(devices))
     }
 
-    /// The disks of the machine; `None` from a QEMU that does not list them. What can be removed, as a CD, is left out.
+    /// Returns the disks of the machine without removable media such as CDs; `None` if QEMU does not list them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn disks(&mut self) -> Result<Option<Vec<Disk>>, QmpError> {
         #[derive(Deserialize)]
         struct Block {

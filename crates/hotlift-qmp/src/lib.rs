@@ -1,13 +1,11 @@
-//! QEMU's machine protocol (QMP): a client for QEMU 7.2 and later, as far as migrations need it, and a
-//! [`server`] for whoever speaks it.
+//! QEMU's machine protocol (QMP): a client for QEMU 7.2 and later with the commands of migrations, and a [`server`].
 //!
-//! [`Client`] speaks the protocol: lines of JSON over a UNIX or TCP socket, one command at a time,
-//! events queued meanwhile. [`Qemu`] has the commands of a migration with types; [`qapi`] describes the types of the
-//! answers, which a server writes as the client reads them. [`GuestEvents`] collects what events report of the guest
-//! (`guest_events.rs`); `objects.rs` reads the memory backends and virtio-mem devices of a machine, `inventory.rs` and `qtree.rs`
-//! its CPUs, memory devices, disks and devices. [`set_guest_time`] speaks to the agent in a guest. Both block, with a
-//! deadline for every wait. QEMU serves one QMP connection at a time on a socket; a second one hears
-//! nothing until the first has gone, which is what a greeting that does not come usually means.
+//! [`Client`] implements the protocol: lines of JSON over a UNIX or TCP socket, one command at a time; events are queued.
+//! [`Qemu`] has typed commands of a migration; [`qapi`] describes the types of the answers, shared by client and server.
+//! [`GuestEvents`] collects what events report of the guest (`guest_events.rs`). `objects.rs` reads the memory backends and
+//! virtio-mem devices of a machine; `inventory.rs` and `qtree.rs` read its CPUs, memory devices, disks and devices.
+//! [`set_guest_time`] connects to the agent in a guest. All of them block, with a deadline for every wait. QEMU serves one QMP
+//! connection at a time on a socket, so a missing greeting usually means that another client is connected.
 //!
 //! # Example
 //!
@@ -66,7 +64,7 @@ pub use qtree::{MachineDevice, general_type};
 pub use ram_blocks::RamBlock;
 pub use uuid::Uuid;
 
-/// All objects that are answers, or parts of answers.
+/// Iterates over all objects that are answers, or parts of answers.
 pub fn all_objects() -> impl Iterator<Item = &'static qapi::Object> {
     machine::OBJECTS.iter().chain(migration::OBJECTS)
 }

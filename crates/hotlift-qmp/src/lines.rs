@@ -1,4 +1,4 @@
-//! A socket read line by line, with a deadline and a limit.
+//! Reads a socket line by line, with a deadline and a limit.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -6,27 +6,27 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// Read at once.
+/// Bytes per read.
 const CHUNK: usize = 16 << 10;
 
 /// A connected socket.
 #[derive(Debug)]
 pub enum Socket {
-    /// Over a UNIX socket.
+    /// UNIX socket.
     Unix(UnixStream),
-    /// Over TCP.
+    /// TCP socket.
     Tcp(TcpStream),
 }
 
-/// A connection that lines come over.
+/// A connection that carries lines.
 pub trait Connection {
-    /// Bounds every write from now on; never zero.
+    /// Sets the timeout of all later writes; never zero.
     ///
     /// # Errors
     /// The system's reason.
     fn set_write_timeout(&self, timeout: Duration) -> io::Result<()>;
 
-    /// Reads what there is, waiting for at least a byte for up to `timeout`, which is never zero.
+    /// Reads available bytes; waits for at least one byte for up to `timeout`, which is never zero.
     ///
     /// # Errors
     /// The system's reason; `TimedOut` or `WouldBlock`.
@@ -38,7 +38,7 @@ pub trait Connection {
     /// The system's reason.
     fn write(&self, bytes: &[u8]) -> io::Result<usize>;
 
-    /// Whether a write that was late may be gone on with. After one that may not be, nothing can be written.
+    /// Returns true if a late write may be continued. Otherwise nothing can be written after it.
     fn resumes(&self) -> bool {
         true
     }
@@ -67,14 +67,14 @@ impl Connection for Socket {
     }
 }
 
-/// What is left until `deadline`; at least a millisecond, since zero means for ever.
+/// Returns the time until `deadline`; at least a millisecond, since zero means no timeout.
 fn left(deadline: Instant) -> Duration {
     let left = deadline.saturating_duration_since(Instant::now());
     left.max(Duration::from_millis(1))
 }
 
 impl Socket {
-    /// Another handle on the same connection.
+    /// Creates another handle on the same connection.
     ///
     /// # Errors
     /// The system's reason, such as too many open files.
@@ -85,13 +85,13 @@ impl Socket {
         })
     }
 
-    /// Ends both directions; threads that wait in them return.
+    /// Shuts down both directions; threads that wait in them return.
     pub fn shut_down(&self) {
         self.shut(Shutdown::Both);
     }
 
     pub(crate) fn shut(&self, how: Shutdown) {
-        // A socket that the other side has closed is as shut as asked for.
+        // A socket that the other side has closed needs no shutdown.
         let _ = match self {
             Self::Unix(stream) => stream.shutdown(how),
             Self::Tcp(stream) => stream.shutdown(how),
@@ -130,31 +130,31 @@ impl Write for &Socket {
     }
 }
 
-/// What came of waiting for a line.
+/// Result of the wait for a line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Line {
     /// A whole line, without its end.
     Whole(Vec<u8>),
-    /// More bytes than the limit came without an end of line.
+    /// More bytes than the limit arrived without an end of line.
     TooLong,
-    /// The other side closed.
+    /// The other side has closed the connection.
     Closed,
-    /// The deadline passed; what has come of the line is kept.
+    /// The deadline passed; the received part of the line is kept.
     Late,
 }
 
-/// A connection and what was read of the next line.
+/// A connection and the received part of the next line.
 #[derive(Debug)]
 pub struct Lines<C = Socket> {
     connection: C,
     limit: usize,
     buffer: Vec<u8>,
-    /// Bytes of `buffer` that hold no end of line.
+    /// Number of bytes of `buffer` without an end of line.
     searched: usize,
 }
 
 impl<C: Connection> Lines<C> {
-    /// Lines of at most `limit` bytes (and what came with the last read).
+    /// Creates a reader of lines of at most `limit` bytes (plus the rest of the last read).
     #[must_use]
     pub fn new(connection: C, limit: usize) -> Self {
         Self {
@@ -165,29 +165,29 @@ impl<C: Connection> Lines<C> {
         }
     }
 
-    /// What the lines come over.
+    /// Returns the connection.
     pub fn connection(&self) -> &C {
         &self.connection
     }
 
-    /// The connection, and what was read of it behind the last line.
+    /// Returns the connection, and the bytes received after the last line.
     #[must_use]
     pub fn into_parts(self) -> (C, Vec<u8>) {
         (self.connection, self.buffer)
     }
 
-    /// What was read of a line that has not ended.
+    /// Returns the received part of an incomplete line.
     #[must_use]
     pub fn begun(&self) -> &[u8] {
         &self.buffer
     }
 
-    /// The next line.
+    /// Reads the next line.
     ///
     /// # Errors
-    /// The system's reason; a connection that was reset is [`Line::Closed`].
+    /// The system's reason; a reset connection is [`Line::Closed`].
     pub fn read(&mut self, deadline: Instant) -> io::Result<Line> {
-        // Somebody who says a byte at a time does not put the deadline off.
+        // A peer that sends a byte at a time does not extend the deadline.
         let mut is_over = false;
         loop {
             let fresh = &self.buffer[self.searched..];

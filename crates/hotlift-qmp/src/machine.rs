@@ -1,4 +1,4 @@
-//! What a machine says of itself.
+//! Answers about a machine.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use crate::error::one_line;
 use crate::qapi::{Type, objects};
 
 objects! {
-    /// What `query-status` answers.
+    /// Answer of `query-status`.
     StatusInfo = "StatusInfo" {
         needed {
             /// True if the vCPUs run.
@@ -19,16 +19,16 @@ objects! {
         optional {}
     }
 
-    /// What `query-name` answers.
+    /// Answer of `query-name`.
     NameInfo = "NameInfo" {
         needed {}
         optional {
-            /// What `-name` gave the machine.
+            /// Name of the machine (`-name`).
             "name" name: String,
         }
     }
 
-    /// What `query-uuid` answers.
+    /// Answer of `query-uuid`.
     UuidInfo = "UuidInfo" {
         needed {
             /// UUID of the machine; all zero if it has none.
@@ -37,12 +37,12 @@ objects! {
         optional {}
     }
 
-    /// What `query-version` answers.
+    /// Answer of `query-version`.
     VersionInfo = "VersionInfo" {
         needed {
-            /// The QEMU, or the one whose interface it is.
+            /// Version of QEMU, or of the emulated interface.
             "qemu" qemu: Version,
-            /// What its packager calls it.
+            /// Package version.
             "package" package: String,
         }
         optional {}
@@ -62,7 +62,7 @@ objects! {
         optional {}
     }
 
-    /// One of what `query-commands` answers.
+    /// Element of the answer of `query-commands`.
     CommandInfo = "CommandInfo" {
         needed {
             /// Name of the command.
@@ -72,7 +72,7 @@ objects! {
     }
 }
 
-/// What a machine does (`RunState`), as far as migrations tell the states apart.
+/// State of a machine (`RunState`), as far as migrations distinguish states.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum RunState {
@@ -80,20 +80,20 @@ pub enum RunState {
     Running,
     /// The vCPUs are stopped, until a `cont`.
     Paused,
-    /// An incoming migration is under way, or has left a guest that no `cont` runs.
+    /// An incoming migration is active, or has left a guest that `cont` does not run.
     InMigrate,
     /// The guest has powered off (`-no-shutdown`).
     Shutdown,
     /// The guest has panicked.
     GuestPanicked,
-    /// The guest sleeps, until it is woken up.
+    /// The guest sleeps until it is woken up.
     Suspended,
-    /// Another state, by QEMU's name.
+    /// Another state, with QEMU's name.
     Other(String),
 }
 
 impl RunState {
-    /// QEMU's name of it.
+    /// Returns QEMU's name of the state.
     #[must_use]
     pub fn name(&self) -> &str {
         match self {
@@ -107,13 +107,13 @@ impl RunState {
         }
     }
 
-    /// Whether a QEMU that is given a guest in this state starts it: the guest runs, or wakes up by itself.
+    /// Returns true if a QEMU that receives a guest in this state starts it: the guest runs, or wakes up by itself.
     #[must_use]
     pub fn is_live(&self) -> bool {
         matches!(self, Self::Running | Self::Suspended)
     }
 
-    /// Whether the guest has ended, and QEMU refuses `cont` until the machine is reset.
+    /// Returns true if the guest has ended, and QEMU refuses `cont` until the machine is reset.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         matches!(self, Self::Shutdown | Self::GuestPanicked)
@@ -147,7 +147,7 @@ impl From<RunState> for String {
 }
 
 impl StatusInfo {
-    /// What the machine does.
+    /// Returns the run state.
     #[must_use]
     pub fn run_state(&self) -> RunState {
         RunState::from(self.status.as_str())

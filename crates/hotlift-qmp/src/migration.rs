@@ -1,82 +1,81 @@
-//! What is said of a migration. Members with the prefix `x-hotlift-` are Hotlift's own.
+//! Answers about a migration. Members with the prefix `x-hotlift-` are specific to Hotlift.
 
 use serde::{Deserialize, Deserializer};
 
 use crate::qapi::{Type, objects};
 
 objects! {
-    /// What `query-migrate` answers. Members that this QEMU does not send are `None`.
+    /// Answer of `query-migrate`. Members that this QEMU does not send are `None`.
     #[derive(Default)]
     MigrationInfo = "MigrationInfo" {
         needed {}
         optional {
             /// QEMU's name of the state (`MigrationStatus`); `None` if there was no migration yet.
             "status" status: String = Type::Enum("MigrationStatus"),
-            /// Figures of RAM; absent in set-up and after a failure.
+            /// RAM statistics; absent during set-up and after a failure.
             "ram" ram: MigrationStats,
-            /// What XBZRLE has done, if it is on.
+            /// XBZRLE statistics, if it is enabled.
             "xbzrle-cache" xbzrle_cache: XbzrleCacheStats,
-            /// What `compress` has done, if it is on.
+            /// Statistics of `compress`, if it is enabled.
             "compression" compression: CompressionStats,
-            /// Time since its start, in milliseconds.
+            /// Time since the start, in milliseconds.
             #[serde(deserialize_with = "not_negative")]
             "total-time" total_time: u64,
-            /// How long the guest would stand still if it were switched over now, in milliseconds; only while it is
-            /// under way.
+            /// Expected downtime of a switchover now, in milliseconds; only while the migration is active.
             #[serde(deserialize_with = "not_negative")]
             "expected-downtime" expected_downtime: u64,
-            /// How long the guest stood still, in milliseconds; only when completed.
+            /// Downtime in milliseconds; only when completed.
             #[serde(deserialize_with = "not_negative")]
             "downtime" downtime: u64,
-            /// Time from its start until the first page could be sent, in milliseconds.
+            /// Time from the start until the first page could be sent, in milliseconds.
             #[serde(deserialize_with = "not_negative")]
             "setup-time" setup_time: u64,
-            /// Percent of its time that the guest is kept from running so that the migration converges.
+            /// Percentage of time for which the guest is throttled so that the migration converges.
             #[serde(deserialize_with = "not_negative")]
             "cpu-throttle-percentage" cpu_throttle_percentage: u64,
-            /// How long all vCPUs waited for pages at once, in milliseconds; of a destination with `postcopy-blocktime`
-            /// that has completed, as the next five.
+            /// Time in which all vCPUs waited for pages at once, in milliseconds. This and the next five members come from a
+            /// completed destination with `postcopy-blocktime`.
             "postcopy-blocktime" postcopy_blocktime: u64,
-            /// How long each vCPU waited, in milliseconds.
+            /// Wait time of each vCPU, in milliseconds.
             "postcopy-vcpu-blocktime" postcopy_vcpu_blocktime: Vec<u64>,
-            /// How long a wait for a page lasted on average, in nanoseconds (QEMU 10.1 and newer).
+            /// Average wait time for a page, in nanoseconds (QEMU 10.1 and newer).
             "postcopy-latency" postcopy_latency: u64,
-            /// Waits by how long they lasted, the n-th from 2^n microseconds on (QEMU 10.1 and newer).
+            /// Histogram of wait times: the n-th bucket starts at 2^n microseconds (QEMU 10.1 and newer).
             "postcopy-latency-dist" postcopy_latency_dist: Vec<u64>,
-            /// As `postcopy-latency`, of each vCPU.
+            /// As `postcopy-latency`, for each vCPU.
             "postcopy-vcpu-latency" postcopy_vcpu_latency: Vec<u64>,
-            /// The same of threads that are no vCPU's.
+            /// The same for threads that are not vCPUs.
             "postcopy-non-vcpu-latency" postcopy_non_vcpu_latency: u64,
-            /// Why it failed, in QEMU's words.
+            /// Reason for the failure, in QEMU's text.
             "error-desc" error_desc: String,
-            /// Why QEMU does not migrate this machine at all; absent if it does.
+            /// Reasons why QEMU cannot migrate this machine; absent if it can.
             "blocked-reasons" blocked_reasons: Vec<String>,
-            /// Where a source can connect to.
+            /// Addresses for a source.
             "socket-address" socket_address: Vec<SocketAddress>,
-            /// Present pass over the dirty pages, from 1.
+            /// Current round over the dirty pages, from 1.
             "x-hotlift-round" round: u64,
-            /// Time that the rest of this round takes at the present rate, in milliseconds.
+            /// Remaining time of this round at the current rate, in milliseconds.
             "x-hotlift-time-left" time_left: u64,
-            /// Why the migration does not converge, in words for an operator.
+            /// Reason why the migration does not converge, as text for an operator.
             "x-hotlift-stall-reason" stall_reason: String,
-            /// What packets go as, where each has its own method, and why, in words for an operator.
+            /// Methods of the packets and the reasons, as text for an operator, if each packet has its own method.
             "x-hotlift-methods" methods: String,
-            /// What has done the work of the method, where an accelerator may have.
+            /// Devices that processed the method's jobs, if an accelerator may have been used.
             "x-hotlift-jobs" jobs: AcceleratorJobs,
-            /// What has looked for zero pages, where devices were to.
+            /// Devices that detected zero pages, if accelerators were configured.
             "x-hotlift-zero-page-jobs" zero_page_jobs: AcceleratorJobs,
-            /// How long vCPUs waited for a page, with `postcopy-blocktime`.
+            /// Wait times of vCPUs for a page, with `postcopy-blocktime`.
             "x-hotlift-vcpu-waits" vcpu_waits: VcpuWaits,
             /// CPU time of the migration's threads.
             "x-hotlift-threads" threads: Vec<ThreadTime>,
             /// Bytes that a relay has received.
             "x-hotlift-received" received: u64,
-            /// The host that holds the migration up: it is silent, or reads nothing, and for how long.
+            /// The host that holds up the migration: it is silent or does not read, and the duration.
             "x-hotlift-stall" stall: String,
         }
     }
 
-    /// Figures of RAM. What an older QEMU does not count is 0.
+    /// RAM statistics. Values that an older QEMU does not count are 0.
     #[derive(Default)]
     #[serde(default)]
     MigrationStats = "MigrationStats" {
@@ -91,63 +90,63 @@ objects! {
             "duplicate" duplicate: u64,
             /// Pages sent with their content.
             "normal" normal: u64,
-            /// Bytes of the same.
+            /// Bytes of pages sent with their content.
             "normal-bytes" normal_bytes: u64,
-            /// Pages that the guest dirtied a second, in the last round.
+            /// Pages that the guest dirtied per second, in the last round.
             "dirty-pages-rate" dirty_pages_rate: u64,
             /// Rate of sending, in 10^6 bit/s.
             "mbps" mbps: f64,
-            /// Rounds so far: how often the dirty log was fetched.
+            /// Number of rounds so far: fetches of the dirty log.
             "dirty-sync-count" dirty_sync_count: u64,
-            /// Pages that a destination in postcopy has asked for.
+            /// Pages that a destination in postcopy has requested.
             "postcopy-requests" postcopy_requests: u64,
-            /// Bytes of a page.
+            /// Page size in bytes.
             "page-size" page_size: u64,
             /// Bytes sent on multifd channels.
             "multifd-bytes" multifd_bytes: u64,
-            /// Pages sent a second.
+            /// Pages sent per second.
             "pages-per-second" pages_per_second: u64,
             /// Bytes sent on the main channel while the guest ran.
             "precopy-bytes" precopy_bytes: u64,
-            /// Bytes sent on the main channel while the guest stood still.
+            /// Bytes sent on the main channel while the guest was paused.
             "downtime-bytes" downtime_bytes: u64,
             /// Bytes sent in postcopy.
             "postcopy-bytes" postcopy_bytes: u64,
-            /// How often `zero-copy-send` fell back to copies.
+            /// Number of times that `zero-copy-send` fell back to copies.
             "dirty-sync-missed-zero-copy" dirty_sync_missed_zero_copy: u64,
         }
         optional {}
     }
 
-    /// What XBZRLE has done.
+    /// XBZRLE statistics.
     #[derive(Default)]
     #[serde(default)]
     XbzrleCacheStats = "XBZRLECacheStats" {
         needed {
-            /// Bytes of the cache.
+            /// Cache size in bytes.
             #[serde(deserialize_with = "count")]
             "cache-size" cache_size: u64,
             /// Bytes of XBZRLE pages sent.
             #[serde(deserialize_with = "count")]
             "bytes" bytes: u64,
-            /// Pages sent so.
+            /// XBZRLE pages sent.
             #[serde(deserialize_with = "count")]
             "pages" pages: u64,
-            /// Pages that the cache did not hold.
+            /// Pages not found in the cache.
             #[serde(deserialize_with = "count")]
             "cache-miss" cache_miss: u64,
-            /// Misses over the pages looked for, in the last round.
+            /// Ratio of misses to pages searched, in the last round.
             "cache-miss-rate" cache_miss_rate: f64,
-            /// Bytes of the pages over bytes sent for them, in the last round.
+            /// Ratio of page bytes to bytes sent for them, in the last round.
             "encoding-rate" encoding_rate: f64,
-            /// Pages whose changes took more room than the page.
+            /// Pages whose delta was larger than the page.
             #[serde(deserialize_with = "count")]
             "overflow" overflow: u64,
         }
         optional {}
     }
 
-    /// What capability `compress` has done; of QEMUs up to 9.0.
+    /// Statistics of capability `compress`; QEMU up to 9.0.
     #[derive(Default)]
     #[serde(default)]
     CompressionStats = "CompressionStats" {
@@ -155,71 +154,71 @@ objects! {
             /// Pages compressed and sent.
             #[serde(deserialize_with = "count")]
             "pages" pages: u64,
-            /// Their bytes when compressed.
+            /// Compressed size in bytes.
             #[serde(deserialize_with = "count")]
             "compressed-size" compressed_size: u64,
-            /// Their bytes before over those after.
+            /// Ratio of size before to size after compression.
             "compression-rate" compression_rate: f64,
         }
         optional {
-            /// How often no thread was free; absent where that is not counted.
+            /// Number of times that no thread was free; absent if this is not counted.
             #[serde(deserialize_with = "not_negative")]
             "busy" busy: u64,
-            /// The same over the pages of the last round.
+            /// The same, divided by the pages of the last round.
             "busy-rate" busy_rate: f64,
         }
     }
 
-    /// Where a source can connect to.
+    /// Address for a source.
     SocketAddress = "SocketAddress" {
         needed {
             /// `inet` or `unix`.
             "type" kind: String = Type::Enum("SocketAddressType"),
         }
         optional {
-            /// Of `inet`.
+            /// For `inet`.
             "host" host: String,
-            /// Of `inet`.
+            /// For `inet`.
             "port" port: String,
-            /// Of `inet`: whether it is IPv4.
+            /// For `inet`: true for IPv4.
             "ipv4" ipv4: bool,
-            /// Of `unix`.
+            /// For `unix`.
             "path" path: String,
         }
     }
 
-    /// One of what `query-migrate-capabilities` answers.
+    /// Element of the answer of `query-migrate-capabilities`.
     MigrationCapabilityStatus = "MigrationCapabilityStatus" {
         needed {
             /// QEMU's name of the capability.
             "capability" capability: String = Type::Enum("MigrationCapability"),
-            /// Whether it is on.
+            /// True if it is enabled.
             "state" state: bool,
         }
         optional {}
     }
 
-    /// One of what `query-migrationthreads` answers.
+    /// Element of the answer of `query-migrationthreads`.
     MigrationThreadInfo = "MigrationThreadInfo" {
         needed {
             /// Name of the thread.
             "name" name: String,
-            /// The kernel's id of it.
+            /// Kernel's thread id.
             "thread-id" thread_id: u64,
         }
         optional {}
     }
 
-    /// How long vCPUs waited for a page.
+    /// Wait times of vCPUs for a page.
     VcpuWaits = "XHotliftVcpuWaits" {
         needed {
-            /// Waits.
+            /// Number of waits.
             "count" count: u64,
-            /// The median, in microseconds.
+            /// Median in microseconds.
             "p50" p50: u64,
-            /// One in a hundred lasted longer, in microseconds.
+            /// 99th percentile in microseconds.
             "p99" p99: u64,
-            /// The longest, in microseconds.
+            /// Maximum in microseconds.
             "max" max: u64,
         }
         optional {}
@@ -236,59 +235,59 @@ objects! {
         optional {}
     }
 
-    /// Jobs that an accelerator could do.
+    /// Jobs that an accelerator can process.
     AcceleratorJobs = "XHotliftJobs" {
         needed {
-            /// Jobs of an accelerator.
+            /// Jobs processed by an accelerator.
             "hardware" hardware: u64,
-            /// Jobs done on the CPU.
+            /// Jobs processed by the CPU.
             "software" software: u64,
             /// Submissions repeated because the accelerator was busy.
             "retries" retries: u64,
-            /// Pages that did not shrink and travelled as they are.
+            /// Pages that did not shrink and were sent uncompressed.
             "raw-pages" raw_pages: u64,
-            /// What drove the accelerators.
+            /// Accelerators used.
             "devices" devices: Vec<String>,
         }
         optional {
-            /// Why an accelerator was not used, or not to the end.
+            /// Reason why an accelerator was not used, or not to the end.
             "fallback" fallback: String,
         }
     }
 }
 
 impl MigrationInfo {
-    /// QEMU's name of the state; `none` if there was no migration yet.
+    /// Returns QEMU's name of the state; `none` if there was no migration yet.
     #[must_use]
     pub fn status(&self) -> &str {
         self.status.as_deref().unwrap_or("none")
     }
 
-    /// True while a migration is under way: neither idle nor ended.
+    /// Returns true while a migration is active: neither idle nor ended.
     #[must_use]
     pub fn is_running(&self) -> bool {
         !matches!(self.status(), "none" | "completed" | "failed" | "cancelled")
     }
 
-    /// True if it ended and the guest stayed.
+    /// Returns true if it ended and the guest stayed.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         matches!(self.status(), "failed" | "cancelled")
     }
 
-    /// True if it completed.
+    /// Returns true if it completed.
     #[must_use]
     pub fn is_completed(&self) -> bool {
         self.status() == "completed"
     }
 }
 
-/// A count that is signed in QEMU: 7.2 has been seen to send a `compressed-size` below 0.
+/// Parses a count that is signed in QEMU: 7.2 can send a `compressed-size` below 0.
 fn count<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     Ok(not_negative(from)?.unwrap_or(0))
 }
 
-/// QEMU's times are signed, and an estimate of "for ever" may come as anything.
+/// Parses a value that is signed in QEMU; an infinite estimate may have any value.
 fn not_negative<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     let number = Option::<serde_json::Number>::deserialize(from)?;
     Ok(number.map(|number| number.as_u64().unwrap_or(0)))
@@ -336,7 +335,7 @@ mod tests {
         );
     }
 
-    /// The schema is read off the types; so it says of each member what serde does.
+    /// The schema is derived from the types, so it must match what serde writes.
     #[test]
     fn what_is_written_has_the_members_that_the_schema_has() {
         let stats = serde_json::to_value(MigrationStats::default()).unwrap();

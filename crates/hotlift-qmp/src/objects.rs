@@ -1,4 +1,4 @@
-//! Objects and devices of a QEMU, read and made over QMP.
+//! Objects and devices of a QEMU, read and created over QMP.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -7,14 +7,14 @@ use serde_json::{Map, Value, json};
 use crate::error::QmpError;
 use crate::qemu::{Qemu, if_told};
 
-/// A memory backend that other processes can map, too.
+/// A memory backend that other processes can also map.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharedBackend {
-    /// Its id.
+    /// Object id.
     pub id: String,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// The file that it maps; `None` for memory without a name.
+    /// Mapped file; `None` for memory without a name.
     pub file: Option<String>,
 }
 
@@ -22,11 +22,11 @@ pub struct SharedBackend {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct VirtioMem {
-    /// QOM path of its memory backend.
+    /// QOM path of the memory backend.
     pub memdev: String,
     /// Plugged memory in bytes.
     pub size: u64,
-    /// Bytes of the backend.
+    /// Size of the backend in bytes.
     pub max_size: u64,
 }
 
@@ -51,10 +51,10 @@ pub(crate) struct Plugged {
 }
 
 impl Qemu {
-    /// Reads a property (`qom-get`); `None` if the object or the property is not there.
+    /// Reads a property (`qom-get`); `None` if the object or the property does not exist.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn property<T: DeserializeOwned>(
         &mut self,
         path: &str,
@@ -64,13 +64,13 @@ impl Qemu {
         if_told(self.ask("qom-get", &arguments))
     }
 
-    /// Children and properties of an object (`qom-list`); none from a QEMU that does not list them.
+    /// Lists children and properties of an object (`qom-list`); empty if QEMU does not list them.
     pub(crate) fn entries(&mut self, path: &str) -> Result<Vec<Entry>, QmpError> {
         let entries = self.ask("qom-list", &json!({ "path": path }));
         Ok(if_told(entries)?.unwrap_or_default())
     }
 
-    /// Values of an object's properties by name (`qom-list-get`, QEMU 10.1 and newer); `None` from a QEMU that does not list them.
+    /// Reads an object's properties by name (`qom-list-get`, QEMU 10.1 and newer); `None` if QEMU does not list them.
     pub(crate) fn values(&mut self, path: &str) -> Result<Option<Vec<(String, Value)>>, QmpError> {
         #[derive(Deserialize)]
         struct Object {
@@ -88,11 +88,11 @@ impl Qemu {
         Ok(properties.map(|all| all.map(|it| (it.name, it.value)).collect()))
     }
 
-    /// Makes an object that only keeps `text`, readable as the property `data` of `/objects/ID`; false if this QEMU has no
-    /// objects to make.
+    /// Creates an object that only stores `text`, readable as the property `data` of `/objects/ID`; false if this QEMU cannot
+    /// create objects.
     ///
     /// # Errors
-    /// As [`crate::Client::execute`], also if there is an object of this id.
+    /// As [`crate::Client::execute`], also if an object with this id exists.
     pub fn keep_text(&mut self, id: &str, text: &str) -> Result<bool, QmpError> {
         let arguments = json!({ "qom-type": "secret", "id": id, "data": text });
         match self.tell("object-add", &arguments) {
@@ -110,7 +110,7 @@ impl Qemu {
         self.tell("object-del", &json!({ "id": id }))
     }
 
-    /// The memory backends that other processes can map, by id.
+    /// Lists the memory backends that other processes can map, by id.
     ///
     /// # Errors
     /// As [`crate::Client::execute`].
@@ -134,15 +134,15 @@ impl Qemu {
         Ok(shared)
     }
 
-    /// All memory devices as QEMU lists them; `None` from a QEMU that does not.
+    /// Lists all memory devices in QEMU's order; `None` if QEMU does not list them.
     pub(crate) fn plugged(&mut self) -> Result<Option<Vec<Plugged>>, QmpError> {
         if_told(self.ask("query-memory-devices", &Value::Null))
     }
 
-    /// The virtio-mem devices; none from a QEMU that does not list them.
+    /// Lists the virtio-mem devices; empty if QEMU does not list them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn virtio_mem(&mut self) -> Result<Vec<VirtioMem>, QmpError> {
         let devices = self.plugged()?.unwrap_or_default();
         let devices = devices.into_iter().filter(|it| it.kind == "virtio-mem");
@@ -151,10 +151,10 @@ impl Qemu {
             .collect())
     }
 
-    /// Whether a virtio-balloon may report free pages, which QEMU then leaves out of a migration.
+    /// Returns true if a virtio-balloon may report free pages, which QEMU then does not migrate.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn hints_free_pages(&mut self) -> Result<bool, QmpError> {
         for path in PERIPHERALS {
             let entries = self.entries(path)?;
@@ -171,10 +171,10 @@ impl Qemu {
         Ok(false)
     }
 
-    /// Defaults of the migration's properties, by name (`device-list-properties`); none from a QEMU that does not list them.
+    /// Returns defaults of the migration's properties by name (`device-list-properties`); empty if QEMU does not list them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn migration_defaults(&mut self) -> Result<Map<String, Value>, QmpError> {
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]

@@ -1,12 +1,11 @@
-//! QAPI: the types of QMP's answers, once for the client that reads them, the server that writes them and the schema
-//! that describes them.
+//! QAPI: types of QMP's answers, shared by the client that reads them, the server that writes them and the schema.
 
 use serde::Serialize;
 use serde_json::Value;
 
-/// An answer as it travels.
+/// Serialises an answer.
 pub fn to_value(answer: &impl Serialize) -> Value {
-    // Names are strings, which is all that JSON asks for.
+    // Member names are strings, so the serialisation cannot fail.
     serde_json::to_value(answer).unwrap_or_default()
 }
 
@@ -17,20 +16,20 @@ pub enum Type {
     Str,
     /// `true` or `false`.
     Bool,
-    /// A whole number.
+    /// An integer.
     Int,
     /// Any number.
     Number,
-    /// One of the names of this enumeration of the schema.
+    /// A name of this enumeration of the schema.
     Enum(&'static str),
     /// An object of the schema.
     Object(&'static str),
-    /// A list of what has this name in the schema.
+    /// A list of the type with this name in the schema.
     List(&'static str),
 }
 
 impl Type {
-    /// Its name in the schema; of a list that of its elements.
+    /// Returns the type's name in the schema; for a list the name of its elements.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -46,24 +45,24 @@ impl Type {
 /// An argument of a command, or a member of an object.
 #[derive(Debug, Clone, Copy)]
 pub struct Member {
-    /// Its name.
+    /// Name.
     pub name: &'static str,
-    /// Its type.
+    /// Type.
     pub kind: Type,
-    /// Whether it may be left out.
+    /// True if it may be omitted.
     pub optional: bool,
 }
 
 /// An object, with its members.
 #[derive(Debug, Clone, Copy)]
 pub struct Object {
-    /// The name that QEMU's documentation gives it.
+    /// Name in QEMU's documentation.
     pub name: &'static str,
-    /// Its members.
+    /// Members.
     pub members: &'static [Member],
 }
 
-/// A member that must be there.
+/// Returns a required member.
 #[must_use]
 pub const fn needed(name: &'static str, kind: Type) -> Member {
     Member {
@@ -73,7 +72,7 @@ pub const fn needed(name: &'static str, kind: Type) -> Member {
     }
 }
 
-/// A member that may be left out.
+/// Returns an optional member.
 #[must_use]
 pub const fn optional(name: &'static str, kind: Type) -> Member {
     Member {
@@ -83,9 +82,9 @@ pub const fn optional(name: &'static str, kind: Type) -> Member {
     }
 }
 
-/// A Rust type that members have.
+/// A Rust type of members.
 pub trait Qapi {
-    /// What it is in the schema.
+    /// Type in the schema.
     const TYPE: Type;
 }
 
@@ -113,9 +112,9 @@ impl<T: Qapi> Qapi for Vec<T> {
     const TYPE: Type = Type::List(T::TYPE.name());
 }
 
-/// Makes each object a struct, and a row of `OBJECTS`. A member is its name in QMP, its field and the field's type, and
-/// after `=` its type in the schema where the field's does not say it, as of an enumeration whose names QEMU may add to.
-/// What may be left out is an [`Option`].
+/// Creates a struct and a row of `OBJECTS` for each object. A member consists of its QMP name, its field, the field's type, and
+/// after `=` its schema type. The schema type is only given if the field's type does not determine it, as for an enumeration
+/// that QEMU may extend. Optional members are [`Option`]s.
 macro_rules! objects {
     ($(
         $(#[$meta:meta])*
@@ -145,7 +144,7 @@ macro_rules! objects {
             }
         )*
 
-        /// The objects of this file, for the schema.
+        /// Objects of this file, for the schema.
         pub(crate) static OBJECTS: &[$crate::qapi::Object] = &[$(
             $crate::qapi::Object {
                 name: $qapi,

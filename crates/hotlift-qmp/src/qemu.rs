@@ -1,4 +1,4 @@
-//! The commands of a migration, with types.
+//! Typed commands of a migration.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::migration::{MigrationCapabilityStatus, MigrationInfo, MigrationThread
 use crate::ram_blocks::{self, RamBlock};
 use crate::uuid::Uuid;
 
-/// A QEMU that is spoken to.
+/// A connected QEMU.
 #[derive(Debug)]
 pub struct Qemu {
     client: Client,
@@ -23,7 +23,7 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Connects, and asks for the version.
+    /// Connects, and queries the version.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -31,7 +31,7 @@ impl Qemu {
         Self::over(Client::connect(address, timeout)?)
     }
 
-    /// Asks for the version over a connection that was made.
+    /// Queries the version over an existing connection.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -48,18 +48,18 @@ impl Qemu {
         Ok(qemu)
     }
 
-    /// The protocol below.
+    /// Returns the protocol client.
     pub fn client(&mut self) -> &mut Client {
         &mut self.client
     }
 
-    /// The version, as asked for on connecting.
+    /// Returns the version, queried on connection.
     #[must_use]
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// `query-version`.
+    /// Executes `query-version`.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -67,7 +67,7 @@ impl Qemu {
         Ok(self.ask::<VersionInfo>("query-version", &Value::Null)?.qemu)
     }
 
-    /// `query-status`.
+    /// Executes `query-status`.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -75,7 +75,7 @@ impl Qemu {
         self.ask("query-status", &Value::Null)
     }
 
-    /// `query-uuid`; all zero if the machine has none.
+    /// Executes `query-uuid`; all zero if the machine has none.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -87,21 +87,21 @@ impl Qemu {
         })
     }
 
-    /// The machine type, such as `pc-i440fx-7.2`; `None` if this QEMU does not tell.
+    /// Returns the machine type, such as `pc-i440fx-7.2`; `None` if this QEMU does not report it.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn machine_type(&mut self) -> Result<Option<String>, QmpError> {
         let arguments = json!({ "path": "/machine", "property": "type" });
         let name = if_told(self.ask::<String>("qom-get", &arguments))?;
         Ok(name.map(|name| name.strip_suffix("-machine").unwrap_or(&name).to_owned()))
     }
 
-    /// QEMU's property `multifd-flush-after-each-section` as the running machine's type sets it (`query-machines`, from 9.1 on); on in
-    /// a QEMU before 8.1, which has no other way. `None` if this QEMU does not report it. A value given by `-global` is not seen.
+    /// Returns QEMU's property `multifd-flush-after-each-section` of the running machine's type (`query-machines`, from 9.1
+    /// on). Always on before QEMU 8.1. `None` if this QEMU does not report it. A value from `-global` is not visible.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn flushes_after_each_section(&mut self) -> Result<Option<bool>, QmpError> {
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]
@@ -126,7 +126,7 @@ impl Qemu {
         if let Some(version) = running.as_deref().and_then(upstream_version) {
             return Ok(Some(version <= LAST_FLUSHED_BY_SECTION));
         }
-        // 500 KB and 60 ms of QEMU 10.0: only of a machine whose name does not decide it.
+        // The query costs 500 KB and 60 ms in QEMU 10.0: only for machines whose name does not decide it.
         let arguments = json!({ "compat-props": true });
         let machines = if_told(self.ask::<Vec<Machine>>("query-machines", &arguments))?;
         let (Some(machines), Some(running)) = (machines, running) else {
@@ -138,17 +138,17 @@ impl Qemu {
                 property.qom_type == "migration"
                     && property.property == "multifd-flush-after-each-section"
             };
-            // Of several values QEMU sets the last.
+            // QEMU uses the last of several values.
             let value = machine.compat_props.iter().rfind(is_it);
             value.is_some_and(|property| ["on", "true", "yes"].contains(&property.value.as_str()))
         }))
     }
 
-    /// RAM that the machine has from its start, in bytes (`query-memory-size-summary`); `None` if this QEMU does not
-    /// tell. What is plugged into it besides is no part of it.
+    /// Returns the initial RAM of the machine in bytes (`query-memory-size-summary`), without plugged-in memory; `None` if this
+    /// QEMU does not report it.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn base_memory(&mut self) -> Result<Option<u64>, QmpError> {
         #[derive(Deserialize)]
         #[serde(rename_all = "kebab-case")]
@@ -159,20 +159,20 @@ impl Qemu {
         if_told(answer.map(|answer| answer.base_memory))
     }
 
-    /// How many vCPUs the machine has (`query-cpus-fast`); `None` if this QEMU does not tell.
+    /// Returns the number of vCPUs (`query-cpus-fast`); `None` if this QEMU does not report it.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn vcpus(&mut self) -> Result<Option<usize>, QmpError> {
         let answer = self.ask::<Vec<Value>>("query-cpus-fast", &Value::Null);
         if_told(answer.map(|vcpus| vcpus.len()))
     }
 
-    /// RAM blocks of the machine that a migration transfers (`info ramblock` of the human monitor); `None` if this QEMU does not
+    /// Returns the RAM blocks that a migration transfers (`info ramblock` of the human monitor); `None` if this QEMU does not
     /// list them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn ram_blocks(&mut self) -> Result<Option<Vec<RamBlock>>, QmpError> {
         Ok(self
             .monitor("info ramblock")?
@@ -180,23 +180,22 @@ impl Qemu {
             .map(ram_blocks::parse))
     }
 
-    /// RAM blocks of the machine by name, and the size in bytes of the pages that the host has each in; `None` if this QEMU does
-    /// not list them.
+    /// Returns the RAM blocks by name with the host's page size of each in bytes; `None` if this QEMU does not list them.
     ///
     /// # Errors
-    /// If the conversation fails.
+    /// If the connection fails.
     pub fn page_sizes(&mut self) -> Result<Option<Vec<(String, u64)>>, QmpError> {
         let blocks = self.ram_blocks()?;
         let size = |block: RamBlock| (block.name, block.page_size);
         Ok(blocks.map(|blocks| blocks.into_iter().map(size).collect()))
     }
 
-    /// Runs a line of the human monitor; `None` if this QEMU does not.
+    /// Runs a line of the human monitor; `None` if this QEMU does not support it.
     pub(crate) fn monitor(&mut self, line: &str) -> Result<Option<String>, QmpError> {
         if_told(self.ask("human-monitor-command", &json!({ "command-line": line })))
     }
 
-    /// `query-migrate-capabilities`, in QEMU's order.
+    /// Executes `query-migrate-capabilities`; in QEMU's order.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -209,11 +208,10 @@ impl Qemu {
             .collect())
     }
 
-    /// `migrate-set-capabilities`. A name that this QEMU does not know is passed over if it is to be
-    /// off, for off it is.
+    /// Executes `migrate-set-capabilities`. A name that this QEMU does not know is skipped if it must be off.
     ///
     /// # Errors
-    /// [`QmpError::NoCapability`] if an unknown one is to be on; else as [`Client::execute`].
+    /// [`QmpError::NoCapability`] if an unknown one must be on; else as [`Client::execute`].
     pub fn set_capabilities(&mut self, wanted: &[(&str, bool)]) -> Result<(), QmpError> {
         let known = self.query_capabilities()?;
         let mut list = Vec::new();
@@ -230,7 +228,7 @@ impl Qemu {
         self.tell("migrate-set-capabilities", &json!({ "capabilities": list }))
     }
 
-    /// `query-migrate-parameters`.
+    /// Executes `query-migrate-parameters`.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -238,7 +236,7 @@ impl Qemu {
         self.ask("query-migrate-parameters", &Value::Null)
     }
 
-    /// `migrate-set-parameters`; `parameters` are an object.
+    /// Executes `migrate-set-parameters`; `parameters` are an object.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -246,7 +244,7 @@ impl Qemu {
         self.tell("migrate-set-parameters", parameters)
     }
 
-    /// `migrate`: starts an outgoing migration. What comes of it is in [`Qemu::query_migrate`].
+    /// Executes `migrate`: starts an outgoing migration. [`Qemu::query_migrate`] returns its result.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -254,9 +252,8 @@ impl Qemu {
         self.tell("migrate", &json!({ "uri": uri }))
     }
 
-    /// `migrate-incoming`: a QEMU started with `-incoming defer` listens on `uri`. With
-    /// `stay_on_error` it does not exit if the migration fails (where it can be told so, from 9.1 on)
-    /// but can be asked for the reason.
+    /// Executes `migrate-incoming`: a QEMU started with `-incoming defer` listens on `uri`. With `stay_on_error` (from 9.1 on)
+    /// it does not exit if the migration fails, and can report the reason.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -268,7 +265,7 @@ impl Qemu {
         self.tell("migrate-incoming", &arguments)
     }
 
-    /// `migrate-recover`: a QEMU whose postcopy was interrupted listens on `uri` for the rest.
+    /// Executes `migrate-recover`: a QEMU whose postcopy was interrupted listens on `uri` for the rest.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -276,7 +273,7 @@ impl Qemu {
         self.tell("migrate-recover", &json!({ "uri": uri }))
     }
 
-    /// `migrate_cancel`: succeeds even if nothing is under way.
+    /// Executes `migrate_cancel`: succeeds even without an active migration.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -284,7 +281,7 @@ impl Qemu {
         self.tell("migrate_cancel", &Value::Null)
     }
 
-    /// `query-migrate`.
+    /// Executes `query-migrate`.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -292,8 +289,8 @@ impl Qemu {
         self.ask("query-migrate", &Value::Null)
     }
 
-    /// `query-migrationthreads`: names of the threads that an outgoing migration still has; `None` from
-    /// a QEMU before 8.0 or of 11.1, which do not know the command.
+    /// Executes `query-migrationthreads`: returns the names of the remaining threads of an outgoing migration; `None` from QEMU
+    /// before 8.0 or 11.1, which do not know the command.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -305,7 +302,7 @@ impl Qemu {
         }
     }
 
-    /// `stop`: the vCPUs stand still.
+    /// Executes `stop`: pauses the vCPUs.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -313,7 +310,7 @@ impl Qemu {
         self.tell("stop", &Value::Null)
     }
 
-    /// `cont`: the vCPUs run.
+    /// Executes `cont`: runs the vCPUs.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -321,7 +318,7 @@ impl Qemu {
         self.tell("cont", &Value::Null)
     }
 
-    /// `quit`: QEMU ends. That it closes the connection before it has answered is no error.
+    /// Executes `quit`: QEMU ends. It is no error if it closes the connection before it has answered.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -332,10 +329,10 @@ impl Qemu {
         }
     }
 
-    /// [`Client::wait_event`].
+    /// Calls [`Client::wait_event`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Client::wait_event`].
     pub fn wait_event(&mut self, timeout: Duration) -> Result<Option<Event>, QmpError> {
         self.client.wait_event(timeout)
     }
@@ -357,7 +354,7 @@ impl Qemu {
     }
 }
 
-/// What a QEMU says that may lack the command, or answer something else.
+/// Returns `None` if QEMU lacks the command or its answer has another format.
 pub(crate) fn if_told<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
     match answer {
         Ok(answer) => Ok(Some(answer)),

@@ -1,18 +1,18 @@
-//! Devices of a machine, as QEMU's human monitor lists them (`info qtree`): QMP has no command for their buses.
+//! Devices of a machine in the output of QEMU's human monitor (`info qtree`): QMP has no command for their buses.
 
 use serde::{Deserialize, Serialize};
 
-/// Most devices that are kept of a machine; the largest that QEMU's own tests start have some hundreds.
+/// Maximum number of kept devices of a machine; the largest in QEMU's own tests has some hundreds.
 const MAX_DEVICES: usize = 4096;
 
 /// A device of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MachineDevice {
-    /// Its place: addresses on the buses above it, as QEMU names its state in the stream, and its own. A device on a bus without
-    /// addresses has its type there.
+    /// Location: addresses on the buses above it, as QEMU names its state in the stream, and its own address. A device on a bus
+    /// without addresses uses its type.
     pub place: String,
-    /// Its type.
+    /// Type.
     #[serde(rename = "type")]
     pub kind: String,
     /// Vendor, device and subsystem of a PCI device.
@@ -26,13 +26,13 @@ pub struct MachineDevice {
 /// A line of the list with indented lines below it.
 struct Node {
     indent: usize,
-    /// The device that it is, or that it is a bus of.
+    /// Device of the line, or device that owns this bus.
     device: Option<usize>,
-    /// A bus between a virtio device and the PCI device that shows it to the guest: one device for the operator.
+    /// True for a bus between a virtio device and its PCI device: the operator sees one device.
     is_virtio: bool,
 }
 
-/// A device while its properties are read.
+/// A device during the reading of its properties.
 #[derive(Default)]
 struct Entry {
     above: Option<usize>,
@@ -45,7 +45,7 @@ struct Entry {
 }
 
 impl Entry {
-    /// Takes in a line below the device's own.
+    /// Parses a line below the device's own.
     fn property(&mut self, line: &str) {
         if let Some((name, value)) = line.split_once(" = ") {
             let number = value.split(' ').next().and_then(|it| it.parse().ok());
@@ -63,12 +63,12 @@ impl Entry {
         } else if let (true, Some((_, port))) =
             (line.starts_with("addr "), line.split_once(", port "))
         {
-            // A USB device: "addr 0.0, port 1, speed 480, name …".
+            // USB device: "addr 0.0, port 1, speed 480, name …".
             self.address = port.split(',').next().map(str::to_owned);
         }
     }
 
-    /// Its part of a place.
+    /// Returns the device's own part of the location.
     fn step(&self) -> String {
         match (&self.scsi, &self.address) {
             ([Some(channel), Some(id), Some(lun)], _) => format!("{channel}:{id}:{lun}"),
@@ -78,7 +78,7 @@ impl Entry {
     }
 }
 
-/// The name that the accelerators' variants of one device share, as their state does: `isa-pit` and `kvm-pit`.
+/// Returns the common name of a device's accelerator variants, which share their state: `isa-pit` and `kvm-pit`.
 #[must_use]
 pub fn general_type(kind: &str) -> &str {
     let kind = kind.strip_prefix("kvm-").unwrap_or(kind);
@@ -135,7 +135,7 @@ pub(crate) fn parse(text: &str) -> Vec<MachineDevice> {
             entry.property(body);
         }
     }
-    // A device is listed below what it hangs on.
+    // A device is listed below its parent.
     let mut places: Vec<String> = Vec::with_capacity(entries.len());
     for entry in &entries {
         let above = entry.above.map_or("", |above| places[above].as_str());

@@ -1,4 +1,4 @@
-//! RAM blocks, as QEMU's human monitor lists them: QMP has no stable command.
+//! RAM blocks in the output of QEMU's human monitor: QMP has no stable command.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,14 +6,14 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RamBlock {
-    /// Its name in the stream.
+    /// Name in the stream.
     pub name: String,
-    /// Size of the pages that the host has it in, in bytes.
+    /// Page size of the host's memory for the block, in bytes.
     #[serde(skip, default)]
     pub page_size: u64,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// The size in bytes that it can grow to.
+    /// Maximum size in bytes that it can grow to.
     pub max_bytes: u64,
 }
 
@@ -24,7 +24,7 @@ pub struct RamBlock {
 ///                   pc.ram    2 MiB  0x0000000000000000 0x0000000008000000 0x0000000008000000
 /// ```
 ///
-/// QEMU 10.0 appends columns. Lines of another kind are left out, and blocks without a name: those do not migrate.
+/// QEMU 10.0 appends columns. Other lines are skipped, and blocks without a name: those do not migrate.
 pub(crate) fn parse(table: &str) -> Vec<RamBlock> {
     table.lines().filter_map(row).collect()
 }

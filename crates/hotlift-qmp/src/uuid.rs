@@ -1,4 +1,4 @@
-//! The UUID of a VM, as QMP has it, as it is typed, and as it travels between two hosts.
+//! The UUID of a VM in the formats of QMP, of user input, and of messages between two hosts.
 
 use std::fmt;
 use std::str::FromStr;
@@ -33,7 +33,7 @@ impl fmt::Display for Uuid {
     }
 }
 
-/// `550e8400-e29b-41d4-a716-446655440000` as bytes in that order.
+/// Parses `550e8400-e29b-41d4-a716-446655440000` to bytes in that order.
 fn parse(text: &str) -> Option<[u8; 16]> {
     let digits: Vec<u8> = text
         .chars()

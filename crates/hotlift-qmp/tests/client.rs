@@ -1,4 +1,4 @@
-//! The protocol against a scripted QEMU, and against a real one.
+//! Tests the QMP client with a scripted QEMU and with a real one.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::AsFd;
@@ -15,7 +15,7 @@ const LONG: Duration = Duration::from_secs(30);
 
 const GREETING: &str = r#"{"QMP":{"version":{"qemu":{"micro":2,"minor":0,"major":10},"package":""},"capabilities":["oob"]}}"#;
 
-/// A fake QEMU at a socket of its own, which runs `script` with the one connection it takes.
+/// A fake QEMU at its own socket; runs `script` with a single connection.
 struct Fake {
     address: QmpAddress,
     thread: Option<JoinHandle<()>>,
@@ -33,7 +33,7 @@ impl Peer {
         let _ = self.stream.write_all(b"\r\n");
     }
 
-    /// The next command and its id.
+    /// Reads the next command and its id.
     fn hear(&mut self) -> (String, Value, Value) {
         let mut line = String::new();
         self.reader.read_line(&mut line).unwrap();
@@ -46,7 +46,7 @@ impl Peer {
         self.say(&json!({ "return": value, "id": id }).to_string());
     }
 
-    /// Greets and negotiates.
+    /// Greets and negotiates as QEMU does.
     fn greet(&mut self) {
         self.say(GREETING);
         let (command, id, _) = self.hear();
@@ -143,7 +143,7 @@ fn a_wait_for_an_event_ends_with_one_since_the_latest_answer_or_with_another_des
     while !client.is_closed() {
         client.wait_for_event(&[], never);
     }
-    // Its end is no event.
+    // The end of the connection is not an event.
     client.wait_for_event(&[], Instant::now());
     client.wait_for_event(&[other.as_fd()], never);
 }
@@ -170,7 +170,7 @@ fn a_command_with_many_arguments_is_sent_before_its_first_answer_is_read() {
     let answers = client.execute_each("qom-get", &arguments).unwrap();
     assert_eq!(answers, [Some(json!("a")), None, Some(json!("c"))]);
     assert_eq!(client.poll_event().unwrap().unwrap().name, "STOP");
-    // The connection breaks: no answers.
+    // The connection breaks: no answers arrive.
     assert!(client.execute_each("qom-get", &arguments).is_err());
 }
 
@@ -183,7 +183,7 @@ fn how_the_guest_ended_is_known_after_qemu_has_closed_the_connection() {
     });
     let mut client = fake.connect().unwrap();
     drop(fake);
-    // Written to a socket that is closed.
+    // The command is written to a closed socket.
     let error = client.execute("query-status", &Value::Null).unwrap_err();
     assert!(matches!(error, QmpError::Closed { .. }), "{error}");
     let guest = client.guest_events();
@@ -203,7 +203,7 @@ fn an_event_that_has_come_is_found_also_behind_the_end_of_the_connection() {
     let mut client = fake.connect().unwrap();
     assert_eq!(client.peer(), Some(std::process::id()));
     client.execute("cont", &Value::Null).unwrap();
-    // Its script is over, and what it sent is there.
+    // The script has ended; everything it sent has arrived.
     drop(fake);
     assert!(client.has_run().unwrap());
     assert_eq!(client.poll_event().unwrap().unwrap().name, "RESUME");
@@ -301,7 +301,7 @@ fn a_line_without_end_is_given_up_at_the_limit() {
         peer.greet();
         peer.hear();
         let chunk = vec![b'x'; 1 << 20];
-        // Ends when the client has gone.
+        // Ends when the client has disconnected.
         while peer.stream.write_all(&chunk).is_ok() {}
     });
     let mut client = fake.connect().unwrap();

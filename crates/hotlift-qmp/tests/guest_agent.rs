@@ -1,4 +1,4 @@
-//! The guest's clock, set over a scripted guest agent.
+//! Tests setting the guest's clock with a scripted guest agent.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -9,10 +9,10 @@ use std::time::Duration;
 use hotlift_qmp::{GuestAgentError, set_guest_time};
 use serde_json::Value;
 
-/// Nothing here takes so long, on any machine.
+/// Timeout that no step reaches, on any machine.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Runs `script` with the one connection that an agent's socket takes; the requests that the script has read.
+/// Runs `script` with the single connection of an agent's socket; returns the requests that the script has read.
 fn agent(
     script: impl FnOnce(&mut BufReader<UnixStream>) -> Vec<Value> + Send + 'static,
 ) -> (tempfile::TempDir, PathBuf, JoinHandle<Vec<Value>>) {
@@ -26,7 +26,7 @@ fn agent(
     (folder, path, script)
 }
 
-/// The next request. A byte in front of the first resets the agent's parser.
+/// Reads the next request. A byte before the first resets the agent's parser.
 fn request(reader: &mut BufReader<UnixStream>) -> Value {
     let mut line = Vec::new();
     reader.read_until(b'\n', &mut line).expect("a line");
@@ -92,7 +92,7 @@ fn an_agent_that_refuses_or_closes_or_is_silent_is_an_error_with_its_reason() {
     assert!(matches!(error, GuestAgentError::Closed { .. }), "{error}");
     script.join().expect("the script");
 
-    // The kernel takes the connection: nobody answers.
+    // The kernel accepts the connection, but no agent answers.
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("agent");
     let _listener = UnixListener::bind(&path).expect("it listens");
@@ -113,7 +113,7 @@ fn an_answer_that_is_too_long_or_no_json_is_refused() {
         let (_folder, path, script) = agent(move |reader| {
             let sync = request(reader);
             let mut stream = reader.get_ref();
-            // It may be left before the end.
+            // The client may disconnect before the end.
             let _ = stream.write_all(line.as_bytes());
             let _ = stream.write_all(b"\n");
             vec![sync]

@@ -1,4 +1,4 @@
-//! What a server promises its clients, and what no client can do to it.
+//! Tests the server's guarantees for clients, and its protection against them.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -19,10 +19,10 @@ use tempfile::TempDir;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Bytes of an answer that the kernel's buffers do not hold.
+/// Length of an answer that exceeds the kernel's buffers, in bytes.
 const LONG: usize = 1 << 20;
 
-/// Gives back its arguments, and counts how often it was asked.
+/// Returns its arguments, and counts its calls.
 #[derive(Default)]
 struct Echo(AtomicU64);
 
@@ -68,7 +68,7 @@ impl Served {
         self.folder.path().join("s")
     }
 
-    /// A client that has negotiated.
+    /// Connects a client that has negotiated.
     fn client(&self) -> Conversation {
         let mut client = Conversation::new(&self.path());
         assert_eq!(client.hear()["QMP"]["version"]["package"], "test");
@@ -77,7 +77,7 @@ impl Served {
         client
     }
 
-    /// A client is served, within the deadline: others may be on their way out.
+    /// Checks that a client is served before the deadline: others may still be disconnecting.
     fn lives(&self) {
         let start = Instant::now();
         loop {
@@ -116,7 +116,7 @@ impl Conversation {
         self.hear()
     }
 
-    /// True if the other side has closed, whatever it said before.
+    /// Returns true if the other side has closed, after any last message.
     fn is_closed(&mut self) -> bool {
         let mut rest = Vec::new();
         match self.0.read_to_end(&mut rest) {
@@ -231,7 +231,7 @@ fn every_client_that_has_negotiated_hears_every_event_with_its_time() {
     let mut two = [served.client(), served.client()];
     let mut silent = Conversation::new(&served.path());
     silent.hear();
-    // Whoever was answered once more is on the list.
+    // A second answer proves that the client is registered.
     for client in &mut two {
         client.ask(r#"{"execute":"echo"}"#);
     }
@@ -256,7 +256,7 @@ fn events_keep_their_order_however_late_a_client_reads_them() {
     let served = Served::new();
     let mut client = served.client();
     client.ask(r#"{"execute":"echo"}"#);
-    // More than the kernel's buffers hold, and less than the queue does.
+    // More than the kernel's buffers hold, but less than the queue.
     let count = MAX_EVENTS_WAITING / 2;
     for number in 0..count {
         let data = json!({ "number": number, "padding": "x".repeat(1000) });
@@ -274,7 +274,7 @@ fn no_event_comes_before_the_answer_to_the_negotiation() {
         let mut client = Conversation::new(&served.path());
         client.hear();
         std::thread::scope(|scope| {
-            // Fewer than would drop a client that has not read yet.
+            // Fewer than the number that disconnects a client that has not read yet.
             scope.spawn(|| (0..MAX_EVENTS_WAITING / 2).for_each(|_| served.events.send("E", None)));
             let answer = client.ask(r#"{"execute":"qmp_capabilities"}"#);
             assert_eq!(answer, json!({ "return": {} }));
@@ -457,7 +457,7 @@ fn a_server_that_ends_sends_what_it_has_answered_and_closes() {
     assert_eq!(answer["id"], 1);
     drop(served.clients.take());
     assert!(idle.is_closed() && client.is_closed());
-    // Nobody has to connect for that: the kernel's list of sockets shows it.
+    // No connection is needed: the kernel's list of sockets shows it.
     let path = served.path().display().to_string();
     let start = Instant::now();
     while std::fs::read_to_string("/proc/net/unix")
@@ -470,7 +470,7 @@ fn a_server_that_ends_sends_what_it_has_answered_and_closes() {
     assert!(UnixStream::connect(served.path()).is_err());
 }
 
-/// A server on a loopback address, and its port.
+/// Starts a server on a loopback address; returns its address.
 fn on_tcp() -> (Arc<Echo>, Clients, std::net::SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -483,9 +483,9 @@ fn on_tcp() -> (Arc<Echo>, Clients, std::net::SocketAddr) {
     (echo, clients.unwrap(), address)
 }
 
-/// What the server says to `bytes` until it closes the connection; `None` if it does not.
+/// Returns the server's answer to `bytes` until it closes the connection; `None` if it does not.
 fn answer_to(mut stream: impl Read + Write, bytes: &[u8]) -> Option<String> {
-    // It may have closed before all was written.
+    // The server may have closed before everything was written.
     let _ = stream.write_all(bytes);
     let mut answer = Vec::new();
     match stream.read_to_end(&mut answer) {
@@ -497,7 +497,7 @@ fn answer_to(mut stream: impl Read + Write, bytes: &[u8]) -> Option<String> {
 const NEGOTIATE_AND_ECHO: &str =
     "{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"echo\",\"arguments\":{}}\n";
 
-/// What a browser sends for `fetch(url, {method: 'POST', mode: 'no-cors', body})`.
+/// Returns a browser's request for `fetch(url, {method: 'POST', mode: 'no-cors', body})`.
 fn post(body: &str) -> Vec<u8> {
     format!(
         "POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain;charset=UTF-8\r\n\
@@ -511,7 +511,7 @@ fn post(body: &str) -> Vec<u8> {
 fn an_http_request_is_not_obeyed_on_either_kind_of_socket() {
     let (echo, _clients, address) = on_tcp();
     let served = Served::new();
-    // Whole, and from its headers or body on, as behind a proxy that has taken the rest.
+    // The whole request, and parts from its headers or body on, as after a proxy that has removed the rest.
     let whole = post(NEGOTIATE_AND_ECHO);
     let from_host = &whole[b"POST / HTTP/1.1\r\n".len()..];
     for bytes in [&whole[..], from_host] {
@@ -546,7 +546,7 @@ fn on_tcp_what_is_no_qmp_ends_a_connection_before_the_negotiation_and_not_after_
         answer_to(connect(), bytes.as_bytes()).expect("the connection is closed");
         assert_eq!(echo.0.load(Ordering::Relaxed), 0, "{strange:?}");
     }
-    // An object with a wrong command is QMP, and a client that has negotiated may mistype.
+    // An object with a wrong command is QMP, and typing errors of a negotiated client are tolerated.
     let mut client = BufReader::new(connect());
     let mut ask = |text: &str| {
         client.get_mut().write_all(text.as_bytes()).unwrap();

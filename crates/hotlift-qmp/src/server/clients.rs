@@ -1,4 +1,4 @@
-//! Accepts the clients of a socket, a thread each, and ends them when the server ends.
+//! Accepts the clients of a socket, one thread each, and disconnects them when the server ends.
 
 use std::io::{self, Write};
 use std::net::{Shutdown, TcpListener};
@@ -12,25 +12,24 @@ use std::time::{Duration, Instant};
 use crate::Connection;
 use crate::lines::Socket;
 
-/// Clients of one socket at a time. QEMU serves one; an operator, a manager and some watchers are a
-/// handful.
+/// Maximum number of clients of one socket. QEMU serves one; an operator, a manager and some watchers are a handful.
 pub const MAX_CLIENTS: usize = 64;
 
-/// How long a client may take to read what it is sent, before it is dropped.
+/// Time in which a client must read what it is sent, before it is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long the last answers may take at the end.
+/// Time for the last answers when the server ends.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// Before the next attempt after the system had no descriptor or thread left.
+/// Delay before the next attempt after the system had no descriptor or thread left.
 const EXHAUSTED: Duration = Duration::from_millis(100);
 
-/// A socket that listens.
+/// A listening socket.
 #[derive(Debug)]
 pub enum BoundSocket {
-    /// A UNIX socket; its file is the caller's.
+    /// UNIX socket; the caller owns its file.
     Unix(UnixListener),
-    /// On TCP.
+    /// TCP socket.
     Tcp(TcpListener),
 }
 
@@ -58,10 +57,10 @@ impl AsFd for BoundSocket {
     }
 }
 
-/// Serves one client, on a thread of its own.
+/// Serves one client, on its own thread.
 pub type ServeClient = dyn Fn(Socket) + Send + Sync;
 
-/// The clients of a socket. Dropping it ends them: what was answered is still sent.
+/// The clients of a socket. Dropping it disconnects them after pending answers are sent.
 #[derive(Debug)]
 pub struct Clients(Arc<Shared>);
 
@@ -74,10 +73,10 @@ struct Shared {
 }
 
 impl Clients {
-    /// Serves whoever connects to `listener`, [`MAX_CLIENTS`] at a time; one more is told `refusal`.
+    /// Serves the clients of `listener`, [`MAX_CLIENTS`] at a time; sends `refusal` to further ones.
     ///
     /// # Errors
-    /// The system's reason why no thread could be started.
+    /// If the system cannot start a thread.
     pub fn serve(
         listener: BoundSocket,
         refusal: &'static [u8],
@@ -101,7 +100,7 @@ impl Drop for Clients {
     fn drop(&mut self) {
         let shared = &self.0;
         shared.ended.store(true, Ordering::Release);
-        // Wakes the thread that accepts; on Linux for either kind of socket.
+        // Wakes the accepting thread; on Linux this works for both kinds of socket.
         let _ = rustix::net::shutdown(&shared.listener, rustix::net::Shutdown::Both);
         let deadline = Instant::now() + LAST_WORDS;
         let mut served = shared.served();
@@ -145,7 +144,7 @@ impl Shared {
         }
     }
 
-    /// Starts to serve a client, if there is room for it.
+    /// Starts to serve a client, if the limit allows it.
     fn take(self: &Arc<Self>, socket: &Socket, serve: &Arc<ServeClient>) -> bool {
         let Ok(ours) = socket.try_clone().map(Arc::new) else {
             return false;
@@ -165,7 +164,7 @@ impl Shared {
             shared,
             socket: ours,
         };
-        // If no thread could be started, what it was to own is dropped, and the client has left.
+        // If no thread starts, its state is dropped, which removes the client.
         thread::Builder::new()
             .name("qmp/client".to_owned())
             .spawn(move || {
@@ -177,7 +176,7 @@ impl Shared {
     }
 }
 
-/// Takes a client off the list, however its thread ends.
+/// Removes a client from the list, however its thread ends.
 struct Leaves {
     shared: Arc<Shared>,
     socket: Arc<Socket>,

@@ -1,28 +1,28 @@
-//! What a server runs for its clients.
+//! Commands that a server executes for its clients.
 
 use serde_json::{Value, json};
 
 /// Runs QMP's commands.
 pub trait Commands: Send + Sync {
-    /// Runs `command`. `arguments` are an object, or null for none.
+    /// Executes `command`. `arguments` are an object, or null for none.
     ///
     /// # Errors
-    /// [`Refusal`], in QEMU's words where it has any.
+    /// [`Refusal`], in QEMU's wording if it exists.
     fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal>;
 }
 
-/// Why a command was refused; what a client finds in `error`.
+/// Refusal of a command; a client finds it in `error`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{desc}")]
 pub struct Refusal {
     /// `GenericError` or `CommandNotFound`.
     pub class: &'static str,
-    /// For people.
+    /// Text for people.
     pub desc: String,
 }
 
 impl Refusal {
-    /// The class of almost all.
+    /// Returns a refusal of the class `GenericError`.
     pub fn generic(desc: impl Into<String>) -> Self {
         Self {
             class: "GenericError",
@@ -30,7 +30,7 @@ impl Refusal {
         }
     }
 
-    /// The class of a command that is not there, or not now.
+    /// Returns a refusal of the class `CommandNotFound`: the command does not exist, or not now.
     pub fn not_found(desc: impl Into<String>) -> Self {
         Self {
             class: "CommandNotFound",
@@ -38,7 +38,7 @@ impl Refusal {
         }
     }
 
-    /// There is no such command, in QEMU's words.
+    /// Returns QEMU's refusal of an unknown command.
     #[must_use]
     pub fn no_command(name: &str) -> Self {
         Self::not_found(format!("The command {name} has not been found"))

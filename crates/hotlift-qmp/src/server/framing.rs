@@ -1,22 +1,22 @@
-//! JSON values out of a stream of bytes. QMP has no lines: a value ends where its brackets close, and
-//! any white space, or none, is between two.
+//! Splits a byte stream into JSON values. QMP has no lines: a value ends where its brackets close, and white space between
+//! values is optional.
 
 use serde_json::Value;
 
 use crate::http::is_http;
 
-/// Longest request, in bytes. QEMU's limit is 64 MiB (`MAX_TOKEN_SIZE`); the longest request that there
-/// is has some hundred bytes, and a parsed value takes up to 16 times its text, for each client.
+/// Longest request, in bytes. QEMU's limit is 64 MiB (`MAX_TOKEN_SIZE`). The longest real request has some hundred bytes, and a
+/// parsed value takes up to 16 times its text, for each client.
 pub const MAX_REQUEST: usize = 64 << 10;
 
-/// Deepest nesting. QEMU's is 1024 (`MAX_NESTING`); this is `serde_json`'s.
+/// Maximum nesting. QEMU's limit is 1024 (`MAX_NESTING`); this is `serde_json`'s.
 pub const MAX_NESTING: usize = 127;
 
-/// Splits what a client sends.
+/// Splits the input of a client.
 #[derive(Debug, Default)]
 pub(super) struct Framing {
     buffer: Vec<u8>,
-    /// Bytes of `buffer` that were looked at.
+    /// Number of examined bytes of `buffer`.
     looked_at: usize,
     depth: usize,
     inside: Inside,
@@ -27,34 +27,34 @@ enum Inside {
     /// White space between two values.
     #[default]
     Nothing,
-    /// Brackets, but no string.
+    /// Inside brackets, but not in a string.
     Brackets,
     String,
-    /// A string, right behind a backslash.
+    /// Inside a string, directly after a backslash.
     Escape,
-    /// A number or word outside of brackets.
+    /// A number or keyword outside of brackets.
     Word,
 }
 
-/// What was found.
+/// Result of the search for a value.
 #[derive(Debug, PartialEq)]
 pub(super) enum Found {
     Value(Value),
-    /// Something that is none, and why.
+    /// Invalid JSON, with the reason.
     Nonsense(String),
-    /// A browser speaks: the rest of the stream is not looked at.
+    /// The peer is a browser: the rest of the stream is ignored.
     Http,
-    /// A limit was exceeded, and which one: the rest of the stream is not looked at.
+    /// A limit was exceeded; the rest of the stream is ignored.
     TooMuch(&'static str),
 }
 
 impl Framing {
-    /// Takes what came.
+    /// Appends input.
     pub(super) fn push(&mut self, bytes: &[u8]) {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next value in what came so far.
+    /// Returns the next value in the input.
     pub(super) fn next(&mut self) -> Option<Found> {
         while let Some(&byte) = self.buffer.get(self.looked_at) {
             if self.looked_at >= MAX_REQUEST {
@@ -67,8 +67,8 @@ impl Framing {
                 (Inside::String, b'\\') => self.inside = Inside::Escape,
                 (Inside::String, b'"') if self.depth == 0 => return Some(self.found(0)),
                 (Inside::String, b'"') => self.inside = Inside::Brackets,
-                // A string has no raw control characters. What follows is a new value, so that a client
-                // that lost a quote is understood again in its next line.
+                // A string has no raw control characters. The rest starts a new value, so the next line of a client that lost a
+                // quote is valid again.
                 (Inside::String, ..0x20) => return Some(self.found(0)),
                 (Inside::String, _) => {}
                 (Inside::Word, b' ' | b'\t' | b'\r' | b'\n' | b'{' | b'[' | b'"') => {
@@ -97,7 +97,7 @@ impl Framing {
         None
     }
 
-    /// Takes what was looked at, but for the last `less` bytes.
+    /// Removes the examined bytes, except the last `less` ones.
     fn found(&mut self, less: usize) -> Found {
         let found = parse(&self.buffer[..self.looked_at - less]);
         self.take(less);

@@ -1,16 +1,14 @@
-//! The other end of the protocol: serves QMP to many clients at once, over sockets that the caller has
-//! bound.
+//! QMP server: serves many clients at once, over sockets that the caller has bound.
 //!
-//! | file | what |
+//! | file | subject |
 //! |---|---|
-//! | `commands` | what a server runs for its clients |
-//! | `clients` | accepts, counts and ends the clients of a socket |
-//! | `framing` | JSON values out of a stream of bytes, with limits |
-//! | `session` | one client: greeting, negotiation, commands |
-//! | `outbox` | what is on its way to a client; events that never wait for one |
+//! | `commands` | commands that a server executes for its clients |
+//! | `clients` | accepts, counts and disconnects the clients of a socket |
+//! | `framing` | splits a byte stream into JSON values, with limits |
+//! | `session` | session of one client: greeting, negotiation, commands |
+//! | `outbox` | queue of messages to a client; events never block |
 //!
-//! Nothing that a client does waits in the program that is served: an event goes into a queue with a
-//! limit, and a client that lets it fill up is dropped.
+//! A client cannot block the program: events go into a bounded queue, and a client with a full queue is disconnected.
 
 mod clients;
 mod commands;

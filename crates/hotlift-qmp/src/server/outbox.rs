@@ -1,4 +1,4 @@
-//! What is on its way to a client.
+//! Queue of messages to a client.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,12 +8,10 @@ use serde_json::{Value, json};
 
 use crate::lines::Socket;
 
-/// Events that wait for a client to read; one that lets more of them wait is dropped. A migration has
-/// some dozens of them.
+/// Maximum number of queued events; a client that exceeds it is disconnected. A migration sends some dozens of events.
 pub const MAX_EVENTS_WAITING: usize = 1024;
 
-/// A queue from those who have something to say to the thread that writes it. Bounded: one answer, and
-/// [`MAX_EVENTS_WAITING`] events.
+/// A queue from the senders to the thread that writes to the client. Bounded: one answer, and [`MAX_EVENTS_WAITING`] events.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     state: Mutex<State>,
@@ -24,9 +22,9 @@ pub(super) struct Outbox {
 struct State {
     waiting: VecDeque<(What, Arc<[u8]>)>,
     answers: usize,
-    /// Nothing more comes.
+    /// No more messages will be queued.
     finished: bool,
-    /// Nothing more is written.
+    /// No more messages are written.
     closed: bool,
 }
 
@@ -41,7 +39,7 @@ impl Outbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends an answer, once the one before is written; false if nothing is written any more.
+    /// Queues an answer, after the previous one is written; false if the queue is closed.
     pub(super) fn answer(&self, line: Vec<u8>) -> bool {
         let mut state = self.lock();
         while state.answers > 0 && !state.closed {
@@ -59,7 +57,7 @@ impl Outbox {
         true
     }
 
-    /// Sends an event without waiting; false if there is no room for it.
+    /// Queues an event without waiting; false if the queue is full.
     fn event(&self, line: &Arc<[u8]>) -> bool {
         let mut state = self.lock();
         if state.waiting.len() >= MAX_EVENTS_WAITING {
@@ -70,7 +68,7 @@ impl Outbox {
         true
     }
 
-    /// What is to be written next; `None` once all is, and nothing more comes.
+    /// Returns the next message to write; `None` once all are written and no more will come.
     fn next(&self) -> Option<(What, Arc<[u8]>)> {
         let mut state = self.lock();
         loop {
@@ -90,7 +88,7 @@ impl Outbox {
         }
     }
 
-    /// Writes what comes until [`Outbox::finish`], or until the client does not take it.
+    /// Writes messages until [`Outbox::finish`], or until the client does not accept them.
     pub(super) fn write_to(&self, mut socket: &Socket) {
         use std::io::Write;
         while let Some((what, line)) = self.next() {
@@ -105,20 +103,20 @@ impl Outbox {
         self.close();
     }
 
-    /// Nothing more comes.
+    /// Marks the end of the messages.
     pub(super) fn finish(&self) {
         self.lock().finished = true;
         self.changed.notify_all();
     }
 
-    /// Nothing more is written, and nobody waits for it.
+    /// Stops all writes, and wakes the waiting threads.
     fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
     }
 }
 
-/// Tells all clients that have negotiated what has happened. Clones tell the same clients.
+/// Sends events to all clients that have negotiated. Clones send to the same clients.
 #[derive(Debug, Clone, Default)]
 pub struct Events(Arc<Mutex<Vec<Listening>>>);
 
@@ -129,7 +127,7 @@ struct Listening {
 }
 
 impl Events {
-    /// Nobody listens yet.
+    /// Creates a sender without clients.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -139,8 +137,7 @@ impl Events {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends the event `name` with the present time. Never waits for a client: one that does not read
-    /// is dropped.
+    /// Sends the event `name` with the current time. Never waits for a client: one that does not read is disconnected.
     pub fn send(&self, name: &str, data: Option<&Value>) {
         let mut clients = self.lock();
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -176,7 +173,7 @@ impl Events {
     }
 }
 
-/// As it travels. QEMU ends lines so, too.
+/// Encodes a message as a line; QEMU uses the same line end.
 pub(super) fn line(message: &Value) -> Vec<u8> {
     let mut line = message.to_string().into_bytes();
     line.extend_from_slice(b"\r\n");

@@ -1,4 +1,4 @@
-//! One client: greeting, negotiation, commands.
+//! Session of one client: greeting, negotiation, commands.
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -12,25 +12,24 @@ use super::outbox::{Events, Outbox, line};
 use crate::http::HTTP;
 use crate::lines::Socket;
 
-/// What a client hears that is one too many.
+/// Message to a client above the limit.
 pub const TOO_MANY_CLIENTS: &[u8] =
     b"{\"error\": {\"class\": \"GenericError\", \"desc\": \"too many clients: end another one first\"}}\r\n";
 
-/// What one hears on TCP that does not begin as a client does.
+/// Error for a TCP peer whose first bytes are not QMP.
 const NO_QMP: &str = "the first bytes are no QMP: the connection is closed";
 
-/// Read at once.
+/// Bytes per read.
 const CHUNK: usize = 4 << 10;
 
-/// Serves `socket` until its client goes or asks for too much. `version` is what the greeting says, as
-/// `query-version` has it.
+/// Serves `socket` until its client disconnects or exceeds a limit. `version` is sent in the greeting, in the format of
+/// `query-version`.
 ///
-/// What is no QMP is answered with an error, as QEMU does. On TCP it ends the connection, if it comes before
-/// the negotiation: every program of the host and every page in its browsers reaches such a socket. HTTP
-/// ends it always.
+/// Invalid input is answered with an error, as in QEMU. On TCP it ends the connection if it comes before the negotiation: every
+/// program of the host and every page in its browsers can reach such a socket. HTTP always ends it.
 ///
 /// # Errors
-/// The system's reason why the client cannot be served at all; [`io::ErrorKind::InvalidData`] if it is none.
+/// The system's error if the client cannot be served; [`io::ErrorKind::InvalidData`] if the peer is not a QMP client.
 pub fn serve_client(
     socket: Socket,
     version: &Value,
@@ -53,7 +52,7 @@ pub fn serve_client(
     })
 }
 
-/// The client has gone: nothing is kept for it, and its writer ends; also if a command has panicked.
+/// Removes a disconnected client and ends its writer, even after a panic of a command.
 struct Gone<'a>(&'a Events, &'a Arc<Outbox>);
 
 impl Drop for Gone<'_> {
@@ -154,7 +153,7 @@ impl Session<'_> {
     }
 }
 
-/// Command and arguments of a request; refused in QEMU's words if something is wrong with its members.
+/// Returns command and arguments of a request; refuses invalid members in QEMU's wording.
 fn request_of(members: &Map<String, Value>) -> Result<(&str, &Value), Refusal> {
     let wrong =
         |name: &str, what: &str| Refusal::generic(format!("QMP input member '{name}' {what}"));
@@ -181,7 +180,7 @@ fn request_of(members: &Map<String, Value>) -> Result<(&str, &Value), Refusal> {
     Ok((command, arguments))
 }
 
-/// `qmp_capabilities`: nothing is on offer, so nothing can be enabled.
+/// Handles `qmp_capabilities`: none are offered, so none can be enabled.
 fn negotiate(arguments: &Value) -> Result<(), Refusal> {
     let Value::Object(arguments) = arguments else {
         return Ok(());
