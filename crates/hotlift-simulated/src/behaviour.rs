@@ -1,23 +1,21 @@
-//! What the simulated device was told to do, and what it was asked to do.
+//! Configured behaviour of the simulated device, and its counts of jobs.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Environment variable with the behaviour at the start, as [`hotlift_simulate`] takes it.
+/// Environment variable with the initial behaviour, in the format of [`hotlift_simulate`].
 pub const VARIABLE: &str = "HOTLIFT_SIMULATED";
 
-/// How the device behaves. Numbers count jobs over all queues, from when the behaviour was set; 0
-/// means never.
+/// Behaviour of the device. Numbers count jobs over all queues, since the behaviour was set; 0 means never.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Behaviour {
     /// `absent=1`: there is no device.
     pub absent: bool,
     /// `latency=N`: a job takes that many microseconds.
     pub latency_us: u64,
-    /// `depth=N`: jobs that may be in flight; a submission beyond them is answered busy. 0 is without
-    /// limit.
+    /// `depth=N`: maximum jobs in flight; further submissions are answered busy. 0 is without limit.
     pub depth: u64,
     /// `busy=N`: every Nth submission is answered busy.
     pub busy_every: u64,
@@ -25,7 +23,7 @@ pub struct Behaviour {
     pub fault_every: u64,
     /// `error=N`: every Nth job ends with an error.
     pub error_every: u64,
-    /// `wrong=N`: every Nth job says that it succeeded, with output that is too short.
+    /// `wrong=N`: every Nth job reports success, with output that is too short.
     pub wrong_every: u64,
     /// `die=N`: from the Nth job on every call fails.
     pub die_at: u64,
@@ -34,14 +32,14 @@ pub struct Behaviour {
 }
 
 static BEHAVIOUR: Mutex<Option<Behaviour>> = Mutex::new(None);
-/// Jobs that were accepted, and submissions that were made.
+/// Counts of accepted jobs and of submissions.
 static JOBS: AtomicU64 = AtomicU64::new(0);
 static SUBMISSIONS: AtomicU64 = AtomicU64::new(0);
-/// When the jobs of [`Behaviour::admit`] end; `None` for those that never do.
+/// End times of the jobs of [`Behaviour::admit`]; `None` for jobs that never end.
 static QUEUE: Mutex<Vec<Option<Instant>>> = Mutex::new(Vec::new());
 
 impl Behaviour {
-    /// Parses `key=number` pairs with spaces or commas between; `None` if one is none of the above.
+    /// Parses `key=number` pairs separated by spaces or commas; returns `None` for an unknown one.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let mut behaviour = Self::default();
@@ -67,8 +65,7 @@ impl Behaviour {
         Some(behaviour)
     }
 
-    /// The present behaviour; at first that of the environment, an unreadable one of which is a device
-    /// that is absent.
+    /// Returns the current behaviour. At first it is that of the environment; an invalid value makes the device absent.
     #[must_use]
     pub fn now() -> Self {
         *lock().get_or_insert_with(|| {
@@ -80,14 +77,14 @@ impl Behaviour {
         })
     }
 
-    /// True if the device has died: every call fails.
+    /// Returns true if the device has died: every call fails.
     #[must_use]
     pub fn is_dead(&self) -> bool {
         self.die_at != 0 && JOBS.load(Ordering::Relaxed) >= self.die_at
     }
 
-    /// Enters a job into the device's queue: what becomes of it and when, or `None` if the answer is
-    /// busy. One that hangs stays in the queue until the behaviour is set again.
+    /// Adds a job to the device's queue; returns its result and end, or `None` if the answer is busy. A hanging job stays in
+    /// the queue until the behaviour is set again.
     pub fn admit(&self) -> Option<(Fate, Instant)> {
         let busy = self.submission_is_busy();
         let now = Instant::now();
@@ -103,13 +100,13 @@ impl Behaviour {
         Some((fate, end))
     }
 
-    /// Counts a submission; true if it is one to be answered busy.
+    /// Counts a submission; returns true if the answer must be busy.
     pub fn submission_is_busy(&self) -> bool {
         let number = SUBMISSIONS.fetch_add(1, Ordering::Relaxed) + 1;
         every(self.busy_every, number)
     }
 
-    /// Counts a job that was accepted, and tells what becomes of it.
+    /// Counts an accepted job, and returns its result.
     pub fn next_job(&self) -> Fate {
         let number = JOBS.fetch_add(1, Ordering::Relaxed) + 1;
         let from = |first: u64| first != 0 && number >= first;
@@ -129,20 +126,20 @@ impl Behaviour {
     }
 }
 
-/// What becomes of a job.
+/// Result of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It does what it should.
+    /// The job succeeds.
     Succeeds,
-    /// It ends with a page fault on its output.
+    /// The job ends with a page fault on its output.
     Faults,
-    /// It ends with an error.
+    /// The job ends with an error.
     Fails,
-    /// It says that it succeeded, and did not.
+    /// The job wrongly reports success.
     IsWrong,
-    /// The device is gone: this job and all after it fail.
+    /// The device is gone: this job and all later ones fail.
     Dies,
-    /// It never ends.
+    /// The job never ends.
     Hangs,
 }
 
@@ -154,14 +151,14 @@ fn lock() -> MutexGuard<'static, Option<Behaviour>> {
     BEHAVIOUR.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sets the behaviour and begins all counts again. 0, or -1 if `text` is unreadable.
+/// Sets the behaviour and resets all counts. Returns 0, or -1 if `text` is invalid.
 ///
 /// # Safety
 ///
 /// `text` must be a string that ends with a NUL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hotlift_simulate(text: *const c_char) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
     let Some(behaviour) = Behaviour::parse(&text) else {
         return -1;
@@ -173,7 +170,7 @@ pub unsafe extern "C" fn hotlift_simulate(text: *const c_char) -> c_int {
     0
 }
 
-/// Jobs accepted since the behaviour was set.
+/// Returns the count of jobs accepted since the behaviour was set.
 #[unsafe(no_mangle)]
 pub extern "C" fn hotlift_simulated_jobs() -> u64 {
     JOBS.load(Ordering::Relaxed)

@@ -7,16 +7,16 @@ use libdeflate_sys::{
     libdeflate_result_LIBDEFLATE_SUCCESS as SUCCESS,
 };
 
-/// Why there is no output.
+/// Reason for missing output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Failed {
-    /// The output does not fit its room.
+    /// The output exceeds its room.
     DoesNotFit,
-    /// The input is no stream.
+    /// The input is no valid stream.
     Damaged,
 }
 
-/// Compresses `input` to one raw deflate stream at the start of `room`; its length.
+/// Compresses `input` to one raw deflate stream at the start of `room`; returns its length.
 pub(crate) fn compress(input: &[u8], room: &mut [u8]) -> Result<usize, Failed> {
     // SAFETY: input and output are slices; the compressor lives for the call and is null-checked.
     let written = unsafe {
@@ -40,8 +40,7 @@ pub(crate) fn compress(input: &[u8], room: &mut [u8]) -> Result<usize, Failed> {
     Ok(written)
 }
 
-/// Decompresses the raw deflate stream at the start of `stream` to the start of `room`; the length of
-/// what came out.
+/// Decompresses the raw deflate stream at the start of `stream` to the start of `room`; returns the output's length.
 pub(crate) fn decompress(stream: &[u8], room: &mut [u8]) -> Result<usize, Failed> {
     let mut written = 0;
     // SAFETY: input and output are slices; the decompressor lives for the call and is null-checked.

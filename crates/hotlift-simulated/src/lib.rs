@@ -1,13 +1,12 @@
-//! Simulated accelerators for tests: one library with the C interfaces of libqpl, libqatzip and libwd,
-//! whose devices can be told to be slow, busy, wrong or dead.
+//! Simulated accelerators for tests: one library with the C interfaces of libqpl, libqatzip and libwd, whose devices can be
+//! configured to be slow, busy, wrong or dead.
 //!
-//! Tests build it, name its file in `HOTLIFT_LIBQPL`, `HOTLIFT_LIBQATZIP` or `HOTLIFT_LIBWD`, and tell
-//! it how to behave in `HOTLIFT_SIMULATED` or through [`hotlift_simulate`]. What it does says nothing
-//! about the speed of any device.
+//! Tests build it and name its file in `HOTLIFT_LIBQPL`, `HOTLIFT_LIBQATZIP` or `HOTLIFT_LIBWD`. They set its behaviour in
+//! `HOTLIFT_SIMULATED` or through [`hotlift_simulate`]. Its speed is unrelated to that of any device.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `behaviour` | what the device was told to do, and what it was asked to do |
+//! | `behaviour` | configured behaviour, and counts of jobs |
 //! | `deflate` | the work itself, by libdeflate |
 //! | `qpl` | libqpl: Intel's IAA |
 //! | `qatzip` | libqatzip: Intel's QAT |

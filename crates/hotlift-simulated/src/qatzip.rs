@@ -1,14 +1,14 @@
 //! libqatzip's interface over a simulated QAT.
 //!
-//! A call is a job: the library sends a packet's members to the device one behind the other, and
-//! answers for all of them with one code. What differs from the other devices:
+//! A call is a job: the library submits a packet's members to the device together, and returns one code for all. Differences
+//! from the other devices:
 //!
 //! | behaviour | here |
 //! |---|---|
-//! | `absent` | `qzInit` without software says -101; with it sessions run in software (11) |
-//! | `busy`, `depth` | -103: others have the device's instances |
-//! | `fault`, `error` | -2; with corrupt data to decompress -4. Until it is torn down the session is spoiled |
-//! | `wrong` | 0, and not all of the input was used: what the library says when the output has no room; of a single page to decompress all, and its first byte is damaged |
+//! | `absent` | `qzInit` without software returns -101; with it sessions run in software (11) |
+//! | `busy`, `depth` | -103: other sessions use the device's instances |
+//! | `fault`, `error` | -2; with corrupt data to decompress -4. The session is unusable until its teardown |
+//! | `wrong` | 0 with unused input: the library's result if the output is full; all input if a single page is decompressed, with its first byte damaged |
 //! | `die` | -2, and no session is set up any more (-103) |
 //! | `hang` | -5 after the latency, since calls wait |
 
@@ -31,7 +31,7 @@ const NOSW_NO_INSTANCE: c_int = -103;
 /// `hw_session_stat` of a session that runs in software.
 const NO_HARDWARE: i64 = 11;
 
-/// Bytes before a member's deflate, and behind it.
+/// Bytes before and after a member's deflate.
 const HEAD: usize = 24;
 const TRAILER: usize = 8;
 const PAGE: usize = 4096;
@@ -66,7 +66,7 @@ pub struct Params {
     data_format: u32,
 }
 
-/// What a session that is set up holds.
+/// State of a session that is set up.
 struct State {
     params: Params,
     spoiled: bool,
@@ -77,7 +77,7 @@ unsafe extern "C" {
     fn free(memory: *mut c_void);
 }
 
-/// Initialises a session, and the process with the first.
+/// Initialises a session; the first one also initialises the process.
 ///
 /// # Safety
 ///
@@ -93,7 +93,7 @@ pub unsafe extern "C" fn qzInit(session: *mut Session, sw_backup: u8) -> c_int {
     }
 }
 
-/// Fills in what libqatzip 1.3.1 has as defaults.
+/// Writes the defaults of libqatzip 1.3.1.
 ///
 /// # Safety
 ///
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn qzGetDefaultsDeflate(params: *mut Params) -> c_int {
         huffman_header: 0,
         data_format: 2,
     };
-    // SAFETY: room for parameters, by the caller's promise.
+    // SAFETY: room for parameters, guaranteed by the caller.
     unsafe { params.write(defaults) };
     OK
 }
@@ -128,13 +128,13 @@ pub unsafe extern "C" fn qzGetDefaultsDeflate(params: *mut Params) -> c_int {
 ///
 /// # Safety
 ///
-/// Both must be null or what they are called; the session must be initialised.
+/// Both must be null or valid; the session must be initialised.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzSetupSessionDeflate(
     session: *mut Session,
     params: *const Params,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let (Some(session), Some(params)) = (unsafe { session.as_mut() }, unsafe { params.as_ref() })
     else {
         return PARAMS;
@@ -169,11 +169,11 @@ pub unsafe extern "C" fn qzSetupSessionDeflate(
     OK
 }
 
-/// Most bytes that so many may become.
+/// Returns the maximum compressed size of `bytes` bytes.
 ///
 /// # Safety
 ///
-/// None: the session is not looked at.
+/// None: the session is not read.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzMaxCompressedLength(bytes: c_uint, _session: *mut Session) -> c_uint {
     bytes.saturating_add(bytes / 8).saturating_add(1024)
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn qzCompress(
     destination_len: *mut c_uint,
     _last: c_uint,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         call(
             session,
@@ -219,7 +219,7 @@ pub unsafe extern "C" fn qzDecompress(
     destination: *mut u8,
     destination_len: *mut c_uint,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         call(
             session,
@@ -232,25 +232,25 @@ pub unsafe extern "C" fn qzDecompress(
     }
 }
 
-/// Ordinary memory, pinned or not.
+/// Allocates ordinary memory, pinned or not.
 ///
 /// # Safety
 ///
-/// None; the memory is to be freed by [`qzFree`].
+/// None; the memory must be freed by [`qzFree`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzMalloc(bytes: usize, _node: c_int, _pinned: c_int) -> *mut c_void {
     // SAFETY: no preconditions.
     unsafe { malloc(bytes) }
 }
 
-/// Frees what [`qzMalloc`] gave.
+/// Frees memory of [`qzMalloc`].
 ///
 /// # Safety
 ///
 /// The pointer must be null or from [`qzMalloc`], and not freed yet.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzFree(memory: *mut c_void) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { free(memory) };
 }
 
@@ -258,7 +258,7 @@ pub unsafe extern "C" fn qzFree(memory: *mut c_void) {
 ///
 /// # Safety
 ///
-/// None: nothing is looked at.
+/// None: nothing is read.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzGetStatus(session: *mut Session, status: *mut c_void) -> c_int {
     if session.is_null() || status.is_null() {
@@ -267,19 +267,19 @@ pub unsafe extern "C" fn qzGetStatus(session: *mut Session, status: *mut c_void)
     OK
 }
 
-/// Ends what [`qzSetupSessionDeflate`] began.
+/// Releases the result of [`qzSetupSessionDeflate`].
 ///
 /// # Safety
 ///
-/// `session` must be null or an initialised session, with no call under way.
+/// `session` must be null or an initialised session, with no call in progress.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzTeardownSession(session: *mut Session) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let Some(session) = (unsafe { session.as_mut() }) else {
         return PARAMS;
     };
     if !session.internal.is_null() {
-        // SAFETY: from Box::into_raw in the set-up, and nobody else's.
+        // SAFETY: from Box::into_raw in the setup, and exclusive.
         drop(unsafe { Box::from_raw(session.internal) });
         session.internal = std::ptr::null_mut();
     }
@@ -290,16 +290,16 @@ pub unsafe extern "C" fn qzTeardownSession(session: *mut Session) -> c_int {
 ///
 /// # Safety
 ///
-/// None: the session is not looked at.
+/// None: the session is not read.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qzClose(session: *mut Session) -> c_int {
     if session.is_null() { PARAMS } else { OK }
 }
 
-/// The code, and the bytes used and given.
+/// Function that returns the code, and the bytes read and written.
 type Work = fn(&mut State, &[u8], &mut [u8]) -> (c_int, usize, usize);
 
-/// What both directions have in common.
+/// Executes a call of either direction.
 ///
 /// # Safety
 ///
@@ -312,7 +312,7 @@ unsafe fn call(
     destination_len: *mut c_uint,
     work: Work,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let (session, source_len, destination_len) = unsafe {
         match (
             session.as_mut(),
@@ -323,7 +323,7 @@ unsafe fn call(
             _ => return PARAMS,
         }
     };
-    // SAFETY: buffers of those lengths, by the caller's promise.
+    // SAFETY: buffers of those lengths, guaranteed by the caller.
     let (source, destination) = unsafe {
         (
             std::slice::from_raw_parts(source, *source_len as usize),
@@ -415,7 +415,7 @@ fn decompress(_state: &mut State, source: &[u8], destination: &mut [u8]) -> (c_i
     (OK, used, given)
 }
 
-/// Decompresses the member at the beginning of `source`; the bytes that it took and gave.
+/// Decompresses the member at the start of `source`; returns the bytes read and written.
 fn member(source: &[u8], destination: &mut [u8]) -> Result<(usize, usize), Failed> {
     let (head, body) = source.split_at_checked(HEAD).ok_or(Failed::Damaged)?;
     let size = |at: usize| {

@@ -1,8 +1,8 @@
-//! libqpl's C interface, after the public headers of QPL 1.2 to 1.9 (`qpl/c_api/job.h`,
-//! `status.h`), of which only the layout and the codes are taken.
+//! libqpl's C interface, with the layout and the codes of the public headers of QPL 1.2 to 1.9 (`qpl/c_api/job.h`,
+//! `status.h`).
 //!
-//! Jobs of the hardware path end their time after they were submitted, and write their output when
-//! they are next asked about then. Streams are libdeflate's, with any kind of block.
+//! Jobs of the hardware path end their latency after submission, and write their output at the next poll after that. Streams
+//! are libdeflate's, with any kind of block.
 
 use std::ffi::c_char;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ const OK: u32 = 0;
 const BEING_PROCESSED: u32 = 1;
 const MORE_OUTPUT_NEEDED: u32 = 2;
 const QUEUES_ARE_BUSY: u32 = 5;
-/// A parameter that is none: 50 and the parameter's number, here that of the job's pointer.
+/// An invalid parameter: 50 plus the parameter's number, here the job's pointer.
 const BAD_PARAMETER: u32 = 51;
 const BAD_STREAM: u32 = 216;
 const PAGE_FAULT_ON_READ: u32 = 303;
@@ -28,10 +28,10 @@ const PATH_SOFTWARE: u32 = 2;
 const OP_DECOMPRESS: u32 = 0;
 const OP_COMPRESS: u32 = 1;
 
-/// Bytes by which the output of a job is too short that says it succeeded.
+/// Missing output bytes of a job that wrongly reports success.
 const MISSING: u32 = 19;
 
-/// The head of `qpl_job`, and behind its 240 bytes what is this library's own.
+/// The head of `qpl_job`, and after its 240 bytes this library's own fields.
 #[repr(C)]
 pub struct Job {
     next_in: *const u8,
@@ -47,20 +47,20 @@ pub struct Job {
     state: State,
 }
 
-/// Where a job is.
+/// State of a job.
 enum State {
     /// Not submitted, or ended.
     Idle,
-    /// Submitted: what becomes of it, and when.
+    /// Submitted, with its result and its end.
     Running(Fate, Instant),
 }
 
 impl Job {
-    /// Does the work now.
+    /// Executes the job.
     ///
     /// # Safety
     ///
-    /// The caller of the library vouches for the pointers.
+    /// The caller of the library guarantees the pointers.
     unsafe fn run(&mut self) -> u32 {
         let (Ok(available_in), Ok(available_out)) = (
             usize::try_from(self.available_in),
@@ -71,7 +71,7 @@ impl Job {
         if self.next_in.is_null() || self.next_out.is_null() {
             return BAD_PARAMETER;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (input, room) = unsafe {
             (
                 std::slice::from_raw_parts(self.next_in, available_in),
@@ -103,12 +103,12 @@ impl Job {
         self.total_in = 0;
         self.total_out = 0;
         match fate {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             Fate::Succeeds => unsafe { self.run() },
             Fate::IsWrong => {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 let status = unsafe { self.run() };
-                // A stream that is cut cannot be told from a whole one by its length: none at all.
+                // The length of a truncated stream looks valid, so none is returned.
                 self.total_out = match self.op {
                     OP_COMPRESS => 0,
                     _ => self.total_out.saturating_sub(MISSING),
@@ -123,13 +123,13 @@ impl Job {
     }
 }
 
-/// The library's version.
+/// Returns the library's version.
 #[unsafe(no_mangle)]
 pub extern "C" fn qpl_get_library_version() -> *const c_char {
     c"1.9.0-simulated".as_ptr()
 }
 
-/// Bytes of a job.
+/// Writes the size of a job.
 ///
 /// # Safety
 ///
@@ -139,16 +139,16 @@ pub unsafe extern "C" fn qpl_get_job_size(path: u32, size: *mut u32) -> u32 {
     if ![PATH_HARDWARE, PATH_SOFTWARE].contains(&path) || size.is_null() {
         return BAD_PARAMETER;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { *size = u32::try_from(size_of::<Job>()).unwrap_or(u32::MAX) };
     OK
 }
 
-/// Makes a job of zeroed memory.
+/// Initialises a job in zeroed memory.
 ///
 /// # Safety
 ///
-/// `job` must have the bytes that `qpl_get_job_size` tells, aligned to 8.
+/// `job` must have the size that `qpl_get_job_size` reports, aligned to 8.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qpl_init_job(path: u32, job: *mut Job) -> u32 {
     if job.is_null() {
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn qpl_init_job(path: u32, job: *mut Job) -> u32 {
         PATH_HARDWARE | PATH_SOFTWARE => {}
         _ => return BAD_PARAMETER,
     }
-    // SAFETY: the caller's promise; the field may hold anything yet, and needs no drop.
+    // SAFETY: guaranteed by the caller; the field may be uninitialised, and needs no drop.
     unsafe {
         (&raw mut (*job).path).write(path);
         (&raw mut (*job).state).write(State::Idle);
@@ -169,19 +169,19 @@ pub unsafe extern "C" fn qpl_init_job(path: u32, job: *mut Job) -> u32 {
     OK
 }
 
-/// Submits a job; on the software path, does it.
+/// Submits a job; executes it on the software path.
 ///
 /// # Safety
 ///
-/// `job` must be initialised, its pointers good until it has ended.
+/// `job` must be initialised, its pointers valid until it has ended.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qpl_submit_job(job: *mut Job) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let Some(job) = (unsafe { job.as_mut() }) else {
         return BAD_PARAMETER;
     };
     if job.path == PATH_SOFTWARE {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         return unsafe { job.end(Fate::Succeeds) };
     }
     let behaviour = Behaviour::now();
@@ -195,14 +195,14 @@ pub unsafe extern "C" fn qpl_submit_job(job: *mut Job) -> u32 {
     OK
 }
 
-/// Asks whether a job has ended, and how.
+/// Returns the status of a job, ended or not.
 ///
 /// # Safety
 ///
 /// As for `qpl_submit_job`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qpl_check_job(job: *mut Job) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let Some(job) = (unsafe { job.as_mut() }) else {
         return BAD_PARAMETER;
     };
@@ -211,13 +211,13 @@ pub unsafe extern "C" fn qpl_check_job(job: *mut Job) -> u32 {
     };
     let fate = match fate {
         Fate::Hangs => return BEING_PROCESSED,
-        // What was in flight when the device died is lost.
+        // Jobs in flight when the device died are lost.
         _ if Behaviour::now().is_dead() => Fate::Dies,
         _ if Instant::now() < end => return BEING_PROCESSED,
         fate => fate,
     };
     job.state = State::Idle;
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { job.end(fate) }
 }
 
@@ -229,7 +229,7 @@ pub unsafe extern "C" fn qpl_check_job(job: *mut Job) -> u32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qpl_wait_job(job: *mut Job) -> u32 {
     loop {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         match unsafe { qpl_check_job(job) } {
             BEING_PROCESSED => std::thread::sleep(Duration::from_micros(10)),
             status => return status,
@@ -244,7 +244,7 @@ pub unsafe extern "C" fn qpl_wait_job(job: *mut Job) -> u32 {
 /// As for `qpl_submit_job`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qpl_execute_job(job: *mut Job) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match qpl_submit_job(job) {
             OK if (*job).path == PATH_HARDWARE => qpl_wait_job(job),
@@ -253,14 +253,14 @@ pub unsafe extern "C" fn qpl_execute_job(job: *mut Job) -> u32 {
     }
 }
 
-/// Ends the use of a job's memory. One that has not ended must not be given.
+/// Releases a job, which must have ended.
 ///
 /// # Safety
 ///
 /// `job` must be initialised.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qpl_fini_job(job: *mut Job) -> u32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     match unsafe { job.as_ref() } {
         None => BAD_PARAMETER,
         Some(Job {

@@ -1,9 +1,9 @@
 //! libwd_comp's C interface as far as QEMU's `uadk` uses it, after Linaro/uadk's public headers
 //! (`include/wd_comp.h` of commit 020bb7d, `wd.h` and `wd_sched.h` of 00efb97, `libwd_comp.map` of
-//! 0ad1f5c), of which only the layout and the codes are taken.
+//! 0ad1f5c); only their layout and codes are used.
 //!
-//! Only sessions of zlib streams. The device writes the header `78 9c` and skips that of a stream
-//! unread, as HiSilicon's driver does.
+//! Only sessions of zlib streams. The device writes the header `78 9c` and skips a stream's header unread, as HiSilicon's
+//! driver does.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +32,7 @@ const COMPRESS: u32 = 0;
 const DECOMPRESS: u32 = 1;
 const ZLIB_HEADER: [u8; 2] = [0x78, 0x9c];
 
-/// Bytes by which the output of a job is too short that says it succeeded.
+/// Missing output bytes of a job that wrongly reports success.
 const MISSING: u32 = 19;
 
 static INITIALISED: AtomicBool = AtomicBool::new(false);
@@ -67,7 +67,7 @@ struct Session {
     op_type: u32,
 }
 
-/// Takes the device into use, for the process.
+/// Initialises the device for the process.
 ///
 /// # Safety
 ///
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn wd_comp_init2_(
     _task_type: c_int,
     _ctx_params: *mut c_void,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     if alg.is_null() || unsafe { CStr::from_ptr(alg) } != c"zlib" {
         return -EINVAL;
     }
@@ -93,20 +93,20 @@ pub unsafe extern "C" fn wd_comp_init2_(
     0
 }
 
-/// Takes the device out of use.
+/// Releases the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn wd_comp_uninit2() {
     INITIALISED.store(false, Ordering::Relaxed);
 }
 
-/// Makes a session; 0 if it cannot be made.
+/// Creates a session; returns 0 on failure.
 ///
 /// # Safety
 ///
 /// `setup` must be readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn wd_comp_alloc_sess(setup: *const Setup) -> usize {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let Some(setup) = (unsafe { setup.as_ref() }) else {
         return 0;
     };
@@ -135,20 +135,20 @@ pub unsafe extern "C" fn wd_comp_alloc_sess(setup: *const Setup) -> usize {
 pub unsafe extern "C" fn wd_comp_free_sess(session: usize) {
     let session: *mut Session = std::ptr::with_exposed_provenance_mut(session);
     if !session.is_null() {
-        // SAFETY: made by `wd_comp_alloc_sess`, and the caller's promise.
+        // SAFETY: made by `wd_comp_alloc_sess`; guaranteed by the caller.
         drop(unsafe { Box::from_raw(session) });
     }
 }
 
-/// Does a request.
+/// Executes a request.
 ///
 /// # Safety
 ///
-/// The session must be live and the request's pointers good.
+/// The session must be live and the request's pointers valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn wd_do_comp_sync(session: usize, request: *mut Request) -> c_int {
     let session: *const Session = std::ptr::with_exposed_provenance(session);
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let (Some(session), Some(request)) = (unsafe { (session.as_ref(), request.as_mut()) }) else {
         return -EINVAL;
     };
@@ -169,10 +169,10 @@ pub unsafe extern "C" fn wd_do_comp_sync(session: usize, request: *mut Request) 
     std::thread::sleep(end.saturating_duration_since(Instant::now()));
     match fate {
         Fate::Succeeds | Fate::IsWrong => {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             request.status = unsafe { request.run() };
             if fate == Fate::IsWrong {
-                // A stream that is cut cannot be told from a whole one by its length: none at all.
+                // The length of a truncated stream looks valid, so none is returned.
                 request.dst_len = match request.op_type {
                     COMPRESS => 0,
                     _ => request.dst_len.saturating_sub(MISSING),
@@ -186,24 +186,24 @@ pub unsafe extern "C" fn wd_do_comp_sync(session: usize, request: *mut Request) 
         }
         Fate::Fails => -EIO,
         Fate::Dies => -HW_EACCESS,
-        // The library itself gives up in the end.
+        // The library itself times out in the end.
         Fate::Hangs => -ETIMEDOUT,
     }
 }
 
 impl Request {
-    /// Does the work; the request's status.
+    /// Executes the request; returns its status.
     ///
     /// # Safety
     ///
-    /// The request's pointers must be good.
+    /// The request's pointers must be valid.
     unsafe fn run(&mut self) -> u32 {
         let (Ok(src_len), Ok(dst_len)) =
             (usize::try_from(self.src_len), usize::try_from(self.dst_len))
         else {
             return INPUT;
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (input, room) = unsafe {
             (
                 std::slice::from_raw_parts(self.src, src_len),
@@ -227,7 +227,7 @@ impl Request {
     }
 }
 
-/// A zlib stream at the start of `room`; its length.
+/// Writes a zlib stream to the start of `room`; returns its length.
 fn compress(input: &[u8], room: &mut [u8]) -> Option<usize> {
     let (header, deflate) = room.split_at_mut_checked(ZLIB_HEADER.len())?;
     header.copy_from_slice(&ZLIB_HEADER);
