@@ -1,42 +1,42 @@
-//! Why a command failed, where several commands can fail so.
+//! Errors that several commands share.
 
 use std::io;
 
 use hotlift_mem::FileError;
 pub use hotlift_mem::error_line;
 
-/// What goes wrong in more than one command.
+/// Error that more than one command can have.
 #[derive(Debug, thiserror::Error)]
 pub enum TerminalError {
-    /// A file or folder that is to be read, or a file for results.
+    /// An input file or folder, or a result file, failed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Standard output.
+    /// Standard output failed.
     #[error("cannot write the result")]
     Output(#[source] io::Error),
-    /// A process, or something else that the system is asked for.
+    /// A process or another system resource failed.
     #[error("cannot run '{what}'")]
     Process {
-        /// Which.
+        /// Name of the resource.
         what: &'static str,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// A signal.
+    /// A signal ended the command.
     #[error("interrupted")]
     Interrupted,
 }
 
 impl TerminalError {
-    /// Returns what makes the system's reason an error of what it was asked for.
+    /// Returns a function that turns the system's error into an error of the resource `what`.
     pub fn process(what: &'static str) -> impl Fn(io::Error) -> Self + Copy {
         move |source| Self::Process { what, source }
     }
 }
 
 impl TerminalError {
-    /// The error and its causes, in one line.
+    /// Returns the error and its causes in one line.
     pub fn line(&self) -> String {
         error_line(self)
     }

@@ -3,9 +3,9 @@
 //! | file | subject |
 //! |---|---|
 //! | `output`, `output_file` | standard output and standard error; files for results |
-//! | `progress`, `table`, `width` | the progress display; tables; what fits a terminal |
-//! | `signals` | Ctrl-C and its like |
-//! | `error` | why a command failed, where several can fail so |
+//! | `progress`, `table`, `width` | the progress display; tables; fitting text to a terminal |
+//! | `signals` | Ctrl-C and other signals |
+//! | `error` | errors that several commands share |
 
 #![forbid(unsafe_code)]
 

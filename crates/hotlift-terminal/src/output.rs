@@ -1,11 +1,10 @@
-//! All that a command says after its start, on standard output and standard error.
+//! Output of a command after its start, on standard output and standard error.
 //!
-//! Whoever reads it may go away (EPIPE, EIO of a closed terminal), stop reading (a full pipe), or have no
-//! room (ENOSPC). None of that may end, stop or delay what a command does with a guest. So each stream has
-//! a thread of its own that writes, and everybody else only puts text into its queue. A time-out around a
-//! write in the caller's thread is not enough: a QEMU that was started writes to the same pipe, and fills
-//! it between poll and write. The price is that lines that wait are lost when the process is killed, and
-//! that lines of the two streams may change places.
+//! The reader can go away (EPIPE, EIO of a closed terminal), stop reading (a full pipe), or run out of room (ENOSPC). None of
+//! this may end, stop or delay the handling of a guest. So each stream has a thread that writes; all other threads only queue
+//! text. A timeout around a write in the caller's thread does not suffice: a QEMU that was started writes to the same pipe, and
+//! can fill it between poll and write. The cost: queued lines are lost if the process is killed, and lines of the two streams
+//! can change order.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,25 +19,25 @@ use hotlift_mem::{lock, stdout_was_closed};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-/// Bytes of progress that may wait: some screens full. More says nothing new.
+/// Limit of queued progress in bytes: some screens. More carries no new information.
 const WAITING_PROGRESS: usize = 16 << 10;
 
-/// Bytes of messages that may wait: a command says a few kilobytes, a guest's serial port any number.
+/// Limit of queued messages in bytes: a command prints a few kilobytes, a guest's serial port any number.
 const WAITING_MESSAGES: usize = 1 << 20;
 
-/// Written at a time, so that a slow reader is told from one that has stopped (`PIPE_BUF`).
+/// Bytes of one write, so that a slow reader differs from a stopped one (`PIPE_BUF`).
 const CHUNK: usize = 4096;
 
-/// How long the result of a command waits for a reader that takes nothing.
+/// Timeout of the result of a command when the reader takes nothing.
 const RESULT: Duration = Duration::from_secs(10);
 
-/// How long the end of the process waits for one.
+/// Timeout of the output at the end of the process.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// How long a panic waits for one: it may be in a thread that a guest waits for.
+/// Timeout of the output of a panic: a guest may wait for the thread that panics.
 const PANIC: Duration = Duration::from_millis(500);
 
-/// How often it is looked whether a reader takes anything.
+/// Interval of the check that the reader takes anything.
 const LOOK: Duration = Duration::from_millis(20);
 
 static STDOUT: LazyLock<Stream> =
@@ -46,13 +45,13 @@ static STDOUT: LazyLock<Stream> =
 static STDERR: LazyLock<Stream> =
     LazyLock::new(|| Stream::start("stderr", rustix::stdio::stderr()));
 
-/// Says a line on standard output, if somebody reads it.
+/// Prints a line on standard output; it is lost without a reader.
 #[macro_export]
 macro_rules! say {
     ($($text:tt)*) => { $crate::output::out(&format!($($text)*)) };
 }
 
-/// Says a line on standard error, if somebody reads it.
+/// Prints a line on standard error; it is lost without a reader.
 #[macro_export]
 macro_rules! complain {
     ($($text:tt)*) => { $crate::output::err(&format!($($text)*)) };
@@ -60,7 +59,7 @@ macro_rules! complain {
 
 pub use crate::{complain, say};
 
-/// Says which connections a migration has turned away, if there were any.
+/// Prints the connections that a migration has refused, if there are any.
 pub fn say_turned_away(control: &Control) {
     for (why, count) in control.turned_away() {
         let what = if count == 1 {
@@ -72,30 +71,30 @@ pub fn say_turned_away(control: &Control) {
     }
 }
 
-/// A line on standard output, if somebody reads it.
+/// Prints a line on standard output; it is lost without a reader.
 pub fn out(line: &str) {
     STDOUT.put(format!("{line}\n"), WAITING_MESSAGES, None);
 }
 
-/// A line on standard error, if somebody reads it.
+/// Prints a line on standard error; it is lost without a reader.
 pub fn err(line: &str) {
     STDERR.put(format!("{line}\n"), WAITING_MESSAGES, None);
 }
 
-/// Progress on standard error, as it is; left out if what was said before still waits to be read.
+/// Prints progress on standard error unchanged; drops it while earlier output is still queued.
 pub fn progress(text: &str) {
     STDERR.put(text.to_owned(), WAITING_PROGRESS, None);
 }
 
-/// The same as a line on standard output.
+/// Prints progress as a line on standard output; drops it while earlier output is still queued.
 pub fn progress_line(line: &str) {
     STDOUT.put(format!("{line}\n"), WAITING_PROGRESS, None);
 }
 
-/// The result of a command, a line on standard output or many. Returns when it is written.
+/// Prints the result of a command, one or more lines on standard output. Returns when it is written.
 ///
 /// # Errors
-/// The system's reason; [`io::ErrorKind::TimedOut`] if the reader takes nothing for 10 s.
+/// The system's error; [`io::ErrorKind::TimedOut`] if the reader takes nothing for 10 s.
 pub fn result(text: &str) -> io::Result<()> {
     check()?;
     let (done, is_done) = channel();
@@ -117,10 +116,10 @@ pub fn result(text: &str) -> io::Result<()> {
     }
 }
 
-/// Checks that the process was started with a standard output. Rust's runtime puts /dev/null in its place, which takes all.
+/// Checks that the process was started with a standard output. Rust's runtime replaces a closed one by /dev/null.
 ///
 /// # Errors
-/// That of a write to a closed descriptor.
+/// The error of a write to a closed descriptor.
 pub fn check() -> io::Result<()> {
     match stdout_was_closed() {
         true => Err(Errno::BADF.into()),
@@ -128,12 +127,12 @@ pub fn check() -> io::Result<()> {
     }
 }
 
-/// Waits until all is written, or nobody reads it. To be called before the process ends.
+/// Waits until all output is written or the reader stops reading. Must be called before the process ends.
 pub fn finish() {
     drain(LAST_WORDS);
 }
 
-/// Says panics here, too: the default way blocks on a pipe that nobody reads.
+/// Prints panics through this module: the default hook blocks on a pipe without a reader.
 pub fn take_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = thread::current();
@@ -152,7 +151,7 @@ fn drain(patience: Duration) {
     }
 }
 
-/// One of the two, with the thread that writes it.
+/// One of the two streams, with its writer thread.
 struct Stream(Arc<Shared>);
 
 struct Shared {
@@ -162,13 +161,13 @@ struct Shared {
 
 struct Queue {
     texts: VecDeque<Text>,
-    /// Of `texts`.
+    /// Size of `texts`.
     bytes: usize,
-    /// The thread has taken a text that is not written yet.
+    /// True while the thread holds a text that is not written yet.
     is_writing: bool,
-    /// When the reader last took something, or there was nothing to take.
+    /// Time when the reader last took bytes, or the queue was empty.
     moved: Instant,
-    /// There is a thread.
+    /// True if the writer thread exists.
     is_served: bool,
 }
 
@@ -203,7 +202,7 @@ impl Stream {
         Self(shared)
     }
 
-    /// Puts `text` into the queue, unless more than `limit` bytes wait there.
+    /// Queues `text`, unless more than `limit` bytes are queued.
     fn put(&self, text: String, limit: usize, done: Option<Sender<io::Result<()>>>) {
         let mut queue = self.0.lock();
         if queue.bytes > limit || !queue.is_served {
@@ -224,7 +223,7 @@ impl Stream {
         self.0.lock().is_empty()
     }
 
-    /// True if the reader has taken nothing for `time`.
+    /// Returns true if the reader has taken nothing for `time`.
     fn stands_still(&self, time: Duration) -> bool {
         self.0.lock().moved.elapsed() >= time
     }
@@ -237,7 +236,7 @@ impl Queue {
 }
 
 impl Shared {
-    /// Writes what comes, for ever.
+    /// Writes queued texts, forever.
     fn serve(&self, to: BorrowedFd<'_>) {
         loop {
             let mut queue = self.lock();
@@ -261,13 +260,13 @@ impl Shared {
             queue.moved = Instant::now();
             drop(queue);
             if let Some(done) = text.done {
-                // Whoever waits may have lost patience.
+                // The waiting caller may have timed out.
                 let _ = done.send(outcome);
             }
         }
     }
 
-    /// What cannot be written is lost; what follows is tried again, for a full disk may get room.
+    /// Writes `bytes`. Text that cannot be written is lost; later texts are tried again, since a full disk may get room.
     fn write(&self, to: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
         let mut left = bytes;
         while !left.is_empty() {
@@ -278,7 +277,7 @@ impl Shared {
                     self.lock().moved = Instant::now();
                 }
                 Err(Errno::INTR) => {}
-                // Somebody else who has this terminal or pipe has made it non-blocking.
+                // Another process that shares this terminal or pipe has made it non-blocking.
                 Err(Errno::AGAIN) => {
                     let _ = poll(&mut [PollFd::from_borrowed_fd(to, PollFlags::OUT)], None);
                 }
@@ -295,7 +294,7 @@ mod tests {
     use std::io::Read;
     use std::os::fd::{AsFd, OwnedFd};
 
-    /// A stream into a pipe, and the pipe's end. The write end is never closed, as a process's is not.
+    /// Returns a stream into a pipe, and the pipe's read end. The write end is never closed, like a process's.
     fn piped() -> (Stream, OwnedFd) {
         let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
         let writer: &'static OwnedFd = Box::leak(Box::new(writer));
@@ -309,7 +308,7 @@ mod tests {
             stream.put("progress\n".to_owned(), WAITING_PROGRESS, None);
         }
         assert!(stream.0.lock().bytes <= WAITING_PROGRESS + CHUNK);
-        // A message is not left out for all the progress before it.
+        // Earlier progress must not suppress a message.
         stream.put("message\n".to_owned(), WAITING_MESSAGES, None);
         let mut said = String::new();
         let mut reader = std::fs::File::from(reader);

@@ -1,4 +1,4 @@
-//! Files for results, under names that an operator has given.
+//! Result files, under names from the operator.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -9,7 +9,7 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
-/// Writes a file, in place of what it held.
+/// Writes a file, replacing its content.
 ///
 /// # Errors
 /// As [`open`].
@@ -18,12 +18,12 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     open(path, how.write(true).create(true).truncate(true))?.write_all(bytes)
 }
 
-/// Opens a file. A symbolic link is followed if it is this user's or root's, as `/dev/stdout` is; in a folder
-/// where everybody may make names, another user's link would have a file of ours overwritten. (The kernel
-/// refuses the same where `fs.protected_symlinks` is on.)
+/// Opens a file. Follows a symbolic link if it belongs to this user or root, as `/dev/stdout` does. In a folder that is
+/// writable for all, another user's link could make us overwrite our own file. (With `fs.protected_symlinks`, the kernel also
+/// refuses this.)
 ///
 /// # Errors
-/// The system's reason, or that the name is such a link.
+/// The system's error, or a refused link.
 pub fn open(path: &Path, how: &mut OpenOptions) -> io::Result<File> {
     let flags = |flags: OFlags| flags.bits().cast_signed();
     match how.custom_flags(flags(OFlags::NOFOLLOW)).open(path) {

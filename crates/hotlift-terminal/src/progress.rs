@@ -1,4 +1,4 @@
-//! The progress display: one line that is rewritten on a terminal, or a line a second elsewhere.
+//! The progress display: one rewritten line on a terminal, or a line per second elsewhere.
 
 use std::cell::Cell;
 use std::io::IsTerminal;
@@ -12,12 +12,12 @@ use hotlift::progress::{Progress, Stall};
 use crate::output::{self, complain};
 use crate::width;
 
-/// A moment in words, what matters most first: a terminal shows no more than it has columns.
+/// Snapshot as text, most important part first: a terminal cuts the line at its width.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Line {
     /// The line.
     pub text: String,
-    /// What an operator should know in full: a terminal gets it as a line of its own, once.
+    /// Remark that the operator must see in full: a terminal shows it once, on a line of its own.
     pub remark: Option<String>,
 }
 
@@ -27,7 +27,7 @@ impl From<String> for Line {
     }
 }
 
-/// As it is where lines are kept.
+/// The full line, for a log.
 impl std::fmt::Display for Line {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.text)?;
@@ -38,31 +38,31 @@ impl std::fmt::Display for Line {
     }
 }
 
-/// `line` in place of the one before, on the terminal of standard error.
+/// Returns `line` so that it replaces the one before, on the terminal of standard error.
 pub fn rewritten(line: &str) -> String {
-    /// Of a terminal that does not say.
+    /// Width of a terminal that reports none.
     const COLUMNS: usize = 80;
     let columns = width::columns(rustix::stdio::stderr()).unwrap_or(COLUMNS);
-    // In the last column some terminals go on to the next line.
+    // Some terminals wrap when the last column is written.
     format!("{CLEAR}{}", width::cut(line, columns.saturating_sub(1)))
 }
 
-/// Takes away the line of a display that was ended in its midst.
+/// Clears the line of a display that was ended in the middle.
 pub fn clear() {
     if std::io::stderr().is_terminal() {
         output::progress(CLEAR);
-        // What follows may be for the other stream of the same terminal.
+        // The next output may go to the other stream of the same terminal.
         output::finish();
     }
 }
 
-/// Empties the line.
+/// Clears the line.
 const CLEAR: &str = "\r\x1b[K";
 
-/// Between lines where they are kept, as in a log.
+/// Interval of lines in a log.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shows how a migration gets on, on standard error, and warns if it does without an accelerator.
+/// Progress display of a migration on standard error, with warnings about unused accelerators.
 pub struct Display {
     label: String,
     control: Control,
@@ -73,7 +73,7 @@ pub struct Display {
 struct State {
     terminal: bool,
     last: Option<(Instant, u64)>,
-    /// The present remark has been said.
+    /// True if the current remark has been shown.
     is_remarked: bool,
     shown: Cell<bool>,
     warned: Cell<bool>,
@@ -81,8 +81,7 @@ struct State {
 }
 
 impl Display {
-    /// A display of the migration of `control`, whose lines begin with `label`. A quiet one shows
-    /// nothing but warnings.
+    /// Creates the display of the migration of `control`; its lines begin with `label`. A quiet one shows only warnings.
     pub fn new(label: &str, quiet: bool, control: &Control) -> Self {
         Self {
             label: label.to_owned(),
@@ -99,7 +98,7 @@ impl Display {
         }
     }
 
-    /// Shows one moment.
+    /// Shows one snapshot.
     pub fn show(&self, progress: &Progress) {
         self.show_line(progress.round, || {
             let mut line = line(&self.label, progress, self.control.stall());
@@ -108,7 +107,7 @@ impl Display {
         });
     }
 
-    /// Shows one moment of a migration that is in its round `round`, if it is time to.
+    /// Shows one snapshot of a migration in round `round`, if the interval has passed.
     pub fn show_line(&self, round: u64, line: impl FnOnce() -> Line) {
         let Ok(mut state) = self.state.lock() else {
             return;
@@ -138,7 +137,7 @@ impl Display {
         output::progress(&rewritten(&line.text));
     }
 
-    /// Ends the line that was being rewritten.
+    /// Ends the line that was rewritten.
     pub fn finish(&self) {
         if let Ok(state) = self.state.lock() {
             state.clear_line();
@@ -146,7 +145,7 @@ impl Display {
         }
     }
 
-    /// Says once why the CPU does what an accelerator might: of the method, and of zero pages.
+    /// Warns once that the CPU does work meant for an accelerator: for the method, and for zero pages.
     fn warn(&self, state: &State) {
         let of = [
             ("", self.control.jobs(), &state.warned),
@@ -176,7 +175,7 @@ impl State {
     }
 }
 
-/// What to say of jobs that an accelerator might have done, if there are any.
+/// Returns the warning about jobs that fell back to the CPU, if there are any.
 pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
     let why = jobs.fallback.as_ref()?;
     Some(if jobs.hardware > 0 {
@@ -193,7 +192,7 @@ fn line(label: &str, progress: &Progress, stall: Option<Stall>) -> Line {
             format!("{:.1} s", left.as_secs_f64())
         });
     let remark = progress.stall_reason();
-    // What goes by which method, and why, is to be seen on 80 columns.
+    // The share and reason of each method must fit 80 columns.
     let (of, ends, methods) = match &progress.methods {
         Some(methods) => (String::new(), "left", format!("; {methods}; ")),
         None => {
@@ -220,7 +219,7 @@ fn line(label: &str, progress: &Progress, stall: Option<Stall>) -> Line {
     }
 }
 
-/// Behind the state of a migration that does not converge.
+/// Returns the suffix for the state of a migration that does not converge.
 pub fn stalled(is_stalled: bool) -> &'static str {
     match is_stalled {
         true => ", not converging",
@@ -228,7 +227,7 @@ pub fn stalled(is_stalled: bool) -> &'static str {
     }
 }
 
-/// How much auto-converge slows the guest down, as the end of a line; empty if it does not.
+/// Returns the guest's throttling by auto-converge as the end of a line; empty if there is none.
 pub fn throttled(percent: u64) -> String {
     match percent {
         0 => String::new(),
@@ -236,7 +235,7 @@ pub fn throttled(percent: u64) -> String {
     }
 }
 
-/// What an accelerator does, as the end of a line; empty if there is none.
+/// Returns the jobs of an accelerator as the end of a line; empty if there are none.
 pub fn jobs(jobs: &JobFigures) -> String {
     if jobs.hardware == 0 {
         return String::new();
@@ -257,7 +256,7 @@ pub fn rounded(rate: f64) -> u64 {
     rate.clamp(0.0, 1e18) as u64
 }
 
-/// Bytes with a binary unit.
+/// Returns `count` bytes with a binary unit.
 pub fn bytes(count: u64) -> String {
     let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
     for (unit, shift) in units {
@@ -320,7 +319,7 @@ mod tests {
         ] {
             assert!(stalled.to_string().contains(words), "{stalled}");
         }
-        // What matters is there on the narrowest terminal.
+        // The narrowest terminal shows the important parts.
         let narrow = width::cut(&stalled.text, 79);
         for words in ["not converging", "round 7", "512.0 MiB of 1.0 GiB to go"] {
             assert!(narrow.contains(words), "{narrow}");

@@ -1,4 +1,4 @@
-//! SIGINT, SIGTERM and SIGHUP as a flag, and as an event that ends waits, so that every way out cleans up.
+//! SIGINT, SIGTERM and SIGHUP as a flag, and as an event that ends waits, so that every exit path cleans up.
 
 use std::fs::Permissions;
 use std::io::{self, PipeReader, PipeWriter};
@@ -21,15 +21,15 @@ use crate::error::TerminalError;
 use crate::output::{self, complain};
 use hotlift_mem::{lock, wait_readable};
 
-/// Folders of this process, which it removes itself on every other way out.
+/// Folders of this process; all other exit paths remove them by themselves.
 static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// A folder that is removed when it goes out of scope, and by a signal that ends the process at once.
+/// Folder that is removed when dropped, and by a signal that ends the process at once.
 #[derive(Debug)]
 pub struct OwnFolder(TempDir);
 
 impl OwnFolder {
-    /// One for sockets, that only this user can enter.
+    /// Creates a folder for sockets that only this user can enter.
     pub fn private() -> Result<Self, TerminalError> {
         let mut builder = tempfile::Builder::new();
         builder
@@ -42,7 +42,7 @@ impl OwnFolder {
         Ok(Self(folder))
     }
 
-    /// Where it is.
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         self.0.path()
     }
@@ -50,13 +50,13 @@ impl OwnFolder {
 
 impl Drop for OwnFolder {
     fn drop(&mut self) {
-        // Its name is anybody's as soon as it is removed.
+        // After the removal, any user can create this name.
         let mut folders = lock(&FOLDERS);
         folders.retain(|folder| folder != self.0.path());
     }
 }
 
-/// No folder for sockets could be made.
+/// Returns the error for a folder for sockets that cannot be created.
 pub fn no_folder(source: io::Error) -> TerminalError {
     TerminalError::Process {
         what: "a folder for sockets",
@@ -64,14 +64,14 @@ pub fn no_folder(source: io::Error) -> TerminalError {
     }
 }
 
-/// What the process says as it ends at once, and its exit code.
+/// Exit code and message of the process when it ends at once.
 static LAST_WORDS: Mutex<Option<(u8, String)>> = Mutex::new(None);
 
 /// Ends the process at once.
 fn end() -> ! {
     let folders = lock(&FOLDERS);
     for folder in folders.iter() {
-        // It may be on its way out.
+        // Another thread may already remove it.
         let _ = std::fs::remove_dir_all(folder);
     }
     drop(folders);
@@ -84,11 +84,11 @@ fn end() -> ! {
     signal_hook::low_level::exit(code.into())
 }
 
-/// Makes a write beyond the file size limit (`ulimit -f`) fail with EFBIG. SIGXFSZ would end the process, which could neither
-/// report it nor clean up.
+/// Makes a write beyond the file size limit (`ulimit -f`) fail with EFBIG. SIGXFSZ would end the process without a report and
+/// without cleanup.
 ///
 /// # Errors
-/// If the system does not let the signal be caught.
+/// The signal cannot be caught.
 pub fn survive_file_size_limit() -> Result<(), TerminalError> {
     // The flag is not read: the failed write reports it.
     let caught = signal_hook::flag::register(SIGXFSZ, Arc::default());
@@ -97,17 +97,16 @@ pub fn survive_file_size_limit() -> Result<(), TerminalError> {
         .map_err(TerminalError::process("signal handlers"))
 }
 
-/// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never
-/// does, nor does it count as the first of two: a terminal that closes sends it more than once, and nobody is
-/// there who could insist.
+/// Flag that the first signal sets. A second SIGINT or SIGTERM ends the process at once: the operator insists. A SIGHUP never
+/// does and does not count as the first: a closing terminal sends it more than once, and no operator is there.
 #[derive(Clone)]
 pub struct Interrupt(Arc<Flags>);
 
 struct Flags {
     raised: AtomicBool,
-    /// By SIGINT or SIGTERM.
+    /// Set by SIGINT or SIGTERM.
     ordered: AtomicBool,
-    /// Held by a wait between its look and its sleep.
+    /// Held by a wait between its check and its sleep.
     waits: Mutex<()>,
     changed: Condvar,
     /// Readable while `raised` is set.
@@ -136,7 +135,7 @@ impl Flags {
         self.changed.notify_all();
     }
 
-    /// Waits until a signal has come or `time` is over, and returns which; `None` once `over` is set.
+    /// Waits until a signal arrives or `time` has passed, and returns the cause; `None` once `over` is set.
     fn wait(&self, time: Duration, over: &AtomicBool) -> Option<Cause> {
         let is_set = |flag: &AtomicBool| flag.load(Ordering::Acquire);
         let waits = |(): &mut ()| !is_set(&self.raised) && !is_set(over);
@@ -151,16 +150,16 @@ impl Flags {
     }
 }
 
-/// What ends a work early.
+/// Cause for which work ends early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
-    /// A signal.
+    /// A signal arrived.
     Signal,
-    /// The end of its time.
+    /// The deadline passed.
     Deadline,
 }
 
-/// Ends a watch when it goes out of scope.
+/// Ends a watch when dropped.
 struct Ends<'a>(&'a AtomicBool, &'a Flags);
 
 impl Drop for Ends<'_> {
@@ -170,7 +169,7 @@ impl Drop for Ends<'_> {
 }
 
 impl Interrupt {
-    /// Starts to catch the signals. A SIGHUP that the process was started to ignore (`nohup`) stays ignored.
+    /// Starts to catch the signals. If the process was started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
     pub fn catch() -> Result<Self, TerminalError> {
         let failed = TerminalError::process("signal handlers");
         let this = Self(Arc::new(Flags::new().map_err(failed)?));
@@ -193,40 +192,40 @@ impl Interrupt {
         Ok(this)
     }
 
-    /// True after a signal.
+    /// Returns true after a signal.
     pub fn is_raised(&self) -> bool {
         self.0.raised.load(Ordering::Acquire)
     }
 
-    /// Readable after a signal: for a poll.
+    /// Returns a descriptor for poll that is readable after a signal.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.0.bell.as_fd()
     }
 
-    /// True after a SIGINT or SIGTERM: somebody wants the process to end, whatever is lost.
+    /// Returns true after a SIGINT or SIGTERM: the process must end, even if data is lost.
     pub fn is_ordered(&self) -> bool {
         self.0.ordered.load(Ordering::Relaxed)
     }
 
-    /// As if no signal had come: what it was for is over.
+    /// Clears the signal, which has been handled.
     pub fn forget(&self) {
         let _ = rustix::io::read(&self.0.bell, &mut [0; 8]);
         self.0.raised.store(false, Ordering::Release);
         self.0.ordered.store(false, Ordering::Relaxed);
     }
 
-    /// A second signal ends the process with these words on stderr and this exit code from now on: what it leaves behind is not
-    /// nothing any more. `None`: as before.
+    /// Sets the message on standard error and the exit code with which a second signal ends the process: now the process leaves
+    /// something behind. `None` restores the default.
     pub fn insisted(&self, last_words: Option<(u8, String)>) {
         *lock(&LAST_WORDS) = last_words;
     }
 
-    /// Does what a signal does.
+    /// Acts as if a signal had arrived.
     pub fn raise(&self) {
         self.0.raise();
     }
 
-    /// Runs `work`, and calls `act` once if a signal comes or `limit` is over before it returns.
+    /// Runs `work`; calls `act` once if a signal arrives or `limit` passes before it returns.
     pub fn watching<T>(
         &self,
         limit: Option<Duration>,
@@ -240,32 +239,32 @@ impl Interrupt {
                     act(cause);
                 }
             });
-            // However `work` ends: a panic must not wait for a watch that waits for a signal.
+            // Also after a panic in `work`: else the watch waits for a signal.
             let _ends = Ends(&done, &self.0);
             work()
         })
     }
 
-    /// Runs `work`, and cancels `control` if a signal comes before it returns.
+    /// Runs `work`, and cancels `control` if a signal arrives before it returns.
     pub fn cancelling<T>(&self, control: &Control, work: impl FnOnce() -> T) -> T {
         self.watching(None, |_| control.cancel(), work)
     }
 
-    /// Waits until a signal has come, one of `others` is readable or has ended, or `deadline` is over; true after a signal.
+    /// Waits for a signal, for one of `others` to be readable or closed, or for `deadline`; returns true after a signal.
     pub fn wait(&self, others: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
         wait_readable(&[&[self.bell()], others].concat(), deadline)
     }
 
-    /// Sleeps for `time` (for ever if there is none) or until a signal; true if it was a signal.
+    /// Sleeps for `time` (without one, forever) or until a signal; returns true after a signal.
     pub fn sleep(&self, time: Option<Duration>) -> bool {
         self.wait(&[], time.map(|time| Instant::now() + time))
     }
 }
 
-/// Does `work` in a thread of its own, and `attend` here, which is given a descriptor that is readable once `work` has ended.
+/// Runs `work` in a new thread, and `attend` in this one, with a descriptor that is readable once `work` has ended.
 ///
 /// # Errors
-/// The system gives no pipe.
+/// The system cannot create a pipe.
 pub fn beside<R: Send, T>(
     work: impl FnOnce() -> R + Send,
     attend: impl FnOnce(BorrowedFd<'_>) -> T,
@@ -282,15 +281,16 @@ pub fn beside<R: Send, T>(
     }))
 }
 
-/// Makes a descriptor that is readable once the other is dropped: the end of the thread that takes that one with it, for a poll.
+/// Creates a descriptor for poll that is readable once the other is dropped. A thread that owns the other one thus signals its
+/// end.
 ///
 /// # Errors
-/// The system gives no pipe.
+/// The system cannot create a pipe.
 pub fn end_of_thread() -> Result<(PipeReader, PipeWriter), TerminalError> {
     io::pipe().map_err(TerminalError::process("a pipe"))
 }
 
-/// Whether the process was started with `signal` ignored.
+/// Returns true if the process was started with `signal` ignored.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status

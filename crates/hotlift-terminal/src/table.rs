@@ -3,21 +3,21 @@
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 use comfy_table::{CellAlignment, Table};
 
-/// An empty table with a header.
+/// Creates an empty table with a header.
 pub fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_header(header);
     table
 }
 
-/// Figures to the right, names to the left.
+/// Aligns figures to the right, names to the left.
 pub fn align(table: &mut Table) {
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
 }
 
-/// The same, and column `words` to the left, too.
+/// Aligns like [`align`], and column `words` to the left.
 pub fn align_with_words(table: &mut Table, words: usize) {
     align(table);
     if let Some(column) = table.column_mut(words) {

@@ -1,4 +1,4 @@
-//! What fits the width of a terminal: lines that are cut, and tables that do without columns.
+//! Output that fits the width of a terminal: cut lines, and tables that drop columns.
 
 use std::os::fd::AsFd;
 
@@ -8,8 +8,8 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use crate::table::new_table;
 
-/// Columns that a table does without where the terminal is too narrow, in this order, by their heads. All
-/// others stay: what was run, how long it took, how long the guest stood still, whether it is well.
+/// Heads of the columns that a table drops on a narrow terminal, in this order. All others stay: the run, its duration, the
+/// guest's downtime, the check.
 pub const DISPENSABLE: &[&str] = &[
     "RAM kB",
     "preempted",
@@ -29,32 +29,32 @@ pub const DISPENSABLE: &[&str] = &[
     "Mbit/s",
 ];
 
-/// Columns of a terminal; `None` of what is none, or does not say.
+/// Returns the columns of a terminal; `None` without a terminal or if it reports none.
 pub fn columns(of: impl AsFd) -> Option<usize> {
     let size = tcgetwinsize(of).ok()?;
     (size.ws_col > 0).then_some(size.ws_col.into())
 }
 
-/// Columns of output that is kept or piped, where no environment variable COLUMNS has another number: those of a terminal
-/// as it opens, and of a mail or a ticket that quotes it.
+/// Columns of output that is stored or piped, unless the environment variable COLUMNS has another number: the default of a
+/// terminal, and the width of a mail or ticket.
 const KEPT: usize = 80;
 
-/// Columns of standard output: its terminal's, or those of the environment variable COLUMNS; `None` if neither is known.
+/// Returns the columns of standard output: its terminal's, or the environment variable COLUMNS; `None` if neither is known.
 pub fn of_output() -> Option<usize> {
     columns(rustix::stdio::stdout()).or_else(|| named(std::env::var("COLUMNS").ok()?.as_str()))
 }
 
-/// The number in COLUMNS, if it is one.
+/// Returns the number in COLUMNS, if it is valid.
 fn named(value: &str) -> Option<usize> {
     value.trim().parse().ok().filter(|columns| *columns > 0)
 }
 
-/// Columns for what loses nothing where it is broken between words.
+/// Returns the columns for text that can be broken between words.
 fn broken_at() -> usize {
     of_output().unwrap_or(KEPT)
 }
 
-/// As much of `text` as `columns` take, with a mark at its end if that is not all.
+/// Returns `text`, cut to `columns` with a mark at its end if it is longer.
 pub fn cut(text: &str, columns: usize) -> String {
     if text.width() <= columns {
         return text.to_owned();
@@ -73,12 +73,12 @@ pub fn cut(text: &str, columns: usize) -> String {
     cut
 }
 
-/// `text` with lines that fit standard output, broken between words.
+/// Returns `text` broken between words into lines that fit standard output.
 pub fn folded(text: &str) -> String {
     folded_to(broken_at(), text)
 }
 
-/// `text` with lines of at most so many columns, broken between words. What is broken off is indented as its line is.
+/// Returns `text` broken between words into lines of at most `columns`. Continuation lines keep the indent of their line.
 fn folded_to(columns: usize, text: &str) -> String {
     let mut lines = Vec::new();
     for whole in text.lines() {
@@ -104,11 +104,10 @@ fn folded_to(columns: usize, text: &str) -> String {
     lines.join("\n")
 }
 
-/// Least columns of the terminal for the names of a table's rows, which go on in further lines where the terminal is
-/// too narrow for all else.
+/// Minimum columns for the row names of a table; names continue on further lines where the terminal is too narrow.
 const NAMES: u16 = 10;
 
-/// A table for standard output: the columns that fit, and all of them in a file or pipe without COLUMNS.
+/// Returns a table for standard output: the columns that fit, or all of them in a file or pipe without COLUMNS.
 pub fn fitted(header: &[&str], rows: &[Vec<String>], finish: impl Fn(&mut Table)) -> String {
     fitted_to(of_output(), header, rows, finish)
 }
@@ -148,7 +147,7 @@ fn fitted_to(
     }
 }
 
-/// Lets the names in the first column go on in further lines.
+/// Lets the names in the first column continue on further lines.
 fn wrap_names(table: &mut Table, columns: usize) {
     table
         .set_content_arrangement(ContentArrangement::Dynamic)
@@ -161,7 +160,7 @@ fn wrap_names(table: &mut Table, columns: usize) {
     }
 }
 
-/// Lets the words in column `words` continue in further lines where standard output is too narrow.
+/// Lets the words in column `words` continue on further lines where standard output is too narrow.
 pub fn wrap(table: &mut Table, words: usize) {
     wrap_all(table);
     let others = table.column_iter_mut().enumerate();
@@ -170,17 +169,17 @@ pub fn wrap(table: &mut Table, words: usize) {
     }
 }
 
-/// Lets the words of every column continue in further lines where standard output is too narrow.
+/// Lets the words of every column continue on further lines where standard output is too narrow.
 pub fn wrap_all(table: &mut Table) {
     table
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_width(broken_at().try_into().unwrap_or(u16::MAX));
 }
 
-/// How many columns of figures go side by side with one of names, so that a table fits standard output; all of
-/// them in a file or pipe without COLUMNS.
+/// Returns the number of columns with figures that fit standard output beside one with names; all in a file or pipe without
+/// COLUMNS.
 pub fn side_by_side(names: usize, figures: usize, number: usize) -> usize {
-    // A rule and a blank on each side.
+    // A rule, and a blank on each side.
     const BESIDE: usize = 3;
     match of_output() {
         None => number.max(1),
