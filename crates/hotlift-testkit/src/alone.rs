@@ -1,7 +1,6 @@
 //! A test in a process of its own, and the memory of a process.
 //!
-//! Tests run beside each other in one process. What the whole process has (resident memory, threads) is none of a
-//! single test's.
+//! Tests run concurrently in one process, so process-wide values (resident memory, threads) belong to no single test.
 
 use std::fs;
 use std::process::Command;
@@ -9,7 +8,7 @@ use std::process::Command;
 /// Set in a process that runs one test.
 const VARIABLE: &str = "HOTLIFT_TEST_ALONE";
 
-/// Runs the rest of this test in a process of its own. Stands first in a test that returns nothing.
+/// Runs the rest of this test in a process of its own. Must be first in a test that returns nothing.
 #[macro_export]
 macro_rules! alone {
     () => {
@@ -20,8 +19,8 @@ macro_rules! alone {
     };
 }
 
-/// For [`alone!`](crate::alone!): false in a process that was started for the test. Otherwise runs it in one, and panics if it
-/// fails there. `here` is a function inside of the test's.
+/// Implements [`alone!`](crate::alone!): returns false in a process that was started for the test. Otherwise runs it in one,
+/// and panics if it fails there. `here` is a function inside the test's function.
 ///
 /// # Panics
 /// If the test fails, or cannot be run.
@@ -43,7 +42,7 @@ pub fn has_run_elsewhere(here: &str) -> bool {
     let output = command.env(VARIABLE, "1").output();
     let output = output.unwrap_or_else(|error| panic!("{test}: {error}"));
     let [said, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    // A name that no test has succeeds, too.
+    // A filter without a matching test succeeds too.
     let has_run = said.contains("test result: ok. 1 passed");
     assert!(
         output.status.success() && has_run,
@@ -52,29 +51,29 @@ pub fn has_run_elsewhere(here: &str) -> bool {
     true
 }
 
-/// Bytes of this process in memory.
+/// Returns the resident bytes of this process.
 ///
 /// # Panics
-/// If the kernel does not say so.
+/// If the kernel does not report them.
 #[must_use]
 pub fn resident() -> u64 {
     status("VmRSS:")
 }
 
-/// The most bytes of this process in memory since the last call.
+/// Returns the peak of resident bytes of this process since the last call.
 ///
 /// # Panics
-/// If the kernel does not say so.
+/// If the kernel does not report it.
 #[must_use]
 pub fn peak() -> u64 {
     let peak = status("VmHWM:");
-    // proc_pid_clear_refs(5): resets the peak to what is resident now.
+    // proc_pid_clear_refs(5): resets the peak to the current value.
     let reset = fs::write("/proc/self/clear_refs", "5");
     reset.unwrap_or_else(|error| panic!("clear_refs: {error}"));
     peak
 }
 
-/// A value in KiB of this process's status, in bytes.
+/// Returns a value in KiB of this process's status, in bytes.
 fn status(name: &str) -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let value = status.lines().find_map(|line| line.strip_prefix(name));
@@ -89,7 +88,7 @@ mod tests {
     #[test]
     fn memory_is_resident_when_it_is_written_and_its_peak_stays_until_it_is_asked_for() {
         alone!();
-        // The kernel counts to within some pages for each CPU.
+        // The kernel's count is accurate to some pages per CPU.
         const HALF: u64 = 32 << 20;
         let _ = peak();
         let before = resident();

@@ -1,4 +1,4 @@
-//! One case of the campaign: who migrates, over what, and what fails when. All of it is drawn from a seed.
+//! One case of the campaign: the pair, its network and its faults. All of it is drawn from a seed.
 
 use std::time::Duration;
 
@@ -11,52 +11,52 @@ use crate::process::{Output, Stream};
 use crate::proxy::{Ending, Turns};
 use crate::qemu::Release;
 
-/// How long a source asks what became of its guest, by default (`settle-timeout`).
+/// Default time that a source queries the outcome of its guest (`settle-timeout`).
 pub const SETTLE: Duration = Duration::from_secs(60);
 
-/// Who migrates.
+/// Programs of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pair {
     /// `hotlift guest run` twice.
     BuiltIn {
-        /// Which guest.
+        /// Kind of guest.
         guest: BuiltIn,
-        /// Its vCPUs.
+        /// Number of vCPUs.
         vcpus: u8,
-        /// Channels of multifd; 0 is without.
+        /// Multifd channels; 0 without multifd.
         channels: u8,
-        /// The source is driven over QMP, or else by `--migrate-to`.
+        /// True if the source is driven over QMP, else by `--migrate-to`.
         monitored: bool,
     },
     /// `hotlift migrate` and `hotlift serve`.
     Steered {
         /// The source's QEMU.
         from: Release,
-        /// The destination's.
+        /// The destination's QEMU.
         to: Release,
-        /// `serve` starts it, or else is given its QMP socket.
+        /// True if `serve` starts it, else it gets its QMP socket.
         started: bool,
     },
     /// `hotlift relay` twice.
     Relays {
         /// The source's QEMU.
         from: Release,
-        /// The destination's.
+        /// The destination's QEMU.
         to: Release,
     },
-    /// Two QEMUs that know nothing of `hotlift agent` on their hosts.
+    /// Two QEMUs that are unaware of `hotlift agent` on their hosts.
     Agents {
         /// The source's QEMU.
         from: Release,
-        /// The destination's.
+        /// The destination's QEMU.
         to: Release,
         /// QEMU's multifd channels; 0 without multifd.
         channels: u8,
     },
 }
 
-/// A guest that Hotlift has itself.
+/// A guest of Hotlift itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BuiltIn {
@@ -67,7 +67,7 @@ pub enum BuiltIn {
 }
 
 impl Pair {
-    /// Its short name.
+    /// Returns the short name.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -78,7 +78,7 @@ impl Pair {
         }
     }
 
-    /// Whether the driver lets the migration go on after `pre-switchover`.
+    /// Returns true if the driver continues the migration after `pre-switchover`.
     #[must_use]
     pub fn is_held_before_switchover(&self) -> bool {
         match self {
@@ -88,7 +88,7 @@ impl Pair {
         }
     }
 
-    /// Whether the source is a guest without a monitor: it says in its output how it goes on.
+    /// Returns true if the source is a guest without a monitor: it reports progress in its output.
     #[must_use]
     pub fn is_unmonitored(&self) -> bool {
         matches!(
@@ -111,16 +111,16 @@ impl Pair {
     }
 }
 
-/// What is between the hosts.
+/// Network between the hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Net {
     /// MTU of the link in bytes.
     pub mtu: u16,
     /// `net.ipv4.tcp_orphan_retries` on both hosts.
     pub orphan_retries: u8,
-    /// A proxy in front of the destination.
+    /// A proxy before the destination.
     pub proxy: Option<Turns>,
-    /// The rate of the link from the switchover on, in kbit/s: the hand-over takes as long as that needs.
+    /// Rate of the link from the switchover on, in kbit/s, which slows the hand-over down.
     pub slow: Option<u32>,
     /// TLS between the two sides.
     #[serde(default)]
@@ -153,19 +153,19 @@ pub enum Asking {
     Hup,
 }
 
-/// Who connects besides.
+/// Kind of a connection from an unknown client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stranger {
-    /// Says nothing.
+    /// Sends nothing.
     Idle,
-    /// Says anything.
+    /// Sends random bytes.
     Garbage,
     /// Begins as a source does, and stops.
     HalfOpening,
 }
 
-/// A migration capability of QEMU that is on before the migration.
+/// A migration capability of QEMU that is enabled before the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[expect(missing_docs, reason = "QEMU's own names")]
@@ -193,7 +193,7 @@ pub enum Capability {
 }
 
 impl Capability {
-    /// All of them, with weights: those that change which pages a stream holds come more often.
+    /// All capabilities, with weights: those that change which pages a stream holds are more frequent.
     const ALL: [(u32, Self); 20] = [
         (1, Self::AutoConverge),
         (3, Self::BackgroundSnapshot),
@@ -249,32 +249,32 @@ impl Capability {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PowerChange {
-    /// It powers off, and its QEMU ends.
+    /// The guest powers off, and its QEMU ends.
     Off,
-    /// It powers off, and its QEMU stays (`-no-shutdown`).
+    /// The guest powers off, and its QEMU stays (`-no-shutdown`).
     OffKept,
-    /// It is reset.
+    /// The guest is reset.
     Reset,
 }
 
-/// Firewall rules at the source that are not the agent's.
+/// Firewall rules at the source from other programs than the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ForeignRules {
     /// `notrack` for the ports of migrations.
     Notrack,
-    /// A nat chain before the agent's accepts these ports.
+    /// A nat chain before the agent's chain accepts these ports.
     EarlierAccept,
-    /// A nat chain before the agent's has a destination of its own for these ports.
+    /// A nat chain before the agent's chain has its own destination for these ports.
     EarlierDnat,
     /// A mark on packets to these ports.
     Mark,
-    /// A masquerade of all that leaves.
+    /// A masquerade of all outgoing packets.
     Masquerade,
 }
 
 impl ForeignRules {
-    /// Returns true if they keep connections from the agent's redirect.
+    /// Returns true if the rules bypass the agent's redirect.
     #[must_use]
     pub fn bypass_redirect(self) -> bool {
         matches!(
@@ -284,81 +284,81 @@ impl ForeignRules {
     }
 }
 
-/// What fails.
+/// Kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
     /// The link is down.
     LinkDown {
-        /// For how long, in seconds.
+        /// Duration in seconds.
         secs: u64,
-        /// Where it is taken down.
+        /// End where it is taken down.
         at: End,
     },
     /// The proxy cuts all connections.
     Cut {
-        /// How.
+        /// Kind of the end.
         how: Ending,
-        /// After so many more bytes of the way back.
+        /// Further bytes from the destination before the cut.
         after: u64,
     },
-    /// The proxy passes everything on later.
+    /// The proxy delays everything.
     Delay {
-        /// By so many milliseconds.
+        /// Delay in milliseconds.
         ms: u64,
     },
     /// SIGKILL.
     Kill {
-        /// Whom.
+        /// Target.
         party: Party,
     },
     /// SIGSTOP, and SIGCONT later.
     Freeze {
-        /// Whom.
+        /// Target.
         party: Party,
-        /// For how long, in seconds.
+        /// Duration in seconds.
         secs: u64,
     },
-    /// A signal that asks it to end.
+    /// A signal that asks a process to end.
     Signal {
-        /// Whom.
+        /// Target.
         party: Party,
-        /// Which.
+        /// Signal.
         signal: Asking,
     },
     /// `migrate_cancel` at the source.
     Cancel,
-    /// A QMP socket that answers nothing.
+    /// A QMP socket that does not answer.
     QmpStall {
-        /// Whose.
+        /// Side of the QEMU.
         at: End,
-        /// For how long, in seconds.
+        /// Duration in seconds.
         secs: u64,
     },
-    /// An output that takes nothing any more.
+    /// An output that accepts nothing any more.
     Output {
-        /// Whose.
+        /// Owner.
         party: Party,
-        /// Which.
+        /// Stream.
         stream: Stream,
-        /// How.
+        /// Kind of the defect.
         output: Output,
     },
-    /// Somebody else connects to where a source is waited for, again and again.
+    /// Unknown clients connect to the waiting destination, again and again.
     Strangers {
-        /// Who.
+        /// Kind of client.
         who: Stranger,
     },
-    /// A host loses all packets in both directions, as one without power.
+    /// A host loses all packets in both directions, as without power.
     PowerLoss {
-        /// Seconds; `None` for ever.
+        /// Seconds; `None` forever.
         secs: Option<u64>,
         /// The host.
         at: End,
     },
-    /// Another process holds the lock of the destination's disk image from then on.
+    /// Another process holds the lock of the destination's disk image from now on.
     LockedDisk,
-    /// A capability of a QEMU is on before the migration.
+    /// A capability of a QEMU is enabled before the migration.
     CapabilityOn {
         /// The QEMU's host.
         at: End,
@@ -370,7 +370,7 @@ pub enum Kind {
         /// Its change.
         change: PowerChange,
     },
-    /// The source's host gets rules beside the agent's table.
+    /// The source's host gets rules besides the agent's table.
     Foreign {
         /// The rules.
         rules: ForeignRules,
@@ -378,7 +378,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Its short name, that the table counts by.
+    /// Returns the short name, the key of the table.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -431,7 +431,7 @@ impl Kind {
         }
     }
 
-    /// How long it lasts. A loss for ever counts as long as a precopy waits for its peer.
+    /// Returns the duration. A loss forever counts as the timeout of a precopy for its peer.
     #[must_use]
     pub fn lasts(&self) -> Duration {
         match self {
@@ -446,7 +446,7 @@ impl Kind {
         }
     }
 
-    /// Whether it is a signal that asks `whom` to end.
+    /// Returns true if it is a signal that asks `whom` to end.
     #[must_use]
     pub fn asks(&self, whom: Party) -> bool {
         matches!(self, Self::Signal { party, .. } if *party == whom)
@@ -458,13 +458,13 @@ impl Kind {
         matches!(self, Self::Power { change } if *change != PowerChange::Reset)
     }
 
-    /// Returns true if a source cannot ask long enough to learn the end of its guest.
+    /// Returns true if a source cannot query long enough to learn the outcome of its guest.
     #[must_use]
     pub fn outlasts_settling(&self) -> bool {
         matches!(self, Self::PowerLoss { secs: None, .. })
     }
 
-    /// Whether it must be there before the processes are.
+    /// Returns true if it must exist before the processes.
     #[must_use]
     pub fn is_from_the_start(&self) -> bool {
         let device = Output::Device;
@@ -473,15 +473,15 @@ impl Kind {
     }
 }
 
-/// When something fails.
+/// Moment of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Moment {
-    /// The migration has been asked for.
+    /// The migration was requested.
     Setup,
     /// Pages are sent.
     Round,
-    /// The guest stands still for the last round.
+    /// The guest is paused for the last round.
     Switchover,
     /// A message of the hand-over is lost.
     Lost(Message),
@@ -494,30 +494,30 @@ pub enum Moment {
 /// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
-    /// What fails.
+    /// Kind.
     pub kind: Kind,
-    /// When.
+    /// Moment.
     pub moment: Moment,
-    /// Milliseconds after that.
+    /// Milliseconds after the moment.
     pub delay_ms: u64,
 }
 
 /// A case.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
-    /// Its place in the list.
+    /// Number in the list.
     pub number: u64,
-    /// What it was drawn from.
+    /// Seed of the draw.
     pub seed: u64,
-    /// Who migrates.
+    /// Programs of the migration.
     pub pair: Pair,
-    /// Over what.
+    /// Network.
     pub net: Net,
-    /// What fails.
+    /// Faults.
     pub faults: Vec<Fault>,
 }
 
-/// The seed of a case of a campaign: well mixed, so that neighbours have nothing in common (SplitMix64).
+/// Returns the seed of a case of a campaign, mixed so that neighbours differ completely (SplitMix64).
 fn seed_of(campaign: u64, number: u64) -> u64 {
     let mut z = campaign.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -525,7 +525,7 @@ fn seed_of(campaign: u64, number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// One of `choices`, as likely as its weight says.
+/// Returns one of `choices`, with a probability proportional to its weight.
 fn weighted<T: Copy>(rng: &mut Rng, choices: &[(u32, T)]) -> T {
     let sum = choices.iter().map(|(weight, _)| weight).sum();
     let mut drawn = rng.u32(0..sum);
@@ -539,7 +539,7 @@ fn weighted<T: Copy>(rng: &mut Rng, choices: &[(u32, T)]) -> T {
 }
 
 impl Case {
-    /// Case `number` of the campaign with this seed.
+    /// Draws case `number` of the campaign with this seed.
     #[must_use]
     pub fn draw(campaign: u64, number: u64) -> Self {
         let seed = seed_of(campaign, number);
@@ -564,7 +564,7 @@ impl Case {
         let mut faults: Vec<Fault> = Vec::new();
         for _ in 0..count {
             let fault = draw_fault(&mut rng, &pair);
-            // One of a name, and one of a QEMU's power: its command line decides between off and reset.
+            // At most one fault per name, and one power change per QEMU: its command line fixes off or reset.
             let is_like = |other: &Fault| {
                 let power = |kind| matches!(kind, Kind::Power { .. });
                 other.kind.name() == fault.kind.name() || power(other.kind) && power(fault.kind)
@@ -578,11 +578,11 @@ impl Case {
         if faults.iter().any(needs_proxy) {
             net.proxy.get_or_insert(Turns::AsIs);
         }
-        // A message that is sealed cannot be told from others, and be lost.
+        // An encrypted message cannot be recognised, and lost.
         let is_lost = |fault: &Fault| matches!(fault.moment, Moment::Lost(_));
         net.tls = rng.bool() && !faults.iter().any(is_lost);
         if let Pair::Agents { .. } = pair {
-            // Agents have certificates always, and connect to each other directly.
+            // Agents always have certificates, and connect to each other directly.
             (net.proxy, net.tls) = (None, true);
         }
         Self {
@@ -594,20 +594,20 @@ impl Case {
         }
     }
 
-    /// Those of its faults that happened, as `fired` says.
+    /// Returns the faults that happened, according to `fired`.
     pub fn happened(&self, fired: &[bool]) -> impl Iterator<Item = &Kind> {
         let both = self.faults.iter().zip(fired);
         both.filter(|(_, fired)| **fired)
             .map(|(fault, _)| &fault.kind)
     }
 
-    /// How long its faults last.
+    /// Returns the total duration of its faults.
     #[must_use]
     pub fn lasts(&self) -> Duration {
         self.faults.iter().map(|fault| fault.kind.lasts()).sum()
     }
 
-    /// Whether one of its faults is like this.
+    /// Returns true if one of its faults satisfies `is_so`.
     pub fn has(&self, is_so: impl Fn(&Kind) -> bool) -> bool {
         self.faults.iter().any(|fault| is_so(&fault.kind))
     }
@@ -668,14 +668,14 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
         ][..],
         false => &[(1, Party::SourceGuest), (1, Party::DestinationGuest)],
     };
-    // Those that Hotlift is: a QEMU obeys a signal, and its output is its own.
+    // Hotlift's own processes: a QEMU obeys a signal, and its output is not Hotlift's.
     let ours = match commands {
         true => &[(1, Party::SourceCommand), (1, Party::DestinationCommand)][..],
         false => any_party,
     };
     let agents = matches!(pair, Pair::Agents { .. });
     let steered = matches!(pair, Pair::Steered { .. });
-    // Weights of faults that agents have no part in, and of those that a pair can have.
+    // Weights of faults that do not concern agents, and of those that a pair can have.
     let old = |weight| if agents { 0 } else { weight };
     let only = |has: bool, weight| if has { weight } else { 0 };
     let kind = match weighted(
@@ -715,8 +715,8 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 let secs = weighted(rng, &[(40, 1), (25, 3), (20, 6), (6, 20), (3, 90)]);
                 Kind::LinkDown { secs, at }
             } else {
-                // Most are shorter than a time-out of the product, so that a campaign has many. 32 s is shorter than
-                // the limit of silence, and longer than kernels before 6.15 are sure to ask in.
+                // Most are shorter than a timeout of the product, so that a campaign has many. 32 s is below the silence limit,
+                // but above the time that kernels before 6.15 are sure to retransmit.
                 let secs = weighted(
                     rng,
                     &[
@@ -781,7 +781,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 Pair::Steered { started: false, .. } => {
                     weighted(rng, &[(2, End::Source), (1, End::Destination)])
                 }
-                // `serve` starts the other: it has all capabilities off.
+                // `serve` starts the other QEMU, with all capabilities off.
                 _ => End::Source,
             },
             name: weighted(rng, &Capability::ALL),
@@ -811,7 +811,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
     };
     let kind = heard(kind, pair);
     match (kind, moment) {
-        // The destination has its disk by then.
+        // Later the destination already has its disk.
         (Kind::LockedDisk, Moment::Arrived | Moment::After) => moment = Moment::Round,
         // A paused guest changes nothing.
         (Kind::Power { .. }, Moment::Switchover) => moment = Moment::Round,
@@ -820,7 +820,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
         }
         _ => {}
     }
-    // Strangers come all the time, and what needs the pages' way must be there for it.
+    // Unknown clients connect throughout, and faults of the start must exist before the processes.
     if matches!(kind, Kind::Strangers { .. }) || kind.is_from_the_start() {
         (moment, delay_ms) = (Moment::Setup, 0);
     }
@@ -831,7 +831,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
     }
 }
 
-/// A source without a monitor says on its standard output where the guest is: that one stays.
+/// Keeps the standard output of a source without a monitor, which reports the guest's location.
 fn heard(kind: Kind, pair: &Pair) -> Kind {
     match kind {
         Kind::Output {

@@ -1,4 +1,4 @@
-//! Another user of a disk image: a QEMU with a disk of it, which holds its lock.
+//! Another user of a disk image: a QEMU with a disk on it, which holds its lock.
 
 use std::path::Path;
 
@@ -12,12 +12,12 @@ use crate::qemu::Launched;
 #[derive(Debug)]
 pub struct DiskLock {
     qmp: Qemu,
-    /// Killed when it goes out of scope, and the lock with it.
+    /// Killed on drop, which releases the lock.
     _process: Launched,
 }
 
 impl DiskLock {
-    /// Starts it. It locks nothing yet.
+    /// Starts the QEMU, without the lock.
     ///
     /// # Errors
     /// If QEMU does not start, or cannot open the image.
@@ -38,12 +38,12 @@ impl DiskLock {
         })
     }
 
-    /// Takes the lock; false if another process holds it.
+    /// Takes the lock; returns false if another process holds it.
     ///
     /// # Errors
     /// If QEMU does not answer.
     pub fn take(&mut self) -> Result<bool, KitError> {
-        // A device lets no other process write, which is all that the device of an arriving guest checks for.
+        // A device denies writes of other processes, the only condition that the device of an arriving guest checks.
         let device = json!({ "driver": "virtio-blk-pci", "drive": "disk" });
         match self.qmp.client().execute("device_add", &device) {
             Ok(_) => Ok(true),

@@ -1,4 +1,4 @@
-//! Drives one case: lets the migration run, makes its faults happen in their moments, and watches both guests.
+//! Drives one case: runs the migration, fires its faults at their moments, and watches both guests.
 
 use std::time::{Duration, Instant};
 
@@ -13,56 +13,56 @@ use crate::qemu::PATIENCE;
 use crate::rig::{DATA_PORT, PORT, Rig, index};
 use crate::strangers::Strangers;
 
-/// Between two looks.
+/// Poll interval.
 const TICK: Duration = Duration::from_millis(3);
 
-/// How long a case may take beyond its faults and the time that a source asks.
+/// Maximum duration of a case beyond its faults and the time that a source queries.
 const SLACK: Duration = Duration::from_secs(120);
 
-/// How long the destination has to come to its end after the source's.
+/// Timeout for the destination's end after the source's.
 const GRACE: Duration = Duration::from_secs(12);
 
-/// How long it has if the guest runs at the source, or is off: no source connects any more.
+/// The same if the guest runs at the source, or is off: no source connects any more.
 const STAYED: Duration = Duration::from_secs(2);
 
-/// How long a command has to end after SIGINT.
+/// Timeout of a command after SIGINT.
 const ASKED: Duration = Duration::from_secs(30);
 
-/// One that says an error and has not ended after so long stays, with its guest paused.
+/// A process that reports an error and has not ended after this time stays, with its guest paused.
 const STAYS: Duration = Duration::from_secs(5);
 
-/// How long an output stays full.
+/// Duration of a full output.
 const FULL: Duration = Duration::from_secs(15);
 
-/// How long the pages of a guest take that tells nothing of its switchover.
+/// Assumed duration of the page transfer of a guest that does not report its switchover.
 const ROUNDS: Duration = Duration::from_millis(600);
 
-/// What was seen by the end.
+/// Observations by the end.
 #[derive(Debug)]
 pub struct Seen {
-    /// Which faults happened.
+    /// Faults that happened.
     pub fired: Vec<bool>,
-    /// All commands have started; without that there was no migration.
+    /// True if all commands have started; otherwise there was no migration.
     pub is_ready: bool,
-    /// Both guests ran at once.
+    /// True if both guests ran at once.
     pub both: bool,
-    /// The guest has run at the destination.
+    /// True if the guest has run at the destination.
     pub arrived: bool,
-    /// TCP segments with data that left the source beside the agents' own connections.
+    /// TCP segments with data that left the source outside the agents' own connections.
     pub plaintext: u64,
-    /// Neither ran, though all was over but for an output that was full.
+    /// True if no guest ran, though all had ended except for a full output.
     pub none_while_full: bool,
-    /// The source's side came to no end.
+    /// True if the source's side did not end.
     pub hangs: bool,
-    /// Whoever had to be killed in the end.
+    /// Processes that had to be killed at the end.
     pub did_not_end: Vec<&'static str>,
-    /// The guest at the source, and at the destination.
+    /// State of the guest at the source.
     pub here: Look,
-    /// The same at the destination.
+    /// State of the guest at the destination.
     pub there: Look,
-    /// How the source's side has ended, as an exit code.
+    /// Exit code of the source's side.
     pub source_exit: Option<i32>,
-    /// How the destination's command has ended.
+    /// Exit code of the destination's command.
     pub destination_exit: Option<i32>,
 }
 
@@ -72,14 +72,14 @@ struct Drive<'a> {
     fired: Vec<bool>,
     /// Faults that need no further attempt.
     tried: Vec<bool>,
-    /// What is to be put right again.
+    /// Faults to undo.
     undone: Vec<(Instant, Kind)>,
     begun: Instant,
     active: Option<Instant>,
     stopped: Option<Instant>,
     arrived: Option<Instant>,
     over: Option<Instant>,
-    /// A source without a monitor has said an error.
+    /// Time when a source without a monitor reported an error.
     failed: Option<Instant>,
     loses: bool,
     both: bool,
@@ -88,7 +88,7 @@ struct Drive<'a> {
     strangers: Option<Strangers>,
 }
 
-/// Lets the migration run to its end.
+/// Runs the migration to its end.
 ///
 /// # Errors
 /// If the machinery fails.
@@ -99,7 +99,7 @@ pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
         .map(|fault| fault.kind.is_from_the_start());
     let tried: Vec<bool> = tried.collect();
     let fired = case.faults.iter().zip(&tried).map(|(fault, is_there)| {
-        // QEMU may not have the capability, or refuse it.
+        // QEMU may lack the capability, or refuse it.
         let is_capability = matches!(fault.kind, Kind::CapabilityOn { .. });
         *is_there && (!is_capability || rig.capability_is_on)
     });
@@ -132,7 +132,7 @@ pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
 }
 
 impl Drive<'_> {
-    /// False if it comes to no end.
+    /// Runs the case; returns false if it does not end.
     fn run(&mut self) -> Result<bool, KitError> {
         let deadline = self.begun + self.case.lasts() + SETTLE + SLACK;
         loop {
@@ -158,7 +158,7 @@ impl Drive<'_> {
         }
     }
 
-    /// Looks whether both guests run. The destination first: a guest that goes there in between is seen once.
+    /// Detects that both guests run. Polls the destination first: a guest that moves there in between is seen once.
     fn watch(&mut self) -> (Look, Look) {
         let there = self.rig.there.look();
         if there == Look::Running {
@@ -169,7 +169,7 @@ impl Drive<'_> {
         (here, there)
     }
 
-    /// The guest at the source; one without a monitor says how it goes on.
+    /// Returns the state of the guest at the source; one without a monitor reports its progress.
     fn here(&mut self) -> Look {
         if !self.case.pair.is_unmonitored() {
             return self.rig.here.look();
@@ -191,7 +191,7 @@ impl Drive<'_> {
         }
     }
 
-    /// Notes how far the migration has come, and lets it go on where it waits for that.
+    /// Records the progress of the migration, and continues it where it waits.
     fn follow(&mut self) -> Result<(), KitError> {
         if self.over.is_none() && self.is_over() {
             self.over = Some(Instant::now());
@@ -215,7 +215,7 @@ impl Drive<'_> {
         let has_stopped = match is_plain {
             true => self.active.is_some_and(|active| active.elapsed() >= ROUNDS),
             false => {
-                // One that waits is continued below, so that its state must be seen.
+                // A held migration is continued below, so its state must be seen.
                 let is_held = self.case.pair.is_held_before_switchover();
                 matches!(status, "pre-switchover" | "device" | "completed")
                     || !is_held && self.rig.here.has_stopped()
@@ -223,7 +223,7 @@ impl Drive<'_> {
         };
         if has_stopped {
             self.stopped = Some(Instant::now());
-            // One that tells nothing is in its rounds still, perhaps.
+            // A guest without reports may still be in its rounds.
             if let Some(kbits) = self.case.net.slow.filter(|_| !is_plain) {
                 self.rig.link.limit(kbits)?;
             }
@@ -248,7 +248,7 @@ impl Drive<'_> {
         self.case.faults.iter().find_map(lost)
     }
 
-    /// Whether the source's side has come to its end.
+    /// Returns true if the source's side has ended.
     fn is_over(&mut self) -> bool {
         let ended = |process: &mut Option<Process>| {
             process.as_mut().is_none_or(|one| one.ended().is_some())
@@ -279,7 +279,7 @@ impl Drive<'_> {
         }
     }
 
-    /// Makes what is due happen.
+    /// Fires due faults.
     fn fire_due(&mut self) -> Result<(), KitError> {
         for number in 0..self.case.faults.len() {
             let fault = self.case.faults[number];
@@ -306,7 +306,7 @@ impl Drive<'_> {
         Ok(())
     }
 
-    /// Makes a fault happen; false if it finds nothing to happen to.
+    /// Fires a fault; returns false if it has no target.
     fn fire(&mut self, kind: Kind) -> Result<bool, KitError> {
         let lasts = kind.lasts();
         if lasts > Duration::ZERO && !kind.outlasts_settling() {
@@ -331,7 +331,7 @@ impl Drive<'_> {
                     None => Ok(false),
                 };
             }
-            // It is on since the rig was built.
+            // It is enabled since the rig was built.
             Kind::CapabilityOn { .. } => {}
             Kind::Power { change } => {
                 let rig = &mut *self.rig;
@@ -367,7 +367,7 @@ impl Drive<'_> {
             Kind::Cancel => self.rig.here.cancel(),
             Kind::QmpStall { at, .. } => match &self.rig.qmp[index(at)] {
                 Some(proxy) => proxy.hold(lasts),
-                // `serve` has started this QEMU, and speaks to it alone: its main loop stands still.
+                // Only `serve`, which started this QEMU, has its socket: SIGSTOP stops its main loop.
                 None => self.rig.signal(guest_of(at), Signal::STOP),
             },
             Kind::Output {
@@ -394,7 +394,7 @@ impl Drive<'_> {
         Ok(true)
     }
 
-    /// Puts right what has lasted long enough, or all of it.
+    /// Undoes faults that have lasted long enough, or all of them.
     fn undo(&mut self, all: bool) -> Result<(), KitError> {
         let now = Instant::now();
         let due = |(at, _): &mut (Instant, Kind)| all || *at <= now;
@@ -413,12 +413,12 @@ impl Drive<'_> {
         Ok(())
     }
 
-    /// An output that nobody reads may hold its process up, but no guest.
+    /// Reads full outputs again in time. An unread output may block its process, but no guest.
     fn read_on_in_time(&mut self) {
         if self.full_since.is_some_and(|since| since.elapsed() >= FULL) {
             self.full_since = None;
             let (here, there) = self.watch();
-            // One without a monitor runs unseen.
+            // A guest without a monitor runs unseen.
             let is_still = |look: &Look| matches!(look, Look::Paused(_) | Look::Ended);
             let none = is_still(&here) && (is_still(&there) || there == Look::Waiting);
             self.none_while_full = self.undone.is_empty() && none;
@@ -439,7 +439,7 @@ impl Drive<'_> {
         }
     }
 
-    /// Waits for the destination's end, and sees what there is.
+    /// Waits for the destination's end, and collects the observations.
     fn finish(mut self, hangs: bool) -> Result<Seen, KitError> {
         let mut did_not_end = Vec::new();
         self.undo(true)?;
@@ -474,7 +474,7 @@ impl Drive<'_> {
             let Some(process) = self.rig.process(party) else {
                 continue;
             };
-            // A second signal would not let it clean up.
+            // A second signal would interrupt its cleanup.
             let is_ending = was_asked && process.wait(ASKED).is_ok();
             if !is_ending && process.ended().is_none() {
                 process.signal(Signal::INT);
@@ -489,7 +489,7 @@ impl Drive<'_> {
             process.hear_out();
         }
         looks = self.watch();
-        // A busy host lets a monitor wait for its answer.
+        // On a busy host, a monitor may answer late.
         let has_monitor = !self.case.pair.is_unmonitored();
         let looked = Instant::now();
         while looked.elapsed() < PATIENCE
@@ -520,7 +520,7 @@ impl Drive<'_> {
         })
     }
 
-    /// The exit code of the source's side; for a guest that goes on with its monitor, what it would be.
+    /// Returns the exit code of the source's side; for a guest that lives on with its monitor, the equivalent.
     fn source_exit(&mut self, here: &Look) -> Option<i32> {
         match self.case.pair {
             Pair::BuiltIn {
@@ -531,7 +531,7 @@ impl Drive<'_> {
                 match info.status() {
                     "completed" => Some(0),
                     "cancelled" => Some(130),
-                    // A guest that has powered off does not run on.
+                    // A guest that has powered off does not continue.
                     "failed"
                         if *here == Look::Running
                             || *here == Look::Paused("shutdown".to_owned()) =>

@@ -1,4 +1,4 @@
-//! Why something could not be set up or asked.
+//! Errors of setup and queries.
 
 use std::io;
 use std::time::Duration;
@@ -6,55 +6,55 @@ use std::time::Duration;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::fill::FillError;
 
-/// A failure of the machinery, or of what it looks at.
+/// A failure of the machinery, or of its subject.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KitError {
-    /// The system refused something.
+    /// The system refused a call.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The attempted action.
         what: String,
-        /// The system's reason.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// A tool of the system failed.
+    /// A system tool failed.
     #[error("'{command}' failed: {said}")]
     Tool {
         /// Its command line.
         command: String,
-        /// What it said on stderr.
+        /// Its stderr.
         said: String,
     },
-    /// A process did not say or do what it was waited for.
+    /// A process did not print or do the expected in time.
     #[error("{process} has not {what} within {waited:?}; it said: {said}")]
     Late {
         /// Name of the process.
         process: String,
-        /// What was waited for.
+        /// The expected event.
         what: String,
-        /// For how long.
+        /// The timeout.
         waited: Duration,
-        /// Its last words.
+        /// Its last lines.
         said: String,
     },
-    /// A conversation over QMP failed.
+    /// A QMP exchange failed.
     #[error("QMP: {0}")]
     Qmp(#[from] QmpError),
-    /// The content of a guest's RAM could not be made.
+    /// The content of a guest's RAM could not be created.
     #[error("cannot make the content of RAM: {0}")]
     Fill(#[from] FillError),
-    /// A guest's memory is not what its writes make of it.
+    /// A guest's memory does not match its writes.
     #[error("the guest's memory is wrong: {problem}")]
     Memory {
-        /// What differs.
+        /// The difference.
         problem: String,
     },
 }
 
 impl KitError {
-    /// For `map_err`: the system refused `what`.
+    /// Returns a function for `map_err`: the system refused `what`.
     pub fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
         |source| Self::System { what, source }

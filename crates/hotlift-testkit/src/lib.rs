@@ -1,27 +1,27 @@
 //! Test machinery, and the fault campaign that uses it.
 //!
-//! | module | what it is |
+//! | module | subject |
 //! |---|---|
 //! | [`mod@alone`] | a test in a process of its own, and the memory of a process |
 //! | [`namespace`] | two hosts as network namespaces, and outages of their link |
 //! | [`proxy`] | a proxy that records, damages, holds, delays, cuts, and turns RST into FIN |
 //! | [`pki`] | a CA, and the certificates of hosts |
 //! | [`process`] | a process whose output is read, closed or left to fill |
-//! | [`running`] | a program as a user starts it, and the lines that it prints |
-//! | [`program`] | what runs in a QEMU, and the proof that its memory is right |
+//! | [`running`] | a program started as a user does, and its output lines |
+//! | [`program`] | the program in a QEMU, and the proof that its memory is right |
 //! | [`libvirt`] | two hosts with a libvirtd each, and their domains |
-//! | [`machine`] | a guest in its process, QEMU or Hotlift's own, and what can be asked of it |
-//! | [`qemu`] | the QEMUs that tests run: where they are, and how they are started |
-//! | [`mod@skip`] | what a test cannot do on this machine |
+//! | [`machine`] | a guest in its process, QEMU or Hotlift's own, with its queries and commands |
+//! | [`qemu`] | the QEMUs for tests: their location and their start |
+//! | [`mod@skip`] | tests that this machine cannot run |
 //! | [`disk_lock`] | another user of a disk image |
 //! | [`strangers`] | connections that belong to no migration |
-//! | [`case`] | who migrates, over what, and what fails when: drawn from a seed |
-//! | [`rig`] | the processes of a case |
-//! | [`drive`] | makes the faults happen in their moments |
-//! | [`verdict`] | what may come of a case, and what did |
-//! | [`summary`] | the count at the end |
-//! | [`wake_ups`] | wake-ups of threads that have nothing to do |
-//! | [`error`] | why something could not be set up |
+//! | [`case`] | pair, network and faults of a case, drawn from a seed |
+//! | [`rig`] | processes of a case |
+//! | [`drive`] | execution of the faults at their moments |
+//! | [`verdict`] | permitted outcomes of a case, and its actual outcome |
+//! | [`summary`] | counts at the end |
+//! | [`wake_ups`] | wake-ups of idle threads |
+//! | [`error`] | errors of setup and queries |
 #![forbid(unsafe_code)]
 
 pub mod alone;

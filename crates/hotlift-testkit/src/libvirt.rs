@@ -1,6 +1,6 @@
 //! Two hosts with a libvirtd each, in namespaces of their own, and domains that move between them.
 //!
-//! A host is made by `scripts/libvirt-host`. Whatever runs on it ends with it, and it ends with this process.
+//! `scripts/libvirt-host` creates a host. Its processes end with it, and it ends with this process.
 
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
@@ -20,10 +20,10 @@ use crate::process::Process;
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE};
 
-/// How often what changes by itself is looked at.
+/// Poll interval.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Whether hosts with a libvirtd can be made here, or a skip.
+/// Returns true if hosts with a libvirtd can be created here, or notes a skip.
 #[must_use]
 pub fn is_possible() -> bool {
     if !rustix::process::geteuid().is_root() {
@@ -52,7 +52,7 @@ pub struct Host {
 impl Drop for Host {
     fn drop(&mut self) {
         drop(self.holder.stdin.take());
-        // It fails only if it has been waited for.
+        // It fails only if it was already waited for.
         let _ = self.holder.wait();
     }
 }
@@ -71,7 +71,7 @@ impl Host {
             .map_err(KitError::system("run 'unshare'"))?;
         let mut word = String::new();
         if let Some(stdout) = holder.stdout.take() {
-            // One that says nothing has ended.
+            // A process without output has ended.
             let _ = BufReader::new(stdout).read_line(&mut word);
         }
         if word.trim() != "stands" {
@@ -84,19 +84,19 @@ impl Host {
         Ok(Self { name, holder, init })
     }
 
-    /// Its name, which leads to its address on both hosts.
+    /// Returns its name, which resolves to its address on both hosts.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// The URI of its libvirtd on the other host.
+    /// Returns the URI of its libvirtd, for the other host.
     #[must_use]
     pub fn uri(&self) -> String {
         format!("qemu+tcp://{}/system", self.name)
     }
 
-    /// A file of this host, as this process finds it.
+    /// Returns the path of a file of this host, for this process.
     #[must_use]
     pub fn path(&self, path: &str) -> PathBuf {
         let path = path.trim_start_matches('/');
@@ -106,7 +106,7 @@ impl Host {
             .join(path)
     }
 
-    /// A command that is to run on this host. It is killed with its starter.
+    /// Returns a command that runs on this host. It is killed with its starter.
     #[must_use]
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("nsenter");
@@ -117,7 +117,7 @@ impl Host {
         command
     }
 
-    /// Starts something on this host.
+    /// Starts a program on this host.
     ///
     /// # Errors
     /// If it cannot be started.
@@ -127,7 +127,7 @@ impl Host {
         Process::start(program, None, command, &[])
     }
 
-    /// Runs a tool on this host; what it says.
+    /// Runs a tool on this host; returns its output.
     ///
     /// # Errors
     /// If it cannot be run, or fails.
@@ -143,15 +143,15 @@ impl Host {
         Ok(String::from_utf8_lossy(&run.stdout).trim().to_owned())
     }
 
-    /// The same of `virsh`, with the libvirtd of this host.
+    /// Runs `virsh` with the libvirtd of this host.
     ///
     /// # Errors
-    /// As of [`Host::tool`].
+    /// As for [`Host::tool`].
     pub fn virsh(&self, arguments: &[&str]) -> Result<String, KitError> {
         self.tool("virsh", arguments)
     }
 
-    /// Starts its libvirtd, again if it was killed.
+    /// Starts its libvirtd, also after a kill.
     ///
     /// # Errors
     /// If it does not start.
@@ -169,7 +169,7 @@ impl Host {
         Ok(())
     }
 
-    /// Sends its libvirtd a signal.
+    /// Sends a signal to its libvirtd.
     ///
     /// # Errors
     /// If it does not run.
@@ -177,7 +177,7 @@ impl Host {
         self.signal_by_file("/run/libvirtd.pid", signal)
     }
 
-    /// Sends the QEMU of a domain a signal.
+    /// Sends a signal to the QEMU of a domain.
     ///
     /// # Errors
     /// If it does not run.
@@ -191,7 +191,7 @@ impl Host {
         self.tool("kill", &["-s", signal, pid.trim()]).map(drop)
     }
 
-    /// Sends what was started on this host a signal.
+    /// Sends a signal to a process that was started on this host.
     ///
     /// # Errors
     /// If it has ended.
@@ -200,7 +200,7 @@ impl Host {
             .map_err(|error| KitError::system("send a signal")(error.into()))
     }
 
-    /// The process id, here, of what was started on this host.
+    /// Returns the local process id of a process that was started on this host.
     ///
     /// # Errors
     /// If it has ended.
@@ -208,13 +208,13 @@ impl Host {
         child_of(process.pid())
     }
 
-    /// What libvirt calls the state of a domain; `None` if it is not on this host.
+    /// Returns libvirt's name of a domain's state; `None` if it is not on this host.
     #[must_use]
     pub fn state(&self, domain: &Domain) -> Option<String> {
         self.virsh(&["domstate", &domain.name]).ok()
     }
 
-    /// The last lines of what a domain's QEMU has said here, which has most likely ended.
+    /// Returns the last output lines of a domain's QEMU on this host, which has probably ended.
     fn last_words(&self, domain: &Domain) -> String {
         let path = self.path(&format!("/var/log/libvirt/qemu/{}.log", domain.name));
         let said = fs::read_to_string(path).unwrap_or_default();
@@ -223,7 +223,7 @@ impl Host {
     }
 }
 
-/// The only child of a process.
+/// Returns the only child of a process.
 fn child_of(parent: Pid) -> Result<Pid, KitError> {
     let pid = parent.as_raw_nonzero();
     let path = format!("/proc/{pid}/task/{pid}/children");
@@ -259,47 +259,47 @@ pub struct Domain {
     ram: &'static str,
 }
 
-/// What a domain has beside its vCPU and RAM.
+/// Hardware of a domain besides its vCPU and RAM.
 #[derive(Debug, Clone, Copy)]
 pub enum Hardware<'a> {
-    /// A disk, on the machine type that all releases of QEMU have.
+    /// A disk, on a machine type that all releases of QEMU have.
     Disk(Disk),
-    /// These `<devices>`, on the same machine type; there are slots for memory in node 0.
+    /// These `<devices>`, on the same machine type; node 0 has memory slots.
     Devices(&'a str),
     /// A microvm, which has no PCI devices.
     Microvm,
 }
 
-/// Where the disk of a domain is.
+/// Location of a domain's disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Disk {
-    /// In a folder that both hosts have.
+    /// In a folder shared by both hosts.
     Shared,
-    /// On each host another, so that it has to be copied.
+    /// A separate one per host, so that it has to be copied.
     OfEachHost,
 }
 
 /// Both hosts, and the link between them.
 #[derive(Debug)]
 pub struct Hosts {
-    /// The first, `a`.
+    /// The first host, `a`.
     pub source: Host,
-    /// The other, `b`.
+    /// The second host, `b`.
     pub destination: Host,
     folder: TempDir,
 }
 
-/// Bytes of a disk: little, since what is copied is told by tests of its own.
+/// Bytes of a disk; few, since other tests cover the copy.
 const DISK_BYTES: u64 = 4 << 20;
 
 impl Hosts {
-    /// Makes both, each with its libvirtd. Needs root.
+    /// Creates both, each with its libvirtd. Needs root.
     ///
     /// # Errors
-    /// If something of it cannot be made.
+    /// If any part of it cannot be created.
     pub fn new() -> Result<Self, KitError> {
         let folder = qemu::folder()?;
-        // QEMU runs as a user of its own.
+        // QEMU runs as a separate user.
         open_to_all(folder.path())?;
         let this = Self {
             source: Host::new("a", folder.path())?,
@@ -325,7 +325,7 @@ impl Hosts {
                 format!("2001:db8::{number}/64"),
             ];
             for address in addresses {
-                // No duplicate is looked for: an address may be used at once.
+                // Without duplicate detection an address is usable at once.
                 host.tool("ip", &["address", "add", &address, "dev", "veth", "nodad"])?;
             }
             host.tool("ip", &["link", "set", "dev", "veth", "up"])?;
@@ -334,7 +334,7 @@ impl Hosts {
         Ok(this)
     }
 
-    /// The host at an end.
+    /// Returns the host of a side.
     #[must_use]
     pub fn host(&self, end: End) -> &Host {
         match end {
@@ -343,13 +343,13 @@ impl Hosts {
         }
     }
 
-    /// The folder that both hosts have.
+    /// Returns the folder shared by both hosts.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Takes the link down, or up again.
+    /// Takes the link down or up.
     ///
     /// # Errors
     /// If `ip` fails.
@@ -358,7 +358,7 @@ impl Hosts {
         self.source.tool("ip", &line).map(drop)
     }
 
-    /// Limits both directions to so many Mbit/s from now on.
+    /// Limits both directions to `mbits` Mbit/s from now on.
     ///
     /// # Errors
     /// If `tc` fails.
@@ -497,7 +497,7 @@ impl Hosts {
         Ok(xml)
     }
 
-    /// The file of a domain's memory backend on a host. libvirt gives that of a DIMM its alias, as `dimm0`.
+    /// Returns the file of a domain's memory backend on a host. libvirt gives that of a DIMM its alias, as `dimm0`.
     ///
     /// # Errors
     /// If the domain is not there.
@@ -507,10 +507,10 @@ impl Hosts {
         Ok(host.path(&format!("/run/ram/libvirt/qemu/{number}-{name}/{id}")))
     }
 
-    /// Where the only guest of a domain runs.
+    /// Returns the side where the only guest of a domain runs.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if it runs nowhere, or is on both hosts.
+    /// [`KitError::Memory`] if it runs nowhere, or on both hosts.
     pub fn whereabouts(&self, domain: &Domain) -> Result<End, KitError> {
         let states = [&self.source, &self.destination].map(|host| host.state(domain));
         match states.each_ref().map(Option::as_deref) {
@@ -527,11 +527,11 @@ impl Hosts {
         }
     }
 
-    /// Proves that exactly one guest of a domain runs, and that its memory is what its writes make of it. Returns where,
-    /// and its writes so far; it runs on.
+    /// Proves that exactly one guest of a domain runs, and that its memory matches its writes. Returns its side and its writes
+    /// so far; it keeps running.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if it is not so, or the others if it cannot be seen.
+    /// [`KitError::Memory`] if not; other errors if it cannot be read.
     pub fn prove(&self, domain: &Domain) -> Result<(End, u64), KitError> {
         let end = self.whereabouts(domain)?;
         let host = self.host(end);
@@ -546,10 +546,10 @@ impl Hosts {
     }
 }
 
-/// Makes a file that every user may write to.
+/// Creates a file that every user may write to.
 ///
 /// # Errors
-/// If it cannot be made.
+/// If it cannot be created.
 pub fn make_file(path: &Path, bytes: u64) -> Result<(), KitError> {
     let what = || format!("make {}", path.display());
     let file = fs::File::create(path).map_err(KitError::system(what()))?;
@@ -557,7 +557,7 @@ pub fn make_file(path: &Path, bytes: u64) -> Result<(), KitError> {
     open_to_all(path)
 }
 
-/// For QEMU's user.
+/// Makes `path` accessible to QEMU's user.
 fn open_to_all(path: &Path) -> Result<(), KitError> {
     fs::set_permissions(path, Permissions::from_mode(0o777))
         .map_err(KitError::system(format!("open {} to all", path.display())))

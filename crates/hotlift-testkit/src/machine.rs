@@ -1,4 +1,4 @@
-//! A guest in its process, QEMU or Hotlift's own, and what can be asked of it.
+//! A guest in its process, QEMU or Hotlift's own, with its queries and commands.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,29 +16,29 @@ use crate::process::{Process, Stream};
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE};
 
-/// How long a guest that is looked at may take to answer. One that does not is `Silent`, and asked again.
+/// Timeout for the state of a guest. Without an answer it is `Silent`, and polled again.
 const GLANCE: Duration = Duration::from_millis(300);
 
 /// Migration capabilities and parameters of a QEMU.
 pub type Settings = (Vec<(String, bool)>, Map<String, Value>);
 
-/// What is seen of a guest.
+/// Observed state of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Look {
     /// Its vCPUs run.
     Running,
-    /// They stand still, in this state.
+    /// Its vCPUs are paused, in this state.
     Paused(String),
     /// It has not arrived.
     Waiting,
-    /// Its process is there and answers nothing.
+    /// Its process exists but does not answer.
     Silent,
     /// Its process has ended.
     Ended,
 }
 
 impl Look {
-    /// One word.
+    /// Returns the state as one word.
     #[must_use]
     pub fn name(&self) -> &str {
         match self {
@@ -51,35 +51,35 @@ impl Look {
     }
 }
 
-/// How a guest's memory is proven to be right.
+/// Method of proving a guest's memory.
 #[derive(Debug)]
 enum Proof {
     /// From registers and the file of RAM.
     Replay { program: Arc<Program>, ram: PathBuf },
     /// The process checks itself when it ends.
     AtEnd,
-    /// The process has checked itself, and said so.
+    /// The process has checked itself, and reported success.
     Said,
 }
 
 /// A guest in its process.
 #[derive(Debug)]
 pub struct Machine {
-    /// `None`: somebody else has started it.
+    /// `None` if another process has started it.
     process: Option<Process>,
-    /// Has its process id, if somebody else has started it.
+    /// File with its process id, if another process has started it.
     pid_file: PathBuf,
-    /// The socket that nobody else uses; `None`: it has no monitor.
+    /// The test's own socket; `None` without a monitor.
     socket: Option<PathBuf>,
     qmp: Option<Qemu>,
     proof: Proof,
-    /// The guest was reset while it ran, here or at the other end.
+    /// True if the guest was reset while it ran, here or at the other end.
     was_reset: bool,
 }
 
 impl Machine {
-    /// A QEMU on `host`, or where this process is, with the command line of [`qemu_line`] whose files are in `folder`;
-    /// `incoming` if it waits for a guest.
+    /// Starts a QEMU on `host`, or on that of this process, with the command line of [`qemu_line`] and files in `folder`; with
+    /// `incoming`, it waits for a guest.
     ///
     /// # Errors
     /// If it does not start.
@@ -110,7 +110,7 @@ impl Machine {
         Ok(this)
     }
 
-    /// Waits until the program runs: in the firmware it has no memory that could be proven.
+    /// Waits until the program runs: memory cannot be proven while the firmware runs.
     fn wait_for_guest(&self, console: &Path) -> Result<(), KitError> {
         let deadline = Instant::now() + PATIENCE;
         while !fs::read_to_string(console).is_ok_and(|said| said.contains("writes=")) {
@@ -127,7 +127,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The QEMU that somebody starts with [`qemu_line`] in `folder`, some time.
+    /// Returns the QEMU that another process will start with [`qemu_line`] in `folder`.
     #[must_use]
     pub fn adopted(guest: &Arc<Program>, folder: &Path) -> Self {
         Self {
@@ -143,7 +143,7 @@ impl Machine {
         }
     }
 
-    /// `hotlift guest run`, with its monitor at `socket` if it has one.
+    /// Connects to `hotlift guest run`, with its monitor at `socket` if it has one.
     ///
     /// # Errors
     /// If the monitor does not answer.
@@ -182,7 +182,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Asks something over QMP, and connects for it if it must.
+    /// Queries over QMP; connects first if needed.
     fn ask<T>(&mut self, what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>) -> Option<T> {
         if self.qmp.is_none() {
             self.socket.as_ref().filter(|socket| socket.exists())?;
@@ -195,10 +195,10 @@ impl Machine {
         answer.ok()
     }
 
-    /// The same, with patience.
+    /// Queries with a long timeout.
     ///
     /// # Errors
-    /// As QMP has it.
+    /// As QMP reports them.
     pub fn tell<T>(
         &mut self,
         what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>,
@@ -216,7 +216,7 @@ impl Machine {
         Ok(answer?)
     }
 
-    /// Its process id, once it has one.
+    /// Returns its process id, once it has one.
     pub fn pid(&self) -> Option<Pid> {
         match &self.process {
             Some(process) => Some(process.pid()),
@@ -227,16 +227,16 @@ impl Machine {
         }
     }
 
-    /// Whether its process has ended, or is not there yet.
+    /// Returns true if its process has ended, or has not started.
     pub fn has_ended(&mut self) -> bool {
         if let Some(process) = &mut self.process {
             return process.ended().is_some();
         }
-        // QEMU takes the file away when it ends by itself.
+        // QEMU removes the file when it ends by itself.
         self.pid().is_none_or(|pid| test_kill_process(pid).is_err())
     }
 
-    /// Looks where the guest is.
+    /// Returns the state of the guest.
     pub fn look(&mut self) -> Look {
         if self.has_ended() {
             return Look::Ended;
@@ -252,12 +252,12 @@ impl Machine {
         }
     }
 
-    /// What it says of its migration; `None` if it says nothing.
+    /// Returns the status of its migration; `None` without an answer.
     pub fn migration(&mut self) -> Option<MigrationInfo> {
         self.ask(Qemu::query_migrate)
     }
 
-    /// Whether the guest has been stopped since the start of all events.
+    /// Returns true if the guest was ever stopped, according to all events.
     pub fn has_stopped(&mut self) -> bool {
         let stop = |qmp: &mut Qemu| {
             while let Some(event) = qmp.client().poll_event()? {
@@ -270,7 +270,7 @@ impl Machine {
         self.ask(stop).unwrap_or(false)
     }
 
-    /// Begins to migrate to `uri`.
+    /// Starts the migration to `uri`.
     ///
     /// # Errors
     /// If it refuses.
@@ -278,7 +278,7 @@ impl Machine {
         self.tell(|qmp| qmp.migrate(uri))
     }
 
-    /// Lets the migration go on after `pre-switchover`.
+    /// Continues the migration after `pre-switchover`.
     ///
     /// # Errors
     /// If it refuses.
@@ -288,12 +288,12 @@ impl Machine {
             .map(drop)
     }
 
-    /// `migrate_cancel`, with what becomes of it.
+    /// Sends `migrate_cancel`, and ignores the result.
     pub fn cancel(&mut self) {
         let _ = self.ask(Qemu::migrate_cancel);
     }
 
-    /// Resets the guest if it runs; false if it does not.
+    /// Resets the guest if it runs; returns false if it does not.
     pub fn reset(&mut self) -> bool {
         if self.look() != Look::Running {
             return false;
@@ -303,35 +303,35 @@ impl Machine {
         !matches!(reset, Err(KitError::Qmp(QmpError::Command { .. })))
     }
 
-    /// Has [`Machine::prove`] know that the guest was reset, at whichever end.
+    /// Records for [`Machine::prove`] that the guest was reset, at either end.
     pub fn note_reset(&mut self) {
         self.was_reset = true;
     }
 
-    /// Migration capabilities and parameters.
+    /// Returns migration capabilities and parameters.
     ///
     /// # Errors
-    /// As QMP has it.
+    /// As QMP reports them.
     pub fn settings(&mut self) -> Result<Settings, KitError> {
         self.tell(|qmp| Ok((qmp.query_capabilities()?, qmp.query_parameters()?)))
     }
 
-    /// Runs a guest that stands still.
+    /// Resumes a paused guest.
     ///
     /// # Errors
     /// If it refuses.
     pub fn resume(&mut self) -> Result<(), KitError> {
         self.tell(|qmp| {
-            // Hotlift's own asks for both of somebody who has looked.
+            // Hotlift's own guest requires both, in this order.
             qmp.stop()?;
             qmp.cont()
         })
     }
 
-    /// Proves that the guest's memory is what its writes make of it; the process may end of it.
+    /// Proves that the guest's memory matches its writes; this may end the process.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if it is not, or the others if it cannot be seen.
+    /// [`KitError::Memory`] if it does not match; other errors if it cannot be read.
     pub fn prove(&mut self) -> Result<(), KitError> {
         match &self.proof {
             Proof::Replay { program, ram } => {
@@ -357,7 +357,7 @@ impl Machine {
                                 .to_owned(),
                         });
                     }
-                    // It is in its firmware, or between the stores of a write.
+                    // The guest is in its firmware, or between the stores of a write.
                     self.tell(Qemu::cont)?;
                     std::thread::sleep(Duration::from_millis(20));
                 }
@@ -367,7 +367,7 @@ impl Machine {
                 let Some(process) = &mut self.process else {
                     return Ok(());
                 };
-                // Its output may be closed: what counts is the exit code.
+                // Its output may be closed, so the exit code decides.
                 let status = process.wait(PATIENCE)?;
                 process.hear_out();
                 self.well(status.success())
@@ -376,7 +376,7 @@ impl Machine {
         }
     }
 
-    /// An error with its last words unless it is well.
+    /// Returns an error with its last lines unless `is_well`.
     fn well(&self, is_well: bool) -> Result<(), KitError> {
         let said = self.said();
         match is_well {
@@ -387,13 +387,13 @@ impl Machine {
         }
     }
 
-    /// What its process has said.
+    /// Returns the output of its process.
     #[must_use]
     pub fn said(&self) -> Vec<String> {
         self.process.as_ref().map_or(Vec::new(), Process::said)
     }
 
-    /// Its process, if it was started here.
+    /// Returns its process, if it was started here.
     pub fn process(&mut self) -> Option<&mut Process> {
         self.process.as_mut()
     }
@@ -403,17 +403,17 @@ impl Machine {
         if !self.has_ended()
             && let Some(pid) = self.pid()
         {
-            // It may have ended since.
+            // It may have ended in between.
             let _ = kill_process(pid, signal);
         }
     }
 
-    /// Ends its process; true if it did by itself.
+    /// Ends its process; returns true if it ended by itself.
     pub fn end(&mut self) -> bool {
         let deadline = Instant::now() + Duration::from_secs(20);
         match self.socket {
             Some(_) => drop(self.ask(Qemu::quit)),
-            // Nobody can ask it.
+            // It has no monitor.
             None => self.signal(Signal::KILL),
         }
         while !self.has_ended() {
@@ -434,7 +434,7 @@ impl Machine {
     }
 }
 
-/// The command line of a QEMU with the machine that all have, under KVM, whose files are in `folder`, and `more`.
+/// Returns the command line of a QEMU with the common machine, under KVM, with files in `folder`, and `more`.
 ///
 /// # Errors
 /// If its files cannot be written.

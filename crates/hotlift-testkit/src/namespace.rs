@@ -1,7 +1,7 @@
 //! Two network namespaces joined by a veth pair, and outages of that link.
 //!
-//! Nothing has a name outside of this process: a namespace lives as long as a descriptor of it, and the
-//! pair with its namespaces. So nothing is left of a run that is killed.
+//! The namespaces have no names: each lives as long as a descriptor of it, and the pair lives as long as its namespaces. So a
+//! killed run leaves nothing.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -13,11 +13,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::KitError;
 
-/// RFC 5737: addresses for examples, that no route leads to.
+/// Addresses for examples (RFC 5737), without routes.
 pub const SOURCE: &str = "192.0.2.1";
-/// Where the destination listens.
+/// Address where the destination listens.
 pub const DESTINATION: &str = "192.0.2.2";
-/// Where a proxy in front of the destination listens, at the same ports.
+/// Address where a proxy before the destination listens, at the same ports.
 pub const PROXY: &str = "192.0.2.3";
 
 /// A network namespace, kept by its descriptor.
@@ -25,10 +25,10 @@ pub const PROXY: &str = "192.0.2.3";
 pub struct Namespace(File);
 
 impl Namespace {
-    /// Makes one, with its loopback up. Needs root.
+    /// Creates a namespace, with its loopback up. Needs root.
     ///
     /// # Errors
-    /// If it cannot be made.
+    /// If it cannot be created.
     pub fn new() -> Result<Self, KitError> {
         let mut holder = Command::new("unshare")
             .args(["--net", "sh", "-c", "echo stands; read end"])
@@ -43,7 +43,7 @@ impl Namespace {
             .as_mut()
             .is_some_and(|stdout| stdout.read_exact(&mut word).is_ok());
         let opened = File::open(format!("/proc/{}/ns/net", holder.id()));
-        // It ends with its standard input.
+        // The process ends with its standard input.
         drop(holder.stdin.take());
         let _ = holder.wait();
         if !stands {
@@ -57,13 +57,13 @@ impl Namespace {
         Ok(this)
     }
 
-    /// Runs `work` on this thread in the namespace: its sockets, and the processes that it starts, are there.
+    /// Runs `work` on this thread in the namespace, with its sockets and the processes that it starts.
     ///
     /// # Errors
     /// If the namespace cannot be entered.
     ///
     /// # Panics
-    /// If the thread cannot go back: whatever it did next would be in the wrong network.
+    /// If the thread cannot return: its later actions would use the wrong network.
     pub fn within<T>(&self, work: impl FnOnce() -> T) -> Result<T, KitError> {
         let home = File::open("/proc/thread-self/ns/net")
             .map_err(KitError::system("open the thread's network namespace"))?;
@@ -79,17 +79,17 @@ impl Namespace {
         Ok(done)
     }
 
-    /// A second descriptor of it.
+    /// Duplicates the descriptor.
     ///
     /// # Errors
-    /// If there are too many.
+    /// If the limit of descriptors is reached.
     pub fn again(&self) -> Result<Self, KitError> {
         let copy = self.0.try_clone();
         copy.map(Self)
             .map_err(KitError::system("copy a descriptor"))
     }
 
-    /// Runs a tool of the system in the namespace; what it says.
+    /// Runs a system tool in the namespace; returns its output.
     ///
     /// # Errors
     /// If it cannot be run, or fails.
@@ -97,7 +97,7 @@ impl Namespace {
         self.tool_with(program, arguments, "")
     }
 
-    /// The same with `input` on its standard input.
+    /// Runs a system tool with `input` on its standard input.
     ///
     /// # Errors
     /// If it cannot be run, or fails.
@@ -131,25 +131,25 @@ impl Namespace {
     }
 }
 
-/// An end of a migration.
+/// A side of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum End {
-    /// Where the guest is at first.
+    /// The guest's first host.
     Source,
-    /// Where it is to go.
+    /// The host that the guest moves to.
     Destination,
 }
 
-/// A message of the hand-over between two Hotlifts, as the first of a TCP segment.
+/// A message of the hand-over between two Hotlifts, at the start of a TCP segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Message {
     /// The destination has loaded everything.
     Pong,
-    /// Whatever the source sends after it has read that: the commit.
+    /// The source's next message after it: the commit.
     Commit,
-    /// All but the first segment of that.
+    /// All but the first segment of the commit.
     RestOfCommit,
     /// The destination runs the guest.
     Shut,
@@ -165,16 +165,16 @@ pub struct Link {
 }
 
 impl Link {
-    /// Makes both, with a link of so many bytes MTU and `net.ipv4.tcp_orphan_retries` as given. Needs root.
+    /// Creates both hosts and a link of that MTU in bytes, with `net.ipv4.tcp_orphan_retries` as given. Needs root.
     ///
     /// # Errors
-    /// If a tool of the system fails.
+    /// If a system tool fails.
     pub fn new(mtu: u16, orphan_retries: u8) -> Result<Self, KitError> {
         let link = Self {
             source: Namespace::new()?,
             destination: Namespace::new()?,
         };
-        // `ip` takes a namespace by a path.
+        // `ip` accepts a namespace as a path.
         let other = format!("/proc/{}/fd/{}", std::process::id(), {
             use std::os::fd::AsRawFd;
             link.destination.0.as_raw_fd()
@@ -191,7 +191,7 @@ impl Link {
             }
             let host = link.host(end);
             host.tool_with("ip", &["-batch", "-"], &batch)?;
-            // Congestion control as every Linux has it: what a host prefers is not what is tested.
+            // A congestion control that every Linux has: the host's default is not under test.
             for (name, value) in [
                 ("tcp_orphan_retries", orphan_retries.to_string()),
                 ("tcp_congestion_control", "reno".to_owned()),
@@ -204,7 +204,7 @@ impl Link {
         Ok(link)
     }
 
-    /// The host at an end.
+    /// Returns the host of a side.
     #[must_use]
     pub fn host(&self, end: End) -> &Namespace {
         match end {
@@ -213,7 +213,7 @@ impl Link {
         }
     }
 
-    /// Takes the link down at an end.
+    /// Takes the link down at one end.
     ///
     /// # Errors
     /// If `ip` fails.
@@ -223,7 +223,7 @@ impl Link {
             .map(drop)
     }
 
-    /// Takes it up again.
+    /// Takes the link up again.
     ///
     /// # Errors
     /// If `ip` fails.
@@ -233,7 +233,7 @@ impl Link {
             .map(drop)
     }
 
-    /// Drops all packets of a host from now on, in both directions: its peers get no answer, not even an error.
+    /// Drops all packets of a host from now on, in both directions: its peers get neither answers nor errors.
     ///
     /// # Errors
     /// If `nft` fails.
@@ -262,7 +262,7 @@ impl Link {
     /// # Errors
     /// If `nft` fails.
     pub fn watch_plaintext(&self, encrypted: u16) -> Result<(), KitError> {
-        // A segment without data has at most 80 bytes: the header of IPv4, and the longest of TCP.
+        // A segment without data has at most 80 bytes: the IPv4 header, and the longest TCP header.
         let table = format!(
             "table ip watch {{\ncounter plaintext {{ }}\n\
              chain in {{ type filter hook prerouting priority -400; \
@@ -290,15 +290,15 @@ impl Link {
         })
     }
 
-    /// Limits both directions to so many kbit/s from now on. (A token bucket; this spreads the steps of a
-    /// hand-over in time, which are some hundred microseconds apart otherwise.)
+    /// Limits both directions to `kbits` kbit/s from now on. (A token bucket spreads the steps of a hand-over in time, which
+    /// are some hundred microseconds apart otherwise.)
     ///
     /// # Errors
     /// If `tc` fails.
     pub fn limit(&self, kbits: u32) -> Result<(), KitError> {
         for host in [&self.source, &self.destination] {
             let rate = format!("{kbits}kbit");
-            // tc-tbf(8): a bucket holds a segment at least; the queue holds what a window may be.
+            // tc-tbf(8): a bucket holds at least a segment; the queue holds a maximum window.
             let bucket = [
                 "qdisc", "replace", "dev", "veth", "root", "tbf", "rate", &rate, "burst", "16k",
                 "limit", "1m",
@@ -308,11 +308,11 @@ impl Link {
         Ok(())
     }
 
-    /// From now on the destination host loses the packets that begin with `message`, and all that come
-    /// from the source after [`Message::Pong`] if it is [`Message::Commit`]; see [`Link::has_lost`].
+    /// Drops packets at the destination host from now on: those that begin with `message`. For [`Message::Commit`], all from
+    /// the source after [`Message::Pong`]. See [`Link::has_lost`].
     ///
-    /// Message and offsets are those of QEMU's return path (type, length, value, big-endian), behind a
-    /// TCP header with timestamps, 32 bytes.
+    /// Message and offsets are those of QEMU's return path (type, length, value, big-endian), after a TCP header with
+    /// timestamps, 32 bytes.
     ///
     /// # Errors
     /// If `nft` fails.
@@ -328,7 +328,7 @@ impl Link {
                 )
             }
             Message::Commit | Message::RestOfCommit => {
-                // What has latched lasts longer than any outage.
+                // The latch lasts longer than any outage.
                 let set = "{ type ipv4_addr; flags dynamic,timeout; timeout 10m; }";
                 // A segment without data has 52 bytes, with timestamps.
                 let (from, passes) = match message {
@@ -353,7 +353,7 @@ impl Link {
             .map(drop)
     }
 
-    /// Whether a packet was lost by [`Link::lose`].
+    /// Returns true if [`Link::lose`] dropped a packet.
     ///
     /// # Errors
     /// If `nft` fails.

@@ -8,10 +8,10 @@ use std::time::SystemTime;
 use hotlift_tls::{Authority, Credentials, Issued, Profile, Role, Settings, Tls};
 use tempfile::TempDir;
 
-/// How long a host's certificate is valid, in days.
+/// Validity of a host's certificate, in days.
 const DAYS: u32 = 5;
 
-/// A CA, and the folders of hosts, which go with it.
+/// A CA, and the folders of hosts, which are deleted with it.
 pub struct Pki {
     folder: TempDir,
     ca: Issued,
@@ -19,10 +19,10 @@ pub struct Pki {
 }
 
 impl Pki {
-    /// A CA of its own.
+    /// Creates a CA.
     ///
     /// # Panics
-    /// If it cannot be made.
+    /// If it cannot be created.
     #[must_use]
     pub fn new() -> Self {
         let ca = Authority::make("CA", 2 * DAYS, SystemTime::now()).expect("a CA");
@@ -33,10 +33,10 @@ impl Pki {
         }
     }
 
-    /// Makes `folder` one for `tls-creds` with certificates, as server and as client, of a host with these names.
+    /// Writes to `folder` the `tls-creds` certificates, as server and as client, of a host with these names.
     ///
     /// # Panics
-    /// If it cannot be made.
+    /// If that fails.
     pub fn host_in(&self, folder: &Path, names: &[&str]) {
         fs::create_dir_all(folder).expect("a folder");
         fs::write(folder.join("ca-cert.pem"), &self.ca.certificate).expect("a file");
@@ -51,10 +51,10 @@ impl Pki {
         }
     }
 
-    /// A folder for `tls-creds` with certificates, as server and as client, of a host with this name.
+    /// Creates a `tls-creds` folder with certificates, as server and as client, of a host with this name.
     ///
     /// # Panics
-    /// If it cannot be made, or there is one with this name.
+    /// If that fails, or the name exists.
     #[must_use]
     pub fn host(&self, name: &str) -> PathBuf {
         let folder = self.folder.path().join(name);

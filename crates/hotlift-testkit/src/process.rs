@@ -1,4 +1,4 @@
-//! A process whose output is read, or not, as a test has it.
+//! A process whose output is read or not, as the test requires.
 
 use std::fs::{File, OpenOptions};
 use std::io::{PipeReader, Read, Write, pipe};
@@ -18,13 +18,13 @@ use serde::{Deserialize, Serialize};
 use crate::error::KitError;
 use crate::namespace::Namespace;
 
-/// How often a pump and those who wait look.
+/// Poll interval of pumps and waits.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Smallest pipe that Linux makes, in bytes: filled at once.
+/// Minimum pipe of Linux, in bytes: quickly full.
 const PIPE: usize = 4096;
 
-/// Lines that are kept; of more, the oldest go.
+/// Maximum lines kept; the oldest are dropped.
 const MAX_LINES: usize = 4000;
 
 /// Standard output or error.
@@ -37,15 +37,15 @@ pub enum Stream {
     Stderr,
 }
 
-/// What becomes of an output.
+/// Defect of an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Output {
-    /// Its reader goes away.
+    /// Its reader closes the pipe.
     Closed,
-    /// Nobody reads the pipe any more, and it is full.
+    /// The pipe is not read any more, and is full.
     Full,
-    /// It is `/dev/full`, from the start.
+    /// The output is `/dev/full`, from the start.
     Device,
 }
 
@@ -53,16 +53,16 @@ const READING: u8 = 0;
 const STANDING: u8 = 1;
 const CLOSED: u8 = 2;
 
-/// What reads one output.
+/// Reader of one output.
 #[derive(Debug)]
 struct Pump {
     state: Arc<AtomicU8>,
-    /// To fill the pipe through.
+    /// Handle for filling the pipe.
     reader: Arc<Mutex<Option<PipeReader>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A process, killed when it goes out of scope.
+/// A process, killed on drop.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -73,7 +73,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in `namespace`, or where this process is. An output in `devices` is `/dev/full`.
+    /// Starts `command` in `namespace`, or in that of this process. An output in `devices` is `/dev/full`.
     ///
     /// # Errors
     /// If it cannot be started.
@@ -115,35 +115,35 @@ impl Process {
         })
     }
 
-    /// Its process id.
+    /// Returns the process id.
     #[must_use]
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
 
-    /// What it has said on both streams.
+    /// Returns the output lines of both streams.
     #[must_use]
     pub fn said(&self) -> Vec<String> {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         lines.clone()
     }
 
-    /// Whether a line has `words`.
+    /// Returns true if a line contains `words`.
     #[must_use]
     pub fn has_said(&self, words: &str) -> bool {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         lines.iter().any(|line| line.contains(words))
     }
 
-    /// Waits until a line has `words`.
+    /// Waits until a line contains `words`.
     ///
     /// # Errors
-    /// If it ends before, or `timeout` is over.
+    /// If it ends before, or `timeout` expires.
     pub fn wait_for(&mut self, words: &str, timeout: Duration) -> Result<(), KitError> {
         let deadline = Instant::now() + timeout;
         while !self.has_said(words) {
             if self.ended().is_some() || Instant::now() >= deadline {
-                // What it said last may be in the pipe.
+                // The last output may still be in the pipe.
                 std::thread::sleep(LOOK * 4);
                 if self.has_said(words) {
                     break;
@@ -155,7 +155,7 @@ impl Process {
         Ok(())
     }
 
-    /// How it ended, if it has.
+    /// Returns the exit status if it has ended.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         if self.exit.is_none() {
             self.exit = self.child.try_wait().ok().flatten();
@@ -163,7 +163,7 @@ impl Process {
         self.exit
     }
 
-    /// Its exit code if it has ended; minus the number of the signal that ended it.
+    /// Returns the exit code if it has ended, or minus the number of the signal that ended it.
     pub fn exit_code(&mut self) -> Option<i32> {
         let status = self.ended()?;
         status
@@ -174,7 +174,7 @@ impl Process {
     /// Waits for its end.
     ///
     /// # Errors
-    /// If `timeout` is over before.
+    /// If `timeout` expires before.
     pub fn wait(&mut self, timeout: Duration) -> Result<ExitStatus, KitError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -188,7 +188,7 @@ impl Process {
         }
     }
 
-    /// Waits until its outputs have ended, for a moment: what it said last is in the pipe.
+    /// Waits briefly for the end of its outputs: the last output may be in the pipe.
     pub fn hear_out(&self) {
         let deadline = Instant::now() + Duration::from_secs(1);
         let reads = |pump: &Pump| {
@@ -203,7 +203,7 @@ impl Process {
     /// Sends a signal, unless it has ended.
     pub fn signal(&mut self, signal: Signal) {
         if self.ended().is_none() {
-            // It may have ended since, and is not reaped before the next look.
+            // It may have ended in between, and is reaped by the next poll.
             let _ = kill_process(self.pid(), signal);
         }
     }
@@ -223,11 +223,11 @@ impl Process {
         }
     }
 
-    /// Reads all outputs again that were not closed.
+    /// Reads all unclosed outputs again.
     pub fn read_on(&self) {
         for pump in self.pumps.iter().flatten() {
             let order = Ordering::SeqCst;
-            // One that was closed stays so.
+            // A closed output stays closed.
             let _ = pump.state.compare_exchange(STANDING, READING, order, order);
         }
     }
@@ -270,14 +270,14 @@ impl Pump {
         }
     }
 
-    /// Writes to the pipe until no byte goes in any more.
+    /// Writes to the pipe until it is full.
     fn fill(&self) {
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(reader) = reader.as_ref() else {
             return;
         };
         let path = format!("/proc/self/fd/{}", reader.as_raw_fd());
-        // Another open file of the same pipe: that of the process stays as it is, blocking.
+        // A separate open file of the pipe: that of the process stays blocking.
         let opened: Result<File, _> = OpenOptions::new()
             .write(true)
             .custom_flags(rustix::fs::OFlags::NONBLOCK.bits().cast_signed())
@@ -290,13 +290,13 @@ impl Pump {
     }
 }
 
-/// Reads lines until the pipe or the wish to read it ends.
+/// Reads lines until the pipe ends or reading is stopped.
 fn pump(state: &AtomicU8, reader: &Mutex<Option<PipeReader>>, lines: &Mutex<Vec<String>>) {
     let mut rest = Vec::new();
     let mut chunk = [0; PIPE];
     loop {
         let mut reader = reader.lock().unwrap_or_else(PoisonError::into_inner);
-        // With the lock: who fills the pipe has said before that nobody reads it.
+        // With the lock: `fill` stops the reader before it fills the pipe.
         match state.load(Ordering::SeqCst) {
             CLOSED => {
                 reader.take();

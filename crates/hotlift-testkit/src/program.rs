@@ -1,4 +1,4 @@
-//! The program that any VMM runs (`hotlift-vmm/guest/hotlift.s`), and the proof that its memory is right.
+//! The guest program for any VMM (`hotlift-vmm/guest/hotlift.s`), and the proof that its memory is right.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -11,33 +11,33 @@ use hotlift_vmm::workload::{Generator, Position, Workload};
 
 use crate::error::KitError;
 
-/// The program, and what its RAM holds before it starts. Each write of it can be replayed from two registers.
+/// The program, and the initial content of its RAM. Two registers suffice to replay each write.
 #[derive(Debug)]
 pub struct Program {
     layout: Layout,
-    /// Pages a second by a clock of [`TSC_KHZ`].
+    /// Pages per second by a clock of [`TSC_KHZ`].
     rate: u64,
-    /// From the start of [`Layout::filled`] on.
+    /// Content from the start of [`Layout::filled`] on.
     fill: Vec<u8>,
 }
 
 const WORKLOAD: Workload = Workload::Random;
 const SEED: u64 = 5;
 
-/// A quarter of what TCG has, a tenth of what this machine has: the program says something four or ten
-/// times a second, so that nobody waits for it for long, and writes as many times faster.
+/// A quarter of TCG's frequency, a tenth of this machine's. So the program prints four or ten times a second, which keeps waits
+/// short, and writes as many times faster.
 const TSC_KHZ: u64 = 250_000;
 
-/// Where the program is loaded, and where its first vCPU's block has the count of errors that the
-/// program itself has found (`guest/hotlift.s`: LOAD, ERRORS).
+/// Load address of the program, and offset in its first vCPU's block of the count of errors that the program itself has found
+/// (`guest/hotlift.s`: LOAD, ERRORS).
 const LOAD: usize = 0x10_0000;
 const ERRORS: usize = 8;
 
 impl Program {
-    /// The program in so many bytes of RAM, writing so many pages a second to part of it.
+    /// Returns the program in `ram_bytes` bytes of RAM, writing `rate` pages per second to part of it.
     ///
     /// # Errors
-    /// If the content of RAM cannot be made.
+    /// If the content of RAM cannot be created.
     ///
     /// # Panics
     /// If RAM is too small for the working set.
@@ -59,19 +59,19 @@ impl Program {
         })
     }
 
-    /// Bytes of RAM.
+    /// Returns the bytes of RAM.
     #[must_use]
     pub fn ram_bytes(&self) -> u64 {
         self.layout.ram_bytes()
     }
 
-    /// Counts the bytes that [`Program::prove`] compares: from the table to the end of RAM.
+    /// Returns the number of bytes that [`Program::prove`] compares: from the table to the end of RAM.
     #[must_use]
     pub fn proven_bytes(&self) -> u64 {
         self.layout.ram_bytes() - self.layout.table().start
     }
 
-    /// Puts its content into the file of RAM, before the first start.
+    /// Writes its content into the file of RAM, before the first start.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -90,7 +90,7 @@ impl Program {
         Ok(())
     }
 
-    /// What has a QEMU put that content into RAM that is no file, as a part of its command line; writes it to `file`.
+    /// Writes the content to `file`; returns the QEMU arguments that load it into RAM without a file.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -101,7 +101,7 @@ impl Program {
         Ok(["-device".to_owned(), loader].into())
     }
 
-    /// What QEMU is to boot, as a part of its command line; writes the program to `elf`.
+    /// Writes the program to `elf`; returns the QEMU arguments that boot it.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -116,24 +116,24 @@ impl Program {
         Ok(["-kernel".to_owned(), kernel, "-append".to_owned(), append].into())
     }
 
-    /// Proves that a stopped guest's RAM is what its vCPU's registers ask for, and returns its writes;
-    /// `registers` as HMP's `info registers` says them.
+    /// Proves that a stopped guest's RAM matches its vCPU's registers, and returns its writes; `registers` as printed by HMP's
+    /// `info registers`.
     ///
     /// # Errors
-    /// [`KitError::Memory`] if it is not.
+    /// [`KitError::Memory`] if it does not match.
     pub fn prove(&self, registers: &str, ram: &[u8]) -> Result<u64, KitError> {
         self.find_wrong(registers, ram, false)
             .map_err(|problem| KitError::Memory { problem })
     }
 
-    /// Proves the same of a guest that was reset while it ran: its count begins again, and its records go on. `None` where
-    /// nothing can be proven: before the program runs again, and between the stores of a write.
+    /// Proves the same of a guest that was reset while it ran: its count restarts, and its records continue. Returns `None`
+    /// where a proof is impossible: before the program runs again, and between the stores of a write.
     ///
     /// # Errors
     /// [`KitError::Memory`] if RAM is wrong.
     pub fn prove_after_reset(&self, registers: &str, ram: &[u8]) -> Result<Option<u64>, KitError> {
         let wrong = |problem| KitError::Memory { problem };
-        // Firmware runs in other modes, which have no RIP.
+        // Firmware runs in other modes, without RIP.
         let (Ok(rip), Ok(head)) = (register(registers, "RIP"), Head::read(ram)) else {
             return Ok(None);
         };
@@ -170,7 +170,7 @@ impl Program {
         };
         let expected = self.expected(position, was_reset.then_some(ram));
         let start = index(self.layout.table().start);
-        // Of pages first: byte by byte, without optimisation, this was a fifth of what the tests with QEMUs take.
+        // Compares pages first: byte by byte, without optimisation, this took a fifth of the tests with QEMUs.
         let pages = ram[start..].chunks(4096).zip(expected.chunks(4096));
         let page = (start..)
             .step_by(4096)
@@ -195,7 +195,8 @@ impl Program {
         Ok(r15)
     }
 
-    /// RAM from the table on, after so many writes. Those of before a reset are in the table of `reset`, the RAM since.
+    /// Returns RAM from the table on, after the writes of `position`. `reset` is the RAM at the check after a reset: its table
+    /// holds the writes before it.
     fn expected(&self, position: Position, reset: Option<&[u8]>) -> Vec<u8> {
         let layout = &self.layout;
         let start = layout.table().start;
@@ -211,7 +212,7 @@ impl Program {
             let page = generator.page(own);
             if let Some(ram) = reset {
                 let entry = index(layout.entry(page));
-                // The version counts on; the sequence is that of the page's last write, before or after the reset.
+                // The version continues; the sequence is that of the page's last write, before or after the reset.
                 record.version = record.version.max(word(ram, entry));
                 if record.sequence == 0 {
                     record.sequence = word(ram, entry + 8);
@@ -240,7 +241,7 @@ impl Program {
     }
 }
 
-/// What the program says of itself at its start (`head` in its source).
+/// Data of the program about itself at its start (`head` in its source).
 struct Head {
     block: usize,
     published: u64,
@@ -268,12 +269,12 @@ impl Head {
     }
 }
 
-/// The word at an offset of RAM.
+/// Returns the u64 at an offset of RAM.
 fn word(ram: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(ram[at..at + 8].try_into().expect("eight bytes"))
 }
 
-/// The register of this name as HMP's `info registers` prints it.
+/// Returns the register of this name from the output of HMP's `info registers`.
 fn register(registers: &str, name: &str) -> Result<u64, String> {
     let words = registers.split_whitespace();
     let mut values = words.filter_map(|word| word.strip_prefix(name)?.strip_prefix('='));

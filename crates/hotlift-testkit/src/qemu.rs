@@ -1,4 +1,4 @@
-//! The QEMUs that tests run: where they are, and how they are started.
+//! The QEMUs for tests: their location and their start.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,20 +14,20 @@ use crate::error::KitError;
 use crate::process::Process;
 use crate::skip;
 
-/// How long what must be answered may take, on a busy host.
+/// Timeout of required answers on a busy host.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Of every [`machine`]; multifd channels carry it.
+/// UUID of every [`machine`]; multifd channels carry it.
 pub const UUID: &str = "486f746c-6966-7420-6265-736964652051";
 
-/// Machine that all releases have.
+/// Machine supported by all releases.
 pub const PC_7: &str = "pc-i440fx-7.2";
 /// Machine of QEMU 10.0: barriers by round, SWITCHOVER_START, zero pages in packets.
 pub const PC_10: &str = "pc-i440fx-10.0";
 /// Machine of QEMU 11.1.
 pub const PC_11: &str = "pc-i440fx-11.1";
 
-/// QMP socket of the test alone, in a QEMU's folder.
+/// QMP socket for the test only, in a QEMU's folder.
 pub const QMP: &str = "test.qmp";
 
 /// A release of QEMU.
@@ -45,7 +45,7 @@ pub enum Release {
 }
 
 impl Release {
-    /// Its number.
+    /// Returns the release number.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -55,7 +55,7 @@ impl Release {
         }
     }
 
-    /// Its newest machine.
+    /// Returns the newest machine.
     #[must_use]
     pub fn machine(self) -> &'static str {
         match self {
@@ -65,7 +65,7 @@ impl Release {
         }
     }
 
-    /// Where it is; `None` if it is not installed.
+    /// Returns the path; `None` if it is not installed.
     #[must_use]
     pub fn find(self) -> Option<PathBuf> {
         match self {
@@ -83,7 +83,7 @@ impl Release {
         }
     }
 
-    /// Where it is, or a skip.
+    /// Returns the path, or notes a skip.
     #[must_use]
     pub fn program(self) -> Option<PathBuf> {
         let found = self.find();
@@ -94,7 +94,7 @@ impl Release {
         found
     }
 
-    /// Key and reason of a skip without it.
+    /// Returns key and reason of a skip without it.
     #[must_use]
     pub fn skip(self) -> (&'static str, &'static str) {
         match self {
@@ -107,7 +107,7 @@ impl Release {
 
 const PROGRAM: &str = "qemu-system-x86_64";
 
-/// The QEMU in `PATH`, of whatever release, or a skip.
+/// Returns the QEMU in `PATH`, of any release, or notes a skip.
 #[must_use]
 pub fn installed() -> Option<PathBuf> {
     let found = find_installed();
@@ -117,7 +117,7 @@ pub fn installed() -> Option<PathBuf> {
     found
 }
 
-/// One that a script has fetched: in the folder that `variable` names, or in the cache.
+/// Returns a QEMU fetched by a script: in the folder of `variable`, or in the cache.
 fn fetched(variable: &str, name: &str) -> Option<PathBuf> {
     let folder = set(variable).unwrap_or_else(|| cache().join(name).join("bin"));
     Some(folder.join(PROGRAM)).filter(|program| program.exists())
@@ -129,7 +129,7 @@ fn find_installed() -> Option<PathBuf> {
     programs.find(|program| program.is_file())
 }
 
-/// Whether guests can run under KVM, or a skip.
+/// Returns true if guests can run under KVM, or notes a skip.
 #[must_use]
 pub fn has_kvm() -> bool {
     let usable = hotlift_vmm::kvm::usable();
@@ -139,26 +139,26 @@ pub fn has_kvm() -> bool {
     usable.is_ok()
 }
 
-/// Where a machine's RAM is.
+/// Storage of a machine's RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Memory {
-    /// The file `ram` in its folder: all of it can be read and written, also before QEMU runs.
+    /// The file `ram` in its folder, readable and writable as a whole, also before QEMU runs.
     File,
     /// A memfd of pages of 2 MiB (hugetlbfs).
     HugePages,
 }
 
 impl Memory {
-    /// Whether it is there, or a skip.
+    /// Returns true if it is available, or notes a skip.
     #[must_use]
     pub fn is_there(self) -> bool {
         self == Self::File || has_huge_pages()
     }
 
-    /// QEMU's object, called `pc.ram`.
+    /// Returns QEMU's object, called `pc.ram`.
     fn object(self, ram_bytes: u64, folder: &Path) -> String {
         let backend = match self {
-            // Shared, so that what is written is in the file.
+            // Shared, so that writes reach the file.
             Self::File => format!("file,mem-path={}", folder.join("ram").display()),
             Self::HugePages => "memfd,hugetlb=on,hugetlbsize=2M".to_owned(),
         };
@@ -166,13 +166,13 @@ impl Memory {
     }
 }
 
-/// Pages of 2 MiB that the kernel makes when they are asked for, beside those that it keeps.
+/// Pages of 2 MiB that the kernel allocates on demand, besides its permanent ones.
 const MORE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
-/// Whether the kernel has pages of 2 MiB for whoever asks, or a skip. It is told to make them as they are needed, and stays so:
-/// that keeps no memory, and tests that run beside each other need not count.
+/// Returns true if the kernel has pages of 2 MiB for any process, or notes a skip. Enables allocation on demand permanently:
+/// that reserves no memory, and concurrent tests need not count.
 fn has_huge_pages() -> bool {
-    /// 2 GiB: eight times what the largest test of them has.
+    /// 2 GiB: eight times the need of the largest test.
     const ENOUGH: u32 = 1024;
     let allowed = fs::read_to_string(MORE_HUGE_PAGES).map(|allowed| allowed.trim().parse());
     let allowed = match allowed {
@@ -186,7 +186,7 @@ fn has_huge_pages() -> bool {
     allowed.is_ok()
 }
 
-/// Where what was fetched is kept, as in `scripts/`.
+/// Returns the folder of fetched files, as in `scripts/`.
 #[must_use]
 pub fn cache() -> PathBuf {
     let default = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache");
@@ -198,10 +198,10 @@ fn set(name: &str) -> Option<PathBuf> {
     value.map(PathBuf::from)
 }
 
-/// A folder in memory where there is one: RAM is in it, and must not be written to a disk.
+/// Creates a folder in memory if possible: it holds RAM, which must not be written to a disk.
 ///
 /// # Errors
-/// If it cannot be made.
+/// If it cannot be created.
 pub fn folder() -> Result<TempDir, KitError> {
     let mut builder = tempfile::Builder::new();
     builder.prefix("hotlift-");
@@ -213,7 +213,7 @@ pub fn folder() -> Result<TempDir, KitError> {
     made.map_err(KitError::system("make a folder"))
 }
 
-/// Arguments of a QEMU that has no more than what others give it, and a QMP socket.
+/// Returns arguments of a QEMU with a QMP socket and no other devices; callers add the rest.
 #[must_use]
 pub fn bare(qmp: &Path) -> Vec<String> {
     let mut line = ["-nodefaults", "-display", "none", "-qmp"]
@@ -223,7 +223,7 @@ pub fn bare(qmp: &Path) -> Vec<String> {
     line
 }
 
-/// Arguments of a QEMU with the machine `name` and so many bytes of RAM, whose files are in `folder`: what its guest says
+/// Returns arguments of a QEMU with the machine `name` and `ram_bytes` bytes of RAM. Files in `folder`: its guest's output
 /// `console`, its process id `pid`, and the socket [`QMP`].
 #[must_use]
 pub fn machine(
@@ -256,7 +256,7 @@ pub fn machine(
     line
 }
 
-/// A QEMU in a folder of its own, killed when it goes out of scope.
+/// A QEMU in a folder of its own, killed on drop.
 #[derive(Debug)]
 pub struct Launched {
     process: Process,
@@ -264,7 +264,7 @@ pub struct Launched {
 }
 
 impl Launched {
-    /// Starts one that is [`bare`] but for these arguments.
+    /// Starts a [`bare`] QEMU with these further arguments.
     ///
     /// # Errors
     /// If it cannot be started.
@@ -275,7 +275,7 @@ impl Launched {
         Self::start(program, &line, folder)
     }
 
-    /// Starts one with these arguments, among them the socket [`QMP`] in `folder`.
+    /// Starts a QEMU with these arguments, which include the socket [`QMP`] in `folder`.
     ///
     /// # Errors
     /// If it cannot be started.
@@ -289,7 +289,7 @@ impl Launched {
     /// Connects to its socket [`QMP`], which serves one client at a time.
     ///
     /// # Errors
-    /// If it does not answer within [`PATIENCE`]; with what it has said.
+    /// If it does not answer within [`PATIENCE`]; includes its output.
     pub fn connect(&self) -> Result<Qemu, KitError> {
         let address = QmpAddress::Unix(self.path(QMP));
         Qemu::connect(&address, PATIENCE).map_err(|error| KitError::Late {
@@ -300,19 +300,19 @@ impl Launched {
         })
     }
 
-    /// One of its files.
+    /// Returns the path of one of its files.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// Its process.
+    /// Returns its process.
     #[must_use]
     pub fn process(&self) -> &Process {
         &self.process
     }
 
-    /// The same, to wait for it or to end it.
+    /// Returns its process, to wait for it or to end it.
     pub fn process_mut(&mut self) -> &mut Process {
         &mut self.process
     }

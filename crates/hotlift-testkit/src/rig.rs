@@ -19,37 +19,37 @@ use crate::program::Program;
 use crate::proxy::Proxy;
 use crate::qemu::{PATIENCE, Release};
 
-/// Where the destination listens.
+/// Port where the destination listens.
 pub const PORT: u16 = 7000;
-/// Where `serve` takes pages.
+/// Port where `serve` receives pages.
 pub const DATA_PORT: u16 = 7001;
 
 /// First port of libvirt's migrations, which agents redirect.
 const MIGRATION_PORT: u16 = 49152;
-/// Where agents connect to each other.
+/// Port where agents connect to each other.
 pub const AGENT_PORT: u16 = 16520;
 
 /// Bytes of a disk image that a case locks.
 const DISK: u64 = 1 << 20;
 
-/// Bytes a second at which pages are sent: a migration takes about a second.
+/// Bytes per second of page transfer: a migration takes about a second.
 const BANDWIDTH: &str = "64M";
 
-/// Milliseconds: at [`BANDWIDTH`] little is left for the last round, which the slow link of a hand-over carries.
+/// Milliseconds: at [`BANDWIDTH`] the last round, which the slow link of a hand-over carries, is short.
 const DOWNTIME: u32 = 10;
 
-/// What every case needs.
+/// Resources of every case.
 #[derive(Debug, Clone)]
 pub struct Tools {
-    /// The `hotlift` that is tested.
+    /// The tested `hotlift`.
     pub hotlift: PathBuf,
-    /// What runs in QEMUs.
+    /// The program in QEMUs.
     pub guest: Arc<Program>,
-    /// Where a case has its files.
+    /// Folder for a case's files.
     pub files: PathBuf,
 }
 
-/// The processes of a case. Dropped in this order: whoever listens to another goes first.
+/// The processes of a case. Dropped in this order: listeners to another process go first.
 pub struct Rig {
     /// `migrate` or `relay source`.
     pub source_command: Option<Process>,
@@ -57,25 +57,25 @@ pub struct Rig {
     pub destination_command: Option<Process>,
     /// The guest at the source.
     pub here: Machine,
-    /// Where it is to go.
+    /// The guest at the destination.
     pub there: Machine,
-    /// In front of the destination.
+    /// Proxies before the destination.
     pub proxies: Vec<Proxy>,
-    /// In front of the QMP sockets of source and destination, where commands use them.
+    /// Proxies before the QMP sockets of source and destination, if commands use them.
     pub qmp: [Option<Proxy>; 2],
     /// The network.
     pub link: Link,
-    /// Settings of the source's QEMU, where a command changes them.
+    /// Settings of the source's QEMU, if a command changes them.
     pub settings: Option<Settings>,
-    /// Sockets that must not be left.
+    /// Sockets that must be removed at the end.
     pub sockets: Vec<PathBuf>,
-    /// False if a command did not even start.
+    /// False if a command did not start.
     pub is_ready: bool,
-    /// A QEMU has the capability of the case on.
+    /// True if a QEMU has the case's capability enabled.
     pub capability_is_on: bool,
     /// Another user of the destination's disk image.
     pub disk_lock: Option<DiskLock>,
-    /// Where the source connects to.
+    /// Host that the source connects to.
     host: &'static str,
     hotlift: PathBuf,
     folder: PathBuf,
@@ -84,22 +84,22 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// Folder of a case.
+    /// Returns the folder of a case.
     #[must_use]
     pub fn folder(tools: &Tools, case: &Case) -> PathBuf {
         tools.files.join(format!("case-{}", case.number))
     }
 
-    /// Folder for what its processes put into `TMPDIR`.
+    /// Returns the `TMPDIR` of its processes.
     #[must_use]
     pub fn temporary(tools: &Tools, case: &Case) -> PathBuf {
         Self::folder(tools, case).join("tmp")
     }
 
-    /// Starts all of it.
+    /// Starts all processes.
     ///
     /// # Errors
-    /// If anything cannot be set up that is not what the case tests.
+    /// If setup fails for a reason that the case does not test.
     pub fn start(tools: &Tools, case: &Case) -> Result<Self, KitError> {
         let folder = Self::folder(tools, case);
         let temporary = Self::temporary(tools, case);
@@ -134,10 +134,10 @@ impl Rig {
         }
     }
 
-    /// Asks for the migration.
+    /// Starts the migration.
     ///
     /// # Errors
-    /// If the source does not even begin.
+    /// If the source does not start it.
     pub fn migrate(&mut self, case: &Case) -> Result<(), KitError> {
         match case.pair {
             Pair::BuiltIn {
@@ -179,7 +179,7 @@ impl Rig {
         }
     }
 
-    /// The process of a party, if it is one of ours.
+    /// Returns the process of a party, if this process started it.
     pub fn process(&mut self, party: Party) -> Option<&mut Process> {
         match party {
             Party::SourceGuest => self.here.process(),
@@ -189,7 +189,7 @@ impl Rig {
         }
     }
 
-    /// Loads the rules of others at the source.
+    /// Loads foreign rules at the source.
     ///
     /// # Errors
     /// If `nft` fails.
@@ -233,7 +233,7 @@ impl Rig {
     }
 }
 
-/// The outputs of a party that are `/dev/full`.
+/// Returns the outputs of a party that are `/dev/full`.
 fn devices(case: &Case, party: Party) -> Vec<Stream> {
     let device = |kind: &Kind| match kind {
         Kind::Output {
@@ -249,7 +249,7 @@ fn devices(case: &Case, party: Party) -> Vec<Stream> {
         .collect()
 }
 
-/// Flags by which a side encrypts, with certificates that are made for the case, or does not.
+/// Returns the flags of a side for encryption, with certificates created for the case, or without.
 fn security(tools: &Tools, case: &Case, folder: &Path) -> Result<Vec<String>, KitError> {
     if let Pair::Agents { .. } = case.pair {
         // Each agent has its own.
@@ -397,7 +397,7 @@ impl Builder<'_> {
             format!("--listen=tcp:{DESTINATION}:{PORT}"),
             format!("--data-port={DATA_PORT}"),
         ];
-        // `migrate` alone connects to a host with a name.
+        // Only `migrate` connects to a host by name.
         let security = self.security.iter();
         arguments.extend(
             security
@@ -500,7 +500,7 @@ impl Builder<'_> {
         Ok(rig)
     }
 
-    /// QEMUs without a monitor of their own beside the agents of their hosts, as libvirt has them.
+    /// Starts QEMUs without a monitor of the test, and the agents of their hosts, as with libvirt.
     fn agents(self, link: Link, from: Release, to: Release, channels: u8) -> Result<Rig, KitError> {
         link.watch_plaintext(AGENT_PORT)?;
         let pki = Pki::new();
@@ -514,7 +514,7 @@ impl Builder<'_> {
                 Party::DestinationCommand,
             ),
         ] {
-            // The kernel gives a port of migrations to no connection that leaves.
+            // The kernel assigns no migration port to an outgoing connection.
             let reserved = "net.ipv4.ip_local_reserved_ports=49152-49215";
             host.tool("sysctl", &["-qw", reserved])?;
             let folder = self.folder.join(end);
@@ -557,7 +557,7 @@ impl Builder<'_> {
         self.case.has(|kind| *kind == Kind::LockedDisk)
     }
 
-    /// Switches the capability on that the case has at this end; false if it has none there, or QEMU refuses it.
+    /// Enables the case's capability at this end; returns false if there is none, or QEMU refuses it.
     fn switch_capability(&self, end: End, machine: &mut Machine) -> bool {
         let mut kinds = self.case.faults.iter().map(|fault| fault.kind);
         let name = kinds.find_map(|kind| match kind {
@@ -568,7 +568,7 @@ impl Builder<'_> {
         name.is_some_and(|name| on(name).is_ok())
     }
 
-    /// The command line of the QEMU at an end.
+    /// Returns the command line of the QEMU at an end.
     fn line(&self, release: Release, end: &str) -> Result<Vec<String>, KitError> {
         let folder = self.folder.join(end);
         let mut more = Vec::new();
@@ -654,8 +654,8 @@ fn qemu_program(release: Release) -> Result<PathBuf, KitError> {
     })
 }
 
-/// Waits until a process listens at [`PORT`] of its host; false if it has ended instead. Nobody connects to
-/// find out: that would be a stranger.
+/// Waits until a process listens at [`PORT`] of its host; returns false if it has ended instead. Does not connect: that would
+/// be an unknown client.
 fn listens(
     host: &Namespace,
     process: Process,
@@ -666,7 +666,7 @@ fn listens(
     let looks = || -> Result<bool, KitError> {
         let table = host.within(|| fs::read_to_string("/proc/thread-self/net/tcp"))?;
         Ok(table.is_ok_and(|table| {
-            // The address of the proxy is another.
+            // The proxy has another address.
             table
                 .lines()
                 .any(|line| line.contains(&entry) && line.contains("020200C0"))
@@ -675,7 +675,7 @@ fn listens(
     waits(process, place, looks)
 }
 
-/// Waits until a process listens on a socket: its file is there a moment before.
+/// Waits until a process listens on a socket: its file exists slightly earlier.
 fn appears(socket: &Path, process: Process, place: &mut Option<Process>) -> Result<bool, KitError> {
     let table = format!("/proc/{}/net/unix", process.pid().as_raw_nonzero());
     let end = format!(" {}", socket.display());
@@ -703,7 +703,7 @@ fn waits(
     Ok(true)
 }
 
-/// The end whose QMP socket a stall is at, as an index of [`Rig::qmp`].
+/// Returns the index in [`Rig::qmp`] of the side with a stalled QMP socket.
 #[must_use]
 pub fn index(end: End) -> usize {
     match end {

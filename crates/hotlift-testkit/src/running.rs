@@ -1,4 +1,4 @@
-//! A program that runs as a user starts it, and the lines that it prints.
+//! A program started as a user does, and its output lines.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -6,13 +6,13 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longer than anything here takes on a machine that does other things besides.
+/// Timeout, longer than anything here takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Columns of standard output, with room for all of a table: no line is broken between words that a test looks for.
+/// Columns of standard output, enough for all tables: no line breaks inside a text that a test searches.
 const COLUMNS: &str = "300";
 
-/// A running program, killed when it goes out of scope.
+/// A running program, killed on drop.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -27,8 +27,8 @@ impl Running {
     /// If it does not start.
     #[must_use]
     pub fn start(program: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
-        // The tests may be run by 'nohup', which a program that is started would take over.
-        // By its path: a test may give another PATH.
+        // The tests may run under 'nohup', whose setting a started program would inherit. Full path: a test may set another
+        // PATH.
         let mut child = Command::new("/usr/bin/env")
             .args(["--default-signal=HUP", program])
             .args(args)
@@ -59,7 +59,7 @@ impl Running {
         }
     }
 
-    /// Its process.
+    /// Returns its process id.
     ///
     /// # Panics
     /// Never: a process ID is positive and small.

@@ -1,4 +1,4 @@
-//! What a test cannot do on this machine, said where it is noticed.
+//! Tests that this machine cannot run, noted where the test detects it.
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -8,8 +8,8 @@ use std::io::{self, Write};
 /// `.ci/skips`.
 pub const VARIABLE: &str = "HOTLIFT_SKIPS";
 
-/// Notes that a test, or a part of it, cannot run here: a short key for what is missing, and the reason, as for
-/// [`format!`]. The test goes on, or returns, by itself.
+/// Notes that a test, or a part of it, cannot run here: a short key for the missing thing, and the reason, as for [`format!`].
+/// The test itself must continue or return.
 ///
 /// ```
 /// hotlift_testkit::skip!("dsa", "no work queue in {}", "/dev/dsa");
@@ -29,13 +29,13 @@ macro_rules! skip {
 pub fn note(key: &str, reason: fmt::Arguments<'_>, file: &str, line: u32) {
     let reason = reason.to_string().replace('\n', " ");
     let text = format!("skip: {key}: {reason} ({file}:{line})\n");
-    // Not by `eprint!`, whose text libtest keeps back. Nobody may listen any more.
+    // Not by `eprint!`, which libtest captures. The reader may be gone.
     let _ = io::stderr().lock().write_all(text.as_bytes());
     let Some(path) = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) else {
         return;
     };
     let opened = OpenOptions::new().create(true).append(true).open(&path);
-    // One write: tests of other processes append, too.
+    // One write: tests of other processes append too.
     if let Err(error) = opened.and_then(|mut skips| skips.write_all(text.as_bytes())) {
         panic!("cannot note a skip in {}: {error}", path.display());
     }

@@ -13,16 +13,16 @@ use crate::case::Stranger;
 use crate::error::KitError;
 use crate::namespace::{DESTINATION, Namespace};
 
-/// Between two of them.
+/// Pause between two connections.
 const PAUSE: Duration = Duration::from_millis(60);
 
-/// How many are held open at once.
+/// Maximum open connections.
 const MAX_OPEN: usize = 16;
 
-/// How long one may take to connect: the link may be down.
+/// Timeout to connect: the link may be down.
 const CONNECT: Duration = Duration::from_millis(500);
 
-/// Strangers who come until this goes out of scope.
+/// Unknown clients that connect until this is dropped.
 #[derive(Debug)]
 pub struct Strangers {
     ends: Arc<AtomicBool>,
@@ -30,10 +30,10 @@ pub struct Strangers {
 }
 
 impl Strangers {
-    /// Sends strangers from `host` to ports of the destination, one after the other.
+    /// Connects from `host` to ports of the destination, one after the other.
     ///
     /// # Errors
-    /// If the host's namespace is not to be had.
+    /// If the host's namespace is unavailable.
     pub fn start(
         host: &Namespace,
         ports: &[u16],
@@ -81,7 +81,7 @@ fn speak(to: &mut TcpStream, who: Stranger, rng: &mut Rng) {
             false => vec![0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1],
         },
     };
-    // It may have been sent away.
+    // It may have been rejected.
     let _ = to.write_all(&said);
 }
 

@@ -1,4 +1,4 @@
-//! The count at the end of a campaign, in 80 columns.
+//! The counts at the end of a campaign, in 80 columns.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -6,7 +6,7 @@ use std::fmt::Write;
 use crate::case::{Kind, Moment};
 use crate::verdict::{Outcome, Record, Wrong};
 
-/// What is counted, and what it is called.
+/// Counted problems, with their names.
 const WRONGS: [(Wrong, &str); 9] = [
     (Wrong::TwoGuests, "two guests"),
     (Wrong::NoGuest, "no guest"),
@@ -27,13 +27,13 @@ const OUTCOMES: [(Outcome, &str); 5] = [
     (Outcome::Wrong, "wrong"),
 ];
 
-/// How many columns are there for the numbers of the cases that something is wrong with.
+/// Columns for the numbers of cases with problems.
 const NAMED: usize = 36;
 
-/// One case in this number may fail in its set-up: such a case proves nothing.
+/// One case in this number may fail in its setup: such a case proves nothing.
 const NOT_SET_UP: usize = 100;
 
-/// One case in this number may have a time-out: a machine under load has some of them.
+/// One case in this number may time out, as happens on a machine under load.
 const TIMED_OUT: usize = 20;
 
 /// Returns true if nothing is wrong with any case, and nearly all of them prove something.
@@ -50,7 +50,7 @@ pub fn is_clean(records: &[Record]) -> bool {
     })
 }
 
-/// The tables.
+/// Returns the tables.
 #[must_use]
 pub fn tables(records: &[Record]) -> String {
     let mut text = String::new();
@@ -131,7 +131,7 @@ pub fn tables(records: &[Record]) -> String {
     text
 }
 
-/// What lasts, by how long and when it began, of the faults that happened.
+/// Returns the faults with a duration that happened, by duration and moment.
 fn durations(records: &[Record]) -> String {
     const WHEN: [&str; 6] = ["set-up", "rounds", "switch", "message", "arrived", "after"];
     let mut rows: BTreeMap<(&str, u64), [usize; WHEN.len()]> = BTreeMap::new();
@@ -161,7 +161,7 @@ fn durations(records: &[Record]) -> String {
     text.push('\n');
     for ((name, secs), counts) in rows {
         let row = match name {
-            // It counts as long as a precopy waits for its peer.
+            // It counts as the timeout of a precopy for its peer.
             "power loss for ever" => name.to_owned(),
             _ => format!("{name}, {secs} s"),
         };

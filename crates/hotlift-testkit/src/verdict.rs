@@ -1,4 +1,4 @@
-//! What may come of a case, and what did.
+//! Permitted outcomes of a case, and its actual outcome.
 
 use std::fs;
 use std::path::Path;
@@ -15,10 +15,10 @@ use crate::machine::Look;
 use crate::namespace::End;
 use crate::rig::{Rig, Tools};
 
-/// How long the processes of a case have to go: a guard waits 10 s for a QEMU that does not answer.
+/// Timeout for the end of a case's processes: a guard waits 10 s for a QEMU that does not answer.
 const GONE: Duration = Duration::from_secs(15);
 
-/// What is wrong.
+/// Kind of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Wrong {
@@ -26,7 +26,7 @@ pub enum Wrong {
     TwoGuests,
     /// No side runs it, and it is not whole and paused at the source with exit code 3.
     NoGuest,
-    /// Its memory is not what it wrote.
+    /// Its memory does not match its writes.
     LostWrites,
     /// A process, a file, a socket or a setting is left.
     Leftover,
@@ -34,26 +34,26 @@ pub enum Wrong {
     Plaintext,
     /// An exit code that these faults do not explain, or success without a guest.
     Exit,
-    /// A side comes to no end, or a guest answers nothing.
+    /// A side does not end, or a guest does not answer.
     Hangs,
-    /// A wait timed out that no fault prolongs, and the guest stayed at the source: a machine that stands still does
-    /// that. Counted, and no fault of the product: a kernel whose workers are starved (`workqueue lockup` in its log)
-    /// holds up the start of KVM's dirty log for a minute and more.
+    /// A wait timed out without a fault that prolongs it, and the guest stayed at the source, as on a stalled machine. Counted,
+    /// but no fault of the product: a kernel with starved workers (`workqueue lockup` in its log) delays the start of KVM's
+    /// dirty log for a minute and more.
     TimedOut,
-    /// The machinery failed: the case says nothing.
+    /// The machinery failed: the case proves nothing.
     SetUp,
 }
 
-/// Something that is wrong, in words.
+/// A problem, with a description.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// Of what kind.
+    /// Kind.
     pub wrong: Wrong,
-    /// In words.
+    /// Description.
     pub what: String,
 }
 
-/// Where the guest was in the end.
+/// Final location of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
@@ -61,15 +61,15 @@ pub enum Outcome {
     Moved,
     /// At the source, running.
     Stayed,
-    /// At the source, paused and whole: it ran on when it was told to.
+    /// At the source, paused and whole: it continued on command.
     Kept,
-    /// It ended with the process that had it, which the fault has ended, or has powered off.
+    /// It ended with its process, by the fault, or has powered off.
     Ended,
     /// None of these.
     Wrong,
 }
 
-/// The state of a guest that runs nowhere.
+/// State of a guest that runs nowhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Absent {
     /// At the source without a monitor; it waits for its operator.
@@ -78,13 +78,13 @@ enum Absent {
     Paused,
     /// Ended by a fault.
     Ended,
-    /// Its QEMU answers nothing.
+    /// Its QEMU does not answer.
     Silent,
     /// Not running without a reason, and no command reports it.
     Lost,
 }
 
-/// What came of a case: one line of the raw list.
+/// Result of a case: one line of the raw list.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
     /// Seed of the campaign.
@@ -92,27 +92,27 @@ pub struct Record {
     /// The case.
     #[serde(flatten)]
     pub case: Case,
-    /// Which of its faults happened.
+    /// Faults that happened.
     pub fired: Vec<bool>,
-    /// Where the guest was in the end.
+    /// Final location of the guest.
     pub outcome: Outcome,
-    /// Exit code of the source's side (minus the signal that ended it).
+    /// Exit code of the source's side (or minus the signal that ended it).
     pub source_exit: Option<i32>,
-    /// That of the destination's command.
+    /// Exit code of the destination's command.
     pub destination_exit: Option<i32>,
-    /// The guest at the source.
+    /// State of the guest at the source.
     pub here: String,
-    /// The guest at the destination.
+    /// State of the guest at the destination.
     pub there: String,
-    /// What is wrong.
+    /// Problems.
     pub problems: Vec<Problem>,
-    /// Reasons that QMP gives and last words of the commands, if something is wrong.
+    /// QMP's reasons and the commands' last lines, in case of problems.
     pub words: Vec<String>,
-    /// How long it took.
+    /// Duration.
     pub seconds: f64,
 }
 
-/// Runs a case, and says what came of it.
+/// Runs a case, and returns its result.
 #[must_use]
 pub fn judge(tools: &Tools, campaign: u64, case: &Case) -> Record {
     let begun = Instant::now();
@@ -146,7 +146,7 @@ pub fn judge(tools: &Tools, campaign: u64, case: &Case) -> Record {
         .iter_mut()
         .map(|one| &mut one.what)
         .for_each(scrub);
-    // Only what the campaign has made itself is in it.
+    // It holds only files of the campaign.
     let _ = fs::remove_dir_all(&folder);
     record.seconds = (begun.elapsed().as_secs_f64() * 10.0).round() / 10.0;
     record
@@ -178,7 +178,7 @@ fn attempt(
 }
 
 impl Record {
-    /// Begins the record of `case`, of which nothing is known yet.
+    /// Starts the record of `case`, still without results.
     #[must_use]
     pub fn new(campaign: u64, case: Case) -> Self {
         Self {
@@ -201,7 +201,7 @@ impl Record {
         self.problems.push(Problem { wrong, what });
     }
 
-    /// The faults that happened.
+    /// Returns the faults that happened.
     pub fn faults(&self) -> impl Iterator<Item = &Kind> {
         self.case.happened(&self.fired)
     }
@@ -211,7 +211,7 @@ impl Record {
             .any(|kind| matches!(kind, Kind::Kill { party } if *party == whom))
     }
 
-    /// Whether QMP was silent there for longer than a command waits for an answer.
+    /// Returns true if QMP was silent there for longer than a command waits for an answer.
     fn has_stalled(&self, whose: End) -> bool {
         self.faults().any(|kind| {
             matches!(kind, Kind::QmpStall { at, .. } if *at == whose)
@@ -219,7 +219,7 @@ impl Record {
         })
     }
 
-    /// True if a fault ends a guest's process, or the guest has powered off: whichever QEMU had it then.
+    /// Returns true if a fault ends a guest's process, or the guest has powered off, in either QEMU.
     fn may_have_ended(&self, whom: Party) -> bool {
         self.killed(whom) || self.has_powered_off() || self.faults().any(|kind| kind.asks(whom))
     }
@@ -228,7 +228,7 @@ impl Record {
         self.faults().any(Kind::powers_off)
     }
 
-    /// Exit codes of the source's side that the faults explain. With none, only 0.
+    /// Returns exit codes of the source's side that the faults explain. Without faults, only 0.
     fn explained(&self) -> Vec<i32> {
         let mut codes = vec![0];
         for kind in self.faults() {
@@ -239,7 +239,7 @@ impl Record {
                     change: PowerChange::Reset,
                 } => &[][..],
                 Kind::Foreign { rules } if !rules.bypass_redirect() => &[],
-                // Exit code 3 where the destination's QEMU is one that the command did not start.
+                // Exit code 3 if the command did not start the destination's QEMU.
                 Kind::LockedDisk => &[1, 3],
                 Kind::LinkDown { .. }
                 | Kind::PowerLoss { .. }
@@ -272,7 +272,7 @@ impl Record {
         codes
     }
 
-    /// Decides where the guest is, and whether that is as it must be.
+    /// Determines the guest's location, and checks it.
     fn weigh(&mut self, seen: &Seen, rig: &mut Rig) {
         self.weigh_run(seen);
         self.outcome = match (seen.here == Look::Running, seen.there == Look::Running) {
@@ -284,7 +284,7 @@ impl Record {
         self.weigh_exits(seen);
     }
 
-    /// Notes what must never be seen, wherever the guest is in the end.
+    /// Notes states that are wrong for any final location of the guest.
     fn weigh_run(&mut self, seen: &Seen) {
         let runs = |look: &Look| *look == Look::Running;
         if seen.both || (runs(&seen.here) && runs(&seen.there)) {
@@ -295,7 +295,7 @@ impl Record {
         if seen.none_while_full && !was_killed {
             self.note(Wrong::NoGuest, "nobody ran it while an output was full");
         }
-        // One whose output is a full device from the start may end for that.
+        // A command whose output is a full device from the start may end for that reason.
         let is_explained = self
             .faults()
             .any(|kind| matches!(kind, Kind::Output { .. }) && kind.is_from_the_start());
@@ -317,7 +317,7 @@ impl Record {
         }
     }
 
-    /// A source that says that it waited in vain, and has the guest, has done as it should.
+    /// Excuses a source that reports a timeout and has the guest: that is correct.
     fn excuse_time_outs(&mut self) {
         let waited = |line: &String| line.contains("did not arrive within");
         let is_safe = self.outcome == Outcome::Stayed && self.source_exit == Some(1);
@@ -333,7 +333,7 @@ impl Record {
         let explained = self.explained();
         let at_its_end = self.may_have_ended(Party::SourceGuest);
         match seen.source_exit {
-            // A guest with a monitor that was ended says nothing of a migration.
+            // A guest with a monitor that was ended reports no migration.
             None if at_its_end || seen.hangs || !seen.is_ready => {}
             None if seen.here == Look::Silent => {}
             Some(code) if explained.contains(&code) => {}
@@ -342,7 +342,7 @@ impl Record {
                 format!("the source's side ends with {code:?}, not one of {explained:?}"),
             ),
         }
-        // A panic is no answer to anything.
+        // A panic is never correct.
         if seen.destination_exit == Some(101) {
             self.note(Wrong::Exit, "the destination's command panics");
         }
@@ -366,12 +366,12 @@ impl Record {
         }
     }
 
-    /// True if the guest has run at the destination, or a fault explains success without that.
+    /// Returns true if the guest has run at the destination, or a fault explains success without that.
     fn may_never_arrive(&self, seen: &Seen) -> bool {
         let commands = [Party::SourceCommand, Party::DestinationCommand];
         let is_bare_and_killed = self.case.pair.is_steered_by_others()
             && commands.into_iter().any(|one| self.killed(one));
-        // The run state of a guest that has powered off travels with it.
+        // The run state of a guest that has powered off is migrated.
         let is_off = seen.there == Look::Paused("shutdown".to_owned());
         seen.arrived
             || seen.there == Look::Silent
@@ -382,15 +382,15 @@ impl Record {
             || self.faults().any(|kind| kind.asks(Party::DestinationGuest))
     }
 
-    /// Whether rules of others kept the end of the source's connection from its agent, so that the destination's QEMU was
-    /// never told to run the guest. libvirt resumes it at the source when the destination's QEMU has ended.
+    /// Returns true if foreign rules hid the end of the source's connection from its agent, so that the destination's QEMU was
+    /// never told to run the guest. libvirt resumes it at the source when that QEMU has ended.
     fn was_bypassed(&self, seen: &Seen) -> bool {
         let is_bypass =
             |kind: &Kind| matches!(kind, Kind::Foreign { rules } if rules.bypass_redirect());
         seen.there == Look::Ended && self.faults().any(is_bypass)
     }
 
-    /// The guest runs on one side: sees whether its memory is right.
+    /// Proves the memory of the guest, which runs on one side.
     fn proven(&mut self, outcome: Outcome, rig: &mut Rig) -> Outcome {
         let (party, machine) = match outcome {
             Outcome::Moved => (Party::DestinationGuest, &mut rig.there),
@@ -430,7 +430,7 @@ impl Record {
         let command_killed = commands.into_iter().any(|party| self.killed(party));
         let is_bare = self.case.pair.is_steered_by_others();
         let is_told = seen.source_exit == Some(3) || self.killed(Party::SourceCommand);
-        // Bare relays steer no QEMU: who does must be told that they have failed.
+        // Bare relays steer no QEMU, so their failure must be reported to the operator.
         let is_for_others =
             is_bare && (command_killed || seen.source_exit != Some(0) || self.was_bypassed(seen));
         if is_paused && (is_told || is_for_others) {
@@ -445,7 +445,7 @@ impl Record {
         }
     }
 
-    /// The guest runs nowhere: resumes it where that is its operator's part.
+    /// Handles a guest that runs nowhere: resumes it where that is its operator's part.
     fn neither(&mut self, seen: &Seen, rig: &mut Rig) -> Outcome {
         match self.absent(seen) {
             Absent::Waits => Outcome::Kept,
@@ -475,11 +475,11 @@ impl Record {
         }
     }
 
-    /// Files, sockets and settings, and then processes.
+    /// Checks for left files, sockets and settings, and then processes.
     fn look_for_leftovers(&mut self, tools: &Tools, rig: &mut Rig) {
-        // What a killed process leaves, nobody can take away.
+        // Remains of a killed process are excused.
         let was_killed = self.faults().any(|kind| matches!(kind, Kind::Kill { .. }));
-        // The user is told of what a silent QMP socket has kept the command from.
+        // The command reports cleanup that a silent QMP socket prevented.
         let is_told = rig
             .process(Party::SourceCommand)
             .is_some_and(|process| process.has_said("migration settings were not put back"));
@@ -505,7 +505,7 @@ impl Record {
                     let what = format!("settings of the source's QEMU: {}", differ.join(", "));
                     self.note(Wrong::Leftover, what);
                 }
-                // One that hangs was noted.
+                // A process that hangs was noted.
                 Err(_) => {}
             }
         }
@@ -536,7 +536,7 @@ impl Record {
         }
     }
 
-    /// Ends what is left of the case's processes.
+    /// Ends the remaining processes of the case.
     fn sweep(&mut self, tools: &Tools) {
         let temporary = Rig::temporary(tools, &self.case);
         let deadline = Instant::now() + GONE;
@@ -552,13 +552,13 @@ impl Record {
     }
 }
 
-/// Processes that were started with this `TMPDIR`, whoever has started them: it is handed on.
+/// Returns the processes that inherited this `TMPDIR`, started by any process.
 fn processes(temporary: &Path) -> Vec<(Pid, String)> {
     let mark = format!("TMPDIR={}\0", temporary.display());
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let its = |entry: &fs::DirEntry| {
         let pid = Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)?;
-        // One that has ended has none.
+        // An ended process has none.
         let environment = fs::read(entry.path().join("environ")).ok()?;
         let has_it = environment
             .windows(mark.len())
@@ -569,7 +569,7 @@ fn processes(temporary: &Path) -> Vec<(Pid, String)> {
     entries.filter_map(|entry| its(&entry)).collect()
 }
 
-/// The last lines of each process.
+/// Returns the last lines of each process.
 fn words(rig: &mut Rig) -> Vec<String> {
     let mut words = Vec::new();
     for (name, party) in [
@@ -605,7 +605,7 @@ mod tests {
         started: true,
     };
 
-    /// A case of one fault that happened.
+    /// Returns a case of one fault that happened.
     fn record(pair: Pair, kind: Kind) -> Record {
         let fault = Fault {
             kind,
@@ -623,7 +623,7 @@ mod tests {
         }
     }
 
-    /// A guest that is in these states in the end, and how both commands end.
+    /// Returns observations with these final states, and exit codes of both commands.
     fn seen(here: Look, there: Look, source_exit: i32, destination_exit: i32) -> Seen {
         Seen {
             fired: vec![true],
@@ -645,7 +645,7 @@ mod tests {
         Look::Paused(state.to_owned())
     }
 
-    /// What is wrong with an end, by the rules that need no process.
+    /// Returns the problems of an end, by the rules that need no process.
     fn wrongs(mut record: Record, seen: &Seen, outcome: Outcome) -> Vec<Wrong> {
         record.weigh_run(seen);
         record.outcome = outcome;
@@ -671,7 +671,7 @@ mod tests {
         let kept = seen(paused("postmigrate"), paused("inmigrate"), 3, 3);
         assert_eq!(locked().absent(&kept), Absent::Paused);
         assert_eq!(wrongs(locked(), &kept, Outcome::Kept), []);
-        // The other end has the guest: its command must not report that it came.
+        // The source has the guest: the destination's command must not report its arrival.
         let half = seen(Look::Running, Look::Ended, 1, 0);
         assert_eq!(wrongs(locked(), &half, Outcome::Stayed), [Wrong::Exit]);
     }

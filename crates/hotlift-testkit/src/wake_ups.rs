@@ -1,4 +1,4 @@
-//! Wake-ups of threads that have nothing to do.
+//! Wake-ups of idle threads.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 /// Time in which no idle thread wakes up: longer than any periodic wait of the product.
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Time for threads that start to come to rest.
+/// Timeout for starting threads to become idle.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Threads, by process and the start of their names.
+/// Threads, by process and the prefix of their names.
 pub type Threads<'a> = &'a [(u32, &'a str)];
 
-/// The number of times that each of `threads` has gone to sleep so far, by its id and name.
+/// Returns the sleep count of each of `threads` so far, by its id and name.
 fn sleeps(threads: Threads<'_>) -> BTreeMap<(String, String), u64> {
     let of_process = |(pid, begins): &(u32, &str)| {
         let tasks = fs::read_dir(format!("/proc/{pid}/task"));
@@ -34,11 +34,10 @@ fn sleeps(threads: Threads<'_>) -> BTreeMap<(String, String), u64> {
     threads.iter().flat_map(of_process).collect()
 }
 
-/// Checks that none of `threads` wakes up in 10 s, once they have come to rest. Those `with_reason` may, by their name, so
-/// many times.
+/// Checks that none of `threads` wakes up in 10 s, once they are idle. Threads in `with_reason` may, by their name, that often.
 ///
 /// # Panics
-/// One wakes up more often, ends or starts; there is none, or they never come to rest.
+/// If one wakes up more often, ends or starts; if there is none, or they never become idle.
 pub fn sleep_through(threads: Threads<'_>, with_reason: &[(&str, u64)]) {
     let allowed = |name: &str| with_reason.iter().find(|(may, _)| *may == name);
     let deadline = Instant::now() + DEADLINE;

@@ -1,5 +1,5 @@
-//! Crates use only those below them. No two files of a crate import each other, not even through others: only a module and
-//! those inside it may.
+//! Crates use only those below them. No two files of a crate import each other, not even indirectly: only a module and those
+//! inside it may.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,8 +7,8 @@ use std::iter::Peekable;
 use std::path::Path;
 use std::vec::IntoIter;
 
-/// The crates of the product from the ground up. Crates on one line use each other in neither direction. The built-in guests
-/// are above whatever runs beside a QEMU, so that an agent links no guest.
+/// The crates of the product, bottom up. Crates on one line do not use each other. The built-in guests are above the crates
+/// that run beside a QEMU, so that an agent links no guest.
 const FLOORS: &[&[&str]] = &[
     &["hotlift-wire", "hotlift-mem"],
     &[
@@ -31,13 +31,13 @@ const FLOORS: &[&[&str]] = &[
 /// Crates that only tests use.
 const OF_TESTS: [&str; 2] = ["hotlift-simulated", "hotlift-testkit"];
 
-/// What the terminal prints: no protocol, no guest.
+/// Crates of the terminal interface: no protocol, no guest.
 const OF_TERMINAL: [&str; 2] = ["hotlift", "hotlift-mem"];
 
 /// A file of a crate, as the path of its module.
 type Module = Vec<String>;
 
-/// The text of each file of product code below `folder`, by its module.
+/// Reads each file of product code below `folder`, by its module.
 fn read(folder: &Path, module: &Module, files: &mut BTreeMap<Module, String>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -50,7 +50,7 @@ fn read(folder: &Path, module: &Module, files: &mut BTreeMap<Module, String>) {
             read(&path, &own, files);
         } else if path.extension().is_some_and(|end| end == "rs") && name != "tests" {
             let text = fs::read_to_string(&path).unwrap();
-            // Tests join what is apart.
+            // Tests may join separate modules.
             let product = text.split("#[cfg(test)]\nmod tests").next().unwrap();
             let code = product.lines().map(|line| line.split("//").next().unwrap());
             files.insert(own, code.collect::<Vec<_>>().join("\n"));
@@ -58,7 +58,7 @@ fn read(folder: &Path, module: &Module, files: &mut BTreeMap<Module, String>) {
     }
 }
 
-/// Words, and each other character by itself, but no spaces.
+/// Returns words, and each other character separately, without spaces.
 fn tokens(code: &str) -> Peekable<IntoIter<String>> {
     let mut tokens: Vec<String> = Vec::new();
     let mut in_word = false;
@@ -74,7 +74,7 @@ fn tokens(code: &str) -> Peekable<IntoIter<String>> {
     tokens.into_iter().peekable()
 }
 
-/// Reads what follows `path`, and adds each path that this names.
+/// Reads the tokens after `path`, and adds each path that they name.
 fn paths(
     tokens: &mut Peekable<IntoIter<String>>,
     mut path: Vec<String>,
@@ -111,7 +111,7 @@ fn paths(
     all.push(path);
 }
 
-/// Modules that the file of `module` uses, but those that it is in or that are in it.
+/// Returns the modules that the file of `module` uses, except its ancestors and descendants.
 fn used<'a>(
     module: &Module,
     code: &str,
@@ -148,7 +148,7 @@ fn used<'a>(
         .collect()
 }
 
-/// Names of this workspace's crates that the manifest of the crate in `folder` depends on, tests apart.
+/// Returns this workspace's crates that the manifest of the crate in `folder` depends on, without those of tests.
 fn dependencies(folder: &Path) -> Vec<String> {
     let manifest = fs::read_to_string(folder.join("Cargo.toml")).unwrap();
     let (_, table) = manifest.split_once("[dependencies]\n").unwrap_or_default();
@@ -198,7 +198,7 @@ fn no_files_of_a_crate_import_each_other() {
         let uses = |(module, code): (_, &String)| (module, used(module, code, &files));
         let mut edges: BTreeMap<&Module, BTreeSet<&Module>> = files.iter().map(uses).collect();
         assert!(edges.values().any(|used| !used.is_empty()) || files.len() < 7);
-        // What is on no circle, nor between two, uses nothing that is left, or is used by nothing.
+        // A module on no circle, nor between two, uses no remaining module, or is used by none.
         loop {
             let left: BTreeSet<&Module> = edges.keys().copied().collect();
             edges.retain(|_, used| {

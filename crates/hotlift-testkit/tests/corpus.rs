@@ -1,4 +1,4 @@
-//! Each input of the fuzz targets' corpus, once and without a fuzzer: what was found stays mended.
+//! Each input of the fuzz targets' corpus, once and without a fuzzer: fixed defects stay fixed.
 
 #![allow(clippy::print_stdout)]
 
@@ -20,7 +20,7 @@ fn each_input_of_the_corpus_keeps_the_promises_of_its_decoder() {
         let inputs: Vec<_> = inputs.map(|entry| entry.unwrap().path()).collect();
         assert!(!inputs.is_empty(), "{name} has no corpus");
         for input in inputs {
-            // Is shown where a promise is broken.
+            // Shown if a guarantee is violated.
             println!("{}", input.display());
             target(&fs::read(&input).unwrap());
         }

@@ -21,13 +21,13 @@ const STEPS: [Moment; 5] = [
     Moment::Lost(Message::Shut),
 ];
 
-/// The `hotlift` of this build: it is made with the workspace, and by `cargo build -p hotlift-cli`.
+/// Returns the `hotlift` of this build: it is made with the workspace, and by `cargo build -p hotlift-cli`.
 fn hotlift() -> PathBuf {
     let folder = Path::new(env!("CARGO_BIN_EXE_campaign")).parent();
     folder.expect("a folder").join("hotlift")
 }
 
-/// Runs cases all at once, and fails with what is wrong with any.
+/// Runs all cases concurrently, and fails with the problems of any.
 fn run(cases: &[Case]) {
     if !rustix::process::geteuid().is_root() {
         hotlift_testkit::skip!("root", "network namespaces need it");
@@ -50,7 +50,7 @@ fn run(cases: &[Case]) {
     );
 }
 
-/// A guest over a link of small segments whose kernels give a closed connection up at once.
+/// Returns a guest over a link of small segments whose kernels drop a closed connection at once.
 fn case(number: u64, guest: BuiltIn, vcpus: u8, faults: Vec<Fault>) -> Case {
     Case {
         number,

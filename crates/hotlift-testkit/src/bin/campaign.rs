@@ -1,4 +1,4 @@
-//! Random faults on real migrations, and a count of what came of them.
+//! Random faults on real migrations, and counts of the outcomes.
 
 #![allow(
     clippy::print_stdout,
@@ -23,13 +23,13 @@ use hotlift_testkit::rig::Tools;
 use hotlift_testkit::verdict::{Record, Wrong, judge};
 use hotlift_testkit::{skip, summary};
 
-/// Longest that the faults of a case may last where the time of the whole run is limited.
+/// Maximum duration of a case's faults if the time of the whole run is limited.
 const SHORT: Duration = Duration::from_secs(7);
 
-/// Numbers that a list of cases is drawn from at most.
+/// Maximum case number in a list.
 const MAX_CASES: u64 = 100_000;
 
-/// What a case takes besides its faults.
+/// Duration of a case without its faults.
 const CASE: Duration = Duration::from_secs(6);
 
 /// Runs random faults on real migrations, and counts what came of them. Needs root: it makes network namespaces of
@@ -92,13 +92,13 @@ fn main() -> ExitCode {
     })
 }
 
-/// Becomes a process in namespaces of its own. Whatever it starts ends with it, however that ends.
+/// Replaces this process by one in namespaces of its own. All its children end with it, however it ends.
 fn enter() -> Result<ExitCode, String> {
     if !rustix::process::geteuid().is_root() {
         return Err("network namespaces need root".to_owned());
     }
     let this = std::env::current_exe().map_err(|error| error.to_string())?;
-    // It may be run by 'nohup', which what it starts would take over.
+    // It may run under 'nohup', whose setting its children would inherit.
     let error = Command::new("env")
         .args(["--default-signal=HUP", "unshare"])
         .args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"])
@@ -109,7 +109,7 @@ fn enter() -> Result<ExitCode, String> {
     Err(format!("cannot run 'unshare': {error}"))
 }
 
-/// The first process: has files in memory that nobody else sees, and reaps what others leave.
+/// Runs the first process: it has private files in memory, and reaps orphans.
 fn init() -> Result<ExitCode, String> {
     let mounted = Command::new("mount")
         .args(["-t", "tmpfs", "campaign", "/dev/shm"])
@@ -140,13 +140,13 @@ fn init() -> Result<ExitCode, String> {
     }
 }
 
-/// The seed of the day.
+/// Returns the seed of the day.
 fn today() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.unwrap_or_default().as_secs() / 86_400
 }
 
-/// The cases that the flags ask for, in their order.
+/// Returns the cases that the flags select, in their order.
 fn cases(flags: &Flags, seed: u64) -> Result<Vec<Case>, String> {
     if !flags.case.is_empty() {
         let read =
@@ -164,7 +164,7 @@ fn cases(flags: &Flags, seed: u64) -> Result<Vec<Case>, String> {
     let mut list = Vec::new();
     let mut faults = 0;
     for number in 0.. {
-        // A limit of time is one; that of faults is then none.
+        // With a time limit, the number of faults is unlimited.
         if faults >= flags.faults && !limited || number >= MAX_CASES {
             break;
         }
@@ -201,7 +201,7 @@ fn list(flags: &Flags) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The key and the reason of a skip, if a case cannot be run here.
+/// Returns key and reason of a skip, if a case cannot be run here.
 fn missing(case: &Case, kvm: Option<&String>) -> Option<(&'static str, String)> {
     let kvm = kvm.map(|why| ("kvm", why.clone()));
     let qemu = |release: Release| match release.find() {
@@ -314,7 +314,7 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
     })
 }
 
-/// Takes cases until there are none, or no time for them.
+/// Runs cases until none or no time is left.
 fn work(shared: &Shared, tools: &Tools, seed: u64, end: Option<Instant>) {
     loop {
         let Some(case) = lock(&shared.waiting).next() else {
@@ -325,7 +325,7 @@ fn work(shared: &Shared, tools: &Tools, seed: u64, end: Option<Instant>) {
         }
         let mut record = judge(tools, seed, &case);
         if record.problems.iter().any(|one| one.wrong == Wrong::SetUp) {
-            // It says nothing: a QEMU that is slow to start on a busy host, say.
+            // The case proves nothing, for example if a QEMU starts slowly on a busy host.
             record = judge(tools, seed, &case);
         }
         let line = serde_json::to_string(&record).unwrap_or_default();
@@ -353,7 +353,7 @@ fn work(shared: &Shared, tools: &Tools, seed: u64, end: Option<Instant>) {
     }
 }
 
-/// The records of an earlier run.
+/// Returns the records of an earlier run.
 fn known(path: &Path, seed: u64) -> Result<Vec<Record>, String> {
     let Ok(text) = fs::read_to_string(path) else {
         return Ok(Vec::new());

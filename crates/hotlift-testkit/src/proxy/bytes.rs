@@ -1,4 +1,4 @@
-//! Records every byte of a migration, and damages one that is named by its offset.
+//! Records every byte of a migration, and damages one, selected by its offset.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -14,10 +14,10 @@ pub enum Direction {
     Back,
 }
 
-/// Bits to be changed in byte `at` of a direction.
+/// Bits to change in byte `at` of a direction.
 #[derive(Debug, Clone, Copy)]
 pub struct Flip {
-    /// Where.
+    /// Direction.
     pub direction: Direction,
     /// Bytes of the direction before it.
     pub at: usize,
@@ -25,7 +25,7 @@ pub struct Flip {
     pub mask: u8,
 }
 
-/// Everything that came by, before it was damaged.
+/// All bytes carried, before the damage.
 pub type Carried = HashMap<Direction, Vec<u8>>;
 
 /// The rule.
@@ -36,7 +36,7 @@ pub struct Bytes {
 }
 
 impl Bytes {
-    /// Flips bits on each connection where `flip` is.
+    /// Creates the rule. Flips bits on each connection that `flip` names.
     #[must_use]
     pub fn new(flip: Option<Flip>) -> Self {
         Self {
@@ -45,7 +45,7 @@ impl Bytes {
         }
     }
 
-    /// What came by.
+    /// Returns the bytes carried.
     #[must_use]
     pub fn into_carried(self) -> Carried {
         self.carried

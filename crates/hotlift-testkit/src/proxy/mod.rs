@@ -1,12 +1,12 @@
-//! A proxy that damages, holds, delays and cuts what it carries, over TCP or UNIX sockets.
+//! A proxy that damages, holds, delays and cuts its connections, over TCP or UNIX sockets.
 //!
-//! When bytes pass and how a connection ends is alike for all. What passes, a [`Rule`] says:
+//! Timing and the end of connections are common to all proxies. A [`Rule`] decides what passes:
 //!
-//! | module | what |
+//! | module | subject |
 //! |---|---|
-//! | [`rule`] | what a rule sees and may do; the one that passes everything |
-//! | [`bytes`] | records every byte, and flips one that is named by its offset |
-//! | [`units`] | knows the stream between two Hotlifts, and damages, cuts or holds one of its records |
+//! | [`rule`] | interface of a rule; the rule that passes everything |
+//! | [`bytes`] | records every byte, and flips one, selected by its offset |
+//! | [`units`] | parses the stream between two Hotlifts, and damages, cuts or holds one of its records |
 
 pub mod bytes;
 pub mod records;
@@ -32,48 +32,48 @@ use self::socket::{Listener, Target, end, end_half, has_come, is_gone, write_all
 use crate::error::KitError;
 use crate::namespace::{DESTINATION, Namespace, PROXY};
 
-/// A read of a proxy.
+/// Bytes of a read.
 const CHUNK: usize = 64 << 10;
 
-/// How a TCP connection ends.
+/// End of a TCP connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ending {
-    /// In order: all was said.
+    /// In order: all data was sent.
     Fin,
     /// Reset.
     Reset,
 }
 
-/// What a proxy passes on at the end of a connection.
+/// Mapping of the ends of connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Turns {
     /// The same.
     AsIs,
-    /// Always FIN: a RST becomes one.
+    /// Always FIN: a RST becomes a FIN.
     AllToFin,
-    /// Always RST: a FIN becomes one, and takes away what was said the other way.
+    /// Always RST: a FIN becomes a RST, which discards data of the other direction.
     AllToReset,
 }
 
-/// Carries connections until it goes out of scope.
+/// Carries connections until it is dropped.
 pub struct Proxy<R: Rule = AsTheyCome> {
     rule: Arc<R>,
     core: Arc<Core>,
     accepting: Option<JoinHandle<()>>,
 }
 
-/// What all threads of a proxy share.
+/// State shared by all threads of a proxy.
 struct Core {
     target: Target,
     turns: Turns,
     waits: Mutex<Waits>,
-    /// For `waits`.
+    /// Condition of `waits`.
     changed: Condvar,
     delay_ms: AtomicU64,
     cut: Mutex<Option<Cut>>,
-    /// To be cut as soon as it is known to be that one.
+    /// Connection to cut as soon as it is recognised.
     on_sight: Mutex<Option<Socket>>,
     connections: Mutex<Vec<Arc<Connection>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -81,29 +81,29 @@ struct Core {
     ends: OwnedFd,
 }
 
-/// Why threads stand still.
+/// Reasons why threads are held.
 #[derive(Default)]
 struct Waits {
-    /// Nothing is passed on before.
+    /// Nothing passes before.
     until: Option<Instant>,
-    /// A rule has asked for it.
+    /// A rule requested it.
     is_held: bool,
     is_released: bool,
     has_ended: bool,
 }
 
-/// Connections are to be cut.
+/// A pending cut of connections.
 #[derive(Clone, Copy)]
 struct Cut {
     how: Ending,
-    /// After so many more bytes of the way back, all connections together.
+    /// Further bytes from the destination, the sum of all connections.
     after: u64,
 }
 
 struct Connection {
     client: OwnedFd,
     server: OwnedFd,
-    /// Set before its first byte passes, if that says it.
+    /// Set before the first byte passes, if that identifies it.
     socket: OnceLock<Socket>,
 }
 
@@ -114,7 +114,7 @@ impl Connection {
         }
     }
 
-    /// Whence a direction comes, and whither it goes.
+    /// Returns reader and writer socket of a direction.
     fn sockets(&self, back: bool) -> (&OwnedFd, &OwnedFd) {
         match back {
             false => (&self.client, &self.server),
@@ -124,7 +124,7 @@ impl Connection {
 }
 
 impl Proxy {
-    /// Listens on the UNIX socket `at` for connections that are to go `to` another.
+    /// Listens on the UNIX socket `at` for connections, which it forwards `to` another.
     ///
     /// # Errors
     /// If it cannot listen.
@@ -132,7 +132,7 @@ impl Proxy {
         Self::unix_with(at, to, AsTheyCome)
     }
 
-    /// Listens at `port` of [`PROXY`] in `host` for connections that are to go to [`DESTINATION`].
+    /// Listens at `port` of [`PROXY`] in `host` for connections, which it forwards to [`DESTINATION`].
     ///
     /// # Errors
     /// If it cannot listen.
@@ -145,7 +145,7 @@ impl Proxy {
 }
 
 impl<R: Rule> Proxy<R> {
-    /// As [`Proxy::unix`], with `rule`.
+    /// Does the same as [`Proxy::unix`], with `rule`.
     ///
     /// # Errors
     /// If it cannot listen.
@@ -155,13 +155,13 @@ impl<R: Rule> Proxy<R> {
         Self::start(Listener::Unix(listener), target, Turns::AsIs, rule)
     }
 
-    /// Listens on a port of this host's for connections that are to go `to` another; its address. A RST becomes a FIN.
+    /// Listens on a local port for connections, which it forwards `to` another; returns its address. A RST becomes a FIN.
     ///
     /// # Errors
     /// If it cannot listen.
     ///
     /// # Panics
-    /// If `to` is no address of TCP.
+    /// If `to` is no TCP address.
     pub fn loopback(to: &Address, rule: R) -> Result<(Self, Address), KitError> {
         let Address::Tcp { host, port } = to else {
             panic!("{to} is not of TCP");
@@ -205,19 +205,19 @@ impl<R: Rule> Proxy<R> {
         })
     }
 
-    /// Passes nothing on for so long.
+    /// Holds everything for `time`.
     pub fn hold(&self, time: Duration) {
         lock(&self.core.waits).until = Some(Instant::now() + time);
         self.core.changed.notify_all();
     }
 
-    /// Passes everything on so much later from now on, piece by piece.
+    /// Delays everything by `time` from now on, piece by piece.
     pub fn delay(&self, time: Duration) {
         let time = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         self.core.delay_ms.store(time, Ordering::SeqCst);
     }
 
-    /// Ends the connections that there are, once `after` more bytes have gone the way back.
+    /// Ends the current connections, once `after` more bytes have passed from the destination.
     pub fn cut(&self, how: Ending, after: u64) {
         if after == 0 {
             self.core.end_all(how);
@@ -226,13 +226,13 @@ impl<R: Rule> Proxy<R> {
         }
     }
 
-    /// Whether a connection of a migration has come.
+    /// Returns true if a connection of this kind has arrived.
     #[must_use]
     pub fn has(&self, socket: Socket) -> bool {
         self.first(socket).is_some()
     }
 
-    /// Cuts the first connection that is this one; false if none has come.
+    /// Cuts the first connection of this kind; returns false if none has arrived.
     #[must_use]
     pub fn cut_first(&self, socket: Socket) -> bool {
         let found = self.first(socket);
@@ -242,34 +242,34 @@ impl<R: Rule> Proxy<R> {
         found.is_some()
     }
 
-    /// Cuts the next connection that is this one, before anything of it passes.
+    /// Cuts the next connection of this kind, before any of its bytes pass.
     pub fn cut_on_sight(&self, socket: Socket) {
         *lock(&self.core.on_sight) = Some(socket);
     }
 
-    /// True once that was done.
+    /// Returns true once that was done.
     #[must_use]
     pub fn has_cut_on_sight(&self) -> bool {
         lock(&self.core.on_sight).is_none()
     }
 
-    /// Whether the rule has held something.
+    /// Returns true if the rule has held something.
     #[must_use]
     pub fn is_held(&self) -> bool {
         lock(&self.core.waits).is_held
     }
 
-    /// Lets go on what the rule holds, now and later.
+    /// Releases everything that the rule holds, now and later.
     pub fn release(&self) {
         lock(&self.core.waits).is_released = true;
         self.core.changed.notify_all();
     }
 
-    /// Ends when everything that has come was passed, and all that is open was closed; what the rule knows. Whoever has
-    /// not closed must read on until then.
+    /// Ends when all received bytes were passed, and all open connections were closed; returns the rule. A peer that has not
+    /// closed must keep reading until then.
     ///
     /// # Panics
-    /// If a thread of the proxy has.
+    /// If a thread of the proxy panicked.
     #[must_use]
     pub fn finish(mut self) -> R {
         self.core.end();
@@ -288,7 +288,7 @@ impl<R: Rule> Proxy<R> {
         found.next().map(Arc::clone)
     }
 
-    /// Waits for all threads; false if one has panicked.
+    /// Waits for all threads; returns false if one has panicked.
     fn join(&mut self) -> bool {
         let accepting = self.accepting.take();
         let accepted = accepting.is_none_or(|thread| thread.join().is_ok());
@@ -303,7 +303,7 @@ impl<R: Rule> Proxy<R> {
 
 impl<R: Rule> Drop for Proxy<R> {
     fn drop(&mut self) {
-        // Before what is held goes on: nothing more of it passes.
+        // Before held bytes are released: none of them pass.
         self.core.end_all(Ending::Reset);
         self.core.end();
         if let Some(accepting) = self.accepting.take() {
@@ -319,7 +319,7 @@ fn accept<R: Rule>(core: &Arc<Core>, rule: &Arc<R>, listener: &Listener) {
         let Ok(client) = listener.accept() else {
             continue;
         };
-        // One who is gone refuses: the same is said by this end.
+        // If the target is gone, it refuses; so does this end.
         let Some(server) = core.target.connect() else {
             end(&client, Ending::Reset);
             continue;
@@ -376,7 +376,7 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
                         is_deaf = true;
                     }
                     Err(Stop::Cut) => return connection.end(Ending::Fin),
-                    // As a direct connection would tell its writer.
+                    // As a direct connection would report to its writer.
                     Err(Stop::Gone) => return end(from, Ending::Reset),
                     Err(Stop::Ended) => return,
                 }
@@ -389,7 +389,7 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
             write_all(to, &came);
         }
         match (core.turns, ending) {
-            // One who is gone is told from one who has said all: the other end must see the same.
+            // A closed peer differs from a half-closed one: the other end must see the same.
             (Turns::AsIs, Ending::Fin) if is_gone(from) => connection.end(Ending::Fin),
             (Turns::AsIs | Turns::AllToFin, Ending::Fin) | (Turns::AllToFin, Ending::Reset) => {
                 end_half(to);
@@ -402,16 +402,16 @@ fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
     }
 }
 
-/// What becomes of a connection by its first bytes.
+/// Decision on a connection by its first bytes.
 enum Sight {
     Goes,
-    /// It may be the one that is to be cut.
+    /// It may be the connection to cut.
     Waits,
     Cut,
 }
 
 impl Core {
-    /// Notes what a connection is that begins with `first`.
+    /// Recognises a connection that begins with `first`.
     fn recognise(&self, connection: &Connection, first: &[u8]) -> Sight {
         let mut on_sight = lock(&self.on_sight);
         let Some(socket) = Socket::of(first) else {
@@ -426,7 +426,7 @@ impl Core {
         Sight::Cut
     }
 
-    /// Waits as long as things are held or delayed.
+    /// Waits while data is held or delayed.
     fn wait(&self) {
         let delay = self.delay_ms.load(Ordering::SeqCst);
         if delay > 0 {
@@ -443,7 +443,7 @@ impl Core {
         }
     }
 
-    /// Waits for the release of what a rule holds.
+    /// Waits until the data held by a rule is released.
     fn hold(&self) {
         let mut waits = lock(&self.waits);
         waits.is_held = true;
@@ -461,7 +461,7 @@ impl Core {
         lock(&self.waits).has_ended
     }
 
-    /// How many of `length` bytes of the way back still pass; the cut is made after them.
+    /// Returns how many of `length` bytes from the destination still pass; the cut follows them.
     fn count(&self, length: usize) -> usize {
         let mut cut = lock(&self.cut);
         let Some(asked) = cut.as_mut() else {
@@ -477,7 +477,7 @@ impl Core {
         left
     }
 
-    /// Makes the cut if it is due; true if it was made.
+    /// Makes the cut if it is due; returns true if so.
     fn is_due(&self) -> bool {
         let mut cut = lock(&self.cut);
         let due = cut.filter(|asked| asked.after == 0);
@@ -516,7 +516,7 @@ mod tests {
     use super::bytes::{Bytes, Direction, Flip};
     use super::*;
 
-    /// A multifd channel's first bytes, up to its number.
+    /// Returns a multifd channel's first bytes, up to its number.
     fn opening(number: u8) -> Vec<u8> {
         let mut bytes = vec![0; Socket::KNOWN_BY];
         bytes[..4].copy_from_slice(&hotlift_wire::multifd::MAGIC.to_be_bytes());
@@ -524,7 +524,7 @@ mod tests {
         bytes
     }
 
-    /// A listener on this host, and a proxy before it.
+    /// Returns a local listener, with a proxy before it.
     fn before<R: Rule>(rule: R) -> (TcpListener, Proxy<R>, TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = format!("tcp:{}", listener.local_addr().unwrap());
@@ -675,7 +675,7 @@ mod tests {
         assert_eq!(heard, said);
     }
 
-    /// Does as it is told by what comes.
+    /// A rule controlled by the received bytes.
     struct Told;
 
     impl Rule for Told {

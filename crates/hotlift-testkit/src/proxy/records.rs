@@ -1,4 +1,4 @@
-//! Knows TLS: cuts the bytes of a connection into records, and does something to one of them, which it cannot read.
+//! Parses TLS: cuts the bytes of a connection into records, which it cannot read, and damages one of them.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -7,42 +7,42 @@ use super::rule::{Flow, Rule, Stop};
 /// Bytes of a record's header: type, version, length (RFC 8446, section 5.1).
 const HEADER: usize = 5;
 
-/// What is done to a record.
+/// Effect on a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Both directions end before it, in order and without `close_notify`.
     Cut,
     /// The same in its middle.
     Truncate,
-    /// It is left out: the first from there on that has come together with another.
+    /// Dropped: the first record from there on that arrived together with another.
     Drop,
-    /// It comes twice.
+    /// Sent twice.
     Double,
-    /// It comes behind the one that follows it, which has come with it, as with [`Action::Drop`].
+    /// Sent after the next record, which arrived with it, as with [`Action::Drop`].
     Swap,
-    /// A bit changes, at this byte; the last if there are not so many.
+    /// A bit changes, at this byte; the last if the record is shorter.
     Flip(usize),
 }
 
-/// What is done, and where. It is done once.
+/// A fault at a record. It happens once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
-    /// From the destination to the source.
+    /// True from the destination to the source.
     pub back: bool,
     /// Records of this direction before it, of all connections together.
     pub number: usize,
-    /// What.
+    /// Effect.
     pub action: Action,
 }
 
-/// What was carried.
+/// Log of the carried records.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Log {
     /// Records towards the destination.
     pub forth: usize,
     /// Records towards the source.
     pub back: usize,
-    /// The fault was done.
+    /// True if the fault has happened.
     pub fired: bool,
 }
 
@@ -54,7 +54,7 @@ pub struct Records {
 }
 
 impl Records {
-    /// Counts, and does `fault` when its record comes by.
+    /// Creates the rule. It counts, and applies `fault` when its record passes.
     #[must_use]
     pub fn new(fault: Option<Fault>) -> Self {
         Self {
@@ -63,7 +63,7 @@ impl Records {
         }
     }
 
-    /// What came by.
+    /// Returns the log.
     #[must_use]
     pub fn into_log(self) -> Log {
         self.log
@@ -71,8 +71,8 @@ impl Records {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a record; what is to be done to it. The last that has come can change places with none, and without it
-    /// nobody could tell that one is missing.
+    /// Counts a record; returns its action. The last record that arrived has none to swap with, and its loss would be
+    /// undetectable.
     fn note(&self, back: bool, is_last: bool) -> Option<Action> {
         let mut log = super::lock(&self.log);
         let count = if back { &mut log.back } else { &mut log.forth };
@@ -90,7 +90,7 @@ impl Records {
     }
 }
 
-/// Length of the first record of `bytes`, if it is whole.
+/// Returns the length of the first record of `bytes`, if it is complete.
 fn record(bytes: &[u8]) -> Option<usize> {
     let header = bytes.first_chunk::<HEADER>()?;
     let length = HEADER + usize::from(u16::from_be_bytes([header[3], header[4]]));
@@ -98,7 +98,7 @@ fn record(bytes: &[u8]) -> Option<usize> {
 }
 
 impl Rule for Records {
-    /// A record that comes behind the next one.
+    /// A record that is sent after the next one.
     type Direction = Vec<u8>;
 
     fn apply(&self, late: &mut Vec<u8>, came: &mut Vec<u8>, flow: &Flow<'_>) -> Result<(), Stop> {

@@ -1,25 +1,25 @@
-//! What becomes of the bytes that a proxy carries.
+//! Rules for the bytes that a proxy carries.
 
 use hotlift_wire::settle::QUESTION_MAGIC;
 
 use super::{Connection, Core, socket};
 
-/// Bytes of a multifd channel's first packet up to its number, which follows magic, version and UUID.
+/// Bytes of a multifd channel's first packet up to its number, after magic, version and UUID.
 const CHANNEL_NUMBER: usize = 24;
 
-/// What a connection of a migration is, by its first bytes.
+/// Kind of a migration's connection, from its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Socket {
     /// The main channel.
     Main,
     /// A multifd channel, with its number.
     Channel(u8),
-    /// It asks what became of a migration, and carries none.
+    /// A query of a migration's outcome, without migration data.
     Question,
 }
 
 impl Socket {
-    /// What a connection is that begins with `first`; `None` if that takes more bytes.
+    /// Returns the kind of a connection that begins with `first`; `None` if that takes more bytes.
     #[must_use]
     pub fn of(first: &[u8]) -> Option<Self> {
         match first.first_chunk::<4>()? {
@@ -29,20 +29,20 @@ impl Socket {
         }
     }
 
-    /// [`Socket::of`] is never `None` of so many bytes.
+    /// With this many bytes [`Socket::of`] never returns `None`.
     pub(super) const KNOWN_BY: usize = CHANNEL_NUMBER + 1;
 }
 
-/// Decides what becomes of the bytes of all connections of a proxy. Called by the thread of each direction.
+/// Decides about the bytes of all connections of a proxy. Called by the thread of each direction.
 pub trait Rule: Send + Sync + 'static {
-    /// What is remembered of one direction of one connection.
+    /// State of one direction of one connection.
     type Direction: Default;
 
-    /// `came` is what has come and was neither passed nor dropped yet. What is left in it comes again, with what follows
-    /// it, and passes at the end of the direction.
+    /// Handles `came`, the received bytes neither passed nor dropped yet. Remaining bytes come again with the next ones, and
+    /// pass at the end of the direction.
     ///
     /// # Errors
-    /// Why nothing more of this direction passes.
+    /// The reason why nothing more of this direction passes.
     fn apply(
         &self,
         direction: &mut Self::Direction,
@@ -51,12 +51,12 @@ pub trait Rule: Send + Sync + 'static {
     ) -> Result<(), Stop>;
 }
 
-/// Why nothing more of a direction passes.
+/// Reason why nothing more of a direction passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// The connection ends, in order, both ways.
+    /// The connection ends, in order, in both directions.
     Cut,
-    /// This direction ends. What still comes is read and dropped, so that only its reader notices.
+    /// This direction ends. Later bytes are read and dropped, so that only its reader notices.
     HalfCut,
     /// Its reader is gone.
     Gone,
@@ -73,13 +73,13 @@ pub struct Flow<'a> {
 }
 
 impl Flow<'_> {
-    /// From the one that was connected to, to the one that connected.
+    /// Returns true if the direction is from the server to the client.
     #[must_use]
     pub fn is_back(&self) -> bool {
         self.back
     }
 
-    /// What the connection is, once its first bytes have come.
+    /// Returns the kind of the connection, once its first bytes have arrived.
     #[must_use]
     pub fn socket(&self) -> Option<Socket> {
         self.connection.socket.get().copied()
@@ -102,23 +102,23 @@ impl Flow<'_> {
         written.then_some(()).ok_or(Stop::Gone)
     }
 
-    /// Passes everything in `came`.
+    /// Passes all of `came`.
     ///
     /// # Errors
-    /// As [`Flow::pass`].
+    /// As for [`Flow::pass`].
     pub fn pass_all(&self, came: &mut Vec<u8>) -> Result<(), Stop> {
         self.pass(came)?;
         came.clear();
         Ok(())
     }
 
-    /// Stands still until [`Proxy::release`](super::Proxy::release), or the end of the proxy.
+    /// Waits until [`Proxy::release`](super::Proxy::release), or the end of the proxy.
     pub fn hold(&self) {
         self.core.hold();
     }
 }
 
-/// Everything passes as it comes.
+/// Passes everything on arrival.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AsTheyCome;
 

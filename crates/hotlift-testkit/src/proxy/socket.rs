@@ -1,4 +1,4 @@
-//! The sockets of a proxy: where it listens, where it connects to, and how it ends a connection.
+//! The sockets of a proxy: listening, connecting, and ending a connection.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -13,7 +13,7 @@ use rustix::net::{SendFlags, Shutdown, shutdown};
 use super::Ending;
 use crate::namespace::Namespace;
 
-/// Where a proxy listens.
+/// Address where a proxy listens.
 pub(super) enum Listener {
     Unix(UnixListener),
     Tcp(TcpListener),
@@ -37,10 +37,10 @@ impl AsFd for Listener {
     }
 }
 
-/// Where a proxy connects to.
+/// Address that a proxy connects to.
 pub(super) enum Target {
     Unix(PathBuf),
-    /// In another network than this process's, if one is named.
+    /// In the given network namespace, or this process's.
     Tcp(String, u16, Option<Namespace>),
 }
 
@@ -68,18 +68,18 @@ fn of_tcp(stream: TcpStream) -> OwnedFd {
 /// Ends a connection for its peer. It may have ended by itself.
 pub(super) fn end(socket: &OwnedFd, how: Ending) {
     if how == Ending::Reset {
-        // Linux resets a connection that is dissolved so. A UNIX socket has no such thing.
+        // Linux resets a connection that is dissolved this way. A UNIX socket has no reset.
         let _ = rustix::net::connect_unspec(socket);
     }
     let _ = shutdown(socket, Shutdown::Both);
 }
 
-/// Says that nothing more comes, and goes on listening.
+/// Ends the outgoing direction; keeps reading.
 pub(super) fn end_half(socket: &OwnedFd) {
     let _ = shutdown(socket, Shutdown::Write);
 }
 
-/// Waits until `socket` has something to read, or an end; false once `ends` is readable and nothing is there.
+/// Waits until `socket` has data or has ended; returns false once `ends` is readable and no data is there.
 pub(super) fn has_come(socket: &impl AsFd, ends: &OwnedFd) -> bool {
     let mut fds = [
         PollFd::new(socket, PollFlags::IN),
@@ -94,14 +94,14 @@ pub(super) fn has_come(socket: &impl AsFd, ends: &OwnedFd) -> bool {
     }
 }
 
-/// Whether the other end of a socket that has no more to say is closed in both directions.
+/// Returns true if the peer of a half-closed socket is closed in both directions.
 pub(super) fn is_gone(socket: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(socket, PollFlags::empty())];
     let polled = poll(&mut fds, Some(&Timespec::default()));
     polled.is_ok() && fds[0].revents().contains(PollFlags::HUP)
 }
 
-/// False if the reader is gone.
+/// Writes all bytes; returns false if the reader is gone.
 pub(super) fn write_all(to: &OwnedFd, mut bytes: &[u8]) -> bool {
     while !bytes.is_empty() {
         match rustix::net::send(to, bytes, SendFlags::NOSIGNAL) {

@@ -1,5 +1,5 @@
-//! Knows the stream between two Hotlifts: cuts it into its units (a record of the main channel, a packet header, an answer)
-//! and damages one of them, or cuts the connection there.
+//! Parses the stream between two Hotlifts into units (a record of the main channel, a packet header, an answer). Damages one of
+//! them, or cuts the connection there.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -11,26 +11,26 @@ use hotlift_wire::settle::HEARD_LEN;
 
 use super::rule::{Flow, Rule, Socket, Stop};
 
-/// First bytes of the source's word that it knows the outcome.
+/// First bytes of the source's message that it knows the outcome.
 const HEARD: [u8; 4] = *b"HLOK";
 
-/// One thing on the wire.
+/// One unit on the wire.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Unit {
-    /// `None` for data packets, which go by any channel.
+    /// `None` for data packets, which use any channel.
     pub socket: Option<Socket>,
-    /// From the destination to the source.
+    /// True from the destination to the source.
     pub back: bool,
-    /// What it is, and which of its kind.
+    /// Kind, and index among its kind.
     pub name: String,
 }
 
-/// What is done to a unit.
+/// Effect on a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Changes bits of a byte.
     Flip {
-        /// Which; the last if there are not so many.
+        /// Index; the last byte if the unit is shorter.
         byte: usize,
         /// The bits.
         mask: u8,
@@ -40,32 +40,32 @@ pub enum Action {
         /// Bytes of the unit that pass.
         byte: usize,
     },
-    /// This direction ends before this byte, the other goes on.
+    /// This direction ends before this byte, the other continues.
     HalfCut {
         /// Bytes of the unit that pass.
         byte: usize,
     },
-    /// This direction stands still before the unit, until [`Proxy::release`](super::Proxy::release).
+    /// This direction is held before the unit, until [`Proxy::release`](super::Proxy::release).
     Hold,
 }
 
-/// What is done, and where. It is done once.
+/// A fault at a unit. It happens once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// Where.
+    /// Unit.
     pub unit: Unit,
-    /// What.
+    /// Effect.
     pub action: Action,
 }
 
-/// What was carried.
+/// Log of the carried stream.
 #[derive(Debug, Default)]
 pub struct Log {
     /// Every unit with its length, in the order of their first bytes on each connection.
     pub units: Vec<(Unit, usize)>,
     /// Bytes towards the destination.
     pub bytes: u64,
-    /// The fault was done.
+    /// True if the fault has happened.
     pub fired: bool,
 }
 
@@ -77,7 +77,7 @@ pub struct Units {
 }
 
 impl Units {
-    /// Watches, and does `fault` when its unit comes by.
+    /// Creates the rule. It records, and applies `fault` when its unit passes.
     #[must_use]
     pub fn new(fault: Option<Fault>) -> Self {
         Self {
@@ -86,7 +86,7 @@ impl Units {
         }
     }
 
-    /// What came by.
+    /// Returns the log.
     #[must_use]
     pub fn into_log(self) -> Log {
         self.log
@@ -94,7 +94,7 @@ impl Units {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a unit; what is to be done to it.
+    /// Records a unit; returns its action.
     fn note(&self, unit: Unit, length: usize) -> Option<Action> {
         let mut log = super::lock(&self.log);
         let here = self.fault.as_ref().filter(|fault| fault.unit == unit);
@@ -115,7 +115,7 @@ impl Rule for Units {
         flow: &Flow<'_>,
     ) -> Result<(), Stop> {
         let splitter = match (splitter, flow.is_back(), flow.socket()) {
-            // It is none of the migration's connections.
+            // The connection does not belong to the migration.
             (_, _, Some(Socket::Question)) => return flow.pass_all(came),
             (Some(splitter), ..) => splitter,
             (none, true, _) => none.insert(Splitter::answers()),
@@ -127,7 +127,7 @@ impl Rule for Units {
         while let Some((name, length)) = splitter.next(&came[done..]) {
             let bytes = &mut came[done..done + length];
             done += length;
-            // Reports do not count it.
+            // Not part of the counted answers.
             let is_counted = !flow.is_back() && !name.starts_with("heard");
             let unit = Unit {
                 socket: flow.socket().filter(|_| !name.starts_with("data")),
@@ -138,7 +138,7 @@ impl Rule for Units {
             if action == Some(Action::Hold) {
                 flow.hold();
             }
-            // A payload is not as long in every migration.
+            // The length of a payload varies between migrations.
             let rest = match action {
                 None | Some(Action::Hold) => length,
                 Some(Action::Flip { byte, mask }) => {
@@ -162,7 +162,7 @@ impl Rule for Units {
     }
 }
 
-/// Finds the units in the bytes of one direction.
+/// Parser of the units of one direction.
 #[derive(Debug)]
 pub struct Splitter {
     kind: Kind,
@@ -172,7 +172,7 @@ pub struct Splitter {
 #[derive(Debug)]
 enum Kind {
     Main(Box<MainDecoder>),
-    /// With the SYNC packets so far, and the payload that is due.
+    /// With the SYNC packets so far, and the pending payload.
     Channel {
         opened: bool,
         syncs: usize,
@@ -207,7 +207,7 @@ impl Splitter {
         Self::new(Kind::Answers)
     }
 
-    /// The name and the length of the unit that `bytes` begin with, if it is whole.
+    /// Returns name and length of the unit at the start of `bytes`, if it is complete.
     fn next(&mut self, bytes: &[u8]) -> Option<(String, usize)> {
         let (name, length) = match &mut self.kind {
             Kind::Main(decoder) => match decoder.next(bytes) {
@@ -229,7 +229,7 @@ impl Splitter {
                     *payload = 0;
                     (format!("data payload of round {syncs}"), length)
                 } else if bytes.starts_with(&HEARD) {
-                    // Another thread says it than the one that sends the packets: before or behind the last SYNC.
+                    // Sent by another thread than the packets: before or after the last SYNC.
                     bytes.get(..HEARD_LEN)?;
                     ("heard".to_owned(), HEARD_LEN)
                 } else {
