@@ -1,4 +1,4 @@
-//! A small CA: what `hotlift certs` makes.
+//! A small CA for `hotlift certs`.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -15,33 +15,33 @@ use time::OffsetDateTime;
 use crate::credentials::Role;
 use crate::identity::{Identity, NotACertificate};
 
-/// Days for which a CA is made: ten years. To replace it every host needs new certificates; it is for a set of hosts that
-/// somebody looks after by hand.
+/// Lifetime of a CA in days: ten years. Replacing it requires new certificates on every host; it is meant for a manually
+/// maintained set of hosts.
 pub const CA_DAYS: u32 = 3650;
 
-/// Days for which a host's certificates are made: a year. A stolen key is of use for no longer than that, since this CA keeps
-/// no list of revoked certificates; `hotlift certs renew` is one line in a crontab.
+/// Lifetime of a host's certificates in days: a year. It limits the use of a stolen key, since this CA keeps no list of revoked
+/// certificates. `hotlift certs renew` is one line in a crontab.
 pub const HOST_DAYS: u32 = 365;
 
-/// How much earlier than now a certificate begins, for hosts whose clocks are behind.
+/// Time by which a certificate begins before now, for hosts whose clocks are behind.
 const EARLIER: Duration = Duration::from_secs(3600);
 
-/// Longest common name, in characters (X.520's `ub-common-name`, which GnuTLS and OpenSSL hold to).
+/// Longest common name, in characters (X.520's `ub-common-name`, which GnuTLS and OpenSSL enforce).
 const MAX_COMMON_NAME: usize = 64;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// Why there is no certificate.
+/// Errors of the CA.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AuthorityError {
-    /// A name that no certificate can be for.
+    /// Not a valid name for a certificate.
     #[error("'{name}' is neither a DNS name nor an IP address")]
     BadName {
         /// The name.
         name: String,
     },
-    /// A name that stands for many hosts.
+    /// A name for many hosts.
     #[error(
         "'{name}' is a wildcard: name each host, since a stolen key would be that of every host"
     )]
@@ -49,25 +49,25 @@ pub enum AuthorityError {
         /// The name.
         name: String,
     },
-    /// No name at all.
+    /// No name.
     #[error("a host's certificate needs a name")]
     NoName,
-    /// The CA's own certificate is none.
+    /// The CA's certificate cannot be parsed.
     #[error("the CA's certificate cannot be read")]
     NotACertificate(#[from] NotACertificate),
-    /// The certificate is of something else.
+    /// The certificate is not that of a CA.
     #[error("the certificate ({subject}) is not that of a CA")]
     NotACa {
         /// Its subject.
         subject: String,
     },
-    /// The CA's certificate and key.
+    /// The CA's certificate and key do not match.
     #[error("the CA's certificate and key do not go together")]
     Mismatch,
-    /// The CA has ended.
+    /// The CA's certificate has expired.
     #[error("the CA has ended; make a new one")]
     Ended,
-    /// rcgen refuses.
+    /// rcgen cannot make the certificate.
     #[error("cannot make a certificate")]
     Make(#[from] rcgen::Error),
 }
@@ -103,11 +103,11 @@ impl fmt::Debug for Authority {
 }
 
 impl Authority {
-    /// Makes a CA of this name for so many days. All keys are P-256: every TLS library has it, and it signs faster than
-    /// RSA, by which a handshake's time is mostly spent.
+    /// Makes a CA with this name for `days`. All keys are P-256: every TLS library supports it, and it signs faster than RSA.
+    /// Signing takes most of a handshake's time.
     ///
     /// # Errors
-    /// rcgen's.
+    /// The errors of rcgen.
     pub fn make(name: &str, days: u32, now: SystemTime) -> Result<Issued, AuthorityError> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let mut params = params(name, now, now + DAY * days);
@@ -123,7 +123,7 @@ impl Authority {
         })
     }
 
-    /// A CA that was made before, here or by others.
+    /// Opens an existing CA, made by Hotlift or by other tools.
     ///
     /// # Errors
     /// If certificate and key are not those of a CA.
@@ -137,7 +137,7 @@ impl Authority {
             });
         }
         let key = KeyPair::from_pem(key)?;
-        // rcgen takes any key.
+        // rcgen accepts any key.
         let (_, parsed) = x509_parser::parse_x509_certificate(&der).map_err(|_| NotACertificate)?;
         if parsed.public_key().subject_public_key.data != key.public_key_raw() {
             return Err(AuthorityError::Mismatch);
@@ -148,17 +148,16 @@ impl Authority {
         })
     }
 
-    /// Its own certificate.
+    /// Returns its own certificate.
     #[must_use]
     pub fn identity(&self) -> &Identity {
         &self.identity
     }
 
-    /// Makes a host's certificate for its `names`, the first of which becomes the common name. It ends with the CA at the
-    /// latest.
+    /// Makes a host's certificate for its `names`; the first becomes the common name. It ends no later than the CA.
     ///
     /// # Errors
-    /// Names that are none, and a CA that has ended.
+    /// If a name is invalid, or the CA has expired.
     pub fn issue<T: AsRef<str>>(
         &self,
         names: &[T],
@@ -177,7 +176,7 @@ impl Authority {
             params.subject_alt_names.push(alternative(name.as_ref())?);
         }
         params.use_authority_key_identifier_extension = true;
-        // QEMU 10.0 refuses a certificate without the second one, which has no meaning for a key that only signs.
+        // QEMU 10.0 rejects a certificate without the second usage, which has no meaning for a signing key.
         params.key_usages = vec![
             KeyUsagePurpose::DigitalSignature,
             KeyUsagePurpose::KeyEncipherment,
@@ -203,7 +202,7 @@ fn params(name: &str, now: SystemTime, ends: SystemTime) -> CertificateParams {
     params
 }
 
-/// `name` as a subjectAltName. A wildcard is refused: one stolen key would be every host's.
+/// Returns `name` as a subjectAltName. Rejects wildcards: one stolen key would be that of every host.
 fn alternative(name: &str) -> Result<SanType, AuthorityError> {
     let bad = || AuthorityError::BadName {
         name: name.to_owned(),

@@ -1,39 +1,39 @@
-//! Who of those that the CA has signed may connect: QEMU's `tls-authz`, as a list of patterns.
+//! Authorization of peers with a certificate of the CA: QEMU's `tls-authz`, as a list of patterns.
 
 use std::fmt;
 
 use crate::identity::Identity;
 
-/// A list of patterns that allows nobody, or not what was meant.
+/// An invalid list of patterns.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AuthzError {
-    /// No pattern at all.
+    /// No pattern.
     #[error("the list of allowed names is empty: nobody could connect")]
     Empty,
-    /// A pattern without a character.
+    /// An empty pattern.
     #[error("pattern {number} of the list of allowed names is empty")]
     EmptyPattern {
-        /// Which, counted from 1.
+        /// Its number, from 1.
         number: usize,
     },
 }
 
-/// An allow-list. A certificate is on it if one pattern fits one of its names: a DNS name, an IP address or a URI of its
+/// An allow-list. A certificate is allowed if a pattern matches one of its names: a DNS name, an IP address or a URI of its
 /// subjectAltName, or its whole distinguished name.
 ///
-/// In a pattern `*` stands for any characters, also none, and `?` for one. A pattern with `=` is for distinguished names
-/// (`CN=host-a,O=Example`); it is held against the name in both orders, since GnuTLS, OpenSSL and QEMU's manual differ in
-/// that. Case counts in those and does not in others, as DNS has it. The common name (CN) alone is no name.
+/// In a pattern, `*` matches any characters, including none, and `?` matches one. A pattern with `=` is for distinguished names
+/// (`CN=host-a,O=Example`). It is compared with both orders of the name, since GnuTLS, OpenSSL and QEMU's manual differ in
+/// that. Only these are case-sensitive; other names are not, as in DNS. The common name (CN) alone does not count.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Authz {
     patterns: Vec<String>,
 }
 
 impl Authz {
-    /// A list of `patterns`.
+    /// Creates a list of `patterns`.
     ///
     /// # Errors
-    /// If it, or one of them, is empty.
+    /// If the list or a pattern is empty.
     pub fn new<T: AsRef<str>>(patterns: impl IntoIterator<Item = T>) -> Result<Self, AuthzError> {
         let patterns: Vec<String> = patterns
             .into_iter()
@@ -48,7 +48,7 @@ impl Authz {
         }
     }
 
-    /// Whether `identity` is on the list.
+    /// Returns true if `identity` is allowed.
     #[must_use]
     pub fn allows(&self, identity: &Identity) -> bool {
         self.patterns.iter().any(|pattern| {
@@ -65,7 +65,7 @@ impl Authz {
                     .any(|subject| fits(&pattern, &unescaped(subject)));
             }
             let pattern = pattern.to_ascii_lowercase();
-            // A name of one kind is not taken for one of the other: 192.0.2.* does not fit 192.0.2.example.org.
+            // Patterns match only names of their own kind: 192.0.2.* does not match 192.0.2.example.org.
             let is_ip = is_address(&pattern);
             let any = pattern.chars().all(|c| c == '*');
             let fits_dns = |name: &String| fits(&pattern, &name.to_ascii_lowercase());
@@ -75,13 +75,13 @@ impl Authz {
     }
 }
 
-/// Whether a pattern is one of IP addresses: a colon is in no other name, and nobody's name has digits and dots alone.
+/// Returns true for a pattern of IP addresses: other names have no colon, and no host name has only digits and dots.
 fn is_address(pattern: &str) -> bool {
     let is_part = |c: char| c.is_ascii_digit() || ['.', '*', '?'].contains(&c);
     pattern.contains(':') || pattern.chars().all(is_part)
 }
 
-/// A distinguished name in which a comma of a value is no comma, so that no star takes the backslash before it for itself.
+/// Replaces escaped commas in a distinguished name, so that a star cannot match only the backslash.
 fn unescaped(name: &str) -> String {
     name.replace("\\,", "\u{1}")
 }
@@ -92,8 +92,8 @@ impl fmt::Display for Authz {
     }
 }
 
-/// Whether all of `text` is what `pattern` describes. Takes at most length times length steps: at a mismatch only the last
-/// star is tried again.
+/// Returns true if `pattern` matches all of `text`. Takes at most the product of the lengths in steps: after a mismatch only
+/// the last star is retried.
 fn fits(pattern: &str, text: &str) -> bool {
     let pattern: Vec<char> = pattern.chars().collect();
     let text: Vec<char> = text.chars().collect();

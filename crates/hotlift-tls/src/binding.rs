@@ -1,4 +1,4 @@
-//! The exporter (RFC 8446, section 7.5): a secret that both ends of one connection know, and nobody else.
+//! The exporter (RFC 8446, section 7.5): a secret that only the two ends of one connection know.
 
 use hotlift_mem::lock;
 use std::fmt;
@@ -8,14 +8,14 @@ use aws_lc_rs::hmac;
 use rustls::crypto::tls13::OkmBlock;
 use rustls::{KeyLog, Tls13CipherSuite};
 
-/// Labels of the two values that a proof is made of. Labels that nobody has registered begin so (RFC 5705, section 4).
+/// Labels of the two values in a proof. Unregistered labels begin like this (RFC 5705, section 4).
 const CONVERSATION: &str = "EXPORTER-hotlift-conversation";
 const DATA: &str = "EXPORTER-hotlift-data";
 
-/// Bytes of an exported value and of a proof.
+/// Length of an exported value and of a proof, in bytes.
 const LENGTH: usize = 32;
 
-/// Values that only the two ends of a connection can compute. Cheap to clone; of no use for reading what was sent.
+/// Values that only the two ends of a connection can compute. Cheap to clone; useless for decrypting the connection.
 #[derive(Clone)]
 pub struct Exporter {
     secret: Arc<OkmBlock>,
@@ -29,7 +29,7 @@ impl fmt::Debug for Exporter {
 }
 
 impl Exporter {
-    /// The value of `label` and `context`, the same at both ends. Labels of one's own begin with `EXPORTER`.
+    /// Returns the value of `label` and `context`, the same at both ends. Private labels begin with `EXPORTER`.
     #[must_use]
     pub fn export(&self, label: &str, context: &[u8]) -> [u8; LENGTH] {
         let hash = self.suite.common.hash_provider;
@@ -47,8 +47,8 @@ impl Exporter {
         value
     }
 
-    /// What the maker of the connection `data` sends on it so that it is known to belong to this conversation: it cannot be
-    /// made without both connections' secrets, and fits no other connection.
+    /// Returns the proof that the client of connection `data` sends on it, to bind it to this conversation. It requires the
+    /// secrets of both connections, and fits no other connection.
     #[must_use]
     pub fn proof(&self, data: &Self) -> [u8; LENGTH] {
         let mut proof = [0; LENGTH];
@@ -57,7 +57,7 @@ impl Exporter {
         proof
     }
 
-    /// HKDF-Expand-Label (RFC 8446, section 7.1).
+    /// Computes HKDF-Expand-Label (RFC 8446, section 7.1).
     fn expand(&self, secret: &OkmBlock, label: &str, context: &[u8], to: &mut [u8]) {
         let short = |length: usize| [u8::try_from(length).unwrap_or(u8::MAX)];
         let length = u16::try_from(to.len()).unwrap_or(u16::MAX).to_be_bytes();
@@ -70,12 +70,12 @@ impl Exporter {
             context,
         ];
         let expander = self.suite.hkdf_provider.expander_for_okm(secret);
-        // Only more than 255 blocks fail, and nothing here has more than two.
+        // Only more than 255 blocks fail; no value here has more than two.
         let _ = expander.expand_slice(&info, to);
     }
 }
 
-/// Takes the exporter's secret out of a handshake: rustls's connection without buffers has no other way to it.
+/// Captures the exporter's secret during a handshake: rustls's unbuffered connection has no other access to it.
 #[derive(Default)]
 pub(crate) struct ExporterSecret(Mutex<Option<OkmBlock>>);
 
@@ -93,7 +93,7 @@ impl fmt::Debug for ExporterSecret {
     }
 }
 
-/// As NSS's key log calls it.
+/// Label in NSS's key log.
 const EXPORTER_SECRET: &str = "EXPORTER_SECRET";
 
 impl KeyLog for ExporterSecret {

@@ -1,4 +1,4 @@
-//! One direction's key and the number of its next record.
+//! The key of one direction and the number of its next record.
 
 use aws_lc_rs::aead::{self, Aad, LessSafeKey, Nonce, UnboundKey};
 use rustls::ConnectionTrafficSecrets;
@@ -16,7 +16,7 @@ pub(crate) struct Cipher {
 }
 
 impl Cipher {
-    /// With `secrets`, the next record having number `sequence`.
+    /// Creates it from `secrets`; the next record has number `sequence`.
     pub(crate) fn new(
         (sequence, secrets): (u64, ConnectionTrafficSecrets),
     ) -> Result<Self, RecordError> {
@@ -28,13 +28,13 @@ impl Cipher {
             }
             _ => return Err(RecordError::Keys),
         };
-        // The key's array is as long as that of the longest cipher.
+        // The key's array has the length of the longest cipher's key.
         let key = key.as_ref().get(..algorithm.key_len());
         let iv = iv.as_ref().try_into().map_err(|_| RecordError::Keys)?;
         Self::of(algorithm, key.ok_or(RecordError::Keys)?, iv, sequence)
     }
 
-    /// With this key, as long as `algorithm` wants it.
+    /// Creates it from a key with the length that `algorithm` requires.
     pub(crate) fn of(
         algorithm: &'static aead::Algorithm,
         key: &[u8],
@@ -49,7 +49,7 @@ impl Cipher {
         })
     }
 
-    /// Records that this key has sealed or opened.
+    /// Returns the number of records sealed or opened with this key.
     pub(crate) fn records(&self) -> u64 {
         self.sequence
     }
@@ -59,13 +59,13 @@ impl Cipher {
         for (byte, number) in nonce[4..].iter_mut().zip(self.sequence.to_be_bytes()) {
             *byte ^= number;
         }
-        // A key is replaced some 2^40 times earlier than its numbers end.
+        // A key is replaced about 2^40 times earlier than its numbers end.
         self.sequence += 1;
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// Makes a record of type `kind` of the plaintext in `record`, which lies between the places of the header and of type
-    /// and tag.
+    /// Seals the plaintext in `record` as a record of type `kind`. The plaintext lies between the space for the header and the
+    /// space for type and tag.
     pub(crate) fn seal(&mut self, kind: u8, record: &mut [u8]) -> Result<(), RecordError> {
         let header = header_of(record)?;
         let nonce = self.nonce();
@@ -77,7 +77,7 @@ impl Cipher {
             .map_err(|_| RecordError::Keys)
     }
 
-    /// The same of `plaintext` that lies elsewhere, and fits `record`.
+    /// Does the same for `plaintext` outside of `record`, which must have the matching length.
     pub(crate) fn seal_from(
         &mut self,
         plaintext: &[u8],
@@ -94,7 +94,7 @@ impl Cipher {
             .map_err(|_| RecordError::Keys)
     }
 
-    /// Opens `record`, a whole one, where it lies. Returns its type and the place of its plaintext in it.
+    /// Opens a complete `record` in place. Returns its type and the end of its plaintext, counted after the header.
     pub(crate) fn open(&mut self, record: &mut [u8]) -> Result<(u8, usize), RecordError> {
         let Some((&mut head, body)) = record.split_first_chunk_mut::<HEADER>() else {
             return Err(RecordError::BadLength {
@@ -111,14 +111,14 @@ impl Cipher {
                 length: inner.len(),
             });
         }
-        // Zeros behind the type are padding.
+        // Zeros after the type are padding.
         let last = inner.iter().rposition(|&byte| byte != 0);
         let last = last.ok_or(RecordError::NoType)?;
         Ok((inner[last], last))
     }
 }
 
-/// The header of a record that is to be sealed.
+/// Returns the header of a record before it is sealed.
 fn header_of(record: &[u8]) -> Result<[u8; HEADER], RecordError> {
     let length = record.len().checked_sub(HEADER);
     let length = length.filter(|length| (1 + TAG..=MAX_INNER + TAG).contains(length));
@@ -128,7 +128,7 @@ fn header_of(record: &[u8]) -> Result<[u8; HEADER], RecordError> {
     })?))
 }
 
-/// Bytes of the sealed record of `plaintext` bytes.
+/// Returns the length of the sealed record of `plaintext` bytes.
 pub(crate) const fn sealed(plaintext: usize) -> usize {
     plaintext + OVERHEAD
 }

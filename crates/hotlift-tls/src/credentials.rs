@@ -1,4 +1,4 @@
-//! A folder of certificates: CA, list of revoked ones, and this host's own.
+//! A folder of certificates: the CA, the list of revoked certificates, and this host's own.
 
 use std::fmt;
 use std::fs;
@@ -21,16 +21,16 @@ use crate::identity::{Identity, issuer_of_list};
 use crate::provider::provider;
 use hotlift_mem::{FileError, error_line, lock};
 
-/// Where certificates are looked for if no folder is given: Hotlift's own, then QEMU's, which libvirt fills.
+/// Default folders, in order: Hotlift's own, then QEMU's, which libvirt fills.
 pub const FOLDERS: [&str; 2] = ["/etc/pki/hotlift", "/etc/pki/qemu"];
 
-/// How long before its end a certificate is warned of.
+/// Remaining lifetime at which a certificate causes a warning.
 pub const ENDS_SOON: Duration = Duration::from_secs(14 * 24 * 3600);
 
-/// Longest file that is read, in bytes. A bundle of all public CAs has 200 KiB.
+/// Size limit of a file, in bytes. A bundle of all public CAs has 200 KiB.
 const MAX_FILE: u64 = 4 << 20;
 
-/// What a side of a connection is.
+/// Role of a side of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// Accepts connections: the destination of a migration.
@@ -42,7 +42,7 @@ pub enum Role {
 impl Role {
     pub(crate) const ALL: [Self; 2] = [Self::Server, Self::Client];
 
-    /// Its name in messages.
+    /// Returns its name in messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -62,7 +62,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// QEMU's `tls-creds-x509`, which libvirt fills.
+    /// Names of QEMU's `tls-creds-x509`, which libvirt fills.
     pub(crate) const QEMU: Self = Self {
         ca: "ca-cert.pem",
         revoked: "ca-crl.pem",
@@ -70,7 +70,7 @@ impl Layout {
         client: ["client-cert.pem", "client-key.pem"],
     };
 
-    /// A TLS secret of Kubernetes, as cert-manager fills it: one certificate for both roles.
+    /// Names of a Kubernetes TLS secret, as cert-manager fills it: one certificate for both roles.
     const SECRET: Self = Self {
         ca: "ca.crt",
         revoked: "ca.crl",
@@ -80,7 +80,7 @@ impl Layout {
 
     const ALL: [Self; 2] = [Self::QEMU, Self::SECRET];
 
-    /// That of `dir`, by its CA.
+    /// Returns the layout of `dir`, identified by its CA.
     pub(crate) fn of(dir: &Path) -> Result<Self, CredentialsError> {
         let is_there = |layout: &Self| is_there(&dir.join(layout.ca));
         Self::ALL.into_iter().find(is_there).ok_or_else(|| {
@@ -97,7 +97,7 @@ impl Layout {
         })
     }
 
-    /// Certificate and key for a role.
+    /// Returns the names of certificate and key for a role.
     pub(crate) fn pair(&self, role: Role) -> [&'static str; 2] {
         match role {
             Role::Server => self.server,
@@ -106,17 +106,17 @@ impl Layout {
     }
 }
 
-/// What the folders of QEMU's other credentials hold. Neither is spoken: rustls has no pre-shared keys for TLS 1.3 without a
-/// session before, and anonymous TLS is open to whoever is in between.
+/// Files of QEMU's other credentials. Neither is supported: rustls has no external pre-shared keys for TLS 1.3, and anonymous
+/// TLS does not protect against a man in the middle.
 const OTHERS: [(&str, &str); 2] = [
     ("keys.psk", "tls-creds-psk"),
     ("dh-params.pem", "tls-creds-anon"),
 ];
 
-/// The first of [`FOLDERS`] that has a CA.
+/// Returns the first of [`FOLDERS`] that has a CA.
 ///
 /// # Errors
-/// If none has.
+/// If none has a CA.
 pub fn find_folder() -> Result<PathBuf, CredentialsError> {
     first_of(&FOLDERS.map(PathBuf::from))
 }
@@ -128,7 +128,7 @@ fn first_of(folders: &[PathBuf]) -> Result<PathBuf, CredentialsError> {
     })
 }
 
-/// Something to look after, though all works for now.
+/// Something that works, but needs attention.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Warning {
@@ -136,32 +136,32 @@ pub enum Warning {
     Ends {
         /// The file.
         file: PathBuf,
-        /// When.
+        /// Its end.
         at: SystemTime,
-        /// It has.
+        /// True if it has ended.
         is_over: bool,
     },
-    /// Others may read a private key.
+    /// Other users may read a private key.
     ///
-    /// No error: Kubernetes mounts secrets with mode 0644 into a container of which nobody else sees the files, QEMU takes such
-    /// keys, and a migration that is refused for it would be a worse surprise. Whoever can mend it is told.
+    /// Not an error: Kubernetes mounts secrets with mode 0644 into a container whose files are not visible to others, QEMU
+    /// accepts such keys, and a refused migration would be a worse surprise.
     KeyIsReadable {
         /// The file.
         file: PathBuf,
-        /// Its mode, such as 0644.
+        /// Mode of the file, such as 0644.
         mode: u32,
     },
-    /// A list of revoked certificates is that of a CA which signs nothing here.
+    /// A list of revoked certificates is that of a CA that signs nothing here.
     ListOfOtherCa {
         /// The file.
         file: PathBuf,
         /// The CA.
         issuer: String,
     },
-    /// The files have changed, and cannot be used as they are now. Those that were read before stay in use, also the list of
-    /// revoked certificates: a renewal writes two files, and there is a moment between them.
+    /// The files have changed, and are not usable now. The earlier ones stay in use, including the list of revoked
+    /// certificates: a renewal writes two files, one after the other.
     NotTakenUp {
-        /// Why.
+        /// The reason.
         problem: String,
     },
 }
@@ -191,33 +191,33 @@ impl fmt::Display for Warning {
     }
 }
 
-/// A certificate of this host's with its key.
+/// A certificate of this host with its key.
 #[derive(Debug)]
 pub(crate) struct Own {
     pub(crate) file: PathBuf,
     pub(crate) identity: Identity,
     pub(crate) key: Arc<SingleCertAndKey>,
-    /// Subjects of the CAs' certificates that follow it in its file.
+    /// Subjects of the CA certificates that follow it in its file.
     authorities: Vec<String>,
 }
 
-/// What is in the files.
+/// Content of the files.
 pub(crate) struct Material {
     dir: PathBuf,
     layout: Layout,
     pub(crate) server_verifier: Arc<WebPkiServerVerifier>,
     pub(crate) client_verifier: Arc<dyn ClientCertVerifier>,
     own: [Option<Own>; 2],
-    /// There is a list of revoked certificates.
+    /// True if there is a list of revoked certificates.
     has_revoked: bool,
-    /// CAs whose lists are there, and which sign nothing here.
+    /// CAs of lists in the folder that sign nothing here.
     other_lists: Vec<String>,
     /// Every certificate in the files, with its file.
     identities: Vec<(PathBuf, Identity)>,
 }
 
 impl Material {
-    /// The certificate for `role`.
+    /// Returns the certificate for `role`.
     pub(crate) fn own(&self, role: Role) -> Result<&Own, CredentialsError> {
         let own = match role {
             Role::Server => &self.own[0],
@@ -254,7 +254,7 @@ impl Material {
             false => Vec::new(),
         };
         let issuers: Vec<_> = lists.iter().filter_map(issuer_of_list).collect();
-        // A CA without a list revokes nothing, as for QEMU; a list that has ended is no list, as for GnuTLS.
+        // A CA without a list revokes nothing, as in QEMU. An expired list makes the verification fail, as in GnuTLS.
         let server_verifier =
             WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), provider())
                 .with_crls(lists.clone())
@@ -296,8 +296,8 @@ impl Material {
     }
 }
 
-/// Whether there is a file of this name. One that this process may not look at is there: reading it says why it fails,
-/// where a list of revoked certificates or a CA that is passed over would let others in.
+/// Returns true if the file exists, or may exist without permission to check. Reading it then reports the error; skipping a CA
+/// or a list of revoked certificates would admit other peers.
 fn is_there(path: &Path) -> bool {
     match path.symlink_metadata() {
         Ok(_) => true,
@@ -313,7 +313,7 @@ impl fmt::Debug for Material {
     }
 }
 
-/// A folder of certificates. Each connection looks whether its files have changed, and takes the new ones then.
+/// A folder of certificates. Each connection checks if its files have changed, and reads them again.
 #[derive(Debug)]
 pub struct Credentials {
     dir: PathBuf,
@@ -324,15 +324,15 @@ pub struct Credentials {
 struct Loaded {
     material: Arc<Material>,
     stamps: Stamps,
-    /// Why the files as they are now are not in use.
+    /// Reason for not using the current files.
     problem: Option<String>,
 }
 
 impl Credentials {
-    /// Reads the folder. It must have a CA; a certificate for each role is asked for when there is a connection.
+    /// Reads the folder. It must have a CA; the certificate for a role is only required by a connection.
     ///
     /// # Errors
-    /// What cannot be used of what is there.
+    /// If a file that exists cannot be used.
     pub fn open(dir: &Path) -> Result<Self, CredentialsError> {
         let stamps = Stamps::of(dir);
         Ok(Self {
@@ -345,13 +345,13 @@ impl Credentials {
         })
     }
 
-    /// The folder.
+    /// Returns the folder.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Whether there is a certificate for `role`.
+    /// Checks that there is a certificate for `role`.
     ///
     /// # Errors
     /// [`CredentialsError::NoCertificate`] if not.
@@ -359,13 +359,13 @@ impl Credentials {
         self.current().own(role).map(|_| ())
     }
 
-    /// What is to be used for a connection that begins now.
+    /// Returns the material for a connection that begins now.
     pub(crate) fn current(&self) -> Arc<Material> {
         let mut loaded = lock(&self.loaded);
         let stamps = Stamps::of(&self.dir);
         if stamps != loaded.stamps {
             match Material::read(&self.dir) {
-                // It may be on its way: a list is often replaced by a removal and a new file.
+                // A removed list may be about to return: it is often replaced by a removal and a new file.
                 Ok(material) if loaded.material.has_revoked && !material.has_revoked => {
                     let list = self.dir.join(material.layout.revoked);
                     let problem = format!("{} is gone; a restart does without it", list.display());
@@ -378,14 +378,14 @@ impl Credentials {
                         problem: None,
                     };
                 }
-                // The stamps stay: the next connection tries again.
+                // The stamps are not updated: the next connection tries again.
                 Err(error) => loaded.problem = Some(error_line(&error)),
             }
         }
         Arc::clone(&loaded.material)
     }
 
-    /// What should be looked after, at the time `now`.
+    /// Returns the warnings at the time `now`.
     #[must_use]
     pub fn warnings(&self, now: SystemTime) -> Vec<Warning> {
         let material = self.current();
@@ -415,7 +415,7 @@ impl Credentials {
     }
 }
 
-/// A warning if `file`, whose end is `at`, has ended or will soon.
+/// Returns a warning if `file` expires at `at`, and that is past or soon.
 fn ends(file: &Path, at: SystemTime, now: SystemTime) -> Option<Warning> {
     (at < now + ENDS_SOON).then(|| Warning::Ends {
         file: file.to_owned(),
@@ -426,14 +426,14 @@ fn ends(file: &Path, at: SystemTime, now: SystemTime) -> Option<Warning> {
 
 fn key_is_readable(file: &Path) -> Option<Warning> {
     let mode = fs::metadata(file).ok()?.permissions().mode() & 0o7777;
-    // A group is what libvirt gives QEMU the key by.
+    // The group may read: libvirt gives QEMU access to the key by a group.
     (mode & 0o007 != 0).then(|| Warning::KeyIsReadable {
         file: file.to_owned(),
         mode,
     })
 }
 
-/// What tells that a file is another one than before. Kubernetes changes a link far above the file; so it is followed.
+/// Metadata that shows that a file was replaced. Symbolic links are followed, since Kubernetes changes one far above the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Stamps(Vec<Option<[i128; 5]>>);
 
@@ -460,7 +460,7 @@ impl Stamps {
     }
 }
 
-/// The certificate and key of these names, or nothing if both are missing.
+/// Reads the certificate and key of these names; returns nothing if both are missing.
 fn own(dir: &Path, [certificate, key]: [&str; 2]) -> Result<Option<Own>, CredentialsError> {
     let [file, key] = [certificate, key].map(|name| dir.join(name));
     if !file.exists() && !key.exists() {
@@ -507,7 +507,7 @@ fn identity(file: &Path, certificate: &CertificateDer<'_>) -> Result<Identity, C
     })
 }
 
-/// The first private key of a file.
+/// Reads the first private key of a file.
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialsError> {
     match pem(path, "private key") {
         Ok(mut keys) => Ok(keys.swap_remove(0)),
@@ -520,7 +520,7 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialsError> 
     }
 }
 
-/// Returns true if a key in PEM is encrypted: by PKCS #8 (RFC 5958), or by the header of older tools (RFC 1421).
+/// Returns true if a PEM key is encrypted: by PKCS #8 (RFC 5958), or by the header of older tools (RFC 1421).
 fn is_encrypted(text: &[u8]) -> bool {
     let text = String::from_utf8_lossy(text);
     let mut lines = text.lines().map(str::trim);
@@ -529,7 +529,7 @@ fn is_encrypted(text: &[u8]) -> bool {
     })
 }
 
-/// All of one kind in a file; at least one.
+/// Reads all PEM objects of one kind in a file; at least one.
 fn pem<T: PemObject>(path: &Path, what: &'static str) -> Result<Vec<T>, CredentialsError> {
     let text = contents(path)?;
     let all: Result<Vec<T>, _> = T::pem_slice_iter(&text).collect();

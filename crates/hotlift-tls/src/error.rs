@@ -1,4 +1,4 @@
-//! What is wrong, and whose it is.
+//! Errors of TLS, and the side at fault.
 
 use std::fmt;
 use std::io;
@@ -10,14 +10,14 @@ use rustls::AlertDescription;
 use crate::identity::NotACertificate;
 use hotlift_mem::FileError;
 
-/// Why a folder of certificates cannot be used.
+/// Errors of a folder of certificates.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CredentialsError {
-    /// No certificates anywhere.
+    /// No certificates in any of the folders.
     #[error("no certificates in {}", show(folders))]
     NoFolder {
-        /// Where they were looked for.
+        /// The folders.
         folders: Vec<PathBuf>,
     },
     /// A folder without a CA.
@@ -25,18 +25,18 @@ pub enum CredentialsError {
     NoCa {
         /// The folder.
         dir: PathBuf,
-        /// What it is called, in either layout.
+        /// Names of the CA's file, in either layout.
         names: [&'static str; 2],
     },
-    /// A folder for credentials of QEMU that are not certificates.
+    /// A folder with QEMU credentials other than certificates.
     #[error("{} is for {object}, which is not supported: use certificates, as for tls-creds-x509", file.display())]
     OtherKind {
-        /// A file of them.
+        /// One of their files.
         file: PathBuf,
         /// QEMU's object.
         object: &'static str,
     },
-    /// A certificate for what is to be done is missing.
+    /// The certificate for a role is missing.
     #[error("{} is missing: a TLS {role} needs it", file.display())]
     NoCertificate {
         /// The missing file.
@@ -47,40 +47,40 @@ pub enum CredentialsError {
     /// A file that cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A file that is larger than any such file.
+    /// A file that is too large.
     #[error("{} has more than {limit} bytes", file.display())]
     TooLarge {
         /// The file.
         file: PathBuf,
-        /// The most that is read, in bytes.
+        /// The limit, in bytes.
         limit: u64,
     },
-    /// A file that does not hold what it should in PEM.
+    /// A file without the expected PEM object.
     #[error("{} holds no {what} in PEM form", file.display())]
     NotPem {
         /// The file.
         file: PathBuf,
-        /// What was looked for.
+        /// The expected object.
         what: &'static str,
     },
-    /// PEM, but not of a certificate.
+    /// A PEM object that is not a certificate.
     #[error("bad certificate in {}", file.display())]
     BadCertificate {
         /// The file.
         file: PathBuf,
-        /// Why.
+        /// The parse error.
         #[source]
         source: NotACertificate,
     },
-    /// A CA that cannot be one, or a list of revoked certificates that is none.
+    /// An unusable CA certificate or list of revoked certificates.
     #[error("cannot use {}: {problem}", file.display())]
     Unusable {
         /// The file.
         file: PathBuf,
-        /// rustls's words.
+        /// rustls's message.
         problem: String,
     },
-    /// The key is not that of the certificate.
+    /// The key does not match the certificate.
     #[error(
         "{} and {} do not go together: the key belongs to another certificate than the first one in that file",
         certificate.display(),
@@ -92,7 +92,7 @@ pub enum CredentialsError {
         /// The key.
         key: PathBuf,
     },
-    /// The certificate of a CA comes before that of the host.
+    /// The CA's certificate precedes the host's.
     #[error(
         "the first certificate in {} is that of a CA ({subject}): put the certificate of the host first, and those of CAs after it",
         file.display()
@@ -113,7 +113,7 @@ pub enum CredentialsError {
         /// The file.
         file: PathBuf,
     },
-    /// The key is of a kind or size that is not supported.
+    /// The key has an unsupported type or size.
     #[error(
         "cannot use the private key {}: use RSA of 2048 to 8192 bits, ECDSA (P-256, P-384, P-521) or Ed25519",
         file.display()
@@ -121,62 +121,62 @@ pub enum CredentialsError {
     UnsupportedKey {
         /// The file.
         file: PathBuf,
-        /// rustls's reason.
+        /// rustls's error.
         #[source]
         source: rustls::Error,
     },
 }
 
-/// What is wrong with the certificate of the other side.
+/// Fault of the other side's certificate.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// It has ended.
+    /// It has expired.
     Ended {
-        /// When.
+        /// Its end.
         at: SystemTime,
     },
-    /// It begins later.
+    /// It is not valid yet.
     NotYetValid {
-        /// When.
+        /// Its beginning.
         from: SystemTime,
     },
-    /// Its CA is not ours.
+    /// Its CA is not trusted.
     UnknownCa {
-        /// Its issuer's name.
+        /// Name of its issuer.
         issuer: String,
     },
     /// It is on the list of revoked certificates.
     Revoked,
-    /// That list has ended, so that nobody knows.
+    /// The list of revoked certificates has expired, so the state is unknown.
     RevocationListEnded {
-        /// When.
+        /// The list's end.
         at: SystemTime,
     },
-    /// It is another host's.
+    /// It is for another host.
     NameMismatch {
-        /// The name that was asked for.
+        /// The expected name.
         expected: String,
-        /// The names it has.
+        /// Names in the certificate.
         has: Vec<String>,
     },
     /// It is not on the allow-list.
     NotAllowed {
-        /// The list.
+        /// The allow-list.
         list: String,
     },
-    /// No name by which a host is reached.
+    /// It has no name of a host.
     NoName,
-    /// A CA's own certificate.
+    /// It is a CA's own certificate.
     OfCa,
     /// The list of revoked certificates cannot be used.
     BadRevocationList(rustls::Error),
-    /// It is not made for this side of a connection.
+    /// It is not meant for this side of a connection.
     Purpose {
-        /// `server` or `client`, what it would have to be for.
+        /// Required role: `server` or `client`.
         needed: &'static str,
     },
-    /// Something else.
+    /// Another fault.
     Other(rustls::CertificateError),
 }
 
@@ -226,14 +226,14 @@ impl fmt::Display for Fault {
     }
 }
 
-/// Missing part of a handshake whose time is up.
+/// Missing part of a handshake that timed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missing {
     /// A first message of the other side.
     Start,
-    /// The acknowledgement of bytes that were sent.
+    /// The acknowledgement of sent bytes.
     Acknowledgement,
-    /// An answer to bytes that the other side's kernel has.
+    /// An answer to bytes that the other side's kernel has received.
     Answer,
 }
 
@@ -252,24 +252,24 @@ impl fmt::Display for Missing {
     }
 }
 
-/// Why a connection has no TLS. Messages say whose fault it is.
+/// Errors of a TLS handshake. Messages name the side at fault.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// Our files.
+    /// This side's files.
     #[error(transparent)]
     Credentials(#[from] CredentialsError),
-    /// Our certificate is not valid now, and no other side would take it.
+    /// This side's certificate is not valid now, so the other side would reject it.
     #[error("our certificate {} is valid from {} to {} only", file.display(), date(*begins), date(*ends))]
     OursNotValid {
         /// The certificate.
         file: PathBuf,
-        /// Its first moment.
+        /// Beginning of its validity.
         begins: SystemTime,
-        /// Its last moment.
+        /// End of its validity.
         ends: SystemTime,
     },
-    /// There is no name that the server's certificate could be for.
+    /// There is no host name to verify the server's certificate.
     #[error("no host name to hold the other side's certificate against: tls-hostname gives it")]
     NoHostname,
     /// The name is neither a DNS name nor an IP address.
@@ -278,86 +278,86 @@ pub enum TlsError {
         /// The name.
         name: String,
     },
-    /// Their certificate.
+    /// The other side's certificate.
     #[error("the other side's certificate ({subject}) {fault}")]
     Theirs {
-        /// Whose it says that it is.
+        /// Subject of the certificate.
         subject: String,
-        /// What is wrong.
+        /// The fault.
         fault: Fault,
     },
-    /// They sent none.
+    /// The other side sent no certificate.
     #[error("the other side has shown no certificate, or has none of a CA that this side trusts")]
     NoCertificate,
-    /// They sent an alert.
+    /// The other side sent an alert.
     #[error("the other side {alert}")]
     Refused {
-        /// Which.
+        /// The alert.
         alert: Alert,
     },
-    /// Not TLS at all.
+    /// The other side does not use TLS.
     #[error("the other side speaks without TLS")]
     PlaintextPeer,
-    /// TLS, but an older one only.
+    /// The other side supports only older versions of TLS.
     #[error("the other side does not speak TLS 1.3")]
     Version,
-    /// TLS, but for another protocol.
+    /// The other side uses TLS with another protocol.
     #[error("the other side speaks TLS, but is no Hotlift (ALPN is not {expected})")]
     OtherProtocol {
-        /// The protocol that was looked for.
+        /// The expected protocol.
         expected: &'static str,
     },
-    /// An end in the middle of the handshake.
+    /// The connection ended during the handshake.
     #[error(
         "the other side closed the connection during the TLS handshake: it may speak without TLS, it may have \
          failed, or the path does not carry packets of the MTU"
     )]
     Closed,
-    /// Too slow.
+    /// The handshake timed out.
     #[error("the TLS handshake was not done within {after:?}: {missing}")]
     TimedOut {
-        /// How long it was waited.
+        /// The timeout.
         after: Duration,
-        /// What was waited for.
+        /// The missing part.
         missing: Missing,
     },
-    /// Too much.
+    /// The other side sent too much.
     #[error("the other side sent more than {limit} bytes in the TLS handshake")]
     TooMuch {
-        /// The most that is taken.
+        /// The limit, in bytes.
         limit: usize,
     },
-    /// The connection.
+    /// The connection failed.
     #[error("the connection broke during the TLS handshake")]
     Io(#[source] io::Error),
-    /// Anything else that a peer can do wrong.
+    /// Another error of the handshake.
     #[error("the TLS handshake failed")]
     Handshake(#[source] rustls::Error),
-    /// A record after the handshake's.
+    /// A record after the handshake's messages.
     #[error("the TLS handshake failed")]
     Record(#[source] RecordError),
 }
 
-/// Why no more can be sent or received. The connection is of no use then.
+/// Errors of records. The connection is unusable afterwards.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordError {
-    /// The connection.
+    /// The connection failed.
     #[error("the connection broke")]
     Io(#[source] io::Error),
-    /// FIN, but no word of the other side that this is the end.
+    /// FIN without `close_notify`.
     #[error("the connection was cut: it ended without close_notify")]
     Truncated,
-    /// A record that is not what the other side has sent: changed, lost before, doubled, or in another order.
+    /// A record that differs from the one sent: changed, repeated, out of order, or after a lost one.
     #[error("a TLS record was changed, lost or repeated on its way")]
     Damaged,
-    /// Something that is not sealed among records that are.
+    /// An unsealed record among sealed ones.
     #[error("what came is no sealed TLS record (type {kind})")]
     NotSealed {
         /// Its first byte.
         kind: u8,
     },
-    /// A record's length is not one that there can be.
+    /// An invalid length of a record.
     #[error("a TLS record of {length} bytes")]
     BadLength {
         /// The length.
@@ -366,7 +366,7 @@ pub enum RecordError {
     /// A record without a type.
     #[error("a TLS record of nothing but padding")]
     NoType,
-    /// A record or message of a kind that has no place there.
+    /// An unexpected type of record or message.
     #[error("an unexpected TLS {what} ({kind})")]
     Unexpected {
         /// `record` or `message`.
@@ -374,7 +374,7 @@ pub enum RecordError {
         /// Its type.
         kind: u8,
     },
-    /// Too long a message, or one that is not as it must be.
+    /// A message that is too long or malformed.
     #[error("a bad TLS message (type {kind}, {length} bytes)")]
     BadMessage {
         /// Its type.
@@ -382,31 +382,31 @@ pub enum RecordError {
         /// Its length.
         length: usize,
     },
-    /// Records that say nothing, one after the other.
+    /// Too many consecutive records without data.
     #[error("more than {limit} TLS records in a row without data")]
     Idle {
-        /// How many are taken.
+        /// The limit.
         limit: u32,
     },
-    /// The other side gave up.
+    /// The other side sent an alert.
     #[error("the other side {alert}")]
     Alert {
-        /// Why.
+        /// The alert.
         alert: Alert,
     },
-    /// Something was to be sent behind `close_notify`.
+    /// A send after `close_notify`.
     #[error("this side has ended the TLS connection already")]
     Ended,
-    /// It has failed before.
+    /// An earlier error.
     #[error("the TLS connection has failed before")]
     Failed,
-    /// No keys could be made. Does not happen.
+    /// Key derivation failed. Does not happen.
     #[error("no keys for TLS records")]
     Keys,
 }
 
 impl RecordError {
-    /// What to tell the other side, by [`crate::RecordWriter::alert`], where that is of use.
+    /// Returns the alert for the other side, to send with [`crate::RecordWriter::alert`], if one is useful.
     #[must_use]
     pub fn answer(&self) -> Option<Alert> {
         let alert = match self {
@@ -423,7 +423,7 @@ impl RecordError {
 }
 
 impl From<RecordError> for io::Error {
-    /// The system's own error; of others the kind `UnexpectedEof` if the connection was cut, else `InvalidData`.
+    /// Returns the system's own error; for others, the kind is `UnexpectedEof` if the connection was cut, else `InvalidData`.
     fn from(error: RecordError) -> Self {
         match error {
             RecordError::Io(error) => error,
@@ -433,7 +433,7 @@ impl From<RecordError> for io::Error {
     }
 }
 
-/// An alert (RFC 8446, section 6), translated.
+/// An alert (RFC 8446, section 6), with a readable message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alert(pub(crate) AlertDescription);
 
@@ -441,12 +441,12 @@ impl Alert {
     /// ALPN has no protocol in common.
     pub(crate) const NO_PROTOCOL: Self = Self(AlertDescription::NoApplicationProtocol);
 
-    /// The alert of this number.
+    /// Returns the alert with this number.
     pub(crate) fn new(number: u8) -> Self {
         Self(AlertDescription::from(number))
     }
 
-    /// Its number.
+    /// Returns its number.
     #[must_use]
     pub fn number(self) -> u8 {
         u8::from(self.0)
@@ -454,7 +454,7 @@ impl Alert {
 }
 
 impl fmt::Display for Alert {
-    /// Goes on after "the other side".
+    /// Continues a sentence that begins with "the other side".
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let of_certificate = match self.0 {
             AlertDescription::BadCertificate => {
@@ -496,7 +496,7 @@ impl fmt::Display for Alert {
     }
 }
 
-/// A moment, to the second.
+/// Returns a time, to the second.
 pub(crate) fn date(at: SystemTime) -> impl fmt::Display {
     humantime::format_rfc3339_seconds(at)
 }

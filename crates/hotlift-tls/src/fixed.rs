@@ -1,5 +1,5 @@
-//! Both ends of a connection whose keys everybody knows: for tests and the fuzz target, which need records that no peer would
-//! send, and some thousand connections a second. Nothing of it is secret, and nothing else may use it.
+//! Both ends of a connection with fixed, published keys, for tests and the fuzz target. These need records that no peer would
+//! send, and some thousand connections a second. Nothing in it is secret, and no other code may use it.
 
 use std::sync::Arc;
 
@@ -15,9 +15,9 @@ use crate::writer::RecordWriter;
 /// One end.
 #[derive(Debug)]
 pub struct End {
-    /// What the other end sends.
+    /// Opens the other end's records.
     pub reader: RecordReader,
-    /// What this end sends.
+    /// Seals this end's records.
     pub writer: RecordWriter,
 }
 
@@ -28,7 +28,7 @@ static ALGORITHMS: [&aead::Algorithm; 3] = [
     &aead::CHACHA20_POLY1305,
 ];
 
-/// Client and server, with cipher 0, 1 or 2. Each key of theirs is for so many records.
+/// Returns client and server with cipher 0, 1 or 2, and new keys after `records_per_key` records.
 ///
 /// # Panics
 /// If there is no such cipher.
@@ -51,10 +51,10 @@ pub fn ends(cipher: usize, records_per_key: u64) -> [End; 2] {
     })
 }
 
-/// A sealed record of any type with any content; behind a KeyUpdate, if it is time for one.
+/// Returns a sealed record of any type with any content, preceded by a KeyUpdate if one is due.
 ///
 /// # Panics
-/// If it is longer than a record of ours.
+/// If `content` is longer than a record of Hotlift.
 #[must_use]
 pub fn record(writer: &mut RecordWriter, kind: u8, content: &[u8]) -> Vec<u8> {
     assert!(content.len() <= RECORD_PLAINTEXT, "more than a record");
@@ -65,7 +65,7 @@ pub fn record(writer: &mut RecordWriter, kind: u8, content: &[u8]) -> Vec<u8> {
     record
 }
 
-/// Lets `writer` go on with the next key, as after a KeyUpdate that was made by hand.
+/// Switches `writer` to the next key, as after a KeyUpdate that the test made itself.
 ///
 /// # Panics
 /// Never.
@@ -81,7 +81,7 @@ struct FixedKeys {
 }
 
 impl FixedKeys {
-    /// Number `number` of the keys for what client or server send.
+    /// Makes the key with this `number` for the client's or the server's records.
     fn make(&self, of_client: bool, number: u8) -> Result<Cipher, RecordError> {
         let key = [number.wrapping_mul(2) | u8::from(of_client); 32];
         let key = &key[..self.algorithm.key_len()];

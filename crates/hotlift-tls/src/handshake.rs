@@ -1,4 +1,4 @@
-//! The handshake, record by record: what follows it stays in the socket.
+//! The handshake, record by record: later bytes stay in the socket.
 
 use std::io::{Read, Write};
 
@@ -14,7 +14,7 @@ use crate::record::{HEADER, MAX_CIPHERTEXT};
 use crate::sniff::is_tls;
 use crate::socket::BoundedSocket;
 
-/// rustls's two kinds of connections.
+/// Common interface of rustls's client and server connections.
 pub(crate) trait Connection {
     type Data;
     type Keys: Keys + 'static;
@@ -27,7 +27,7 @@ pub(crate) trait Connection {
     fn into_secrets(self) -> Result<(ExtractedSecrets, Self::Keys), rustls::Error>;
 }
 
-/// rustls has no trait for what both can do.
+/// rustls has no trait for the common methods.
 macro_rules! connection {
     ($connection:ty, $data:ty) => {
         impl Connection for $connection {
@@ -55,7 +55,7 @@ macro_rules! connection {
 connection!(UnbufferedClientConnection, ClientConnectionData);
 connection!(UnbufferedServerConnection, ServerConnectionData);
 
-/// What the caller has to do next.
+/// Next step of the caller.
 enum Next {
     Again,
     ReadRecord,
@@ -66,13 +66,13 @@ enum Next {
 /// A fatal alert, unexpected_message (RFC 8446, section 6), as a record.
 const NOT_TLS: [u8; 7] = [0x15, 0x03, 0x03, 0x00, 0x02, 0x02, 0x0a];
 
-/// Drives `connection` until both sides have said Finished. Of what rustls refuses the other side is told, and
-/// [`TlsError::Handshake`] has it as it is.
+/// Drives `connection` until both sides have sent Finished. Reports errors of rustls to the other side, and returns them
+/// unchanged in [`TlsError::Handshake`].
 pub(crate) fn drive<C: Connection>(
     connection: &mut C,
     socket: &mut BoundedSocket<'_>,
 ) -> Result<(), TlsError> {
-    // Records that rustls has not let go of: it joins messages that come in parts here.
+    // Records that rustls still needs: it joins fragmented messages here.
     let mut received = Vec::new();
     let mut to_send = Vec::new();
     let mut is_first = true;
@@ -84,7 +84,7 @@ pub(crate) fn drive<C: Connection>(
                 Next::Again
             }
             Ok(ConnectionState::TransmitTlsData(state)) => {
-                // Sent before the next read.
+                // It is sent before the next read.
                 state.done();
                 Next::Again
             }
@@ -99,13 +99,13 @@ pub(crate) fn drive<C: Connection>(
         received.drain(..discard);
         match next {
             Next::Again => {}
-            // A server may have said its last word before the client has.
+            // A server may have sent its last message before the client has.
             Next::Done if !connection.common().is_handshaking() => {
                 return write_all(socket, &mut to_send);
             }
             Next::Done | Next::ReadRecord => {
-                // A client sends this with what follows it (RFC 8446, appendix D.4). Alone it would have TCP hold that back
-                // until it is acknowledged, some 40 ms later, on a socket without TCP_NODELAY.
+                // A client sends this with the following data (RFC 8446, appendix D.4). Sent alone on a socket without
+                // TCP_NODELAY, it would delay that data until its acknowledgement, about 40 ms later.
                 if to_send != CHANGE_CIPHER_SPEC {
                     write_all(socket, &mut to_send)?;
                 }
@@ -120,7 +120,7 @@ pub(crate) fn drive<C: Connection>(
     }
 }
 
-/// A record that means nothing, and is there for what stands between the hosts.
+/// A record without meaning, for middleboxes.
 const CHANGE_CIPHER_SPEC: [u8; 6] = [20, 3, 3, 0, 1, 1];
 
 fn write_all(socket: &mut BoundedSocket<'_>, to_send: &mut Vec<u8>) -> Result<(), TlsError> {
@@ -133,12 +133,12 @@ fn encode<D>(mut message: EncodeTlsData<'_, D>, to_send: &mut Vec<u8>) {
     let at = to_send.len();
     if let Err(EncodeError::InsufficientSize(error)) = message.encode(&mut []) {
         to_send.resize(at + error.required_size, 0);
-        // It has the room that it asked for.
+        // The buffer has the required size.
         let _ = message.encode(&mut to_send[at..]);
     }
 }
 
-/// Appends the next record to `received`, and nothing of what follows it.
+/// Appends the next record to `received`, without any later bytes.
 fn read_record(
     socket: &mut BoundedSocket<'_>,
     received: &mut Vec<u8>,
@@ -149,7 +149,7 @@ fn read_record(
     let [kind, major, minor, high, low] = header;
     let length = usize::from(u16::from_be_bytes([high, low]));
     if is_first && !is_tls([kind, major, minor]) {
-        // By this a peer without TLS knows what it has reached; it may be gone.
+        // It shows a peer without TLS what it connected to; the peer may be gone.
         let _ = socket.write_all(&NOT_TLS);
         return Err(TlsError::PlaintextPeer);
     }
@@ -167,13 +167,13 @@ fn read_exact(socket: &mut BoundedSocket<'_>, to: &mut [u8]) -> Result<(), TlsEr
     read.map_err(|error| socket.explain(error))
 }
 
-/// Tells the other side what rustls has found; nobody may be there any more.
+/// Sends rustls's alert to the other side, which may be gone.
 fn say_why<C: Connection>(
     connection: &mut C,
     to_send: &mut Vec<u8>,
     socket: &mut BoundedSocket<'_>,
 ) {
-    // Asked for more than what it has to say, rustls would look for messages again that it has given up, and panic.
+    // Without this check, rustls would process messages again that it has discarded, and panic.
     while connection.common().wants_write() {
         match connection.process(&mut []).state {
             Ok(ConnectionState::EncodeTlsData(message)) => encode(message, to_send),

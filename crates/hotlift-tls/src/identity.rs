@@ -1,4 +1,4 @@
-//! Who a certificate says that its holder is.
+//! Names and times in a certificate.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -11,42 +11,42 @@ use x509_parser::x509::X509Name;
 
 use crate::printable::escape;
 
-/// Names shown of a certificate at most; a certificate of a peer may have thousands.
+/// Limit of a certificate's names in a message; a peer's certificate may have thousands.
 const SHOWN: usize = 8;
 
-/// What RFC 4514 wants behind a backslash in a value. A space is not among them: it ends nothing.
+/// Characters that RFC 4514 escapes in a value. Spaces are not escaped: they end nothing.
 const SPECIAL: [char; 7] = [',', '+', '"', '\\', '<', '>', ';'];
 
-/// Bytes that are no X.509 certificate.
+/// Error for bytes that are not an X.509 certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not an X.509 certificate")]
 pub struct NotACertificate;
 
-/// A certificate's names and times, as far as this crate or its user looks at them.
+/// Names and times of a certificate, as far as Hotlift uses them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Subject, as RFC 4514 writes it but in the order of the certificate: `C=DE,O=Example,CN=host-a`. Empty if it has none.
+    /// Subject, written as in RFC 4514 but in the certificate's order: `C=DE,O=Example,CN=host-a`. Empty if it has none.
     pub subject: String,
-    /// The same in the opposite order. Tools print either.
+    /// Subject in the opposite order. Tools print either.
     pub subject_reversed: String,
     /// Issuer, written as the subject.
     pub issuer: String,
-    /// DNS names of the extension subjectAltName.
+    /// DNS names in the extension subjectAltName.
     pub dns: Vec<String>,
-    /// IP addresses of that extension.
+    /// IP addresses in that extension.
     pub ip: Vec<IpAddr>,
-    /// URIs of that extension, SPIFFE identities among them.
+    /// URIs in that extension, including SPIFFE identities.
     pub uri: Vec<String>,
-    /// Whether it may sign certificates.
+    /// True if it may sign certificates.
     pub is_ca: bool,
-    /// First moment at which it is valid.
+    /// Beginning of its validity.
     pub begins: SystemTime,
-    /// Last moment at which it is valid.
+    /// End of its validity.
     pub ends: SystemTime,
 }
 
 impl Identity {
-    /// Whether both are of one host: they have the same names. A certificate that was renewed is another one.
+    /// Returns true if both have the same names, and so belong to one host. A renewed certificate has other times.
     #[must_use]
     pub fn is_of_the_host_of(&self, other: &Self) -> bool {
         let names = |of: &Self| {
@@ -60,10 +60,10 @@ impl Identity {
         names(self) == names(other)
     }
 
-    /// Reads a certificate. Nothing is verified.
+    /// Parses a certificate without verifying it.
     ///
     /// # Errors
-    /// If the bytes are none.
+    /// If the bytes are not a certificate.
     pub fn read(certificate: &CertificateDer<'_>) -> Result<Self, NotACertificate> {
         let (_, certificate) =
             X509Certificate::from_der(certificate).map_err(|_| NotACertificate)?;
@@ -92,7 +92,7 @@ impl Identity {
         Ok(identity)
     }
 
-    /// All names that a user may call it by: DNS names, addresses, URIs.
+    /// Returns all names that a user may use for it: DNS names, addresses, URIs.
     pub fn names(&self) -> impl Iterator<Item = String> + '_ {
         let dns = self.dns.iter().cloned();
         let ip = self.ip.iter().map(IpAddr::to_string);
@@ -101,7 +101,7 @@ impl Identity {
 }
 
 impl fmt::Display for Identity {
-    /// The subject, and some of its names.
+    /// Shows the subject and some of its names.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut names: Vec<_> = self.names().take(SHOWN + 1).collect();
         if names.len() > SHOWN {
@@ -116,7 +116,7 @@ impl fmt::Display for Identity {
     }
 }
 
-/// Returns the issuer of a list of revoked certificates, written as in [`Identity`]; `None` if it is no such list.
+/// Returns the issuer of a list of revoked certificates, written as in [`Identity`]; `None` if it is not such a list.
 pub(crate) fn issuer_of_list(list: &CertificateRevocationListDer<'_>) -> Option<String> {
     let (_, list) = CertificateRevocationList::from_der(list).ok()?;
     Some(name(list.issuer(), false))
@@ -163,7 +163,7 @@ fn address(bytes: &[u8]) -> Option<IpAddr> {
     Some(Ipv6Addr::from(bytes).into())
 }
 
-/// Seconds since 1970. Times before it are 1970: such a certificate has ended.
+/// Converts seconds since 1970. Earlier times become 1970: such a certificate has expired.
 pub(crate) fn at(seconds: i64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
 }

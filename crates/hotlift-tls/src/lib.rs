@@ -1,26 +1,24 @@
-//! TLS 1.3 for the connections of a migration: certificates on both sides, and records that are sealed and opened by
-//! different threads.
+//! TLS 1.3 for the connections of a migration: certificates on both sides, and records that separate threads seal and open.
 //!
 //! ```text
-//! Credentials   a folder of certificates, laid out as QEMU, libvirt and cert-manager do it; read again when it changes
+//! Credentials   a folder of certificates, laid out as for QEMU, libvirt or cert-manager; read again when it changes
 //!      │
-//!     Tls       with whom: host name, allow-list, profile (another Hotlift, or a QEMU)
-//!      │  connect, accept: a handshake within 10 s and 64 KiB of the peer's
+//!     Tls       rules for the peer: host name, allow-list, profile (another Hotlift, or a QEMU)
+//!      │  connect, accept: a handshake within 10 s and 64 KiB of the peer's data
 //!   Session     the peer's identity, the exporter, and one half for each direction
 //!    ├─ RecordWriter   plaintext ─▶ records of 14.5 KiB, three to a system call
 //!    └─ RecordReader   records ─▶ plaintext, decrypted where they were read
 //! ```
 //!
-//! rustls makes the handshake, and keeps the schedule of keys. The records are sealed here, since rustls has one object for
-//! both directions, and copies what it sends once more: a channel's thread must be able to send while another one is
-//! blocked in a read. Both halves share the schedule behind a lock that is taken at a KeyUpdate only, and a flag: the
-//! other side has asked for new keys.
+//! rustls does the handshake, and keeps the key schedule. The records are sealed here: rustls has one object for both
+//! directions, and copies sent data once more. A channel's thread must be able to send while another is blocked in a read. Both
+//! halves share the key schedule, behind a lock that only a KeyUpdate takes, and a flag: the other side requests new keys.
 //!
-//! A connection costs at most [`CONNECTION_MEMORY`] of buffers: 43.5 KiB for the first direction that has much to say, one
-//! record for the other. Buffers grow with what is sent and received: a quiet connection has some 2 KiB.
+//! A connection uses at most [`CONNECTION_MEMORY`] of buffers: 43.5 KiB for the first direction with bulk data, one record for
+//! the other. Buffers grow with the data sent and received: a quiet connection has about 2 KiB.
 //!
-//! What is *not* here: which connections need TLS, how many strangers may be in a handshake at a time, and when an end
-//! without `close_notify` is nevertheless an end (QEMU's main channel). The engine knows.
+//! What is *not* here: which connections need TLS, the limit of concurrent handshakes with unauthenticated peers, and if an end
+//! without `close_notify` is valid (QEMU's main channel). The engine decides these.
 //!
 //! # Example
 //!

@@ -1,4 +1,4 @@
-//! What the two directions of a connection share.
+//! State that the two directions of a connection share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -10,25 +10,25 @@ use crate::error::RecordError;
 use crate::record::{MAX_RECORD, OVERHEAD, RECORD_PLAINTEXT};
 use hotlift_mem::lock;
 
-/// Buffer of the direction that has much to say: three records of [`crate::RECORD_PLAINTEXT`], each with what seals it. Two
-/// to a system call took 5 % more of both sides' CPU; a fourth does not fit into 64 KiB with [`SMALL_BUFFER`].
+/// Buffer size of the direction with bulk data: three records of [`crate::RECORD_PLAINTEXT`], with overhead. Two records a
+/// system call took 5 % more CPU time on both sides; four do not fit into 64 KiB with [`SMALL_BUFFER`].
 pub(crate) const BULK_BUFFER: usize = 3 * (RECORD_PLAINTEXT + OVERHEAD);
 
-/// Buffer of the other one: a record of any peer's.
+/// Buffer size of the other direction: one record of any peer.
 pub(crate) const SMALL_BUFFER: usize = MAX_RECORD;
 
-/// Bytes that a connection takes at most: the buffers of both directions. The keys and the other side's certificates, some
-/// kilobytes, come on top; both fit 64 KiB.
+/// Limit of a connection's buffers, in bytes, for both directions together. The keys and the other side's certificates need
+/// some more kilobytes; all fit into 64 KiB.
 pub const CONNECTION_MEMORY: usize = BULK_BUFFER + SMALL_BUFFER;
 
 const _: () = assert!(CONNECTION_MEMORY + (4 << 10) <= 64 << 10);
 
-/// What makes each next key: rustls, which keeps the secrets for it.
+/// Source of the next keys: rustls, which keeps their secrets.
 pub(crate) trait Keys: Send {
-    /// The next one of what this side sends.
+    /// Returns the next sending key.
     fn next_to_send(&mut self) -> Result<Cipher, RecordError>;
 
-    /// The next one of what it receives.
+    /// Returns the next receiving key.
     fn next_to_receive(&mut self) -> Result<Cipher, RecordError>;
 }
 
@@ -42,18 +42,18 @@ impl<Data: Send> Keys for KernelConnection<Data> {
     }
 }
 
-/// Of one connection, shared by its reader and its writer.
+/// State of a connection that its reader and its writer share.
 pub(crate) struct Link {
     keys: Mutex<Box<dyn Keys>>,
-    /// The other side has asked for a KeyUpdate of ours (RFC 8446, section 4.6.3).
+    /// True if the other side requested a KeyUpdate (RFC 8446, section 4.6.3).
     update_is_wanted: AtomicBool,
-    /// A direction has taken [`BULK_BUFFER`].
+    /// True if a direction uses [`BULK_BUFFER`].
     has_bulk: AtomicBool,
 }
 
 impl std::fmt::Debug for Link {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Nothing of the keys.
+        // Does not show the keys.
         f.debug_struct("Link").finish_non_exhaustive()
     }
 }
@@ -67,12 +67,12 @@ impl Link {
         }
     }
 
-    /// The next key of what this side sends.
+    /// Returns the next sending key.
     pub(crate) fn next_to_send(&self) -> Result<Cipher, RecordError> {
         self.keys().next_to_send()
     }
 
-    /// The next key of what it receives.
+    /// Returns the next receiving key.
     pub(crate) fn next_to_receive(&self) -> Result<Cipher, RecordError> {
         self.keys().next_to_receive()
     }
@@ -81,19 +81,19 @@ impl Link {
         lock(&self.keys)
     }
 
-    /// The reader has met a request.
+    /// Records the other side's request for a KeyUpdate.
     pub(crate) fn want_update(&self) {
         self.update_is_wanted.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the writer owes an update; it does no longer.
+    /// Returns true if a KeyUpdate was requested, and clears the request.
     pub(crate) fn take_wanted_update(&self) -> bool {
-        // The load spares the other thread's cache line.
+        // The load avoids writing to the cache line of the other thread.
         self.update_is_wanted.load(Ordering::Relaxed)
             && self.update_is_wanted.swap(false, Ordering::Relaxed)
     }
 
-    /// How large a buffer may become whose direction turns out to have much to say.
+    /// Returns the buffer limit for a direction that turns out to have bulk data.
     pub(crate) fn claim_bulk(&self) -> usize {
         match self.has_bulk.swap(true, Ordering::Relaxed) {
             false => BULK_BUFFER,

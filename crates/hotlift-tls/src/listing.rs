@@ -1,4 +1,4 @@
-//! What is in a folder of certificates, for people.
+//! Listing of a folder of certificates, for users.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -11,34 +11,34 @@ use crate::error::Fault;
 use crate::identity::Identity;
 use crate::verify::own_fault;
 
-/// What is in a folder, for people: as far as each file can be read, whatever is wrong with others.
+/// Content of a folder, for users. Each readable file is listed, even if others are not usable.
 #[derive(Debug)]
 pub struct Listing {
     /// The folder.
     pub dir: PathBuf,
     /// Its certificates.
     pub files: Vec<File>,
-    /// What is wrong with the folder as a whole.
+    /// Problems of the folder as a whole.
     pub problems: Vec<String>,
-    /// What should be looked after.
+    /// Warnings about the folder.
     pub warnings: Vec<Warning>,
 }
 
-/// A certificate of a folder.
+/// A certificate in a folder.
 #[derive(Debug)]
 pub struct File {
     /// Its path.
     pub path: PathBuf,
-    /// What this host is with it; none for a CA.
+    /// Role of this host with it; none for a CA.
     pub role: Option<Role>,
-    /// Who it is; of a chain, the first.
+    /// Names of the certificate; in a chain, of the first one.
     pub identity: Identity,
-    /// What is wrong with it.
+    /// Problems of the certificate.
     pub problems: Vec<String>,
 }
 
 impl Listing {
-    /// Looks at `dir`, at the time `now`.
+    /// Reads `dir` and checks it at the time `now`.
     #[must_use]
     pub fn read(dir: &Path, now: SystemTime) -> Self {
         let mut listing = Self {
@@ -80,13 +80,13 @@ impl Listing {
         listing
     }
 
-    /// Whether connections can be made and accepted with it.
+    /// Returns true if connections can be made and accepted with it.
     #[must_use]
     pub fn is_usable(&self) -> bool {
         self.problems().next().is_none()
     }
 
-    /// All problems, those of a certificate with its file.
+    /// Returns all problems; those of a certificate include its file.
     pub fn problems(&self) -> impl Iterator<Item = String> + '_ {
         let of_files = self.files.iter().flat_map(|file| {
             let problems = file.problems.iter();
@@ -106,7 +106,7 @@ impl Listing {
         let Ok(identity) = Identity::read(certificate) else {
             return;
         };
-        // A CA, and a certificate whose folder cannot be used, have no handshake to find it.
+        // For a CA, or in an unusable folder, no handshake verifies the times.
         let fault = if identity.ends < now {
             Some(Fault::Ended { at: identity.ends })
         } else if identity.begins > now {

@@ -1,4 +1,4 @@
-//! What the cipher takes by itself, so that what TLS costs can be held against it.
+//! Measurement of the cipher alone, for comparison with the cost of TLS.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use crate::cipher::{Cipher, sealed};
 use crate::error::RecordError;
 use crate::record::{APPLICATION_DATA, RECORD_PLAINTEXT};
 
-/// CPU time of this thread to seal `memory` in records of the size that is sent, and to open them again: with AES-128-GCM,
-/// which two Hotlifts agree on. Memory that is larger than the caches is what a guest's is.
+/// Measures this thread's CPU time to seal `memory` in records of the usual size, and to open them again. Uses AES-128-GCM,
+/// which two Hotlifts negotiate. `memory` should exceed the caches, as a guest's does.
 ///
 /// # Errors
-/// Of the cipher; does not happen.
+/// The errors of the cipher; does not happen.
 pub fn measure_cipher(memory: &mut [u8]) -> Result<(Duration, Duration), RecordError> {
     let cipher = || Cipher::of(&aead::AES_128_GCM, &[7; 16], [9; aead::NONCE_LEN], 0);
     let (mut seals, mut opens) = (cipher()?, cipher()?);
@@ -32,7 +32,7 @@ pub fn measure_cipher(memory: &mut [u8]) -> Result<(Duration, Duration), RecordE
     ))
 }
 
-/// CPU time of this thread so far.
+/// Returns this thread's CPU time so far.
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(

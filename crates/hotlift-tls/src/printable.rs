@@ -1,15 +1,15 @@
-//! Words of a peer's certificate, fit to be shown and to be held against a pattern.
+//! Makes strings of a peer's certificate safe to print and to match.
 
 use std::fmt::Write;
 
-/// Appends `text` with `special` characters behind a backslash, as RFC 4514 has it, and control characters as a backslash
-/// and two hexadecimal digits a byte. So no two texts become the same, and none becomes two lines.
+/// Appends `text`. Escapes `special` characters with a backslash, as in RFC 4514, and control characters as a backslash and two
+/// hexadecimal digits a byte. So different texts stay different, and none becomes two lines.
 pub(crate) fn escape(text: &str, special: &[char], to: &mut String) {
     for (i, c) in text.char_indices() {
         if c.is_control() {
             let mut bytes = [0; 4];
             for byte in c.encode_utf8(&mut bytes).bytes() {
-                // A String takes everything.
+                // Writing to a String cannot fail.
                 let _ = write!(to, "\\{byte:02x}");
             }
         } else {

@@ -1,4 +1,4 @@
-//! Records into plaintext.
+//! Opens records into plaintext.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -12,31 +12,31 @@ use crate::record::{
     NEW_SESSION_TICKET, body_length,
 };
 
-/// Buffer of a direction in which little is said.
+/// Initial buffer size, for a direction with little data.
 const FIRST_BUFFER: usize = 2 << 10;
 
-/// Records without data that are taken in a row: tickets, new keys, empty ones. OpenSSL sends two tickets.
+/// Limit of consecutive records without data: tickets, new keys, empty ones. OpenSSL sends two tickets.
 const MAX_IDLE: u32 = 32;
 
-/// The direction from the other side to this one. Belongs to one thread at a time.
+/// The receiving direction. Belongs to one thread at a time.
 ///
-/// A read takes what the socket has, as much as the buffer holds: three records of ours, once there was that much. They are
-/// decrypted there, and what of it the caller copies out has been verified.
+/// A read takes all that the socket has and the buffer holds: up to three records of Hotlift once there is that much data. They
+/// are decrypted in place. The caller copies only verified plaintext.
 #[derive(Debug)]
 pub struct RecordReader {
     cipher: Cipher,
     link: Arc<Link>,
     buffer: Vec<u8>,
-    /// The most that it may have; none before there was a reason to ask.
+    /// Size limit of the buffer; none until it is needed.
     limit: Option<usize>,
-    /// Plaintext in `buffer` that was not taken yet. Lies before `sealed`.
+    /// Unconsumed plaintext in `buffer`, before `sealed`.
     plaintext: Range<usize>,
-    /// Of `buffer`: read, and not opened yet.
+    /// Range of `buffer` that is read but not opened yet.
     sealed: Range<usize>,
     message: Message,
     /// Records without data since the last one with data.
     idle: u32,
-    /// Tickets are for a client.
+    /// True on the client, which may receive tickets.
     is_client: bool,
     state: State,
 }
@@ -44,28 +44,28 @@ pub struct RecordReader {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Open,
-    /// The other side has said that nothing follows.
+    /// The other side has sent `close_notify`.
     Closed,
-    /// The connection has ended, and the other side has not said so.
+    /// The connection has ended without `close_notify`.
     Cut,
     Failed,
 }
 
-/// A handshake message, of which a record may bring a part.
+/// A handshake message, possibly spread over records.
 #[derive(Debug, Default)]
 struct Message {
     header: [u8; MESSAGE_HEADER],
-    /// Bytes of the header that are there.
+    /// Bytes of the header received so far.
     known: usize,
-    /// Bytes of the body that are still to come.
+    /// Bytes of the body still missing.
     left: usize,
 }
 
-/// What a record held.
+/// Content of a record.
 enum Content {
-    /// Data at this place of the buffer.
+    /// Data in this range of the buffer.
     Data(Range<usize>),
-    /// Something for this layer.
+    /// A message of the TLS layer.
     Ours,
     Closed,
 }
@@ -86,12 +86,12 @@ impl RecordReader {
         }
     }
 
-    /// Plaintext that has come and was not [consumed](Self::consume) yet; if there is none, what comes next. Empty once the
-    /// other side has said that nothing follows, and only then. Reads from `from` only if there is nothing to give.
+    /// Returns plaintext that was received and not [consumed](Self::consume); if there is none, the next one. Returns an empty
+    /// slice only after `close_notify`. Reads from `from` only if no plaintext is buffered.
     ///
     /// # Errors
-    /// See [`RecordError`]; [`RecordError::Truncated`] if `from` ends before the other side has said so. After an error of
-    /// the connection's (a timeout, say) it goes on where it was; after any other nothing is read any more.
+    /// See [`RecordError`]; [`RecordError::Truncated`] if `from` ends without `close_notify`. After an error of the connection
+    /// (such as a timeout) reading can continue; after any other it cannot.
     pub fn plaintext(&mut self, from: &mut impl Read) -> Result<&[u8], RecordError> {
         while self.plaintext.is_empty() && self.state != State::Closed {
             let step = match self.state {
@@ -114,7 +114,7 @@ impl RecordReader {
         Ok(&self.buffer[self.plaintext.clone()])
     }
 
-    /// The first `n` bytes of [`Self::plaintext`] are done with.
+    /// Removes the first `n` bytes of [`Self::plaintext`].
     ///
     /// # Panics
     /// If there are fewer.
@@ -123,10 +123,10 @@ impl RecordReader {
         self.plaintext.start += n;
     }
 
-    /// Copies some plaintext to `to`; 0 at the end, or if `to` is empty.
+    /// Copies some plaintext to `to`; returns 0 at the end, or if `to` is empty.
     ///
     /// # Errors
-    /// As of [`Self::plaintext`].
+    /// As for [`Self::plaintext`].
     pub fn read(&mut self, from: &mut impl Read, to: &mut [u8]) -> Result<usize, RecordError> {
         if to.is_empty() {
             return Ok(0);
@@ -138,10 +138,10 @@ impl RecordReader {
         Ok(n)
     }
 
-    /// Fills `to`.
+    /// Reads until `to` is full.
     ///
     /// # Errors
-    /// As of [`Self::plaintext`]; the end inside is an `UnexpectedEof` of [`RecordError::Io`].
+    /// As for [`Self::plaintext`]; `UnexpectedEof` in [`RecordError::Io`] if the end comes before.
     pub fn read_exact(&mut self, from: &mut impl Read, to: &mut [u8]) -> Result<(), RecordError> {
         let mut filled = 0;
         while filled < to.len() {
@@ -153,7 +153,7 @@ impl RecordReader {
         Ok(())
     }
 
-    /// Whether [`Self::plaintext`] can answer without reading, so that nobody waits for a socket whose bytes are here already.
+    /// Returns true if [`Self::plaintext`] can return without reading, so that the caller need not wait for the socket.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let sealed = &self.buffer[self.sealed.clone()];
@@ -166,19 +166,19 @@ impl RecordReader {
             || sealed.first_chunk().is_some_and(is_whole)
     }
 
-    /// Whether the other side has said that nothing follows. Its plaintext before that is taken first.
+    /// Returns true after `close_notify`, once all plaintext before it is consumed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.state == State::Closed && self.plaintext.is_empty()
     }
 
-    /// Bytes of memory of the buffer.
+    /// Returns the size of the buffer, in bytes.
     #[must_use]
     pub fn memory(&self) -> usize {
         self.buffer.capacity()
     }
 
-    /// Takes the record that says that the server has accepted this side; data in it stays for the caller.
+    /// Reads the record by which the server accepts this side; keeps its data for the caller.
     pub(crate) fn wait_for_first(&mut self, from: &mut impl Read) -> Result<(), RecordError> {
         loop {
             match self.next_record(from) {
@@ -210,7 +210,7 @@ impl RecordReader {
         Ok(())
     }
 
-    /// Opens the next record; reads until it is there.
+    /// Opens the next record; reads until it is complete.
     fn next_record(&mut self, from: &mut impl Read) -> Result<Content, RecordError> {
         let length = loop {
             let wanted = match self.buffer[self.sealed.clone()].first_chunk::<HEADER>() {
@@ -243,7 +243,7 @@ impl RecordReader {
         }
     }
 
-    /// Reads some bytes, so that a record of `wanted` bytes has room.
+    /// Reads some bytes, after making room for a record of `wanted` bytes.
     fn read_more(&mut self, from: &mut impl Read, wanted: usize) -> Result<(), RecordError> {
         if self.sealed.is_empty() {
             self.sealed = 0..0;
@@ -265,7 +265,7 @@ impl RecordReader {
         }
         self.sealed.end += n;
         if self.sealed.end == self.buffer.len() {
-            // There may be more than it holds.
+            // More data may be available than it holds.
             if self.buffer.len() < SMALL_BUFFER {
                 self.grow(SMALL_BUFFER);
             } else {
@@ -283,13 +283,13 @@ impl RecordReader {
         }
     }
 
-    /// Takes handshake messages, or parts of them. Tickets are passed over, whatever they hold.
+    /// Processes handshake messages, or parts of them. Ignores the content of tickets.
     fn messages(&mut self, place: Range<usize>) -> Result<(), RecordError> {
         let mut bytes = &self.buffer[place];
         let mut new_keys = None;
         while let Some((&first, rest)) = bytes.split_first() {
             if new_keys.is_some() {
-                // What follows in this record would be under the old key.
+                // Later messages in this record would use the old key.
                 return Err(RecordError::Unexpected {
                     what: "message",
                     kind: first,
@@ -360,7 +360,7 @@ impl Message {
         self.header[0]
     }
 
-    /// Length of the body, if there may be such a message.
+    /// Returns the length of the body if such a message is allowed.
     fn check(&self, is_client: bool) -> Result<usize, RecordError> {
         let [kind, high, middle, low] = self.header;
         let length = usize::from(high) << 16 | usize::from(middle) << 8 | usize::from(low);

@@ -1,6 +1,6 @@
-//! Telling a TLS connection from a plain one by its first bytes.
+//! Distinguishes a TLS connection from a plain one by its first bytes.
 
-/// Bytes that [`is_tls`] wants to see.
+/// Number of bytes that [`is_tls`] needs.
 pub const SNIFFED: usize = 3;
 
 /// First bytes of a handshake: type and major version of the record.
@@ -9,9 +9,8 @@ pub const HANDSHAKE_BEGINS: [u8; 2] = [0x16, 3];
 /// First bytes of an alert.
 pub const ALERT_BEGINS: [u8; 2] = [0x15, 3];
 
-/// Whether a connection that begins with `first` begins with TLS: a record of the handshake, or an alert of a peer that
-/// has met no TLS here. QEMU's stream begins with `QEVM`, its channels with `11 22 33 44`, a conversation with `{`: none of
-/// them is taken for TLS.
+/// Returns true if a connection that begins with `first` uses TLS: a handshake record, or an alert of a peer that expected TLS.
+/// QEMU's stream begins with `QEVM`, its channels with `11 22 33 44`, a conversation with `{`: none matches.
 #[must_use]
 pub fn is_tls(first: [u8; SNIFFED]) -> bool {
     let [kind, major, minor] = first;

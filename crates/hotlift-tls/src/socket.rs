@@ -1,4 +1,4 @@
-//! A stranger's socket: what is read from it and how long it may take is bounded.
+//! Socket of an unauthenticated peer, with limits of bytes and time.
 
 use std::io::{self, Read, Write};
 use std::os::fd::BorrowedFd;
@@ -11,31 +11,31 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use crate::error::{Missing, TlsError};
 
-/// More than the other side may send.
+/// The other side sent more bytes than allowed.
 #[derive(Debug, thiserror::Error)]
 #[error("more bytes than are taken")]
 struct TooMuch;
 
-/// Who waits has no use of the connection any more.
+/// The caller no longer needs the connection.
 #[derive(Debug, thiserror::Error)]
 #[error("it was called off")]
 struct CalledOff;
 
-/// A blocking socket, used so that nothing blocks beyond a deadline. The socket's own timeouts and flags are left alone:
-/// the engine sets them, and another thread may use it at the same time.
+/// A blocking socket, used without blocking beyond a deadline. Its own timeouts and flags are not changed: the engine sets
+/// them, and another thread may use it at the same time.
 pub(crate) struct BoundedSocket<'a> {
     fd: BorrowedFd<'a>,
     time: Duration,
     deadline: Instant,
     bytes: usize,
-    /// Of `bytes`, those that may still be read.
+    /// Bytes of `bytes` that may still be read.
     left: usize,
     bell: Option<BorrowedFd<'a>>,
     is_called_off: &'a dyn Fn() -> bool,
     has_sent: bool,
 }
 
-/// Returns what a handshake lacks, of whose sent bytes `unacknowledged` are not acknowledged.
+/// Returns the missing part of a handshake with `unacknowledged` sent bytes without acknowledgement.
 fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
     match has_sent {
         false => Missing::Start,
@@ -45,7 +45,7 @@ fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
 }
 
 impl<'a> BoundedSocket<'a> {
-    /// Reads and writes fail once `is_called_off`, which may have become true when `bell` is readable.
+    /// Creates it. Reads and writes fail once `is_called_off`, which may become true when `bell` is readable.
     pub(crate) fn new(
         fd: BorrowedFd<'a>,
         time: Duration,
@@ -65,7 +65,7 @@ impl<'a> BoundedSocket<'a> {
         }
     }
 
-    /// Why a read or write failed.
+    /// Converts the error of a read or write.
     pub(crate) fn explain(&self, error: io::Error) -> TlsError {
         match error.kind() {
             io::ErrorKind::UnexpectedEof
@@ -190,7 +190,7 @@ mod tests {
             };
             let waits = scope.spawn(wait);
             theirs.write_all(b"1").unwrap();
-            // The first read may not have begun: it is not called off before the byte is there.
+            // The first read may not have begun: it is cancelled only after the byte has arrived.
             while is_readable(ours.as_fd()) {
                 thread::yield_now();
             }

@@ -1,4 +1,4 @@
-//! Connections made and accepted.
+//! TLS handshakes of both sides.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -26,46 +26,46 @@ use crate::socket::BoundedSocket;
 use crate::verify::{Seen, Verifier, fault};
 use crate::writer::RecordWriter;
 
-/// How long a handshake may take, from the first byte to the last.
+/// Timeout of a handshake, from the first byte to the last.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Bytes taken of a peer before its handshake is done. A chain of certificates has some kilobytes.
+/// Limit of bytes from a peer before its handshake is done. A certificate chain has some kilobytes.
 pub const HANDSHAKE_BYTES: usize = 64 << 10;
 
-/// The protocol's name in ALPN, by which two Hotlifts know each other.
+/// Protocol name in ALPN, by which two Hotlifts recognize each other.
 const ALPN: &str = "hotlift/1";
 
-/// Who is at the other end.
+/// Type of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
-    /// Another Hotlift: ALPN, and the server's first record says that it has accepted the client. A TLS 1.3 client is done
-    /// before the server has looked at its certificate; so it hears of a refusal while it connects, not in the middle of
-    /// what it sends.
+    /// Another Hotlift: uses ALPN, and the server's first record confirms that it accepts the client. A TLS 1.3 client finishes
+    /// before the server has verified its certificate. With the confirmation, it receives a refusal while it connects, not
+    /// while it sends.
     Hotlift,
-    /// A QEMU with `tls-creds-x509`: no ALPN, and a refusal comes with the first read.
+    /// A QEMU with `tls-creds-x509`: no ALPN, and a refusal arrives with the first read.
     Qemu,
 }
 
-/// With whom, and how.
+/// Settings of TLS connections.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Who is at the other end.
+    /// Type of the peer.
     pub profile: Profile,
-    /// QEMU's `tls-hostname`: the name that a server's certificate must have, if not that of its address.
+    /// QEMU's `tls-hostname`: the required name in a server's certificate, if it is not that of its address.
     pub hostname: Option<String>,
-    /// QEMU's `tls-authz`: who may be at the other end, besides having a certificate of the CA.
+    /// QEMU's `tls-authz`: allow-list of peers, in addition to a certificate of the CA.
     pub authz: Option<Arc<Authz>>,
-    /// QEMU's `verify-peer` at the server. Without it the server asks its client for no certificate, and a client shows
-    /// none; a client verifies its server all the same.
+    /// QEMU's `verify-peer` at the server. Without it the server requests no certificate, and a client sends none; a client
+    /// always verifies its server.
     pub verify_peer: bool,
-    /// How long a handshake may take.
+    /// Timeout of a handshake.
     pub handshake_timeout: Duration,
-    /// Records that this side sends under one key.
+    /// Records that this side sends with one key.
     pub records_per_key: u64,
 }
 
 impl Settings {
-    /// What holds for all that is not said otherwise.
+    /// Returns the default settings.
     #[must_use]
     pub fn new(profile: Profile) -> Self {
         Self {
@@ -79,33 +79,33 @@ impl Settings {
     }
 }
 
-/// TLS with certain credentials and settings, for any number of connections.
+/// TLS with given credentials and settings, for any number of connections.
 #[derive(Debug)]
 pub struct Tls {
     credentials: Arc<Credentials>,
     settings: Settings,
 }
 
-/// A connection whose handshake is done. The halves go to the threads that read and write; both use the same socket.
+/// A connection after its handshake. The halves belong to the reading and the writing thread; both use the same socket.
 #[derive(Debug)]
 pub struct Session {
-    /// The other side's certificate, verified; a client without [`Settings::verify_peer`] has none.
+    /// The other side's verified certificate; a client without [`Settings::verify_peer`] has none.
     pub peer: Option<Identity>,
     /// Name of the cipher, as `TLS13_AES_128_GCM_SHA256`.
     pub cipher: String,
-    /// What only the two ends know.
+    /// Secret that only the two ends know.
     pub exporter: Exporter,
-    /// What the other side sends.
+    /// The receiving half.
     pub reader: RecordReader,
-    /// What this side sends.
+    /// The sending half.
     pub writer: RecordWriter,
 }
 
 impl Tls {
-    /// TLS with `credentials`, which connections of other settings may use, too.
+    /// Creates it with `credentials`, which may be shared with other settings.
     #[must_use]
     pub fn new(credentials: Arc<Credentials>, settings: Settings) -> Self {
-        // The first random bytes of a process take 20 to 25 ms. Better now than in the first handshake.
+        // The first random bytes of a process take 20 to 25 ms. They are made now, so that the first handshake is not delayed.
         let _ = aws_lc_rs::rand::fill(&mut [0]);
         Self {
             credentials,
@@ -113,7 +113,7 @@ impl Tls {
         }
     }
 
-    /// The same with less time for a handshake.
+    /// Returns the same with a shorter handshake timeout.
     #[must_use]
     pub fn within(&self, timeout: Duration) -> Self {
         let settings = self.settings.clone();
@@ -127,26 +127,26 @@ impl Tls {
         }
     }
 
-    /// Who is at the other end.
+    /// Returns the type of the peer.
     #[must_use]
     pub fn profile(&self) -> Profile {
         self.settings.profile
     }
 
-    /// What should be looked after, though all works now.
+    /// Returns warnings about certificates that work now.
     #[must_use]
     pub fn warnings(&self) -> Vec<Warning> {
         self.credentials.warnings(SystemTime::now())
     }
 
-    /// Returns what is in the folder of certificates, with what a handshake finds wrong with them.
+    /// Lists the folder of certificates, with the problems that a handshake would find.
     #[must_use]
     pub fn listing(&self) -> Listing {
         Listing::read(self.credentials.dir(), SystemTime::now())
     }
 
-    /// Makes the connection `socket`, to an address with the host name or IP address `host`, a TLS one. The socket must be
-    /// a blocking one on which nothing was sent yet. It stays usable by system calls; after an error it should be closed.
+    /// Does the client's handshake on `socket`, connected to the host name or IP address `host`. The socket must be blocking
+    /// and without data so far. System calls can still use it; after an error it should be closed.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -154,7 +154,7 @@ impl Tls {
         self.connect_unless(socket, host, None, &|| false)
     }
 
-    /// The same, which fails once `is_called_off`. `bell` is readable once that may have become true; the check sees what has rung.
+    /// Does the same, and fails once `is_called_off`. `bell` is readable after a change; the check must cover all rings.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -196,7 +196,7 @@ impl Tls {
             None => builder.with_no_client_auth(),
         };
         config.resumption = Resumption::disabled();
-        // The name would go in the clear, and no Hotlift or QEMU has several.
+        // The name would be sent in the clear, and no Hotlift or QEMU serves several.
         config.enable_sni = false;
         config.enable_secret_extraction = true;
         config.alpn_protocols = self.alpn();
@@ -211,7 +211,7 @@ impl Tls {
         )
     }
 
-    /// Takes `socket`, an accepted connection, for a TLS one. As [`Self::connect`] else.
+    /// Does the server's handshake on `socket`, an accepted connection. Otherwise as [`Self::connect`].
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -237,7 +237,7 @@ impl Tls {
         let mut config = builder.with_cert_resolver(Arc::clone(&own.key) as _);
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        // QEMU's clients begin their list with AES-256, which takes a sixth more time.
+        // QEMU's clients prefer AES-256, which takes a sixth more time.
         config.ignore_client_order = true;
         config.enable_secret_extraction = true;
         config.alpn_protocols = self.alpn();
@@ -260,7 +260,7 @@ impl Tls {
     }
 }
 
-/// A certificate that the other side cannot accept is not shown.
+/// Returns an error if this side's certificate is not valid now, since the other side would reject it.
 fn is_valid_now(own: &Own) -> Result<(), TlsError> {
     let now = SystemTime::now();
     if own.identity.begins <= now && now <= own.identity.ends {
@@ -273,7 +273,7 @@ fn is_valid_now(own: &Own) -> Result<(), TlsError> {
     })
 }
 
-/// One handshake, and what it leaves behind.
+/// One handshake and its results.
 struct Handshake<'a> {
     settings: &'a Settings,
     seen: Seen,
@@ -289,7 +289,7 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    /// With a peer that is the `peer` of the connection.
+    /// Runs the handshake; the other side has the role `peer`.
     fn run(
         &self,
         mut connection: impl Connection,
@@ -345,7 +345,7 @@ impl<'a> Handshake<'a> {
         })
     }
 
-    /// What rustls has found, in words that say whose it is.
+    /// Converts an error of rustls into one that names the side at fault.
     fn explain(&self, error: TlsError, peer: Role) -> TlsError {
         let error = match error {
             TlsError::Handshake(error) => error,

@@ -1,4 +1,4 @@
-//! The other side's certificate: who it says that it is, whether the CA says so, too, and whether it is on the list.
+//! Verification of the other side's certificate: its names, its CA, and the allow-list.
 
 use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
@@ -15,10 +15,10 @@ use crate::error::{Fault, TlsError};
 use crate::identity::{Identity, at};
 use hotlift_mem::lock;
 
-/// Characters of a stranger's name that a message shows: it may have sixty thousand.
+/// Limit of an unverified name in a message, in characters: it may have sixty thousand.
 const MAX_SHOWN: usize = 200;
 
-/// Who has shown a certificate in this handshake, whatever came of it.
+/// The certificate that the peer sent in this handshake, valid or not.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Seen(Arc<Mutex<Option<Identity>>>);
 
@@ -32,7 +32,7 @@ impl Seen {
     }
 }
 
-/// Verifies a certificate for one handshake: rustls does, and then the allow-list has its say.
+/// Verifies a certificate for one handshake: first rustls, then the allow-list.
 #[derive(Debug)]
 pub(crate) struct Verifier<V: ?Sized> {
     pub(crate) chain: Arc<V>,
@@ -51,7 +51,7 @@ impl<V: ?Sized> Verifier<V> {
     fn authorise(&self, identity: &Identity) -> Result<(), Error> {
         match &self.authz {
             Some(list) if !list.allows(identity) => Err(Error::InvalidCertificate(
-                // The other side hears access_denied.
+                // The other side receives access_denied.
                 CertificateError::ApplicationVerificationFailure,
             )),
             _ => Ok(()),
@@ -59,7 +59,7 @@ impl<V: ?Sized> Verifier<V> {
     }
 }
 
-/// What both kinds of verifiers leave to rustls's own.
+/// Methods that both verifiers delegate to rustls.
 macro_rules! leaves_signatures_to_the_chain {
     () => {
         fn verify_tls12_signature(
@@ -134,7 +134,7 @@ impl ClientCertVerifier for Verifier<dyn ClientCertVerifier> {
     leaves_signatures_to_the_chain!();
 }
 
-/// A CA that has the name of ours and another key is another CA, and the other side hears so.
+/// Treats a CA with the name of ours and another key as another CA, also in the alert to the other side.
 fn of_another_ca(error: Error) -> Error {
     match error {
         Error::InvalidCertificate(CertificateError::BadSignature) => {
@@ -144,8 +144,8 @@ fn of_another_ca(error: Error) -> Error {
     }
 }
 
-/// Returns the fault that a handshake finds in a certificate of this host, where the other side has the same CA and the same
-/// list of revoked certificates. The names are for hosts that are not known here: a server's certificate must have one.
+/// Returns the fault that a handshake finds in a certificate of this host if the other side has the same CA and list of revoked
+/// certificates. The expected host names are unknown here; a server's certificate must have one.
 pub(crate) fn own_fault(
     material: &Material,
     role: Role,
@@ -168,7 +168,7 @@ pub(crate) fn own_fault(
         }
     };
     match verified.map_err(of_another_ca) {
-        // The name is looked at last.
+        // The name is checked last.
         Ok(())
         | Err(Error::InvalidCertificate(
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
@@ -183,8 +183,7 @@ pub(crate) fn own_fault(
 /// A name that no certificate has: RFC 2606 reserves it.
 const NO_HOST: &str = "hotlift.invalid";
 
-/// Returns an error of rustls about the certificate of `identity` as ours, which names the peer. `side` is what the peer is:
-/// `server`, `client`.
+/// Converts an error of rustls about the peer's certificate `identity`. `side` is the peer's role: `server` or `client`.
 pub(crate) fn fault(
     error: Error,
     identity: &Identity,
@@ -235,5 +234,5 @@ fn fault_of(error: Error, identity: &Identity, side: &'static str, authz: Option
     }
 }
 
-/// Names shown of a certificate that is not for the host.
+/// Limit of names in the error about a certificate for another host.
 const SHOWN_NAMES: usize = 20;

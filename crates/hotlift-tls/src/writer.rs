@@ -1,4 +1,4 @@
-//! Plaintext into records.
+//! Seals plaintext into records.
 
 use std::io::{IoSlice, Write};
 use std::sync::Arc;
@@ -10,34 +10,34 @@ use crate::record::{
     ALERT, APPLICATION_DATA, HANDSHAKE, HEADER, KEY_UPDATE_MESSAGE, RECORD_PLAINTEXT,
 };
 
-/// What is to be sent, from front to back. Each byte is taken once, and sealed where it was copied to, so that it may lie in
-/// memory that others write to meanwhile: a guest's.
+/// Plaintext to send, from front to back. Each byte is read once, and sealed in its copy, so that the source may be memory that
+/// changes in the meantime: a guest's.
 pub trait Plaintext {
-    /// Bytes not yet taken.
+    /// Returns the number of bytes not yet taken.
     fn remaining(&self) -> usize;
 
-    /// Copies the next bytes into `to`, as many as it has; never more than [`Self::remaining`].
+    /// Copies the next bytes into `to`, until it is full or none remain.
     fn take(&mut self, to: &mut [u8]);
 
-    /// Takes the next `length` bytes where they lie, if they lie in one piece to which nobody writes. What comes from memory is
-    /// sealed in 0.87 of the time of copy and seal.
+    /// Takes the next `length` bytes in place if they are contiguous and no thread writes to them. Sealing from memory takes
+    /// 0.87 of the time of copying and sealing.
     fn take_in_place(&mut self, length: usize) -> Option<&[u8]> {
         let _ = length;
         None
     }
 }
 
-/// Slices, one after the other.
+/// Slices in order.
 #[derive(Debug)]
 pub struct Parts<'a, T> {
     parts: &'a [T],
-    /// Bytes of the first part that are taken.
+    /// Bytes taken from the first part.
     taken: usize,
     remaining: usize,
 }
 
 impl<'a, T: AsRef<[u8]>> Parts<'a, T> {
-    /// All bytes of `parts`.
+    /// Creates it from all bytes of `parts`.
     pub fn new(parts: &'a [T]) -> Self {
         Self {
             parts,
@@ -97,18 +97,18 @@ impl Plaintext for &mut [IoSlice<'_>] {
     }
 }
 
-/// The direction from this side to the other. Belongs to one thread at a time.
+/// The sending direction. Belongs to one thread at a time.
 ///
-/// Its buffer holds records on their way into the socket, three at most. A caller that has a buffer of its own to send from
-/// takes [`Self::seal`] and adds what it gives to that buffer; the memory is the same either way. Bytes are copied once at
-/// most: to where they are encrypted.
+/// Its buffer holds records on their way to the socket, three at most. A caller with its own send buffer calls [`Self::seal`]
+/// and appends the result to that buffer; the memory is the same either way. Bytes are copied at most once: to the place where
+/// they are encrypted.
 #[derive(Debug)]
 pub struct RecordWriter {
     cipher: Cipher,
     link: Arc<Link>,
-    /// Records are sealed here; empty until there is one.
+    /// Records are sealed here; empty until the first one.
     buffer: Vec<u8>,
-    /// The most that it may have; none before there was a reason to ask.
+    /// Size limit of the buffer; none until it is needed.
     limit: Option<usize>,
     records_per_key: u64,
     has_ended: bool,
@@ -126,11 +126,11 @@ impl RecordWriter {
         }
     }
 
-    /// Sends all of `from`, a system call for as many records as the buffer holds.
+    /// Sends all of `from`, with one system call each time the buffer is full.
     ///
     /// # Errors
-    /// The system's; and [`RecordError::Ended`] after [`Self::close`]. After an error nothing can be sent any more: how
-    /// much the other side has got is not known.
+    /// The system's error; [`RecordError::Ended`] after [`Self::close`]. After an error nothing can be sent any more: the
+    /// number of bytes that the other side received is unknown.
     pub fn send(
         &mut self,
         to: &mut impl Write,
@@ -146,8 +146,8 @@ impl RecordWriter {
         Ok(())
     }
 
-    /// Seals what of `from` the buffer holds, and gives the records, which the caller must send before it calls again. To be
-    /// called until nothing remains of `from`. Nothing in, nothing out.
+    /// Seals as much of `from` as the buffer holds, and returns the records; the caller must send them before the next call.
+    /// Call it until nothing remains of `from`. Returns nothing for no input.
     ///
     /// # Errors
     /// [`RecordError::Ended`] after [`Self::close`].
@@ -167,7 +167,7 @@ impl RecordWriter {
             filled = self.update_key_if_due(filled)?;
             let room = (self.buffer.len() - filled).saturating_sub(sealed(0));
             let length = from.remaining().min(RECORD_PLAINTEXT);
-            // What is left of a buffer is not filled with a small record while there is more to say.
+            // The rest of the buffer is not filled with a small record while more data follows.
             if room < length && (filled > 0 || room == 0) {
                 break;
             }
@@ -185,25 +185,25 @@ impl RecordWriter {
         Ok(&self.buffer[..filled])
     }
 
-    /// Seals a record without content: it tells the other side that the handshake is done.
+    /// Sends an empty record: it confirms to the other side that the handshake is done.
     pub(crate) fn send_nothing(&mut self, to: &mut impl Write) -> Result<(), RecordError> {
         self.send_record(to, APPLICATION_DATA, &[])
     }
 
-    /// Says that nothing follows (`close_notify`). The other direction goes on.
+    /// Sends `close_notify`. The other direction continues.
     ///
     /// # Errors
-    /// The system's; [`RecordError::Ended`] if it was said before.
+    /// The system's error; [`RecordError::Ended`] if it was sent before.
     pub fn close(&mut self, to: &mut impl Write) -> Result<(), RecordError> {
         self.alert(to, Alert::new(0))
     }
 
-    /// Tells the other side why this one gives up. Nothing can be sent after it.
+    /// Sends an alert with the reason of an abort. Nothing can be sent after it.
     ///
     /// # Errors
-    /// The system's; [`RecordError::Ended`] if there was an end before.
+    /// The system's error; [`RecordError::Ended`] after an earlier end.
     pub fn alert(&mut self, to: &mut impl Write, alert: Alert) -> Result<(), RecordError> {
-        // Levels have no meaning any more; OpenSSL wants 1 (warning) for these two, and 2 (fatal) for all others.
+        // Levels have no meaning any more; OpenSSL requires 1 (warning) for these two, and 2 (fatal) for all others.
         let level = if matches!(alert.number(), 0 | 90) {
             1
         } else {
@@ -214,13 +214,13 @@ impl RecordWriter {
         sent
     }
 
-    /// Bytes of memory of the buffer.
+    /// Returns the size of the buffer, in bytes.
     #[must_use]
     pub fn memory(&self) -> usize {
         self.buffer.capacity()
     }
 
-    /// Sends one record of this type; `content` fits it.
+    /// Sends one record of this type; `content` must fit into it.
     pub(crate) fn send_record(
         &mut self,
         to: &mut impl Write,
@@ -240,7 +240,7 @@ impl RecordWriter {
         Ok(())
     }
 
-    /// Seals `content` at `at` in the buffer, which has the room, and returns where the record ends.
+    /// Seals `content` at `at` in the buffer, which must have room, and returns the end of the record.
     fn put(&mut self, at: usize, kind: u8, content: &[u8]) -> Result<usize, RecordError> {
         let record = &mut self.buffer[at..at + sealed(content.len())];
         record[HEADER..HEADER + content.len()].copy_from_slice(content);
@@ -248,8 +248,8 @@ impl RecordWriter {
         Ok(at + sealed(content.len()))
     }
 
-    /// Puts a KeyUpdate at `at` of the buffer if the key has sealed as many records as it may, or the other side has asked for
-    /// one; waits with the latter for a buffer with room. Returns where the next record goes.
+    /// Writes a KeyUpdate at `at` in the buffer if the key has reached its record limit, or the other side requested one. If
+    /// the buffer has no room, it is sent later. Returns the place of the next record.
     fn update_key_if_due(&mut self, at: usize) -> Result<usize, RecordError> {
         let is_last = self.cipher.records() + 1 >= self.records_per_key;
         let has_room = self.buffer.len() - at >= sealed(KEY_UPDATE_MESSAGE.len());
@@ -261,7 +261,7 @@ impl RecordWriter {
         Ok(end)
     }
 
-    /// Goes on with the next key; the other side has been told.
+    /// Switches to the next key, after the KeyUpdate to the other side.
     pub(crate) fn next_key(&mut self) -> Result<(), RecordError> {
         self.cipher = self.link.next_to_send()?;
         Ok(())
@@ -275,7 +275,7 @@ impl RecordWriter {
     }
 }
 
-/// Bytes of the records of `plaintext` bytes.
+/// Returns the length of the records of `plaintext` bytes.
 fn whole(plaintext: usize) -> usize {
     let full = plaintext / RECORD_PLAINTEXT;
     let rest = plaintext % RECORD_PLAINTEXT;

@@ -1,4 +1,4 @@
-//! Who may connect to whom, and what each side says if not.
+//! Accepted and refused handshakes, and the errors of both sides.
 
 use std::fs;
 use std::path::Path;
@@ -74,14 +74,14 @@ fn tls_hostname_replaces_the_name_of_the_address() {
     }
 }
 
-/// What a client and a server say when something is wrong with the server's certificate.
+/// Returns the errors of client and server if the server's certificate has a fault.
 fn bad_server(dir: &Path, pki: &Pki, settings: Settings) -> (String, String) {
     let client = tls(&pki.host(&["a"]), settings);
     let (client, server) = meet(&client, "b", &tls(dir, hotlift()));
     (failure(client), failure(server))
 }
 
-/// The same of the client's.
+/// Does the same for a fault of the client's certificate.
 fn bad_client(dir: &Path, pki: &Pki, settings: Settings) -> (String, String) {
     let server = tls(&pki.host(&["b"]), settings);
     let (client, server) = meet(&tls(dir, hotlift()), "b", &server);
@@ -96,10 +96,10 @@ fn assert_says(said: &str, words: &[&str]) {
 
 #[test]
 fn a_certificate_of_another_ca_is_refused_by_either_side() {
-    // Of the same name, too, so that only the keys differ.
+    // Also with the same name, so that only the keys differ.
     for name in ["Another CA", "CA"] {
         let (pki, other) = (Pki::new("CA"), Pki::new(name));
-        // It trusts our CA, so that only its own certificate is wrong.
+        // It trusts our CA, so that only its own certificate is at fault.
         let dir = other.host(&["b"]);
         fs::write(dir.join("ca-cert.pem"), &pki.ca().certificate).unwrap();
         let (client, server) = bad_server(&dir, &pki, hotlift());
@@ -158,7 +158,7 @@ fn a_name_that_is_on_no_list_is_refused_by_either_side() {
     server.unwrap();
 }
 
-/// Changes what a folder has for a role, past what this crate would make or use.
+/// Replaces the certificate in a folder for a role, also by one that this crate would neither make nor use.
 fn certificate_at(pki: &Pki, dir: &Path, role: Role, at: SystemTime, days: u32) {
     pki.put(dir, role, &["b"], at, days);
 }
@@ -211,7 +211,7 @@ fn a_certificate_for_the_other_role_is_refused() {
     );
 }
 
-/// A list on which the certificate in `file` is revoked, valid for so many days from `now` on.
+/// Returns a list that revokes the certificate in `file`, valid for `days` from `begins` on.
 fn revoke(pki: &Pki, file: &Path, begins: SystemTime, days: u32) -> String {
     let certificate = CertificateDer::from_pem_file(file).unwrap();
     let (_, parsed) = x509_parser::parse_x509_certificate(&certificate).unwrap();
@@ -313,12 +313,12 @@ fn a_server_without_verify_peer_takes_a_client_without_a_certificate() {
     let (client, session) = meet(&anonymous, "b", &of(&server, false));
     assert_eq!(client.unwrap().peer.unwrap().dns, ["b"]);
     assert_eq!(session.unwrap().peer, None);
-    // A server that asks for one refuses; so does a client that must show one and has none.
+    // A server that requests one refuses; so does a client that needs one and has none.
     let (_, session) = meet(&anonymous, "b", &of(&server, true));
     assert_says(&failure(session), &["has shown no certificate"]);
     let (client, _) = meet(&of(of_client.path(), true), "b", &of(&server, false));
     assert_says(&failure(client), &["client-cert.pem is missing"]);
-    // A certificate that is not asked for is not shown, and the server's is verified all the same.
+    // A certificate that is not requested is not sent; the server's is verified nevertheless.
     let (_, session) = meet(&of(&pki.host(&["a"]), true), "b", &of(&server, false));
     assert_eq!(session.unwrap().peer, None);
     let (client, _) = meet(&anonymous, "c", &of(&server, false));

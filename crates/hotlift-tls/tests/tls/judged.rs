@@ -1,5 +1,4 @@
-//! Folders of certificates as other tools make them (OpenSSL's command): what is found wrong with them beforehand is what a
-//! handshake finds.
+//! Certificate folders made with OpenSSL's command: the listing finds the same problems as a handshake.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::support::{hotlift, line, meet};
 
-/// The host that all certificates are for.
+/// The host of all certificates.
 const NAMES: &str = "subjectAltName=DNS:b";
 
 /// OpenSSL's configuration of a CA and of a host.
@@ -18,11 +17,11 @@ const CONFIG: &str = "[req]\ndistinguished_name=dn\nprompt=no\n[dn]\nCN=name\n\
     [ca]\nbasicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\nsubjectKeyIdentifier=hash\n\
     [both]\nextendedKeyUsage=serverAuth,clientAuth\n[server]\nextendedKeyUsage=serverAuth\n";
 
-/// A folder in which certificates are made.
+/// A working folder for certificates.
 struct Maker(TempDir);
 
 impl Maker {
-    /// `None` without OpenSSL.
+    /// Creates it; returns `None` without OpenSSL.
     fn new() -> Option<Self> {
         if Command::new("openssl").arg("version").output().is_err() {
             hotlift_testkit::skip!("openssl", "no command 'openssl'");
@@ -45,7 +44,7 @@ impl Maker {
         assert!(output.status.success(), "{words}: {said}");
     }
 
-    /// Makes NAME.key and NAME.crt, signed by `issuer`; by itself if that is empty.
+    /// Makes NAME.key and NAME.crt, signed by `issuer`; self-signed if that is empty.
     fn certificate(&self, name: &str, issuer: &str, extensions: &str, more: &str) {
         self.openssl(&format!(
             "ecparam -name prime256v1 -genkey -noout -out {name}.key"
@@ -53,7 +52,7 @@ impl Maker {
         self.sign(name, issuer, extensions, more);
     }
 
-    /// Makes NAME.crt for a key that is there.
+    /// Makes NAME.crt for an existing key.
     fn sign(&self, name: &str, issuer: &str, extensions: &str, more: &str) {
         let section = format!("[{extensions}]\n");
         let config = CONFIG.replace(&section, &format!("{section}{more}\n"));
@@ -75,7 +74,7 @@ impl Maker {
         files.map(Result::unwrap).collect()
     }
 
-    /// Makes a folder of a host, one certificate for both roles, and a list of revoked certificates unless it is empty.
+    /// Makes a host's folder: one certificate for both roles, and a list of revoked certificates unless `list` is empty.
     fn folder(&self, ca: &str, certificates: &[&str], key: &str, list: &str) -> PathBuf {
         let dir = self.path(&format!("{:08x}", fastrand::u32(..)));
         fs::create_dir(&dir).unwrap();
@@ -91,7 +90,7 @@ impl Maker {
         dir
     }
 
-    /// Makes NAME.crl, the list of `ca`, with these further words.
+    /// Makes NAME.crl, the list of `ca`, with further configuration in `more`.
     fn list(&self, name: &str, ca: &str, more: &str) {
         let config =
             "[ca]\ndefault_ca=c\n[c]\ndatabase=index.txt\ncrlnumber=number\ndefault_md=sha256\n";
@@ -103,7 +102,7 @@ impl Maker {
     }
 }
 
-/// The folder's problems, and why a handshake of two hosts with it fails, at the client and at the server.
+/// Returns the folder's problems, and the error of a handshake between two hosts with it, at the client and at the server.
 fn judged(dir: &Path) -> (Vec<String>, Option<String>) {
     let listing = Listing::read(dir, std::time::SystemTime::now());
     let problems: Vec<_> = listing.problems().collect();

@@ -1,5 +1,4 @@
-//! Handshakes with each thing that can be wrong, records with each thing that can happen to them, and OpenSSL
-//! and QEMU at the other end.
+//! Handshakes and records with every kind of fault, and OpenSSL and QEMU as the other side.
 
 mod handshake;
 mod judged;

@@ -1,4 +1,4 @@
-//! What a connection costs.
+//! Memory use of a connection.
 
 use std::thread;
 

@@ -1,4 +1,4 @@
-//! OpenSSL at the other end: `openssl s_client` and `openssl s_server` (Debian's package `openssl`).
+//! OpenSSL as the other side: `openssl s_client` and `openssl s_server` (Debian's package `openssl`).
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -9,7 +9,7 @@ use hotlift_tls::{Parts, Profile, Session, Settings, TlsError};
 
 use crate::support::{Pki, failure, hotlift, tls};
 
-/// Whether there is an OpenSSL; notes it if not.
+/// Returns true if there is no OpenSSL, and records that.
 fn is_missing() -> bool {
     let is_there = Command::new("openssl").arg("version").output().is_ok();
     if !is_there {
@@ -18,7 +18,7 @@ fn is_missing() -> bool {
     !is_there
 }
 
-/// An `openssl`, ended when it goes out of scope, and what it has said so far.
+/// An `openssl` process, ended on drop, with its output so far.
 struct OpenSsl(Child, String);
 
 impl OpenSsl {
@@ -46,19 +46,19 @@ impl OpenSsl {
             .unwrap();
     }
 
-    /// Gives it a command, which must be a read of its own, and waits until it says `words` on standard error.
+    /// Sends it a command, which must be a read of its own, and waits for `words` on its standard error.
     fn command(&mut self, letter: &str, words: &str) {
         self.say(letter);
         wait_for(words, self.0.stderr.as_mut().unwrap(), &mut self.1);
         self.1.clear();
     }
 
-    /// Waits until it says `words` on standard output.
+    /// Waits for `words` on its standard output.
     fn wait_for(&mut self, words: &str) {
         wait_for(words, self.0.stdout.as_mut().unwrap(), &mut self.1);
     }
 
-    /// Its output to the end. The end of its input would be the end of all it does.
+    /// Reads its output to the end. The end of its input would end the process early.
     fn rest(mut self) -> String {
         let mut said = std::mem::take(&mut self.1);
         let out = self.0.stdout.as_mut().unwrap();
@@ -69,7 +69,7 @@ impl OpenSsl {
     }
 }
 
-/// Reads `from` until it has said `words`, and adds that to `said`.
+/// Reads `from` until `words` appear, and appends it to `said`.
 fn wait_for(words: &str, from: &mut impl Read, said: &mut String) {
     while !said.contains(words) {
         let mut byte = [0];
@@ -85,7 +85,7 @@ impl Drop for OpenSsl {
     }
 }
 
-/// What our server makes of an `openssl s_client` with these arguments, and what that says; `talk` goes on with a session.
+/// Returns our server's result with an `openssl s_client` with these arguments, and its output; `talk` uses the session.
 fn s_client(
     arguments: &[&str],
     settings: Settings,
@@ -104,7 +104,7 @@ fn s_client(
             "-verify_hostname",
             "b",
             "-verify_return_error",
-            // Its blocking read would wait behind the empty record that says that it is accepted.
+            // Its blocking read would wait after the empty record that confirms the client.
             "-nbio",
         ][..],
         arguments,
@@ -199,7 +199,7 @@ fn older_versions_and_clients_without_certificate_are_refused() {
         return;
     }
     for version in ["-tls1_2", "-tls1_1"] {
-        // Of its own accord OpenSSL does not speak the old ones any more.
+        // By default OpenSSL does not use the old versions any more.
         let arguments = [version, "-alpn", "hotlift/1", "-cipher", "ALL:@SECLEVEL=0"];
         let (error, said) = s_client(&arguments, hotlift(), |_, _, _| {});
         assert!(
@@ -259,7 +259,7 @@ fn openssls_own_new_keys_and_its_request_for_ours_are_followed() {
         |mut session, mut socket, openssl| {
             openssl.say("one\n");
             assert_eq!(line_of(&mut session, &mut socket), "one\n");
-            // Commands of s_client: its own KeyUpdate, and one that asks for ours.
+            // Commands of s_client: a KeyUpdate, and one that requests ours.
             for (command, word) in [("k\n", "two\n"), ("K\n", "three\n")] {
                 openssl.command(command, "KEYUPDATE");
                 openssl.say(word);
@@ -280,7 +280,7 @@ fn openssls_own_new_keys_and_its_request_for_ours_are_followed() {
     assert_eq!(received.count(), 1, "{said}");
 }
 
-/// An `openssl s_server` with these arguments, and its address.
+/// Starts an `openssl s_server` with these arguments, and returns it with its address.
 fn s_server(arguments: &[&str], dir: &Path) -> (OpenSsl, String) {
     let all = [
         &[
@@ -311,7 +311,7 @@ fn a_server_of_openssl_is_talked_to_and_its_tickets_are_passed_over() {
     let client = tls(&pki.host(&["a"]), Settings::new(Profile::Qemu));
     let mut socket = TcpStream::connect(&address).unwrap();
     let mut session = client.connect(&socket, Some("127.0.0.1")).unwrap();
-    // Its tickets are before it.
+    // Its tickets come first.
     openssl.say("from openssl\n");
     assert_eq!(line_of(&mut session, &mut socket), "from openssl\n");
     session

@@ -1,4 +1,4 @@
-//! QEMU's own TLS (GnuTLS) at the other end, with certificates of ours.
+//! QEMU's own TLS (GnuTLS) as the other side, with certificates of Hotlift.
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -12,14 +12,14 @@ use serde_json::json;
 
 use crate::support::{Pki, allow, failure, tls};
 
-/// The releases that are here; the others are skipped.
+/// Returns the installed releases; the others are skipped.
 fn releases() -> impl Iterator<Item = std::path::PathBuf> {
     [Release::V7, Release::V10]
         .into_iter()
         .filter_map(Release::program)
 }
 
-/// A QEMU with certificates for its side of a connection, `server` or `client`.
+/// Starts a QEMU with certificates for its side of a connection, `server` or `client`.
 fn start(program: &Path, certificates: &Path, side: &str) -> (Launched, Qemu) {
     let certificates = certificates.display();
     let object = format!("tls-creds-x509,id=tls0,dir={certificates},endpoint={side}");
@@ -38,7 +38,7 @@ fn of_qemu() -> Settings {
     Settings::new(Profile::Qemu)
 }
 
-/// All that the other side sends, and how it ends.
+/// Reads all data of the other side; returns it with the kind of its end.
 fn read_all(session: &mut Session, socket: &mut UnixStream) -> (Vec<u8>, Result<(), RecordError>) {
     let mut all = Vec::new();
     loop {
@@ -80,7 +80,7 @@ fn a_waiting_qemu_takes_a_client_with_a_certificate() {
         qmp.migrate_incoming(&format!("unix:{}", path.display()), true)
             .unwrap();
         let client = tls(&pki.host(&["a"]), of_qemu());
-        // A name that it has not, and then one that it has: it accepts again.
+        // First a name that the certificate lacks, then one that it has: QEMU accepts again.
         let socket = UnixStream::connect(&path).unwrap();
         let said = failure(client.connect(&socket, Some("c")));
         assert!(said.contains("is not for 'c' but for b"), "{said}");
@@ -147,7 +147,7 @@ fn a_migrating_qemu_takes_a_server_with_a_certificate_for_its_name() {
             "{} bytes",
             received.len()
         );
-        // Its main channel ends so; the stream itself says whether that was its end.
+        // QEMU ends its main channel like this; the stream itself shows if it is complete.
         assert!(matches!(end, Err(RecordError::Truncated)), "{end:?}");
         assert_eq!(outcome(&mut qmp), "completed");
     }

@@ -1,4 +1,4 @@
-//! Data through records: whole, in any pieces, both ways at a time, under many keys.
+//! Data through records: complete, in any pieces, in both directions at once, with many keys.
 
 use std::io::IoSlice;
 use std::thread;
@@ -20,7 +20,7 @@ fn noise(length: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Reads all there is of `records`.
+/// Reads all of `records`.
 fn read_all(
     reader: &mut hotlift_tls::RecordReader,
     records: &[u8],
@@ -82,7 +82,7 @@ fn three_records_go_with_a_write() {
     assert_eq!(read_all(&mut server.reader, &sent).unwrap(), all);
 }
 
-/// Both directions at once, by four threads, with a new key every 100 records.
+/// Both directions at once, with four threads and a new key every 100 records.
 #[test]
 fn keys_change_every_100_records_while_both_sides_send() {
     let settings = Settings {
@@ -163,7 +163,7 @@ fn a_request_for_new_keys_is_answered_before_the_next_data() {
     assert_eq!(answer.len(), 27 + 23 + 23, "and only once");
     client.writer.close(&mut answer).unwrap();
     assert_eq!(read_all(&mut server.reader, &answer).unwrap(), b"ab");
-    // The answer asks for nothing.
+    // The answer does not request one.
     let mut sent = Vec::new();
     server
         .writer
@@ -201,13 +201,13 @@ fn tickets_are_passed_over_in_any_pieces_by_a_client_and_refused_by_a_server() {
     );
 }
 
-/// What a client makes of records that no proper server sends.
+/// Returns a client's error for records that no correct server sends.
 fn refused(make: impl FnOnce(&mut End) -> Vec<u8>) -> RecordError {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let sent = make(&mut server);
     let error = read_all(&mut client.reader, &sent).unwrap_err();
     let mut more = Vec::new();
-    // It may have ended.
+    // The writer may have ended.
     let _ = server.writer.send(&mut more, &mut Parts::new(&["more"]));
     let after = client.reader.plaintext(&mut &more[..]);
     assert!(
@@ -299,7 +299,7 @@ fn records_that_say_nothing_are_counted() {
         (0..40).flat_map(empty).collect()
     });
     assert!(matches!(error, RecordError::Idle { .. }), "{error}");
-    // Not those between data.
+    // Records between data do not count.
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let mut sent = Vec::new();
     for _ in 0..100 {
@@ -322,7 +322,7 @@ fn nothing_follows_an_end() {
         Err(RecordError::Ended)
     ));
     assert_eq!(read_all(&mut server.reader, &sent).unwrap(), b"");
-    // The other direction goes on.
+    // The other direction continues.
     let mut sent = Vec::new();
     server
         .writer
@@ -358,7 +358,7 @@ fn a_reader_is_ready_while_it_has_whole_records() {
 
 #[test]
 fn a_read_that_times_out_loses_nothing() {
-    /// Gives a byte, then an error, in turn.
+    /// Returns a byte and an error alternately.
     struct Slow<'a>(&'a [u8], bool);
     impl std::io::Read for Slow<'_> {
         fn read(&mut self, to: &mut [u8]) -> std::io::Result<usize> {

@@ -1,4 +1,4 @@
-//! Certificates that change while they are in use.
+//! Certificates that change during use.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};

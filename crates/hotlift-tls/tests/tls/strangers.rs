@@ -1,4 +1,4 @@
-//! Peers that are no TLS peers, or bad ones: each costs a bounded time and a bounded number of bytes.
+//! Peers without TLS, or with faulty TLS: each costs a limited time and a limited number of bytes.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -9,7 +9,7 @@ use hotlift_tls::{HANDSHAKE_BYTES, Session, Settings, Tls, TlsError};
 
 use crate::support::{Pki, hotlift, tls};
 
-/// What a server says to a peer that does `what`.
+/// Returns a server's result with a peer that does `what`.
 fn accept(settings: Settings, what: impl FnOnce(UnixStream) + Send) -> Result<Session, TlsError> {
     let pki = Pki::new("CA");
     let server = tls(&pki.host(&["b"]), settings);
@@ -17,7 +17,7 @@ fn accept(settings: Settings, what: impl FnOnce(UnixStream) + Send) -> Result<Se
     thread::scope(|scope| {
         scope.spawn(move || what(stranger));
         let outcome = server.accept(&socket);
-        // The stranger may wait for that.
+        // The peer may wait for the close.
         drop(socket);
         outcome
     })
@@ -30,7 +30,7 @@ fn impatient() -> Settings {
     }
 }
 
-/// Waits until the other side has gone, or for ever.
+/// Waits until the other side has closed, without a limit.
 fn until_it_is_over(mut socket: UnixStream) {
     let _ = socket.read_to_end(&mut Vec::new());
 }
@@ -46,7 +46,7 @@ fn a_peer_that_says_nothing_is_given_up() {
 fn a_peer_that_says_a_byte_at_a_time_is_given_up() {
     let begun = Instant::now();
     let outcome = accept(impatient(), move |mut socket| {
-        // The header of a record of 512 bytes, and then bytes without an end.
+        // The header of a record of 512 bytes, followed by endless bytes.
         let mut bytes = [0x16, 3, 1, 2, 0].into_iter().chain(std::iter::repeat(0));
         while begun.elapsed() < Duration::from_secs(60) {
             let byte = bytes.next().unwrap_or_default();
@@ -65,7 +65,7 @@ fn a_peer_that_says_a_byte_at_a_time_is_given_up() {
 #[test]
 fn a_peer_that_sends_more_than_a_handshake_is_given_up() {
     let outcome = accept(hotlift(), |mut socket| {
-        // A ClientHello of 64 KiB less a byte, the longest that rustls waits for, in four records and a bit.
+        // A ClientHello of 64 KiB minus a byte, the longest that rustls waits for, in four full records and a short one.
         let mut record = vec![0x16, 3, 1, 0x3f, 0xff];
         record.extend([1, 0, 0xff, 0xff]);
         record.resize(5 + 0x3fff, 0);
@@ -102,7 +102,7 @@ fn a_peer_without_tls_is_told_apart_by_either_side() {
     plain.write_all(b"{\"version\":1}\n").unwrap();
     let error = client.connect(&socket, Some("b")).unwrap_err();
     assert!(matches!(error, TlsError::PlaintextPeer), "{error:?}");
-    // What it has heard is told apart from its own protocols.
+    // The received bytes are distinguishable from Hotlift's own protocols.
     let mut first = [0; hotlift_tls::SNIFFED];
     plain.read_exact(&mut first).unwrap();
     assert!(hotlift_tls::is_tls(first));
@@ -112,7 +112,7 @@ fn a_peer_without_tls_is_told_apart_by_either_side() {
 fn a_peer_that_closes_or_sends_nonsense_is_an_error() {
     let error = accept(hotlift(), drop).unwrap_err();
     assert!(matches!(error, TlsError::Closed), "{error:?}");
-    // The other side may have waited in vain.
+    // The other side may have closed after a timeout, so the message names the MTU.
     assert!(error.to_string().contains("packets of the MTU"), "{error}");
     let outcome = accept(hotlift(), |mut socket| {
         socket.write_all(&[0x16, 3, 1, 0xff, 0xff]).unwrap();
@@ -129,7 +129,7 @@ fn a_peer_that_closes_or_sends_nonsense_is_an_error() {
     assert!(outcome.is_err(), "{outcome:?}");
 }
 
-/// Passes on what `from` says, with one bit changed in the byte at `place`; returns how many bytes there were.
+/// Forwards the bytes of `from`, with one bit changed in the byte at `place`; returns the number of bytes.
 fn pass_on(mut from: UnixStream, mut to: UnixStream, place: Option<usize>) -> usize {
     let mut at = 0;
     let mut bytes = [0; 4096];
@@ -142,12 +142,12 @@ fn pass_on(mut from: UnixStream, mut to: UnixStream, place: Option<usize>) -> us
             break;
         }
     }
-    // Nothing more comes, and nobody waits for it.
+    // No more bytes follow, and no peer waits for them.
     let _ = to.shutdown(std::net::Shutdown::Write);
     at
 }
 
-/// A handshake through somebody who changes a byte of what the client, or the server, says.
+/// Does a handshake through a man in the middle who changes a byte of the client's or the server's data.
 fn meddled(
     client: &Tls,
     server: &Tls,
@@ -188,7 +188,7 @@ fn a_changed_bit_in_a_handshake_is_its_end_and_no_panic() {
             }
         }
     }
-    // Of a record's version the second byte means nothing (RFC 8446, section 5.1): of three records a side.
+    // The second byte of a record's version has no meaning (RFC 8446, section 5.1): three records a side.
     assert!(whole.len() <= 6, "{whole:?}");
 }
 

@@ -36,12 +36,12 @@ impl Pki {
         &self.ca
     }
 
-    /// A host's folder.
+    /// Makes a host's folder.
     pub fn host(&self, names: &[&str]) -> PathBuf {
         self.host_at(names, SystemTime::now(), 5)
     }
 
-    /// A host's folder, made at another time.
+    /// Makes a host's folder with certificates of another time.
     pub fn host_at(&self, names: &[&str], at: SystemTime, days: u32) -> PathBuf {
         let dir = self.dir.path().join(format!("{:08x}", fastrand::u32(..)));
         fs::create_dir(&dir).unwrap();
@@ -81,10 +81,10 @@ pub fn tls(dir: &Path, settings: Settings) -> Tls {
     Tls::new(Arc::new(Credentials::open(dir).unwrap()), settings)
 }
 
-/// What came of a connection at its client and its server.
+/// Results of a connection at its client and its server.
 pub type Outcome = (Result<Session, TlsError>, Result<Session, TlsError>);
 
-/// A client that looks for `host`, and a server.
+/// Connects a client that expects `host` to a server.
 pub fn meet(client: &Tls, host: &str, server: &Tls) -> Outcome {
     let (here, there) = UnixStream::pair().unwrap();
     thread::scope(|scope| {
@@ -95,7 +95,7 @@ pub fn meet(client: &Tls, host: &str, server: &Tls) -> Outcome {
     })
 }
 
-/// The same, where the connection stays.
+/// Does the same, and keeps the connection open.
 pub fn connected(settings: &Settings) -> ((UnixStream, Session), (UnixStream, Session)) {
     let pki = Pki::new("CA");
     let [a, b] = [pki.host(&["a"]), pki.host(&["b"])];
@@ -109,10 +109,10 @@ pub fn connected(settings: &Settings) -> ((UnixStream, Session), (UnixStream, Se
     ((here, ours), (there, theirs))
 }
 
-/// An error with its causes, as it is shown.
+/// Formats an error with its causes, as shown to users.
 pub use hotlift_mem::error_line as line;
 
-/// What is wrong in the other side's words, and in ours.
+/// Formats the error of a failed handshake.
 pub fn failure<T: std::fmt::Debug>(outcome: Result<T, TlsError>) -> String {
     line(&outcome.unwrap_err())
 }

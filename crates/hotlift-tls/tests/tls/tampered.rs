@@ -1,4 +1,4 @@
-//! Whatever happens to records on their way, the reader gives a beginning of what was sent, and then an error.
+//! Changes of records in transit: the reader returns a prefix of the sent data, and then an error.
 
 use hotlift_tls::fixed::{ends, next_key, record};
 use hotlift_tls::{Parts, RECORD_PLAINTEXT, RECORDS_PER_KEY, RecordError};
@@ -6,14 +6,14 @@ use hotlift_tls::{Parts, RECORD_PLAINTEXT, RECORDS_PER_KEY, RecordError};
 const HANDSHAKE: u8 = 22;
 const APPLICATION_DATA: u8 = 23;
 
-/// A stream of records, each with the plaintext that it adds.
+/// A stream of records, each with its plaintext.
 struct Stream {
     cipher: usize,
     records: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
 impl Stream {
-    /// Data of several lengths, a ticket, new keys, and the end.
+    /// Creates data of several lengths, a ticket, new keys, and the end.
     fn new(cipher: usize) -> Self {
         let [_, mut server] = ends(cipher, RECORDS_PER_KEY);
         let mut records = Vec::new();
@@ -42,13 +42,13 @@ impl Stream {
             .collect()
     }
 
-    /// The plaintext before record `number`.
+    /// Returns the plaintext before record `number`.
     fn before(&self, number: usize) -> Vec<u8> {
         let records = &self.records[..number];
         records.iter().flat_map(|(_, data)| data.clone()).collect()
     }
 
-    /// What a reader makes of `bytes`.
+    /// Returns a reader's data from `bytes`, and its result.
     fn read(&self, bytes: &[u8]) -> (Vec<u8>, Result<(), RecordError>) {
         let [mut client, _] = ends(self.cipher, RECORDS_PER_KEY);
         let mut from = bytes;
@@ -67,7 +67,7 @@ impl Stream {
         (got, outcome)
     }
 
-    /// Records up to `number` are read, and nothing of what follows.
+    /// Checks that exactly the records before `number` are read.
     fn assert_ends_before(&self, number: usize, bytes: &[u8], what: &str) {
         let (got, outcome) = self.read(bytes);
         assert!(outcome.is_err(), "{what}: taken for whole");
@@ -96,7 +96,7 @@ fn a_flipped_bit_anywhere_is_seen_before_any_of_the_record_is_given() {
         let whole = Stream::bytes(&stream.records);
         let mut start = 0;
         for (number, (sealed, _)) in stream.records.iter().enumerate() {
-            // Of a long record the ends, and some between.
+            // In a long record: both ends, and some places between.
             let places = (0..sealed.len()).filter(|at| {
                 sealed.len() < 400 || *at < 30 || *at + 30 > sealed.len() || at % 977 == 0
             });
@@ -119,7 +119,7 @@ fn a_record_lost_doubled_swapped_or_replayed_is_seen() {
         lost.remove(number);
         stream.assert_ends_before(number, &Stream::bytes(&lost), &format!("{number} lost"));
         if number + 1 == records.len() {
-            // What follows the end is not read.
+            // The reader does not read past the end.
             break;
         }
         let mut doubled = records.clone();
