@@ -13,7 +13,7 @@ fn main() {
         .arg(&object)
         .arg("guest/hotlift.s"));
     run(Command::new("ld")
-        // One segment is all a program of 1.5 KiB needs; old linkers do not know the warning.
+        // A program of 1.5 KiB needs only one segment; old linkers do not know the warning.
         .args(["-T", "guest/hotlift.ld", "--build-id=none", "-o"])
         .arg(&elf)
         .arg(&object));

@@ -1,4 +1,4 @@
-//! Prints what the built-in guests cost and can do on this machine.
+//! Prints cost and speed of the built-in guests on this machine.
 //!
 //! `cargo run --release -p hotlift-vmm --example guest_speed [kvm|threads]`
 
@@ -44,7 +44,7 @@ fn cpu_time() -> Duration {
     time(usage.ru_utime) + time(usage.ru_stime)
 }
 
-/// Runs for a second; writes made, CPU time used.
+/// Runs for a second; returns the writes made and the CPU time used.
 fn second(guest: &dyn BuiltinGuest) -> (u64, Duration) {
     let (writes, cpu, start) = (guest.writes(), cpu_time(), Instant::now());
     std::thread::sleep(Duration::from_secs(1));

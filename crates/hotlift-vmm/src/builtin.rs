@@ -1,4 +1,4 @@
-//! What both built-in guests are, beside guests that can be migrated.
+//! Interface of both built-in guests, beyond that of migratable guests.
 
 use std::time::Duration;
 
@@ -17,15 +17,14 @@ use crate::verify::{Verified, VerifyError};
 /// (see [`GuestSettings`](crate::GuestSettings)) and neither filled nor started: the engine writes its RAM, loads its
 /// devices, and resumes it.
 pub trait BuiltinGuest: Guest {
-    /// Which guest it is.
+    /// Returns the kind of guest.
     fn kind(&self) -> GuestKind;
 
-    /// Where things lie in its RAM, and how much of it is its working set. On a destination, that
-    /// of the source once the devices are loaded.
+    /// Returns the layout of its RAM, with its working set. On a destination, that of the source once the devices are loaded.
     fn layout(&self) -> Layout;
 
-    /// Pages that its workload writes in a second; 0 if it writes none. On a destination, that of the
-    /// source once the devices are loaded.
+    /// Returns the pages that its workload writes per second; 0 if it writes none. On a destination, those of the source once
+    /// the devices are loaded.
     fn rate(&self) -> u64;
 
     /// Fills RAM before the start.
@@ -34,41 +33,41 @@ pub trait BuiltinGuest: Guest {
     /// [`FillError`]; also if the guest was started or filled already.
     fn fill(&self, settings: &FillSettings) -> Result<Filled, FillError>;
 
-    /// Boots the guest; when this returns all its vCPUs run.
+    /// Boots the guest; when this returns, all its vCPUs run.
     ///
     /// # Errors
     /// If the guest was started or loaded already, or does not boot.
     fn start(&self) -> Result<(), GuestError>;
 
-    /// Proves that the memory of the guest, which must be paused, is what its vCPUs say.
+    /// Checks that the memory of the guest, which must be paused, matches its vCPUs' state.
     ///
     /// # Errors
-    /// [`VerifyError`], which says what is wrong and where.
+    /// [`VerifyError`] with the defect and its location.
     fn verify(&self) -> Result<Verified, VerifyError>;
 
-    /// Writes of all vCPUs so far; of a running guest, up to the last tick or so. It grows as long
-    /// as the guest runs and has a workload.
+    /// Returns the writes of all vCPUs so far; for a running guest, up to about the last tick. It grows while the guest runs
+    /// and has a workload.
     fn writes(&self) -> u64;
 
-    /// Time that [`Guest::throttle`] has taken from its vCPUs so far, from all of them together.
+    /// Returns the time that [`Guest::throttle`] has taken so far, the sum over all vCPUs.
     fn throttled_time(&self) -> Duration;
 
-    /// Whether all vCPUs are alive.
+    /// Checks that all vCPUs are alive.
     ///
     /// # Errors
-    /// Why the first one died that did (a triple fault, an error of KVM, a panic).
+    /// The reason of the first vCPU's death (a triple fault, an error of KVM, a panic).
     fn health(&self) -> Result<(), GuestError>;
 
-    /// Lines that the guest has written to its serial port since the last call, at most the last
-    /// thousand; `hotlift vcpu=0 writes=123 errors=0` once a second and vCPU.
+    /// Returns the lines on the guest's serial port since the last call, at most the last thousand; `hotlift vcpu=0 writes=123
+    /// errors=0` once per second and vCPU.
     fn serial(&self) -> Vec<String>;
 }
 
-/// A guest could not be made.
+/// A guest could not be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CreateError {
-    /// The settings do not fit together.
+    /// The settings are inconsistent.
     #[error("guest settings do not fit together")]
     Layout(#[from] LayoutError),
     /// Its RAM could not be mapped.

@@ -1,29 +1,29 @@
-//! Number conversions that cannot fail on the machines this crate runs on.
+//! Number conversions that cannot fail on this crate's targets.
 
-/// `n` as u64: usize has at most 64 bits on every target of Rust.
+/// Returns `n` as u64: usize has at most 64 bits on every target of Rust.
 pub(crate) fn to_u64(n: usize) -> u64 {
     n as u64
 }
 
-/// `n` as usize. Lossless: the crate is for 64-bit hosts only (see `lib.rs`).
+/// Returns `n` as usize. Lossless: the crate is for 64-bit hosts only (see `lib.rs`).
 #[allow(clippy::cast_possible_truncation)]
 pub(crate) fn to_usize(n: u64) -> usize {
     n as usize
 }
 
-/// The low 32 bits of `n`.
+/// Returns the low 32 bits of `n`.
 #[allow(clippy::cast_possible_truncation)]
 pub(crate) fn low_u32(n: u64) -> u32 {
     n as u32
 }
 
-/// The low 8 bits of `n`.
+/// Returns the low 8 bits of `n`.
 pub(crate) fn low_u8(n: u64) -> u8 {
     n.to_le_bytes()[0]
 }
 
-/// One of `0..bound` (0 if `bound` is 0), as evenly as `random` is spread: the high half of the
-/// product, which is what the guest program's `mul` leaves in rdx.
+/// Maps `random` evenly to `0..bound` (0 if `bound` is 0): the high half of the product, which the guest program's `mul` leaves
+/// in rdx.
 pub(crate) fn reduce(random: u64, bound: u64) -> u64 {
     let product = u128::from(random) * u128::from(bound);
     u64::try_from(product >> 64).unwrap_or(0)

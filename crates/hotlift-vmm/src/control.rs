@@ -1,4 +1,4 @@
-//! Letting vCPU threads run, for all of the time or part of it, and waiting until none of them does.
+//! Control of vCPU threads: run, throttle, and wait until all are parked.
 
 use hotlift_mem::lock;
 use std::collections::BTreeMap;
@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a vCPU runs between two sleeps while it is throttled (QEMU's `CPU_THROTTLE_TIMESLICE_NS`).
+/// Run time between two sleeps of a throttled vCPU (QEMU's `CPU_THROTTLE_TIMESLICE_NS`).
 const SLICE: Duration = Duration::from_millis(10);
 
-/// What vCPU threads are to do.
+/// Goal of the vCPU threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Want {
     /// Wait.
@@ -23,21 +23,21 @@ pub(crate) enum Want {
 #[derive(Debug)]
 struct State {
     want: Want,
-    /// The kernel's ids of the threads that have started, by their vCPUs.
+    /// Kernel thread ids of the started threads, by vCPU.
     threads: BTreeMap<u8, u32>,
     running: usize,
     /// Share of their time that running threads sleep, 0 to 99 %.
     throttle: u8,
 }
 
-/// Shared by the vCPU threads of a guest and by who commands them. Threads start parked.
+/// Shared by the vCPU threads of a guest and its commands. Threads start parked.
 #[derive(Debug)]
 pub(crate) struct Control {
     state: Mutex<State>,
     changed: Condvar,
-    /// Slices that have ended.
+    /// Number of ended slices.
     slices: AtomicU64,
-    /// Nanoseconds that threads have slept because they were throttled.
+    /// Nanoseconds that threads have slept because of the throttle.
     slept: AtomicU64,
 }
 
@@ -56,8 +56,8 @@ impl Control {
         }
     }
 
-    /// Says what threads are to do, and calls `kick` before any of them can act on it, so that
-    /// `kick` and what threads do in [`Control::park`] are in order.
+    /// Sets the threads' goal. Calls `kick` before any of them can act on it, so that `kick` and the work in [`Control::park`]
+    /// are ordered.
     pub fn want(&self, want: Want, kick: impl FnOnce()) {
         let mut state = self.lock();
         state.want = want;
@@ -65,14 +65,14 @@ impl Control {
         self.changed.notify_all();
     }
 
-    /// Called by the thread of a vCPU as it starts.
+    /// Registers the calling thread of a vCPU at its start.
     pub fn started(&self, vcpu: u8) {
         let id = rustix::thread::gettid().as_raw_nonzero().get();
         self.lock().threads.insert(vcpu, id.cast_unsigned());
         self.changed.notify_all();
     }
 
-    /// The kernel's ids of the threads of all `vcpus`, once they have started.
+    /// Returns the kernel thread ids of all `vcpus`, once they have started.
     pub fn threads(&self, vcpus: usize) -> Vec<u32> {
         let state = self
             .changed
@@ -91,9 +91,8 @@ impl Control {
         );
     }
 
-    /// Called by a thread that is not running: waits until it may run (true) or must end (false).
-    /// `ready` is called in the same step as the thread counts as running. The thread runs as
-    /// long as it keeps what it is given.
+    /// Waits until the calling, parked thread may run (`Some`) or must end (`None`). `ready` is called atomically with the
+    /// transition to running. The thread runs until it drops the result.
     pub fn park(&self, ready: impl FnOnce()) -> Option<Running<'_>> {
         let state = self.lock();
         let mut state = self
@@ -108,7 +107,7 @@ impl Control {
         Some(Running(self))
     }
 
-    /// Called by a running thread: sleeps for `time`, less if it is to stop running.
+    /// Sleeps for `time` on a running thread, less if it must stop.
     pub fn sleep(&self, time: Duration) {
         let state = self.lock();
         drop(
@@ -118,14 +117,13 @@ impl Control {
         );
     }
 
-    /// Sets the share of their time that threads are to sleep, up to 99 %; 0 ends all sleep.
+    /// Sets the share of time that threads sleep, up to 99 %; 0 ends all sleep.
     pub fn throttle(&self, percent: u8) {
         self.lock().throttle = percent.min(99);
         self.changed.notify_all();
     }
 
-    /// Ends slice after slice until threads are throttled no more; `kick` makes those look that are
-    /// busy.
+    /// Ends slices until threads are no longer throttled; `kick` interrupts those that are busy.
     pub fn end_slices(&self, kick: impl Fn()) {
         loop {
             let percent = self.lock().throttle;
@@ -140,7 +138,7 @@ impl Control {
         }
     }
 
-    /// Waits for `time`; false as soon as threads are throttled otherwise.
+    /// Waits for `time`; returns false as soon as the throttle changes.
     fn stays_for(&self, time: Duration, percent: u8) -> bool {
         let (_state, timeout) = self
             .changed
@@ -149,13 +147,13 @@ impl Control {
         timeout.timed_out()
     }
 
-    /// Number of the present slice; when it has grown, [`Control::sleep_off`] is due.
+    /// Returns the number of the current slice; after an increase, [`Control::sleep_off`] is due.
     pub fn slice(&self) -> u64 {
         self.slices.load(Ordering::Relaxed)
     }
 
-    /// Called by a running thread whose slice has ended: sleeps as long as the throttle asks for, less
-    /// if it changes or the thread is to stop running. Returns how long that was: it is no time of the guest's.
+    /// Sleeps on a running thread whose slice has ended, as long as the throttle requires; less if it changes or the thread
+    /// must stop. Returns the duration, which is not guest time.
     pub fn sleep_off(&self) -> Duration {
         let state = self.lock();
         let percent = state.throttle;
@@ -173,7 +171,7 @@ impl Control {
         slept
     }
 
-    /// How long threads have slept because they were throttled, all together.
+    /// Returns the total time that threads have slept because of the throttle.
     pub fn slept(&self) -> Duration {
         Duration::from_nanos(self.slept.load(Ordering::Relaxed))
     }
@@ -183,12 +181,12 @@ impl Control {
     }
 }
 
-/// How long a thread sleeps after each slice, to sleep `percent` of the time.
+/// Returns the sleep after each slice, for a share of `percent`.
 fn sleep_after_slice(percent: u8) -> Duration {
     SLICE * u32::from(percent) / u32::from(100 - percent.min(99))
 }
 
-/// A thread that runs. It counts as parked as soon as this is dropped, by a panic too.
+/// A running thread. It counts as parked when this is dropped, also by a panic.
 pub(crate) struct Running<'a>(&'a Control);
 
 impl Drop for Running<'_> {

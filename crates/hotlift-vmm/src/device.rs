@@ -1,4 +1,4 @@
-//! How the built-in guests lay out device state: a list of fields, nothing of it trusted.
+//! Format of the built-in guests' device state: a list of fields, all untrusted.
 //!
 //! ```text
 //! be32 tag | be32 length | length bytes      and so on, each tag once, in any order
@@ -37,7 +37,7 @@ pub enum DeviceError {
         /// Its instance.
         instance: u32,
     },
-    /// The stream lacks a device (there are fewer vCPUs than here, for instance).
+    /// The stream lacks a device (for instance, it has fewer vCPUs).
     #[error("device {idstr} {instance} is missing")]
     MissingDevice {
         /// Name of the device.
@@ -45,12 +45,12 @@ pub enum DeviceError {
         /// Its instance.
         instance: u32,
     },
-    /// The layout of a device is not the one known here.
+    /// The layout version of a device is unknown.
     #[error("device {idstr} has version {got}, must be {expected}")]
     Version {
         /// Name of the device.
         idstr: String,
-        /// Version known here.
+        /// Supported version.
         expected: u32,
         /// Version in the stream.
         got: u32,
@@ -62,12 +62,12 @@ pub enum DeviceError {
         idstr: &'static str,
         /// Offset of the field in the state.
         offset: usize,
-        /// Bytes that it needs.
+        /// Required bytes.
         needed: usize,
-        /// Bytes that are left.
+        /// Remaining bytes.
         left: usize,
     },
-    /// A field that this version does not have, or has once only.
+    /// An unknown or repeated field.
     #[error("device {idstr}: unexpected field {tag}")]
     UnexpectedField {
         /// Name of the device.
@@ -90,15 +90,15 @@ pub enum DeviceError {
         idstr: &'static str,
         /// Name of the field.
         field: &'static str,
-        /// Bytes that it must have.
+        /// Required bytes.
         expected: usize,
-        /// Bytes that it has.
+        /// Actual bytes.
         got: usize,
     },
-    /// A value that must be the same on both ends is not.
+    /// A value differs that must be the same on both ends.
     #[error("{what} must be {expected} as here, got {got}")]
     Mismatch {
-        /// What the value is of.
+        /// Name of the value.
         what: &'static str,
         /// Value here.
         expected: u64,
@@ -115,10 +115,10 @@ pub enum DeviceError {
         /// Value in the stream.
         got: u64,
     },
-    /// The settings do not fit together.
+    /// The settings are inconsistent.
     #[error("device hotlift/guest: settings do not fit together")]
     Layout(#[from] LayoutError),
-    /// The digest is not one of this guest's RAM.
+    /// The digest does not fit this guest's RAM.
     #[error("device hotlift/guest: digest does not fit")]
     Digest(#[from] VerifyError),
     /// The kernel refused a part of a vCPU's state.
@@ -126,9 +126,9 @@ pub enum DeviceError {
     Kernel {
         /// The vCPU.
         vcpu: u8,
-        /// What it was asked to do, as a verb phrase.
+        /// The requested action, as a verb phrase.
         action: &'static str,
-        /// Its answer.
+        /// The kernel's error.
         #[source]
         source: std::io::Error,
     },
@@ -144,7 +144,7 @@ pub enum DeviceError {
     },
 }
 
-/// Writes fields.
+/// Writer of fields.
 #[derive(Debug, Default)]
 pub(crate) struct FieldWriter(Vec<u8>);
 
@@ -166,7 +166,7 @@ impl FieldWriter {
     }
 }
 
-/// The fields of one device. Taking all of them and then [`Fields::finish`] leaves nothing unread.
+/// The fields of one device. [`Fields::finish`] checks that all of them were read.
 pub(crate) struct Fields<'a> {
     idstr: &'static str,
     fields: Vec<(u32, &'a [u8])>,
@@ -201,7 +201,7 @@ impl<'a> Fields<'a> {
         Ok(Self { idstr, fields })
     }
 
-    /// The bytes of a field, however many.
+    /// Returns the bytes of a field of any length.
     pub fn take(&mut self, tag: u32, field: &'static str) -> Result<&'a [u8], DeviceError> {
         let at = self.fields.iter().position(|&(known, _)| known == tag);
         let at = at.ok_or(DeviceError::MissingField {
@@ -211,7 +211,7 @@ impl<'a> Fields<'a> {
         Ok(self.fields.swap_remove(at).1)
     }
 
-    /// The bytes of a field that must have `N`.
+    /// Returns the bytes of a field of length `N`.
     pub fn take_exact<const N: usize>(
         &mut self,
         tag: u32,
@@ -223,7 +223,7 @@ impl<'a> Fields<'a> {
             .map_err(|_| self.wrong_length(field, N, bytes.len()))
     }
 
-    /// The numbers of a field of big-endian u64s.
+    /// Returns the numbers of a field of big-endian u64s.
     pub fn take_u64s(&mut self, tag: u32, field: &'static str) -> Result<Vec<u64>, DeviceError> {
         let bytes = self.take(tag, field)?;
         let (numbers, rest) = bytes.as_chunks::<8>();
@@ -334,7 +334,7 @@ const GUEST_VERSION: u32 = 1;
 const SETTINGS: u32 = 1;
 const DIGEST: u32 = 2;
 
-/// What is the same for all of a guest's vCPUs, as a device.
+/// Returns the state common to all of a guest's vCPUs, as a device.
 pub(crate) fn save_guest(program: &Program, digest: &Digest) -> DeviceState {
     let layout = &program.layout;
     let mut settings = Vec::with_capacity(44);
@@ -356,7 +356,7 @@ pub(crate) fn save_guest(program: &Program, digest: &Digest) -> DeviceState {
     fields.device(GUEST, 0, GUEST_VERSION)
 }
 
-/// Reads it again. RAM size and number of vCPUs must be those of `here`, the rest replaces it.
+/// Reads that device. RAM size and number of vCPUs must match `here`; the other values replace those of `here`.
 pub(crate) fn load_guest(payload: &[u8], here: &Layout) -> Result<(Program, Digest), DeviceError> {
     let mut fields = Fields::parse(GUEST, payload)?;
     let settings = fields.take_exact::<44>(SETTINGS, "settings")?;

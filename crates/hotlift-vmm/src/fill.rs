@@ -1,10 +1,10 @@
-//! What RAM holds before a guest starts.
+//! Content of RAM before a guest starts.
 //!
-//! Each page of the filled range is a function of (settings, page number) alone, so threads fill in
-//! any order, and a file with the same bytes can be written for another VMM to load.
+//! Each page of the filled range is a function of (settings, page number) alone. So threads fill in any order, and a file with
+//! the same bytes can be written for another VMM to load.
 //!
-//! Zero pages are left alone rather than written, so that the kernel need not allocate them. They come
-//! in runs of 1 to 64 pages, spread evenly: a real guest has both single zero pages and free ranges.
+//! Zero pages are not written, so that the kernel need not allocate them. They come in runs of 1 to 64 pages, spread evenly: a
+//! real guest has both single zero pages and free ranges.
 
 mod corpus;
 mod generated;
@@ -26,53 +26,50 @@ use corpus::Corpus;
 use image::Image;
 use mixed::Mixed;
 
-/// Where the bytes come from.
+/// Source of the bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum FillSource {
-    /// Nowhere: every page is zero.
+    /// None: every page is zero.
     #[default]
     Zero,
     /// A seeded mix of pages like text, like program code, like heap (pointers), and random ones.
     Generated,
-    /// Text and random bytes, half and half, in runs of 64 KiB to 16 MiB whose logarithms are spread evenly. The
-    /// text shrinks to a third under zstd 1. Seeded.
+    /// Text and random bytes, half and half, in runs of 64 KiB to 16 MiB whose logarithms are spread evenly. The text shrinks
+    /// to a third under zstd 1. Seeded.
     Mixed,
-    /// A file, or the files of a folder and of the folders in it, in the order of their names, one after
-    /// the other; a `.zst` file is decompressed. When they are used up they are repeated, each time
-    /// XORed with another constant and starting elsewhere: as compressible as before, but no window
-    /// and no deduplication finds the repetition.
+    /// A file, or all files below a folder, sorted by name and concatenated; a `.zst` file is decompressed. At the end they are
+    /// repeated, each time XORed with another constant and from another start. So they stay as compressible, but no window and
+    /// no deduplication finds the repetition.
     Folder(PathBuf),
-    /// The pages of a file in their order, as of a memory image: the zero ones stay where they are, and
-    /// [`FillSettings::zero_share`] has no part in it. Of a file that is larger than RAM the first part;
-    /// a smaller one is repeated as a folder is, but its zero pages stay zero. A `.zst` file is
-    /// decompressed.
+    /// The pages of a file in their order, as of a memory image: zero pages keep their positions, and
+    /// [`FillSettings::zero_share`] is ignored. A file larger than RAM is truncated. A smaller one is repeated as a folder is,
+    /// but its zero pages stay zero. A `.zst` file is decompressed.
     Image(PathBuf),
 }
 
-/// How RAM is filled.
+/// Settings of a fill.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct FillSettings {
-    /// Where the bytes come from.
+    /// Source of the bytes.
     pub source: FillSource,
-    /// Share of pages that stay zero, 0 to 1. Pages of a source may be zero besides.
+    /// Share of pages that stay zero, 0 to 1. Pages of a source may be zero too.
     pub zero_share: f64,
-    /// Zero pages are written too, so that they are allocated. For measurements.
+    /// True if zero pages are written too, so that they are allocated. For measurements.
     pub zero_touched: bool,
-    /// Start of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
-/// RAM that was filled.
+/// Result of a fill.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Filled {
     /// Pages that are not zero.
     pub data_pages: u64,
-    /// Pages that are.
+    /// Zero pages.
     pub zero_pages: u64,
-    /// How often the source was laid: above 1 it was repeated, below 1 it is its first part. 1 of a source
-    /// without an end.
+    /// Number of copies of the source: above 1 it was repeated, below 1 it was truncated. 1 for an endless source.
     pub laid: f64,
-    /// What [`crate::verify`] compares with.
+    /// Reference of [`crate::verify`].
     pub digest: Digest,
 }
 
@@ -80,22 +77,22 @@ pub struct Filled {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FillError {
-    /// The share of zero pages is not a share.
+    /// The share of zero pages is out of range.
     #[error("share of zero pages must be between 0 and 1, got {got}")]
     ZeroShare {
-        /// Share asked for.
+        /// Requested share.
         got: f64,
     },
     /// The guest was filled, started or loaded already.
     #[error("RAM is not fresh")]
     NotFresh,
-    /// The folder, or the file, has no bytes to offer.
+    /// The folder or file has no bytes.
     #[error("nothing to fill memory with in {}: it is empty", path.display())]
     Empty {
         /// The folder or file.
         path: PathBuf,
     },
-    /// A file or folder that cannot be read or written.
+    /// A file or folder cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
     /// Guest memory could not be written.
@@ -106,7 +103,7 @@ pub enum FillError {
 /// Fills the filled range of `ram`, which must be fresh.
 ///
 /// # Errors
-/// [`FillError`]; RAM may be filled in part then.
+/// [`FillError`]; RAM may be partially filled then.
 pub fn fill(ram: &RamBlock, layout: &Layout, settings: &FillSettings) -> Result<Filled, FillError> {
     let pages = Pages::new(layout.filled_pages(), settings)?;
     let digester = Digester::new(layout);
@@ -132,11 +129,11 @@ pub fn fill(ram: &RamBlock, layout: &Layout, settings: &FillSettings) -> Result<
     })
 }
 
-/// Writes to the file `path` what [`fill`] writes to RAM from the start of
-/// [`Layout::filled`] on: the file is as long as that range. Zero pages become holes.
+/// Writes to the file `path` the bytes that [`fill`] writes to RAM from the start of [`Layout::filled`] on: the file is as long
+/// as that range. Zero pages become holes.
 ///
 /// # Errors
-/// [`FillError`]; the file may exist in part then.
+/// [`FillError`]; the file may be incomplete then.
 pub fn write_fill(
     path: &Path,
     layout: &Layout,
@@ -165,8 +162,8 @@ pub fn write_fill(
     })
 }
 
-/// Calls `put` with each page, `None` for a zero page, from several threads; returns how many were not
-/// zero. The places of records are blank, as is a record that was never written.
+/// Calls `put` with each page, `None` for a zero page, from several threads; returns the count of nonzero pages. The records
+/// are blank, as if never written.
 fn each_page(
     pages: &Pages,
     layout: &Layout,
@@ -200,7 +197,7 @@ fn each_page(
     Ok(data_pages.into_inner())
 }
 
-/// Every page of a fill.
+/// All pages of a fill.
 struct Pages {
     zeros: Zeros,
     source: Source,
@@ -215,7 +212,7 @@ enum Source {
 }
 
 impl Source {
-    /// Writes the `number`-th page that is not meant to be zero.
+    /// Writes the `number`-th data page.
     fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) -> Result<(), FillError> {
         match self {
             Self::Zero => page.fill(0),
@@ -231,7 +228,7 @@ impl Source {
 impl Pages {
     fn new(pages: u64, settings: &FillSettings) -> Result<Self, FillError> {
         let share = match settings.source {
-            // It has its own.
+            // The image has its own zero pages.
             FillSource::Image(_) => 0.0,
             _ => settings.zero_share,
         };
@@ -249,7 +246,7 @@ impl Pages {
         Ok(Self { zeros, source })
     }
 
-    /// How often the source is laid into RAM of this layout.
+    /// Returns the number of copies of the source in RAM of this layout.
     fn laid(&self, layout: &Layout) -> f64 {
         let pages = layout.filled_pages();
         let (laid, all) = match &self.source {
@@ -271,7 +268,7 @@ const BLOCK_LEN: usize = 256;
 /// Lengths of runs of zero and of data pages; one is drawn each time, so short runs are common.
 const RUNS: [usize; 8] = [1, 1, 2, 4, 8, 16, 32, 64];
 
-/// Which pages are zero.
+/// Distribution of the zero pages.
 struct Zeros {
     /// Zero pages in 2^32 pages.
     share: u64,
@@ -288,18 +285,18 @@ impl Zeros {
         Ok(Self { share, seed })
     }
 
-    /// Zero pages before block `block`, so that the share is kept however few pages there are.
+    /// Returns the zero pages before block `block`; keeps the share for any number of pages.
     fn before(&self, block: u64) -> u64 {
         self.of(block.saturating_mul(BLOCK))
     }
 
-    /// Zero pages of so many.
+    /// Returns the zero pages of that number of pages.
     fn of(&self, pages: u64) -> u64 {
         let zeros = (u128::from(pages) * u128::from(self.share)) >> 32;
         u64::try_from(zeros).unwrap_or(u64::MAX)
     }
 
-    /// For each page of a block: the number of its data page, `None` if it is zero.
+    /// Returns for each page of a block the number of its data page, `None` if it is zero.
     fn places(&self, block: u64) -> [Option<u64>; BLOCK_LEN] {
         let mut places = [None; BLOCK_LEN];
         let mut zeros = to_usize(self.before(block + 1) - self.before(block));
@@ -312,7 +309,7 @@ impl Zeros {
             }
             let random = nth(self.seed ^ 0x7a65_726f, block * BLOCK + draw);
             let run = RUNS[to_usize(random % to_u64(RUNS.len()))];
-            // A run is zero with the probability of a zero page among those left.
+            // A run is zero with the probability of a zero page among the remaining pages.
             if to_usize(reduce(random, to_u64(left))) < zeros {
                 let run = run.min(zeros);
                 zeros -= run;

@@ -1,4 +1,4 @@
-//! Where things lie in a built-in guest's RAM, and the record that each write leaves behind.
+//! Layout of a built-in guest's RAM, and the record of each write.
 //!
 //! ```text
 //! 0          program, its page tables, its vCPUs' blocks   (the kvm guest; else never touched)
@@ -8,8 +8,8 @@
 //! end
 //! ```
 //!
-//! Page p of the working set belongs to vCPU `p % vcpus` alone, so that no two vCPUs ever write one
-//! page. The same layout is spelled out in `guest/hotlift.s`.
+//! Page p of the working set belongs to vCPU `p % vcpus` alone, so that no two vCPUs ever write the same page.
+//! `guest/hotlift.s` defines the same layout.
 
 use std::ops::Range;
 
@@ -20,13 +20,13 @@ use crate::bytes::to_usize;
 /// Name of the only RAM block (QEMU's name for a PC's RAM).
 pub const RAM_BLOCK: &str = "pc.ram";
 
-/// Most vCPUs of a built-in guest: the guest program has this many blocks.
+/// Maximum vCPUs of a built-in guest: the guest program has this many blocks.
 pub const MAX_VCPUS: u8 = 8;
 
-/// Least RAM, in bytes: the program, the table, and a few MiB to write to.
+/// Minimum RAM, in bytes: the program, the table, and a few MiB to write to.
 pub const MIN_RAM: u64 = 8 << 20;
 
-/// Most RAM, in bytes: what the guest program's page tables can map.
+/// Maximum RAM, in bytes: the range of the guest program's page tables.
 pub const MAX_RAM: u64 = 64 << 30;
 
 /// Offset of the table.
@@ -38,35 +38,35 @@ pub const RECORD_LEN: u64 = 16;
 const MIB2: u64 = 2 << 20;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// RAM or working set do not fit together.
+/// RAM and working set are inconsistent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
     /// RAM too small, too large, or not whole pages.
     #[error("RAM of {got} bytes, must be whole pages between {MIN_RAM} and {MAX_RAM} bytes")]
     Ram {
-        /// Bytes asked for.
+        /// Requested bytes.
         got: u64,
     },
     /// No vCPU, or more than [`MAX_VCPUS`].
     #[error("{got} vCPUs, must be between 1 and {MAX_VCPUS}")]
     Vcpus {
-        /// Number asked for.
+        /// Requested number.
         got: u8,
     },
-    /// The working set has less than a page for each vCPU, or is more than what RAM has room for.
+    /// The working set has less than a page per vCPU, or exceeds the room in RAM.
     #[error("working set of {got} bytes, must be between {min} and {max} bytes")]
     WorkingSet {
-        /// Bytes asked for.
+        /// Requested bytes.
         got: u64,
-        /// Least bytes.
+        /// Minimum bytes.
         min: u64,
-        /// Most bytes.
+        /// Maximum bytes.
         max: u64,
     },
 }
 
-/// The places of one guest's RAM. Offsets are bytes from the start of the RAM block.
+/// Layout of one guest's RAM. Offsets are bytes from the start of the RAM block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     ram_bytes: u64,
@@ -76,8 +76,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lays out `ram_bytes` of RAM for `vcpus` vCPUs that write to `working_set` bytes (rounded
-    /// down to pages), or to all there is room for.
+    /// Lays out `ram_bytes` of RAM for `vcpus` vCPUs that write to `working_set` bytes (rounded down to pages), or to all
+    /// available RAM.
     ///
     /// # Errors
     /// [`LayoutError`] if a number is out of its range.
@@ -105,53 +105,53 @@ impl Layout {
         })
     }
 
-    /// Bytes of RAM.
+    /// Returns the bytes of RAM.
     pub fn ram_bytes(&self) -> u64 {
         self.ram_bytes
     }
 
-    /// Number of vCPUs.
+    /// Returns the number of vCPUs.
     pub fn vcpus(&self) -> u8 {
         self.vcpus
     }
 
-    /// Pages of the working set.
+    /// Returns the pages of the working set.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Bytes of the working set.
+    /// Returns the bytes of the working set.
     pub fn working_set(&self) -> u64 {
         self.pages * PAGE
     }
 
-    /// Pages of the working set that one vCPU owns; the same for all, so up to `vcpus - 1` pages at
-    /// the end are nobody's.
+    /// Returns the number of pages of the working set that one vCPU owns. It is the same for all, so up to `vcpus - 1` pages at
+    /// the end have no owner.
     pub fn owned(&self) -> u64 {
         self.pages / u64::from(self.vcpus)
     }
 
-    /// What is filled before the guest starts: working set and rest, to the end of RAM.
+    /// Returns the range that is filled before the start: working set and rest, to the end of RAM.
     pub fn filled(&self) -> Range<u64> {
         self.base..self.ram_bytes
     }
 
-    /// The table, with the unused bytes up to the working set.
+    /// Returns the table, with the unused bytes up to the working set.
     pub fn table(&self) -> Range<u64> {
         TABLE..self.base
     }
 
-    /// Offset of the table's entry for page `page` of the working set.
+    /// Returns the offset of the table's entry for page `page` of the working set.
     pub fn entry(&self, page: u64) -> u64 {
         TABLE + page * RECORD_LEN
     }
 
-    /// Offset of the record in page `page` of the working set.
+    /// Returns the offset of the record in page `page` of the working set.
     pub fn record(&self, page: u64) -> u64 {
         self.base + page * PAGE + slot(page)
     }
 
-    /// The bytes of a record within page `index` of the filled range; none beyond the working set.
+    /// Returns the bytes of a record within page `index` of the filled range; `None` beyond the working set.
     pub fn record_in_page(&self, index: u64) -> Option<Range<usize>> {
         (index < self.pages).then(|| {
             let start = to_usize(slot(index));
@@ -159,29 +159,29 @@ impl Layout {
         })
     }
 
-    /// Pages of the filled range.
+    /// Returns the pages of the filled range.
     pub fn filled_pages(&self) -> u64 {
         (self.ram_bytes - self.base) / PAGE
     }
 }
 
-/// Offset of the record within page `page`: one of 64 slots, so that records neither share a cache
-/// set nor sit where a page's header usually is.
+/// Returns the offset of the record within page `page`: one of 64 slots, so that records neither share a cache set nor sit at
+/// the usual place of a page's header.
 fn slot(page: u64) -> u64 {
     (page & 63) * 64
 }
 
-/// What a write leaves in its page and in the table.
+/// Record that a write stores in its page and in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Record {
-    /// How often the page was written.
+    /// Number of writes to the page.
     pub version: u64,
     /// vCPU << 56 | number of the write among all writes of that vCPU, from 1; 0 if never written.
     pub sequence: u64,
 }
 
 impl Record {
-    /// The record after write number `number` of `vcpu`, on a page whose record was `self`.
+    /// Returns the record after write number `number` of `vcpu`, on a page whose record was `self`.
     pub fn next(self, vcpu: u8, number: u64) -> Self {
         Self {
             version: self.version.wrapping_add(1),
@@ -189,7 +189,7 @@ impl Record {
         }
     }
 
-    /// The record as it lies in memory.
+    /// Returns the record's bytes in memory.
     pub fn to_bytes(self) -> [u8; 16] {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&self.version.to_le_bytes());
@@ -211,7 +211,7 @@ impl Record {
     }
 }
 
-/// Page of the working set that page `index` of the filled range is, as a RAM offset.
+/// Returns page `index` of the filled range as a RAM offset.
 pub(crate) fn filled_offset(layout: &Layout, index: u64) -> usize {
     to_usize(layout.filled().start) + to_usize(index) * PAGE_SIZE
 }

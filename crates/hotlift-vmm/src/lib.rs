@@ -1,19 +1,19 @@
-//! Built-in guests: a KVM virtual machine, and worker threads where KVM cannot be used.
+//! Built-in guests: a KVM virtual machine, and worker threads for hosts without KVM.
 //!
-//! Both write to their memory at a rate and check it as they go, and both can prove afterwards that
-//! no write was lost, because the n-th write of a vCPU goes to a page that follows from n alone.
+//! Both write to their memory at a rate and check it at the same time. Both can prove afterwards that no write was lost,
+//! because n alone determines the page of a vCPU's n-th write.
 //!
-//! | file | what |
+//! | file | subject |
 //! |---|---|
-//! | `settings` | what a guest is made from |
-//! | `layout` | where things lie in its RAM; the record that each write leaves |
-//! | `workload` | which page the n-th write goes to, and when |
-//! | `fill` | what RAM holds before the start |
-//! | `machine` | what both guests are |
-//! | `kvm`, `threads` | the vCPUs of each |
-//! | `guest/hotlift.s` | the program that the KVM guest runs, and any other VMM can |
+//! | `settings` | settings of a guest |
+//! | `layout` | layout of its RAM; the record of each write |
+//! | `workload` | page and time of the n-th write |
+//! | `fill` | content of RAM before the start |
+//! | `machine` | common part of both guests |
+//! | `kvm`, `threads` | vCPUs of each |
+//! | `guest/hotlift.s` | program of the KVM guest, for any other VMM too |
 //! | `life`, `control`, `throttle`, `device` | their phases, their threads, their device state |
-//! | `verify` | the proof |
+//! | `verify` | proof that no write was lost |
 
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
@@ -36,7 +36,7 @@ pub use builtin::{BuiltinGuest, CreateError};
 pub use device::DeviceError;
 pub use settings::{GuestKind, GuestSettings, UnknownGuest};
 
-/// Makes a guest of `kind`.
+/// Creates a guest of `kind`.
 ///
 /// # Errors
 /// [`CreateError`].
@@ -50,7 +50,7 @@ pub fn create(
     })
 }
 
-/// The guest to take if none is asked for: KVM, or threads where it cannot be used, and then why.
+/// Returns the default guest: KVM, or threads with the reason why KVM is unusable.
 pub fn best_kind() -> (GuestKind, Option<kvm::KvmError>) {
     match kvm::usable() {
         Ok(()) => (GuestKind::Kvm, None),

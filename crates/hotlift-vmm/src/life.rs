@@ -1,4 +1,4 @@
-//! The phases of a guest's life, and what travels with it beside its vCPUs and its RAM.
+//! Phases of a guest's life, and its migrated state besides vCPUs and RAM.
 
 use hotlift::guest::GuestError;
 
@@ -10,7 +10,7 @@ use crate::verify::Digest;
 pub(crate) enum Phase {
     /// Never ran, nothing loaded.
     Fresh,
-    /// Can run, does not.
+    /// Paused; can run.
     Paused,
     /// Runs.
     Running,

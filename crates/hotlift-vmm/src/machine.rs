@@ -1,4 +1,4 @@
-//! A built-in guest: its RAM, its life and its commands, over vCPUs of either kind.
+//! A built-in guest: its RAM, its lifecycle and its commands, over vCPUs of either kind.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -19,11 +19,11 @@ use crate::throttle::Throttle;
 use crate::verify::{self, Verified, VerifyError};
 use crate::workload::Position;
 
-/// What a guest and its vCPUs share.
+/// State shared by a guest and its vCPUs.
 pub(crate) struct Common {
     pub control: Control,
     pub life: Mutex<Life>,
-    /// Why the first vCPU died that did.
+    /// Reason of the first vCPU's death.
     pub death: Mutex<Option<String>>,
 }
 
@@ -35,13 +35,13 @@ pub(crate) trait Vcpus: Sized + Send + Sync {
 
     fn new(vcpus: u8, ram: &Arc<RamBlock>, common: &Arc<Common>) -> Result<Self, CreateError>;
 
-    /// What the thread of a vCPU does.
+    /// Returns the thread function of a vCPU.
     fn thread(&self, index: u8) -> Box<dyn FnOnce() + Send>;
 
-    /// Tells all vCPUs what to do.
+    /// Sets the goal of all vCPUs.
     fn want(&self, want: Want);
 
-    /// Makes those of `threads` look that are busy.
+    /// Interrupts those of `threads` that are busy.
     fn kick(threads: &[JoinHandle<()>]) -> impl Fn() + Send + 'static;
 
     fn start_dirty_log(&self, ram: &RamBlock) -> Result<(), GuestError>;
@@ -56,13 +56,13 @@ pub(crate) trait Vcpus: Sized + Send + Sync {
     /// Prepares vCPUs that have never run.
     fn boot(&self, ram: &RamBlock, program: &Program) -> Result<(), GuestError>;
 
-    /// Their state; they are paused.
+    /// Returns their state; they must be paused.
     fn save(&self) -> Result<Vec<DeviceState>, GuestError>;
 
     /// Parses all states before it loads any.
     fn load(&self, states: Vec<&[u8]>) -> Result<(), DeviceError>;
 
-    /// How far each has come; they are paused.
+    /// Returns the progress of each; they must be paused.
     fn positions(&self, ram: &RamBlock) -> Result<Vec<Position>, VerifyError>;
 
     fn writes(&self, ram: &RamBlock) -> u64;
@@ -77,17 +77,17 @@ pub(crate) struct Machine<V: Vcpus> {
     vcpus: V,
     blocks: Vec<Arc<RamBlock>>,
     common: Arc<Common>,
-    /// Held by who starts, pauses or resumes, so that each finds done what it waits for.
+    /// Locked by start, pause and resume, so that each sees the completed effect of the previous one.
     commands: Mutex<()>,
     uuid: [u8; 16],
     throttle: Throttle,
 }
 
 impl<V: Vcpus> Machine<V> {
-    /// A guest that has not run, with its threads parked.
+    /// Returns a guest that has not run, with its threads parked.
     ///
     /// # Errors
-    /// [`CreateError`] if the settings do not fit together, or KVM, memory or a thread cannot be had.
+    /// [`CreateError`] if the settings are inconsistent, or KVM, memory or a thread is unavailable.
     pub fn new(settings: &GuestSettings) -> Result<Self, CreateError> {
         let program = Program::new(settings)?;
         let ram = RamBlock::new(RAM_BLOCK, to_usize(settings.ram_bytes), settings.backing)?;
@@ -97,7 +97,7 @@ impl<V: Vcpus> Machine<V> {
             life: Mutex::new(Life::new(program)),
             death: Mutex::new(None),
         });
-        // Made before its threads: if one of them cannot be started, dropping it ends the others.
+        // Created before its threads: if one of them fails to start, the drop ends the others.
         let mut guest = Self {
             threads: Vec::new(),
             vcpus: V::new(settings.vcpus, &ram, &common)?,
@@ -144,7 +144,7 @@ impl<V: Vcpus> Drop for Machine<V> {
         self.throttle(0);
         self.stop(Want::Stop);
         for thread in self.threads.drain(..) {
-            // A panic of it is one that was printed or recorded.
+            // Its panic was already printed or recorded.
             let _ = thread.join();
         }
     }

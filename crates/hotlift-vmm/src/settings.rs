@@ -1,4 +1,4 @@
-//! What a built-in guest is made from.
+//! Settings of a built-in guest.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,8 +8,8 @@ use hotlift_mem::Backing;
 use crate::layout::{Layout, LayoutError};
 use crate::workload::{Pace, Workload};
 
-/// Settings of a built-in guest. Both ends of a migration make their guest from settings that agree
-/// in `kind`, `ram_bytes`, `vcpus` and `uuid`; the rest travels with the guest.
+/// Settings of a built-in guest. Both ends of a migration must agree in `kind`, `ram_bytes`, `vcpus` and `uuid`; the rest is
+/// migrated with the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestSettings {
     /// Bytes of RAM, whole pages, from [`crate::layout::MIN_RAM`] to [`crate::layout::MAX_RAM`].
@@ -18,21 +18,21 @@ pub struct GuestSettings {
     pub backing: Backing,
     /// Number of vCPUs (or worker threads), 1 to [`crate::layout::MAX_VCPUS`].
     pub vcpus: u8,
-    /// Where the guest writes.
+    /// Distribution of the writes.
     pub workload: Workload,
-    /// How many pages it writes in a second, all vCPUs together; 0 to [`Pace::MAX_RATE`]. A guest that
-    /// cannot keep up writes as fast as it can.
+    /// Pages written per second, all vCPUs together; 0 to [`Pace::MAX_RATE`]. A guest that cannot keep up writes as fast as it
+    /// can.
     pub rate: u64,
-    /// Bytes that it writes to, rounded down to pages; `None`: all that there is room for.
+    /// Bytes of the working set, rounded down to pages; `None`: all available RAM.
     pub working_set: Option<u64>,
-    /// Start of the guest's random numbers.
+    /// Seed of the guest's random numbers.
     pub seed: u64,
     /// UUID of the VM, compared by the destination; may be zero.
     pub uuid: [u8; 16],
 }
 
 impl Default for GuestSettings {
-    /// 256 MiB, one vCPU, 1000 random pages a second in all of it.
+    /// Returns 256 MiB, one vCPU, 1000 random pages per second in all RAM.
     fn default() -> Self {
         Self {
             ram_bytes: 256 << 20,
@@ -47,7 +47,7 @@ impl Default for GuestSettings {
     }
 }
 
-/// Part of [`GuestSettings`] that travels with the guest, with its places worked out.
+/// Migrated part of [`GuestSettings`], with its layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Program {
     pub workload: Workload,
@@ -70,7 +70,7 @@ impl Program {
         Pace::new(self.workload, self.rate, self.layout.vcpus())
     }
 
-    /// Pages written in a second.
+    /// Returns the pages written per second.
     pub fn rate(&self) -> u64 {
         match self.workload {
             Workload::Idle => 0,
@@ -79,7 +79,7 @@ impl Program {
     }
 }
 
-/// Which built-in guest.
+/// Kind of a built-in guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GuestKind {
     /// A KVM virtual machine.
@@ -89,10 +89,10 @@ pub enum GuestKind {
 }
 
 impl GuestKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 2] = [Self::Kvm, Self::Threads];
 
-    /// Name, as on the command line.
+    /// Returns the name, as on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -100,7 +100,7 @@ impl GuestKind {
         }
     }
 
-    /// Machine name that a guest of this kind gives the destination.
+    /// Returns the machine name that a guest of this kind sends to the destination.
     pub fn machine(self) -> &'static str {
         match self {
             Self::Kvm => "hotlift-kvm-v1",
@@ -115,7 +115,7 @@ impl fmt::Display for GuestKind {
     }
 }
 
-/// A name that no built-in guest has.
+/// A name of no built-in guest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown guest {0:?}, known are kvm, threads")]
 pub struct UnknownGuest(pub String);

@@ -1,5 +1,4 @@
-//! A guest without a hypervisor: worker threads that write as the guest program does, and mark what
-//! they wrote.
+//! A guest without a hypervisor: worker threads that write as the guest program does, and mark their dirty pages.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,7 +22,7 @@ const WORKER: &str = "hotlift/worker";
 const WORKER_VERSION: u32 = 1;
 const COUNTERS: u32 = 1;
 
-/// Ticks that a worker may be late before it forgives itself the rest.
+/// Maximum ticks of delay that a worker makes up for.
 const MAX_DEBT_TICKS: u32 = 100;
 
 /// The workers of a threads guest.
@@ -31,12 +30,11 @@ pub(crate) struct Workers(Arc<Shared>);
 
 struct Shared {
     ram: Arc<RamBlock>,
-    /// Pages written since the last fetch. Marked whether or not anybody listens: so there is no
-    /// moment at which a write could slip between starting to listen and starting to mark.
+    /// Pages written since the last fetch. Always marked, even without a log: so no write is lost between the start of the log
+    /// and the start of marking.
     dirty: DirtyBitmap,
     common: Arc<Common>,
-    /// False as soon as workers are to stop: looked at before each write, where a lock would cost
-    /// more than the write.
+    /// False if workers must stop. Checked before each write, where a lock would cost more than the write.
     run: AtomicBool,
     workers: Vec<Worker>,
 }
@@ -49,7 +47,7 @@ struct Worker {
 }
 
 impl Shared {
-    /// A worker's thread.
+    /// Runs a worker's thread.
     fn run(&self, index: u8) {
         self.common.control.started(index);
         while let Some(_running) = self.common.control.park(|| {}) {
@@ -65,7 +63,7 @@ impl Shared {
         }
     }
 
-    /// Writes at the pace asked for until it is to stop.
+    /// Writes at the requested pace until it must stop.
     fn work(&self, index: u8) -> Result<(), MemError> {
         let program = lock(&self.common.life).program;
         let generator = Generator::new(program.workload, program.seed, &program.layout, index);
@@ -84,7 +82,7 @@ impl Shared {
                 }
                 if self.common.control.slice() != slice {
                     slice = self.common.control.slice();
-                    // What is taken is not made up for.
+                    // Throttled time is not made up for.
                     next_tick += self.common.control.sleep_off();
                 }
                 number += 1;
@@ -105,7 +103,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes write `number`; false if the page's record was not what the table says.
+    /// Does write `number`; returns false if the page's record differs from the table.
     fn write(
         &self,
         layout: &Layout,
@@ -121,8 +119,7 @@ impl Shared {
         for at in [entry, record] {
             self.ram.store_u64(at, new.version)?;
             self.ram.store_u64(at + 8, new.sequence)?;
-            // After the stores: a page that is marked first could be fetched, cleared and read
-            // before it changes.
+            // After the stores: a page that is marked first could be fetched, cleared and read before it changes.
             self.dirty.set(at / PAGE_SIZE);
         }
         Ok(right)
@@ -239,7 +236,7 @@ impl Vcpus for Workers {
             .sum()
     }
 
-    /// A line a worker, made up now: there is no serial port.
+    /// Generates a line per worker: there is no serial port.
     fn serial(&self) -> Vec<String> {
         let line = |(vcpu, worker): (usize, &Worker)| {
             let writes = worker.writes.load(Ordering::Acquire);

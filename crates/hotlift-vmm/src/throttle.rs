@@ -1,8 +1,7 @@
-//! Taking time away from vCPUs, for auto-converge.
+//! Throttle of vCPUs, for auto-converge.
 //!
-//! As in QEMU a vCPU runs for a slice of 10 ms and then sleeps for so long that its share of the time is
-//! what is left to it: 10 ms at 50 %, 990 ms at 99 %. A thread of its own ends the slices: what a vCPU
-//! does between two exits has no end that it could wait for.
+//! As in QEMU, a vCPU runs for a slice of 10 ms and then sleeps for the throttled share of the time: 10 ms at 50 %, 990 ms at
+//! 99 %. A separate thread ends the slices: the time between two exits of a vCPU is unlimited.
 
 use std::io;
 use std::sync::Mutex;
@@ -11,13 +10,13 @@ use std::thread::JoinHandle;
 use crate::control::Control;
 use hotlift_mem::lock;
 
-/// Ends the slices of a guest's vCPUs while there are any.
+/// Thread that ends the slices of a guest's vCPUs, if throttled.
 #[derive(Default)]
 pub(crate) struct Throttle(Mutex<Option<JoinHandle<()>>>);
 
 impl Throttle {
-    /// Takes `percent` of their time (up to 99) from the vCPUs that `control` commands; 0 ends it.
-    /// `spawn` starts a thread that runs [`Control::end_slices`]. False if it cannot be started.
+    /// Takes `percent` of their time (up to 99) from the vCPUs of `control`; 0 ends it. `spawn` starts a thread that runs
+    /// [`Control::end_slices`]. Returns false if that fails.
     pub fn set(
         &self,
         percent: u8,
@@ -28,7 +27,7 @@ impl Throttle {
         control.throttle(percent);
         match (percent, thread.take()) {
             (0, Some(ended)) => {
-                // It does nothing that could panic.
+                // The thread cannot panic.
                 let _ = ended.join();
             }
             (0, None) => {}

@@ -1,12 +1,12 @@
-//! Proof that a guest's memory is what its vCPUs say: no write was lost, none came twice.
+//! Proof that a guest's memory matches its vCPUs' state: no write was lost, none was repeated.
 //!
-//! Two sums, over a paused guest:
+//! Two checks, over a paused guest:
 //!
-//! - *Replay.* From the number of writes in each vCPU's state follows the record of every page of the
-//!   working set, and of the table. All of them are compared. A vCPU may stand in the middle of a
-//!   write; its state says which of the write's stores are in memory.
-//! - *Digest.* What lies outside the records never changes after the fill. Sums of page hashes, taken
-//!   at the fill and carried along as device state, are compared with sums taken anew.
+//! - *Replay.* The number of writes in each vCPU's state determines the record of every page of the working set, and of the
+//!   table. All of them are compared. A vCPU may be in the middle of a write; its state counts the write's stores that are in
+//!   memory.
+//! - *Digest.* Memory outside the records never changes after the fill. Sums of page hashes, computed at the fill and migrated
+//!   as device state, are compared with new sums.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,36 +19,36 @@ use crate::layout::{Layout, RECORD_LEN, Record, filled_offset};
 use crate::settings::Program;
 use crate::workload::{Generator, Position};
 
-/// Most groups of a [`Digest`]: bounds its size as device state to 4 KiB.
+/// Maximum groups of a [`Digest`]: limits its size as device state to 4 KiB.
 const MAX_GROUPS: u64 = 512;
 
-/// Most writes of a vCPU that are replayed, some minutes' work: a number from the wire must not keep
-/// the destination busy for ever.
+/// Maximum writes of a vCPU that are replayed, some minutes' work: a number from the wire must not keep the destination busy
+/// forever.
 pub const MAX_WRITES: u64 = 1 << 36;
 
-/// Pages that a worker takes at a time, so that no group of a digest is smaller: 2 MiB.
+/// Pages per work unit, so that no group of a digest is smaller: 2 MiB.
 pub(crate) const STRIDE: u64 = STRIDE_LEN as u64;
 
 const STRIDE_LEN: usize = 512;
 
-/// What was checked, all of it found right.
+/// Counts of a successful check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verified {
-    /// Pages whose bytes were compared, with the table's.
+    /// Pages whose bytes were compared, including the table's.
     pub pages_checked: u64,
-    /// Pages that were never touched, known without looking to be zero as they must be.
+    /// Pages that were never touched, known to be zero without a read.
     pub pages_untouched: u64,
-    /// Writes of all vCPUs whose traces were worked out and found.
+    /// Writes of all vCPUs that were replayed and found.
     pub writes_replayed: u64,
-    /// Writes that vCPUs were stopped in the middle of; each is there as far as it had come.
+    /// Incomplete writes of stopped vCPUs; their stores match the state.
     pub writes_under_way: u64,
 }
 
-/// A guest's memory and its vCPUs' state do not agree.
+/// Mismatch of a guest's memory and its vCPUs' state.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VerifyError {
-    /// A page of the working set does not carry the record that the vCPU's state asks for.
+    /// A page of the working set lacks the record that the vCPU's state requires.
     #[error(
         "page {page} of the working set (RAM offset {offset:#x}, vCPU {vcpu}) must carry {expected:x?}, got {got:x?}"
     )]
@@ -59,7 +59,7 @@ pub enum VerifyError {
         offset: u64,
         /// vCPU that owns the page.
         vcpu: u8,
-        /// Record worked out from the vCPU's state.
+        /// Record computed from the vCPU's state.
         expected: Record,
         /// Record found.
         got: Record,
@@ -69,40 +69,40 @@ pub enum VerifyError {
         "table entry of page {page} (RAM offset {offset:#x}, vCPU {vcpu}) must be {expected:x?}, got {got:x?}"
     )]
     Table {
-        /// Page of the working set that the entry is for.
+        /// Page of the working set of the entry.
         page: u64,
         /// Offset of the entry in RAM.
         offset: u64,
         /// vCPU that owns the page.
         vcpu: u8,
-        /// Record worked out from the vCPU's state.
+        /// Record computed from the vCPU's state.
         expected: Record,
         /// Record found.
         got: Record,
     },
-    /// Bytes that are written by the fill only have changed.
+    /// Bytes that only the fill writes have changed.
     #[error(
         "bytes between RAM offsets {start:#x} and {end:#x} must have digest {expected:#018x}, got {got:#018x}"
     )]
     Fill {
         /// First RAM offset of the group of pages.
         start: u64,
-        /// End of it.
+        /// End of the group.
         end: u64,
-        /// Sum taken at the fill.
+        /// Sum computed at the fill.
         expected: u64,
         /// Sum found.
         got: u64,
     },
-    /// The digest is not one of this RAM.
+    /// The digest does not fit this RAM.
     #[error("digest must have {expected} sums, got {got}")]
     Digest {
-        /// Sums that this RAM has.
+        /// Number of sums of this RAM.
         expected: usize,
-        /// Sums in the digest.
+        /// Number of sums in the digest.
         got: usize,
     },
-    /// A vCPU's own block in memory lags behind, or is ahead of, its registers.
+    /// A vCPU's block in memory differs from its registers.
     #[error("vCPU {vcpu} published {expected} writes, its memory says {got}")]
     Published {
         /// The vCPU.
@@ -112,50 +112,49 @@ pub enum VerifyError {
         /// Count in its memory.
         got: u64,
     },
-    /// The guest itself found records that were not what its table said.
+    /// The guest itself found records that differ from its table.
     #[error("vCPU {vcpu} found {errors} wrong records")]
     Guest {
         /// The vCPU.
         vcpu: u8,
-        /// How many.
+        /// Number of errors.
         errors: u64,
     },
-    /// A vCPU claims more writes than can be replayed.
+    /// A vCPU's write count exceeds the limit of a replay.
     #[error("vCPU {vcpu} claims {writes} writes, at most {MAX_WRITES} can be replayed")]
     TooManyWrites {
         /// The vCPU.
         vcpu: u8,
-        /// Writes claimed.
+        /// The count.
         writes: u64,
     },
     /// The guest's memory could not be read.
     #[error("cannot read guest memory")]
     Memory(#[from] MemError),
-    /// The guest is not in a state in which it can be checked (running, or a vCPU has died).
+    /// The guest cannot be checked in its state (running, or a vCPU has died).
     #[error("guest cannot be checked")]
     State(#[from] hotlift::guest::GuestError),
 }
 
-/// Sums of page hashes over the filled range, outside the records. A page of zeros counts nothing, so
-/// that pages that were never touched need not be read; sums do not depend on an order, so that
-/// threads can share the work.
+/// Sums of page hashes over the filled range, outside the records. A page of zeros counts nothing, so untouched pages need not
+/// be read. Sums do not depend on the order, so threads can share the work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
     sums: Vec<u64>,
 }
 
 impl Digest {
-    /// The digest of RAM that was never filled.
+    /// Returns the digest of RAM that was never filled.
     pub fn zero(layout: &Layout) -> Self {
         Self {
             sums: vec![0; groups(layout)],
         }
     }
 
-    /// A digest from its sums, as carried in a device state.
+    /// Returns a digest from its sums, as migrated in a device state.
     ///
     /// # Errors
-    /// [`VerifyError::Digest`] if it is not one of RAM of this layout.
+    /// [`VerifyError::Digest`] if it does not fit RAM of this layout.
     pub fn from_sums(layout: &Layout, sums: Vec<u64>) -> Result<Self, VerifyError> {
         let expected = groups(layout);
         if sums.len() == expected {
@@ -168,13 +167,13 @@ impl Digest {
         }
     }
 
-    /// One sum a group of pages.
+    /// Returns one sum per group of pages.
     pub fn sums(&self) -> &[u64] {
         &self.sums
     }
 }
 
-/// A [`Digest`] in the making, by several threads.
+/// A partial [`Digest`], shared by several threads.
 pub(crate) struct Digester<'a> {
     layout: &'a Layout,
     group_pages: u64,
@@ -220,8 +219,7 @@ fn groups(layout: &Layout) -> usize {
     to_usize(layout.filled_pages().div_ceil(group_pages(layout)))
 }
 
-/// Runs `work` on each stride of `0..pages` from as many threads as there are CPUs, up to
-/// `most_threads`; stops at the first error.
+/// Runs `work` on each stride of `0..pages` from one thread per CPU, at most `most_threads`; stops at the first error.
 pub(crate) fn in_strides<E: Send>(
     pages: u64,
     work: impl Fn(Range<u64>) -> Result<(), E> + Sync,
@@ -391,14 +389,14 @@ pub(crate) fn verify(
     })
 }
 
-/// What one vCPU's records must be.
+/// Expected records of one vCPU.
 struct Expected {
     vcpus: u64,
     records: Vec<Record>,
     under_way: Option<UnderWay>,
 }
 
-/// A write of which some stores are in memory.
+/// An incomplete write: only some stores are in memory.
 struct UnderWay {
     own_page: u64,
     entry: Record,
@@ -451,7 +449,7 @@ impl Expected {
         let own = page / self.vcpus;
         match &self.under_way {
             Some(under_way) if under_way.own_page == own => partial(under_way),
-            // Pages past the last full turn belong to nobody and are never written.
+            // Pages after the last full round have no owner and are never written.
             _ => self.records.get(to_usize(own)).copied().unwrap_or_default(),
         }
     }

@@ -1,8 +1,7 @@
-//! What a guest writes: which page the n-th write of a vCPU goes to, and how many writes are due.
+//! Writes of a guest: the page of each vCPU's n-th write, and the number of due writes.
 //!
-//! The page is a function of (seed, vCPU, n) alone. So a vCPU needs no state but the number of its
-//! writes, and whoever knows that number can work out what every record in memory must be (see
-//! [`crate::verify`]). The guest program computes the same function in assembly.
+//! The page is a function of (seed, vCPU, n) alone. So a vCPU needs no state but the number of its writes, and that number
+//! determines every record in memory (see [`crate::verify`]). The guest program computes the same function in assembly.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,24 +9,24 @@ use std::str::FromStr;
 use crate::bytes::{low_u8, reduce};
 use crate::layout::{Layout, Record};
 
-/// Where writes go.
+/// Distribution of the writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Workload {
-    /// Nowhere: the guest sleeps.
+    /// No writes: the guest sleeps.
     Idle,
     /// Any page of the working set.
     Random,
-    /// The pages of the working set in turn.
+    /// The pages of the working set in sequence.
     Sequential,
     /// Nine writes in ten to a tenth of the working set, the rest anywhere.
     Hotset,
 }
 
 impl Workload {
-    /// All of them.
+    /// All workloads.
     pub const ALL: [Self; 4] = [Self::Idle, Self::Random, Self::Sequential, Self::Hotset];
 
-    /// Name, as on the command lines of the host and of the guest program.
+    /// Returns the name, as on the command lines of the host and of the guest program.
     pub fn name(self) -> &'static str {
         match self {
             Self::Idle => "idle",
@@ -37,7 +36,7 @@ impl Workload {
         }
     }
 
-    /// Number that stands for it in a device state.
+    /// Returns the number that represents it in a device state.
     pub(crate) fn code(self) -> u32 {
         match self {
             Self::Idle => 0,
@@ -60,7 +59,7 @@ impl fmt::Display for Workload {
     }
 }
 
-/// A name that no workload has.
+/// A name of no workload.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown workload {0:?}, known are idle, random, sequential, hotset")]
 pub struct UnknownWorkload(pub String);
@@ -79,19 +78,19 @@ impl FromStr for Workload {
 /// Splitmix64's increment (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Splitmix64's finaliser: spreads any 64 bits evenly.
+/// Applies splitmix64's finaliser, which spreads any 64 bits evenly.
 pub(crate) fn mix(z: u64) -> u64 {
     let z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ z >> 31
 }
 
-/// Number `n` of the random numbers that start at `start`.
+/// Returns number `n` of the random sequence that starts at `start`.
 pub(crate) fn nth(start: u64, n: u64) -> u64 {
     mix(start.wrapping_add(n.wrapping_mul(GAMMA)))
 }
 
-/// The writes of one vCPU.
+/// Sequence of the writes of one vCPU.
 #[derive(Debug, Clone)]
 pub struct Generator {
     workload: Workload,
@@ -103,7 +102,7 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// The writes of `vcpu` (below the layout's number of vCPUs) under `seed`.
+    /// Returns the writes of `vcpu` (below the layout's number of vCPUs) under `seed`.
     pub fn new(workload: Workload, seed: u64, layout: &Layout, vcpu: u8) -> Self {
         let owned = layout.owned();
         Self {
@@ -116,7 +115,7 @@ impl Generator {
         }
     }
 
-    /// Which of its own pages write `number` (from 1) goes to.
+    /// Returns the index, among its own pages, of the page of write `number` (from 1).
     pub fn own_page(&self, number: u64) -> u64 {
         match self.workload {
             Workload::Sequential => number.wrapping_sub(1) % self.owned,
@@ -134,12 +133,12 @@ impl Generator {
         }
     }
 
-    /// The page of the working set that is this vCPU's page `own`.
+    /// Returns the page of the working set that is this vCPU's page `own`.
     pub fn page(&self, own: u64) -> u64 {
         own * self.vcpus + self.vcpu
     }
 
-    /// The records of all its own pages after `writes` writes. Takes some nanoseconds a write.
+    /// Returns the records of all its own pages after `writes` writes. Takes some nanoseconds per write.
     pub fn replay(&self, vcpu: u8, writes: u64) -> Vec<Record> {
         let mut records = vec![Record::default(); crate::bytes::to_usize(self.owned)];
         for number in 1..=writes {
@@ -150,41 +149,39 @@ impl Generator {
     }
 }
 
-/// How far a vCPU has come: all there is to know of it but its registers.
+/// Progress of a vCPU: its whole state except registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Position {
-    /// Writes that are wholly in memory.
+    /// Writes completely in memory.
     pub writes: u64,
-    /// Stores of the next write that are in memory, 0 to 4. The stores of a write
-    /// are, in order: version and sequence in the table, version and sequence in the page.
+    /// Stores of the next write that are in memory, 0 to 4. The stores of a write are, in order: version and sequence in the
+    /// table, version and sequence in the page.
     pub stores: u8,
 }
 
 impl Position {
-    /// A vCPU that stands between two writes.
+    /// Returns the position of a vCPU between two writes.
     pub fn between(writes: u64) -> Self {
         Self { writes, stores: 0 }
     }
 }
 
-/// How many writes are due, tick by tick. The guest program does the same sums.
+/// Number of due writes per tick. The guest program computes the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
     /// Length of a tick, in microseconds.
     pub tick_us: u64,
-    /// Writes a tick and vCPU, 48.16 fixed point.
+    /// Writes per tick and vCPU, 48.16 fixed point.
     pub quota: u64,
 }
 
 impl Pace {
-    /// Most pages a second that can be asked for; above what any memory does.
+    /// Maximum pages per second; above the speed of any memory.
     pub const MAX_RATE: u64 = 1_000_000_000;
 
-    /// The pace of one of `vcpus` vCPUs that together write `rate` pages a second (capped at
-    /// [`Pace::MAX_RATE`]).
+    /// Returns the pace of one of `vcpus` vCPUs that together write `rate` pages per second (capped at [`Pace::MAX_RATE`]).
     ///
-    /// A tick is 1 ms, or as long as one write takes at the rate, up to 100 ms: a guest with nothing
-    /// to do should not cost wake-ups.
+    /// A tick is 1 ms, or as long as one write takes at the rate, up to 100 ms: an idle guest should not cost wake-ups.
     pub fn new(workload: Workload, rate: u64, vcpus: u8) -> Self {
         const LONGEST_US: u64 = 100_000;
         let rate = if workload == Workload::Idle {

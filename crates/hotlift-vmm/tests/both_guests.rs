@@ -1,4 +1,4 @@
-//! What holds for every built-in guest.
+//! Properties of every built-in guest.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use hotlift_vmm::verify::VerifyError;
 use hotlift_vmm::workload::{Pace, Workload};
 use hotlift_vmm::{BuiltinGuest, GuestKind, GuestSettings, best_kind, create};
 
-/// The guests that this machine can run; says which it cannot.
+/// Returns the guests that this machine can run; prints the others.
 fn kinds() -> Vec<GuestKind> {
     match best_kind() {
         (GuestKind::Kvm, _) => GuestKind::ALL.to_vec(),
@@ -50,7 +50,7 @@ fn started(kind: GuestKind, settings: &GuestSettings) -> Box<dyn BuiltinGuest> {
     guest
 }
 
-/// Waits until the guest has made `more` writes more. Fails after a minute, far beyond what it takes.
+/// Waits until the guest has made `more` further writes. Fails after a minute, far beyond the usual time.
 fn let_write(guest: &dyn BuiltinGuest, more: u64) {
     let (goal, start) = (guest.writes() + more, Instant::now());
     while guest.writes() < goal {
@@ -79,7 +79,7 @@ fn all_of(guest: &dyn BuiltinGuest) -> Vec<u8> {
     bytes
 }
 
-/// Pages of the dirty log.
+/// Returns the pages of the dirty log.
 fn fetch_dirty(guest: &dyn BuiltinGuest) -> Vec<usize> {
     let dirty = DirtyBitmap::new(ram(guest).pages());
     guest.sync_dirty_log(0, &dirty).unwrap();
@@ -92,7 +92,7 @@ fn clear_dirty(guest: &dyn BuiltinGuest) {
     guest.clear_dirty_log(0, 0, ram(guest).pages()).unwrap();
 }
 
-/// Both at once.
+/// Fetches and clears the dirty log; returns its pages.
 fn take_dirty(guest: &dyn BuiltinGuest) -> Vec<usize> {
     let dirty = fetch_dirty(guest);
     clear_dirty(guest);
@@ -131,7 +131,7 @@ fn a_started_guest_goes_on_writing_and_its_memory_proves_it() {
     }
 }
 
-/// As fast as it can, and a table of 1 KiB that shows a write made a microsecond after the pause.
+/// Runs at full speed, with a table of 1 KiB that reveals a write made a microsecond after the pause.
 #[test]
 fn a_paused_guest_writes_nothing() {
     for kind in kinds() {
@@ -183,7 +183,7 @@ fn a_moved_guest_goes_on_where_it_stopped() {
                 }
                 source.pause().unwrap();
 
-                // Two hops, so that what was loaded is saved again.
+                // Two hops, so that loaded state is saved again.
                 let mut from = source;
                 for _ in 0..2 {
                     let to = create(kind, &settings).unwrap();
@@ -206,7 +206,7 @@ fn a_moved_guest_goes_on_where_it_stopped() {
     }
 }
 
-/// As fast as it can, so that most stops are in the middle of something.
+/// Runs at full speed, so that most stops are in the middle of a write.
 #[test]
 fn a_guest_stopped_in_the_middle_of_a_write_is_checked_exactly() {
     for kind in kinds() {
@@ -229,7 +229,7 @@ fn a_guest_stopped_in_the_middle_of_a_write_is_checked_exactly() {
             let verified = from.verify().unwrap();
             if verified.writes_under_way > 0 {
                 under_way += 1;
-                // The other side finishes the write.
+                // The destination finishes the write.
                 let to = create(kind, &settings).unwrap();
                 copy_pages(&*from, &*to, &every_page(&*from));
                 to.load_devices(from.save_devices().unwrap()).unwrap();
@@ -278,11 +278,11 @@ struct Copied {
     to: Box<dyn BuiltinGuest>,
     /// Pages of the last dirty log.
     dirty: Vec<usize>,
-    /// The copy's RAM before they were copied.
+    /// The copy's RAM before the pages of the dirty log were copied.
     before: Vec<u8>,
 }
 
-/// Copies a guest after some writes, lets it write on, and then copies the pages of the dirty log.
+/// Copies a guest after some writes, lets it continue, and then copies the pages of the dirty log.
 fn copied_by_dirty_log(kind: GuestKind, workload: Workload) -> Copied {
     let settings = settings(2, workload);
     let source = started(kind, &settings);
@@ -378,7 +378,7 @@ fn the_dirty_log_misses_no_page() {
             let source = started(kind, &settings);
             let to = create(kind, &settings).unwrap();
             source.start_dirty_log().unwrap();
-            // As the engine does it: everything once, cleared range by range before it is read.
+            // As in the engine: everything once, cleared range by range before it is read.
             for first in (0..ram(&*source).pages()).step_by(64) {
                 source.clear_dirty_log(0, first, 64).unwrap();
                 let pages: Vec<usize> = (first..first + 64).collect();
@@ -388,7 +388,7 @@ fn the_dirty_log_misses_no_page() {
                 let_write(&*source, 500);
                 let dirty = fetch_dirty(&*source);
                 assert!(!dirty.is_empty());
-                // What is written between fetch and clear belongs to the next fetch.
+                // Writes between fetch and clear belong to the next fetch.
                 let_write(&*source, 300);
                 clear_dirty(&*source);
                 copy_pages(&*source, &*to, &dirty);
@@ -404,7 +404,7 @@ fn the_dirty_log_misses_no_page() {
             assert_eq!(differs, None, "{kind} {workload}");
             source.stop_dirty_log().unwrap();
 
-            // A second migration from the same source begins as the first did.
+            // A second migration from the same source begins like the first.
             source.resume().unwrap();
             source.start_dirty_log().unwrap();
             source.pause().unwrap();
@@ -519,8 +519,8 @@ fn a_hostile_device_state_never_panics() {
                     let mut flipped = devices.clone();
                     flipped[device].payload[at] ^= flip;
                     if to.load_devices(flipped).is_ok() {
-                        // Some other state than the source's, but a state. (Counts that would take
-                        // long to replay are not replayed here.)
+                        // A state different from the source's, but valid. (Counts that would take long to replay are not
+                        // replayed here.)
                         if to.writes() < 1_000_000 {
                             let _ = to.verify();
                         }
@@ -554,7 +554,7 @@ fn a_dropped_guest_leaves_no_thread_behind() {
             .filter_map(named)
             .count()
     }
-    // Other tests of this process have guests of eight vCPUs, too: compare in a child of our own.
+    // Other tests of this process also have guests of eight vCPUs: compare in a child process.
     if std::env::var_os("HOTLIFT_ALONE").is_none() {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "a_dropped_guest_leaves_no_thread_behind"])

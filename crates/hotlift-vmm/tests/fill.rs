@@ -1,4 +1,4 @@
-//! What holds for the fill of RAM.
+//! Properties of the fill of RAM.
 
 use std::collections::HashSet;
 use std::fs;
@@ -17,7 +17,7 @@ fn ram() -> RamBlock {
     RamBlock::new("ram", usize::try_from(RAM).unwrap(), Backing::Shared).unwrap()
 }
 
-/// The pages of the filled range of RAM filled with `settings`.
+/// Returns the pages of the filled range of RAM filled with `settings`.
 fn filled_pages(settings: &FillSettings) -> Vec<[u8; PAGE_SIZE]> {
     let (ram, layout) = (ram(), layout());
     fill(&ram, &layout, settings).unwrap();
@@ -118,14 +118,14 @@ fn a_generated_fill_compresses_as_a_server_does() {
     assert!((200..400).contains(&percent), "ratio {percent} %");
 }
 
-/// Pages of text and of what does not compress, told apart by their ratios.
+/// Distinguishes pages of text from incompressible ones by their ratios.
 #[test]
 fn a_mixed_fill_is_half_text_and_half_incompressible_in_runs() {
     let settings = FillSettings {
         source: FillSource::Mixed,
         ..generated(0.0)
     };
-    // As large as runs of all lengths are, several times over.
+    // Several times the total of one run of each length.
     let layout = Layout::new(256 << 20, 1, Some(64 << 10)).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
     write_fill(file.path(), &layout, &settings).unwrap();
@@ -135,7 +135,7 @@ fn a_mixed_fill_is_half_text_and_half_incompressible_in_runs() {
     let (text, noise): (Vec<&[u8]>, Vec<&[u8]>) = pages.iter().partition(|page| is_text(page));
     let percent = text.len() * 100 / pages.len();
     assert!((40..=60).contains(&percent), "{percent} % of text");
-    // By packets, as they are sent.
+    // By packets, as in a migration.
     let ratio = |pages: &[&[u8]]| {
         let packed = |packet: &[&[u8]]| {
             zstd::encode_all(packet.concat().as_slice(), 1)
@@ -168,7 +168,7 @@ fn a_mixed_fill_is_half_text_and_half_incompressible_in_runs() {
     );
 }
 
-/// An image of so many pages: each fourth is zero, and the others say which they are.
+/// Returns an image of `pages` pages: each fourth is zero, the others contain their number.
 fn image(pages: usize) -> Vec<u8> {
     (0..pages)
         .flat_map(|number| match number % 4 {
@@ -185,17 +185,17 @@ fn image(pages: usize) -> Vec<u8> {
 fn of_image(path: &std::path::Path) -> FillSettings {
     FillSettings {
         source: FillSource::Image(path.to_owned()),
-        // Has no part in it.
+        // Ignored for images.
         zero_share: 0.9,
         zero_touched: false,
         seed: 5,
     }
 }
 
-/// Pages of the working set have places of records, which are blank.
+/// Pages of the working set have blank records.
 const BLANK: usize = 16;
 
-/// How many of `pages` are not those of `image`.
+/// Returns how many of `pages` differ from `image`.
 fn different(pages: &[[u8; PAGE_SIZE]], image: &[u8]) -> usize {
     let pages = pages.iter().zip(image.chunks(PAGE_SIZE));
     pages.filter(|(page, of_image)| page != of_image).count()
@@ -225,7 +225,7 @@ fn an_image_is_laid_page_by_page_with_its_own_zero_pages() {
 fn an_image_smaller_than_ram_is_repeated_and_no_page_of_it_is_seen_twice() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("image");
-    // Its last page is not whole.
+    // Its last page is incomplete.
     let bytes = image(1024);
     fs::write(&path, &bytes[..bytes.len() - 100]).unwrap();
     let pages = filled_pages(&of_image(&path));
@@ -275,7 +275,7 @@ fn a_file_has_the_bytes_of_the_ram() {
     assert!(fs::read(&path).unwrap() == bytes);
 }
 
-/// Lines of equal length, half of each like the last one's and half not.
+/// Returns lines of equal length; half of each equals the previous line's.
 fn text(start: u64) -> Vec<u8> {
     let noise = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
     (start..start + 40_000)
@@ -283,7 +283,7 @@ fn text(start: u64) -> Vec<u8> {
         .collect()
 }
 
-/// A folder of 2.5 MB of text without a repeated page, in three files, one packed, one further down.
+/// Creates a folder of 2.5 MB of text without a repeated page, in three files, one compressed, one nested.
 fn corpus() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("a"), text(300_000)).unwrap();
@@ -332,7 +332,7 @@ fn a_repeated_corpus_has_no_equal_pages_and_packs_no_better() {
     let distinct: HashSet<_> = pages.iter().collect();
     assert_eq!(distinct.len(), pages.len());
 
-    // Each repetition alone packs as well as the corpus; all together no better than each alone.
+    // Each repetition alone compresses as well as the corpus; all together no better than each alone.
     let size = |pages: &[[u8; PAGE_SIZE]]| zstd::encode_all(&*pages.concat(), 1).unwrap().len();
     let first = size(&pages[..in_corpus]);
     for repetition in pages.chunks_exact(in_corpus).skip(1) {

@@ -1,11 +1,11 @@
-//! The guest program runs under other VMMs, too.
+//! The guest program runs under other VMMs too.
 
 use std::time::{Duration, Instant};
 
 use hotlift_testkit::qemu::{self, Launched, PATIENCE};
 use hotlift_vmm::kvm;
 
-/// Value of `name=number` in a line of the guest.
+/// Returns the value of `name=number` in a line of the guest.
 fn value(line: &str, name: &str) -> Option<u64> {
     line.split_whitespace()
         .find_map(|word| word.strip_prefix(name)?.strip_prefix('=')?.parse().ok())

@@ -10,7 +10,7 @@ use super::FillError;
 use crate::bytes::{low_u8, to_u64, to_usize};
 use crate::workload::nth;
 
-/// The bytes of all files of a folder, as many as are needed.
+/// The bytes of all files of a folder, up to the needed number.
 pub(super) struct Corpus {
     bytes: Vec<u8>,
     seed: u64,
@@ -40,12 +40,12 @@ impl Corpus {
         Ok(Self { bytes, seed })
     }
 
-    /// Pages of all files together, or as many as were enough.
+    /// Returns the pages read from all files.
     pub fn pages(&self) -> u64 {
         to_u64(self.bytes.len().div_ceil(PAGE_SIZE))
     }
 
-    /// Page `number`: of repetition `number / pages` of the corpus.
+    /// Writes page `number`: of repetition `number / pages` of the corpus.
     pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) {
         let len = self.bytes.len();
         let pages = self.pages();
@@ -66,19 +66,18 @@ impl Corpus {
     }
 }
 
-/// Where repetition `repetition` of `len` bytes or pages starts, and what its bytes are XORed with. The first is the
-/// source itself; of the next 255 no two have the same constant. XOR with a constant keeps every match and every
-/// frequency, so a compressor finds as much as before.
+/// Returns start and XOR constant of repetition `repetition` of `len` bytes or pages. The first is the source itself; the next
+/// 255 have different constants. XOR with a constant keeps all matches and frequencies, so the data stays as compressible.
 pub(super) fn perturbation(repetition: u64, seed: u64, len: u64) -> (u64, u8) {
     if repetition == 0 {
         return (0, 0);
     }
     let start = nth(seed, repetition) % len;
-    // 83 has no factor in common with 255, so the constants take turns.
+    // 83 is coprime to 255, so all constants occur in turn.
     (start, low_u8((repetition * 83) % 255 + 1))
 }
 
-/// The regular files under `folder`, sorted by path. Links are not followed.
+/// Lists the regular files under `folder`, sorted by path. Links are not followed.
 fn list(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), FillError> {
     let failed = FileError::reading(folder);
     let mut entries = fs::read_dir(folder)

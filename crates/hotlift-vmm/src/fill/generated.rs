@@ -1,4 +1,4 @@
-//! A fill from nothing but a seed: kinds of pages as a server's memory has them.
+//! A fill from a seed only: kinds of pages as in a server's memory.
 
 use hotlift_mem::PAGE_SIZE;
 
@@ -57,7 +57,7 @@ const WORDS: [&str; 48] = [
     "\n",
 ];
 
-/// Opcodes and operands that lead in compiled x86-64 code, the common ones first.
+/// Frequent opcodes and operands of compiled x86-64 code, the common ones first.
 const CODE: [u8; 32] = [
     0x48, 0x00, 0x8b, 0xff, 0x89, 0x0f, 0xe8, 0x24, 0x4c, 0x85, 0xc0, 0x83, 0x41, 0x44, 0x74, 0xc7,
     0x8d, 0x05, 0x45, 0x08, 0x10, 0x20, 0x75, 0x49, 0x31, 0xc3, 0x5d, 0xeb, 0x18, 0x90, 0xf6, 0x01,
@@ -74,14 +74,14 @@ pub(super) fn page(seed: u64, number: u64, page: &mut [u8; PAGE_SIZE]) {
     }
 }
 
-/// Random numbers, all of which one decides.
+/// Sequence of random numbers from one seed.
 pub(super) struct Numbers {
     start: u64,
     count: u64,
 }
 
 impl Numbers {
-    /// Those that follow from `start`.
+    /// Returns the sequence from `start`.
     pub fn new(start: u64) -> Self {
         Self { start, count: 0 }
     }
@@ -91,29 +91,29 @@ impl Numbers {
         nth(self.start, self.count)
     }
 
-    /// One of `0..bound`.
+    /// Returns a number of `0..bound`.
     pub fn below(&mut self, bound: u64) -> u64 {
         reduce(self.next(), bound)
     }
 
-    /// The same of lengths and places.
+    /// Returns the same for lengths and offsets.
     pub fn below_len(&mut self, bound: usize) -> usize {
         to_usize(self.below(to_u64(bound)))
     }
 
-    /// Makes a page of nothing but random bits.
+    /// Fills a page with random bits.
     pub fn fill(&mut self, page: &mut [u8; PAGE_SIZE]) {
         page.chunks_exact_mut(8)
             .for_each(|to| to.copy_from_slice(&self.next().to_le_bytes()));
     }
 }
 
-/// One of `0..64` from twelve random bits, small ones more often.
+/// Returns a number of `0..64` from twelve random bits, small ones more often.
 fn low_of_64(bits: u64) -> usize {
     to_usize((bits & 63).min(bits >> 6 & 63))
 }
 
-/// Words, each followed by a space, now and then a number. Five choices from each random number.
+/// Writes words, each followed by a space, sometimes a number. One random number gives five choices.
 fn text(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     let mut at = 0;
     while at < PAGE_SIZE {
@@ -128,8 +128,7 @@ fn text(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     }
 }
 
-/// Code as drawn opcodes with mostly empty operands, and stretches that return (call sequences,
-/// prologues).
+/// Writes code as random opcodes with mostly empty operands, and recurring stretches (call sequences, prologues).
 fn code(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     let mut at = 0;
     while at < PAGE_SIZE {
@@ -151,7 +150,7 @@ fn code(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     }
 }
 
-/// Writes as much of `bytes` at `at` as there is room for; returns where it ends.
+/// Writes the part of `bytes` that fits at `at`; returns its end.
 pub(super) fn put(page: &mut [u8; PAGE_SIZE], at: usize, bytes: &[u8]) -> usize {
     let room = &mut page[at..];
     let len = bytes.len().min(room.len());
@@ -159,7 +158,7 @@ pub(super) fn put(page: &mut [u8; PAGE_SIZE], at: usize, bytes: &[u8]) -> usize 
     at + len
 }
 
-/// Objects of one size: pointers to one arena, counters, and empty fields.
+/// Writes objects of one size: pointers to one arena, counters, and empty fields.
 fn heap(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     let arena = 0x7f00_0000_0000 + (u64::from(low_u32(random.next())) << 12);
     let fields = 4 + random.below(12);

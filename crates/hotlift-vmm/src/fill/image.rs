@@ -11,7 +11,7 @@ use super::FillError;
 use super::corpus::{append, perturbation};
 use crate::bytes::{to_u64, to_usize};
 
-/// The pages of a file; those of its end that it does not fill are filled up with zeros.
+/// The pages of a file; the last one is padded with zeros.
 pub(super) struct Image {
     path: PathBuf,
     bytes: Bytes,
@@ -19,15 +19,14 @@ pub(super) struct Image {
     seed: u64,
 }
 
-/// Read as they are needed: a memory image may be as large as the RAM that it is for. What is packed can be
-/// unpacked from its start only.
+/// Read on demand: a memory image may be as large as the RAM. A compressed file can be unpacked from its start only.
 enum Bytes {
     File(File),
     Unpacked(Vec<u8>),
 }
 
 impl Image {
-    /// Opens the file `path`, of which `enough` bytes are wanted at most.
+    /// Opens the file `path`; at most `enough` bytes of it are used.
     pub fn open(path: &Path, enough: u64, seed: u64) -> Result<Self, FillError> {
         let failed = FileError::reading(path);
         let (bytes, len) = if path.extension().is_some_and(|extension| extension == "zst") {
@@ -57,12 +56,12 @@ impl Image {
         })
     }
 
-    /// Pages of the whole file; of a packed one as many as were wanted.
+    /// Returns the pages of the whole file; of a compressed one, the needed pages.
     pub fn pages(&self) -> u64 {
         self.len.div_ceil(to_u64(PAGE_SIZE))
     }
 
-    /// Page `number`: of repetition `number / pages` of the file. A zero page is zero in all of them.
+    /// Writes page `number`: of repetition `number / pages` of the file. A zero page is zero in all repetitions.
     pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) -> Result<(), FillError> {
         let pages = self.pages();
         let (start, constant) = perturbation(number / pages, self.seed, pages);

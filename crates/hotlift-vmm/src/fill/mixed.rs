@@ -1,5 +1,5 @@
-//! A fill that changes from one stretch to the next: text, then what does not compress, as where caches of pictures,
-//! encrypted files and databases lie side by side. No single method is the best for all of it.
+//! A fill of alternating stretches: text, then incompressible data, as where caches of pictures, encrypted files and databases
+//! are adjacent. No single method is the best for all of it.
 
 use hotlift_mem::PAGE_SIZE;
 
@@ -12,10 +12,10 @@ const SHORTEST: u64 = (64 << 10) / PAGE_SIZE as u64;
 /// Doublings from the shortest run to the longest, which is below 16 MiB.
 const OCTAVES: usize = 8;
 
-/// Words of the text: as many as a few megabytes of prose have, and each at least once in a packet of 512 KiB.
+/// Words of the text: as many as in a few megabytes of prose; each occurs at least once per 512 KiB packet.
 const WORDS: u64 = 1 << 12;
 
-/// What words are made of. Syllables, not letters, so that unlike words share parts, as those of a language do.
+/// Parts of words. Syllables, not letters, so that different words share parts, as in a natural language.
 const SYLLABLES: [&str; 32] = [
     "an", "be", "con", "de", "er", "ti", "in", "ly", "ma", "no", "or", "per", "re", "st", "the",
     "un", "al", "ca", "di", "en", "for", "ing", "lo", "me", "ous", "pro", "ra", "sion", "ter",
@@ -26,19 +26,19 @@ const SYLLABLES: [&str; 32] = [
 pub(super) struct Mixed {
     seed: u64,
     words: Vec<String>,
-    /// Where each run ends, in pages. The first is text, and they take turns.
+    /// End of each run, in pages. Text and random runs alternate; the first is text.
     ends: Vec<u64>,
 }
 
 impl Mixed {
-    /// For so many pages.
+    /// Returns a fill of that number of pages.
     pub fn new(pages: u64, seed: u64) -> Self {
         let mut random = Numbers::new(nth(seed, 0x6d69_7865));
         let words = (1..=WORDS).map(|rank| word(&mut random, rank)).collect();
         let mut ends = Vec::new();
         let mut end = 0;
         while end < pages {
-            // Both kinds have the same lengths, in orders of their own: they have the same share, and no rhythm.
+            // Both kinds have the same lengths, in different orders: equal shares without a rhythm.
             let lengths = lengths(&mut random);
             let mut others = lengths;
             shuffle(&mut random, &mut others);
@@ -50,7 +50,7 @@ impl Mixed {
         Self { seed, words, ends }
     }
 
-    /// Page `number`.
+    /// Writes page `number`.
     pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) {
         let mut random = Numbers::new(nth(self.seed, number));
         let run = self.ends.partition_point(|&end| end <= number);
@@ -60,8 +60,7 @@ impl Mixed {
         }
     }
 
-    /// Sentences, now and then with a number, and now and then with what stood there before, as records and markup
-    /// have it.
+    /// Writes sentences, sometimes with a number, and sometimes with a repetition of earlier text, as in records and markup.
     fn text(&self, random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
         let mut at = 0;
         while at < PAGE_SIZE {
@@ -81,20 +80,20 @@ impl Mixed {
     }
 }
 
-/// Place of a word: the first, the next two, the next four … are each as frequent, by Zipf's law.
+/// Returns the rank of a word: the first, the next two, the next four … are equally frequent, by Zipf's law.
 fn rank(random: &mut Numbers) -> usize {
     let octave = 1 << random.below_len(WORDS.ilog2() as usize);
     octave - 1 + random.below_len(octave)
 }
 
-/// A word and the space behind it; frequent ones are short.
+/// Returns a word and a space; frequent words are short.
 fn word(random: &mut Numbers, rank: u64) -> String {
     let most = 1 + u64::from(rank.ilog2()) / 4;
     let syllables = (0..=random.below(most)).map(|_| SYLLABLES[random.below_len(SYLLABLES.len())]);
     syllables.chain([" "]).collect()
 }
 
-/// A length of each octave, in any order: logarithms of lengths are spread evenly.
+/// Returns a length of each octave, in any order: logarithms of lengths are spread evenly.
 fn lengths(random: &mut Numbers) -> [u64; OCTAVES] {
     let mut octave = SHORTEST;
     let mut lengths = [(); OCTAVES].map(|()| {

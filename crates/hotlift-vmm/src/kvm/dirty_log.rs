@@ -1,10 +1,9 @@
-//! KVM's dirty log of the one memory slot.
+//! KVM's dirty log of the single memory slot.
 //!
-//! With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` fetching changes nothing; a range is write-protected and
-//! its bits are cleared when somebody is about to read it (`KVM_CLEAR_DIRTY_LOG`). That keeps the
-//! window short in which a page that was fetched is written and sent again, and spreads the cost of
-//! write protection over the round. The log starts with every bit set (`INITIALLY_SET`), so turning it
-//! on write-protects nothing: the first round clears as it goes. Older kernels fetch and clear in one.
+//! With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` a fetch changes nothing; a range is write-protected and its bits are cleared just
+//! before it is read (`KVM_CLEAR_DIRTY_LOG`). That shortens the window in which a fetched page is written and sent again, and
+//! spreads the cost of write protection over the round. The log starts with every bit set (`INITIALLY_SET`), so enabling it
+//! write-protects nothing: the first round clears as it proceeds. Older kernels fetch and clear at once.
 
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,13 +28,13 @@ ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
 /// The log of one slot.
 pub(super) struct DirtyLog {
     manual: bool,
-    /// What the last fetch returned and nobody has cleared in KVM yet. Only these bits may be cleared:
-    /// others were set later, for writes that nobody has seen.
+    /// Fetched bits that are not yet cleared in KVM. Only these may be cleared: others were set later, for writes that no fetch
+    /// has returned.
     fetched: RwLock<Vec<AtomicU64>>,
 }
 
 impl DirtyLog {
-    /// Sets up the VM's way of logging, before its first slot logs.
+    /// Enables the VM's logging mode, before its first slot logs.
     pub fn new(vm: &VmFd, pages: usize) -> Result<Self, KvmError> {
         let capability = u64::from(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2);
         let known = vm.check_extension_raw(capability);
@@ -58,7 +57,7 @@ impl DirtyLog {
         })
     }
 
-    /// Called when the slot has begun to log.
+    /// Records that the slot has begun to log.
     pub fn started(&self, ram: &RamBlock) {
         // The first round reads all pages without a fetch, so it has to clear all bits.
         let fetched = self.fetched();
@@ -68,10 +67,10 @@ impl DirtyLog {
         }
     }
 
-    /// Fetches the log; returns how many bits were new in `into`.
+    /// Fetches the log; returns the number of new bits in `into`.
     pub fn sync(&self, vm: &VmFd, ram: &RamBlock, into: &DirtyBitmap) -> Result<u64, KvmError> {
-        // Nobody clears while the log is fetched: a bit that is fetched, then cleared by somebody who
-        // got it earlier, and set again by a write would be lost with the next clear.
+        // No thread may clear during a fetch. A fetched bit that a thread with an older fetch clears, and that a write sets
+        // again, would be lost with the next clear.
         let fetched = self.fetched.write().unwrap_or_else(PoisonError::into_inner);
         let words = vm
             .get_dirty_log(SLOT, ram.len())
@@ -84,7 +83,7 @@ impl DirtyLog {
         Ok(into.or_words(0, &words))
     }
 
-    /// Clears what was fetched of `pages` pages from `first`, a multiple of 64, on.
+    /// Clears the fetched bits of `pages` pages from `first`, a multiple of 64, on.
     pub fn clear(
         &self,
         vm: &VmFd,
@@ -109,7 +108,7 @@ impl DirtyLog {
         if taken.iter().all(|&word| word == 0) {
             return Ok(());
         }
-        // KVM wants whole words, but for the end of the slot; bits not taken are zero in them.
+        // KVM requires whole words, except at the end of the slot; other bits are zero in them.
         let whole = (taken.len() * 64).min(ram.pages() - first);
         let request = kvm_clear_dirty_log {
             slot: SLOT,

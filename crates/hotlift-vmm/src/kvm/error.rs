@@ -1,8 +1,8 @@
-//! What can go wrong with KVM itself.
+//! Errors of KVM itself.
 
 use std::io;
 
-/// KVM cannot be used, or refused something.
+/// KVM is unusable, or refused a call.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KvmError {
@@ -12,12 +12,12 @@ pub enum KvmError {
     /// KVM speaks another version of its interface.
     #[error("KVM must have API version {expected}, got {got}")]
     ApiVersion {
-        /// The only version there is.
+        /// The only existing version.
         expected: i32,
-        /// What the kernel says.
+        /// The kernel's version.
         got: i32,
     },
-    /// KVM lacks something that the guest cannot do without.
+    /// KVM lacks a required capability.
     #[error("KVM has no {capability}")]
     Capability {
         /// Name of the capability (`KVM_CAP_USER_MEMORY`).
@@ -26,16 +26,16 @@ pub enum KvmError {
     /// The kernel refused a call.
     #[error("KVM cannot {action}")]
     Kernel {
-        /// What was asked for, as a verb phrase.
+        /// The requested action, as a verb phrase.
         action: &'static str,
-        /// Its answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
 impl KvmError {
-    /// For `map_err`: the failure of `action`.
+    /// Returns a function for `map_err`: the failure of `action`.
     pub(super) fn of(action: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
         move |error| Self::Kernel {
             action,

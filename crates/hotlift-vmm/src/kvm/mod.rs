@@ -1,14 +1,13 @@
-//! A real virtual machine: KVM, 1 to 8 vCPUs in 64-bit mode, a program of ours, no firmware and no
-//! device but a serial port.
+//! A real virtual machine: KVM, 1 to 8 vCPUs in 64-bit mode, our guest program, no firmware, a serial port as the only device.
 //!
 //! vCPU 0 enters the program by PVH in 32-bit mode and builds the page tables; then the others start in
 //! its mode. From then on each is paced by a port on which it sleeps until its next tick.
 //!
-//! | file | what |
+//! | file | subject |
 //! |---|---|
-//! | `program` | the program in RAM, and where its vCPUs' counters are |
-//! | `vm` | memory slot, vCPUs, what KVM can do here |
-//! | `vcpu` | a vCPU's thread, its exits, how it is stopped |
+//! | `program` | the program in RAM, and the location of its vCPUs' counters |
+//! | `vm` | memory slot, vCPUs, checks of KVM's capabilities |
+//! | `vcpu` | a vCPU's thread, exits and stop |
 //! | `state` | a vCPU's state as a device |
 //! | `dirty_log` | pages written |
 
@@ -54,12 +53,12 @@ pub(crate) struct KvmVcpus {
 }
 
 impl KvmVcpus {
-    /// The vCPUs with their numbers.
+    /// Returns the vCPUs with their numbers.
     fn numbered(&self) -> impl Iterator<Item = (u8, &Arc<Vcpu>)> {
         (0u8..).zip(&self.vcpus)
     }
 
-    /// How far a vCPU has come, from its registers, and whether its memory agrees.
+    /// Returns a vCPU's progress, from its registers; fails if its memory disagrees.
     fn position(&self, ram: &RamBlock, index: u8, vcpu: &Vcpu) -> Result<Position, VerifyError> {
         let regs = vcpu
             .core()

@@ -1,15 +1,15 @@
-//! The guest program: its ELF, and where to put it.
+//! The guest program: its ELF and its load address.
 
 use hotlift_mem::{MemError, RamBlock};
 
 use crate::bytes::to_usize;
 use crate::settings::Program;
 
-/// The guest program (`guest/hotlift.s`): an ELF with a PVH note, which any VMM that boots Linux by
-/// PVH can run, too (`qemu-system-x86_64 -kernel`).
+/// The guest program (`guest/hotlift.s`): an ELF with a PVH note. Any VMM that boots Linux by PVH can run it too
+/// (`qemu-system-x86_64 -kernel`).
 pub static ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/hotlift.elf"));
 
-/// Where the program begins, with what the host has to know of it (`head` in the source).
+/// Start of the program, with its data for the host (`head` in the source).
 const LOAD: usize = 0x10_0000;
 const HEAD_MAGIC: &[u8; 8] = b"HLFTprg1";
 
@@ -25,33 +25,33 @@ pub(super) const BLOCK_LEN: u64 = 4096;
 pub(super) const PUBLISHED: u64 = 0;
 pub(super) const ERRORS: u64 = 8;
 
-/// Port: sleep so many microseconds; reads as [`SLEEP_HERE`].
+/// Port: sleeps this number of microseconds; reads as [`SLEEP_HERE`].
 pub(super) const SLEEP_PORT: u16 = 0x5158;
 pub(super) const SLEEP_HERE: u32 = u32::from_le_bytes(*b"HLFT");
-/// Port: reads as the microseconds that were taken from the vCPU since it was read last.
+/// Port: reads as the microseconds stolen from the vCPU since the last read.
 pub(super) const STOLEN_PORT: u16 = 0x5160;
-/// Port: the page tables stand, the other vCPUs may start at the address written.
+/// Port: the page tables are complete; the other vCPUs may start at the written address.
 pub(super) const READY_PORT: u16 = 0x515c;
 /// First serial port: transmit register, and line status with "transmitter empty".
 pub(super) const SERIAL_PORT: u16 = 0x3f8;
 pub(super) const SERIAL_STATUS: u16 = 0x3fd;
 pub(super) const SERIAL_EMPTY: u8 = 0x60;
 
-/// What the host has to know of the program.
+/// Data of the program for the host.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Head {
-    /// Where a vCPU other than the first starts, its index in rdi.
+    /// Start address of vCPUs other than the first, their index in rdi.
     pub vcpu_main: u64,
     /// The vCPUs' blocks.
     pub blocks: u64,
-    /// At this rip a vCPU has published more writes than its r10 says.
+    /// At this rip a vCPU has published more writes than its r10 counts.
     pub published: u64,
     /// At these rips one, two, three, four stores of the next write are in memory.
     pub stored: [u64; 4],
 }
 
-/// The parts of the program's ELF that loading needs. It is our own, so a malformed one is a bug of
-/// the build, found by the first test.
+/// The parts of the program's ELF that loading needs. It is our own, so a malformed one is a bug of the build, found by the
+/// first test.
 struct Image<'a> {
     entry: u64,
     segment: &'a [u8],
@@ -97,19 +97,19 @@ impl Head {
         }
     }
 
-    /// RAM offset of a vCPU's block.
+    /// Returns the RAM offset of a vCPU's block.
     pub fn block(&self, vcpu: u8) -> u64 {
         self.blocks + u64::from(vcpu) * BLOCK_LEN
     }
 }
 
-/// Where vCPU 0 starts, in 32-bit mode, and what its ebx says.
+/// Start address of vCPU 0, in 32-bit mode, and its ebx.
 pub(super) struct Entry {
     pub rip: u64,
     pub start_info: u64,
 }
 
-/// Puts the program, its boot information and its command line into fresh RAM.
+/// Writes the program, its boot information and its command line into fresh RAM.
 pub(super) fn load(ram: &RamBlock, program: &Program, tsc_khz: u32) -> Result<Entry, MemError> {
     let image = image();
     ram.write(LOAD, image.segment)?;
@@ -126,7 +126,7 @@ pub(super) fn load(ram: &RamBlock, program: &Program, tsc_khz: u32) -> Result<En
     );
     ram.write(to_usize(COMMAND_LINE), line.as_bytes())?;
 
-    // struct hvm_start_info, version 0: no modules, no ACPI; the program asks for no memory map.
+    // struct hvm_start_info, version 0: no modules, no ACPI; the program needs no memory map.
     let mut info = [0; 40];
     info[..4].copy_from_slice(&START_MAGIC.to_le_bytes());
     info[24..32].copy_from_slice(&COMMAND_LINE.to_le_bytes());

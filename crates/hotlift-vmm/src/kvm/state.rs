@@ -1,22 +1,22 @@
-//! A vCPU's state: out of KVM, into KVM, and its bytes on the way.
+//! A vCPU's state: read from KVM, written to KVM, and its wire format.
 //!
-//! The parts are KVM's own structures in the kernel's x86-64 layout, each a field of the device
-//! `hotlift/vcpu` (see [`crate::device`]):
+//! The parts are KVM's own structures in the kernel's x86-64 layout. Each is a field of the device `hotlift/vcpu` (see
+//! [`crate::device`]):
 //!
 //! | tag | field | bytes |
 //! |---|---|---|
 //! | 1 | `kvm_regs` | 144 |
 //! | 2 | `kvm_sregs` | 312 |
-//! | 3 | `kvm_xsave` | what `KVM_CAP_XSAVE2` says, at least 4096 |
+//! | 3 | `kvm_xsave` | size from `KVM_CAP_XSAVE2`, at least 4096 |
 //! | 4 | `kvm_xcrs` | 392 |
 //! | 5 | `kvm_debugregs` | 128 |
 //! | 6 | `kvm_vcpu_events` | 64 |
 //! | 7 | `kvm_mp_state` | 4 |
 //! | 8 | MSRs | 12 each: be32 index, be64 value |
-//! | 9 | serial line begun | 0 to 256 |
+//! | 9 | begun serial line | 0 to 256 |
 //!
-//! The kernel checks what it is given; what it refuses is an error that names the part. Local APIC and
-//! clock are absent: the guest has no interrupt controller and reads no paravirtual clock.
+//! The kernel checks the values; its refusal is an error with the name of the part. Local APIC and clock are absent: the guest
+//! has no interrupt controller and reads no paravirtual clock.
 
 use hotlift::guest::DeviceState;
 use kvm_bindings::{
@@ -42,17 +42,16 @@ const MP_STATE: u32 = 7;
 const MSRS: u32 = 8;
 const SERIAL: u32 = 9;
 
-/// Longest line that a guest may begin on its serial port, in bytes; a longer one is cut in two.
+/// Maximum bytes of a begun line on the guest's serial port; a longer line is split.
 pub(super) const MAX_LINE: usize = 256;
 
-/// Most MSRs in a state: KVM's own limit for one call (`KVM_MAX_MSR_ENTRIES`).
+/// Maximum MSRs in a state: KVM's own limit for one call (`KVM_MAX_MSR_ENTRIES`).
 const MAX_MSRS: usize = 256;
 
 const MSR_TSC: u32 = 0x10;
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
 
-/// Structures that are numbers and arrays of numbers without gaps, so that any bytes are a value, and a
-/// value is its bytes.
+/// Structures of numbers and arrays of numbers without gaps, so that any bytes are a valid value.
 ///
 /// # Safety
 /// The type must be such a structure.
@@ -71,13 +70,13 @@ unsafe trait Plain: Copy + Default {
         if bytes.len() != size_of::<Self>() {
             return Err(fields.wrong_length(field, size_of::<Self>(), bytes.len()));
         }
-        // SAFETY: as many bytes as the type has, and any bytes are a value; the read needs no alignment.
+        // SAFETY: the slice has the type's size, and any bytes are a value; the read needs no alignment.
         Ok(unsafe { bytes.as_ptr().cast::<Self>().read_unaligned() })
     }
 }
 
-// SAFETY: as all of them here: kernel ABI structures of integers with explicit padding fields; their sizes,
-// checked below, are the sums of their fields.
+// SAFETY: like all types here, a kernel ABI structure of integers with explicit padding fields. The sizes, checked below, are
+// the sums of their fields.
 unsafe impl Plain for kvm_regs {}
 // SAFETY: see above.
 unsafe impl Plain for kvm_sregs {}
@@ -99,17 +98,17 @@ const _: () = {
     assert!(size_of::<kvm_mp_state>() == 4);
 };
 
-/// What a VM's vCPUs have in common.
+/// Properties common to a VM's vCPUs.
 #[derive(Debug, Clone)]
 pub(super) struct Model {
     /// Bytes of `kvm_xsave`, at least 4096.
     pub xsave_len: usize,
-    /// MSRs that can be read, and written back.
+    /// MSRs that can be read and written back.
     pub msrs: Vec<u32>,
 }
 
 impl Model {
-    /// Tries out on `vcpu`, which has not run, which of the MSRs that KVM lists can be carried.
+    /// Tests on `vcpu`, which has not run, which of KVM's MSRs can be migrated.
     pub fn new(vcpu: &VcpuFd, xsave_len: usize, listed: &[u32]) -> Self {
         let carried = |&index: &u32| {
             let Ok(mut one) = msr_list(&[(index, 0)]) else {
@@ -124,7 +123,7 @@ impl Model {
             .filter(carried)
             .take(MAX_MSRS)
             .collect();
-        // Last: the deadline is a time of this clock, and the clock should lose as little as can be.
+        // Last: the deadline is a time of this clock, and the clock should lose as little as possible.
         msrs.sort_by_key(|&index| match index {
             MSR_TSC => 1,
             MSR_TSC_DEADLINE => 2,
@@ -157,13 +156,13 @@ fn msr_list(entries: &[(u32, u64)]) -> Result<Msrs, DeviceError> {
     })
 }
 
-/// The first 4096 bytes of `xsave`.
+/// Returns the first 4096 bytes of `xsave`.
 fn region(xsave: &mut Xsave) -> &mut [u32; 1024] {
-    // SAFETY: the length, which is all that must not change, is not reachable through the result.
+    // SAFETY: only the length must not change, and it is not reachable through the result.
     unsafe { &mut xsave.as_mut_fam_struct().xsave.region }
 }
 
-/// All of a vCPU's state.
+/// The complete state of a vCPU.
 pub(super) struct VcpuState {
     pub regs: kvm_regs,
     sregs: kvm_sregs,
@@ -177,15 +176,15 @@ pub(super) struct VcpuState {
 }
 
 impl VcpuState {
-    /// Takes the state out of a vCPU that is not running and has no port access pending.
+    /// Reads the state of a vCPU that is not running and has no port access pending.
     pub fn save(vcpu: &VcpuFd, model: &Model, serial: &[u8]) -> Result<Self, KvmError> {
-        // First of all: KVM settles pending events when asked for it.
+        // First: this call makes KVM settle pending events.
         let mp_state = vcpu
             .get_mp_state()
             .map_err(KvmError::of("read a vCPU's run state"))?;
         let mut xsave = model.xsave();
         if model.xsave_len > 4096 {
-            // SAFETY: `xsave` has the length that KVM_CAP_XSAVE2 gave for this VM.
+            // SAFETY: `xsave` has this VM's length from KVM_CAP_XSAVE2.
             unsafe { vcpu.get_xsave2(&mut xsave) }
                 .map_err(KvmError::of("read a vCPU's vector registers"))?;
         } else {
@@ -234,7 +233,7 @@ impl VcpuState {
         })
     }
 
-    /// The state as a device.
+    /// Returns the state as a device.
     pub fn device(&self, instance: u32) -> DeviceState {
         let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let mut xsave: Vec<u8> = words(&self.xsave.as_fam_struct_ref().xsave.region);
@@ -316,7 +315,7 @@ impl VcpuState {
         Ok(state)
     }
 
-    /// Puts the state into a vCPU of the same model.
+    /// Loads the state into a vCPU of the same model.
     pub fn load(&self, fd: &VcpuFd, vcpu: u8, model: &Model) -> Result<(), DeviceError> {
         let refused = |action| {
             move |error: kvm_ioctls::Error| DeviceError::Kernel {
@@ -325,13 +324,13 @@ impl VcpuState {
                 source: error.into(),
             }
         };
-        // System registers first: the mode that they set decides what the rest may be.
+        // System registers first: their mode restricts the values of the rest.
         fd.set_sregs(&self.sregs)
             .map_err(refused("take its system registers"))?;
         fd.set_regs(&self.regs)
             .map_err(refused("take its registers"))?;
         fd.set_xcrs(&self.xcrs).map_err(refused("take its XCRs"))?;
-        // SAFETY: `xsave` has the length that KVM_CAP_XSAVE2 gave for this VM (`Model::xsave`).
+        // SAFETY: `xsave` has this VM's length from KVM_CAP_XSAVE2 (`Model::xsave`).
         unsafe { fd.set_xsave2(&self.xsave) }.map_err(refused("take its vector registers"))?;
         fd.set_debug_regs(&self.debugregs)
             .map_err(refused("take its breakpoints"))?;

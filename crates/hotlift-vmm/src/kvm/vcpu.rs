@@ -1,9 +1,9 @@
-//! A vCPU: its thread, its exits, and how it is stopped.
+//! A vCPU: its thread, its exits, and its stop.
 //!
-//! To stop a vCPU, `immediate_exit` is set in the structure that it shares with KVM, and then its thread
-//! gets a signal. The first catches a thread that is about to enter the guest, the second one that is
-//! inside. The thread leaves its loop on EINTR only: KVM finishes a port access that it had begun before
-//! it returns that, so the registers of a stopped vCPU are always those between two instructions.
+//! To stop a vCPU, `immediate_exit` is set in the structure that it shares with KVM, and then its thread gets a signal. The
+//! first catches a thread that is about to enter the guest, the second one that is inside. The thread leaves its loop on EINTR
+//! only: KVM finishes a begun port access before it returns EINTR, so the registers of a stopped vCPU are always between two
+//! instructions.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -23,59 +23,59 @@ use super::program::{
 use super::state::MAX_LINE;
 use crate::machine::Common;
 
-/// Serial lines kept for who asks; older ones are forgotten.
+/// Maximum serial lines kept; older ones are dropped.
 const MAX_LINES: usize = 1000;
 
-/// Longest that the guest's first vCPU may take to build page tables. It takes milliseconds, under a
-/// hypervisor that emulates it some hundred.
+/// Timeout for the guest's first vCPU to build page tables. It takes milliseconds, under a hypervisor that emulates it some
+/// hundred.
 const BOOT_LIMIT: Duration = Duration::from_secs(20);
 
-/// RFLAGS with interrupts off: only the bit that is always set.
+/// RFLAGS with interrupts off: only the always-set bit.
 const FLAGS: u64 = 2;
 
 /// One vCPU.
 pub(super) struct Vcpu {
     index: u8,
-    /// Held by the thread while it runs, so that nobody reads registers under it.
+    /// Locked by the thread while it runs, so that no thread reads changing registers.
     core: Mutex<Core>,
     immediate_exit: ImmediateExit,
 }
 
 pub(super) struct Core {
     pub fd: VcpuFd,
-    /// Line begun on the serial port.
+    /// Begun line on the serial port.
     pub line: Vec<u8>,
-    /// Time that was taken from it and that it has not been told of.
+    /// Stolen time not yet reported to it.
     pub stolen: Duration,
 }
 
 /// The `immediate_exit` byte of a vCPU's `kvm_run`.
 struct ImmediateExit(*mut u8);
 
-// SAFETY: the byte is reached by atomic access only, and KVM reads it as one byte.
+// SAFETY: the byte is accessed only atomically, and KVM reads it as one byte.
 unsafe impl Send for ImmediateExit {}
 // SAFETY: as above.
 unsafe impl Sync for ImmediateExit {}
 
 impl ImmediateExit {
     fn set(&self, value: u8) {
-        // SAFETY: the pointer leads into the mapping that the `VcpuFd` in the same `Vcpu` owns, which is
-        // never replaced; no one else in this process writes that byte.
+        // SAFETY: the pointer leads into the mapping of the `VcpuFd` in the same `Vcpu`, which is never replaced; nothing else
+        // in this process writes that byte.
         unsafe { AtomicU8::from_ptr(self.0) }.store(value, Ordering::SeqCst);
     }
 }
 
-/// What vCPUs of a guest share.
+/// State that the vCPUs of a guest share.
 pub(super) struct Shared {
     pub common: Arc<Common>,
     pub lines: Mutex<VecDeque<String>>,
 }
 
-/// Why a vCPU stopped running.
+/// Reason why a vCPU stopped.
 enum Stop {
-    /// It was told to.
+    /// A stop was requested.
     Kicked,
-    /// It has built page tables; the others may start at this address.
+    /// It built page tables; the others may start at this address.
     Ready(u64),
 }
 
@@ -93,23 +93,23 @@ impl Vcpu {
         }
     }
 
-    /// The vCPU, once it does not run.
+    /// Waits until the vCPU is stopped; returns its lock.
     pub fn core(&self) -> MutexGuard<'_, Core> {
         lock(&self.core)
     }
 
-    /// First half of stopping it; the signal is the second.
+    /// Requests a stop; the signal must follow.
     pub fn stop_soon(&self) {
         self.immediate_exit.set(1);
     }
 
-    /// The thread of this vCPU.
+    /// Runs the thread of this vCPU.
     pub fn run(&self, shared: &Shared) {
         shared.common.control.started(self.index);
         while let Some(_running) = shared.common.control.park(|| self.immediate_exit.set(0)) {
             match self.run_until_stopped(&mut self.core(), shared) {
                 Ok(Stop::Kicked) => {}
-                // A guest that is migrated back in time says it again.
+                // A guest that is migrated back reports it again.
                 Ok(Stop::Ready(_)) => {}
                 Err(reason) => {
                     let reason = format!("vCPU {}: {reason}", self.index);
@@ -120,8 +120,7 @@ impl Vcpu {
         }
     }
 
-    /// Runs vCPU 0 on the calling thread until it says that page tables stand. Returns where the other
-    /// vCPUs start.
+    /// Runs vCPU 0 on the calling thread until its page tables are complete. Returns the start address of the other vCPUs.
     pub fn boot(&self, entry: &Entry, shared: &Shared) -> Result<u64, String> {
         let mut core = self.core();
         set_entry(&core.fd, entry).map_err(|error| error.to_string())?;
@@ -154,7 +153,7 @@ impl Vcpu {
         })
     }
 
-    /// Makes this vCPU start at `address` in the mode that `first` is in.
+    /// Makes this vCPU start at `address` in the mode of `first`.
     pub fn start_as(&self, first: &VcpuFd, address: u64) -> Result<(), KvmError> {
         let fd = &self.core().fd;
         let sregs = first
@@ -176,7 +175,7 @@ impl Vcpu {
         let Core { fd, line, stolen } = core;
         let mut slice = shared.common.control.slice();
         loop {
-            // A kick in the moment before it enters the guest is lost: it then runs for a slice more.
+            // A kick just before it enters the guest is lost: it then runs for one more slice.
             if shared.common.control.slice() != slice {
                 slice = shared.common.control.slice();
                 *stolen += shared.common.control.sleep_off();
@@ -236,8 +235,8 @@ impl Vcpu {
     }
 }
 
-/// Registers as PVH wants them: 32-bit protected mode, no paging, flat segments, ebx to the boot
-/// information (Xen's public/arch-x86/hvm/start_info.h).
+/// Sets the registers of a PVH entry: 32-bit protected mode, no paging, flat segments, ebx to the boot information (Xen's
+/// public/arch-x86/hvm/start_info.h).
 fn set_entry(fd: &VcpuFd, entry: &Entry) -> Result<(), KvmError> {
     let flat = |kind: u8, selector: u16| kvm_segment {
         limit: 0xffff_ffff,
@@ -284,7 +283,7 @@ fn set_entry(fd: &VcpuFd, entry: &Entry) -> Result<(), KvmError> {
         .map_err(KvmError::of("set a vCPU's registers"))
 }
 
-/// Takes one byte off the serial port.
+/// Handles one byte of the serial port.
 fn put(line: &mut Vec<u8>, byte: u8, shared: &Shared) {
     if byte != b'\n' {
         line.push(byte);
@@ -301,16 +300,16 @@ fn put(line: &mut Vec<u8>, byte: u8, shared: &Shared) {
     lines.push_back(text);
 }
 
-/// Gets `thread` out of KVM_RUN.
+/// Interrupts `thread` in KVM_RUN.
 pub(super) fn send_kick(thread: libc::pthread_t) {
     static HANDLER: Once = Once::new();
     extern "C" fn nothing(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
-    // A handler that does nothing: the system call is interrupted, which is all that is wanted. A
-    // real-time signal, which nobody else in a VMM's process is likely to use.
+    // An empty handler: only the interruption of the system call matters. A real-time signal, because other code in a VMM's
+    // process hardly uses one.
     HANDLER.call_once(|| {
         register_signal_handler(SIGRTMIN(), nothing).expect("SIGRTMIN can always be handled");
     });
-    // SAFETY: `thread` is the caller's own or that of a thread that has not been joined yet.
+    // SAFETY: `thread` is the caller's own or an unjoined thread.
     unsafe { libc::pthread_kill(thread, SIGRTMIN()) };
 }
 

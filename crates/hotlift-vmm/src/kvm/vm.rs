@@ -1,4 +1,4 @@
-//! The VM: its memory slot, its vCPUs' making, and what this machine's KVM can do.
+//! The VM: its memory slot, the creation of its vCPUs, and checks of KVM's capabilities.
 
 use hotlift_mem::RamBlock;
 use kvm_bindings::{
@@ -10,15 +10,15 @@ use super::error::KvmError;
 use super::state::Model;
 use crate::bytes::{to_u64, to_usize};
 
-/// The memory slot that holds all RAM, from guest-physical 0 on. Nothing else is mapped: no firmware, no
-/// interrupt controller, no device with memory, so no hole is needed below 4 GiB either.
+/// The memory slot of all RAM, from guest-physical 0 on. There is no firmware, interrupt controller or device with memory, so
+/// no hole is needed below 4 GiB.
 pub(super) const SLOT: u32 = 0;
 
-/// `KVM_API_VERSION`, the only one there ever was.
+/// `KVM_API_VERSION`, which has had only one value.
 const API_VERSION: i32 = 12;
 const _: () = assert!(KVM_API_VERSION == 12);
 
-/// Opens /dev/kvm and checks that it has what is needed.
+/// Opens /dev/kvm and checks the required capabilities.
 fn open() -> Result<Kvm, KvmError> {
     let kvm = Kvm::new().map_err(|error| KvmError::Open(error.into()))?;
     let got = kvm.get_api_version();
@@ -44,17 +44,17 @@ fn open() -> Result<Kvm, KvmError> {
     Ok(kvm)
 }
 
-/// Whether a VM with a vCPU can be made here.
+/// Checks that a VM with a vCPU can be created.
 ///
 /// # Errors
-/// Why not.
+/// The reason why not.
 pub fn usable() -> Result<(), KvmError> {
     let vm = open()?.create_vm().map_err(KvmError::of("make a VM"))?;
     vm.create_vcpu(0).map_err(KvmError::of("make a vCPU"))?;
     Ok(())
 }
 
-/// A VM and its vCPUs, which have not run.
+/// Creates a VM and its vCPUs, which have not run.
 pub(super) fn create(vcpus: u8) -> Result<(VmFd, Vec<VcpuFd>, Model), KvmError> {
     let kvm = open()?;
     let vm = kvm.create_vm().map_err(KvmError::of("make a VM"))?;
@@ -79,8 +79,7 @@ pub(super) fn create(vcpus: u8) -> Result<(VmFd, Vec<VcpuFd>, Model), KvmError> 
     Ok((vm, vcpus, model))
 }
 
-/// Maps `ram` at guest-physical 0, with or without a log of its dirty pages. May be called again to
-/// change the log.
+/// Maps `ram` at guest-physical 0, with or without a dirty log. May be called again to change the log.
 pub(super) fn map(vm: &VmFd, ram: &RamBlock, log: bool) -> Result<(), KvmError> {
     let region = kvm_userspace_memory_region {
         slot: SLOT,
@@ -89,12 +88,12 @@ pub(super) fn map(vm: &VmFd, ram: &RamBlock, log: bool) -> Result<(), KvmError> 
         memory_size: to_u64(ram.len()),
         userspace_addr: to_u64(ram.host_addr().addr()),
     };
-    // SAFETY: the range is the block's whole mapping. Whoever holds the VM holds the block (see
-    // `Machine`), so it stays mapped, and it is accessed as memory that a guest may write only.
+    // SAFETY: the range is the block's whole mapping. Every owner of the VM owns the block (see `Machine`), so it stays mapped,
+    // and it is accessed only as guest-writable memory.
     unsafe { vm.set_user_memory_region(region) }.map_err(KvmError::of("map guest RAM"))
 }
 
-/// TSC frequency of a vCPU in kHz; a guess if KVM does not tell, which only makes its pace wrong.
+/// Returns the TSC frequency of a vCPU in kHz. Without KVM's value a guess, which only affects the pace.
 pub(super) fn tsc_khz(vcpu: &VcpuFd) -> u32 {
     vcpu.get_tsc_khz()
         .ok()
@@ -102,7 +101,7 @@ pub(super) fn tsc_khz(vcpu: &VcpuFd) -> u32 {
         .unwrap_or(2_000_000)
 }
 
-/// TSC frequency of the vCPUs of this host in kHz, as another VMM has to tell the guest program.
+/// Returns the TSC frequency of this host's vCPUs in kHz, for another VMM that runs the guest program.
 ///
 /// # Errors
 /// If KVM cannot be used.
@@ -111,7 +110,7 @@ pub fn host_tsc_khz() -> Result<u32, KvmError> {
     Ok(vcpus.first().map_or(0, tsc_khz))
 }
 
-/// Reads one u64 of RAM, 0 outside of it: for counters that the guest keeps for people to see.
+/// Reads one u64 of RAM; returns 0 outside of it. For counters that the guest keeps for display.
 pub(super) fn peek(ram: &RamBlock, offset: u64) -> u64 {
     ram.load_u64(to_usize(offset)).unwrap_or(0)
 }

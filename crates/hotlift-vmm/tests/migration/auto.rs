@@ -1,4 +1,4 @@
-//! Method `auto`: each packet has its own method, what went by which is told, and limits hold.
+//! Method `auto`: each packet has its own method, the report counts them, and limits hold.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -24,7 +24,7 @@ fn options(given: &[(&str, &str)]) -> Options {
     options
 }
 
-/// A guest whose first round has some hundred packets.
+/// Returns a guest whose first round has some hundred packets.
 fn larger() -> GuestSettings {
     GuestSettings {
         ram_bytes: 64 << 20,
@@ -36,7 +36,7 @@ fn larger() -> GuestSettings {
 fn a_link_that_is_slow_is_given_fewer_bytes_and_all_pages_are_told_of() {
     alone!();
     for kind in rig::kinds() {
-        // Whoever compresses takes a small part of the time that the bytes take.
+        // Compression takes a small part of the transfer time.
         let options = options(&[("max-bandwidth", "8M"), ("downtime-limit", "2000")]);
         let source = rig::source(kind, &larger(), Quirks::default());
         let destination = rig::destination(kind, &larger(), Quirks::default());
@@ -145,8 +145,8 @@ fn channels_take_no_more_cpu_time_than_their_limit_on_either_side() {
                 .iter()
                 .filter(|one| one.name.starts_with(names));
             let cpu: f64 = threads.map(|one| one.cpu_s).sum();
-            // What a thread uses before its first packet and between two packets is booked behind them: of level 9 one takes
-            // some 50 ms, on a busy machine more, and each thread has one.
+            // A thread's CPU time before its first packet and between packets is booked after them. A packet of level 9 takes
+            // some 50 ms, more on a busy machine, and each thread has one.
             let most = 0.2 * sent.total_ms / 1e3 + 0.25;
             assert!(
                 cpu <= most,

@@ -1,5 +1,5 @@
-//! Auto-converge: a guest that dirties pages faster than they are sent is slowed down until it can be
-//! migrated, and is given its time back on every way out.
+//! Auto-converge: a guest that dirties pages faster than they are sent is throttled until it can be migrated, and the throttle
+//! ends on every way out.
 
 use std::fs;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -13,8 +13,8 @@ use crate::census::Census;
 use crate::probe::{Probe, Quirks, let_write};
 use crate::rig::{self, settings};
 
-/// In the half second that its 4 MiB take at the bandwidth below, the guest dirties all of them again. With
-/// a hundredth of its time it dirties a tenth of what fits the downtime.
+/// Returns a guest that dirties its 4 MiB again in the half second of their transfer at the bandwidth below. With a hundredth
+/// of its time it dirties a tenth of what fits the downtime.
 fn busy() -> GuestSettings {
     GuestSettings {
         ram_bytes: 16 << 20,
@@ -33,7 +33,7 @@ fn options() -> Options {
     }
 }
 
-/// Threads of this process that throttle a guest.
+/// Returns the threads of this process that throttle a guest.
 fn throttling() -> usize {
     fs::read_dir("/proc/self/task")
         .unwrap()
@@ -45,8 +45,7 @@ fn throttling() -> usize {
         .count()
 }
 
-/// Waits until so many threads throttle a guest: one that is joined may still be listed, and one that was
-/// just started gives itself its name.
+/// Waits until `threads` threads throttle a guest: a joined one may still be listed, and a new one sets its name itself.
 fn expect_throttling(threads: usize, kind: GuestKind) {
     let start = Instant::now();
     while throttling() != threads {
@@ -59,7 +58,7 @@ fn expect_throttling(threads: usize, kind: GuestKind) {
     }
 }
 
-/// CPU time of all vCPUs of this process so far, in clock ticks (`man 5 proc_pid_stat`).
+/// Returns the CPU time of all vCPUs of this process so far, in clock ticks (`man 5 proc_pid_stat`).
 fn vcpu_ticks() -> u64 {
     fs::read_dir("/proc/self/task")
         .unwrap()
@@ -164,7 +163,7 @@ fn a_guest_that_cannot_be_slowed_down_is_told_of() {
             if progress.throttle_refused && progress.stalled {
                 let words = progress.stall_reason().unwrap();
                 assert!(words.contains("auto-converge cannot"), "{words}");
-                // With all the downtime that it wants it gets there.
+                // With enough downtime it converges.
                 controls[0].change(&Options {
                     downtime_limit: Duration::from_secs(10),
                     ..options()
@@ -180,7 +179,7 @@ fn a_guest_that_cannot_be_slowed_down_is_told_of() {
     assert_eq!(source.throttles(), [99]);
 }
 
-/// Lets `guest` run until it has lost so much more of its time; how much it has lost then.
+/// Lets `guest` run until it has lost `time` more of its time; returns the total loss.
 fn let_lose(guest: &dyn BuiltinGuest, time: Duration) -> Duration {
     let (before, start) = (guest.throttled_time(), Instant::now());
     loop {
@@ -215,14 +214,13 @@ fn a_throttled_guest_runs_less_and_can_be_paused_at_once() {
             let before = vcpu_ticks();
             lost += let_lose(&*guest, Duration::from_secs(1));
             ran += vcpu_ticks() - before;
-            // In the middle of a sleep, as likely as not.
+            // Probably in the middle of a sleep.
             guest.pause().unwrap();
             guest.verify().unwrap();
             guest.resume().unwrap();
             assert!(guest.throttle(0));
         }
-        // A twentieth of the time is what they may have; a machine with much else to do may be late to take the rest
-        // from them.
+        // A twentieth of the time is permitted; a busy machine may be late to throttle.
         let ran = Duration::from_millis(ran * 1000 / ticks_a_second);
         assert!(ran < lost / 3, "{kind}: ran {ran:?}, lost {lost:?}");
         expect_throttling(0, kind);
@@ -236,7 +234,7 @@ fn a_throttled_guest_runs_less_and_can_be_paused_at_once() {
 
 #[test]
 fn a_throttled_guest_does_not_make_up_for_the_time_that_it_has_lost() {
-    /// The guests forgive themselves what they are late by more.
+    /// Maximum delay that the guests make up for.
     const DEBT: Duration = Duration::from_millis(100);
     alone!();
     for kind in rig::kinds() {
@@ -244,14 +242,14 @@ fn a_throttled_guest_does_not_make_up_for_the_time_that_it_has_lost() {
         let guest = create(kind, &paced).unwrap();
         guest.start().unwrap();
         let_write(&*guest, 100).unwrap();
-        // Its time begins before its writes are counted, and ends behind that, however late this thread is.
+        // The measured time encloses the counted writes, however late this thread is.
         let start = Instant::now();
         let before = guest.writes();
-        // In the rest of the time it could write all that it writes otherwise.
+        // In the remaining time it could do all its usual writes.
         assert!(guest.throttle(80));
         let lost = let_lose(&*guest, Duration::from_secs(2));
         let wrote = guest.writes() - before;
-        // Whatever else the machine does, it has no more than the rest of the time.
+        // On any machine, it has at most the remaining time.
         let had = start.elapsed().saturating_sub(lost) + DEBT;
         let most = u128::from(paced.rate) * had.as_millis() / 1000;
         assert!(

@@ -1,13 +1,13 @@
-//! What this process holds, to see that a migration leaves nothing behind.
+//! Resources of this process, to check that a migration leaves nothing behind.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// How long a thread that has been joined may still be listed by the kernel.
+/// Maximum time that the kernel may list a joined thread.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Threads by name, and open files by what they are.
+/// Threads by name, and open files by kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Census(BTreeMap<String, usize>);
 
@@ -15,11 +15,11 @@ impl Census {
     pub fn take() -> Self {
         let mut count = BTreeMap::new();
         for task in fs::read_dir("/proc/self/task").unwrap().flatten() {
-            // One that has ended meanwhile has none.
+            // A thread that has ended in between has no name.
             let Ok(name) = fs::read_to_string(task.path().join("comm")) else {
                 continue;
             };
-            // The test harness starts and ends threads, and calls each by its test, "module::name".
+            // The test harness starts and ends threads, and names each after its test, "module::name".
             if !name.contains("::") {
                 *count.entry(format!("thread {}", name.trim())).or_default() += 1;
             }
@@ -31,7 +31,7 @@ impl Census {
             let target = target.to_string_lossy();
             // Of "socket:[1234]" the kind, not the number.
             let kind = target.split(":[").next().unwrap_or_default();
-            // The pagemap is opened once and kept, and the rest of /proc is this census.
+            // The pagemap is opened once and kept; the other files of /proc are opened by this census.
             if !kind.starts_with("/proc/") {
                 *count.entry(format!("file {kind}")).or_default() += 1;
             }
@@ -39,8 +39,8 @@ impl Census {
         Self(count)
     }
 
-    /// Panics if more is there than when this census was taken. Less may be: announcements of an earlier test's guest
-    /// end when they end.
+    /// Panics if more resources exist than in this census. Fewer are permitted: announcements of an earlier test's guest end
+    /// later.
     pub fn expect_unchanged(&self) {
         let start = Instant::now();
         loop {

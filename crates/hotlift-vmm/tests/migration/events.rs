@@ -1,4 +1,4 @@
-//! What a watcher hears of a migration, in QEMU 10.0's order.
+//! Events of a migration for a watcher, in QEMU 10.0's order.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -29,7 +29,7 @@ impl Heard {
     }
 }
 
-/// One migration with three rounds, and what each side has heard of it.
+/// Runs one migration with three rounds; returns the events of each side.
 fn heard(
     source: &Probe,
     destination: &Probe,
@@ -72,7 +72,7 @@ fn room(quirks: Quirks) -> Probe {
     rig::destination(rig::kinds()[0], &settings(), quirks)
 }
 
-/// A source's way to the last sync, all of [`three_rounds`].
+/// A source's events up to the last sync, all of [`three_rounds`].
 const TO_THE_LAST_ROUND: [MigrationEvent; 8] = [
     State(Setup),
     Pass(1),
@@ -142,7 +142,7 @@ fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
     };
     let (source, destination) = (guest(), room(Quirks::default()));
     let (_, [here, there]) = heard(&source, &destination, &slow, &|controls, progress| {
-        // A set-up that takes long is told of, too.
+        // A long setup is also reported.
         if progress.status == Setup {
             return;
         }
@@ -163,7 +163,7 @@ fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
     );
     assert_eq!(there, [State(Setup), State(Active), State(Failed)]);
 
-    // Before it has begun there is nothing else to tell.
+    // Before the start there are no other events.
     let heard = Heard::default();
     let control = heard.control();
     control.cancel();
@@ -184,7 +184,7 @@ fn with_pause_before_switchover_the_guest_stands_still_until_it_may_go_on() {
         pause_before_switchover: true,
         ..options(true)
     };
-    // Whoever watches hears of it before `proceed` can be called with any effect.
+    // Watchers receive it before `proceed` can have any effect.
     let to_the_pause = [&TO_THE_LAST_ROUND[..6], &[State(PreSwitchover)]].concat();
     let after = |more: &[MigrationEvent]| [&to_the_pause[..], more].concat();
 
@@ -255,6 +255,6 @@ fn a_guest_is_announced_where_it_runs_now_and_nobody_waits_for_it() {
     assert_eq!(announced(3, 1, false).iter().count(), 3);
     assert_eq!(announced(0, 1, false).iter().count(), 0);
     assert_eq!(announced(3, 1, true).iter().count(), 0);
-    // The second is due when this process has ended.
+    // The second is due after the end of this process.
     assert!(announced(2, 100_000, false).recv().is_ok());
 }

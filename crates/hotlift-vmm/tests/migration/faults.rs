@@ -1,9 +1,8 @@
-//! A flipped byte or a cut connection, anywhere: exactly one side runs the guest, its memory is
-//! intact, both ends come back with an error that says what happened, and nothing is left behind.
+//! A flipped byte or a cut connection, anywhere: exactly one side runs the guest, its memory is intact, both ends return an
+//! error with the cause, and nothing is left behind.
 //!
-//! The places are not listed here: a migration without a fault is watched first, and every unit seen
-//! on its connections is damaged in turn. The source's guest lives on from fault to fault, and
-//! where the destination got it, goes on from there.
+//! The places are not listed here: a migration without a fault is recorded first, and every unit on its connections is damaged
+//! in turn. The source's guest lives on from fault to fault. If the destination got it, the next migration starts there.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,20 +18,18 @@ use crate::census::Census;
 use crate::probe::{Probe, Quirks, three_rounds};
 use crate::rig::{self, Ended, Holder, settings};
 
-/// How often a fault is tried whose unit did not come by: once one connection has brought the word of
-/// the hand-over, the others may end without it.
+/// Attempts of a fault whose unit did not occur: once one connection has brought the message of the hand-over, the others may
+/// end without it.
 const ATTEMPTS: usize = 50;
 
-/// How often a fault has to be noticed by time-out only: a machine that does other things may stand still for
-/// as long, but not for the 30 s of the last attempt.
+/// Repetitions of a fault detected only by a timeout: a busy machine may pause for that long, but not for the 30 s of the last
+/// attempt.
 const LATE: usize = 3;
 
-/// Takes the place of the 30 s that users have, so that a fault which is only noticed by time-out
-/// fails here soon.
+/// Replaces the default of 30 s, so that a fault detected only by a timeout fails here soon.
 const HANDSHAKE: Duration = Duration::from_secs(1);
 
-/// Takes the place of the 60 s that users have: a destination that lost the way to hear that its word arrived
-/// waits for a question that long.
+/// Replaces the default of 60 s: a destination without confirmation that its message arrived waits for a query that long.
 const SETTLE: Duration = Duration::from_secs(2);
 
 /// Bytes of a packet header before the name and the offsets.
@@ -50,9 +47,9 @@ fn options(method: &str) -> Options {
     options
 }
 
-/// Units with the length of a name that nothing else on the wire confirms, where the source waits for an answer
-/// behind them, and the opening of a channel that ends halfway while the source believes it sent. Here a time-out is
-/// all there is; everywhere else a fault is noticed by itself.
+/// Units with the length of a name that nothing else on the wire confirms, where the source waits for an answer after them, and
+/// a channel's opening that ends halfway while the source believes it sent. Only a timeout detects these; all other faults are
+/// detected directly.
 const NOTICED_BY_TIME_OUT: [&str; 5] = [
     "configuration",
     "Start section",
@@ -61,13 +58,13 @@ const NOTICED_BY_TIME_OUT: [&str; 5] = [
     "opening",
 ];
 
-/// Guests that go through one fault after the other.
+/// Guests that go through a sequence of faults.
 struct Course {
     kind: GuestKind,
     options: Options,
     source: Arc<Probe>,
     problems: Vec<String>,
-    /// Faults that were noticed by time-out only.
+    /// Faults detected only by a timeout.
     timed_out: Vec<String>,
     /// Faults that took one of the longer waits.
     slow: Vec<String>,
@@ -89,7 +86,7 @@ impl Course {
         }
     }
 
-    /// A migration with `fault`; the guest is in `self.source` afterwards, wherever it was.
+    /// Migrates with `fault`; the guest is in `self.source` afterwards, on either side before.
     fn migrate(&mut self, fault: Option<&Fault>) -> (Ended, Log, Result<Holder, String>) {
         let destination = rig::destination(self.kind, &settings(), quirks());
         let (listener, address) = rig::listen();
@@ -105,9 +102,9 @@ impl Course {
         (ended, log, holder)
     }
 
-    /// Watches a migration in which nothing happens.
+    /// Records a migration without a fault.
     fn watch(&mut self) -> Log {
-        // Nothing is to be noticed soon: a machine that does other things may take its time.
+        // No short timeout is needed here: a busy machine may be slow.
         self.options.handshake_timeout = Options::default().handshake_timeout;
         let (ended, log, holder) = self.migrate(None);
         assert_eq!(holder, Ok(Holder::Destination), "{:?}", ended.errors());
@@ -197,7 +194,7 @@ fn quirks() -> Quirks {
     }
 }
 
-/// The units to damage: each once, and of the channels the first and the last.
+/// Returns the units to damage: each once, and of the channels the first and the last.
 fn places(log: &Log, channels: u8) -> Vec<(Unit, usize)> {
     let mut seen = HashSet::new();
     log.units
@@ -214,7 +211,7 @@ fn places(log: &Log, channels: u8) -> Vec<(Unit, usize)> {
         .collect()
 }
 
-/// Flips of one byte.
+/// Masks of the flips of one byte.
 const MASKS: [u8; 3] = [0x01, 0x80, 0xff];
 
 fn flip(unit: &Unit, byte: usize, mask: u8) -> Fault {
@@ -224,13 +221,13 @@ fn flip(unit: &Unit, byte: usize, mask: u8) -> Fault {
     }
 }
 
-/// The first byte of `unit`, mostly a type, flipped in every way that is one bit.
+/// Returns all single-bit flips of the first byte of `unit`, mostly a type.
 fn flips_of_type(unit: &Unit) -> impl Iterator<Item = Fault> + '_ {
     (0..8).map(|bit| flip(unit, 0, 1 << bit))
 }
 
-/// Each byte is damaged where no connection is (`hotlift/src/stream/main_channel/tests.rs`); one of each unit here shows that
-/// both sides do what is decided there.
+/// Unit tests without connections damage each byte (`hotlift/src/stream/main_channel/tests.rs`); one of each unit here checks
+/// that both sides act on their decision.
 #[test]
 fn a_flipped_byte_of_each_unit_of_the_main_channel_leaves_one_guest() {
     alone!();
@@ -260,7 +257,7 @@ fn any_flipped_byte_of_a_channel_leaves_one_guest() {
         for fault in flips_of_type(unit) {
             course.suffer(&fault);
         }
-        // Behind the fixed fields all headers are alike: each byte is flipped in one of them.
+        // After the fixed fields all headers are alike: each byte is flipped in one of them.
         let here = |byte: &usize| *byte < FIXED_FIELDS || byte % headers.len() == number;
         for byte in (0..*length).filter(here) {
             course.suffer(&flip(unit, byte, MASKS[byte % 3]));

@@ -1,4 +1,4 @@
-//! The proof of a migration would notice a single page that was not sent.
+//! The proof of a migration detects a single page that was not sent.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,15 +13,15 @@ use hotlift_vmm::layout::Layout;
 use crate::probe::{Quirks, Sync, let_write};
 use crate::rig::{self, settings};
 
-/// The part of a record's sequence that is the number of the write among those of its vCPU.
+/// The part of a record's sequence with the write's number within its vCPU.
 const NUMBER: u64 = (1 << 56) - 1;
 
 fn to_usize(offset: u64) -> usize {
     usize::try_from(offset).unwrap()
 }
 
-/// Makes a migration with a downtime limit of 0 take three rounds, as `three_rounds` does, and keeps
-/// to itself one page of the working set that was written after the second: no other round sends it.
+/// Makes a migration with a downtime limit of 0 take three rounds, as `three_rounds` does. Withholds one page of the working
+/// set that was written after the second: no other round sends it.
 fn one_page_short(layout: Layout) -> Sync {
     let dropped = AtomicBool::new(false);
     let writes_before = AtomicU64::new(0);
@@ -50,7 +50,7 @@ fn one_page_short(layout: Layout) -> Sync {
             }
             _ => {
                 let late = fetch()?;
-                // A page may be marked and its write not begun: one is lost that was written.
+                // A page may be marked before its write begins: the withheld page was written.
                 let before = writes_before.load(Ordering::SeqCst);
                 let was_written = |page: &u64| {
                     let sequence = to_usize(layout.record(*page) + 8);
@@ -98,7 +98,7 @@ fn a_single_dirty_page_that_is_not_sent_fails_the_check() {
             ended.errors()
         );
         let problem = ended.holder(&source, &destination).unwrap_err();
-        // The check says which page; the guest may have come upon it before, and then says so.
+        // The check names the page; the guest may have found it before, and then reports it.
         let found = ["of the working set", "wrong records"];
         assert!(
             found.iter().any(|words| problem.contains(words)),

@@ -1,24 +1,24 @@
-//! Whole migrations between two guests of this process: what the engine promises whatever the guest,
-//! the method and the number of channels, and what becomes of the guest when something breaks.
+//! Whole migrations between two guests of this process: guarantees of the engine for any guest, method and number of channels,
+//! and the state of the guest after a failure.
 //!
-//! | file | what |
+//! | file | subject |
 //! |---|---|
 //! | `matrix` | every guest, method, number of channels and zero page mode arrives whole |
-//! | `lost_page` | the proof would notice a single page that was not sent |
+//! | `lost_page` | the proof detects a single page that was not sent |
 //! | `faults` | a flipped byte or a cut connection anywhere: exactly one side runs the guest |
-//! | `auto_converge` | a guest that is slowed down until it can be migrated |
-//! | `events` | what a monitor hears, in QEMU's order, on every way a migration may go |
-//! | `tls` | over TLS, and who is not let in |
-//! | `steering` | what is changed, continued or cancelled while it runs |
-//! | `switchover` | when the guest is stopped |
+//! | `auto_converge` | a guest that is throttled until it can be migrated |
+//! | `events` | events for a monitor, in QEMU's order, on every path of a migration |
+//! | `tls` | migrations over TLS, and rejected clients |
+//! | `steering` | changes, continuation and cancel during a migration |
+//! | `switchover` | time of the guest's stop |
 //! | `ways_out` | cancel, a guest that fails, noise before the migration |
-//! | `xbzrle` | pages as what has changed of them |
-//! | `postcopy` | a guest that runs before its pages are there, and what its source may do wrong |
-//! | `postcopy_pair` | the same of both ends: its second connection, lost words, who is let in when it goes on |
-//! | `refusals` | two ends that do not agree |
+//! | `xbzrle` | pages as deltas |
+//! | `postcopy` | a guest that runs before its pages arrive, and errors of its source |
+//! | `postcopy_pair` | the same with both ends: second connection, lost messages, admission at a recovery |
+//! | `refusals` | incompatible ends |
 //! | `postcopy_source` | a guest that leaves before its pages do |
-//! | `packets` | sizes of packets, and zero pages that are sent as normal ones |
-//! | `probe`, `rig`, `census` | a guest that is watched, both ends, leaks |
+//! | `packets` | sizes of packets, and zero pages sent as normal ones |
+//! | `probe`, `rig`, `census` | a watched guest, both ends, leaks |
 
 #![allow(
     clippy::print_stdout,

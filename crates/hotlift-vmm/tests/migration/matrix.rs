@@ -1,5 +1,5 @@
-//! Every guest, method, number of channels and zero page mode: the guest arrives whole and goes on,
-//! although it writes its whole working set in less time than the first round takes.
+//! Every guest, method, number of channels and zero page mode: the guest arrives whole and continues, although it writes its
+//! whole working set in less time than the first round takes.
 
 use std::time::Duration;
 
@@ -16,12 +16,12 @@ use crate::census::Census;
 use crate::probe::{Quirks, busy_first_round};
 use crate::rig;
 
-/// Bytes a second, without and with compression. The first round takes 150 ms or more at this rate, in
-/// which the guest dirties far more than what fits the downtime limit; a page takes well below the
-/// time in which it dirties another, so the rounds get shorter.
+/// Bytes per second, without and with compression. The first round takes at least 150 ms at this rate, in which the guest
+/// dirties far more than the downtime limit permits. A page takes much less than the time in which the guest dirties another,
+/// so the rounds get shorter.
 const MAX_BANDWIDTH: [&str; 2] = ["24M", "6M"];
 
-/// Pages a second.
+/// Pages per second.
 const RATE: u64 = 1500;
 
 #[test]
@@ -38,7 +38,7 @@ fn every_combination_arrives_whole_and_goes_on() {
                     let mut options = Options {
                         downtime_limit: Duration::from_millis(2),
                         multifd_channels: channels,
-                        // The rest is turned through, so that each value meets each method.
+                        // The rest is rotated, so that each value meets each method.
                         mem_prealloc: number % 3 == 0,
                         ..Options::default()
                     };
@@ -84,8 +84,7 @@ fn every_combination_arrives_whole_and_goes_on() {
     census.expect_unchanged();
 }
 
-/// One migration of a guest that writes; asserts that it arrives whole and goes on, and that the figures
-/// of both sides agree.
+/// Migrates a writing guest; asserts that it arrives whole and continues, and that the figures of both sides agree.
 fn goes_on(
     kind: GuestKind,
     settings: &GuestSettings,
@@ -113,7 +112,7 @@ fn goes_on(
     (sent, received)
 }
 
-/// Capability `compress`: threads, levels and zero page modes, waiting for threads or not.
+/// Capability `compress`: threads, levels and zero page modes, with and without waiting for threads.
 #[test]
 fn every_setting_of_compress_arrives_whole_and_goes_on() {
     alone!();
@@ -152,7 +151,7 @@ fn every_setting_of_compress_arrives_whole_and_goes_on() {
                         let (listener, _) = rig::listen();
                         let (sent, received) = goes_on(kind, &settings, &options, listener, &what);
                         assert_eq!(*mode == "none", sent.zero_pages == 0, "{what}: {sent:?}");
-                        // Pages that find no thread free are not compressed; some always do.
+                        // Pages without a free thread are not compressed; some always are.
                         let smaller = sent.transferred_bytes < sent.normal_pages * 4096;
                         assert_eq!(smaller, compresses, "{what}: {sent:?}");
                         for (side, prefix, threads) in [

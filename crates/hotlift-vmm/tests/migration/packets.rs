@@ -1,5 +1,5 @@
-//! `multifd-packet-size` and `multifd-normal-page-ratio`: any size arrives whole, no page is counted twice,
-//! and a peer that cannot read the packets says so before a page goes.
+//! `multifd-packet-size` and `multifd-normal-page-ratio`: any size arrives whole, no page is counted twice, and a peer that
+//! cannot read the packets reports it before any page is sent.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -55,7 +55,7 @@ fn packets_of_any_size_arrive_whole_in_every_method() {
             let (listener, to) = rig::listen();
             let ended = rig::migrate(&source, &destination, listener, &to, &options);
             let (sent, _) = ended.arrived(&source, &destination, &what);
-            // A header of 1344 bytes a page is what a packet of one page costs.
+            // A packet of one page costs a header of 1344 bytes per page.
             if (method.name, size) == ("none", "4K") {
                 let least = sent.normal_pages * (4096 + 1344);
                 assert!(sent.transferred_bytes > least, "{what}: {sent:?}");
@@ -68,7 +68,7 @@ fn packets_of_any_size_arrive_whole_in_every_method() {
 fn the_share_of_zero_pages_that_was_asked_for_is_sent_as_normal_pages() {
     alone!();
     let kind = rig::kinds()[0];
-    // Pages that the guest may have written, or not, by the time they are looked at.
+    // Pages that the guest may or may not have written by the time of the check.
     let settings = GuestSettings {
         working_set: Some(64 << 10),
         ..settings()
@@ -104,7 +104,7 @@ fn the_share_of_zero_pages_that_was_asked_for_is_sent_as_normal_pages() {
     }
 }
 
-/// A destination that answers as QEMU does, without Hotlift's word; what came on all its connections.
+/// Answers as a QEMU destination does, without Hotlift's message; returns the bytes received on all its connections.
 fn qemu(listener: &TcpListener, connections: usize) -> usize {
     let ping = [8, 0, 2, 0, 4];
     let mut streams = (0..connections).map(|_| listener.accept().unwrap().0);

@@ -1,5 +1,4 @@
-//! A guest that runs at its destination before its pages are there, from a save file and from a source that says what a
-//! test wants.
+//! A guest that runs at its destination before its pages arrive, from a save file and from a source controlled by a test.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -30,13 +29,13 @@ fn options() -> Options {
     Options {
         multifd: Some(false),
         postcopy_ram: true,
-        // What hangs in an error of a test's is noticed soon.
+        // A short timeout, so that a test's error is noticed soon.
         handshake_timeout: Duration::from_secs(20),
         ..Options::default()
     }
 }
 
-/// All pages of a guest.
+/// Returns all pages of a guest.
 fn pages(guest: &dyn Guest) -> Vec<(usize, usize)> {
     let blocks = guest.ram().iter().enumerate();
     blocks
@@ -44,7 +43,7 @@ fn pages(guest: &dyn Guest) -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// Pages of a guest that hold something.
+/// Returns the nonzero pages of a guest.
 fn filled(guest: &dyn Guest) -> Vec<(usize, usize)> {
     let mut all = pages(guest);
     all.retain(|(block, page)| !guest.ram()[*block].page_is_zero(*page));
@@ -58,7 +57,7 @@ fn content(guest: &dyn Guest, block: usize, page: usize) -> [u8; PAGE_SIZE] {
     bytes
 }
 
-/// FULL sections of a paused guest's devices.
+/// Returns the FULL sections of a paused guest's devices.
 fn devices(guest: &dyn Guest) -> Vec<u8> {
     let configuration = Configuration {
         machine: guest.machine().to_owned(),
@@ -80,7 +79,7 @@ fn devices(guest: &dyn Guest) -> Vec<u8> {
     out
 }
 
-/// A save file of a guest, over the channels that `options` say.
+/// Saves a guest to a file, over the channels of `options`.
 fn save(guest: &Probe, options: &Options, folder: &Path) -> std::path::PathBuf {
     let saved = folder.join("saved");
     let outgoing = Outgoing::File {
@@ -112,7 +111,7 @@ fn save(guest: &Probe, options: &Options, folder: &Path) -> std::path::PathBuf {
     saved
 }
 
-/// A control, and what was heard of it.
+/// Returns a control, and its events.
 fn watched() -> (Control, Arc<Mutex<Vec<MigrationEvent>>>) {
     let events = Arc::new(Mutex::new(Vec::new()));
     let heard = Arc::clone(&events);
@@ -120,7 +119,7 @@ fn watched() -> (Control, Arc<Mutex<Vec<MigrationEvent>>>) {
     (control, events)
 }
 
-/// A guest that arrives in a test which may fail: its vCPUs may then wait for pages for ever, and so would its drop.
+/// A guest that arrives in a test that may fail: its vCPUs may then wait for pages forever, as would its drop.
 struct Arriving(Option<Probe>);
 
 impl Arriving {
@@ -145,7 +144,7 @@ impl Drop for Arriving {
     }
 }
 
-/// Ends a migration whose test has failed.
+/// Cancels a migration whose test has failed.
 struct CancelsOnPanic<'a>(&'a Control);
 
 impl Drop for CancelsOnPanic<'_> {
@@ -156,7 +155,7 @@ impl Drop for CancelsOnPanic<'_> {
     }
 }
 
-/// A source that says what it is told to.
+/// A source controlled by a test.
 struct Script<'a> {
     guest: &'a Probe,
     stream: TcpStream,
@@ -171,11 +170,11 @@ impl<'a> Script<'a> {
     }
 
     fn say(&self, bytes: &[u8]) {
-        // A destination that has had enough may be gone.
+        // A destination that has aborted may be gone.
         let _ = (&self.stream).write_all(bytes);
     }
 
-    /// Up to the RAM blocks.
+    /// Returns the bytes up to the RAM blocks.
     fn opening(&self, advise: bool) -> Vec<u8> {
         let configuration = Configuration {
             machine: self.guest.machine().to_owned(),
@@ -204,7 +203,7 @@ impl<'a> Script<'a> {
         out
     }
 
-    /// LISTEN, devices, a PING, RUN, with their length before them.
+    /// Returns LISTEN, devices, a PING, RUN, after their length.
     fn package(&self) -> Vec<u8> {
         let mut package = Vec::new();
         postcopy::put_listen(&mut package);
@@ -214,19 +213,19 @@ impl<'a> Script<'a> {
         packaged(&package)
     }
 
-    /// Everything up to the moment when the guest runs.
+    /// Sends everything up to the start of the guest.
     fn start(&self) {
         let parts = [self.opening(true), self.discards(), self.package()];
         self.say(&parts.concat());
     }
 
-    /// A section with one half of the pages that are not zero.
+    /// Returns a section with one half of the nonzero pages.
     fn half(&self) -> Vec<u8> {
         let all = filled(self.guest);
         self.part(&all[..all.len() / 2])
     }
 
-    /// A section with these pages; zero pages are left out.
+    /// Returns a section with these pages, without zero pages.
     fn part(&self, pages: &[(usize, usize)]) -> Vec<u8> {
         let mut out = vec![2, 0, 0, 0, 0];
         for (block, page) in pages {
@@ -243,7 +242,7 @@ impl<'a> Script<'a> {
         self.say(&the_end());
     }
 
-    /// Reads the return path up to SHUT; its value, and how many pages were asked for.
+    /// Reads the return path up to SHUT; returns its value, and the number of requested pages.
     fn shut(&self) -> (u32, usize) {
         let mut requests = 0;
         loop {
@@ -271,7 +270,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// Reads up to a request; its page.
+    /// Reads up to a request; returns its page.
     fn request(&self) -> usize {
         loop {
             if let Message::Request(page) = self.message() {
@@ -280,7 +279,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// The record of a page of the one RAM block.
+    /// Returns the record of a page of the single RAM block.
     fn alone(&self, page: usize) -> Vec<u8> {
         record(
             self.guest.ram()[0].name(),
@@ -289,7 +288,7 @@ impl<'a> Script<'a> {
         )
     }
 
-    /// Asks which pages have come, and goes on; those that have not.
+    /// Asks for the received pages, and continues; returns the missing ones.
     fn resume(&self) -> Vec<(usize, usize)> {
         let missing = self.ask_what_is_missing();
         self.go_on();
@@ -328,14 +327,14 @@ impl<'a> Script<'a> {
 /// RAM_SAVE_FLAG_EOS and a footer.
 const EOS: [u8; 13] = [0, 0, 0, 0, 0, 0, 0, 0x10, 0x7e, 0, 0, 0, 0];
 
-/// The last section of RAM, and EOF.
+/// Returns the last section of RAM, and EOF.
 fn the_end() -> Vec<u8> {
     [&[3, 0, 0, 0, 0][..], &EOS, &[0]].concat()
 }
 
 enum Message {
     Shut(u32),
-    /// For this page.
+    /// A request for this page.
     Request(usize),
     Other,
 }
@@ -353,7 +352,7 @@ fn packaged(package: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A guest that stands still, and the settings of one to be migrated into.
+/// Returns a paused guest.
 fn paused(kind: hotlift_vmm::GuestKind, settings: &GuestSettings) -> Probe {
     let from = source(kind, settings, Quirks::default());
     from.let_write(50).unwrap();
@@ -429,7 +428,7 @@ fn what_came_before_the_switch_stays_unless_it_was_discarded() {
             let _ends = CancelsOnPanic(&control);
             let script = Script::connect(&from, &address);
             script.say(&script.opening(true));
-            // Every second run of 16 pages comes before; of each, the first half is out of date.
+            // Every second run of 16 pages is sent before; of each, the first half is out of date.
             let all = pages(&from);
             let (early, late): (Vec<_>, Vec<_>) = all
                 .iter()
@@ -486,7 +485,7 @@ fn what_a_vcpu_waits_is_its_own_and_is_counted_where_that_is_asked_for() {
                 let _ends = CancelsOnPanic(&control);
                 let script = Script::connect(&from, &address);
                 script.start();
-                // With one vCPU, whoever asks once the guest runs is the vCPU.
+                // With one vCPU, the first request of the running guest is the vCPU's.
                 reaches(&control, Status::PostcopyActive);
                 script.request();
                 script.say(&script.part(&pages(&from)));
@@ -514,7 +513,7 @@ fn what_a_vcpu_waits_is_its_own_and_is_counted_where_that_is_asked_for() {
     }
 }
 
-/// Sends what `script` says, and hangs up; how the destination ends, which must not have run the guest.
+/// Sends the data of `script`, and closes; returns the destination's error. It must not have run the guest.
 fn refused(options: &Options, quirks: Quirks, script: &dyn Fn(&Script<'_>)) -> MigrationError {
     let kind = hotlift_vmm::GuestKind::Threads;
     let from = paused(kind, &settings());
@@ -568,7 +567,7 @@ fn a_guest_that_cannot_load_or_run_stays_with_its_source() {
         };
         let error = refused(&options(), quirks, &|script| {
             script.start();
-            // Until the destination has made up its mind.
+            // Until the destination has decided.
             let mut rest = Vec::new();
             let _ = (&script.stream).read_to_end(&mut rest);
         });
@@ -671,7 +670,7 @@ fn a_guest_whose_memory_can_have_no_missing_pages_is_refused() {
     if !has_userfault() {
         return;
     }
-    // Nobody may have two: the first one's pages are registered already.
+    // Two are impossible: the first one's pages are registered already.
     let taken = destination(
         hotlift_vmm::GuestKind::Threads,
         &settings(),
@@ -689,11 +688,11 @@ fn a_guest_whose_memory_can_have_no_missing_pages_is_refused() {
     missing.end();
 }
 
-/// Attempts to go on of which the last brings the rest.
+/// Recovery attempts; the last one sends the rest.
 const ATTEMPTS: usize = 4;
 
-/// Starts a guest, breaks the connection by `broken`, and brings it the rest over another, after so many `attempts` in all; what
-/// is `waited` for is asked for there again.
+/// Starts a guest, breaks the connection by `broken`, and sends it the rest over another, after `attempts` attempts in all;
+/// requests that are `waited` for are repeated there.
 fn recovers(waited: bool, attempts: usize, broken: &dyn Fn(&Script<'_>)) {
     if !has_userfault() {
         return;
@@ -722,8 +721,8 @@ fn recovers(waited: bool, attempts: usize, broken: &dyn Fn(&Script<'_>)) {
                 address
             };
             let mut address = wait_again();
-            // The first that connects again says nothing of use, the second goes before it has what it asks for: whoever is
-            // next comes to the same place. The third goes on, and is cut short.
+            // The first new connection sends nothing useful, the second ends before it has its requests: the next one finds the
+            // same state. The third continues, and is cut.
             for attempt in ATTEMPTS - attempts..ATTEMPTS {
                 let script = Script::connect(&from, &address);
                 match attempt {
@@ -746,7 +745,7 @@ fn recovers(waited: bool, attempts: usize, broken: &dyn Fn(&Script<'_>)) {
                 }
                 // The destination may have closed it by now.
                 let _ = script.stream.shutdown(Shutdown::Write);
-                // Until the destination has given it up.
+                // Until the destination has dropped it.
                 let mut rest = Vec::new();
                 let _ = (&script.stream).read_to_end(&mut rest);
                 reaches(&control, Status::PostcopyPaused);
@@ -775,7 +774,7 @@ fn a_source_that_vanishes_after_run_is_recovered_from() {
     });
 }
 
-/// A guest that runs at a destination whose source has gone, with `options`; `then` gets who steers it, and a source.
+/// Runs `then` with a guest at a destination whose source has gone, with `options`; `then` gets its control and a source.
 fn without_source(options: &Options, then: &dyn Fn(&Control, &Probe)) {
     if !has_userfault() {
         return;
@@ -794,7 +793,7 @@ fn without_source(options: &Options, then: &dyn Fn(&Control, &Probe)) {
         drop(script);
         reaches(&control, Status::PostcopyPaused);
         then(&control, &from);
-        // The next that comes is whole.
+        // The next connection is complete.
         let (listener, address) = listen();
         control.recover(listener).expect("it waits");
         let script = Script::connect(&from, &address);
@@ -808,7 +807,7 @@ fn without_source(options: &Options, then: &dyn Fn(&Control, &Probe)) {
     to.check().unwrap();
 }
 
-/// Asks for bitmaps without end and reads none, up to where the destination takes no more.
+/// Requests bitmaps without end and reads none, until the destination's buffers are full.
 fn fill_up(script: &Script<'_>) {
     let mut request = Vec::new();
     let name = script.guest.ram()[0].name();
@@ -828,7 +827,7 @@ fn a_source_that_asks_and_never_hears_does_not_keep_another_from_coming() {
         let (listener, address) = listen();
         control.recover(listener).expect("nothing is agreed yet");
         reaches(control, Status::PostcopyPaused);
-        // It is waited for at the other place, and has gone there, too.
+        // It is awaited at the other place, and has connected there too.
         let script = Script::connect(from, &address);
         script.ask_what_is_missing();
         drop(script);
@@ -913,7 +912,7 @@ fn what_is_waited_for_comes_on_a_connection_of_its_own_also_behind_the_end_of_ma
             script.say(&[script.discards(), script.package()].concat());
             let asked = script.request();
             (&preempt).write_all(&script.alone(asked)).unwrap();
-            // The guest has gone on, to a page that then comes over another pair of connections.
+            // The guest continues, to a page that then comes over another pair of connections.
             script.request();
             preempt.shutdown(Shutdown::Both).unwrap();
             reaches(&control, Status::PostcopyPaused);
@@ -932,7 +931,7 @@ fn what_is_waited_for_comes_on_a_connection_of_its_own_also_behind_the_end_of_ma
                 .for_each(|(_, page)| part.extend(script.alone(*page)));
             part.extend(EOS);
             script.say(&part);
-            // The end comes with a PING: whoever has answered that has read both.
+            // The end comes with a PING: its answer proves that both were read.
             let mut end = Vec::new();
             Command::Ping(9).encode(&mut end);
             end.extend(the_end());
@@ -959,7 +958,7 @@ fn a_page_that_never_comes_behind_the_end_of_main_pauses_the_migration() {
     };
     let kind = hotlift_vmm::GuestKind::Threads;
     let from = paused(kind, &settings());
-    // Its threads wait for pages for as long as this process lives.
+    // Its threads wait for pages until this process ends.
     let to = Box::leak(Box::new(destination(kind, &settings(), Quirks::default())));
     let (listener, address) = listen();
     let control = Control::new();
@@ -974,7 +973,7 @@ fn a_page_that_never_comes_behind_the_end_of_main_pauses_the_migration() {
         script.request();
         script.end();
         reaches(&control, Status::PostcopyPaused);
-        // A source that resumes without that connection is given up, too.
+        // A source that resumes without that connection is dropped too.
         let (listener, address) = listen();
         control.recover(listener).expect("it waits");
         let script = Script::connect(&from, &address);
@@ -1014,7 +1013,7 @@ fn who_calls_off_a_guest_that_waits_for_pages_is_told_that_they_are_missing() {
     }
     let kind = hotlift_vmm::GuestKind::Threads;
     let from = paused(kind, &settings());
-    // Its threads wait for pages for as long as this process lives.
+    // Its threads wait for pages until this process ends.
     let to = Box::leak(Box::new(destination(kind, &settings(), Quirks::default())));
     let (listener, address) = listen();
     let (options, control) = (options(), Control::new());

@@ -1,4 +1,4 @@
-//! A postcopy between two Hotlifts: its second connection, words that are lost, and who is let in when it goes on.
+//! A postcopy between two Hotlifts: its second connection, lost messages, and admission at a recovery.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -24,10 +24,10 @@ fn options() -> Options {
     }
 }
 
-/// What happens to main where these bytes come by.
+/// Effect on the main channel where these bytes pass.
 struct Where {
     bytes: &'static [u8],
-    /// From the destination to the source.
+    /// True from the destination to the source.
     back: bool,
     then: Then,
     happened: AtomicBool,
@@ -35,11 +35,11 @@ struct Where {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Then {
-    /// The last of them is changed.
+    /// Their last byte is changed.
     Flip,
-    /// The same, and nothing is answered from then on.
+    /// The same, and all later answers are dropped.
     FlipAndCut,
-    /// They are not all passed on, and the connection ends.
+    /// They do not pass completely, and the connection ends.
     Cut,
 }
 
@@ -74,7 +74,7 @@ impl Rule for Where {
         let found = last
             .windows(self.bytes.len())
             .position(|it| it == self.bytes);
-        // A whole match ends in what has come now.
+        // A complete match ends in the new bytes.
         let end = found.map(|start| start + self.bytes.len() - before);
         let excess = last.len().saturating_sub(self.bytes.len() - 1);
         last.drain(..excess);
@@ -90,7 +90,7 @@ impl Rule for Where {
     }
 }
 
-/// A migration that goes over to postcopy at once, through a proxy with this rule.
+/// Runs a migration that switches to postcopy at once, through a proxy with this rule.
 fn through(rule: Where, kind: GuestKind, options: &Options) -> (Probe, Probe, Ended) {
     let source = rig::source(kind, &settings(), Quirks::default());
     let target = destination(kind, &settings(), Quirks::default());
@@ -124,7 +124,7 @@ fn a_source_whose_destination_has_all_pages_learns_it_though_the_word_is_lost() 
     }
 }
 
-/// In the package: the name of the first device, which nothing but the checksum confirms before it is loaded.
+/// Name of the first device in the package; only the checksum covers it before it is loaded.
 const DEVICE: &[u8] = b"hotlift/guest";
 
 #[test]
@@ -140,14 +140,14 @@ fn a_damaged_package_is_refused_before_the_guest_runs_and_the_source_learns_it_i
     }
 }
 
-/// A guest that has left for `target`, where it lacks pages; `goes_on` says how they get on.
+/// Returns a guest that runs at `target` with missing pages; `goes_on` defines the recovery.
 fn paused(
     (source, target): (&Probe, &Probe),
     options: &Options,
     controls: &[Control; 2],
     goes_on: impl FnOnce() + Send,
 ) -> Ended {
-    // The background takes seconds.
+    // The background transfer takes seconds.
     let slow = Options {
         max_postcopy_bandwidth: 1 << 20,
         ..options.clone()
@@ -193,7 +193,7 @@ fn a_postcopy_that_is_paused_goes_on_with_its_source_whoever_connects_before() {
                 let (again, to) = listen();
                 controls[1].recover(again).unwrap();
                 let silent = connect(&to);
-                // A source that goes on, and does not know of which migration.
+                // A recovering source that does not know its migration.
                 for words in [
                     &b"\x08\0\x0a\0\x07\x06pc.ram"[..],
                     b"QEVM\0\0\0\x03\x07\0\0",
@@ -239,7 +239,7 @@ fn pages_of_one_guest_do_not_go_to_another_that_waits_too() {
             let (source, target) = &guests[0];
             paused((source, target), &options(), &controls[0], move || {
                 let theirs = waiting.recv().unwrap();
-                // Where the other guest waits.
+                // The address where the other guest waits.
                 assert!(controls[0][0].resume(&theirs));
                 until_turned_away(&controls[1][1], "another migration's token");
                 reaches(&controls[0][0], Status::PostcopyPaused);

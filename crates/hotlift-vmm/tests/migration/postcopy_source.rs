@@ -1,5 +1,4 @@
-//! A guest that leaves before its pages do: what its source sends, to whom it belongs when something breaks, and how it
-//! goes on.
+//! A postcopy source: the bytes it sends, the owner of the guest after a failure, and the recovery.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -30,13 +29,13 @@ fn options() -> Options {
         multifd: Some(false),
         postcopy_ram: true,
         max_bandwidth: 0,
-        // Some dirty pages never fit it.
+        // Never enough for some dirty pages.
         downtime_limit: Duration::ZERO,
         ..Options::default()
     }
 }
 
-/// What a destination has read.
+/// Items that a destination reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Seen {
     Discard,
@@ -52,7 +51,7 @@ enum Seen {
     Closed,
 }
 
-/// A destination that does as a test says, as QEMUs do: it has memory, and no guest.
+/// A destination controlled by a test, like QEMU: it has memory, but no guest.
 struct Script {
     stream: TcpStream,
     decoder: MainDecoder,
@@ -80,7 +79,7 @@ impl Script {
         }
     }
 
-    /// The same with another connection.
+    /// Returns the same destination with another connection.
     fn reconnected(mut self, listener: &TcpListener) -> Self {
         self.decoder.reconnect();
         self.stream = listener.accept().unwrap().0;
@@ -95,7 +94,7 @@ impl Script {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    /// Reads one thing. What is a page or a discard is done.
+    /// Reads one item. Applies pages and discards.
     fn next(&mut self) -> Seen {
         loop {
             let step = self.decoder.next(&self.unread).unwrap();
@@ -183,7 +182,7 @@ impl Script {
         }
     }
 
-    /// Up to RUN; the PING that asks whether the devices are loaded is not answered.
+    /// Reads up to RUN; does not answer the PING that asks for the loaded devices.
     fn up_to_run(&mut self) -> u32 {
         self.until(|seen| seen == Seen::Packaged);
         let Seen::Ping(loaded) = self.until(|seen| matches!(seen, Seen::Ping(_))) else {
@@ -210,7 +209,7 @@ impl Script {
         });
     }
 
-    /// Says that it has everything, once it has, and compares it with what there was to be had.
+    /// Reports completion, once all pages are there, and compares them with the source's.
     fn completes(mut self, source: &Probe) {
         self.until(|seen| seen == Seen::Eof);
         self.say(ReturnMessage::Shut(0));
@@ -224,7 +223,7 @@ impl Script {
         }
     }
 
-    /// What a destination says whose source has come back.
+    /// Sends the messages of a destination whose source has returned.
     fn says_what_it_has(&mut self) {
         loop {
             match self.next() {
@@ -252,7 +251,7 @@ impl Script {
     }
 }
 
-/// The connection for pages that are asked for.
+/// The connection for requested pages.
 struct Preempt {
     stream: TcpStream,
     decoder: PreemptDecoder,
@@ -271,7 +270,7 @@ impl Preempt {
         }
     }
 
-    /// The next page is this one, and has its place from here on: main must not bring it.
+    /// Expects this page next, and stores it: main must not send it again.
     fn brings(&mut self, place: (usize, usize), script: &mut Script) {
         loop {
             match self.decoder.next(&self.unread) {
@@ -313,7 +312,7 @@ fn port() -> (TcpListener, Address) {
     (listener, address.parse().unwrap())
 }
 
-/// A guest that runs, and that has its migration of `control` go over to postcopy behind the first round.
+/// Starts a guest whose migration of `control` switches to postcopy after the first round.
 fn leaves(kind: GuestKind, control: &Control) -> Probe {
     let control = control.clone();
     let quirks = Quirks {
@@ -329,7 +328,7 @@ fn leaves(kind: GuestKind, control: &Control) -> Probe {
     rig::source(kind, &settings(), quirks)
 }
 
-/// A migration of a guest of that kind to what `destination` does: the guest, and what came of it.
+/// Migrates a guest of that kind to the destination `destination`; returns the guest and the outcome.
 fn migrates(
     kind: GuestKind,
     options: &Options,
@@ -355,13 +354,13 @@ fn what_is_asked_for_comes_even_while_devices_load_and_each_page_comes_once() {
             let loaded = script.up_to_run();
             let missing = script.missing();
             assert!(!missing.is_empty() && missing.len() < 2048, "{missing:?}");
-            // The background comes once the devices are loaded: these come because they are asked for.
+            // The background transfer starts once the devices are loaded: these pages come because of the requests.
             for page in missing.iter().rev().take(3) {
                 script.ask_for(*page);
                 script.until(|seen| seen == Seen::Page);
                 assert!(script.ram[page.0][page.1].is_some(), "{page:?}");
             }
-            // A page that it has is the source's to send again: it was lost on the way to its place.
+            // The source must resend a page that the destination has: it was lost before it was placed.
             let there = (0, (0..2048).find(|page| script.ram[0][*page].is_some()));
             let there = (there.0, there.1.unwrap());
             if !missing.contains(&there) {
@@ -382,7 +381,7 @@ fn what_is_asked_for_comes_even_while_devices_load_and_each_page_comes_once() {
 
 #[test]
 fn what_is_asked_for_comes_on_a_connection_of_its_own_and_again_on_the_next() {
-    // The background is far from what is asked for.
+    // The background transfer is far from the requested pages.
     let slow = Options {
         postcopy_preempt: true,
         max_postcopy_bandwidth: 64 << 10,
@@ -406,7 +405,7 @@ fn what_is_asked_for_comes_on_a_connection_of_its_own_and_again_on_the_next() {
             assert!(control.resume(&to));
             script = script.reconnected(&again);
             script.says_what_it_has();
-            // It is there before the source goes on.
+            // It exists before the source continues.
             again.set_nonblocking(true).unwrap();
             let mut preempt = Preempt::accept(&again, source);
             script.ask_for(before_last);
@@ -447,7 +446,7 @@ fn a_lost_connection_leaves_the_guest_there_and_another_brings_the_rest() {
             script.ask_for(page);
             script.until(|seen| seen == Seen::Page);
             let (again, to) = port();
-            // Twice: the second is lost before anything was said.
+            // Twice: the second is lost before any message.
             for lost in [true, false] {
                 script.stream.shutdown(Shutdown::Both).unwrap();
                 reaches(control, Status::PostcopyPaused);
@@ -473,7 +472,7 @@ fn whoever_gives_a_paused_postcopy_up_leaves_the_guest_stopped() {
         let (source, outcome) = migrates(kinds()[0], &options(), |listener, _, control| {
             let mut script = Script::accept(&listener);
             script.up_to_run();
-            // A QEMU says so of a guest that has run, too.
+            // A QEMU also reports this for a guest that has run.
             script.say(ReturnMessage::Shut(1));
             if is_known_to_run {
                 drop(script.stream.shutdown(Shutdown::Both));

@@ -19,7 +19,7 @@ pub type Sync = Box<
         + std::marker::Sync,
 >;
 
-/// Whether a [`Probe`] does as asked.
+/// Obedience of a [`Probe`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Obeys {
     #[default]
@@ -40,7 +40,7 @@ impl Obeys {
     }
 }
 
-/// What a [`Probe`] does differently from its guest.
+/// Deviations of a [`Probe`] from its guest.
 #[derive(Default)]
 pub struct Quirks {
     pub machine: Option<&'static str>,
@@ -54,7 +54,7 @@ pub struct Quirks {
     pub announced: Option<Sender<()>>,
 }
 
-/// A guest, whether it runs, and its quirks.
+/// A guest, its run state, and its quirks.
 pub struct Probe {
     pub guest: Box<dyn BuiltinGuest>,
     pub quirks: Quirks,
@@ -79,12 +79,12 @@ impl Probe {
         self.runs.store(true, Ordering::SeqCst);
     }
 
-    /// Whether it was last told to run.
+    /// Returns true if the last command was to run.
     pub fn runs(&self) -> bool {
         self.runs.load(Ordering::SeqCst)
     }
 
-    /// How much of its time was to be taken from it, each time that it was told.
+    /// Returns the requested throttles, one per call.
     pub fn throttles(&self) -> Vec<u8> {
         self.throttles.lock().unwrap().clone()
     }
@@ -94,7 +94,7 @@ impl Probe {
         let_write(&*self.guest, more)
     }
 
-    /// Pauses it, checks its memory, lets it run again.
+    /// Pauses it, checks its memory, resumes it.
     pub fn check(&self) -> Result<(), String> {
         let text = |error: &dyn std::error::Error| format!("{error}, since {:?}", error.source());
         self.pause().map_err(|error| text(&error))?;
@@ -116,8 +116,8 @@ pub fn let_write(guest: &dyn BuiltinGuest, more: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes a migration with a downtime limit of 0 take exactly three rounds, each with pages to send:
-/// what is dirty after the second is told only when the guest stands still.
+/// Makes a migration with a downtime limit of 0 take exactly three rounds, each with pages to send: the dirty pages after the
+/// second are reported only when the guest is paused.
 pub fn three_rounds() -> Sync {
     Box::new(|guest, number, into| {
         if number < 3 {
@@ -130,8 +130,8 @@ pub fn three_rounds() -> Sync {
     })
 }
 
-/// Makes sure that the first round leaves pages to send, more than fit a downtime limit of some ms,
-/// however little of the machine the guest gets.
+/// Ensures that the first round leaves pages to send, more than fit a downtime limit of some ms, even if the guest gets little
+/// CPU time.
 pub fn busy_first_round() -> Sync {
     Box::new(|guest, number, into| {
         if number == 1 {

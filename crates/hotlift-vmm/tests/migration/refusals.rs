@@ -1,4 +1,4 @@
-//! Two ends that do not agree: refused with both values named, and the guest runs on.
+//! Incompatible ends: refused with both values named, and the guest continues.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn options() -> Options {
     }
 }
 
-/// Sees that the source's guest runs on and that one of the two errors has all of `words`.
+/// Checks that the source's guest continues and that one of the two errors contains all of `words`.
 fn expect_refusal(what: &str, ended: &Ended, source: &Probe, destination: &Probe, words: &[&str]) {
     assert_eq!(
         ended.holder(source, destination),

@@ -1,4 +1,4 @@
-//! Both ends of a migration, and who has the guest afterwards.
+//! Both ends of a migration, and the final location of the guest.
 
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::os::fd::OwnedFd;
@@ -23,11 +23,10 @@ use rustix::net::{
 
 use crate::probe::{Probe, Quirks};
 
-/// Far beyond what any of these migrations takes. One that lasts longer is cancelled and counts as
-/// hung.
+/// Far beyond the duration of any of these migrations. A longer one is cancelled and counts as hung.
 pub const BOUND: Duration = Duration::from_secs(60);
 
-/// Whether this host can have missing pages; says if it cannot.
+/// Returns true if this host supports missing pages; prints if not.
 pub fn has_userfault() -> bool {
     match probe_userfault() {
         Ok(_) => true,
@@ -47,7 +46,7 @@ pub fn reaches(control: &Control, status: Status) {
     }
 }
 
-/// The guests that this machine can run; says which it cannot.
+/// Returns the guests that this machine can run; prints the others.
 pub fn kinds() -> Vec<GuestKind> {
     match best_kind() {
         (GuestKind::Kvm, _) => GuestKind::ALL.to_vec(),
@@ -58,7 +57,7 @@ pub fn kinds() -> Vec<GuestKind> {
     }
 }
 
-/// A small guest with 1 MiB that it writes to.
+/// Returns settings of a small guest with 1 MiB of working set.
 pub fn settings() -> GuestSettings {
     GuestSettings {
         ram_bytes: 8 << 20,
@@ -72,7 +71,7 @@ pub fn settings() -> GuestSettings {
     }
 }
 
-/// A guest that runs.
+/// Returns a running guest.
 pub fn source(kind: GuestKind, settings: &GuestSettings, quirks: Quirks) -> Probe {
     let guest = create(kind, settings).unwrap();
     guest
@@ -88,7 +87,7 @@ pub fn source(kind: GuestKind, settings: &GuestSettings, quirks: Quirks) -> Prob
     probe
 }
 
-/// RAM blocks as the stream has them.
+/// Returns RAM blocks in the stream's form.
 pub fn blocks(guest: &dyn Guest) -> Vec<RamBlockEntry> {
     let blocks = guest.ram().iter();
     blocks
@@ -96,7 +95,7 @@ pub fn blocks(guest: &dyn Guest) -> Vec<RamBlockEntry> {
         .collect()
 }
 
-/// A guest to be migrated into.
+/// Returns a guest as the target of a migration.
 pub fn destination(kind: GuestKind, settings: &GuestSettings, quirks: Quirks) -> Probe {
     Probe::new(create(kind, settings).unwrap(), quirks)
 }
@@ -112,8 +111,7 @@ pub fn listen() -> (Listener, Address) {
     (listener, address)
 }
 
-/// A socket at `path`, or on a port of the system's choice, that has room for one connection, which nobody
-/// takes.
+/// Returns a socket at `path`, or on a port of the system's choice, whose queue of one connection is never accepted.
 pub fn listen_without_room(path: Option<&Path>) -> (OwnedFd, Address) {
     let family = path.map_or(AddressFamily::INET, |_| AddressFamily::UNIX);
     let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
@@ -133,24 +131,24 @@ pub fn listen_without_room(path: Option<&Path>) -> (OwnedFd, Address) {
     (socket, address.parse().unwrap())
 }
 
-/// Waits until somebody has connected.
+/// Waits until a client has connected.
 pub fn wait_readable(socket: &OwnedFd) {
     let mut fds = [PollFd::new(socket, PollFlags::IN)];
     let bound = Timespec::try_from(BOUND).unwrap();
     assert_eq!(rustix::event::poll(&mut fds, Some(&bound)), Ok(1));
 }
 
-/// How both ends of a migration came back.
+/// Results of both ends of a migration.
 pub struct Ended {
     pub source: Result<SourceReport, MigrationError>,
     pub destination: Result<DestinationReport, MigrationError>,
-    /// It had to be cancelled.
+    /// True if it had to be cancelled.
     pub hung: bool,
-    /// How long the slower end took.
+    /// Duration of the slower end.
     pub took: Duration,
 }
 
-/// One migration, both ends with the same options.
+/// Runs one migration, both ends with the same options.
 pub fn migrate(
     source: &Probe,
     destination: &Probe,
@@ -170,7 +168,7 @@ pub fn migrate(
     )
 }
 
-/// One migration over a port of the system's choice; `options` are the source's and the destination's.
+/// Runs one migration over a port of the system's choice; `options` are the source's and the destination's.
 pub fn between(source: &Probe, destination: &Probe, options: [&Options; 2]) -> Ended {
     let (listener, to) = listen();
     let controls = [Control::new(), Control::new()];
@@ -185,7 +183,7 @@ pub fn between(source: &Probe, destination: &Probe, options: [&Options; 2]) -> E
     )
 }
 
-/// One migration; `options` and `controls` are the source's and the destination's.
+/// Runs one migration; `options` and `controls` are the source's and the destination's.
 pub fn run(
     source: &Probe,
     destination: &Probe,
@@ -206,7 +204,7 @@ pub fn run(
         });
         let here = scope.spawn(move || {
             let outcome = hotlift::migrate(source, to, options[0], &controls[0], on_progress);
-            // A destination that has seen nothing of a migration goes on waiting for one.
+            // A destination that has seen no migration keeps waiting for one.
             if outcome.is_err() && controls[1].status() == Status::Setup {
                 controls[1].cancel();
             }
@@ -221,7 +219,7 @@ pub fn run(
                 controls.iter().for_each(Control::cancel);
                 let _ = ends.recv();
             }
-            // A source that cannot connect leaves nobody for the destination to hear of.
+            // If the source cannot connect, the destination learns of nothing.
             grace = BOUND.saturating_sub(start.elapsed());
         }
         Ended {
@@ -233,7 +231,7 @@ pub fn run(
     })
 }
 
-/// Which side has the guest.
+/// Side that has the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holder {
     Source,
@@ -241,8 +239,8 @@ pub enum Holder {
 }
 
 impl Ended {
-    /// Who has the guest. An error if it is both or none, if the memory is not what it must be, or
-    /// if what the two sides returned does not fit.
+    /// Returns the side with the guest. An error if it is both or none, if the memory is wrong, or if the results of the two
+    /// sides are inconsistent.
     pub fn holder(&self, source: &Probe, destination: &Probe) -> Result<Holder, String> {
         if self.hung {
             return Err("it hung".to_owned());
@@ -268,7 +266,7 @@ impl Ended {
         }
     }
 
-    /// Asserts that the guest has arrived whole and that both sides counted the same pages; what they report.
+    /// Asserts that the guest has arrived whole and that both sides counted the same pages; returns their reports.
     pub fn arrived(
         self,
         source: &Probe,
@@ -289,7 +287,7 @@ impl Ended {
         (sent, received)
     }
 
-    /// Asserts that the guest has stayed, whole; what both sides say of it.
+    /// Asserts that the guest has stayed, whole; returns both sides' errors.
     pub fn stayed(&self, source: &Probe, destination: &Probe) -> (String, String) {
         let errors = self.errors();
         let holder = self.holder(source, destination);
@@ -297,7 +295,7 @@ impl Ended {
         errors
     }
 
-    /// Both errors in one line each.
+    /// Returns both errors, each in one line.
     pub fn errors(&self) -> (String, String) {
         let line =
             |error: Option<&MigrationError>| error.map_or("ok".to_owned(), MigrationError::chain);
@@ -307,7 +305,7 @@ impl Ended {
         )
     }
 
-    /// Whether either end noticed only because its patience was at an end.
+    /// Returns true if either end detected the fault only by a timeout.
     pub fn timed_out(&self) -> bool {
         let timeout = |error: &MigrationError| {
             matches!(error, MigrationError::Timeout { .. })

@@ -1,4 +1,4 @@
-//! What is changed while a migration runs takes effect in it.
+//! Changes during a migration take effect in it.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::probe::Quirks;
 use crate::rig::{self, settings};
 use hotlift_testkit::alone;
 
-/// The guest dirties its whole MiB again in each round, which never fits a downtime of 0 ms, and at this
+/// Returns options without convergence: the guest dirties its MiB in each round, which never fits a downtime of 0 ms. At this
 /// bandwidth the first round takes minutes.
 fn endless() -> Options {
     Options {

@@ -1,4 +1,4 @@
-//! When the guest is stopped.
+//! Time of the guest's stop.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::probe::Quirks;
 use crate::rig::{self, settings};
 use hotlift_testkit::alone;
 
-/// Reports while the destination's answer is held back; a source that does not wait for it makes none.
+/// Reports while the destination's answer is held; a source that does not wait for it makes none.
 const REPORTS: u32 = 3;
 
 #[test]

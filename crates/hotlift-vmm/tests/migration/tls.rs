@@ -1,4 +1,4 @@
-//! TLS between two guests: whatever is sent arrives, and who does not belong gets nothing.
+//! TLS between two guests: all data arrives, and unauthenticated peers get nothing.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -61,7 +61,7 @@ fn a_guest_arrives_over_tls_whatever_is_sent() {
     census.expect_unchanged();
 }
 
-/// Migrates to a destination that lets nobody in: the source's error, and why the destination turned it away.
+/// Migrates to a destination that rejects all clients; returns the source's error and the reason of the rejection.
 fn turned_away(ours: &Options, theirs: &Options) -> (MigrationError, String) {
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -71,7 +71,7 @@ fn turned_away(ours: &Options, theirs: &Options) -> (MigrationError, String) {
     let failed = thread::scope(|scope| {
         let waiting = scope.spawn(|| receive(&destination, listener, theirs, &control));
         let failed = migrate(&source, &to, ours, &Control::new(), &|_| {}).unwrap_err();
-        // The source may know of it first.
+        // The source may learn of it first.
         until_turned_away(&control, "");
         control.cancel();
         assert!(matches!(
@@ -151,17 +151,17 @@ fn keys_that_change_every_hundred_records_lose_nothing() {
     assert!(log.forth > 1000, "a key for all of them: {log:?}");
 }
 
-/// Length of the record in which a channel says what it is: header, type and tag besides (RFC 8446, section 5.2).
+/// Length of the record with a channel's opening, including header, type and tag (RFC 8446, section 5.2).
 const OPENING_RECORD: usize = 5 + INITIAL_PACKET_LEN + 1 + 16;
 
-/// Connections that a source makes before that of channel 1.
+/// Connections of a source before that of channel 1.
 const BEFORE_CHANNEL_1: usize = 2;
 
 /// Holds channel 1 from its first byte on, once channel 0 is open.
 #[derive(Default)]
 struct HoldsChannel1 {
     connections: AtomicUsize,
-    /// Both connections before channel 1 have gone on with all that is sent on them until then.
+    /// True after both connections before channel 1 have passed all data sent until then.
     is_channel_0_open: AtomicBool,
 }
 
@@ -195,7 +195,7 @@ impl Rule for HoldsChannel1 {
     }
 }
 
-/// Whoever connects to `to` as channel 1 with the certificate of `folder`.
+/// Connects to `to` as channel 1 with the certificate of `folder`.
 fn channel_1_of(folder: &Path, to: &Address) -> Stream {
     let tls = of_options(&options(folder, &[]), to).unwrap().unwrap();
     let stream = to.connect(Duration::from_secs(10)).unwrap();
@@ -214,7 +214,7 @@ fn channel_1_of(folder: &Path, to: &Address) -> Stream {
     stream
 }
 
-/// Waits until `control` has turned somebody away for a reason with these words.
+/// Waits until `control` has rejected a client for a reason with these words.
 pub fn until_turned_away(control: &Control, words: &str) {
     let deadline = Instant::now() + BOUND;
     while !control.turned_away().keys().any(|why| why.contains(words)) {
@@ -223,8 +223,8 @@ pub fn until_turned_away(control: &Control, words: &str) {
     }
 }
 
-/// A migration whose channel 1 is held until `meanwhile`, which gets the destination's address and both controls, is over,
-/// and longer if that says so; the destination's control.
+/// Runs a migration whose channel 1 is held until `meanwhile` returns, and longer if it says so. `meanwhile` gets the
+/// destination's address and both controls. Returns the destination's control.
 fn with_a_late_channel(
     [source, destination]: [&Probe; 2],
     [ours, theirs]: [&Options; 2],
@@ -251,7 +251,7 @@ fn with_a_late_channel(
     (ended, there)
 }
 
-/// What becomes of a late channel.
+/// Outcome of a late channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Late {
     Comes,
@@ -333,7 +333,7 @@ fn a_cancel_is_heard_in_the_handshake_of_a_late_channel() {
     alone!();
     let pki = Pki::new();
     let mut options = options(&pki.host("127.0.0.1"), &[("multifd-channels", "2")]);
-    // So that it is not the handshake's time that ends it.
+    // So that the handshake timeout does not end it.
     options.handshake_timeout = 2 * BOUND;
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -371,7 +371,7 @@ fn a_refusal_over_tls_is_heard_while_channels_are_connected() {
     }
 }
 
-/// A guest that goes through one fault after the other.
+/// A guest that goes through a sequence of faults.
 struct Course {
     options: Options,
     source: Arc<Probe>,
@@ -389,7 +389,7 @@ impl Course {
         }
     }
 
-    /// A migration with `fault`; the guest is in `self.source` afterwards, wherever it was.
+    /// Migrates with `fault`; the guest is in `self.source` afterwards, on either side before.
     fn migrate(&mut self, fault: Option<Fault>) -> (Log, Result<Holder, String>) {
         let destination = rig::destination(GuestKind::Threads, &settings(), quirks());
         let (listener, address) = rig::listen();
@@ -413,7 +413,7 @@ impl Course {
         match holder {
             Ok(Holder::Destination) => self.to_destination += 1,
             Ok(Holder::Source) if log.fired => {}
-            // The last records of a connection are not the same in every migration.
+            // The last records of a connection vary between migrations.
             Ok(Holder::Source) => self.problems.push(format!("{fault:?}: no fault, no guest")),
             Err(problem) => self.problems.push(format!("{fault:?}: {problem}")),
         }
@@ -488,11 +488,11 @@ fn whatever_is_done_to_a_record_leaves_one_guest() {
     census.expect_unchanged();
 }
 
-/// Connections of strangers in a migration: a sample that takes each place several times. That no number of them takes more
-/// than all places is proven by `hotlift-net/src/admission/places.rs`.
+/// Connections of unknown clients in a migration: a sample that takes each place several times.
+/// `hotlift-net/src/admission/places.rs` proves that any number of them takes at most all places.
 const STRANGERS: usize = 512;
 
-/// So many come at once. A connection that the listener's queue has no room for takes a second.
+/// Concurrent connections. A connection that overflows the listener's queue takes a second.
 const CROWD: usize = 16;
 
 #[test]
@@ -500,7 +500,7 @@ fn strangers_that_never_finish_a_handshake_cost_a_migration_nothing() {
     alone!();
     let census = Census::take();
     let pki = Pki::new();
-    // Slow enough that all of them come while it runs.
+    // Slow enough that all of them connect while it runs.
     let mut ours = options(&pki.host("127.0.0.1"), &[("max-bandwidth", "1M")]);
     ours.downtime_limit = Duration::ZERO;
     let mut fast = ours.clone();
@@ -522,7 +522,7 @@ fn strangers_that_never_finish_a_handshake_cost_a_migration_nothing() {
                 thread::yield_now();
                 continue;
             }
-            // A record header that announces a ClientHello, and nothing behind it.
+            // A record header that announces a ClientHello, without data after it.
             let hello = [0x16, 0x03, 0x01, 0x02, 0x00, 0x01];
             let said = TcpStream::connect(("127.0.0.1", port))
                 .and_then(|mut stranger| stranger.write_all(&hello));
@@ -534,7 +534,7 @@ fn strangers_that_never_finish_a_handshake_cost_a_migration_nothing() {
         let strangers: Vec<_> = (0..CROWD).map(|_| scope.spawn(come)).collect();
         let all = scope.spawn(|| {
             let came: usize = strangers.into_iter().map(|one| one.join().unwrap()).sum();
-            // The rest of the guest may go as fast as it can.
+            // The rest of the guest may be sent at full speed.
             controls[0].change(&fast);
             came
         });

@@ -1,5 +1,5 @@
-//! Ways a migration ends before its time without a fault of the wire: cancel, a guest that does not
-//! do as asked, and others who knock at the destination's door.
+//! Early ends of a migration without a fault of the wire: cancel, a guest that fails, and unknown clients that connect to the
+//! destination.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -24,7 +24,7 @@ fn options() -> Options {
     }
 }
 
-/// For what is only noticed when somebody's patience is at an end.
+/// Returns options with short timeouts, for faults that only a timeout detects.
 fn impatient() -> Options {
     Options {
         handshake_timeout: Duration::from_secs(2),
@@ -32,7 +32,7 @@ fn impatient() -> Options {
     }
 }
 
-/// So slow that the first round does not end before somebody acts.
+/// Returns options so slow that the first round does not end before the test acts.
 fn slow() -> Options {
     Options {
         max_bandwidth: 256 << 10,
@@ -267,7 +267,7 @@ fn strangers_end_no_migration() {
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         &[0; 4096],
         &opening,
-        // Half a word, and none.
+        // A partial message, and none.
         b"\x11\x22\x33",
         b"",
     ];
@@ -295,7 +295,7 @@ fn strangers_end_no_migration() {
     census.expect_unchanged();
 }
 
-/// With much to send, nothing but the length itself is on its way on main.
+/// With much data to send, only the length itself is in transit on main.
 #[test]
 fn a_damaged_length_on_main_does_not_hang_a_long_round() {
     alone!();
@@ -329,7 +329,7 @@ fn a_damaged_length_on_main_does_not_hang_a_long_round() {
     census.expect_unchanged();
 }
 
-/// A thread of its own finds it, while others work on and the main thread reads on.
+/// A separate thread detects it, while others work and the main thread continues to read.
 #[test]
 fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
     alone!();
@@ -342,7 +342,7 @@ fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
             ("compress", "on"),
             ("compress-threads", threads),
             ("decompress-threads", threads),
-            // Pages of zeros are streams, too: any record will do.
+            // Pages of zeros are streams too: any record is suitable.
             ("zero-page-detection", "none"),
         ] {
             options.set(name, value).unwrap();
@@ -354,7 +354,7 @@ fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
             back: false,
             name: format!("page #{number}"),
         };
-        // Behind offset and length: the first byte of the stream.
+        // After offset and length: the first byte of the stream.
         let action = Action::Flip {
             byte: 12,
             mask: 0x80,
@@ -364,7 +364,7 @@ fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
         let ended = rig::migrate(&source, &destination, listener, &to, &options);
         assert!(proxy.finish().into_log().fired);
         let errors = ended.stayed(&source, &destination);
-        // A page that does not shrink is no stream: the section's checksum shows that.
+        // A page that does not shrink is no stream: the section's checksum detects the damage.
         let named = |error: &str| {
             error.contains("of RAM block") && error.contains("no complete zlib stream")
                 || error.contains("checksum of the main channel")
@@ -402,7 +402,7 @@ fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_gues
     census.expect_unchanged();
 }
 
-/// Its own connections are all that a queue without room has room for.
+/// Its own connections fill the whole accept queue.
 #[test]
 fn a_cancel_ends_a_migration_to_where_nobody_takes_its_connections() {
     alone!();

@@ -1,4 +1,4 @@
-//! XBZRLE: pages that were sent before go out as what has changed of them, and arrive whole.
+//! XBZRLE: pages that were sent before are sent as deltas, and arrive whole.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn a_guest_arrives_whole_as_deltas_whatever_the_cache() {
     let census = Census::take();
     for kind in rig::kinds() {
         for (mode, _, devices) in ZERO_PAGE_DETECTION {
-            // More than the guest has, less than it writes to, and next to nothing.
+            // More than the guest has, less than it writes to, and almost none.
             for cache in ["64M", "256K", "4K"] {
                 if *devices {
                     continue;
@@ -89,8 +89,7 @@ fn the_first_round_goes_out_whole_and_the_last_as_deltas() {
         );
         let (report, _) = ended.arrived(&source, &destination, &kind.to_string());
         let figures = report.xbzrle.unwrap();
-        // The counters and tables that the guest changes with every write: cached in round 2, and found
-        // again in round 3.
+        // The counters and tables that the guest changes with every write: cached in round 2, and found in round 3.
         assert!(figures.cache_misses > 0 && figures.pages > 0, "{figures:?}");
         assert_eq!(report.rounds, 3);
         assert_eq!(report.bytes.multifd, 0);
