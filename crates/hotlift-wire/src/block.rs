@@ -1,4 +1,4 @@
-//! RAM blocks as the wire knows them: a name and a length that page offsets are held against.
+//! RAM blocks on the wire: a name, and a length that bounds page offsets.
 
 use crate::WireError;
 use crate::reader::as_u64;
@@ -10,15 +10,15 @@ pub struct RamBlockEntry {
     pub name: String,
     /// Length in bytes (`used_length`), a positive multiple of the page size.
     pub used_length: u64,
-    /// Size in bytes of the pages that the host has it in, a power of two: postcopy places none of them in part. More than
+    /// Size in bytes of the host's pages for the block, a power of two: postcopy places only whole ones. More than
     /// [`PAGE_SIZE`](crate::PAGE_SIZE) only where postcopy may follow.
     pub page_size: u64,
-    /// Guest physical address, which only streams with capability `x-ignore-shared` carry.
+    /// Guest physical address, only in streams with capability `x-ignore-shared`.
     pub guest_address: Option<u64>,
 }
 
 impl RamBlockEntry {
-    /// An entry as an ordinary stream (without `x-ignore-shared`) has it.
+    /// Creates an entry of an ordinary stream (without `x-ignore-shared`).
     pub fn new(name: impl Into<String>, used_length: u64) -> Self {
         Self {
             name: name.into(),
@@ -28,8 +28,8 @@ impl RamBlockEntry {
         }
     }
 
-    /// Checks that `offset` is a multiple of `page_size` (a power of two) and the page behind it
-    /// lies in the block. QEMU range-checks only the first byte of a page.
+    /// Checks that `offset` is a multiple of `page_size` (a power of two) and that the whole page lies in the block. QEMU
+    /// checks only the first byte of a page.
     pub(crate) fn check_page(&self, offset: u64, page_size: usize) -> Result<(), WireError> {
         self.check_pages(&[offset], page_size)
     }
@@ -49,14 +49,14 @@ impl RamBlockEntry {
         })
     }
 
-    /// [`RamBlockEntry::check_page`] for a packet's pages.
+    /// Does the same as [`RamBlockEntry::check_page`] for a packet's pages.
     pub(crate) fn check_pages(&self, offsets: &[u64], page_size: usize) -> Result<(), WireError> {
         let page_size = as_u64(page_size);
         let is_page = |offset: u64| {
             let end = offset.checked_add(page_size);
             offset.is_multiple_of(page_size) && end.is_some_and(|end| end <= self.used_length)
         };
-        // Good if all of them taken together are: one test a packet, and the loop vectorises.
+        // The pages are valid if their combination is: one test for each packet, and the loop vectorises.
         let bits = offsets.iter().fold(0, |bits, offset| bits | offset);
         let highest = offsets
             .iter()
@@ -75,8 +75,7 @@ impl RamBlockEntry {
     }
 }
 
-/// The index of the block called `name`. `hint` is tried first: consecutive pages are nearly always
-/// of one block.
+/// Returns the index of the block called `name`. `hint` is tried first: consecutive pages are nearly always in one block.
 pub(crate) fn find(blocks: &[RamBlockEntry], name: &[u8], hint: usize) -> Result<usize, WireError> {
     let is_named = |block: &RamBlockEntry| block.name.as_bytes() == name;
     if blocks.get(hint).is_some_and(is_named) {

@@ -1,52 +1,51 @@
-//! The one error of the crate.
+//! The error type of the crate.
 
 use std::str::Utf8Error;
 
-/// Why bytes are not a migration stream, or a value cannot become one.
+/// Reason why bytes are not a migration stream, or why a value cannot be encoded.
 ///
-/// Only [`WireError::Truncated`] can be cured by more bytes; every other variant is final. `what`
-/// names the field or record in the words of QEMU's stream.
+/// Only [`WireError::Truncated`] can be resolved by more bytes; every other variant is final. `what` names the field or record
+/// in the terms of QEMU's stream.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// The input ends inside `what`. Never returned when the whole record was there.
+    /// The input ends inside `what`. Never returned for a complete record.
     #[error("{what} is cut short: at least {needed} more bytes belong to it")]
     Truncated {
-        /// The field that is incomplete.
+        /// The incomplete field.
         what: &'static str,
-        /// Bytes that are certainly missing, at least 1; more may follow them.
+        /// Number of bytes that are certainly missing, at least 1; more may follow.
         needed: usize,
     },
-    /// A field that must have one value has another.
+    /// A field with one permitted value has another.
     #[error("{what} is {got:#x}, expected {expected:#x}")]
     Mismatch {
         /// The field.
         what: &'static str,
-        /// The value it must have.
+        /// The required value.
         expected: u64,
-        /// The value it has.
+        /// The actual value.
         got: u64,
     },
-    /// A count or length is above what this crate accepts (see [`crate::limits`]) or the format has
-    /// room for.
+    /// A count or length exceeds the limit of this crate (see [`crate::limits`]) or of the format.
     #[error("{what} is {got}, at most {limit} is accepted")]
     OverLimit {
         /// The count or length.
         what: &'static str,
-        /// The largest value accepted.
+        /// The largest accepted value.
         limit: u64,
-        /// The value it has.
+        /// The actual value.
         got: u64,
     },
-    /// A type, flag or id is none of those that exist.
+    /// A type, flag or id is unknown.
     #[error("{what} {got:#x} is not known")]
     Unknown {
         /// The field.
         what: &'static str,
-        /// The value it has.
+        /// The actual value.
         got: u64,
     },
-    /// The source is a Hotlift of another [`VERSION`](crate::handshake::VERSION).
+    /// The source is a Hotlift with another [`VERSION`](crate::handshake::VERSION).
     #[error("a channel of a Hotlift with version {got} of the protocol")]
     HotliftVersion {
         /// Its version.
@@ -58,7 +57,7 @@ pub enum WireError {
         /// The part.
         what: &'static str,
     },
-    /// A name or length that must not be empty is.
+    /// A required name or length is empty.
     #[error("{what} is empty")]
     Empty {
         /// The field.
@@ -69,30 +68,30 @@ pub enum WireError {
     NotUtf8 {
         /// The field.
         what: &'static str,
-        /// Where it stops being UTF-8.
+        /// Position where UTF-8 ends.
         #[source]
         source: Utf8Error,
     },
-    /// A complete record is followed by bytes that belong to nothing.
+    /// Unexpected bytes follow a complete record.
     #[error("{extra} bytes follow the end of {what}")]
     Trailing {
         /// The record.
         what: &'static str,
-        /// How many bytes too many.
+        /// Number of extra bytes.
         extra: usize,
     },
-    /// A record came, or was asked for, at a place where the stream's order has no room for it.
+    /// A record was received, or written, out of order.
     #[error("{got} where {expected} was due")]
     OutOfOrder {
-        /// What came.
+        /// The record.
         got: &'static str,
-        /// What the order asks for.
+        /// The expected record.
         expected: &'static str,
     },
-    /// A checksum (Hotlift's, QEMU has none) does not agree with the bytes.
+    /// A checksum (Hotlift's, QEMU has none) does not match the bytes.
     #[error("{what} has CRC-32 {got:#010x}, its sender computed {expected:#010x}")]
     Checksum {
-        /// The bytes covered.
+        /// The covered bytes.
         what: &'static str,
         /// The sum that was sent.
         expected: u32,
@@ -115,7 +114,7 @@ pub enum WireError {
         /// Instance of the device.
         instance_id: u32,
     },
-    /// The length of a device's payload is not known, so nothing behind it can be read.
+    /// The length of a device's payload is unknown, so nothing after it can be read.
     #[error("device {idstr} (instance {instance_id}) has a payload of unknown length")]
     UnknownDevice {
         /// Name of the device.
@@ -123,48 +122,47 @@ pub enum WireError {
         /// Instance of the device.
         instance_id: u32,
     },
-    /// The end of a device's state before RAM, whose layout is unknown, was not found.
+    /// The end of a device's state before RAM was not found; its layout is unknown.
     #[error("device {idstr} sends state before RAM, and {limit} bytes of it have no end")]
     NoSectionEnd {
         /// Name of the device.
         idstr: String,
-        /// Bytes that were searched.
+        /// Number of searched bytes.
         limit: u64,
     },
-    /// A device's state before RAM has not the length that the VM description has.
+    /// The length of a device's state before RAM differs from the VM description.
     #[error("the state before RAM of device {idstr} was read as {got} bytes, and {}", in_description(*described))]
     SectionLength {
         /// Name of the device.
         idstr: String,
-        /// The length in the description, if it is there.
+        /// The length in the description, if present.
         described: Option<u64>,
         /// Bytes that were read.
         got: u64,
     },
-    /// A page names a RAM block that the block list does not have.
+    /// A page names a RAM block that is not in the block list.
     #[error("RAM block {block:?} is not in the block list")]
     UnknownBlock {
         /// Name of the block.
         block: String,
     },
-    /// The RAM block list has a name twice.
+    /// The RAM block list has a duplicate name.
     #[error("RAM block {block:?} is listed twice")]
     DuplicateBlock {
         /// Name of the block.
         block: String,
     },
-    /// A RAM block's length is zero, no multiple of the page size, or more than the list's total
-    /// leaves for it.
+    /// A RAM block's length is zero, not a multiple of the page size, or more than the rest of the list's total.
     #[error("RAM block {block:?} has length {length:#x}, {remaining:#x} bytes of the total remain")]
     BadBlockLength {
         /// Name of the block.
         block: String,
         /// Its length in bytes.
         length: u64,
-        /// Bytes of the announced total that the blocks before it left.
+        /// Rest of the announced total after the blocks before it.
         remaining: u64,
     },
-    /// A page does not lie wholly inside its RAM block, or not on a page boundary.
+    /// A page is not completely inside its RAM block, or not on a page boundary.
     #[error("page at {offset:#x} is no page of RAM block {block:?} of length {block_length:#x}")]
     BadPageOffset {
         /// Name of the block.
@@ -174,7 +172,7 @@ pub enum WireError {
         /// Length of the block in bytes.
         block_length: u64,
     },
-    /// A range of bytes is not whole pages of its RAM block.
+    /// A range does not consist of whole pages of its RAM block.
     #[error(
         "{length:#x} bytes from {start:#x} are no pages of RAM block {block:?} of length {block_length:#x}"
     )]
@@ -188,8 +186,8 @@ pub enum WireError {
         /// Length of the block in bytes.
         block_length: u64,
     },
-    /// Bitmap and pages of a RAM block in a `mapped-ram` file do not follow its header in this order,
-    /// are not aligned, or do not end in the file.
+    /// Bitmap and pages of a RAM block in a `mapped-ram` file do not follow its header in this order, are not aligned, or do
+    /// not end in the file.
     #[error(
         "RAM block {block:?} of length {length:#x} has its bitmap at {bitmap_offset:#x} and its pages \
          at {pages_offset:#x} of a file of {file_len:#x} bytes"
@@ -209,17 +207,17 @@ pub enum WireError {
     /// A page record continues "the same block" before any block was named.
     #[error("first page record has RAM_SAVE_FLAG_CONTINUE, but no block was named yet")]
     NoCurrentBlock,
-    /// The VM description is not the JSON that QEMU writes.
+    /// The VM description is not QEMU's JSON.
     #[error("VM description cannot be read")]
     Description {
-        /// What the JSON reader says.
+        /// Error of the JSON parser.
         #[source]
         source: serde_json::Error,
     },
 }
 
 impl WireError {
-    /// Refuses bytes, `what`, whose CRC-32 is not the one that was sent with them.
+    /// Rejects bytes, named `what`, whose CRC-32 differs from the received one.
     pub(crate) fn check_crc(what: &'static str, expected: u32, got: u32) -> Result<(), Self> {
         if expected == got {
             return Ok(());
@@ -232,7 +230,7 @@ impl WireError {
     }
 }
 
-/// What a VM description has of a device's length.
+/// Returns the text on a device's length in the VM description.
 fn in_description(length: Option<u64>) -> String {
     match length {
         Some(length) => format!("its VM description has {length}"),

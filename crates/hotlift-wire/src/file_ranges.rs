@@ -1,4 +1,4 @@
-//! How a save file is read from another host: ranges of its bytes, over a connection of its own.
+//! Reads a save file from another host: ranges of its bytes, over a separate connection.
 //!
 //! ```text
 //! client                                            server
@@ -7,27 +7,26 @@
 //!                                               <--   opened   "HLFA"  u8 0  be64 length  be64 id
 //!                                                     refused  "HLFA"  u8 why  be16 length  text      the end
 //!   read     be64 position  be32 length         -->
-//!                                               <--   bytes    be32 length  so many bytes
+//!                                               <--   bytes    be32 length  `length` bytes
 //!                                                     failed   be32 2^32 - 1  be16 length  text
 //! ```
 //!
-//! A client may send any number of reads before it takes the answers, which come in the same order. An answer has fewer bytes
-//! than were asked for only where the file ends. The parts of a save file are under checksums of its own, so the ranges
-//! have none.
+//! A client may send any number of reads before it reads the answers, which come in the same order. An answer is shorter than
+//! requested only at the end of the file. The ranges have no checksums, since the parts of a save file have their own.
 
 use crate::reader::as_u64;
 use crate::{Reader, WireError, limits};
 
-/// Version of these messages. A server refuses another one by name.
+/// Version of these messages. A server refuses other versions with an explicit error.
 pub const VERSION: u32 = 1;
 
 const OPEN_MAGIC: [u8; 4] = *b"HLFO";
 const REPLY_MAGIC: [u8; 4] = *b"HLFA";
 
-/// Bytes of a [`Read`].
+/// Length of a [`Read`] in bytes.
 pub const READ_LEN: usize = 12;
 
-/// The length of an answer that has none: the read has failed.
+/// Length value of an answer without bytes: the read has failed.
 const FAILED: u32 = u32::MAX;
 
 /// Opens a file for the reads that follow.
@@ -35,39 +34,39 @@ const FAILED: u32 = u32::MAX;
 pub struct Open<'a> {
     /// [`VERSION`] of the client.
     pub version: u32,
-    /// Drawn at random by a client for all of its connections, so that they are known for one visit.
+    /// Random number that a client uses for all its connections, so that the server counts them as one visitor.
     pub visitor: u64,
     /// Name of the file, without a path.
     pub name: &'a str,
 }
 
-/// Why a server does not open a file.
+/// Reason why a server does not open a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Refusal {
-    /// There is no such file, or it is not one that is handed out.
+    /// The file does not exist, or is not exported.
     NotThere = 1,
-    /// All places are taken, or the system is short of something: the same question may be answered otherwise later.
+    /// All places are taken, or the system lacks a resource: a later retry may succeed.
     NotNow = 2,
-    /// The client's version is another one.
+    /// The client has another version.
     Version = 3,
 }
 
-/// What a server says to [`Open`].
+/// Answer of a server to [`Open`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply<'a> {
     /// The file is open.
     Opened {
-        /// Bytes of it.
+        /// Length of the file in bytes.
         length: u64,
-        /// Its id: no other file has the same.
+        /// Unique id of the file.
         id: u64,
     },
-    /// It is not.
+    /// The file is not open.
     Refused {
-        /// What kind of reason.
+        /// Kind of the reason.
         why: Refusal,
-        /// The reason in words.
+        /// Reason as text.
         text: &'a str,
     },
 }
@@ -75,26 +74,26 @@ pub enum Reply<'a> {
 /// A range of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Read {
-    /// Of its first byte.
+    /// Position of the first byte.
     pub position: u64,
-    /// Bytes, at most [`limits::FILE_READ`].
+    /// Number of bytes, at most [`limits::FILE_READ`].
     pub length: usize,
 }
 
-/// What comes before the bytes of an answer.
+/// Head of an answer, before its bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer<'a> {
-    /// So many bytes follow.
+    /// This number of bytes follows.
     Bytes(usize),
-    /// None do: the server could not read them.
+    /// No bytes follow: the server could not read them.
     Failed(&'a str),
 }
 
 impl<'a> Open<'a> {
-    /// Appends it.
+    /// Appends the message.
     ///
     /// # Errors
-    /// A name without a byte, or with more than [`limits::FILE_NAME`].
+    /// An empty name, or one longer than [`limits::FILE_NAME`].
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         const WHAT: &str = "the name of a file";
         if self.name.is_empty() {
@@ -114,10 +113,11 @@ impl<'a> Open<'a> {
         Ok(())
     }
 
-    /// Reads one, and how many bytes it has.
+    /// Reads a message, and returns its length in bytes.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may make it one; any other if not. Of another version nothing but that is read.
+    /// [`WireError::Truncated`] if more bytes may complete it; otherwise any other. For another version only the version is
+    /// read.
     pub fn decode(bytes: &'a [u8]) -> Result<(Self, usize), WireError> {
         const WHAT: &str = "the opening of a file";
         let mut reader = Reader::new(bytes);
@@ -148,7 +148,7 @@ impl<'a> Open<'a> {
 }
 
 impl<'a> Reply<'a> {
-    /// Appends it; of the text as much as [`limits::FILE_TEXT`] allows.
+    /// Appends the message; the text is cut to [`limits::FILE_TEXT`].
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&REPLY_MAGIC);
         match *self {
@@ -164,10 +164,10 @@ impl<'a> Reply<'a> {
         }
     }
 
-    /// Reads one, and how many bytes it has.
+    /// Reads a message, and returns its length in bytes.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may make it one; any other if not.
+    /// [`WireError::Truncated`] if more bytes may complete it; otherwise any other.
     pub fn decode(bytes: &'a [u8]) -> Result<(Self, usize), WireError> {
         const WHAT: &str = "the answer to the opening of a file";
         let mut reader = Reader::new(bytes);
@@ -194,7 +194,7 @@ impl<'a> Reply<'a> {
 }
 
 impl Read {
-    /// Its bytes.
+    /// Encodes the message.
     #[must_use]
     pub fn encode(self) -> [u8; READ_LEN] {
         let mut bytes = [0; READ_LEN];
@@ -204,10 +204,10 @@ impl Read {
         bytes
     }
 
-    /// Reads one.
+    /// Decodes a message.
     ///
     /// # Errors
-    /// More bytes than [`limits::FILE_READ`], or behind the last position that there can be.
+    /// More bytes than [`limits::FILE_READ`], or beyond the last possible position.
     pub fn decode(bytes: &[u8; READ_LEN]) -> Result<Self, WireError> {
         let mut reader = Reader::new(bytes);
         let position = reader.be64("the position of a read")?;
@@ -225,7 +225,7 @@ impl Read {
 }
 
 impl<'a> Answer<'a> {
-    /// Appends it; of the text as much as [`limits::FILE_TEXT`] allows.
+    /// Appends the head; the text is cut to [`limits::FILE_TEXT`].
     ///
     /// # Errors
     /// More bytes than [`limits::FILE_READ`].
@@ -252,10 +252,10 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// Reads one to a read of `asked` bytes, and how many bytes it has without those that follow it.
+    /// Reads the head of the answer to a read of `asked` bytes, and returns its length without the bytes that follow.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] if more bytes may make it one; any other if not, as of more bytes than were asked for.
+    /// [`WireError::Truncated`] if more bytes may complete it; otherwise any other, e.g. for too many bytes.
     pub fn decode(bytes: &'a [u8], asked: usize) -> Result<(Self, usize), WireError> {
         let mut reader = Reader::new(bytes);
         let length = reader.clone().be32("an answer")?;
@@ -283,7 +283,7 @@ fn magic(reader: &mut Reader<'_>, magic: [u8; 4], what: &'static str) -> Result<
     Ok(())
 }
 
-/// A be16, at most `limit`, and so many bytes of UTF-8.
+/// Reads a be16, at most `limit`, and that number of bytes of UTF-8.
 fn text<'a>(
     reader: &mut Reader<'a>,
     limit: usize,
@@ -300,7 +300,7 @@ fn text<'a>(
     reader.text(length, what)
 }
 
-/// Appends what [`text`] reads: of `text` as much as fits `limit`, which fits a be16.
+/// Appends the format of [`text`]; cuts `text` to `limit`, which fits a be16.
 fn put_text(out: &mut Vec<u8>, text: &str, limit: usize) {
     let mut cut = text.len().min(limit);
     while !text.is_char_boundary(cut) {
@@ -315,7 +315,7 @@ fn put_text(out: &mut Vec<u8>, text: &str, limit: usize) {
 mod tests {
     use super::*;
 
-    /// Reads what was written from ever more of it, as it comes over a connection.
+    /// Decodes growing prefixes of the message, as a connection delivers it.
     fn comes_piece_by_piece<T: std::fmt::Debug>(
         bytes: &[u8],
         decode: impl Fn(&[u8]) -> Result<(T, usize), WireError>,

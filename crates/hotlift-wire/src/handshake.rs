@@ -1,4 +1,4 @@
-//! How two Hotlifts know each other on a stream that is QEMU's.
+//! Mutual recognition of two Hotlifts on a stream in QEMU's format.
 //!
 //! ```text
 //! source                                                             destination
@@ -6,68 +6,68 @@
 //!                ◀── HELLO: version, features, name (Accepted), then PONG
 //! ```
 //!
-//! A QEMU echoes the PING as any other, so that the absence of HELLO says what it is. A version names the meaning
-//! of all that follows, and two different ones do not go together; a feature can be added without a new version, and
-//! is made use of where both sides have it.
+//! QEMU echoes this PING like any other, so an absent HELLO identifies a QEMU. A version defines the meaning of everything that
+//! follows, and different versions are incompatible. Features can be added without a new version, and are used if both sides
+//! have them.
 //!
-//! Behind the handshake the value of each other PING of a Hotlift is the CRC-32 of every byte of main before it, and the PING
-//! behind the last device asks whether all is loaded.
+//! After the handshake each other PING of a Hotlift has the CRC-32 of every earlier byte of the main channel. The PING after
+//! the last device asks if everything is loaded.
 
 use bitflags::bitflags;
 
 use crate::settle::MigrationId;
 
-/// Version of what two Hotlifts say to each other.
+/// Version of the protocol between two Hotlifts.
 pub const VERSION: u8 = 4;
 
-/// A PING's value by which a relay says, before its source switches to postcopy, that the source has a preempt channel: a QEMU
-/// that has been told of one (capability `postcopy-preempt`) waits for it. Its answer is not awaited.
+/// PING value with which a relay reports, before its source switches to postcopy, that the source has a preempt channel. A QEMU
+/// with capability `postcopy-preempt` waits for that channel. The relay does not wait for the answer.
 pub const PREEMPT: u32 = PREFIX << 16 | 0xff01;
 
-/// A PING's value by which a relay asks, behind the RAM blocks, whether the QEMU at the end of the way is connected. Until it is
-/// answered the relay reads no page of its source.
+/// PING value with which a relay asks, after the RAM blocks, if the final QEMU is connected. Until the answer the relay reads
+/// no page of its source.
 pub const CONNECTED: u32 = PREFIX << 16 | 0xff02;
 
-/// "HL", in the upper half of the first PING's value. QEMU counts its PINGs from 1.
+/// "HL", the upper half of the first PING's value. QEMU counts its PINGs from 1.
 const PREFIX: u32 = 0x484c;
 
 bitflags! {
-    /// What a Hotlift does on the stream; bits without a name are those of a later one, and are ignored.
+    /// Features of a Hotlift on the stream; unnamed bits come from later versions and are ignored.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Features: u32 {
         /// The stream has multifd channels.
         const MULTIFD = 1;
-        /// The stream is a QEMU's, passed on: its devices come in packages, in QEMU's own format.
+        /// The stream is relayed from a QEMU: its devices come in packages, in QEMU's own format.
         const RELAYED = 1 << 1;
-        /// Each multifd packet says its method, and another one may have another.
+        /// Each multifd packet names its method; methods may differ between packets.
         const METHOD_BY_PACKET = 1 << 2;
-        /// Pages of a postcopy that are waited for come on a connection of their own.
+        /// Urgent pages of a postcopy come on a separate connection.
         const PREEMPT = 1 << 3;
-        /// Between relays a PING follows the package of a postcopy, which is passed on only if its value is right.
+        /// Between relays a PING follows the package of a postcopy, which is forwarded only if the value is correct.
         const PACKAGE_CHECKED = 1 << 4;
-        /// Between relays a PING with the value [`CONNECTED`] follows the RAM blocks, which is answered once the destination's
-        /// QEMU has answered the opening.
+        /// Between relays a PING with the value [`CONNECTED`] follows the RAM blocks, answered once the destination's QEMU has
+        /// answered the opening.
         const CONFIRMED = 1 << 5;
-        /// Between relays the source takes what its guest does at the destination (`settle::Doing`): before the last SHUT(0), and
-        /// in the answer to a question.
+        /// Between relays the source accepts the guest's state at the destination (`settle::Doing`): before the last SHUT(0),
+        /// and in the answer to a question.
         const DOING = 1 << 6;
-        /// The stream's sync points, a record each or the end of each section of RAM, are those of the source's QEMU. Without it
-        /// they are the choice of a relay whose source has no multifd, or of an older one.
+        /// The stream's sync points, a record each or the end of each section of RAM, come from the source's QEMU. Without this
+        /// feature a relay chooses them, because its source has no multifd or is older.
         const SYNC_POINTS_SHOWN = 1 << 7;
     }
 }
 
-/// What a source says of its stream.
+/// Offer of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Offer {
-    /// Its [`VERSION`].
+    /// The source's [`VERSION`].
     pub version: u8,
-    /// What its stream has; the first eight of [`Features`] fit.
+    /// Features of the stream; only the first eight of [`Features`] fit.
     pub features: Features,
 }
 
 impl Offer {
-    /// That of this Hotlift.
+    /// Creates the offer of this Hotlift.
     #[must_use]
     pub fn new(features: Features) -> Self {
         Self {
@@ -76,13 +76,13 @@ impl Offer {
         }
     }
 
-    /// The value of the source's first PING.
+    /// Returns the value of the source's first PING.
     #[must_use]
     pub fn ping(self) -> u32 {
         PREFIX << 16 | u32::from(self.version) << 8 | (self.features.bits() & 0xff)
     }
 
-    /// What the first PING's value says; `None` if it is not a Hotlift's.
+    /// Decodes the first PING's value; `None` if it is not from a Hotlift.
     #[must_use]
     pub fn of_ping(value: u32) -> Option<Self> {
         let [_, _, version, features] = value.to_be_bytes();
@@ -93,12 +93,12 @@ impl Offer {
     }
 }
 
-/// What a destination of this [`VERSION`] answers.
+/// Answer of a destination with this [`VERSION`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Accepted {
-    /// All that it can take.
+    /// All features that it supports.
     pub features: Features,
-    /// What it calls this migration.
+    /// Its id for this migration.
     pub id: MigrationId,
 }
 

@@ -1,24 +1,23 @@
-//! QEMU's migration stream as values: bytes in, values out, and back. No I/O, no threads, no clock.
+//! QEMU's migration stream as values: decodes bytes to values and encodes them. No I/O, no threads, no clock.
 //!
-//! A migration speaks over several connections at once, and each has a module here:
+//! A migration uses several connections at once; each has a module here:
 //!
 //! ```text
 //! source                                                      destination
 //!   main channel      ── header, RAM blocks, sync, devices  ──▶   main_channel
 //!   multifd channels  ── initial packet, page packets ────────▶   multifd
 //!   return path       ◀─ PONG, SHUT (main's other direction) ──   return_path
-//!   PING and HELLO    ── which Hotlift is this? ──────────────▶   handshake
-//!   a question        ◀─ what became of the guest? ───────────▶   settle
+//!   PING and HELLO    ── version, features ───────────────────▶   handshake
+//!   a question        ◀─ where is the guest? ─────────────────▶   settle
 //!   a save file       ◀─ ranges of its bytes ─────────────────▶   file_ranges
 //! ```
 //!
-//! Integers are big-endian and unsigned. Everything that comes from a peer goes through one
-//! [`Reader`], which cannot index out of range, and every number that sizes an allocation is first
-//! held against a name in [`limits`].
+//! Integers are big-endian and unsigned. All input from a peer is read by one [`Reader`], which cannot index out of range.
+//! Every number that sizes an allocation is first checked against a limit in [`limits`].
 //!
 //! # Example
 //!
-//! A decoder takes bytes as they come, and asks for more where a record is not whole:
+//! A decoder takes bytes as they arrive, and asks for more if a record is incomplete:
 //!
 //! ```
 //! use hotlift_wire::main_channel::{
@@ -64,5 +63,5 @@ pub use block::RamBlockEntry;
 pub use error::WireError;
 pub use reader::Reader;
 
-/// Bytes in a guest page: x86's `TARGET_PAGE_SIZE`, the only one that the main channel speaks here.
+/// Bytes in a guest page: x86's `TARGET_PAGE_SIZE`, the only page size of the main channel here.
 pub const PAGE_SIZE: usize = 4096;

@@ -1,11 +1,11 @@
-//! The one reader for bytes from a peer.
+//! The reader for all bytes from a peer.
 
 use crate::WireError;
 
-/// A cursor over bytes that are not trusted.
+/// A cursor over untrusted bytes.
 ///
-/// Every read says what it reads, so that an error can name the field. A read past the end is
-/// [`WireError::Truncated`] with the number of bytes that are missing for it.
+/// Every read names what it reads, so that an error can name the field. A read past the end is [`WireError::Truncated`] with
+/// the number of missing bytes.
 #[derive(Debug, Clone)]
 pub struct Reader<'a> {
     bytes: &'a [u8],
@@ -13,22 +13,22 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Starts at the first of `bytes`.
+    /// Creates a reader at the first of `bytes`.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self { bytes, position: 0 }
     }
 
-    /// Bytes read so far.
+    /// Returns the number of bytes read so far.
     pub fn position(&self) -> usize {
         self.position
     }
 
-    /// Bytes left to read.
+    /// Returns the number of bytes left.
     pub fn remaining(&self) -> usize {
         self.bytes.len() - self.position
     }
 
-    /// The next byte, unread.
+    /// Returns the next byte without consuming it.
     pub fn peek(&self, what: &'static str) -> Result<u8, WireError> {
         self.bytes
             .get(self.position)
@@ -36,7 +36,7 @@ impl<'a> Reader<'a> {
             .ok_or(WireError::Truncated { what, needed: 1 })
     }
 
-    /// The next `length` bytes.
+    /// Reads `length` bytes.
     pub fn take(&mut self, length: usize, what: &'static str) -> Result<&'a [u8], WireError> {
         let rest = &self.bytes[self.position..];
         let taken = rest.get(..length).ok_or_else(|| WireError::Truncated {
@@ -47,7 +47,7 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    /// The next `N` bytes.
+    /// Reads `N` bytes.
     pub fn array<const N: usize>(&mut self, what: &'static str) -> Result<&'a [u8; N], WireError> {
         let rest = &self.bytes[self.position..];
         let taken = rest.first_chunk().ok_or_else(|| WireError::Truncated {
@@ -58,27 +58,27 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    /// One byte.
+    /// Reads one byte.
     pub fn u8(&mut self, what: &'static str) -> Result<u8, WireError> {
         self.array(what).map(|&[byte]| byte)
     }
 
-    /// A be16.
+    /// Reads a be16.
     pub fn be16(&mut self, what: &'static str) -> Result<u16, WireError> {
         self.array(what).map(|&bytes| u16::from_be_bytes(bytes))
     }
 
-    /// A be32.
+    /// Reads a be32.
     pub fn be32(&mut self, what: &'static str) -> Result<u32, WireError> {
         self.array(what).map(|&bytes| u32::from_be_bytes(bytes))
     }
 
-    /// A be64.
+    /// Reads a be64.
     pub fn be64(&mut self, what: &'static str) -> Result<u64, WireError> {
         self.array(what).map(|&bytes| u64::from_be_bytes(bytes))
     }
 
-    /// A be32 that is a length or count, at most `limit`.
+    /// Reads a be32 that is a length or count, at most `limit`.
     pub fn length(&mut self, limit: usize, what: &'static str) -> Result<usize, WireError> {
         let got = self.be32(what)?;
         usize::try_from(got)
@@ -91,8 +91,7 @@ impl<'a> Reader<'a> {
             })
     }
 
-    /// A counted string (`qemu_put_counted_string`): one length byte, then that many bytes, at
-    /// least one.
+    /// Reads a counted string (`qemu_put_counted_string`): one length byte, then that number of bytes, at least one.
     pub fn counted_string(&mut self, what: &'static str) -> Result<&'a str, WireError> {
         let length = usize::from(self.u8(what)?);
         if length == 0 {
@@ -101,13 +100,13 @@ impl<'a> Reader<'a> {
         self.text(length, what)
     }
 
-    /// `length` bytes of UTF-8.
+    /// Reads `length` bytes of UTF-8.
     pub fn text(&mut self, length: usize, what: &'static str) -> Result<&'a str, WireError> {
         let bytes = self.take(length, what)?;
         std::str::from_utf8(bytes).map_err(|source| WireError::NotUtf8 { what, source })
     }
 
-    /// Ends the reading of `what`; bytes left over are an error.
+    /// Ends the reading of `what`; leftover bytes are an error.
     pub fn finish(self, what: &'static str) -> Result<(), WireError> {
         match self.remaining() {
             0 => Ok(()),
@@ -116,12 +115,12 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// `value` in 64 bits; `usize` has no more than that anywhere Rust runs.
+/// Converts `value` to 64 bits; `usize` is never larger on Rust's platforms.
 pub(crate) fn as_u64(value: usize) -> u64 {
     u64::try_from(value).unwrap_or(u64::MAX)
 }
 
-/// Appends a counted string, the mirror of [`Reader::counted_string`].
+/// Appends a counted string, the inverse of [`Reader::counted_string`].
 pub(crate) fn put_counted_string(
     out: &mut Vec<u8>,
     text: &str,

@@ -1,8 +1,7 @@
-//! The return path: what the destination says to the source, on the main channel's socket.
+//! The return path: messages from the destination to the source, on the main channel's socket.
 //!
-//! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`); 0x4801 to
-//! 0x4804 are Hotlift's and go only to a peer that is one, or to one whose migration must end: QEMU ends it at a type
-//! it does not know.
+//! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`). 0x4801 to 0x4804 are Hotlift's. They
+//! are only sent to another Hotlift, or to a peer whose migration must end: QEMU ends it at an unknown type.
 
 use crate::handshake::{Accepted, Features, VERSION};
 use crate::multifd::Method;
@@ -22,26 +21,26 @@ const HELLO: u16 = 0x4802;
 const LOAD: u16 = 0x4803;
 const DOING: u16 = 0x4804;
 
-/// Bytes of LOAD's payload: time, time at work, and for each method pages and time; CRC-32 of all.
+/// Length of LOAD's payload: time, working time, and for each method pages and time; CRC-32 of all.
 const LOAD_LEN: usize = 16 + 16 * Method::ALL.len() + 4;
 
-/// Bytes of DOING's payload: its code, CRC-32 of it. It decides whether an operator is asked for.
+/// Length of DOING's payload: its code and CRC-32. The checksum matters because the code decides if an operator is needed.
 const DOING_LEN: usize = 5;
 
-/// Bytes of HELLO's payload: version, features, migration, CRC-32 of all. A source that had the wrong name could not
-/// ask.
+/// Length of HELLO's payload: version, features, migration, CRC-32 of all. With a wrong migration id a source could not query
+/// it.
 const HELLO_LEN: usize = 28;
-/// Its first field, which every version has.
+/// Length of its first field, which every version has.
 const HELLO_VERSION_LEN: usize = 4;
 
 /// One message of the return path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReturnMessage<'a> {
-    /// The destination is done: 0 if the VM was loaded, anything else if not.
+    /// The destination has finished: 0 if the VM was loaded, any other value if not.
     Shut(u32),
-    /// Answer to the command PING with the same value. Answers can come in another order.
+    /// Answer to the command PING with the same value. The order of answers may differ.
     Pong(u32),
-    /// Postcopy: pages are wanted of `block`, which later [`ReturnMessage::ReqPages`] mean too.
+    /// Postcopy: requests pages of `block`, which also applies to later [`ReturnMessage::ReqPages`].
     ReqPagesId {
         /// Byte offset in the block.
         start: u64,
@@ -50,61 +49,60 @@ pub enum ReturnMessage<'a> {
         /// RAM block.
         block: &'a str,
     },
-    /// Postcopy: pages are wanted of the block named last.
+    /// Postcopy: requests pages of the last named block.
     ReqPages {
         /// Byte offset in the block.
         start: u64,
         /// Bytes.
         length: u32,
     },
-    /// Postcopy recovery. The bitmap itself follows *behind* the message: be64 size, that many
-    /// bytes, be64 0x0123456789abcdef.
+    /// Postcopy recovery. The bitmap itself follows *after* the message: be64 size, that number of bytes, be64
+    /// 0x0123456789abcdef.
     RecvBitmap {
         /// RAM block.
         block: &'a str,
     },
-    /// Postcopy recovery: 1 if the destination goes on.
+    /// Postcopy recovery: 1 if the destination continues.
     ResumeAck(u32),
     /// The destination is ready for the switchover (capability `switchover-ack`).
     SwitchoverAck,
-    /// Hotlift: why the SHUT that follows is not 0. At most [`limits::ERROR_TEXT`] bytes.
+    /// Hotlift: reason of the following nonzero SHUT. At most [`limits::ERROR_TEXT`] bytes.
     ErrorText(&'a str),
-    /// Hotlift: the destination is one.
+    /// Hotlift: identifies the destination as a Hotlift.
     Hello {
-        /// Version of its additions.
+        /// Version of its protocol.
         version: u32,
-        /// The rest, which only a destination of [`VERSION`] says in a known way.
+        /// The other fields, whose format is only known for a destination of [`VERSION`].
         accepted: Option<Accepted>,
     },
-    /// Hotlift: what the destination's channel threads have done so far. Only to a source whose packets each have their
-    /// own method.
+    /// Hotlift: work of the destination's channel threads so far. Only sent to a source whose packets name their method.
     Load(Load),
-    /// Hotlift: what the guest does at the destination. Before SHUT(0), and only to a source that offers to take it.
+    /// Hotlift: state of the guest at the destination. Sent before SHUT(0), only to a source that offers to accept it.
     Doing(Doing),
 }
 
-/// What the channel threads of a destination have done since the migration began.
+/// Work of a destination's channel threads since the migration began.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Load {
     /// Time, summed over the threads, in ns.
     pub elapsed: u64,
-    /// Of which they did not wait for the source, in ns.
+    /// Part of it without waits for the source, in ns.
     pub busy: u64,
-    /// By method, in the order of [`Method::ALL`].
+    /// Load for each method, in the order of [`Method::ALL`].
     pub methods: [MethodLoad; Method::ALL.len()],
 }
 
-/// What packets of one method have cost.
+/// Cost of the packets of one method.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MethodLoad {
     /// Pages with content.
     pub pages: u64,
-    /// CPU time of reading and decoding them, in ns.
+    /// CPU time for reading and decoding them, in ns.
     pub nanos: u64,
 }
 
 impl<'a> ReturnMessage<'a> {
-    /// Returns the RAM block, its offset and the bytes of a request for pages; no block for the one of the request before.
+    /// Returns the RAM block, offset and length of a request for pages; no block means the block of the previous request.
     #[must_use]
     pub fn requested_pages(&self) -> Option<(Option<&'a str>, u64, u32)> {
         match *self {
@@ -118,12 +116,12 @@ impl<'a> ReturnMessage<'a> {
         }
     }
 
-    /// Appends the message. An error text that is too long is cut at a character's boundary, since a
-    /// shortened reason is better than none.
+    /// Appends the message. An error text that is too long is cut at a character boundary, since a shortened reason is better
+    /// than none.
     ///
     /// # Errors
     ///
-    /// A block name that is empty or longer than 255 bytes; `out` is unchanged then.
+    /// A block name that is empty or longer than 255 bytes; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         let start = out.len();
         out.extend_from_slice(&self.kind().to_be_bytes());
@@ -133,16 +131,16 @@ impl<'a> ReturnMessage<'a> {
             out.truncate(start);
             return Err(error);
         }
-        // The longest payload, REQ_PAGES_ID with a name of 255 bytes, has 268 bytes; a text 500.
+        // The longest payload, REQ_PAGES_ID with a name of 255 bytes, has 268 bytes; an error text has 500.
         let length = u16::try_from(out.len() - body).unwrap_or(u16::MAX);
         out[body - 2..body].copy_from_slice(&length.to_be_bytes());
         Ok(())
     }
 
-    /// Reads the message at the start of `input`: its value and its length in bytes.
+    /// Reads the message at the start of `input`; returns its value and its length in bytes.
     ///
-    /// [`WireError::Truncated`] says how many bytes to read next; a caller that reads exactly those
-    /// never takes a byte of what follows.
+    /// [`WireError::Truncated`] has the number of bytes to read next; a caller that reads exactly those never consumes a byte
+    /// after the message.
     pub fn decode(input: &'a [u8]) -> Result<(Self, usize), WireError> {
         let mut reader = Reader::new(input);
         let kind = reader.be16("return path message")?;
@@ -233,7 +231,7 @@ impl<'a> ReturnMessage<'a> {
     }
 
     fn read_payload(kind: u16, payload: &'a [u8]) -> Result<Self, WireError> {
-        // The payload is whole: if it is too short for its fields, more input would not help.
+        // The payload is complete: if it is too short for its fields, more input does not help.
         let short = |error| match error {
             WireError::Truncated { what, .. } => WireError::Mismatch {
                 what,
@@ -314,7 +312,7 @@ impl<'a> ReturnMessage<'a> {
     }
 }
 
-/// Refuses a length that cannot belong to `kind` before its payload is awaited.
+/// Rejects a length that is invalid for `kind` before waiting for its payload.
 fn check_length(kind: u16, length: usize) -> Result<(), WireError> {
     let (what, expected) = match kind {
         SHUT => ("length of SHUT", 4),

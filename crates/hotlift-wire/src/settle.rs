@@ -1,20 +1,19 @@
-//! What two Hotlifts say on connections of their own, beside QEMU's stream: which migration a
-//! connection belongs to, and what became of its guest.
+//! Messages of two Hotlifts on separate connections: they assign a connection to a migration, and settle where its guest is.
 //!
 //! ```text
 //! token     "HLTK"  token (16)                        opens a connection that a conversation announced, or, with the
 //!                                                     migration for a token, another connection of its postcopy
-//! question  "HLQU"  migration (16)  be32 CRC-32       source: what became of this migration's guest?
+//! question  "HLQU"  migration (16)  be32 CRC-32       source: where is the guest of this migration?
 //! answer    "HLAN"  migration (16)  outcome (4 bits), doing (4 bits above)  be32 CRC-32
-//! heard     "HLOK"  migration (16)                    source: I know, ask me no more
+//! heard     "HLOK"  migration (16)                    source: answer received
 //! ```
 //!
-//! A question opens a connection of its own to the address that the migration was opened at. The answer
-//! carries a checksum, since it decides where the guest runs.
+//! A question uses a new connection to the address of the migration. The answer has a checksum, since it decides where the
+//! guest runs.
 
 use crate::{Reader, WireError};
 
-/// Names one migration; its destination draws it at random, and says it in HELLO.
+/// Id of a migration; its destination draws it at random, and sends it in HELLO.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct MigrationId(pub [u8; 16]);
 
@@ -24,57 +23,57 @@ impl std::fmt::Display for MigrationId {
     }
 }
 
-/// Begins a token.
+/// Magic of a token.
 pub const TOKEN_MAGIC: [u8; 4] = *b"HLTK";
-/// Begins a question.
+/// Magic of a question.
 pub const QUESTION_MAGIC: [u8; 4] = *b"HLQU";
-/// Begins an answer.
+/// Magic of an answer.
 pub const ANSWER_MAGIC: [u8; 4] = *b"HLAN";
 const HEARD_MAGIC: [u8; 4] = *b"HLOK";
 
-/// Bytes of a token with its magic.
+/// Length of a token with its magic in bytes.
 pub const TOKEN_LEN: usize = 20;
-/// Bytes of a question.
+/// Length of a question in bytes.
 pub const QUESTION_LEN: usize = 24;
-/// Bytes of an answer.
+/// Length of an answer in bytes.
 pub const ANSWER_LEN: usize = 25;
-/// Bytes of the word that an answer was heard.
+/// Length of the confirmation of an answer in bytes.
 pub const HEARD_LEN: usize = 20;
 
-/// What a destination says of a migration's guest.
+/// Statement of a destination on a migration's guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Outcome {
-    /// It knows no such migration. That says nothing of the guest.
+    /// The migration is unknown there. This proves nothing about the guest.
     Unknown = 0,
     /// The guest is here.
     Runs = 1,
-    /// The guest does not run here and never will; this was made so before it was said.
+    /// The guest does not run here and never will; the destination ensures this before it answers.
     Never = 2,
-    /// Not decided: ask again.
+    /// Undecided: ask again.
     Undecided = 3,
-    /// Of a postcopy: the guest is here, with all its pages.
+    /// Postcopy: the guest is here, with all its pages.
     HasAll = 4,
 }
 
-/// What a guest does at its destination, as the relay beside its QEMU there has seen it. Only a source that offers
-/// [`Features::DOING`](crate::handshake::Features::DOING) gets another value than [`Doing::Unknown`].
+/// State of a guest at its destination, as observed by the relay of its QEMU. Only a source that offers
+/// [`Features::DOING`](crate::handshake::Features::DOING) gets a value other than [`Doing::Unknown`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(u8)]
 pub enum Doing {
-    /// Not known.
+    /// Unknown.
     #[default]
     Unknown = 0,
     /// It runs.
     Runs = 1,
-    /// It does not run, as is expected: it was paused before, for one, or has run there and has ended.
+    /// It does not run, as expected: for example, it was paused before, or has run there and has ended.
     Rests = 2,
     /// It does not run, though it ran before.
     Stopped = 3,
 }
 
 impl Doing {
-    /// The value that has this code.
+    /// Returns the value with this code.
     pub(crate) fn of_code(code: u8) -> Option<Self> {
         [Self::Unknown, Self::Runs, Self::Rests, Self::Stopped]
             .into_iter()
@@ -82,25 +81,25 @@ impl Doing {
     }
 }
 
-/// The bytes that open a connection with a token.
+/// Returns the bytes that open a connection with a token.
 #[must_use]
 pub fn token(token: [u8; 16]) -> [u8; TOKEN_LEN] {
     with_magic(TOKEN_MAGIC, token)
 }
 
-/// The token of a connection's first bytes; `None` if they are another's.
+/// Returns the token in a connection's first bytes; `None` if they are not a token.
 #[must_use]
 pub fn read_token(bytes: &[u8; TOKEN_LEN]) -> Option<[u8; 16]> {
     without_magic(TOKEN_MAGIC, bytes)
 }
 
-/// The word that the outcome of `id` was heard.
+/// Returns the confirmation that the outcome of `id` has arrived.
 #[must_use]
 pub fn heard(id: MigrationId) -> [u8; HEARD_LEN] {
     with_magic(HEARD_MAGIC, id.0)
 }
 
-/// A question about `id`.
+/// Returns a question about `id`.
 #[must_use]
 pub fn question(id: MigrationId) -> [u8; QUESTION_LEN] {
     let mut bytes = [0; QUESTION_LEN];
@@ -112,13 +111,13 @@ pub fn question(id: MigrationId) -> [u8; QUESTION_LEN] {
 /// Reads a question.
 ///
 /// # Errors
-/// Another magic, or a checksum that does not agree.
+/// Wrong magic or checksum.
 pub fn read_question(bytes: &[u8; QUESTION_LEN]) -> Result<MigrationId, WireError> {
     let mut reader = opened(bytes, QUESTION_MAGIC, "question about a migration")?;
     Ok(MigrationId(*reader.array("question about a migration")?))
 }
 
-/// The answer that `outcome` is what became of `id`, and `doing` what its guest does.
+/// Returns the answer with the `outcome` of `id`, and the state `doing` of its guest.
 #[must_use]
 pub fn answer(id: MigrationId, outcome: Outcome, doing: Doing) -> [u8; ANSWER_LEN] {
     let mut bytes = [0; ANSWER_LEN];
@@ -131,7 +130,7 @@ pub fn answer(id: MigrationId, outcome: Outcome, doing: Doing) -> [u8; ANSWER_LE
 /// Reads an answer to a question about `id`.
 ///
 /// # Errors
-/// An answer about another migration, an outcome that does not exist, or a checksum that does not agree.
+/// An answer about another migration, an unknown outcome, or a wrong checksum.
 pub fn read_answer(
     bytes: &[u8; ANSWER_LEN],
     id: MigrationId,
@@ -174,14 +173,14 @@ fn without_magic(magic: [u8; 4], bytes: &[u8; TOKEN_LEN]) -> Option<[u8; 16]> {
     rest.try_into().ok()
 }
 
-/// Puts the CRC-32 of what comes before it at the end.
+/// Writes the CRC-32 of the preceding bytes at the end.
 fn seal(bytes: &mut [u8]) {
     let end = bytes.len() - 4;
     let crc = crc32fast::hash(&bytes[..end]);
     bytes[end..].copy_from_slice(&crc.to_be_bytes());
 }
 
-/// A reader behind the magic of sealed bytes.
+/// Checks sealed bytes, and returns a reader after their magic.
 fn opened<'a>(
     bytes: &'a [u8],
     magic: [u8; 4],
@@ -224,7 +223,7 @@ mod tests {
                 assert_eq!(read, (outcome, doing));
             }
         }
-        // A source that does not know what a guest can do reads an answer without it.
+        // An older source reads an answer with an unknown guest state.
         assert_eq!(answer(ID, Outcome::Runs, Doing::Unknown)[HEARD_LEN], 1);
         assert_eq!(read_token(&token(ID.0)), Some(ID.0));
         assert_eq!(read_token(&heard(ID)), None);

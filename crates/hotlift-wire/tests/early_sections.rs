@@ -1,4 +1,4 @@
-//! Sections of devices before the end of RAM: where each of them ends, whatever is in it.
+//! Tests finding the ends of device sections before the end of RAM, with any content.
 
 mod common;
 
@@ -30,12 +30,12 @@ fn section(idstr: &str, payload: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A PART or END of RAM, up to its payload.
+/// Returns a PART or END of RAM, up to its payload.
 fn ram(kind: u8) -> Vec<u8> {
     [&[kind][..], &RAM.to_be_bytes()].concat()
 }
 
-/// State of virtio-mem in which these blocks are plugged.
+/// Returns the state of virtio-mem in which these blocks are plugged.
 fn virtio_mem(plugged: &[u64]) -> Vec<u8> {
     let mut words = [0_u64; 3];
     for block in plugged {
@@ -52,7 +52,7 @@ fn virtio_mem(plugged: &[u64]) -> Vec<u8> {
     out
 }
 
-/// A decoder behind START of `ram`, or before it.
+/// Creates a decoder after START of `ram`, or before it.
 fn decoder(has_ram: bool) -> MainDecoder {
     let mut start = Vec::new();
     let configuration = Configuration {
@@ -67,7 +67,7 @@ fn decoder(has_ram: bool) -> MainDecoder {
     }
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed).taking_early_sections();
     let (mut at, end) = (0, start.len());
-    // The configuration ends at the first byte that is not its own.
+    // The configuration ends before the first foreign byte.
     start.push(FULL);
     while at < end {
         match decoder.next(&start[at..]).unwrap() {
@@ -78,7 +78,7 @@ fn decoder(has_ram: bool) -> MainDecoder {
     decoder
 }
 
-/// Reads `section` with `next` behind it, which come byte by byte.
+/// Reads `section` and then `next`, which arrive byte by byte.
 fn trickles_into(
     mut decoder: MainDecoder,
     section: &[u8],
@@ -105,7 +105,7 @@ fn trickles_into(
 
 #[test]
 fn the_state_of_virtio_mem_ends_by_its_layout_and_names_what_is_plugged() {
-    // The guest plugs blocks so that the bitmap has a footer and the head of a PART.
+    // The guest plugs blocks so that the bitmap contains a footer and the head of a PART.
     let forged = [footer(), ram(2)].concat();
     let bits = forged.iter().enumerate().flat_map(|(at, byte)| {
         let set = (0..8).filter(move |bit| byte >> bit & 1 == 1);
@@ -155,7 +155,7 @@ fn an_unknown_payload_ends_at_its_footer_before_a_head_that_may_follow() {
         b"\x08\0\x02\0\x04\0\0\0\x01".to_vec(),
         b"\x08\0\x06\0\x10".to_vec(),
     ];
-    // Behind a footer: nothing, a PART of another id, a section of its own id, a command that there is not, EOF.
+    // After a footer: nothing, a PART of another id, a section of its own id, an unknown command, EOF.
     for inner in [&b""[..], b"\x02\0\0\0\x03", &own, b"\x08\0\x77\0\0", b"\0"] {
         let payload = [b"state", &footer()[..], inner, b"more"].concat();
         let bytes = section("device", &payload);
@@ -189,7 +189,7 @@ fn all_sections_together_have_a_limit() {
     assert!(matches!(fault, WireError::OverLimit { .. }), "{fault:?}");
 }
 
-/// EOF and a description of a device of this name with so many bytes.
+/// Returns EOF and a description of a device with this name and size in bytes.
 fn end_of_stream(size: usize, name: &str) -> Vec<u8> {
     let fields = format!(r#"[{{"name":"a","type":"b","size":{size}}}]"#);
     let json = format!(r#"{{"devices":[{{"name":"{name}","fields":{fields}}}]}}"#);

@@ -1,4 +1,4 @@
-//! What two real QEMUs sent, read to the last byte and compared with what was in their memory.
+//! Tests recorded streams of two real QEMUs: reads them to the last byte and compares them with the guest's memory.
 
 mod common;
 
@@ -15,7 +15,7 @@ use hotlift_wire::{PAGE_SIZE, RamBlockEntry, limits};
 
 const RAM_PAGES: usize = 512;
 
-/// Page `number` of the guest's RAM before it ran; `scripts/record-fixtures` has the same function.
+/// Returns page `number` of the guest's RAM before it ran; `scripts/record-fixtures` has the same function.
 fn ram_page(number: usize) -> Vec<u8> {
     if number / 8 % 2 == 1 {
         return vec![0; PAGE_SIZE];
@@ -36,7 +36,7 @@ fn ram_page(number: usize) -> Vec<u8> {
     page
 }
 
-/// A destination's memory: all blocks, all bytes 0xdd until a page arrives.
+/// Memory of a destination: all blocks, all bytes 0xdd until a page arrives.
 struct Memory {
     blocks: Vec<(String, Vec<u8>)>,
 }
@@ -69,7 +69,7 @@ impl Memory {
                     }
                 }
                 "pc.rom" => assert!(bytes.iter().all(|&byte| byte == 0), "{name}: pc.rom"),
-                // virtio-mem's RAM, by the device's address; its pages are unplugged.
+                // virtio-mem's RAM, named by the device's address; its pages are unplugged.
                 "0000:00:02.0/pluggable" => {
                     assert!(bytes.iter().all(|&byte| byte == 0xdd), "{name}: unplugged");
                 }
@@ -231,7 +231,7 @@ fn commands_are_those_of_the_machine_type() {
     );
 }
 
-/// Reads a channel to its last byte. `each` sees every packet and its payload.
+/// Reads a channel to its last byte. Calls `each` for every packet and its payload.
 fn read_channel(
     name: &str,
     bytes: &[u8],
@@ -298,7 +298,7 @@ fn each_mark_on_main_has_a_sync_on_every_channel() {
     }
 }
 
-/// Walks main and all channels as a destination does: channels to their SYNC at each sync point.
+/// Reads all connections as a destination does: channels up to their SYNC at each sync point.
 #[test]
 fn pages_of_all_connections_together_are_the_guests() {
     for name in recorded() {
@@ -315,7 +315,7 @@ fn pages_of_all_connections_together_are_the_guests() {
             false => MainEvent::RamEos,
         };
 
-        // Rounds by channel: the pages between one SYNC and the next.
+        // Rounds of the channels: the pages between one SYNC and the next.
         type Page = (usize, u64, Option<Vec<u8>>);
         let mut rounds: Vec<Vec<Page>> = Vec::new();
         for bytes in &channels {
@@ -361,7 +361,7 @@ fn pages_of_all_connections_together_are_the_guests() {
     }
 }
 
-/// Truncation at any byte: the decoder asks for more, for no more than it may, and is none the worse.
+/// Truncation at any byte: the decoder asks for more, within its limits, and can continue.
 #[test]
 fn a_cut_main_channel_is_waited_for_never_misread() {
     for name in recorded() {
@@ -371,13 +371,13 @@ fn a_cut_main_channel_is_waited_for_never_misread() {
         for (index, (start, expected)) in whole.iter().enumerate() {
             let end = whole.get(index + 1).map_or(main.len(), |(next, _)| *next);
             let event = &main[*start..end];
-            // Inside long runs of data every cut is like its neighbours.
+            // In the middle of long data all cuts are equivalent.
             let cuts = (0..event.len().min(300)).chain(event.len().saturating_sub(2)..event.len());
             for cut in cuts {
                 match decoder.next(&event[..cut]) {
                     Ok(Step::Need(more)) => {
                         assert!(more >= 1 && cut + more <= limits::MAIN_RECORD, "{name}");
-                        // The configuration ends at the first byte that is not its own.
+                        // The configuration ends before the first foreign byte.
                         let seen = usize::from(index == 1);
                         assert!(cut + more <= event.len() + seen, "{name}: {expected:?}");
                     }

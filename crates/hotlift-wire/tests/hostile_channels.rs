@@ -1,5 +1,4 @@
-//! Bytes on multifd channels and the return path that no honest peer sends; see also
-//! `hostile_main.rs`.
+//! Tests invalid bytes on multifd channels and the return path; see also `hostile_main.rs`.
 
 mod common;
 
@@ -31,7 +30,7 @@ const RULES: PacketRules = PacketRules {
     checksum_required: false,
 };
 
-/// A good header for two normal pages and a zero page of `ram`, then changed by `change`.
+/// Decodes a valid header for two normal pages and a zero page of `ram`, modified by `change`.
 fn changed(change: impl FnOnce(&mut [u8])) -> Result<(), WireError> {
     let mut writer = PacketWriter::new(RULES.layout, Method::Zlib, false);
     let fields = PacketFields {
@@ -83,7 +82,7 @@ fn a_packet_carries_the_migrations_method_and_nothing_unknown() {
     assert_fault!(changed_field(8, 0x42), WireError::Unsupported { .. });
 }
 
-/// Numbers of QEMU's `migration/multifd.h` (`MULTIFD_FLAG_ZLIB` and so on); LZ4 is none of QEMU's.
+/// Numbers of QEMU's `migration/multifd.h` (`MULTIFD_FLAG_ZLIB` and so on); LZ4 is not in QEMU.
 #[test]
 fn a_packet_names_its_method_by_the_bit_that_qemu_reads() {
     for (name, bit) in [
@@ -125,7 +124,7 @@ fn every_page_of_a_packet_lies_in_its_block() {
             );
         }
     }
-    // An entry that is not used may be anything.
+    // An unused entry may have any value.
     offset_at(3, u64::MAX).unwrap();
 }
 
@@ -181,7 +180,7 @@ fn a_packet_of_raw_pages_is_as_long_as_its_pages() {
     }
 }
 
-/// The promise of the fault model: between two Hotlifts no flipped byte of a header goes unnoticed.
+/// Guarantee of the fault model: between two Hotlifts every flipped byte of a header is detected.
 #[test]
 fn a_checksummed_header_with_any_byte_changed_is_an_error() {
     let rules = PacketRules {
@@ -226,7 +225,7 @@ fn a_checksummed_header_with_any_byte_changed_is_an_error() {
     );
 }
 
-/// CRC-32 (IEEE), bit by bit, so that the wire's checksum is held against another implementation.
+/// Computes CRC-32 (IEEE) bit by bit: an independent check of the wire's checksum.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(u32::MAX, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| {
@@ -290,7 +289,7 @@ fn a_hello_with_any_byte_changed_is_an_error() {
     );
 }
 
-/// The opening of a Hotlift's only channel.
+/// Returns the opening of a Hotlift's only channel.
 fn opening() -> [u8; INITIAL_PACKET_LEN] {
     let packet = InitialPacket {
         uuid: [0; 16],
@@ -372,7 +371,7 @@ fn a_return_path_message_is_refused_before_its_payload_is_awaited() {
             WireError::Unknown { .. }
         );
     }
-    // Whole messages whose fields do not fill them, or overrun them.
+    // Complete messages with fields shorter or longer than the payload.
     for bytes in [
         &b"\0\x03\0\x02ab"[..],
         b"\0\x05\0\x02\x05a",

@@ -1,5 +1,5 @@
-//! Bytes on the main channel that no honest peer sends: each ends in an error that names the fault,
-//! never in a panic, an allocation by the peer's number, or a page outside its block.
+//! Tests invalid bytes on the main channel. Each causes an error that names the fault, never a panic, an allocation of the
+//! peer's size, or a page outside its block.
 
 mod common;
 
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
 
-/// A main channel up to the inside of the first PART section, and the decoder behind it.
+/// Returns a decoder in the first PART section of a main channel.
 fn inside_ram() -> MainDecoder {
     let mut out = between_sections();
     out.push(2);
@@ -20,7 +20,7 @@ fn inside_ram() -> MainDecoder {
     after(&out)
 }
 
-/// A main channel up to behind the START section of `ram` (id 0; blocks `a` of 2 pages, `b` of 1).
+/// Returns a main channel up to the end of the START section of `ram` (id 0; blocks `a` of 2 pages, `b` of 1).
 fn between_sections() -> Vec<u8> {
     let blocks = [
         RamBlockEntry::new("a", 2 * PAGE),
@@ -41,7 +41,7 @@ fn start() -> (MainEncoder, Vec<u8>) {
     (encoder, out)
 }
 
-/// A decoder that has read `bytes`.
+/// Returns a decoder that has read `bytes`.
 fn after(bytes: &[u8]) -> MainDecoder {
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
     let mut position = 0;
@@ -56,7 +56,7 @@ fn be32(value: u32) -> [u8; 4] {
     value.to_be_bytes()
 }
 
-/// What stands before a device's payload of `length` bytes.
+/// Returns the prefix of a device's payload of `length` bytes.
 fn prefix(length: u32) -> Vec<u8> {
     [be32(length), be32(length ^ u32::from_be_bytes(*b"HLDL"))].concat()
 }
@@ -65,7 +65,7 @@ fn record(word: u64, rest: &[u8]) -> Vec<u8> {
     [&word.to_be_bytes(), rest].concat()
 }
 
-/// The error that `bytes` end in, behind what `decoder` has read.
+/// Returns the error that `bytes` cause in `decoder`.
 fn fault(mut decoder: MainDecoder, bytes: &[u8]) -> WireError {
     let mut position = 0;
     loop {
@@ -88,7 +88,7 @@ fn a_page_record_carries_exactly_one_flag() {
             assert_fault!(result.unwrap_err(), WireError::Unknown { .. });
         } else {
             let refused = [0x04, 0x80].contains(&(flags & !0x20)) || flags & 0x20 != 0;
-            // Only an XBZRLE page has a byte to object to so early.
+            // Only an XBZRLE page has an invalid byte so early.
             assert_eq!(result.is_err(), refused || flags == 0x40, "{flags:#x}");
         }
     }
@@ -254,7 +254,7 @@ fn sections_keep_their_order() {
 }
 
 fn after_configuration() -> MainDecoder {
-    // The configuration ends with the first byte of something else: read it with a command.
+    // The configuration ends before the first foreign byte: read it with a command.
     let (_, mut out) = start();
     out.extend(b"\x08\0\x01\0\0");
     after(&out)
@@ -290,14 +290,14 @@ fn a_device_is_announced_once_and_bounded() {
         fault(after_configuration(), &huge),
         WireError::OverLimit { .. }
     );
-    // A name that is longer than it says, and so moves all that follows by one.
+    // A name that is longer than its length byte, which shifts everything after it by one.
     let mut longer = [&section[..], &prefix(24), &[0; 24], &[0x7e], &be32(1)].concat();
     longer[5] += 1;
     assert_fault!(
         fault(after_configuration(), &longer),
         WireError::Mismatch { .. }
     );
-    // However it is damaged: nobody waits for the bytes of a wrong length.
+    // With any damage the decoder never waits for the bytes of a wrong length.
     for at in 0..8 {
         for flip in [0x01, 0x80, 0xff] {
             let mut damaged = whole.clone();
@@ -376,13 +376,13 @@ fn a_decoder_of_postcopy_takes_its_commands_and_goes_on_after_a_reconnect() {
         fault(started(), &[8, 0, 8, 0, 0]),
         WireError::Unsupported { .. }
     );
-    // Before the list of blocks there is nothing to discard.
+    // Before the list of blocks a discard is invalid.
     let (_, out) = start();
     let early = after(&[&out[..], b"\x08\0\x01\0\0"].concat()).taking_postcopy();
     let discard = b"\x08\0\x06\0\x04\0\x01a\0";
     assert_fault!(fault(early, discard), WireError::UnknownBlock { .. });
 
-    // A page that continues a block belongs to its connection.
+    // A page can only continue a block on the same connection.
     let page = record(8, &[b"\x01b", &[1_u8; 4096][..]].concat());
     let continued = record(0x22, b"\0");
     let part = [&b"\x02\0\0\0\0"[..], &page, &continued].concat();
@@ -482,7 +482,7 @@ fn a_description_cannot_be_deeper_or_longer_than_its_limits() {
     );
 }
 
-/// Reads `main` until it ends, needs more or is refused. Nothing may panic or ask for too much.
+/// Reads `main` until it ends, needs more or is refused. It must not panic or request too much.
 fn survive(mut decoder: MainDecoder, main: &[u8]) {
     let mut position = 0;
     loop {

@@ -1,4 +1,4 @@
-//! The stream of a `mapped-ram` file: laid out, walked, and held against its file.
+//! Tests the stream of a `mapped-ram` file: its layout, decoding, and checks against the file.
 
 use hotlift_wire::main_channel::{
     Command, Configuration, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedEvent, MappedLayout,
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 const RAM_ID: u32 = 2;
 
-/// The stream of a file, its pages all zero, and where its RAM has ended.
+/// The stream of a file with only zero pages, and the position of the end of RAM.
 struct File {
     bytes: Vec<u8>,
     blocks: Vec<MappedBlock>,
@@ -50,7 +50,7 @@ fn file(start: usize, blocks: &[(&str, u64)]) -> File {
     }
 }
 
-/// Walks a file up to its devices; gives the decoder one byte more at a time, as `Need` asks.
+/// Reads a file up to its devices; extends the decoder's input byte by byte, as `Need` requests.
 fn walk(start: u64, bytes: &[u8]) -> Result<(Vec<MappedEvent>, u64), WireError> {
     let file_len = u64::try_from(bytes.len()).unwrap();
     let mut decoder = MappedRamDecoder::new(start, file_len);
@@ -110,7 +110,7 @@ fn a_layout_is_walked_back_to_its_blocks_over_all_areas() {
 
 #[test]
 fn blocks_lie_where_qemu_puts_them() {
-    // 512 pages have 8 words of bitmap; pages start at the next MiB, the next entry behind them.
+    // 512 pages have 8 words of bitmap; pages start at the next MiB, and the next entry follows them.
     let entries = [("a", 2 << 20), ("b", 4096)].map(|(name, len)| RamBlockEntry::new(name, len));
     let layout = MappedLayout::new(0, &entries, 100).unwrap();
     let [a, b] = &layout.blocks[..] else {
@@ -125,7 +125,7 @@ fn blocks_lie_where_qemu_puts_them() {
     assert_eq!(layout.end, (4 << 20) + 4096 + 8 + 5);
 }
 
-/// Changes the header of the first block and says what the walk makes of it.
+/// Changes the header of the first block and returns the decoder's error.
 fn with_header(change: impl Fn(&mut [u8])) -> WireError {
     let mut file = file(0, &[("a", 8192), ("b", 4096)]);
     let bitmap = usize::try_from(file.blocks[0].bitmap_offset).unwrap();
@@ -186,7 +186,7 @@ fn only_a_mapped_ram_stream_is_read() {
 
 #[test]
 fn a_record_in_a_later_section_is_refused() {
-    // A PAGE, a FLUSH and a ZERO record in the place of EOS.
+    // A PAGE, a FLUSH and a ZERO record in place of EOS.
     for record in [0x008_u64, 0x200, 0x002, 0x1010] {
         let mut file = file(0, &[("a", 8192)]);
         let end = usize::try_from(file.end).unwrap();

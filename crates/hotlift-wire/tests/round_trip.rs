@@ -1,4 +1,4 @@
-//! What is written is what is read back.
+//! Tests that decoding restores every encoded value.
 
 mod common;
 
@@ -60,7 +60,7 @@ proptest! {
         from_hotlift: bool,
     ) {
         let id = u8::try_from(id.index(usize::from(channels))).unwrap();
-        // Half of them choose by packet.
+        // Half of them choose the method for each packet.
         let method = (channels % 2 == 0).then_some(method);
         let hello = Hello { channels, method, layout, zero_page_detection: detection };
         let packet = InitialPacket { uuid, id, hello: from_hotlift.then_some(hello) };
@@ -155,7 +155,7 @@ proptest! {
         };
         let mut bytes = Vec::new();
         message.encode(&mut bytes).unwrap();
-        // What is missing is known to the byte: a reader never takes more than the message.
+        // The number of missing bytes is exact: a reader never consumes more than the message.
         for cut in 0..bytes.len() {
             match ReturnMessage::decode(&bytes[..cut]) {
                 Err(WireError::Truncated { needed, .. }) => {
@@ -313,7 +313,7 @@ proptest! {
         let got: Vec<_> = got.into_iter().map(|(_, event)| event).collect();
         prop_assert_eq!(got, expected);
 
-        // The description agrees with QEMU's formula, the length prefix being part of the payload.
+        // The description matches QEMU's formula, with the length prefix as a part of the payload.
         let text = VmDescription::find(&out).unwrap();
         let description = VmDescription::parse(text).unwrap();
         prop_assert_eq!(description.devices(), devices.len());
@@ -325,7 +325,7 @@ proptest! {
     }
 }
 
-/// QEMU would read no other.
+/// QEMU accepts no other length.
 #[test]
 fn a_compressed_page_has_1_to_4109_bytes() {
     let mut out = Vec::new();

@@ -17,14 +17,14 @@ const SWITCHOVER_START: u16 = 11;
 /// A command of a precopy stream (`MIG_CMD_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
-    /// The destination may talk back on this socket from now on.
+    /// The destination may send on this socket from now on.
     OpenReturnPath,
     /// The destination answers PONG with the same value.
     Ping(u32),
     /// Postcopy may follow (capability `postcopy-ram` is on).
     PostcopyAdvise {
-        /// All host page sizes of the RAM blocks, ORed, and the target's page size, in bytes; absent
-        /// if only bitmaps may migrate that way.
+        /// All host page sizes of the RAM blocks, ORed, and the target's page size, in bytes; absent if only bitmaps may
+        /// migrate in postcopy.
         page_sizes: Option<(u64, u64)>,
     },
     /// The source has stopped its vCPUs and sends the rest (QEMU 10.0, machine types from 10.0).
@@ -57,12 +57,12 @@ impl Command {
         }
     }
 
-    /// Reads a command behind its section type byte.
+    /// Reads a command after its section type byte.
     ///
     /// # Errors
     ///
-    /// [`WireError::Unsupported`] for commands that leave precopy, [`WireError::Unknown`] for ids
-    /// that QEMU does not have, [`WireError::Mismatch`] for a length that is not the command's.
+    /// [`WireError::Unsupported`] for commands that leave precopy, [`WireError::Unknown`] for ids unknown to QEMU,
+    /// [`WireError::Mismatch`] for a wrong length of the command.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self, WireError> {
         let id = reader.be16("command")?;
         let length = reader.be16("length of a command")?;

@@ -5,8 +5,8 @@
 //! subsection: 0x05  counted name  be32 version  fields
 //! ```
 //!
-//! The configuration has neither length nor footer; it ends where the next byte is no 0x05. Machine types up to 2.3 send
-//! none (QEMU's properties `send-configuration` and `send-section-footer`), and no section of theirs has a footer.
+//! The configuration has neither length nor footer; it ends before the first byte that is not 0x05. Machine types up to 2.3
+//! send none (QEMU's properties `send-configuration` and `send-section-footer`), and their sections have no footers.
 
 use super::section::{CONFIGURATION, SUBSECTION};
 use crate::reader::{as_u64, put_counted_string};
@@ -15,24 +15,24 @@ use crate::{Reader, WireError, limits};
 /// The file header: `QEMU_VM_FILE_MAGIC` and `QEMU_VM_FILE_VERSION`.
 pub const FILE_HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
 
-/// Page bits of the one page size that is spoken here, 4 KiB. x86 never states them.
+/// Page bits of the only supported page size, 4 KiB. x86 never states them.
 pub const MACHINE_PAGE_BITS: u32 = 12;
 
-/// The one capability that changes what is read here: RAM blocks are listed with their addresses.
+/// The only capability that changes the decoding here: the RAM block list has addresses.
 pub(super) const IGNORE_SHARED: &str = "x-ignore-shared";
 
-/// The capability of a file with pages at fixed places, see [`super::MappedRamDecoder`].
+/// The capability of a file with pages at fixed positions, see [`super::MappedRamDecoder`].
 pub const MAPPED_RAM: &str = "mapped-ram";
 
 const PAGE_BITS: &str = "configuration/target-page-bits";
 const CAPABILITIES: &str = "configuration/capabilities";
 const UUID: &str = "configuration/uuid";
 
-/// What a source says of its machine, for the destination to compare.
+/// Description of the source's machine, which the destination compares.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configuration {
-    /// Machine name, e.g. `pc-i440fx-7.2`, up to [`limits::MACHINE_NAME`] bytes; empty in a stream without configuration
-    /// (see [`Configuration::is_absent`]).
+    /// Machine name, e.g. `pc-i440fx-7.2`, up to [`limits::MACHINE_NAME`] bytes; empty in a stream without configuration (see
+    /// [`Configuration::is_absent`]).
     pub machine: String,
     /// Page bits, where the CPU family has more than one page size.
     pub page_bits: Option<u32>,
@@ -60,13 +60,13 @@ pub(super) fn read_file_header(reader: &mut Reader<'_>) -> Result<(), WireError>
 }
 
 impl Configuration {
-    /// Returns true for a stream of a machine type up to 2.3: it has no configuration, and no section footers.
+    /// Returns true for a stream of a machine type up to 2.3: it has no configuration and no section footers.
     #[must_use]
     pub fn is_absent(&self) -> bool {
         self.machine.is_empty()
     }
 
-    /// True if entries of the RAM block list have a guest physical address.
+    /// Returns true if entries of the RAM block list have a guest physical address.
     pub(super) fn has_addresses(&self) -> bool {
         self.capabilities.iter().any(|name| name == IGNORE_SHARED)
     }
@@ -75,8 +75,7 @@ impl Configuration {
     ///
     /// # Errors
     ///
-    /// Names or lists outside the limits that [`Configuration::decode`] has; `out` is then partly
-    /// written.
+    /// Names or lists outside the limits of [`Configuration::decode`]; `out` is then partly written.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         let machine = "machine name";
         check_length(self.machine.len(), limits::MACHINE_NAME, machine)?;
@@ -107,8 +106,8 @@ impl Configuration {
         Ok(())
     }
 
-    /// Reads the record at `reader`, up to the first byte that does not belong to it, which must
-    /// be there (a stream never ends here). Subsections come in QEMU's order, each at most once.
+    /// Reads the record at `reader`, up to the first byte after it, which must be present (a stream never ends here).
+    /// Subsections come in QEMU's order, each at most once.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self, WireError> {
         let marker = reader.u8("configuration")?;
         if marker != CONFIGURATION {
@@ -182,7 +181,7 @@ fn check_length(got: usize, limit: usize, what: &'static str) -> Result<(), Wire
     }
 }
 
-/// Appends a length that was held against a limit below 32 bits.
+/// Appends a length that was checked against a limit below 32 bits.
 fn put_length(length: usize, out: &mut Vec<u8>) {
     let length = u32::try_from(length).unwrap_or(u32::MAX);
     out.extend_from_slice(&length.to_be_bytes());

@@ -1,4 +1,4 @@
-//! The main channel, pulled event by event out of a growing buffer.
+//! Reads the main channel event by event from a growing buffer.
 
 use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS};
@@ -11,48 +11,47 @@ use crate::block::RamBlockEntry;
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, Reader, WireError, limits};
 
-/// What [`MainDecoder::next`] made of its input.
+/// Result of [`MainDecoder::next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step<'a> {
-    /// The next event needs at least so many bytes (never 0) behind those given. The decoder has
-    /// not moved: append, and call again with input from the same position on.
+    /// The next event needs at least this number of bytes (never 0) after the input. The decoder has not moved: append, and
+    /// call again with input from the same position.
     Need(usize),
-    /// One event, made of the first `consumed` bytes of the input; the next call's input starts
-    /// behind them. `consumed` is 0 only for an empty [`MainEvent::DevicePayload`], and for a
-    /// [`MainEvent::SectionFooter`] of a stream without footers.
+    /// One event from the first `consumed` bytes of the input; the next call's input starts after them. `consumed` is 0 only
+    /// for an empty [`MainEvent::DevicePayload`], and for a [`MainEvent::SectionFooter`] of a stream without footers.
     Event {
-        /// What was read.
+        /// The event.
         event: MainEvent<'a>,
-        /// Bytes that it took.
+        /// Length of the event in bytes.
         consumed: usize,
     },
 }
 
-/// One thing that a source says on the main channel.
+/// An event of the main channel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MainEvent<'a> {
     /// Magic and version of the stream.
     Header,
-    /// The source's machine. Not in a stream of a machine type up to 2.3.
+    /// The source's machine. Absent in a stream of a machine type up to 2.3.
     Configuration(Configuration),
     /// A command.
     Command(Command),
-    /// A command of postcopy; only of a decoder that [takes them](MainDecoder::taking_postcopy).
+    /// A command of postcopy; only from a decoder with [`taking_postcopy`](MainDecoder::taking_postcopy).
     Postcopy(PostcopyCommand<'a>),
-    /// A section begins. `idstr`, instance and version of PART and END are those of their START.
+    /// A section begins. `idstr`, instance and version of PART and END are copied from their START.
     SectionStart {
-        /// Which kind.
+        /// Kind of the section.
         kind: SectionKind,
-        /// The sender's number of the device.
+        /// Section id, which identifies the device.
         id: u32,
         /// Name of the device, `ram` for RAM.
         idstr: &'a str,
-        /// Tells devices of one name apart.
+        /// Distinguishes devices of one name.
         instance_id: u32,
         /// Version of the payload's layout.
         version_id: u32,
     },
-    /// The RAM blocks, in the sender's order, with distinct names and lengths that sum up.
+    /// The RAM blocks, in the sender's order, with distinct names and a correct sum of lengths.
     RamBlocks(Vec<RamBlockEntry>),
     /// A page.
     RamPage {
@@ -60,22 +59,21 @@ pub enum MainEvent<'a> {
         block: usize,
         /// Byte offset in the block: page-aligned, the whole page inside.
         offset: u64,
-        /// What is in it.
+        /// Content of the page.
         content: PageContent<'a>,
     },
     /// The multifd flush that pairs with the next SYNC of every multifd channel (machine types from 8.1).
     MultifdFlush,
-    /// No more RAM records in this section. With machine types up to 8.0 and multifd this pairs
-    /// with a SYNC, too.
+    /// End of the RAM records in this section. With machine types up to 8.0 and multifd this also pairs with a SYNC.
     RamEos,
     /// A device's payload; with [`DeviceLengths::LengthPrefixed`] without its length.
     DevicePayload(&'a [u8]),
-    /// A device's whole section before the END of `ram`; only of a decoder that
-    /// [takes them](MainDecoder::taking_early_sections).
+    /// A device's whole section before the END of `ram`; only from a decoder with
+    /// [`taking_early_sections`](MainDecoder::taking_early_sections).
     EarlySection(EarlySection),
-    /// A section has ended. Takes no bytes in a stream without a configuration, which has no footers.
+    /// A section has ended. Has no bytes in a stream without a configuration, which has no footers.
     SectionFooter,
-    /// All sections have ended. Only a [`MainEvent::VmDescription`] may follow, and need not.
+    /// All sections have ended. Only an optional [`MainEvent::VmDescription`] may follow.
     Eof,
     /// The JSON text that describes the devices.
     VmDescription(&'a [u8]),
@@ -116,9 +114,8 @@ struct KnownSection {
 
 /// Reads a main channel from its first byte to its last.
 ///
-/// The caller owns the buffer and the socket. Between calls the decoder keeps the RAM blocks, the
-/// sections seen and the RAM block named last; an event borrows from the input alone. After an error
-/// the stream cannot be read any further.
+/// The caller owns the buffer and the socket. Between calls the decoder keeps the RAM blocks, the seen sections and the last
+/// named RAM block; an event only borrows from the input. After an error the stream cannot be read any further.
 #[derive(Debug)]
 pub struct MainDecoder {
     state: State,
@@ -128,7 +125,7 @@ pub struct MainDecoder {
     /// Sections end with a footer. A stream without a configuration has none.
     has_footers: bool,
     takes_early_sections: bool,
-    /// Of the early section that is being read, where the search for its end goes on.
+    /// Position in the current early section where the search for its end continues.
     searched: usize,
     /// Bytes of all early sections.
     early_bytes: usize,
@@ -137,11 +134,11 @@ pub struct MainDecoder {
     sections: Vec<KnownSection>,
 }
 
-/// What reading one event came to: the event, and the state behind it.
+/// Result of reading one event: the event, and the next state.
 type Parsed<'a> = Result<(MainEvent<'a>, State), WireError>;
 
 impl MainDecoder {
-    /// A decoder at the start of a stream whose device payloads have these `lengths`.
+    /// Creates a decoder at the start of a stream whose device payloads have these `lengths`.
     pub fn new(lengths: DeviceLengths) -> Self {
         Self {
             state: State::FileHeader,
@@ -158,22 +155,22 @@ impl MainDecoder {
         }
     }
 
-    /// Reads the commands of postcopy too, which are else refused. In what order they come is not checked here.
+    /// Enables the commands of postcopy, which are otherwise refused. Their order is not checked here.
     #[must_use]
     pub fn taking_postcopy(mut self) -> Self {
         self.takes_postcopy = true;
         self
     }
 
-    /// Reads each FULL section before the END of `ram` as a whole, whatever the `lengths`: a QEMU's has none.
+    /// Enables reading of each FULL section before the END of `ram` as a whole, whatever the `lengths`: QEMU sends no length.
     #[must_use]
     pub fn taking_early_sections(mut self) -> Self {
         self.takes_early_sections = true;
         self
     }
 
-    /// Goes on at the start of a new connection of the same stream: without a header, in no section, with no block
-    /// named.
+    /// Continues at the start of a new connection of the same stream: without a header, outside of sections, without a current
+    /// block.
     pub fn reconnect(&mut self) {
         self.state = State::Between;
         self.records.forget_current();
@@ -182,17 +179,17 @@ impl MainDecoder {
         }
     }
 
-    /// The RAM blocks; empty before [`MainEvent::RamBlocks`].
+    /// Returns the RAM blocks; empty before [`MainEvent::RamBlocks`].
     pub fn blocks(&self) -> &[RamBlockEntry] {
         &self.records.blocks
     }
 
-    /// Reads the next event from `input`, which starts where the last event ended. No event needs
-    /// more than [`limits::MAIN_RECORD`] bytes.
+    /// Reads the next event from `input`, which starts at the end of the last event. No event needs more than
+    /// [`limits::MAIN_RECORD`] bytes.
     ///
     /// # Errors
     ///
-    /// Every [`WireError`] but `Truncated`, which becomes [`Step::Need`].
+    /// Every [`WireError`] except `Truncated`, which becomes [`Step::Need`].
     pub fn next<'a>(&mut self, input: &'a [u8]) -> Result<Step<'a>, WireError> {
         let mut reader = Reader::new(input);
         match self.read(&mut reader) {
@@ -209,7 +206,7 @@ impl MainDecoder {
         }
     }
 
-    /// Checks that the stream may end here, with no input left: behind EOF or the VM description.
+    /// Checks that the stream may end here, with no input left: after EOF or the VM description.
     pub fn finish(&self) -> Result<(), WireError> {
         match self.state {
             State::Description | State::End => Ok(()),
@@ -220,8 +217,8 @@ impl MainDecoder {
         }
     }
 
-    // A reader runs to the end of its record before anything in `self` changes, so that a record
-    // that is not whole yet leaves no trace, but for how far it was searched.
+    // The whole record is read before `self` changes, so that an incomplete record has no effect. Only the position of the
+    // search is kept.
     fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
         match self.state {
             State::FileHeader => {
@@ -341,7 +338,7 @@ impl MainDecoder {
                     page_sizes: Some((host, _)),
                 }) = event
                 {
-                    // A page of main is never written as one of them.
+                    // QEMU never writes the page size of the main channel.
                     self.fields.page_sizes = host & !(2 * as_u64(PAGE_SIZE) - 1);
                 }
                 Ok((event, State::Between))
@@ -503,7 +500,7 @@ fn section_start<'a>(kind: SectionKind, header: &SectionHeader<'a>) -> MainEvent
     }
 }
 
-/// The length before a device's payload, which must agree with its second copy.
+/// Reads the length before a device's payload, which must match its second copy.
 fn read_prefix(reader: &mut Reader<'_>) -> Result<usize, WireError> {
     const WHAT: &str = "length of a device payload";
     let length = reader.be32(WHAT)?;

@@ -1,8 +1,7 @@
-//! The VM description: the JSON text behind EOF that says how long each device's payload was.
+//! The VM description: the JSON text after EOF with the length of each device's payload.
 //!
-//! A device's payload length is the sum over its fields of size × array length, and for each
-//! subsection 2 + length of its name + 4 + its own sum. Nested structs are covered by the size of
-//! the field that holds them. This agrees with every FULL section of the recorded streams.
+//! A device's payload length is the sum over its fields of size × array length. Each subsection adds its own sum, the length of
+//! its name, and 2 + 4. The size of a field covers nested structs. This matches every FULL section of the recorded streams.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,18 +14,18 @@ use super::section::{EOF, VM_DESCRIPTION};
 use crate::reader::as_u64;
 use crate::{Reader, WireError, limits};
 
-/// What a device's length is XORed with in its second copy: "HLDL". Four different bytes, so that two
-/// copies read one byte beside their place do not agree either; a complement of a small length does.
+/// XOR value of a device's length in its second copy: "HLDL". Its bytes are all different, so copies read at a position shifted
+/// by one byte do not match either; with a complement, small lengths would match.
 pub(super) const LENGTH_CHECK: u32 = 0x484c_444c;
 
-/// How a decoder knows where a device's payload ends; the stream itself does not say.
+/// Source of the lengths of device payloads; the stream itself has none.
 #[derive(Debug, Clone)]
 pub enum DeviceLengths {
-    /// Every payload is a be32 length, the same XORed with "HLDL", and that many bytes, as
-    /// [`MainEncoder`](super::MainEncoder) writes them. A damaged length is so an error at once,
-    /// where otherwise the receiver would wait, with the guest stopped, for bytes that never come.
+    /// Every payload is a be32 length, the same XORed with "HLDL", and that number of bytes, as
+    /// [`MainEncoder`](super::MainEncoder) writes them. So a damaged length is an immediate error. Otherwise the receiver would
+    /// wait, with the guest stopped, for bytes that never arrive.
     LengthPrefixed,
-    /// Lengths from the description of this very stream, which was recorded before.
+    /// Lengths from the description of this stream, which was recorded before.
     Description(VmDescription),
 }
 
@@ -37,8 +36,7 @@ pub struct VmDescription {
 }
 
 impl VmDescription {
-    /// Reads a description, at most [`limits::VM_DESCRIPTION`] bytes of JSON with at most
-    /// [`limits::SECTIONS`] devices.
+    /// Parses a description, at most [`limits::VM_DESCRIPTION`] bytes of JSON with at most [`limits::SECTIONS`] devices.
     pub fn parse(json: &[u8]) -> Result<Self, WireError> {
         if json.len() > limits::VM_DESCRIPTION {
             return Err(WireError::OverLimit {
@@ -54,10 +52,10 @@ impl VmDescription {
         })
     }
 
-    /// The JSON text at the end of a recorded stream, if it ends in one.
+    /// Finds the JSON text at the end of a recorded stream, if there is one.
     ///
-    /// Looked for from behind, since the sections before it cannot be read without it: the text
-    /// starts where EOF, the record's type and a length that reaches exactly to the end meet.
+    /// The search starts at the end, since the sections before it cannot be read without the text. The text starts after EOF,
+    /// the record's type and a length that reaches exactly to the end.
     pub fn find(recorded: &[u8]) -> Option<&[u8]> {
         const HEAD: usize = 6;
         let furthest = recorded.len().saturating_sub(HEAD + limits::VM_DESCRIPTION);
@@ -74,12 +72,12 @@ impl VmDescription {
             })
     }
 
-    /// Payload length in bytes of the device `idstr` with `instance_id`, if it is described.
+    /// Returns the payload length in bytes of the device `idstr` with `instance_id`, if it is described.
     pub fn payload_len(&self, idstr: &str, instance_id: u32) -> Option<u64> {
         self.lengths.get(&(idstr.to_owned(), instance_id)).copied()
     }
 
-    /// Returns how many devices with this name are described.
+    /// Returns the number of described devices with this name.
     pub fn instances(&self, idstr: &str) -> usize {
         self.lengths
             .keys()
@@ -87,14 +85,14 @@ impl VmDescription {
             .count()
     }
 
-    /// Number of devices described.
+    /// Returns the number of described devices.
     pub fn devices(&self) -> usize {
         self.lengths.len()
     }
 }
 
-// The text is from a peer: all that is kept of it are names and sums, made while it is read, so a
-// text full of empty objects cannot grow into many times its own size.
+// The text comes from a peer: only names and sums are kept, computed during parsing. So a text full of empty objects cannot
+// grow into many times its own size.
 
 #[derive(Deserialize)]
 struct Top {
@@ -129,7 +127,7 @@ struct Subsection {
     subsections: Sum<Subsection>,
 }
 
-/// Bytes that an item of the description stands for; `None` if more than 64 bits count.
+/// Wire length of an item of the description; `None` above 64 bits.
 trait WireLength {
     fn wire_length(&self) -> Option<u64>;
 }
@@ -149,7 +147,7 @@ impl WireLength for Subsection {
     }
 }
 
-/// An array of which only the summed length is kept.
+/// An array of which only the total length is kept.
 struct Sum<T> {
     bytes: u64,
     items: PhantomData<T>,

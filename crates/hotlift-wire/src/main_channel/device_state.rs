@@ -1,17 +1,17 @@
-//! What follows the END section of `ram`: devices, EOF, VM description.
+//! The records after the END section of `ram`: devices, EOF, VM description.
 //!
-//! A QEMU's device payloads carry no length, so that nothing behind RAM can be taken apart while it
-//! arrives. Its end can be seen, though: EOF, then a VM description whose length reaches to the last
-//! byte that came ([`EofSearch`]). Two Hotlifts that pass on such a stream send the device sections in
-//! parts, each in QEMU's command PACKAGED, which has a length, with a checksum ([`next_device_state`]):
+//! QEMU's device payloads have no length, so the data after RAM cannot be split while it arrives. Its end can be recognised:
+//! EOF, then a VM description whose length reaches to the last received byte ([`EofSearch`]). Two Hotlifts that relay such a
+//! stream send the device sections in parts, each in QEMU's command PACKAGED, which has a length, with a checksum
+//! ([`next_device_state`]):
 //!
 //! ```text
 //! QEMU:     FULL...  EOF  VM description
 //! Hotlift:  PACKAGED { part of FULL...  be32 CRC } ...  PING  EOF  VM description
 //! ```
 //!
-//! The CRC-32 is that of every byte of main before it. A part is passed on once it is checked: a section type that is
-//! damaged to EOF would let a QEMU run a guest that its source still has.
+//! The CRC-32 covers every earlier byte of the main channel. A part is forwarded only after the check: a section type damaged
+//! to EOF would let a QEMU run a guest that its source still has.
 
 use std::cmp::Ordering;
 
@@ -24,31 +24,31 @@ use crate::{Reader, WireError, limits};
 /// Bytes between EOF and the text of the description.
 const DESCRIPTION_HEAD: usize = 5;
 
-/// Bytes of the checksum behind a part.
+/// Bytes of the checksum after a part.
 const CRC_LEN: usize = 4;
 
-/// One thing behind RAM in a stream between two Hotlifts.
+/// An event after RAM in a stream between two Hotlifts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceStateEvent<'a> {
     /// A part of the device sections.
     Part {
         /// At most [`limits::DEVICE_PART`] bytes.
         sections: &'a [u8],
-        /// CRC-32 of every byte of main before it: `sections` are the last of these.
+        /// CRC-32 of every earlier byte of the main channel, up to and including `sections`.
         crc: u32,
     },
     /// PING with this value.
     Ping(u32),
-    /// EOF; the description, if any, follows to the end of the stream.
+    /// EOF; the description, if present, follows to the end of the stream.
     Eof,
 }
 
-/// What [`next_device_state`] made of its input.
+/// Result of [`next_device_state`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceStateStep<'a> {
-    /// So many more bytes are needed.
+    /// This number of further bytes is needed.
     Need(usize),
-    /// An event, made of so many bytes.
+    /// An event, and its length in bytes.
     Event(DeviceStateEvent<'a>, usize),
 }
 
@@ -99,11 +99,11 @@ fn read<'a>(reader: &mut Reader<'a>) -> Result<DeviceStateEvent<'a>, WireError> 
     })
 }
 
-/// Appends the command that `length` bytes follow.
+/// Appends the command before `length` bytes of content.
 ///
 /// # Errors
 ///
-/// A length that does not fit the command's 32 bits.
+/// A length above the command's 32 bits.
 pub fn put_packaged_head(length: u64, out: &mut Vec<u8>) -> Result<(), WireError> {
     let fitting = u32::try_from(length).map_err(|_| WireError::OverLimit {
         what: "length of PACKAGED",
@@ -117,7 +117,7 @@ pub fn put_packaged_head(length: u64, out: &mut Vec<u8>) -> Result<(), WireError
     Ok(())
 }
 
-/// Appends the command that a part of `length` bytes and its checksum follow.
+/// Appends the command before a part of `length` bytes and its checksum.
 ///
 /// # Errors
 ///
@@ -133,27 +133,27 @@ pub fn put_device_part_head(length: usize, out: &mut Vec<u8>) -> Result<(), Wire
     put_packaged_head((length + CRC_LEN) as u64, out)
 }
 
-/// EOF and a description without content, in place of one that did not come: nobody makes use of it, but a QEMU
-/// reads it to its end before it runs the guest.
+/// EOF and an empty description, in place of a missing one. The description is unused, but QEMU reads it to its end before it
+/// runs the guest.
 pub const EOF_WITHOUT_DESCRIPTION: [u8; 8] = [EOF, VM_DESCRIPTION, 0, 0, 0, 2, b'{', b'}'];
 
-/// Finds EOF in the device state of a QEMU while it arrives, so that the bytes before it can be passed on.
+/// Finds EOF in a QEMU's device state while it arrives, so that the bytes before it can be forwarded.
 ///
-/// The input is the bytes that have come and were not passed on. A byte can be EOF as long as a VM description may follow it:
-/// the bytes that have come behind it are the beginning of one, or one that ends with the input. A description is a JSON text,
-/// in which QEMU's writer escapes control characters, so that binary device state is told apart after a few bytes. The bytes
-/// of the longest description that can be held are the caller's to limit.
+/// The input consists of the received bytes that were not forwarded yet. A byte can be EOF as long as a VM description may
+/// follow: the bytes after it start one, or one that ends with the input. A description is JSON text, in which QEMU escapes
+/// control characters, so a few bytes distinguish it from binary device state. The caller limits the length of a held
+/// description.
 #[derive(Debug, Default)]
 pub struct EofSearch {
-    /// Bytes of the input that come before EOF.
+    /// Number of input bytes before EOF.
     before: usize,
-    /// Bytes of the text behind them that were found to be text.
+    /// Number of checked text bytes after them.
     checked: usize,
 }
 
 impl EofSearch {
-    /// Returns the position of EOF, if the description behind it ends with `input`; `None` while more must come.
-    /// `input` is the last call's, less the bytes that were passed on, with the bytes that have come since.
+    /// Returns the position of EOF if the description after it ends with `input`; `None` while more must arrive. `input` is the
+    /// last call's input without forwarded bytes, plus new bytes.
     pub fn find(&mut self, input: &[u8]) -> Option<usize> {
         loop {
             let rest = &input[self.before..];
@@ -171,13 +171,13 @@ impl EofSearch {
         }
     }
 
-    /// Returns how many bytes of the input come before EOF for certain.
+    /// Returns the number of input bytes that are certainly before EOF.
     #[must_use]
     pub fn before(&self) -> usize {
         self.before
     }
 
-    /// Notes that the first `length` bytes of the input were passed on, at most [`EofSearch::before`].
+    /// Records that the first `length` bytes of the input were forwarded, at most [`EofSearch::before`].
     pub fn passed_on(&mut self, length: usize) {
         self.before -= length;
     }
@@ -186,7 +186,7 @@ impl EofSearch {
         (self.before, self.checked) = (position, 0);
     }
 
-    /// Looks for a description behind the first byte of `rest`, which may be EOF.
+    /// Checks for a description after the first byte of `rest`, which may be EOF.
     fn description(&mut self, rest: &[u8]) -> Description {
         let Some((head, text)) = rest.split_at_checked(1 + DESCRIPTION_HEAD) else {
             return Description::Part;
@@ -208,11 +208,11 @@ impl EofSearch {
     }
 }
 
-/// What is behind a byte that may be EOF.
+/// Data after a byte that may be EOF.
 enum Description {
     /// Something else.
     None,
-    /// The beginning of one, or nothing yet.
+    /// The beginning of a description, or no data yet.
     Part,
     Whole,
 }
@@ -233,7 +233,7 @@ mod tests {
         input
     }
 
-    /// Device bytes that look like the start of a description: in part, in text that goes on, in the length of another.
+    /// Device bytes that resemble the start of a description: partly, with more text, with another length.
     const DEVICES: &[u8] =
         b"\x04abc\0\x06\0\0\0\x05{....\0\x06\0\0\xff\xff{x\0\x06\0\0\x06\0{\0{\0\x06\x7f\0\0\0{}\0\0\x7e";
 
@@ -272,7 +272,7 @@ mod tests {
             assert_eq!(bytes.len() - search.before(), held, "{bytes:?}");
             search = EofSearch::default();
         }
-        // A description of any length is held: its EOF must not go out.
+        // A description of any length is held: its EOF must not be sent.
         let mut long = b"\0\x06\xff\xff\xff\xff{".to_vec();
         long.resize(1 << 20, b' ');
         assert_eq!(search.find(&long), None);

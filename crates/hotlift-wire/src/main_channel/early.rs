@@ -1,19 +1,19 @@
-//! Sections of devices that come before RAM has ended: the state that a destination needs before it has the pages.
+//! Sections of devices before the end of RAM: state that a destination needs before it has the pages.
 //!
 //! ```text
 //! FULL  be32 id  counted idstr  be32 instance  be32 version | payload | 0x7e  be32 id
 //! ```
 //!
-//! QEMU 10.0 writes them between START of `ram` and the first PART, QEMU 11.1 before START. The stream has no length of a
-//! payload. There are two ways to its end:
+//! QEMU 10.0 writes them between START of `ram` and the first PART, QEMU 11.1 before START. The stream has no payload length.
+//! There are two ways to find the end:
 //!
-//! - **By its layout**, which says how long it is. The one early device of QEMU is virtio-mem ([`PluggableMemory`]). Its
-//!   number of plugged bytes is there twice, as a number and as a bitmap, and another layout does not have them agree.
-//! - **By a search**: the end is the first place with this section's own footer and, behind it, a head that may follow.
-//!   The true end is such a place, so no payload is read too long. It is read too short only if it has those bytes itself:
-//!   5 of the footer with its id, and the type, id and name, or the type and number, of what follows. No chance makes
-//!   them, but a guest may that chooses a device's state. So a payload that was searched counts only once the VM
-//!   description at the end of the stream has its length ([`EarlyLengths::check`]). Until then the source keeps the guest.
+//! - **By its layout**, which determines the length. QEMU's only early device is virtio-mem ([`PluggableMemory`]). It has the
+//!   plugged bytes twice, as a number and as a bitmap; in another layout these do not match.
+//! - **By a search**: the end is the first position with this section's own footer, followed by a valid head. The true end is
+//!   such a position, so the result is never too long. It is too short only if the payload itself has those bytes: 5 of the
+//!   footer with its id, and type, id and name, or type and number, of the next section. Chance does not produce them, but a
+//!   guest that controls a device's state can. So a searched length counts only once the VM description at the end of the
+//!   stream confirms it ([`EarlyLengths::check`]). Until then the source keeps the guest.
 
 use super::command::Command;
 use super::description::VmDescription;
@@ -21,7 +21,7 @@ use super::section::{self, SectionHeader};
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, Reader, WireError, limits};
 
-/// Name of virtio-mem's early section, behind the device's path (`virtio_mem_device_realize`).
+/// Name of virtio-mem's early section, after the device's path (`virtio_mem_device_realize`).
 const VIRTIO_MEM: &str = "virtio-mem-device-early";
 
 /// Version of its layout.
@@ -30,22 +30,22 @@ const VIRTIO_MEM_VERSION: u32 = 1;
 /// Bytes of a footer.
 const FOOTER_LEN: usize = 5;
 
-/// A device's section before the end of RAM.
+/// Section of a device before the end of RAM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EarlySection {
     /// Name of the device.
     pub idstr: String,
-    /// Tells devices of one name apart.
+    /// Distinguishes devices of one name.
     pub instance_id: u32,
     /// The whole section, from its type to its footer.
     pub bytes: Vec<u8>,
-    /// Bytes of its payload.
+    /// Length of its payload in bytes.
     pub payload_len: u64,
-    /// The memory that it describes; `None` of a device of an unknown layout, whose end was searched for.
+    /// The described memory; `None` for a device of unknown layout, whose end was searched.
     pub memory: Option<PluggableMemory>,
 }
 
-/// Which memory a virtio-mem device has plugged.
+/// Memory that a virtio-mem device has plugged.
 ///
 /// ```text
 /// be64 guest address  be64 region size  be64 block size  be32 node
@@ -53,18 +53,18 @@ pub struct EarlySection {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PluggableMemory {
-    /// Path of the device, which its section's name begins with; empty if it has none.
+    /// Path of the device, the prefix of its section's name; empty if it has none.
     pub device: String,
     /// Bytes of the device's RAM block.
     pub region_size: u64,
-    /// Bytes that one bit of the bitmap stands for, a power of two.
+    /// Bytes of memory for each bit of the bitmap, a power of two.
     pub block_size: u64,
     /// The bitmap.
     pub plugged: Vec<u64>,
 }
 
 impl PluggableMemory {
-    /// Reads the payload of a section with this header; `None`, with nothing read, if it has another layout.
+    /// Reads the payload of a section with this header; `None` without reading if it has another layout.
     fn read(
         header: &SectionHeader<'_>,
         reader: &mut Reader<'_>,
@@ -103,14 +103,14 @@ impl PluggableMemory {
         Ok(agrees.then_some(memory))
     }
 
-    /// Bytes that are plugged; `None` if they are more than 64 bits count.
+    /// Returns the number of plugged bytes; `None` above 64 bits.
     #[must_use]
     pub fn plugged_bytes(&self) -> Option<u64> {
         let blocks = self.plugged.iter().map(|word| u64::from(word.count_ones()));
         blocks.sum::<u64>().checked_mul(self.block_size)
     }
 
-    /// Whether the RAM block with this name and length is the device's: QEMU puts the device's path before both names
+    /// Returns true if the device owns the RAM block with this name and length: QEMU prefixes both names with the device's path
     /// (`qemu_ram_set_idstr`, `vmstate_register`).
     #[must_use]
     pub fn is_in(&self, block: &str, length: u64) -> bool {
@@ -119,7 +119,7 @@ impl PluggableMemory {
         has_path && !self.device.is_empty() && length == self.region_size
     }
 
-    /// Whether the guest has the byte at this offset of the region.
+    /// Returns true if the guest has the byte at this offset of the region.
     #[must_use]
     pub fn is_plugged(&self, offset: u64) -> bool {
         let block = offset / self.block_size;
@@ -129,10 +129,10 @@ impl PluggableMemory {
     }
 }
 
-/// Where the search for the end of a section goes on, in bytes behind the start of its payload.
+/// Position where the search for the end of a section continues, in bytes after the start of its payload.
 pub(super) type Searched = usize;
 
-/// Reads a section behind its type byte, which is the first of `whole`.
+/// Reads a section after its type byte, which is the first byte of `whole`.
 pub(super) fn read<'a>(
     whole: &Reader<'a>,
     reader: &mut Reader<'a>,
@@ -159,7 +159,7 @@ pub(super) fn read<'a>(
     Ok((section, header))
 }
 
-/// Checks the length of all early sections of a stream together: whatever writes a file keeps them in memory.
+/// Checks the total length of a stream's early sections: a writer of files keeps them in memory.
 pub(super) fn check_all(length: usize) -> Result<(), WireError> {
     if length <= limits::MAIN_RECORD {
         return Ok(());
@@ -184,7 +184,7 @@ fn search(
     let from = (*searched).min(bytes.len());
     let places = bytes[from..].windows(FOOTER_LEN).enumerate();
     for (at, _) in places.filter(|(_, window)| *window == footer) {
-        // What follows may be cut short: the search goes on here.
+        // The next bytes may be incomplete: the search continues here.
         *searched = from + at;
         if may_follow(
             Reader::new(&bytes[*searched + FOOTER_LEN..]),
@@ -207,16 +207,16 @@ fn search(
     })
 }
 
-/// The section ids that a stream has at some place.
+/// The section ids at a position of the stream.
 #[derive(Clone, Copy)]
 pub(super) struct Ids<'a> {
-    /// That of `ram`, if it has begun.
+    /// Id of `ram`, if it has begun.
     pub(super) ram: Option<u32>,
-    /// Whether a section has this one.
+    /// Returns true if a section has this id.
     pub(super) is_taken: &'a dyn Fn(u32) -> bool,
 }
 
-/// Whether the bytes behind the footer of section `own` are the head of what may follow it before RAM has ended.
+/// Returns true if a valid head follows the footer of section `own`, before the end of RAM.
 fn may_follow(mut reader: Reader<'_>, own: u32, ids: Ids<'_>) -> Result<bool, WireError> {
     let follows = match reader.u8("section type")? {
         section::PART | section::END => {
@@ -228,7 +228,7 @@ fn may_follow(mut reader: Reader<'_>, own: u32, ids: Ids<'_>) -> Result<bool, Wi
             is_name && next.id != own && !(ids.is_taken)(next.id)
         }),
         section::COMMAND => match Command::decode(&mut reader) {
-            // Those of postcopy exist, too.
+            // Commands of postcopy are also valid.
             Ok(_) | Err(WireError::Unsupported { .. }) => Ok(true),
             Err(error) => Err(error),
         },
@@ -240,7 +240,7 @@ fn may_follow(mut reader: Reader<'_>, own: u32, ids: Ids<'_>) -> Result<bool, Wi
     }
 }
 
-/// The lengths of early payloads, to be compared with the VM description at the end of their stream.
+/// The lengths of early payloads, for comparison with the VM description at the end of their stream.
 #[derive(Debug, Clone, Default)]
 pub struct EarlyLengths(Vec<EarlyLength>);
 
@@ -253,7 +253,7 @@ struct EarlyLength {
 }
 
 impl EarlyLengths {
-    /// Notes the length of a section.
+    /// Records the length of a section.
     pub fn note(&mut self, section: &EarlySection) {
         self.0.push(EarlyLength {
             idstr: section.idstr.clone(),
@@ -263,19 +263,18 @@ impl EarlyLengths {
         });
     }
 
-    /// The first device whose end was searched for.
+    /// Returns the first device whose end was searched.
     #[must_use]
     pub fn searched(&self) -> Option<&str> {
         let searched = self.0.iter().find(|section| section.was_searched);
         searched.map(|section| section.idstr.as_str())
     }
 
-    /// Checks the lengths against the description in `end`, the last bytes of the stream from EOF on; in none if it is
-    /// empty.
+    /// Checks the lengths against the description in `end`, the last bytes of the stream from EOF on; it may be empty.
     ///
     /// # Errors
     ///
-    /// [`WireError::SectionLength`] for a device that has another length there, or that was searched for and is not there.
+    /// [`WireError::SectionLength`] for a device with another length there, or for a searched device that is missing there.
     pub fn check(&self, end: &[u8]) -> Result<(), WireError> {
         if self.0.is_empty() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! The main channel, written record by record.
+//! Writes the main channel record by record.
 
 use serde_json::{Value, json};
 
@@ -11,8 +11,7 @@ use crate::block::RamBlockEntry;
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, WireError, limits};
 
-/// Section id of `ram` unless told otherwise; devices count on from it. Receivers only use ids to tie
-/// sections together.
+/// Default section id of `ram`; devices have the following ids. Receivers only use ids to match sections.
 const RAM_ID: u32 = 0;
 
 /// Bytes before a device's payload: its length, twice.
@@ -22,24 +21,24 @@ const PREFIX_LEN: u64 = 8;
 enum State {
     /// Before the START section of `ram`.
     Setup,
-    /// Between sections, `ram` not ended.
+    /// Between sections, before the end of `ram`.
     Live,
     /// Inside a `ram` section; `last` if it is the END.
     Ram { last: bool },
-    /// Behind the END section of `ram`.
+    /// After the END section of `ram`.
     Stopped,
-    /// In a package of postcopy, where devices come before RAM has ended.
+    /// In a package of postcopy, where devices come before the end of RAM.
     Packaged,
-    /// Behind EOF.
+    /// After EOF.
     Eof,
-    /// Behind the VM description.
+    /// After the VM description.
     Described,
 }
 
 /// Writes a main channel, in the order that [`MainDecoder`](super::MainDecoder) reads.
 ///
-/// Every method appends to `out`, which the caller sends and clears as it likes. A call out of order
-/// is [`WireError::OutOfOrder`]. After any error the stream is not to be continued.
+/// Every method appends to `out`, which the caller sends and clears. A call out of order is [`WireError::OutOfOrder`]. After
+/// any error the stream must not be continued.
 #[derive(Debug)]
 pub struct MainEncoder {
     state: State,
@@ -52,7 +51,7 @@ pub struct MainEncoder {
 }
 
 impl MainEncoder {
-    /// Starts a stream: file header and configuration. Without a configuration no section has a footer.
+    /// Starts a stream: file header and configuration. Without a configuration, sections have no footers.
     pub fn new(configuration: &Configuration, out: &mut Vec<u8>) -> Result<Self, WireError> {
         out.extend_from_slice(&FILE_HEADER);
         if !configuration.is_absent() {
@@ -69,7 +68,7 @@ impl MainEncoder {
         })
     }
 
-    /// A command, between sections.
+    /// Writes a command, between sections.
     pub fn command(&mut self, command: Command, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(
             &[State::Setup, State::Live, State::Stopped, State::Packaged],
@@ -80,22 +79,21 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Gives the sections of `ram` this id, before the first: for streams whose device sections are
-    /// another encoder's, with ids of its own.
+    /// Sets the id of `ram` sections, before the first: for streams whose device sections come from another encoder with its
+    /// own ids.
     pub fn set_ram_id(&mut self, id: u32) -> Result<(), WireError> {
         self.require(&[State::Setup], "another id of ram", "none after its START")?;
         self.ram_id = id;
         Ok(())
     }
 
-    /// The whole START section of `ram`: the block list and, with `multifd`, the flush that pairs with
-    /// each channel's first SYNC. Without a flush here a receiver expects one SYNC a section.
+    /// Writes the whole START section of `ram`: the block list and, with `multifd`, the flush that pairs with each channel's
+    /// first SYNC. Without this flush a receiver expects one SYNC for each section.
     ///
     /// # Errors
     ///
-    /// Names not 1 to 255 bytes or repeated, lengths not a positive multiple of the page size, more
-    /// blocks than [`limits::RAM_BLOCKS`], addresses without capability `x-ignore-shared` or the
-    /// other way round.
+    /// Names not 1 to 255 bytes or repeated, lengths not a positive multiple of the page size, more blocks than
+    /// [`limits::RAM_BLOCKS`], or addresses that do not match capability `x-ignore-shared`.
     pub fn ram_start(
         &mut self,
         blocks: &[RamBlockEntry],
@@ -166,8 +164,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// A page of zeros, in an open `ram` section. `block` is an index into the list of
-    /// [`MainEncoder::ram_start`], `offset` a page-aligned byte offset inside it.
+    /// Writes a zero page, in an open `ram` section. `block` is an index into the list of [`MainEncoder::ram_start`], `offset`
+    /// a page-aligned byte offset inside it.
     pub fn zero_page(
         &mut self,
         block: usize,
@@ -179,8 +177,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// The head of a page's record, in an open `ram` section; the page's 4096 bytes must follow on
-    /// the wire, from wherever they are.
+    /// Writes the head of a page's record, in an open `ram` section. The page's 4096 bytes must follow on the wire, from any
+    /// source.
     pub fn normal_page_head(
         &mut self,
         block: usize,
@@ -192,7 +190,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// A page with its bytes, in an open `ram` section.
+    /// Writes a page with its bytes, in an open `ram` section.
     pub fn normal_page(
         &mut self,
         block: usize,
@@ -205,8 +203,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// An XBZRLE delta against what the receiver has in that page, 2 to 4096 bytes, in an open `ram`
-    /// section.
+    /// Writes an XBZRLE delta to the receiver's content of that page, 2 to 4096 bytes, in an open `ram` section.
     pub fn xbzrle_page(
         &mut self,
         block: usize,
@@ -228,8 +225,8 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// A page as one complete zlib stream of 1 to [`limits::COMPRESSED_PAGE`] bytes, in an open `ram`
-    /// section. QEMU reads it up to 9.0.
+    /// Writes a page as one complete zlib stream of 1 to [`limits::COMPRESSED_PAGE`] bytes, in an open `ram` section. QEMU up
+    /// to 9.0 reads it.
     pub fn compressed_page(
         &mut self,
         block: usize,
@@ -255,7 +252,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// Checks a page and returns the name its record needs, none if the block was named last.
+    /// Checks a page and returns the name for its record; `None` if the previous record has the same block.
     fn name_page(&mut self, block: usize, offset: u64) -> Result<Option<&str>, WireError> {
         self.require_ram("a page")?;
         let entry = self.blocks.get(block).ok_or(WireError::OverLimit {
@@ -268,7 +265,7 @@ impl MainEncoder {
         Ok((!named).then_some(entry.name.as_str()))
     }
 
-    /// The multifd flush that pairs with the next SYNC of every channel, in an open `ram` section.
+    /// Writes the multifd flush that pairs with the next SYNC of every channel, in an open `ram` section.
     pub fn multifd_flush(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require_ram("a multifd flush")?;
         ram::put_flush(out);
@@ -287,13 +284,13 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// A device's whole section; the payload goes out with its length before it, twice, see
+    /// Writes a device's whole section, with the length of the payload before it, twice; see
     /// [`DeviceLengths::LengthPrefixed`](super::DeviceLengths).
     ///
     /// # Errors
     ///
-    /// `idstr` not 1 to 255 bytes, a payload above [`limits::DEVICE_PAYLOAD`], more sections than
-    /// [`limits::SECTIONS`]. That names do not repeat is the receiver's to check.
+    /// `idstr` not 1 to 255 bytes, a payload above [`limits::DEVICE_PAYLOAD`], more sections than [`limits::SECTIONS`]. The
+    /// receiver checks for repeated names.
     pub fn device(
         &mut self,
         idstr: &str,
@@ -317,7 +314,7 @@ impl MainEncoder {
             .ok()
             .filter(|_| got <= limit)
             .ok_or(over("length of a device payload", limit, got))?;
-        // `ram` has a section, too.
+        // `ram` also has a section.
         let number = self.devices.len() + 1;
         let id = u32::try_from(number)
             .ok()
@@ -346,21 +343,21 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// What follows until [`MainEncoder::end_package`] is the content of a package of postcopy: devices, and commands.
+    /// Begins a package of postcopy: devices and commands up to [`MainEncoder::end_package`] belong to it.
     pub fn begin_package(&mut self) -> Result<(), WireError> {
         self.require(&[State::Live], "a package", "a place between sections")?;
         self.state = State::Packaged;
         Ok(())
     }
 
-    /// The package is whole: sections of `ram` go on.
+    /// Ends the package: sections of `ram` continue.
     pub fn end_package(&mut self) -> Result<(), WireError> {
         self.require(&[State::Packaged], "the end of a package", "its beginning")?;
         self.state = State::Live;
         Ok(())
     }
 
-    /// EOF. Between two Hotlifts this is the byte that commits the migration.
+    /// Writes EOF. Between two Hotlifts this byte commits the migration.
     pub fn eof(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(&[State::Stopped], "EOF", "the END section of ram")?;
         out.push(section::EOF);
@@ -368,7 +365,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// The description of the devices written, behind EOF: the last record of the stream.
+    /// Writes the description of the written devices, after EOF: the last record of the stream.
     pub fn vm_description(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(&[State::Eof], "the VM description", "EOF")?;
         let text = json!({ "page_size": PAGE_SIZE, "devices": self.devices }).to_string();

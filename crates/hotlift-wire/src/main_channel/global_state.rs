@@ -9,22 +9,22 @@ use memchr::memmem;
 use super::section::{FULL, SectionHeader, read_footer};
 use crate::Reader;
 
-/// The section's name in front of it, with what follows up to the payload: instance 0, version 1.
+/// The section's name with its length, instance 0 and version 1, up to the payload.
 const HEAD: &[u8] = b"\x0bglobalstate\0\0\0\0\0\0\0\x01";
 
-/// Bytes of the type and the id in front of [`HEAD`].
+/// Bytes of the type and the id before [`HEAD`].
 const TYPE_AND_ID: usize = 5;
 
-/// Bytes of the payload behind its size.
+/// Bytes of the payload after its size.
 const STATE: usize = 100;
 
-/// Bytes of the whole section: the size of the state and the footer are the rest.
+/// Bytes of the whole section, including the size of the state and the footer.
 const SECTION: usize = TYPE_AND_ID + HEAD.len() + 4 + STATE + 5;
 
-/// QEMU's name of the run state (`RunState`) among device sections. A machine without it (types up to 2.3) runs its guest.
+/// Finds QEMU's name of the run state (`RunState`) in device sections. A machine without it (types up to 2.3) runs its guest.
 ///
-/// Device sections have no length. Another device that holds these very bytes is taken for it, so no guest may be harmed
-/// by what this returns.
+/// Device sections have no length. Another device with the same bytes is mistaken for it, so a wrong result must not harm a
+/// guest.
 fn run_state(sections: &[u8]) -> Option<&str> {
     let mut from = 0;
     while let Some(found) = memmem::find(sections.get(from..)?, HEAD) {
@@ -38,17 +38,17 @@ fn run_state(sections: &[u8]) -> Option<&str> {
     None
 }
 
-/// Finds the run state in device sections that come in parts, as if they were all there.
+/// Finds the run state in device sections that arrive in parts.
 #[derive(Debug, Default)]
 pub struct RunStateSearch {
-    /// The last bytes that came: a section may begin there.
+    /// The last received bytes: a section may begin there.
     last: Vec<u8>,
 }
 
 impl RunStateSearch {
     /// Returns the run state if its section ends in `part`, the next bytes of the device sections.
     pub fn find(&mut self, part: &[u8]) -> Option<String> {
-        // The part behind the last bytes, as far as a section that began there can reach.
+        // The start of the part can complete a section that began in the last bytes.
         let (end, _) = part.split_at(part.len().min(SECTION - 1));
         self.last.extend_from_slice(end);
         let found = run_state(&self.last).or_else(|| run_state(part));
@@ -64,7 +64,7 @@ impl RunStateSearch {
     }
 }
 
-/// The state of a section at the start of `bytes`, if it is this one to its end.
+/// Returns the run state if a complete section starts at `bytes`.
 fn read(bytes: &[u8]) -> Option<&str> {
     let mut reader = Reader::new(bytes);
     if reader.u8("section type").ok()? != FULL {

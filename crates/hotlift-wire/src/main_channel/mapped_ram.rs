@@ -1,6 +1,5 @@
-//! The stream inside a `mapped-ram` file (QEMU 9.0 and later): an ordinary stream whose START section
-//! of `ram` has, behind each block's entry, a bitmap and room for all pages of the block, and whose
-//! other `ram` sections are empty.
+//! The stream inside a `mapped-ram` file (QEMU 9.0 and later). It is an ordinary stream, but its START section of `ram` has a
+//! bitmap and space for all pages after each block's entry. The other `ram` sections are empty.
 //!
 //! ```text
 //! header  configuration  [commands]  [early FULL...]  START ram: total
@@ -9,8 +8,8 @@
 //! EOS footer  [early FULL...]  PART: EOS footer   END: EOS footer   FULL...  EOF  VM description
 //! ```
 //!
-//! Page k of a block lies at `pages_offset` + k × 4096 if its bit is set; otherwise it is zero.
-//! Offsets count from the file's first byte, wherever in it the stream starts.
+//! Page k of a block is at `pages_offset` + k × 4096 if its bit is set; otherwise it is zero. Offsets count from the file's
+//! first byte, wherever the stream starts.
 
 use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS, MAPPED_RAM};
@@ -20,38 +19,37 @@ use super::section::{self, SectionHeader};
 use crate::reader::{as_u64, put_counted_string};
 use crate::{PAGE_SIZE, RamBlockEntry, Reader, WireError, limits};
 
-/// Version of the header, the only one there is.
+/// The only version of the header.
 const VERSION: u32 = 1;
 
-/// [`WireError::Unsupported`] of a stream that can be read from its beginning only.
+/// [`WireError::Unsupported`] for a stream that can only be read from its beginning.
 pub const WITHOUT_MAPPED_RAM: &str = "a file without capability mapped-ram";
 
-/// Bytes of the header behind a block's entry.
+/// Bytes of the header after a block's entry.
 const HEADER_LEN: u64 = 28;
 
-/// Where QEMU puts a block's pages: the next multiple of this (`MAPPED_RAM_FILE_OFFSET_ALIGNMENT`).
+/// Alignment of a block's pages in QEMU (`MAPPED_RAM_FILE_OFFSET_ALIGNMENT`).
 const ALIGNMENT: u64 = 1 << 20;
 
-/// A RAM block in a `mapped-ram` file. All its areas lie in the file, in this order, and before the
-/// next block's.
+/// A RAM block in a `mapped-ram` file. All its areas lie in the file, in this order, and before the next block's areas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedBlock {
     /// Name and length.
     pub entry: RamBlockEntry,
-    /// File position of the bitmap: a bit a page, in little-endian 64-bit words.
+    /// File position of the bitmap: one bit for each page, in little-endian 64-bit words.
     pub bitmap_offset: u64,
     /// File position of the first page, a multiple of the page size.
     pub pages_offset: u64,
 }
 
 impl MappedBlock {
-    /// Bytes of the bitmap, a multiple of 8.
+    /// Returns the number of bytes of the bitmap, a multiple of 8.
     #[must_use]
     pub fn bitmap_len(&self) -> u64 {
         bitmap_len(self.entry.used_length)
     }
 
-    /// File position behind the last page, where the stream goes on.
+    /// Returns the file position after the last page, where the stream continues.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.pages_offset + self.entry.used_length
@@ -62,7 +60,7 @@ fn bitmap_len(used_length: u64) -> u64 {
     (used_length / as_u64(PAGE_SIZE)).div_ceil(64) * 8
 }
 
-/// What a [`MappedRamDecoder`] reads before the devices.
+/// An event of a [`MappedRamDecoder`], before the devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MappedEvent {
     /// Magic and version of the stream.
@@ -71,9 +69,9 @@ pub enum MappedEvent {
     Configuration(Configuration),
     /// A command.
     Command(Command),
-    /// The START section of `ram` begins, under this id.
+    /// The START section of `ram` begins, with this id.
     RamStart {
-        /// The sender's number of `ram`.
+        /// Section id of `ram`.
         section_id: u32,
     },
     /// The next RAM block.
@@ -82,16 +80,16 @@ pub enum MappedEvent {
     EarlySection(EarlySection),
     /// A section of `ram` has ended.
     RamEos,
-    /// The END section of `ram` has ended: devices, EOF and description are what is left.
+    /// The END section of `ram` has ended: only devices, EOF and description remain.
     RamEnd,
 }
 
-/// What [`MappedRamDecoder::next`] made of its input.
+/// Result of [`MappedRamDecoder::next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum MappedStep {
-    /// The next event needs at least so many bytes behind those given.
+    /// The next event needs at least this number of bytes after the input.
     Need(usize),
-    /// An event; [`MappedRamDecoder::position`] says where the next call's input starts.
+    /// An event; [`MappedRamDecoder::position`] returns the start of the next call's input.
     Event(MappedEvent),
 }
 
@@ -104,7 +102,7 @@ enum State {
     Devices,
 }
 
-/// Walks a `mapped-ram` file from the stream's first byte to its devices, over bitmaps and pages.
+/// Reads a `mapped-ram` file from the stream's first byte to its devices; skips bitmaps and pages.
 #[derive(Debug)]
 pub struct MappedRamDecoder {
     state: State,
@@ -113,7 +111,7 @@ pub struct MappedRamDecoder {
     ram_id: Option<u32>,
     /// Ids of the early sections.
     early: Vec<u32>,
-    /// Bytes of them all.
+    /// Total bytes of the early sections.
     early_bytes: usize,
     blocks: Vec<MappedBlock>,
 }
@@ -121,7 +119,7 @@ pub struct MappedRamDecoder {
 type Parsed = Result<(MappedEvent, State), WireError>;
 
 impl MappedRamDecoder {
-    /// A decoder of a stream that starts at file position `start`, in a file of `file_len` bytes.
+    /// Creates a decoder of a stream that starts at file position `start`, in a file of `file_len` bytes.
     #[must_use]
     pub fn new(start: u64, file_len: u64) -> Self {
         Self {
@@ -135,24 +133,24 @@ impl MappedRamDecoder {
         }
     }
 
-    /// File position where the next call's input starts.
+    /// Returns the file position of the next call's input.
     #[must_use]
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// The RAM blocks read so far.
+    /// Returns the RAM blocks read so far.
     #[must_use]
     pub fn blocks(&self) -> &[MappedBlock] {
         &self.blocks
     }
 
-    /// Reads the next event from `input`, the bytes at [`MappedRamDecoder::position`]. No event needs
-    /// more than [`limits::MAPPED_RAM_RECORD`] bytes, but for an early section, which needs [`limits::MAIN_RECORD`] at most. An error after [`MappedEvent::RamEnd`].
+    /// Reads the next event from `input`, the bytes at [`MappedRamDecoder::position`]. An early section needs at most
+    /// [`limits::MAIN_RECORD`] bytes, any other event [`limits::MAPPED_RAM_RECORD`]. An error after [`MappedEvent::RamEnd`].
     ///
     /// # Errors
     ///
-    /// Every [`WireError`] but `Truncated`, which becomes [`MappedStep::Need`].
+    /// Every [`WireError`] except `Truncated`, which becomes [`MappedStep::Need`].
     pub fn next(&mut self, input: &[u8]) -> Result<MappedStep, WireError> {
         let mut reader = Reader::new(input);
         match self.read(&mut reader) {
@@ -169,7 +167,7 @@ impl MappedRamDecoder {
         }
     }
 
-    // As in `MainDecoder`, nothing in `self` changes before the whole record was read.
+    // As in `MainDecoder`, `self` changes only after the whole record was read.
     fn read(&mut self, reader: &mut Reader<'_>) -> Parsed {
         match self.state {
             State::FileHeader => {
@@ -260,8 +258,8 @@ impl MappedRamDecoder {
         }
     }
 
-    /// Reads a block's entry and header. Every area must follow what was read before it and end in
-    /// the file, so that no two of them can overlap.
+    /// Reads a block's entry and header. Every area must follow the previous one and end in the file, so that no two areas
+    /// overlap.
     fn read_block(
         &self,
         remaining: u64,
@@ -362,7 +360,7 @@ fn check_configuration(configuration: &Configuration) -> Result<(), WireError> {
         u64::from(MACHINE_PAGE_BITS),
         u64::from(bits),
     )?;
-    // QEMU 10.0 writes the two capabilities together in an order that it does not read.
+    // QEMU 10.0 writes the two capabilities together in an order that it cannot read.
     match configuration.capabilities.as_slice() {
         [name] if name == MAPPED_RAM => Ok(()),
         [] => Err(WireError::Unsupported {
@@ -374,25 +372,25 @@ fn check_configuration(configuration: &Configuration) -> Result<(), WireError> {
     }
 }
 
-/// A START section of `ram` laid out over a file.
+/// File layout of a START section of `ram`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedLayout {
     /// The RAM blocks.
     pub blocks: Vec<MappedBlock>,
     /// The section's bytes, in pieces with their file positions.
     pub pieces: Vec<(u64, Vec<u8>)>,
-    /// File position behind the section, where the stream goes on.
+    /// File position after the section, where the stream continues.
     pub end: u64,
 }
 
 impl MappedLayout {
-    /// Lays out a section that starts at file position `position`, just as QEMU 10.0 does: the bitmap
-    /// directly behind its header, the pages at the next multiple of 1 MiB.
+    /// Creates the layout of a section that starts at file position `position`, as QEMU 10.0 does: the bitmap directly after
+    /// its header, the pages at the next multiple of 1 MiB.
     ///
     /// # Errors
     ///
-    /// Names not 1 to 255 bytes or repeated, lengths not a positive multiple of the page size, more
-    /// blocks than [`limits::RAM_BLOCKS`], a file of more than 64 bits.
+    /// Names not 1 to 255 bytes or repeated, lengths not a positive multiple of the page size, more blocks than
+    /// [`limits::RAM_BLOCKS`], or a file length above 64 bits.
     pub fn new(
         section_id: u32,
         entries: &[RamBlockEntry],

@@ -1,4 +1,4 @@
-//! The main channel: everything but the pages that travel on multifd channels.
+//! The main channel: everything except the pages on multifd channels.
 //!
 //! ```text
 //! header  configuration  [commands]
@@ -10,19 +10,17 @@
 //! EOF  VM description
 //! ```
 //!
-//! [`MainDecoder`] reads this order and no other: START of `ram` once, PART only between it and END,
-//! EOF only after END. Early FULL sections may precede END, START too; a QEMU's have no length, and are read if
-//! [asked for](MainDecoder::taking_early_sections). [`MainEncoder`] writes it.
+//! [`MainDecoder`] accepts only this order: START of `ram` once, PART only between it and END, EOF only after END. Early FULL
+//! sections may precede END, and even START; QEMU's have no length, and are read with
+//! [`taking_early_sections`](MainDecoder::taking_early_sections). [`MainEncoder`] writes this order.
 //!
-//! A `mapped-ram` file has another `ram` section, which [`MappedRamDecoder`] reads and
-//! [`MappedLayout`] writes.
+//! A `mapped-ram` file has a different `ram` section, which [`MappedRamDecoder`] reads and [`MappedLayout`] writes.
 //!
-//! With postcopy [`PostcopyCommand`](postcopy::PostcopyCommand)s come between: DISCARD behind the PARTs of precopy, then
-//! PACKAGED with the devices, then the PARTs of pages that are asked for; END and EOF close it. The decoder reads
-//! them if [asked to](MainDecoder::taking_postcopy).
+//! Postcopy adds [`PostcopyCommand`](postcopy::PostcopyCommand)s: DISCARD after the PARTs of precopy, PACKAGED with the
+//! devices, then the PARTs of requested pages; END and EOF close the stream. The decoder reads them with
+//! [`taking_postcopy`](MainDecoder::taking_postcopy).
 //!
-//! Of QEMU's format this leaves out COLO, RDMA and iterable devices other than
-//! `ram`; each ends in an error that names it.
+//! COLO, RDMA and iterable devices other than `ram` are not supported; each causes an error that names it.
 
 mod command;
 mod configuration;

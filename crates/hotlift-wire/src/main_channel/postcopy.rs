@@ -1,4 +1,4 @@
-//! What a source of postcopy says: the destination runs the guest before it has the pages, and asks for them.
+//! Messages of a postcopy's source: the destination runs the guest before it has the pages, and requests them.
 
 use super::command::{
     Command, PACKAGED, POSTCOPY_LISTEN, POSTCOPY_RAM_DISCARD, POSTCOPY_RESUME, POSTCOPY_RUN,
@@ -9,32 +9,32 @@ use super::section::COMMAND;
 use crate::reader::put_counted_string;
 use crate::{RamBlockEntry, Reader, WireError, block};
 
-/// Behind a bitmap, to show that it has its length (QEMU: `RAMBLOCK_RECV_BITMAP_ENDING`).
+/// Value after a bitmap, which confirms its length (QEMU: `RAMBLOCK_RECV_BITMAP_ENDING`).
 const BITMAP_ENDS: u64 = 0x0123_4567_89ab_cdef;
 
-/// Version of the ranges that are discarded.
+/// Version of the DISCARD command.
 const DISCARD_VERSION: u8 = 0;
 
-/// A command of postcopy, read by a [`MainDecoder`](super::MainDecoder) that takes them.
+/// A command of postcopy, from a [`MainDecoder`](super::MainDecoder) that accepts them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PostcopyCommand<'a> {
-    /// The destination is to have nothing in these ranges.
+    /// The destination must discard these ranges.
     Discard {
         /// Index into the list of RAM blocks.
         block: usize,
         /// Page-aligned, and inside the block.
         ranges: Ranges<'a>,
     },
-    /// So many bytes follow that are to be read whole before the first is parsed: commands and device sections. They
-    /// are read by the same decoder, or passed over by the caller.
+    /// This number of bytes follows, to be received completely before the first is parsed: commands and device sections. The
+    /// same decoder reads them, or the caller skips them.
     Packaged(u32),
-    /// From now on pages come as they are asked for.
+    /// From now on pages are sent on request.
     Listen,
     /// The guest may run.
     Run,
-    /// A postcopy that was interrupted goes on.
+    /// An interrupted postcopy continues.
     Resume,
-    /// The source asks which pages of this RAM block, an index into the list, have come.
+    /// The source queries which pages of this RAM block, an index into the list, have arrived.
     RecvBitmap(usize),
 }
 
@@ -46,7 +46,7 @@ pub struct Ranges<'a>(&'a [[u8; RANGE]]);
 const RANGE: usize = 16;
 
 impl Ranges<'_> {
-    /// Start and length of each.
+    /// Iterates over start and length of each range.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.0.iter().map(|range| {
             let (start, length) = range.split_at(RANGE / 2);
@@ -61,7 +61,7 @@ impl Ranges<'_> {
 }
 
 impl<'a> PostcopyCommand<'a> {
-    /// Reads a command behind its section type byte; `None` for one that precopy has, which is left unread.
+    /// Reads a command after its section type byte; `None` for a command of precopy, which is left unread.
     pub(super) fn decode(
         reader: &mut Reader<'a>,
         records: &RamRecords,
@@ -79,7 +79,7 @@ impl<'a> PostcopyCommand<'a> {
         let length = usize::from(ahead.be16(LENGTH)?);
         let mut payload = Reader::new(ahead.take(length, "postcopy command")?);
         let whole = |error| match error {
-            // The payload is there; more bytes would not be its.
+            // The payload is complete; more bytes would not belong to it.
             WireError::Truncated { needed, .. } => WireError::Mismatch {
                 what: LENGTH,
                 expected: (length + needed) as u64,
@@ -146,17 +146,17 @@ fn check_byte(got: u8, expected: u8, what: &'static str) -> Result<(), WireError
     })
 }
 
-/// What a preempt channel brings: page records without a section around them.
+/// Decoder of a preempt channel: page records without a section around them.
 #[derive(Debug)]
 pub struct PreemptDecoder(RamRecords);
 
-/// Bytes of a page's record before its content at most: place, length and name of the RAM block.
+/// Maximum number of bytes before a page's content: offset, length and name of the RAM block.
 pub const PREEMPT_HEAD_LEN: usize = 8 + 1 + 255;
 
 /// A record of a preempt channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PreemptRecord<'a> {
-    /// A page that was asked for.
+    /// A requested page.
     Page {
         /// Index into the list of RAM blocks.
         block: usize,
@@ -165,22 +165,22 @@ pub enum PreemptRecord<'a> {
         /// Its bytes; `None` if all are zero.
         content: Option<&'a [u8; crate::PAGE_SIZE]>,
     },
-    /// No more will come (QEMU 7.2; later ones just close).
+    /// End of the records (QEMU 7.2; later ones just close).
     Eos,
 }
 
 impl PreemptDecoder {
-    /// Of a migration of these RAM blocks.
+    /// Creates a decoder for a migration of these RAM blocks.
     #[must_use]
     pub fn new(blocks: Vec<RamBlockEntry>) -> Self {
         Self(RamRecords::new(blocks))
     }
 
-    /// RAM block (an index) and byte offset of the page whose record is at the start of `input`, which need not be whole:
-    /// [`PREEMPT_HEAD_LEN`] bytes are enough.
+    /// Returns RAM block (an index) and byte offset of the page whose record starts `input`. The record need not be complete:
+    /// [`PREEMPT_HEAD_LEN`] bytes suffice.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] as long as that has not come, and every other [`WireError`] for what is no page.
+    /// [`WireError::Truncated`] until the head has arrived, and every other [`WireError`] for an invalid page.
     pub fn place(&self, input: &[u8]) -> Result<(usize, u64), WireError> {
         let mut reader = Reader::new(input);
         let first = reader.be64("RAM record")?;
@@ -191,10 +191,10 @@ impl PreemptDecoder {
         self.0.read_place(first, &mut reader)
     }
 
-    /// Reads the record at the start of `input`: what it is, and its length in bytes.
+    /// Reads the record at the start of `input`; returns it with its length in bytes.
     ///
     /// # Errors
-    /// [`WireError::Truncated`] as long as it is not whole, and every other [`WireError`] for good.
+    /// [`WireError::Truncated`] while it is incomplete, and every other [`WireError`] permanently.
     pub fn next<'a>(&mut self, input: &'a [u8]) -> Result<(PreemptRecord<'a>, usize), WireError> {
         let mut reader = Reader::new(input);
         let unsupported = |what| Err(WireError::Unsupported { what });
@@ -223,7 +223,7 @@ impl PreemptDecoder {
     }
 }
 
-/// A record of a preempt channel: the page of RAM block `block` at byte `offset`; zero without content.
+/// Returns a record of a preempt channel: the page of RAM block `block` at byte `offset`; zero without content.
 ///
 /// # Errors
 /// A block name that is not 1 to 255 bytes.
@@ -246,7 +246,7 @@ pub fn put_preempt_page(
     Ok(())
 }
 
-/// The end of a preempt channel, without which a QEMU 7.2 waits for more; later ones see it closed.
+/// Appends the end of a preempt channel. QEMU 7.2 waits for it; later ones only need the close.
 pub fn put_preempt_end(out: &mut Vec<u8>) {
     out.extend_from_slice(&ram::EOS.to_be_bytes());
 }
@@ -258,11 +258,11 @@ fn put_head(id: u16, length: usize, out: &mut Vec<u8>) {
     out.extend_from_slice(&u16::try_from(length).unwrap_or(u16::MAX).to_be_bytes());
 }
 
-/// Ranges of a command at most, as QEMU sends them (`MAX_DISCARDS_PER_COMMAND`).
+/// Maximum number of ranges in a command, as in QEMU (`MAX_DISCARDS_PER_COMMAND`).
 const RANGES: usize = 12;
 
-/// The destination is to have nothing in `length` bytes of RAM block `block` from `start` on. At least one such command
-/// comes before [`put_listen`]: a QEMU without any waits for ever.
+/// Appends a command to discard `length` bytes of RAM block `block` from `start` on. At least one must precede [`put_listen`]:
+/// without it QEMU waits forever.
 ///
 /// # Errors
 /// A block name that is not 1 to 255 bytes.
@@ -275,7 +275,7 @@ pub fn put_discard(
     put_discards(block, &[(start, length)], out)
 }
 
-/// The same of many ranges, each a start and a length.
+/// Does the same for many ranges, each a start and a length.
 ///
 /// # Errors
 /// A block name that is not 1 to 255 bytes.
@@ -298,32 +298,31 @@ pub fn put_discards(
     Ok(())
 }
 
-/// From now on pages come as they are asked for.
+/// Appends LISTEN: from now on pages are sent on request.
 pub fn put_listen(out: &mut Vec<u8>) {
     put_head(POSTCOPY_LISTEN, 0, out);
 }
 
-/// The guest may run.
+/// Appends RUN: the guest may run.
 pub fn put_run(out: &mut Vec<u8>) {
     put_head(POSTCOPY_RUN, 0, out);
 }
 
-/// Appends the end of a package: the PING `value`, answered when the devices are loaded, and RUN.
+/// Appends the end of a package: the PING `value`, answered after the devices are loaded, and RUN.
 pub fn put_package_end(value: u32, out: &mut Vec<u8>) {
     Command::Ping(value).encode(out);
     put_run(out);
 }
 
-/// Value of the PING before RUN, by which QEMU 10.2 and newer asks whether the devices are loaded
-/// (`QEMU_VM_PING_PACKAGED_LOADED`). Until it is answered the source is in state `postcopy-device`, in which it lets its guest run
-/// again if the connection ends.
+/// Value of the PING before RUN with which QEMU 10.2 and newer asks if the devices are loaded (`QEMU_VM_PING_PACKAGED_LOADED`).
+/// Until the answer the source is in state `postcopy-device`, in which it runs its guest again if the connection ends.
 pub const DEVICES_LOADED: u32 = 0x42;
 
-/// Bytes at the end of a package that show [`asks_for_loaded_devices`]: PING and RUN.
+/// Bytes at the end of a package that [`asks_for_loaded_devices`] examines: PING and RUN.
 pub const LOADED_DEVICES_END: usize = 14;
 
-/// Returns true if the package that ends with these bytes asks whether the devices are loaded, as its source may let the guest
-/// run again before.
+/// Returns true if the package with this end asks if the devices are loaded: its source may run the guest again before the
+/// answer.
 #[must_use]
 pub fn asks_for_loaded_devices(package: &[u8]) -> bool {
     let mut end = Vec::new();
@@ -331,12 +330,12 @@ pub fn asks_for_loaded_devices(package: &[u8]) -> bool {
     package.ends_with(&end)
 }
 
-/// A postcopy that was interrupted goes on.
+/// Appends RESUME: an interrupted postcopy continues.
 pub fn put_resume(out: &mut Vec<u8>) {
     put_head(POSTCOPY_RESUME, 0, out);
 }
 
-/// Asks which pages of RAM block `block` the destination has.
+/// Appends a query for the destination's pages of RAM block `block`.
 ///
 /// # Errors
 /// A block name that is not 1 to 255 bytes.
@@ -348,14 +347,14 @@ pub fn put_bitmap_request(block: &str, out: &mut Vec<u8>) -> Result<(), WireErro
     Ok(())
 }
 
-/// Bytes of the bitmap of `pages` pages: whole words of 64.
+/// Returns the number of bytes of the bitmap of `pages` pages: whole 64-bit words.
 #[must_use]
 pub fn bitmap_len(pages: usize) -> usize {
     pages.div_ceil(64) * 8
 }
 
-/// Appends what follows the message with the bitmap of a RAM block of `pages` pages, of which `received` tells those
-/// that have come by words of 64 pages.
+/// Appends the data after the message with the bitmap of a RAM block of `pages` pages. `received` returns the received pages in
+/// words of 64 pages.
 pub fn put_bitmap(pages: usize, received: impl Fn(usize) -> u64, out: &mut Vec<u8>) {
     let length = bitmap_len(pages);
     out.extend_from_slice(&(length as u64).to_be_bytes());
@@ -365,7 +364,7 @@ pub fn put_bitmap(pages: usize, received: impl Fn(usize) -> u64, out: &mut Vec<u
     out.extend_from_slice(&BITMAP_ENDS.to_be_bytes());
 }
 
-/// Reads what follows the message with the bitmap of a RAM block of `pages` pages: a bit a page, the lowest first.
+/// Reads the data after the message with the bitmap of a RAM block of `pages` pages: a bit for each page, the lowest first.
 ///
 /// # Errors
 /// [`WireError::Mismatch`] for a bitmap of another length, or without its end.
@@ -411,7 +410,7 @@ mod tests {
 
     #[test]
     fn commands_are_those_that_a_qemu_sends() {
-        // The last range of a command that QEMU 10.0 has sent for a small ROM block.
+        // The last range of a command that QEMU 10.0 sent for a small ROM block.
         let mut out = Vec::new();
         put_discard("vga.rom", 0, 0x10000, &mut out).unwrap();
         let expected = [
@@ -430,7 +429,7 @@ mod tests {
         assert_eq!(out, b"\x08\0\x0a\0\x07\x06pc.ram");
         assert!(put_discard("", 0, 0, &mut out).is_err());
 
-        // 13 ranges: a command of QEMU's size, and the rest.
+        // 13 ranges: a command of QEMU's maximum size, and the rest.
         out.clear();
         put_discards("pc.ram", &[(0, 4096); 13], &mut out).unwrap();
         assert_eq!(&out[..5], [8, 0, 6, 0, 201]);
@@ -438,7 +437,7 @@ mod tests {
         assert_eq!(out.len(), 5 + 201 + 5 + 25);
     }
 
-    /// A command, read with blocks `a` of two pages and `b` of one.
+    /// Decodes a command, with blocks `a` of two pages and `b` of one.
     fn decode(bytes: &[u8]) -> Result<Option<PostcopyCommand<'_>>, WireError> {
         let blocks = [("a", 2), ("b", 1)];
         let blocks = blocks.map(|(name, pages)| RamBlockEntry::new(name, pages * 4096));

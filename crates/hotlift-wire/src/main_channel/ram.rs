@@ -1,7 +1,7 @@
 //! The payload of `ram` sections: the block list, then page records up to EOS.
 //!
-//! A record starts with a be64 whose low bits are flags and whose rest is a byte offset in a block.
-//! Block and CONTINUE state live in [`RamRecords`], across sections, as in QEMU.
+//! A record starts with a be64: the low bits are flags, the rest is a byte offset in a block. [`RamRecords`] keeps the block
+//! for CONTINUE across sections, as QEMU does.
 
 use crate::block::{self, RamBlockEntry};
 use crate::reader::{as_u64, put_counted_string};
@@ -20,27 +20,26 @@ const HOOK: u64 = 0x080;
 const COMPRESS_PAGE: u64 = 0x100;
 const MULTIFD_FLUSH: u64 = 0x200;
 
-/// The low bits of a record's first word that are not offset.
+/// The flag bits in a record's first be64.
 pub(super) const FLAG_MASK: u64 = 0xfff;
 
 /// First byte of a delta (`ENCODING_FLAG_XBZRLE`).
 const ENCODING_XBZRLE: u8 = 1;
 
-/// What a page record says of its page.
+/// Content of a page record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageContent<'a> {
     /// All bytes are zero.
     Zero,
-    /// The bytes themselves.
+    /// The bytes of the page.
     Normal(&'a [u8; PAGE_SIZE]),
-    /// An XBZRLE delta against the page that the destination has, 2 to 4096 bytes, not decoded.
+    /// An XBZRLE delta to the destination's page, 2 to 4096 bytes, not decoded.
     Xbzrle(&'a [u8]),
-    /// One complete zlib stream (capability `compress`, QEMU up to 9.0), 1 to 4109 bytes, not
-    /// decoded.
+    /// One complete zlib stream (capability `compress`, QEMU up to 9.0), 1 to 4109 bytes, not decoded.
     Compressed(&'a [u8]),
 }
 
-/// A record behind the block list.
+/// A record after the block list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RamRecord<'a> {
     Page {
@@ -52,10 +51,10 @@ pub(super) enum RamRecord<'a> {
     Eos,
 }
 
-/// What each block of the list has behind its length.
+/// Fields after the length of each block in the list.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct BlockFields {
-    /// A block may have one of these page sizes, ORed. QEMU writes it where it is not the page size of main
+    /// ORed page sizes that a block may have. QEMU writes a block's size only if it is not the page size of the main channel
     /// (`postcopy-ram`, `ram_save_setup`).
     pub(super) page_sizes: u64,
     /// Every block has an address.
@@ -68,11 +67,11 @@ pub(super) fn read_block_list(
     fields: BlockFields,
 ) -> Result<Vec<RamBlockEntry>, WireError> {
     if fields.addresses && fields.page_sizes != 0 {
-        // An address may look like a page size.
+        // An address cannot be distinguished from a page size.
         let what = "huge pages together with capability x-ignore-shared";
         return Err(WireError::Unsupported { what });
     }
-    // The list is read twice, so that a list that trickles in is not copied at every attempt.
+    // The list is read twice, so that a list that arrives slowly is not copied at every attempt.
     let mut names = reader.clone();
     walk_block_list(&mut names, fields, |_| Ok(()))?;
 
@@ -101,8 +100,8 @@ struct ListedBlock<'a> {
     guest_address: Option<u64>,
 }
 
-/// Calls `each` for the listed blocks. Each length is held against what is left of the total: QEMU
-/// subtracts until it is zero and wraps around if the lengths do not sum up.
+/// Calls `each` for the listed blocks. Checks each length against the rest of the total: QEMU subtracts until zero, and wraps
+/// around if the sum is wrong.
 fn walk_block_list<'a>(
     reader: &mut Reader<'a>,
     fields: BlockFields,
@@ -162,8 +161,8 @@ fn walk_block_list<'a>(
     Ok(())
 }
 
-/// The page size of a block, which is there if it is one of `sizes`. What else may follow is the next block's name, whose
-/// length is no zero byte, or a record, whose flags are below all page sizes.
+/// Reads the page size of a block, which is present if it is in `sizes`. Otherwise the next block's name follows, whose length
+/// is not zero, or a record, whose flags are below all page sizes.
 fn read_page_size(reader: &mut Reader<'_>, sizes: u64) -> Result<u64, WireError> {
     let size = match sizes {
         0 => 0,
@@ -175,7 +174,7 @@ fn read_page_size(reader: &mut Reader<'_>, sizes: u64) -> Result<u64, WireError>
     reader.be64("page size of a RAM block")
 }
 
-/// Checks the blocks' lengths, and returns their sum.
+/// Checks the blocks' lengths and returns their sum.
 pub(super) fn check_lengths(blocks: &[RamBlockEntry]) -> Result<u64, WireError> {
     let mut total: u64 = 0;
     for block in blocks {
@@ -194,7 +193,7 @@ pub(super) fn check_lengths(blocks: &[RamBlockEntry]) -> Result<u64, WireError> 
     Ok(total)
 }
 
-/// Appends the block list, with a page size and an address for each block that has one.
+/// Appends the block list, with the page size and address of each block if it has them.
 pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Result<(), WireError> {
     let total = check_lengths(blocks)?;
     out.extend_from_slice(&(total | MEM_SIZE).to_be_bytes());
@@ -211,7 +210,7 @@ pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Res
     Ok(())
 }
 
-/// The receiver's state over all RAM records: the blocks, and which one was named last.
+/// State of the receiver over all RAM records: the blocks, and the last named one.
 #[derive(Debug, Default)]
 pub(super) struct RamRecords {
     pub(super) blocks: Vec<RamBlockEntry>,
@@ -226,12 +225,12 @@ impl RamRecords {
         }
     }
 
-    /// The next record names its block.
+    /// Makes the next record name its block.
     pub(super) fn forget_current(&mut self) {
         self.current = None;
     }
 
-    /// Reads one record. Nothing changes unless the whole record is there and good.
+    /// Reads one record. Changes the state only if the whole record is present and valid.
     pub(super) fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Result<RamRecord<'a>, WireError> {
         let first = reader.be64("RAM record")?;
         let kind = first & FLAG_MASK & !CONTINUE;
@@ -268,7 +267,7 @@ impl RamRecords {
         })
     }
 
-    /// The RAM block and byte offset of the page whose record begins with `first`, without its content.
+    /// Returns the RAM block and byte offset of the page whose record begins with `first`, without its content.
     pub(super) fn read_place(
         &self,
         first: u64,
@@ -332,13 +331,13 @@ fn read_content<'a>(kind: u64, reader: &mut Reader<'a>) -> Result<PageContent<'a
     }
 }
 
-/// Appends the head of a page record: the name only if the block is not the one named last.
+/// Appends the head of a page record, with the name only if the block has changed.
 fn put_page_head(kind: u64, offset: u64, name: Option<&str>, out: &mut Vec<u8>) {
     match name {
         None => out.extend_from_slice(&(offset | kind | CONTINUE).to_be_bytes()),
         Some(name) => {
             out.extend_from_slice(&(offset | kind).to_be_bytes());
-            // Names were held against 255 bytes when the block list was written.
+            // The block list's writer has checked that names have at most 255 bytes.
             out.push(u8::try_from(name.len()).unwrap_or(u8::MAX));
             out.extend_from_slice(name.as_bytes());
         }
@@ -374,7 +373,7 @@ pub(super) fn put_flush(out: &mut Vec<u8>) {
     out.extend_from_slice(&MULTIFD_FLUSH.to_be_bytes());
 }
 
-/// Reads the end of a section that has no records.
+/// Reads the end of a section without records.
 pub(super) fn read_eos(reader: &mut Reader<'_>) -> Result<(), WireError> {
     let got = reader.be64("end of an empty section of ram")?;
     if got != EOS {

@@ -1,4 +1,4 @@
-//! What stands around a section's payload.
+//! Frame around a section's payload.
 //!
 //! ```text
 //! START, FULL: type  be32 id  counted idstr  be32 instance  be32 version | payload | 0x7e  be32 id
@@ -22,17 +22,17 @@ pub(super) const FOOTER: u8 = 0x7e;
 /// The four kinds of section (`QEMU_VM_SECTION_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SectionKind {
-    /// First of an iterable device.
+    /// First section of an iterable device.
     Start,
-    /// One more of an iterable device, any number of times.
+    /// Further section of an iterable device, any number of times.
     Part,
-    /// Last of an iterable device, with the vCPUs stopped.
+    /// Last section of an iterable device, with the vCPUs stopped.
     End,
-    /// All of an ordinary device.
+    /// Complete section of an ordinary device.
     Full,
 }
 
-/// The header of a START or FULL section, behind its type byte.
+/// The header of a START or FULL section, after its type byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SectionHeader<'a> {
     pub(super) id: u32,

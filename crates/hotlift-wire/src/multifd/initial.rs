@@ -1,5 +1,4 @@
-//! The 64 bytes that open a multifd channel, and what a Hotlift says in the half that QEMU leaves
-//! zero.
+//! The 64 bytes that open a multifd channel, and Hotlift's fields in the half that QEMU leaves zero.
 //!
 //! ```text
 //!  0 magic  4 version  8 uuid (16)  24 channel id  25 zero (7)  32 Hello or zero (32)
@@ -16,33 +15,33 @@ pub const INITIAL_PACKET_LEN: usize = 64;
 
 const HELLO: usize = 32;
 const HELLO_CRC: usize = 60;
-/// In the place of a method's code: no method has all bits.
+/// Value in place of a method's code: no method has all bits.
 const BY_PACKET: u8 = 0xff;
 const HELLO_MAGIC: [u8; 4] = *b"HLFT";
 
-/// What a channel says before its first packet.
+/// First message of a channel, before its packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InitialPacket {
-    /// The VM's UUID, all zero if it has none; the receiver must refuse one that is not its own.
+    /// The VM's UUID, all zero if it has none; the receiver must refuse a different one.
     pub uuid: [u8; 16],
-    /// Channel number. QEMU's receiver takes it up to its channel count, one too many; a receiver
-    /// here must require less than the count, and no number twice.
+    /// Channel number. QEMU's receiver accepts numbers up to its channel count, one too many; a receiver here must require less
+    /// than the count, and no repeated number.
     pub id: u8,
     /// Present if the sender is a Hotlift; QEMU sends and ignores zero bytes.
     pub hello: Option<Hello>,
 }
 
-/// How the sending Hotlift is set up. A receiver with other settings can say so at once, where QEMU's
-/// channels would fail at some later packet, or hang.
+/// Settings of the sending Hotlift. A receiver with other settings can report this at once, whereas QEMU's channels would fail
+/// at a later packet, or hang.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hello {
     /// Multifd channels of the migration, at least 1.
     pub channels: u8,
-    /// The migration's compression method; `None` if each packet says its own.
+    /// The migration's compression method; `None` if each packet names its method.
     pub method: Option<Method>,
-    /// Size of its packets.
+    /// Size of the packets.
     pub layout: PacketLayout,
-    /// Who looks for zero pages.
+    /// Location of the zero page detection.
     pub zero_page_detection: ZeroPageDetection,
 }
 
@@ -50,11 +49,11 @@ pub struct Hello {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ZeroPageDetection {
-    /// Nobody: zero pages travel like any other.
+    /// Disabled: zero pages are sent like any other.
     None = 0,
-    /// The migration thread; zero pages travel on the main channel.
+    /// By the migration thread; zero pages are sent on the main channel.
     Legacy = 1,
-    /// The channels' threads; zero pages are listed in packets.
+    /// By the channels' threads; zero pages are listed in packets.
     #[default]
     Multifd = 2,
 }
@@ -72,7 +71,7 @@ impl ZeroPageDetection {
 }
 
 impl InitialPacket {
-    /// The packet's bytes.
+    /// Encodes the packet.
     pub fn encode(&self) -> [u8; INITIAL_PACKET_LEN] {
         let mut packet = [0; INITIAL_PACKET_LEN];
         packet[..4].copy_from_slice(&MAGIC.to_be_bytes());
@@ -85,8 +84,8 @@ impl InitialPacket {
         packet
     }
 
-    /// Reads a packet. The reserved bytes 25 to 31 are ignored, as QEMU does; bytes 32 to 63 must be
-    /// zero or a [`Hello`], so that a damaged one is not taken for a QEMU.
+    /// Reads a packet. The reserved bytes 25 to 31 are ignored, as in QEMU. Bytes 32 to 63 must be zero or a [`Hello`], so that
+    /// a damaged one is not mistaken for a QEMU.
     pub fn decode(packet: &[u8; INITIAL_PACKET_LEN]) -> Result<Self, WireError> {
         let mut reader = Reader::new(packet);
         expect(reader.be32("multifd magic")?, MAGIC, "multifd magic")?;
@@ -114,7 +113,7 @@ impl InitialPacket {
 
 impl Hello {
     fn put(self, packet: &mut [u8; INITIAL_PACKET_LEN]) {
-        // A layout's numbers are bounded far below 32 bits when it is made.
+        // A layout's numbers are limited far below 32 bits on its creation.
         let wire = |value: usize| u32::try_from(value).unwrap_or(u32::MAX).to_be_bytes();
         packet[32..36].copy_from_slice(&HELLO_MAGIC);
         packet[36..38].copy_from_slice(&u16::from(handshake::VERSION).to_be_bytes());
@@ -153,7 +152,7 @@ impl Hello {
                 got: u64::from(code),
             })?),
         };
-        // Both are bounded by the layout; a 32-bit value that usize cannot hold is far beyond it.
+        // The layout limits both; a 32-bit value above `usize` is far beyond it.
         let wire = |value: u32| usize::try_from(value).unwrap_or(usize::MAX);
         let pages = wire(reader.be32("packet pages of a Hotlift hello")?);
         let page_size = wire(reader.be32("page size of a Hotlift hello")?);

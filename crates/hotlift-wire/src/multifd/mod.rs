@@ -5,8 +5,8 @@
 //! channel: initial packet (64) | header (1344) payload | header (1344) payload | ... | close
 //! ```
 //!
-//! There is no end record: a channel closes between packets. A packet with SYNC is a barrier; the
-//! receiver reads no further until all channels have delivered theirs and the main channel its flush.
+//! There is no end record: a channel closes between packets. A packet with SYNC is a barrier; the receiver reads no further
+//! until all channels have delivered their SYNC and the main channel its flush.
 
 mod initial;
 mod packet;
@@ -26,16 +26,16 @@ pub const VERSION: u32 = 1;
 /// Bytes of a packet header for QEMU's packets of 128 pages of 4 KiB.
 pub const HEADER_LEN: usize = PacketLayout::QEMU.header_len();
 
-/// How the pages of a packet's payload are written: QEMU's `multifd-compression`, as the flag that
-/// stands for it in packet headers (`MULTIFD_FLAG_*`), and one method that only Hotlifts know.
+/// Method of a packet's payload: QEMU's `multifd-compression`, as its flag in packet headers (`MULTIFD_FLAG_*`), and one method
+/// that only Hotlift knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Method {
-    /// Pages as they are.
+    /// Uncompressed pages.
     None = 0,
-    /// One zlib stream a channel.
+    /// One zlib stream for each channel.
     Zlib = 0x02,
-    /// One zstd stream a channel.
+    /// One zstd stream for each channel.
     Zstd = 0x04,
     /// A table of lengths and raw deflate pages (Intel IAA).
     Qpl = 0x08,
@@ -43,8 +43,7 @@ pub enum Method {
     Uadk = 0x10,
     /// gzip members with QAT's extra field.
     Qatzip = 0x20,
-    /// An LZ4 block a packet, between two Hotlifts. QEMU has given bits up to 0x40 a meaning, and
-    /// refuses the others.
+    /// One LZ4 block for each packet, between two Hotlifts. QEMU defines bits up to 0x40, and refuses the others.
     Lz4 = 0x80,
 }
 
@@ -60,12 +59,12 @@ impl Method {
         Self::Lz4,
     ];
 
-    /// The method's bits in a packet's flags, 0 for [`Method::None`].
+    /// Returns the method's bits in a packet's flags, 0 for [`Method::None`].
     pub const fn flag(self) -> u32 {
         self as u32
     }
 
-    /// The bits of all methods.
+    /// Returns the bits of all methods.
     const fn flags() -> u32 {
         let (mut flags, mut method) = (0, 0);
         while method < Self::ALL.len() {
@@ -75,22 +74,22 @@ impl Method {
         flags
     }
 
-    /// The method's byte in a [`Hello`]: its flag.
+    /// Returns the method's byte in a [`Hello`]: its flag.
     pub const fn code(self) -> u8 {
         self as u8
     }
 
-    /// The method with exactly these bits, if there is one.
+    /// Returns the method with exactly these bits, if it exists.
     pub fn from_flag(flag: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|method| method.flag() == flag)
     }
 
-    /// Whether a QEMU may have the method; the others are for two Hotlifts.
+    /// Returns true if QEMU supports the method; the others are only for two Hotlifts.
     pub const fn is_qemus(self) -> bool {
         !matches!(self, Self::Lz4)
     }
 
-    /// QEMU's name of the method; of [`Method::Lz4`], ours.
+    /// Returns QEMU's name of the method; for [`Method::Lz4`] Hotlift's.
     pub const fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -104,7 +103,7 @@ impl Method {
     }
 }
 
-/// The size of a migration's packets: fixed for QEMU, agreed by [`Hello`] between two Hotlifts.
+/// Size of a migration's packets: fixed for QEMU, agreed by [`Hello`] between two Hotlifts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PacketLayout {
     page_size: usize,
@@ -118,8 +117,8 @@ impl PacketLayout {
         pages: 128,
     };
 
-    /// Packets of up to `pages` pages (1 to [`limits::PACKET_PAGES`]) of `page_size` bytes (a power
-    /// of two from 1 KiB to 64 KiB).
+    /// Creates a layout of up to `pages` pages (1 to [`limits::PACKET_PAGES`]) of `page_size` bytes (a power of two from 1 KiB
+    /// to 64 KiB).
     pub fn new(page_size: usize, pages: usize) -> Result<Self, WireError> {
         if !page_size.is_power_of_two() || !(1 << 10..=64 << 10).contains(&page_size) {
             return Err(WireError::Unknown {
@@ -142,28 +141,28 @@ impl PacketLayout {
         Ok(Self { page_size, pages })
     }
 
-    /// Bytes in a page.
+    /// Returns the number of bytes in a page.
     pub const fn page_size(self) -> usize {
         self.page_size
     }
 
-    /// Most pages in a packet, and entries in its header's offset table.
+    /// Returns the maximum number of pages in a packet, and of entries in its header's offset table.
     pub const fn pages(self) -> usize {
         self.pages
     }
 
-    /// Bytes of a packet header: all offset entries are on the wire, used or not.
+    /// Returns the length of a packet header: all offset entries are on the wire, used or not.
     pub const fn header_len(self) -> usize {
         packet::OFFSETS + 8 * self.pages
     }
 
-    /// Most bytes of a payload, in any method.
+    /// Returns the maximum length of a payload, in any method.
     pub const fn max_payload(self) -> usize {
         limits::PAYLOAD_FACTOR * self.page_size * self.pages
     }
 }
 
-/// Refuses a field that is not what it must be.
+/// Rejects a field with an unexpected value.
 fn expect<T: TryInto<u64> + PartialEq>(
     got: T,
     expected: T,

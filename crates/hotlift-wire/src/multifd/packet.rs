@@ -1,4 +1,4 @@
-//! The header before each packet's payload.
+//! The header before the payload of each packet.
 //!
 //! ```text
 //!  0 magic  4 version  8 flags  12 pages_alloc  16 normal pages  20 next_packet_size
@@ -6,9 +6,9 @@
 //! 52 reserved  64 RAM block name (256, NUL padded)  320 offsets (be64 each; normal, then zero)
 //! ```
 //!
-//! Bytes 40 to 51 are Hotlift's checksum, in bytes that QEMU zeroes and ignores: the first CRC-32
-//! covers the header with bytes 44 to 51 as zero, the second the payload. With method none the
-//! second is 0: those pages change while they are sent, and a page that changed is sent again.
+//! Bytes 40 to 51 are Hotlift's checksum, in bytes that QEMU zeroes and ignores: the first CRC-32 covers the header with bytes
+//! 44 to 51 as zero, the second the payload. With method none the second is 0: those pages may change during the send, and
+//! changed pages are sent again.
 
 use super::{MAGIC, Method, PacketLayout, VERSION, expect};
 use crate::block::{self, RamBlockEntry};
@@ -16,7 +16,7 @@ use crate::reader::as_u64;
 use crate::{Reader, WireError};
 
 const FLAG_SYNC: u32 = 0x01;
-/// All bits that a method may have.
+/// All bits of methods.
 const FLAG_METHODS: u32 = Method::flags();
 const FLAG_DEVICE_STATE: u32 = 0x40;
 
@@ -32,8 +32,8 @@ pub(super) const OFFSETS: usize = NAME + NAME_LEN;
 
 const CHECK_MAGIC: [u8; 4] = *b"HLCK";
 
-/// The method of the first packet with pages in `bytes`, the start of a QEMU's channel behind its opening; `None` if it has
-/// none yet, or no packets.
+/// Returns the method of the first packet with pages in `bytes`, the start of a QEMU's channel after its opening; `None` if
+/// there is no such packet yet.
 #[must_use]
 pub fn first_method(bytes: &[u8]) -> Option<Method> {
     let mut rest = bytes;
@@ -51,26 +51,26 @@ pub fn first_method(bytes: &[u8]) -> Option<Method> {
     }
 }
 
-/// What goes into one packet header.
+/// Content of one packet header.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PacketFields<'a> {
-    /// The packet is a barrier. QEMU 9.0 and later send no pages with it.
+    /// True if the packet is a barrier. QEMU 9.0 and later sends no pages with it.
     pub sync: bool,
-    /// Counter over all channels; informational, receivers only record it.
+    /// Counter over all channels; informational: receivers only record it.
     pub packet_num: u64,
-    /// RAM block of the pages, empty only if there are none.
+    /// RAM block of the pages; empty only without pages.
     pub block: &'a str,
-    /// Byte offsets of the pages whose content is in the payload, in its order.
+    /// Byte offsets of the pages with content in the payload, in its order.
     pub normal: &'a [u64],
-    /// Byte offsets of the pages that are zero.
+    /// Byte offsets of the zero pages.
     pub zero: &'a [u64],
-    /// Bytes of the payload, 0 without normal pages.
+    /// Length of the payload in bytes, 0 without normal pages.
     pub payload_len: u32,
-    /// CRC-32 of the payload, 0 with method none; unused if the writer is not checksummed.
+    /// CRC-32 of the payload, 0 with method none; unused without checksums.
     pub payload_crc: u32,
 }
 
-/// Writes packet headers of one channel, all in one buffer.
+/// Writes packet headers of one channel, in a single buffer.
 #[derive(Debug)]
 pub struct PacketWriter {
     layout: PacketLayout,
@@ -80,8 +80,7 @@ pub struct PacketWriter {
 }
 
 impl PacketWriter {
-    /// A writer for packets of `layout` in `method`. `checksummed` adds Hotlift's checksum, which a
-    /// QEMU ignores.
+    /// Creates a writer for packets of `layout` in `method`. `checksummed` adds Hotlift's checksum, which QEMU ignores.
     pub fn new(layout: PacketLayout, method: Method, checksummed: bool) -> Self {
         let mut header = vec![0; layout.header_len()];
         header[..4].copy_from_slice(&MAGIC.to_be_bytes());
@@ -94,19 +93,19 @@ impl PacketWriter {
         }
     }
 
-    /// The method of the next packets.
+    /// Sets the method of the next packets.
     pub fn set_method(&mut self, method: Method) {
         self.method = method;
     }
 
-    /// The header for `fields`, valid until the next call. Nothing is allocated.
+    /// Returns the header for `fields`, valid until the next call. Does not allocate.
     ///
-    /// Unused offsets and the rest of the name are zero, as QEMU 9.0 and later send them. A packet
-    /// without pages carries no method bits and `pages_alloc` 0, as QEMU's SYNC packets do.
+    /// Unused offsets and the rest of the name are zero, as in QEMU 9.0 and later. A packet without pages has no method bits
+    /// and `pages_alloc` 0, as QEMU's SYNC packets.
     ///
     /// # Errors
     ///
-    /// More pages than the layout has, a block name that is empty or longer than 255 bytes.
+    /// More pages than the layout allows, a block name that is empty or longer than 255 bytes.
     pub fn header(&mut self, fields: &PacketFields<'_>) -> Result<&[u8], WireError> {
         let pages = fields.normal.len() + fields.zero.len();
         if pages > self.layout.pages() {
@@ -172,19 +171,19 @@ impl PacketWriter {
     }
 }
 
-/// What a receiver holds packet headers against.
+/// Rules with which a receiver checks packet headers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PacketRules {
     /// Size of the migration's packets.
     pub layout: PacketLayout,
-    /// The method that packets with pages must carry; `None` takes any one known method.
+    /// The method of packets with pages; `None` accepts any known method.
     pub method: Option<Method>,
-    /// Refuse headers without Hotlift's checksum: set once the peer has said
-    /// [`Hello`](super::Hello). A checksum that is there is verified in any case.
+    /// Rejects headers without Hotlift's checksum: set once the peer has sent [`Hello`](super::Hello). An existing checksum is
+    /// always verified.
     pub checksum_required: bool,
 }
 
-/// A checked packet header, made once for a channel and filled again for each packet.
+/// A checked packet header, allocated once for a channel and reused for each packet.
 #[derive(Debug)]
 pub struct PacketHeader {
     sync: bool,
@@ -198,7 +197,7 @@ pub struct PacketHeader {
 }
 
 impl PacketHeader {
-    /// An empty header with room for the offsets of a packet of `layout`.
+    /// Creates an empty header with space for the offsets of a packet of `layout`.
     pub fn new(layout: PacketLayout) -> Self {
         Self {
             sync: false,
@@ -212,12 +211,11 @@ impl PacketHeader {
         }
     }
 
-    /// Reads the header in `bytes`, which are [`PacketLayout::header_len`] long, in place of the
-    /// one before. After an error the content is unspecified.
+    /// Reads the header in `bytes`, which are [`PacketLayout::header_len`] long, and replaces the previous one. After an error
+    /// the content is unspecified.
     ///
-    /// Headers of QEMU before 9.0 keep block name, offsets and `next_packet_size` of earlier packets
-    /// when they have no pages; those fields are then ignored. With Hotlift's checksum a length
-    /// without pages is an error.
+    /// Headers of QEMU before 9.0 without pages keep block name, offsets and `next_packet_size` of earlier packets; those
+    /// fields are then ignored. With Hotlift's checksum a length without pages is an error.
     pub fn decode(
         &mut self,
         bytes: &[u8],
@@ -270,46 +268,44 @@ impl PacketHeader {
         Ok(())
     }
 
-    /// The packet is a barrier; its pages, if any, come before the barrier.
+    /// Returns true if the packet is a barrier; its pages, if any, come before the barrier.
     pub fn sync(&self) -> bool {
         self.sync
     }
 
-    /// How the payload is written; says nothing if there are no pages.
+    /// Returns the payload's method; meaningless without pages.
     pub fn method(&self) -> Method {
         self.method
     }
 
-    /// The sender's counter; gaps, repeats and other orders happen, so it is for messages only.
+    /// Returns the sender's counter; gaps, repeats and reordering occur, so it only serves messages.
     pub fn packet_num(&self) -> u64 {
         self.packet_num
     }
 
-    /// Index of the pages' RAM block in the list given to [`PacketHeader::decode`]; says nothing if
-    /// there are no pages.
+    /// Returns the index of the pages' RAM block in the list given to [`PacketHeader::decode`]; meaningless without pages.
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// Byte offsets of the pages in the payload, in its order: page-aligned, the whole page inside
-    /// the block. Duplicates are possible.
+    /// Returns byte offsets of the pages in the payload, in its order: page-aligned, the whole page inside the block.
+    /// Duplicates are possible.
     pub fn normal(&self) -> &[u64] {
         &self.offsets[..self.normal]
     }
 
-    /// Byte offsets of the pages that are zero, as checked as [`PacketHeader::normal`].
+    /// Returns byte offsets of the zero pages, with the same checks as [`PacketHeader::normal`].
     pub fn zero(&self) -> &[u64] {
         &self.offsets[self.normal..]
     }
 
-    /// Bytes of payload that follow on the wire, at most [`PacketLayout::max_payload`]; 0 without
-    /// normal pages.
+    /// Returns the length of the payload on the wire, at most [`PacketLayout::max_payload`]; 0 without normal pages.
     pub fn payload_len(&self) -> usize {
         self.payload_len
     }
 
-    /// CRC-32 that the payload must have, if the packet is checksummed and the payload covered
-    /// (there is one, and its method is not none).
+    /// Returns the required CRC-32 of the payload, if the packet has a checksum that covers it (the payload is not empty, and
+    /// its method is not none).
     pub fn payload_crc(&self) -> Option<u32> {
         self.payload_crc
             .filter(|_| self.normal > 0 && self.method != Method::None)
@@ -325,7 +321,7 @@ impl PacketHeader {
     }
 }
 
-/// The payload's checksum, if there is a checksum; the header's own is verified.
+/// Verifies the header's checksum, and returns the payload's if there is one.
 fn read_checksum(header: &[u8], required: bool) -> Result<Option<u32>, WireError> {
     let mut reader = Reader::new(&header[CHECK..CHECK_END]);
     let magic = reader.be32("checksum of a multifd packet")?;
@@ -350,8 +346,8 @@ fn read_checksum(header: &[u8], required: bool) -> Result<Option<u32>, WireError
     Ok(Some(payload))
 }
 
-/// The packet's method. Packets without pages carry arbitrary method bits: QEMU 7.2 sends empty
-/// packets with flags 0 under zlib.
+/// Reads the packet's method. Packets without pages have arbitrary method bits: QEMU 7.2 sends empty packets with flags 0 under
+/// zlib.
 fn read_method(flags: u32, pages: usize, demanded: Option<Method>) -> Result<Method, WireError> {
     if flags & FLAG_DEVICE_STATE != 0 {
         return Err(WireError::Unsupported {
@@ -407,7 +403,7 @@ fn over(what: &'static str, limit: usize, got: usize) -> WireError {
     }
 }
 
-/// A page count as the wire has it; a layout's pages are far below 32 bits.
+/// Converts a page count to its wire format; a layout's pages are far below 32 bits.
 fn count(pages: usize) -> u32 {
     u32::try_from(pages).unwrap_or(u32::MAX)
 }

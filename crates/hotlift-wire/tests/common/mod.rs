@@ -1,5 +1,5 @@
 //! Recorded streams, and a reader that runs a decoder over a whole main channel.
-// Each test binary uses its own part of this.
+// Each test binary uses a different part of this module.
 #![allow(dead_code, unused_imports, unused_macros)]
 
 use std::fs;
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder, MainEvent, Step, VmDescription};
 use hotlift_wire::{RamBlockEntry, WireError};
 
-/// Names of all recorded streams.
+/// Returns the names of all recorded streams.
 pub fn recorded() -> Vec<String> {
     let mut names: Vec<String> = fs::read_dir(fixtures())
         .expect("fixtures are part of the repository")
@@ -21,14 +21,14 @@ pub fn recorded() -> Vec<String> {
     names
 }
 
-/// The bytes of one connection of a recorded stream.
+/// Returns the bytes of one connection of a recorded stream.
 pub fn connection(name: &str, kind: &str) -> Vec<u8> {
     let path = fixtures().join(name).join(format!("{kind}.zst"));
     let packed = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     zstd::decode_all(packed.as_slice()).expect("fixtures are zstd files")
 }
 
-/// The connections that are multifd channels.
+/// Returns the multifd channels of a recorded stream.
 pub fn channels(name: &str) -> Vec<Vec<u8>> {
     (0..2)
         .map(|id| format!("channel-{id}"))
@@ -41,14 +41,14 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
 }
 
-/// A decoder for a recorded main channel, which knows the devices from its description.
+/// Creates a decoder for a recorded main channel, with device lengths from its description.
 pub fn decoder_for(main: &[u8]) -> MainDecoder {
     let text = VmDescription::find(main).expect("a recorded stream ends in a description");
     let description = VmDescription::parse(text).expect("QEMU's own description");
     MainDecoder::new(DeviceLengths::Description(description))
 }
 
-/// Reads the whole of `main`: each event with the position where it starts.
+/// Reads all of `main`: returns each event with its start position.
 pub fn events<'a>(
     decoder: &mut MainDecoder,
     main: &'a [u8],
@@ -64,14 +64,14 @@ pub fn events<'a>(
     Ok(events)
 }
 
-/// The RAM blocks of a recorded stream.
+/// Returns the RAM blocks of a recorded stream.
 pub fn blocks(main: &[u8]) -> Vec<RamBlockEntry> {
     let mut decoder = decoder_for(main);
     events(&mut decoder, main).expect("a recorded stream");
     decoder.blocks().to_vec()
 }
 
-/// Asserts that an error is the one that names this fault.
+/// Asserts that an error is the expected fault.
 macro_rules! assert_fault {
     ($fault:expr, $pattern:pat $(if $guard:expr)?) => {
         let fault = $fault;
