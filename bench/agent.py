@@ -39,10 +39,10 @@ LINKS = ("200mbit", "1gbit", "none")
 KINDS = ("plain", "agent", "relays", "domain", "drain", "all", "all-plain", "each", "idle")
 OF_DRAIN = ("drain", "all", "all-plain", "each")
 CHANNELS = 2
-# Of the relays: QEMU and relay of the destination, and the other relay.
+# Ports of the destination's QEMU and the source's relay, and of the destination's relay.
 QEMU_PORT, RELAY_PORT = 49300, 49301
-# The guest program waits in a loop: it knows no interrupts. Of several, each gets a part of a core, as idle guests take, or they
-# would have both cores of a small machine. By libvirt's <cputune> (us), which control groups of version 1 are needed for.
+# The guest program waits in a loop, because it has no interrupts. With several guests, each gets a part of a core, as idle
+# guests need, or they would fill a small machine. Uses libvirt's <cputune> (us), which needs control groups of version 1.
 SHARE_PERIOD_US, SHARE_QUOTA_US = 20000, 1000
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 HAS_SHARES = (CPU_GROUPS / "tasks").exists()
@@ -51,7 +51,7 @@ PATIENCE_S = 60
 
 
 class Host:
-    """A host: its namespaces end with it."""
+    """A host in namespaces that end with this process."""
 
     def __init__(self, name, folder):
         self.name = name
@@ -168,7 +168,7 @@ class Rig:
 
     @contextlib.contextmanager
     def agents(self, *config):
-        """An agent on each host; gives their process ids."""
+        """Starts an agent on each host; yields their process ids."""
         processes = []
         try:
             for host in (self.a, self.b):
@@ -185,13 +185,13 @@ class Rig:
                 with contextlib.suppress(ProcessLookupError, IndexError):
                     os.kill(children(process.pid)[0], 15)
                 process.wait()
-            # Their tables stay: no migration would go without an agent.
+            # The agents' tables stay: without an agent no migration would leave.
             for host in (self.a, self.b):
                 host.run(self.arguments.hotlift, "agent", "rules", "--remove")
 
     @contextlib.contextmanager
     def relays(self):
-        """A relay on each host for one migration."""
+        """Starts a relay on each host for one migration."""
         lines = ((self.b, "destination", f"tcp:0.0.0.0:{RELAY_PORT}", f"tcp:127.0.0.1:{QEMU_PORT}"),
                  (self.a, "source", f"tcp:127.0.0.1:{QEMU_PORT}", f"tcp:192.0.2.2:{RELAY_PORT}"))
         processes = []
@@ -212,7 +212,7 @@ class Rig:
                 process.kill()
 
     def failures(self):
-        """What the agents have said of migrations that failed, by host."""
+        """Returns the agents' log lines about failed migrations, by host."""
         logs = {host.name: self.folder / f"{host.name}.log" for host in (self.a, self.b)}
         return {name: [line for line in log.read_text().splitlines() if "state=failed" in line] for name, log in logs.items() if log.exists()}
 
@@ -227,7 +227,7 @@ def migrate(rig, name, *options):
 
 
 def ran(*lines):
-    """Seconds that commands take, all at once."""
+    """Runs commands concurrently, and returns the seconds until all have ended."""
     start = time.monotonic()
     begun = [subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for line in lines]
     for process in begun:
@@ -255,7 +255,7 @@ def idle(rig):
 
 
 def one(rig, kind, ram, link):
-    """One migration, or several."""
+    """Runs one migration or several."""
     if kind == "idle":
         return idle(rig)
     count = rig.arguments.domains if kind in OF_DRAIN else 1
@@ -307,7 +307,7 @@ def parse():
 
 
 def table(runs):
-    """Markdown: medians of each kind by link."""
+    """Returns Markdown: medians of each kind by link."""
     out = ["| link | kind | seconds | of plain, or of all | downtime, ms |", "|---|---|---|---|---|"]
     moved = [run for run in runs if "seconds" in run]
     for link in LINKS:

@@ -19,10 +19,10 @@ from common import ROOT, read_runs
 
 ENDS = ("source", "destination")
 LEAST_SHOWN_S = 0.002
-# Odd, so that it does not step along with a 250 or 1000 Hz tick.
+# Odd, so that it does not run in step with a 250 or 1000 Hz tick.
 RATE_HZ = 4999
 
-# First match wins; what matches none is "program" in user space and "system call" in the kernel.
+# The first match wins; without a match the category is "program" in user space and "system call" in the kernel.
 CODEC = re.compile(r"ZSTD_|HIST_|HUF_|FSE_|XXH|LZ4|inflate|deflate|igzip|isal_|adler32|crc32|huffman|longest_match|"
                    r"fill_window|compress_block|send_tree|set_long_offset|gen_icf|encode_deflate|zlib_rs", re.I)
 CODEC_LIBRARY = re.compile(r"/lib(z|zstd|isal|qpl)\.so")
@@ -36,7 +36,7 @@ CATEGORIES = ("codec", "zero test", "user copy", "program", "kernel copy", "page
 
 
 def category(stack):
-    """Of one sample: [(symbol, library)], the innermost first."""
+    """Returns the stack of one sample: [(symbol, library)], the innermost first."""
     symbol, library = stack[0]
     if "kernel" in library or library.startswith("["):
         frames = [name for name, where in stack if "kernel" in where]
@@ -57,7 +57,7 @@ def category(stack):
 
 
 def samples(data):
-    """(process, thread name, stack) of each sample."""
+    """Yields (process, thread name, stack) of each sample."""
     script = subprocess.run(["perf", "script", "-i", data, "-F", "comm,pid,tid,ip,sym,dso"],
                             check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
     head = re.compile(r"^(\S.*?)\s+(\d+)/(\d+)\s*$")
@@ -72,7 +72,7 @@ def samples(data):
 
 
 def measure(bench, flags, data):
-    """The records of the runs that completed, in their order."""
+    """Returns the records of the runs that completed, in their order."""
     with tempfile.TemporaryDirectory(prefix="hotlift-breakdown-") as out:
         perf = ["perf", "record", "-q", "-e", "cpu-clock", "-F", str(RATE_HZ), "-g", "-o", data, "--"]
         subprocess.run([*perf, bench, "--repeats", "1", "--out", out, *flags], check=True)
@@ -80,7 +80,7 @@ def measure(bench, flags, data):
 
 
 def names(run):
-    """End -> names of its threads; the kernel keeps 15 bytes of them."""
+    """Returns end -> names of its threads; the kernel keeps 15 bytes of each."""
     completed = run["outcome"]["completed"]
     return {end: {thread["name"][:15]: thread["cpu_s"] for thread in completed[end]["side"]["threads"]} for end in ENDS}
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws kept runs of `hotlift-bench --with-qemu` as one SVG: CPU per GiB of both ends, by method, QEMU beside Hotlift.
+"""Draws kept runs of `hotlift-bench --with-qemu` as one SVG: CPU per GiB of both ends, by method, for QEMU and Hotlift.
 
     bench/chart.py bench/results/2026-11-23-suites/runs.jsonl > docs/cpu-per-gib.svg
 """
@@ -40,7 +40,7 @@ def has_content(row):
 
 
 def draw(bars):
-    # Each method has its own scale: zlib needs forty times what none does.
+    # Each method has its own scale: zlib needs forty times as much as none.
     height = TOP + len(METHODS) * (2 * (BAR + GAP) + GROUP) + 34
     out = []
     y = TOP

@@ -1,4 +1,4 @@
-"""Shared by the scripts: sizes, the options of a guest, kept runs."""
+"""Functions that the scripts share: sizes, the options of a guest, kept runs."""
 
 import json
 import os
@@ -11,22 +11,22 @@ MIB = 1 << 20
 
 
 def size(text):
-    """Bytes of a text such as 512M or 1.5G."""
+    """Returns the bytes of a size such as 512M or 1.5G."""
     return int(float(text[:-1]) * {"M": MIB, "G": MIB << 10}[text[-1].upper()])
 
 
 def add_guest_options(parser, rate, working_set):
-    """The options of a guest, with their defaults."""
+    """Adds the options of a guest, with their defaults."""
     parser.add_argument("--rate", type=int, default=rate, help="pages a second that a guest writes at most")
     parser.add_argument("--working-set", type=size, default=size(working_set), help="memory that it writes to")
     parser.add_argument("--fill", type=Path, help="folder of files, .zst or not; generated text if there is none")
 
 
 def read_runs(*paths):
-    """The runs in files of a JSON object a line."""
+    """Returns the runs in files with one JSON object per line."""
     return [json.loads(line) for path in paths for line in open(path)]
 
 
 def stamp():
-    """Time and load, as a run keeps them."""
+    """Returns time and load, in the format of a run."""
     return {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "load": os.getloadavg()[0]}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws kept runs of `hotlift-bench --suite auto` as one SVG: total time over wire rate, one line a method, auto below.
+"""Draws kept runs of `hotlift-bench --suite auto` as one SVG: total time by link rate, one line per method; auto is the lowest.
 
     bench/envelope.py bench/results/2026-11-24-auto/runs.jsonl > docs/auto.svg
 """

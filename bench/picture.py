@@ -1,4 +1,4 @@
-"""What the pictures of the documents have in common: SVG that reads on white and on GitHub's dark background."""
+"""Common parts of the documents' pictures: SVG that is readable on white and on GitHub's dark background."""
 
 from xml.sax.saxutils import escape
 
@@ -23,20 +23,20 @@ def text(x, y, words, size, weight="400", anchor="start"):
 
 
 def level(left, right, y, words):
-    """A line across the picture, with what it stands for at its left."""
+    """Draws a line across the picture, with its label at the left."""
     line = f'<line x1="{left}" x2="{right}" y1="{y:.0f}" y2="{y:.0f}" stroke="#e3e5e8"/>'
     return f"{line}\n{text(left - 8, y + 4, words, 12, anchor='end')}"
 
 
 def curves(named, right, ours):
-    """Of each name its colour and points; the names stand behind their ends, from `right` on. `ours` stands out."""
+    """Draws a curve for each name, from its colour and points; the names follow the ends, from `right` on. `ours` is emphasized."""
     out, ends = [], []
     for name, (colour, points) in named.items():
         width = 3.5 if name == ours else 2
         line = " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
         out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
         ends.append([points[-1][1], name, colour])
-    # The names must not lie on each other.
+    # The names must not overlap.
     ends.sort()
     for before, after in zip(ends, ends[1:]):
         after[0] = max(after[0], before[0] + 16)

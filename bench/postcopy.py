@@ -25,7 +25,7 @@ from restore_vm import FULL_SPEED, Qemu, Rig
 WAYS = ("straight", "relays", "straight preempt", "relays preempt")
 
 
-# Older machines make the preempt channel before the stream, which relays pass through.
+# Older machine types create the preempt channel before the stream, which relays pass through.
 restore_vm.MACHINE = "pc-i440fx-10.0"
 
 
@@ -57,7 +57,7 @@ def parse():
 
 
 def moved(arguments, folder, way):
-    """One migration, and what QEMU counts of it."""
+    """Runs one migration, and returns QEMU's counts."""
     capabilities = ["postcopy-ram", *(["postcopy-preempt"] if "preempt" in way else [])]
     with Rig(arguments, folder, arguments.ram) as rig:
         there = folder / "there"
@@ -75,7 +75,7 @@ def moved(arguments, folder, way):
                 relays.append(relay(arguments, "source", f"unix:{folder}/relay", relays[0][1], "--method=zstd", "--channels=2"))
                 to = relays[1][1]
             rig.source.capabilities(*capabilities)
-            # So that precopy has not sent it all before the switch.
+            # Slow, so that precopy has not sent all pages before the switchover.
             rig.source.ask("migrate-set-parameters", max_bandwidth=32 << 20)
             rig.source.ask("migrate", uri=to)
             while rig.source.ask("query-migrate")["status"] != "active":

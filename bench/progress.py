@@ -39,7 +39,7 @@ def draw(arguments, runs):
     for way in COLOURS:
         mine = [run["progress"] for run in runs if run["way"] == way]
         if mine:
-            # As long as all of them were watched.
+            # The time up to which all of them were watched.
             watched = min(progress[-1][0] for progress in mine)
             lines[way] = [median(by_then(progress, at) for progress in mine) / 1e6 for at in times if at <= watched]
     most = max(max(line) for line in lines.values()) or 1
@@ -63,7 +63,7 @@ def by_then(progress, at):
 
 
 def steps(most):
-    """Four to eight round numbers from 0 on."""
+    """Returns four to eight round numbers from 0 on."""
     step = next(step for power in range(-3, 9) for step in (10.0 ** power, 2 * 10.0 ** power, 5 * 10.0 ** power) if most / step <= 8)
     return [number * step for number in range(int(most / step) + 1)]
 

@@ -39,11 +39,11 @@ from statistics import median
 from common import HOTLIFT, MIB, add_guest_options, read_runs, size, stamp
 from restore_vm import FULL_SPEED, Counter, Rig, cpu_seconds, restore_content, source
 
-# The last one's file is the RAM itself: it is saved when nothing else is.
+# The last way's file is the RAM itself, so it is saved after all others.
 WAYS = ("lazy", "lazy-11", "lazy-remote", "eager", "mapped-ram", "zstd", "raw")
 CACHES = ("warm", "cold")
 SAMPLE_S = 0.05
-# What follows the guest's first step.
+# Seconds watched after the guest's first step.
 WATCHED_S = 3
 
 
@@ -83,7 +83,7 @@ def parse():
 
 
 def measure(arguments, ram):
-    """Saves a VM in each way, restores it, and yields what came of each."""
+    """Saves a VM in each way, restores it, and yields the result of each."""
     ways = [way for way in WAYS if way in arguments.ways and (way != "lazy-11" or arguments.newer_qemu)]
     about = {"ram_bytes": ram, "working_set": arguments.working_set, "rate": arguments.rate,
              "fill": arguments.fill.resolve().name if arguments.fill else "generated", **versions(arguments)}
@@ -105,7 +105,7 @@ def measure(arguments, ram):
 
 
 def restored(rig, way, cache):
-    """One restore: times in milliseconds since the request, and what the guest had done by then."""
+    """Runs one restore; returns times in milliseconds since the request, and the guest's progress at each."""
     files = rig.files(way)
     for path in files:
         set_cache(path, cache)
@@ -131,7 +131,7 @@ def restored(rig, way, cache):
         if errors or not written:
             raise RuntimeError(f"the guest found {errors} pages that are not what it wrote, and wrote {written}")
         in_ms = lambda moment: None if moment is None else round((moment - start) * 1e3, 2)
-        # Before it runs, what is in its table is being loaded.
+        # Before the guest runs, its table is being loaded.
         counts = [[in_ms(at), count if at > runs else 0] for at, count in progress]
         return {
             "file_bytes": sum(allocated(path) for path in files),
@@ -187,7 +187,7 @@ def line(run):
 
 
 def first_second(run):
-    """Writes of the guest in its first second."""
+    """Returns the writes of the guest in its first second."""
     until = run["runs_ms"] + 1000
     return max((count for at, count in run["progress"] if at <= until), default=0)
 
@@ -198,7 +198,7 @@ def percentile(values, share):
 
 
 def table(runs):
-    """Markdown: medians of each way by RAM and cache."""
+    """Returns Markdown: medians of each way by RAM and cache."""
     out = ["| RAM, file | way | runs after, ms: p50, p95 | from the connection on | all pages, s | CPU s | file, MiB | "
            "request to page, us: p50, p99 | writes in the first second / eager's |", "|---|---|---|---|---|---|---|---|---|"]
     for ram in sorted({run["ram_bytes"] for run in runs}):

@@ -1,4 +1,4 @@
-"""VMs for restore.py: their guest, their files in each way, and the QEMUs that they are restored in."""
+"""VMs for restore.py: their guest, their files in each way, and the QEMUs that restore them."""
 
 import contextlib
 import json
@@ -20,15 +20,15 @@ PATIENCE_S = 600
 ZERO_SHARE = 0.1
 CHANNELS = 2
 SEED = 5
-# Pages a second: more than any CPU writes.
+# Pages per second: more than any CPU writes.
 FULL_SPEED = 50_000_000
 
-# `hotlift-vmm/guest/hotlift.s`: LOAD, head, TABLE, a record's bytes, ERRORS.
+# `hotlift-vmm/guest/hotlift.s`: LOAD, head, TABLE, bytes of a record, ERRORS.
 LOAD, HEAD_BLOCKS, TABLE, RECORD, ERRORS = 0x100000, 16, 0x200000, 16, 8
 
 
 class Qemu:
-    """A QEMU with the guest, and two QMP sockets: one to be used here, `free_qmp` by a command."""
+    """A QEMU with the guest, and two QMP sockets: one for this script, and `free_qmp` for a command."""
 
     def __init__(self, program, folder, ram, options):
         self.folder, self.ram = folder, ram
@@ -87,7 +87,7 @@ class Qemu:
         self.ask("migrate-set-capabilities", capabilities=[{"capability": name, "state": state} for name, state in states])
 
     def events_until(self, is_it):
-        """When the first event came that is what is waited for; those before it are passed over."""
+        """Waits for the first event that `is_it` accepts, and returns its time; earlier events are dropped."""
         while True:
             event = self.events.pop(0) if self.events else self.read()
             if "event" not in event:
@@ -99,7 +99,7 @@ class Qemu:
                 return moment["seconds"] + moment["microseconds"] / 1e6
 
     def event(self, name):
-        # The migration may complete before the guest runs, or after: what came between is still needed.
+        # The migration may complete before or after the guest runs: the events in between are still needed.
         passed = []
         moment = self.events_until(lambda event: passed.append(event) or event["event"] == name)
         self.events = passed + self.events
@@ -119,7 +119,7 @@ class Qemu:
 
 
 class Counter:
-    """What the guest has written since it was saved, by its table. A page that is not there yet has no new writes; to
+    """Counts the guest's writes since it was saved, from its table. A missing page has no new writes; to
     read it would fetch it."""
 
     def __init__(self, qemu, saved):
@@ -146,7 +146,7 @@ class Counter:
 
 
 def versions(records):
-    """The first half of a record is how often its page was written."""
+    """The first half of a record is the number of writes to its page."""
     return sum(array("Q", records)[::2])
 
 
@@ -163,7 +163,7 @@ def ram_in(qemu):
 
 
 def cpu_seconds(qemu):
-    """Of QEMU and its children that have ended, without its vCPU."""
+    """Returns the CPU seconds of QEMU and of its ended children, without its vCPU."""
     ticks = lambda path, fields: sum(map(int, Path(path).read_text().rpartition(")")[2].split()[11:11 + fields]))
     total = ticks(f"/proc/{qemu.pid}/stat", 4)
     for task in Path(f"/proc/{qemu.pid}/task").iterdir():
@@ -173,7 +173,7 @@ def cpu_seconds(qemu):
 
 
 class Rig:
-    """One VM that runs and is saved, and its files."""
+    """A VM that runs and is saved, and its files."""
 
     def __init__(self, arguments, folder, ram):
         self.arguments, self.folder, self.ram = arguments, folder, ram
@@ -206,7 +206,7 @@ class Rig:
 
     @staticmethod
     def saved_by(way):
-        """Whose file a way uses."""
+        """Returns the way whose file a way uses."""
         return "hotlift" if way in ("lazy", "lazy-11", "lazy-remote", "eager") else way
 
     def files(self, way):
@@ -223,7 +223,7 @@ class Rig:
         return [versions(table[at:at + PAGE]) for at in range(0, len(table), PAGE)]
 
     def save(self, way):
-        """Saves the guest, which runs meanwhile; it goes on afterwards, but for the last way, whose file is its RAM."""
+        """Saves the running guest; it keeps running, except for the last way, whose file is its RAM."""
         qemu, path, report = self.source, self.files(way)[-1], None
         start = time.time()
         if way == "hotlift":
@@ -257,7 +257,7 @@ class Rig:
 
     @contextlib.contextmanager
     def waiting(self, way):
-        """A QEMU that waits for the guest in this way."""
+        """Returns a QEMU that waits for the guest in this way."""
         backend = self.backend("off") if way == "raw" else f"memory-backend-ram,id=pc.ram,size={self.ram}"
         program = self.arguments.newer_qemu if way == "lazy-11" else self.arguments.qemu
         qemu = Qemu(program, self.folder, self.ram, [*self.machine(backend), *self.guest, "-incoming", "defer"])
@@ -269,7 +269,7 @@ class Rig:
 
 
 def restore_content(rig, qemu, way, words):
-    """Restores the guest from the file of `words`. What Hotlift reports, and the CPU seconds of what is beside QEMU."""
+    """Restores the guest from the file of `words`. Returns Hotlift's report, and the CPU seconds of all but QEMU."""
     path = rig.files(way)[-1]
     if way == "lazy-11":
         qemu.capabilities("postcopy-ram", "postcopy-blocktime")
@@ -286,7 +286,7 @@ def restore_content(rig, qemu, way, words):
 
 @contextlib.contextmanager
 def source(hotlift, way, path):
-    """The words of a command line that name a file: for lazy-remote at a file server on loopback, whose CPU is not counted."""
+    """Yields the arguments that name a file: for lazy-remote at a file server on loopback, whose CPU is not counted."""
     if way != "lazy-remote":
         yield (path,)
         return
@@ -307,7 +307,7 @@ def source(hotlift, way, path):
 def run_hotlift(program, *words):
     process = subprocess.Popen([program, *words, "--json", "--quiet"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said, errors = process.stdout.read(), process.stderr.read()
-    # Not `wait`, which does not say what it took.
+    # Not `wait`, which does not return the resource usage.
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -316,12 +316,12 @@ def run_hotlift(program, *words):
 
 
 def write_ram(path, ram, own_pages, fill):
-    """Content for all RAM behind the guest's table, a part of it zero pages; none repeats another."""
+    """Writes content for all RAM after the guest's table, a part of it zero pages; no two pages are equal."""
     base = -(-(TABLE + own_pages * RECORD) // (2 * MIB)) * 2 * MIB
     corpus = content(fill)
     chance = random.Random(SEED)
     pages = len(corpus) // PAGE
-    # Not emptied: it may be the RAM of a QEMU that has put a program there.
+    # Not truncated: it may be the RAM of a QEMU that has put a program there.
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
         file.truncate(ram)
         file.seek(base)
@@ -342,7 +342,7 @@ def write_ram(path, ram, own_pages, fill):
 
 
 def content(fill):
-    """All files of a folder, one after the other, or words."""
+    """Returns all files of a folder, concatenated, or words."""
     if fill is None:
         chance = random.Random(SEED)
         words = [bytes(chance.choices(b"etaoinshrdlu", k=chance.randint(2, 9))) + b" " for _ in range(4000)]

@@ -41,12 +41,12 @@ RAM = 64 << 20
 PLAIN = ()
 PARALLEL = ("--parallel", "--parallel-connections", "2")
 FAULTS = ("abort", "cancel", "link", "reload")
-# What an agent holds, and how much more of it is no leak.
+# Resources of an agent, and the factor of growth that is not a leak.
 HELD = {"resident_kib": 1.1, "files": 1.0, "threads": 1.0, "rules": 1.0}
 
 
 class Soak:
-    """The domains and where they are."""
+    """The domains and their hosts."""
 
     def __init__(self, rig, arguments, pids, kept):
         self.rig, self.arguments, self.kept = rig, arguments, kept
@@ -86,7 +86,7 @@ class Soak:
             time.sleep(self.arguments.rest)
 
     def begin(self, fault):
-        """Options of a migration that may be under way now, beside the other."""
+        """Returns options of a migration that may run now, next to the other."""
         while True:
             with self.lock:
                 if not fault or PARALLEL not in self.under_way:
@@ -119,7 +119,7 @@ class Soak:
             raise RuntimeError(why.strip())
 
     def settle(self, name):
-        """Finds where it runs, and says what was done for it. libvirt may leave a guest paused if the link was down at its handover."""
+        """Finds the host that it runs on; returns the states if it ran on none. libvirt may leave a guest paused if the link was down at its handover."""
         deadline = time.monotonic() + SETTLE_S
         while len(self.runs_at(name)) != 1 and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -141,7 +141,7 @@ class Soak:
         return host.virsh("domstate", "--reason", name)
 
     def was_disturbed(self, why):
-        """Another migration's fault was the link, or a reload: it may meet this one, too."""
+        """True if another migration's fault was the link or a reload: it may affect this one, too."""
         return any(word in why for word in ("closed", "reset", "timed out", "Broken pipe", "Bad file descriptor", "unexpectedly failed", "unable to connect", "No route to host", "cannot connect"))
 
     def break_it(self, fault, here, there, name):
@@ -167,8 +167,8 @@ class Soak:
         return [host for host in self.agents if name in host.virsh("list", "--name", "--state-running").split()]
 
     def console(self, name):
-        """How much the guest has written, by its own word."""
-        # The last line may be half written.
+        """Checks the guest's console for errors, and returns the number of its status lines."""
+        # The last line may be incomplete.
         lines = (self.rig.folder / f"{name}.console").read_text().split("\n")[:-1]
         whole = [line for line in lines if "writes=" in line and "errors=" in line]
         figures = dict(word.split("=") for word in whole[-1].split()[1:])
@@ -196,7 +196,7 @@ def stamp():
 
 
 def table(samples):
-    """Markdown, and whether an agent holds more at the end."""
+    """Returns Markdown, and the resources of which an agent holds more at the end."""
     out = ["| agent | what | at first | at the end | most |", "|---|---|---|---|---|"]
     leaks = []
     for host in sorted({sample["host"] for sample in samples}):
@@ -207,7 +207,7 @@ def table(samples):
             values = [sample[what] for sample in mine]
             first, last = median(values[:tenth]), median(values[-tenth:])
             out.append(f"| {host} | {what} | {first:g} | {last:g} | {max(values)} |")
-            # Those of a migration that is under way.
+            # Resources of a migration in progress.
             slack = 0 if what in ("resident_kib", "rules") else 40
             if last > first * more + slack:
                 leaks.append(f"{host}: {what} {first:g} -> {last:g}")

@@ -1,14 +1,14 @@
-# For the scripts that fetch packages: unpacks them in a cache, installs nothing, and leaves the system's apt
-# sources as they are. To be sourced with `name` set, the script's and its folder's in the cache ($HOTLIFT_CACHE,
+# Shared by the scripts that fetch packages: unpacks them in a cache, installs nothing, and does not change the system's
+# apt sources. To be sourced with `name` set: the script's name and its folder's name in the cache ($HOTLIFT_CACHE,
 # by default .cache in the repository).
 #
 # shellcheck shell=sh
 
 cache=${HOTLIFT_CACHE:-$(cd "$(dirname "$0")/.." && pwd)/.cache}
-# Where the result is; it is made in `work`, so that a run that was ended leaves none.
+# Folder of the result; it is built in `work`, so that an interrupted run leaves none.
 top=$cache/$name
 work=$top.part
-# Where packages put their libraries.
+# Library folders of packages.
 usr_lib=usr/lib/x86_64-linux-gnu
 
 fail() {
@@ -24,8 +24,8 @@ begin() {
 	: >"$work/status"
 }
 
-# By the empty status nothing counts as installed: every library comes from the archive, whatever the host has. The
-# sandbox user of apt cannot write to a cache in somebody's home directory.
+# With the empty status file nothing counts as installed: every library comes from the archive, independent of the host.
+# The sandbox user of apt cannot write to a cache in a home directory.
 apt() {
 	apt-get -q -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourceparts=/dev/null \
 		-o Dir::State::lists="$work/lists" -o Dir::State::status="$work/status" -o Dir::Cache::pkgcache= \
@@ -34,8 +34,8 @@ apt() {
 		>>"$work/log" 2>&1
 }
 
-# The lists of Debian's suites. Forky is not released: a mirror may have it with a signature that is good and a date
-# that is over.
+# The lists of Debian's suites. Forky is not released: a mirror may have a Release file with a valid signature that has
+# expired.
 debian() {
 	for suite in "$@"; do
 		late=""
@@ -46,7 +46,7 @@ debian() {
 	apt update || fail "Debian's archive is out of reach (see $work/log)"
 }
 
-# Downloads packages and all that they need, as `apt-get install` takes them.
+# Downloads packages and all their dependencies, as `apt-get install` selects them.
 download() {
 	apt install -y --no-install-recommends --download-only "$@" ||
 		fail "a package could not be downloaded (see $work/log)"
@@ -58,7 +58,7 @@ unpack() {
 	done
 }
 
-# Libraries that some packages have in /lib go to the others. Then the loader knows all by one folder.
+# Moves the libraries that some packages have in /lib to the others, so that the loader needs one folder only.
 merge_lib() {
 	if [ -d "$work/root/lib/x86_64-linux-gnu" ]; then
 		cp -a "$work/root/lib/x86_64-linux-gnu/." "$work/root/$usr_lib/"
@@ -72,7 +72,7 @@ finish() {
 	mv "$work" "$top"
 }
 
-# Is the program in the folder what it should be? Prints the folder.
+# Finishes, checks that QEMU runs, and prints the folder of the programs.
 finish_programs() {
 	finish
 	"$top/bin/qemu-system-x86_64" --version >/dev/null || {
@@ -82,9 +82,9 @@ finish_programs() {
 	echo "$top/bin"
 }
 
-# Prints the path of a directory with a QEMU of Debian's, from the last of these suites, fetching it if it is not
-# there. The directory holds one wrapper a program, which starts it by the loader that it was built for, with its own
-# libraries and data.
+# Prints the path of a directory with a QEMU of Debian's, from the last of these suites; fetches it if it is
+# missing. The directory has a wrapper for each program. It starts the program with the loader that it was built for, and
+# with its own libraries and data.
 debian_qemu() {
 	if [ -x "$top/bin/qemu-system-x86_64" ]; then
 		echo "$top/bin"
@@ -102,7 +102,7 @@ debian_qemu() {
 	finish_programs
 }
 
-# A program of `debian_qemu`, with these arguments before those that it is given.
+# Writes a wrapper for a program of `debian_qemu`, with these arguments before those of the caller.
 wrapper() {
 	cat >"$work/bin/$1" <<WRAPPER
 #!/bin/sh

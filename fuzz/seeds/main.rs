@@ -1,4 +1,4 @@
-//! Writes the first corpus into fuzz/corpus: what our encoders and QEMU's libraries write.
+//! Writes the first corpus into fuzz/corpus: output of our encoders and of QEMU's libraries.
 //!
 //!     cargo run --manifest-path fuzz/Cargo.toml --example seeds
 //!     HOTLIFT_FUZZ_MINIMISE=1 scripts/fuzz
@@ -35,7 +35,7 @@ fn put(target: &str, name: &str, bytes: &[u8]) {
     fs::write(folder.join(name), bytes).expect("write the seed");
 }
 
-/// Pages of text, numbers, noise and zeros, in turn.
+/// Returns pages of text, numbers, noise and zeros, in turn.
 fn pages(n: usize) -> Vec<u8> {
     let mut noise = 0x9e37_79b9_7f4a_7c15_u64;
     let page = |page: usize| -> Vec<u8> {
@@ -61,7 +61,7 @@ fn pages(n: usize) -> Vec<u8> {
     (0..n).flat_map(page).collect()
 }
 
-/// An input of `methods::decode`.
+/// Returns an input of `methods::decode`.
 fn packets(pages: usize, order: u8, payloads: &[Vec<u8>]) -> Vec<u8> {
     let mut input = vec![u8::try_from(pages - 1).expect("16 at most") | order << 4];
     for payload in payloads {
@@ -195,7 +195,7 @@ fn main_channel() {
     put("main_channel", "whole", &out);
     put("main_channel", "ram", &out[..before_pages]);
 
-    // The same as QEMU writes it: payloads without lengths, and a description with them.
+    // The same as QEMU writes it: payloads without lengths, and a description with the lengths.
     let json = br#"{"page_size":4096,"devices":[{"name":"cpu","instance_id":0,"vmsd_name":"cpu","version":12,"fields":[{"name":"x","type":"buffer","size":40}]}]}"#;
     let mut recorded = out[..devices].to_vec();
     recorded[0] = 1;
@@ -222,7 +222,7 @@ fn mapped_ram() {
         capabilities: vec![MAPPED_RAM.to_owned()],
         ..Configuration::default()
     };
-    // Three MiB: all of it lies in the hole behind the input, but for the head.
+    // Three MiB, all of it in the hole after the input, except the head.
     for (name, blocks) in [
         ("one", &[("pc.ram", 1 << 20)][..]),
         (
@@ -375,7 +375,7 @@ fn file_ranges() {
     put("file_ranges", "failed", &out);
 }
 
-/// A VM of 64 pages, four of which have content, as QEMU saves it.
+/// Writes a VM of 64 pages, four of which have content, as QEMU saves it.
 fn mapped_ram_vm(path: &std::path::Path) {
     let configuration = Configuration {
         machine: "pc-i440fx-10.0".to_owned(),
@@ -408,7 +408,7 @@ fn mapped_ram_vm(path: &std::path::Path) {
     write(&end, layout.end);
 }
 
-/// A whole file as `hotlift save` writes it, of a VM with some pages; and one that was cut.
+/// Writes a whole file of `hotlift save`, of a VM with some pages; and a truncated file.
 fn save_file() {
     let folder = tempfile::tempdir().expect("a folder");
     let [from, to] = ["qemu", "vm"].map(|name| folder.path().join(name));
@@ -434,7 +434,7 @@ fn save_file() {
     put("save_file", "cut", &marked[..marked.len() - 40]);
 }
 
-/// Lists of records for the target to seal, and bytes as they are.
+/// Writes lists of records for the target to seal, and raw bytes.
 fn tls_records() {
     let list = |records: &[(u8, &[u8])]| {
         let mut input = Vec::new();
@@ -446,7 +446,7 @@ fn tls_records() {
         }
         input
     };
-    // As the target counts types: alert, handshake, data.
+    // The target's numbers of the types: alert, handshake, data.
     let (alert, handshake, data) = (1, 2, 3);
     let whole = list(&[
         (data, b"data"),
@@ -469,7 +469,7 @@ fn tls_records() {
         "refused",
         &[&[8][..], &list(&[(alert, &[2, 48])])].concat(),
     );
-    // Bytes as they are.
+    // Raw bytes.
     put(
         "tls_records",
         "of-nobody",

@@ -8,11 +8,11 @@ use hotlift_wire::multifd::{
 
 use crate::memory::{at_the_end, bounded};
 
-/// A header is a table of offsets, made once.
+/// Allocation limit: a header is a table of offsets, created once.
 const MEMORY: usize = 64 << 10;
 
-/// Reads packet headers one after the other with one decoder, as a channel does. The first byte says
-/// the rules, the second and third change one byte of what is written again.
+/// Decodes packet headers one after the other with one decoder, as a channel does. The first byte selects
+/// the rules, the second and third change one byte of the header that is encoded again.
 pub fn packet(data: &[u8]) {
     let Some((&[rules, at, bits], data)) = data.split_first_chunk() else {
         return;
@@ -56,8 +56,8 @@ fn check(header: &PacketHeader, layout: PacketLayout, blocks: &[RamBlockEntry]) 
     }
 }
 
-/// What was read and is written again, with a checksum, is read as the same; with a byte changed it is
-/// refused.
+/// Encodes a decoded header again, with a checksum: decoding must give the same header, or an error if a byte was
+/// changed.
 fn written_again(
     header: &PacketHeader,
     layout: PacketLayout,
@@ -100,7 +100,7 @@ fn written_again(
     assert_eq!(again.payload_len(), header.payload_len());
     if bits != 0 {
         let length = bytes.len();
-        // All but the CRC of the payload, which is held against the payload.
+        // All but the CRC of the payload, which is checked against the payload.
         let at = usize::from(at) % length;
         let crc_before = again.payload_crc();
         bytes[at] ^= bits;
@@ -113,7 +113,7 @@ fn written_again(
     }
 }
 
-/// A channel's opening packet: read and written again it is the same.
+/// Decodes a channel's opening packet; encoding it again must give the same bytes.
 pub fn initial_packet(data: &[u8]) {
     let Some(packet) = data.first_chunk::<INITIAL_PACKET_LEN>() else {
         return;

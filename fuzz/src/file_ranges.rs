@@ -1,17 +1,17 @@
-//! What the reader of a save file and its server say to each other.
+//! Messages between the reader of a save file and its server.
 
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Reply, VERSION};
 use hotlift_wire::{WireError, limits};
 
 use crate::memory::{at_the_end, bounded};
 
-/// Messages are read in place.
+/// Allocation limit: messages are read in place.
 const MEMORY: usize = 8 << 10;
 
 /// Longest message.
 const LONGEST: usize = 64 + limits::FILE_TEXT;
 
-/// Reads `data` as each of the messages; what is written again is the same.
+/// Decodes `data` as each of the messages; encoding a decoded message must give the same bytes.
 pub fn messages(data: &[u8]) {
     at_the_end(data, |data| bounded(MEMORY, || read(data)));
 }
@@ -19,7 +19,7 @@ pub fn messages(data: &[u8]) {
 fn read(data: &[u8]) {
     let mut again = Vec::with_capacity(LONGEST);
     if let Some((open, length)) = checked(data, Open::decode(data)) {
-        // What another version says behind its number is not known.
+        // The content of another version's message is unknown.
         if open.version == VERSION {
             open.encode(&mut again).expect("it was read");
             assert_eq!(again, data[..length]);

@@ -1,4 +1,4 @@
-//! What the fuzz targets do with their input. Each asserts the promises of one decoder.
+//! Functions of the fuzz targets. Each checks the guarantees of one decoder.
 //!
 //! | file | decoder |
 //! |---|---|
@@ -6,12 +6,12 @@
 //! | `records` | XBZRLE deltas and `compress` pages |
 //! | `main_channel` | the main channel, and its device state |
 //! | `channel` | packet headers and opening packets of multifd channels |
-//! | `return_path` | what a destination says |
-//! | `file_ranges` | how a save file is read from another host |
+//! | `return_path` | messages of a destination |
+//! | `file_ranges` | messages to read a save file from another host |
 //! | `mapped_ram` | QEMU's `mapped-ram` file |
 //! | `save_file` | Hotlift's save file |
-//! | `tls_records` | what comes behind a TLS handshake |
-//! | `memory` | input at the end of memory, pages between canaries, a limit on what is allocated |
+//! | `tls_records` | records after a TLS handshake |
+//! | `memory` | input at the end of memory, pages between canaries, an allocation limit |
 
 pub mod channel;
 pub mod file_ranges;
@@ -24,7 +24,7 @@ pub mod return_path;
 pub mod save_file;
 pub mod tls_records;
 
-/// Each target by the name of its program and its corpus.
+/// All targets, by the name of their program and their corpus.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("compress", records::compress),
     ("file_ranges", file_ranges::messages),
@@ -47,10 +47,10 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("zstd", |data| methods::decode("zstd", data)),
 ];
 
-/// Gives a target one input.
+/// Runs a target with one input.
 ///
 /// # Panics
-/// If a promise of the decoder is broken, or there is no such target.
+/// If a guarantee of the decoder is violated, or the target does not exist.
 pub fn run(name: &str, data: &[u8]) {
     let target = TARGETS.iter().find(|(target, _)| *target == name);
     let (_, target) = target.expect("a row of TARGETS");

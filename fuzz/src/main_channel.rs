@@ -9,15 +9,15 @@ use hotlift_wire::{PAGE_SIZE, limits};
 
 use crate::memory::{at_the_end, bounded};
 
-/// Most that may be allocated for an input: names and numbers of it, over again in values.
+/// Returns the allocation limit for an input: its names and numbers, and the same again in values.
 const fn memory(input: &[u8]) -> usize {
     (64 << 10) + 64 * input.len()
 }
 
-/// Reads the input twice, as a whole and as if it trickled in.
+/// Decodes the input twice: as a whole, and in small pieces.
 ///
-/// The first byte says how devices' lengths are known: by a prefix, or by the description that the
-/// input ends in.
+/// The first byte selects the source of the devices' lengths: a prefix, or the description at the
+/// end of the input.
 pub fn read(data: &[u8]) {
     let Some((&[first], data)) = data.split_first_chunk() else {
         return;
@@ -104,7 +104,7 @@ fn check(event: &MainEvent<'_>, decoder: &MainDecoder) {
     }
 }
 
-/// Behind RAM: events between two Hotlifts, and the end of a QEMU's.
+/// Decodes the stream after RAM: events between two Hotlifts, and the end of a QEMU's stream.
 pub fn tail(data: &[u8]) {
     at_the_end(data, |data| bounded(memory(data), || read_tail(data)));
 }
@@ -122,7 +122,7 @@ fn read_tail(data: &[u8]) {
             DeviceStateEvent::Eof => break,
         }
     }
-    // The end is found at the same place however the bytes came.
+    // The end is found at the same place in pieces of any length.
     let whole = EofSearch::default().find(data);
     let mut search = EofSearch::default();
     search.find(&data[..data.len() / 2]);

@@ -9,8 +9,8 @@ const fn memory(input: &[u8]) -> usize {
     (64 << 10) + 64 * input.len()
 }
 
-/// Walks a file that holds the input, and zeros behind it up to a length that the first two bytes say,
-/// in MiB: a file of RAM is mostly hole.
+/// Walks a file with the input as content, followed by zeros up to a length in MiB that the first two bytes
+/// give: a file of RAM is mostly a hole.
 pub fn walk(data: &[u8]) {
     let Some((mib, data)) = data.split_first_chunk() else {
         return;
@@ -20,7 +20,7 @@ pub fn walk(data: &[u8]) {
 }
 
 fn read(data: &[u8], file_len: u64) {
-    /// What a hole reads as.
+    /// Content of a hole.
     static HOLE: [u8; limits::MAPPED_RAM_RECORD] = [0; limits::MAPPED_RAM_RECORD];
     let mut decoder = MappedRamDecoder::new(0, file_len);
     loop {

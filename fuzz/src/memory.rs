@@ -1,4 +1,4 @@
-//! Memory in which a decoder cannot misbehave unseen.
+//! Memory that makes a decoder's errors visible.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::RefCell;
@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
 
-/// Longest input, in bytes. The fuzzer is given the same limit.
+/// Longest input, in bytes. The fuzzer has the same limit.
 pub const INPUT_MAX: usize = 1 << 20;
 
-/// Calls `use_it` with a copy of `bytes` behind which memory ends: a read beyond them is a SIGSEGV.
+/// Calls `use_it` with a copy of `bytes` at the end of accessible memory: a read beyond them is a SIGSEGV.
 pub fn at_the_end<T>(bytes: &[u8], use_it: impl FnOnce(&[u8]) -> T) -> T {
     thread_local! {
         static EDGE: RefCell<Vec<&'static mut [u8]>> = const { RefCell::new(Vec::new()) };
     }
-    // Calls nest, and each has memory of its own.
+    // Calls nest, so each needs its own memory.
     let edge = EDGE.with_borrow_mut(Vec::pop).unwrap_or_else(edge);
     let (_, end) = edge.split_at_mut(INPUT_MAX - bytes.len());
     end.copy_from_slice(bytes);
@@ -27,8 +27,8 @@ pub fn at_the_end<T>(bytes: &[u8], use_it: impl FnOnce(&[u8]) -> T) -> T {
 fn edge() -> &'static mut [u8] {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let size = INPUT_MAX + PAGE_SIZE;
-    // SAFETY: a new mapping at an address of the kernel's choice; its last page is taken out of use
-    // before anybody has a reference to it, and the rest is referred to only by what is returned.
+    // SAFETY: a new mapping at an address that the kernel chooses. Its last page becomes inaccessible
+    // before any reference to it exists, and only the returned slice refers to the rest.
     unsafe {
         let start = mmap_anonymous(std::ptr::null_mut(), size, access, MapFlags::PRIVATE);
         let start = start.expect("memory for the input").cast::<u8>();
@@ -42,7 +42,7 @@ fn edge() -> &'static mut [u8] {
     }
 }
 
-/// What every byte holds before a decoder writes.
+/// Value of every byte before a decoder writes.
 const CANARY: u8 = 0xa5;
 
 /// Bytes of a page's first run in [`Order::Pieces`].
@@ -57,21 +57,21 @@ pub struct Place {
     all: Vec<u8>,
 }
 
-/// Where a packet's pages lie.
+/// Layout of a packet's pages in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// One run.
     Whole,
-    /// A run a page, each behind the other.
+    /// One run per page, in ascending order without gaps.
     Adjacent,
-    /// A run a page, backwards, with a page between any two.
+    /// One run per page, in descending order, with an unused page between any two.
     Scattered,
-    /// As scattered, and each page in two runs.
+    /// As scattered, with two runs per page.
     Pieces,
 }
 
 impl Order {
-    /// Any of them, chosen by `byte`.
+    /// Returns the order that `byte` selects.
     pub fn of(byte: u8) -> Self {
         [Self::Whole, Self::Adjacent, Self::Scattered, Self::Pieces][usize::from(byte % 4)]
     }
@@ -85,7 +85,7 @@ impl Order {
 }
 
 impl Place {
-    /// Lends the one place that there is.
+    /// Calls `use_it` with the thread's only place.
     pub fn with<T>(use_it: impl FnOnce(&mut Self) -> T) -> T {
         thread_local! {
             static PLACE: RefCell<Option<Place>> = const { RefCell::new(None) };
@@ -103,7 +103,7 @@ impl Place {
         })
     }
 
-    /// Calls `decode` with runs of so many pages, and returns what it said and what is in the pages.
+    /// Calls `decode` with runs of `pages` pages. Returns its result and the content of the pages.
     /// Panics if a byte outside of them was written.
     pub fn decoded<T>(
         &mut self,
@@ -141,7 +141,7 @@ impl Place {
     }
 }
 
-/// Counts what is allocated by Rust. (What C allocates, the fuzzer's own limit of memory holds.)
+/// Counts the allocations of Rust. (The fuzzer's own memory limit covers allocations of C.)
 struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -150,12 +150,12 @@ static LIMIT: AtomicUsize = AtomicUsize::new(usize::MAX);
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-// SAFETY: all is done by the system's allocator; counting beside it changes nothing.
+// SAFETY: the system's allocator does all the work; the counters do not affect it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         if live > LIMIT.load(Ordering::Relaxed) {
-            // Reporting allocates.
+            // The report itself allocates.
             LIMIT.store(usize::MAX, Ordering::Relaxed);
             eprintln!(
                 "a decoder allocates {} bytes, beyond its limit",
@@ -174,7 +174,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Calls `decode`, and ends the process if so many more bytes were ever allocated in it.
+/// Calls `decode`, and aborts the process if it holds more than `bytes` additional bytes at any time.
 pub fn bounded<T>(bytes: usize, decode: impl FnOnce() -> T) -> T {
     LIMIT.store(LIVE.load(Ordering::Relaxed) + bytes, Ordering::Relaxed);
     let result = decode();

@@ -5,14 +5,14 @@ use hotlift_methods::{Accelerator, Decode, EncoderSettings, METHODS, MethodError
 
 use crate::memory::{Order, PAGES_MAX, Place, at_the_end, bounded};
 
-/// Most that a decoder may allocate: some times the largest packet here. The window of zstd is in C.
+/// Most that a decoder may allocate: several times the largest packet here. The window of zstd is in C.
 const MEMORY: usize = 4 << 20;
 
-/// Most packets of an input: enough for a channel's state to matter, and quick.
+/// Most packets of an input: enough for a channel's state to matter, and fast.
 const PACKETS: usize = 4;
 
-/// Decodes packets: a byte for pages and order, then a be16 length before each payload. All payloads go
-/// through two decoders, into pages that lie differently.
+/// Decodes packets: a byte for pages and order, then a be16 length before each payload. Two decoders decode all
+/// payloads, into pages in different places.
 pub fn decode(name: &str, data: &[u8]) {
     let Some((&[head], mut rest)) = data.split_first_chunk() else {
         return;
@@ -63,15 +63,15 @@ fn one(
     })
 }
 
-/// Levels of a method that [`round_trip`] tries, from its lowest on. zstd's highest need tenths of a
+/// Number of a method's levels that [`round_trip`] tries, from the lowest. zstd's highest take tenths of a
 /// second for one packet.
 const ROUND_TRIP_LEVELS: u8 = 9;
 
 /// Most pages of a packet in [`round_trip`].
 const ROUND_TRIP_PAGES: usize = 4;
 
-/// Encodes pages by any method and decodes them: method, level, pages and order, then what
-/// is in the pages, again and again until they are full. Two packets, since some methods keep state.
+/// Encodes pages by any method and decodes them. The input is method, level, pages and order, then
+/// content that is repeated until the pages are full. Two packets, because some methods keep state.
 pub fn round_trip(data: &[u8]) {
     let Some((&[which, level, shape], content)) = data.split_first_chunk() else {
         return;

@@ -6,10 +6,10 @@ use hotlift_methods::legacy::xbzrle::{self, Delta};
 
 use crate::memory::{Order, Place, at_the_end, bounded};
 
-/// Neither decoder has anything to allocate but its own state.
+/// Allocation limit: decoders allocate nothing but their own state.
 const MEMORY: usize = 1 << 20;
 
-/// Applies the input to a page, and what came of it as a delta of our own to the same page.
+/// Applies the input to a page, then encodes the result as our own delta and applies it to the same page.
 pub fn xbzrle(data: &[u8]) {
     let mut old = [0; PAGE_SIZE];
     for (i, byte) in old.iter_mut().enumerate() {
@@ -35,7 +35,7 @@ pub fn xbzrle(data: &[u8]) {
     }
 }
 
-/// Inflates the input into a page; and deflates a page that is filled with it, at any level.
+/// Inflates the input into a page; then deflates a page that is filled with it, at any level.
 pub fn compress(data: &[u8]) {
     let mut inflater = Inflater::new().expect("an inflater");
     let mut inflate = |stream: &[u8]| {
@@ -47,7 +47,7 @@ pub fn compress(data: &[u8]) {
             })
         })
     };
-    // An error leaves the decoder as it was.
+    // An error leaves the decoder usable.
     let _ = inflate(data);
 
     let level = data.first().map_or(1, |byte| byte % (LEVELS.end() + 1));

@@ -1,14 +1,14 @@
-//! What a destination says to its source.
+//! Messages from a destination to its source.
 
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
 
 use crate::memory::{at_the_end, bounded};
 
-/// Messages are read in place.
+/// Allocation limit: messages are read in place.
 const MEMORY: usize = 4 << 10;
 
-/// Reads messages one after the other; what is written again is the same.
+/// Decodes messages one after the other; encoding a decoded message must give the same bytes.
 pub fn messages(data: &[u8]) {
     at_the_end(data, |data| bounded(MEMORY, || read(data)));
 }
@@ -21,7 +21,7 @@ fn read(mut rest: &[u8]) {
                 let mut again = Vec::with_capacity(length);
                 message.encode(&mut again).expect("a message that was read");
                 match message {
-                    // What another version says behind its number is not known.
+                    // The content of another version's message is unknown.
                     ReturnMessage::Hello { accepted: None, .. } => {
                         assert_eq!(again[4..8], rest[4..8]);
                     }

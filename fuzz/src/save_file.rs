@@ -11,11 +11,11 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::memory::bounded;
 
-/// Parts of a file, a block, its decoder, and some.
+/// Allocation limit: parts of a file, a block, its decoder, and a reserve.
 const MEMORY: usize = 16 << 20;
 
-/// Reads a file that holds the input, up to its last page; with the checksums of the outermost parts mended if the first byte
-/// is odd, since a fuzzer does not find any.
+/// Reads a file with the input as content, up to its last page. If the first byte is odd, the checksums of the outermost
+/// parts are corrected first, because a fuzzer does not find any.
 pub fn read(data: &[u8]) {
     let Some((&[first], data)) = data.split_first_chunk() else {
         return;
@@ -36,7 +36,7 @@ pub fn read(data: &[u8]) {
     });
 }
 
-/// Puts the right checksums into the header and the foot. What is inside is found by the seeds.
+/// Corrects the checksums in the header and the foot. The seeds have correct checksums in the inner parts.
 fn mend(bytes: &mut [u8]) -> Option<()> {
     let be32 = |bytes: &[u8], at: usize| {
         let word = bytes.get(at..at + 4)?.try_into().ok()?;

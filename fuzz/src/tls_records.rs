@@ -1,18 +1,18 @@
-//! What comes behind a TLS handshake: records of anybody, and sealed ones of a peer that says what it likes.
+//! Input after a TLS handshake: arbitrary records, and sealed records with any content.
 
 use hotlift_tls::fixed::{End, ends, next_key, record};
 use hotlift_tls::{CONNECTION_MEMORY, RECORD_PLAINTEXT, RecordError};
 
 use crate::memory::bounded;
 
-/// The buffers of one end; the sealed records are made before.
+/// Allocation limit: the buffers of one end; the sealed records are made before.
 const MEMORY: usize = CONNECTION_MEMORY + (16 << 10);
 
-/// Handshake message after which the other side uses its next key, if it is all of a record.
+/// Handshake messages after which the peer uses its next key, if one is all of a record.
 const KEY_UPDATES: [&[u8]; 2] = [&[24, 0, 0, 1, 0], &[24, 0, 0, 1, 1]];
 
-/// Reads records. The first byte chooses the cipher, who reads, and what the input is: bytes as they are, or for each record
-/// a type, a length and the content to be sealed.
+/// Reads records. The first byte selects the cipher, the reading end, and the kind of input: raw bytes, or for each
+/// record a type, a length and the content to seal.
 pub fn records(data: &[u8]) {
     let Some((&first, data)) = data.split_first() else {
         return;
@@ -78,7 +78,7 @@ fn seal(writer: &mut End, mut data: &[u8]) -> Sealed {
     sealed
 }
 
-/// What a reader has made of records.
+/// Result of reading records.
 struct Outcome {
     data: usize,
     error: Option<RecordError>,
@@ -112,7 +112,7 @@ fn read(end: &mut End, bytes: &[u8], pieces: u8) -> Outcome {
     })
 }
 
-/// Gives so many bytes at a time at most.
+/// Returns at most that number of bytes per read.
 struct Pieces<'a>(&'a [u8], usize);
 
 impl std::io::Read for Pieces<'_> {

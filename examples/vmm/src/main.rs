@@ -1,11 +1,11 @@
-//! A VMM of one vCPU that moves its running guest to another process of itself.
+//! A VMM with one vCPU that migrates its running guest to another process of the same program.
 //!
 //! ```text
 //! example-vmm receive unix:/tmp/vm     waits for the guest, and runs it
-//! example-vmm send unix:/tmp/vm        runs a guest, and moves it there
+//! example-vmm send unix:/tmp/vm        runs a guest, and migrates it there
 //! ```
 //!
-//! Memory is vm-memory's, the vCPU kvm-ioctls'. [`hotlift::guest::Guest`] is all that the engine needs of them.
+//! Memory comes from vm-memory, the vCPU from kvm-ioctls. The engine only needs [`hotlift::guest::Guest`] of them.
 
 #![allow(clippy::print_stdout)]
 
@@ -34,7 +34,7 @@ struct Vmm {
     vcpu: Mutex<VcpuFd>,
     runs: Mutex<bool>,
     resumed: Condvar,
-    /// The memory has not been written since it was mapped.
+    /// True if the memory has not been written since it was mapped.
     is_fresh: bool,
 }
 
@@ -65,7 +65,7 @@ impl Vmm {
         Ok(vmm)
     }
 
-    /// Gives KVM the memory, with these flags.
+    /// Registers the memory with KVM, with these flags.
     fn map(&self, flags: u32) -> Result<(), GuestError> {
         let address = self.memory.get_host_address(GuestAddress(0));
         let region = kvm_userspace_memory_region {
@@ -79,7 +79,7 @@ impl Vmm {
         unsafe { self.vm.set_user_memory_region(region) }.map_err(failed("map its memory"))
     }
 
-    /// Runs the vCPU from exit to exit, and waits where the guest is paused.
+    /// Runs the vCPU, and waits while the guest is paused.
     fn run_vcpu(&self) -> Result<(), kvm_ioctls::Error> {
         loop {
             let mut vcpu = lock(&self.vcpu);
@@ -97,7 +97,7 @@ impl Vmm {
         self.memory.read_obj(GuestAddress(COUNTER_AT))
     }
 
-    /// Waits until the guest has counted by `steps`; returns its count.
+    /// Waits until the guest's counter has grown by `steps`; returns the counter.
     fn watch(&self, steps: u32) -> Result<u32, Box<dyn Error>> {
         let before = self.count()?;
         while self.count()? < before + steps {
@@ -141,16 +141,16 @@ impl Guest for Vmm {
         Ok(into.or_words(0, &log.map_err(failed("fetch its dirty log"))?))
     }
 
-    /// [`Guest::sync_dirty_log`] has cleared what it fetched.
+    /// Does nothing: [`Guest::sync_dirty_log`] has already cleared the log that it fetched.
     fn clear_dirty_log(&self, _: usize, _: usize, _: usize) -> Result<(), GuestError> {
         Ok(())
     }
 
     fn pause(&self) -> Result<(), GuestError> {
         *lock(&self.runs) = false;
-        // The vCPU's thread holds it while the guest runs.
+        // The vCPU's thread holds the lock while the guest runs.
         let mut vcpu = lock(&self.vcpu);
-        // An exit for I/O is complete, with the instruction behind, at the next entry.
+        // KVM completes an exit for I/O, and advances past the instruction, at the next entry only.
         vcpu.set_kvm_immediate_exit(1);
         let _ = vcpu.run();
         vcpu.set_kvm_immediate_exit(0);
@@ -163,7 +163,7 @@ impl Guest for Vmm {
         Ok(())
     }
 
-    /// The one device is the vCPU. Of its registers the program uses only the instruction pointer.
+    /// Saves the only device, the vCPU. The program uses no register but the instruction pointer.
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
         let regs = lock(&self.vcpu).get_regs();
         Ok(vec![DeviceState {
@@ -203,7 +203,7 @@ fn registers(rip: u64) -> kvm_regs {
     }
 }
 
-/// Makes the engine's error out of the reason why the guest could not do `action`.
+/// Returns a function that converts an error of `action` into the engine's error.
 fn failed<E: Error + Send + Sync + 'static>(action: &'static str) -> impl FnOnce(E) -> GuestError {
     move |error| GuestError::new(action, error)
 }
