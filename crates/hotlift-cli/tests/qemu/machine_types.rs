@@ -9,7 +9,7 @@ use crate::guest::Guest;
 use crate::hotlift::Hotlift;
 use crate::need;
 use crate::operator::{has_moved, machine, serve, succeeds};
-use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, Release, Vm, folder};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, Release, Vm, folder, until};
 
 /// Microvm with the devices that the test's program uses.
 pub const MICROVM: &str = "microvm,isa-serial=on,pit=on,pic=on,rtc=on";
@@ -105,9 +105,15 @@ fn a_machine_without_a_name_in_its_stream_moves_and_goes_on_from_its_file() {
             guest: Arc::new(Guest::Firmware),
         };
         let mut here = need!(Vm::running(Release::V7, &machine));
-        // The firmware has ended its search for a disk after two more ticks.
-        let ticks = here.count().expect("it counts");
-        here.counts_on_from(ticks + 1);
+        // The firmware has ended its search for a disk once the ticks, in the first page, are all that changes.
+        until(
+            || "the firmware continues to write".to_owned(),
+            || {
+                let before = here.ram();
+                here.counts_on_from(here.count()? + 4);
+                (before[4096..] == here.ram()[4096..]).then_some(())
+            },
+        );
         let mut there = need!(Vm::waiting(Release::V7, &machine));
         let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
         let qmp = here.free_qmp();
