@@ -40,7 +40,7 @@ pub struct Agent {
     table: Mutex<Option<Table>>,
     /// Result of the last `agent check` on this host.
     last_check: Mutex<Option<LastCheck>>,
-    /// Connections of redirected migrations that the previous migration has not accepted, with their destinations.
+    /// Redirected connections that arrived during a migration but belong to the next one, with their destinations.
     returned: Mutex<Vec<(Admitted, SocketAddr)>>,
     has_returned: OwnedFd,
     ended: AtomicBool,

@@ -309,7 +309,7 @@ const fn each_gauge(
     row(name, help, Source::EachGauge(value))
 }
 
-/// Returns the sum over all addresses; no value if it is unknown.
+/// Sums the bypass counts of all addresses; empty if nft cannot be run.
 fn past(seen: &Seen, of: fn(&Count) -> u64) -> Values {
     // The sum of no f64 is -0.0.
     let sum = |counts: &Vec<Count>| counts.iter().map(of).fold(0, u64::saturating_add);

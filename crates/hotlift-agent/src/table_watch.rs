@@ -32,7 +32,7 @@ impl Schedule {
         first.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
-    /// Returns the due actions: the log, if packets `came` or some wait; the restore, if the table was `changed` or it is due.
+    /// Returns whether the log and the restore are due. Packets that `came` cause a log; a `changed` table schedules a restore.
     fn due(&mut self, now: Instant, came: bool, changed: bool) -> (bool, bool) {
         let is_due = |at: &mut Option<Instant>| at.take_if(|at| now >= *at).is_some();
         if changed {

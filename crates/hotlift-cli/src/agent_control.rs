@@ -27,7 +27,7 @@ pub struct ControlArgs {
     pub control: Option<PathBuf>,
 }
 
-/// Returns the status of this host's agent; `None` if there is none, or if it does not answer, which is then printed.
+/// Returns the status of this host's agent; `None` without an agent, or after an error, which is printed.
 pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
     match control.ask("query-agent", &Value::Null) {
         Ok(info) => Some(info),

@@ -619,8 +619,8 @@ impl Move<'_> {
                 },
             }
         });
-        // A destination whose relay reported the cause then sends its QEMU's output. Otherwise the cause is known here, and
-        // only an immediate message is read.
+        // If the destination's relay reported the cause, its QEMU's output follows. Otherwise the cause is known here, and only
+        // a message already sent is read.
         let patience = match error {
             MigrationError::Destination { .. } => EXPLANATION,
             _ => ON_ITS_WAY,

@@ -380,7 +380,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
             }
         }
         let checked = match R::ROLE {
-            // At a monitor, the related option may follow later.
+            // At a monitor, the option that this one needs may follow.
             Role::Guest => given.options().map(|_| ()),
             _ => given.refuse_idle(),
         };

@@ -55,7 +55,7 @@ mod instructions {
     pub(super) unsafe fn monitor(record: &Record) {
         // SAFETY: the instruction only arms a monitor on the line; the caller guarantees that it exists.
         unsafe { asm!("umonitor {0}", in(reg) record, options(nostack, preserves_flags)) };
-        // A write before the monitor was armed wakes no one up.
+        // A write before the monitor was armed ends no wait.
         if record.read() != Completion::Pending {
             return;
         }

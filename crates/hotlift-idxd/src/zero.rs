@@ -506,8 +506,8 @@ impl<'a> ZeroBatch<'a> {
                 Descriptor::batch(&raw const flight.descriptors[first], count, record)
             };
             // SAFETY: a flight is on the heap, and only a complete one is reused or freed. Its pages are guest memory, borrowed
-            // until the batch was waited for. A device that has not answered by then only reads them, and finds no memory if
-            // they are unmapped.
+            // until the wait for the batch ends. A device that has not answered by then never writes to them, and its reads
+            // fail if they are unmapped.
             match unsafe { device.portal.submit(&head) } {
                 Ok(Submitted::Accepted) => {
                     service.refused.store(0, Ordering::Relaxed);

@@ -664,7 +664,7 @@ impl Destination {
         self.process.is_none() && events.has_failed && !had_guest
     }
 
-    /// Returns how a guest that QEMU had has ended, if its QMP connection is closed.
+    /// Returns the end of a guest that QEMU had, once the QMP connection is closed.
     fn guest_end(&self) -> Option<Statement> {
         let was_live = self.before().state.is_live();
         let mut qemu = self.qemu();

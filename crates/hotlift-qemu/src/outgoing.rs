@@ -129,7 +129,7 @@ impl Moving<'_> {
         })?;
         let is_told = is_told.load(Ordering::SeqCst);
         match started {
-            // A late answer does not invalidate the result.
+            // QMP's error counts only if the relay failed before the commit.
             Err(error) if outcome.is_err() && !is_told => Err(error),
             _ => Ok(Relayed {
                 outcome,
@@ -160,7 +160,7 @@ impl Moving<'_> {
                 wakes.truncate(1);
                 display.finish();
                 complain!("cancelling");
-                // QEMU decides if it is too late; its sockets notify the relay.
+                // QEMU decides whether it is too late; its sockets notify the relay.
                 if self.source.cancel().is_err() {
                     control.cancel();
                 }

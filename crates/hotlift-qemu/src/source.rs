@@ -252,7 +252,7 @@ impl Source {
         self.qemu().client().guest_events().end()
     }
 
-    /// Queries if QEMU has given up the guest for good.
+    /// Queries whether QEMU has released the guest.
     pub fn ownership(&self) -> Ownership {
         match self.look() {
             Ok(info) if info.is_completed() => Ownership::Released,

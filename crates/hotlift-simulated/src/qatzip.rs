@@ -179,7 +179,7 @@ pub unsafe extern "C" fn qzMaxCompressedLength(bytes: c_uint, _session: *mut Ses
     bytes.saturating_add(bytes / 8).saturating_add(1024)
 }
 
-/// Compresses to members of `hw_buff_sz`.
+/// Compresses `hw_buff_sz` bytes a member.
 ///
 /// # Safety
 ///

@@ -260,7 +260,7 @@ impl Pages {
     }
 }
 
-/// Pages that share one draw of zero runs. A stride of [`in_strides`] is a multiple.
+/// Pages that share one draw of zero runs; divides the stride of [`in_strides`].
 const BLOCK: u64 = BLOCK_LEN as u64;
 
 const BLOCK_LEN: usize = 256;

@@ -271,13 +271,13 @@ pub struct BlocktimeFigures {
     pub vcpu_ms: Vec<f64>,
     /// Number of waits of vCPUs.
     pub vcpu_waits: u64,
-    /// Duration of one of them, in microseconds: the median, the 99th percentile, and the longest.
+    /// Duration of such a wait, in microseconds: the median, the 99th percentile, and the longest.
     pub vcpu_wait_us: [f64; 3],
     /// Mean wait of any thread, in nanoseconds.
     pub mean_ns: u64,
     /// Mean wait of each vCPU, in nanoseconds.
     pub vcpu_mean_ns: Vec<u64>,
-    /// Mean wait of threads that are no vCPU's, in nanoseconds.
+    /// Mean wait of threads other than vCPUs, in nanoseconds.
     pub other_mean_ns: u64,
     /// Number of waits of any thread by duration: the n-th from 2^n microseconds to twice that.
     pub by_time: Vec<u64>,

@@ -77,6 +77,6 @@ pub enum MigrationEvent {
     Pass(u64),
     /// The guest was stopped for the switchover (`STOP`).
     Stopped,
-    /// The guest runs: here again after a failure, or now, at a destination (`RESUME`).
+    /// The guest was resumed at the source, or started at the destination (`RESUME`).
     Resumed,
 }

@@ -265,7 +265,7 @@ mod tests {
             used(&methods).rows[0],
             ["zstd 3", "4", "100.0", "2.00", "5.12"]
         );
-        // An engine that does not report it.
+        // An engine without a timeline.
         assert!(list::<Slice>(&Completed::default(), "timeline").is_empty());
     }
 }

@@ -118,7 +118,7 @@ impl<'a> Work<'a> {
         let machine = &record.machine;
         self.machines.insert(machine.identity());
         if find(&record.suite).is_err() {
-            // The labels of a matrix show its differences.
+            // A matrix: its labels show what differs.
             return;
         }
         let (row, guest) = (&record.row, &record.row.guest);

@@ -39,7 +39,7 @@ impl Encoder {
         };
         let mut members = 0;
         let done = self.device.run(pages, pages.len(), |payload| {
-            // The receiver checks the checksums: the CPU would read every byte again here.
+            // The receiver checks the checksums: here the CPU would reread every byte.
             members = members::count(payload, pages.len(), largest)
                 .ok_or("output that is no members of the packet's pages")?;
             out.extend_from_slice(payload);

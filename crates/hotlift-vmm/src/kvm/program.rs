@@ -44,7 +44,7 @@ pub(super) struct Head {
     pub vcpu_main: u64,
     /// The vCPUs' blocks.
     pub blocks: u64,
-    /// At this rip a vCPU has published more writes than its r10 counts.
+    /// At this rip the published count is r15; elsewhere it is r10.
     pub published: u64,
     /// At these rips one, two, three, four stores of the next write are in memory.
     pub stored: [u64; 4],

@@ -6,7 +6,7 @@ use super::roles::{NotFor, Role, RoleDefault, With};
 use super::values::{Value, Values};
 use super::{Access, Group, Kind, MAX_PACKET_SIZE, MAX_SILENCE_TIMEOUT, OptionInfo};
 
-/// Reads and writes a field of [`Options`] that is a number of any width; a value that was checked fits.
+/// Reads and writes a number field of [`Options`], of any width; a checked value fits.
 macro_rules! number {
     ($field:ident) => {
         Access {

@@ -96,7 +96,7 @@ impl<'a> Arrivals<'a> {
                     self.main = Some((arrival.stream, arrival.since));
                 }
                 Head::OtherVersion(version) => {
-                    // The opening is read, so that the reply does not end in a reset.
+                    // An unread opening would cause a reset, which loses the reply.
                     arrival.take_opening();
                     self.is_hotlift = true;
                     self.refused = Some(arrival.stream);

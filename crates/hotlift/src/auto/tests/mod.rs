@@ -109,8 +109,8 @@ struct Cell {
 }
 
 impl Cell {
-    /// Measures both policies over the same pages: content differs by more than policies do. Excludes the start, and the
-    /// packets that were queued during it.
+    /// Measures auto and the best fixed candidate over the same pages: rates differ more by content than by policy. Excludes
+    /// the start, and packets queued during it.
     fn of(scenario: &Scenario) -> Self {
         let rate = scenario.rate[0].1;
         let start = (2.0 * number(scenario.channels) * QUEUES / rate / SECOND).max(0.5);

@@ -71,7 +71,7 @@ impl Xbzrle {
         Self::with_slots(slots, first_pages, options.xbzrle_cache_size).map(Some)
     }
 
-    /// Creates the encoder with a power of two of slots.
+    /// Creates the encoder; `slots` is a power of two.
     fn with_slots(
         slots: usize,
         first_pages: Vec<u64>,

@@ -98,7 +98,7 @@ enum ZeroPlace {
     Packets,
     /// Records of main, which every QEMU reads.
     Main,
-    /// The place that the source has used; main for zero pages that were found here.
+    /// The place that the source uses; main for zero pages that the relay detects.
     AsTheyCame,
 }
 
@@ -152,7 +152,7 @@ impl SyncPoints {
 pub(crate) struct Seen {
     /// Its sync points; `None` without multifd.
     pub sync_points: Option<SyncPoints>,
-    /// The source is a relay that has detected zero pages.
+    /// The source detects zero pages.
     pub zeros_were_looked_for: bool,
     /// The source is the guest of this process, whose channel threads close each round with a SYNC packet themselves.
     pub is_guest: bool,

@@ -51,7 +51,7 @@ fn pass_on(
     postcopy.page(block, offset, content)?;
     let normal = usize::from(content.is_some());
     session.pages.add_pages(normal, 1 - normal);
-    // After forwarding, because main's END waits for it.
+    // After forwarding: END on main waits for this call.
     upstream.demand.done(block, offset);
     Ok(())
 }

@@ -223,7 +223,7 @@ impl Migration<'_> {
                 giving.settle(None);
                 return Err(lost);
             }
-            // Once the guest is known to run, only "all pages arrived" is news, and it cannot come before all are sent.
+            // If the guest is known to run, the only open question is whether all pages arrived: not before all are sent.
             let may_ask = self.sent_all || !giving.is_known_to_run();
             let id = answers.id().filter(|_| may_ask);
             let wait = match id.and_then(|_| question.next(Instant::now())) {

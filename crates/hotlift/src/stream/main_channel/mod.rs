@@ -213,7 +213,7 @@ enum Phase {
         section_has_ended: bool,
     },
     Ram,
-    /// Count of missing bytes of a package.
+    /// A package that lacks `missing` bytes.
     Package {
         missing: usize,
     },
@@ -455,7 +455,7 @@ impl MainChannel {
         self.source != Source::Qemu
     }
 
-    /// Returns the limit of the source's silence after `come` bytes.
+    /// Returns the source's silence limit; `come` bytes are unparsed.
     fn limit(&self, come: usize) -> Option<Duration> {
         match (self.phase, self.silence) {
             (Phase::Package { .. }, _) => self.passes_from_hotlift().then_some(PACKAGE),
