@@ -37,7 +37,6 @@ const FIXED_FIELDS: usize = 64;
 
 fn options(method: &str) -> Options {
     let mut options = Options {
-        handshake_timeout: HANDSHAKE,
         settle_timeout: SETTLE,
         max_bandwidth: 0,
         downtime_limit: Duration::ZERO,
@@ -87,11 +86,19 @@ impl Course {
     }
 
     /// Migrates with `fault`; the guest is in `self.source` afterwards, on either side before.
-    fn migrate(&mut self, fault: Option<&Fault>) -> (Ended, Log, Result<Holder, String>) {
+    fn migrate(
+        &mut self,
+        fault: Option<&Fault>,
+        handshake_timeout: Duration,
+    ) -> (Ended, Log, Result<Holder, String>) {
+        let options = Options {
+            handshake_timeout,
+            ..self.options.clone()
+        };
         let destination = rig::destination(self.kind, &settings(), quirks());
         let (listener, address) = rig::listen();
         let (proxy, to) = Proxy::loopback(&address, Units::new(fault.cloned())).unwrap();
-        let ended = rig::migrate(&self.source, &destination, listener, &to, &self.options);
+        let ended = rig::migrate(&self.source, &destination, listener, &to, &options);
         let log = proxy.finish().into_log();
         let holder = ended.holder(&self.source, &destination);
         match holder {
@@ -105,8 +112,7 @@ impl Course {
     /// Records a migration without a fault.
     fn watch(&mut self) -> Log {
         // No short timeout is needed here: a busy machine may be slow.
-        self.options.handshake_timeout = Options::default().handshake_timeout;
-        let (ended, log, holder) = self.migrate(None);
+        let (ended, log, holder) = self.migrate(None, Options::default().handshake_timeout);
         assert_eq!(holder, Ok(Holder::Destination), "{:?}", ended.errors());
         assert_eq!(ended.source.as_ref().unwrap().rounds, 3);
         assert_eq!(ended.source.unwrap().transferred_bytes, log.bytes);
@@ -114,10 +120,15 @@ impl Course {
     }
 
     fn suffer(&mut self, fault: &Fault) {
-        self.options.handshake_timeout = HANDSHAKE;
         let mut late = 0;
         for _ in 0..ATTEMPTS {
-            let (ended, log, holder) = self.migrate(Some(fault));
+            let is_last = late == LATE - 1;
+            let handshake = if is_last {
+                Options::default().handshake_timeout
+            } else {
+                HANDSHAKE
+            };
+            let (ended, log, holder) = self.migrate(Some(fault), handshake);
             let what = || {
                 let (source, destination) = ended.errors();
                 format!("{fault:?}: source: {source}; destination: {destination}")
@@ -135,14 +146,11 @@ impl Course {
                 let is_known = NOTICED_BY_TIME_OUT
                     .iter()
                     .any(|kind| name.starts_with(kind));
-                late += 1;
-                if !is_known && late < LATE {
-                    if late == LATE - 1 {
-                        self.options.handshake_timeout = Options::default().handshake_timeout;
-                    }
-                    continue;
-                }
                 if !is_known {
+                    late += 1;
+                    if late < LATE {
+                        continue;
+                    }
                     self.problems
                         .push(format!("noticed by time-out only: {}", what()));
                 }
