@@ -143,8 +143,8 @@ pub enum CarryError {
     /// Its source closed the connections while it waited for its turn.
     #[error("its source has closed its connections before it began")]
     Deserted,
-    /// It did not end after its cancellation: its QEMU was told that the destination loaded the guest, and has not closed its
-    /// connection.
+    /// A cancelled migration does not end: its QEMU has received SHUT(0) (the destination loaded the guest), and has not
+    /// closed its connection.
     #[error(
         "the agent ends before it is known which QEMU has the guest: if the destination's does not run it, 'cont' at the \
          source (libvirt does so by itself)"

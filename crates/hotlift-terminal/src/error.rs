@@ -33,9 +33,7 @@ impl TerminalError {
     pub fn process(what: &'static str) -> impl Fn(io::Error) -> Self + Copy {
         move |source| Self::Process { what, source }
     }
-}
 
-impl TerminalError {
     /// Returns the error and its causes in one line.
     pub fn line(&self) -> String {
         error_line(self)

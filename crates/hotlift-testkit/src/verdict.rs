@@ -382,8 +382,8 @@ impl Record {
             || self.faults().any(|kind| kind.asks(Party::DestinationGuest))
     }
 
-    /// Returns true if foreign rules hid the end of the source's connection from its agent, so that the destination's QEMU was
-    /// never told to run the guest. libvirt resumes it at the source when that QEMU has ended.
+    /// Returns true if foreign rules hid the end of the source's connection from its agent, so that the destination's QEMU never
+    /// received the end of the stream. libvirt resumes it at the source when that QEMU has ended.
     fn was_bypassed(&self, seen: &Seen) -> bool {
         let is_bypass =
             |kind: &Kind| matches!(kind, Kind::Foreign { rules } if rules.bypass_redirect());

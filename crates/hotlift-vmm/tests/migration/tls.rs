@@ -223,7 +223,7 @@ pub fn until_turned_away(control: &Control, words: &str) {
     }
 }
 
-/// Runs a migration whose channel 1 is held until `meanwhile` returns, and longer if it says so. `meanwhile` gets the
+/// Runs a migration whose channel 1 is held until `meanwhile` returns, and longer if that returns true. `meanwhile` gets the
 /// destination's address and both controls. Returns the destination's control.
 fn with_a_late_channel(
     [source, destination]: [&Probe; 2],

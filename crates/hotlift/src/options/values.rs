@@ -78,8 +78,8 @@ fn parse_cores(text: &str) -> Option<u32> {
 pub enum AccelPath {
     /// `dsa:/dev/dsa/wqN.M`: a work queue of DSA.
     Dsa(PathBuf),
-    #[cfg(feature = "simulated")]
     /// `dsa-model:KEY=N:...`: a simulated one, for tests; see `hotlift_idxd::model::Behaviour`.
+    #[cfg(feature = "simulated")]
     DsaModel {
         /// Simulated behaviour.
         behaviour: Behaviour,
