@@ -146,8 +146,8 @@ pub enum CarryError {
     /// A cancelled migration does not end: its QEMU has received SHUT(0) (the destination loaded the guest), and has not
     /// closed its connection.
     #[error(
-        "the agent ends before it is known which QEMU has the guest: if the destination's does not run it, 'cont' at the \
-         source (libvirt does so by itself)"
+        "the agent ended before it learned which QEMU has the guest: if the destination's QEMU does not run it, run 'cont' at \
+         the source (libvirt does this by itself)"
     )]
     Unsettled,
     /// Connections to the agent's port fail as if no agent were there.
