@@ -24,6 +24,10 @@ const CONNECT: Duration = Duration::from_secs(2);
 /// Timeout of the end of a cancelled migration: QEMU's threads leave their sockets at once, but a busy host may delay them.
 const END: Duration = Duration::from_secs(60);
 
+/// Reported for a migration that stays in state `cancelling`. QEMU up to 10.0 at least may wait forever for the thread of a
+/// multifd channel that was lost at a sync point.
+const NEVER_ENDS: &str = "QEMU at the source does not end its cancelled migration, and accepts no other until it is restarted";
+
 /// Time for the end of a migration's threads, if QEMU does not report it.
 const CLEAN_UP: Duration = Duration::from_millis(500);
 
@@ -313,10 +317,13 @@ impl Source {
                 false => Whereabouts::Stalled,
             }
         });
-        if let Ok(info) = self.look()
-            && let Some(reason) = info.error_desc
-        {
-            reasons.push(format!("QEMU at the source: {reason}"));
+        if let Ok(info) = self.look() {
+            if info.status() == "cancelling" {
+                reasons.push(NEVER_ENDS.to_owned());
+            }
+            if let Some(reason) = info.error_desc {
+                reasons.push(format!("QEMU at the source: {reason}"));
+            }
         }
         Settled {
             whereabouts,
@@ -372,7 +379,7 @@ impl Source {
         })))
     }
 
-    /// Cancels an active migration and waits for its end.
+    /// Cancels an active migration and waits for its end. Returns one that does not end if the guest runs for certain.
     fn wait_end(&self) -> Result<MigrationInfo, QmpError> {
         let deadline = Instant::now() + END;
         self.retrying(Qemu::migrate_cancel)?;
@@ -382,8 +389,12 @@ impl Source {
                 return Ok(info);
             }
             if Instant::now() >= deadline {
+                // A QEMU that cancels does not stop the guest any more, even if its migration never ends.
+                if info.status() == "cancelling" && self.retrying(Qemu::query_status)?.running {
+                    return Ok(info);
+                }
                 return Err(QmpError::Timeout {
-                    command: "migrate_cancel".to_owned(),
+                    command: "migrate_cancel (its migration has not ended)".to_owned(),
                     waited: END,
                 });
             }

@@ -119,7 +119,7 @@ pub(crate) fn run_threads(
         if let Some(door) = &mut *lock(&door) {
             source.linger(session, door);
         }
-        source.over();
+        source.over(session);
     });
     session.threads.book(&source.name("main"));
     let is_offered = session.giving.is_offered();

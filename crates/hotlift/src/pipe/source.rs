@@ -96,8 +96,10 @@ pub(crate) trait Source: Sync {
         Vec::new()
     }
 
-    /// Ends every wait of the readers for the source; from any thread.
-    fn free_readers(&self) {}
+    /// Ends every wait of the readers for the source that `over` does not end; from any thread.
+    fn free_readers(&self, session: &Session<'_>) {
+        let _ = session;
+    }
 
     /// Ends every wait for the source.
     fn shut_down(&self) {}
@@ -108,5 +110,7 @@ pub(crate) trait Source: Sync {
     }
 
     /// Reports that the migration is over at the destination.
-    fn over(&self) {}
+    fn over(&self, session: &Session<'_>) {
+        let _ = session;
+    }
 }

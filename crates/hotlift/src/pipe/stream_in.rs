@@ -12,6 +12,7 @@ use hotlift_wire::multifd::{Hello, PacketLayout};
 use crate::error::MigrationError;
 use crate::lock::lock;
 use crate::pipe::session::Session;
+use crate::stream::graceful_close;
 use crate::stream::load::ReceiverLoad;
 use crate::stream::multifd_recv::{
     ChannelLimits, ChannelRules, Methods, MultifdReceiver, PageSink,
@@ -112,6 +113,19 @@ impl StreamIn {
         let channel = &self.multifd[usize::from(id)];
         let load = self.by_packet.then_some(&self.load);
         MultifdReceiver::new(rules, channel, blocks, limits, load, counters)?.run(pages)
+    }
+
+    /// Returns true if the multifd channels of a failed migration must stay alive until the source closes them (see
+    /// [`graceful_close::leave_qemu`]): those of a QEMU, before postcopy.
+    pub(crate) fn needs_its_channels(&self, session: &Session<'_>) -> bool {
+        let has_failed = session.giving.failure.is_set();
+        has_failed && !self.is_hotlift() && !session.is_switched() && !self.multifd.is_empty()
+    }
+
+    /// Closes the connections of a source that [needs its channels](Self::needs_its_channels).
+    pub(crate) fn leave(&self) {
+        graceful_close::leave_qemu(&self.main, &self.multifd);
+        self.shut_channels();
     }
 
     pub(crate) fn shut_channels(&self) {

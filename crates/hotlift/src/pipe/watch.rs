@@ -89,7 +89,7 @@ impl<'a> Watch<'a> {
             }
             let looks_at = self.source.look(session, now);
             if session.giving.failure.is_set() && !std::mem::replace(&mut has_failed, true) {
-                self.source.free_readers();
+                self.source.free_readers(session);
                 closes_until = Some(now + GRACEFUL_CLOSE);
             }
             if is_over(&closes_until) {

@@ -9,11 +9,20 @@ use std::time::{Duration, Instant};
 
 use hotlift_net::transport::Stream;
 use hotlift_wire::return_path::ReturnMessage;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 
 use crate::error::MigrationError;
 
 /// Timeout for the source's close.
 const LINGER: Duration = Duration::from_secs(2);
+
+/// Timeout for a QEMU's close of its multifd channels after the end of its main channel. It ends its current round before.
+const CHANNELS_CLOSE: Duration = Duration::from_secs(5);
+
+/// Bytes dropped by one read of a channel.
+const DROPPED: usize = 64 << 10;
 
 /// Sends `reason` on each of `streams`, whose source is a Hotlift.
 pub(crate) fn say_reason(streams: &[&Stream], reason: &str) {
@@ -37,6 +46,41 @@ pub(crate) fn refuse(streams: &[&Stream], error: &MigrationError) {
 /// Closes `streams` after the source has had time to read the last messages.
 pub(crate) fn close(streams: &[&Stream]) {
     close_within(streams, LINGER);
+}
+
+/// Cuts a QEMU's `main` channel, and reads and drops the content of its multifd `channels` until it closes them.
+///
+/// A QEMU that finds a multifd channel closed at a sync point may wait for that channel's thread forever (7.2: 6 of 160 saves
+/// that were refused at their start): the migration never ends, and that QEMU accepts no other. With its main channel closed and
+/// the others alive it ends the round, finds the error, and closes them itself.
+pub(crate) fn leave_qemu(main: &Stream, channels: &[Stream]) {
+    main.cut();
+    let deadline = Instant::now() + CHANNELS_CLOSE;
+    let mut open: Vec<_> = channels.iter().collect();
+    let mut dropped = vec![0; DROPPED];
+    while !open.is_empty() {
+        let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+            return;
+        };
+        let mut fds: Vec<_> = open
+            .iter()
+            .map(|stream| PollFd::new(*stream, PollFlags::IN))
+            .collect();
+        match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => return,
+        }
+        let ready: Vec<_> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let mut ready = ready.into_iter();
+        open.retain(|stream| {
+            // The bytes of TLS records are dropped, too.
+            !ready.next().unwrap_or(false)
+                || match recv(*stream, &mut dropped[..], RecvFlags::DONTWAIT) {
+                    Ok((_, length)) => length > 0,
+                    Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
+                }
+        });
+    }
 }
 
 fn close_within(streams: &[&Stream], linger: Duration) {

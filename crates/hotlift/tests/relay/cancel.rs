@@ -5,6 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::relay::{Ownership, RelaySettings};
+use hotlift::transport::Stream;
 use hotlift::{Address, MigrationError, Status};
 use hotlift_wire::main_channel::{MainEncoder, MainEvent};
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
@@ -12,7 +13,7 @@ use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 use super::destination::{Failure, Moment};
 use super::log::{Event, Log};
 use super::recording::{Recording, configuration, page_of};
-use super::rig::{DEADLINE, Relay, accept, destination, settings, until};
+use super::rig::{DEADLINE, Relay, accept, destination, listen, settings, until};
 use super::source::{Ending, play};
 
 /// Returns settings of a relay with timeouts longer than a test: only the cancel ends it.
@@ -140,6 +141,55 @@ fn while_a_channel_does_not_come_to_a_mark() {
     for way in ways() {
         let active = |relay: &Relay, _: &Log| relay.control.status() == Status::Active;
         cancel_when(&recording, &way, ending, active, "no SYNC");
+    }
+}
+
+/// Checks that main closes first, and that then each channel takes more than its buffers hold until its source closes it.
+fn closes_main_and_reads_channels(main: &Stream, channels: Vec<Stream>) {
+    while !matches!(main.read_some(&mut [0; 512]), Ok(0) | Err(_)) {}
+    for channel in channels {
+        (&channel).write_all(&vec![0; 8 << 20]).unwrap();
+    }
+}
+
+#[test]
+fn channels_of_a_qemu_stay_alive_until_it_closes_them() {
+    let recording = Recording::small_multifd(2);
+    let set_up = recording.position(|event| *event == MainEvent::RamEos);
+    let rests_at = recording.boundaries().into_iter().find(|at| *at > set_up);
+    let rests_at = rests_at.unwrap();
+    // A relay that tries to connect its destination, and one at a sync point.
+    for has_destination in [false, true] {
+        let way = patient(&[("multifd-compression", "zstd")]);
+        let log = Log::default();
+        let (_folder, destination) = destination(&recording, way.outgoing.channels(), None, &log);
+        let (_nowhere, listener, nowhere) = listen(true);
+        drop(listener);
+        let to = if has_destination {
+            &destination.address
+        } else {
+            &nowhere
+        };
+        let relay = Relay::start(to, &way, false);
+        let connect = || relay.address.connect(DEADLINE).unwrap();
+        let mut main = &connect();
+        let channels: Vec<Stream> = recording.channels.iter().map(|_| connect()).collect();
+        for (mut channel, bytes) in channels.iter().zip(&recording.channels) {
+            channel.write_all(&bytes[..bytes.len() / 2]).unwrap();
+        }
+        thread::scope(|scope| {
+            let arriving = has_destination.then(|| scope.spawn(|| destination.run()));
+            let _ = main.write_all(&recording.main[..rests_at]);
+            thread::sleep(A_WHILE);
+            relay.control.cancel();
+            closes_main_and_reads_channels(main, channels);
+            let what = "a source that closes its channels";
+            assert!(relay.outcome(what).is_err());
+            log.note(Event::RelaysEnded);
+            if let Some(arriving) = arriving {
+                assert!(!arriving.join().unwrap().eof);
+            }
+        });
     }
 }
 

@@ -57,8 +57,10 @@ impl Source for Arriving<'_> {
         self.0.source.streams().collect()
     }
 
-    fn free_readers(&self) {
-        self.0.source.shut_channels();
+    fn free_readers(&self, session: &Session<'_>) {
+        if !self.0.source.needs_its_channels(session) {
+            self.0.source.shut_channels();
+        }
     }
 
     fn shut_down(&self) {
@@ -90,7 +92,10 @@ impl Source for Arriving<'_> {
         }
     }
 
-    fn over(&self) {
+    fn over(&self, session: &Session<'_>) {
+        if self.0.source.needs_its_channels(session) {
+            self.0.source.leave();
+        }
         graceful_close::close(&[&self.0.source.main]);
         self.shut_down();
     }

@@ -111,11 +111,11 @@ impl Source for GuestSource<'_> {
         Some(now + STANDSTILL_SAMPLE)
     }
 
-    fn shut_down(&self) {
-        self.over();
+    fn over(&self, _: &Session<'_>) {
+        self.shut_down();
     }
 
-    fn over(&self) {
+    fn shut_down(&self) {
         self.rounds.end();
         // A thread that takes a chunk sees that the migration has ended.
         self.ram.release_all();

@@ -90,8 +90,11 @@ impl Source for Streams<'_> {
         self.upstream.source.streams().collect()
     }
 
-    fn free_readers(&self) {
-        self.upstream.shut_channels();
+    fn free_readers(&self, session: &Session<'_>) {
+        self.upstream.preempt.end();
+        if !self.upstream.source.needs_its_channels(session) {
+            self.upstream.source.shut_channels();
+        }
     }
 
     fn shut_down(&self) {
@@ -124,7 +127,10 @@ impl Source for Streams<'_> {
         );
     }
 
-    fn over(&self) {
+    fn over(&self, session: &Session<'_>) {
+        if self.upstream.source.needs_its_channels(session) {
+            self.upstream.source.leave();
+        }
         self.upstream.close();
     }
 }

@@ -118,8 +118,15 @@ fn pass_on(
         _ => arrivals.channels(input.socket(), expected, &early)?,
     };
     machine.begin(channels.is_some());
-    if let Some(why) = other_devices(&mut input, &mut machine, &mut setup, &early)? {
-        return pass_through(arrivals, &input, None, why, setup.return_path);
+    match other_devices(&mut input, &mut machine, &mut setup, &early) {
+        Ok(None) => {}
+        Ok(Some(why)) => return pass_through(arrivals, &input, None, why, setup.return_path),
+        Err(error) => {
+            if let (Some(it), None) = (&channels, setup.relay) {
+                graceful_close::leave_qemu(&main, &it.channels);
+            }
+            return Err(error);
+        }
     }
     let said = channels.as_ref().map(|channels| channels.uuid);
     let opening = Opening {
@@ -149,28 +156,31 @@ fn pass_on(
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
         is_guest: false,
     };
-    if let Some(on_source) = hooks.on_source {
-        let channels = channels.as_ref().map_or(&[][..], |it| &it.channels);
-        let method = match setup.relay {
-            Some(_) => Method::None,
-            None => first_method(channels, &early)?,
-        };
-        on_source(&SourceStream {
-            // Channel ids are bytes.
-            channels: u8::try_from(channels.len()).unwrap_or(u8::MAX),
-            method: method.name(),
-        });
-    }
     let multifd = channels.map_or_else(Vec::new, |Channels { channels, .. }| channels);
     memory.raise(multifd.len() * CHANNEL_MEMORY);
     if setup.postcopy && setup.ram.has_huge_pages() {
         memory.raise((multifd.len() + 1) * HUGE_PAGES * LARGEST_PAGE);
     }
-    let sink = match stream_sink::open(request, seen, opening, &memory) {
+    let open = || {
+        if let Some(on_source) = hooks.on_source {
+            let method = match setup.relay {
+                Some(_) => Method::None,
+                None => first_method(&multifd, &early)?,
+            };
+            on_source(&SourceStream {
+                // Channel ids are bytes.
+                channels: u8::try_from(multifd.len()).unwrap_or(u8::MAX),
+                method: method.name(),
+            });
+        }
+        stream_sink::open(request, seen, opening, &memory)
+    };
+    let sink = match open() {
         Ok(sink) => sink,
         Err(error) => {
-            if setup.relay.is_some() {
-                graceful_close::refuse(&[&main], &error);
+            match setup.relay {
+                Some(_) => graceful_close::refuse(&[&main], &error),
+                None => graceful_close::leave_qemu(&main, &multifd),
             }
             return Err(error);
         }
