@@ -26,6 +26,7 @@
 # make bench-restore  measures the time until a saved VM runs, compared with QEMU's mapped-ram, exec:zstd and a raw file (root;
 #                an hour; RAM=512M and REPEATS=1 for less)
 # make bench-agent  measures libvirt's migrations with and without agents, and a drain (root, KVM; half an hour)
+# make pictures  draws docs/pictures/*.svg from their sources; 'make fmt' checks that they are up to date
 # make soak     migrates eight libvirt domains to and fro with faults, and watches the agents' resources (root, KVM; two
 #                hours; HOURS=0.2 for less)
 
@@ -66,7 +67,7 @@ MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 JOBS = 2
 
 .PHONY: demo build dist deb rpm test test-long test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix qemu-suite fuzz bench \
-	bench-suites bench-relay bench-auto bench-restore bench-agent soak
+	bench-suites bench-relay bench-auto bench-restore bench-agent pictures soak
 
 # Runs of each row in 'make bench-suites', and the content of memory: a folder or a memory image; a generated
 # mix by default.
@@ -133,6 +134,7 @@ test-long:
 fmt:
 	cargo fmt --all --check
 	cargo fmt --manifest-path fuzz/Cargo.toml --check
+	scripts/pictures --check
 
 lint:
 	cargo clippy --workspace --all-targets --locked -- -D warnings
@@ -244,6 +246,11 @@ bench-agent: dist
 	@scripts/install-packages $(BENCH_PACKAGES) $(LIBVIRT_PACKAGES) qemu-system-x86 nftables python3 zstd
 	-bench/agent.py --ram $(RAM) --repeats $(REPEATS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) --out $(OUT)
 	bench/agent.py --table $(OUT)/runs.jsonl
+
+# Debian 12 has pikchr in fossil.
+pictures:
+	@scripts/install-packages fossil python3
+	scripts/pictures
 
 soak: RESULTS = soak
 soak: HOURS = 2
