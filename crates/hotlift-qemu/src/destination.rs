@@ -18,7 +18,7 @@ use serde_json::{Map, Value};
 
 use crate::connect::{QUERY_INTERVAL, connect};
 use crate::error::{QemuError, Side, at_destination};
-use crate::process::{Custody, Started, waits_for_cont};
+use crate::process::{self, Custody, Started, waits_for_cont};
 use crate::run_state::{Before, Judgement, judge};
 use crate::settings::{self, Changed};
 use crate::vm::Vm;
@@ -530,9 +530,12 @@ impl Destination {
 
     /// Ends a QEMU that was started here and does not run its guest.
     fn end(&self, mut process: MutexGuard<'_, Started>, reason: &str) -> Statement {
+        let since = Instant::now();
         let ended = process.end();
-        // Events from before its end can still be read. A 'cont' may have arrived after the query.
-        let (has_run, is_closed) = self.events_to_the_end();
+        // Events from before its end can still be read. A 'cont' may have arrived after the query. A QEMU in a wrapper was killed
+        // with it, and takes its own time.
+        let left = process::END.saturating_sub(since.elapsed()).max(ASK);
+        let (has_run, is_closed) = self.events_to_the_end(left);
         let words = process.last_errors();
         let words = words.map_or_else(String::new, |words| format!(": {words}"));
         match (ended, has_run) {
@@ -569,9 +572,9 @@ impl Destination {
         }
     }
 
-    /// Reads all events up to the end of the QMP connection. Returns if the guest has run, and if the end came within [`ASK`].
-    fn events_to_the_end(&self) -> (Result<bool, QmpError>, bool) {
-        let deadline = Instant::now() + ASK;
+    /// Reads all events up to the end of the QMP connection. Returns if the guest has run, and if the end came within `wait`.
+    fn events_to_the_end(&self, wait: Duration) -> (Result<bool, QmpError>, bool) {
+        let deadline = Instant::now() + wait;
         loop {
             let mut qemu = self.qemu();
             let client = qemu.client();
@@ -683,7 +686,7 @@ impl Destination {
         let mut process = self.process()?;
         let status = process.has_ended()?;
         // A wrapper may end before the QEMU that it has started, which keeps its monitor open.
-        let (_, is_closed) = self.events_to_the_end();
+        let (_, is_closed) = self.events_to_the_end(ASK);
         if !is_closed {
             return None;
         }

@@ -28,7 +28,7 @@ use hotlift_mem::{end_of_process, lock, wait_readable};
 
 /// Timeout of the end of a killed QEMU: one that waits for hanging storage cannot be killed. Below the default of
 /// `settle-timeout`, so that the other side gets its answer in time.
-const END: Duration = Duration::from_secs(20);
+pub(crate) const END: Duration = Duration::from_secs(20);
 
 /// A QEMU process. Dropping it kills QEMU, and the guard ends it if this process is killed, unless it may have its guest
 /// ([`Custody::give_up`]) or was left running.
