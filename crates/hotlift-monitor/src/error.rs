@@ -33,7 +33,7 @@ pub enum MonitorError {
         reached: IpAddr,
     },
     /// An incoming migration has failed that must end the process on failure.
-    #[error("the guest has not come: {reason}")]
+    #[error("the guest did not arrive: {reason}")]
     Incoming {
         /// Reason, in one line.
         reason: String,

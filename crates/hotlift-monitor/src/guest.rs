@@ -668,7 +668,7 @@ impl Machine {
 
     /// Handles a panic of the engine: the state of the guest is unknown.
     fn panicked(&self) {
-        let why = "internal error: the migration has panicked".to_owned();
+        let why = "internal error: the thread of the migration panicked".to_owned();
         let mut state = self.lock();
         state.in_doubt = state.run == RunState::FinishMigrate;
         self.finish(&mut state, Outcome::Failed(why), Status::Failed);

@@ -21,7 +21,10 @@ const OF_OTHERS: &[(&str, &str)] = &[
         "the QEMU that connects here starts the migration",
     ),
     ("migrate-incoming", "a relay listens from its start"),
-    ("migrate-continue", "the source's QEMU waits, and is told"),
+    (
+        "migrate-continue",
+        "the source's QEMU waits for 'migrate-continue'",
+    ),
     ("migrate-start-postcopy", "the source's QEMU has postcopy"),
     ("migrate-pause", "the source's QEMU has postcopy"),
     ("migrate-recover", "the destination's QEMU has postcopy"),

@@ -298,7 +298,7 @@ fn describe(row: &OptionInfo) -> String {
         }
     };
     let live = if row.live {
-        "; may change under way"
+        "; may change during a migration"
     } else {
         ""
     };

@@ -233,7 +233,7 @@ pub enum OptionError {
         needs: &'static str,
     },
     /// A relay does not support the option.
-    #[error("{option} needs a guest of its own: {instead}")]
+    #[error("{option} needs a built-in guest: {instead}")]
     NotForRelay {
         /// The option and its value.
         option: String,
@@ -372,9 +372,9 @@ impl Options {
             return Err(OptionError::Conflict {
                 option: format!("multifd-compression={}", method.name),
                 needs: if self.compress {
-                    "multifd=on, with which compress=on does not go"
+                    "multifd=on, which excludes compress=on"
                 } else if self.xbzrle {
-                    "multifd=on, with which xbzrle=on does not go"
+                    "multifd=on, which excludes xbzrle=on"
                 } else {
                     "multifd=on"
                 },
@@ -383,7 +383,7 @@ impl Options {
         if !Method::from_flag(self.qemu_reads.flag).is_some_and(Method::is_qemus) {
             return Err(OptionError::Conflict {
                 option: format!("qemu-reads={}", self.qemu_reads.name),
-                needs: "a QEMU that knows it, and none does: zstd or zlib",
+                needs: "a method that QEMU has: zstd or zlib",
             });
         }
         if self.zero_page_devices && (self.accel_path.is_empty() || !self.multifd()) {
@@ -401,7 +401,7 @@ impl Options {
             return Err(OptionError::Conflict {
                 option: "zero-copy-send=on".to_owned(),
                 needs: if self.multifd() {
-                    "multifd-compression=none or auto: what is compressed is a copy"
+                    "multifd-compression=none or auto: a compressed page is a copy"
                 } else {
                     "multifd=on"
                 },
@@ -416,7 +416,7 @@ impl Options {
         if self.zero_copy_send && !self.tls_creds.is_empty() {
             return Err(OptionError::Conflict {
                 option: "zero-copy-send=on".to_owned(),
-                needs: "no tls-creds: what is encrypted is a copy",
+                needs: "no tls-creds: an encrypted page is a copy",
             });
         }
         let given = [
@@ -434,7 +434,7 @@ impl Options {
         if self.max_cpu_throttle < self.cpu_throttle_initial {
             return Err(OptionError::Conflict {
                 option: format!("max-cpu-throttle={}", self.max_cpu_throttle),
-                needs: "a cpu-throttle-initial that is no greater",
+                needs: "cpu-throttle-initial at or below it",
             });
         }
         if !self.multifd() && self.multifd_normal_page_ratio > 0 {

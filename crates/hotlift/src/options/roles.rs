@@ -92,10 +92,10 @@ impl Group {
             Self::Channels => "Channels and packets",
             Self::Main => "Pages on the main channel",
             Self::Devices => "Zero pages by devices",
-            Self::Throttle => "Slowing the guest down",
+            Self::Throttle => "Auto-converge",
             Self::Switchover => "Switchover",
             Self::Tls | Self::TlsNames => "TLS",
-            Self::Announce => "Announcing the guest",
+            Self::Announce => "Announcements of the guest",
             Self::Limits => "Limits",
             Self::Others => "Others",
         }
@@ -184,8 +184,8 @@ impl With {
 
     fn words(self, options: &Options) -> &'static str {
         match self {
-            Self::Multifd if options.compress => "multifd=on, with which compress=on does not go",
-            Self::Multifd if options.xbzrle => "multifd=on, with which xbzrle=on does not go",
+            Self::Multifd if options.compress => "multifd=on, which excludes compress=on",
+            Self::Multifd if options.xbzrle => "multifd=on, which excludes xbzrle=on",
             Self::Multifd => "multifd=on",
             Self::Compress => "compress=on",
             Self::Xbzrle => "xbzrle=on",
@@ -197,7 +197,7 @@ impl With {
 }
 
 const SENDER_DECIDES: &str =
-    "the side that sends decides it: give it to 'hotlift migrate' or 'hotlift save'";
+    "the sending side decides it: give it to 'hotlift migrate' or 'hotlift save'";
 
 impl OptionInfo {
     /// Returns why the option is not for `role`, and the alternative; `None` if `role` takes it.

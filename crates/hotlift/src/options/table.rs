@@ -49,7 +49,7 @@ const fn number(lowest: u64, highest: u64) -> Values {
 const LOCAL: &[Role] = &[Role::Save];
 
 /// Reason why they have no TLS.
-const NO_HOST: &str = "it speaks with no other host, and a save file is not encrypted";
+const NO_HOST: &str = "it connects to no other host, and a save file is not encrypted";
 
 /// Commands that pass on the guest of a QEMU.
 const RELAYS: &[Role] = &[Role::Relay, Role::Migrate, Role::Save];
@@ -61,13 +61,13 @@ const ANNOUNCES: &str = "the destination's QEMU announces its guest; set it ther
 /// Roles without a monitor that starts postcopy.
 const NO_MONITOR: NotFor = NotFor::any(
     &[Role::Pair],
-    "it needs a monitor that says when to switch; 'hotlift guest run' has one",
+    "it needs a monitor for 'migrate-start-postcopy'; 'hotlift guest run' has one",
 );
 
 /// Roles that do not set what both sides of a postcopy must have alike.
 const POSTCOPY: &[NotFor] = &[
     NO_MONITOR,
-    NotFor::any(RELAYS, "the QEMUs agree on it; set it there"),
+    NotFor::any(RELAYS, "both QEMUs must agree on it; set it there"),
 ];
 
 /// Returns a capability of QEMU that is off by default; rows set what differs.
@@ -108,11 +108,11 @@ const fn ours(name: &'static str, access: Access) -> OptionInfo {
 /// Every option of a migration.
 pub static OPTIONS: &[OptionInfo] = &[
     OptionInfo {
-        help: "Send what changed of a page that was sent before, without multifd",
+        help: "Send only the changed bytes of a page that was sent before; needs multifd=off",
         group: Group::Main,
         not_for: &[NotFor::any(
             RELAYS,
-            "a relay keeps no page that it could compare with",
+            "a relay keeps no earlier pages to compare with",
         )],
         ..capability("xbzrle", plain!(Switch, xbzrle))
     },
@@ -123,15 +123,15 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..capability("auto-converge", plain!(Switch, auto_converge))
     },
     OptionInfo {
-        help: "Tell each state of a migration as a QMP event; without a monitor there is nobody to tell",
+        help: "Send each state of a migration as a QMP event to the clients of the monitor",
         not_for: &[
             NotFor::any(
                 &[Role::Pair],
-                "it has no monitor that anybody could hear; 'hotlift guest run' has one",
+                "it has no monitor; 'hotlift guest run' has one",
             ),
             NotFor::any(
                 &[Role::Migrate, Role::Save],
-                "it has no monitor; the source's QEMU tells its states at its own",
+                "it has no monitor; the source's QEMU sends its states at its own",
             ),
         ],
         ..capability("events", plain!(Switch, events))
@@ -142,25 +142,24 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..capability("compress", plain!(Switch, compress))
     },
     OptionInfo {
-        help: "Let the guest run at the destination before all its pages are there; both sides must agree",
+        help: "Run the guest at the destination before all its pages have arrived; both sides must agree",
         group: Group::Switchover,
         not_for: POSTCOPY,
         ..capability("postcopy-ram", plain!(Switch, postcopy_ram))
     },
     OptionInfo {
-        help: "Kept for those who set it: the destination always answers, as with on",
+        help: "Accepted for compatibility, without effect: the destination always answers, as with on",
         ..capability("return-path", plain!(Switch, return_path))
     },
     OptionInfo {
-        help: "Stop before the last pages are sent, until a monitor says migrate-continue",
+        help: "Pause before the last pages are sent, until a monitor sends migrate-continue",
         group: Group::Switchover,
         not_for: &[
             NotFor::any(
                 &[Role::Pair],
-                "it needs a monitor that lets the migration go on; 'hotlift guest run' \
-               has one",
+                "it needs a monitor for 'migrate-continue'; 'hotlift guest run' has one",
             ),
-            NotFor::any(RELAYS, "the source's QEMU stops its guest; set it there"),
+            NotFor::any(RELAYS, "the source's QEMU pauses its guest; set it there"),
         ],
         ..capability(
             "pause-before-switchover",
@@ -168,7 +167,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Send pages on multifd channels; off, as with compress, puts them on the main channel",
+        help: "Send pages on multifd channels; off sends them on the main channel, which compress and xbzrle need",
         group: Group::Channels,
         default: "on",
         defaults: &[
@@ -196,7 +195,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Count at the destination how long vCPUs wait for pages",
+        help: "Measure at the destination how long vCPUs wait for pages",
         group: Group::Switchover,
         not_for: &[
             NO_MONITOR,
@@ -206,24 +205,23 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..capability("postcopy-blocktime", plain!(Switch, postcopy_blocktime))
     },
     OptionInfo {
-        help: "Send pages of method none by reference (vmsplice), not by copy",
+        help: "Send pages of method none by reference (vmsplice) instead of copying them",
         group: Group::Channels,
         not_for: &[NotFor::any(
             RELAYS,
-            "a relay passes pages of method none from socket to socket by reference \
-               anyway",
+            "a relay always splices pages of method none from socket to socket",
         )],
         ..capability("zero-copy-send", plain!(Switch, zero_copy_send))
     },
     OptionInfo {
-        help: "Send pages that the guest waits for on a connection of their own; both sides must agree",
+        help: "Send pages that the guest waits for on a separate connection; both sides must agree",
         group: Group::Switchover,
         not_for: POSTCOPY,
         with: Some(With::PostcopyRam),
         ..capability("postcopy-preempt", plain!(Switch, postcopy_preempt))
     },
     OptionInfo {
-        help: "Before the second announcement of a guest at its destination",
+        help: "Time between the first and the second announcement of a guest at its destination",
         group: Group::Announce,
         values: number(0, 100000),
         default: "50",
@@ -249,7 +247,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("announce-rounds", number!(announce_rounds))
     },
     OptionInfo {
-        help: "What each announcement adds to the time before the next",
+        help: "Increase of the time between announcements after each",
         group: Group::Announce,
         values: number(1, 10000),
         default: "100",
@@ -258,7 +256,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("announce-step", number!(announce_step))
     },
     OptionInfo {
-        help: "Level of compress: 0 leaves pages as they are, 1 is fastest, 9 is smallest",
+        help: "Level of compress: 0 stores pages uncompressed, 1 is fastest, 9 is smallest",
         group: Group::Levels,
         values: number(0, 9),
         default: "1",
@@ -274,12 +272,12 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("compress-threads", number!(compress_threads))
     },
     OptionInfo {
-        help: "Wait for a thread that compresses; off sends pages that find none free as they are",
+        help: "Wait for a free compression thread; off sends pages uncompressed while no thread is free",
         group: Group::Main,
         default: "on",
         not_for: &[NotFor::any(
             RELAYS,
-            "a relay always waits for a thread that compresses",
+            "a relay always waits for a free compression thread",
         )],
         with: Some(With::Compress),
         ..parameter("compress-wait-thread", plain!(Switch, compress_wait_thread))
@@ -291,8 +289,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         default: "2",
         not_for: &[NotFor::any(
             RELAYS,
-            "a relay decompresses as it reads; for the destination's QEMU it is set \
-               there",
+            "a relay decompresses as it reads; set it at the destination's QEMU",
         )],
         with: Some(With::Compress),
         ..parameter("decompress-threads", number!(decompress_threads))
@@ -312,7 +309,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Share of time that auto-converge takes from the vCPUs at first",
+        help: "Share of the vCPUs' time that the first step of auto-converge takes",
         group: Group::Throttle,
         values: number(1, 99),
         default: "20",
@@ -323,7 +320,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("cpu-throttle-initial", number!(cpu_throttle_initial))
     },
     OptionInfo {
-        help: "What auto-converge adds each time that it was not enough",
+        help: "Increase of that share in each later step of auto-converge",
         group: Group::Throttle,
         values: number(1, 99),
         default: "10",
@@ -334,7 +331,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("cpu-throttle-increment", number!(cpu_throttle_increment))
     },
     OptionInfo {
-        help: "Add no more than is needed at the end of the throttling",
+        help: "Limit the last steps of auto-converge to the share that is needed",
         group: Group::Throttle,
         live: true,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
@@ -345,7 +342,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Most that auto-converge takes from the vCPUs",
+        help: "Highest share of the vCPUs' time that auto-converge takes",
         group: Group::Throttle,
         values: number(1, 99),
         default: "99",
@@ -356,7 +353,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("max-cpu-throttle", number!(max_cpu_throttle))
     },
     OptionInfo {
-        help: "Encrypt with the certificates in this folder, as 'hotlift certs' makes them; both sides need TLS",
+        help: "Encrypt with the certificates in this folder ('hotlift certs' makes them); both sides need TLS",
         group: Group::Tls,
         alias: Some("tls"),
         values: Values::Text("a folder"),
@@ -365,7 +362,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("tls-creds", plain!(Text, tls_creds))
     },
     OptionInfo {
-        help: "Name that the destination's certificate must have, if not that of its address",
+        help: "Name that the destination's certificate must have [default: the host of its address]",
         group: Group::TlsNames,
         values: Values::Text("a host name or an IP address"),
         default: "",
@@ -373,13 +370,13 @@ pub static OPTIONS: &[OptionInfo] = &[
             NotFor::any(LOCAL, NO_HOST),
             NotFor::any(
                 &[Role::Receive],
-                "the side that connects looks for a name: give it to 'hotlift migrate'",
+                "the connecting side checks the name: give it to 'hotlift migrate'",
             ),
         ],
         ..parameter("tls-hostname", plain!(Text, tls_hostname))
     },
     OptionInfo {
-        help: "Limit over all channels together; 0 is unlimited",
+        help: "Bandwidth limit of all channels together; 0 is unlimited",
         group: Group::Everyday(4),
         values: Values::Size,
         default: "128M",
@@ -393,7 +390,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("max-bandwidth", number!(max_bandwidth))
     },
     OptionInfo {
-        help: "Bandwidth to reckon with for the switchover; 0 measures it",
+        help: "Bandwidth assumed for the switchover; 0 uses the measured one",
         group: Group::Switchover,
         values: Values::Size,
         default: "0",
@@ -406,7 +403,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "How long the guest may stand still while it is switched over",
+        help: "Longest time that the guest may be paused for the switchover",
         group: Group::Everyday(5),
         values: number(0, 2000000),
         default: "300",
@@ -494,7 +491,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("multifd-qatzip-level", number!(multifd_qatzip_level))
     },
     OptionInfo {
-        help: "Where zero pages are looked for: nowhere, migration thread, channel threads, DSA",
+        help: "Where zero pages are detected: nowhere, migration thread, channel threads, DSA",
         group: Group::Everyday(6),
         values: Values::ZeroPages,
         default: "multifd",
@@ -502,12 +499,12 @@ pub static OPTIONS: &[OptionInfo] = &[
             roles: RELAYS,
             value: Some("dsa-accel"),
             // The pages come from a socket: a device would fetch them from memory.
-            instead: "a relay has its pages in the CPU's cache, and looks itself",
+            instead: "a relay has its pages in the CPU's cache, and detects zero pages itself",
         }],
         defaults: &[RoleDefault {
             roles: RELAYS,
             value: None,
-            words: "where the source has not looked",
+            words: "where the source detects none",
         }],
         ..parameter(
             "zero-page-detection",
@@ -531,8 +528,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         default: "",
         not_for: &[NotFor::any(
             RELAYS,
-            "a relay has its pages in the CPU's cache, and looks for zero pages \
-               itself",
+            "a relay has its pages in the CPU's cache, and detects zero pages itself",
         )],
         with: Some(With::DsaAccel),
         ..parameter("accel-path", plain!(AccelPath, accel_path))
@@ -544,14 +540,14 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("insecure", plain!(Switch, insecure))
     },
     OptionInfo {
-        help: "Share of the zero pages that is sent as if they had content, to measure throughput",
+        help: "Share of the zero pages to send as pages with content, to measure throughput",
         group: Group::Channels,
         values: number(0, 100),
         default: "0",
         unit: "%",
         not_for: &[NotFor::any(
             RELAYS,
-            "a relay carries pages as what they are",
+            "a relay does not change the kind of a page",
         )],
         ..parameter(
             "multifd-normal-page-ratio",
@@ -559,7 +555,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Pages of one multifd packet, in bytes; more than 512K needs a Hotlift on the other side",
+        help: "Size of the pages of one multifd packet; more than 512K needs Hotlift on the other side",
         group: Group::Channels,
         values: PACKET_SIZE,
         default: "512K",
@@ -569,7 +565,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("multifd-packet-size", number!(multifd_packet_size))
     },
     OptionInfo {
-        help: "Memory that keeps pages as they were sent, with xbzrle",
+        help: "Size of the cache of sent pages, with xbzrle",
         group: Group::Main,
         values: Values::PowerOfTwo,
         default: "64M",
@@ -579,7 +575,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("xbzrle-cache-size", number!(xbzrle_cache_size))
     },
     OptionInfo {
-        help: "Bytes a second of postcopy for pages that nobody has asked for; 0 is unlimited",
+        help: "Bandwidth limit of postcopy for pages that the guest has not requested; 0 is unlimited",
         group: Group::Switchover,
         values: Values::Size,
         default: "0",
@@ -592,15 +588,15 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..parameter("max-postcopy-bandwidth", number!(max_postcopy_bandwidth))
     },
     OptionInfo {
-        help: "Who may be at the other end, by the names in its certificate, as in '*.example.org 10.0.0.*'",
+        help: "Names of allowed peers, as in their certificates, such as '*.example.org 10.0.0.*'",
         group: Group::TlsNames,
-        values: Values::Text("patterns of names, with spaces between"),
+        values: Values::Text("patterns of names, separated by spaces"),
         default: "",
         not_for: &[NotFor::any(LOCAL, NO_HOST)],
         ..parameter("tls-authz", plain!(Text, tls_authz))
     },
     OptionInfo {
-        help: "What the migration is to be good at, where it can choose: with method auto, and at the switchover",
+        help: "Goal of the migration, for the choices of method auto and of the switchover",
         group: Group::Channels,
         values: Values::Goal,
         default: "fastest",
@@ -613,7 +609,8 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("goal", plain!(Goal, goal))
     },
     OptionInfo {
-        help: "What method auto sends to a QEMU, as that is set; zlib and zstd at each packet's own level",
+        help: "Method that method auto uses towards a QEMU, as set there; it chooses the level of zlib and zstd for each \
+               packet",
         group: Group::Channels,
         values: Values::Method,
         default: "none",
@@ -629,7 +626,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("qemu-reads", plain!(Method, qemu_reads))
     },
     OptionInfo {
-        help: "CPU time that the channels of this side may take, in cores; 0 is no limit",
+        help: "CPU time that the channels of this side may use, in cores; 0 is unlimited",
         group: Group::Channels,
         values: Values::Cores,
         default: "0",
@@ -637,7 +634,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("cpu-limit", plain!(Cores, cpu_limit))
     },
     OptionInfo {
-        help: "Accelerator of the method: used if it works, never, or required at the start",
+        help: "Accelerator of the method: used if it works, not used, or required at the start",
         group: Group::Everyday(7),
         values: Values::Accelerator,
         default: "auto",
@@ -648,25 +645,24 @@ pub static OPTIONS: &[OptionInfo] = &[
         group: Group::Everyday(10),
         not_for: &[NotFor::any(
             RELAYS,
-            "the RAM is that of the destination's QEMU; set prealloc=on of its memory \
-               backend",
+            "the destination's QEMU owns the RAM; set prealloc=on of its memory backend",
         )],
         ..ours("mem-prealloc", plain!(Switch, mem_prealloc))
     },
     OptionInfo {
-        help: "Most multifd channels that a relay takes from a source",
+        help: "Highest number of multifd channels that a relay accepts from a source",
         group: Group::Limits,
         values: number(1, 255),
         default: "64",
         not_for: &[NotFor::any(
             &[Role::Pair, Role::Guest],
-            "a guest takes as many as multifd-channels says",
+            "a guest accepts the number of multifd-channels",
         )],
         ..ours("max-channels", number!(max_channels))
     },
     OptionInfo {
-        help: "Most memory that a source can make its receiver take, with 1M for each channel besides; \
-               packets under way and the threads' own are not in it",
+        help: "Memory that a source can make its receiver allocate, in addition to 1M for each channel; packets in transit \
+               and threads are not counted",
         group: Group::Limits,
         values: Values::Size,
         default: "64M",
@@ -674,15 +670,15 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("memory-limit", number!(memory_limit))
     },
     OptionInfo {
-        help: "How long a source whose connections are lost at the hand-over asks the destination what became of \
-               the guest",
+        help: "Time in which a source that lost its connections at the hand-over asks the destination which host runs the \
+               guest",
         group: Group::Limits,
         values: number(1, 86_400),
         default: "60",
         unit: "s",
         not_for: &[NotFor::any(
             &[Role::Save],
-            "a file has nobody who could be asked",
+            "a save file has no destination to ask",
         )],
         ..ours(
             "settle-timeout",
@@ -697,13 +693,14 @@ pub static OPTIONS: &[OptionInfo] = &[
         )
     },
     OptionInfo {
-        help: "Longest silence of the other host before the switchover, at least 5 s, until the migration fails; a host that \
-               answers and does not read is waited for; 0: the kernel's own limit, about 15 minutes with data under way",
+        help: "Time without an answer of the other host, before the switchover, after which the migration fails, at least 5 \
+               s; a host that answers and does not read does not fail it; 0: the kernel's own limit, about 15 minutes with \
+               data in transit",
         group: Group::Limits,
         values: number(0, MAX_SILENCE_TIMEOUT.as_secs()),
         default: "40",
         unit: "s",
-        not_for: &[NotFor::any(&[Role::Save], "a file is on no other host")],
+        not_for: &[NotFor::any(&[Role::Save], "a save file has no other host")],
         ..ours(
             "silence-timeout",
             Access {

@@ -60,7 +60,7 @@ fn what_is_its_qemus_to_do_is_refused_by_name() {
         check(&settings(&[(name, value)]).outgoing).unwrap();
     }
     for (name, value, says) in [
-        ("xbzrle", "on", "a relay keeps no page"),
+        ("xbzrle", "on", "a relay keeps no earlier pages"),
         ("xbzrle-cache-size", "1048576", "a relay has no xbzrle"),
         ("auto-converge", "on", "source's QEMU"),
         ("throttle-trigger-threshold", "51", "source's QEMU"),
@@ -69,14 +69,14 @@ fn what_is_its_qemus_to_do_is_refused_by_name() {
         ("cpu-throttle-tailslow", "on", "source's QEMU"),
         ("max-cpu-throttle", "98", "source's QEMU"),
         ("pause-before-switchover", "on", "source's QEMU"),
-        ("postcopy-ram", "on", "QEMUs agree on it"),
+        ("postcopy-ram", "on", "QEMUs must agree on it"),
         ("avail-switchover-bandwidth", "1073741824", "source's QEMU"),
         ("announce-rounds", "7", "destination's QEMU"),
         ("announce-initial", "51", "destination's QEMU"),
         ("announce-step", "1", "destination's QEMU"),
         ("announce-max", "0", "destination's QEMU"),
         ("multifd-packet-size", "262144", "QEMU's packets"),
-        ("multifd-normal-page-ratio", "1", "as what they are"),
+        ("multifd-normal-page-ratio", "1", "does not change the kind"),
         ("compress-wait-thread", "off", "always waits"),
         ("decompress-threads", "3", "as it reads"),
         ("mem-prealloc", "on", "destination's QEMU"),
@@ -93,5 +93,8 @@ fn what_is_its_qemus_to_do_is_refused_by_name() {
         ("zero-page-detection", "dsa-accel"),
     ];
     let error = check(&settings(&devices).outgoing).unwrap_err();
-    assert!(error.to_string().contains("looks itself"), "{error}");
+    assert!(
+        error.to_string().contains("detects zero pages itself"),
+        "{error}"
+    );
 }

@@ -112,7 +112,7 @@ fn the_tables_in_the_docs_are_those_of_the_program() {
     } else {
         assert!(
             there == text,
-            "{} is old: HOTLIFT_WRITE_TABLE=1 writes it anew",
+            "{} is old: HOTLIFT_WRITE_TABLE=1 writes it",
             file.display()
         );
     }
