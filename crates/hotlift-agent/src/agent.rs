@@ -166,7 +166,7 @@ impl Agent {
                 .log
                 .say(LogLevel::Info, "the configuration was read again"),
             Err(error) => {
-                let text = format!("the configuration was not changed: {}", error_line(&error));
+                let text = format!("the configuration is unchanged: {}", error_line(&error));
                 return self.log.say(LogLevel::Error, &text);
             }
         }
@@ -195,7 +195,8 @@ impl Agent {
             table.change(&new)?;
         }
         for key in kept {
-            let text = format!("a new value of '{key}' needs a restart of the agent");
+            let text =
+                format!("the new value of '{key}' takes effect after a restart of the agent");
             self.log.say(LogLevel::Warning, &text);
         }
         self.log.set_level(new.log);

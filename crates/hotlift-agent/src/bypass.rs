@@ -133,7 +133,7 @@ impl<'a> Walk<'a> {
         let is_before = self.priority < CONNTRACK;
         let translates = self.kind == "nat" && self.priority <= REDIRECT;
         if is_before && (has("notrack") || ["CT", "NOTRACK"].contains(&of_xtables)) {
-            return Some("notrack: what is not tracked cannot be redirected");
+            return Some("notrack: untracked packets cannot be redirected");
         }
         if translates
             && (has("dnat") || has("redirect") || ["DNAT", "REDIRECT"].contains(&of_xtables))
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(
             found("filter", -300, &rule),
             [
-                "table inet others, chain o, handle 7: notrack: what is not tracked cannot be redirected"
+                "table inet others, chain o, handle 7: notrack: untracked packets cannot be redirected"
             ]
         );
     }

@@ -245,21 +245,23 @@ impl AgentCommands {
         let (session, change) = self.change(arguments)?;
         let refused = |what: &str| Err(Refusal::generic(what));
         if session.subject.direction == Direction::Incoming {
-            return refused("a migration is limited on the host that it leaves");
+            return refused("this migration arrives here: set its limit on its source host");
         }
         let bandwidth = change.max_bandwidth.as_ref().map(|value| match value {
             Value::String(text) => parse_size(text),
             value => value.as_u64(),
         });
         if bandwidth == Some(None) {
-            return refused("max-bandwidth is bytes a second as in \"100M\"; 0 is unlimited");
+            return refused(
+                "max-bandwidth must be bytes a second, such as \"100M\"; 0 is unlimited",
+            );
         }
         let allowed = 1..=1000;
         if change
             .weight
             .is_some_and(|weight| !allowed.contains(&weight))
         {
-            return refused("weight is 1 to 1000");
+            return refused("weight must be 1 to 1000");
         }
         session.limit(bandwidth.flatten(), change.weight);
         self.0.share();

@@ -288,22 +288,23 @@ impl Config {
         ] {
             if self.ports.contains(port) {
                 let problem =
-                    format!("port {port} is one of the migrations' {first}-{last} ('ports')");
+                    format!("port {port} is in the range of migrations, {first}-{last} ('ports')");
                 return Some((key, problem));
             }
         }
         let ports = self.peers.values().filter_map(|peer| peer.port);
         if let Some(port) = ports.into_iter().find(|port| self.ports.contains(*port)) {
-            let problem = format!("port {port} is one of the migrations' {first}-{last} ('ports')");
+            let problem =
+                format!("port {port} is in the range of migrations, {first}-{last} ('ports')");
             return Some(("peers", problem));
         }
         if self.redirect_port == port {
-            return wrong("redirect-port", "it is the port of 'listen', too");
+            return wrong("redirect-port", "'listen' has the same port");
         }
         if self.redirect && self.users.is_empty() {
             return wrong(
                 "users",
-                "nobody's connections are redirected: name a user, or redirect = false",
+                "no user's connections are redirected: name a user, or set redirect = false",
             );
         }
         if !self.metrics.is_empty() {
@@ -445,7 +446,7 @@ fn in_plain_words(message: &str) -> String {
             "expected a sequence",
             "expected a list, as in [\"a\", \"b\"]",
         ),
-        ("expected a map", "expected a table of its own, as [peers]"),
+        ("expected a map", "expected a table, as [peers]"),
         ("floating point", "number"),
         ("unknown field", "unknown key"),
         ("unknown variant", "unknown value"),
@@ -614,7 +615,7 @@ mod tests {
         let error = Config::read_again(&file, &Config::default()).unwrap_err();
         let error = hotlift::error::error_line(&error);
         assert!(
-            error.contains("listen: port 16520 is one of the migrations'"),
+            error.contains("listen: port 16520 is in the range of migrations"),
             "{error}"
         );
     }

@@ -32,7 +32,7 @@ enum Wish {
 pub fn serve(agent: &Arc<Agent>, listener: &Listener) -> io::Result<()> {
     let complain = |why: &str| {
         agent.sessions.count(|totals| totals.tls_failures += 1);
-        let text = format!("a connection was not taken: {why}");
+        let text = format!("refused a connection: {why}");
         agent.log.say(LogLevel::Warning, &text);
     };
     let mut callers = Callers::new(listener, Some(Arc::clone(&agent.tls)), &complain)?;
@@ -116,14 +116,14 @@ fn belong(agent: &Agent, mut one: Admitted) {
     let is_token = matches!(one.head(), Head::Token(_));
     let refused = match session {
         Some(session) if !agent.sessions.may_hold(&session) => {
-            "too many connections of this host wait for their migrations"
+            "too many connections of this peer wait for their migrations"
         }
-        Some(_) if is_token && !one.let_pass() => "it has broken",
+        Some(_) if is_token && !one.let_pass() => "the connection broke",
         Some(session) => match session.give(one) {
             Ok(()) => return,
             Err(_) => "its migration has ended",
         },
-        None => "it is of no migration",
+        None => "it belongs to no migration",
     };
     agent.refuse(&format!("peer={peer} error=\"{refused}\""));
 }
@@ -141,11 +141,12 @@ mod tests {
         for (hello, words) in [
             (
                 r#"{"hotlift":99,"new":1}"#,
-                "talking to the other agent failed: the other side speaks version 99 of the control protocol, this one ",
+                "the connection to the other agent failed: the other side has version 99 of the control protocol, this side \
+                 has ",
             ),
             (
                 r#"{"hot":1}"#,
-                "talking to the other agent failed: a message that is not understood",
+                "the connection to the other agent failed: unknown message",
             ),
         ] {
             let (near, mut far) = connection();

@@ -84,9 +84,10 @@ pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
             }
             Step::Cancel => {
                 let text = match postcopies {
-                    0 => "what is still under way is cancelled".to_owned(),
+                    0 => "cancels the remaining migrations".to_owned(),
                     _ => format!(
-                        "what is still under way is cancelled, and waits for {postcopies} in postcopy, whose guests need pages of their source"
+                        "cancels the remaining migrations, and waits for {postcopies} in postcopy, whose guests need pages of \
+                         their source"
                     ),
                 };
                 agent.log.say(LogLevel::Warning, &text);
@@ -169,7 +170,7 @@ mod tests {
         thread::scope(|scope| {
             let waits = scope.spawn(|| wait(&agent, (Duration::ZERO, Duration::ZERO)));
             until("it cancels", || stuck.control.is_cancelled());
-            assert!(!waits.is_finished(), "the guest has not all its pages");
+            assert!(!waits.is_finished(), "the guest lacks pages");
             agent.ended(&postcopy, Ok(None));
             waits.join().unwrap();
         });

@@ -14,21 +14,21 @@ use hotlift_terminal::error::TerminalError;
 use crate::config::ConfigError;
 
 /// Advice if the configuration file is missing.
-const NO_FILE: &str = "name a file with --config FILE; each key has a default, so that an empty one will do; the packages \
-                       have an example with all keys as /etc/hotlift/agent.toml, the sources as packaging/agent.toml";
+const NO_FILE: &str = "name a file with --config FILE; it may be empty, as each key has a default; an example with all keys \
+                       is /etc/hotlift/agent.toml of the packages, packaging/agent.toml of the sources";
 
 /// Errors that end the agent.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// Invalid configuration.
-    #[error("bad configuration")]
+    #[error("invalid configuration")]
     Config(#[from] ConfigError),
     /// Missing or unusable certificates.
     #[error("the agent needs certificates ('hotlift certs' makes them; key 'tls')")]
     Tls(#[source] Box<TlsSetupError>),
     /// Certificates that other agents reject, or that make this agent reject others.
     #[error(
-        "the certificates in {} have problems: {count} (named above; 'hotlift certs show --dir {}' shows all of them)",
+        "the certificates in {} have {count} problem(s), listed above ('hotlift certs show --dir {}' lists all)",
         dir.display(),
         dir.display()
     )]
@@ -42,7 +42,7 @@ pub enum AgentError {
     #[error("cannot listen")]
     Listen(#[source] TransportError),
     /// The system refused a resource.
-    #[error("cannot have {what}")]
+    #[error("cannot create {what}")]
     System {
         /// The resource.
         what: &'static str,
@@ -55,8 +55,8 @@ pub enum AgentError {
     Rules(#[from] RulesError),
     /// This host's setup keeps migrations from the agent.
     #[error(
-        "not all migrations of this host come to the agent, problems found: {count} (named above; with plaintext = \"refuse\" they fail; \
-         change the rules that are named, or 'ports', 'users' and 'destinations' in agent.toml)"
+        "some migrations of this host bypass the agent, problems found: {count} (listed above; with plaintext = \"refuse\" \
+         these migrations fail; change the listed rules, or 'ports', 'users' and 'destinations' in agent.toml)"
     )]
     NotRedirected {
         /// Number of problems found.
@@ -69,7 +69,7 @@ pub enum AgentError {
     #[error(transparent)]
     Terminal(#[from] TerminalError),
     /// An essential thread ended.
-    #[error("the agent has ended because its thread '{part}' did (the log says why)")]
+    #[error("the agent ended because its thread '{part}' ended (the log has the reason)")]
     Lost {
         /// Name of the thread.
         part: &'static str,
@@ -107,26 +107,25 @@ pub enum RulesError {
     },
     /// nft rejected the rules.
     #[error(
-        "'nft' refuses (it needs CAP_NET_ADMIN, and the kernel's nft_redir, nft_socket, nft_reject_inet, nft_fib_inet \
-         and nft_log): {said}"
+        "'nft' failed (it needs CAP_NET_ADMIN, and the kernel's nft_redir, nft_socket, nft_reject_inet, nft_fib_inet and \
+         nft_log): {said}"
     )]
     Refused {
         /// nft's error message, in one line.
         said: String,
     },
     /// None of `users` exists on this host.
-    #[error("none of the users {users} is one of this host's (key 'users')")]
+    #[error("this host has none of the users {users} (key 'users')")]
     NoUser {
         /// The configured users.
         users: String,
     },
     /// The kernel does not report changes of nftables.
-    #[error("the kernel does not tell of changes of nftables (that needs CAP_NET_ADMIN)")]
+    #[error("the kernel does not report changes of nftables (that needs CAP_NET_ADMIN)")]
     Watch(#[source] std::io::Error),
     /// The agent's own connections would be redirected to it.
     #[error(
-        "the agent runs as one of 'users', and cannot mark its own connections (CAP_NET_ADMIN), which would be \
-         redirected, too"
+        "the agent runs as one of 'users', but cannot mark its own connections (CAP_NET_ADMIN), so they would be redirected too"
     )]
     NoMark(#[source] std::io::Error),
 }
@@ -135,19 +134,19 @@ pub enum RulesError {
 #[derive(Debug, thiserror::Error)]
 pub enum CarryError {
     /// The agent is ending and accepts nothing new.
-    #[error("the agent is to end, and takes nothing new")]
+    #[error("the agent is shutting down and accepts no new migrations")]
     Ending,
     /// Cancelled while it waited for its turn.
     #[error("it was cancelled before it began")]
     Cancelled,
     /// Its source closed the connections while it waited for its turn.
-    #[error("its source has closed its connections before it began")]
+    #[error("its source closed its connections before it began")]
     Deserted,
     /// A cancelled migration does not end: its QEMU has received SHUT(0) (the destination loaded the guest), and has not
     /// closed its connection.
     #[error(
-        "the agent ended before it learned which QEMU has the guest: if the destination's QEMU does not run it, run 'cont' at \
-         the source (libvirt does this by itself)"
+        "the agent ended before it knew which QEMU has the guest: if the destination's QEMU does not run it, send 'cont' at \
+         the source (libvirt does this itself)"
     )]
     Unsettled,
     /// Connections to the agent's port fail as if no agent were there.
@@ -161,8 +160,8 @@ pub enum CarryError {
     },
     /// The connection error does not show if there is an agent, or the configuration names one.
     #[error(
-        "the agent for {to} cannot be reached, which is no reason to go unencrypted (see its host, this host's limits and \
-         routes, and [peers])"
+        "cannot reach the agent for {to}, and a migration without it would be unencrypted (check its host, this host's limits \
+         and routes, and [peers])"
     )]
     AgentUnreached {
         /// Destination of the migration.
@@ -172,13 +171,13 @@ pub enum CarryError {
         source: TransportError,
     },
     /// The TLS handshake failed.
-    #[error("the TLS handshake with the other agent has failed")]
+    #[error("the TLS handshake with the other agent failed")]
     Tls(#[from] TlsError),
     /// The conversation with the other agent failed.
-    #[error("talking to the other agent failed")]
+    #[error("the connection to the other agent failed")]
     Conversation(#[from] ConversationError),
     /// The peer did not send a hello, or exceeded a limit before it.
-    #[error("the other agent was dropped before its hello")]
+    #[error("closed the connection of the other agent before its hello")]
     Unannounced(#[source] Unheard),
     /// The other agent did not answer in time.
     #[error("the other agent did not answer in time")]
@@ -190,10 +189,10 @@ pub enum CarryError {
         reason: String,
     },
     /// The other agent sent an unexpected message.
-    #[error("the other agent said something out of turn")]
+    #[error("the other agent sent an unexpected message")]
     OutOfTurn,
     /// The requested destination is not a migration address of this host.
-    #[error("{to} is no address of a migration on this host: {why}")]
+    #[error("{to} is not an address for migrations on this host: {why}")]
     NotHere {
         /// The requested destination.
         to: SocketAddr,
@@ -221,7 +220,7 @@ pub enum CarryError {
         other: String,
     },
     /// The system refused a resource.
-    #[error("the system gives no {what}")]
+    #[error("cannot create {what}")]
     System {
         /// The resource.
         what: &'static str,

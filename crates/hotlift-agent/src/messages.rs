@@ -37,7 +37,7 @@ impl std::str::FromStr for Id {
         number
             .flatten()
             .map(Self)
-            .ok_or_else(|| format!("'{text}' is no id: expected 8 hexadecimal digits"))
+            .ok_or_else(|| format!("'{text}' is not an id: expected 8 hexadecimal digits"))
     }
 }
 

@@ -93,7 +93,7 @@ struct Seen {
 const TABLE: &[Row] = &[
     counter(
         "hotlift_agent_ended",
-        "Migrations and tunnels that have ended, by direction, kind and outcome",
+        "Ended migrations and tunnels, by direction, kind and outcome",
         |seen| {
             let labels = ["direction", "kind", "outcome"];
             let ended = seen.totals.ended.iter();
@@ -120,7 +120,7 @@ const TABLE: &[Row] = &[
     ),
     counter(
         "hotlift_agent_pages",
-        "Pages of migrations, by the method that they went by; zero for zero pages",
+        "Pages of migrations, by method; zero for zero pages",
         |seen| by("method", &seen.traffic.pages),
     ),
     counter(
@@ -130,12 +130,12 @@ const TABLE: &[Row] = &[
     ),
     row(
         "hotlift_agent_migration_duration_seconds",
-        "Time that completed migrations took, by direction",
+        "Duration of completed migrations, by direction",
         Source::Histogram(|seen| &seen.totals.durations),
     ),
     row(
         "hotlift_agent_migration_downtime_seconds",
-        "Time that the guests of completed migrations stood still, as far as a relay sees, by direction",
+        "Downtime of completed migrations, as measured by the relay, by direction",
         Source::Histogram(|seen| &seen.totals.downtimes),
     ),
     counter(
@@ -145,27 +145,28 @@ const TABLE: &[Row] = &[
     ),
     counter(
         "hotlift_agent_downtimes",
-        "Completed migrations whose downtime is known, by direction",
+        "Completed migrations with a known downtime, by direction",
         |seen| by("direction", &seen.totals.downtime_count),
     ),
     counter(
         "hotlift_agent_cpu_seconds",
-        "CPU time of migrations, by the name of their threads; the time of channel threads grows with each packet, that of others at the end",
+        "CPU time of migrations, by thread name; channel threads count after each packet, other threads at the end",
         |seen| by("thread", &seen.traffic.cpu_seconds),
     ),
     counter(
         "hotlift_agent_refusals",
-        "Connections and migrations that were refused",
+        "Refused connections and migrations",
         |seen| one(number(seen.totals.refusals)),
     ),
     counter(
         "hotlift_agent_tls_failures",
-        "TLS handshakes that have failed, in either direction",
+        "Failed TLS handshakes, in both directions",
         |seen| one(number(seen.totals.tls_failures)),
     ),
     counter(
         "hotlift_agent_past_redirect_packets",
-        "Packets to ports of migrations that went past the redirect, which the kernel refused, or counted where plaintext is allowed",
+        "Packets to ports of migrations that bypassed the redirect: refused by the kernel, or only counted if plaintext is \
+         allowed",
         |seen| past(seen, |count| count.packets),
     ),
     counter(
@@ -203,7 +204,7 @@ const TABLE: &[Row] = &[
     }),
     gauge(
         "hotlift_agent_budget_bandwidth_bytes_per_second",
-        "Bytes a second that may leave this host by the agent; 0 is unlimited",
+        "Bytes a second that the agent may send from this host; 0 is unlimited",
         |seen| one(number(seen.bandwidth)),
     ),
     gauge(
@@ -213,27 +214,27 @@ const TABLE: &[Row] = &[
     ),
     gauge(
         "hotlift_agent_budget_migrations",
-        "Outgoing migrations that may go on at once; 0 is unlimited",
+        "Outgoing migrations that may run at once; 0 is unlimited",
         |seen| one(f64::from(seen.most)),
     ),
     each_counter(
         "hotlift_migration_sent_bytes",
-        "Bytes that a migration has sent",
+        "Bytes sent by a migration",
         |_, moment| number(moment.progress.sent_bytes),
     ),
     each_counter(
         "hotlift_migration_received_bytes",
-        "Bytes that it has received",
+        "Bytes received by it",
         |_, moment| number(moment.progress.received_bytes),
     ),
     each_counter(
         "hotlift_migration_normal_pages",
-        "Pages with content that it has passed on",
+        "Pages with content that it forwarded",
         |_, moment| number(moment.progress.normal_pages),
     ),
     each_counter(
         "hotlift_migration_zero_pages",
-        "Zero pages that it has passed on",
+        "Zero pages that it forwarded",
         |_, moment| number(moment.progress.zero_pages),
     ),
     each_counter(
@@ -253,7 +254,7 @@ const TABLE: &[Row] = &[
     ),
     each_gauge(
         "hotlift_migration_ratio",
-        "Bytes of its normal pages over the bytes that it has sent",
+        "Bytes of its normal pages divided by the bytes that it sent",
         |_, moment| match number(moment.progress.sent_bytes) {
             sent if sent > 0.0 => number(moment.progress.normal_pages) * 4096.0 / sent,
             _ => 0.0,
@@ -261,7 +262,7 @@ const TABLE: &[Row] = &[
     ),
     each_gauge(
         "hotlift_migration_downtime_seconds",
-        "Time that its guest stands or stood still, as far as the relay sees",
+        "Downtime of its guest so far, as measured by the relay",
         |_, moment| moment.still(Instant::now()).as_secs_f64(),
     ),
     each_gauge(
@@ -276,7 +277,7 @@ const TABLE: &[Row] = &[
     ),
     each_gauge(
         "hotlift_migration_seconds",
-        "Time since it began",
+        "Time since its start",
         |session, _| session.age(Instant::now()).as_secs_f64(),
     ),
 ];

@@ -87,8 +87,8 @@ pub fn of_another_host(
         return None;
     }
     Some(format!(
-        "{} is for {}, which is neither a name nor an address of this host ({}): other agents refuse it, unless their '[peers]' \
-         name this host so",
+        "{} is for {}, which is neither a name nor an address of this host ({}): other agents reject it unless their \
+         '[peers]' use that name for this host",
         file.display(),
         has.join(", "),
         own.names.join(", "),

@@ -222,7 +222,8 @@ fn allow_plaintext(
         Plaintext::Refuse => Err(CarryError::NoAgent { to, source }),
         Plaintext::Allow => {
             let why = hotlift::error::error_line(&source);
-            let text = format!("no agent there, it goes unencrypted: {why}");
+            let text =
+                format!("no agent at the destination, so the migration is not encrypted: {why}");
             session.say(LogLevel::Warning, &text);
             session.enter(State::PassedThrough);
             Ok(())

@@ -46,12 +46,12 @@ impl Count {
         let Self { to, packets, .. } = self;
         let bytes = bytes(self.bytes);
         let what = match plaintext {
-            Plaintext::Refuse => "the kernel has refused connections to ports of migrations",
+            Plaintext::Refuse => "the kernel refused connections to ports of migrations",
             Plaintext::Allow => "connections to ports of migrations leave unencrypted",
         };
         format!(
-            "to={to} packets={packets} bytes=\"{bytes}\" error=\"{what}, as they are not redirected: they are older \
-             than the table, or a rule of this host prevents it ('hotlift agent check' finds it)\""
+            "to={to} packets={packets} bytes=\"{bytes}\" error=\"{what}, as they are not redirected: they are older than the \
+             table, or a rule of this host prevents the redirect ('hotlift agent check' names it)\""
         )
     }
 }

@@ -70,7 +70,7 @@ pub fn look(config: &Config, has_agent: bool) -> Result<Found, RulesError> {
     let mut note = |text: String| found.notes.push(text);
     if !geteuid().is_root() {
         note(
-            "not checked, as it takes root: rules of others, and whether connections are redirected"
+            "not checked, as this needs root: rules of other programs, and the redirect of connections"
                 .to_owned(),
         );
         return Ok(found);
@@ -80,17 +80,17 @@ pub fn look(config: &Config, has_agent: bool) -> Result<Found, RulesError> {
     for count in table::counts()? {
         let Count { to, packets, .. } = count;
         note(format!(
-            "packets to {to} that have gone past the redirect since the table was made: {packets}"
+            "packets to {to} that bypassed the redirect since the table exists: {packets}"
         ));
     }
     if has_table && has_agent {
         prove(config, &users, &mut found);
     } else if has_agent && config.redirect {
-        let text = format!("the agent runs, and there is no table inet {TABLE}");
+        let text = format!("the agent runs, but table inet {TABLE} is missing");
         found.problems.push(text);
     } else {
         note(format!(
-            "not checked, as it takes an agent that runs and the table inet {TABLE}: whether connections are redirected"
+            "not checked, as this needs a running agent and the table inet {TABLE}: the redirect of connections"
         ));
     }
     found.problems.extend(problems);
@@ -101,7 +101,10 @@ fn prove(config: &Config, users: &[u32], found: &mut Found) {
     let mut note = |text: String| found.notes.push(text);
     let places = places(config).unwrap_or_default();
     if places.is_empty() {
-        note("not checked, as no interface leads to another host: whether connections are redirected".to_owned());
+        note(
+            "not checked, as no interface leads to another host: the redirect of connections"
+                .to_owned(),
+        );
     }
     for place in places {
         let mut not_redirected = Vec::new();
@@ -110,14 +113,14 @@ fn prove(config: &Config, users: &[u32], found: &mut Found) {
                 Ok(Outcome::Redirected) => {}
                 Ok(Outcome::NotRedirected) => not_redirected.push(user.to_string()),
                 Err(error) => note(format!(
-                    "not checked: whether connections of user {user} to {place} are redirected: {error}"
+                    "not checked: the redirect of connections of user {user} to {place}: {error}"
                 )),
             }
         }
         if !not_redirected.is_empty() {
             let users = not_redirected.join(", ");
             found.problems.push(format!(
-                "a connection for a proof to {place} is not redirected (users: {users}); it has not left this host"
+                "a test connection to {place} is not redirected (users: {users}); it did not leave this host"
             ));
         }
     }
@@ -135,7 +138,7 @@ fn connect(user: RawUid, to: SocketAddr) -> io::Result<Outcome> {
     });
     let socket = opened
         .join()
-        .unwrap_or_else(|_| Err(io::Error::other("a thread has panicked")))?;
+        .unwrap_or_else(|_| Err(io::Error::other("a thread panicked")))?;
     mark_with(&socket, PROOF_MARK)?;
     match connect_within(socket, to, ACCEPT) {
         Ok(_) => Ok(Outcome::Redirected),

@@ -158,7 +158,7 @@ impl<'a> Router<'a> {
             Ok(Some(one)) => one,
             Ok(None) => return,
             Err(error) => {
-                let text = format!("a connection was not taken: {}", error_line(&error));
+                let text = format!("refused a connection: {}", error_line(&error));
                 log.say(LogLevel::Warning, &text);
                 thread::sleep(RETRY);
                 return;
@@ -172,7 +172,7 @@ impl<'a> Router<'a> {
             }
             // A client that connects directly has no use for the agent.
             _ => {
-                let text = "a connection came that was not redirected";
+                let text = "refused a connection that was not redirected";
                 self.not_redirected.say(log, text, Instant::now());
             }
         }

@@ -97,7 +97,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let redirected = Redirected::listen(config.redirect_port).map_err(AgentError::Listen)?;
     if let Err(error) = redirected.mark() {
         let text = format!(
-            "the port of 'redirect-port' has no mark, which the rules of 'hotlift agent rules' ask for: {error}"
+            "cannot mark the port of 'redirect-port', which the rules of 'hotlift agent rules' require: {error}"
         );
         log.say(LogLevel::Warning, &text);
     }
@@ -179,8 +179,9 @@ fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
     // Includes the time that the threads and the table need.
     notify::say(&notify::stopping(limit.saturating_add(2 * LAST)));
     let count = agent.sessions.under_way().len();
-    let text =
-        format!("is to end: takes nothing new, and waits up to {limit:?} for {count} under way");
+    let text = format!(
+        "shuts down: accepts no new migrations, and waits up to {limit:?} for {count} running ones"
+    );
     agent.log.say(LogLevel::Info, &text);
     let handle = signals.handle();
     thread::scope(|scope| {

@@ -110,14 +110,14 @@ fn may_begin<'s>(
         return Err(CarryError::Ending);
     }
     if is_there && !is_another {
-        return refused("a migration with this id is under way");
+        return refused("a migration with this id already runs");
     }
     let is_incoming = subject.direction == Direction::Incoming;
     if all >= if is_incoming { INCOMING } else { OUTGOING } {
-        return refused("too many migrations are under way");
+        return refused("too many running migrations");
     }
     if is_incoming && of_this_host >= OF_ONE_HOST {
-        return refused("too many migrations of this host are under way");
+        return refused("too many running migrations of this peer");
     }
     Ok(())
 }

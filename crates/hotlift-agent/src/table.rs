@@ -55,7 +55,7 @@ impl Made {
         make_counting(&text)?;
         if !passed_over.is_empty() {
             let names = passed_over.join(", ");
-            let text = format!("not redirected, as this host has no such users: {names}");
+            let text = format!("not redirected, as this host lacks these users: {names}");
             log.say(LogLevel::Info, &text);
         }
         Ok(Self {
@@ -105,7 +105,7 @@ impl Drop for Table {
                         'hotlift agent rules --remove'";
             self.log.say(LogLevel::Warning, text);
         } else if let Err(error) = remove() {
-            let text = format!("the nftables table is left: {}", error_line(&error));
+            let text = format!("cannot remove the nftables table: {}", error_line(&error));
             self.log.say(LogLevel::Error, &text);
         }
     }

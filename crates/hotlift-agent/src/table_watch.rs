@@ -52,7 +52,7 @@ impl Schedule {
 pub fn keep(agent: &Agent, changes: &Changes) {
     let packets = Packets::listen().inspect_err(|error| {
         let text = format!(
-            "what goes past the redirect is counted, and not logged, as the kernel does not report it: {error}"
+            "packets that bypass the redirect are counted, but not logged, as the kernel does not report them: {error}"
         );
         agent.log.say(LogLevel::Warning, &text);
     });
@@ -86,11 +86,11 @@ pub fn keep(agent: &Agent, changes: &Changes) {
         match restored {
             Ok(false) => {}
             Ok(true) => {
-                let text = "something has changed or removed the nftables table: it is back";
+                let text = "another program changed or removed the nftables table: it is restored";
                 agent.log.say(LogLevel::Warning, text);
             }
             Err(error) => {
-                let text = format!("the nftables table is not back: {}", error_line(&error));
+                let text = format!("cannot restore the nftables table: {}", error_line(&error));
                 agent.log.say(LogLevel::Error, &text);
             }
         }

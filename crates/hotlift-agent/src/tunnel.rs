@@ -121,7 +121,7 @@ pub fn carry_all(
             if (&near).write_all(&begun).is_err() {
                 continue;
             }
-            session.say(LogLevel::Debug, "a connection is carried");
+            session.say(LogLevel::Debug, "a connection is forwarded");
             let pair = std::sync::Arc::new((near, far));
             ends.push(End {
                 pair: std::sync::Arc::downgrade(&pair),
