@@ -43,7 +43,7 @@ pub enum AuthorityError {
     },
     /// A name for many hosts.
     #[error(
-        "'{name}' is a wildcard: name each host, since a stolen key would be that of every host"
+        "'{name}' is a wildcard: name each host, as a stolen key could impersonate all of them"
     )]
     Wildcard {
         /// The name.
@@ -62,13 +62,13 @@ pub enum AuthorityError {
         subject: String,
     },
     /// The CA's certificate and key do not match.
-    #[error("the CA's certificate and key do not go together")]
+    #[error("the CA's certificate and key do not match")]
     Mismatch,
     /// The CA's certificate has expired.
-    #[error("the CA has ended; make a new one")]
+    #[error("the CA's certificate has expired; make a new CA")]
     Ended,
     /// rcgen cannot make the certificate.
-    #[error("cannot make a certificate")]
+    #[error("cannot create a certificate")]
     Make(#[from] rcgen::Error),
 }
 

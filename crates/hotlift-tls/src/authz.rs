@@ -8,7 +8,7 @@ use crate::identity::Identity;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AuthzError {
     /// No pattern.
-    #[error("the list of allowed names is empty: nobody could connect")]
+    #[error("the list of allowed names is empty: no client can connect")]
     Empty,
     /// An empty pattern.
     #[error("pattern {number} of the list of allowed names is empty")]

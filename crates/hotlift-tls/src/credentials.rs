@@ -175,13 +175,13 @@ impl fmt::Display for Warning {
             }
             Self::KeyIsReadable { file, mode } => write!(
                 f,
-                "others may read the private key {} (mode {mode:04o}): chmod o= it",
+                "other users can read the private key {} (mode {mode:04o}): run 'chmod o=' on it",
                 file.display()
             ),
             Self::ListOfOtherCa { file, issuer } => write!(
                 f,
-                "{} has a list of revoked certificates of another CA ({issuer}): whether a certificate of the CA here is revoked is \
-                 not checked by it",
+                "{} has the list of revoked certificates of another CA ({issuer}): it does not apply to certificates of the \
+                 CA here",
                 file.display()
             ),
             Self::NotTakenUp { problem } => {
@@ -368,7 +368,8 @@ impl Credentials {
                 // A removed list may be about to return: it is often replaced by a removal and a new file.
                 Ok(material) if loaded.material.has_revoked && !material.has_revoked => {
                     let list = self.dir.join(material.layout.revoked);
-                    let problem = format!("{} is gone; a restart does without it", list.display());
+                    let problem =
+                        format!("{} is gone; after a restart it is not used", list.display());
                     loaded.problem = Some(problem);
                 }
                 Ok(material) => {

@@ -82,7 +82,7 @@ pub enum CredentialsError {
     },
     /// The key does not match the certificate.
     #[error(
-        "{} and {} do not go together: the key belongs to another certificate than the first one in that file",
+        "{} and {} do not match: the key belongs to another certificate than the first one in that file",
         certificate.display(),
         key.display()
     )]
@@ -198,7 +198,7 @@ impl fmt::Display for Fault {
             Self::Revoked => f.write_str("is revoked"),
             Self::RevocationListEnded { at } => write!(
                 f,
-                "cannot be judged: the list of revoked certificates here ended on {}",
+                "cannot be checked: the list of revoked certificates here expired on {}",
                 date(*at)
             ),
             Self::NameMismatch { expected, has } if has.is_empty() => {
@@ -209,17 +209,17 @@ impl fmt::Display for Fault {
             }
             Self::NotAllowed { list } => write!(f, "is not on the list of allowed names ({list})"),
             Self::NoName => f.write_str(
-                "is for no host: it has no name in subjectAltName, and a common name (CN) alone is no name",
+                "is for no host: it has no name in subjectAltName, and its common name (CN) is not used",
             ),
             Self::OfCa => f.write_str(
-                "is that of a CA, which is no certificate of a host: let the CA sign one for the host",
+                "is that of a CA, not of a host: let the CA sign one for the host",
             ),
             Self::BadRevocationList(error) => write!(
                 f,
-                "cannot be judged: the list of revoked certificates here is not usable ({error})"
+                "cannot be checked: the list of revoked certificates here is unusable ({error})"
             ),
             Self::Purpose { needed } => {
-                write!(f, "is not made for a TLS {needed} (extended key usage)")
+                write!(f, "is not valid for a TLS {needed} (extended key usage)")
             }
             Self::Other(error) => write!(f, "is not accepted: {error}"),
         }
@@ -240,13 +240,13 @@ pub enum Missing {
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Start => "the other side has sent nothing, or a part of a message",
+            Self::Start => "the other side sent nothing, or only a part of a message",
             Self::Acknowledgement => {
-                "the other host does not acknowledge what was sent; the path may drop packets of the full size (check the MTU)"
+                "the other host does not acknowledge sent data; the path may drop full-size packets (check the MTU)"
             }
             Self::Answer => {
-                "the other side does not answer; its process may be stopped, or the path may drop packets of the full size \
-                 (check the MTU)"
+                "the other side does not answer; its process may be stopped, or the path may drop full-size packets (check \
+                 the MTU)"
             }
         })
     }
@@ -260,7 +260,7 @@ pub enum TlsError {
     #[error(transparent)]
     Credentials(#[from] CredentialsError),
     /// This side's certificate is not valid now, so the other side would reject it.
-    #[error("our certificate {} is valid from {} to {} only", file.display(), date(*begins), date(*ends))]
+    #[error("our certificate {} is valid only from {} to {}", file.display(), date(*begins), date(*ends))]
     OursNotValid {
         /// The certificate.
         file: PathBuf,
@@ -270,7 +270,7 @@ pub enum TlsError {
         ends: SystemTime,
     },
     /// There is no host name to verify the server's certificate.
-    #[error("no host name to hold the other side's certificate against: tls-hostname gives it")]
+    #[error("no host name to check the other side's certificate: set tls-hostname")]
     NoHostname,
     /// The name is neither a DNS name nor an IP address.
     #[error("'{name}' is neither a DNS name nor an IP address, so no certificate can be for it")]
@@ -287,7 +287,7 @@ pub enum TlsError {
         fault: Fault,
     },
     /// The other side sent no certificate.
-    #[error("the other side has shown no certificate, or has none of a CA that this side trusts")]
+    #[error("the other side sent no certificate, or has none of a CA that this side trusts")]
     NoCertificate,
     /// The other side sent an alert.
     #[error("the other side {alert}")]
@@ -296,25 +296,25 @@ pub enum TlsError {
         alert: Alert,
     },
     /// The other side does not use TLS.
-    #[error("the other side speaks without TLS")]
+    #[error("the other side does not use TLS")]
     PlaintextPeer,
     /// The other side supports only older versions of TLS.
-    #[error("the other side does not speak TLS 1.3")]
+    #[error("the other side does not support TLS 1.3")]
     Version,
     /// The other side uses TLS with another protocol.
-    #[error("the other side speaks TLS, but is no Hotlift (ALPN is not {expected})")]
+    #[error("the other side uses TLS, but is not a Hotlift (ALPN is not {expected})")]
     OtherProtocol {
         /// The expected protocol.
         expected: &'static str,
     },
     /// The connection ended during the handshake.
     #[error(
-        "the other side closed the connection during the TLS handshake: it may speak without TLS, it may have \
-         failed, or the path does not carry packets of the MTU"
+        "the other side closed the connection during the TLS handshake: it may not use TLS, it may have failed, or the path \
+         may not carry packets of the MTU"
     )]
     Closed,
     /// The handshake timed out.
-    #[error("the TLS handshake was not done within {after:?}: {missing}")]
+    #[error("the TLS handshake did not complete within {after:?}: {missing}")]
     TimedOut {
         /// The timeout.
         after: Duration,
@@ -349,10 +349,10 @@ pub enum RecordError {
     #[error("the connection was cut: it ended without close_notify")]
     Truncated,
     /// A record that differs from the one sent: changed, repeated, out of order, or after a lost one.
-    #[error("a TLS record was changed, lost or repeated on its way")]
+    #[error("a TLS record was changed, lost or repeated in transit")]
     Damaged,
     /// An unsealed record among sealed ones.
-    #[error("what came is no sealed TLS record (type {kind})")]
+    #[error("received data is not an encrypted TLS record (type {kind})")]
     NotSealed {
         /// Its first byte.
         kind: u8,
@@ -395,10 +395,10 @@ pub enum RecordError {
         alert: Alert,
     },
     /// A send after `close_notify`.
-    #[error("this side has ended the TLS connection already")]
+    #[error("this side has already closed the TLS connection")]
     Ended,
     /// An earlier error.
-    #[error("the TLS connection has failed before")]
+    #[error("the TLS connection failed before")]
     Failed,
     /// Key derivation failed. Does not happen.
     #[error("no keys for TLS records")]
@@ -461,33 +461,31 @@ impl fmt::Display for Alert {
                 "its name is not the expected one, or it cannot be read"
             }
             AlertDescription::UnsupportedCertificate => {
-                "it is not made for this side of a connection"
+                "it is not valid for this side of a connection"
             }
             AlertDescription::CertificateRevoked => "it is revoked",
-            AlertDescription::CertificateExpired => {
-                "it is not valid at this time by the clock over there"
-            }
+            AlertDescription::CertificateExpired => "it is not valid now by the clock of that host",
             AlertDescription::CertificateUnknown => "no reason is given",
             AlertDescription::UnknownCA => {
-                "it does not trust our CA, or cannot tell whether ours is revoked"
+                "it does not trust our CA, or cannot check the revocation of our certificate"
             }
-            AlertDescription::AccessDenied => "it is not on the list of allowed names over there",
-            AlertDescription::CertificateRequired => "we have sent none",
+            AlertDescription::AccessDenied => "it is not on the list of allowed names of that side",
+            AlertDescription::CertificateRequired => "we sent none",
             AlertDescription::DecryptError => "its signature is wrong",
             _ => {
                 let text = match self.0 {
-                    AlertDescription::ProtocolVersion => "does not speak TLS 1.3",
-                    AlertDescription::NoApplicationProtocol => "speaks TLS, but is no Hotlift",
+                    AlertDescription::ProtocolVersion => "does not support TLS 1.3",
+                    AlertDescription::NoApplicationProtocol => "uses TLS, but is not a Hotlift",
                     AlertDescription::HandshakeFailure | AlertDescription::InsufficientSecurity => {
                         "has no cipher, group or signature in common with this one"
                     }
-                    AlertDescription::UnrecognisedName => "knows no host of that name",
-                    AlertDescription::BadRecordMac => "has received a damaged record",
-                    AlertDescription::InternalError => "has failed by itself",
+                    AlertDescription::UnrecognisedName => "has no host of that name",
+                    AlertDescription::BadRecordMac => "received a damaged record",
+                    AlertDescription::InternalError => "failed with an internal error",
                     AlertDescription::UserCanceled | AlertDescription::CloseNotify => {
-                        "has ended the connection"
+                        "closed the connection"
                     }
-                    other => return write!(f, "has refused the connection: {other:?}"),
+                    other => return write!(f, "refused the connection: {other:?}"),
                 };
                 return f.write_str(text);
             }

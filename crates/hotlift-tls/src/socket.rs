@@ -18,7 +18,7 @@ struct TooMuch;
 
 /// The caller no longer needs the connection.
 #[derive(Debug, thiserror::Error)]
-#[error("it was called off")]
+#[error("cancelled")]
 struct CalledOff;
 
 /// A blocking socket, used without blocking beyond a deadline. Its own timeouts and flags are not changed: the engine sets
@@ -161,11 +161,11 @@ mod tests {
     #[test]
     fn a_handshake_that_is_late_names_what_is_missing_and_the_mtu_where_it_may_be_the_cause() {
         for (has_sent, unacknowledged, expected) in [
-            (false, 0, "the other side has sent nothing"),
+            (false, 0, "the other side sent nothing"),
             (
                 true,
                 900,
-                "does not acknowledge what was sent; the path may drop packets of the full size (check the MTU)",
+                "does not acknowledge sent data; the path may drop full-size packets (check the MTU)",
             ),
             (true, 0, "the other side does not answer"),
         ] {

@@ -20,7 +20,7 @@ const MAIN_HEAD: usize = 8;
 pub const BROKEN: &str = "a connection that was reset";
 
 /// Reason for refusing a connection with unknown first bytes.
-pub const NO_STREAM: &str = "a connection that begins like no migration stream";
+pub const NO_STREAM: &str = "a connection that does not start as a migration stream";
 
 /// Class of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +53,7 @@ pub fn peek_head(stream: &Stream) -> Head {
     let mut bytes = [0; INITIAL_PACKET_LEN];
     match stream.peek(&mut bytes) {
         Ok(None) => Head::Partial,
-        Ok(Some(0)) => Head::Gone("a connection that was closed without a word"),
+        Ok(Some(0)) => Head::Gone("a connection that was closed before its first byte"),
         Ok(Some(seen)) => match read_head(&bytes[..seen]) {
             Head::Partial if stream.is_hung_up() => {
                 Head::Other("a connection that was closed in its first bytes")

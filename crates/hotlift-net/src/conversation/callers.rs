@@ -36,8 +36,8 @@ pub struct Callers<'a> {
 pub enum Unheard {
     /// The client sent no request.
     #[error(
-        "the client sent no complete request within {waited:?}: it may be stopped, or the path drops packets of the full size \
-         (check the MTU)"
+        "the client sent no complete request within {waited:?}: it may be stopped, or the path drops full-size packets (check \
+         the MTU)"
     )]
     Silent {
         /// Time since its connection.

@@ -38,11 +38,11 @@ pub enum ConversationError {
     #[error("the other side closed the connection")]
     Closed,
     /// A TLS alert.
-    #[error("the other side speaks TLS only: give '--tls DIR'")]
+    #[error("the other side accepts only TLS: give '--tls DIR'")]
     SpeaksTls,
     /// A TLS handshake.
     #[error(
-        "the other side speaks TLS, and this one does not: give '--tls DIR' here, or '--insecure' there"
+        "the other side uses TLS, but this side does not: give '--tls DIR' here, or '--insecure' there"
     )]
     BeginsTls,
     /// A line that is too long.
@@ -52,7 +52,7 @@ pub enum ConversationError {
     #[error("the other side did not take a message within {WRITE:?}")]
     NotTaken,
     /// Not a known message.
-    #[error("a message that is not understood ({problem}): '{start}'")]
+    #[error("unknown message ({problem}): '{start}'")]
     Garbage {
         /// The parse error.
         problem: String,
@@ -61,7 +61,7 @@ pub enum ConversationError {
     },
     /// Another version of the protocol.
     #[error(
-        "the other side speaks version {theirs} of the control protocol, this one {ours}: use the same hotlift on both hosts"
+        "the other side has version {theirs} of the control protocol, this side has {ours}: use the same hotlift on both hosts"
     )]
     Version {
         /// Version of the other side.
@@ -71,7 +71,7 @@ pub enum ConversationError {
     },
     /// Another role than this side's.
     #[error(
-        "the other side wants a '{theirs}' here, and this is a '{ours}': check the address and port"
+        "the other side expects '{theirs}' here, but this is '{ours}': check the address and port"
     )]
     Role {
         /// Role that the other side expects.
@@ -278,7 +278,7 @@ fn read_hello<T: Wish>(value: serde_json::Value) -> Result<T, ConversationError>
             serde_json::from_value(value).map_err(|error| garbage(text.as_bytes(), &error))
         }
         _ => {
-            let error = serde_json::Error::custom("it has no version and role");
+            let error = serde_json::Error::custom("version and role are missing");
             Err(garbage(value.to_string().as_bytes(), &error))
         }
     }
@@ -355,7 +355,7 @@ mod tests {
         for name in ["hotlift", "hotlift-agent"] {
             let error = read(json!({ name: 99, "what": "else" })).unwrap_err();
             assert!(
-                error.contains("version 99") && error.contains(&format!("this one {VERSION}")),
+                error.contains("version 99") && error.contains(&format!("this side has {VERSION}")),
                 "{error}"
             );
         }
@@ -371,7 +371,7 @@ mod tests {
             json!({ "cups": 1 }),
         ] {
             let error = read(garbage).unwrap_err();
-            assert!(error.contains("not understood"), "{error}");
+            assert!(error.contains("unknown message"), "{error}");
         }
     }
 }

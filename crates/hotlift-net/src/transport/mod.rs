@@ -51,16 +51,14 @@ pub enum TransportError {
     },
     /// A link-local address without its interface.
     #[error(
-        "'{host}' is a link-local address, which each network has one of: add the interface, as in tcp:[{host}%eth0]:PORT"
+        "'{host}' is a link-local address, which needs an interface: add it, as in tcp:[{host}%eth0]:PORT"
     )]
     NoZone {
         /// The address.
         host: String,
     },
     /// A peer's port at which no process can listen.
-    #[error(
-        "no process can be reached at port 0 ('{uri}'): give the port that the peer listens at"
-    )]
+    #[error("cannot connect to port 0 ('{uri}'): give the port on which the peer listens")]
     NoPort {
         /// The URI as given.
         uri: String,
@@ -457,7 +455,7 @@ impl Stream {
         match &self.socket {
             Socket::Tcp(stream) => match stream.peer_addr() {
                 Ok(peer) => peer.ip().to_canonical().to_string(),
-                Err(_) => "a host that has gone".to_owned(),
+                Err(_) => "a host that is gone".to_owned(),
             },
             Socket::Unix(_) => "this host".to_owned(),
         }
@@ -821,15 +819,14 @@ mod tests {
         let error = Address::of_peer("tcp:192.0.2.2:0").unwrap_err();
         assert_eq!(
             error.to_string(),
-            "no process can be reached at port 0 ('tcp:192.0.2.2:0'): give the port that the peer listens at"
+            "cannot connect to port 0 ('tcp:192.0.2.2:0'): give the port on which the peer listens"
         );
         assert!(Address::of_peer("tcp:192.0.2.2:1").is_ok());
         assert!(Address::of_peer("unix:/run/s").is_ok());
         let error = "tcp:[fe80::1]:4444".parse::<Address>().unwrap_err();
         assert_eq!(
             error.to_string(),
-            "'fe80::1' is a link-local address, which each network has one of: add the interface, as in \
-             tcp:[fe80::1%eth0]:PORT"
+            "'fe80::1' is a link-local address, which needs an interface: add it, as in tcp:[fe80::1%eth0]:PORT"
         );
         assert!("tcp:[fe80::1%eth0]:4444".parse::<Address>().is_ok());
     }

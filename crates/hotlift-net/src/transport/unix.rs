@@ -82,7 +82,7 @@ pub(super) fn connect(path: &Path, timeout: Duration, stop: Stop<'_>) -> io::Res
             // No event shows that the queue has room again.
             Err(Errno::AGAIN) if begun.elapsed() < timeout => stop.poll(&mut Vec::new(), RETRY)?,
             Err(Errno::AGAIN) => {
-                let why = "its queue of connections is full, and nobody takes one";
+                let why = "its queue of connections is full, and its process accepts none";
                 return Err(io::Error::new(io::ErrorKind::TimedOut, why));
             }
             Err(errno) => return Err(errno.into()),

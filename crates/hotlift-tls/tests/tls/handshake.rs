@@ -168,8 +168,8 @@ fn a_certificate_that_has_ended_or_not_begun_says_when_and_is_not_even_shown() {
     let pki = Pki::new("CA");
     let now = SystemTime::now();
     for (at, words) in [
-        (now - 3 * DAY, "is valid from"),
-        (now + 3 * DAY, "is valid from"),
+        (now - 3 * DAY, "is valid only from"),
+        (now + 3 * DAY, "is valid only from"),
     ] {
         let dir = pki.host(&["b"]);
         certificate_at(&pki, &dir, Role::Client, at, 1);
@@ -204,10 +204,10 @@ fn a_certificate_for_the_other_role_is_refused() {
         fs::copy(dir.join(from), dir.join(to)).unwrap();
     }
     let (client, server) = bad_server(&dir, &pki, hotlift());
-    assert_says(&client, &["is not made for a TLS server"]);
+    assert_says(&client, &["is not valid for a TLS server"]);
     assert_says(
         &server,
-        &["does not accept our certificate", "not made for"],
+        &["does not accept our certificate", "not valid for"],
     );
 }
 
@@ -278,7 +278,7 @@ fn a_list_of_revoked_certificates_that_has_ended_lets_nobody_in() {
     let (_, server) = meet(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
     assert_says(
         &failure(server),
-        &["list of revoked certificates here ended on"],
+        &["list of revoked certificates here expired on"],
     );
 }
 
@@ -291,9 +291,9 @@ fn a_qemu_profile_has_no_alpn_and_a_hotlift_takes_only_hotlifts() {
     client.unwrap();
     server.unwrap();
     let (_, server) = meet(&of(Profile::Qemu), "b", &of(Profile::Hotlift));
-    assert_says(&failure(server), &["is no Hotlift", "hotlift/1"]);
+    assert_says(&failure(server), &["is not a Hotlift", "hotlift/1"]);
     let (client, _) = meet(&of(Profile::Hotlift), "b", &of(Profile::Qemu));
-    assert_says(&failure(client), &["is no Hotlift"]);
+    assert_says(&failure(client), &["is not a Hotlift"]);
 }
 
 #[test]
@@ -315,7 +315,7 @@ fn a_server_without_verify_peer_takes_a_client_without_a_certificate() {
     assert_eq!(session.unwrap().peer, None);
     // A server that requests one refuses; so does a client that needs one and has none.
     let (_, session) = meet(&anonymous, "b", &of(&server, true));
-    assert_says(&failure(session), &["has shown no certificate"]);
+    assert_says(&failure(session), &["sent no certificate"]);
     let (client, _) = meet(&of(of_client.path(), true), "b", &of(&server, false));
     assert_says(&failure(client), &["client-cert.pem is missing"]);
     // A certificate that is not requested is not sent; the server's is verified nevertheless.
@@ -377,7 +377,7 @@ fn a_folder_says_what_is_missing_in_it() {
     .unwrap();
     assert_says(
         &open(&dir),
-        &["client-cert.pem and", "client-key.pem do not go together"],
+        &["client-cert.pem and", "client-key.pem do not match"],
     );
     fs::write(dir.join("client-key.pem"), "no key").unwrap();
     assert_says(&open(&dir), &["client-key.pem holds no private key in PEM"]);
@@ -407,7 +407,7 @@ fn a_ca_signs_only_with_its_own_key_and_not_beyond_its_end() {
     let pki = Pki::new("CA");
     let other = Pki::new("CA");
     let error = Authority::open(&pki.ca().certificate, &other.ca().key).unwrap_err();
-    assert_says(&error.to_string(), &["do not go together"]);
+    assert_says(&error.to_string(), &["do not match"]);
     let now = SystemTime::now();
     let authority = Authority::open(&pki.ca().certificate, &pki.ca().key).unwrap();
     let host = authority.issue(&["b"], Role::Server, 365, now).unwrap();
@@ -435,7 +435,7 @@ fn a_ca_signs_only_with_its_own_key_and_not_beyond_its_end() {
     let over = authority
         .issue(&["b"], Role::Server, 1, now + 11 * DAY)
         .unwrap_err();
-    assert_says(&over.to_string(), &["has ended"]);
+    assert_says(&over.to_string(), &["has expired"]);
 }
 
 #[test]

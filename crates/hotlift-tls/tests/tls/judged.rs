@@ -177,7 +177,7 @@ fn what_a_handshake_refuses_is_found_beforehand() {
         ),
         (
             folder("root.crt", &["direct.crt"], "past.crl"),
-            "the list of revoked certificates here ended on 2026-02-01T00:00:00Z",
+            "the list of revoked certificates here expired on 2026-02-01T00:00:00Z",
             "",
         ),
         (
@@ -187,12 +187,12 @@ fn what_a_handshake_refuses_is_found_beforehand() {
         ),
         (
             folder("root.crt", &["server.crt"], ""),
-            "is not made for a TLS client",
+            "is not valid for a TLS client",
             "",
         ),
         (
             folder("self.crt", &["self.crt"], ""),
-            "is that of a CA, which is no certificate of a host",
+            "is that of a CA, not of a host",
             "",
         ),
         (
@@ -207,7 +207,7 @@ fn what_a_handshake_refuses_is_found_beforehand() {
         ),
         (
             maker.folder("root.crt", &["direct.crt"], "leaf.key", ""),
-            "do not go together: the key belongs to another certificate",
+            "do not match: the key belongs to another certificate",
             "",
         ),
         (

@@ -225,7 +225,7 @@ fn older_versions_and_clients_without_certificate_are_refused() {
     let (socket, _) = listener.accept().unwrap();
     let said = failure(server.accept(&socket));
     assert!(
-        said.starts_with("the other side has shown no certificate"),
+        said.starts_with("the other side sent no certificate"),
         "{said}"
     );
     drop(socket);

@@ -283,7 +283,7 @@ fn alerts_are_translated() {
         ),
         (49, "not on the list"),
         (70, "does not speak TLS 1.3"),
-        (120, "is no Hotlift"),
+        (120, "is not a Hotlift"),
         (200, "refused the connection"),
     ] {
         let error = refused(|server| record(&mut server.writer, ALERT, &[2, number]));

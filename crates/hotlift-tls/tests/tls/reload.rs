@@ -39,7 +39,7 @@ fn half_a_renewal_leaves_the_old_ones_in_use_and_says_so() {
     meet(&client, "b", &server).0.unwrap();
     let warnings = server.warnings();
     assert!(
-        matches!(warnings.last(), Some(Warning::NotTakenUp { problem }) if problem.contains("do not go together")),
+        matches!(warnings.last(), Some(Warning::NotTakenUp { problem }) if problem.contains("do not match")),
         "{warnings:?}"
     );
     fs::copy(new.join("server-cert.pem"), dir.join("server-cert.pem")).unwrap();
