@@ -59,7 +59,7 @@ pub enum HostError {
     #[error("cannot sample the folder")]
     Folder(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Memory cannot be allocated.
-    #[error("cannot have memory to measure with")]
+    #[error("cannot allocate memory for the measurement")]
     Memory(#[from] MemError),
     /// A codec failed.
     #[error("method {method} fails on this host")]
@@ -71,14 +71,16 @@ pub enum HostError {
         source: MethodError,
     },
     /// A QMP socket is not a UNIX socket, or its process is unknown.
-    #[error("the QMP socket {address} tells no process: give --pid with QEMU's process id")]
+    #[error(
+        "cannot find the process behind the QMP socket {address}: give --pid with QEMU's process id"
+    )]
     NoPeer {
         /// Address of the socket.
         address: String,
     },
     /// A QMP socket was created by a manager.
     #[error(
-        "the QMP socket {address} was made by '{name}' (process {pid}), which is no QEMU: give --pid with QEMU's process id"
+        "the QMP socket {address} was made by '{name}' (process {pid}), which is not a QEMU: give --pid with QEMU's process id"
     )]
     OtherPeer {
         /// Address of the socket.
@@ -89,6 +91,6 @@ pub enum HostError {
         pid: u32,
     },
     /// A thread panicked.
-    #[error("a thread that measures has ended early: this is a mistake in hotlift")]
+    #[error("a measuring thread ended early: this is a bug of hotlift")]
     Thread,
 }

@@ -11,7 +11,7 @@ const GRANT: &str = "'setfacl -m u:USER:rw /dev/userfaultfd' for this user (Linu
                      vm.unprivileged_userfaultfd=1' for all";
 
 /// Requirement of a kernel without userfaultfd.
-const BUILD: &str = "a kernel with CONFIG_USERFAULTFD, and a container that lets its calls through";
+const BUILD: &str = "a kernel with CONFIG_USERFAULTFD, and a container that allows its calls";
 
 /// Page fault features available to a process of this user.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -67,8 +67,8 @@ impl PageFaults {
     pub fn text(&self) -> String {
         if let (Some(reason), Some(set)) = (&self.reason, self.set) {
             return format!(
-                "page faults: not for this user ({reason}): no guest of its processes runs before its pages are there \
-                 (postcopy, restore --lazy)\n  needed: {set}"
+                "page faults: not for this user ({reason}): its processes cannot use postcopy and restore --lazy\n  needed: \
+                 {set}"
             );
         }
         let also = [
@@ -85,7 +85,7 @@ impl PageFaults {
             false => format!("; {}, too", also.join(", ")),
         };
         format!(
-            "page faults: missing pages can be brought as they are touched (postcopy, restore --lazy){also}"
+            "page faults: missing pages can be served on access (postcopy, restore --lazy){also}"
         )
     }
 }

@@ -41,38 +41,38 @@ pub fn rules(devices: &Devices) -> Vec<Rule> {
         Rule {
             set: "--method qatzip",
             when: "if the network is the limit: there is more QAT than IAA",
-            reason: "it saves a lot of the host CPU that compression takes",
+            reason: "it saves much of the host's CPU time for compression",
             from: QEMU,
             applies: more_qat,
         },
         Rule {
             set: "--method qpl",
             when: else_it_is,
-            reason: "in all other cases IAA comes first",
+            reason: "in all other cases prefer IAA",
             from: QEMU,
             applies: iaa_is_fast,
         },
         Rule {
             set: "--method auto",
             when: else_it_is,
-            reason: "it chooses by packet while the migration runs",
+            reason: "it chooses a method for each packet during the migration",
             from: "Hotlift: no published rule applies",
             applies: !only_qat_is_fast && !iaa_is_fast,
         },
         Rule {
             set: "--mem-prealloc=on",
             when: "at a destination with IAA or QAT",
-            reason: "a device that meets memory which was never touched waits for the kernel: qpl on 2 channels took \
-                     51 s in place of 30 s (60 GiB, about 8.6 Gbit/s)",
-            from: "the series that brought qpl",
+            reason: "a device waits for the kernel at memory that was never touched: qpl on 2 channels took 51 s instead of \
+                     30 s (60 GiB, about 8.6 Gbit/s)",
+            from: "the patch series of qpl",
             applies: has_iaa || has_qat,
         },
         Rule {
             set: "--zero-page-detection dsa-accel",
-            when: "if 40 % of the pages and more are zero, and the guest is a built-in one",
+            when: "if at least 40 % of the pages are zero, and the guest is a built-in one",
             reason: "half of the pages zero: 22 % less CPU and 8 % less time at the source; all zero: 22 % and 20 % \
                      (100 GB, 8 channels)",
-            from: "the series for zero pages on DSA, v5 to v7",
+            from: "the patch series for zero pages on DSA, v5 to v7",
             applies: devices.dsa,
         },
     ]

@@ -20,7 +20,7 @@ pub(crate) const PROOF: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
     /// The queue does not exist.
-    #[error("{} is no work queue of a device here", path.display())]
+    #[error("{} is not a work queue of a device of this host", path.display())]
     Unknown {
         /// The requested path.
         path: PathBuf,
@@ -78,7 +78,7 @@ pub fn open(root: &Path, path: &Path, cpu: CpuFeatures) -> Result<zero::Device, 
         path: path.to_owned(),
     })?;
     if device.kind != DeviceKind::Dsa {
-        return Err(set_up("is a queue of IAA, which finds no zero pages"));
+        return Err(set_up("is a queue of IAA, which cannot detect zero pages"));
     }
     if device.state != Some(State::Enabled) || queue.state != Some(State::Enabled) {
         return Err(set_up("is not enabled"));
@@ -168,7 +168,7 @@ pub(crate) fn enter(
     } else {
         Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
-            "the CPU has no instruction for it",
+            "the CPU has no instruction to use it",
         ))
     };
     match mapped {

@@ -71,7 +71,7 @@ pub enum MemError {
     },
     /// This process cannot use userfaultfd, or it does not work.
     #[error(
-        "cannot bring pages as they are touched: userfaultfd needs read and write access to /dev/userfaultfd, root, or \
+        "cannot serve page faults: userfaultfd needs read and write access to /dev/userfaultfd, root, or \
          vm.unprivileged_userfaultfd=1"
     )]
     NoUserfault {
@@ -81,8 +81,8 @@ pub enum MemError {
     },
     /// The RAM block's kind of memory does not support missing pages.
     #[error(
-        "pages of RAM block {block} cannot be brought as they are touched: it is neither anonymous memory nor a memfd \
-         or tmpfs file mapped shared, or has huge pages (hugetlbfs)"
+        "cannot serve page faults of RAM block {block}: it is neither anonymous memory nor a memfd or tmpfs file mapped \
+         shared, or has huge pages (hugetlbfs)"
     )]
     NotLazy {
         /// Name of the RAM block.

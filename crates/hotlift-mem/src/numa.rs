@@ -59,7 +59,7 @@ mod tests {
             assert_eq!(block.numa_node(), None);
             block.write(0, &[1]).unwrap();
             let Some(node) = block.numa_node() else {
-                hotlift_testkit::skip!("numa", "the kernel does not tell where pages are");
+                hotlift_testkit::skip!("numa", "the kernel does not report where pages are");
                 return;
             };
             let folder = format!("/sys/devices/system/node/node{node}");

@@ -51,7 +51,7 @@ pub enum MethodError {
         bytes: usize,
     },
     /// The payload does not begin with this method's header.
-    #[error("{method}: payload begins with {got:02x?}, which no {method} stream does")]
+    #[error("{method}: payload begins with {got:02x?}, not as a {method} stream")]
     Header {
         /// Name of the method.
         method: &'static str,

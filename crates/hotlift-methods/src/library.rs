@@ -74,7 +74,7 @@ pub(crate) unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened
         && !Path::new(&file).is_absolute()
     {
         return Err(format!(
-            "{variable} is '{}', which is no absolute path",
+            "{variable} is '{}', which is not an absolute path",
             file.display()
         ));
     }

@@ -18,8 +18,7 @@ struct Counts {
 /// Request that exceeds the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{wanted} bytes do not fit beside {used} in the {limit} bytes that a source may choose to take \
-     (raise --memory-limit)"
+    "{wanted} bytes in addition to {used} exceed the memory limit of {limit} bytes (raise --memory-limit)"
 )]
 pub struct OverMemoryLimit {
     /// Requested bytes.

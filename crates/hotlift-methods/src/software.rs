@@ -152,7 +152,7 @@ fn trial(mut stateless: Stateless) -> Result<(), String> {
             written: PAGE_SIZE,
         };
         if outcome != whole || back != *page {
-            return Err(format!("page {kind} does not decode to what went in"));
+            return Err(format!("page {kind} does not decode to its input"));
         }
     }
     Ok(())

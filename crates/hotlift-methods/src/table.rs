@@ -84,7 +84,7 @@ pub static METHODS: &[MethodInfo] = &[
         encoder: none::encoder,
         decoder: none::decoder,
         library: || "none".to_owned(),
-        summary: "pages as they are; the least CPU, the most bytes",
+        summary: "uncompressed pages; the least CPU, the most bytes",
     },
     MethodInfo {
         name: "zlib",
@@ -98,7 +98,7 @@ pub static METHODS: &[MethodInfo] = &[
         encoder: zlib::encoder,
         decoder: zlib::decoder,
         library: zlib::library,
-        summary: "one zlib stream a channel, flushed at each packet's end",
+        summary: "one zlib stream per channel, flushed after each packet",
     },
     MethodInfo {
         name: "zstd",
@@ -168,7 +168,7 @@ pub static METHODS: &[MethodInfo] = &[
         encoder: lz4::encoder,
         decoder: lz4::decoder,
         library: lz4::library,
-        summary: "LZ4 blocks, for links too fast for zstd; between Hotlifts only",
+        summary: "LZ4 blocks, for links too fast for zstd; only between Hotlifts",
     },
 ];
 
@@ -193,7 +193,7 @@ pub static AUTO: MethodInfo = MethodInfo {
             .collect::<Vec<_>>()
             .join(", ")
     },
-    summary: "each packet by the method that link and cores can do best now",
+    summary: "the best method for link and cores, chosen for each packet",
 };
 
 fn no_method() -> MethodError {

@@ -129,7 +129,7 @@ impl Client {
                 // QEMU 10.0 sends an event first to a client that connects while QEMU starts.
                 Message::Event(event) => client.queue(event),
                 Message::Return(..) | Message::Error(..) => {
-                    return Err(protocol("greeting", "an answer that nobody asked for"));
+                    return Err(protocol("greeting", "an answer without a request"));
                 }
             }
         }
@@ -272,7 +272,7 @@ impl Client {
                 Ok(Message::Event(event)) => self.queue(event),
                 Ok(Message::Return(Some(id), _) | Message::Error(Some(id), ..))
                     if id <= self.last_id => {}
-                Ok(_) => return Err(protocol("events", "an answer that nobody asked for")),
+                Ok(_) => return Err(protocol("events", "an answer without a request")),
                 Err(QmpError::Timeout { .. }) => return Ok(None),
                 Err(error) => return Err(error),
             }
@@ -440,9 +440,9 @@ fn protocol(command: &str, problem: &str) -> QmpError {
 
 fn parse(line: &[u8]) -> Result<Message, String> {
     let value: Value = serde_json::from_slice(line)
-        .map_err(|error| format!("a line that is no JSON ({error})"))?;
+        .map_err(|error| format!("a line that is not JSON ({error})"))?;
     let Value::Object(mut members) = value else {
-        return Err("a line that is no object".to_owned());
+        return Err("a line that is not an object".to_owned());
     };
     let id = members.get("id").and_then(Value::as_u64);
     if let Some(name) = members.get("event") {
@@ -467,7 +467,7 @@ fn parse(line: &[u8]) -> Result<Message, String> {
     members
         .remove("QMP")
         .map(Message::Greeting)
-        .ok_or_else(|| "a line that is neither answer nor event".to_owned())
+        .ok_or_else(|| "a line that is neither an answer nor an event".to_owned())
 }
 
 /// Parses a timestamp; QEMU writes -1 for both members if its clock failed.

@@ -8,7 +8,7 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum QmpError {
     /// The address is invalid.
-    #[error("'{address}' is no QMP address: expected PATH, unix:PATH or tcp:HOST:PORT")]
+    #[error("'{address}' is not a QMP address: expected PATH, unix:PATH or tcp:HOST:PORT")]
     Address {
         /// The address as given.
         address: String,
@@ -66,7 +66,7 @@ pub enum QmpError {
         desc: String,
     },
     /// The answer to a command lacks a required value.
-    #[error("the answer to {command} is not understood")]
+    #[error("cannot parse the answer to {command}")]
     Answer {
         /// The command.
         command: String,

@@ -58,9 +58,7 @@ pub enum GuestAgentError {
         waited: Duration,
     },
     /// An answer violates the protocol.
-    #[error(
-        "the guest agent answered {command} with something else than JSON of up to {MAX_LINE} bytes"
-    )]
+    #[error("the guest agent's answer to {command} is not JSON of up to {MAX_LINE} bytes")]
     Protocol {
         /// The command.
         command: &'static str,

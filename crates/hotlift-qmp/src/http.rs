@@ -10,7 +10,7 @@ const METHODS: [&[u8]; 10] = [
 ];
 
 /// Message to a browser, also used in the log.
-pub const HTTP: &str = "this is HTTP, which no monitor speaks: the connection is closed";
+pub const HTTP: &str = "this is HTTP, which a monitor does not support: the connection is closed";
 
 /// Returns true if the first word of `bytes` belongs to HTTP: a method, a version, or the header that every request has.
 #[must_use]

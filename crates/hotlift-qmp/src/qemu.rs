@@ -83,7 +83,7 @@ impl Qemu {
         let answer: UuidInfo = self.ask("query-uuid", &Value::Null)?;
         answer.uuid.parse().map_err(|_| QmpError::Protocol {
             command: "query-uuid".to_owned(),
-            problem: "a UUID that is none".to_owned(),
+            problem: "an invalid UUID".to_owned(),
         })
     }
 

@@ -268,10 +268,10 @@ fn a_late_answer_is_not_taken_for_that_of_the_next_command() {
 fn whatever_breaks_the_protocol_is_an_error_that_says_what() {
     let deep = "[".repeat(100_000);
     let cases: [(&str, &str); 8] = [
-        ("garbage", "no JSON"),
-        (deep.as_str(), "no JSON"),
-        ("[1]", "no object"),
-        ("{}", "neither answer nor event"),
+        ("garbage", "not JSON"),
+        (deep.as_str(), "not JSON"),
+        ("[1]", "not an object"),
+        ("{}", "neither an answer nor an event"),
         (r#"{"event": 5}"#, "without a name"),
         (
             r#"{"id": 2, "error": {"class": "x"}}"#,

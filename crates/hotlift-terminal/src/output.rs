@@ -67,7 +67,7 @@ pub fn say_turned_away(control: &Control) {
         } else {
             "connections were"
         };
-        complain!("hotlift: {count} {what} turned away: {why}");
+        complain!("hotlift: {count} {what} refused: {why}");
     }
 }
 
@@ -105,12 +105,12 @@ pub fn result(text: &str) -> io::Result<()> {
             Err(RecvTimeoutError::Timeout) if STDOUT.stands_still(RESULT) => {
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
-                    "nobody reads standard output",
+                    "the reader of standard output reads nothing",
                 ));
             }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(io::Error::other("no thread to write it"));
+                return Err(io::Error::other("the thread that writes it has ended"));
             }
         }
     }

@@ -179,9 +179,9 @@ impl State {
 pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
     let why = jobs.fallback.as_ref()?;
     Some(if jobs.hardware > 0 {
-        format!("an accelerator was given up, the rest goes on without it: {why}")
+        format!("an accelerator failed and is not used for the rest: {why}")
     } else {
-        format!("runs on the CPU, without an accelerator: {why} (see 'hotlift accel')")
+        format!("the CPU is used instead of an accelerator: {why} (see 'hotlift accel')")
     })
 }
 
@@ -315,7 +315,7 @@ mod tests {
         for words in [
             "dirties 40000 pages/s and the channels settle 30000",
             "multifd-channels",
-            "switch auto-converge on",
+            "turn auto-converge on",
         ] {
             assert!(stalled.to_string().contains(words), "{stalled}");
         }

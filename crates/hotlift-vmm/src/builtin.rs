@@ -68,13 +68,13 @@ pub trait BuiltinGuest: Guest {
 #[non_exhaustive]
 pub enum CreateError {
     /// The settings are inconsistent.
-    #[error("guest settings do not fit together")]
+    #[error("inconsistent guest settings")]
     Layout(#[from] LayoutError),
     /// Its RAM could not be mapped.
     #[error("cannot map guest RAM")]
     Memory(#[from] MemError),
     /// KVM cannot be used.
-    #[error("cannot make a KVM guest")]
+    #[error("cannot create a KVM guest")]
     Kvm(#[from] KvmError),
     /// A vCPU thread could not be started.
     #[error("cannot start a vCPU thread")]

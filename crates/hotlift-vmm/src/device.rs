@@ -30,7 +30,7 @@ pub enum DeviceError {
         instance: u32,
     },
     /// The stream has a device twice.
-    #[error("device {idstr} {instance} came twice")]
+    #[error("device {idstr} {instance} arrived twice")]
     RepeatedDevice {
         /// Name of the device.
         idstr: &'static str,
@@ -116,10 +116,10 @@ pub enum DeviceError {
         got: u64,
     },
     /// The settings are inconsistent.
-    #[error("device hotlift/guest: settings do not fit together")]
+    #[error("device hotlift/guest: inconsistent settings")]
     Layout(#[from] LayoutError),
     /// The digest does not fit this guest's RAM.
-    #[error("device hotlift/guest: digest does not fit")]
+    #[error("device hotlift/guest: wrong digest")]
     Digest(#[from] VerifyError),
     /// The kernel refused a part of a vCPU's state.
     #[error("vCPU {vcpu}: the kernel does not {action}")]

@@ -84,10 +84,10 @@ pub enum FillError {
         got: f64,
     },
     /// The guest was filled, started or loaded already.
-    #[error("RAM is not fresh")]
+    #[error("RAM is already in use")]
     NotFresh,
     /// The folder or file has no bytes.
-    #[error("nothing to fill memory with in {}: it is empty", path.display())]
+    #[error("cannot fill memory from {}: it is empty", path.display())]
     Empty {
         /// The folder or file.
         path: PathBuf,

@@ -299,7 +299,7 @@ impl<V: Vcpus> BuiltinGuest for Machine<V> {
     fn health(&self) -> Result<(), GuestError> {
         match &*lock(&self.common.death) {
             None => Ok(()),
-            Some(reason) => Err(GuestError::new("go on running", reason.clone())),
+            Some(reason) => Err(GuestError::new("continue", reason.clone())),
         }
     }
 

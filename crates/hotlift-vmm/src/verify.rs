@@ -103,7 +103,7 @@ pub enum VerifyError {
         got: usize,
     },
     /// A vCPU's block in memory differs from its registers.
-    #[error("vCPU {vcpu} published {expected} writes, its memory says {got}")]
+    #[error("vCPU {vcpu} published {expected} writes, its memory has {got}")]
     Published {
         /// The vCPU.
         vcpu: u8,

@@ -490,7 +490,7 @@ fn a_device_state_of_another_guest_is_refused_by_name() {
         refused(&same, newer, "version 2, must be 1");
         let mut twice = devices.clone();
         twice.push(devices[2].clone());
-        refused(&same, twice, "came twice");
+        refused(&same, twice, "arrived twice");
         refused(&same, devices[1..].to_vec(), "hotlift/guest 0 is missing");
     }
 }

@@ -282,7 +282,7 @@ impl<'a> ReturnMessage<'a> {
                 let expected = reader.be32("DOING").map_err(short)?;
                 WireError::check_crc("DOING", expected, crc32fast::hash(&[code]))?;
                 Self::Doing(Doing::of_code(code).ok_or(WireError::Unknown {
-                    what: "what a guest does",
+                    what: "state of a guest",
                     got: code.into(),
                 })?)
             }

@@ -104,7 +104,7 @@ impl Progress {
             ("the channels settle", "downtime-limit or multifd-channels")
         };
         let throttle = match (self.auto_converge, self.throttle_refused) {
-            (false, _) => ", switch auto-converge on",
+            (false, _) => ", turn auto-converge on",
             (true, true) => " (auto-converge cannot slow this guest down)",
             (true, false) => "",
         };

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use hotlift_net::transport::Address;
 pub use hotlift_tls::{
-    ALERT_BEGINS, Exporter, HANDSHAKE_BEGINS, Identity, Missing, Profile, Role, Tls, TlsError,
-    Warning, measure_cipher,
+    ALERT_BEGINS, Exporter, Fault, HANDSHAKE_BEGINS, Identity, Missing, Profile, Role, Tls,
+    TlsError, Warning, measure_cipher,
 };
 use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
 
@@ -24,8 +24,7 @@ pub enum TlsSetupError {
     Authz(#[from] AuthzError),
     /// The address leads to other hosts, and there are no certificates.
     #[error(
-        "{address} is for other hosts, and nothing encrypts it: give '--tls DIR' ('hotlift certs' makes one), or \
-         '--insecure'"
+        "{address} is for other hosts, but TLS is not set up: give '--tls DIR' ('hotlift certs' makes one), or '--insecure'"
     )]
     Insecure {
         /// Address that leads to other hosts.

@@ -28,7 +28,7 @@ pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
         // Without either instruction, descriptors go through the kernel, one system call per group.
         let cpu = host.cpu();
         if !cpu.enqcmd && !cpu.movdir64b {
-            let problem = "the CPU shows neither ENQCMD nor MOVDIR64B: no batches";
+            let problem = "the CPU has neither ENQCMD nor MOVDIR64B: no batches";
             gaps.push(Gap::new::<String>(problem, []).minor());
         }
         gaps.extend(raw_io(host).map(Gap::minor));

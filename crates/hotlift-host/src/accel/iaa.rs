@@ -46,7 +46,7 @@ fn submission(host: &Host) -> Vec<Gap> {
     let mut gaps = Vec::new();
     if !host.cpu().enqcmd {
         // Hidden by a hypervisor, or by a kernel without scalable mode.
-        gaps.push(Gap::new::<String>("the CPU shows no ENQCMD", []));
+        gaps.push(Gap::new::<String>("the CPU has no ENQCMD", []));
     }
     gaps.extend(raw_io(host));
     gaps
@@ -61,6 +61,6 @@ pub fn raw_io(host: &Host) -> Option<Gap> {
         Ok(file) if host.is_live() => format!("setcap cap_sys_rawio+ep {}", file.display()),
         _ => "setcap cap_sys_rawio+ep $(command -v hotlift)".to_owned(),
     };
-    let problem = "no CAP_SYS_RAWIO, which kernels since May 2024 want for mapping a queue";
+    let problem = "no CAP_SYS_RAWIO, which kernels since May 2024 require for mapping a queue";
     Some(Gap::new(problem, [command]))
 }

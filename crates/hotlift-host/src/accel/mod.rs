@@ -34,7 +34,7 @@ pub enum AccelError {
     #[error(transparent)]
     Look(#[from] FileError),
     /// Files of the driver idxd cannot be read.
-    #[error("the driver idxd says something unexpected")]
+    #[error("unexpected content in the files of the driver idxd")]
     Idxd(#[from] SysfsError),
 }
 

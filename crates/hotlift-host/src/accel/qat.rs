@@ -106,7 +106,7 @@ fn physical_gap(
     match pf.driver.as_deref() {
         Some(driver) if driver == model.2 => {}
         Some(driver) => {
-            let problem = format!("{address} is in the hands of {driver}");
+            let problem = format!("{address} is bound to {driver}");
             return Some(Gap::new(problem, pci::give_to(&module, model.2, pf)));
         }
         None => {
@@ -153,8 +153,8 @@ fn virtual_gap(host: &Host, vf: &Function) -> Option<Gap> {
     };
     if vf.driver.as_deref() != Some("vfio-pci") {
         let problem = match &vf.driver {
-            Some(driver) => format!("{address} is in the hands of {driver}, not of vfio-pci"),
-            None => format!("{address} is not in the hands of vfio-pci"),
+            Some(driver) => format!("{address} is bound to {driver}, not to vfio-pci"),
+            None => format!("{address} is not bound to vfio-pci"),
         };
         return Some(Gap::new(problem, pci::give_to("vfio-pci", "vfio-pci", vf)));
     }

@@ -57,7 +57,7 @@ pub fn parts(host: &Host, wish: &Wish) -> Result<Vec<Part>, AccelError> {
 fn without_driver(host: &Host, function: &Function) -> Part {
     let gap = match &function.driver {
         Some(driver) => Gap::new(
-            format!("{} is in the hands of {driver}", function.address),
+            format!("{} is bound to {driver}", function.address),
             pci::give_to("idxd", "idxd", function),
         ),
         None if host.exists("/sys/bus/pci/drivers/idxd") => Gap::new(
@@ -168,7 +168,7 @@ fn queue_gaps(host: &Host, wish: &Wish, device: &Device, queue: &WorkQueue) -> V
             format!("{name} is dedicated, and libqpl uses shared queues only")
         } else {
             let whose = queue.driver_name.as_deref().unwrap_or("a driver");
-            format!("{name} is the kernel's own ({whose})")
+            format!("{name} is used by the kernel ({whose})")
         };
         let size = queue.size.unwrap_or(1);
         let mut commands = Vec::new();

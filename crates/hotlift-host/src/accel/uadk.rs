@@ -68,9 +68,12 @@ fn device(host: &Host, folder: &str, name: &str) -> Part {
         let problem = format!("{name} does not work on a process's own addresses (no SVA)");
         gaps.push(Gap::new::<String>(problem, []));
     } else if !algorithms.split_whitespace().any(|one| one == "zlib") {
-        gaps.push(Gap::new::<String>(format!("{name} knows no zlib"), []));
+        gaps.push(Gap::new::<String>(
+            format!("{name} does not support zlib"),
+            [],
+        ));
     } else if free == Some(0) {
-        gaps.push(Gap::new::<String>(format!("{name} has no queue free"), []));
+        gaps.push(Gap::new::<String>(format!("{name} has no free queue"), []));
     } else {
         match host.may_open(&node) {
             MayOpen::Yes => {}

@@ -429,10 +429,10 @@ pub(crate) fn trial(
     // SAFETY: the place is all of `back`.
     unsafe { decompressor.decompress(libdeflate::Wrapper::Raw, deflate, place) };
     if back != page {
-        return Err("a page that it compressed is another one when decompressed".to_owned());
+        return Err("a page that it compressed does not decompress to its input".to_owned());
     }
     if run(Direction::Decompress, &stream)? != page {
-        return Err("a page that it decompressed is another one".to_owned());
+        return Err("a page that it decompressed is wrong".to_owned());
     }
     Ok(())
 }

@@ -130,9 +130,7 @@ impl Decoder {
         if let Some(sizes) = header.sizes
             && (sizes.deflate, sizes.uncompressed) != (read, written)
         {
-            return Err(Bad::Damaged(
-                "a member has other sizes than its header says",
-            ));
+            return Err(Bad::Damaged("the sizes of a member differ from its header"));
         }
         let Some(&[a, b, c, d, e, f, g, h]) = body[read..].first_chunk::<TRAILER>() else {
             return Err(Bad::Short);

@@ -39,10 +39,10 @@ fn trial() -> Result<String, String> {
     };
     let payload = run(Direction::Compress, &sample)?;
     if members::count(&payload, sample.len(), members::LARGEST).is_none() {
-        return Err("a trial gave no members of what went in".to_owned());
+        return Err("a trial did not compress its input into members".to_owned());
     }
     if run(Direction::Decompress, &payload)? != sample {
-        return Err("a trial did not give back what went in".to_owned());
+        return Err("a trial did not restore its input".to_owned());
     }
     Ok(HARDWARE.file())
 }

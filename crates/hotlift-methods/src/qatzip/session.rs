@@ -221,7 +221,7 @@ impl Session {
         if (pages..=2 * pages + PAGE_SIZE).contains(&room) {
             Ok(room)
         } else {
-            Err(format!("qzMaxCompressedLength said {room} of {pages}"))
+            Err(format!("qzMaxCompressedLength returned {room} for {pages}"))
         }
     }
 

@@ -119,7 +119,7 @@ pub(super) fn meaning(code: i64) -> &'static str {
         -3 => "no room in a buffer",
         -4 => "bad data",
         -5 => "no answer in time",
-        -100 => "the results are not sound",
+        -100 => "the results are invalid",
         -105 => "no software to fall back to",
         -116 => "unknown format",
         _ => "unknown",

@@ -201,7 +201,7 @@ fn trial(compress: &mut dyn Compress) -> Result<(), String> {
             .map_err(|error| error.as_str().to_owned())?;
         let total = u64::try_from(pages.len()).unwrap_or(u64::MAX);
         if inflate.total_out() != packet * total || back[..pages.len()] != pages[..] {
-            return Err(format!("packet {packet} does not decode to what went in"));
+            return Err(format!("packet {packet} does not decode to its input"));
         }
     }
     Ok(())

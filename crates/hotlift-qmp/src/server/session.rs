@@ -17,7 +17,7 @@ pub const TOO_MANY_CLIENTS: &[u8] =
     b"{\"error\": {\"class\": \"GenericError\", \"desc\": \"too many clients: end another one first\"}}\r\n";
 
 /// Error for a TCP peer whose first bytes are not QMP.
-const NO_QMP: &str = "the first bytes are no QMP: the connection is closed";
+const NO_QMP: &str = "the first bytes are not QMP: the connection is closed";
 
 /// Bytes per read.
 const CHUNK: usize = 4 << 10;

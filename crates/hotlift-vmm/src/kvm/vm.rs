@@ -49,25 +49,25 @@ fn open() -> Result<Kvm, KvmError> {
 /// # Errors
 /// The reason why not.
 pub fn usable() -> Result<(), KvmError> {
-    let vm = open()?.create_vm().map_err(KvmError::of("make a VM"))?;
-    vm.create_vcpu(0).map_err(KvmError::of("make a vCPU"))?;
+    let vm = open()?.create_vm().map_err(KvmError::of("create a VM"))?;
+    vm.create_vcpu(0).map_err(KvmError::of("create a vCPU"))?;
     Ok(())
 }
 
 /// Creates a VM and its vCPUs, which have not run.
 pub(super) fn create(vcpus: u8) -> Result<(VmFd, Vec<VcpuFd>, Model), KvmError> {
     let kvm = open()?;
-    let vm = kvm.create_vm().map_err(KvmError::of("make a VM"))?;
+    let vm = kvm.create_vm().map_err(KvmError::of("create a VM"))?;
     let cpuid = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(KvmError::of("say what its vCPUs can do"))?;
+        .map_err(KvmError::of("list the features of its vCPUs"))?;
     let vcpus = (0..vcpus)
         .map(|index| {
             let vcpu = vm
                 .create_vcpu(u64::from(index))
-                .map_err(KvmError::of("make a vCPU"))?;
+                .map_err(KvmError::of("create a vCPU"))?;
             vcpu.set_cpuid2(&cpuid)
-                .map_err(KvmError::of("set what a vCPU can do"))?;
+                .map_err(KvmError::of("set the features of a vCPU"))?;
             Ok(vcpu)
         })
         .collect::<Result<Vec<_>, _>>()?;

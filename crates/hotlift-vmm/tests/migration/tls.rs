@@ -102,7 +102,12 @@ fn who_does_not_belong_is_turned_away_with_the_reason_on_both_sides() {
             "does not accept",
             "not on the list",
         ),
-        (plain.clone(), &theirs, "speaks TLS only", "without TLS"),
+        (
+            plain.clone(),
+            &theirs,
+            "accepts only TLS",
+            "does not use TLS",
+        ),
         (options(&here, &[]), &plain, "TLS", "TLS"),
         (
             options(&here, &[("tls-hostname", "b")]),
@@ -278,7 +283,7 @@ fn a_late_channel_is_waited_for_and_nobody_takes_its_place() {
         until_turned_away(control, "another host");
         let plain = to.connect(BOUND).unwrap();
         (&plain).write_all(b"QEVM\0\0\0\x03\x07").unwrap();
-        until_turned_away(control, "without TLS");
+        until_turned_away(control, "does not use TLS");
         drop((others, plain));
         Late::Comes
     });

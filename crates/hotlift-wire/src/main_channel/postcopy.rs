@@ -185,7 +185,7 @@ impl PreemptDecoder {
         let mut reader = Reader::new(input);
         let first = reader.be64("RAM record")?;
         if first & (ram::PAGE | ram::ZERO) == 0 {
-            let what = "something else than a page on the preempt channel";
+            let what = "another record than a page on the preempt channel";
             return Err(WireError::Unsupported { what });
         }
         self.0.read_place(first, &mut reader)

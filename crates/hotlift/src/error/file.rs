@@ -32,7 +32,7 @@ pub enum FileError {
     },
     /// This kind of file cannot be read at any position.
     #[error(
-        "{} is {is}, and a save file is a regular file or a block device: give the name of one",
+        "{} is {is}, not a regular file or a block device: give the name of a save file",
         path.display()
     )]
     NotReadable {
@@ -48,7 +48,7 @@ pub enum FileError {
         path: PathBuf,
     },
     /// An existing entry with the file's name is not replaced.
-    #[error("{} is {is}, and is not replaced: remove it, or choose another name", path.display())]
+    #[error("cannot replace {}, which is {is}: remove it, or choose another name", path.display())]
     NotReplaced {
         /// The name.
         path: PathBuf,
@@ -56,15 +56,13 @@ pub enum FileError {
         is: &'static str,
     },
     /// An earlier write has failed, or the file was abandoned.
-    #[error("the file takes no more: an earlier write has failed")]
+    #[error("cannot write the file: an earlier write failed")]
     Closed,
     /// It is neither a save file nor a migration stream.
     #[error("this is neither a save file of hotlift nor a mapped-ram file of QEMU")]
     NotASave,
     /// Another program has written it.
-    #[error(
-        "this is {is}, and neither a save file of hotlift nor a mapped-ram file of QEMU: {instead}"
-    )]
+    #[error("this is {is}, not a save file of hotlift or a mapped-ram file of QEMU: {instead}")]
     Foreign {
         /// Kind of the file.
         is: &'static str,
@@ -73,14 +71,13 @@ pub enum FileError {
     },
     /// QEMU has written it, and it can be read from its beginning only.
     #[error(
-        "this is a migration stream of QEMU without capability mapped-ram (as of 'migrate exec:cat>FILE'): QEMU itself loads \
-         it, by -incoming 'exec:cat FILE'"
+        "this is a migration stream of QEMU without capability mapped-ram (as from 'migrate exec:cat>FILE'): load it with \
+         QEMU itself, -incoming 'exec:cat FILE'"
     )]
     PlainStream,
     /// Another version of Hotlift has written it.
     #[error(
-        "the save file has version {version}, and this hotlift reads version {own} (restore it with the \
-         hotlift that wrote it)"
+        "the save file has version {version}, but this hotlift reads version {own}: restore it with the hotlift that wrote it"
     )]
     Version {
         /// Version of the file.
@@ -89,20 +86,20 @@ pub enum FileError {
         own: u32,
     },
     /// Its description of itself cannot be read.
-    #[error("the save file's description of itself cannot be read")]
+    #[error("cannot read the save file's description")]
     Info {
         /// Error of the JSON reader.
         #[source]
         source: serde_json::Error,
     },
     /// It is cut short.
-    #[error("the file is cut short: it ends inside of what begins at byte {position}")]
+    #[error("the file is cut short: it ends within the part that begins at byte {position}")]
     Truncated {
         /// First byte of the incomplete part.
         position: u64,
     },
     /// Its bytes are not those that were written.
-    #[error("the file is damaged: {what} at byte {position} is not what was written")]
+    #[error("the file is damaged: {what} at byte {position} differs from the written data")]
     Damaged {
         /// The part that is damaged.
         what: &'static str,
@@ -126,8 +123,8 @@ pub enum FileError {
     },
     /// The stream ended before all of RAM had arrived.
     #[error(
-        "{missing} bytes of RAM block '{block}' came neither as content nor as zero, the first at byte {offset}: the file \
-         would not hold the whole RAM"
+        "{missing} bytes of RAM block '{block}' are missing in the stream, the first at byte {offset}: the file would be \
+         incomplete"
     )]
     Incomplete {
         /// The RAM block.
@@ -139,8 +136,8 @@ pub enum FileError {
     },
     /// The VM was saved without RAM that it shared (capability `x-ignore-shared`).
     #[error(
-        "the file does not hold the whole RAM: it was saved with QEMU's capability x-ignore-shared on, which leaves shared \
-         memory out (save the VM again without it)"
+        "the file does not contain the whole RAM: it was saved with QEMU's capability x-ignore-shared, which omits shared \
+         memory (save the VM again without it)"
     )]
     WithoutSharedRam,
     /// Its server cannot be reached, or was lost.
@@ -153,7 +150,7 @@ pub enum FileError {
         source: Box<ServerError>,
     },
     /// Its server was lost, and did not come back within the time limit of the retries.
-    #[error("the server of {file} was lost, and did not come back within {waited:?}")]
+    #[error("lost the server of {file}; it did not return within {waited:?}")]
     Lost {
         /// The file.
         file: String,
@@ -182,7 +179,7 @@ pub enum FileError {
         reason: String,
     },
     /// Another file has that name now.
-    #[error("there is another file under the name of {file} than the one that was opened")]
+    #[error("{file} was replaced by another file since it was opened")]
     OtherFile {
         /// The name.
         file: String,
@@ -220,21 +217,21 @@ impl FileError {
 #[non_exhaustive]
 pub enum ServerError {
     /// The connection could not be made.
-    #[error("no connection with its server")]
+    #[error("cannot connect to its server")]
     Connect(#[source] Box<MigrationError>),
     /// The connection broke.
-    #[error("the connection with its server broke")]
+    #[error("the connection to its server broke")]
     Connection(#[source] io::Error),
     /// The other side has closed it.
     #[error("its server closed the connection")]
     Closed,
     /// The server cannot send it now, and may later.
-    #[error("its server cannot hand it out just now: {reason}")]
+    #[error("its server cannot serve it now: {reason}")]
     NotNow {
         /// The server's message.
         reason: String,
     },
     /// The other side is no file server.
-    #[error("what listens there is no 'hotlift serve --files'")]
+    #[error("the server at this address is not 'hotlift serve --files'")]
     Protocol(#[source] WireError),
 }

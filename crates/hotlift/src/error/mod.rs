@@ -45,7 +45,7 @@ pub enum MigrationError {
     #[error("the migration was cancelled")]
     Cancelled,
     /// The options do not go together.
-    #[error("the options do not go together")]
+    #[error("incompatible options")]
     Option(#[from] OptionError),
     /// An address is wrong or cannot be used.
     #[error("cannot reach the other side")]
@@ -63,7 +63,7 @@ pub enum MigrationError {
         source: Box<TlsError>,
     },
     /// One connection could not be opened, although others of the migration were.
-    #[error("{channel} could not be opened")]
+    #[error("cannot open {channel}")]
     Opening {
         /// The connection.
         channel: Channel,
@@ -72,7 +72,7 @@ pub enum MigrationError {
         source: Box<MigrationError>,
     },
     /// The other side accepts TLS connections only.
-    #[error("the other side speaks TLS only: give '--tls DIR', or the parameter tls-creds")]
+    #[error("the other side accepts only TLS: give '--tls DIR', or the parameter tls-creds")]
     SpeaksTls,
     /// A connection broke.
     #[error("{channel} broke while {doing}")]
@@ -103,7 +103,7 @@ pub enum MigrationError {
         waited: Duration,
     },
     /// The destination reported an error.
-    #[error("the destination gave up: {reason}")]
+    #[error("the destination aborted: {reason}")]
     Destination {
         /// Its error message, cut to the protocol's limit and without control characters.
         reason: String,
@@ -118,8 +118,8 @@ pub enum MigrationError {
     },
     /// The destination has RAM in pages of a size that a lazy restore does not support.
     #[error(
-        "RAM block '{block}' is in pages of {size} bytes at the destination; a guest that runs before it has its pages can \
-         have them of 4 KiB to 2 MiB"
+        "RAM block '{block}' has pages of {size} bytes at the destination; postcopy and lazy restore need pages of 4 KiB to 2 \
+         MiB"
     )]
     PageSize {
         /// The RAM block.
@@ -166,7 +166,7 @@ pub enum MigrationError {
         source: MethodError,
     },
     /// The data of a source needs more memory than a source may make its receiver allocate.
-    #[error("what {channel} sends takes too much memory")]
+    #[error("the data of {channel} needs too much memory")]
     MemoryLimit {
         /// The channel.
         channel: Channel,
@@ -209,7 +209,7 @@ pub enum MigrationError {
         doing: &'static str,
     },
     /// The last round, with the guest stopped, left pages behind: the guest still writes, or its dirty log still changes.
-    #[error("{pages} pages were dirty after the last round, though the guest was stopped")]
+    #[error("{pages} pages were dirty after the last round, although the guest was stopped")]
     Incomplete {
         /// Number of pages.
         pages: u64,
@@ -232,7 +232,7 @@ pub enum MigrationError {
         available: u64,
     },
     /// A thread could not be started.
-    #[error("thread '{name}' could not be started")]
+    #[error("cannot start thread '{name}'")]
     Thread {
         /// The thread's name.
         name: String,
@@ -242,8 +242,7 @@ pub enum MigrationError {
     },
     /// A thread panicked: a bug. The migration was ended as by any other error.
     #[error(
-        "thread '{thread}' has panicked, which is a bug of Hotlift's or of the guest's: what it printed says \
-         where"
+        "thread '{thread}' panicked, which is a bug of Hotlift or of the guest: its output on standard error names the place"
     )]
     Panicked {
         /// The thread's name.
@@ -252,8 +251,8 @@ pub enum MigrationError {
     /// The source was informed that it may release the guest, and the destination never received the commit. If the source has
     /// released the guest, it is paused there, complete.
     #[error(
-        "the destination does not run the guest, but the source may have released it: if the \
-         source says 'completed', 'cont' it there"
+        "the destination does not run the guest, but the source may have released it: if the source reports 'completed', send \
+         'cont' there"
     )]
     Released {
         /// Error before the commit.
@@ -263,7 +262,7 @@ pub enum MigrationError {
     /// A postcopy ended while the destination loaded the devices. The source's QEMU (10.2 and newer) did not receive the answer
     /// that they are loaded, and lets its guest run again.
     #[error(
-        "the migration ended while the destination loaded the devices: the source's QEMU lets its guest run again"
+        "the migration ended while the destination loaded the devices: the source's QEMU runs its guest again"
     )]
     GivenBack {
         /// Error that ended it.
@@ -271,7 +270,7 @@ pub enum MigrationError {
         source: Box<MigrationError>,
     },
     /// The destination runs the guest without all of its pages.
-    #[error("the guest runs, and not all of its pages are there")]
+    #[error("the guest runs, but some of its pages have not arrived")]
     PagesMissing {
         /// Reason why no more pages came.
         #[source]
@@ -280,8 +279,8 @@ pub enum MigrationError {
     /// The destination had everything and was instructed to run the guest, and then no statement came back. The guest is paused
     /// here: to resume it could make two of it.
     #[error(
-        "the destination had the whole guest and was told to run it, but did not confirm: the \
-         guest is left paused here; resume it only if it does not run there"
+        "the destination received the whole guest and the request to run it, but did not confirm: the guest is left paused \
+         here; resume it only if it does not run there"
     )]
     InDoubt,
 }
@@ -348,7 +347,7 @@ impl MigrationError {
         Self::Mismatch {
             what: "multifd-compression".to_owned(),
             source_has: method.name().to_owned(),
-            destination_has: "none of that name: it is a QEMU".to_owned(),
+            destination_has: "no such method: it is a QEMU".to_owned(),
         }
     }
 

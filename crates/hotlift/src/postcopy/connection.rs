@@ -382,7 +382,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             Some(Word::Runs | Word::HasAll) => Ok(()),
             Some(Word::Never) => Err(self.answers.refusal()),
             None => Err(MigrationError::Timeout {
-                waiting_for: "the destination's word that it has all pages".to_owned(),
+                waiting_for: "the destination's message that it has all pages".to_owned(),
                 waited: LAST_WORD,
             }),
         }

@@ -180,7 +180,7 @@ impl Ledger {
         let block = current.ok_or_else(|| MigrationError::Protocol {
             channel: Channel::Main,
             got: "a request for pages of a RAM block that the VM does not have".to_owned(),
-            doing: "listening to the destination",
+            doing: "receiving from the destination",
         })?;
         let page_size = PAGE_SIZE as u64;
         let end = start.saturating_add(length.into()).div_ceil(page_size);

@@ -122,7 +122,7 @@ impl ReaderWait {
     pub(super) fn next(&mut self, now: Instant) -> Result<Instant, MigrationError> {
         if now >= self.until {
             return Err(MigrationError::Timeout {
-                waiting_for: "the destination to read the page that it asked for".to_owned(),
+                waiting_for: "the destination to read the page that it requested".to_owned(),
                 waited: LAST_WORD,
             });
         }

@@ -142,7 +142,7 @@ impl<'l> Recovery<'l> {
         }
         match self.until.saturating_duration_since(now) {
             Duration::ZERO => Err(MigrationError::Timeout {
-                waiting_for: "what the destination says of the pages that it has".to_owned(),
+                waiting_for: "the destination's bitmaps of received pages".to_owned(),
                 waited: ANSWERS,
             }),
             left => Ok(Step::Receive(left)),
@@ -186,7 +186,7 @@ fn acknowledged(bytes: &[u8]) -> Result<((), usize), WireError> {
         (ReturnMessage::ResumeAck(1), length) => Ok(((), length)),
         _ => Err(WireError::OutOfOrder {
             got: "a message",
-            expected: "the word that it goes on",
+            expected: "the acknowledgement of the resume",
         }),
     }
 }
@@ -196,7 +196,7 @@ fn bitmap(bytes: &[u8], block: &str, pages: usize) -> Result<(Vec<u8>, usize), W
     if message != (ReturnMessage::RecvBitmap { block }) {
         return Err(WireError::OutOfOrder {
             got: "a message",
-            expected: "the bitmap of the RAM block that was asked for",
+            expected: "the bitmap of the requested RAM block",
         });
     }
     let mut reader = Reader::new(&bytes[length..]);

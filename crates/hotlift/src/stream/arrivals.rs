@@ -141,7 +141,7 @@ impl<'a> Arrivals<'a> {
         }
         let is_beside = stream.is_from_where(main);
         if !is_beside {
-            let why = "a connection from elsewhere than the main channel";
+            let why = "a connection from another host than the main channel";
             self.strangers.turn_away(why);
         }
         is_beside

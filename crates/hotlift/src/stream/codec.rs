@@ -50,7 +50,7 @@ impl<C> ByMethod<C> {
                 let info = info.ok_or_else(|| MigrationError::Protocol {
                     channel: Channel::Multifd(self.id),
                     got: format!("method {}", method.name()),
-                    doing: "coding pages (this build does not know it)",
+                    doing: "encoding pages (this build does not have it)",
                 })?;
                 self.made.push((method, make(info)?));
                 self.made.len() - 1

@@ -180,7 +180,7 @@ impl<'a> Door<'a> {
         for entered in self.admission.accept(self.life.now(), enter)? {
             match entered {
                 Entered::Refused(refused) => self.strangers.turn_away(&error_line(&refused)),
-                Entered::Left(_) => self.strangers.turn_away("more connections than may wait"),
+                Entered::Left(_) => self.strangers.turn_away("too many waiting connections"),
             }
         }
         Ok(())
@@ -191,7 +191,7 @@ impl<'a> Door<'a> {
         let now = self.life.now();
         while self.admission.room.take_late(now).is_some() {
             self.strangers
-                .turn_away("a connection that did not say what it is in time");
+                .turn_away("a connection that sent no complete opening in time");
         }
         while self.told.take_late(now).is_some() {}
     }
@@ -285,7 +285,7 @@ impl<'a> Door<'a> {
         let mut others = arrivals.filter(|one| !matches!(one.head(), Head::Token(_)));
         self.others.extend(others.by_ref().take(room));
         for _ in others {
-            self.strangers.turn_away("more connections than may wait");
+            self.strangers.turn_away("too many waiting connections");
         }
     }
 }

@@ -211,7 +211,7 @@ impl<'a> MainInput<'a> {
 fn broken(source: std::io::Error) -> MigrationError {
     MigrationError::Connection {
         channel: Channel::Main,
-        doing: "listening to the source",
+        doing: "receiving from the source",
         source,
     }
 }

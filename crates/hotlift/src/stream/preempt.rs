@@ -76,7 +76,8 @@ impl PreemptIn {
 /// Returns the error for a connection that the peer should have made.
 pub(crate) fn has_not_come(waited: Duration) -> MigrationError {
     MigrationError::Timeout {
-        waiting_for: "the preempt channel (has the source capability postcopy-preempt?)".to_owned(),
+        waiting_for: "the preempt channel (check the source's capability postcopy-preempt)"
+            .to_owned(),
         waited,
     }
 }

@@ -67,7 +67,7 @@ impl Messages {
             let read = read_when_there(stream, &mut here).map_err(|source| {
                 MigrationError::Connection {
                     channel: self.channel,
-                    doing: "listening to the destination",
+                    doing: "receiving from the destination",
                     source,
                 }
             })?;
@@ -369,7 +369,8 @@ impl Answers {
                     return Err(MigrationError::Mismatch {
                         what: "multifd-compression".to_owned(),
                         source_has: AUTO.name.to_owned(),
-                        destination_has: "no method by packet: it is an older hotlift".to_owned(),
+                        destination_has: "one method for all packets: it is an older hotlift"
+                            .to_owned(),
                     });
                 }
                 Ok(true)
@@ -442,9 +443,9 @@ impl Heard {
 
 fn refusal(heard: &Heard) -> MigrationError {
     let unexplained = match heard.accepted {
-        Some(_) => "it does not run the guest, and sends no reason: see the log of 'hotlift' there",
+        Some(_) => "it does not run the guest and sent no reason: see the log of 'hotlift' there",
         None => {
-            "its QEMU could not load the guest, and sends no reason on the stream: see the log of that QEMU"
+            "its QEMU could not load the guest and sent no reason on the stream: see the log of that QEMU"
         }
     };
     let reason = heard.reason.clone();

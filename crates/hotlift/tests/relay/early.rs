@@ -173,7 +173,7 @@ fn a_destination_that_does_not_answer_a_stream_that_is_passed_through_is_given_u
     { main }.write_all(&not_to_be_taken_apart()).unwrap();
     let line = relay.outcome("a silent destination").unwrap_err().chain();
     assert!(
-        line.contains("switch multifd off at the destination"),
+        line.contains("turn multifd off at the destination"),
         "{line}"
     );
 }

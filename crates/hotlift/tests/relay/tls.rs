@@ -120,7 +120,7 @@ fn a_connection_of_another_host_or_without_tls_is_not_passed_through() {
     until_turned_away(&relay, ANOTHER, 1);
     let plain = to.connect(DEADLINE).unwrap();
     (&plain).write_all(b"a page without TLS").unwrap();
-    until_turned_away(&relay, "without TLS", 1);
+    until_turned_away(&relay, "does not use TLS", 1);
     // The next connection there is from our host.
     let extra = connect(&ours);
     (&extra).write_all(b"a page").unwrap();

@@ -75,7 +75,7 @@ fn a_destination_that_refuses_is_quoted_at_the_source() {
     for relay in &outcome.relays {
         let line = relay.as_ref().unwrap_err().chain();
         // Once, however many relays have forwarded it.
-        let count = line.matches("the destination gave up").count();
+        let count = line.matches("the destination aborted").count();
         assert_eq!(count, 1, "{line}");
     }
 }

@@ -356,7 +356,7 @@ pub(super) fn read_ends(file: &PlaceReader) -> Result<(FileInfo, u32, Contents),
     file.read_exact(&mut rest, HEAD_LEN as u64)?;
     let (mut info, seed) = layout::read_info(&head, &rest)?;
     if info.base.is_some() {
-        let reason = "it builds on another file, which this version does not read".to_owned();
+        let reason = "it depends on another file, which this version does not read".to_owned();
         return Err(FileError::CannotBeSaved { reason });
     }
     let contents = read_contents(file, seed)?;

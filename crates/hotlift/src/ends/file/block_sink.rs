@@ -110,7 +110,7 @@ impl BlockSink {
     ) -> Result<Self, MigrationError> {
         let capabilities = &opening.configuration.capabilities;
         if capabilities.iter().any(|name| name == IGNORE_SHARED) {
-            let reason = format!("capability {IGNORE_SHARED} is on, which leaves shared RAM out");
+            let reason = format!("capability {IGNORE_SHARED} is on, which omits shared RAM");
             return Err(FileError::CannotBeSaved { reason }.into());
         }
         let options = &settings.outgoing;
@@ -468,7 +468,7 @@ impl Writer<'_> {
         self.is_checked = blocks.decode_payload(head, &self.payload)? == pages;
         if !self.is_checked {
             let reason = format!(
-                "method {} does not decode to what went in",
+                "output of method {} does not decode to its input",
                 self.sink.method.name
             );
             return Err(FileError::CannotBeSaved { reason }.into());

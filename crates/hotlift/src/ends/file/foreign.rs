@@ -24,22 +24,22 @@ const KINDS: &[Kind] = &[
     (
         b"QFI\xfb",
         "a qcow2 disk image",
-        "QEMU loads a snapshot in it: -loadvm NAME",
+        "load a snapshot in it with QEMU: -loadvm NAME",
     ),
     (
         b"LibvirtQemudSave",
         "a save file of libvirt",
-        "libvirt loads it: virsh restore FILE",
+        "restore it with libvirt: virsh restore FILE",
     ),
     (
         b"LibvirtQemudPart",
-        "a save file of libvirt that is not complete",
+        "an incomplete save file of libvirt",
         "save the guest again",
     ),
     (
         b"\x7fELF",
         "an ELF file",
-        "a memory dump has no devices, and no guest is restored from it",
+        "a memory dump has no devices, so no guest can be restored from it",
     ),
 ];
 

@@ -20,7 +20,7 @@ pub(super) fn not_regular(kind: FileType) -> Option<&'static str> {
         (kind.is_char_device(), "a character device"),
     ];
     let named = names.into_iter().find_map(|(is, name)| is.then_some(name));
-    named.or_else(|| (!kind.is_file()).then_some("no regular file"))
+    named.or_else(|| (!kind.is_file()).then_some("not a regular file"))
 }
 
 /// Opens a file for random access. Never blocks: the open of a FIFO would, until another process writes to it.

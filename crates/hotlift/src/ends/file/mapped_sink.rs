@@ -133,13 +133,11 @@ impl MappedRamSink {
 fn head(configuration: &Configuration) -> Result<Vec<u8>, MigrationError> {
     let refused = |reason| Err(FileError::CannotBeSaved { reason }.into());
     if configuration.is_absent() {
-        let why = "machine types up to 2.3 do not go together with mapped-ram: use format hotlift";
+        let why = "mapped-ram does not support machine types up to 2.3: use format hotlift";
         return refused(why.to_owned());
     }
     if let Some(name) = configuration.capabilities.first() {
-        return refused(format!(
-            "capability {name} does not go together with mapped-ram"
-        ));
+        return refused(format!("mapped-ram does not support capability {name}"));
     }
     let mut configuration = configuration.clone();
     configuration.capabilities.push(MAPPED_RAM.to_owned());

@@ -130,7 +130,7 @@ impl FileFormat {
             _ if options.compress => {
                 return Err(OptionError::Conflict {
                     option: "compress=on".to_owned(),
-                    needs: "a stream: in a file multifd-compression says how pages are compressed",
+                    needs: "a stream: in a file, multifd-compression sets the compression of pages",
                 });
             }
             Self::MappedRam if method.flag != 0 => format!("multifd-compression={}", method.name),
@@ -138,7 +138,7 @@ impl FileFormat {
         };
         Err(OptionError::Conflict {
             option: asked,
-            needs: "format hotlift: QEMU's mapped-ram file has its pages uncompressed",
+            needs: "format hotlift: pages of QEMU's mapped-ram files are uncompressed",
         })
     }
 }

@@ -275,7 +275,8 @@ impl Server<'_> {
                 // The client has closed the connection without a request.
                 Ok(None) => {}
                 Err(ServerError::Protocol(_)) => {
-                    let reason = "it asks for no file, and this 'hotlift serve' has --files and takes no guest";
+                    let reason =
+                        "it requests no file, and this 'hotlift serve --files' accepts no guest";
                     self.refused(&stream, reason.to_owned());
                 }
                 Err(error) => self.refused(&stream, error_line(&error)),
@@ -313,14 +314,14 @@ impl Server<'_> {
     ) {
         let (version, _, name) = &opening;
         if *version != VERSION {
-            let text = format!("it speaks version {VERSION} of this protocol, and not {version}");
+            let text = format!("it supports version {VERSION} of this protocol, not {version}");
             return self.refuse(&stream, name, Refusal::Version, &text);
         }
         let visitor = visitor_of(&stream);
         let mut guests = lock(&self.guests);
         if !guests.has_place(&visitor, self.places, self.control.life().now()) {
             drop(guests);
-            return self.refuse(&stream, name, Refusal::NotNow, "all places are taken");
+            return self.refuse(&stream, name, Refusal::NotNow, "too many clients");
         }
         let connection = Arc::new(Connection {
             stream,
@@ -388,7 +389,7 @@ impl Server<'_> {
     /// Opens the save file with that name, or returns the reason to reject it.
     fn open(&self, name: &str) -> Result<Handed, (Refusal, String)> {
         let not_there = || {
-            let reason = "there is no save file of that name";
+            let reason = "no save file has that name";
             (Refusal::NotThere, reason.to_owned())
         };
         let failed = |what: &str, error: &io::Error| {
@@ -425,8 +426,8 @@ impl Server<'_> {
         read.map_err(|error| match error {
             FileError::Read { source, .. } => failed("it cannot be read", &source),
             FileError::NotASave if is_of_qemu => {
-                let reason = "it is a file of QEMU's (mapped-ram, or a plain stream), and only files of 'hotlift save' are handed \
-                              out: copy it to the other host, and restore it there";
+                let reason = "it is a file of QEMU (mapped-ram or a plain stream), but only files of 'hotlift save' are \
+                              served: copy it to the other host and restore it there";
                 (Refusal::NotThere, reason.to_owned())
             }
             error => (Refusal::NotThere, error_line(&error)),

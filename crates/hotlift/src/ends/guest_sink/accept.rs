@@ -202,7 +202,9 @@ impl Expected<'_> {
             (None | Some(_), _) => arrivals.missing(wanted),
         };
         MigrationError::Timeout {
-            waiting_for: format!("{missing} (is multifd-channels {wanted} on the source, too?)"),
+            waiting_for: format!(
+                "{missing} (check that multifd-channels is {wanted} on the source too)"
+            ),
             waited: self.options.handshake_timeout,
         }
     }

@@ -45,7 +45,7 @@ impl GuestRam<'_> {
         Err(MigrationError::Protocol {
             channel: Channel::Multifd(self.id),
             got: got.to_owned(),
-            doing: "bringing pages to a guest that runs",
+            doing: "receiving pages of a running guest",
         })
     }
 }

@@ -171,7 +171,7 @@ impl State<'_> {
                 postcopy::discard(sink, block, ranges)?;
             }
             Action::Run(pings) => return Ok(Next::Run(pings)),
-            _ => return Err(unexpected("what only a relay takes")),
+            _ => return Err(unexpected("a record for relays")),
         }
         Ok(Next::Go)
     }
@@ -180,7 +180,7 @@ impl State<'_> {
         let answered = self.sink.source.answer(&encode(messages));
         answered.map_err(|source| MigrationError::Connection {
             channel: Channel::Main,
-            doing: "talking to the source",
+            doing: "communicating with the source",
             source,
         })
     }

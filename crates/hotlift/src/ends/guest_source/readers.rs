@@ -104,7 +104,7 @@ impl Source for GuestSource<'_> {
         let limit = self.options.handshake_timeout;
         if now.saturating_duration_since(moved.1) > limit {
             session.fail(MigrationError::Timeout {
-                waiting_for: "any progress while the guest stands still".to_owned(),
+                waiting_for: "progress while the guest is paused".to_owned(),
                 waited: limit,
             });
         }

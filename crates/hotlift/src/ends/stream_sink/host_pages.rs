@@ -93,7 +93,7 @@ impl HostPages {
         let page = usize::try_from(offset - start).unwrap_or(usize::MAX) / PAGE_SIZE;
         let bit = 1 << (page % 64);
         if gathered.has[page / 64] & bit != 0 {
-            return Err(unexpected("a page that has come before"));
+            return Err(unexpected("a page that arrived before"));
         }
         gathered.has[page / 64] |= bit;
         match content {

@@ -57,12 +57,12 @@ use crate::stream::return_path::listen;
 pub(crate) const LOADING: Duration = Duration::from_secs(60);
 
 /// Name of the awaited message after the devices.
-const LOADED: &str = "the destination's word that it has loaded the guest";
+const LOADED: &str = "the destination's message that it loaded the guest";
 
 /// Possible reason of a QEMU that rejects a stream; QEMU reports its own reason only in its log.
-const GUESSED_SYNC_POINTS: &str = "it could not load the guest; its own log says why. The stream does not show how this machine \
-                                   type synchronises multifd: if QEMU's log has 'migration flags: 0x200', use \
-                                   --multifd-flush-after-each-section=on; if QEMU waited, the other value";
+const GUESSED_SYNC_POINTS: &str = "it could not load the guest; its log has the reason. The stream does not show how this \
+                                   machine type synchronises multifd: if QEMU's log has 'migration flags: 0x200', use \
+                                   --multifd-flush-after-each-section=on; if QEMU waited, use the other value";
 
 /// Newest machine type that sends no configuration.
 const LAST_WITHOUT_CONFIGURATION: (u32, u32) = (2, 3);
@@ -71,19 +71,19 @@ const LAST_WITHOUT_CONFIGURATION: (u32, u32) = (2, 3);
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Name of the awaited answer to the opening.
-const OPENED: &str = "the destination's answer to the opening (is its machine the source's, has it as many \
-                      multifd channels, and the same method?)";
+const OPENED: &str = "the destination's answer to the opening (check that both sides have the same machine, multifd-channels \
+                      and method)";
 
 /// Reason reported for a guest that a killed QEMU did not get.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
 
 /// Name of the awaited answer before the guest starts there without all of its pages.
 const READY: &str =
-    "the destination's word that it is ready for postcopy (has it capability postcopy-ram?)";
+    "the destination's message that it is ready for postcopy (check its capability postcopy-ram)";
 
 /// Name of the awaited answer of a relay after the RAM blocks.
 const CONFIRMATION: &str =
-    "the destination's relay to report that its QEMU is connected (see its own log)";
+    "the report of the destination's relay that its QEMU is connected (see that relay's log)";
 
 /// Time that the peer's reason may arrive after the peer closed a connection.
 const REASON_WAIT: Duration = Duration::from_millis(200);
@@ -498,7 +498,7 @@ impl Sink for StreamSink<'_> {
         }
         let waiting_for = match self.seen.is_guest {
             true => format!(
-                "the destination's answer to the opening (does it expect {} multifd channels, too?)",
+                "the destination's answer to the opening (check that it expects {} multifd channels too)",
                 settings.channels()
             ),
             false => OPENED.to_owned(),
@@ -695,7 +695,7 @@ impl Sink for StreamSink<'_> {
             ReturnMessage::Hello { .. } if !self.seen.is_guest => Err(MigrationError::Protocol {
                 channel,
                 got: "a second HELLO".to_owned(),
-                doing: "listening to the destination",
+                doing: "receiving from the destination",
             }),
             ReturnMessage::Load(load) => {
                 if let Some(auto) = self.out.multifd.auto() {

@@ -208,7 +208,7 @@ impl<'a> Uncounted<'a> {
         let come = self.arrivals.multifd.len();
         match come < usize::from(channels) {
             true => format!("{} of the source", self.arrivals.missing(channels)),
-            false => format!("the rest of the source's multifd channels ({come} have come)"),
+            false => format!("the rest of the source's multifd channels ({come} arrived)"),
         }
     }
 
@@ -312,7 +312,7 @@ fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), Migratio
         return Err(stray(
             packet,
             &format!(
-                "more multifd channels than max-channels={max_channels} lets in (raise --max-channels), "
+                "more multifd channels than max-channels={max_channels} (raise --max-channels), "
             ),
         ));
     }

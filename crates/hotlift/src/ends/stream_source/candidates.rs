@@ -21,7 +21,7 @@ use crate::life::{LONG, Life};
 use crate::lock::lock;
 
 /// Reason of a rejection.
-pub(crate) const NO_PREEMPT: &str = "a connection that is no preempt channel";
+pub(crate) const NO_PREEMPT: &str = "a connection that is not a preempt channel";
 
 /// Connections that may be the preempt channel.
 #[derive(Debug, Default)]

@@ -106,10 +106,10 @@ impl Demand {
             return Err(MigrationError::Protocol {
                 channel: Channel::Main,
                 got: format!(
-                    "page {offset:#x} of RAM block '{}' once more",
+                    "page {offset:#x} of RAM block '{}' again",
                     self.blocks[block].0
                 ),
-                doing: "passing on pages in postcopy",
+                doing: "forwarding pages in postcopy",
             });
         }
         Ok(state.waiting.contains(&(block, offset)))
@@ -172,7 +172,7 @@ impl Demand {
             .wait_patiently(patience, |state| state.latest, goes_on, is_met)?;
         met.ok_or_else(|| MigrationError::Timeout {
             waiting_for: format!(
-                "{} pages that the guest asked its source for",
+                "{} pages that the guest requested from its source",
                 self.state.lock().waiting.len()
             ),
             waited: patience,

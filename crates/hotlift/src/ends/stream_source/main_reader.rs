@@ -249,7 +249,7 @@ impl Relay<'_> {
                 }
                 return outcome.map(|_| Next::Done);
             }
-            _ => return Err(unexpected("what only a guest takes")),
+            _ => return Err(unexpected("a record for guests")),
         }
         Ok(Next::GoOn)
     }
@@ -377,7 +377,7 @@ impl Relay<'_> {
         if self.upstream.source.is_hotlift()
             && !(session.taking.loaded() && session.taking.commit())
         {
-            return Err(unexpected("the switch behind a failure"));
+            return Err(unexpected("the switchover after a failure"));
         }
         postcopy(session)?.end_package(end)?;
         session.control.set_status(Status::PostcopyActive);
@@ -392,7 +392,7 @@ impl Relay<'_> {
             return Err(MigrationError::Protocol {
                 channel: Channel::Main,
                 got: "a further multifd channel at the end of the stream".to_owned(),
-                doing: "reading RAM (its connection came too late to be counted)",
+                doing: "reading RAM (its connection arrived too late to be counted)",
             });
         }
         // A source that reads answers releases the guest at SHUT(0), and not before. If its connection is closed already, it
@@ -420,7 +420,7 @@ impl Relay<'_> {
         let session = self.session;
         // A source that got the answer that the guest never runs here keeps it.
         if !session.taking.commit() {
-            return Err(unexpected("EOF of a source that has kept the guest"));
+            return Err(unexpected("EOF of a source that keeps the guest"));
         }
         if !session.commit(hooks) {
             session.taking.refused();

@@ -53,8 +53,8 @@ const LAST: usize = 2 * 4 + limits::ERROR_TEXT + 4;
 const SHUT_0: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
 
 /// Name of an awaited message: a QEMU answers the first PING as soon as it reads its stream.
-const ANSWER: &str = "the destination's first answer to a stream that is passed through unread (a QEMU with multifd on waits \
-                      for channels, which this stream has not: switch multifd off at the destination QEMU)";
+const ANSWER: &str = "the destination's first answer to a stream that is passed through unread (this stream has no multifd \
+                      channels, for which a QEMU with multifd on waits: turn multifd off at the destination QEMU)";
 
 /// A source whose stream is passed through.
 pub(crate) struct Unread<'a> {
@@ -109,9 +109,9 @@ fn unfit(options: &Options, why: &str) -> Option<MigrationError> {
     (channels > 0).then(|| MigrationError::Protocol {
         channel: Channel::Main,
         got: format!(
-            "a stream without multifd channels that cannot be taken apart ({why}), for a QEMU that waits for {channels} of them"
+            "a stream without multifd channels that cannot be parsed ({why}), for a QEMU that waits for {channels} channels"
         ),
-        doing: "opening the migration (switch multifd off at the destination QEMU too, and start its relay with --multifd off)",
+        doing: "opening the migration (turn multifd off at the destination QEMU too, and start its relay with --multifd off)",
     })
 }
 
@@ -131,8 +131,8 @@ fn carry_all(
     if arrivals.has_channels() {
         return Err(Refused::BeforeTheFirstByte(MigrationError::Protocol {
             channel: Channel::Main,
-            got: format!("a stream with multifd that cannot be taken apart ({why})"),
-            doing: "opening the migration (switch multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate \
+            got: format!("a stream with multifd that cannot be parsed ({why})"),
+            doing: "opening the migration (turn multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate \
                     without the relay)",
         }));
     }
@@ -264,7 +264,7 @@ fn carry_all(
                 Ok(Some(_)) if is_full => {
                     control
                         .strangers()
-                        .turn_away("more connections than a stream that is passed through has");
+                        .turn_away("more connections than a passed-through stream has");
                 }
                 Ok(Some(stream)) => match connect() {
                     Err(_) => {}

@@ -42,7 +42,7 @@ fn pass_on(
     let Some(postcopy) = session.sink.postcopy().filter(|_| session.may_run_there()) else {
         return Err(MigrationError::Protocol {
             channel: Channel::Main,
-            got: "a page that nobody can wait for yet".to_owned(),
+            got: "a page before any request".to_owned(),
             doing: "reading a preempt channel",
         });
     };

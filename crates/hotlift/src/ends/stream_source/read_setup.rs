@@ -45,7 +45,7 @@ pub(crate) fn read_setup(
                     answer(main, &encode(&pongs))?;
                 }
                 Action::Nothing => {}
-                _ => return Err(unexpected("something of RAM before its beginning")),
+                _ => return Err(unexpected("a RAM record before the start of RAM")),
             }
             Ok(None)
         })?;

@@ -361,7 +361,8 @@ impl Restore<'_> {
                 main.raw(&section.bytes)?;
             }
         }
-        self.await_answers("QEMU's answer to the opening (is its machine the file's, with capability postcopy-ram on?)")?;
+        self.await_answers("QEMU's answer to the opening (check that its machine is that of the file, and its capability \
+                            postcopy-ram)")?;
         if let Some(stream) = (self.connect_preempt)()? {
             self.connection.answer_on(stream, false);
         }

@@ -146,7 +146,7 @@ impl Migration<'_> {
                 };
                 let threads = &session.threads;
                 threads.spawn(scope, "mig/src/answer".to_owned(), &failed, answer)?;
-                let waiting = "the destination's word that it has loaded the devices";
+                let waiting = "the destination's message that it loaded the devices";
                 let limit = Some((LOADING, waiting));
                 answers.await_answers(limit, LONG, || match answers.word() {
                     // The destination stays connected until its refusal was received.

@@ -93,7 +93,7 @@ impl MainChannel {
                 Action::Devices(sections)
             }
             DeviceStateEvent::Ping(_) if !any => {
-                return Err(unexpected("PING in another place than behind the devices"));
+                return Err(unexpected("PING at another place than after the devices"));
             }
             DeviceStateEvent::Ping(value) => self.asks(&[], value)?,
             DeviceStateEvent::Eof => {
@@ -110,7 +110,7 @@ impl MainChannel {
         match bytes.first() {
             None => return Ok(Step::Need(1)),
             Some(&EOF) if !is_postcopy || self.stage == Stage::Ran => {}
-            Some(_) => return Err(unexpected("something else than EOF")),
+            Some(_) => return Err(unexpected("another record than EOF")),
         }
         let has_description = !is_postcopy && matches!(self.taker, Taker::Relay { .. });
         self.phase = match has_description {

@@ -64,7 +64,7 @@ pub(crate) const RELEASE: Duration = Duration::from_secs(60);
 const DESCRIPTION: Duration = Duration::from_secs(1);
 
 /// Activity named in errors after RAM of a Hotlift's stream.
-const ENDING: &str = "reading the end of a hotlift's stream";
+const ENDING: &str = "reading the end of a Hotlift stream";
 
 /// Limit of the source's silence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -487,10 +487,10 @@ impl MainChannel {
                     Silence::WithinRecords(_) => {
                         let wanted = come + self.needed;
                         format!(
-                            "the rest of a record of the main channel ({come} of {wanted} bytes have come)"
+                            "the rest of a record of the main channel ({come} of {wanted} bytes arrived)"
                         )
                     }
-                    _ => "the rest of the source's set-up on main".to_owned(),
+                    _ => "the rest of the source's set-up on the main channel".to_owned(),
                 },
                 waited: self.limit(come).unwrap_or_default(),
             }),
@@ -538,8 +538,7 @@ pub(crate) fn unexpected(got: &str) -> MigrationError {
 /// Returns the error for a source that has exceeded [`RELEASE`].
 pub(crate) fn not_released() -> MigrationError {
     MigrationError::Timeout {
-        waiting_for: "the source to release the guest (it was told that all is loaded; ask its \
-                      query-migrate)"
+        waiting_for: "the source to release the guest (it received the report that all is loaded; check its query-migrate)"
             .to_owned(),
         waited: RELEASE,
     }
@@ -557,7 +556,7 @@ fn too_many_devices(what: &'static str, got: usize) -> MigrationError {
 fn release(bytes: &[u8], held: usize) -> Result<Step<'_>, MigrationError> {
     match bytes.len() > held {
         true => Err(protocol(
-            "bytes behind the VM description",
+            "bytes after the VM description",
             "waiting for the source to release the guest",
         )),
         false => Ok(Step::Need(1)),

@@ -73,7 +73,7 @@ impl MainChannel {
             }
             MainEvent::SectionStart { .. } if is_guest => {
                 return Err(protocol(
-                    "a device before the end of RAM, or behind the last",
+                    "a device before the end of RAM, or after the last",
                     PRECOPY,
                 ));
             }
@@ -200,7 +200,7 @@ impl MainChannel {
                 }
                 wire::Step::Event { .. } => {
                     return Err(unexpected(
-                        "something else than the checksum of the package",
+                        "another record than the checksum of the package",
                     ));
                 }
             }
@@ -235,10 +235,10 @@ impl MainChannel {
                 self.listens = true;
                 Action::Nothing
             }
-            _ if !self.listens => return misplaced("something before LISTEN"),
+            _ if !self.listens => return misplaced("a record before LISTEN"),
             MainEvent::Postcopy(PostcopyCommand::Run) => {
                 if missing > 0 {
-                    return misplaced("something behind RUN");
+                    return misplaced("a record after RUN");
                 }
                 if self.is_hotlift() && self.pings.is_empty() {
                     return misplaced("RUN without a checksum");

@@ -55,5 +55,5 @@ impl MainChannel {
 }
 
 fn out_of_place(got: &str) -> MigrationError {
-    protocol(got, "bringing pages to a guest that runs")
+    protocol(got, "receiving pages of a running guest")
 }

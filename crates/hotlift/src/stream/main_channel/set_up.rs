@@ -33,7 +33,7 @@ pub(super) const PRECOPY: &str = "a multifd precopy migration";
 
 /// Reason to pass a stream through unparsed: a device with a START section follows `ram`.
 const LIVE_DEVICE: &str =
-    "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)";
+    "a device other than RAM sends state while the guest runs (VFIO, block bitmaps)";
 
 /// RAM of the VM.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -150,7 +150,7 @@ impl MainChannel {
             return Step::Need(missing);
         }
         if bytes.starts_with(&RESUMED_MAGIC) {
-            let why = "a postcopy that was interrupted goes on".to_owned();
+            let why = "it resumes an interrupted postcopy".to_owned();
             let is_answered = false;
             return Step::Do(Action::PassThrough { why, is_answered }, 0);
         }
@@ -420,7 +420,7 @@ impl MainChannel {
         match page_sizes {
             _ if !rules.postcopy_ram => differs("postcopy-ram", "on", "off"),
             _ if self.section.is_some() || self.stage != Stage::Precopy => Err(protocol(
-                "POSTCOPY_ADVISE behind the RAM blocks, or a second",
+                "POSTCOPY_ADVISE after the RAM blocks, or a second one",
                 PRECOPY,
             )),
             Some((host, target)) if (host, target) != (page, page) => differs(
@@ -439,7 +439,7 @@ impl MainChannel {
 
 /// Returns the reason to pass a stream through unparsed: this device has an early section of an unknown layout.
 fn before_ram(idstr: &str) -> String {
-    format!("device '{idstr}' sends state before RAM in a layout that is not known")
+    format!("device '{idstr}' sends state before RAM in an unknown layout")
 }
 
 /// Returns true if postcopy supports these host page sizes (ORed) and this target page size.
@@ -468,12 +468,12 @@ pub(super) fn broken(error: WireError, early: &EarlyLengths) -> MigrationError {
         }
         (WireError::NoSectionEnd { .. } | WireError::SectionLength { .. }, _) => error.to_string(),
         // The end of that device may have been placed wrongly.
-        (_, Some(idstr)) => format!("{error}, behind device '{idstr}', whose state has no length"),
+        (_, Some(idstr)) => format!("{error}, after device '{idstr}', whose state has no length"),
         _ => return MigrationError::main_wire(error),
     };
     MigrationError::Protocol {
         channel: Channel::Main,
         got,
-        doing: "reading RAM (switch multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate without the relay)",
+        doing: "reading RAM (turn multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate without the relay)",
     }
 }

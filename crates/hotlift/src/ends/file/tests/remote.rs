@@ -239,7 +239,7 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
     let serving = Serving::start(folder.path(), &at, Some(tls));
     // A client without TLS at a server with TLS.
     let error = error_line(&refusal(&serving.file("vm")));
-    assert!(error.contains("speaks TLS only"), "{error}");
+    assert!(error.contains("accepts only TLS"), "{error}");
     // A client with another CA.
     let mut other = serving.file("vm");
     other.tls = Some(Pki::new().tls("localhost"));
@@ -281,7 +281,7 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
         ..serving.file("vm")
     };
     let error = error_line(&refusal(&other));
-    assert!(error.contains("no 'hotlift serve --files'"), "{error}");
+    assert!(error.contains("not 'hotlift serve --files'"), "{error}");
     answering.join().unwrap();
 }
 

@@ -57,7 +57,7 @@ impl Agreement {
                 Ok(Answer::AwaitPreempt(self.until.min(now + patience)))
             }
             (Action::Resume, None) => Ok(Answer::Agreed),
-            _ => Err(unexpected("what is not agreed")),
+            _ => Err(unexpected("a record without an agreement")),
         }
     }
 }

@@ -51,8 +51,8 @@ impl<'a> LazyRam<'a> {
         let twice = || {
             Err(MigrationError::Protocol {
                 channel: Channel::Main,
-                got: format!("page {page} of RAM block {block} a second time"),
-                doing: "bringing pages to a guest that runs",
+                got: format!("page {page} of RAM block {block} again"),
+                doing: "receiving pages of a running guest",
             })
         };
         if self.received[block].test(page) {
@@ -91,7 +91,7 @@ impl<'a> LazyRam<'a> {
             .waits
             .wait_patiently(patience, |waits| waits.latest, goes_on, is_met)?;
         met.ok_or_else(|| MigrationError::Timeout {
-            waiting_for: "pages on the preempt channel that the guest has touched".to_owned(),
+            waiting_for: "pages requested by the guest on the preempt channel".to_owned(),
             waited: patience,
         })
     }

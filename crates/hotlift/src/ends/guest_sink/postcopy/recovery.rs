@@ -54,7 +54,7 @@ impl Incoming<'_> {
                 if !self.is_the_source(&arrival) {
                     control
                         .strangers()
-                        .turn_away("a connection that is not of the source that was lost");
+                        .turn_away("a connection of another source than the lost one");
                     continue;
                 }
                 let main = Arc::new(arrival.stream);

@@ -263,7 +263,7 @@ impl Incoming<'_> {
                 let _ = self.link.say(&encode(&[ReturnMessage::Pong(*value)]));
             }
             Action::Eof { .. } => return Ok(false),
-            _ => return Err(unexpected("what a guest that runs does not take")),
+            _ => return Err(unexpected("a record that a running guest does not accept")),
         }
         Ok(true)
     }
