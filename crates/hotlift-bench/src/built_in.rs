@@ -100,7 +100,7 @@ fn outcome(moved: Moved, fill_in: impl FnOnce(&mut Completed)) -> Outcome {
             let problem = check.and_then(|check| check.problem);
             let error = error.or(problem);
             return Outcome::Failed {
-                error: error.unwrap_or_else(|| "one side did not say how it ended".to_owned()),
+                error: error.unwrap_or_else(|| "one side did not report how it ended".to_owned()),
             };
         }
     };

@@ -56,7 +56,7 @@ impl Journal {
         {
             self.told = true;
             super::warn(format!(
-                "cannot write {}: {error}; the bench goes on, and tries again after each run",
+                "cannot write {}: {error}; the bench continues, and retries after each run",
                 self.path.display()
             ));
         }

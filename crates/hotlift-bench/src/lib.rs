@@ -86,33 +86,33 @@ pub struct BenchArgs {
     #[arg(long, value_name = "NAME", value_parser = suite::choose, conflicts_with_all = ["methods",
           "levels", "channels", "zero_pages", "bandwidths", "workloads", "zero_shares", "zero_touched"])]
     suite: Option<Choice>,
-    /// Run only those cells whose line of --dry-run has this text; repeatable
+    /// Run only the cells whose line of --dry-run contains this text; repeatable
     #[arg(long, value_name = "TEXT", hide_short_help = true)]
     only: Vec<String>,
-    /// Run each cell so often
+    /// Number of runs of each cell
     #[arg(long, value_name = "N", default_value_t = 3,
           value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// Keep runs.jsonl and report.html in this folder; runs of before stay [default: hotlift-bench; with
-    /// --kept the folder of its first file]
+    /// Folder of runs.jsonl and report.html; earlier runs stay in it [default: hotlift-bench; with --kept the folder of its
+    /// first file]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Say which cells there are and what memory they need, and run none
+    /// List the cells and the memory that they need, and run none
     #[arg(long)]
     dry_run: bool,
     /// Measure this command [default: hotlift in the folder of this program, else on PATH]
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     hotlift: Option<PathBuf>,
-    /// Have this QEMU do the same work in the same run
+    /// Measure this QEMU with the same work in the same run
     #[arg(long, value_name = "PATH", conflicts_with = "to")]
     with_qemu: Option<PathBuf>,
-    /// Have QEMUs migrate through two relays, too, which use the method instead of them
+    /// Measure QEMUs with two relays too, which compress instead of the QEMUs
     #[arg(long, requires = "with_qemu", conflicts_with = "suite")]
     relays: bool,
     /// Migrate to the host where 'hotlift-bench --serve' waits: tcp:HOST:PORT
     #[arg(long, value_name = "URI", value_parser = Address::of_peer)]
     to: Option<Address>,
-    /// Be the other host: take the guests of 'hotlift-bench --to', until Ctrl-C
+    /// Be the other host: receive the guests of 'hotlift-bench --to', until Ctrl-C
     #[arg(long, value_name = "URI", conflicts_with_all = ["to", "suite", "with_qemu", "link"])]
     serve: Option<Address>,
     /// Print the tables of kept runs, write their report into the folder of --out, and run nothing;
@@ -123,7 +123,7 @@ pub struct BenchArgs {
     /// rates at a time after the request to migrate, as in 10gbit,500mbit@1s
     #[arg(long, value_name = "RATE[,DELAY][,RATE@TIME]", conflicts_with = "to")]
     link: Option<Link>,
-    /// Have a busy thread take a core so long after the request to migrate
+    /// Occupy a core with a busy thread, this time after the request to migrate
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, hide_short_help = true)]
     neighbour: Option<Duration>,
     /// End a run that takes longer
@@ -138,7 +138,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Guest",
           value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
     vcpus: u8,
-    /// Pages that the guest writes in a second
+    /// Pages that the guest writes per second
     #[arg(
         long,
         value_name = "PAGES/S",
@@ -146,13 +146,13 @@ pub struct BenchArgs {
         help_heading = "Guest"
     )]
     rate: u64,
-    /// Bytes that it writes to [default: an eighth of the RAM]
+    /// Size of the memory that it writes to, in bytes [default: an eighth of the RAM]
     #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Guest", hide_short_help = true)]
     working_set: Option<u64>,
-    /// Write the zero pages once, so that the host has to allocate them
+    /// Write the zero pages once, so that the host allocates them
     #[arg(long, help_heading = "Guest", hide_short_help = true)]
     zero_touched: bool,
-    /// Start of all random numbers, those of the order of runs among them
+    /// Seed of all random numbers, including the order of runs
     #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
     seed: u64,
     #[command(flatten)]

@@ -30,7 +30,7 @@ pub struct MatrixArgs {
     #[arg(long = "channels", value_name = "NUMBERS", value_delimiter = ',', default_value = "2",
           value_parser = clap::value_parser!(u8).range(1..))]
     channels: Vec<u8>,
-    /// Where zero pages are looked for
+    /// Where zero pages are detected
     #[arg(
         long = "zero-page-detection",
         value_name = "MODES",
@@ -46,7 +46,7 @@ pub struct MatrixArgs {
         default_value = "0"
     )]
     bandwidths: Vec<String>,
-    /// Which guests
+    /// Kinds of guests
     #[arg(
         long = "guest",
         value_enum,
@@ -55,7 +55,7 @@ pub struct MatrixArgs {
         default_value = "auto"
     )]
     guests: Vec<GuestChoice>,
-    /// Where the guest writes: idle, random, sequential or hotset
+    /// Write pattern of the guest: idle, random, sequential or hotset
     #[arg(
         long = "workload",
         value_name = "NAMES",
@@ -63,8 +63,8 @@ pub struct MatrixArgs {
         default_value = "idle"
     )]
     workloads: Vec<Workload>,
-    /// Folders or memory images that RAM is filled with; "generated" is a mix as of a server, "mixed" text and
-    /// random bytes in turn
+    /// Folders or memory images to fill RAM with; "generated" is a mix like that of a server, "mixed" alternates text and
+    /// random bytes
     #[arg(
         long = "fill",
         value_name = "PATHS",
@@ -72,7 +72,7 @@ pub struct MatrixArgs {
         default_value = "generated"
     )]
     fills: Vec<Fill>,
-    /// Shares of pages that stay zero, 0 to 1 [default: 0.25; of an image those that it has]
+    /// Shares of zero pages, 0 to 1 [default: 0.25; of an image, the share that it has]
     #[arg(
         long = "zero-share",
         value_name = "SHARES",

@@ -293,7 +293,7 @@ impl Row {
 /// # Errors
 /// If it cannot be read, or a line is not a record; the error names the line.
 pub fn read(path: &Path) -> Result<Vec<Record>, FileError> {
-    let failed = FileError::of("look at", path);
+    let failed = FileError::of("inspect", path);
     let text = std::fs::read_to_string(path).map_err(failed)?;
     let parse = |(number, line)| {
         serde_json::from_str(line)

@@ -319,7 +319,7 @@ fn a_full_disk_costs_a_line_and_leaves_whole_lines() {
     assert_eq!(status.code(), Some(1));
     let full = said
         .iter()
-        .filter(|line| line.contains("the bench goes on"));
+        .filter(|line| line.contains("the bench continues"));
     assert_eq!(full.count(), 1, "{said:#?}");
     assert!(kept(folder.path()).len() < 6);
     assert!(said.iter().any(|line| line.contains("[6/6]")), "{said:#?}");

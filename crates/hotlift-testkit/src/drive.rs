@@ -181,7 +181,7 @@ impl Drive<'_> {
                 if ended {
                     process.hear_out();
                 }
-                process.has_said("the guest goes on here")
+                process.has_said("the guest runs here again")
             })
         };
         match goes_on(&mut self.rig.here) {

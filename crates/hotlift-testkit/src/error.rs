@@ -28,7 +28,7 @@ pub enum KitError {
         said: String,
     },
     /// A process did not print or do the expected in time.
-    #[error("{process} has not {what} within {waited:?}; it said: {said}")]
+    #[error("{process} has not {what} within {waited:?}; its output: {said}")]
     Late {
         /// Name of the process.
         process: String,

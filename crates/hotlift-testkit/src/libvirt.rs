@@ -77,7 +77,7 @@ impl Host {
         if word.trim() != "stands" {
             return Err(KitError::Tool {
                 command: "scripts/libvirt-host".to_owned(),
-                said: "it says why on standard error".to_owned(),
+                said: "it prints the reason on standard error".to_owned(),
             });
         }
         let init = child_of(Pid::from_child(&holder))?;
@@ -531,7 +531,7 @@ impl Hosts {
             _ => {
                 let said = [&self.source, &self.destination].map(|host| host.last_words(domain));
                 let problem = format!(
-                    "{} is {states:?} at source and destination; their QEMUs have said {said:?}",
+                    "{} is {states:?} at source and destination; output of their QEMUs: {said:?}",
                     domain.name
                 );
                 Err(KitError::Memory { problem })

@@ -156,7 +156,7 @@ impl Program {
         let published = if rip == head.published { r15 } else { r10 };
         if word(ram, head.block) != published {
             return Err(format!(
-                "{published} writes are published, memory says {}",
+                "{published} writes are published, memory has {}",
                 word(ram, head.block)
             ));
         }

@@ -86,7 +86,10 @@ impl Running {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let line = self.lines.recv_timeout(left).unwrap_or_else(|_| {
-                panic!("never said {words:?}, but:\n{}", self.said.join("\n"));
+                panic!(
+                    "never printed {words:?}; its output:\n{}",
+                    self.said.join("\n")
+                );
             });
             self.said.push(line.clone());
             if line.contains(words) {
@@ -109,7 +112,7 @@ impl Running {
                 Ok(line) => said.push(line),
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => break,
                 Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
-                    panic!("did not end, but said:\n{}", said.join("\n"))
+                    panic!("did not end; its output:\n{}", said.join("\n"))
                 }
             }
         }

@@ -293,7 +293,7 @@ impl Record {
         let guests = [Party::SourceGuest, Party::DestinationGuest];
         let was_killed = guests.iter().any(|guest| self.may_have_ended(*guest));
         if seen.none_while_full && !was_killed {
-            self.note(Wrong::NoGuest, "nobody ran it while an output was full");
+            self.note(Wrong::NoGuest, "no host ran it while an output was full");
         }
         // A command whose output is a full device from the start may end for that reason.
         let is_explained = self
@@ -468,7 +468,7 @@ impl Record {
                 let (here, there) = (seen.here.name(), seen.there.name());
                 self.note(
                     Wrong::NoGuest,
-                    format!("nobody runs it: the source is '{here}', the destination '{there}'"),
+                    format!("no host runs it: the source is '{here}', the destination '{there}'"),
                 );
                 Outcome::Wrong
             }
@@ -482,7 +482,7 @@ impl Record {
         // The command reports cleanup that a silent QMP socket prevented.
         let is_told = rig
             .process(Party::SourceCommand)
-            .is_some_and(|process| process.has_said("migration settings were not put back"));
+            .is_some_and(|process| process.has_said("cannot restore the migration settings"));
         if let Some(before) = rig.settings.take()
             && !self.killed(Party::SourceCommand)
             && !(is_told && self.has_stalled(End::Source))

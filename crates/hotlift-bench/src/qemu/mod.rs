@@ -105,10 +105,7 @@ impl Program {
                 image: Image::default(),
             }),
             _ => Err(QemuError::Command {
-                problem: format!(
-                    "{} does not say which version of QEMU it is",
-                    path.display()
-                ),
+                problem: format!("{} prints no version of QEMU", path.display()),
             }
             .into()),
         }
@@ -149,7 +146,9 @@ impl Program {
         if cell.migration.given().iter().any(is_off)
             && serves(options.multifd_compression.name).map_err(BenchError::from)?
         {
-            return Err(Stop::Lacks("cannot be told to leave its device".to_owned()));
+            return Err(Stop::Lacks(
+                "cannot be asked to leave its device".to_owned(),
+            ));
         }
         let guest = cell.guest.settings();
         let writes = guest.workload != Workload::Idle && guest.rate > 0;
@@ -319,7 +318,7 @@ fn port(destination: &mut Process) -> Result<String, Stop> {
     port.as_str()
         .map(str::to_owned)
         .or_else(|| Some(destination.listens_on()?.to_string()))
-        .ok_or_else(|| Stop::Failed("it does not say where it listens".to_owned()))
+        .ok_or_else(|| Stop::Failed("it does not report its address".to_owned()))
 }
 
 /// Waits until both sides have completed, and reports the source's progress.
@@ -341,7 +340,9 @@ fn await_end(
         match moment.status.as_str() {
             "completed" => break,
             "failed" | "cancelled" => {
-                let why = info["error-desc"].as_str().unwrap_or("it does not say why");
+                let why = info["error-desc"]
+                    .as_str()
+                    .unwrap_or("it reports no reason");
                 return Err(Stop::Failed(format!("migration {}: {why}", moment.status)));
             }
             _ => {}

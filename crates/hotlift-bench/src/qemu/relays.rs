@@ -225,7 +225,7 @@ impl Relay {
         let line = self.process.last_line();
         BenchError::Relay {
             side: self.side,
-            problem: line.unwrap_or_else(|| "it ended without a word".to_owned()),
+            problem: line.unwrap_or_else(|| "it ended without a message".to_owned()),
         }
     }
 }

@@ -56,7 +56,7 @@ pub fn not_possible(chapters: &[Chapter<'_>]) -> Markup {
     let runs: usize = skips.map(|problem| problem.times).sum();
     html! {
         @if runs > 0 {
-            (tables::details(&format!("{runs} runs were not possible: somebody lacks what they need"), &tables::of(&skipped)))
+            (tables::details(&format!("{runs} runs were not possible: something that they need is missing"), &tables::of(&skipped)))
         }
     }
 }

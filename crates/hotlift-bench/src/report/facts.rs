@@ -105,12 +105,12 @@ pub fn definitions() -> Markup {
         ),
         (
             "Downtime",
-            "from the request to stop the vCPUs until word that they run at the destination",
+            "from the request to stop the vCPUs until the report that they run at the destination",
         ),
         (
             "core-s/GiB",
             "user and system time of all migration threads of a side, for each GiB of pages that are not zero; where fewer \
-             than 1 page of 100 has content it says nothing (n/a), and the time is given for each GiB of all pages",
+             than 1 page of 100 has content it is not meaningful (n/a), and the time is given for each GiB of all pages",
         ),
         (
             "Ratio",

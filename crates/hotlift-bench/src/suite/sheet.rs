@@ -200,7 +200,7 @@ impl Suite {
         }
         if records.iter().any(|run| is_simulated(&run.row)) {
             lines.push(
-                "the DSA device is simulated: its figures say nothing of a real one".to_owned(),
+                "the DSA device is simulated: its figures do not apply to a real one".to_owned(),
             );
         }
         lines

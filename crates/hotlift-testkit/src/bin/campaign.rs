@@ -40,13 +40,13 @@ struct Flags {
     /// The hotlift to test [default: the one beside this program]
     #[arg(long, value_name = "PATH")]
     hotlift: Option<PathBuf>,
-    /// Decides the whole list of cases of this version [default: the number of this day]
+    /// Seed that decides the whole list of cases of this version [default: the number of this day]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Run as many cases as have so many faults together
+    /// Number of faults of all cases together
     #[arg(long, value_name = "N", default_value_t = 100)]
     faults: usize,
-    /// Begin no case that would not end within so many seconds; those that last long are left out
+    /// Time limit in seconds: no case starts that would end later, and long cases are left out
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
     /// Run this case alone (may be given again)
@@ -61,13 +61,13 @@ struct Flags {
     /// Show the cases, and run none
     #[arg(long)]
     list: bool,
-    /// How many cases run at once
+    /// Number of cases that run at once
     #[arg(long, value_name = "N", default_value_t = 4)]
     jobs: usize,
     /// Append a line of JSON for each case; those that are there already are not run again
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// What this process is: the rest runs in a PID and a mount namespace, whose init ends all that is in it
+    /// Stage of this process: all but the first run in a PID and a mount namespace, whose init ends all processes in it
     #[arg(long, hide = true)]
     stage: Option<Stage>,
 }
