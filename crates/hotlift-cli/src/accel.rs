@@ -12,10 +12,10 @@ use crate::error::CommandError;
 /// Flags of `hotlift accel`.
 #[derive(Debug, Args)]
 pub struct AccelArgs {
-    /// Write JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Look at the /sys, /dev and /proc of this folder in place of the host's; libraries are not tried
+    /// Inspect the /sys, /dev and /proc of this folder instead of the host's, without trying libraries
     #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
     root: PathBuf,
 }
@@ -49,7 +49,9 @@ fn listing(accelerators: &[Accelerator]) -> String {
         lines.push(format!("Not on this host: {}.", absent.join(", ")));
     }
     if !there.iter().any(|one| one.usable) {
-        lines.push("Every method runs in software; 'hotlift methods' says by what.".to_owned());
+        lines.push(
+            "Every method runs in software; 'hotlift methods' lists the libraries.".to_owned(),
+        );
     }
     lines.join("\n").trim_end().to_owned()
 }
@@ -58,7 +60,7 @@ fn section(accelerator: &Accelerator) -> Vec<String> {
     let usable = if accelerator.usable {
         "usable"
     } else {
-        "NOT usable yet"
+        "NOT usable"
     };
     let mut lines = vec![format!(
         "{}, for {}: {usable}",

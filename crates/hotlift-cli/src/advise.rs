@@ -18,7 +18,7 @@ pub struct AdviseArgs {
     /// Print devices and rules as one line of JSON
     #[arg(long)]
     json: bool,
-    /// Look at the /sys, /dev and /proc of this folder in place of the host's
+    /// Inspect the /sys, /dev and /proc of this folder instead of the host's
     #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
     root: PathBuf,
 }
@@ -66,7 +66,7 @@ fn usable(devices: &Devices) -> String {
     ];
     let names: Vec<_> = of.into_iter().flatten().collect();
     if names.is_empty() {
-        return "no accelerator can be used here; what is missing: hotlift accel".to_owned();
+        return "no accelerator can be used here; 'hotlift accel' lists what is missing".to_owned();
     }
     let shared = match devices.shared_virtual_memory {
         true => "with",

@@ -25,24 +25,24 @@ use crate::output_args::print;
 pub enum AgentCommand {
     /// Run the agent until SIGTERM; SIGHUP reads the configuration again
     Run(RunArgs),
-    /// Check the configuration and the certificates; as root also that migrations of this host come to the agent
+    /// Check the configuration and the certificates; as root, also check that migrations of this host reach the agent
     Check(ConfigArgs),
-    /// Print the nftables rules that the agent installs, for those who write their own; or remove them
+    /// Print the nftables rules that the agent installs, as a base for own rules; or remove them
     Rules(RulesArgs),
-    /// Show the agent's budget and what it has done
+    /// Show the agent's budget and totals
     Status(AskArgs),
-    /// List the migrations that are under way, and the last that have ended
+    /// List the running migrations and the last ended ones
     List(AskArgs),
-    /// Cancel a migration; its guest stays where it is
+    /// Cancel a migration; its guest stays on the source host
     Cancel(CancelArgs),
-    /// Change what a migration that is under way may use
+    /// Change the limits of a running migration
     Limit(LimitArgs),
 }
 
 /// Where the configuration is.
 #[derive(Debug, Args)]
 pub struct ConfigArgs {
-    /// The configuration file
+    /// Configuration file
     #[arg(long, value_name = "FILE", default_value = CONFIG_FILE)]
     config: PathBuf,
 }
@@ -52,7 +52,7 @@ pub struct ConfigArgs {
 pub struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Leave nftables alone: the rules are somebody else's ('hotlift agent rules')
+    /// Do not change nftables: the rules are installed otherwise ('hotlift agent rules')
     #[arg(long)]
     no_redirect: bool,
 }
@@ -62,7 +62,7 @@ pub struct RunArgs {
 pub struct RulesArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Remove the table that an agent has left: from then on migrations leave this host as without an agent
+    /// Remove the table that an agent left: migrations then leave this host without an agent
     #[arg(long)]
     remove: bool,
 }
@@ -80,7 +80,7 @@ pub struct AskArgs {
 /// Flags of `agent cancel`.
 #[derive(Debug, Args)]
 pub struct CancelArgs {
-    /// The migration's id, as 'hotlift agent list' and the log have it
+    /// Id of the migration, as in 'hotlift agent list' and in the log
     id: Id,
     #[command(flatten)]
     control: ControlArgs,
@@ -90,12 +90,12 @@ pub struct CancelArgs {
 #[derive(Debug, Args)]
 #[group(id = "limits", required = true, multiple = true, args = ["max_bandwidth", "weight"])]
 pub struct LimitArgs {
-    /// The migration's id, as 'hotlift agent list' and the log have it
+    /// Id of the migration, as in 'hotlift agent list' and in the log
     id: Id,
-    /// Bytes a second at most, as in 100M; 0 takes the limit away
+    /// Highest number of bytes a second, such as 100M; 0 is unlimited
     #[arg(long, value_name = "RATE")]
     max_bandwidth: Option<String>,
-    /// Weight in the sharing, 1 to 1000; 100 is usual
+    /// Weight of the migration's share, 1 to 1000; 100 by default
     #[arg(long, value_name = "N")]
     weight: Option<u32>,
     #[command(flatten)]
@@ -185,8 +185,8 @@ fn status(info: &AgentInfo) -> String {
     let most = (info.migrations > 0).then(|| info.migrations.to_string());
     let row = |name: &str, value: String| vec![name.to_owned(), value];
     let state = match info.is_ending {
-        true => "is to end, takes nothing new",
-        false => "takes migrations",
+        true => "shutting down, accepts no new migrations",
+        false => "accepts migrations",
     };
     let plaintext = match info.plaintext {
         Some(Plaintext::Refuse) => "refused",
@@ -229,7 +229,7 @@ fn status(info: &AgentInfo) -> String {
         row("refused", info.refusals.to_string()),
         row("TLS failures", info.tls_failures.to_string()),
         row("plaintext", plaintext.to_owned()),
-        row("past the redirect", past),
+        row("bypassed the redirect", past),
         row("last check", last_check),
     ];
     let mut text = fitted(&["agent", ""], &rows, |_| ());

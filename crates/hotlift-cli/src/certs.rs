@@ -40,27 +40,27 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 /// `hotlift certs`.
 #[derive(Debug, Subcommand)]
 pub enum CertsCommand {
-    /// Make a CA, which signs the certificates of your hosts
+    /// Create a CA, which signs the certificates of your hosts
     ///
-    /// Its key stays on this host and signs from here. Whoever has it can make certificates that all hosts take.
+    /// Its key must stay on this host. A person with the key can create certificates that all hosts accept.
     Init(InitArgs),
-    /// Make a host's certificates, one to accept connections and one to make them
+    /// Create a host's certificates, one to accept connections and one to make them
     ///
-    /// With --out they go to a folder for another host, together with the CA's certificate:
+    /// With --out they are written to a folder for another host, together with the CA's certificate:
     ///
     ///   hotlift certs host b.example 192.0.2.2 --out b
     ///
-    /// and the command says how to copy that.
+    /// The command prints how to copy that folder.
     #[command(verbatim_doc_comment)]
     Host(HostArgs),
-    /// Show certificates: for whom, until when, and what is wrong with them
+    /// Show certificates: names, end of validity, and problems
     ///
-    /// Looks at folders as QEMU and libvirt lay them out, and at mounted TLS secrets of Kubernetes. Exit code 1 if there is
-    /// a problem.
+    /// Reads folders in the layout of QEMU and libvirt, and mounted TLS secrets of Kubernetes. The exit code is 1 if there is a
+    /// problem.
     Show(ShowArgs),
-    /// Make a host's certificates again, for the same names, with new keys
+    /// Renew a host's certificates, for the same names, with new keys
     ///
-    /// Each file is replaced at once. In a crontab, on the host with the CA:
+    /// Each file is replaced atomically. In a crontab, on the host of the CA:
     ///
     ///   hotlift certs renew --within 30
     #[command(verbatim_doc_comment)]
@@ -76,10 +76,10 @@ pub struct InitArgs {
     /// Name of the CA [default: "Hotlift CA" and a number]
     #[arg(long)]
     name: Option<String>,
-    /// Days until it ends
+    /// Validity in days
     #[arg(long, value_name = "N", default_value_t = CA_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
     days: u32,
-    /// Replace a CA that is there; certificates that it has signed are of no use then
+    /// Replace an existing CA; certificates that it signed become unusable
     #[arg(long)]
     force: bool,
 }
@@ -87,19 +87,19 @@ pub struct InitArgs {
 /// Flags of `certs host`.
 #[derive(Debug, Args)]
 pub struct HostArgs {
-    /// DNS names and IP addresses by which the host is migrated to
+    /// DNS names and IP addresses of the host, as used for migrations to it
     #[arg(value_name = "NAME", required = true)]
     names: Vec<String>,
     /// Folder of the CA
     #[arg(long, value_name = "DIR", default_value = FOLDERS[0])]
     dir: PathBuf,
-    /// Folder for the certificates [default: the CA's, for the host that has it]
+    /// Folder for the certificates [default: the CA's folder, for its own host]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Days until they end
+    /// Validity in days
     #[arg(long, value_name = "N", default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
     days: u32,
-    /// Replace certificates that are there
+    /// Replace existing certificates
     #[arg(long)]
     force: bool,
 }
@@ -107,10 +107,10 @@ pub struct HostArgs {
 /// Flags of `certs show`.
 #[derive(Debug, Args)]
 pub struct ShowArgs {
-    /// Folder to look at [default: /etc/pki/hotlift, or /etc/pki/qemu if that has none]
+    /// Folder to read [default: /etc/pki/hotlift, or /etc/pki/qemu if that has none]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Write JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
@@ -121,13 +121,13 @@ pub struct RenewArgs {
     /// Folder of the certificates
     #[arg(long, value_name = "DIR", default_value = FOLDERS[0])]
     dir: PathBuf,
-    /// Folder of the CA [default: that of the certificates]
+    /// Folder of the CA [default: the folder of the certificates]
     #[arg(long, value_name = "DIR")]
     ca: Option<PathBuf>,
-    /// Days until the new ones end
+    /// Validity of the new certificates in days
     #[arg(long, value_name = "N", default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
     days: u32,
-    /// Only those that end within so many days
+    /// Renew only certificates that expire within this number of days
     #[arg(long, value_name = "DAYS", value_parser = clap::value_parser!(u32).range(0..=36_500))]
     within: Option<u32>,
 }
@@ -153,7 +153,7 @@ fn init(args: &InitArgs) -> Result<(), CertsError> {
     make_folder(&args.dir)?;
     put(&files, &ca, args.force)?;
     complain!(
-        "made a CA ({name}) in {}; its key, {CA_KEY}, is never copied to another host",
+        "made a CA ({name}) in {}; never copy its key, {CA_KEY}, to another host",
         args.dir.display()
     );
     Ok(())
@@ -417,19 +417,24 @@ fn as_text(listing: &Listing, now: SystemTime) -> String {
 }
 
 /// Next steps for a valid folder.
-const HOW_TO_USE: &str = "\
-Every host needs such a folder: the same CA, and certificates of its own.
-A host's server certificate must have the name or address that is migrated to.
-Another host's:  hotlift certs host NAME --out FOLDER  (where the CA's key is)";
+const HOW_TO_USE: &str =
+    "Every host needs such a folder, with the same CA and its own certificates.
+A host's server \
+                          certificate must have the name or address used for migrations to it.
+For another host:  hotlift \
+                          certs host NAME --out FOLDER  (on the host of the CA's key)";
 
 /// Ways to get certificates.
-const HOW_TO_HAVE: &str = "\
-Certificates that are there already need no change:
-  libvirt, QEMU    /etc/pki/qemu, with ca-cert.pem, server-cert.pem, server-key.pem,
+const HOW_TO_HAVE: &str = "Existing certificates need no change:
+  libvirt, QEMU    /etc/pki/qemu, with ca-cert.pem, \
+                           server-cert.pem, server-key.pem,
                    client-cert.pem and client-key.pem
-  cert-manager     the folder where the secret is mounted, with ca.crt, tls.crt and
-                   tls.key; usages 'server auth' and 'client auth'
-Hotlift's own:     hotlift certs init, then hotlift certs host NAME";
+  \
+                           cert-manager     the folder where the secret is mounted, with ca.crt, tls.crt and
+                 \
+                             tls.key; usages 'server auth' and 'client auth'
+Hotlift's own:     hotlift certs init, then \
+                           hotlift certs host NAME";
 
 /// Appends `words` in lines of a terminal's width that begin with `indent`, and with more from the second line on.
 fn paragraph(text: &mut String, indent: &str, words: &str) {

@@ -128,7 +128,7 @@ impl GuestClock {
                 None => ", or restore with --sync-time and the socket of its guest agent",
             };
             complain!(
-                "the guest's clock is {behind}: step it in the guest ('chronyc makestep', 'hwclock --hctosys'){cure}"
+                "the guest's clock is {behind}: set it in the guest ('chronyc makestep', 'hwclock --hctosys'){cure}"
             );
         }
     }

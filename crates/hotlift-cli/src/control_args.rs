@@ -11,10 +11,10 @@ use hotlift_qmp::server::{Commands, Events};
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Control")]
 pub struct ControlArgs {
-    /// Serve QMP there, as QEMU does: PATH, unix:PATH or tcp:HOST:PORT
+    /// Serve QMP at this address, as QEMU does: PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     control: Option<QmpAddress>,
-    /// Serve the human monitor (HMP) there: stdio, PATH, unix:PATH or tcp:HOST:PORT
+    /// Serve the human monitor (HMP) at this address: stdio, PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     monitor: Option<HmpAddress>,
     /// Permissions of the UNIX sockets, in octal
@@ -26,7 +26,7 @@ pub struct ControlArgs {
         hide_short_help = true
     )]
     control_mode: u32,
-    /// Let the TCP sockets be on addresses that other hosts reach, though there is no authentication
+    /// Allow TCP sockets on addresses that other hosts can reach, although there is no authentication
     #[arg(long, hide_short_help = true)]
     control_from_other_hosts: bool,
 }

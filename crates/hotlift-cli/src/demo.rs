@@ -25,7 +25,7 @@ use crate::report::{self, Run};
 /// Flags of `demo`.
 #[derive(Debug, Args)]
 pub struct DemoArgs {
-    /// Migrate so often with each setting
+    /// Number of migrations with each setting
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,

@@ -34,22 +34,23 @@ use crate::output_args::OutputArgs;
 /// Flags of `drain`.
 #[derive(Debug, Args)]
 pub struct DrainArgs {
-    /// Hosts that take the domains: a name (qemu+ssh://NAME/system) or a URI of libvirt's each
+    /// Destination hosts: each a name (qemu+ssh://NAME/system) or a URI of libvirt
     #[arg(long, value_name = "HOST", required = true, value_delimiter = ',', value_parser = to_uri)]
     to: Vec<String>,
-    /// Only this domain, by name or UUID; again for more [default: all that run]
+    /// Move only this domain, by name or UUID; repeatable [default: all running domains]
     #[arg(long = "domain", value_name = "NAME")]
     domains: Vec<String>,
     /// libvirt of this host
     #[arg(long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
-    /// Most domains that go at once [default: 2, or up to 8 small ones; no more than this host's agent has places and cores for]
+    /// Highest number of domains to move at once [default: 2, or up to 8 small ones, within the limits of this host's agent]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..))]
     at_once: Option<u8>,
-    /// Bytes a second of the link that the plan is made for, as in 125M [default: as this host's agent allows, or 125000000]
+    /// Bandwidth of the link for the plan, in bytes a second, such as 125M [default: the limit of this host's agent, or
+    /// 125000000]
     #[arg(long, value_name = "BYTES", value_parser = to_bytes)]
     bandwidth: Option<u64>,
-    /// Connections of each domain's QEMU (virsh migrate --parallel); 0 for none besides its main one
+    /// Connections of each domain's QEMU (virsh migrate --parallel); 0 for the main connection only
     #[arg(long, value_name = "NUMBER", default_value_t = 2)]
     parallel: u8,
     /// Print the plan, and move nothing
@@ -254,7 +255,9 @@ impl<'a> Drain<'a> {
     fn abort(&mut self, reason: String, to: Option<&str>) {
         if self.stop.is_none() {
             self.display.finish();
-            complain!("hotlift: {reason}; what is on its way is aborted, and stays here");
+            complain!(
+                "hotlift: {reason}; running migrations are aborted, and their domains stay here"
+            );
             self.stop = Some(reason);
         }
         for (outcome, abort) in self.outcomes.iter().zip(&mut self.aborts) {

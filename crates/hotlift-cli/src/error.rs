@@ -2,7 +2,6 @@
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use hotlift::conversation::ConversationError;
@@ -12,7 +11,8 @@ use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
 use hotlift_agent::error::AgentError;
 use hotlift_agent::values::Ports;
-use hotlift_command::error::SharedError;
+use hotlift_command::error::{SharedError, after_handshake};
+use hotlift_command::program::USAGE;
 use hotlift_host::accel::AccelError;
 use hotlift_host::error::HostError;
 use hotlift_monitor::MonitorError;
@@ -33,16 +33,16 @@ const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
 /// Returns the command to type at the source when the owner of the guest is unknown here.
 pub fn settle(qmp: &str) -> String {
     format!(
-        "if the destination runs the guest, end the copy: hotlift settle --qmp {qmp} --there; if it does not and never \
-         will, let it run here: hotlift settle --qmp {qmp} --here"
+        "if the destination runs the guest, end the paused copy here: hotlift settle --qmp {qmp} --there; if it does not and \
+         never will, run the guest here: hotlift settle --qmp {qmp} --here"
     )
 }
 
 /// Returns the command to type at the source of a guest that the destination's QEMU has, but does not run.
 fn stopped(qmp: &str) -> String {
     format!(
-        "the log of the destination's QEMU says why (a disk that is locked, for one); end that QEMU, then let the guest run \
-         at the source: hotlift settle --qmp {qmp} --here"
+        "the log of the destination's QEMU has the cause (such as a locked disk); end that QEMU, then run the guest at the \
+         source: hotlift settle --qmp {qmp} --here"
     )
 }
 
@@ -50,8 +50,8 @@ fn stopped(qmp: &str) -> String {
 pub const STANDS_STILL: u8 = 3;
 
 /// Next step for a damaged file.
-const SALVAGE: &str = "restore from another copy of the file; or go on without what is damaged of its pages: --salvage puts \
-                       zero pages in their place, and names each";
+const SALVAGE: &str = "restore from another copy of the file, or replace its damaged pages with zero pages: --salvage, which \
+                       lists them";
 
 /// Location of the guest's missing pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,18 +67,36 @@ pub enum RestFrom {
 /// Returns the next step for the guest of a QEMU that may have ended.
 fn resume(answers: bool, rest: RestFrom, resume: &str) -> String {
     let unless = match answers {
-        true => "the guest stands still where it needs one of them",
-        false => "if its QEMU has ended, the guest has ended, too; otherwise it waits for them",
+        true => "each vCPU of the guest waits at the first missing page that it needs",
+        false => {
+            "if its QEMU has ended, the guest has ended too; otherwise it waits for the missing pages"
+        }
     };
     let rest = match rest {
-        RestFrom::There => "bring it the rest",
+        RestFrom::There => "send the rest",
         RestFrom::Copy => {
-            "bring it the rest from another copy of the file, or with --salvage, which puts zero pages in the place of what is \
-             damaged, and names each"
+            "send the rest from another copy of the file, or with --salvage, which replaces damaged pages with zero pages and \
+             lists them"
         }
-        RestFrom::OtherName => "bring it the rest from the file that it was begun with",
+        RestFrom::OtherName => "send the rest from the file of the first restore",
     };
     format!("{unless}; {rest}: {resume}")
+}
+
+/// Returns the next step after listening failed with an error of `kind`.
+fn not_listening(kind: ErrorKind) -> Option<&'static str> {
+    match kind {
+        ErrorKind::AddrInUse => {
+            Some("choose another port, or end the process that listens there ('ss -ltnp' names it)")
+        }
+        ErrorKind::AddrNotAvailable => {
+            Some("give an address of this host ('ip address' lists them)")
+        }
+        ErrorKind::PermissionDenied => {
+            Some("give a port from 1024 on, or a folder in which this user may create a socket")
+        }
+        _ => None,
+    }
 }
 
 /// A failed command.
@@ -90,7 +108,7 @@ pub enum CommandError {
     Shared(SharedError),
     #[error("cannot measure the methods")]
     Measure(#[source] HostError),
-    #[error("cannot make the guest")]
+    #[error("cannot create the guest")]
     Create(#[from] CreateError),
     #[error(transparent)]
     Address(#[from] TransportError),
@@ -98,7 +116,7 @@ pub enum CommandError {
     Migration(#[from] MigrationError),
     #[error("the guest failed")]
     Guest(#[from] GuestError),
-    #[error("the guest's memory is not what it must be")]
+    #[error("the check of the guest's memory failed")]
     Verify(#[from] VerifyError),
     #[error(transparent)]
     Accel(#[from] AccelError),
@@ -106,15 +124,15 @@ pub enum CommandError {
     Certs(#[from] CertsError),
     #[error("relay failed")]
     Relay(#[source] MigrationError),
-    #[error("QEMU at the destination has taken the guest, and has failed since: {reason}")]
+    #[error("QEMU at the destination received the guest, then failed: {reason}")]
     NotTaken { reason: String },
-    #[error("QEMU had the guest, and has ended since: {how}")]
+    #[error("QEMU received the guest, then ended: {how}")]
     EndedSince { how: String },
     #[error(
-        "it is not known whether the guest runs here: {reasons}; its QEMU was left as it is ({qemu})"
+        "cannot determine whether the guest runs here: {reasons}; its QEMU was not ended ({qemu})"
     )]
     NotKnown { reasons: String, qemu: String },
-    #[error("QEMU has the guest, and does not run it: {reasons} ({qemu})")]
+    #[error("QEMU has the guest, but does not run it: {reasons} ({qemu})")]
     NotRunning {
         reasons: String,
         qemu: String,
@@ -123,7 +141,7 @@ pub enum CommandError {
         /// True if it came from another QEMU, which keeps it paused.
         has_source: bool,
     },
-    #[error("the guest has not all of its pages: {reasons} ({qemu})")]
+    #[error("the guest lacks some of its pages: {reasons} ({qemu})")]
     PagesMissing {
         reasons: String,
         qemu: String,
@@ -132,7 +150,7 @@ pub enum CommandError {
         rest: RestFrom,
         resume: String,
     },
-    #[error("nothing was begun, and a guest that waits for its pages still does: {reasons}")]
+    #[error("nothing was started; the guest still waits for its pages: {reasons}")]
     StillWaits { reasons: String },
     #[error("the guest was not saved: {reason}")]
     Save {
@@ -141,7 +159,7 @@ pub enum CommandError {
     },
     #[error("the save file cannot be used: {reason}")]
     Show { reason: String },
-    #[error("cannot hand out files: {reason}")]
+    #[error("cannot serve files: {reason}")]
     Files { reason: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
@@ -149,14 +167,20 @@ pub enum CommandError {
     Damaged { reasons: String },
     #[error("this QEMU has no guest to settle: {problem}")]
     NothingToSettle { problem: String },
-    #[error("the guest was taken to be at the destination, and its paused copy here was ended")]
+    #[error(
+        "the paused copy of the guest was ended here, as the destination has the guest ('quit' or 'hotlift settle \
+             --there')"
+    )]
     EndedCopy,
-    #[error("migration failed: the guest was taken not to be at the destination, and went on here")]
+    #[error(
+        "migration failed: the guest was continued here, as the destination does not have it ('cont' or 'hotlift settle \
+             --here')"
+    )]
     SettledHere,
     #[error(transparent)]
     Qemu(QemuError),
     /// Differences already shown in a table, with their remedies.
-    #[error("QEMU refuses {count} of the differences above: a migration would fail")]
+    #[error("QEMU refuses {count} of the differences above, so a migration fails")]
     Different { count: usize },
     /// 'hotlift serve' makes no progress.
     #[error("'hotlift serve' at {address} failed: {missing} within {limit:?}")]
@@ -187,7 +211,7 @@ pub enum CommandError {
     },
     #[error("the agent refuses: {reason}")]
     AgentRefuses { reason: String },
-    #[error("{0}: give a loopback address, or --control-from-other-hosts too")]
+    #[error("{0}: give a loopback address, or add --control-from-other-hosts")]
     OtherHosts(MonitorError),
     #[error(transparent)]
     Virsh(#[from] VirshError),
@@ -196,13 +220,15 @@ pub enum CommandError {
         flag: &'static str,
         expected: &'static str,
     },
-    #[error("'{uri}' names no host whose agent could be asked: give --agent tcp:HOST:PORT")]
+    #[error(
+        "'{uri}' names no host, so the address of its agent is unknown: give --agent tcp:HOST:PORT"
+    )]
     NoHost { uri: String },
     #[error(
-        "no port of {ports} is free on loopback: give others that the agent there allows, --ports FIRST-LAST"
+        "no port of {ports} is free on loopback: give other ports that the destination's agent allows, --ports FIRST-LAST"
     )]
     NoPort { ports: Ports },
-    #[error("disks are not copied this way: they need 'virsh migrate' and an agent on both hosts")]
+    #[error("this command does not copy disks: use 'virsh migrate', with an agent on both hosts")]
     DiskCopies,
     #[error("{domain} does not run at {uri}")]
     NoGuest { domain: String, uri: String },
@@ -214,11 +240,11 @@ pub enum CommandError {
     NoAgentThere {
         agent: Address,
         #[source]
-        source: Box<SharedError>,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     #[error("migration failed, and the domain stayed here: {reason}")]
     DomainStayed { reason: String },
-    #[error("migration failed, and it is not certain where the domain runs: {reason}")]
+    #[error("migration failed, and the host that runs the domain is unknown: {reason}")]
     DomainInDoubt { reason: String },
     #[error("the domain ended before it could move, and is on neither host: {reason}")]
     DomainEnded { reason: String },
@@ -226,9 +252,9 @@ pub enum CommandError {
     DomainsStayed { stayed: usize, of: usize },
     #[error("{ended} of {of} domains ended before they could move, and are on neither host")]
     DomainsEnded { ended: usize, of: usize },
-    #[error("it is not certain where {domains} of the domains run")]
+    #[error("the host that runs the domain is unknown for {domains} of the domains")]
     DomainsInDoubt { domains: usize },
-    #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
+    #[error("--incoming=defer needs --control or --monitor, which receive 'migrate-incoming'")]
     Deferred,
 }
 
@@ -244,11 +270,11 @@ impl CommandError {
             Self::Qemu(QemuError::InDoubt { qmp, .. }) => Some(settle(qmp)),
             Self::Qemu(QemuError::StoppedThere { qmp, .. }) => Some(stopped(qmp)),
             Self::Qemu(QemuError::LeftPaused { qmp }) => Some(format!(
-                "if no other QEMU has the guest, let it run here first: hotlift settle --qmp {qmp} --here; if one has it, end this \
-                 copy: hotlift settle --qmp {qmp} --there"
+                "if no other QEMU has the guest, run it here first: hotlift settle --qmp {qmp} --here; if another QEMU has \
+                 it, end this copy: hotlift settle --qmp {qmp} --there"
             )),
             Self::Qemu(QemuError::RunsTwice { qmp }) => Some(format!(
-                "end one of them at once; the copy here: 'quit' at {qmp}"
+                "end one of the two at once; to end the copy here, send 'quit' to {qmp}"
             )),
             Self::NotRunning {
                 can_run,
@@ -256,23 +282,23 @@ impl CommandError {
                 ..
             } => Some(match (has_source, can_run) {
                 (true, _) => stopped(QMP_OF_THE_SOURCE),
-                (false, true) => "its log says why (a disk that is locked, for one); once the cause is gone, 'cont' runs the \
-                                  guest; or end this QEMU, and restore the guest again"
+                (false, true) => "its log has the cause (such as a locked disk); remove the cause, then send 'cont' to run \
+                                  the guest; or end this QEMU and restore the guest again"
                     .to_owned(),
-                (false, false) => "its log says why (a disk that is locked, for one); no 'cont' runs the guest: end this QEMU, and \
-                                   restore the guest into another"
+                (false, false) => "its log has the cause (such as a locked disk); 'cont' cannot run this guest: end this QEMU \
+                                   and restore the guest into another"
                     .to_owned(),
             }),
             Self::Qemu(QemuError::Stalled { qmp, .. }) => Some(format!(
-                "when QEMU answers again, let the guest run here: hotlift settle --qmp {qmp} --here"
+                "when QEMU answers again, run the guest here: hotlift settle --qmp {qmp} --here"
             )),
             Self::NotKnown { .. } => Some(format!(
-                "ask this QEMU's 'query-status' whether it runs the guest; if it does not, end it; {}",
+                "send 'query-status' to this QEMU; if it does not run the guest, end it; {}",
                 settle(QMP_OF_THE_SOURCE)
             )),
             Self::Relay(MigrationError::InDoubt) => Some(settle(QMP_OF_THE_SOURCE)),
             Self::Relay(MigrationError::Released { .. }) => Some(format!(
-                "let it run there: hotlift settle --qmp {QMP_OF_THE_SOURCE} --here"
+                "run the guest there: hotlift settle --qmp {QMP_OF_THE_SOURCE} --here"
             )),
             Self::PagesMissing {
                 answers,
@@ -295,26 +321,35 @@ impl CommandError {
                 "start 'hotlift guest run --incoming URI' with the same --guest, --ram and --vcpus first",
             ),
             Self::Relay(MigrationError::Transport(TransportError::Connect { .. })) => {
-                Some("start the QEMU or the relay that is to listen there first")
+                Some("start the QEMU or the relay that listens there first")
             }
             Self::Certs(error) => error.advice(),
             Self::Agent(error) => error.advice(),
-            Self::Address(TransportError::Listen { source, .. })
-                if source.kind() == ErrorKind::AddrInUse =>
-            {
-                Some(
-                    "choose another port, or end the process that listens there ('ss -ltnp' names it)",
-                )
+            Self::Address(TransportError::Listen { source, .. }) => not_listening(source.kind()),
+            Self::Migration(MigrationError::Tls { source, .. })
+            | Self::Relay(MigrationError::Tls { source, .. }) => after_handshake(source),
+            Self::Migration(MigrationError::Closed { .. } | MigrationError::Connection { .. })
+            | Self::Relay(MigrationError::Closed { .. } | MigrationError::Connection { .. }) => {
+                Some("read the output of the process at the other end, which has the reason")
             }
+            Self::EndedSince { .. } => {
+                Some("read the output or the log of that QEMU, which has the reason")
+            }
+            Self::StillWaits { .. } => {
+                Some("remove the cause, then run 'hotlift restore --lazy --resume' again")
+            }
+            Self::DomainStayed { .. } => Some(
+                "remove the cause, then run the same command again; the domain keeps running here",
+            ),
             Self::ServeSilent {
                 has_hello: false, ..
             } => Some(
-                "that process may be stopped, or serve another source: look at it on the destination host, or start it again",
+                "that process may be stopped, or may serve another source: check it on the destination host, or restart it",
             ),
             Self::ServeSilent {
                 has_hello: true, ..
             } => Some(
-                "its QEMU may wait for a disk, for memory or for another QMP client: look at the output of 'hotlift serve'",
+                "its QEMU may wait for a disk, for memory or for another QMP client: check the output of 'hotlift serve'",
             ),
             Self::Different { .. } => Some(
                 "start the destination's QEMU as the lines below the table describe; 'hotlift migrate --ignore-differences' leaves \
@@ -322,7 +357,7 @@ impl CommandError {
             ),
             Self::Save { advice, .. } => *advice,
             Self::AgentSilent { .. } => {
-                Some("its log on that host names the reason: journalctl -u hotlift-agent")
+                Some("read the agent's log on that host: journalctl -u hotlift-agent")
             }
             Self::Virsh(VirshError::Refused { said, .. })
                 if said.contains("connect to the hypervisor") =>
@@ -332,14 +367,14 @@ impl CommandError {
                 )
             }
             Self::DataPort(_) => Some(
-                "the pages go to a port of their own, which a firewall must let pass too: 'hotlift serve --data-port PORT' sets it",
+                "pages use a second port, which the firewall must allow too: 'hotlift serve --data-port PORT' sets it",
             ),
             // QEMU's message for a disk that another process has locked.
             Self::Qemu(QemuError::Failed { reasons })
                 if reasons.contains("Failed to get") && reasons.contains("lock") =>
             {
                 Some(
-                    "another process uses a disk of this VM: end it, and migrate again; QEMU's own log names the file",
+                    "another process uses a disk of this VM: end it, and migrate again; QEMU's log names the file",
                 )
             }
             // QEMU's message for RAM in a file on disk.
@@ -351,23 +386,23 @@ impl CommandError {
                  to /dev/userfaultfd (Linux 6.1 and newer)",
             ),
             Self::Qemu(QemuError::Busy { status }) if status == "postcopy-active" => Some(
-                "a lazy restore or a postcopy brings this guest its pages: wait until it has all of them",
+                "a lazy restore or a postcopy migration sends this guest its pages: wait until it has all of them",
             ),
             Self::Qemu(QemuError::Busy { status }) if status == "postcopy-paused" => Some(
-                "the guest waits for pages; those of a lazy restore come with: hotlift restore --lazy --resume FILE --qmp ADDRESS; \
-                 those of a postcopy: end it by 'migrate-recover', and 'migrate' with resume=true at its source",
+                "the guest waits for pages; of a lazy restore, resume it: hotlift restore --lazy --resume FILE --qmp ADDRESS; \
+                 of a postcopy migration: 'migrate-recover' here, then 'migrate' with resume=true at its source",
             ),
             Self::Qemu(QemuError::Busy { .. }) => {
-                Some("wait for the end of what is under way, or 'migrate_cancel' it")
+                Some("wait for the end of that migration, or cancel it with 'migrate_cancel'")
             }
             Self::Qemu(QemuError::Blocked { .. }) => {
-                Some("remove the device, or change the setting, that QEMU names")
+                Some("remove the device or change the setting that QEMU names")
             }
             Self::Qemu(QemuError::NotWaiting { migration, .. })
                 if migration == "postcopy-paused" =>
             {
                 Some(
-                    "its guest is there, and waits for pages; those of a lazy restore come with: hotlift restore --lazy --resume",
+                    "this QEMU has a guest that waits for pages; resume its lazy restore: hotlift restore --lazy --resume",
                 )
             }
             Self::Qemu(QemuError::NotWaiting { .. }) => {
@@ -376,38 +411,37 @@ impl CommandError {
             Self::NotTaken { .. } => Some(QEMUS_OWN_WORDS),
             Self::Damaged { .. } => Some(SALVAGE),
             Self::Relay(MigrationError::PagesMissing { .. }) => Some(
-                "start both relays again; once both QEMUs say 'postcopy-paused': 'migrate-recover' at the destination, then \
-                 'migrate' with resume=true at the source",
+                "start both relays again; when both QEMUs report 'postcopy-paused', send 'migrate-recover' to the \
+                 destination, then 'migrate' with resume=true to the source",
             ),
             Self::Relay(MigrationError::GivenBack { .. }) => Some(
-                "end the destination's QEMU if it has not ended by itself; once the source's 'query-status' is 'running', \
-                 migrate again",
+                "end the destination's QEMU if it still runs; when the source's 'query-status' is 'running', migrate again",
             ),
             Self::NoAgentHere { .. } | Self::NoAgent { .. } => Some(
-                "is it running, and may you open its socket? systemctl status hotlift-agent; if its configuration has \
-                 another one: --control PATH",
+                "check that the agent runs (systemctl status hotlift-agent) and that you may open its socket; if its \
+                 configuration names another socket, give --control PATH",
             ),
             Self::Virsh(VirshError::Run(_)) => {
                 Some("install libvirt's clients (Debian: libvirt-clients)")
             }
             Self::DomainsStayed { .. } => {
-                Some("the same command again goes on with those that are left")
+                Some("run the same command again to move the remaining domains")
             }
-            Self::NoDomain { .. } => {
-                Some("nothing was moved; 'virsh list --all' has the names of this host's domains")
+            Self::NoDomain { .. } | Self::NoGuest { .. } => {
+                Some("nothing was moved; 'virsh list --all' lists the domains of this host")
             }
             Self::DomainEnded { .. } | Self::DomainsEnded { .. } => Some(
-                "if its guest was not shut down: its QEMU's last words are in /var/log/libvirt/qemu on both hosts",
+                "if its guest was not shut down, read its QEMU's log in /var/log/libvirt/qemu on both hosts",
             ),
             Self::NoAgentThere { .. } => {
-                Some("start 'hotlift agent' there, with certificates of the same CA")
+                Some("start 'hotlift agent run' on that host, with certificates of the same CA")
             }
             Self::DomainInDoubt { .. } | Self::DomainsInDoubt { .. } => Some(
-                "ask libvirt on both hosts: virsh list --all; one that is paused here and runs nowhere else goes on by 'virsh \
-                 resume'; of one that runs on both hosts end one at once: virsh destroy",
+                "run 'virsh list --all' on both hosts; if the domain is paused here and runs on neither host, 'virsh resume' \
+                 it; if it runs on both hosts, 'virsh destroy' one of them at once",
             ),
             Self::NothingToSettle { .. } => Some(
-                "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
+                "'hotlift settle' accepts only a guest that a migration left paused: check 'query-status' and 'query-migrate'",
             ),
             Self::Qemu(error) => error.advice(),
             _ => None,
@@ -416,7 +450,7 @@ impl CommandError {
 
     /// Returns 1; 2 for invalid options, as for any usage error; 3 if the owner of the guest is unknown, or it may be paused;
     /// 130 after a signal, as shells do.
-    pub fn exit_code(&self) -> ExitCode {
+    pub fn exit_code(&self) -> u8 {
         match self {
             Self::Migration(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Relay(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
@@ -435,14 +469,14 @@ impl CommandError {
             | Self::DomainsInDoubt { .. }
             | Self::PagesMissing { .. }
             | Self::StillWaits { .. }
-            | Self::EndedCopy => ExitCode::from(STANDS_STILL),
+            | Self::EndedCopy => STANDS_STILL,
             // The guest is at its target.
-            Self::Qemu(QemuError::MovedAnyway { .. }) => ExitCode::SUCCESS,
+            Self::Qemu(QemuError::MovedAnyway { .. }) => 0,
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
-            | Self::Terminal(TerminalError::Interrupted) => ExitCode::from(130),
-            _ if self.is_usage() => ExitCode::from(2),
-            _ => ExitCode::FAILURE,
+            | Self::Terminal(TerminalError::Interrupted) => 130,
+            _ if self.is_usage() => USAGE,
+            _ => 1,
         }
     }
 
@@ -553,7 +587,7 @@ mod tests {
     fn a_qemu_without_postcopy_has_the_sysctl_and_a_blocked_port_its_option() {
         let said = "Postcopy is not supported".to_owned();
         let (line, advice) = of(QemuError::NoPostcopy { said });
-        assert!(line.ends_with("(postcopy): Postcopy is not supported"));
+        assert!(line.ends_with("cannot use postcopy: Postcopy is not supported"));
         assert!(advice.contains("vm.unprivileged_userfaultfd=1"), "{advice}");
         let reasons = "its QEMU: Failed to get \"write\" lock".to_owned();
         let (_, advice) = of(QemuError::Failed { reasons });

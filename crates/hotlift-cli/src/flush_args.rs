@@ -6,9 +6,9 @@ use hotlift_command::security::Switch;
 /// The flag, for commands that send a stream with multifd to a QEMU.
 #[derive(Debug, Clone, Default, Args)]
 pub struct FlushArgs {
-    /// QEMU's property of that name at the destination: 'on' where each section of RAM ends with a sync point, as in machine
-    /// types up to 8.0 and QEMU before 8.1 [default: as the source shows it, or the destination's QEMU reports it, or the
-    /// machine type's version]
+    /// QEMU's property of that name at the destination: 'on' if each section of RAM ends with a sync point, as in machine types
+    /// up to 8.0 and QEMU before 8.1 [default: as in the source's stream, else as reported by the destination's QEMU, else by
+    /// the version of the machine type]
     #[arg(
         long,
         value_name = "on|off",

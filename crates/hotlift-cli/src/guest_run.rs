@@ -38,11 +38,11 @@ const GUEST_LOOK: Duration = Duration::from_millis(50);
 #[derive(Debug, Args)]
 #[command(mut_arg("control", |arg| arg.visible_alias("qmp")))]
 pub struct GuestRunArgs {
-    /// Take the guest over from the source that connects here: tcp:HOST:PORT or unix:PATH; defer waits
-    /// for migrate-incoming at a monitor
+    /// Receive the guest from a source at this address: tcp:HOST:PORT or unix:PATH; 'defer' waits for migrate-incoming at a
+    /// monitor
     #[arg(long, value_name = "URI", conflicts_with = "migrate_to")]
     incoming: Option<Incoming>,
-    /// Migrate the guest to the destination that listens there: tcp:HOST:PORT or unix:PATH
+    /// Migrate the guest to the destination at this address: tcp:HOST:PORT or unix:PATH
     #[arg(
         long,
         value_name = "URI",
@@ -50,7 +50,7 @@ pub struct GuestRunArgs {
         conflicts_with_all = ["control", "monitor"]
     )]
     migrate_to: Option<Address>,
-    /// Let the guest run for so long before it is migrated
+    /// Time that the guest runs before it is migrated
     #[arg(
         long,
         value_name = "SECONDS",
@@ -59,10 +59,10 @@ pub struct GuestRunArgs {
         requires = "migrate_to"
     )]
     migrate_after: Duration,
-    /// Let the guest run here for so long, check its memory and end [default: until Ctrl-C]
+    /// Time that the guest runs here before its memory is checked and the process ends [default: until Ctrl-C]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     run_for: Option<Duration>,
-    /// How long a peer that does not answer is waited for
+    /// Longest wait for an answer of the peer
     #[arg(
         long,
         value_name = "SECONDS",
@@ -74,10 +74,10 @@ pub struct GuestRunArgs {
     /// Write the figures of this side to this file as JSON
     #[arg(long, value_name = "FILE", conflicts_with_all = ["control", "monitor"])]
     json: Option<PathBuf>,
-    /// Tell events as JSON lines on standard output, for the process that started this one
+    /// Print events as JSON lines on standard output, for the process that started this one
     #[arg(long, hide = true)]
     tell_events: bool,
-    /// Begins the lines of the progress display
+    /// Prefix of the lines of the progress display
     #[arg(long, hide = true, default_value = "migration")]
     label: String,
     /// Show no progress
@@ -115,8 +115,7 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
     if args.migrate_to.is_some() {
         args.migration.refuse(
             &["pause-before-switchover"],
-            "a monitor that lets the migration go on: give --monitor or --control, and 'migrate' there instead of \
-             --migrate-to",
+            "a monitor for 'migrate-continue': give --monitor or --control, and 'migrate' there instead of --migrate-to",
         )?;
     }
     if !args.control.is_given() {
@@ -247,7 +246,7 @@ impl Session<'_> {
         let monitors = Sockets::qmp_at(qmp.clone()).serve(&commands, &events)?;
         complain!("hotlift: {}", error.chain());
         complain!("hotlift: {}", settle(&qmp.to_string()));
-        complain!("the guest is kept here, paused and whole, until then");
+        complain!("until then the guest is kept here, paused and complete");
         while !monitor.is_running() {
             if shutdown.take().is_some() {
                 monitor.end(true);
@@ -259,7 +258,7 @@ impl Session<'_> {
             }
             std::thread::sleep(GUEST_LOOK);
         }
-        self.say("the guest goes on here");
+        self.say("the guest runs here again");
         self.interrupt.forget();
         let outcome = self.until_shutdown(&shutdown, &monitor);
         monitor.end(matches!(outcome, Some(Ok(()))));
@@ -275,11 +274,11 @@ impl Session<'_> {
         self.tell(&Event::Checked(check.clone()));
         match check.problem {
             None => self.say(&format!(
-                "the guest goes on here: {} writes, {} pages checked, none lost",
+                "the guest runs here again: {} writes, {} pages checked, none lost",
                 check.writes, check.pages_checked
             )),
             Some(problem) => {
-                complain!("hotlift: the guest that stayed here is not well: {problem}")
+                complain!("hotlift: check of the guest that stayed here failed: {problem}")
             }
         }
         if self.args.run_for.is_some() {
@@ -323,15 +322,15 @@ impl Session<'_> {
         if let Some(lazy) = &received.postcopy {
             let [median, one_in_100, longest] = lazy.wait_us;
             self.say(&format!(
-                "all pages were there after {:.0} ms; it waited for {} of them, {median:.0} us (p50), \
-                 {one_in_100:.0} us (p99), {longest:.0} us at most",
+                "all pages had arrived after {:.0} ms; the guest waited for {} of them, {median:.0} us (p50), {one_in_100:.0} \
+                 us (p99), {longest:.0} us at most",
                 lazy.complete_ms, lazy.requests
             ));
             if let Some(blocktime) = &lazy.blocktime {
                 let [median, one_in_100, longest] = blocktime.vcpu_wait_us;
                 self.say(&format!(
-                    "vCPUs waited {} times, {median:.0} us (p50), {one_in_100:.0} us (p99), {longest:.0} us at most; \
-                     all of them at once for {:.0} ms",
+                    "vCPUs waited {} times, {median:.0} us (p50), {one_in_100:.0} us (p99), {longest:.0} us at most; all \
+                     vCPUs at once for {:.0} ms",
                     blocktime.vcpu_waits, blocktime.all_ms
                 ));
             }
@@ -349,7 +348,7 @@ impl Session<'_> {
             return Err(SharedError::NotWell { problem }.into());
         }
         self.say(&format!(
-            "it goes on: {} writes, {} pages checked, no write was lost",
+            "the guest runs: {} writes, {} pages checked, no write was lost",
             check.writes, check.pages_checked
         ));
         if self.args.tell_events {

@@ -51,99 +51,96 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Live-migrate the built-in guest between two processes of this host, and show what it cost
+    /// Live-migrate the built-in guest between two processes of this host, and show the figures
     ///
-    /// Without flags: once with each page compression method. A flag that chooses a method makes it
-    /// one migration with the settings given.
+    /// Without flags, it migrates once with each page compression method. With a flag that chooses a method, it migrates once
+    /// with the given settings.
     Demo(demo::DemoArgs),
-    /// Work with one built-in guest
+    /// Run one built-in guest
     #[command(subcommand)]
     Guest(GuestCommand),
-    /// Move the guest of a running QEMU to a host where 'hotlift serve' waits, or a domain of libvirt
+    /// Move the guest of a running QEMU to a host with 'hotlift serve', or a domain of libvirt
     ///
-    /// Sets QEMU's migration capabilities and parameters for the time of the migration, and puts
-    /// them back. The bandwidth is unlimited unless max-bandwidth is given, and then it is that of
-    /// the wire. Ctrl-C cancels; the guest runs on here.
+    /// Sets QEMU's migration capabilities and parameters, and restores them after the migration. The bandwidth is unlimited
+    /// unless max-bandwidth limits it, which counts bytes on the wire. Ctrl-C cancels; the guest stays here and keeps running.
     ///
     ///   hotlift migrate --qmp /run/vm.qmp --to tcp:HOST:4444 --method zstd --channels 4
     ///
-    /// With --domain libvirt does all but move the pages ('virsh migrate --live'). They go from a relay here to the agent of
-    /// the destination ('hotlift agent'), and both QEMUs listen and connect on their own loopback only:
+    /// With --domain, libvirt does everything but move the pages ('virsh migrate --live'). A relay here sends them to the agent
+    /// of the destination ('hotlift agent'); both QEMUs use only the loopback of their host:
     ///
     ///   hotlift migrate --domain web1 --to qemu+ssh://HOST/system --parallel 4
     ///
     /// Both hosts need certificates ('hotlift certs'), or --insecure.
     ///
-    /// Exit codes: 0 the destination has the guest, 1 failed and the guest stayed, 2 usage, 130 cancelled and the guest
-    /// stayed, 3 nobody knows whether the destination runs the guest, and it is left paused here: 'hotlift settle'.
+    /// Exit codes: 0 the destination has the guest, 1 failed and the guest stayed, 2 usage, 130 cancelled and the guest stayed,
+    /// 3 unknown whether the destination runs the guest, which is left paused here: 'hotlift settle'.
     #[command(verbatim_doc_comment)]
     Migrate(migrate::MigrateArgs),
     /// Move the domains of this host's libvirt to other hosts, by a plan
     ///
-    /// What is quickly done goes first; what is written to faster than the link is comes last. Several go at once while what
-    /// they write fits in half of the link. Each is a 'virsh migrate --live', which the hosts' agents carry. A domain that
-    /// fails runs on here; once a destination does not answer nothing more is begun. The same command again goes on with
-    /// what is left.
+    /// Domains that move fast come first; domains that write faster than the link sends come last. Several move at once while
+    /// their writes need at most half of the link. Each move is a 'virsh migrate --live', which the hosts' agents forward. A
+    /// domain whose move fails keeps running here. If a destination does not answer, no further move starts. Run the same
+    /// command again to move the remaining domains.
     ///
     ///   hotlift drain --to b.example,c.example --dry-run
     ///
-    /// Exit codes: 0 all are gone, 1 some stayed here or ended by themselves, 2 usage, 130 ended by a signal and the others
-    /// stayed, 3 of some nobody knows where they run, or they run on both hosts.
+    /// Exit codes: 0 all domains moved, 1 some stayed here or ended by themselves, 2 usage, 130 ended by a signal and the
+    /// others stayed, 3 unknown which host runs some of them, or both hosts do.
     #[command(verbatim_doc_comment)]
     Drain(drain::DrainArgs),
-    /// Wait on the destination host for 'hotlift migrate', with a QEMU that takes the guest over
+    /// Wait on the destination host for 'hotlift migrate', with a QEMU that receives the guest
     ///
-    /// Either a QEMU that waits with '-incoming defer', by its QMP socket:
+    /// Give the QMP socket of a QEMU that waits with '-incoming defer':
     ///
     ///   hotlift serve --listen tcp::4444 --qmp /run/vm.qmp
     ///
-    /// or the command line of one, started when a source has come:
+    /// or the command line of a QEMU, which is started when a source connects:
     ///
     ///   hotlift serve --listen tcp::4444 -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
-    /// One guest is received. A QEMU that was started runs on when this command ends, if it has the
-    /// guest or may have it; if not, it is ended. What it says goes to standard error; if that is a
-    /// pipe, only for as long as this command runs. Both hosts need certificates ('hotlift
-    /// certs'), or --insecure.
+    /// It receives one guest. A QEMU that it started keeps running after this command if it has the guest or may have it;
+    /// otherwise it is ended. QEMU's output is copied to standard error; if that is a pipe, only while this command runs. Both
+    /// hosts need certificates ('hotlift certs'), or --insecure.
     ///
-    /// Or hand out save files, for 'hotlift restore --lazy tcp:HOST:4444/vm.save' on other hosts, until a signal comes:
+    /// With --files, it serves save files for 'hotlift restore --lazy tcp:HOST:4444/vm.save' on other hosts, until a signal:
     ///
     ///   hotlift serve --listen tcp::4444 --files /srv/saved
     ///
-    /// Exit codes: 0 the guest is here, 1 failed and the guest is not here, 2 usage, 130 ended by a signal and the guest is
-    /// not here, 3 nobody knows whether the guest runs here, and its QEMU is left as it is.
+    /// Exit codes: 0 the guest is here, 1 failed and the guest is not here, 2 usage, 130 ended by a signal and the guest is not
+    /// here, 3 unknown whether the guest runs here; its QEMU is not ended.
     #[command(verbatim_doc_comment)]
     Serve(serve::ServeArgs),
-    /// Pass QEMU's own migrations on, between a QEMU and the relay of another host
+    /// Relay QEMU's own migrations between a QEMU and the relay of another host
     ///
-    /// One relay on each host, and QEMU's 'migrate' and 'migrate_incoming' as ever. The bandwidth is
-    /// unlimited unless max-bandwidth is given: QEMU paces itself. Zero pages are looked for where
-    /// the source has not, unless zero-page-detection is given.
+    /// Run one relay on each host, and use QEMU's 'migrate' and 'migrate_incoming' as without relays. The bandwidth is
+    /// unlimited unless max-bandwidth is given: QEMU limits itself. The relay detects zero pages if the source does not, unless
+    /// zero-page-detection is given.
     #[command(subcommand)]
     Relay(relay::RelayCommand),
-    /// Carry the migrations of this host's libvirt: encrypted, compressed, within the host's budget
+    /// Forward the migrations of this host's libvirt: encrypted, compressed, within the host's budget
     ///
-    /// One process on each host. nftables sends it the connections that QEMU and libvirt make to other hosts for migrations,
-    /// and it takes them to the agent of the other host; so 'virsh migrate --live' goes on as ever.
+    /// One agent runs on each host. nftables redirects to it the connections that QEMU and libvirt make to other hosts for
+    /// migrations, and it forwards them to the agent of the other host. 'virsh migrate --live' is used as without agents.
     ///
     ///   hotlift agent check && hotlift agent run
     ///
     /// Both hosts need certificates ('hotlift certs').
     #[command(subcommand, verbatim_doc_comment)]
     Agent(agent::AgentCommand),
-    /// Save the guest of a running QEMU in a file, while it runs
+    /// Save the guest of a running QEMU to a file, while it runs
     ///
-    /// The guest runs until all but the last of it is written, and is left paused then, as by QEMU's
-    /// own migration; with --keep-running it runs on. A save that fails leaves no file, and the
-    /// guest runs on.
+    /// The guest runs until only the last pages are missing, and is then left paused, as by QEMU's own migration; with
+    /// --keep-running it continues. A failed save leaves no file, and the guest keeps running.
     ///
     ///   hotlift save --qmp /run/vm.qmp vm.save --method zstd --channels 4
     #[command(verbatim_doc_comment)]
     Save(save::SaveArgs),
     /// Restore a guest from a file into a QEMU
     ///
-    /// Takes files of 'hotlift save' and QEMU's own mapped-ram files. A file that is cut short or
-    /// damaged is refused before the guest runs; with --lazy no damaged page reaches it.
+    /// Reads files of 'hotlift save' and QEMU's own mapped-ram files. It rejects a truncated or damaged file before the guest
+    /// runs; with --lazy, no damaged page reaches the guest.
     ///
     ///   hotlift restore vm.save -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
@@ -151,43 +148,42 @@ enum Command {
     ///
     ///   hotlift restore --lazy tcp:HOST:4444/vm.save --qmp /run/vm.qmp     from 'hotlift serve --files'
     ///
-    /// With --lazy (files of 'hotlift save', QEMU 7.2 and later) the guest runs after some
-    /// milliseconds, and gets its pages as it asks for them. If this command ends too early, the
-    /// guest waits for the others: --lazy --resume brings them.
+    /// With --lazy (files of 'hotlift save', QEMU 7.2 and later) the guest runs after some milliseconds, and receives its pages
+    /// when it needs them. If this command ends before all pages are loaded, the guest waits for the others: --lazy --resume
+    /// loads them.
     ///
-    /// A QEMU that was started runs on when this command ends; if it did not get the guest, it is
-    /// ended. Exit codes as of 'serve'.
+    /// A QEMU that it started keeps running after this command; if it did not receive the guest, it is ended. Exit codes as of
+    /// 'serve'.
     #[command(verbatim_doc_comment)]
     Restore(restore::RestoreArgs),
-    /// Say what is in a save file: machine, RAM, devices, size by method
+    /// Show the content of a save file: machine, RAM, devices, size by method
     ///
     ///   hotlift show vm.save --verify
     #[command(verbatim_doc_comment)]
     Show(show::ShowArgs),
-    /// Say where a guest goes on that a migration has left paused (exit code 3)
+    /// Continue or end a guest that a migration left paused (exit code 3)
     ///
-    /// Nobody could know whether the destination runs it, so that it was kept, whole. Look there first. Refused of a guest
-    /// that is not left paused by a migration.
+    /// The migration could not determine whether the destination runs the guest, and kept it here, complete. Check the
+    /// destination first. The command refuses a guest that no migration left paused.
     ///
     ///   hotlift settle --qmp /run/vm.qmp --there     the destination has it: end this copy
     ///
-    ///   hotlift settle --qmp /run/vm.qmp --here      it does not, and never will: let it run here
+    ///   hotlift settle --qmp /run/vm.qmp --here      it does not and never will: run it here
     #[command(verbatim_doc_comment)]
     Settle(settle::SettleArgs),
-    /// Watch over a QEMU that 'serve' or 'restore' has started
+    /// Watch a QEMU that 'serve' or 'restore' started
     #[command(hide = true)]
     Guard(guard::GuardArgs),
     /// Write the manual pages and the shells' completions of this command
     #[command(hide = true)]
     Manual {
-        /// Folder that becomes like a /usr/share
+        /// Folder with the layout of /usr/share
         dir: PathBuf,
     },
-    /// List the page compression methods, and which library does each on this host; measure them on your memory
+    /// List the page compression methods and their libraries on this host; measure them on your memory
     ///
-    /// With a file, a process or a QEMU, every method runs on a sample of that memory, on all cores at
-    /// once: its ratio, rate and CPU time. Nothing is changed; pages of a process are read through
-    /// /proc/PID/mem.
+    /// With a file, a process or a QEMU, it measures the ratio, rate and CPU time of every method on a sample of that memory,
+    /// on all cores. It changes nothing; it reads pages of a process through /proc/PID/mem.
     ///
     ///   hotlift methods --measure /srv/memory.img     an image, or a folder of files
     ///
@@ -196,19 +192,18 @@ enum Command {
     Methods(methods::MethodsArgs),
     /// List the accelerators of this host, and what is missing to use them
     ///
-    /// Looks at devices, work queues, drivers, permissions and the vendors' libraries, and says what
-    /// an operator runs for each thing that is missing. Nothing is changed, and no queue is opened but
-    /// by the vendors' own libraries, to see whether they work.
+    /// Inspects devices, work queues, drivers, permissions and the vendors' libraries, and prints a command for everything that
+    /// is missing. It changes nothing, and only the vendors' libraries open queues, to test them.
     Accel(accel::AccelArgs),
-    /// Say what to set on this host: the published rules for its accelerators, or method auto
+    /// Recommend settings for this host: the published rules for its accelerators, or method auto
     ///
-    /// Method auto finds out the rest while a migration runs. What a fixed method does with your memory:
-    /// 'hotlift methods --measure'.
+    /// Method auto chooses everything else during the migration. To measure a fixed method on your memory: 'hotlift methods
+    /// --measure'.
     #[command(verbatim_doc_comment)]
     Advise(advise::AdviseArgs),
-    /// Make and show the certificates by which hosts know each other
+    /// Create and show the certificates with which hosts authenticate each other
     ///
-    /// On one host, and for a second one:
+    /// On one host, also for a second one:
     ///
     ///   hotlift certs init
     ///
@@ -216,15 +211,14 @@ enum Command {
     ///
     ///   hotlift certs host b.example 192.0.2.2 --out b     then copy folder b to b.example:/etc/pki/hotlift
     ///
-    /// Certificates that are there already, for QEMU and libvirt or from cert-manager, need no change: 'certs show --dir'
-    /// says what they are.
+    /// Existing certificates for QEMU and libvirt, or from cert-manager, need no change: 'certs show --dir' shows them.
     #[command(subcommand, verbatim_doc_comment)]
     Certs(certs::CertsCommand),
 }
 
 #[derive(Subcommand)]
 enum GuestCommand {
-    /// Run a built-in guest; take it over from another process, or hand it to one
+    /// Run a built-in guest; receive it from another process, or migrate it to one
     ///
     /// In two shells, or on two hosts, with the same --guest, --ram and --vcpus:
     ///
@@ -234,10 +228,10 @@ enum GuestCommand {
     ///
     /// Two hosts need certificates ('hotlift certs'), or --insecure.
     ///
-    /// If nobody knows whether the destination runs the guest, the process does not end: it keeps the guest paused, and
-    /// prints the 'hotlift settle' to type. Exit codes: 0 the destination has the guest (or it was received and has run
-    /// here), 1 failed and the guest stayed, 2 usage, 130 ended by a signal, 3 ended while nobody knew, or by 'hotlift
-    /// settle --there'.
+    /// If it is unknown whether the destination runs the guest, the process does not end: it keeps the guest paused and prints
+    /// the 'hotlift settle' command to type. Exit codes: 0 the destination has the guest (or it was received and ran here), 1
+    /// failed and the guest stayed, 2 usage, 130 ended by a signal, 3 ended while that was unknown, or by 'hotlift settle
+    /// --there'.
     #[command(verbatim_doc_comment)]
     Run(guest_run::GuestRunArgs),
 }
@@ -251,7 +245,7 @@ fn main() -> ExitCode {
     let program = Program::start(Cli::command()).with_first(&FIRST);
     if program.first_word().is_some_and(|word| word == "bench") {
         // Handled before clap: a hidden subcommand would appear in the completions, and answer '--help'.
-        program.warn("bench is a program of its own: hotlift-bench, from the package of that name");
+        program.warn("bench is a separate program: hotlift-bench, from the package of that name");
         output::finish();
         return ExitCode::from(USAGE);
     }
@@ -282,7 +276,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             program.fail(&error.line(), error.advice().as_deref(), error.is_usage());
-            error.exit_code()
+            ExitCode::from(error.exit_code())
         }
     };
     output::finish();

@@ -30,13 +30,13 @@ use crate::output_args::OutputArgs;
 pub struct MethodsArgs {
     #[command(flatten)]
     memory: MemoryArgs,
-    /// Bytes of pages with content that the methods are measured on at most, with suffix K, M, G or T
+    /// Largest sample of pages with content, in bytes, with suffix K, M, G or T
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = size, requires = "MemoryArgs")]
     sample: u64,
-    /// Measure the CPU only
+    /// Measure only the CPU
     #[arg(long, requires = "MemoryArgs")]
     no_accelerators: bool,
-    /// Start of the random numbers that pages are drawn by
+    /// Seed of the random choice of pages
     #[arg(long, value_name = "N", default_value_t = 1, requires = "MemoryArgs")]
     seed: u64,
     #[command(flatten)]
@@ -47,10 +47,10 @@ pub struct MethodsArgs {
 #[derive(Debug, Args)]
 #[group(multiple = false)]
 struct MemoryArgs {
-    /// Measure on a memory image, or on the files of a folder (.zst files are unpacked)
+    /// Measure on a memory image or on the files of a folder (.zst files are decompressed)
     #[arg(long, value_name = "PATH")]
     measure: Option<PathBuf>,
-    /// Measure on the memory of a process, such as a QEMU: its largest mappings are taken for RAM
+    /// Measure on the memory of a process, such as a QEMU: its largest mappings count as RAM
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
     /// Measure on the memory of the QEMU behind this QMP socket: PATH or unix:PATH
@@ -109,7 +109,7 @@ fn measured(args: &MethodsArgs, step: &dyn Fn(&str)) -> Result<Option<OnMemory>,
         MemoryArgs { qmp: Some(qmp), .. } => draw(&qemu::memory(qmp)?)?,
         _ => return Ok(None),
     };
-    step("measuring every method on the sample: some 10 s at most");
+    step("measuring every method on the sample: about 10 s at most");
     Ok(Some(OnMemory {
         methods: measure(&sample, !args.no_accelerators)?,
         threads: threads(&sample),
@@ -130,7 +130,7 @@ impl OnMemory {
         let sample = &self.sample;
         let percent = |pages| 100.0 * sample.share(pages);
         let memory = format!(
-            "{}: {} looked at, {:.0} % never touched, {:.0} % zero",
+            "{}: {} sampled, {:.0} % never touched, {:.0} % zero",
             sample.memory,
             bytes((sample.pages * PAGE_SIZE) as u64),
             percent(sample.untouched),
@@ -233,7 +233,7 @@ fn table() -> String {
         "levels",
         "hardware",
         "software here",
-        "at the other end",
+        "at the peer",
     ]);
     width::wrap_all(&mut table);
     let list = list();
@@ -254,6 +254,6 @@ fn table() -> String {
     for method in &list {
         text.push_str(&format!("\n{:8}{}", method.method, method.summary));
     }
-    text.push_str("\n\nWhat the hardware lacks here: hotlift accel");
+    text.push_str("\n\n'hotlift accel' lists what the hardware lacks here");
     text
 }

@@ -57,22 +57,23 @@ const ON_ITS_WAY: Duration = Duration::from_millis(50);
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
 pub struct MigrateArgs {
-    /// QMP socket of the QEMU whose guest is to move: PATH, unix:PATH or tcp:HOST:PORT
+    /// QMP socket of the QEMU whose guest moves: PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS", required_unless_present = "domain")]
     qmp: Option<QmpAddress>,
-    /// The domain of libvirt that is to move, in place of --qmp
+    /// Domain of libvirt to move, instead of --qmp
     #[arg(long, value_name = "NAME", conflicts_with = "qmp")]
     domain: Option<String>,
-    /// Where 'hotlift serve' listens: tcp:HOST:PORT; with --domain the destination's libvirt: qemu+ssh://HOST/system
+    /// Address of 'hotlift serve': tcp:HOST:PORT; with --domain, the destination's libvirt: qemu+ssh://HOST/system
     #[arg(long, value_name = "URI")]
     to: To,
-    /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift serve' needs it, too
+    /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift serve' needs the flag
+    /// too
     #[arg(long, conflicts_with = "domain")]
     ignore_shared: bool,
-    /// Compare both VMs, print what differs, and move nothing; exit code 1 if QEMU refuses a difference
+    /// Compare both VMs, print the differences, and move nothing; exit code 1 if QEMU refuses a difference
     #[arg(long, conflicts_with = "domain")]
     check: bool,
-    /// Begin also with differences of both VMs that QEMU refuses: QEMU decides
+    /// Migrate even with differences that QEMU refuses: QEMU decides
     #[arg(long, conflicts_with_all = ["domain", "check"])]
     ignore_differences: bool,
     #[command(flatten)]
@@ -182,7 +183,7 @@ fn to_serve(
     }
     // The outcome is printed even if no process reads the figures.
     complain!(
-        "the guest {} at the destination; this QEMU keeps a paused copy, and can be ended",
+        "the guest {} at the destination; this QEMU keeps a paused copy and can be ended",
         words(&migration.state)
     );
     Ok(args.output.print(&migration, || migration.table())?)
@@ -371,7 +372,7 @@ impl Stage {
     /// Returns its name for the operator.
     fn missing(self) -> &'static str {
         match self {
-            Self::Hello => "it accepted the connection and does not answer",
+            Self::Hello => "it accepted the connection, but does not answer",
             Self::Ready => "its QEMU is not ready",
         }
     }
@@ -487,7 +488,7 @@ impl Move<'_> {
             Err(error) => {
                 let reason = error_line(&error);
                 *final_message = Some(FinalMessage::Lost {
-                    reason: format!("'hotlift serve' is not heard any more: {reason}"),
+                    reason: format!("lost the connection to 'hotlift serve': {reason}"),
                 });
                 return Err(error);
             }
@@ -561,9 +562,10 @@ impl Move<'_> {
             lost @ (Some(FinalMessage::Lost { .. }) | None) => {
                 let lost = match lost {
                     Some(FinalMessage::Lost { reason }) => reason,
-                    _ => "'hotlift serve' sends no final message".to_owned(),
+                    _ => "'hotlift serve' sent no final message".to_owned(),
                 };
-                let reasons = |does: &str| format!("{lost}; before, its relay: the guest {does}");
+                let reasons =
+                    |does: &str| format!("{lost}; its relay reported before: the guest {does}");
                 return match doing {
                     Doing::Runs if runs_here() => Err(QemuError::RunsTwice { qmp }.into()),
                     Doing::Runs => Err(QemuError::MovedAnyway {
@@ -673,7 +675,7 @@ mod tests {
         let error = silent(Stage::Hello);
         assert_eq!(
             error.line(),
-            "'hotlift serve' at tcp:b.example:4444 failed: it accepted the connection and does not answer within 30s"
+            "'hotlift serve' at tcp:b.example:4444 failed: it accepted the connection, but does not answer within 30s"
         );
         assert!(error.advice().unwrap().contains("may be stopped"));
         let error = silent(Stage::Ready);

@@ -26,9 +26,9 @@ use crate::relay_report::{progress_line, relay_table};
 /// the flags are likely to be.
 #[derive(Debug, Subcommand)]
 pub enum RelayCommand {
-    /// Take migrations from the QEMU of this host, and send them to the relay of another
+    /// Receive migrations from the QEMU of this host, and send them to the relay of another host
     ///
-    /// Pages are compressed here, so the method and the number of channels are chosen here:
+    /// Pages are compressed here, so set the method and the number of channels here:
     ///
     ///   hotlift relay source --listen unix:/run/a.sock --connect tcp:HOST:4444 --method zstd
     ///
@@ -38,16 +38,14 @@ pub enum RelayCommand {
     ///   migrate -d unix:/run/a.sock
     #[command(verbatim_doc_comment)]
     Source(RelayArgs),
-    /// Take migrations from the relay of another host, and pass them to the QEMU of this one
+    /// Receive migrations from the relay of another host, and pass them to the QEMU of this host
     ///
-    /// The method of the other host is found out. The options say what the QEMU of this host is
-    /// given: it must have as many multifd channels as they say, and the same method (none, as a
-    /// rule), or multifd off.
+    /// The stream shows the method of the other host. The options describe the stream to the QEMU of this host: it must have
+    /// the same number of multifd channels and the same method (usually none), or multifd off.
     ///
     ///   hotlift relay destination --listen tcp::4444 --connect unix:/run/b.sock
     ///
-    /// Both hosts need certificates ('hotlift certs'), or --insecure. A QEMU that was started with '-incoming defer', in
-    /// its monitor:
+    /// Both hosts need certificates ('hotlift certs'), or --insecure. In the monitor of a QEMU started with '-incoming defer':
     ///
     ///   migrate_set_capability multifd on
     ///   migrate_incoming unix:/run/b.sock
@@ -59,19 +57,18 @@ pub enum RelayCommand {
 #[derive(Debug, Args)]
 #[command(mut_arg("control", |arg| arg.visible_alias("qmp")))]
 pub struct RelayArgs {
-    /// Take the migration that connects here: tcp:HOST:PORT or unix:PATH
+    /// Listen for migrations at this address: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
     listen: Address,
-    /// Pass it on to whoever listens there: tcp:HOST:PORT or unix:PATH
+    /// Forward them to this address: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI", value_parser = Address::of_peer)]
     connect: Address,
-    /// The VM's UUID, which multifd channels must carry; needed where the VM has one and the source
-    /// does not use multifd
+    /// UUID of the VM, which multifd channels must carry; needed if the VM has one and the source does not use multifd
     #[arg(long, value_name = "UUID")]
     uuid: Option<Uuid>,
     #[command(flatten)]
     flush: FlushArgs,
-    /// Take one migration after another; one that fails is reported, and the next is waited for
+    /// Relay one migration after another; a failed one is reported, and the relay waits for the next
     #[arg(long)]
     forever: bool,
     #[command(flatten)]

@@ -190,7 +190,7 @@ fn relay_rows(row: &mut impl FnMut(&str, String), report: &RelayReport) {
     }
     if !report.lost.is_empty() {
         let pages: usize = report.lost.iter().map(|lost| lost.offsets.len()).sum();
-        row("lost, and zero", format!("{pages} pages"));
+        row("lost, replaced by zero pages", format!("{pages} pages"));
     }
     if let Some(why) = &report.passed_through {
         row("passed through unread", why.clone());

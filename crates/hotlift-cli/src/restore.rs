@@ -47,13 +47,13 @@ const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
 #[command(group(ArgGroup::new("receiver").args(["command", "qmp"]).required(true)))]
 #[command(mut_arg("multifd_flush_after_each_section", |arg| arg.conflicts_with("lazy")))]
 pub struct RestoreArgs {
-    /// File that 'hotlift save' or QEMU (with mapped-ram) has written, or tcp:HOST:PORT/NAME at a 'hotlift serve --files'
+    /// File of 'hotlift save' or of QEMU (with mapped-ram), or tcp:HOST:PORT/NAME of 'hotlift serve --files'
     #[arg(value_name = "FILE", value_parser = location())]
     file: Location,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     qmp: Option<QmpAddress>,
-    /// Byte where a mapped-ram file begins, as in QEMU's file:PATH,offset=N
+    /// First byte of a mapped-ram file, as in QEMU's file:PATH,offset=N
     #[arg(long, value_name = "N", default_value_t = 0)]
     offset: u64,
     /// Number of multifd channels into QEMU, 1 to 255; 0 for multifd off
@@ -64,27 +64,27 @@ pub struct RestoreArgs {
         visible_alias = "channels"
     )]
     multifd_channels: u8,
-    /// Let the guest run at once: pages follow as it asks for them, the others behind
+    /// Run the guest at once: pages follow when it needs them, the others in the background
     #[arg(long, conflicts_with = "multifd_channels")]
     lazy: bool,
-    /// Go on with a lazy restore that was interrupted: QEMU runs the guest, and waits for pages
+    /// Resume an interrupted lazy restore: QEMU runs the guest and waits for pages
     #[arg(long, requires_all = ["lazy", "qmp"])]
     resume: bool,
-    /// Go on without what is damaged of the file: zero pages in its place, each of them named
+    /// Replace damaged pages of the file with zero pages, and list them
     #[arg(long)]
     salvage: bool,
-    /// With --lazy: limit of what the guest has not asked for; 0 is unlimited [default: 0]
+    /// With --lazy: bandwidth limit for pages that the guest has not requested; 0 is unlimited [default: 0]
     #[arg(long, value_name = "BYTES/S", requires = "lazy")]
     max_bandwidth: Option<String>,
-    /// With --lazy: CPU time for what the guest has not asked for, in cores; 0 is unlimited [default: 0]
+    /// With --lazy: CPU time for pages that the guest has not requested, in cores; 0 is unlimited [default: 0]
     #[arg(long, value_name = "CORES", requires = "lazy")]
     cpu_limit: Option<String>,
-    /// Begin also with differences from the saved VM that QEMU refuses: QEMU decides
+    /// Restore even with differences from the saved VM that QEMU refuses: QEMU decides
     #[arg(long, conflicts_with = "resume")]
     ignore_differences: bool,
     #[command(flatten)]
     flush: FlushArgs,
-    /// UNIX socket of the guest agent (qemu-ga) in the restored QEMU: set the guest's clock by it once the guest runs
+    /// UNIX socket of the guest agent (qemu-ga) in the restored QEMU: set the guest's clock through it when the guest runs
     #[arg(long, value_name = "SOCKET")]
     sync_time: Option<PathBuf>,
     #[command(flatten)]
@@ -127,7 +127,7 @@ impl RestoreArgs {
             None if !options.tls_creds.is_empty() => {
                 return Err(OptionError::Conflict {
                     option: format!("tls-creds={}", options.tls_creds),
-                    needs: "a file of another host: tcp:HOST:PORT/NAME",
+                    needs: "a file on another host: tcp:HOST:PORT/NAME",
                 }
                 .into());
             }
@@ -173,7 +173,7 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
         if is_given && info.is_none() {
             return Err(CommandError::Restore {
                 reasons: format!(
-                    "{flag} needs a file of 'hotlift save', and this one is QEMU's: restore it without {flag}"
+                    "{flag} needs a file of 'hotlift save', but QEMU wrote this one: restore it without {flag}"
                 ),
             });
         }
@@ -291,7 +291,7 @@ fn conclude(
     match statement {
         Statement::Here { state } => {
             if let Some(trouble) = trouble {
-                complain!("hotlift: not all went well: {trouble}");
+                complain!("hotlift: the guest is restored, with errors on the way: {trouble}");
             }
             complain!("the guest {}: {}", words(&state), destination.leave());
             clock.is_here(&state);
@@ -314,7 +314,7 @@ fn conclude(
             how,
             by_itself: true,
         } => {
-            complain!("the guest was restored, and its QEMU has ended since: {how}");
+            complain!("the guest was restored, then its QEMU ended: {how}");
             Ok(())
         }
         Statement::GuestEnded { how, .. } => Err(CommandError::EndedSince { how }),

@@ -28,7 +28,7 @@ use crate::relay_report::Saved;
 /// Flags of `save`.
 #[derive(Debug, Args)]
 pub struct SaveArgs {
-    /// File to write; one of this name is replaced when the new one is whole
+    /// File to write; an existing file is replaced when the new one is complete
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// QMP socket of the QEMU whose guest is saved: PATH, unix:PATH or tcp:HOST:PORT
@@ -37,7 +37,7 @@ pub struct SaveArgs {
     /// Format of the file
     #[arg(long, value_enum, default_value = "hotlift")]
     format: Format,
-    /// Let the guest run on when it is saved, instead of leaving it paused
+    /// Continue the guest after the save, instead of leaving it paused
     #[arg(long)]
     keep_running: bool,
     #[command(flatten)]
@@ -49,9 +49,9 @@ pub struct SaveArgs {
 /// `--format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// Hotlift's own: compressed by the chosen method, with checksums; 'restore --lazy' reads it
+    /// Format of Hotlift: compressed by the chosen method, with checksums; 'restore --lazy' reads it
     Hotlift,
-    /// QEMU's mapped-ram file: uncompressed, and QEMU 9.0 or later loads it by itself
+    /// Format mapped-ram of QEMU: uncompressed; QEMU 9.0 or later can load it without Hotlift
     MappedRam,
 }
 
@@ -116,10 +116,9 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     match args.keep_running && source.was_running() && ended.is_none() {
         false => complain!("{file} is written; the guest is left paused"),
         true => match source.cont() {
-            Ok(()) => complain!("{file} is written; the guest runs on"),
+            Ok(()) => complain!("{file} is written; the guest keeps running"),
             Err(error) => complain!(
-                "hotlift: {file} is written, but the guest may not run on: {}; let it run by hand: hotlift settle \
-                 --qmp {} --here",
+                "hotlift: {file} is written, but the guest may be paused: {}; to continue it: hotlift settle --qmp {} --here",
                 error_line(&error),
                 source.address()
             ),
@@ -144,7 +143,7 @@ fn not_saved(error: QemuError, advice: Option<&'static str>) -> CommandError {
 }
 
 /// Returns the next step after a file had no room.
-fn room(error: &MigrationError) -> Option<&'static str> {
+pub fn room(error: &MigrationError) -> Option<&'static str> {
     let MigrationError::File(FileError::Write { source, .. }) = error else {
         return None;
     };

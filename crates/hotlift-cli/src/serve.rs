@@ -49,23 +49,23 @@ const PROGRESS: Duration = Duration::from_secs(1);
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("receiver").args(["command", "qmp", "files"]).required(true)))]
 pub struct ServeArgs {
-    /// Where 'hotlift migrate' connects to: tcp:HOST:PORT (empty HOST: all addresses)
+    /// Address for 'hotlift migrate': tcp:HOST:PORT (empty HOST: all addresses)
     #[arg(long, value_name = "URI")]
     listen: Address,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     qmp: Option<QmpAddress>,
-    /// Hand out the save files in this folder, and receive no guest
+    /// Serve the save files in this folder, and receive no guest
     #[arg(
         long,
         value_name = "DIR",
         conflicts_with_all = ["qmp", "command", "data_port", "control", "monitor"]
     )]
     files: Option<PathBuf>,
-    /// With --files: say what happens as lines of JSON on standard output
+    /// With --files: print events as lines of JSON on standard output
     #[arg(long, requires = "files")]
     json: bool,
-    /// Port for the pages, on the same addresses [default: one that is free]
+    /// Port for the pages, on the same addresses [default: a free one]
     #[arg(
         long,
         value_name = "PORT",
@@ -73,7 +73,8 @@ pub struct ServeArgs {
         hide_default_value = true
     )]
     data_port: u16,
-    /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift migrate' needs it, too
+    /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift migrate' needs the
+    /// flag too
     #[arg(long, conflicts_with = "files")]
     ignore_shared: bool,
     /// Show no progress
@@ -85,8 +86,7 @@ pub struct ServeArgs {
     control: ControlArgs,
     #[command(flatten)]
     limits: LimitArgs<role::Receive>,
-    /// Command line of the QEMU to start when a source has come; '-incoming defer' and a QMP socket
-    /// are added
+    /// Command line of the QEMU to start when a source connects; '-incoming defer' and a QMP socket are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
     command: Vec<OsString>,
 }
@@ -168,7 +168,7 @@ impl Host<'_> {
         let complain = |why: &str| {
             let mut trouble = trouble.lock().unwrap_or_else(PoisonError::into_inner);
             if *trouble != why {
-                complain!("hotlift: a connection was not taken: {why}");
+                complain!("hotlift: refused a connection: {why}");
                 why.clone_into(&mut trouble);
             }
         };
@@ -189,7 +189,7 @@ impl Host<'_> {
                     Visit::SentAway(error) => error,
                     Visit::Compared => {
                         complain!(
-                            "hotlift: a source has compared its VM with this one, and sent no guest"
+                            "hotlift: a source compared its VM with this one and sent no guest"
                         );
                         continue;
                     }
@@ -200,10 +200,7 @@ impl Host<'_> {
                     error.into()
                 }
             };
-            complain!(
-                "hotlift: a source was sent away: {}",
-                error_line(&sent_away)
-            );
+            complain!("hotlift: refused a source: {}", error_line(&sent_away));
         }
     }
 
@@ -271,7 +268,7 @@ impl Host<'_> {
             (None, false) => Ok(()),
             (at_source, _) => Err(QemuError::Shared {
                 problem: format!(
-                    "'hotlift {}' has --ignore-shared, and the other command has not: give it to both, or to neither",
+                    "only 'hotlift {}' has --ignore-shared: give it to both commands or to neither",
                     if at_source.is_some() {
                         "migrate"
                     } else {
@@ -337,7 +334,7 @@ impl Host<'_> {
         match address_of(&listener)? {
             Address::Tcp { port, .. } => {
                 if self.args.data_port == 0 && !self.args.quiet {
-                    complain!("the pages come to port {port}");
+                    complain!("the pages arrive at port {port}");
                 }
                 Ok((listener, port, settings))
             }
@@ -417,7 +414,7 @@ impl Host<'_> {
                 if !self.args.quiet {
                     let stall = control.stall();
                     let stall = stall.map_or_else(String::new, |stall| format!(", {stall}"));
-                    complain!("receiving: {} have arrived{stall}", bytes(received_bytes));
+                    complain!("receiving: {} arrived{stall}", bytes(received_bytes));
                 }
                 heard = heard.and_then(|()| source.say(&Answer::Progress { received_bytes }));
             }
@@ -497,7 +494,7 @@ impl Host<'_> {
             Statement::Here { state } => {
                 let reason = error.chain();
                 let _ = source.say(&failed(reason.clone(), GuestThere::Here));
-                complain!("hotlift: not all went well: {reason}");
+                complain!("hotlift: the guest is here, with errors on the way: {reason}");
                 say_taken(&state, destination);
                 Ok(())
             }
@@ -545,10 +542,8 @@ fn pages_at(host: &str, port: u16) -> Address {
 /// Returns a text with the port of the pages, for a firewall.
 fn of_data_port(port: u16) -> String {
     match port {
-        0 => {
-            "pages come to another port, which is a free one (--data-port PORT sets it)".to_owned()
-        }
-        port => format!("pages come to port {port}"),
+        0 => "pages arrive at another, free port (--data-port PORT sets it)".to_owned(),
+        port => format!("pages arrive at port {port}"),
     }
 }
 
@@ -593,7 +588,7 @@ fn not_running(
 /// Reports that the guest was here, and ended: the source must not run it again. An end of QEMU other than the guest's own is a
 /// failure.
 fn had_guest(source: &mut Conversation, how: String, by_itself: bool) -> Result<(), CommandError> {
-    let reason = format!("the guest was taken over, and its QEMU has ended since: {how}");
+    let reason = format!("the guest was received, then its QEMU ended: {how}");
     let _ = source.say(&failed(reason.clone(), GuestThere::Here));
     if !by_itself {
         return Err(CommandError::EndedSince { how });
@@ -630,7 +625,7 @@ mod tests {
 
     #[test]
     fn the_port_of_the_pages_is_printed_or_the_option_that_sets_it() {
-        assert_eq!(of_data_port(4445), "pages come to port 4445");
+        assert_eq!(of_data_port(4445), "pages arrive at port 4445");
         assert!(of_data_port(0).contains("--data-port PORT"));
         assert!(of_data_port(0).len() <= 79);
     }

@@ -19,8 +19,8 @@ const SILENCE: Duration = Duration::from_secs(2);
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// Warning to an operator who lets a guest run here although its migration may have completed.
-const COMPLETED: &str = "hotlift: QEMU's migration is 'completed': if the destination runs the guest, there are two of it \
-                         from now on, which write to the same disks; end one at once";
+const COMPLETED: &str = "hotlift: QEMU's migration is 'completed': if the destination runs the guest too, both write to the \
+                         same disks from now on; end one of them at once";
 
 /// Flags of `settle`.
 #[derive(Debug, Args)]
@@ -37,7 +37,7 @@ pub struct SettleArgs {
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 struct Whereabouts {
-    /// The destination does not run the guest and never will: let it run here
+    /// The destination does not run the guest and never will: run it here
     #[arg(long)]
     here: bool,
     /// The destination has the guest: end the paused copy
@@ -65,7 +65,7 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     }
     if args.whereabouts.there {
         qemu.quit().map_err(at_source)?;
-        complain!("the guest goes on at the destination; its paused copy here is ended");
+        complain!("ended the paused copy here; the guest stays at the destination");
         return Ok(());
     }
     // QEMU also reports this in doubt: it had transferred the whole guest.
@@ -83,7 +83,7 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
             if let Err(error) = settings::restore_left(&mut qemu, Side::Source, |_| Ok(())) {
                 let error = error_line(&error);
                 complain!(
-                    "hotlift: settings that an earlier command left changed in QEMU were not restored: {error}"
+                    "hotlift: cannot restore QEMU's settings that an earlier command left changed: {error}"
                 );
             }
         }

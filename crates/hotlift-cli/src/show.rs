@@ -19,10 +19,10 @@ use crate::save_file::{location, named};
 /// Flags of `show`.
 #[derive(Debug, Args)]
 pub struct ShowArgs {
-    /// File that 'hotlift save' or QEMU (with mapped-ram) has written, or tcp:HOST:PORT/NAME at a 'hotlift serve --files'
+    /// File of 'hotlift save' or of QEMU (with mapped-ram), or tcp:HOST:PORT/NAME of 'hotlift serve --files'
     #[arg(value_name = "FILE", value_parser = location())]
     file: Location,
-    /// Read all pages, and check that they are what was written
+    /// Read all pages and verify their checksums
     #[arg(long)]
     verify: bool,
     #[command(flatten)]
@@ -130,7 +130,7 @@ fn table(file: &Description) -> String {
     row(
         "pages",
         match (file.verified_blocks, file.format) {
-            (Some(blocks), _) => format!("all good: {blocks} blocks were read"),
+            (Some(blocks), _) => format!("no damage: {blocks} blocks were read"),
             (None, FileFormat::Hotlift) => "not read (--verify)".to_owned(),
             (None, FileFormat::MappedRam) => "not verified: the format has no checksums".to_owned(),
         },
@@ -147,8 +147,8 @@ fn table(file: &Description) -> String {
 fn ram(block: &RamDescription) -> String {
     let length = bytes(block.bytes);
     match block.pages {
-        0 => format!("{length}, all zero: the guest did not use it, or has it unplugged"),
-        pages => format!("{length}, of which {} have content", bytes(pages * 4096)),
+        0 => format!("{length}, all zero: unused by the guest, or unplugged"),
+        pages => format!("{length}, {} with content", bytes(pages * 4096)),
     }
 }
 

@@ -25,7 +25,7 @@ const ZERO_SHARE: f64 = 0.25;
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Guest")]
 pub struct GuestArgs {
-    /// Which guest: a KVM virtual machine, worker threads, or KVM where it can be used
+    /// Kind of guest: a KVM virtual machine, worker threads, or KVM where it can be used
     #[arg(long, value_enum, default_value = "auto")]
     pub guest: GuestChoice,
     /// Number of vCPUs, 1 to 8
@@ -38,26 +38,26 @@ pub struct GuestArgs {
     /// Memory behind the RAM: private anonymous memory, or a shared memfd
     #[arg(long, value_enum, default_value = "private", hide_short_help = true)]
     pub ram_backend: RamBackend,
-    /// Where the guest writes: idle, random, sequential or hotset
+    /// Write pattern of the guest: idle, random, sequential or hotset
     #[arg(long, value_name = "NAME", default_value = "random")]
     pub workload: Workload,
-    /// Pages that it writes in a second, all vCPUs together
+    /// Pages written per second by all vCPUs together
     #[arg(long, value_name = "PAGES/S", default_value_t = 20_000)]
     pub rate: u64,
-    /// Bytes that it writes to [default: an eighth of the RAM]
+    /// Size of the memory that it writes to, in bytes [default: an eighth of the RAM]
     #[arg(long, value_name = "SIZE", value_parser = size, hide_short_help = true)]
     pub working_set: Option<u64>,
-    /// Fill RAM with this file, page by page as of a memory image, or with the files of this folder; .zst
-    /// files are unpacked. "generated" is a mix as of a server, "mixed" text and random bytes in turn
+    /// Fill RAM with this file, page by page like a memory image, or with the files of this folder; .zst files are
+    /// decompressed. "generated" is a mix like that of a server, "mixed" alternates text and random bytes
     #[arg(long, value_name = "PATH", default_value = "generated")]
     pub fill: Fill,
-    /// Share of pages that stay zero, 0 to 1 [default: 0.25; of a file those that it has]
+    /// Share of zero pages, 0 to 1 [default: 0.25; of a file, the share that it has]
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub zero_share: Option<f64>,
-    /// Write the zero pages once, so that the host has to allocate them
+    /// Write the zero pages once, so that the host allocates them
     #[arg(long, hide_short_help = true)]
     pub zero_touched: bool,
-    /// Start of all random numbers
+    /// Seed of all random numbers
     #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
     pub seed: u64,
 }
@@ -151,7 +151,7 @@ impl GuestArgs {
         let Fill::Path(path) = &self.fill else {
             return Ok(());
         };
-        std::fs::metadata(path).map_err(FileError::of("look at", path))?;
+        std::fs::metadata(path).map_err(FileError::of("inspect", path))?;
         Ok(())
     }
 
@@ -165,7 +165,7 @@ impl GuestArgs {
                 if let Some(why) = why {
                     let why = error_line(&why);
                     complain!(
-                        "hotlift: the guest is worker threads, since KVM cannot be used: {why}"
+                        "hotlift: the guest runs as worker threads, as KVM cannot be used: {why}"
                     );
                 }
                 kind

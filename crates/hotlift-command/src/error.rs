@@ -6,11 +6,15 @@ use hotlift::Address;
 use hotlift::conversation::ConversationError;
 use hotlift::conversation::callers::Unheard;
 use hotlift::options::OptionError;
-use hotlift::tls::{TlsError, TlsSetupError};
+use hotlift::tls::{Fault, TlsError, TlsSetupError};
 use hotlift::transport::TransportError;
 use hotlift_terminal::error::TerminalError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
+
+/// Next step for certificates of different CAs.
+const SAME_CA: &str =
+    "give both hosts certificates of the same CA: 'hotlift certs host NAME' on the host of the CA";
 
 /// Error of a command that migrates, or of its exchange with the peer before the migration.
 #[derive(Debug, thiserror::Error)]
@@ -19,16 +23,16 @@ pub enum SharedError {
     #[error(transparent)]
     Terminal(#[from] TerminalError),
     /// An option's value is invalid, or options are incompatible.
-    #[error("bad option")]
+    #[error("invalid option")]
     Option(#[from] OptionError),
     /// RAM, vCPUs and working set are incompatible.
-    #[error("there is no such guest")]
+    #[error("invalid guest settings")]
     Layout(#[from] LayoutError),
     /// The contents of `--fill` failed.
     #[error("cannot fill the guest's memory")]
     Fill(#[from] FillError),
     /// The check of the guest failed.
-    #[error("the guest is not well after the migration: {problem}")]
+    #[error("guest check failed after migration: {problem}")]
     NotWell {
         /// Description of the problem.
         problem: String,
@@ -42,7 +46,7 @@ pub enum SharedError {
         runs: usize,
     },
     /// The exchange with the peer failed after its start.
-    #[error("talking to 'hotlift serve' failed")]
+    #[error("lost the connection to 'hotlift serve'")]
     Conversation(#[from] ConversationError),
     /// The listener failed.
     #[error("cannot listen")]
@@ -72,8 +76,8 @@ pub enum SharedError {
     },
     /// A QEMU's stream would cross a network.
     #[error(
-        "{address} is open to other hosts, and QEMU's stream is safe on one host only: let QEMU use a UNIX socket or \
-         loopback, or give '--insecure'"
+        "QEMU's stream would cross the network unencrypted at {address}: let QEMU use a UNIX socket or loopback, or give \
+         '--insecure'"
     )]
     InsecureQemu {
         /// The address.
@@ -127,15 +131,44 @@ impl SharedError {
             Self::NoServe {
                 source: TransportError::Connect { source, .. },
             } => Some(not_connected(source.kind())),
-            Self::Tls { source, .. } if matches!(**source, TlsError::PlaintextPeer) => {
-                Some("give '--tls DIR' to the command on that host, too; or '--insecure' to both")
-            }
+            Self::Tls { source, .. } => after_handshake(source),
             Self::Conversation(ConversationError::Closed) => Some(
-                "the log of the process that listens there names the reason; a 'hotlift serve --files' takes no guest, and closes \
-                 the connection too",
+                "the log of the process that listens there has the reason; 'hotlift serve --files' accepts no guest and \
+                 closes the connection too",
             ),
             _ => None,
         }
+    }
+}
+
+/// Returns the next step after a failed TLS handshake.
+pub fn after_handshake(error: &TlsError) -> Option<&'static str> {
+    match error {
+        TlsError::PlaintextPeer => {
+            Some("give '--tls DIR' to the command on that host too, or '--insecure' to both")
+        }
+        TlsError::OursNotValid { .. } => {
+            Some("renew it with 'hotlift certs renew', or correct the clock of this host")
+        }
+        TlsError::NoCertificate => Some(SAME_CA),
+        TlsError::Theirs { fault, .. } => match fault {
+            Fault::Ended { .. } | Fault::Revoked => {
+                Some("renew that certificate with 'hotlift certs renew'")
+            }
+            Fault::NotYetValid { .. } => Some("compare the clocks of both hosts"),
+            Fault::UnknownCa { .. } => Some(SAME_CA),
+            Fault::RevocationListEnded { .. } => {
+                Some("replace the list of revoked certificates of this host by a current one")
+            }
+            Fault::NameMismatch { .. } => Some(
+                "connect to a name in that certificate, give this name by '--tls-hostname', or make a certificate for the address",
+            ),
+            Fault::NotAllowed { .. } => {
+                Some("add the name to '--tls-authz' if that host may connect")
+            }
+            _ => None,
+        },
+        _ => None,
     }
 }
 
@@ -174,8 +207,8 @@ mod tests {
         };
         assert_eq!(
             error_line(&error),
-            "the TLS handshake with 198.51.100.2 failed: the TLS handshake was not done within 10s: the other host does not \
-             acknowledge what was sent; the path may drop packets of the full size (check the MTU)"
+            "the TLS handshake with 198.51.100.2 failed: the TLS handshake did not complete within 10s: the other host does \
+             not acknowledge sent data; the path may drop full-size packets (check the MTU)"
         );
     }
 

@@ -82,7 +82,7 @@ impl Filling {
             times if times > 1.0 => {
                 format!(", laid {times:.1} times and perturbed at each repetition")
             }
-            times if times < 1.0 => ", of which it takes the first part".to_owned(),
+            times if times < 1.0 => ", of which the first part is used".to_owned(),
             _ => String::new(),
         };
         format!("{:.1} % zero pages{laid}", self.zero_percent())

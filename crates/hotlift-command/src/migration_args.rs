@@ -188,7 +188,7 @@ impl MigrationArgs {
                 return Err(OptionError::Value {
                     name: "level",
                     expected: format!(
-                        "a method that has levels, as zstd ('{}' has none)",
+                        "a method with levels, such as zstd ('{}' has none)",
                         method.name
                     ),
                     got: level.clone(),
@@ -375,7 +375,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
             if let Some(instead) = info.value_refusal(R::ROLE, value) {
                 return Err(clap::Error::raw(
                     clap::error::ErrorKind::ValueValidation,
-                    format!("{name}={value} is not for this command: {instead}"),
+                    format!("this command does not accept {name}={value}: {instead}"),
                 ));
             }
         }
@@ -510,7 +510,9 @@ mod tests {
             (helps::<role::Guest>(), "default: 128M]"),
         ] {
             let [_, help] = help;
-            let line = help.lines().find(|line| line.contains("Limit over all"));
+            let line = help
+                .lines()
+                .find(|line| line.contains("Bandwidth limit of all"));
             assert!(line.is_some_and(|line| line.ends_with(limit)), "{line:?}");
         }
         assert_eq!(
@@ -572,7 +574,7 @@ mod tests {
             ),
             (
                 &["--method=none", "--level=1"],
-                "parameter 'level' expects a method that has levels",
+                "parameter 'level' expects a method with levels",
             ),
         ] {
             let error = parse(flags).unwrap_err().to_string();
@@ -601,7 +603,7 @@ mod tests {
         for (flags, words) in [
             (
                 &["--compress=on", "--channels=4"][..],
-                "multifd-channels=4 needs multifd=on, with which compress=on does not go",
+                "multifd-channels=4 needs multifd=on, which excludes compress=on",
             ),
             (
                 &["--accel-path=dsa:/dev/dsa/wq0.0"],

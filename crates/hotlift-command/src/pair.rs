@@ -226,7 +226,7 @@ impl Pair<'_> {
         });
         if late {
             moved.error = Some(format!(
-                "it was not done after {:.0} s, and was ended",
+                "it did not finish within {:.0} s and was ended",
                 self.limit.unwrap_or_default().as_secs_f64()
             ));
         }

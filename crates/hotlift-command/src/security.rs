@@ -27,8 +27,8 @@ pub fn tls(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, Sha
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "TLS")]
 pub struct QemuTlsArgs {
-    /// Encrypt the connections with the QEMU of this host, by the certificates in this folder: it has an object
-    /// tls-creds-x509, and its parameter tls-creds names that
+    /// Encrypt the connections with the QEMU of this host, with the certificates in this folder; QEMU needs an object
+    /// tls-creds-x509, named by its parameter tls-creds
     #[arg(
         id = "qemu_tls",
         long = "qemu-tls",
@@ -46,8 +46,8 @@ pub struct QemuTlsArgs {
         hide_short_help = true
     )]
     hostname: Option<String>,
-    /// Ask the source QEMU for a certificate, as verify-peer of QEMU's tls-creds-x509. 'off' at a destination: its QEMU
-    /// has verify-peer=off, and gets none
+    /// Request a certificate from the source QEMU, as verify-peer of QEMU's tls-creds-x509. 'off' at a destination: its QEMU
+    /// has verify-peer=off and receives no certificate
     #[arg(
         id = "qemu_tls_verify_peer",
         long = "qemu-tls-verify-peer",

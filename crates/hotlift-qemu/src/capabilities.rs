@@ -92,19 +92,19 @@ pub const CAPABILITIES: &[Capability] = {
         Capability::new(
             "auto-converge",
             Kept,
-            "it slows the guest down, and changes no page",
+            "it slows the guest down and changes no page",
         ),
         Capability::new(
             "background-snapshot",
             Off,
-            "its stream needs no pause, and no relay",
+            "its stream needs neither a pause nor a relay",
         ),
         Capability::new(
             "block",
             Refused,
-            "the stream would have to carry the contents of the disks, and a relay carries none",
+            "a relay cannot carry the contents of disks, which the stream would contain",
         ),
-        Capability::new("compress", Off, "the relay compresses"),
+        Capability::new("compress", Off, "the relay compresses pages itself"),
         Capability::new(
             "dirty-bitmaps",
             Alike,
@@ -114,7 +114,7 @@ pub const CAPABILITIES: &[Capability] = {
         Capability::new(
             "dirty-limit",
             Kept,
-            "it slows the guest down, and changes no page",
+            "it slows the guest down and changes no page",
         ),
         Capability::new("events", Set, "progress is read from events"),
         Capability::new(
@@ -122,13 +122,9 @@ pub const CAPABILITIES: &[Capability] = {
             Kept,
             "it only delays the locks of the disks of a paused guest",
         ),
-        Capability::new("mapped-ram", Off, "it needs a file in place of a stream"),
-        Capability::new("multifd", Set, "as the relay's channels"),
-        Capability::new(
-            "pause-before-switchover",
-            Off,
-            "no client would end the pause",
-        ),
+        Capability::new("mapped-ram", Off, "it needs a file instead of a stream"),
+        Capability::new("multifd", Set, "the relay has channels"),
+        Capability::new("pause-before-switchover", Off, "no client ends the pause"),
         Capability::new("postcopy-blocktime", Kept, "it only measures"),
         Capability::new(PREEMPT, Off, "no postcopy follows; a lazy restore sets it"),
         Capability::new(
@@ -136,8 +132,8 @@ pub const CAPABILITIES: &[Capability] = {
             Off,
             "no postcopy follows; a lazy restore sets it",
         ),
-        Capability::new("rdma-pin-all", Kept, "it matters to RDMA alone"),
-        Capability::new("release-ram", Kept, "it matters to a postcopy source alone"),
+        Capability::new("rdma-pin-all", Kept, "it affects only RDMA"),
+        Capability::new("release-ram", Kept, "it affects only a postcopy source"),
         Capability::new(
             "return-path",
             Set,
@@ -152,25 +148,25 @@ pub const CAPABILITIES: &[Capability] = {
         Capability::new(
             "validate-uuid",
             Kept,
-            "the stream has the UUID besides, and QEMU compares it",
+            "QEMU compares the UUID in the stream anyway",
         ),
         Capability::new(
             "x-colo",
             Off,
-            "the source would keep running behind the migration",
+            "the source would keep running after the migration",
         ),
         Capability::new(
             IGNORE_SHARED,
             Refused,
-            "RAM that is in shared files would be neither moved nor saved; 'migrate' and 'serve' take it with \
-             --ignore-shared where both QEMUs map the same files",
+            "RAM in shared files would be neither moved nor saved; 'migrate' and 'serve' accept it with --ignore-shared if \
+             both QEMUs map the same files",
         ),
         Capability::new("xbzrle", Off, "a relay has no old pages to apply deltas to"),
-        Capability::new("zero-blocks", Kept, "it matters to capability block alone"),
+        Capability::new("zero-blocks", Kept, "it affects only capability block"),
         Capability::new(
             "zero-copy-send",
             Off,
-            "the way to the relay is a UNIX socket",
+            "QEMU reaches the relay by a UNIX socket",
         ),
     ]
 };
@@ -191,11 +187,12 @@ const fn kept(name: &'static str, reason: &'static str) -> Parameter {
     Parameter { name, only, reason }
 }
 
-const ANNOUNCE: &str = "the destination announces the guest's addresses as its operator has it";
-const OFF: &str = "it belongs to a capability or method that is off, or refused";
+const ANNOUNCE: &str =
+    "the operator of the destination sets how it announces the guest's addresses";
+const OFF: &str = "it belongs to a capability or method that is off or refused";
 const SET: &str = "the command sets and restores it";
-const THROTTLE: &str = "it slows the guest down, and changes no page";
-const TLS: &str = "it belongs to tls-creds, which the command empties";
+const THROTTLE: &str = "it slows the guest down and changes no page";
+const TLS: &str = "it belongs to tls-creds, which the command clears";
 
 /// Every parameter of QEMU 7.2 to 11.1.
 pub const PARAMETERS: &[Parameter] = &[
@@ -209,7 +206,7 @@ pub const PARAMETERS: &[Parameter] = &[
     ),
     kept(
         "block-bitmap-mapping",
-        "both operators map the bitmaps to the same names",
+        "the operators of both hosts map the bitmaps",
     ),
     kept("block-incremental", OFF),
     kept("compress-level", OFF),
@@ -241,12 +238,12 @@ pub const PARAMETERS: &[Parameter] = &[
     kept("tls-hostname", TLS),
     kept("vcpu-dirty-limit", THROTTLE),
     kept("x-checkpoint-delay", OFF),
-    kept("x-rdma-chunk-size", "it matters to RDMA alone"),
+    kept("x-rdma-chunk-size", "it affects only RDMA"),
     kept("x-vcpu-dirty-limit-period", THROTTLE),
     kept("xbzrle-cache-size", OFF),
     kept(
         "zero-page-detection",
-        "the relay reads zero pages in every form",
+        "the relay reads every form of zero pages",
     ),
 ];
 
@@ -284,7 +281,7 @@ pub fn check_capabilities(purpose: Purpose, now: &[(String, bool)]) -> Result<()
     Ok(())
 }
 
-const UNKNOWN: &str = "this version of hotlift does not know what it does to the stream";
+const UNKNOWN: &str = "this version of hotlift does not know its effect on the stream";
 
 /// Checks that no parameter has a value that the commands refuse. `defaults` returns this QEMU's own default of a parameter
 /// without a row, if QEMU reports it.

@@ -423,7 +423,7 @@ impl Destination {
             let reason = match answer {
                 Ok((info, _)) if info.has_failed() => {
                     let reason = info.error_desc;
-                    let reason = reason.unwrap_or_else(|| "it has failed".to_owned());
+                    let reason = reason.unwrap_or_else(|| "it failed".to_owned());
                     return Statement::Never { reason };
                 }
                 Ok((info, RunState::InMigrate)) => {
@@ -431,7 +431,7 @@ impl Destination {
                     if looks >= LOOKS && info.status() != "postcopy-device" {
                         return self.judged(RunState::InMigrate);
                     }
-                    "it has not begun with the guest".to_owned()
+                    "it has not started to load the guest".to_owned()
                 }
                 Ok((_, state)) => return self.judged(state),
                 Err(error) => {
@@ -506,7 +506,7 @@ impl Destination {
             Judgement::Right => return Statement::Here { state },
             Judgement::DoesNotRun => states,
             Judgement::MayNotRun if is_last => {
-                format!("{states}, and may have been started with -S")
+                format!("{states}; it may have been started with -S")
             }
             Judgement::MayNotRun => format!(
                 "{states}; a 'stop' during the migration may be the cause, and its stream was passed through unread"
@@ -543,7 +543,7 @@ impl Destination {
             (Ok(_), Ok(_)) if !is_closed => Statement::Unknown {
                 answers: true,
                 reason: format!(
-                    "{reason}; the process that was started has ended, and its QEMU still has QMP open{words}"
+                    "{reason}; the started process ended, but its QEMU still has its QMP socket open{words}"
                 ),
             },
             (Ok(_), Ok(false)) => {
@@ -555,17 +555,17 @@ impl Destination {
             (Ok(_), Ok(true)) => Statement::Unknown {
                 answers: false,
                 reason: format!(
-                    "{reason}; somebody has continued it in the moment in which it was ended{words}"
+                    "{reason}; another client continued it just before it was ended{words}"
                 ),
             },
             (Err(error), _) => Statement::Unknown {
                 answers: false,
-                reason: format!("{reason}; its end is not seen: {error}"),
+                reason: format!("{reason}; cannot confirm its end: {error}"),
             },
             (_, Err(error)) => Statement::Unknown {
                 answers: false,
                 reason: format!(
-                    "{reason}; it was ended, and its last words are lost: {}",
+                    "{reason}; it was ended, and its last messages are lost: {}",
                     error_line(&error)
                 ),
             },
@@ -632,20 +632,17 @@ impl Destination {
         match answer {
             Ok((_, Some(state))) => self.judged(state),
             Ok((info, _)) if info.has_failed() && !has_run => Statement::Never {
-                reason: info
-                    .error_desc
-                    .unwrap_or_else(|| "it has failed".to_owned()),
+                reason: info.error_desc.unwrap_or_else(|| "it failed".to_owned()),
             },
             answer => match self.how_it_ended() {
                 Some(how) if has_run => Statement::Unknown {
                     answers: false,
-                    reason: format!("it has run the guest, and {how}"),
+                    reason: format!("it ran the guest, and {how}"),
                 },
                 Some(reason) => Statement::Never { reason },
                 // The main loop of QEMU 11.1 may hang after this event.
                 None if answer.is_err() && self.is_refused() => Statement::Never {
-                    reason: "it has failed before it ran the guest; its own log says why"
-                        .to_owned(),
+                    reason: "it failed before it ran the guest; its log has the reason".to_owned(),
                 },
                 None => Statement::Unknown {
                     answers: answer.is_ok(),
@@ -755,7 +752,9 @@ impl Destination {
             && !error.is_disconnected()
         {
             let error = error_line(&error);
-            complain!("hotlift: the destination's migration settings were not put back: {error}");
+            complain!(
+                "hotlift: cannot restore the migration settings of the destination's QEMU: {error}"
+            );
         }
         self.leave_alone()
     }
@@ -823,8 +822,7 @@ mod tests {
         let error = refused("Postcopy is not supported: Userfaultfd not available");
         assert_eq!(
             error.to_string(),
-            "QEMU at the destination cannot run a guest before its pages are there (postcopy): Postcopy is not supported: \
-             Userfaultfd not available"
+            "QEMU at the destination cannot use postcopy: Postcopy is not supported: Userfaultfd not available"
         );
         assert!(matches!(refused("no"), QemuError::Qmp { .. }));
     }

@@ -36,13 +36,13 @@ pub enum QemuError {
     #[error("no QEMU was given")]
     NoQemu,
     /// QEMU does not accept the command line.
-    #[error("bad QEMU command line: {problem}")]
+    #[error("invalid QEMU command line: {problem}")]
     Command {
         /// The reason.
         problem: String,
     },
     /// A started QEMU has ended.
-    #[error("QEMU ended before it could be asked for anything ({status})")]
+    #[error("QEMU ended before it answered over QMP ({status})")]
     EndedAtStart {
         /// Its exit status.
         status: ExitStatus,
@@ -51,30 +51,28 @@ pub enum QemuError {
     #[error(transparent)]
     Address(#[from] TransportError),
     /// The source's QEMU is in another state.
-    #[error("this QEMU cannot begin a migration: it is in state '{status}'")]
+    #[error("this QEMU cannot start a migration: it is in state '{status}'")]
     Busy {
         /// QEMU's name of its state, or of its migration's state.
         status: String,
     },
     /// An earlier migration or save has left the source's guest paused.
     #[error(
-        "an earlier migration or save has left the guest of this QEMU paused (state 'postmigrate'), and QEMU does not migrate it \
-         again as it is"
+        "an earlier migration or save left the guest of this QEMU paused (state 'postmigrate'), and QEMU does not migrate it \
+         in this state"
     )]
     LeftPaused {
         /// Address of the source's QMP socket.
         qmp: String,
     },
     /// The source has a device or a setting that does not migrate.
-    #[error("QEMU at the source does not migrate this VM: {reasons}")]
+    #[error("QEMU at the source cannot migrate this VM: {reasons}")]
     Blocked {
         /// QEMU's reasons, in one line.
         reasons: String,
     },
     /// The destination does not support postcopy.
-    #[error(
-        "QEMU at the destination cannot run a guest before its pages are there (postcopy): {said}"
-    )]
+    #[error("QEMU at the destination cannot use postcopy: {said}")]
     NoPostcopy {
         /// QEMU's error message.
         said: String,
@@ -104,10 +102,10 @@ pub enum QemuError {
         refusal: String,
     },
     /// QEMU waits for pages of another file.
-    #[error("the guest of this QEMU waits for pages of another file than this one")]
+    #[error("the guest of this QEMU waits for pages of a different file")]
     OtherFile,
     /// A started QEMU has ended, with errors.
-    #[error("QEMU ended before it could be asked for anything ({status}): {errors}")]
+    #[error("QEMU ended before it answered over QMP ({status}): {errors}")]
     Ended {
         /// Its exit status.
         status: ExitStatus,
@@ -115,14 +113,16 @@ pub enum QemuError {
         errors: String,
     },
     /// The VMs have differences that QEMU refuses.
-    #[error("{differences}; --ignore-differences leaves the decision to QEMU")]
+    #[error(
+        "{differences}; --ignore-differences starts the migration nevertheless, and QEMU decides"
+    )]
     Differs {
         /// All differences with both values and the remedy, in one line.
         differences: String,
     },
     /// The command refuses a capability or parameter.
     #[error(
-        "QEMU has the migration {what} '{name}' at '{value}', and nothing was begun: {reason} (set it to '{remedy}')"
+        "cannot migrate while QEMU's migration {what} '{name}' is '{value}': {reason} (set it to '{remedy}')"
     )]
     Setting {
         /// "capability" or "parameter".
@@ -138,7 +138,7 @@ pub enum QemuError {
     },
     /// Another command has changed the settings of this QEMU, and still runs.
     #[error(
-        "another hotlift command (process {process}) uses this QEMU: wait for its end, or end it"
+        "another hotlift command (process {process}) uses this QEMU: wait until it ends, or end it"
     )]
     InUse {
         /// Its process id.
@@ -158,8 +158,7 @@ pub enum QemuError {
     },
     /// The guest is lost.
     #[error(
-        "migration failed, and the source's QEMU has ended or does not answer; the destination does \
-         not run the guest: {reasons}"
+        "migration failed, the source's QEMU ended or does not answer, and the destination does not run the guest: {reasons}"
     )]
     Gone {
         /// The reasons, in one line.
@@ -167,21 +166,21 @@ pub enum QemuError {
     },
     /// The guest and its QEMU have ended.
     #[error(
-        "{how} during the migration, and its QEMU has ended; no other QEMU and no file has the guest"
+        "{how} during the migration, and its QEMU ended; no other QEMU and no file has the guest"
     )]
     GuestEnded {
         /// The way it ended, as a clause.
         how: String,
     },
     /// The guest is at the destination, with errors on the way.
-    #[error("the guest is at the destination, though not all went well: {reasons}")]
+    #[error("the guest is at the destination, with errors on the way: {reasons}")]
     MovedAnyway {
         /// The errors, in one line.
         reasons: String,
     },
     /// The guest's presence at the destination is unknown.
     #[error(
-        "nobody knows whether the destination runs the guest, so it is left paused here: {reasons}"
+        "cannot determine whether the destination runs the guest, so it is left paused here: {reasons}"
     )]
     InDoubt {
         /// The reasons, in one line.
@@ -191,7 +190,7 @@ pub enum QemuError {
     },
     /// The destination's QEMU has the guest and does not run it.
     #[error(
-        "the destination's QEMU has the guest, and does not run it; it is left paused here: {reasons}"
+        "the destination's QEMU has the guest, but does not run it; it is left paused here: {reasons}"
     )]
     StoppedThere {
         /// Both states, and the reason, in one line.
@@ -201,7 +200,7 @@ pub enum QemuError {
     },
     /// Both QEMUs run the guest.
     #[error(
-        "the guest runs at the destination, and in this QEMU, too, since somebody has continued it here"
+        "the guest runs at the destination and in this QEMU too, as another client continued it here"
     )]
     RunsTwice {
         /// Address of the source's QMP socket.
@@ -209,8 +208,7 @@ pub enum QemuError {
     },
     /// The guest is at the source, whose QEMU does not answer.
     #[error(
-        "the destination does not run the guest and never will, but it may be paused here, as QEMU does not answer: \
-         {reasons}"
+        "the destination does not and will not run the guest; it may be paused here, as QEMU does not answer: {reasons}"
     )]
     Stalled {
         /// The reasons, in one line.
@@ -232,18 +230,31 @@ impl QemuError {
                 source: QmpError::Timeout { .. },
                 ..
             } => Some(
-                "QEMU may be stopped; or another client holds this QMP socket, which serves one at a time: a 'hotlift restore' or \
-                 'hotlift serve' at work, for example",
+                "QEMU may be stopped; or another client, such as 'hotlift restore' or 'hotlift serve', holds this QMP socket, \
+                 which serves one client at a time",
             ),
             Self::EndedAtStart { .. } => Some(QEMUS_OWN_WORDS),
-            Self::Program { .. } => Some("give the name or the path of an installed QEMU"),
+            Self::Program { .. } => Some("give the name or path of an installed QEMU"),
+            Self::Qmp {
+                source: QmpError::Closed { .. } | QmpError::Io { .. },
+                ..
+            } => Some("QEMU has probably ended: read its output or its log"),
+            Self::NotPaused { .. } => Some("restore without --resume, into a new QEMU"),
+            Self::OtherFile => Some("give the file of the first restore"),
+            Self::Shared { .. } => Some(
+                "give both QEMUs '-object memory-backend-file,share=on' with the same mem-path, or migrate without --ignore-shared",
+            ),
+            Self::Gone { .. } => Some(
+                "if the source's QEMU still runs, wait for its answer; if it ended, start the VM again",
+            ),
+            Self::GuestEnded { .. } => Some("start the VM again"),
             _ => None,
         }
     }
 }
 
 /// Location of QEMU's errors if this process did not capture them.
-pub const QEMUS_OWN_WORDS: &str = "its own words are on the terminal that it was started from";
+pub const QEMUS_OWN_WORDS: &str = "QEMU printed the reason on the terminal that started it";
 
 /// One of the two QEMUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -244,7 +244,7 @@ fn own_folder(place: &Path) -> io::Result<PathBuf> {
     // Another user may have created it before.
     let there = fs::symlink_metadata(&folder)?;
     if !there.is_dir() || there.uid() != user || there.mode() & 0o077 != 0 {
-        let problem = format!("{} is not this user's alone", folder.display());
+        let problem = format!("{} can be accessed by other users", folder.display());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, problem));
     }
     Ok(folder)
@@ -285,13 +285,13 @@ pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
         })
     };
     if names(command, "daemonize").next().is_some() {
-        return problem("-daemonize hides the process from hotlift; leave it out");
+        return problem("-daemonize hides the process from hotlift; remove it");
     }
     let mut arguments = command.to_vec();
     match names(command, "incoming").next() {
         Some(index)
             if command.get(index + 1).map(OsString::as_os_str) == Some(OsStr::new("defer")) => {}
-        Some(_) => return problem("-incoming must be 'defer', or be left out"),
+        Some(_) => return problem("-incoming must be 'defer' or absent"),
         None => arguments.extend(["-incoming".into(), "defer".into()]),
     }
     Ok(arguments)

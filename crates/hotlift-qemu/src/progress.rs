@@ -22,24 +22,24 @@ const SILENCE: Duration = Duration::from_secs(10);
 const TENTHS: f64 = 1000.0;
 
 /// Effect of a silent host, for an operator.
-const SILENT: &str = "the other host or the network path to it may be down, or the path drops packets of the full size (check \
-                      the MTU): the migration fails after 'silence-timeout', with the guest here; Ctrl-C ends it now";
+const SILENT: &str = "the other host or the network path to it may be down, or the path drops full-size packets (check the \
+                      MTU): the migration fails after 'silence-timeout', and the guest stays here; Ctrl-C ends it now";
 
 /// Effect of a host that does not read.
-const NOT_READING: &str = "the other host is up and takes no data: its process, its QEMU or its disk may be stopped or slow; \
-                           the migration waits for it, and Ctrl-C ends it, with the guest here";
+const NOT_READING: &str = "the other host is up, but reads no data: its process, its QEMU or its disk may be stopped or slow; \
+                           the migration waits; Ctrl-C ends it, and the guest stays here";
 
 /// Causes where QEMU sends no pages, and no other host holds up the migration.
-const NOTHING_SENT: &str = "nothing is sent, though the other host answers: QEMU or the disk of its guest may be stopped or slow; \
-                            the migration waits, and Ctrl-C ends it, with the guest here";
+const NOTHING_SENT: &str = "nothing is sent, although the other host answers: QEMU or the disk of its guest may be stopped or \
+                            slow; the migration waits; Ctrl-C ends it, and the guest stays here";
 
 /// The same for a save, which involves no other host.
-const NOTHING_WRITTEN: &str = "nothing is written: QEMU, the disk of its guest or the disk of the file may be stopped or slow; the \
-                               save waits, and Ctrl-C ends it, with the guest here";
+const NOTHING_WRITTEN: &str = "nothing is written: QEMU, the disk of its guest or the disk of the file may be stopped or \
+                               slow; the save waits; Ctrl-C ends it, and the guest stays here";
 
 /// Cause where the port for the pages accepts no connection, but 'hotlift serve' was reached at its own port.
-const BLOCKED: &str = "a firewall may drop packets to that port, which 'hotlift serve' chooses: open it, or set it by 'hotlift serve \
-                       --data-port PORT'";
+const BLOCKED: &str = "a firewall may drop packets to that port, which 'hotlift serve' chooses: open it, or set it with \
+                       'hotlift serve --data-port PORT'";
 
 /// Returns the line for a connection to 'hotlift serve' that is not accepted for `time`.
 pub fn not_connected(address: &Address, time: Duration) -> Line {
@@ -162,12 +162,12 @@ impl Watch {
     fn stall_reason(&self, rates: &Rates, is_throttled: bool) -> Option<String> {
         let throttle = match is_throttled {
             true => "",
-            false => ", switch QEMU's auto-converge on",
+            false => ", turn on QEMU's auto-converge",
         };
         (self.without_gain >= ROUNDS_WITHOUT_GAIN).then(|| {
             format!(
-                "for {} rounds the guest has dirtied {}/s and {}/s were sent; raise the bandwidth or \
-                 downtime-limit{throttle}, or choose another method",
+                "for {} rounds the guest dirtied {}/s while {}/s were sent; raise the bandwidth or downtime-limit{throttle}, \
+                 or choose another method",
                 self.without_gain,
                 bytes(rounded(rates.dirty)),
                 bytes(rounded(rates.sent)),
@@ -297,7 +297,7 @@ mod tests {
             .look(&active(4, 24_000), RelayProgress::default(), None)
             .to_string();
         assert!(
-            line.contains("dirtied 93.7 MiB/s and 100.0 MiB/s were sent"),
+            line.contains("dirtied 93.7 MiB/s while 100.0 MiB/s were sent"),
             "{line}"
         );
         assert!(line.starts_with("not converging, round 4"), "{line}");

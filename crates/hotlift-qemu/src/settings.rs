@@ -204,7 +204,7 @@ impl Changed {
         qemu.set_parameters(&Value::Object(parameters))?;
         Record::remove(qemu)?;
         Ok(match restored.is_empty() {
-            true => "nothing, all were changed since".to_owned(),
+            true => "none, all were changed later".to_owned(),
             false => restored.join(", "),
         })
     }

@@ -41,7 +41,7 @@ pub fn of(qemu: &mut Qemu, side: Side) -> Result<Vec<SharedFile>, QemuError> {
     let address = qemu.client().address().clone();
     let maps = maps(&address).map_err(|problem| {
         shared(format!(
-            "cannot see what the QEMU at {address} maps: {problem}"
+            "cannot list the files that the QEMU at {address} maps: {problem}"
         ))
     })?;
     let host = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -66,8 +66,8 @@ pub fn check(here: &[SharedFile], there: &[SharedFile]) -> Result<(), QemuError>
         names.collect::<Vec<_>>().join(", ")
     };
     Err(shared(format!(
-        "the QEMUs do not map the same files: the source has {}, the destination has {}; start both on one host with the \
-         same mem-path",
+        "the two QEMUs map different files: the source has {}, the destination has {}; start both on one host with the same \
+         mem-path",
         names(here),
         names(there)
     )))
@@ -93,7 +93,7 @@ fn maps(address: &QmpAddress) -> Result<String, String> {
 fn file_of(backend: SharedBackend, maps: &str, host: &str) -> Result<SharedFile, QemuError> {
     let SharedBackend { id, bytes, file } = backend;
     let Some(path) = file else {
-        let problem = format!("memory backend '{id}' maps no file that another QEMU could map");
+        let problem = format!("memory backend '{id}' maps no file that another QEMU can map");
         return Err(shared(problem));
     };
     let found = maps.lines().find_map(|line| {
@@ -112,7 +112,7 @@ fn file_of(backend: SharedBackend, maps: &str, host: &str) -> Result<SharedFile,
             file,
         }),
         None => Err(shared(format!(
-            "memory backend '{id}' does not map the file {path} now"
+            "memory backend '{id}' does not map the current file {path}"
         ))),
     }
 }

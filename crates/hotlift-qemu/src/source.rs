@@ -214,7 +214,9 @@ impl Source {
             && !error.is_disconnected()
         {
             let error = error_line(&error);
-            complain!("hotlift: the source's migration settings were not put back: {error}");
+            complain!(
+                "hotlift: cannot restore the migration settings of the source's QEMU: {error}"
+            );
         }
     }
 
@@ -483,9 +485,9 @@ impl Settled {
             Whereabouts::Moved => return QemuError::MovedAnyway { reasons },
             Whereabouts::Gone => return QemuError::Gone { reasons },
             Whereabouts::Ended(how) => return QemuError::GuestEnded { how },
-            Whereabouts::Runs => "runs on".to_owned(),
+            Whereabouts::Runs => "keeps running".to_owned(),
             Whereabouts::Paused if self.was == RunState::Paused => "stays paused".to_owned(),
-            Whereabouts::Paused => format!("was in state '{}', and stays", self.was.name()),
+            Whereabouts::Paused => format!("stays in state '{}'", self.was.name()),
         };
         complain!("hotlift: the guest {state} at the source");
         if interrupted {

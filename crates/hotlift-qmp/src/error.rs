@@ -34,13 +34,13 @@ pub enum QmpError {
         source: io::Error,
     },
     /// QEMU closed the connection: it has most likely ended.
-    #[error("QEMU closed its QMP connection during {command}")]
+    #[error("the QMP connection was closed during {command}")]
     Closed {
         /// The command (or `greeting`, or `events`).
         command: String,
     },
     /// No answer arrived in time.
-    #[error("no answer from QEMU to {command} within {waited:?}")]
+    #[error("no answer to {command} within {waited:?}")]
     Timeout {
         /// The command (or `greeting`).
         command: String,
@@ -48,7 +48,7 @@ pub enum QmpError {
         waited: Duration,
     },
     /// A line violates the protocol.
-    #[error("QEMU broke the QMP protocol during {command}: {problem}")]
+    #[error("protocol error on the QMP connection during {command}: {problem}")]
     Protocol {
         /// The command (or `greeting`, or `events`).
         command: String,

@@ -183,10 +183,10 @@ pub enum Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Ended { at } => write!(f, "ended on {}", date(*at)),
+            Self::Ended { at } => write!(f, "expired on {}", date(*at)),
             Self::NotYetValid { from } => write!(
                 f,
-                "begins on {}, which is later than the clock of this host",
+                "is valid from {} on, which is later than the clock of this host",
                 date(*from)
             ),
             Self::UnknownCa { issuer } => {

@@ -8,11 +8,11 @@ use hotlift_tls::{AuthorityError, CredentialsError};
 /// Error of `hotlift certs`.
 #[derive(Debug, thiserror::Error)]
 pub enum CertsError {
-    #[error("{} exists already: --force replaces it", path.display())]
+    #[error("{} already exists: --force replaces it", path.display())]
     Exists { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("{} has no CA to sign with ({})", dir.display(), file)]
+    #[error("{} has no CA ({} is missing)", dir.display(), file)]
     NoCa { dir: PathBuf, file: &'static str },
     #[error(transparent)]
     Authority(#[from] AuthorityError),
@@ -29,12 +29,12 @@ impl CertsError {
     pub fn advice(&self) -> Option<&'static str> {
         match self {
             Self::NoCa { .. } => Some(
-                "'hotlift certs init' makes a CA; its key stays on one host, where 'certs host' and 'certs renew' run; 'certs renew --ca DIR' names \
-                 its folder there",
+                "make a CA with 'hotlift certs init'; its key stays on one host: run 'certs host' and 'certs renew' there; \
+                 'certs renew --ca DIR' names its folder",
             ),
-            Self::NothingToRenew { .. } => Some("'hotlift certs host NAME' makes one"),
+            Self::NothingToRenew { .. } => Some("make one with 'hotlift certs host NAME'"),
             Self::Credentials(CredentialsError::NoFolder { .. }) => {
-                Some("'hotlift certs init', then 'hotlift certs host NAME', make them")
+                Some("make them with 'hotlift certs init', then 'hotlift certs host NAME'")
             }
             _ => None,
         }

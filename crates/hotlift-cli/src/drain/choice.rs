@@ -55,9 +55,9 @@ impl Domains {
             } else if let Some(domain) = Domain::find(&still, typed) {
                 chosen.still.insert(domain.clone());
             } else if here.find(typed)?.is_some() {
-                complain!("{typed} does not run here, and is left out");
+                complain!("skipped {typed}: it does not run here");
             } else if let Some(place) = places.iter().find(|place| place.has(typed)) {
-                complain!("{typed} is at {}, and is left out", short(&place.uri));
+                complain!("skipped {typed}: it is at {}", short(&place.uri));
             } else {
                 unknown.push(format!("'{typed}'"));
             }
@@ -129,7 +129,7 @@ fn candidate(
     let (memory, written, stays) = match memory {
         Ok(memory) => (memory.bytes, memory.written, stays),
         Err(_) if matches!(here.settled_state(domain), Ok(State::Gone)) => {
-            complain!("{} has ended, and is left out", domain.name);
+            complain!("skipped {}: it has ended", domain.name);
             return None;
         }
         Err(error) => {
@@ -174,7 +174,7 @@ pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
         false => None,
     };
     for (uri, error) in failed {
-        complain!("{} is left out: {}", short(uri), error_line(&error));
+        complain!("skipped {}: {}", short(uri), error_line(&error));
     }
     match last {
         Some((_, error)) => Err(error),

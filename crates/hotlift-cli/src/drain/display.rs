@@ -105,7 +105,7 @@ impl Display {
             Fate::Moved { .. } => "moved".to_owned(),
             Fate::Stayed { reason } => format!("stayed: {reason}"),
             Fate::Ended { reason } => format!("ended: {reason}"),
-            Fate::NotBegun { reason } => format!("not begun: {reason}"),
+            Fate::NotBegun { reason } => format!("not started: {reason}"),
             Fate::Unknown { reason } => format!("unknown: {reason}"),
         };
         output::progress(&format!("{domain} to {to}: {text}\n"));

@@ -53,7 +53,7 @@ impl Move {
             // A drain waits for the end of each move, also after a panic of its thread.
             let ended = catch_unwind(AssertUnwindSafe(|| self.follow(&tell)));
             tell(ended.unwrap_or_else(|_| {
-                let reason = "nobody looks after its migration any more".to_owned();
+                let reason = "the thread that watches its migration panicked".to_owned();
                 let fate = Fate::Unknown { reason };
                 Told::Ended { fate, lost: None }
             }));

@@ -14,7 +14,7 @@ const PEER_LOOK: Duration = Duration::from_secs(3);
 
 /// Returns why a destination is lost.
 pub fn lost_for(to: &Libvirt, error: &VirshError) -> String {
-    format!("{} is lost: {}", short(to.uri()), error_line(error))
+    format!("lost {}: {}", short(to.uri()), error_line(error))
 }
 
 /// Checks that the destinations of a plan answer: a migration to a silent one may never end, and cannot succeed. Calls `lost`

@@ -125,7 +125,7 @@ impl Stays {
     fn word(self) -> &'static str {
         match self {
             Self::NoRoom => "no room",
-            Self::Still => "stands still",
+            Self::Still => "paused",
             Self::Unmeasured => "no answer",
         }
     }
@@ -133,12 +133,12 @@ impl Stays {
     /// Returns the reason for the operator.
     pub fn reason(self) -> &'static str {
         match self {
-            Self::NoRoom => "no destination has the memory for it",
+            Self::NoRoom => "no destination has enough memory",
             // A migration with an unknown end leaves a paused copy, perhaps beside a running one.
             Self::Still => {
-                "it stands still here: ask libvirt at the destinations; if none runs it, 'virsh resume' lets it go on"
+                "it is paused here: check 'virsh list --all' at the destinations; if none runs it, 'virsh resume' continues it"
             }
-            Self::Unmeasured => "libvirt does not say how much memory it has",
+            Self::Unmeasured => "libvirt does not report its memory size",
         }
     }
 }
@@ -366,7 +366,7 @@ mod tests {
         let plan = Plan::new(domains, vec![place("one", GIB)], budget(LINK, 2));
         let places: Vec<_> = plan.steps.iter().map(|step| step.to.as_deref()).collect();
         assert_eq!(places, [Some("one"), None]);
-        assert!(plan.table().contains("stands still"));
+        assert!(plan.table().contains("paused"));
     }
 
     #[test]

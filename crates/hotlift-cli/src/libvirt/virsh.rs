@@ -41,13 +41,13 @@ pub enum VirshError {
     #[error("libvirt at {at}: {said}")]
     Refused { at: String, said: String },
     /// There is no answer.
-    #[error("libvirt at {at} has not answered within {ANSWER:?}")]
+    #[error("libvirt at {at} did not answer within {ANSWER:?}")]
     Silent { at: String },
     /// The answer is too long.
-    #[error("libvirt at {at} has answered with more than {MOST} bytes")]
+    #[error("libvirt at {at} answered with more than {MOST} bytes")]
     TooLong { at: String },
     /// The answer is invalid.
-    #[error("libvirt at {at} has answered '{said}' when it was asked for {what}")]
+    #[error("libvirt at {at} sent '{said}' instead of {what}")]
     Garbage {
         at: String,
         what: &'static str,
@@ -429,7 +429,7 @@ fn errors(said: &str) -> String {
     let lines = said.lines().map(|line| line.trim_start_matches("error: "));
     let lines: Vec<_> = lines.filter(|line| !line.is_empty()).collect();
     match lines.is_empty() {
-        true => "it does not say why".to_owned(),
+        true => "it reports no reason".to_owned(),
         false => one_line(&lines.join("; ")),
     }
 }
@@ -571,6 +571,6 @@ mod tests {
     fn errors_are_one_line_without_the_word() {
         let said = "error: failed to connect\nerror: no route\n\n";
         assert_eq!(errors(said), "failed to connect; no route");
-        assert_eq!(errors(""), "it does not say why");
+        assert_eq!(errors(""), "it reports no reason");
     }
 }

@@ -66,7 +66,7 @@ fn verdict(
             Whereabouts::Here
         }
         (Ok(State::Running), Ok(State::Running)) => Whereabouts::Unknown {
-            seen: "it runs on both hosts at once, and both guests write to its disks".to_owned(),
+            seen: "it runs on both hosts, and both guests write to its disks".to_owned(),
         },
         (here, there) => Whereabouts::Unknown {
             seen: format!("here it {}, there it {}", said(here), said(there)),
@@ -79,8 +79,8 @@ fn said(state: &Result<State, VirshError>) -> &'static str {
         Ok(State::Running) => "runs",
         Ok(State::Paused) => "is paused",
         Ok(State::Ending) => "is being shut down",
-        Ok(State::Gone) => "is not, or is shut off",
-        Err(_) => "is not known, for libvirt does not say",
+        Ok(State::Gone) => "does not exist or is shut off",
+        Err(_) => "is unknown, as libvirt does not answer",
     }
 }
 
@@ -177,6 +177,6 @@ mod tests {
         let Whereabouts::Unknown { seen } = found else {
             panic!("{found:?}")
         };
-        assert!(seen.contains("on both hosts at once"), "{seen}");
+        assert!(seen.contains("on both hosts"), "{seen}");
     }
 }

@@ -50,15 +50,15 @@ pub struct DomainArgs {
     /// Connections of the domain's QEMU (virsh migrate --parallel)
     #[arg(long, value_name = "NUMBER", requires = "domain", value_parser = clap::value_parser!(u8).range(1..))]
     parallel: Option<u8>,
-    /// libvirt of this host [default: qemu:///system]
+    /// URI of this host's libvirt [default: qemu:///system]
     #[arg(long, value_name = "URI", requires = "domain")]
     connect: Option<String>,
-    /// Where the destination's agent listens: tcp:HOST:PORT [default: the host of --to, port 16520, or as 'peers' and
-    /// 'agent-port' of this host's agent say]
+    /// Address of the destination's agent: tcp:HOST:PORT [default: the host of --to, port 16520, or 'peers' and 'agent-port' of
+    /// this host's agent]
     #[arg(long, value_name = "URI", requires = "domain", value_parser = Address::of_peer)]
     agent: Option<Address>,
-    /// Ports of loopback of which both QEMUs use one; the destination's agent must allow them [default: 49152-49215, or 'ports'
-    /// of this host's agent]
+    /// Range of loopback ports, of which both QEMUs use one; the destination's agent must allow it [default: 49152-49215, or
+    /// 'ports' of this host's agent]
     #[arg(long, value_name = "FIRST-LAST", requires = "domain")]
     ports: Option<Ports>,
     /// More options of 'virsh migrate'
@@ -237,7 +237,10 @@ impl Move<'_> {
             connect(self.agent, "--agent", tls.as_deref()).map_err(|source| {
                 CommandError::NoAgentThere {
                     agent: self.agent.clone(),
-                    source: Box::new(source),
+                    source: match source {
+                        SharedError::NoServe { source } => source.into(),
+                        source => source.into(),
+                    },
                 }
             })?;
         let token = announce(&mut conversation, port)?;
@@ -374,7 +377,7 @@ fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], Comm
             Err(SharedError::Refused { reason }.into())
         }
         Some(_) => Err(SharedError::Refused {
-            reason: "it answers out of turn".to_owned(),
+            reason: "it sent an unexpected message".to_owned(),
         }
         .into()),
         None => Err(CommandError::AgentSilent { limit: ANSWER }),

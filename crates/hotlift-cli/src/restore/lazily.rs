@@ -97,7 +97,7 @@ fn after_start(
     let unknown = |destination: Destination, answers: bool, reason: String| {
         match is_gone {
         true => CommandError::Restore {
-            reasons: "its QEMU ended while it loaded the devices, and never ran the guest; its own log says why"
+            reasons: "its QEMU ended while it loaded the devices, and never ran the guest; its log has the reason"
                 .to_owned(),
         },
         false => {
@@ -156,8 +156,8 @@ fn restore(
     let show = |progress: &LazyProgress| {
         if interrupt.is_raised() && !told.swap(true, Ordering::Relaxed) {
             complain!(
-                "the guest {}, and its pages follow to the end; once more leaves it waiting for them",
-                does.get().map_or("is taken over", String::as_str)
+                "the guest {}, and its remaining pages follow; Ctrl-C again stops them and leaves the guest waiting",
+                does.get().map_or("is being loaded", String::as_str)
             );
         }
         if was_lost.swap(progress.is_lost, Ordering::Relaxed) != progress.is_lost
@@ -170,7 +170,7 @@ fn restore(
         }
         if progress.is_damaged && !knows_damage.swap(true, Ordering::Relaxed) {
             complain!(
-                "hotlift: a part of the file is damaged: the guest stands still where it needs it; all other pages follow"
+                "hotlift: a part of the file is damaged: a vCPU that needs one of its pages waits; all other pages follow"
             );
         }
         if let Ok(display) = display.lock() {
@@ -183,16 +183,16 @@ fn restore(
                 } = progress;
                 let sent = bytes(pages * 4096);
                 let state = match is_lost {
-                    true => "no page comes",
+                    true => "no pages arrive",
                     false => "pages follow",
                 };
-                format!("{state}: {sent} are there, {requested} were asked for").into()
+                format!("{state}: {sent} arrived, {requested} requested").into()
             });
         }
     };
     let may_run = || {
         let resume = args.to_resume(&file.to_string(), destination.later_qmp().as_ref());
-        let words = format!("the guest waits for the rest of its pages: {resume}");
+        let words = format!("the guest waits for the rest of its pages; to resume: {resume}");
         interrupt.insisted(Some((STANDS_STILL, words)));
     };
     if args.resume {
@@ -204,7 +204,7 @@ fn restore(
     };
     let on_loaded = |connected: Instant| {
         if args.resume {
-            complain!("the guest goes on; the rest of its pages follows");
+            complain!("the guest continues; the rest of its pages follows");
             return Ok(());
         }
         let place = destination.started();
@@ -228,7 +228,7 @@ fn restore(
             | Statement::Never { reason } => return Err(MigrationError::Destination { reason }),
             Statement::Unknown { reason, .. } => {
                 complain!(
-                    "hotlift: it is not known whether the guest runs: {reason}; its pages follow{place}"
+                    "hotlift: cannot determine whether the guest runs: {reason}; its pages follow{place}"
                 );
             }
         }
@@ -262,13 +262,13 @@ fn table(report: &LazyReport) -> Table {
     }
     for (name, value) in [
         (
-            "guest taken over",
+            "guest loaded",
             format!("{:.1} ms after the connection", report.running_ms),
         ),
         ("has all pages", format!("{:.0} ms", report.total_ms)),
         ("pages with content", report.normal_pages.to_string()),
         ("sent", bytes(report.sent_bytes)),
-        ("pages asked for", report.requests.to_string()),
+        ("requested pages", report.requests.to_string()),
         (
             "request to page",
             format!("p50 {half:.0} us, p99 {hundredth:.0} us, longest {longest:.0} us"),

@@ -86,11 +86,11 @@ impl Event {
                 seconds,
             } => {
                 let (read, name) = (bytes(*read), name.escape_debug());
-                complain!("{host} has read {read} of {name} in {seconds:.1} s");
+                complain!("{host} read {read} of {name} in {seconds:.1} s");
             }
-            Self::Refused { host, reason } => complain!("hotlift: {host} was sent away: {reason}"),
+            Self::Refused { host, reason } => complain!("hotlift: refused {host}: {reason}"),
             Self::Trouble { reason } => {
-                complain!("hotlift: a connection was not taken: {reason}");
+                complain!("hotlift: refused a connection: {reason}");
             }
         }
     }
@@ -100,7 +100,7 @@ impl Event {
 pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(), CommandError> {
     // Checked before clients are invited.
     std::fs::read_dir(folder)
-        .map_err(FileError::of("look at", folder))
+        .map_err(FileError::of("inspect", folder))
         .map_err(TerminalError::from)?;
     let tls = security::tls(&args.limits.options(), &args.listen)?;
     let listener = args.listen.listen()?;

@@ -168,8 +168,8 @@ impl Found {
 #[test]
 fn a_host_with_none_says_so_in_two_lines() {
     let text = Host::new().text();
-    let expected = "Not on this host: Intel IAA, Intel QAT, HiSilicon ZIP, Intel DSA.\n\
-                    Every method runs in software; 'hotlift methods' says by what.";
+    let expected = "Not on this host: Intel IAA, Intel QAT, HiSilicon ZIP, Intel DSA.\nEvery method runs in software; \
+                    'hotlift methods' lists the libraries.";
     assert_eq!(text, expected);
 }
 
@@ -201,7 +201,7 @@ fn a_device_that_another_driver_has_is_taken_from_it() {
     host.process(RAW_IO);
     let device = "/sys/bus/pci/devices/0000:6a:02.0";
     host.look("Intel IAA").lacks(
-        "in the hands of vfio-pci",
+        "bound to vfio-pci",
         &[
             "modprobe idxd",
             &format!("echo idxd > {device}/driver_override"),
@@ -478,7 +478,7 @@ fn a_qat_whose_virtual_functions_belong_to_another_driver_or_nobody_wants_vfio()
         .expect("remove");
     }
     host.look("Intel QAT").lacks(
-        "0000:6b:00.1 is not in the hands of vfio-pci",
+        "0000:6b:00.1 is not bound to vfio-pci",
         &[
             "modprobe vfio-pci",
             "echo vfio-pci > /sys/bus/pci/devices/0000:6b:00.1/driver_override",
@@ -556,8 +556,8 @@ fn a_hisilicon_engine_says_what_it_lacks() {
     host.look("HiSilicon ZIP")
         .lacks("may not be opened by vm", &[command]);
     for (file, text, problem) in [
-        ("available_instances", "0", "no queue free"),
-        ("algorithms", "gzip", "knows no zlib"),
+        ("available_instances", "0", "no free queue"),
+        ("algorithms", "gzip", "does not support zlib"),
         ("flags", "0", "no SVA"),
     ] {
         host.put(&format!("sys/class/uacce/hisi_zip-0/{file}"), text);

@@ -112,7 +112,7 @@ fn nothing_is_overwritten_without_force() {
         let (code, said) = certs(again);
         assert_eq!(code, Some(1), "{said:?}");
         assert!(
-            errors(&said)[0].contains("exists already: --force replaces it"),
+            errors(&said)[0].contains("already exists: --force replaces it"),
             "{said:?}"
         );
         assert_eq!(all(), before);
@@ -181,7 +181,7 @@ fn renew_makes_new_keys_for_the_same_names_where_it_is_time() {
     let (code, said) = certs(&["renew", "--dir", text(&host)]);
     assert_eq!(code, Some(1));
     assert!(
-        errors(&said)[0].contains("has no CA to sign with (ca-key.pem)"),
+        errors(&said)[0].contains("has no CA (ca-key.pem is missing)"),
         "{said:?}"
     );
     let (code, said) = certs(&["renew", "--dir", text(&ca)]);
@@ -266,11 +266,11 @@ fn a_folder_without_certificates_and_a_bad_name_are_errors() {
     let (code, said) = certs(&["host", "a", "--dir", dir]);
     assert_eq!(code, Some(1));
     assert!(
-        errors(&said)[0].contains("has no CA to sign with (ca-cert.pem)"),
+        errors(&said)[0].contains("has no CA (ca-cert.pem is missing)"),
         "{said:?}"
     );
     assert!(
-        errors(&said)[1].contains("'hotlift certs init' makes a CA"),
+        errors(&said)[1].contains("make a CA with 'hotlift certs init'"),
         "{said:?}"
     );
     let (code, said) = certs(&["show", "--dir", dir]);

@@ -114,7 +114,7 @@ fn a_library_is_named_by_an_absolute_path() {
             .output()
             .expect("it runs");
         let said = String::from_utf8_lossy(&ran.stdout);
-        assert!(said.contains("no absolute path"), "{relative}: {said}");
+        assert!(said.contains("not an absolute path"), "{relative}: {said}");
         assert!(!folder.path().join("open/trace").exists(), "{relative}");
     }
 }

@@ -27,7 +27,7 @@ fn a_server_tells_what_happens_as_lines_of_json() {
     serve.wait_for("listening");
     let (code, said) = show(&format!("{uri}/missing"));
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("no save file of that name"), "{said}");
+    assert!(said.contains("no save file has that name"), "{said}");
     serve.wait_for("refused");
     serve.signal(Signal::TERM);
     let (status, said) = serve.wait();
@@ -43,7 +43,7 @@ fn a_server_tells_what_happens_as_lines_of_json() {
             json!({
                 "event": "refused",
                 "host": "this host",
-                "reason": "missing: there is no save file of that name",
+                "reason": "missing: no save file has that name",
             }),
         ]
     );
@@ -74,7 +74,7 @@ fn a_server_without_its_folder_does_not_listen() {
         let files = format!("--files={}", folder.display());
         let (status, said) = Hotlift::start(&["serve", &listen, &files]).wait();
         assert_eq!(status.code(), Some(1), "{said:?}");
-        let expected = format!("hotlift: cannot look at {}: ", folder.display());
+        let expected = format!("hotlift: cannot inspect {}: ", folder.display());
         assert!(said[0].starts_with(&expected), "{said:?}");
     }
 }
@@ -120,7 +120,7 @@ fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missin
     assert!(said.contains("Too many open files"), "{said}");
     prlimit(pid, Resource::Nofile, before).expect("a limit");
     let (_, said) = show(&missing);
-    assert!(said.contains("no save file of that name"), "{said}");
+    assert!(said.contains("no save file has that name"), "{said}");
 }
 
 #[test]

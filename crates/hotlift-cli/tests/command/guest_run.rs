@@ -75,7 +75,7 @@ fn a_killed_destination_leaves_the_guest_running_at_the_source() {
             source.wait_for("active: round 1");
         }
         pair.destination.signal(Signal::KILL);
-        source.wait_for("the guest goes on here");
+        source.wait_for("the guest runs here again");
         let (status, said) = source.wait();
         assert_eq!(status.code(), Some(1), "{phase}: {}", said.join("\n"));
         let errors = errors(&said);
@@ -112,7 +112,7 @@ fn ctrl_c_cancels_and_the_guest_goes_on() {
     let mut source = pair.start_source(&[SLOW, "--channels=4"]);
     source.wait_for("active: round 1");
     source.signal(Signal::INT);
-    source.wait_for("the guest goes on here");
+    source.wait_for("the guest runs here again");
     let (status, said) = source.wait();
     assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
     assert!(errors(&said)[0].contains("cancelled"), "{said:?}");

@@ -59,7 +59,7 @@ fn a_destination_killed_in_the_last_round_gives_the_guest_back() {
     for name in LAST_ROUND {
         let (mut source, proxy, destination) = held_before(name);
         destination.signal(Signal::KILL);
-        source.wait_for("the guest goes on here");
+        source.wait_for("the guest runs here again");
         proxy.release();
         let (status, said) = source.wait();
         assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));

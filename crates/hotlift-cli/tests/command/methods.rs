@@ -167,7 +167,7 @@ fn what_cannot_be_measured_is_said_in_a_line() {
         (vec!["--pid=4194304"], 1, "there is no process 4194304"),
         (vec!["--measure=/no/file"], 1, "cannot read /no/file"),
         (vec!["--qmp=/no/socket"], 1, "cannot read /no/socket"),
-        (vec!["--qmp=tcp:127.0.0.1:1"], 1, "tells no process"),
+        (vec!["--qmp=tcp:127.0.0.1:1"], 1, "cannot find the process"),
         (
             vec!["--measure", text(&empty)],
             1,
@@ -197,7 +197,7 @@ fn a_qmp_socket_of_something_else_is_not_taken_for_a_qemu() {
     // The kernel reports the listener, which is this test: its name is cut to 15 bytes, and begins with "command".
     let listener = UnixListener::bind(&path).expect("bind");
     let said = refused(&["--qmp", text(&path)], 1);
-    assert!(said.contains("which is no QEMU: give --pid"), "{said}");
+    assert!(said.contains("which is not a QEMU: give --pid"), "{said}");
     drop(listener);
     let said = refused(&["--qmp", text(&path)], 1);
     assert!(said.contains("Connection refused"), "{said}");

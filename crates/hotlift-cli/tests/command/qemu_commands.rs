@@ -91,7 +91,7 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
     let (mut serve, address) = serve();
     let answer = tell(&address, b"GET / HTTP/1.1\r\n\r\n");
     assert!(
-        answer.contains("refused") && answer.contains("not understood"),
+        answer.contains("refused") && answer.contains("unknown message"),
         "{answer}"
     );
     let answer = tell(&address, b"{\"hotlift-control\": 99}\n");
@@ -128,8 +128,8 @@ fn a_serve_without_tls_says_so_when_a_source_begins_with_it() {
         b"\x16\x03\x01\x00\x02\x01\n",
     ] {
         let answer = tell(&address, hello);
-        assert!(answer.contains("this one does not"), "{answer}");
-        serve.wait_for("the other side speaks TLS, and this one does not");
+        assert!(answer.contains("this side does not"), "{answer}");
+        serve.wait_for("the other side uses TLS, but this side does not");
     }
 }
 
@@ -294,7 +294,7 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
         (&["relay", "source", "--listen", "unix:/x"], "--connect"),
         (
             &["migrate", "--qmp", "tcp:4", "--to", "tcp:h:1"],
-            "no QMP address",
+            "not a QMP address",
         ),
         (
             &[
@@ -368,11 +368,11 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
         ),
         (
             &["save", "--qmp=q", "f", "--mem-prealloc=on"],
-            "'hotlift save' does not take --mem-prealloc: the RAM is that of the destination's",
+            "'hotlift save' does not take --mem-prealloc: the destination's QEMU owns the RAM",
         ),
         (
             &["serve", "--listen=tcp::0", "--qmp=q", "--method=zstd"],
-            "'hotlift serve' does not take --method: the side that sends",
+            "'hotlift serve' does not take --method: the sending side",
         ),
         (
             &[
@@ -388,19 +388,19 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
         (&["restore", "f"], "--qmp"),
         (
             &["migrate", "--qmp=q", "--to=tcp:192.0.2.2:0"],
-            "no process can be reached at port 0",
+            "cannot connect to port 0",
         ),
         (
             &["relay", "source", "--listen=unix:/x", "--connect=tcp:h:0"],
-            "no process can be reached at port 0",
+            "cannot connect to port 0",
         ),
         (
             &["restore", "--lazy", "tcp:h:0/f", "--qmp=q"],
-            "no process can be reached at port 0",
+            "cannot connect to port 0",
         ),
         (
             &["guest", "run", "--migrate-to=tcp:h:0"],
-            "no process can be reached at port 0",
+            "cannot connect to port 0",
         ),
         (
             &["migrate", "--qmp=q", "--to=tcp:[fe80::1]:4444"],
@@ -427,7 +427,7 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
 #[test]
 fn a_command_line_of_a_qemu_that_cannot_wait_is_refused_before_a_source_comes() {
     for (flag, words) in [
-        ("-daemonize", "leave it out"),
+        ("-daemonize", "remove it"),
         ("-incoming", "must be 'defer'"),
     ] {
         let mut serve = Hotlift::start(&[
@@ -508,7 +508,7 @@ fn what_a_qemu_that_cannot_start_says_is_passed_on_and_no_folder_stays() {
             "--",
             "sh",
             "-c",
-            "echo its own words; echo and errors >&2; echo qemu-kvm: no such machine >&2; exit 7",
+            "echo printed the reason; echo and errors >&2; echo qemu-kvm: no such machine >&2; exit 7",
         ],
         &[("TMPDIR", &tmpdir)],
     );
@@ -525,7 +525,11 @@ fn what_a_qemu_that_cannot_start_says_is_passed_on_and_no_folder_stays() {
     serve.signal(Signal::INT);
     let (status, said) = serve.wait();
     assert_eq!(status.code(), Some(130), "{said:?}");
-    for words in ["its own words", "and errors", "qemu-kvm: no such machine"] {
+    for words in [
+        "printed the reason",
+        "and errors",
+        "qemu-kvm: no such machine",
+    ] {
         assert!(said.iter().any(|line| line == words), "{said:?}");
     }
     let left = folders(place.path());

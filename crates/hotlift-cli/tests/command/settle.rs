@@ -33,7 +33,7 @@ fn in_doubt() -> (Running, Running, String) {
         .expect("it was seen");
     let qmp = command.split(' ').next().expect("an address").to_owned();
     destination.wait_for("no write was lost");
-    source.wait_for("is kept here, paused and whole");
+    source.wait_for("is kept here, paused and complete");
     (source, destination, qmp)
 }
 
@@ -61,7 +61,7 @@ fn a_guest_in_doubt_goes_on_whole_when_somebody_says_that_it_is_not_there() {
     destination.signal(Signal::KILL);
     destination.wait();
     settle(&qmp, "--here");
-    source.wait_for("the guest goes on here");
+    source.wait_for("the guest runs here again");
     // It runs: there is nothing left to settle.
     let (status, said) = Hotlift::start(&["settle", "--qmp", &qmp, "--there"]).wait();
     assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
@@ -122,7 +122,7 @@ fn who_lets_a_guest_run_whose_migration_completed_is_warned_of_two() {
         let qmp = socket.display().to_string();
         let (status, said) = Hotlift::start(&["settle", "--qmp", &qmp, "--here"]).wait();
         assert!(status.success(), "{said:?}");
-        let is_warning = |line: &String| line.contains("there are two of it");
+        let is_warning = |line: &String| line.contains("both write to the same disks");
         assert_eq!(said.iter().any(is_warning), warns, "{said:?}");
         assert_eq!(said.last().map(String::as_str), Some("the guest runs here"));
     }

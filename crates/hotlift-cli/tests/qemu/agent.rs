@@ -451,7 +451,9 @@ fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed()
         let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
         here.qmp.migrate(&uri).expect("migrate");
         here.reaches("failed");
-        source.agent.wait_for("no reason to go unencrypted");
+        source
+            .agent
+            .wait_for("a migration without it would be unencrypted");
         assert_eq!(there.migration().status(), "none", "nothing came there");
     }
     source.end();
@@ -463,7 +465,7 @@ fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed()
     let from = served.join().expect("the server");
     assert_eq!(from.ip().to_string(), SOURCE);
     let said = source.end();
-    assert!(said.contains("it goes unencrypted"), "{said}");
+    assert!(said.contains("the migration is not encrypted"), "{said}");
 }
 
 #[test]
@@ -479,8 +481,8 @@ fn an_agent_without_the_right_certificate_gets_nothing_whatever_is_allowed() {
     assert!(here.is_running(), "the guest stays");
     source
         .agent
-        .wait_for("TLS handshake with the other agent has failed");
-    stranger.agent.wait_for("a connection was not taken");
+        .wait_for("TLS handshake with the other agent failed");
+    stranger.agent.wait_for("refused a connection");
     assert_eq!(there.migration().status(), "none", "nothing came there");
 }
 
@@ -609,7 +611,7 @@ fn a_configuration_is_read_again_and_a_bad_one_changes_nothing() {
     let file = source.folder.join("agent.toml");
     fs::write(&file, "max-bandwidth = 5\n").expect("a file");
     source.agent.signal(Signal::HUP);
-    let line = source.agent.wait_for("was not changed");
+    let line = source.agent.wait_for("is unchanged");
     assert!(line.contains("agent.toml line 1: max-bandwidth"), "{line}");
     assert_eq!(source.ask(&["status"])["max-bandwidth"], 5 << 20);
     let text = text(
@@ -779,7 +781,7 @@ fn an_agent_that_is_to_end_lets_what_is_under_way_end_and_takes_nothing_new() {
     here.qmp.migrate(&uri).expect("migrate");
     source.agent.wait_for("state=active");
     source.agent.signal(Signal::TERM);
-    source.agent.wait_for("takes nothing new");
+    source.agent.wait_for("accepts no new migrations");
     assert!(
         client(&hosts.link, PORT + 9).is_err(),
         "a new connection is closed"

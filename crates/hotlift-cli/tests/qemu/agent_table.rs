@@ -92,7 +92,7 @@ fn a_table_that_is_flushed_or_changed_is_put_back() {
     ] {
         let done = source.namespace.tool_with("nft", &["-f", "-"], change);
         done.expect("nft takes it");
-        source.agent.wait_for("it is back");
+        source.agent.wait_for("it is restored");
         let now = table(source.namespace).expect("a table");
         assert_eq!(now, made, "{change}");
     }
@@ -107,7 +107,7 @@ fn a_table_that_is_flushed_or_changed_is_put_back() {
         done.expect("nft takes it");
     }
     let said = source.end();
-    assert_eq!(said.matches("it is back").count(), 5, "{said}");
+    assert_eq!(said.matches("it is restored").count(), 5, "{said}");
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn where_plaintext_is_refused_the_table_outlives_the_agent_and_a_start_that_fail
     let second =
         "plaintext = \"allow\"\nports = \"50000\"\nusers = [\"root\"]\ntls = \"/nowhere\"\n";
     cannot_run(&hosts, "second.toml", second);
-    source.agent.wait_for("it is back");
+    source.agent.wait_for("it is restored");
     until(
         || "the table is the first one's".to_owned(),
         || (table(host)? == made).then_some(()),
@@ -205,7 +205,7 @@ fn a_reload_changes_rules_and_log_and_what_is_shown_is_in_force() {
     let line = format!("a connection to {DESTINATION}:{PORT}");
     source.agent.wait_for(&line);
     reload(&mut source, &hosts, "ports = \"16520\"");
-    let refused = source.agent.wait_for("was not changed");
+    let refused = source.agent.wait_for("is unchanged");
     assert!(refused.contains("'ports'"), "{refused}");
     assert_eq!(table(source.namespace), Some(made));
     source.end();
@@ -222,7 +222,9 @@ fn users_are_looked_up_at_each_reload_and_those_that_are_missing_are_named() {
         fs::write(&file, text.replace("[\"root\"]", &users)).expect("a configuration");
         source.agent.signal(Signal::HUP);
         if number.is_none() {
-            source.agent.wait_for("no such users: nobody-of-that-name");
+            source
+                .agent
+                .wait_for("lacks these users: nobody-of-that-name");
         }
         source.agent.wait_for("was read again");
         let made = table(source.namespace).expect("a table");
@@ -332,7 +334,7 @@ fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
     assert!(metrics.contains(&shown), "{shown} is missing in\n{metrics}");
     let before = counted(host, DESTINATION);
     load(host, "insert rule inet hotlift_agent leaving accept");
-    source.agent.wait_for("it is back");
+    source.agent.wait_for("it is restored");
     assert_eq!(
         counted(host, DESTINATION),
         before,
@@ -658,7 +660,7 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
         match without_rights(host, &["true"]) {
             Ok(_) => {
                 let said = without_rights(host, &hotlift).expect("no problem is found");
-                assert!(said.contains("not checked, as it takes root"), "{said}");
+                assert!(said.contains("not checked, as this needs root"), "{said}");
             }
             Err(said) => skip!("user-namespaces", "unshare --user: {said}"),
         }
@@ -670,7 +672,7 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
         let (status, said) = checked.expect("the host");
         let said = said.join("\n");
         assert!(
-            status.success() && said.contains("not checked, as it takes an agent"),
+            status.success() && said.contains("not checked, as this needs a running agent"),
             "{said}"
         );
     }

@@ -78,7 +78,7 @@ fn a_qemu_that_is_silent_on_qmp_after_the_handover_keeps_its_guest() {
     let (mut serve, uri) = serve(&words(&with(&[], &line)));
     let qmp = here.free_qmp();
     let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]);
-    serve.wait_for("it is not known whether the guest runs here");
+    serve.wait_for("cannot determine whether the guest runs here");
     let (status, said) = migrate.wait();
     assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
     there.lives_on("serve");
@@ -93,7 +93,7 @@ fn a_restored_qemu_that_is_silent_on_qmp_keeps_its_guest() {
     let file = there.path("vm.save");
     succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), &file]));
     let mut restore = Hotlift::start(&words(&with(&["restore", &file], &line)));
-    restore.wait_for("it is not known whether the guest runs here");
+    restore.wait_for("cannot determine whether the guest runs here");
     there.lives_on("restore");
     there.has_the_guest(here.count().expect("the guest has counted"));
     let (status, said) = restore.wait();

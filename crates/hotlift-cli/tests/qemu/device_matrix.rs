@@ -259,7 +259,7 @@ impl Cell {
             }),
             // Such a file contains the machine's name.
             _ if kind.is_old() && is_mapped => {
-                Some("machine types up to 2.3 do not go together with mapped-ram")
+                Some("mapped-ram does not support machine types up to 2.3")
             }
             _ => None,
         }

@@ -119,9 +119,9 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
         // Again, and then to the end.
         let resume = [&lazy[..], &["--resume"]].concat();
         let mut again = Hotlift::start(&[&resume[..], &slowly].concat());
-        again.wait_for("the guest goes on");
+        again.wait_for("the guest continues");
         again.signal(Signal::INT);
-        again.wait_for("once more leaves it waiting");
+        again.wait_for("leaves the guest waiting");
         again.signal(Signal::INT);
         let (status, said) = again.wait();
         assert_eq!(status.code(), Some(3), "{said:?}");
@@ -168,7 +168,7 @@ fn a_page_that_is_damaged_stops_the_guest_until_a_good_file_is_there() {
     let (status, said) = Hotlift::start(&arguments).wait();
     assert_eq!(status.code(), Some(3), "{said:?}");
     assert!(
-        said.join("\n").contains("pages of another file"),
+        said.join("\n").contains("pages of a different file"),
         "{said:?}"
     );
 
@@ -212,7 +212,7 @@ fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advic
             Release::V11,
             &[
                 "QEMU: loadvm failed during postcopy",
-                "QEMU: it has failed before it ran the guest",
+                "QEMU: it failed before it ran the guest",
             ],
         ),
     ] {

@@ -168,9 +168,9 @@ impl Way {
             let other = match self.is_passed_through() {
                 true => "another host",
                 // It accepts none: requested pages arrive on main from the source's relay.
-                false => "like no migration stream",
+                false => "as a migration stream",
             };
-            for why in ["without TLS", other] {
+            for why in ["does not use TLS", other] {
                 assert!(said.contains(why), "{said}");
             }
         }
@@ -297,7 +297,10 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
             _strangers,
         } = need!(way.begin());
         let said = relays.kill(killed);
-        assert!(said.contains("not all of its pages are there"), "{said}");
+        assert!(
+            said.contains("some of its pages have not arrived"),
+            "{said}"
+        );
         here.says("postcopy-paused");
         there.says("postcopy-paused");
         assert!(!here.is_running(), "the source runs, too");
@@ -350,7 +353,10 @@ fn a_guest_whose_relay_is_killed_while_its_devices_load_runs_again_at_the_source
         here.says("postcopy-device");
         let said = relays.kill(killed);
         // Even if the devices have reached the remaining relay, the guest runs nowhere else.
-        assert!(!said.contains("not all of its pages are there"), "{said}");
+        assert!(
+            !said.contains("some of its pages have not arrived"),
+            "{said}"
+        );
         here.says("failed");
         assert!(here.is_running(), "the guest runs nowhere");
         here.counts_on_from(before);

@@ -277,7 +277,7 @@ fn a_guest_whose_serve_loses_its_final_message_is_where_the_relays_have_settled_
         assert_eq!(code, Some(0), "{said}");
         for word in [
             "the guest is at the destination",
-            "not heard any more",
+            "lost the connection to 'hotlift serve'",
             word,
         ] {
             assert!(said.contains(word), "{word}: {said}");
@@ -314,7 +314,7 @@ fn a_guest_whose_serve_loses_its_final_message_is_where_the_relays_have_settled_
     let (code, said) = ends(migrate);
     assert_eq!(code, Some(3), "{said}");
     assert!(
-        said.contains("the destination's QEMU has the guest, and does not run it"),
+        said.contains("the destination's QEMU has the guest, but does not run it"),
         "{said}"
     );
     let (code, said) = ends(serving);

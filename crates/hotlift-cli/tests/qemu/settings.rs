@@ -274,7 +274,7 @@ fn ram_is_left_in_files_only_if_both_qemus_map_the_same() {
     for (at_source, at_destination, problem) in [
         (true, false, "'hotlift migrate' has --ignore-shared"),
         (false, true, "'hotlift serve' has --ignore-shared"),
-        (true, true, "do not map the same files"),
+        (true, true, "map different files"),
     ] {
         let there = need!(Vm::waiting(Release::V10, &machine));
         let held = there.free_qmp();

@@ -142,13 +142,13 @@ fn who_does_not_belong_to_the_relays_is_refused_with_the_reason() {
         (
             vec![],
             vec![flag("tls", &ours.dir())],
-            "speaks TLS only",
-            "without TLS",
+            "accepts only TLS",
+            "does not use TLS",
         ),
         (
             vec![flag("tls", &ours.dir())],
             vec![],
-            "may speak without TLS",
+            "may not use TLS",
             "a TLS handshake",
         ),
         (
@@ -208,7 +208,7 @@ fn migrate_and_serve_speak_and_send_over_tls() {
     // Without TLS nothing starts.
     let (status, said) = Hotlift::start(&["migrate", &qmp, &to, "--quiet"]).wait();
     assert_eq!(status.code(), Some(1), "{said:?}");
-    assert!(errors(&said)[0].contains("speaks TLS only"), "{said:?}");
+    assert!(errors(&said)[0].contains("accepts only TLS"), "{said:?}");
     let before = here.count();
     let (status, said) =
         Hotlift::start(&["migrate", &qmp, &to, &tls, "--method=zstd", "--quiet"]).wait();
