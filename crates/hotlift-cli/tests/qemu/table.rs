@@ -14,12 +14,12 @@ use crate::vm::Release;
 fn render(suite: &str) -> String {
     let mut text = String::from(
         "# Which QEMUs work\n\n\
-         Made by the tests in `crates/hotlift-cli/tests/qemu` of what they move: real virtual machines, through a\n\
-         relay on each side unless it says otherwise. Each guest checks its memory all the time; after each move the\n\
-         harness replays every write of the guest, or compares all of RAM. QEMU 7.2 is Debian 12's, 10.0 that of\n\
-         bookworm-backports, 11.1 that of forky.\n\n\
+         The tests in `crates/hotlift-cli/tests/qemu` generate this page from their cases. They move real virtual machines,\n\
+         through a relay on each side unless a table states otherwise. Each guest checks its memory all the time; after each\n\
+         move the harness replays every write of the guest, or compares all of RAM. QEMU 7.2 is from Debian 12, 10.0 from\n\
+         bookworm-backports, 11.1 from forky.\n\n\
          ## Settings\n\n\
-         These combinations of settings are moved by `make test`. Any two settings that go together meet in one of them.\n\n\
+         `make test` moves a guest with each of these combinations. They contain every compatible pair of settings.\n\n\
          | from → to | machine | guest | source multifd channels | zero-page-detection | return path | between relays | their channels | destination multifd channels |\n\
          |---|---|---|---|---|---|---|---|---|\n",
     );
@@ -34,7 +34,7 @@ fn render(suite: &str) -> String {
             if pair.live { "runs" } else { "stopped" },
             pair.accelerator.name().to_uppercase(),
             row.source,
-            row.zero_pages.unwrap_or("its own way"),
+            row.zero_pages.unwrap_or("built in"),
             if row.return_path { "on" } else { "off" },
             row.method,
             row.between,
@@ -43,13 +43,13 @@ fn render(suite: &str) -> String {
     }
     let _ = write!(
         text,
-        "\nThere are {} combinations. `make qemu-matrix` moves all of them, in some hours, and keeps a line for each in\n\
-         `bench/results`; no such result is published.\n\n\
-         Channels between relays are off (pages on the main channel) with method none only. A 7.2 source under TCG\n\
-         is moved stopped: QEMU 7.2 was seen to lose dirty pages of a running one by itself, straight from QEMU to\n\
-         QEMU.\n\n\
+        "\nThere are {} combinations. `make qemu-matrix` moves a guest with each of them, in some hours, and writes a line for\n\
+         each to `bench/results`; no such result is published.\n\n\
+         `built in`: QEMU 7.2 has no parameter zero-page-detection. Only method none has no channels between relays (`off`:\n\
+         pages on the main channel). A guest of QEMU 7.2 under TCG is stopped before the move: QEMU 7.2 loses dirty pages of\n\
+         a running guest, also directly from QEMU to QEMU.\n\n\
          ## QEMU's own compression\n\n\
-         | who compresses | method | what else |\n|---|---|---|\n",
+         | compressing side | method | other settings |\n|---|---|---|\n",
         rows(PAIRS.iter().chain(MORE_PAIRS)).len()
     );
     for (from, theirs, ours) in COMPRESSED_BY_QEMU {
@@ -70,7 +70,7 @@ fn render(suite: &str) -> String {
         let relays = if two {
             "zstd between relays"
         } else {
-            "one relay alone"
+            "one relay only"
         };
         let _ = writeln!(
             text,
@@ -79,21 +79,25 @@ fn render(suite: &str) -> String {
         );
     }
     for (by_qemu, two, threads) in COMPRESS_FOR_QEMU {
-        let source = if by_qemu { "compress" } else { "nothing" };
-        let relays = if two {
-            "two relays, compress between them"
+        let source = if by_qemu {
+            "compress"
         } else {
-            "one relay alone"
+            "no compression"
+        };
+        let relays = if two {
+            "two relays with compress between them"
+        } else {
+            "one relay only"
         };
         let _ = writeln!(
             text,
-            "| the relay, for QEMU {} | compress by {threads} threads, without multifd | {source} by the source, {relays} |",
+            "| the relay, for QEMU {} | compress with {threads} thread(s), without multifd | {source} at the source, {relays} |",
             Release::V7.name()
         );
     }
     let _ = write!(
         text,
-        "\n## A Linux under way\n\nDebian's cloud kernel under TCG boots in QEMU {} and goes on and on:\n\n\
+        "\n## A running Linux\n\nDebian's cloud kernel under TCG boots in QEMU {} and moves through these QEMUs in turn:\n\n\
          | to | guest | source multifd channels | between relays | destination multifd channels |\n|---|---|---|---|---|\n",
         STARTS_IN.name()
     );
@@ -117,10 +121,10 @@ fn render(suite: &str) -> String {
 fn plugged() -> String {
     let mib = |bytes| bytes >> 20;
     let mut text = format!(
-        "\n## Memory that virtio-mem has plugged\n\n\
-         Debian's cloud kernel under TCG fills memory of a virtio-mem device that has {} of {} MiB plugged. A second one of\n\
-         this size has nothing plugged. The guest boots in QEMU {}, and goes from each of these QEMUs to the next. After each\n\
-         move it finds its memory right, the devices have their sizes, and QEMU has taken no memory for unplugged pages.\n\n\
+        "\n## Plugged memory of virtio-mem\n\n\
+         Debian's cloud kernel under TCG fills memory of a virtio-mem device that has {} of {} MiB plugged. A second device of\n\
+         the same size has nothing plugged. The guest boots in QEMU {} and moves through these QEMUs in turn. After each move\n\
+         its memory is correct, the devices keep their sizes, and QEMU has allocated no memory for unplugged pages.\n\n\
          | machine | to | guest | by |\n|---|---|---|---|\n",
         mib(pluggable::PLUGGED),
         mib(pluggable::REGION),
@@ -140,9 +144,10 @@ fn plugged() -> String {
 /// Returns the restores in which the guest runs first.
 fn lazy() -> String {
     let mut text = String::from(
-        "\n## Guests that run before they have their pages\n\n\
-         Saved by `hotlift save`, restored with `--lazy`. The virtio devices are a raw disk, a network card, a serial port and a\n\
-         balloon. `make qemu-matrix` restores every combination of releases, accelerators, vCPUs and devices.\n\n\
+        "\n## Guests that run before their pages are loaded\n\n\
+         `hotlift save` saves these guests, `hotlift restore --lazy` restores them. The virtio devices are a raw disk, a network\n\
+         card, a serial port and a balloon. `make qemu-matrix` restores every combination of releases, accelerators, vCPUs\n\
+         and devices.\n\n\
          | saved by | restored into | machine | guest | vCPUs | virtio devices | method |\n|---|---|---|---|---|---|---|\n",
     );
     for row in lazy_machines::ROWS {
@@ -163,7 +168,7 @@ fn lazy() -> String {
     let to = to.map(Release::name).join(", ");
     let _ = writeln!(
         text,
-        "\nDebian's cloud kernel under TCG, with two vCPUs, is saved by QEMU {} while it runs, and restored into each of\n\
+        "\nDebian's cloud kernel under TCG, with two vCPUs, is saved by QEMU {} while it runs, and restored into each of QEMU\n\
          {to}: it answers on a serial port and uses its virtio disk while most of its pages are missing.",
         from.name()
     );
@@ -186,8 +191,8 @@ fn devices() -> String {
     let all = moves(&of(&device_matrix::KINDS[0]));
     let mut text = String::from(
         "\n## Memory and devices\n\n\
-         `make qemu-matrix` takes a machine of each kind by each of these ways, and compares memory of guest and device. The guest\n\
-         uses no device. One run: [bench/results](../bench/results/README.md#memory-and-devices).\n\n",
+         `make qemu-matrix` moves a machine of each kind in each of these ways, and compares memory of guest and device. The guest\n\
+         uses no device. Results of one run: [bench/results](../bench/results/README.md#memory-and-devices).\n\n",
     );
     for way in Way::ALL {
         let _ = writeln!(text, "- {}", way.name());
@@ -207,11 +212,17 @@ fn devices() -> String {
             [first, ..] if refused.len() == cells.len() => {
                 format!("QEMU refuses: {}", reason(first))
             }
-            _ if cells.iter().all(|it| it.refusal().is_some() == (it.from != it.to)) => {
-                "moves within a release; QEMU does not load it between releases, also without Hotlift".to_owned()
+            _ if cells
+                .iter()
+                .all(|it| it.refusal().is_some() == (it.from != it.to)) =>
+            {
+                "moves within a release; between releases QEMU cannot load it, also without Hotlift"
+                    .to_owned()
             }
             _ => {
-                let ways = refused.iter().map(|it| format!("; {} is refused: {}", it.way.name(), reason(it)));
+                let ways = refused
+                    .iter()
+                    .map(|it| format!("; refused with {}: {}", it.way.name(), reason(it)));
                 format!("moves{}", ways.collect::<String>())
             }
         };
@@ -220,16 +231,16 @@ fn devices() -> String {
     text
 }
 
-/// Changes in QEMU 11 that the tests have found.
+/// Changes in QEMU 11 that the tests found.
 const CHANGED_IN_11: &str = "
-## What QEMU 11.1 does otherwise
+## Changes in QEMU 11.1
 
-- It has no `query-migrationthreads`: Hotlift waits half a second before it puts a source's settings back, as with 7.2.
-- It has no `zero-blocks` and no `detach` of `migrate`; Hotlift never needed them.
-- New states: `failing` until all is cleaned up after a failure, then `failed`; `postcopy-device` from the devices on until
-  the guest runs. Neither is an end.
-- Multifd and `postcopy-ram` go together (from 10.1 on).
-- Machine types up to 8.1 work, with a warning that they will go.
+- It has no `query-migrationthreads`: Hotlift waits half a second before it restores a source's settings, as with 7.2.
+- It has no `zero-blocks` and no `detach` of `migrate`; Hotlift does not use them.
+- It has new states: `failing` during the clean-up after a failure, before `failed`; `postcopy-device` from the load of the
+  devices until the guest runs. Neither is a final state.
+- Multifd and `postcopy-ram` can be combined (since 10.1).
+- Machine types up to 8.1 work; QEMU warns that they will be removed.
 ";
 
 /// Returns the section of a document that begins with `heading`; `scripts/qemu-suite/suite` writes that of QEMU's own test.
@@ -253,7 +264,7 @@ fn the_table_in_the_docs_is_what_the_tests_move() {
     let there = std::fs::read_to_string(&file).unwrap_or_default();
     assert!(
         there == text,
-        "{} is old: HOTLIFT_WRITE_TABLE=1 writes it anew",
+        "{} is old: HOTLIFT_WRITE_TABLE=1 writes it",
         file.display()
     );
 }
