@@ -106,7 +106,7 @@ fn outcome(moved: Moved, fill_in: impl FnOnce(&mut Completed)) -> Outcome {
     };
     if let Some(problem) = check.problem {
         return Outcome::Failed {
-            error: format!("the guest is not well after the migration: {problem}"),
+            error: format!("guest check failed after migration: {problem}"),
         };
     }
     let destination = DestinationReport {

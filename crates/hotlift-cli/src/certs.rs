@@ -417,24 +417,19 @@ fn as_text(listing: &Listing, now: SystemTime) -> String {
 }
 
 /// Next steps for a valid folder.
-const HOW_TO_USE: &str =
-    "Every host needs such a folder, with the same CA and its own certificates.
-A host's server \
-                          certificate must have the name or address used for migrations to it.
-For another host:  hotlift \
-                          certs host NAME --out FOLDER  (on the host of the CA's key)";
+const HOW_TO_USE: &str = "\
+Every host needs such a folder, with the same CA and its own certificates.
+A host's server certificate must have the name or address that peers connect to.
+Another host's:  hotlift certs host NAME --out FOLDER  (where the CA's key is)";
 
 /// Ways to get certificates.
-const HOW_TO_HAVE: &str = "Existing certificates need no change:
-  libvirt, QEMU    /etc/pki/qemu, with ca-cert.pem, \
-                           server-cert.pem, server-key.pem,
+const HOW_TO_HAVE: &str = "\
+Existing certificates need no change:
+  libvirt, QEMU    /etc/pki/qemu, with ca-cert.pem, server-cert.pem, server-key.pem,
                    client-cert.pem and client-key.pem
-  \
-                           cert-manager     the folder where the secret is mounted, with ca.crt, tls.crt and
-                 \
-                             tls.key; usages 'server auth' and 'client auth'
-Hotlift's own:     hotlift certs init, then \
-                           hotlift certs host NAME";
+  cert-manager     the folder where the secret is mounted, with ca.crt, tls.crt and
+                   tls.key; usages 'server auth' and 'client auth'
+Hotlift's own:     hotlift certs init, then hotlift certs host NAME";
 
 /// Appends `words` in lines of a terminal's width that begin with `indent`, and with more from the second line on.
 fn paragraph(text: &mut String, indent: &str, words: &str) {

@@ -169,12 +169,12 @@ pub enum CommandError {
     NothingToSettle { problem: String },
     #[error(
         "the paused copy of the guest was ended here, as the destination has the guest ('quit' or 'hotlift settle \
-             --there')"
+         --there')"
     )]
     EndedCopy,
     #[error(
         "migration failed: the guest was continued here, as the destination does not have it ('cont' or 'hotlift settle \
-             --here')"
+         --here')"
     )]
     SettledHere,
     #[error(transparent)]
@@ -328,10 +328,6 @@ impl CommandError {
             Self::Address(TransportError::Listen { source, .. }) => not_listening(source.kind()),
             Self::Migration(MigrationError::Tls { source, .. })
             | Self::Relay(MigrationError::Tls { source, .. }) => after_handshake(source),
-            Self::Migration(MigrationError::Closed { .. } | MigrationError::Connection { .. })
-            | Self::Relay(MigrationError::Closed { .. } | MigrationError::Connection { .. }) => {
-                Some("read the output of the process at the other end, which has the reason")
-            }
             Self::EndedSince { .. } => {
                 Some("read the output or the log of that QEMU, which has the reason")
             }

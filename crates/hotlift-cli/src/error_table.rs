@@ -620,9 +620,10 @@ fn relays() -> Vec<Row> {
             CommandError::Relay(MigrationError::Transport(connect("unix:/run/b.sock", Errno::CONNREFUSED))),
             "No QEMU or relay listens at the address of '--connect'.",
         ),
-        row(
+        then(
             CommandError::Relay(MigrationError::Closed { channel: main }),
             "The QEMU or the relay at the other end failed.",
+            "read the output of the process at the other end",
         ),
         row(
             CommandError::Relay(MigrationError::SpeaksTls),

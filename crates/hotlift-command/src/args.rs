@@ -51,7 +51,7 @@ pub struct GuestArgs {
     /// decompressed. "generated" is a mix like that of a server, "mixed" alternates text and random bytes
     #[arg(long, value_name = "PATH", default_value = "generated")]
     pub fill: Fill,
-    /// Share of zero pages, 0 to 1 [default: 0.25; of a file, the share that it has]
+    /// Share of zero pages, 0 to 1 [default: 0.25; of a file, its own]
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub zero_share: Option<f64>,
     /// Write the zero pages once, so that the host allocates them

@@ -497,7 +497,7 @@ mod tests {
             "--max-bandwidth",
             "--mem-prealloc",
             "Levels of the methods:",
-            "Announcing the guest:",
+            "Announcements of the guest:",
         ];
         assert!(order.map(at).is_sorted(), "{long}");
     }

@@ -394,7 +394,7 @@ mod tests {
             line.text.starts_with("192.0.2.2 not reading for 12 s, "),
             "{line}"
         );
-        assert!(line.remark.unwrap().contains("waits for it"));
+        assert!(line.remark.unwrap().contains("the migration waits"));
         let setup = MigrationInfo {
             status: Some("setup".to_owned()),
             ..MigrationInfo::default()

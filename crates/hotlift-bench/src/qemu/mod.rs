@@ -349,7 +349,7 @@ fn await_end(
         }
         if interrupt.is_raised() || started.elapsed() > limit {
             return Err(Stop::Failed(format!(
-                "it was not done after {:.0} s, and was ended",
+                "it did not finish within {:.0} s and was ended",
                 limit.as_secs_f64()
             )));
         }

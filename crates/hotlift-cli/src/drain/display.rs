@@ -52,7 +52,7 @@ pub fn table(outcomes: &[Outcome]) -> String {
             Fate::Moved { job } => ("moved", *job),
             Fate::Stayed { .. } => ("stayed", None),
             Fate::Ended { .. } => ("ended", None),
-            Fate::NotBegun { .. } => ("not begun", None),
+            Fate::NotBegun { .. } => ("not started", None),
             Fate::Unknown { .. } => ("unknown", None),
         };
         let seconds = job.map(|job| format!("{}.{}", job.total_ms / 1000, job.total_ms / 100 % 10));

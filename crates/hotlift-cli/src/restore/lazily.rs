@@ -278,7 +278,10 @@ fn table(report: &LazyReport) -> Table {
     }
     if !report.lost.is_empty() {
         let pages: usize = report.lost.iter().map(|lost| lost.offsets.len()).sum();
-        table.add_row(["lost, and zero".to_owned(), format!("{pages} pages")]);
+        table.add_row([
+            "lost, replaced by zero pages".to_owned(),
+            format!("{pages} pages"),
+        ]);
     }
     align(&mut table);
     table

@@ -301,7 +301,7 @@ fn a_queue_that_libqpl_cannot_use_is_set_up_anew() {
     host.put("sys/bus/dsa/devices/iax1/wq1.0/type", "kernel");
     host.put("sys/bus/dsa/devices/iax1/wq1.0/driver_name", "crypto");
     host.look("Intel IAA")
-        .lacks("kernel's own (crypto)", &commands);
+        .lacks("is used by the kernel (crypto)", &commands);
     // Hotlift drives DSA itself, in either mode.
     host.idxd("dsa0");
     host.put("sys/bus/dsa/devices/dsa0/wq0.0/mode", "dedicated");

@@ -38,7 +38,7 @@ fn the_rules_that_speak_are_those_of_the_devices_that_can_be_used() {
     for set in [
         "--method qpl, in any case\n",
         "--mem-prealloc=on, at a destination",
-        "--zero-page-detection dsa-accel, if 40 %",
+        "--zero-page-detection dsa-accel, if at least 40 %",
     ] {
         assert!(text.contains(set), "{set}: {text}");
     }

@@ -42,7 +42,7 @@ fn whoever_has_no_configuration_is_told_how_to_name_one() {
         let (status, said) = Hotlift::start(&["agent", command, "--config", &file]).wait();
         assert_eq!(status.code(), Some(1), "{said:?}");
         let errors = errors(&said);
-        let expected = format!("hotlift: bad configuration: cannot read {file}: ");
+        let expected = format!("hotlift: invalid configuration: cannot read {file}: ");
         assert!(errors[0].starts_with(&expected), "{errors:?}");
         assert!(errors[1].contains("--config FILE"), "{errors:?}");
     }

@@ -61,7 +61,7 @@ fn a_client_that_asks_for_no_file_is_refused_and_the_log_names_the_role_of_the_s
     source
         .write_all(b"{\"hotlift-control\":4}\n")
         .expect("it is read");
-    serve.wait_for("it asks for no file, and this 'hotlift serve' has --files and takes no guest");
+    serve.wait_for("it requests no file, and this 'hotlift serve --files' accepts no guest");
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missin
     let before = prlimit(pid, Resource::Nofile, limit).expect("a limit");
     let missing = format!("{uri}/missing");
     let (_, said) = show(&missing);
-    assert!(said.contains("just now"), "{said}");
+    assert!(said.contains("cannot serve it now"), "{said}");
     assert!(said.contains("Too many open files"), "{said}");
     prlimit(pid, Resource::Nofile, before).expect("a limit");
     let (_, said) = show(&missing);

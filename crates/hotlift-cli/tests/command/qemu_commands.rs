@@ -51,7 +51,7 @@ fn a_serve_prints_the_port_of_the_pages_and_does_not_start_where_it_is_taken() {
     assert!(said[0].starts_with(&expected), "{said:?}");
     assert!(said[1].contains("choose another port"), "{said:?}");
     drop(taken);
-    Hotlift::start(&line).wait_for(&format!("pages come to port {port}"));
+    Hotlift::start(&line).wait_for(&format!("pages arrive at port {port}"));
 }
 
 /// Sends `words` to a `serve`, and returns the answer.

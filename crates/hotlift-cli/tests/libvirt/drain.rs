@@ -83,7 +83,7 @@ fn a_drain_begins_nothing_more_once_a_destination_is_lost_and_goes_on_later() {
     let continued = hosts.destination.signal_qemu(&all[0], "CONT");
     continued.expect("it is stopped");
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("b is lost: "), "{said}");
+    assert!(said.contains("lost b: "), "{said}");
     assert!(said.contains("web1 to b: stayed"), "{said}");
     assert!(!said.contains("web2 to b: under way"), "{said}");
     hosts.destination.start_libvirtd().expect("it starts");

@@ -621,7 +621,9 @@ fn a_configuration_is_read_again_and_a_bad_one_changes_nothing() {
     );
     fs::write(&file, text).expect("a file");
     source.agent.signal(Signal::HUP);
-    source.agent.wait_for("'redirect-port' needs a restart");
+    source
+        .agent
+        .wait_for("'redirect-port' takes effect after a restart");
     source.agent.wait_for("was read again");
     assert_eq!(source.ask(&["status"])["max-bandwidth"], 7 << 20);
     source.end();
@@ -826,7 +828,7 @@ fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
     for words in [
         "server-cert.pem: it is signed by a CA that this side does not trust",
         "client-cert.pem: it is signed by a CA that this side does not trust",
-        "have problems: 2",
+        "have 2 problem(s)",
     ] {
         assert!(said.contains(words), "{words}: {said}");
     }

@@ -156,7 +156,7 @@ fn where_plaintext_is_refused_the_table_outlives_the_agent_and_a_start_that_fail
         assert_eq!(connect(&hosts).is_err(), stays, "no way past the agent");
         remove_table(host);
         let said = cannot_run(&hosts, "bad.toml", &format!("{policy}bandwidth = 1\n"));
-        assert!(said.contains("bad configuration"), "{said}");
+        assert!(said.contains("invalid configuration"), "{said}");
         assert_eq!(table(host).is_some(), stays, "without a configuration");
         assert_eq!(connect(&hosts).is_err(), stays, "no way past the agent");
         remove_table(host);
@@ -192,7 +192,9 @@ fn a_reload_changes_rules_and_log_and_what_is_shown_is_in_force() {
     // The file is compared with the running state: the second load changes nothing.
     for _ in 0..2 {
         reload(&mut source, &hosts, config);
-        source.agent.wait_for("'listen' needs a restart");
+        source
+            .agent
+            .wait_for("'listen' takes effect after a restart");
         source.agent.wait_for("was read again");
         assert_eq!(source.ask(&["status"])["listen"], "tcp::16520");
     }

@@ -332,7 +332,7 @@ fn a_server_with_older_versions_only_is_refused() {
     let client = tls(&pki.host(&["a"]), Settings::new(Profile::Qemu));
     let socket = TcpStream::connect(&address).unwrap();
     let said = failure(client.connect(&socket, Some("b")));
-    assert!(said.contains("does not speak TLS 1.3"), "{said}");
+    assert!(said.contains("does not support TLS 1.3"), "{said}");
     drop(openssl);
 }
 

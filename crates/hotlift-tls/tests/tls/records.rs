@@ -282,7 +282,7 @@ fn alerts_are_translated() {
             "does not accept our certificate: it does not trust our CA",
         ),
         (49, "not on the list"),
-        (70, "does not speak TLS 1.3"),
+        (70, "does not support TLS 1.3"),
         (120, "is not a Hotlift"),
         (200, "refused the connection"),
     ] {

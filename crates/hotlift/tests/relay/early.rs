@@ -152,7 +152,7 @@ fn a_stream_without_channels_is_not_passed_through_to_a_qemu_that_waits_for_them
         main.shutdown(Shutdown::Both);
         for relay in relays {
             let line = relay.outcome("refused").unwrap_err().chain();
-            let expected = "waits for 3 of them";
+            let expected = "waits for 3 channels";
             assert!(line.contains(expected), "{line}");
             assert!(line.contains("--multifd off"), "{line}");
         }

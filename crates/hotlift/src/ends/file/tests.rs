@@ -668,7 +668,7 @@ fn other_files_are_told_apart() {
         Err(FileError::NotASave)
     ));
     for (first, words) in [
-        (&b"\x1f\x8b"[..], "this is a gzip file, and neither"),
+        (&b"\x1f\x8b"[..], "this is a gzip file, not a save file"),
         (b"\x28\xb5\x2f\xfd", "decompress it first: zstd -d"),
         (b"QFI\xfb", "a qcow2 disk image"),
         (b"LibvirtQemudSave", "virsh restore FILE"),

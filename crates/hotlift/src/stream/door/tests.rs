@@ -64,14 +64,14 @@ impl Model {
         let patience = u64::try_from(PATIENCE.as_millis()).unwrap();
         while let Some(at) = (self.waiting.iter()).position(|one| now - one.since >= patience) {
             let client = self.waiting.remove(at).client;
-            self.turn_away(client, "a connection that did not say what it is in time");
+            self.turn_away(client, "a connection that sent no complete opening in time");
         }
     }
 
     fn enter(&mut self, client: usize, now: Time) {
         if self.waiting.len() == 64 {
             let oldest = self.waiting.remove(0).client;
-            self.turn_away(oldest, "more connections than may wait");
+            self.turn_away(oldest, "too many waiting connections");
         }
         self.waiting.push(Waiting {
             client,
@@ -88,7 +88,7 @@ impl Model {
             let seen = &client.bytes[one.taken..client.sent];
             let head = match read_head(seen) {
                 Head::Partial if client.is_closed && seen.is_empty() => {
-                    Head::Gone("a connection that was closed without a word")
+                    Head::Gone("a connection that was closed before its first byte")
                 }
                 Head::Partial if client.is_closed => {
                     Head::Other("a connection that was closed in its first bytes")

@@ -715,7 +715,7 @@ fn what_a_passed_limit_means_depends_on_what_is_awaited() {
         machine.next(bytes).unwrap_err().chain()
     };
     let error = text(&cases[0], 3);
-    assert!(error.contains("3 of 4 bytes have come"), "{error}");
+    assert!(error.contains("3 of 4 bytes arrived"), "{error}");
     let error = text(&cases[4], 20);
     assert!(error.contains("the rest of the source's set-up"), "{error}");
     let postcopy = cases.last().unwrap();
