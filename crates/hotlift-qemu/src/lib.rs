@@ -5,6 +5,7 @@
 //! | `source` | the source's QEMU |
 //! | `outgoing` | its migration into a relay |
 //! | `progress` | progress of that migration |
+//! | `downtime_ramp` | its downtime limit: starts low, and rises as far as convergence needs |
 //! | `destination` | the destination's QEMU |
 //! | `incoming` | settings of that QEMU and of its relay |
 //! | `process`, `stderr` | a QEMU that this process started, and its output |
@@ -28,6 +29,7 @@ pub mod capabilities;
 pub mod compare;
 pub mod connect;
 pub mod destination;
+pub mod downtime_ramp;
 pub mod error;
 pub mod first_answer;
 pub mod guard;

@@ -1,0 +1,567 @@
+//! A downtime limit that starts low, and rises to the operator's limit only as far as convergence needs. No I/O, no clock.
+//!
+//! QEMU switches over at the end of a round if the pages dirtied in it, divided by the bandwidth, are below the limit. That
+//! quotient is the time that the next round would take. So the durations of rounds decide here: they need no bandwidth, which
+//! is too high at the source's QEMU while the buffers of relays and sockets fill.
+//!
+//! Below the operator's limit rounds get shorter by a constant factor, so that all rounds after it cost a few times the limit.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+/// Number of times that the first limit doubles until it is the operator's: 300 ms begin with 9 ms.
+const DOUBLINGS: u32 = 5;
+
+/// A round shrinks if it takes less than this share of the round before.
+const SHRINKS: f64 = 0.9;
+
+/// Number of rounds that do not shrink, after which the operator's limit is set at once: no lower limit would be met, and the
+/// guest may pause its writes for one round only.
+const STAGNANT_ROUNDS: u32 = 2;
+
+/// Room in a raised limit above the last round.
+const ROOM: f64 = 1.25;
+
+/// Time below the operator's limit, as a multiple of it. Rounds that shrink to three quarters need it.
+const EXTRA: u32 = 4;
+
+/// Time below the operator's limit if QEMU may throttle the guest. QEMU compares dirtied and sent bytes once a second, and they
+/// are equal in short rounds.
+const EXTRA_BEFORE_THROTTLING: Duration = Duration::from_millis(500);
+
+/// Time after which a raised limit must have had an effect: QEMU computes its threshold every 100 ms.
+const EFFECT: Duration = Duration::from_millis(200);
+
+/// Shortest round whose remaining bytes are compared. They are read some milliseconds after a round begins.
+const COMPARED: Duration = Duration::from_millis(200);
+
+/// Dirty rate of QEMU's figures, as a share of the rate of sending, above which QEMU throttles the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ThrottleTrigger {
+    /// Percent, QEMU's `throttle-trigger-threshold`.
+    pub percent: u64,
+}
+
+/// QEMU's figures of an active migration.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Figures {
+    /// Number of fetches of the dirty log (`dirty-sync-count`). 1 is the start, and 2 the end of the first round.
+    pub rounds: u64,
+    /// Bytes that remain in this round.
+    pub remaining: u64,
+    /// Bytes that the guest dirties per second.
+    pub dirty: u64,
+    /// Bytes that QEMU sends per second.
+    pub sent: u64,
+    /// True if QEMU throttles the guest.
+    pub is_throttled: bool,
+}
+
+/// Reason for the current limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// Rounds shrink, or the first one has not ended.
+    Shrinks,
+    /// A round below the operator's limit did not shrink.
+    Plateau,
+    /// Rounds above the operator's limit do not shrink.
+    Stagnant,
+    /// The rounds below the operator's limit took their time.
+    Late,
+    /// QEMU throttles the guest, or would soon.
+    Throttling,
+    /// Another client changed the limit.
+    Changed,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shrinks => "low while rounds get shorter",
+            Self::Plateau => "raised because rounds do not get shorter",
+            Self::Stagnant => "raised because the guest writes as fast as pages are sent",
+            Self::Late => "raised because the last rounds took long",
+            Self::Throttling => "raised before QEMU throttles the guest",
+            Self::Changed => "as another client has set it",
+        })
+    }
+}
+
+/// The limit of one migration.
+#[derive(Debug)]
+pub struct DowntimeRamp {
+    /// Limits in milliseconds, ascending; the last is the operator's.
+    steps: Vec<u64>,
+    /// Index of the current one.
+    step: usize,
+    throttle: Option<ThrottleTrigger>,
+    reason: Reason,
+    /// Number of rounds at the latest change of it, and its time.
+    seen: Option<(u64, Instant)>,
+    /// Duration of the latest round.
+    round: Option<Duration>,
+    /// Bytes that remained when the current round was first seen.
+    remaining: u64,
+    /// Number of rounds in a row that did not shrink.
+    stagnant: u32,
+    /// True if the current round is one of them before it has ended.
+    is_counted: bool,
+    /// Time since which the operator's limit would have sufficed.
+    fits_since: Option<Instant>,
+    raised_at: Option<Instant>,
+}
+
+/// Returns the limits up to the operator's limit `most`, ascending, in milliseconds.
+fn steps(most: u64) -> Vec<u64> {
+    let halves = (0..=DOUBLINGS).rev().map(|shift| (most >> shift).max(1));
+    let mut steps: Vec<_> = halves.collect();
+    steps.dedup();
+    steps
+}
+
+impl DowntimeRamp {
+    /// Creates the ramp below the operator's limit in milliseconds; `None` if there is no lower limit. `throttle` is the
+    /// condition on which QEMU throttles the guest, if it does.
+    #[must_use]
+    pub fn new(most: u64, throttle: Option<ThrottleTrigger>) -> Option<Self> {
+        let steps = steps(most);
+        (most > 0 && steps.len() > 1).then_some(Self {
+            steps,
+            step: 0,
+            throttle,
+            reason: Reason::Shrinks,
+            seen: None,
+            round: None,
+            remaining: 0,
+            stagnant: 0,
+            is_counted: false,
+            fits_since: None,
+            raised_at: None,
+        })
+    }
+
+    /// Returns all limits that it may set, in milliseconds, ascending.
+    #[must_use]
+    pub fn steps(&self) -> &[u64] {
+        &self.steps
+    }
+
+    /// Returns the current limit in milliseconds.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.steps[self.step]
+    }
+
+    /// Returns the operator's limit in milliseconds.
+    #[must_use]
+    pub fn most(&self) -> u64 {
+        self.steps[self.steps.len() - 1]
+    }
+
+    /// Returns the reason for the current limit.
+    #[must_use]
+    pub fn reason(&self) -> Reason {
+        self.reason
+    }
+
+    /// Returns true if it changes the limit no more.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.step + 1 == self.steps.len() || self.reason == Reason::Changed
+    }
+
+    /// Ends it: another client has changed the limit.
+    pub fn leave(&mut self) {
+        self.reason = Reason::Changed;
+    }
+
+    /// Takes QEMU's figures, and returns the limit to set in milliseconds if it must change.
+    pub fn look(&mut self, now: Instant, figures: Figures) -> Option<u64> {
+        if self.has_ended() {
+            return None;
+        }
+        let is_new = self.measure(now, figures.rounds, figures.remaining);
+        // Pages of the first round are not dirtied pages, and QEMU has measured no dirty rate.
+        if figures.rounds < 2 {
+            return None;
+        }
+        let extra = self.fits_since.map(|since| now.duration_since(since));
+        let most = Duration::from_millis(self.most());
+        let percent = self.throttle.map(|trigger| trigger.percent);
+        let throttles = |percent: u64| {
+            figures.dirty.saturating_mul(100) > figures.sent.saturating_mul(percent)
+                || extra.is_some_and(|extra| extra >= EXTRA_BEFORE_THROTTLING)
+        };
+        if figures.is_throttled || percent.is_some_and(throttles) {
+            return self.raise(self.most(), now, Reason::Throttling);
+        }
+        match extra {
+            None if self.stagnant >= STAGNANT_ROUNDS => {
+                self.raise(self.most(), now, Reason::Stagnant)
+            }
+            None => None,
+            Some(extra) if extra >= most * EXTRA => self.raise(self.most(), now, Reason::Late),
+            Some(_) => {
+                let has_settled = self
+                    .raised_at
+                    .is_none_or(|at| is_new && now.duration_since(at) >= EFFECT);
+                if self.stagnant == 0 || !has_settled {
+                    return None;
+                }
+                let round = self.round.unwrap_or_default().mul_f64(ROOM);
+                let wanted = u64::try_from(round.as_millis()).unwrap_or(u64::MAX);
+                self.raise(wanted.max(self.limit() + 1), now, Reason::Plateau)
+            }
+        }
+    }
+
+    /// Measures the rounds that have ended; returns true if there are any.
+    fn measure(&mut self, now: Instant, rounds: u64, remaining: u64) -> bool {
+        let seen = *self.seen.get_or_insert((rounds, now));
+        let (before, at) = seen;
+        let time = now.duration_since(at);
+        let grows = |time: Duration| {
+            self.round
+                .is_some_and(|round| time >= round.mul_f64(SHRINKS))
+        };
+        let Some(ended @ 1..) = rounds.checked_sub(before) else {
+            // The limit that counts at the end of this round must be set before it.
+            if grows(time) {
+                self.count_early();
+            }
+            return false;
+        };
+        let round = time / u32::try_from(ended).unwrap_or(u32::MAX);
+        match grows(round) {
+            true if self.is_counted => {}
+            true => self.stagnant += 1,
+            false => self.stagnant = 0,
+        }
+        // The first round sends all pages, however short it is.
+        if before >= 2 && round <= Duration::from_millis(self.most()) {
+            self.fits_since.get_or_insert(at);
+        }
+        self.is_counted = false;
+        self.round = Some(round);
+        self.seen = Some((rounds, now));
+        let last = std::mem::replace(&mut self.remaining, remaining);
+        if ended == 1 && before >= 2 && round >= COMPARED && is_share(remaining, last) {
+            self.count_early();
+        }
+        true
+    }
+
+    /// Counts the current round, which has not ended, as one that does not shrink.
+    fn count_early(&mut self) {
+        if !self.is_counted {
+            self.is_counted = true;
+            self.stagnant += 1;
+        }
+    }
+
+    /// Raises the limit to the first step that is at least `wanted`, or to the last one.
+    fn raise(&mut self, wanted: u64, now: Instant, reason: Reason) -> Option<u64> {
+        let last = self.steps.len() - 1;
+        let step = self.steps.iter().position(|&step| step >= wanted);
+        self.step = step.unwrap_or(last);
+        self.reason = reason;
+        self.stagnant = 0;
+        self.raised_at = Some(now);
+        Some(self.limit())
+    }
+}
+
+/// Returns true if `bytes` are at least the share of `before` above which a round does not shrink.
+fn is_share(bytes: u64, before: u64) -> bool {
+    #[expect(clippy::cast_precision_loss, reason = "compared roughly")]
+    let [bytes, before] = [bytes, before].map(|count| count as f64);
+    before > 0.0 && bytes >= before * SHRINKS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOST: u64 = 300;
+
+    /// A guest, its QEMU and a link, in steps of a millisecond.
+    #[derive(Debug, Clone, Copy)]
+    struct Model {
+        ram: f64,
+        /// Bytes per millisecond.
+        link: f64,
+        /// Bytes per millisecond that the guest dirties, into at most `working_set` bytes.
+        dirty: f64,
+        working_set: f64,
+        /// Milliseconds that a fetch of the dirty log takes.
+        sync: u64,
+        auto_converge: bool,
+        /// Milliseconds from the start in which the guest writes nothing.
+        rests: (u64, u64),
+    }
+
+    /// 4 GiB at 1 Gbit/s.
+    const MODEL: Model = Model {
+        ram: 4e9,
+        link: 125e3,
+        dirty: 0.0,
+        working_set: 2e9,
+        sync: 1,
+        auto_converge: false,
+        rests: (0, 0),
+    };
+
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    struct Ran {
+        total: u64,
+        rounds: u64,
+        downtime: u64,
+        limit: u64,
+        throttled_at: Option<u64>,
+    }
+
+    impl Model {
+        /// Runs a migration to its end; without a ramp with the operator's limit.
+        fn run(self, mut ramp: Option<&mut DowntimeRamp>) -> Option<Ran> {
+            let begin = Instant::now();
+            let mut limit = ramp.as_ref().map_or(MOST, |ramp| ramp.limit());
+            let (mut left, mut new, mut rounds) = (self.ram, 0.0, 1);
+            let (mut window, mut bandwidth, mut threshold) = (0.0, 0.0, 0.0);
+            let (mut looked_at, mut syncs_at) = (0, None);
+            let (mut period, mut dirtied, mut sent, mut high) = (0, 0.0, 0.0, 0);
+            let mut throttled_at = None;
+            let (mut rate, mut is_event) = (0.0, false);
+            for ms in 1..600_000 {
+                if ms < self.rests.0 || ms >= self.rests.1 {
+                    let is_slow = if throttled_at.is_some() { 0.8 } else { 1.0 };
+                    let written = (self.dirty * is_slow).min(self.working_set - new);
+                    new += written;
+                    dirtied += written;
+                }
+                let out = f64::min(left, self.link);
+                (left, window, sent) = (left - out, window + out, sent + out);
+                let mut is_synced = false;
+                if left <= 0.0 && syncs_at.is_none() {
+                    syncs_at = Some(ms + self.sync);
+                }
+                if ms % 100 == 0 {
+                    bandwidth = window / 100.0;
+                    #[expect(clippy::cast_precision_loss, reason = "a model")]
+                    let limit = limit as f64;
+                    (threshold, window) = (bandwidth * limit, 0.0);
+                }
+                if syncs_at.is_some_and(|at| ms >= at) {
+                    (left, new, syncs_at, is_synced) = (new, 0.0, None, true);
+                    rounds += 1;
+                    if ms - period >= 1000 {
+                        high = if dirtied > sent / 2.0 { high + 1 } else { 0 };
+                        rate = dirtied / f64::from(u32::try_from(ms - period).unwrap());
+                        (period, dirtied, sent) = (ms, 0.0, 0.0);
+                        if self.auto_converge && high >= 2 {
+                            throttled_at.get_or_insert(ms);
+                        }
+                    }
+                    if left < threshold || left == 0.0 {
+                        #[expect(
+                            clippy::cast_possible_truncation,
+                            clippy::cast_sign_loss,
+                            reason = "a model"
+                        )]
+                        let downtime = (left / self.link) as u64;
+                        return Some(Ran {
+                            total: ms + downtime,
+                            rounds,
+                            downtime,
+                            limit,
+                            throttled_at,
+                        });
+                    }
+                }
+                is_event |= is_synced;
+                if (is_event && ms - looked_at >= 20) || ms - looked_at >= 500 {
+                    (looked_at, is_event) = (ms, false);
+                    #[expect(
+                        clippy::cast_possible_truncation,
+                        clippy::cast_sign_loss,
+                        reason = "a model"
+                    )]
+                    let per_second = |rate: f64| (rate * 1e3) as u64;
+                    let figures = Figures {
+                        rounds,
+                        remaining: per_second(left / 1e3),
+                        dirty: per_second(rate),
+                        sent: per_second(bandwidth),
+                        is_throttled: throttled_at.is_some(),
+                    };
+                    let now = begin + Duration::from_millis(ms);
+                    if let Some(set) = ramp.as_mut().and_then(|ramp| ramp.look(now, figures)) {
+                        assert!(set > limit && set <= MOST, "{limit} -> {set}");
+                        limit = set;
+                    }
+                }
+            }
+            None
+        }
+
+        /// Returns the migration with the ramp, with the operator's limit, and the ramp's reason.
+        fn both(self) -> (Option<Ran>, Option<Ran>, Reason) {
+            let trigger = ThrottleTrigger { percent: 50 };
+            let mut ramp = DowntimeRamp::new(MOST, self.auto_converge.then_some(trigger)).unwrap();
+            let ramped = self.run(Some(&mut ramp));
+            let fixed = self.run(None);
+            println!(
+                "{self:?}\n  ramp  {ramped:?} {:?}\n  fixed {fixed:?}",
+                ramp.reason()
+            );
+            (ramped, fixed, ramp.reason())
+        }
+    }
+
+    #[test]
+    fn the_limits_double_up_to_the_operators() {
+        assert_eq!(steps(300), [9, 18, 37, 75, 150, 300]);
+        assert_eq!(steps(10), [1, 2, 5, 10]);
+        for most in [0, 1] {
+            assert!(DowntimeRamp::new(most, None).is_none());
+        }
+    }
+
+    #[test]
+    fn an_idle_guest_moves_at_the_first_limit_in_the_same_time() {
+        let (ramp, fixed, reason) = Model {
+            dirty: 10.0,
+            ..MODEL
+        }
+        .both();
+        let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
+        assert_eq!((ramp.limit, reason), (9, Reason::Shrinks));
+        assert!(ramp.total <= fixed.total + 10);
+        assert!(ramp.rounds <= fixed.rounds + 1);
+    }
+
+    #[test]
+    fn a_guest_that_writes_below_the_link_is_paused_for_less_than_a_sixth_of_the_time() {
+        for share in [0.1, 0.3, 0.5, 0.7, 0.8] {
+            let (ramp, fixed, _) = Model {
+                dirty: MODEL.link * share,
+                ..MODEL
+            }
+            .both();
+            let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
+            assert!(ramp.downtime * 6 <= fixed.downtime, "{share}: {ramp:?}");
+            assert!(
+                ramp.total <= fixed.total + 4 * MOST,
+                "{share}: {ramp:?}, {fixed:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_guest_that_never_writes_less_has_the_operators_limit_after_two_rounds() {
+        let rests = (150_000, 170_000);
+        for share in [1.0, 1.5, 4.0] {
+            let dirty = MODEL.link * share;
+            let model = Model {
+                dirty,
+                working_set: 1e9,
+                ..MODEL
+            };
+            let (ramp, fixed, reason) = model.both();
+            assert_eq!((ramp, fixed, reason), (None, None, Reason::Stagnant));
+            // A pause in which today's migration ends.
+            let (ramp, fixed, reason) = Model { rests, ..model }.both();
+            assert_eq!((ramp, reason), (fixed, Reason::Stagnant));
+        }
+        let mut ramp = DowntimeRamp::new(MOST, None).unwrap();
+        let begin = Instant::now();
+        let mut look = |seconds, rounds| {
+            let figures = Figures {
+                rounds,
+                ..Figures::default()
+            };
+            ramp.look(begin + Duration::from_secs(seconds), figures)
+        };
+        // Rounds of 10 s. The third has not ended when the limit is raised.
+        assert_eq!(
+            [look(0, 1), look(10, 2), look(20, 3), look(28, 3)],
+            [None; 4]
+        );
+        assert_eq!(look(30, 3), Some(MOST));
+        assert_eq!(look(31, 3), None);
+    }
+
+    #[test]
+    fn a_small_working_set_that_is_written_at_once_gets_the_limit_that_it_needs() {
+        for ms in [15, 50, 100, 200] {
+            let working_set = MODEL.link * f64::from(ms);
+            let model = Model {
+                dirty: 4.0 * MODEL.link,
+                working_set,
+                ..MODEL
+            };
+            let (ramp, fixed, reason) = model.both();
+            let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
+            assert_eq!(reason, Reason::Plateau, "{ms}");
+            assert!(ramp.limit < 4 * u64::try_from(ms).unwrap() || ramp.limit == MOST);
+            assert!(ramp.total <= fixed.total + 1000, "{ms}: {ramp:?} {fixed:?}");
+        }
+    }
+
+    #[test]
+    fn a_slow_dirty_log_raises_the_limit_as_far_as_it_needs() {
+        let (ramp, fixed, reason) = Model {
+            dirty: 20e3,
+            sync: 30,
+            ..MODEL
+        }
+        .both();
+        let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
+        assert_eq!(reason, Reason::Plateau);
+        assert!(ramp.limit <= 75, "{ramp:?}");
+        assert!(ramp.total <= fixed.total + 1000, "{ramp:?} {fixed:?}");
+    }
+
+    #[test]
+    fn the_limit_is_the_operators_before_qemu_throttles_the_guest() {
+        for share in [0.2, 0.4, 0.49, 0.6, 0.8, 1.2] {
+            let dirty = MODEL.link * share;
+            let model = Model {
+                dirty,
+                auto_converge: true,
+                ..MODEL
+            };
+            let mut ramp = DowntimeRamp::new(MOST, Some(ThrottleTrigger { percent: 50 })).unwrap();
+            let ramped = model
+                .run(Some(&mut ramp))
+                .map(|it| (it.throttled_at, it.limit));
+            let fixed = model.run(None);
+            println!("{share} {ramped:?} {fixed:?}");
+            assert_eq!(
+                ramped.map(|it| it.0),
+                fixed.map(|it| it.throttled_at),
+                "{share}"
+            );
+            match ramped {
+                Some((None, limit)) => assert!(limit < MOST, "{share}: {limit}"),
+                Some((_, limit)) => assert_eq!(limit, MOST),
+                None => assert_eq!(ramp.limit(), MOST),
+            }
+        }
+    }
+
+    #[test]
+    fn a_limit_that_another_client_has_set_stays() {
+        let mut ramp = DowntimeRamp::new(MOST, None).unwrap();
+        ramp.leave();
+        let begin = Instant::now();
+        for rounds in 1..100 {
+            let figures = Figures {
+                rounds,
+                ..Figures::default()
+            };
+            let now = begin + Duration::from_secs(10 * rounds);
+            assert_eq!(ramp.look(now, figures), None);
+        }
+        assert!(ramp.has_ended());
+    }
+}
