@@ -7,7 +7,7 @@ use std::os::fd::BorrowedFd;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::relay::{Doing, Outgoing, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
@@ -21,7 +21,7 @@ use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::compare::{Outcome, compare};
 use hotlift_qemu::error::{Side, at_source};
-use hotlift_qemu::outgoing::{self, Moving};
+use hotlift_qemu::outgoing::{self, LimitArgs, Moving};
 use hotlift_qemu::run_state::words;
 use hotlift_qemu::source::{GuestThere, Source};
 use hotlift_qemu::vm::{self, Vm};
@@ -76,12 +76,28 @@ pub struct MigrateArgs {
     /// Migrate even with differences that QEMU refuses: QEMU decides
     #[arg(long, conflicts_with_all = ["domain", "check"])]
     ignore_differences: bool,
+    /// Begin with a downtime limit of QEMU below 'downtime-limit', and raise it to that only as far as the migration needs to
+    /// converge; off: the whole limit from the start
+    #[arg(
+        long,
+        value_name = "VALUE",
+        default_value = "on",
+        conflicts_with = "domain"
+    )]
+    downtime_ramp: OnOff,
     #[command(flatten)]
     libvirt: DomainArgs,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
     migration: RoleArgs<role::Migrate>,
+}
+
+/// Value of a switch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum OnOff {
+    On,
+    Off,
 }
 
 /// Receiver of the guest.
@@ -425,11 +441,14 @@ impl Move<'_> {
             quiet: self.args.output.quiet,
         };
         let mut final_message = None;
-        let own_downtime_limit = self.args.migration.has("downtime-limit");
+        let limit = LimitArgs {
+            is_own: self.args.migration.has("downtime-limit"),
+            ramps: self.args.downtime_ramp == OnOff::On,
+        };
         let (source, settings) = (self.source, self.settings);
-        let changed = outgoing::change_settings(source, self.purpose, settings, own_downtime_limit);
-        let relayed = changed.and_then(|()| {
-            moving.run(&mut |wakes, until, control| {
+        let changed = outgoing::change_settings(source, self.purpose, settings, limit);
+        let relayed = changed.and_then(|ramp| {
+            moving.run(ramp, &mut |wakes, until, control| {
                 let heard = self.hear(destination, &mut final_message, wakes, until);
                 if heard.is_err() {
                     // The destination's host may be lost, and the relay's connections with it.
@@ -442,7 +461,12 @@ impl Move<'_> {
             Ok(report) => {
                 let time = self.settle_time();
                 let final_message = self.final_message(time, destination, final_message);
-                self.moved(final_message, relayed.doing, report, destination_qemu)
+                let migration =
+                    self.moved(final_message, relayed.doing, report, destination_qemu)?;
+                Ok(Migration {
+                    downtime_limit: relayed.downtime_limit,
+                    ..migration
+                })
             }
             Err(error) => {
                 // Before the check of the guest, which may wait for the destination's final message.
@@ -591,6 +615,7 @@ impl Move<'_> {
         Ok(Migration {
             // A source that has ended had released its guest.
             qemu: self.source.look().unwrap_or_default(),
+            downtime_limit: None,
             source_qemu: self.source.qemu().version(),
             destination_qemu,
             running: state == RunState::Running,

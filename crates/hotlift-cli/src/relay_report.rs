@@ -4,6 +4,7 @@ use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures, shares_of};
 use hotlift::progress::Stall;
 use hotlift::relay::{RelayProgress, RelayReport};
+use hotlift_qemu::outgoing::DowntimeLimit;
 use hotlift_qmp::{MigrationInfo, MigrationStats, RunState, Version};
 use hotlift_terminal::progress::bytes;
 use hotlift_terminal::table::{align, new_table};
@@ -18,6 +19,8 @@ use crate::report::done_by;
 pub struct Migration {
     /// Statistics of the source's QEMU (`query-migrate`): times, rounds, bytes into the relay.
     pub qemu: MigrationInfo,
+    /// Downtime limit at the switchover; `null` if it was the operator's from the start.
+    pub downtime_limit: Option<DowntimeLimit>,
     /// Version of the source's QEMU.
     pub source_qemu: Version,
     /// Version of the destination's QEMU.
@@ -40,6 +43,9 @@ impl Migration {
             table.add_row([name.to_owned(), value]);
         };
         qemu_rows(&mut row, &self.qemu);
+        if let Some(limit) = &self.downtime_limit {
+            row("downtime limit (QEMU)", limit.to_string());
+        }
         relay_rows(&mut row, &self.source);
         let reports = [("source", &self.source), ("destination", &self.destination)];
         for (side, report) in &reports {

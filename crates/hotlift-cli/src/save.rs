@@ -1,6 +1,7 @@
 //! `hotlift save`: saves the guest of a running QEMU in a file.
 
 use std::io::ErrorKind;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
@@ -13,7 +14,7 @@ use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::error::at_source;
 use hotlift_qemu::left_out::left_out;
-use hotlift_qemu::outgoing::{self, Moving, Relayed};
+use hotlift_qemu::outgoing::{self, LimitArgs, Moving, Relayed};
 use hotlift_qemu::source::{GuestThere, Source};
 use hotlift_qemu::vm;
 use hotlift_qmp::QmpAddress;
@@ -83,9 +84,16 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         },
         quiet: args.output.quiet,
     };
-    let own_downtime_limit = args.migration.has("downtime-limit");
-    let outcome = outgoing::change_settings(&source, Purpose::Save, &settings, own_downtime_limit)
-        .and_then(|()| moving.run(&mut |wakes, until, _| _ = wait_readable(wakes, Some(until))));
+    let limit = LimitArgs {
+        is_own: args.migration.has("downtime-limit"),
+        // Nothing waits for a guest that is saved.
+        ramps: false,
+    };
+    let wait = &mut |wakes: &[BorrowedFd<'_>], until, _: &_| {
+        wait_readable(wakes, Some(until));
+    };
+    let outcome = outgoing::change_settings(&source, Purpose::Save, &settings, limit)
+        .and_then(|ramp| moving.run(ramp, wait));
     let saved = match outcome {
         Ok(Relayed {
             outcome: Ok(relay), ..

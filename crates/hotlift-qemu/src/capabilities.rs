@@ -218,7 +218,7 @@ pub const PARAMETERS: &[Parameter] = &[
     kept("cpu-throttle-tailslow", THROTTLE),
     kept("decompress-threads", OFF),
     kept("direct-io", "it belongs to migrations to files"),
-    kept("downtime-limit", "it decides when QEMU switches over"),
+    kept("downtime-limit", SET),
     kept("max-bandwidth", SET),
     kept("max-cpu-throttle", THROTTLE),
     kept("max-postcopy-bandwidth", OFF),

@@ -303,7 +303,7 @@ impl Destination {
         parameters: &Map<String, Value>,
         socket: &Path,
     ) -> Result<(), QemuError> {
-        let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
+        let changed = Changed::apply(&mut self.qemu(), capabilities, parameters, &[]);
         self.changed = Some(changed.map_err(without_postcopy)?);
         // A QEMU that was started here must end with this process. A QEMU of another process must stay and report the error.
         let stay_on_error = self.process.is_none();

@@ -167,7 +167,13 @@ impl DowntimeRamp {
     /// Returns true if it changes the limit no more.
     #[must_use]
     pub fn has_ended(&self) -> bool {
-        self.step + 1 == self.steps.len() || self.reason == Reason::Changed
+        self.step + 1 == self.steps.len() || self.is_left()
+    }
+
+    /// Returns true if another client has changed the limit.
+    #[must_use]
+    pub fn is_left(&self) -> bool {
+        self.reason == Reason::Changed
     }
 
     /// Ends it: another client has changed the limit.

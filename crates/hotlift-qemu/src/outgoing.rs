@@ -1,6 +1,6 @@
 //! Migrates a running QEMU into a relay of this process: starts, watches and shows it, and cancels it on a signal.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -8,18 +8,28 @@ use std::time::{Duration, Instant};
 use hotlift::relay::{Doing, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_mem::is_readable;
+use hotlift_qmp::MigrationInfo;
 use hotlift_terminal::output::complain;
-use hotlift_terminal::progress::{Display, jobs};
+use hotlift_terminal::progress::{Display, jobs, rounded};
 use hotlift_terminal::signals::{Interrupt, OwnFolder, beside};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::capabilities::Purpose;
-use crate::error::QemuError;
+use crate::downtime_ramp::{DowntimeRamp, Figures, ThrottleTrigger};
+use crate::error::{QemuError, at_source};
 use crate::progress::{Watch, not_connected};
-use crate::settings;
+use crate::settings::{self, DOWNTIME_LIMIT};
 use crate::source::Source;
 
 /// Interval between queries for QEMU's figures, for which it sends no event.
 const LOOK: Duration = Duration::from_millis(500);
+
+/// Shortest time between queries that QEMU's events cause. Short rounds end every millisecond.
+const AFTER_EVENT: Duration = Duration::from_millis(20);
+
+/// Default of QEMU's `throttle-trigger-threshold`, in percent.
+const TRIGGER: u64 = 50;
 
 /// Time without a connection after which the operator is shown the address, the same as for a silent host in a migration
 /// (`REPORTED` of hotlift's liveness).
@@ -53,10 +63,50 @@ pub struct Relayed {
     pub is_told: bool,
     /// Run state of the guest at the destination, as its relay reports it.
     pub doing: Doing,
+    /// Downtime limit at the end, if it began below the operator's.
+    pub downtime_limit: Option<DowntimeLimit>,
 }
 
-/// Prepares QEMU for a relay with these settings. With `own_downtime_limit` QEMU gets their downtime limit; otherwise it keeps
-/// its own.
+/// The latest downtime limit of a migration that began with a lower one than the operator's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DowntimeLimit {
+    /// The limit in milliseconds; `None` if another client has set it.
+    pub ms: Option<u64>,
+    /// The operator's limit in milliseconds.
+    pub most_ms: u64,
+    /// Reason for the limit.
+    pub reason: String,
+}
+
+impl From<&DowntimeRamp> for DowntimeLimit {
+    fn from(ramp: &DowntimeRamp) -> Self {
+        Self {
+            ms: (!ramp.is_left()).then(|| ramp.limit()),
+            most_ms: ramp.most(),
+            reason: ramp.reason().to_string(),
+        }
+    }
+}
+
+impl std::fmt::Display for DowntimeLimit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.ms {
+            Some(ms) => write!(f, "{ms} of {} ms, {}", self.most_ms, self.reason),
+            None => f.write_str(&self.reason),
+        }
+    }
+}
+
+/// Origin of the downtime limit, and its use.
+#[derive(Debug, Clone, Copy)]
+pub struct LimitArgs {
+    /// QEMU gets the limit of the command's options; otherwise it keeps its own.
+    pub is_own: bool,
+    /// The limit begins low, and rises to it as far as needed.
+    pub ramps: bool,
+}
+
+/// Prepares QEMU for a relay with these settings. Returns the ramp of the downtime limit, if there is one.
 ///
 /// # Errors
 /// If QEMU refuses.
@@ -64,27 +114,58 @@ pub fn change_settings(
     source: &Source,
     purpose: Purpose,
     settings: &RelaySettings,
-    own_downtime_limit: bool,
-) -> Result<(), QemuError> {
+    limit: LimitArgs,
+) -> Result<Option<DowntimeRamp>, QemuError> {
     let channels = settings.outgoing.channels();
     let (capabilities, mut parameters) = settings::for_relay(purpose, channels);
     // The limit applies to the wire, after compression. The relay enforces it, and its socket slows QEMU down.
     parameters.insert("max-bandwidth".to_owned(), 0.into());
-    if own_downtime_limit {
+    if limit.is_own {
         let limit = settings.outgoing.downtime_limit.as_millis();
         let limit = u64::try_from(limit).unwrap_or(u64::MAX);
-        parameters.insert("downtime-limit".to_owned(), limit.into());
+        parameters.insert(DOWNTIME_LIMIT.to_owned(), limit.into());
     }
-    source.change_settings(&capabilities, &parameters)
+    let most = parameters.get(DOWNTIME_LIMIT).and_then(Value::as_u64);
+    let ramp = match limit.ramps {
+        true => ramp_to(source, most)?,
+        false => None,
+    };
+    let mut limits = &[][..];
+    if let Some(ramp) = &ramp {
+        parameters.insert(DOWNTIME_LIMIT.to_owned(), ramp.limit().into());
+        limits = ramp.steps();
+    }
+    source.change_settings(&capabilities, &parameters, limits)?;
+    Ok(ramp)
+}
+
+/// Returns the ramp of the downtime limit up to `most` milliseconds, or else up to QEMU's own.
+fn ramp_to(source: &Source, most: Option<u64>) -> Result<Option<DowntimeRamp>, QemuError> {
+    let mut qemu = source.qemu();
+    let parameters = qemu.query_parameters().map_err(at_source)?;
+    let capabilities = qemu.query_capabilities().map_err(at_source)?;
+    let number = |name: &str| parameters.get(name).and_then(Value::as_u64);
+    let throttles = |(name, is_on): &(String, bool)| {
+        *is_on && ["auto-converge", "dirty-limit"].contains(&name.as_str())
+    };
+    let trigger = capabilities.iter().any(throttles).then(|| ThrottleTrigger {
+        percent: number("throttle-trigger-threshold").unwrap_or(TRIGGER),
+    });
+    let most = most.or_else(|| number(DOWNTIME_LIMIT));
+    Ok(most.and_then(|most| DowntimeRamp::new(most, trigger)))
 }
 
 impl Moving<'_> {
     /// Runs relay and migration to their end. `attend` does all waits: until the given time, or until a descriptor is readable.
-    /// It may return earlier.
+    /// It may return earlier. `ramp` decides the downtime limit.
     ///
     /// # Errors
     /// If the migration could not be started. The relay's own error is in [`Relayed::outcome`].
-    pub fn run(&self, attend: Attend<'_>) -> Result<Relayed, QemuError> {
+    pub fn run(
+        &self,
+        mut ramp: Option<DowntimeRamp>,
+        attend: Attend<'_>,
+    ) -> Result<Relayed, QemuError> {
         let folder = OwnFolder::private()?;
         let path = folder.path().join("outgoing");
         let uri = format!("unix:{}", path.display());
@@ -124,7 +205,7 @@ impl Moving<'_> {
                     .lock()
                     .map_or_else(|_| RelayProgress::default(), |it| *it)
             };
-            self.watch(ended, &control, &latest, attend);
+            self.watch(ended, &control, &latest, ramp.as_mut(), attend);
             started
         })?;
         let is_told = is_told.load(Ordering::SeqCst);
@@ -135,6 +216,7 @@ impl Moving<'_> {
                 outcome,
                 is_told,
                 doing: doing.get().copied().unwrap_or_default(),
+                downtime_limit: ramp.as_ref().map(DowntimeLimit::from),
             }),
         }
     }
@@ -145,6 +227,7 @@ impl Moving<'_> {
         ended: BorrowedFd<'_>,
         control: &Control,
         latest: &dyn Fn() -> RelayProgress,
+        mut ramp: Option<&mut DowntimeRamp>,
         attend: Attend<'_>,
     ) {
         let display = Display::new("migration", self.quiet, control);
@@ -155,6 +238,11 @@ impl Moving<'_> {
         let mut look_at = Instant::now() + LOOK;
         let mut given_up_at: Option<Instant> = None;
         let mut wakes = vec![ended, self.interrupt.bell()];
+        // Events report the end of each round. Without the descriptor the limit still rises, more slowly.
+        let mut qmp = self.source.qemu().client().descriptor().ok();
+        let mut events_at = Instant::now();
+        let mut applied = ramp.as_ref().map(|ramp| ramp.limit());
+        let mut shown = applied;
         while !is_readable(ended) {
             if self.interrupt.is_raised() && wakes.len() > 1 {
                 wakes.truncate(1);
@@ -165,18 +253,44 @@ impl Moving<'_> {
                     control.cancel();
                 }
             }
-            attend(&wakes, look_at, control);
+            let is_ramping = ramp.as_ref().is_some_and(|ramp| !ramp.has_ended());
+            let event = qmp.as_ref().filter(|_| is_ramping).map(AsFd::as_fd);
+            let (until, event) = match event {
+                Some(_) if Instant::now() < events_at => (look_at.min(events_at), None),
+                event => (look_at, event),
+            };
+            let others: Vec<_> = wakes.iter().copied().chain(event).collect();
+            attend(&others, until, control);
+            let is_event = event.is_some_and(is_readable);
             let now = Instant::now();
+            if now < look_at && !is_event {
+                continue;
+            }
+            events_at = now + AFTER_EVENT;
+            let info = self.source.look();
+            match (&info, ramp.as_deref_mut()) {
+                (Ok(info), Some(ramp)) => self.ramp(ramp, &mut applied, info, now),
+                (Ok(_), None) => {}
+                // A closed connection is always readable.
+                (Err(_), _) => qmp = None,
+            }
             if now < look_at {
                 continue;
             }
             look_at = now + LOOK;
-            if let Ok(info) = self.source.look() {
+            if let Ok(info) = info {
                 let mut line = match control.connecting() {
                     Some((address, time)) if time >= UNCONNECTED => not_connected(&address, time),
                     _ => watch.look(&info, latest(), control.stall()),
                 };
                 line.text.push_str(&jobs(&control.jobs()));
+                if let Some(ramp) = &ramp {
+                    let limit = format!("downtime-limit {}", DowntimeLimit::from(&**ramp));
+                    line.text.push_str(&format!(", {limit}"));
+                    if std::mem::replace(&mut shown, applied) != applied {
+                        line.remark.get_or_insert(limit);
+                    }
+                }
                 display.show_line(watch.round(), || line);
                 if info.has_failed() {
                     given_up_at.get_or_insert(now);
@@ -187,5 +301,40 @@ impl Moving<'_> {
             }
         }
         display.finish();
+    }
+
+    /// Lets `ramp` decide on QEMU's figures, and sets its limit. `applied` is the limit that QEMU has; `None` if another client
+    /// has set it.
+    fn ramp(
+        &self,
+        ramp: &mut DowntimeRamp,
+        applied: &mut Option<u64>,
+        info: &MigrationInfo,
+        now: Instant,
+    ) {
+        let (Some(ram), "active", false) = (&info.ram, info.status(), ramp.is_left()) else {
+            return;
+        };
+        let figures = Figures {
+            rounds: ram.dirty_sync_count,
+            remaining: ram.remaining,
+            dirty: ram.dirty_pages_rate.saturating_mul(ram.page_size.max(1)),
+            sent: rounded(ram.mbps * 1e6 / 8.0),
+            is_throttled: info.cpu_throttle_percentage.unwrap_or(0) > 0,
+        };
+        ramp.look(now, figures);
+        let limit = Some(ramp.limit());
+        // An error is temporary, or ends the migration: the next call tries again.
+        match self
+            .source
+            .set_downtime_limit(limit.filter(|_| *applied != limit))
+        {
+            Ok(true) => *applied = limit,
+            Ok(false) => {
+                ramp.leave();
+                *applied = None;
+            }
+            Err(_) => {}
+        }
     }
 }

@@ -27,6 +27,9 @@ pub(crate) struct Change<T> {
     pub name: String,
     pub before: T,
     pub set: T,
+    /// Values that the command may set later.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub later: Vec<T>,
 }
 
 /// The process that changed the settings.

@@ -2,11 +2,14 @@
 
 use hotlift_qmp::{Qemu, QmpError};
 use hotlift_terminal::output::complain;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::capabilities::{self, CAPABILITIES, PREEMPT, Purpose, Treatment, capability};
 use crate::error::{QemuError, Side};
 use crate::record::{Change, Record};
+
+/// Parameter that may change more than once during a migration.
+pub(crate) const DOWNTIME_LIMIT: &str = "downtime-limit";
 
 /// Changed settings with their previous values.
 #[derive(Debug)]
@@ -119,7 +122,8 @@ impl Changed {
         Ok(Record::of(qemu)?.map(Self))
     }
 
-    /// Changes the settings that differ. If QEMU refuses, restores them.
+    /// Changes the settings that differ. If QEMU refuses, restores them. `limits` are the values of `downtime-limit` that
+    /// [`Changed::set_limit`] may set.
     ///
     /// # Errors
     /// QMP errors.
@@ -127,6 +131,7 @@ impl Changed {
         qemu: &mut Qemu,
         capabilities: &[(&str, bool)],
         parameters: &Map<String, Value>,
+        limits: &[u64],
     ) -> Result<Self, QmpError> {
         let has = qemu.query_capabilities()?;
         let changes_of = |(name, set): &(&str, bool)| {
@@ -135,6 +140,7 @@ impl Changed {
                 name: (*name).to_owned(),
                 before: *before,
                 set: *set,
+                later: Vec::new(),
             })
         };
         let had = qemu.query_parameters()?;
@@ -145,15 +151,23 @@ impl Changed {
                 name: name.clone(),
                 before: before.cloned().unwrap_or_default(),
                 set: set.clone(),
+                later: match name.as_str() {
+                    DOWNTIME_LIMIT => limits.iter().copied().map(Value::from).collect(),
+                    _ => Vec::new(),
+                },
             })
         };
-        let changed = Self(Record::new(
+        let mut changed = Self(Record::new(
             capabilities.iter().filter_map(changes_of).collect(),
             parameters.iter().filter_map(change_of).collect(),
         ));
         // The record comes before the settings: a command that is killed in between leaves no unknown change.
         if !changed.is_empty() {
             changed.0.put(qemu)?;
+        }
+        // This process knows which value it has set; only the record has all of them.
+        for change in &mut changed.0.parameters {
+            change.later.clear();
         }
         let is_new = |(name, set): &&(&str, bool)| !has.contains(&((*name).to_owned(), *set));
         // This includes capabilities that this QEMU does not know: it refuses them by name if they must be on.
@@ -167,6 +181,40 @@ impl Changed {
             return Err(error);
         }
         Ok(changed)
+    }
+
+    /// Returns true if `downtime-limit` has the value that this command has set. If another client has changed it, its value
+    /// stays: it is not restored either.
+    ///
+    /// # Errors
+    /// QMP errors.
+    pub fn holds_limit(&mut self, qemu: &mut Qemu) -> Result<bool, QmpError> {
+        let is_limit = |change: &&mut Change<Value>| change.name == DOWNTIME_LIMIT;
+        let Some(change) = self.0.parameters.iter_mut().find(is_limit) else {
+            return Ok(false);
+        };
+        let is_held = qemu.query_parameters()?.get(DOWNTIME_LIMIT) == Some(&change.set);
+        if !is_held {
+            // The limit of no QEMU.
+            change.set = Value::Null;
+        }
+        Ok(is_held)
+    }
+
+    /// Sets `downtime-limit` to `limit`, and returns true; returns false if another client has changed it.
+    ///
+    /// # Errors
+    /// QMP errors.
+    pub fn set_limit(&mut self, qemu: &mut Qemu, limit: u64) -> Result<bool, QmpError> {
+        let is_held = self.holds_limit(qemu)?;
+        if is_held {
+            qemu.set_parameters(&json!({ DOWNTIME_LIMIT: limit }))?;
+            let changes = self.0.parameters.iter_mut();
+            for change in changes.filter(|change| change.name == DOWNTIME_LIMIT) {
+                change.set = limit.into();
+            }
+        }
+        Ok(is_held)
     }
 
     fn is_empty(&self) -> bool {
@@ -185,7 +233,10 @@ impl Changed {
         let mut restored = Vec::new();
         let now = qemu.query_capabilities()?;
         let mut capabilities = Vec::new();
-        for Change { name, before, set } in &self.0.capabilities {
+        for Change {
+            name, before, set, ..
+        } in &self.0.capabilities
+        {
             if now.iter().any(|(has, state)| has == name && state == set) {
                 capabilities.push((name.as_str(), *before));
                 restored.push(format!("{name} {}", if *before { "on" } else { "off" }));
@@ -194,9 +245,16 @@ impl Changed {
         qemu.set_capabilities(&capabilities)?;
         let now = qemu.query_parameters()?;
         let mut parameters = Map::new();
-        for Change { name, before, set } in &self.0.parameters {
+        for Change {
+            name,
+            before,
+            set,
+            later,
+        } in &self.0.parameters
+        {
             let now = now.get(name);
-            if now == Some(set) || is_unset(now, set) {
+            let is_ours = |now| now == set || later.contains(now);
+            if now.is_some_and(is_ours) || is_unset(now, set) {
                 parameters.insert(name.clone(), before.clone());
                 restored.push(format!("{name} {}", capabilities::text(before)));
             }

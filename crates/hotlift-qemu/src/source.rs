@@ -188,7 +188,8 @@ impl Source {
         Vm::of(&mut self.qemu(), None).map_err(at_source)
     }
 
-    /// Sets capabilities and parameters; [`Source::restore_settings`] restores them.
+    /// Sets capabilities and parameters; [`Source::restore_settings`] restores them. `limits` are the values that
+    /// [`Source::set_downtime_limit`] may set.
     ///
     /// # Errors
     /// If QEMU refuses.
@@ -196,11 +197,28 @@ impl Source {
         &self,
         capabilities: &[(&str, bool)],
         parameters: &Map<String, Value>,
+        limits: &[u64],
     ) -> Result<(), QemuError> {
-        let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
+        let changed = Changed::apply(&mut self.qemu(), capabilities, parameters, limits);
         let changed = changed.map_err(at_source)?;
         *self.changed() = Some(changed);
         Ok(())
+    }
+
+    /// Sets the downtime limit in milliseconds, or only checks it. Returns false if another client has changed it: its value
+    /// stays.
+    ///
+    /// # Errors
+    /// QMP errors.
+    pub fn set_downtime_limit(&self, limit: Option<u64>) -> Result<bool, QmpError> {
+        let mut changed = self.changed();
+        let Some(changed) = changed.as_mut() else {
+            return Ok(false);
+        };
+        match limit {
+            Some(limit) => changed.set_limit(&mut self.qemu(), limit),
+            None => changed.holds_limit(&mut self.qemu()),
+        }
     }
 
     /// Restores changed capabilities and parameters. A refusal is only logged; a QEMU that has ended needs nothing.

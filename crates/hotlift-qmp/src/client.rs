@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -319,6 +319,14 @@ impl Client {
             }
         }
         Err(self.timed_out("events"))
+    }
+
+    /// Returns a copy of the socket's descriptor, readable once QEMU has sent something.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        self.lines.connection().as_fd().try_clone_to_owned()
     }
 
     /// Returns true if QEMU has closed the connection and everything it sent before was read.

@@ -29,6 +29,7 @@
 //! | `pluggable` | a Linux with memory plugged by virtio-mem |
 //! | `large_devices` | devices with more state than a relay keeps in memory |
 //! | `settings` | capabilities and parameters: refused, changed, restored |
+//! | `downtime` | the downtime limit: begins low, rises, is restored |
 
 #![allow(
     clippy::print_stdout,
@@ -44,6 +45,7 @@ mod custody;
 mod device_matrix;
 mod dialect;
 mod direct;
+mod downtime;
 mod faults;
 mod files;
 mod guest;
