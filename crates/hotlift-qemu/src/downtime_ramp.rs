@@ -323,7 +323,8 @@ mod tests {
         rounds: u64,
         downtime: u64,
         limit: u64,
-        throttled_at: Option<u64>,
+        /// Time at which QEMU throttles the guest, and the limit then.
+        throttled: Option<(u64, u64)>,
     }
 
     impl Model {
@@ -335,11 +336,11 @@ mod tests {
             let (mut window, mut bandwidth, mut threshold) = (0.0, 0.0, 0.0);
             let (mut looked_at, mut syncs_at) = (0, None);
             let (mut period, mut dirtied, mut sent, mut high) = (0, 0.0, 0.0, 0);
-            let mut throttled_at = None;
+            let mut throttled = None;
             let (mut rate, mut is_event) = (0.0, false);
             for ms in 1..600_000 {
                 if ms < self.rests.0 || ms >= self.rests.1 {
-                    let is_slow = if throttled_at.is_some() { 0.8 } else { 1.0 };
+                    let is_slow = if throttled.is_some() { 0.8 } else { 1.0 };
                     let written = (self.dirty * is_slow).min(self.working_set - new);
                     new += written;
                     dirtied += written;
@@ -347,7 +348,8 @@ mod tests {
                 let out = f64::min(left, self.link);
                 (left, window, sent) = (left - out, window + out, sent + out);
                 let mut is_synced = false;
-                if left <= 0.0 && syncs_at.is_none() {
+                // QEMU fetches the dirty log once the rest fits.
+                if (left <= 0.0 || left < threshold) && syncs_at.is_none() {
                     syncs_at = Some(ms + self.sync);
                 }
                 if ms % 100 == 0 {
@@ -357,14 +359,16 @@ mod tests {
                     (threshold, window) = (bandwidth * limit, 0.0);
                 }
                 if syncs_at.is_some_and(|at| ms >= at) {
-                    (left, new, syncs_at, is_synced) = (new, 0.0, None, true);
+                    // Pages that were still dirty count once.
+                    left = (left + new).min(f64::max(left, self.working_set));
+                    (new, syncs_at, is_synced) = (0.0, None, true);
                     rounds += 1;
                     if ms - period >= 1000 {
                         high = if dirtied > sent / 2.0 { high + 1 } else { 0 };
                         rate = dirtied / f64::from(u32::try_from(ms - period).unwrap());
                         (period, dirtied, sent) = (ms, 0.0, 0.0);
                         if self.auto_converge && high >= 2 {
-                            throttled_at.get_or_insert(ms);
+                            throttled.get_or_insert((ms, limit));
                         }
                     }
                     if left < threshold || left == 0.0 {
@@ -379,7 +383,7 @@ mod tests {
                             rounds,
                             downtime,
                             limit,
-                            throttled_at,
+                            throttled,
                         });
                     }
                 }
@@ -397,7 +401,7 @@ mod tests {
                         remaining: per_second(left / 1e3),
                         dirty: per_second(rate),
                         sent: per_second(bandwidth),
-                        is_throttled: throttled_at.is_some(),
+                        is_throttled: throttled.is_some(),
                     };
                     let now = begin + Duration::from_millis(ms);
                     if let Some(set) = ramp.as_mut().and_then(|ramp| ramp.look(now, figures)) {
@@ -456,7 +460,7 @@ mod tests {
             let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
             assert!(ramp.downtime * 6 <= fixed.downtime, "{share}: {ramp:?}");
             assert!(
-                ramp.total <= fixed.total + 4 * MOST,
+                ramp.total <= fixed.total + 5 * MOST,
                 "{share}: {ramp:?}, {fixed:?}"
             );
         }
@@ -476,7 +480,9 @@ mod tests {
             assert_eq!((ramp, fixed, reason), (None, None, Reason::Stagnant));
             // A pause in which today's migration ends.
             let (ramp, fixed, reason) = Model { rests, ..model }.both();
-            assert_eq!((ramp, reason), (fixed, Reason::Stagnant));
+            assert_eq!(reason, Reason::Stagnant);
+            let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
+            assert!(ramp.total <= fixed.total + 1000, "{ramp:?}, {fixed:?}");
         }
         let mut ramp = DowntimeRamp::new(MOST, None).unwrap();
         let begin = Instant::now();
@@ -517,13 +523,13 @@ mod tests {
     fn a_slow_dirty_log_raises_the_limit_as_far_as_it_needs() {
         let (ramp, fixed, reason) = Model {
             dirty: 20e3,
-            sync: 30,
+            sync: 60,
             ..MODEL
         }
         .both();
         let (ramp, fixed) = (ramp.unwrap(), fixed.unwrap());
         assert_eq!(reason, Reason::Plateau);
-        assert!(ramp.limit <= 75, "{ramp:?}");
+        assert!(ramp.limit < MOST, "{ramp:?}");
         assert!(ramp.total <= fixed.total + 1000, "{ramp:?} {fixed:?}");
     }
 
@@ -537,20 +543,15 @@ mod tests {
                 ..MODEL
             };
             let mut ramp = DowntimeRamp::new(MOST, Some(ThrottleTrigger { percent: 50 })).unwrap();
-            let ramped = model
-                .run(Some(&mut ramp))
-                .map(|it| (it.throttled_at, it.limit));
-            let fixed = model.run(None);
-            println!("{share} {ramped:?} {fixed:?}");
-            assert_eq!(
-                ramped.map(|it| it.0),
-                fixed.map(|it| it.throttled_at),
-                "{share}"
-            );
-            match ramped {
-                Some((None, limit)) => assert!(limit < MOST, "{share}: {limit}"),
-                Some((_, limit)) => assert_eq!(limit, MOST),
-                None => assert_eq!(ramp.limit(), MOST),
+            let ramped = model.run(Some(&mut ramp)).unwrap();
+            let fixed = model.run(None).unwrap();
+            match (ramped.throttled, fixed.throttled) {
+                (None, None) => assert!(ramped.limit < MOST, "{share}: {ramped:?}"),
+                (Some((at, limit)), Some((fixed, _))) => {
+                    assert_eq!(limit, MOST, "{share}");
+                    assert!(at + MOST >= fixed, "{share}: {at} {fixed}");
+                }
+                one => panic!("{share}: {one:?}"),
             }
         }
     }
