@@ -76,8 +76,7 @@ pub struct MigrateArgs {
     /// Migrate even with differences that QEMU refuses: QEMU decides
     #[arg(long, conflicts_with_all = ["domain", "check"])]
     ignore_differences: bool,
-    /// Begin with a downtime limit of QEMU below 'downtime-limit', and raise it to that only as far as the migration needs to
-    /// converge; off: the whole limit from the start
+    /// Begin with a low downtime limit, and raise it to 'downtime-limit' only as far as the migration needs; off: set it at once
     #[arg(
         long,
         value_name = "VALUE",

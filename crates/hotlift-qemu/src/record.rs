@@ -167,6 +167,14 @@ mod tests {
     }
 
     #[test]
+    fn a_record_without_later_values_is_read_and_written() {
+        let text = r#"{"name":"a","before":1,"set":2}"#;
+        let change: Change<Value> = serde_json::from_str(text).unwrap();
+        assert_eq!(change.later, Vec::<Value>::new());
+        assert_eq!(serde_json::to_string(&change).unwrap(), text);
+    }
+
+    #[test]
     fn the_start_of_a_process_is_read_behind_any_name() {
         let stat = |name: &str, state: &str| {
             let fields: Vec<_> = (4..=52).map(|field| field.to_string()).collect();
