@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 /// Number of times that the first limit doubles until it is the operator's: 300 ms begin with 9 ms.
 const DOUBLINGS: u32 = 5;
 
-/// A round shrinks if it takes less than this share of the round before.
+/// A round shrinks if it takes less than this share of the shortest one before. The round before varies on a busy host.
 const SHRINKS: f64 = 0.9;
 
-/// Number of rounds that do not shrink, after which the operator's limit is set at once: no lower limit would be met, and the
+/// Number of rounds that do not shrink in a row, after which the operator's limit is set at once: no lower limit would be met, and the
 /// guest may pause its writes for one round only.
 const STAGNANT_ROUNDS: u32 = 2;
 
@@ -32,7 +32,8 @@ const EXTRA_BEFORE_THROTTLING: Duration = Duration::from_millis(500);
 /// Time after which a raised limit must have had an effect: QEMU computes its threshold every 100 ms.
 const EFFECT: Duration = Duration::from_millis(200);
 
-/// Shortest round whose remaining bytes are compared. They are read some milliseconds after a round begins.
+/// Shortest round after which the remaining bytes are compared, too: they are read some milliseconds after a round begins. With
+/// auto-converge QEMU ends a long round every 5 s, and all take the same time.
 const COMPARED: Duration = Duration::from_millis(200);
 
 /// Dirty rate of QEMU's figures, as a share of the rate of sending, above which QEMU throttles the guest.
@@ -99,13 +100,13 @@ pub struct DowntimeRamp {
     /// Number of rounds at the latest change of it, and its time.
     seen: Option<(u64, Instant)>,
     /// Duration of the latest round.
-    round: Option<Duration>,
-    /// Bytes that remained when the current round was first seen.
-    remaining: u64,
+    round: Duration,
+    /// Duration of the shortest round.
+    shortest: Option<Duration>,
+    /// Least bytes that remained when a round was first seen.
+    least: Option<u64>,
     /// Number of rounds in a row that did not shrink.
     stagnant: u32,
-    /// True if the current round is one of them before it has ended.
-    is_counted: bool,
     /// Time since which the operator's limit would have sufficed.
     fits_since: Option<Instant>,
     raised_at: Option<Instant>,
@@ -131,10 +132,10 @@ impl DowntimeRamp {
             throttle,
             reason: Reason::Shrinks,
             seen: None,
-            round: None,
-            remaining: 0,
+            round: Duration::ZERO,
+            shortest: None,
+            least: None,
             stagnant: 0,
-            is_counted: false,
             fits_since: None,
             raised_at: None,
         })
@@ -214,7 +215,7 @@ impl DowntimeRamp {
                 if self.stagnant == 0 || !has_settled {
                     return None;
                 }
-                let round = self.round.unwrap_or_default().mul_f64(ROOM);
+                let round = self.round.mul_f64(ROOM);
                 let wanted = u64::try_from(round.as_millis()).unwrap_or(u64::MAX);
                 self.raise(wanted.max(self.limit() + 1), now, Reason::Plateau)
             }
@@ -223,46 +224,25 @@ impl DowntimeRamp {
 
     /// Measures the rounds that have ended; returns true if there are any.
     fn measure(&mut self, now: Instant, rounds: u64, remaining: u64) -> bool {
-        let seen = *self.seen.get_or_insert((rounds, now));
-        let (before, at) = seen;
-        let time = now.duration_since(at);
-        let grows = |time: Duration| {
-            self.round
-                .is_some_and(|round| time >= round.mul_f64(SHRINKS))
-        };
+        let (before, at) = *self.seen.get_or_insert((rounds, now));
+        let least = *self.least.get_or_insert(remaining);
         let Some(ended @ 1..) = rounds.checked_sub(before) else {
-            // The limit that counts at the end of this round must be set before it.
-            if grows(time) {
-                self.count_early();
-            }
             return false;
         };
-        let round = time / u32::try_from(ended).unwrap_or(u32::MAX);
-        match grows(round) {
-            true if self.is_counted => {}
-            true => self.stagnant += 1,
-            false => self.stagnant = 0,
-        }
+        let round = now.duration_since(at) / u32::try_from(ended).unwrap_or(u32::MAX);
+        let shortest = self.shortest.unwrap_or(Duration::MAX);
+        let shrinks =
+            round < shortest.mul_f64(SHRINKS) || (round >= COMPARED && !is_share(remaining, least));
+        self.stagnant = if shrinks { 0 } else { self.stagnant + 1 };
         // The first round sends all pages, however short it is.
         if before >= 2 && round <= Duration::from_millis(self.most()) {
             self.fits_since.get_or_insert(at);
         }
-        self.is_counted = false;
-        self.round = Some(round);
+        self.round = round;
+        self.shortest = Some(shortest.min(round));
+        self.least = Some(least.min(remaining));
         self.seen = Some((rounds, now));
-        let last = std::mem::replace(&mut self.remaining, remaining);
-        if ended == 1 && before >= 2 && round >= COMPARED && is_share(remaining, last) {
-            self.count_early();
-        }
         true
-    }
-
-    /// Counts the current round, which has not ended, as one that does not shrink.
-    fn count_early(&mut self) {
-        if !self.is_counted {
-            self.is_counted = true;
-            self.stagnant += 1;
-        }
     }
 
     /// Raises the limit to the first step that is at least `wanted`, or to the last one.
@@ -281,7 +261,7 @@ impl DowntimeRamp {
 fn is_share(bytes: u64, before: u64) -> bool {
     #[expect(clippy::cast_precision_loss, reason = "compared roughly")]
     let [bytes, before] = [bytes, before].map(|count| count as f64);
-    before > 0.0 && bytes >= before * SHRINKS
+    bytes >= before * SHRINKS
 }
 
 #[cfg(test)]
@@ -334,7 +314,7 @@ mod tests {
             let mut limit = ramp.as_ref().map_or(MOST, |ramp| ramp.limit());
             let (mut left, mut new, mut rounds) = (self.ram, 0.0, 1);
             let (mut window, mut bandwidth, mut threshold) = (0.0, 0.0, 0.0);
-            let (mut looked_at, mut syncs_at) = (0, None);
+            let (mut looked_at, mut syncs_at, mut synced_at) = (0, None, 0);
             let (mut period, mut dirtied, mut sent, mut high) = (0, 0.0, 0.0, 0);
             let mut throttled = None;
             let (mut rate, mut is_event) = (0.0, false);
@@ -348,8 +328,9 @@ mod tests {
                 let out = f64::min(left, self.link);
                 (left, window, sent) = (left - out, window + out, sent + out);
                 let mut is_synced = false;
-                // QEMU fetches the dirty log once the rest fits.
-                if (left <= 0.0 || left < threshold) && syncs_at.is_none() {
+                // QEMU fetches the dirty log once the rest fits, and for auto-converge every 5 s.
+                let is_forced = self.auto_converge && rounds > 1 && ms - synced_at >= 5000;
+                if (left <= 0.0 || left < threshold || is_forced) && syncs_at.is_none() {
                     syncs_at = Some(ms + self.sync);
                 }
                 if ms % 100 == 0 {
@@ -361,7 +342,7 @@ mod tests {
                 if syncs_at.is_some_and(|at| ms >= at) {
                     // Pages that were still dirty count once.
                     left = (left + new).min(f64::max(left, self.working_set));
-                    (new, syncs_at, is_synced) = (0.0, None, true);
+                    (new, syncs_at, is_synced, synced_at) = (0.0, None, true, ms);
                     rounds += 1;
                     if ms - period >= 1000 {
                         high = if dirtied > sent / 2.0 { high + 1 } else { 0 };
@@ -493,13 +474,9 @@ mod tests {
             };
             ramp.look(begin + Duration::from_secs(seconds), figures)
         };
-        // Rounds of 10 s. The third has not ended when the limit is raised.
-        assert_eq!(
-            [look(0, 1), look(10, 2), look(20, 3), look(28, 3)],
-            [None; 4]
-        );
-        assert_eq!(look(30, 3), Some(MOST));
-        assert_eq!(look(31, 3), None);
+        assert_eq!([look(0, 1), look(10, 2), look(20, 3)], [None; 3]);
+        assert_eq!(look(30, 4), Some(MOST));
+        assert_eq!(look(40, 5), None);
     }
 
     #[test]
