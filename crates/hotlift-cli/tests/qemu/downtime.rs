@@ -84,14 +84,14 @@ fn the_limit_is_the_operators_from_the_start_if_it_may_not_begin_low() {
 
 #[test]
 fn the_limit_rises_to_the_operators_for_a_guest_that_writes_faster_than_the_link() {
-    let guest = Arc::new(Guest::with(64 << 20, 16 << 20, 20_000));
+    let guest = Arc::new(Guest::with(32 << 20, 8 << 20, 20_000));
     let machine = Machine {
         guest,
         ..machine(PC_10)
     };
     let mut here = need!(Vm::running(Release::V10, &machine));
     let there = need!(Vm::waiting(Release::V10, &machine));
-    let (_serve, mut migrate) = moves(&mut here, &there, &["--max-bandwidth=16M"]);
+    let (_serve, mut migrate) = moves(&mut here, &there, &["--max-bandwidth=4M"]);
     assert_eq!(limit(&mut here), LOW);
     migrate.wait_for("300 of 300 ms, raised because the guest writes as fast");
     assert_eq!(limit(&mut here), MOST);
