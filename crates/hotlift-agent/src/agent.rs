@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use hotlift::Address;
 use hotlift::admission::Admitted;
 use hotlift::error::error_line;
+use hotlift::options::{Limits, StreamOptions, TlsOptions};
 use hotlift::relay::RelayReport;
 use hotlift::tls::{self, Profile, Tls, TlsSetupError};
-use hotlift::{Address, Options};
 use hotlift_mem::{lock, wait_readable};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -90,7 +91,7 @@ impl Agent {
 
     /// Returns the options of a migration that leaves this host.
     #[must_use]
-    pub fn options(&self) -> Options {
+    pub fn options(&self) -> StreamOptions {
         // Checked when the configuration was read.
         self.config().options().unwrap_or_default()
     }
@@ -225,17 +226,18 @@ pub(crate) fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
         };
         AgentError::Tls(Box::new(error))
     };
-    let options = Options {
-        tls_authz: config.authz.join(" "),
-        ..Options::default()
+    let options = TlsOptions {
+        authz: config.authz.join(" "),
+        ..TlsOptions::default()
     };
+    let limits = Limits::default();
     let tls = match config.tls.as_os_str().is_empty() {
         // All addresses: other hosts connect to this port.
-        true => tls::of_options(&options, &Address::any()).map_err(setup)?,
+        true => tls::of_options(&options, &limits, &Address::any()).map_err(setup)?,
         false => None,
     };
     match tls {
         Some(tls) => Ok(tls),
-        None => tls::of_folder(&config.tls, Profile::Hotlift, &options).map_err(setup),
+        None => tls::of_folder(&config.tls, Profile::Hotlift, &options, &limits).map_err(setup),
     }
 }

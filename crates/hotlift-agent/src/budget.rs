@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hotlift::Options;
 use hotlift::control::SharedRate;
+use hotlift::options::StreamOptions;
 use hotlift_mem::lock;
 
 use crate::config::Config;
@@ -172,7 +172,7 @@ struct Cpu {
 
 impl Shares {
     /// Divides the budget of `config` among `sessions`; `options` are those of an outgoing migration.
-    pub fn apply(&self, config: &Config, options: &Options, sessions: Vec<Arc<Session>>) {
+    pub fn apply(&self, config: &Config, options: &StreamOptions, sessions: Vec<Arc<Session>>) {
         self.rate.set(config.max_bandwidth.0);
         let sharers = sessions.into_iter().filter_map(|session| {
             let moment = session.moment();

@@ -5,8 +5,8 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use hotlift::options::{MAX_SILENCE_TIMEOUT, Options};
-use hotlift::{Address, relay};
+use hotlift::Address;
+use hotlift::options::{Limits, MAX_SILENCE_TIMEOUT, OptionError, Options, StreamOptions};
 use hotlift_mem::FileError;
 use serde::{Deserialize, Serialize};
 
@@ -168,7 +168,7 @@ impl Default for Config {
             destinations: Vec::new(),
             tls: PathBuf::new(),
             authz: Vec::new(),
-            silence_timeout: Time(Options::default().silence_timeout),
+            silence_timeout: Time(Limits::default().silence_timeout),
             method: "auto".to_owned(),
             channels: 4,
             max_bandwidth: Bandwidth(0),
@@ -344,21 +344,19 @@ impl Config {
     ///
     /// # Errors
     /// If the compression method is unknown.
-    pub fn options(&self) -> Result<Options, hotlift::options::OptionError> {
-        let mut options = self.own_options();
-        options.set("multifd-compression", &self.method)?;
-        options.multifd_channels = self.channels;
-        relay::check(&options)?;
+    pub fn options(&self) -> Result<StreamOptions, OptionError> {
+        let options = stream(self.channels, &self.method)?;
+        options.check()?;
         Ok(options)
     }
 
-    /// Returns the options of the relays of both directions.
-    pub(crate) fn own_options(&self) -> Options {
-        let mut options = relay::RelaySettings::default().outgoing;
-        options.max_channels = MOST_CHANNELS;
-        options.silence_timeout = self.silence_timeout.0;
-        options.tls_authz = self.authz.join(" ");
-        options
+    /// Returns the limits of the relays of both directions.
+    pub(crate) fn limits(&self) -> Limits {
+        Limits {
+            max_channels: MOST_CHANNELS,
+            silence_timeout: self.silence_timeout.0,
+            ..Limits::default()
+        }
     }
 
     /// Returns the listening address of the agent of the host with `address`.
@@ -480,6 +478,21 @@ fn line_of(text: &str, key: &str) -> Option<usize> {
     Some(place + 1)
 }
 
+/// Returns the options of a relay's outgoing side with this number of channels and this method. Its source limits itself.
+///
+/// # Errors
+/// If the method is unknown.
+pub(crate) fn stream(channels: u8, method: &str) -> Result<StreamOptions, OptionError> {
+    let mut options = Options::default();
+    options.set("multifd-compression", method)?;
+    Ok(StreamOptions {
+        multifd: Some(channels > 0),
+        multifd_channels: channels.max(1),
+        max_bandwidth: 0,
+        ..options.stream
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -587,8 +600,8 @@ mod tests {
 
     #[test]
     fn the_silence_timeout_is_that_of_other_commands_unless_the_file_has_another() {
-        let timeout = |text: &str| of(text).unwrap().options().unwrap().silence_timeout;
-        assert_eq!(timeout(""), Options::default().silence_timeout);
+        let timeout = |text: &str| of(text).unwrap().limits().silence_timeout;
+        assert_eq!(timeout(""), Limits::default().silence_timeout);
         let minutes = Duration::from_secs(300);
         assert_eq!(timeout("silence-timeout = \"5m\""), minutes);
         assert_eq!(timeout("silence-timeout = \"0s\""), Duration::ZERO);

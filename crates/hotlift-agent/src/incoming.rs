@@ -9,12 +9,12 @@ use hotlift::conversation::Conversation;
 use hotlift::relay::{
     self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
 };
-use hotlift::{Address, Listener, Options, Status};
+use hotlift::{Address, Listener, Status};
 use hotlift_qmp::Uuid;
 
 use crate::agent::Agent;
 use crate::attend::{self, Progress};
-use crate::config::{Config, WEIGHT};
+use crate::config::{WEIGHT, stream};
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message};
@@ -109,10 +109,11 @@ fn migration(
     session.enter(State::Connecting);
     let (channels, method) = source(session, conversation)?;
     session.open();
-    let options = options(&agent.config(), channels, &method)?;
+    let options = stream(channels, &method).map_err(|_| CarryError::OutOfTurn)?;
     session.has_method(options.method_name());
     let settings = RelaySettings {
         outgoing: options,
+        limits: agent.config().limits(),
         incoming_pass: session.pass.clone(),
         ..RelaySettings::default()
     };
@@ -142,17 +143,6 @@ fn migration(
         listener.close();
         outcome
     })
-}
-
-/// Returns the options of a relay to a QEMU of this host, for a source with these channels and this method.
-fn options(config: &Config, channels: u8, method: &str) -> Result<Options, CarryError> {
-    let mut options = config.own_options();
-    options.multifd = Some(channels > 0);
-    options.multifd_channels = channels.max(1);
-    match options.set("multifd-compression", method) {
-        Ok(()) => Ok(options),
-        Err(_) => Err(CarryError::OutOfTurn),
-    }
 }
 
 /// Waits for the source's channels and method from the other agent, without a timeout, as long as that agent stays connected.
@@ -216,8 +206,8 @@ mod tests {
     #[test]
     fn the_relay_to_a_qemu_has_the_silence_timeout_of_the_configuration() {
         let agent = agent("silence-timeout = \"7s\"");
-        let options = options(&agent.config(), 2, "zstd").unwrap();
-        assert_eq!(options.silence_timeout, Duration::from_secs(7));
+        let limits = agent.config().limits();
+        assert_eq!(limits.silence_timeout, Duration::from_secs(7));
         assert_eq!(
             Limits::of(&agent).silence_timeout,
             Duration::from_secs(7),

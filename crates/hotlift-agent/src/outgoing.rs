@@ -11,7 +11,7 @@ use hotlift::relay::{
     Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
 };
 use hotlift::transport::{Stream, TransportError};
-use hotlift::{Address, Listener, Options, Status};
+use hotlift::{Address, Listener, Status, options};
 use hotlift_qmp::one_line;
 
 use crate::agent::Agent;
@@ -78,13 +78,14 @@ fn migration(
         Message::Refused { reason } => return Err(refused(&reason)),
         _ => return Err(CarryError::OutOfTurn),
     };
-    let options = Options {
-        handshake_timeout: SOURCE,
-        ..agent.options()
-    };
+    let options = agent.options();
     session.has_method(options.method_name());
     let settings = RelaySettings {
         outgoing: options,
+        limits: options::Limits {
+            handshake_timeout: SOURCE,
+            ..config.limits()
+        },
         outgoing_pass: Some(conversation.pass(token)),
         outgoing_tls: Some(Arc::clone(&agent.tls)),
         ..RelaySettings::default()

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::admission::{Admitted, Giver};
 use hotlift::control::SharedRate;
+use hotlift::options::StreamOptions;
 use hotlift::relay::{Pass, RelayProgress, RelayReport};
 use hotlift::tls::Identity;
 use hotlift::transport::Stream;
@@ -179,15 +180,18 @@ impl Session {
     }
 
     /// Sets its share of the host's `whole` bandwidth (0: unlimited), for its relay, or for data without a relay.
-    pub fn set_share(&self, share: Share, whole: u64, options: &Options) {
+    pub fn set_share(&self, share: Share, whole: u64, options: &StreamOptions) {
         let Some(max_bandwidth) = lock(&self.moment).set_share(share, whole) else {
             return;
         };
         self.rate.set(max_bandwidth);
         let options = Options {
-            max_bandwidth,
-            cpu_limit: share.cpu,
-            ..options.clone()
+            stream: StreamOptions {
+                max_bandwidth,
+                cpu_limit: share.cpu,
+                ..options.clone()
+            },
+            ..Options::default()
         };
         self.control.change(&options);
     }

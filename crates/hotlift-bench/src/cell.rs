@@ -73,14 +73,15 @@ impl Cell {
             false => self.guest.fill.to_string(),
         };
         let others = self.migration.given().iter();
-        let others = others.filter(|(name, _)| !IN_THE_ROW.contains(&name.as_str()));
+        let others = others.filter(|given| !IN_THE_ROW.contains(&given.option.name));
+        let others = others.map(|given| (given.option.name.to_owned(), given.text.clone()));
         Ok(Row {
             engine: self.engine,
-            method: options.method_name().to_owned(),
-            level: options.level(),
-            channels: options.channels(),
+            method: options.stream.method_name().to_owned(),
+            level: options.stream.level(),
+            channels: options.stream.channels(),
             zero_page_detection: options.zero_page_detection_name(),
-            max_bandwidth: options.max_bandwidth,
+            max_bandwidth: options.stream.max_bandwidth,
             link: self.link.as_ref().map(Link::text),
             neighbour: self
                 .neighbour
@@ -96,7 +97,7 @@ impl Cell {
                 rate: if idle { 0 } else { guest.rate },
                 working_set: guest.working_set.unwrap_or(guest.ram_bytes),
             },
-            options: others.cloned().collect::<BTreeMap<_, _>>(),
+            options: others.collect::<BTreeMap<_, _>>(),
         })
     }
 
@@ -121,24 +122,15 @@ pub fn with_method(
     method: &str,
     level: Option<u8>,
 ) -> Result<MigrationArgs, OptionError> {
-    let (chosen, level_name) = match method {
-        "compress" => (
-            migration.with("compress", "on"),
-            Some("compress-level".to_owned()),
-        ),
-        _ => {
-            let chosen = migration.with("multifd-compression", method);
-            let has_levels = chosen.options()?.multifd_compression.levels.is_some();
-            (
-                chosen,
-                has_levels.then(|| format!("multifd-{method}-level")),
-            )
-        }
+    let (option, value) = match method {
+        "compress" => ("compress", "on"),
+        _ => ("multifd-compression", method),
     };
-    let chosen = match (level, level_name) {
-        (Some(level), Some(name)) => chosen.with(&name, &level.to_string()),
-        _ => chosen,
-    };
+    let mut chosen = migration.with(option, value)?;
+    let level_option = chosen.options()?.stream.level_option();
+    if let (Some(level), Some((name, _))) = (level, level_option) {
+        chosen = chosen.with(name, &level.to_string())?;
+    }
     chosen.options()?;
     Ok(chosen)
 }
@@ -171,7 +163,7 @@ pub mod tests {
         let plain = MigrationArgs::default();
         let level = |method, level| {
             let args = with_method(&plain, method, level).unwrap();
-            args.options().unwrap().level()
+            args.options().unwrap().stream.level()
         };
         assert_eq!(level("zstd", Some(7)), Some(7));
         assert_eq!(level("compress", Some(9)), Some(9));

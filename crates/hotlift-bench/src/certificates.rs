@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use hotlift_command::migration_args::MigrationArgs;
+use hotlift_command::migration_args::{Given, MigrationArgs};
 use hotlift_terminal::error::TerminalError;
 use tempfile::TempDir;
 
@@ -58,11 +58,14 @@ impl Certificates {
     /// Returns `cell` with the folder's path in place of [`CERTIFICATES`].
     pub fn fill_in(&self, cell: &Cell) -> Cell {
         let folder = self.folder().display().to_string();
-        let migration = cell.migration.with(OPTION, &folder);
-        Cell {
-            migration: migration.with("tls-hostname", NAME),
-            ..cell.clone()
+        let mut cell = cell.clone();
+        for (name, value) in [(OPTION, folder.as_str()), ("tls-hostname", NAME)] {
+            // Any text is a value of these.
+            if let Ok(given) = Given::parse(name, value) {
+                cell.migration.set(given);
+            }
         }
+        cell
     }
 }
 
@@ -75,6 +78,5 @@ pub fn wants_row(row: &Row) -> bool {
 
 /// Returns true if `migration` asks for TLS with certificates of the bench.
 pub fn wants(migration: &MigrationArgs) -> bool {
-    let is = |(name, value): &(String, String)| name == OPTION && value == CERTIFICATES;
-    migration.given().iter().any(is)
+    migration.values().tls.creds == CERTIFICATES
 }

@@ -112,7 +112,11 @@ impl BenchError {
 
     /// Returns true if the command line is wrong and nothing was started.
     pub fn is_usage(&self) -> bool {
-        matches!(self, Self::Shared(error) if error.is_usage())
+        match self {
+            Self::SuiteSets { .. } => true,
+            Self::Shared(error) => error.is_usage(),
+            _ => false,
+        }
     }
 }
 

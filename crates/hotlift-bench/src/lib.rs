@@ -74,7 +74,7 @@ use runner::Bench;
 use suite::{Choice, Suite};
 
 /// Default folder for runs.
-const OUT: &str = "hotlift-bench";
+const OUT: &str = "hotlift-bench-results";
 
 /// Default RAM of the matrix's guests.
 const RAM: u64 = 1 << 30;
@@ -93,8 +93,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 3,
           value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// Folder of runs.jsonl and report.html; earlier runs stay in it [default: hotlift-bench; with --kept the folder of its
-    /// first file]
+    /// Folder of runs.jsonl and report.html; earlier runs stay in it [default: hotlift-bench-results; with --kept the folder
+    /// of its first file]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// List the cells and the memory that they need, and run none

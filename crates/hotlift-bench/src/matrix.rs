@@ -3,7 +3,7 @@
 use clap::Args;
 use hotlift::options::{OptionError, Role, option};
 use hotlift_command::args::{Fill, GuestArgs, GuestChoice, share};
-use hotlift_command::migration_args::MigrationArgs;
+use hotlift_command::migration_args::{Given, MigrationArgs};
 use hotlift_vmm::GuestKind;
 use hotlift_vmm::workload::Workload;
 
@@ -89,7 +89,7 @@ pub struct MatrixArgs {
 #[derive(Debug, Clone)]
 struct Axis {
     name: &'static str,
-    values: Vec<String>,
+    values: Vec<Given>,
 }
 
 fn axis(text: &str) -> Result<Axis, String> {
@@ -100,13 +100,9 @@ fn axis(text: &str) -> Result<Axis, String> {
     if let Some(instead) = info.refusal(Role::Pair) {
         return Err(format!("it is not for a benchmark: {instead}"));
     }
-    let values: Vec<String> = values.split(',').map(str::to_owned).collect();
-    for value in &values {
-        let mut options = hotlift::Options::default();
-        options
-            .set(name, value)
-            .map_err(|error| error.to_string())?;
-    }
+    let values = values.split(',').map(|value| Given::parse(name, value));
+    let values = values.collect::<Result<_, _>>();
+    let values = values.map_err(|error| error.to_string())?;
     Ok(Axis {
         name: info.name,
         values,
@@ -150,7 +146,7 @@ impl MatrixArgs {
     ) -> Result<Vec<MigrationArgs>, OptionError> {
         for axis in self.with.iter().filter(|axis| !but.contains(&axis.name)) {
             migrations = each(&migrations, &axis.values, |migration, value| {
-                *migration = migration.with(axis.name, value);
+                migration.set(value.clone());
             });
         }
         let effective: Vec<_> = migrations
@@ -169,7 +165,7 @@ impl MatrixArgs {
     /// Returns the first value of `name` in `--with`.
     pub fn given(&self, name: &str) -> Option<&str> {
         let axis = self.with.iter().find(|axis| axis.name == name)?;
-        axis.values.first().map(String::as_str)
+        axis.values.first().map(|given| given.text.as_str())
     }
 
     /// Returns the names of the options of `--with`.
@@ -227,8 +223,10 @@ impl MatrixArgs {
             ("max-bandwidth", &self.bandwidths),
         ];
         for (name, values) in axes {
-            migrations = each(&migrations, values, |migration, value| {
-                *migration = migration.with(name, value);
+            let values = values.iter().map(|value| Given::parse(name, value));
+            let values: Vec<_> = values.collect::<Result<_, _>>()?;
+            migrations = each(&migrations, &values, |migration, value| {
+                migration.set(value.clone());
             });
         }
         self.with_each(migrations, &[])

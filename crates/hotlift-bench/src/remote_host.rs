@@ -17,13 +17,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift::Address;
 use hotlift::conversation::callers::{Call, Callers};
 use hotlift::conversation::{Conversation, ConversationError, Wish};
 use hotlift::tls::Tls;
-use hotlift::{Address, Options};
 use hotlift_command::connect::connect;
 use hotlift_command::error::SharedError;
 use hotlift_command::events::{self, Event};
+use hotlift_command::migration_args::{Given, MigrationArgs};
 use hotlift_command::pair::Destination;
 use hotlift_command::security::SecurityArgs;
 use hotlift_mem::is_readable;
@@ -120,22 +121,19 @@ impl RemoteHost {
             Err(_) => return Err(TerminalError::Interrupted.into()),
         };
         let given = cell.migration.given().iter();
-        let given = given.filter(|(name, _)| !is_of_tls(name));
+        // TLS is each host's own.
+        let given = given.filter(|given| !given.option.group.is_of_tls());
+        let given = given.map(|given| (given.option.name.to_owned(), given.text.clone()));
         let wanted = Wanted {
             guest: cell.kind.name().to_owned(),
             ram: cell.guest.ram,
             vcpus: cell.guest.vcpus,
-            options: given.cloned().collect(),
+            options: given.collect(),
         };
         let said = conversation.say_hello(&wanted);
         said.map_err(|error| BenchError::NoRemoteHost(error.into()))?;
         Ok(conversation)
     }
-}
-
-/// Returns true if an option configures TLS on this host; such options are not sent to the peer.
-fn is_of_tls(name: &str) -> bool {
-    hotlift::options::option(name).is_ok_and(|option| option.group.is_of_tls())
 }
 
 /// Returns the next message; `None` if none arrives within `limit`, or before a signal.
@@ -284,23 +282,21 @@ fn flags(wanted: &Wanted) -> Result<Vec<String>, String> {
     if wanted.options.len() > MAX_OPTIONS {
         return Err("too many options".to_owned());
     }
-    let mut options = Options::default();
+    let mut options = MigrationArgs::default();
     let mut flags = vec![
         format!("--guest={kind}"),
         format!("--ram={}", wanted.ram),
         format!("--vcpus={}", wanted.vcpus),
     ];
     for (name, value) in &wanted.options {
-        let info = hotlift::options::option(name).map_err(|error| error.to_string())?;
-        options
-            .set(name, value)
-            .map_err(|error| error.to_string())?;
-        if info.group.is_of_tls() {
+        let given = Given::parse(name, value).map_err(|error| error.to_string())?;
+        if given.option.group.is_of_tls() {
             return Err(format!("{name} is each host's own"));
         }
-        flags.push(format!("--{}={value}", info.name));
+        options.set(given);
     }
-    options.check().map_err(|error| error.to_string())?;
+    options.options().map_err(|error| error.to_string())?;
+    flags.extend(options.to_flags());
     Ok(flags)
 }
 

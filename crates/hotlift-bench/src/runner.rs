@@ -118,7 +118,7 @@ impl Bench<'_> {
         if cell.engine != Engine::Qemu
             && let Ok(options) = cell.migration.options()
         {
-            versions.insert("method".to_owned(), options.library());
+            versions.insert("method".to_owned(), options.stream.library());
         }
         let cipher = certificates::wants(&cell.migration).then(CipherSpeed::measure);
         Machine {

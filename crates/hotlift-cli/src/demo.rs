@@ -106,12 +106,12 @@ fn tables(heading: &str, runs: &[Run]) -> String {
 /// # Errors
 /// The given settings are incompatible with one of them.
 fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionError> {
-    let all = given.complete();
-    if given.has("multifd-compression") || given.has_level() || !all.options()?.multifd() {
+    let all = given.complete()?;
+    if given.has("multifd-compression") || !all.options()?.stream.multifd() {
         return Ok(vec![all]);
     }
     let each = selections().map(|method| {
-        let one = all.with("multifd-compression", method.name);
+        let one = all.with("multifd-compression", method.name)?;
         match one.options() {
             // A missing accelerator is reported at this method's turn.
             Ok(_) | Err(OptionError::NoAccelerator { .. }) => Ok(one),
@@ -153,7 +153,7 @@ fn migrate_once(
         kind,
         guest: &args.guest,
         migration,
-        label: options.method_name(),
+        label: options.stream.method_name(),
         place,
         limit: None,
         errors: Errors::Shown { quiet: args.quiet },

@@ -1186,13 +1186,6 @@ fn options() -> Vec<Row> {
             }),
             "The required accelerator is missing.",
         ),
-        row(
-            SharedError::from(OptionError::NotForRelay {
-                option: "xbzrle=on".to_owned(),
-                instead: "a relay keeps no earlier pages to compare with",
-            }),
-            "A relay does not support the option.",
-        ),
         typed(
             &[
                 "migrate",

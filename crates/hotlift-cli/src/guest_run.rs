@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use hotlift::options::OptionError;
 use hotlift::{Address, Control, MigrationError, Options};
 use hotlift_command::args::{GuestArgs, seconds};
 use hotlift_command::error::SharedError;
@@ -112,11 +113,12 @@ impl std::str::FromStr for Incoming {
 
 /// Runs the command.
 pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
-    if args.migrate_to.is_some() {
-        args.migration.refuse(
-            &["pause-before-switchover"],
-            "a monitor for 'migrate-continue': give --monitor or --control, and 'migrate' there instead of --migrate-to",
-        )?;
+    if args.migrate_to.is_some() && args.migration.values().switchover.pause_before {
+        let conflict = OptionError::Conflict {
+            option: "pause-before-switchover=on".to_owned(),
+            needs: "a monitor for 'migrate-continue': give --monitor or --control, and 'migrate' there instead of --migrate-to",
+        };
+        return Err(conflict.into());
     }
     if !args.control.is_given() {
         args.migration.refuse_idle()?;
@@ -130,13 +132,13 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let guest: Arc<dyn BuiltinGuest> = hotlift_vmm::create(kind, &args.guest.settings())?.into();
-    let mut migration = args.migration.complete();
+    let mut migration = args.migration.complete()?;
     // With a monitor, a parameter that is not given has QEMU's default.
     if !args.control.is_given() && !migration.has("multifd-compression") {
-        migration = migration.with("multifd-compression", AUTO.name);
+        migration = migration.with("multifd-compression", AUTO.name)?;
     }
     let mut options = migration.options()?;
-    options.handshake_timeout = args.handshake_timeout;
+    options.limits.handshake_timeout = args.handshake_timeout;
     let session = Session {
         args,
         interrupt,
@@ -182,7 +184,7 @@ impl Session<'_> {
 
     fn source(&self, uri: &Address) -> Result<(), CommandError> {
         // Errors of the certificates must appear before a guest runs.
-        security::tls(&self.options, uri)?;
+        security::tls(&self.options.tls, uri)?;
         self.boot()?;
         if self.interrupt.sleep(Some(self.args.migrate_after)) {
             return Err(TerminalError::Interrupted.into());
@@ -289,7 +291,7 @@ impl Session<'_> {
 
     fn destination(&self, uri: &Address) -> Result<(), CommandError> {
         let control = Control::new();
-        security::tls(&self.options, uri)?;
+        security::tls(&self.options.tls, uri)?;
         hotlift::prepare(&*self.guest, &self.options)?;
         let listener = uri.listen()?;
         let address = listener

@@ -43,9 +43,9 @@ use hotlift_terminal::output;
 
 use crate::error::CommandError;
 
-/// Moves the memory of a running virtual machine between hosts.
+/// Move the memory of running virtual machines between hosts
 #[derive(Parser)]
-#[command(name = "hotlift", version, about)]
+#[command(name = "hotlift", version)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

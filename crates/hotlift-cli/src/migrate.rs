@@ -133,9 +133,13 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     let settings = args.migration.relay_settings()?;
     match (&args.qmp, &args.domain, &args.to) {
         (Some(qmp), None, To::Serve(to)) => to_serve(args, qmp, to, settings),
-        (None, Some(domain), To::Libvirt(uri)) => {
-            domain::run(&args.libvirt, domain, uri, settings, &args.output)
-        }
+        (None, Some(domain), To::Libvirt(uri)) => domain::run(
+            &args.libvirt,
+            domain,
+            uri,
+            (settings, &args.migration.values().tls),
+            &args.output,
+        ),
         (None, ..) => Err(CommandError::WrongTo {
             flag: "--domain",
             expected: "the destination's libvirt: qemu+ssh://HOST/system",
@@ -162,7 +166,7 @@ fn to_serve(
         true => Source::to_compare(qmp, purpose)?,
         false => Source::connect(qmp, purpose)?,
     };
-    let tls = security::tls(&relay_settings.outgoing, to)?;
+    let tls = security::tls(&args.migration.values().tls, to)?;
     // 'hotlift serve' waits 10 s for a hello, and a QEMU on a busy host may need longer to describe its VM.
     let hello = hello(&source, &relay_settings, args)?;
     let mut destination = connect(to, "--to", tls.as_deref())?;
@@ -441,7 +445,7 @@ impl Move<'_> {
         };
         let mut final_message = None;
         let limit = LimitArgs {
-            is_own: self.args.migration.has("downtime-limit"),
+            own: self.args.migration.downtime_limit(),
             ramps: self.args.downtime_ramp == OnOff::On,
         };
         let (source, settings) = (self.source, self.settings);
@@ -536,7 +540,7 @@ impl Move<'_> {
     /// Returns the time limit of the final message. `serve` queries its QEMU for `settle-timeout`, then sends its message,
     /// which may take as long as a connection.
     fn settle_time(&self) -> Duration {
-        self.settings.outgoing.settle_timeout + CONNECT
+        self.settings.limits.settle_timeout + CONNECT
     }
 
     /// Evaluates a migration that the relay reports as successful: by the final message of 'hotlift serve', or else by the

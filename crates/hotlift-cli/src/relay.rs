@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use clap::{Args, Subcommand};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
-use hotlift::{Address, Listener, MigrationError};
+use hotlift::{Address, Listener, MigrationError, Options};
 use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_command::security::{self, QemuTlsArgs};
 use hotlift_monitor::RelayMonitor;
@@ -94,10 +94,10 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         RelayCommand::Source(_) => (connect, listen),
         RelayCommand::Destination(_) => (listen, connect),
     };
-    let options = &settings.outgoing;
-    let relay_tls = security::tls(options, of_relay)?;
+    let options = args.migration.values();
+    let relay_tls = security::tls(&options.tls, of_relay)?;
     let connects = matches!(command, RelayCommand::Destination(_));
-    let qemu_tls = args.qemu_tls.tls(options, of_qemu, connects)?;
+    let qemu_tls = args.qemu_tls.tls(&options.tls, of_qemu, connects)?;
     (settings.outgoing_tls, settings.incoming_tls) = match command {
         RelayCommand::Source(_) => (relay_tls, qemu_tls),
         RelayCommand::Destination(_) => (qemu_tls, relay_tls),
@@ -110,7 +110,11 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         .address()
         .map_err(TerminalError::process("listener"))?;
     let events = Events::new();
-    let monitor = RelayMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
+    let shown = Options {
+        stream: settings.outgoing.clone(),
+        ..options.clone()
+    };
+    let monitor = RelayMonitor::new(shown, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
     say!("listening on {address}");

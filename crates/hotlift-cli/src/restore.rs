@@ -103,16 +103,13 @@ impl RestoreArgs {
         let mut words = vec![
             "hotlift", "restore", "--lazy", "--resume", file, "--qmp", &qmp,
         ];
-        let options = self.limits.options();
+        let tls = &self.limits.tls;
         if self.file.server().is_some() {
-            let given = [
-                ("--tls", &options.tls_creds),
-                ("--tls-hostname", &options.tls_hostname),
-            ];
+            let given = [("--tls", &tls.creds), ("--tls-hostname", &tls.hostname)];
             for (flag, value) in given.into_iter().filter(|(_, value)| !value.is_empty()) {
                 words.extend([flag, value]);
             }
-            words.extend(options.insecure.then_some("--insecure"));
+            words.extend(tls.insecure.then_some("--insecure"));
         }
         words.extend(self.salvage.then_some("--salvage"));
         // Arguments never contain a NUL byte.
@@ -121,12 +118,12 @@ impl RestoreArgs {
 
     /// Returns the file, with TLS to its server.
     fn file(&self) -> Result<Location, SharedError> {
-        let options = self.limits.options();
+        let options = &self.limits.tls;
         let tls = match self.file.server() {
-            Some(server) => security::tls(&options, server)?,
-            None if !options.tls_creds.is_empty() => {
+            Some(server) => security::tls(options, server)?,
+            None if !options.creds.is_empty() => {
                 return Err(OptionError::Conflict {
-                    option: format!("tls-creds={}", options.tls_creds),
+                    option: format!("tls-creds={}", options.creds),
                     needs: "a file on another host: tcp:HOST:PORT/NAME",
                 }
                 .into());
@@ -164,7 +161,7 @@ fn still_waits(error: CommandError) -> CommandError {
 fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let lazily = match args.lazy {
-        true => Some(lazily::options(args, args.limits.options())?),
+        true => Some(lazily::options(args)?),
         false => None,
     };
     let file = args.file()?;
@@ -210,7 +207,7 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     let socket = destination.socket();
     let channels = args.multifd_channels;
     incoming::listen(&mut destination, Purpose::Restore, channels, &[], &socket)?;
-    let limits = args.limits.options();
+    let limits = args.limits.limits.clone();
     let left_out = left_out(&mut destination.qemu()).map_err(at_destination)?;
     let settings = RelaySettings {
         left_out,
@@ -218,7 +215,7 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
         flush_after_each_section: args.flush.value(),
         ..incoming::relay_settings(&mut destination, args.multifd_channels, limits)?
     };
-    let settle_timeout = settings.outgoing.settle_timeout;
+    let settle_timeout = settings.limits.settle_timeout;
     let report = match relay(args, &file, &destination, &settings, &socket, &interrupt) {
         Ok(report) => report,
         Err(error) => return failed(&error, destination, clock, settle_timeout, &interrupt),

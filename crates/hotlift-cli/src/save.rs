@@ -85,7 +85,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         quiet: args.output.quiet,
     };
     let limit = LimitArgs {
-        is_own: args.migration.has("downtime-limit"),
+        own: args.migration.downtime_limit(),
         // Nothing waits for a guest that is saved.
         ramps: false,
     };

@@ -13,7 +13,7 @@ use hotlift::conversation::callers::Callers;
 use hotlift::conversation::{Conversation, ConversationError};
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::tls::Tls;
-use hotlift::{Address, Control, Listener, MigrationError};
+use hotlift::{Address, Control, Listener, MigrationError, Options};
 use hotlift_command::error::SharedError;
 use hotlift_command::migration_args::{LimitArgs, role};
 use hotlift_command::security;
@@ -116,15 +116,18 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
         process::find(&args.command)?;
     }
     let mut held = args.qmp.as_ref().map(Destination::held).transpose()?;
-    let tls = security::tls(&args.limits.options(), &args.listen)?;
+    let tls = security::tls(&args.limits.tls, &args.listen)?;
     let listener = args.listen.listen()?;
     if args.data_port != 0 {
         // A port in use would fail every source.
         drop(pages_at(host, args.data_port).listen()?);
     }
     let events = Events::new();
-    let outgoing = RelaySettings::default().outgoing;
-    let monitor = RelayMonitor::new(outgoing, events.clone(), &interrupt);
+    let options = Options {
+        stream: RelaySettings::default().outgoing,
+        ..Options::default()
+    };
+    let monitor = RelayMonitor::new(options, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
     say!("listening on {}", address_of(&listener)?);
@@ -308,7 +311,7 @@ impl Host<'_> {
         let (relayed, source_said) =
             self.relay(source, &destination, &settings, &listener, &socket)?;
         drop(listener);
-        let settle_timeout = settings.outgoing.settle_timeout;
+        let settle_timeout = settings.limits.settle_timeout;
         match relayed {
             Ok(report) => self.taken(source, destination, settle_timeout, report),
             Err(error) => self.failed(source, source_said, destination, settle_timeout, &error),
@@ -322,7 +325,7 @@ impl Host<'_> {
         destination: &mut Destination,
         socket: &Path,
     ) -> Result<(Listener, u16, RelaySettings), CommandError> {
-        let limits = self.args.limits.options();
+        let limits = self.args.limits.limits.clone();
         let mut settings = incoming::relay_settings(destination, hello.channels, limits)?;
         settings.incoming_tls = self.tls.clone();
         settings.flush_after_each_section = self.args.flush.value();

@@ -3,17 +3,45 @@
 
 use std::marker::PhantomData;
 use std::ops::Deref;
+use std::time::Duration;
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use hotlift::Options;
-use hotlift::options::{OPTIONS, OptionError, OptionInfo, Role, option};
-use hotlift::relay::{self, RelaySettings};
+use hotlift::options::{
+    Limits, OPTIONS, OptionError, OptionInfo, Role, StreamOptions, TlsOptions, Value, option,
+};
+use hotlift::relay::RelaySettings;
 
-/// Options given on the command line, in the order of the table.
+/// An option and the value that was given for it.
+#[derive(Debug, Clone)]
+pub struct Given {
+    /// Row of the option.
+    pub option: &'static OptionInfo,
+    /// The value as typed.
+    pub text: String,
+    value: Value,
+}
+
+impl Given {
+    /// Parses `text` as the value of the option with this name.
+    ///
+    /// # Errors
+    /// If there is no such option, or `text` is not one of its values.
+    pub fn parse(name: &str, text: &str) -> Result<Self, OptionError> {
+        let option = option(name)?;
+        Ok(Self {
+            option,
+            text: text.to_owned(),
+            value: option.parse(text)?,
+        })
+    }
+}
+
+/// Options given on the command line, and their values with the defaults of all others.
 #[derive(Debug, Clone, Default)]
 pub struct MigrationArgs {
-    given: Vec<(String, String)>,
-    level: Option<String>,
+    given: Vec<Given>,
+    options: Options,
 }
 
 /// A command's part in a migration, as a type.
@@ -58,34 +86,31 @@ impl<R> Deref for RoleArgs<R> {
 
 impl<R: HasRole> RoleArgs<R> {
     /// Returns the options with the role's defaults where none were given.
-    pub fn complete(&self) -> MigrationArgs {
+    pub fn complete(&self) -> Result<MigrationArgs, OptionError> {
         let mut all = self.given.clone();
         for option in OPTIONS.iter().filter(|option| !self.has(option.name)) {
             let default = option.role_default(R::ROLE).and_then(|row| row.value);
             if let Some(value) = default {
-                all = all.with(option.name, value);
+                all.set(Given::parse(option.name, value)?);
             }
         }
-        all
+        Ok(all)
     }
 
     /// Returns the settings of a relay: zero pages as both ends support them, unless given.
     pub fn relay_settings(&self) -> Result<RelaySettings, OptionError> {
-        let all = self.complete();
+        let mut all = self.complete()?;
         // A user who asks for auto next to a QEMU has a QEMU that reads it.
-        let asked = self.has("multifd-compression") && !self.has("qemu-reads");
-        let all = if asked {
-            all.with("qemu-reads", "zstd")
-        } else {
-            all
-        };
-        let outgoing = all.options()?;
-        relay::check(&outgoing)?;
+        if self.has("multifd-compression") && !self.has("qemu-reads") {
+            all = all.with("qemu-reads", "zstd")?;
+        }
+        let options = all.options()?;
         let zero_pages = self
             .has("zero-page-detection")
-            .then_some(outgoing.zero_page_detection);
+            .then_some(options.zero_pages.detection);
         Ok(RelaySettings {
-            outgoing,
+            outgoing: options.stream,
+            limits: options.limits,
             zero_pages,
             ..RelaySettings::default()
         })
@@ -95,56 +120,28 @@ impl<R: HasRole> RoleArgs<R> {
 impl MigrationArgs {
     /// Returns true if `name` was given.
     pub fn has(&self, name: &str) -> bool {
-        self.given.iter().any(|(given, _)| given == name)
+        self.given.iter().any(|given| given.option.name == name)
     }
 
-    /// Returns names and values, as given.
-    pub fn given(&self) -> &[(String, String)] {
+    /// Returns the options that were given.
+    pub fn given(&self) -> &[Given] {
         &self.given
-    }
-
-    /// Returns true if a level was given for the chosen method.
-    pub fn has_level(&self) -> bool {
-        self.level.is_some()
-    }
-
-    /// Returns the flag that sets option `name`, if their names differ.
-    fn other_flag(&self, name: &str) -> Option<&'static str> {
-        if self.has(name) {
-            return option(name).ok()?.alias;
-        }
-        (self.has_level() && name != LEVEL).then_some(LEVEL)
-    }
-
-    /// Refuses the switches `names` if they are on: they would have no effect, or never end.
-    pub fn refuse(&self, names: &[&str], needs: &'static str) -> Result<(), OptionError> {
-        match self
-            .given
-            .iter()
-            .find(|(name, value)| value == "on" && names.contains(&name.as_str()))
-        {
-            None => Ok(()),
-            Some((name, value)) => Err(OptionError::Conflict {
-                option: format!("{name}={value}"),
-                needs,
-            }),
-        }
     }
 
     /// Refuses options without effect. For commands without a monitor; a monitor can set the related option later.
     pub fn refuse_idle(&self) -> Result<(), OptionError> {
-        self.given
-            .iter()
-            .try_for_each(|(name, _)| self.refuse_if_idle(name))
+        let mut given = self.given.iter();
+        given.try_for_each(|given| self.refuse_if_idle(given.option.name))
     }
 
     /// Refuses option `name` if it has no effect.
     pub fn refuse_if_idle(&self, name: &str) -> Result<(), OptionError> {
-        let idle = self.idle()?;
-        match idle.into_iter().find(|(idle, ..)| *idle == name) {
+        let options = self.options()?;
+        let given = self.given.iter().find(|given| given.option.name == name);
+        match given.and_then(|given| Some((given, given.option.lacks(&options)?))) {
             None => Ok(()),
-            Some((name, value, needs)) => Err(OptionError::Conflict {
-                option: format!("{name}={value}"),
+            Some((given, needs)) => Err(OptionError::Conflict {
+                option: format!("{name}={}", given.text),
                 needs,
             }),
         }
@@ -152,83 +149,80 @@ impl MigrationArgs {
 
     /// Returns the options without those that have no effect.
     pub fn without_idle(&self) -> Result<Self, OptionError> {
-        let idle = self.idle()?;
-        let mut rest = self.clone();
-        rest.given
-            .retain(|(name, _)| idle.iter().all(|(one, ..)| one != name));
+        let options = self.options()?;
+        let mut rest = Self::default();
+        let effective = |given: &&Given| given.option.lacks(&options).is_none();
+        for given in self.given.iter().filter(effective) {
+            rest.set(given.clone());
+        }
         Ok(rest)
     }
 
-    /// Returns the given options without effect, with the setting that each needs.
-    fn idle(&self) -> Result<Vec<(&str, &str, &'static str)>, OptionError> {
-        let options = self.options()?;
-        let mut idle = Vec::new();
-        for (name, value) in &self.given {
-            if let Some(needs) = option(name)?.lacks(&options) {
-                idle.push((name.as_str(), value.as_str(), needs));
-            }
-        }
-        Ok(idle)
+    /// Returns the options, each in its range; they may not go together yet.
+    pub fn values(&self) -> &Options {
+        &self.options
     }
 
-    /// Checks every value against its range, and returns the options.
+    /// Checks that the options go together, and returns them.
     pub fn options(&self) -> Result<Options, OptionError> {
-        let mut options = Options::default();
-        // The level is set last, since it belongs to the chosen method.
-        for (name, value) in &self.given {
-            options.set(name, value)?;
-        }
-        if let Some(level) = &self.level
-            && options.compress
-        {
-            options.set("compress-level", level)?;
-        } else if let Some(level) = &self.level {
-            let method = options.multifd_compression;
-            if method.levels.is_none() {
-                return Err(OptionError::Value {
-                    name: "level",
-                    expected: format!(
-                        "a method with levels, such as zstd ('{}' has none)",
-                        method.name
-                    ),
-                    got: level.clone(),
-                });
-            }
-            options.set(&format!("multifd-{}-level", method.name), level)?;
-        }
-        options.check()?;
-        Ok(options)
+        self.options.check()?;
+        Ok(self.options.clone())
+    }
+
+    /// Returns the downtime limit, if it was given.
+    pub fn downtime_limit(&self) -> Option<Duration> {
+        let is_given = self.has("downtime-limit");
+        is_given.then_some(self.options.switchover.downtime_limit)
     }
 
     /// Returns the flags as typed, for a child process.
     pub fn to_flags(&self) -> Vec<String> {
-        let flag = |name: &str, value: &str| format!("--{name}={value}");
-        self.given
-            .iter()
-            .map(|(name, value)| flag(name, value))
-            .chain(self.level.iter().map(|level| flag("level", level)))
-            .collect()
+        let flag = |given: &Given| format!("--{}={}", given.option.name, given.text);
+        self.given.iter().map(flag).collect()
     }
 
     /// Returns a copy with `name` set to `value`.
-    pub fn with(&self, name: &str, value: &str) -> Self {
+    pub fn with(&self, name: &str, value: &str) -> Result<Self, OptionError> {
         let mut changed = self.clone();
-        changed.given.retain(|(given, _)| given != name);
-        changed.given.push((name.to_owned(), value.to_owned()));
-        changed
+        changed.set(Given::parse(name, value)?);
+        Ok(changed)
+    }
+
+    /// Sets an option.
+    pub fn set(&mut self, given: Given) {
+        self.given
+            .retain(|one| one.option.name != given.option.name);
+        self.options.store(given.option, given.value.clone());
+        self.given.push(given);
+    }
+
+    /// Sets the level of the method of `stream`.
+    fn set_level(&mut self, level: &str, stream: &StreamOptions) -> Result<(), OptionError> {
+        let Some((name, _)) = stream.level_option() else {
+            return Err(OptionError::Value {
+                name: LEVEL,
+                expected: format!(
+                    "a method with levels, such as zstd ('{}' has none)",
+                    stream.method_name()
+                ),
+                got: level.to_owned(),
+            });
+        };
+        self.set(Given::parse(name, level)?);
+        Ok(())
     }
 }
 
 fn help(option: &OptionInfo, role: Role) -> String {
     let default = match option.role_default(role) {
-        Some(row) => row.words,
-        None => option.default,
+        Some(row) => row.words.to_owned(),
+        None => option.default(),
     };
     let unit = match option.unit {
         "" => String::new(),
         unit => format!(", in {unit}"),
     };
-    let default = match default {
+    let default = match default.as_str() {
         "" => String::new(),
         default => format!("; default: {default}"),
     };
@@ -267,38 +261,36 @@ fn options_of(role: Role) -> Vec<&'static OptionInfo> {
         .iter()
         .filter(|option| option.refusal(role).is_none());
     let mut options: Vec<_> = taken.collect();
-    options.sort_by_key(|option| option.group.rank());
+    options.sort_by_key(|option| option.group);
     options
 }
 
 /// Returns a refused value as a clap error, with both names of its flag if it has two.
-fn refused(given: &MigrationArgs, error: &OptionError) -> clap::Error {
-    let text = match error {
-        OptionError::Value {
-            name,
-            expected,
-            got,
-        } => given
-            .other_flag(name)
-            .map(|flag| format!("--{flag} (parameter '{name}') expects {expected}, got '{got}'")),
-        _ => None,
+fn refused(error: &OptionError, flag: Option<&str>) -> clap::Error {
+    let text = match (error, flag) {
+        (
+            OptionError::Value {
+                name,
+                expected,
+                got,
+            },
+            Some(flag),
+        ) if *name != flag => {
+            format!("--{flag} (parameter '{name}') expects {expected}, got '{got}'")
+        }
+        _ => error.to_string(),
     };
-    let text = text.unwrap_or_else(|| error.to_string());
     clap::Error::raw(clap::error::ErrorKind::ValueValidation, text)
 }
 
-/// Limits of a source, for commands whose other options the source or its file determines.
+/// Limits of a source and TLS, for commands whose other options the source or its file determines.
 #[derive(Debug, Clone)]
 pub struct LimitArgs<R> {
-    options: Options,
+    /// The limits.
+    pub limits: Limits,
+    /// Encryption.
+    pub tls: TlsOptions,
     role: PhantomData<R>,
-}
-
-impl<R> LimitArgs<R> {
-    /// Returns the options; all others have their defaults.
-    pub fn options(&self) -> Options {
-        self.options.clone()
-    }
 }
 
 impl<R: HasRole> Args for LimitArgs<R> {
@@ -313,11 +305,10 @@ impl<R: HasRole> Args for LimitArgs<R> {
 
 impl<R: HasRole> FromArgMatches for LimitArgs<R> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let limits = RoleArgs::<R>::from_arg_matches(matches)?;
-        let options = limits.options();
-        let options = options.map_err(|error| refused(&limits, &error))?;
+        let Options { limits, tls, .. } = RoleArgs::<R>::from_arg_matches(matches)?.given.options;
         Ok(Self {
-            options,
+            limits,
+            tls,
             role: PhantomData,
         })
     }
@@ -356,39 +347,46 @@ impl<R: HasRole> Args for RoleArgs<R> {
 
 impl<R: HasRole> FromArgMatches for RoleArgs<R> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let value = |name: &str| matches.get_one::<String>(name).cloned();
+        let value = |name: &str| matches.get_one::<String>(name);
+        let mut given = MigrationArgs::default();
         // In the table's order: some options also set others.
-        let taken = OPTIONS
-            .iter()
-            .filter(|option| option.refusal(R::ROLE).is_none());
-        let given = MigrationArgs {
-            given: taken
-                .filter_map(|option| Some((option.name.to_owned(), value(option.name)?)))
-                .collect(),
-            level: match R::ROLE.only_receives() {
-                true => None,
-                false => value(LEVEL),
-            },
-        };
-        for (name, value) in &given.given {
-            let info = option(name).map_err(|error| refused(&given, &error))?;
-            if let Some(instead) = info.value_refusal(R::ROLE, value) {
+        for option in OPTIONS {
+            let Some(text) = option
+                .refusal(R::ROLE)
+                .map_or_else(|| value(option.name), |_| None)
+            else {
+                continue;
+            };
+            if let Some(instead) = option.value_refusal(R::ROLE, text) {
                 return Err(clap::Error::raw(
                     clap::error::ErrorKind::ValueValidation,
-                    format!("this command does not accept {name}={value}: {instead}"),
+                    format!(
+                        "this command does not accept {}={text}: {instead}",
+                        option.name
+                    ),
                 ));
             }
+            let parsed = Given::parse(option.name, text);
+            given.set(parsed.map_err(|error| refused(&error, option.alias))?);
+        }
+        let mut args = Self {
+            given,
+            role: PhantomData,
+        };
+        if !R::ROLE.only_receives()
+            && let Some(level) = value(LEVEL)
+        {
+            let all = args.complete();
+            let set = all.and_then(|all| args.given.set_level(level, &all.options.stream));
+            set.map_err(|error| refused(&error, Some(LEVEL)))?;
         }
         let checked = match R::ROLE {
             // At a monitor, the option that this one needs may follow.
-            Role::Guest => given.options().map(|_| ()),
-            _ => given.refuse_idle(),
+            Role::Guest => args.options().map(|_| ()),
+            _ => args.refuse_idle(),
         };
-        checked.map_err(|error| refused(&given, &error))?;
-        Ok(Self {
-            given,
-            role: PhantomData,
-        })
+        checked.map_err(|error| refused(&error, None))?;
+        Ok(args)
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -404,7 +402,9 @@ mod tests {
     fn parse_as<R: HasRole>(flags: &[&str]) -> Result<MigrationArgs, clap::Error> {
         let command = RoleArgs::<R>::augment_args(Command::new("t"));
         let matches = command.try_get_matches_from(std::iter::once(&"t").chain(flags))?;
-        RoleArgs::<R>::from_arg_matches(&matches).map(|args| args.complete())
+        Ok(RoleArgs::<R>::from_arg_matches(&matches)?
+            .complete()
+            .unwrap())
     }
 
     fn parse(flags: &[&str]) -> Result<MigrationArgs, clap::Error> {
@@ -441,7 +441,7 @@ mod tests {
             if is_taken {
                 assert!(long.contains(&option.values_for(R::ROLE)), "{name}");
             } else {
-                let refused = parse_as::<R>(&[&name, option.default]);
+                let refused = parse_as::<R>(&[&name, &option.default()]);
                 assert_eq!(
                     refused.unwrap_err().kind(),
                     clap::error::ErrorKind::UnknownArgument,
@@ -518,21 +518,21 @@ mod tests {
         assert_eq!(
             parse_as::<role::Pair>(&[])
                 .unwrap()
-                .options()
-                .unwrap()
+                .values()
+                .stream
                 .max_bandwidth,
             0
         );
         assert_eq!(
             parse_as::<role::Relay>(&["--max-bandwidth=5M"])
                 .unwrap()
-                .options()
-                .unwrap()
+                .values()
+                .stream
                 .max_bandwidth,
             5 << 20
         );
         assert_eq!(
-            parse(&[]).unwrap().options().unwrap().max_bandwidth,
+            parse(&[]).unwrap().options().unwrap().stream.max_bandwidth,
             128 << 20
         );
         let [_, help] = helps::<role::Guest>();
@@ -545,7 +545,7 @@ mod tests {
             .iter()
             .filter(|one| one.refusal(Role::Guest).is_none())
         {
-            parse(&[&format!("--{}={}", option.name, option.default)]).unwrap();
+            parse(&[&format!("--{}={}", option.name, option.default())]).unwrap();
         }
     }
 
@@ -592,7 +592,7 @@ mod tests {
                 .try_get_matches_from([&["t"], words].concat());
             RoleArgs::<role::Restore>::from_arg_matches(&matches.unwrap()).unwrap()
         };
-        let insecure = |words: &[&str]| parsed(words).complete().options().unwrap().insecure;
+        let insecure = |words: &[&str]| parsed(words).values().tls.insecure;
         assert!(insecure(&["--insecure", "vm.save"]));
         assert!(insecure(&["--insecure=on", "vm.save"]));
         assert!(!insecure(&["--insecure=off", "vm.save"]));
@@ -630,10 +630,10 @@ mod tests {
         let parse = |flags: &[&str]| {
             let command = LimitArgs::<role::Restore>::augment_args(Command::new("t"));
             let matches = command.try_get_matches_from(std::iter::once(&"t").chain(flags))?;
-            LimitArgs::<role::Restore>::from_arg_matches(&matches).map(|limits| limits.options())
+            LimitArgs::<role::Restore>::from_arg_matches(&matches).map(|args| args.limits)
         };
-        let options = parse(&["--max-channels=255", "--memory-limit", "1G"]).unwrap();
-        assert_eq!((options.max_channels, options.memory_limit), (255, 1 << 30));
+        let limits = parse(&["--max-channels=255", "--memory-limit", "1G"]).unwrap();
+        assert_eq!((limits.max_channels, limits.memory_limit), (255, 1 << 30));
         let error = parse(&["--max-channels=0"]).unwrap_err().to_string();
         assert!(error.contains("between 1 and 255"), "{error}");
     }
@@ -649,27 +649,16 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_without_its_other_half_is_refused_by_name_where_it_is_on() {
-        let args = parse(&["--pause-before-switchover=on", "--xbzrle=off"]).unwrap();
-        args.refuse(&["xbzrle", "events"], "a monitor").unwrap();
-        let error = args.refuse(&["xbzrle", "pause-before-switchover"], "a monitor");
-        assert_eq!(
-            error.unwrap_err().to_string(),
-            "pause-before-switchover=on needs a monitor"
-        );
-    }
-
-    #[test]
     fn a_level_is_that_of_the_chosen_method_and_flags_survive_the_way_to_a_child() {
         let args = parse(&["--method", "zstd", "--level", "7", "--channels=3"]).unwrap();
         let flags = args.to_flags();
         let again = parse(&flags.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
         let options = again.options().unwrap();
         assert_eq!(
-            (options.multifd_zstd_level, options.multifd_channels),
+            (options.stream.levels.zstd, options.stream.multifd_channels),
             (7, 3)
         );
         let options = parse(&["--level=9", "--compress=on"]).unwrap().options();
-        assert_eq!(options.unwrap().level(), Some(9));
+        assert_eq!(options.unwrap().stream.level(), Some(9));
     }
 }

@@ -64,13 +64,13 @@ impl Place {
 
     /// Returns the TLS flags of a migration with the options `given`.
     pub fn flags(&self, given: &MigrationArgs) -> Vec<String> {
-        let is_of_tls = |(name, _): &&(String, String)| name == "tls-creds";
-        match given.given().iter().find(is_of_tls) {
-            // The migration has its own certificates.
-            Some((_, creds)) if !creds.is_empty() => return Vec::new(),
-            // TLS is off for this migration, whatever the others use; addresses may belong to namespaces.
-            Some(_) => return vec!["--insecure=on".to_owned()],
-            None => {}
+        if given.has("tls-creds") {
+            return match given.values().tls.creds.is_empty() {
+                // The migration has its own certificates.
+                false => Vec::new(),
+                // TLS is off for this migration, whatever the others use; addresses may belong to namespaces.
+                true => vec!["--insecure=on".to_owned()],
+            };
         }
         let flag = |(name, value): &(String, String)| format!("--{name}={value}");
         let flags: Vec<_> = self.security.iter().map(flag).collect();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use hotlift::options::{OptionError, option};
+use hotlift::options::{Limits, OptionError, TlsOptions, option};
 use hotlift::tls::{self, Tls};
 use hotlift::{Address, Options};
 use hotlift_terminal::output::complain;
@@ -15,8 +15,8 @@ use crate::error::SharedError;
 ///
 /// # Errors
 /// TLS cannot be set up, or the address is open to other hosts and TLS is not configured.
-pub fn tls(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, SharedError> {
-    let tls = tls::of_options(options, address)?;
+pub fn tls(options: &TlsOptions, address: &Address) -> Result<Option<Arc<Tls>>, SharedError> {
+    let tls = tls::of_options(options, &Limits::default(), address)?;
     if let Some(tls) = &tls {
         warn(tls);
     }
@@ -76,7 +76,7 @@ impl QemuTlsArgs {
     /// As [`tls()`], or a flag that belongs to the other end of the connection.
     pub fn tls(
         &self,
-        options: &Options,
+        options: &TlsOptions,
         address: &Address,
         connects: bool,
     ) -> Result<Option<Arc<Tls>>, SharedError> {
@@ -161,6 +161,6 @@ impl SecurityArgs {
         for (name, value) in self.given() {
             options.set(name, value)?;
         }
-        tls(&options, address)
+        tls(&options.tls, address)
     }
 }

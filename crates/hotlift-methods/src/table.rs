@@ -55,13 +55,6 @@ pub struct MethodInfo {
     pub summary: &'static str,
 }
 
-/// The method without compression.
-impl Default for &'static MethodInfo {
-    fn default() -> Self {
-        &METHODS[0]
-    }
-}
-
 impl MethodInfo {
     /// Returns true if this is [`AUTO`].
     #[must_use]

@@ -392,7 +392,7 @@ impl GuestMonitor {
     /// Enables postcopy: from the next switchover the guest runs at the destination, even if pages are missing.
     fn start_postcopy(&self) -> Result<Value, Refusal> {
         let state = self.0.lock();
-        if !self.0.settings.for_migration().postcopy_ram {
+        if !self.0.settings.for_migration().postcopy.ram {
             return Err(Refusal::generic(
                 "Enable postcopy with migrate_set_capability before the start of migration",
             ));

@@ -29,7 +29,7 @@ pub struct Compression {
 impl Compression {
     /// Returns the value for a migration with `options`; `None` without the capability.
     pub fn of(options: &Options) -> Option<Self> {
-        options.compress.then_some(Self {
+        options.stream.compress.then_some(Self {
             waits: options.compress_wait_thread,
         })
     }

@@ -24,7 +24,7 @@ pub struct Settings(Mutex<Options>);
 impl Settings {
     /// Takes the options of the command line; a capability that is not named there is off, as in QEMU.
     pub fn new(mut options: Options) -> Self {
-        options.multifd.get_or_insert(false);
+        options.stream.multifd.get_or_insert(false);
         Self::as_given(options)
     }
 
@@ -40,9 +40,9 @@ impl Settings {
     /// Returns the options for a migration. QEMU ignores parameters of multifd while that is off.
     pub fn for_migration(&self) -> Options {
         let mut options = self.lock().clone();
-        if !options.multifd() {
-            options.multifd_compression = &METHODS[0];
-            options.zero_page_devices = false;
+        if !options.stream.multifd() {
+            options.stream.multifd_compression = &METHODS[0];
+            options.zero_pages.devices = false;
         }
         options
     }
@@ -86,13 +86,13 @@ impl Settings {
         if is_running {
             return Err(Refusal::generic(IN_PROGRESS));
         }
-        if changed.multifd() && changed.xbzrle {
+        if changed.stream.multifd() && changed.stream.xbzrle {
             return Err(Refusal::generic("Multifd is not compatible with xbzrle"));
         }
-        if changed.multifd() && changed.compress {
+        if changed.stream.multifd() && changed.stream.compress {
             return Err(Refusal::generic("Multifd is not compatible with compress"));
         }
-        if changed.postcopy_preempt && !changed.postcopy_ram {
+        if changed.postcopy.preempt && !changed.postcopy.ram {
             return Err(Refusal::generic("Postcopy preempt requires postcopy-ram"));
         }
         check_zero_copy(&changed)?;
@@ -141,8 +141,8 @@ impl Settings {
 }
 
 fn check_zero_copy(options: &Options) -> Result<(), Refusal> {
-    let fits = options.multifd() && options.multifd_compression.flag == 0;
-    if options.zero_copy_send && !fits {
+    let fits = options.stream.multifd() && options.stream.multifd_compression.flag == 0;
+    if options.stream.zero_copy_send && !fits {
         return Err(Refusal::generic(
             "Zero copy only available for non-compressed non-TLS multifd migration",
         ));

@@ -2,9 +2,8 @@
 
 use std::path::Path;
 
-use hotlift::Options;
 use hotlift::lazy::Preempt;
-use hotlift::options::ZeroPageDetection;
+use hotlift::options::{Limits, StreamOptions, ZeroPageDetection};
 use hotlift::relay::RelaySettings;
 use hotlift_qmp::Version;
 
@@ -85,7 +84,7 @@ fn preempt_of(
 pub fn relay_settings(
     destination: &mut Destination,
     channels: u8,
-    limits: Options,
+    limits: Limits,
 ) -> Result<RelaySettings, QemuError> {
     let uuid = destination.uuid()?;
     let flushes = match channels {
@@ -97,12 +96,13 @@ pub fn relay_settings(
     };
     let qemu = destination.qemu().version();
     Ok(RelaySettings {
-        outgoing: Options {
+        outgoing: StreamOptions {
             multifd: Some(channels > 0),
             multifd_channels: channels.max(1),
             max_bandwidth: 0,
-            ..limits
+            ..StreamOptions::default()
         },
+        limits,
         // Only QEMU 9.0 and later reads lists of zero pages in packets.
         zero_pages: Some(if (qemu.major, qemu.minor) >= (9, 0) && channels > 0 {
             ZeroPageDetection::Multifd

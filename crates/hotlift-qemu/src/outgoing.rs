@@ -100,8 +100,8 @@ impl std::fmt::Display for DowntimeLimit {
 /// Origin of the downtime limit, and its use.
 #[derive(Debug, Clone, Copy)]
 pub struct LimitArgs {
-    /// QEMU gets the limit of the command's options; otherwise it keeps its own.
-    pub is_own: bool,
+    /// The limit that QEMU gets; `None`: it keeps its own.
+    pub own: Option<Duration>,
     /// The limit begins low, and rises to it as far as needed.
     pub ramps: bool,
 }
@@ -120,9 +120,8 @@ pub fn change_settings(
     let (capabilities, mut parameters) = settings::for_relay(purpose, channels);
     // The limit applies to the wire, after compression. The relay enforces it, and its socket slows QEMU down.
     parameters.insert("max-bandwidth".to_owned(), 0.into());
-    if limit.is_own {
-        let limit = settings.outgoing.downtime_limit.as_millis();
-        let limit = u64::try_from(limit).unwrap_or(u64::MAX);
+    if let Some(limit) = limit.own {
+        let limit = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
         parameters.insert(DOWNTIME_LIMIT.to_owned(), limit.into());
     }
     let most = parameters.get(DOWNTIME_LIMIT).and_then(Value::as_u64);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use fastrand::Rng;
-use hotlift::Options;
+use hotlift::options::Limits;
 use serde::{Deserialize, Serialize};
 
 use crate::namespace::{End, Message};
@@ -441,7 +441,7 @@ impl Kind {
             | Self::PowerLoss {
                 secs: Some(secs), ..
             } => Duration::from_secs(*secs),
-            Self::PowerLoss { secs: None, .. } => Options::default().silence_timeout,
+            Self::PowerLoss { secs: None, .. } => Limits::default().silence_timeout,
             _ => Duration::ZERO,
         }
     }

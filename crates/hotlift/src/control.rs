@@ -19,7 +19,7 @@ use crate::life::Life;
 pub use crate::life::bell::Bell;
 use crate::life::threads::spawn;
 use crate::lock::lock;
-use crate::options::Options;
+use crate::options::{Options, StreamOptions};
 pub use crate::pacing::SharedRate;
 use crate::pacing::{Pace, Pacer};
 use crate::progress::Stall;
@@ -381,7 +381,7 @@ impl Control {
     }
 
     /// Returns the state that the multifd channels of a sender share.
-    pub(crate) fn sending(&self, options: &Options, pacer: &Arc<Pacer>) -> Sending {
+    pub(crate) fn sending(&self, options: &StreamOptions, pacer: &Arc<Pacer>) -> Sending {
         Sending {
             auto: self.0.steering.make_auto(options),
             pacer: Arc::clone(pacer),
@@ -456,16 +456,22 @@ mod tests {
     fn a_change_of_bandwidth_reaches_a_packet_that_waits_at_the_old_one() {
         let control = Control::new();
         let slow = Options {
-            max_bandwidth: 1,
+            stream: StreamOptions {
+                max_bandwidth: 1,
+                ..StreamOptions::default()
+            },
             ..Options::default()
         };
-        let pacer = control.steering().pacer(&slow);
+        let pacer = control.steering().pacer(&slow.stream);
         // Takes days at this rate.
         pacer.wait(1 << 20, control.life());
         thread::scope(|scope| {
             let waits = scope.spawn(|| pacer.wait(1, control.life()));
             control.change(&Options {
-                max_bandwidth: 1 << 30,
+                stream: StreamOptions {
+                    max_bandwidth: 1 << 30,
+                    ..slow.stream
+                },
                 ..slow
             });
             waits.join().unwrap();

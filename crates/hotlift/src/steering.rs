@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::auto::Auto;
 use crate::cpu_limit::CpuBudget;
 use crate::lock::lock;
-use crate::options::Options;
+use crate::options::{Options, PostcopyOptions, StreamOptions};
 use crate::pacing::{Pacer, Phase, SharedRate};
 
 /// Parts of one side of a migration that follow [`Steering::change`].
@@ -33,22 +33,30 @@ struct Live {
     auto: Option<Arc<Auto>>,
 }
 
+impl Live {
+    /// Returns the latest of a stream's options, which began with `options`.
+    fn stream<'a>(&'a self, options: &'a StreamOptions) -> &'a StreamOptions {
+        let changed = self.changed.as_ref();
+        changed.map_or(options, |changed| &changed.stream)
+    }
+}
+
 impl Steering {
     /// Applies the options that may change while a migration runs (`live` in the table of options). Ignores the others.
     pub(crate) fn change(&self, options: &Options) {
         let mut live = lock(&self.live);
         live.changed = Some(options.clone());
         if let Some(pacer) = &live.pacer {
-            pacer.set_rate(options.max_bandwidth);
+            pacer.set_rate(options.stream.max_bandwidth);
         }
         if let Some(pacer) = &live.postcopy_pacer {
-            pacer.set_rate(options.max_postcopy_bandwidth);
+            pacer.set_rate(options.postcopy.max_bandwidth);
         }
         if let Some(cpu) = &live.cpu {
-            cpu.set_limit(options.cpu_limit.into());
+            cpu.set_limit(options.stream.cpu_limit.into());
         }
         if let Some(auto) = &live.auto {
-            auto.set_goal(options.goal);
+            auto.set_goal(options.stream.goal);
         }
     }
 
@@ -72,9 +80,9 @@ impl Steering {
     }
 
     /// Creates the budget of all of the migration's channels.
-    pub(crate) fn pacer(&self, options: &Options) -> Arc<Pacer> {
+    pub(crate) fn pacer(&self, options: &StreamOptions) -> Arc<Pacer> {
         let mut live = lock(&self.live);
-        let rate = live.changed.as_ref().unwrap_or(options).max_bandwidth;
+        let rate = live.stream(options).max_bandwidth;
         let shared = live.shared.clone();
         let pacer = Pacer::new(rate).under(shared).in_phase(&self.phase);
         let pacer = Arc::new(pacer);
@@ -83,19 +91,20 @@ impl Steering {
     }
 
     /// Creates the budget of the background pages of a postcopy.
-    pub(crate) fn postcopy_pacer(&self, options: &Options) -> Arc<Pacer> {
+    pub(crate) fn postcopy_pacer(&self, options: &PostcopyOptions) -> Arc<Pacer> {
         let mut live = lock(&self.live);
-        let latest = live.changed.as_ref().unwrap_or(options);
-        let pacer = Pacer::new(latest.max_postcopy_bandwidth).in_phase(&self.phase);
+        let changed = live.changed.as_ref();
+        let latest = changed.map_or(options, |changed| &changed.postcopy);
+        let pacer = Pacer::new(latest.max_bandwidth).in_phase(&self.phase);
         let pacer = Arc::new(pacer);
         live.postcopy_pacer = Some(Arc::clone(&pacer));
         pacer
     }
 
     /// Returns the budget of CPU time of this side's channel threads.
-    pub(crate) fn cpu_budget(&self, options: &Options) -> Arc<CpuBudget> {
+    pub(crate) fn cpu_budget(&self, options: &StreamOptions) -> Arc<CpuBudget> {
         let mut live = lock(&self.live);
-        let limit = live.changed.as_ref().unwrap_or(options).cpu_limit;
+        let limit = live.stream(options).cpu_limit;
         let budget = live
             .cpu
             .get_or_insert_with(|| Arc::new(CpuBudget::new(limit.into())));
@@ -109,9 +118,9 @@ impl Steering {
     }
 
     /// Creates the chooser of each packet's method, where the options ask for it.
-    pub(crate) fn make_auto(&self, options: &Options) -> Option<Arc<Auto>> {
+    pub(crate) fn make_auto(&self, options: &StreamOptions) -> Option<Arc<Auto>> {
         let mut live = lock(&self.live);
-        let goal = live.changed.as_ref().unwrap_or(options).goal;
+        let goal = live.stream(options).goal;
         live.auto = Auto::of(options, goal).map(Arc::new);
         live.auto.clone()
     }

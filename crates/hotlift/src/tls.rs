@@ -10,7 +10,7 @@ pub use hotlift_tls::{
 };
 use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
 
-use crate::options::Options;
+use crate::options::{Limits, TlsOptions};
 
 /// Failure to set up TLS.
 #[derive(Debug, thiserror::Error)]
@@ -41,8 +41,12 @@ pub enum TlsSetupError {
 ///
 /// # Errors
 /// [`TlsSetupError`]: the option that cannot be used, or that there are no certificates.
-pub fn of_options(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, TlsSetupError> {
-    let folder = match options.tls_creds.as_str() {
+pub fn of_options(
+    options: &TlsOptions,
+    limits: &Limits,
+    address: &Address,
+) -> Result<Option<Arc<Tls>>, TlsSetupError> {
+    let folder = match options.creds.as_str() {
         "" if address.is_on_this_host() || options.insecure => return Ok(None),
         "" => find_folder().map_err(|source| TlsSetupError::Insecure {
             address: address.clone(),
@@ -50,7 +54,7 @@ pub fn of_options(options: &Options, address: &Address) -> Result<Option<Arc<Tls
         })?,
         given => given.into(),
     };
-    of_folder(&folder, Profile::Hotlift, options).map(Some)
+    of_folder(&folder, Profile::Hotlift, options, limits).map(Some)
 }
 
 /// Returns TLS with the certificates of `folder`, and `tls-hostname` and `tls-authz` of the options.
@@ -60,20 +64,21 @@ pub fn of_options(options: &Options, address: &Address) -> Result<Option<Arc<Tls
 pub fn of_folder(
     folder: &Path,
     profile: Profile,
-    options: &Options,
+    options: &TlsOptions,
+    limits: &Limits,
 ) -> Result<Arc<Tls>, TlsSetupError> {
     let credentials = Credentials::open(folder)?;
     let text = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
-    let authz = match text(&options.tls_authz) {
+    let authz = match text(&options.authz) {
         Some(patterns) => Some(Arc::new(Authz::new(patterns.split_whitespace())?)),
         None => None,
     };
     let usual = Settings::new(profile);
     let settings = Settings {
-        hostname: text(&options.tls_hostname),
+        hostname: text(&options.hostname),
         authz,
-        handshake_timeout: usual.handshake_timeout.min(options.handshake_timeout),
-        records_per_key: options.tls_records_per_key,
+        handshake_timeout: usual.handshake_timeout.min(limits.handshake_timeout),
+        records_per_key: options.records_per_key,
         ..usual
     };
     Ok(Arc::new(Tls::new(Arc::new(credentials), settings)))
@@ -105,11 +110,11 @@ mod tests {
     #[test]
     fn nothing_goes_to_other_hosts_in_the_clear_unless_that_is_wanted() {
         let of = |address: &str, insecure| {
-            let options = Options {
+            let options = TlsOptions {
                 insecure,
-                ..Options::default()
+                ..TlsOptions::default()
             };
-            of_options(&options, &address.parse().unwrap())
+            of_options(&options, &Limits::default(), &address.parse().unwrap())
         };
         for address in ["tcp::1", "tcp:0.0.0.0:1", "tcp:[::]:1", "tcp:192.0.2.1:1"] {
             // This machine may have certificates, or not.

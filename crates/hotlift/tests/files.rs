@@ -6,8 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use hotlift::file::{FileError, FileFormat, describe};
+use hotlift::options::StreamOptions;
 use hotlift::relay::{Hooks, Incoming, LeftOut, Outgoing, RelayReport, RelaySettings, relay};
-use hotlift::{Control, MigrationError, Options};
+use hotlift::{Control, MigrationError};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{
     Command, Configuration, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedEvent, MappedLayout,
@@ -156,12 +157,12 @@ fn read_block(bytes: &[u8], place: &MappedBlock) -> (String, Vec<Option<u8>>) {
 
 fn settings(method: &str, channels: u8) -> RelaySettings {
     RelaySettings {
-        outgoing: Options {
+        outgoing: StreamOptions {
             multifd: Some(channels > 0),
             multifd_channels: channels.max(1),
             multifd_compression: hotlift_methods::method(method).expect("a method"),
             max_bandwidth: 0,
-            ..Options::default()
+            ..StreamOptions::default()
         },
         ..RelaySettings::default()
     }

@@ -8,6 +8,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
 use hotlift::file::FileFormat;
+use hotlift::options::StreamOptions;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelaySettings, relay};
 use hotlift::transport::Address;
 use hotlift::{Control, Options};
@@ -41,10 +42,16 @@ fn relayed(
     options: &[(&str, &str)],
 ) -> (Result<(), String>, u64) {
     let connections = connections();
-    let mut settings = RelaySettings::default();
+    let mut all = Options::default();
+    all.stream.max_bandwidth = 0;
     for (name, value) in options {
-        settings.outgoing.set(name, value).unwrap();
+        all.set(name, value).unwrap();
     }
+    let settings = RelaySettings {
+        outgoing: all.stream,
+        limits: all.limits,
+        ..RelaySettings::default()
+    };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("vm");
     let _ = peak();
@@ -142,7 +149,7 @@ fn zstd_channels(count: u8, window_log: u8) -> Vec<Vec<u8>> {
 
 /// Returns the memory limit of a relay with these options, its own included.
 fn stated(channels: u64, memory_limit: u64) -> u64 {
-    let workers = u64::from(Options::default().channels());
+    let workers = u64::from(StreamOptions::default().channels());
     ITS_OWN + memory_limit + channels * MIB + (channels + workers) * OF_A_CHANNEL
 }
 

@@ -8,6 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use hotlift::guest::{DeviceState, Guest, GuestError};
+use hotlift::options::{Limits, StreamOptions};
 use hotlift::receive;
 use hotlift::transport::Address;
 use hotlift::{Control, MigrationError, Options};
@@ -125,10 +126,16 @@ fn compressed(bytes: &[u8]) -> Vec<u8> {
 /// Returns options of destinations with no decompression threads, with one, and with many.
 fn destinations() -> [Options; 3] {
     [None, Some(1), Some(8)].map(|threads| Options {
-        multifd: Some(false),
-        compress: threads.is_some(),
+        stream: StreamOptions {
+            multifd: Some(false),
+            compress: threads.is_some(),
+            ..StreamOptions::default()
+        },
+        limits: Limits {
+            handshake_timeout: Duration::from_secs(10),
+            ..Limits::default()
+        },
         decompress_threads: threads.unwrap_or(2),
-        handshake_timeout: Duration::from_secs(10),
         ..Options::default()
     })
 }

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use hotlift::Options;
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
 use hotlift_command::events::Moment;
+use hotlift_command::migration_args::Given;
 use hotlift_command::pair::Place;
 use hotlift_host::accel::serves;
 use hotlift_qemu::QemuError;
@@ -142,9 +143,9 @@ impl Program {
     fn options(&self, cell: &Cell) -> Result<Options, Stop> {
         let options = cell.migration.options().map_err(BenchError::from)?;
         settings::refuse_what_is_ours(cell)?;
-        let is_off = |(name, value): &(String, String)| name == "accelerator" && value == "off";
+        let is_off = |given: &Given| given.option.name == "accelerator" && given.text == "off";
         if cell.migration.given().iter().any(is_off)
-            && serves(options.multifd_compression.name).map_err(BenchError::from)?
+            && serves(options.stream.multifd_compression.name).map_err(BenchError::from)?
         {
             return Err(Stop::Lacks(
                 "cannot be asked to leave its device".to_owned(),
@@ -262,7 +263,10 @@ impl Program {
         };
         let sent = relays.map(Relays::sent_bytes).transpose()?;
         let mut report = source_report(&info, total, sent);
-        if options.multifd() && options.method_name() != "none" && !self.counts_packed_bytes() {
+        if options.stream.multifd()
+            && options.stream.method_name() != "none"
+            && !self.counts_packed_bytes()
+        {
             // Zero instead of wrong figures.
             (
                 report.transferred_bytes,

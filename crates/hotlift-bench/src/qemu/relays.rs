@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
-use hotlift::options::{OptionError, Role, option};
+use hotlift::options::Role;
 use hotlift_command::migration_args::MigrationArgs;
 use hotlift_command::pair::Place;
 use hotlift_mem::{end_of_process, wait_readable};
@@ -30,13 +30,14 @@ const LISTENS: &str = "listening on ";
 /// Returns `cell` for two QEMUs with relays between them: without compression and TLS.
 pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
     let options = cell.migration.options().map_err(BenchError::from)?;
-    if !options.multifd() {
+    if !options.stream.multifd() {
         return Err(Stop::Lacks("a relay sends by multifd".to_owned()));
     }
     let plain = cell.migration.with("multifd-compression", "none");
-    let plain = plain.with(certificates::OPTION, "");
+    let plain = plain.and_then(|plain| plain.with(certificates::OPTION, ""));
+    let plain = plain.and_then(|plain| plain.without_idle());
     Ok(Cell {
-        migration: plain.without_idle().map_err(BenchError::from)?,
+        migration: plain.map_err(BenchError::from)?,
         ..cell.clone()
     })
 }
@@ -61,12 +62,12 @@ impl Relays {
     /// If one does not start; with its last message.
     pub fn start(cell: &Cell, place: &Place, folder: TempDir) -> Result<Self, BenchError> {
         let host = place.address.as_deref().unwrap_or("127.0.0.1");
-        let channels = cell.migration.options()?.channels();
+        let channels = cell.migration.options()?.stream.channels();
         let mut plain = MigrationArgs::default();
-        plain = plain.with("multifd-channels", &channels.to_string());
+        plain = plain.with("multifd-channels", &channels.to_string())?;
         let given = cell.migration.given().iter();
-        for (name, value) in given.filter(|(name, _)| name.starts_with("tls-")) {
-            plain = plain.with(name, value);
+        for given in given.filter(|given| given.option.name.starts_with("tls-")) {
+            plain.set(given.clone());
         }
         let destination = Relay::start(
             "destination",
@@ -81,7 +82,7 @@ impl Relays {
             place,
             &Self::before(&folder),
             &destination.address,
-            &of_relay(&cell.migration)?,
+            &of_relay(&cell.migration),
             folder.path(),
         )?;
         Ok(Self {
@@ -140,18 +141,19 @@ impl Relays {
 }
 
 /// Returns the options in `all` that a relay accepts.
-fn of_relay(all: &MigrationArgs) -> Result<MigrationArgs, OptionError> {
+fn of_relay(all: &MigrationArgs) -> MigrationArgs {
     let mut taken = MigrationArgs::default();
-    for (name, value) in all.given() {
-        let info = option(name)?;
+    for given in all.given() {
+        let info = given.option;
         let refusal = info.refusal(Role::Relay);
         // The source's QEMU detects zero pages.
         let is_qemus = info.name == "zero-page-detection";
-        if !is_qemus && refusal.or(info.value_refusal(Role::Relay, value)).is_none() {
-            taken = taken.with(name, value);
+        let refusal = refusal.or(info.value_refusal(Role::Relay, &given.text));
+        if !is_qemus && refusal.is_none() {
+            taken.set(given.clone());
         }
     }
-    Ok(taken)
+    taken
 }
 
 /// A relay process.

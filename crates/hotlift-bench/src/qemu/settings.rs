@@ -1,7 +1,7 @@
 //! QEMU's settings for a migration, and settings that no QEMU has.
 
 use hotlift::Options;
-use hotlift::options::{Kind, option};
+use hotlift::options::Kind;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::workload::Workload;
 use serde_json::{Value, json};
@@ -24,9 +24,10 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
         )));
     }
     let options = cell.migration.options().map_err(BenchError::from)?;
-    let method = options.method_name().to_owned();
-    for (name, value) in cell.migration.given() {
-        let ours = match name.as_str() {
+    let method = options.stream.method_name().to_owned();
+    for given in cell.migration.given() {
+        let (name, value) = (given.option.name, given.text.as_str());
+        let ours = match name {
             "accel-path" | "multifd-normal-page-ratio" | "multifd-packet-size" => true,
             // QEMU has these as objects with names.
             "tls-creds" => !value.is_empty() && value != certificates::CERTIFICATES,
@@ -36,7 +37,7 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
             | "cpu-limit" | "goal" | "qemu-reads" => true,
             // QEMU does not encrypt without certificates.
             "insecure" => true,
-            "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value.as_str()),
+            "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value),
             // These methods use their device wherever there is one.
             "accelerator" => {
                 value == "required" && !["qpl", "qatzip", "uadk"].contains(&method.as_str())
@@ -88,18 +89,18 @@ pub fn set(qemu: &mut Process, cell: &Cell, options: &Options) -> Result<(), Sto
 /// downtime ends as ours does, at the destination's message; without it, at the last byte that the source has written.
 fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, bool)>, Stop> {
     let mut wanted = vec![
-        ("multifd", options.multifd()),
-        ("compress", options.compress),
-        ("xbzrle", options.xbzrle),
-        ("auto-converge", options.auto_converge),
+        ("multifd", options.stream.multifd()),
+        ("compress", options.stream.compress),
+        ("xbzrle", options.stream.xbzrle),
+        ("auto-converge", options.auto_converge.on),
         ("events", true),
         (
             "return-path",
             options.return_path || !cell.migration.has("return-path"),
         ),
     ];
-    for (name, _) in cell.migration.given() {
-        let info = option(name).map_err(BenchError::from)?;
+    for given in cell.migration.given() {
+        let info = given.option;
         if info.kind == Kind::Capability && !wanted.iter().any(|(known, _)| *known == info.name) {
             wanted.push((info.name, info.read_json(options) == json!(true)));
         }
@@ -110,20 +111,19 @@ fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, boo
 /// Returns the parameters: a bandwidth above QEMU's default, the method, and all others that were given. `knows` returns
 /// true for a parameter that this QEMU has.
 fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> Result<Value, Stop> {
-    let bandwidth = match options.max_bandwidth {
+    let bandwidth = match options.stream.max_bandwidth {
         0 => UNLIMITED,
         limit => limit,
     };
     let mut wanted = json!({
         "max-bandwidth": bandwidth,
-        "downtime-limit": u64::try_from(options.downtime_limit.as_millis()).unwrap_or(u64::MAX),
+        "downtime-limit": u64::try_from(options.switchover.downtime_limit.as_millis()).unwrap_or(u64::MAX),
     });
-    if options.multifd() {
-        let method = options.multifd_compression.name;
-        wanted["multifd-channels"] = options.channels().into();
-        wanted["multifd-compression"] = method.into();
-        if let Some(level) = options.level() {
-            wanted[format!("multifd-{method}-level")] = level.into();
+    if options.stream.multifd() {
+        wanted["multifd-channels"] = options.stream.channels().into();
+        wanted["multifd-compression"] = options.stream.multifd_compression.name.into();
+        if let Some((name, level)) = options.stream.level_option() {
+            wanted[name] = level.into();
         }
     }
     if certificates::wants(&cell.migration) {
@@ -137,9 +137,9 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
         // QEMU before 9.0 detects zero pages in the migration thread, and has no parameter to turn that off.
         return Err(Stop::Lacks("has no zero-page-detection=none".to_owned()));
     }
-    if options.compress {
-        wanted["compress-level"] = options.compress_level.into();
-        wanted["compress-threads"] = options.compress_threads.into();
+    if options.stream.compress {
+        wanted["compress-level"] = options.stream.levels.compress.into();
+        wanted["compress-threads"] = options.stream.compress_threads.into();
         wanted["decompress-threads"] = options.decompress_threads.into();
         if knows("compress-wait-thread") {
             wanted["compress-wait-thread"] = options.compress_wait_thread.into();
@@ -148,8 +148,8 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
             return Err(Stop::Lacks("has no compress-wait-thread=off".to_owned()));
         }
     }
-    for (name, _) in cell.migration.given() {
-        let info = option(name).map_err(BenchError::from)?;
+    for given in cell.migration.given() {
+        let info = given.option;
         // Those of multifd are set above, or unused.
         let is_done = info.name == "zero-page-detection" || info.name.starts_with("multifd-");
         if info.kind == Kind::Parameter && !is_done && wanted.get(info.name).is_none() {
@@ -185,7 +185,7 @@ mod tests {
         let migration = options
             .iter()
             .fold(MigrationArgs::default(), |all, (name, value)| {
-                all.with(name, value)
+                all.with(name, value).unwrap()
             });
         Cell {
             engine: crate::record::Engine::Qemu,
@@ -200,13 +200,14 @@ mod tests {
     #[test]
     fn every_option_that_names_a_row_goes_to_the_qemu_or_it_lacks_it() {
         for info in hotlift::options::OPTIONS {
+            let default = info.default();
             let value = match info.name {
                 "zero-page-detection" => "none",
                 "accel-path" => "dsa:/dev/dsa/wq0.0",
                 "max-cpu-throttle" => "99",
                 "accelerator" => "required",
-                _ if info.default == "off" => "on",
-                name => info.default.trim_end_matches(name),
+                _ if default == "off" => "on",
+                _ => &default,
             };
             let cell = cell(&["--workload=idle"], &[(info.name, value)]);
             let Ok(options) = cell.migration.options() else {

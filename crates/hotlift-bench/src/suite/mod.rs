@@ -239,9 +239,9 @@ fn own_options(
         migration = match value {
             DEVICES => match matrix.given(name).map_or_else(devices, str::to_owned) {
                 none if none.is_empty() => return Ok(None),
-                devices => migration.with(name, &devices),
+                devices => migration.with(name, &devices)?,
             },
-            value => migration.with(name, value),
+            value => migration.with(name, value)?,
         };
     }
     with_method(&migration, &block.method, None).map(Some)

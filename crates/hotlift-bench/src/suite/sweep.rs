@@ -108,7 +108,7 @@ impl Sweep {
         let mut migrations = Vec::new();
         for (method, level) in &self.methods {
             let with = |all: MigrationArgs, (name, value)| all.with(name, value);
-            let common = self.options().fold(MigrationArgs::default(), with);
+            let common = self.options().try_fold(MigrationArgs::default(), with)?;
             match with_method(&common, method, *level) {
                 Ok(migration) => migrations.push(migration),
                 Err(why) => left_out.push((format!("method {method}"), why.to_string())),

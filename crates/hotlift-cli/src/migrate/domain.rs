@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::conversation::Conversation;
+use hotlift::options::TlsOptions;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings, SourceStream};
 use hotlift::{Address, Control, Listener};
 use hotlift_agent::config::CONFIG_FILE;
@@ -109,7 +110,7 @@ pub fn run(
     args: &DomainArgs,
     domain: &str,
     uri: &str,
-    settings: RelaySettings,
+    (settings, tls): (RelaySettings, &TlsOptions),
     output: &OutputArgs,
 ) -> Result<(), CommandError> {
     let copies = |word: &OsString| word.to_string_lossy().starts_with("--copy-storage");
@@ -129,7 +130,7 @@ pub fn run(
         return Err(no_guest());
     }
     let (agent, allowed) = args.agent(uri, Path::new(CONFIG_FILE))?;
-    let tls = security::tls(&settings.outgoing, &agent)?;
+    let tls = security::tls(tls, &agent)?;
     let settings = RelaySettings {
         outgoing_tls: tls,
         ..settings

@@ -34,7 +34,7 @@ pub fn run(
     options: &Options,
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
-    let settle_timeout = options.settle_timeout;
+    let settle_timeout = options.limits.settle_timeout;
     let page_sizes = incoming::page_sizes(&destination)?;
     let asked = Hooks {
         file: Some(id),
@@ -288,8 +288,13 @@ fn table(report: &LazyReport) -> Table {
 }
 
 /// Returns the options of a lazy restore: the given `--max-bandwidth` and `--cpu-limit`.
-pub fn options(args: &RestoreArgs, mut options: Options) -> Result<Options, CommandError> {
-    options.max_bandwidth = 0;
+pub fn options(args: &RestoreArgs) -> Result<Options, CommandError> {
+    let mut options = Options {
+        limits: args.limits.limits.clone(),
+        tls: args.limits.tls.clone(),
+        ..Options::default()
+    };
+    options.stream.max_bandwidth = 0;
     let given = [
         ("max-bandwidth", &args.max_bandwidth),
         ("cpu-limit", &args.cpu_limit),

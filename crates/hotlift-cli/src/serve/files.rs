@@ -102,7 +102,7 @@ pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(),
     std::fs::read_dir(folder)
         .map_err(FileError::of("inspect", folder))
         .map_err(TerminalError::from)?;
-    let tls = security::tls(&args.limits.options(), &args.listen)?;
+    let tls = security::tls(&args.limits.tls, &args.listen)?;
     let listener = args.listen.listen()?;
     let address = address_of(&listener)?.to_string();
     Event::Listening { address }.tell(args.json);

@@ -96,7 +96,7 @@ fn every_option_that_is_not_a_commands_is_refused_with_what_to_do_instead() {
             if command == &["restore"] && own.contains(&option.name) {
                 continue;
             }
-            let flag = format!("--{}={}", option.name, option.default);
+            let flag = format!("--{}={}", option.name, option.default());
             let (status, said) = Hotlift::start(&[command, &[flag.as_str()][..]].concat()).wait();
             assert_eq!(status.code(), Some(2), "{said:?}");
             let name = command.join(" ");

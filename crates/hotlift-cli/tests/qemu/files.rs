@@ -5,9 +5,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use hotlift::file::{FileFormat, describe, inspect};
+use hotlift::options::StreamOptions;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, relay};
 use hotlift::transport::Address;
-use hotlift::{Control, MigrationError, Options};
+use hotlift::{Control, MigrationError};
 use serde_json::{Value, json};
 
 use crate::guest::Guest;
@@ -30,12 +31,12 @@ pub fn settings(method: &str, channels: Multifd) -> RelaySettings {
         Multifd::Channels(channels) => channels,
     };
     RelaySettings {
-        outgoing: Options {
+        outgoing: StreamOptions {
             multifd: Some(channels > 0),
             multifd_channels: channels.max(1),
             multifd_compression: hotlift_methods::method(method).expect("a method"),
             max_bandwidth: 0,
-            ..Options::default()
+            ..StreamOptions::default()
         },
         ..RelaySettings::default()
     }
@@ -394,7 +395,7 @@ fn a_save_that_fails_leaves_the_guest_running_and_no_file() {
                     &outgoing,
                     // Slow enough to be cancelled before the end.
                     &RelaySettings {
-                        outgoing: Options {
+                        outgoing: StreamOptions {
                             max_bandwidth: 8 << 20,
                             ..settings("none", Multifd::Channels(2)).outgoing
                         },

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::thread;
 
 use hotlift::lazy::{Hooks, restore};
+use hotlift::options::StreamOptions;
 use hotlift::{Control, Options, Status};
 use hotlift_testkit::alone;
 use hotlift_testkit::wake_ups::sleep_through;
@@ -28,7 +29,10 @@ fn an_agent_a_serve_a_file_server_and_a_lazy_restore_that_wait_never_wake() {
     let address = listens_for_pages(&mut vm);
     // The other pages take years. The guest soon has those that it requests.
     let options = Options {
-        max_bandwidth: 1,
+        stream: StreamOptions {
+            max_bandwidth: 1,
+            ..StreamOptions::default()
+        },
         ..Options::default()
     };
     let control = Control::default();

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use hotlift::file::FileFormat;
 use hotlift::lazy::{Hooks, LazyReport, restore};
+use hotlift::options::StreamOptions;
 use hotlift::{Address, Control, MigrationError, Options};
 use rustix::process::Signal;
 
@@ -28,7 +29,10 @@ fn restore_lazily(
     let mut vm = Vm::waiting(release, machine)?;
     let address = listens_for_pages(&mut vm);
     let options = Options {
-        max_bandwidth: BACKGROUND,
+        stream: StreamOptions {
+            max_bandwidth: BACKGROUND,
+            ..StreamOptions::default()
+        },
         ..Options::default()
     };
     let control = Control::default();

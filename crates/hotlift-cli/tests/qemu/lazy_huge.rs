@@ -6,6 +6,7 @@ use std::thread;
 
 use hotlift::file::FileFormat;
 use hotlift::lazy::{Hooks, Preempt, restore};
+use hotlift::options::StreamOptions;
 use hotlift::{Control, MigrationError, Options};
 use rustix::process::Signal;
 
@@ -65,7 +66,10 @@ fn a_guest_in_huge_pages_runs_before_it_has_them_and_gets_them_all() {
                 ..Hooks::default()
             };
             let options = Options {
-                max_bandwidth: BACKGROUND,
+                stream: StreamOptions {
+                    max_bandwidth: BACKGROUND,
+                    ..StreamOptions::default()
+                },
                 ..Options::default()
             };
             let report = restore(&file, &address, false, &options, &Control::new(), hooks);
@@ -182,7 +186,10 @@ fn a_linux_in_huge_pages_that_are_zero_gets_them_as_it_asks() {
         };
         // Requested pages come at once, all others much later.
         let options = Options {
-            max_bandwidth: 1 << 20,
+            stream: StreamOptions {
+                max_bandwidth: 1 << 20,
+                ..StreamOptions::default()
+            },
             ..Options::default()
         };
         let control = Control::new();

@@ -11,6 +11,7 @@ use std::thread;
 
 use hotlift::file::FileFormat;
 use hotlift::lazy::{Hooks, LazyReport, restore};
+use hotlift::options::StreamOptions;
 use hotlift::{Control, Options};
 
 use crate::files::{goes_on, machine, save, settings};
@@ -62,7 +63,10 @@ fn make_disk(path: &Path) {
 /// Returns options with a limit of unrequested bytes per second; 0 is no limit.
 fn options(max_bandwidth: u64) -> Options {
     Options {
-        max_bandwidth,
+        stream: StreamOptions {
+            max_bandwidth,
+            ..StreamOptions::default()
+        },
         ..Options::default()
     }
 }

@@ -4,9 +4,10 @@
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
+use hotlift::Address;
+use hotlift::options::{Limits, TlsOptions};
 use hotlift::tls::{Profile, of_folder};
 use hotlift::transport::Stream;
-use hotlift::{Address, Options};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -205,7 +206,8 @@ fn is_turned_away(to: &str, folder: Option<&Path>) {
     let address: Address = to.parse().expect("an address");
     let mut stream = address.connect(DEADLINE).expect("it listens");
     if let Some(folder) = folder {
-        let tls = of_folder(folder, Profile::Hotlift, &Options::default()).expect("certificates");
+        let (options, limits) = (TlsOptions::default(), Limits::default());
+        let tls = of_folder(folder, Profile::Hotlift, &options, &limits).expect("certificates");
         stream = stream.secure(&tls, Some("localhost")).expect("of the CA");
     }
     // A record of a zero page in RAM that the guest never touches: a client that sends an awaited page counts as the source.

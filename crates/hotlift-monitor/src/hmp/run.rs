@@ -302,15 +302,12 @@ fn describe(row: &OptionInfo) -> String {
     } else {
         ""
     };
+    let default = row.default();
     format!(
         "  {} -- {} [{}{unit}; default {}{live}]\n",
         row.qmp_name(),
         row.help,
         row.values,
-        if row.default.is_empty() {
-            "none"
-        } else {
-            row.default
-        },
+        if default.is_empty() { "none" } else { &default },
     )
 }

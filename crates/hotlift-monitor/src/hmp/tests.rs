@@ -222,9 +222,9 @@ fn the_multi_thread_documents_steps_are_typed_as_they_stand_there() {
     );
     assert_eq!(printed, "");
     let options = fake.options.lock().unwrap().clone();
-    assert!(options.compress && !options.multifd());
+    assert!(options.stream.compress && !options.stream.multifd());
     assert_eq!(
-        (options.compress_threads, options.decompress_threads),
+        (options.stream.compress_threads, options.decompress_threads),
         (12, 3)
     );
     let info = run_line(&fake, "info migrate");
@@ -262,16 +262,22 @@ fn the_letters_of_qpl_qatzip_and_dsa_are_typed_as_they_stand_there() {
         );
         assert_eq!(printed, "");
         let options = fake.options.lock().unwrap().clone();
-        assert!(options.multifd() && options.zero_page_devices);
-        assert_eq!(options.multifd_channels, 8);
-        assert_eq!(options.downtime_limit, Duration::from_millis(100));
-        assert_eq!(options.multifd_compression.name, method);
-        assert_eq!(options.multifd_qatzip_level, 9);
+        assert!(options.stream.multifd() && options.zero_pages.devices);
+        assert_eq!(options.stream.multifd_channels, 8);
         assert_eq!(
-            (options.accel_path.len(), options.multifd_normal_page_ratio),
+            options.switchover.downtime_limit,
+            Duration::from_millis(100)
+        );
+        assert_eq!(options.stream.multifd_compression.name, method);
+        assert_eq!(options.stream.levels.qatzip, 9);
+        assert_eq!(
+            (
+                options.zero_pages.accel_path.len(),
+                options.zero_pages.normal_page_ratio
+            ),
             (2, 60)
         );
-        assert_eq!(options.multifd_packet_size, 1 << 20);
+        assert_eq!(options.stream.multifd_packet_size, 1 << 20);
         let parameters = run_line(&fake, "info migrate_parameters");
         for line in [
             "downtime-limit: 100 ms",
@@ -368,7 +374,7 @@ fn help_has_every_command_and_every_option_with_its_unit() {
             .find(|line| line.contains(&format!("  {} -- ", row.qmp_name())));
         let line = line.unwrap_or_else(|| panic!("{} is not in {text}", row.name));
         assert!(
-            line.contains(&row.values.to_string()) && line.contains(row.default),
+            line.contains(&row.values.to_string()) && line.contains(&row.default()),
             "{line}"
         );
         assert_eq!(

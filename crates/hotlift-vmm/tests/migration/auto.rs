@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use hotlift::options::Goal;
+use hotlift::options::{StreamOptions, SwitchoverOptions};
 use hotlift::{Control, Options};
 use hotlift_methods::METHODS;
 use hotlift_testkit::alone;
@@ -14,7 +15,10 @@ use crate::rig::{self, Holder, settings};
 
 fn options(given: &[(&str, &str)]) -> Options {
     let mut options = Options {
-        max_bandwidth: 0,
+        stream: StreamOptions {
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
         ..Options::default()
     };
     options.set("multifd-compression", "auto").unwrap();
@@ -163,8 +167,14 @@ fn who_wants_the_shortest_downtime_goes_on_while_the_rest_shrinks() {
     let kind = rig::kinds()[0];
     let rounds = [Goal::Fastest, Goal::ShortestDowntime].map(|goal| {
         let options = Options {
-            goal,
-            downtime_limit: Duration::from_secs(100),
+            stream: StreamOptions {
+                goal,
+                ..options(&[("max-bandwidth", "24M")]).stream
+            },
+            switchover: SwitchoverOptions {
+                downtime_limit: Duration::from_secs(100),
+                ..options(&[("max-bandwidth", "24M")]).switchover
+            },
             ..options(&[("max-bandwidth", "24M")])
         };
         let guest = GuestSettings {

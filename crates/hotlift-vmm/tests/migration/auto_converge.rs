@@ -5,6 +5,7 @@ use std::fs;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
+use hotlift::options::{AutoConvergeOptions, StreamOptions, SwitchoverOptions};
 use hotlift::{Control, Options};
 use hotlift_testkit::alone;
 use hotlift_vmm::{BuiltinGuest, GuestKind, GuestSettings, create};
@@ -25,10 +26,19 @@ fn busy() -> GuestSettings {
 
 fn options() -> Options {
     Options {
-        max_bandwidth: 8 << 20,
-        downtime_limit: Duration::from_millis(100),
-        auto_converge: true,
-        cpu_throttle_initial: 99,
+        stream: StreamOptions {
+            max_bandwidth: 8 << 20,
+            ..StreamOptions::default()
+        },
+        switchover: SwitchoverOptions {
+            downtime_limit: Duration::from_millis(100),
+            ..SwitchoverOptions::default()
+        },
+        auto_converge: AutoConvergeOptions {
+            on: true,
+            initial: 99,
+            ..AutoConvergeOptions::default()
+        },
         ..Options::default()
     }
 }
@@ -119,7 +129,10 @@ fn a_cancel_gives_a_slowed_down_guest_all_of_its_time_back() {
         let (listener, to) = rig::listen();
         let controls = [Control::new(), Control::new()];
         let never = Options {
-            downtime_limit: Duration::ZERO,
+            switchover: SwitchoverOptions {
+                downtime_limit: Duration::ZERO,
+                ..options().switchover
+            },
             ..options()
         };
         let ended = rig::run(
@@ -165,7 +178,10 @@ fn a_guest_that_cannot_be_slowed_down_is_told_of() {
                 assert!(words.contains("auto-converge cannot"), "{words}");
                 // With enough downtime it converges.
                 controls[0].change(&Options {
-                    downtime_limit: Duration::from_secs(10),
+                    switchover: SwitchoverOptions {
+                        downtime_limit: Duration::from_secs(10),
+                        ..options().switchover
+                    },
                     ..options()
                 });
             }

@@ -4,6 +4,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use hotlift::figures::SourceReport;
+use hotlift::options::{AnnounceOptions, StreamOptions, SwitchoverOptions};
 use hotlift::progress::Progress;
 use hotlift::{Control, MigrationEvent, Options, Status};
 
@@ -53,9 +54,15 @@ fn heard(
 
 fn options(multifd: bool) -> Options {
     Options {
-        multifd: Some(multifd),
-        max_bandwidth: 0,
-        downtime_limit: std::time::Duration::ZERO,
+        stream: StreamOptions {
+            multifd: Some(multifd),
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
+        switchover: SwitchoverOptions {
+            downtime_limit: std::time::Duration::ZERO,
+            ..SwitchoverOptions::default()
+        },
         ..Options::default()
     }
 }
@@ -137,7 +144,10 @@ fn a_guest_that_is_given_back_is_told_of_after_the_failure() {
 fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
     alone!();
     let slow = Options {
-        max_bandwidth: 256 << 10,
+        stream: StreamOptions {
+            max_bandwidth: 256 << 10,
+            ..options(true).stream
+        },
         ..options(true)
     };
     let (source, destination) = (guest(), room(Quirks::default()));
@@ -181,7 +191,10 @@ fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
 fn with_pause_before_switchover_the_guest_stands_still_until_it_may_go_on() {
     alone!();
     let paused = Options {
-        pause_before_switchover: true,
+        switchover: SwitchoverOptions {
+            pause_before: true,
+            ..options(true).switchover
+        },
         ..options(true)
     };
     // Watchers receive it before `proceed` can have any effect.
@@ -239,10 +252,12 @@ fn a_guest_is_announced_where_it_runs_now_and_nobody_waits_for_it() {
             ..Quirks::default()
         };
         let options = Options {
-            announce_rounds: rounds,
-            announce_initial: initial,
-            announce_step: 1,
-            announce_max: initial,
+            announce: AnnounceOptions {
+                rounds,
+                initial,
+                step: 1,
+                max: initial,
+            },
             ..options(true)
         };
         let (source, destination) = (guest(), room(quirks));

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hotlift::Options;
+use hotlift::options::{Limits, StreamOptions, SwitchoverOptions};
 use hotlift_testkit::alone;
 use hotlift_testkit::proxy::units::{Action, Fault, Log, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
@@ -37,9 +38,18 @@ const FIXED_FIELDS: usize = 64;
 
 fn options(method: &str) -> Options {
     let mut options = Options {
-        settle_timeout: SETTLE,
-        max_bandwidth: 0,
-        downtime_limit: Duration::ZERO,
+        limits: Limits {
+            settle_timeout: SETTLE,
+            ..Limits::default()
+        },
+        stream: StreamOptions {
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
+        switchover: SwitchoverOptions {
+            downtime_limit: Duration::ZERO,
+            ..SwitchoverOptions::default()
+        },
         ..Options::default()
     };
     options.set("multifd-compression", method).unwrap();
@@ -92,7 +102,10 @@ impl Course {
         handshake_timeout: Duration,
     ) -> (Ended, Log, Result<Holder, String>) {
         let options = Options {
-            handshake_timeout,
+            limits: Limits {
+                handshake_timeout,
+                ..self.options.limits.clone()
+            },
             ..self.options.clone()
         };
         let destination = rig::destination(self.kind, &settings(), quirks());
@@ -112,7 +125,7 @@ impl Course {
     /// Records a migration without a fault.
     fn watch(&mut self) -> Log {
         // No short timeout is needed here: a busy machine may be slow.
-        let (ended, log, holder) = self.migrate(None, Options::default().handshake_timeout);
+        let (ended, log, holder) = self.migrate(None, Limits::default().handshake_timeout);
         assert_eq!(holder, Ok(Holder::Destination), "{:?}", ended.errors());
         assert_eq!(ended.source.as_ref().unwrap().rounds, 3);
         assert_eq!(ended.source.unwrap().transferred_bytes, log.bytes);
@@ -124,7 +137,7 @@ impl Course {
         for _ in 0..ATTEMPTS {
             let is_last = late == LATE - 1;
             let handshake = if is_last {
-                Options::default().handshake_timeout
+                Limits::default().handshake_timeout
             } else {
                 HANDSHAKE
             };

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use hotlift::Options;
 use hotlift::guest::GuestError;
+use hotlift::options::{StreamOptions, SwitchoverOptions};
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_testkit::alone;
 use hotlift_vmm::layout::Layout;
@@ -76,8 +77,14 @@ fn one_page_short(layout: Layout) -> Sync {
 fn a_single_dirty_page_that_is_not_sent_fails_the_check() {
     alone!();
     let options = Options {
-        max_bandwidth: 0,
-        downtime_limit: Duration::ZERO,
+        stream: StreamOptions {
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
+        switchover: SwitchoverOptions {
+            downtime_limit: Duration::ZERO,
+            ..SwitchoverOptions::default()
+        },
         ..Options::default()
     };
     for kind in rig::kinds() {

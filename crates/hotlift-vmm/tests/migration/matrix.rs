@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::options::ZERO_PAGE_DETECTION;
+use hotlift::options::{StreamOptions, SwitchoverOptions};
 use hotlift::{Address, Listener, Options};
 use hotlift_mem::Backing;
 use hotlift_methods::selections;
@@ -36,8 +37,14 @@ fn every_combination_arrives_whole_and_goes_on() {
                 for (mode, _, devices) in ZERO_PAGE_DETECTION {
                     number += 1;
                     let mut options = Options {
-                        downtime_limit: Duration::from_millis(2),
-                        multifd_channels: channels,
+                        switchover: SwitchoverOptions {
+                            downtime_limit: Duration::from_millis(2),
+                            ..SwitchoverOptions::default()
+                        },
+                        stream: StreamOptions {
+                            multifd_channels: channels,
+                            ..StreamOptions::default()
+                        },
                         // The rest is rotated, so that each value meets each method.
                         mem_prealloc: number % 3 == 0,
                         ..Options::default()
@@ -128,7 +135,10 @@ fn every_setting_of_compress_arrives_whole_and_goes_on() {
                             "{kind} {compress} and {decompress} threads, level {level}, wait {wait}, {mode}"
                         );
                         let mut options = Options {
-                            downtime_limit: Duration::from_millis(2),
+                            switchover: SwitchoverOptions {
+                                downtime_limit: Duration::from_millis(2),
+                                ..SwitchoverOptions::default()
+                            },
                             ..Options::default()
                         };
                         let compresses = level != "0";

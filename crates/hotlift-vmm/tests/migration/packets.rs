@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::thread;
 
+use hotlift::options::StreamOptions;
 use hotlift::options::ZERO_PAGE_DETECTION;
 use hotlift::{Address, Options};
 use hotlift_methods::selections;
@@ -16,7 +17,10 @@ use crate::rig::{self, settings};
 
 fn options(given: &[(&str, &str)]) -> Options {
     let mut options = Options {
-        max_bandwidth: 0,
+        stream: StreamOptions {
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
         ..Options::default()
     };
     for (name, value) in given {
@@ -46,7 +50,7 @@ fn packets_of_any_size_arrive_whole_in_every_method() {
                 ("multifd-packet-size", size),
                 ("zero-page-detection", detection),
             ]);
-            if options.zero_page_devices {
+            if options.zero_pages.devices {
                 options.set("accel-path", "dsa-model:").unwrap();
             }
             let what = format!("{} {size} {detection}", method.name);

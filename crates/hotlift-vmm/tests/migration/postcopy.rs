@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use hotlift::file::FileFormat;
 use hotlift::guest::Guest;
+use hotlift::options::{Limits, PostcopyOptions, StreamOptions};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelaySettings, relay};
 use hotlift::{Address, Control, MigrationError, MigrationEvent, Options, Status};
 use hotlift_mem::{Backing, MemError, PAGE_SIZE};
@@ -27,10 +28,19 @@ use crate::rig::{
 
 fn options() -> Options {
     Options {
-        multifd: Some(false),
-        postcopy_ram: true,
-        // A short timeout, so that a test's error is noticed soon.
-        handshake_timeout: Duration::from_secs(20),
+        stream: StreamOptions {
+            multifd: Some(false),
+            ..StreamOptions::default()
+        },
+        postcopy: PostcopyOptions {
+            ram: true,
+            ..PostcopyOptions::default()
+        },
+        limits: Limits {
+            // A short timeout, so that a test's error is noticed soon.
+            handshake_timeout: Duration::from_secs(20),
+            ..Limits::default()
+        },
         ..Options::default()
     }
 }
@@ -87,10 +97,10 @@ fn save(guest: &Probe, options: &Options, folder: &Path) -> std::path::PathBuf {
         format: FileFormat::Hotlift,
     };
     let settings = RelaySettings {
-        outgoing: Options {
+        outgoing: StreamOptions {
             multifd_compression: hotlift_methods::method("zstd").unwrap(),
             max_bandwidth: 0,
-            ..Options::default()
+            ..StreamOptions::default()
         },
         ..RelaySettings::default()
     };
@@ -374,8 +384,11 @@ fn a_guest_runs_from_a_save_file_before_its_pages_are_there() {
             let from = source(kind, &settings, Quirks::default());
             let folder = tempfile::tempdir().unwrap();
             let multifd = Options {
-                multifd: Some(backing == Backing::Shared),
-                max_bandwidth: 0,
+                stream: StreamOptions {
+                    multifd: Some(backing == Backing::Shared),
+                    max_bandwidth: 0,
+                    ..StreamOptions::default()
+                },
                 ..Options::default()
             };
             let saved = save(&from, &multifd, folder.path());
@@ -476,7 +489,10 @@ fn what_a_vcpu_waits_is_its_own_and_is_counted_where_that_is_asked_for() {
             let to = Arriving::new(kind, &settings());
             let (listener, address) = listen();
             let options = Options {
-                postcopy_blocktime: counted,
+                postcopy: PostcopyOptions {
+                    blocktime: counted,
+                    ..options().postcopy
+                },
                 ..options()
             };
             let control = Control::new();
@@ -657,7 +673,10 @@ fn commands_out_of_place_end_it_before_the_guest_runs() {
 #[test]
 fn a_destination_without_postcopy_ram_says_so() {
     let options = Options {
-        postcopy_ram: false,
+        postcopy: PostcopyOptions {
+            ram: false,
+            ..options().postcopy
+        },
         ..options()
     };
     let error = refused(&options, Quirks::default(), &|script| script.start());
@@ -837,7 +856,10 @@ fn a_source_that_asks_and_never_hears_does_not_keep_another_from_coming() {
 #[test]
 fn a_source_that_never_goes_on_is_given_up() {
     let options = Options {
-        handshake_timeout: Duration::from_millis(500),
+        limits: Limits {
+            handshake_timeout: Duration::from_millis(500),
+            ..options().limits
+        },
         ..options()
     };
     without_source(&options, &|control, from| {
@@ -894,7 +916,10 @@ fn what_is_waited_for_comes_on_a_connection_of_its_own_also_behind_the_end_of_ma
         return;
     }
     let options = Options {
-        postcopy_preempt: true,
+        postcopy: PostcopyOptions {
+            preempt: true,
+            ..options().postcopy
+        },
         ..options()
     };
     for kind in kinds() {
@@ -952,8 +977,14 @@ fn a_page_that_never_comes_behind_the_end_of_main_pauses_the_migration() {
         return;
     }
     let options = Options {
-        postcopy_preempt: true,
-        handshake_timeout: Duration::from_secs(1),
+        postcopy: PostcopyOptions {
+            preempt: true,
+            ..options().postcopy
+        },
+        limits: Limits {
+            handshake_timeout: Duration::from_secs(1),
+            ..options().limits
+        },
         ..options()
     };
     let kind = hotlift_vmm::GuestKind::Threads;
@@ -993,8 +1024,14 @@ fn a_source_without_the_connection_that_was_agreed_on_keeps_its_guest() {
         return;
     }
     let options = Options {
-        postcopy_preempt: true,
-        handshake_timeout: Duration::from_millis(500),
+        postcopy: PostcopyOptions {
+            preempt: true,
+            ..options().postcopy
+        },
+        limits: Limits {
+            handshake_timeout: Duration::from_millis(500),
+            ..options().limits
+        },
         ..options()
     };
     let error = refused(&options, Quirks::default(), &|script| {

@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use hotlift::options::{PostcopyOptions, StreamOptions};
 use hotlift::{Address, Control, Options, Status};
 use hotlift_testkit::proxy::{Flow, Proxy, Rule, Socket, Stop};
 use hotlift_vmm::GuestKind;
@@ -17,9 +18,15 @@ use crate::tls::until_turned_away;
 
 fn options() -> Options {
     Options {
-        multifd: Some(false),
-        postcopy_ram: true,
-        max_bandwidth: 0,
+        stream: StreamOptions {
+            multifd: Some(false),
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
+        postcopy: PostcopyOptions {
+            ram: true,
+            ..PostcopyOptions::default()
+        },
         ..Options::default()
     }
 }
@@ -149,7 +156,10 @@ fn paused(
 ) -> Ended {
     // The background transfer takes seconds.
     let slow = Options {
-        max_postcopy_bandwidth: 1 << 20,
+        postcopy: PostcopyOptions {
+            max_bandwidth: 1 << 20,
+            ..options.postcopy.clone()
+        },
         ..options.clone()
     };
     let (listener, to) = listen();
@@ -183,7 +193,10 @@ fn a_postcopy_that_is_paused_goes_on_with_its_source_whoever_connects_before() {
     for kind in kinds() {
         for postcopy_preempt in [false, true] {
             let options = Options {
-                postcopy_preempt,
+                postcopy: PostcopyOptions {
+                    preempt: postcopy_preempt,
+                    ..options().postcopy
+                },
                 ..options()
             };
             let source = rig::source(kind, &settings(), Quirks::default());

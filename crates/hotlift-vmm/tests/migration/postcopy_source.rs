@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use hotlift::figures::SourceReport;
 use hotlift::guest::{Guest, GuestError};
+use hotlift::options::{PostcopyOptions, StreamOptions, SwitchoverOptions};
 use hotlift::{Address, Control, MigrationError, Options, Status};
 use hotlift_mem::PAGE_SIZE;
 use hotlift_vmm::GuestKind;
@@ -26,11 +27,20 @@ use crate::rig::{
 
 fn options() -> Options {
     Options {
-        multifd: Some(false),
-        postcopy_ram: true,
-        max_bandwidth: 0,
-        // Never enough for some dirty pages.
-        downtime_limit: Duration::ZERO,
+        stream: StreamOptions {
+            multifd: Some(false),
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
+        postcopy: PostcopyOptions {
+            ram: true,
+            ..PostcopyOptions::default()
+        },
+        switchover: SwitchoverOptions {
+            // Never enough for some dirty pages.
+            downtime_limit: Duration::ZERO,
+            ..SwitchoverOptions::default()
+        },
         ..Options::default()
     }
 }
@@ -383,8 +393,11 @@ fn what_is_asked_for_comes_even_while_devices_load_and_each_page_comes_once() {
 fn what_is_asked_for_comes_on_a_connection_of_its_own_and_again_on_the_next() {
     // The background transfer is far from the requested pages.
     let slow = Options {
-        postcopy_preempt: true,
-        max_postcopy_bandwidth: 64 << 10,
+        postcopy: PostcopyOptions {
+            preempt: true,
+            max_bandwidth: 64 << 10,
+            ..options().postcopy
+        },
         ..options()
     };
     for kind in kinds() {
@@ -515,8 +528,14 @@ fn a_guest_runs_at_a_hotlift_and_gets_its_pages_there() {
                 "{kind:?}, multifd {multifd}, from the start {from_the_start}, preempt {postcopy_preempt}"
             );
             let options = Options {
-                multifd: Some(multifd),
-                postcopy_preempt,
+                stream: StreamOptions {
+                    multifd: Some(multifd),
+                    ..options().stream
+                },
+                postcopy: PostcopyOptions {
+                    preempt: postcopy_preempt,
+                    ..options().postcopy
+                },
                 ..options()
             };
             let target = destination(kind, &settings(), Quirks::default());

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use hotlift::Options;
+use hotlift::options::StreamOptions;
 use hotlift_mem::{Backing, RamBlock};
 use hotlift_testkit::alone;
 use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
@@ -15,7 +16,10 @@ use crate::rig::{self, Ended, Holder, settings};
 
 fn options() -> Options {
     Options {
-        max_bandwidth: 0,
+        stream: StreamOptions {
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
         ..Options::default()
     }
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use hotlift::options::{StreamOptions, SwitchoverOptions};
 use hotlift::{Control, Options};
 
 use crate::probe::Quirks;
@@ -12,8 +13,14 @@ use hotlift_testkit::alone;
 /// bandwidth the first round takes minutes.
 fn endless() -> Options {
     Options {
-        max_bandwidth: 32 << 10,
-        downtime_limit: Duration::ZERO,
+        stream: StreamOptions {
+            max_bandwidth: 32 << 10,
+            ..StreamOptions::default()
+        },
+        switchover: SwitchoverOptions {
+            downtime_limit: Duration::ZERO,
+            ..SwitchoverOptions::default()
+        },
         ..Options::default()
     }
 }
@@ -45,15 +52,18 @@ fn bandwidth_and_downtime_that_are_raised_let_an_endless_migration_complete() {
     alone!();
     for multifd in [true, false] {
         let options = Options {
-            multifd: Some(multifd),
+            stream: StreamOptions {
+                multifd: Some(multifd),
+                ..endless().stream
+            },
             ..endless()
         };
         completes_when(
             |options, round| {
                 // Enough for the rounds, and only then for the switchover.
-                options.max_bandwidth = 32 << 20;
+                options.stream.max_bandwidth = 32 << 20;
                 if round > 2 {
-                    options.downtime_limit = Duration::from_secs(10);
+                    options.switchover.downtime_limit = Duration::from_secs(10);
                 }
             },
             &options,
@@ -65,14 +75,20 @@ fn bandwidth_and_downtime_that_are_raised_let_an_endless_migration_complete() {
 fn the_bandwidth_that_is_said_to_be_there_decides_about_the_switchover() {
     alone!();
     let options = Options {
-        max_bandwidth: 4 << 20,
-        downtime_limit: Duration::from_millis(1),
+        stream: StreamOptions {
+            max_bandwidth: 4 << 20,
+            ..StreamOptions::default()
+        },
+        switchover: SwitchoverOptions {
+            downtime_limit: Duration::from_millis(1),
+            ..SwitchoverOptions::default()
+        },
         ..Options::default()
     };
     completes_when(
         |options, round| {
             if round > 2 {
-                options.avail_switchover_bandwidth = 1 << 40;
+                options.switchover.avail_bandwidth = 1 << 40;
             }
         },
         &options,
@@ -83,15 +99,18 @@ fn the_bandwidth_that_is_said_to_be_there_decides_about_the_switchover() {
 fn only_what_may_change_does() {
     alone!();
     let options = Options {
-        multifd_channels: 2,
+        stream: StreamOptions {
+            multifd_channels: 2,
+            ..endless().stream
+        },
         ..endless()
     };
     completes_when(
         |options, _| {
-            options.multifd_channels = 7;
-            options.pause_before_switchover = true;
-            options.max_bandwidth = 0;
-            options.downtime_limit = Duration::from_secs(10);
+            options.stream.multifd_channels = 7;
+            options.switchover.pause_before = true;
+            options.stream.max_bandwidth = 0;
+            options.switchover.downtime_limit = Duration::from_secs(10);
         },
         &options,
     );

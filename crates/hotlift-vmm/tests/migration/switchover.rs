@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use hotlift::options::{StreamOptions, SwitchoverOptions};
 use hotlift::{Control, Options};
 use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
@@ -19,9 +20,15 @@ fn the_guest_is_not_stopped_before_the_destination_has_what_was_sent() {
     alone!();
     for multifd in [true, false] {
         let options = Options {
-            multifd: Some(multifd),
-            // The rest fits after the first round.
-            downtime_limit: Duration::from_secs(1000),
+            stream: StreamOptions {
+                multifd: Some(multifd),
+                ..StreamOptions::default()
+            },
+            switchover: SwitchoverOptions {
+                // The rest fits after the first round.
+                downtime_limit: Duration::from_secs(1000),
+                ..SwitchoverOptions::default()
+            },
             ..Options::default()
         };
         let kind = rig::kinds()[0];

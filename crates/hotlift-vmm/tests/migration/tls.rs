@@ -127,8 +127,10 @@ fn who_does_not_belong_is_turned_away_with_the_reason_on_both_sides() {
 #[test]
 fn a_folder_without_certificates_is_an_error_that_names_it() {
     let folder = tempfile::tempdir().unwrap();
+    let options = options(folder.path(), &[]);
     let error = of_options(
-        &options(folder.path(), &[]),
+        &options.tls,
+        &options.limits,
         &"tcp:127.0.0.1:0".parse().unwrap(),
     )
     .unwrap_err();
@@ -142,7 +144,7 @@ fn keys_that_change_every_hundred_records_lose_nothing() {
     let pki = Pki::new();
     let host = pki.host("127.0.0.1");
     let mut options = options(&host, &[("multifd-compression", "none")]);
-    options.tls_records_per_key = 100;
+    options.tls.records_per_key = 100;
     let kind = rig::kinds()[0];
     let mut settings = settings();
     settings.ram_bytes = 64 << 20;
@@ -202,7 +204,9 @@ impl Rule for HoldsChannel1 {
 
 /// Connects to `to` as channel 1 with the certificate of `folder`.
 fn channel_1_of(folder: &Path, to: &Address) -> Stream {
-    let tls = of_options(&options(folder, &[]), to).unwrap().unwrap();
+    let options = options(folder, &[]);
+    let tls = of_options(&options.tls, &options.limits, to);
+    let tls = tls.unwrap().unwrap();
     let stream = to.connect(Duration::from_secs(10)).unwrap();
     let stream = stream.secure(&tls, Some(to.host())).unwrap();
     let opening = InitialPacket {
@@ -304,7 +308,7 @@ fn a_channel_that_never_comes_is_named_by_both_sides() {
     let set = &[("multifd-channels", "2")];
     let mut all = [options(&here, set), options(&there, set)];
     for options in &mut all {
-        options.handshake_timeout = patience;
+        options.limits.handshake_timeout = patience;
     }
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -339,7 +343,7 @@ fn a_cancel_is_heard_in_the_handshake_of_a_late_channel() {
     let pki = Pki::new();
     let mut options = options(&pki.host("127.0.0.1"), &[("multifd-channels", "2")]);
     // So that the handshake timeout does not end it.
-    options.handshake_timeout = 2 * BOUND;
+    options.limits.handshake_timeout = 2 * BOUND;
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
     let destination = rig::destination(kind, &settings(), Quirks::default());
@@ -442,10 +446,10 @@ fn whatever_is_done_to_a_record_leaves_one_guest() {
     let census = Census::take();
     let pki = Pki::new();
     let mut options = options(&pki.host("127.0.0.1"), &[("multifd-compression", "zstd")]);
-    options.handshake_timeout = Duration::from_secs(1);
-    options.settle_timeout = Duration::from_secs(2);
-    options.max_bandwidth = 0;
-    options.downtime_limit = Duration::ZERO;
+    options.limits.handshake_timeout = Duration::from_secs(1);
+    options.limits.settle_timeout = Duration::from_secs(2);
+    options.stream.max_bandwidth = 0;
+    options.switchover.downtime_limit = Duration::ZERO;
     let mut course = Course::new(options);
     let (watched, holder) = course.migrate(None);
     assert_eq!(holder, Ok(Holder::Destination));
@@ -507,10 +511,10 @@ fn strangers_that_never_finish_a_handshake_cost_a_migration_nothing() {
     let pki = Pki::new();
     // Slow enough that all of them connect while it runs.
     let mut ours = options(&pki.host("127.0.0.1"), &[("max-bandwidth", "1M")]);
-    ours.downtime_limit = Duration::ZERO;
+    ours.switchover.downtime_limit = Duration::ZERO;
     let mut fast = ours.clone();
     fast.set("max-bandwidth", "0").unwrap();
-    fast.downtime_limit = Duration::from_millis(300);
+    fast.switchover.downtime_limit = Duration::from_millis(300);
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
     let destination = rig::destination(kind, &settings(), Quirks::default());

@@ -6,6 +6,7 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use hotlift::options::{Levels, Limits, StreamOptions, TlsOptions};
 use hotlift::{Address, Control, MigrationError, Options, Status};
 use hotlift_testkit::alone;
 use hotlift_testkit::namespace::{DESTINATION, End, Link, SOURCE};
@@ -19,7 +20,10 @@ use crate::rig::{self, settings};
 
 fn options() -> Options {
     Options {
-        max_bandwidth: 0,
+        stream: StreamOptions {
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
         ..Options::default()
     }
 }
@@ -27,7 +31,10 @@ fn options() -> Options {
 /// Returns options with short timeouts, for faults that only a timeout detects.
 fn impatient() -> Options {
     Options {
-        handshake_timeout: Duration::from_secs(2),
+        limits: Limits {
+            handshake_timeout: Duration::from_secs(2),
+            ..options().limits
+        },
         ..options()
     }
 }
@@ -35,7 +42,10 @@ fn impatient() -> Options {
 /// Returns options so slow that the first round does not end before the test acts.
 fn slow() -> Options {
     Options {
-        max_bandwidth: 256 << 10,
+        stream: StreamOptions {
+            max_bandwidth: 256 << 10,
+            ..options().stream
+        },
         ..options()
     }
 }
@@ -50,7 +60,13 @@ fn a_cancel_in_the_middle_lets_the_guest_run_on_and_a_second_migration_succeeds(
             let destination = rig::destination(kind, &settings(), Quirks::default());
             let (listener, to) = rig::listen();
             let controls = [Control::new(), Control::new()];
-            let slow = Options { compress, ..slow() };
+            let slow = Options {
+                stream: StreamOptions {
+                    compress,
+                    ..slow().stream
+                },
+                ..slow()
+            };
             let ended = rig::run(
                 &source,
                 &destination,
@@ -101,8 +117,14 @@ fn a_host_that_is_lost_in_precopy_fails_the_migration_on_both_sides_and_the_gues
     let to: Address = format!("tcp:{DESTINATION}:7000").parse().unwrap();
     let listener = link.destination.within(|| to.listen()).unwrap().unwrap();
     let options = Options {
-        silence_timeout: Duration::from_secs(1),
-        insecure: true,
+        limits: Limits {
+            silence_timeout: Duration::from_secs(1),
+            ..slow().limits
+        },
+        tls: TlsOptions {
+            insecure: true,
+            ..slow().tls
+        },
         ..slow()
     };
     let is_down = AtomicBool::new(false);
@@ -384,8 +406,14 @@ fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_gues
     let source = rig::source(kind, &settings(), Quirks::default());
     for wait in [true, false] {
         let options = Options {
-            compress: true,
-            compress_level: 42,
+            stream: StreamOptions {
+                compress: true,
+                levels: Levels {
+                    compress: 42,
+                    ..Levels::default()
+                },
+                ..options().stream
+            },
             compress_wait_thread: wait,
             ..options()
         };
@@ -411,7 +439,10 @@ fn a_cancel_ends_a_migration_to_where_nobody_takes_its_connections() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let patient = Options {
-        handshake_timeout: Duration::from_secs(600),
+        limits: Limits {
+            handshake_timeout: Duration::from_secs(600),
+            ..options().limits
+        },
         ..options()
     };
     for unix in [true, false] {

@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use hotlift::options::ZERO_PAGE_DETECTION;
+use hotlift::options::{StreamOptions, SwitchoverOptions};
 use hotlift::{Control, MigrationError, Options};
 
 use crate::census::Census;
@@ -13,9 +14,15 @@ use hotlift_testkit::alone;
 
 fn options() -> Options {
     Options {
-        xbzrle: true,
-        max_bandwidth: 0,
-        downtime_limit: Duration::ZERO,
+        stream: StreamOptions {
+            xbzrle: true,
+            max_bandwidth: 0,
+            ..StreamOptions::default()
+        },
+        switchover: SwitchoverOptions {
+            downtime_limit: Duration::ZERO,
+            ..SwitchoverOptions::default()
+        },
         ..Options::default()
     }
 }
@@ -36,8 +43,8 @@ fn a_guest_arrives_whole_as_deltas_whatever_the_cache() {
                 options.set("zero-page-detection", mode).unwrap();
                 options.set("xbzrle-cache-size", cache).unwrap();
                 // Slow enough for rounds in which the guest writes all over its MiB.
-                options.max_bandwidth = 24 << 20;
-                options.downtime_limit = Duration::from_millis(2);
+                options.stream.max_bandwidth = 24 << 20;
+                options.switchover.downtime_limit = Duration::from_millis(2);
                 let settings = hotlift_vmm::GuestSettings {
                     rate: 1500,
                     ..settings()
@@ -111,7 +118,10 @@ fn a_cache_takes_no_more_than_the_guest_has_and_channels_are_refused() {
     assert!(ended.source.is_ok(), "{:?}", ended.errors());
 
     let with_channels = Options {
-        multifd: Some(true),
+        stream: StreamOptions {
+            multifd: Some(true),
+            ..options().stream
+        },
         ..options()
     };
     let source = rig::source(kind, &settings(), Quirks::default());

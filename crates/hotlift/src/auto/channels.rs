@@ -15,7 +15,7 @@ use crate::auto::controller::{Choice, Controller, Look, Scarce, Spent};
 use crate::auto::link::LinkMeter;
 use crate::figures::{MethodFigures, to_f64};
 use crate::lock::lock;
-use crate::options::{Goal, Options};
+use crate::options::{Goal, StreamOptions};
 
 /// Pages of a method that make a destination's report on it meaningful: those of one packet.
 const ENOUGH_PAGES: f64 = 128.0;
@@ -102,7 +102,7 @@ pub(crate) struct Sent {
 
 impl Auto {
     /// Creates the state for a migration with these options, if they select `auto`.
-    pub(crate) fn of(options: &Options, goal: Goal) -> Option<Self> {
+    pub(crate) fn of(options: &StreamOptions, goal: Goal) -> Option<Self> {
         let is_auto = options.multifd() && options.multifd_compression.is_auto();
         is_auto.then(|| Self::new(goal, options.accelerator))
     }

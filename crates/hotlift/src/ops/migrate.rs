@@ -71,13 +71,21 @@ pub fn migrate(
     let started = Instant::now();
     options.check()?;
     let settings = RelaySettings {
-        outgoing: options.clone(),
-        zero_pages: Some(options.zero_page_detection),
-        outgoing_tls: tls::of_options(options, to)?,
+        outgoing: options.stream.clone(),
+        limits: options.limits.clone(),
+        zero_pages: Some(options.zero_pages.detection),
+        outgoing_tls: tls::of_options(&options.tls, &options.limits, to)?,
         ..RelaySettings::default()
     };
     run_as("mig/src/main", control, || {
-        run(guest, to, &settings, control, on_progress, started)
+        run(
+            guest,
+            to,
+            (options, &settings),
+            control,
+            on_progress,
+            started,
+        )
     })
 }
 
@@ -85,14 +93,18 @@ pub fn migrate(
 fn run(
     guest: &dyn Guest,
     to: &Address,
-    settings: &RelaySettings,
+    (options, settings): (&Options, &RelaySettings),
     control: &Control,
     on_progress: OnProgress<'_>,
     started: Instant,
 ) -> Result<SourceReport, MigrationError> {
-    let options = &settings.outgoing;
     let xbzrle = Xbzrle::new(guest, options)?;
-    let devices = zero_devices::open(guest, options, control)?;
+    let devices = zero_devices::open(
+        guest,
+        &options.zero_pages,
+        options.stream.accelerator,
+        control,
+    )?;
     let blocks = guest.ram().iter();
     let blocks = blocks.map(|block| RamBlockEntry::new(block.name(), block.len() as u64));
     let page_size = PAGE_SIZE as u64;
@@ -105,15 +117,22 @@ fn run(
             ..Configuration::default()
         },
         uuid: guest.uuid(),
-        commands: &[advise][..usize::from(options.postcopy_ram)],
+        commands: &[advise][..usize::from(options.postcopy.ram)],
         early: &EarlySections::default(),
         ram: &RamLayout {
             blocks: blocks.collect(),
             ..RamLayout::default()
         },
     };
-    let memory = options.memory(0);
-    let sink = StreamSink::connect(to, settings, Seen::guest(), opening, &memory, control)?;
+    let memory = options.limits.memory(0);
+    let sink = StreamSink::connect(
+        to,
+        settings,
+        Seen::guest(options.postcopy.preempt),
+        opening,
+        &memory,
+        control,
+    )?;
     let source = GuestSource::new(guest, options, control, &sink.out, devices);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let received = Counters::of_side(0);
@@ -281,26 +300,26 @@ impl Migration<'_> {
             self.send_round()?;
             let newly_dirty = self.sync()?;
             let live = self.session.control.steering().latest(self.source.options);
-            self.estimator.assume(live.avail_switchover_bandwidth);
+            self.estimator.assume(live.switchover.avail_bandwidth);
             let pending = self.source.ram.pending();
             self.estimator
                 .synced(pending, newly_dirty, synced_at.elapsed());
             synced_at = Instant::now();
             let sent = self.source.out.counts().transferred_bytes;
             self.auto_converge
-                .synced(newly_dirty, sent, synced_at, &live);
+                .synced(newly_dirty, sent, synced_at, &live.auto_converge);
             self.reporter.throttled(&self.auto_converge);
             // Reports rounds that are shorter than a wait for the channels.
             if self.reporter.is_due() {
                 self.tell();
             }
-            let fits = |time| time <= live.downtime_limit;
+            let fits = |time| time <= live.switchover.downtime_limit;
             if self.estimator.time_for(pending).is_some_and(fits) {
                 let before = fitted.replace(pending);
                 let rests = |before| pending > before / 2;
                 // The pages have fitted in each of those rounds.
                 let tries = self.round - *first_fit.get_or_insert(self.round);
-                let goes_on = live.goal == Goal::ShortestDowntime
+                let goes_on = live.stream.goal == Goal::ShortestDowntime
                     && !before.is_some_and(rests)
                     && tries < SHORTENING_ROUNDS;
                 if !goes_on {
@@ -384,7 +403,7 @@ impl Migration<'_> {
         self.auto_converge.release();
         self.reporter.throttled(&self.auto_converge);
         control.tell(MigrationEvent::Stopped);
-        if options.pause_before_switchover {
+        if options.switchover.pause_before {
             control.set_status(Status::PreSwitchover);
             while !control.may_proceed(INTERVAL) {
                 check(self.session)?;

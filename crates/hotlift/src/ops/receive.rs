@@ -91,13 +91,14 @@ fn run(
     let door = accept::open(&listener, options, control)?;
     let (source, since, door) = accept::accept(door, guest.uuid(), options, control)?;
     let channels = source.multifd.len();
-    let memory = options.memory(channels);
+    let memory = options.limits.memory(channels);
     // Larger packets than QEMU's have larger payloads.
     let larger = source.layout.max_payload().saturating_sub(CHANNEL_MEMORY);
     memory.raise(channels * larger);
     let sink = GuestSink::new(guest, options, control, source);
     let settings = RelaySettings {
-        outgoing: options.clone(),
+        outgoing: options.stream.clone(),
+        limits: options.limits.clone(),
         ..RelaySettings::default()
     };
     let received = Counters::of_side(channels);

@@ -366,7 +366,7 @@ impl Options {
         if let Some(refused) = refused {
             return Err(refused);
         }
-        if changed.max_cpu_throttle < changed.cpu_throttle_initial
+        if changed.auto_converge.max < changed.auto_converge.initial
             && let Ok(option) = option("max-cpu-throttle")
         {
             return Err(option.out_of_range());

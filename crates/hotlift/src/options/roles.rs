@@ -1,7 +1,7 @@
 //! Roles of options: which roles take an option, their defaults, and the sections of help. Commands are generated from these
 //! columns of the table.
 
-use super::{OptionInfo, Options};
+use super::{OptionInfo, Options, StreamOptions};
 
 /// Role in a migration, as far as options depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,8 +41,8 @@ impl Role {
     }
 }
 
-/// Section of help that shows an option.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Section of help that shows an option, in the order of help.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Group {
     /// First section, in this order: options for everyday use.
     Everyday(u8),
@@ -100,25 +100,6 @@ impl Group {
             Self::Others => "Others",
         }
     }
-
-    /// Returns the order of the groups, and of the options for everyday use.
-    #[must_use]
-    pub fn rank(self) -> (u8, u8) {
-        match self {
-            Self::Everyday(rank) => (0, rank),
-            Self::Levels => (1, 0),
-            Self::Channels => (2, 0),
-            Self::Main => (3, 0),
-            Self::Devices => (4, 0),
-            Self::Throttle => (5, 0),
-            Self::Switchover => (6, 0),
-            Self::Tls => (7, 0),
-            Self::TlsNames => (7, 1),
-            Self::Announce => (8, 0),
-            Self::Limits => (9, 0),
-            Self::Others => (10, 0),
-        }
-    }
 }
 
 /// Roles that do not take an option, or one of its values, and the alternative.
@@ -173,19 +154,19 @@ pub enum With {
 impl With {
     fn is_on(self, options: &Options) -> bool {
         match self {
-            Self::Multifd => options.multifd(),
-            Self::Compress => options.compress,
-            Self::Xbzrle => options.xbzrle,
-            Self::AutoConverge => options.auto_converge,
-            Self::PostcopyRam => options.postcopy_ram,
-            Self::DsaAccel => options.zero_page_devices,
+            Self::Multifd => options.stream.multifd(),
+            Self::Compress => options.stream.compress,
+            Self::Xbzrle => options.stream.xbzrle,
+            Self::AutoConverge => options.auto_converge.on,
+            Self::PostcopyRam => options.postcopy.ram,
+            Self::DsaAccel => options.zero_pages.devices,
         }
     }
 
-    fn words(self, options: &Options) -> &'static str {
+    pub(super) fn words(self, stream: &StreamOptions) -> &'static str {
         match self {
-            Self::Multifd if options.compress => "multifd=on, which excludes compress=on",
-            Self::Multifd if options.xbzrle => "multifd=on, which excludes xbzrle=on",
+            Self::Multifd if stream.compress => "multifd=on, which excludes compress=on",
+            Self::Multifd if stream.xbzrle => "multifd=on, which excludes xbzrle=on",
             Self::Multifd => "multifd=on",
             Self::Compress => "compress=on",
             Self::Xbzrle => "xbzrle=on",
@@ -244,7 +225,7 @@ impl OptionInfo {
     #[must_use]
     pub fn lacks(&self, options: &Options) -> Option<&'static str> {
         let with = self.with.filter(|with| !with.is_on(options))?;
-        Some(with.words(options))
+        Some(with.words(&options.stream))
     }
 }
 
@@ -299,5 +280,41 @@ mod tests {
             options.set(other, value).unwrap();
             assert_eq!(info.lacks(&options), None, "{name}");
         }
+    }
+
+    #[test]
+    fn what_is_its_qemus_to_do_is_not_for_a_relay() {
+        for (name, says) in [
+            ("xbzrle", "a relay keeps no earlier pages"),
+            ("xbzrle-cache-size", "a relay has no xbzrle"),
+            ("auto-converge", "source's QEMU"),
+            ("throttle-trigger-threshold", "source's QEMU"),
+            ("cpu-throttle-initial", "source's QEMU"),
+            ("cpu-throttle-increment", "source's QEMU"),
+            ("cpu-throttle-tailslow", "source's QEMU"),
+            ("max-cpu-throttle", "source's QEMU"),
+            ("pause-before-switchover", "source's QEMU"),
+            ("postcopy-ram", "QEMUs must agree on it"),
+            ("avail-switchover-bandwidth", "source's QEMU"),
+            ("announce-rounds", "destination's QEMU"),
+            ("announce-initial", "destination's QEMU"),
+            ("announce-step", "destination's QEMU"),
+            ("announce-max", "destination's QEMU"),
+            ("multifd-packet-size", "QEMU's packets"),
+            ("multifd-normal-page-ratio", "does not change the kind"),
+            ("compress-wait-thread", "always waits"),
+            ("decompress-threads", "as it reads"),
+            ("mem-prealloc", "destination's QEMU"),
+        ] {
+            let refusal = option(name).unwrap().refusal(Role::Relay).unwrap();
+            assert!(refusal.contains(says), "{name}: {refusal}");
+        }
+        let detection = option("zero-page-detection").unwrap();
+        let refusal = detection.value_refusal(Role::Relay, "dsa-accel").unwrap();
+        assert!(refusal.contains("detects zero pages itself"), "{refusal}");
+        assert_eq!(
+            option("multifd-channels").unwrap().refusal(Role::Relay),
+            None
+        );
     }
 }

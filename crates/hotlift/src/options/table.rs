@@ -8,28 +8,45 @@ use super::{Access, Group, Kind, MAX_PACKET_SIZE, MAX_SILENCE_TIMEOUT, OptionInf
 
 /// Reads and writes a number field of [`Options`], of any width; a checked value fits.
 macro_rules! number {
-    ($field:ident) => {
+    ($($field:ident).+) => {
         Access {
             store: |options, value| {
                 if let Value::Number(number) = value {
-                    options.$field = number.try_into().unwrap_or(options.$field);
+                    options.$($field).+ = number.try_into().unwrap_or(options.$($field).+);
                 }
             },
-            read: |options| Value::Number(options.$field.into()),
+            read: |options| Value::Number(options.$($field).+.into()),
         }
     };
 }
 
 /// Reads and writes a field of any other kind of [`Value`].
 macro_rules! plain {
-    ($kind:ident, $field:ident) => {
+    ($kind:ident, $($field:ident).+) => {
         Access {
             store: |options, value| {
                 if let Value::$kind(value) = value {
-                    options.$field = value;
+                    options.$($field).+ = value;
                 }
             },
-            read: |options| Value::$kind(options.$field.clone()),
+            read: |options| Value::$kind(options.$($field).+.clone()),
+        }
+    };
+}
+
+/// Reads and writes a time, as a number of units of so many milliseconds.
+macro_rules! time {
+    ($ms:literal, $($field:ident).+) => {
+        Access {
+            store: |options, value| {
+                if let Value::Number(number) = value {
+                    options.$($field).+ = Duration::from_millis(number * $ms);
+                }
+            },
+            read: |options| {
+                let units = options.$($field).+.as_millis() / $ms;
+                Value::Number(units.try_into().unwrap_or(u64::MAX))
+            },
         }
     };
 }
@@ -77,7 +94,6 @@ const fn capability(name: &'static str, access: Access) -> OptionInfo {
         alias: None,
         kind: Kind::Capability,
         values: Values::Switch,
-        default: "off",
         unit: "",
         live: false,
         group: Group::Others,
@@ -114,13 +130,13 @@ pub static OPTIONS: &[OptionInfo] = &[
             RELAYS,
             "a relay keeps no earlier pages to compare with",
         )],
-        ..capability("xbzrle", plain!(Switch, xbzrle))
+        ..capability("xbzrle", plain!(Switch, stream.xbzrle))
     },
     OptionInfo {
         help: "Slow the guest down while it dirties pages faster than they are sent",
         group: Group::Everyday(8),
         not_for: &[NotFor::any(RELAYS, SLOWS)],
-        ..capability("auto-converge", plain!(Switch, auto_converge))
+        ..capability("auto-converge", plain!(Switch, auto_converge.on))
     },
     OptionInfo {
         help: "Send each state of a migration as a QMP event to the clients of the monitor",
@@ -139,13 +155,13 @@ pub static OPTIONS: &[OptionInfo] = &[
     OptionInfo {
         help: "Compress pages on the main channel, for QEMU up to 9.0; both sides must agree",
         group: Group::Everyday(9),
-        ..capability("compress", plain!(Switch, compress))
+        ..capability("compress", plain!(Switch, stream.compress))
     },
     OptionInfo {
         help: "Run the guest at the destination before all its pages have arrived; both sides must agree",
         group: Group::Switchover,
         not_for: POSTCOPY,
-        ..capability("postcopy-ram", plain!(Switch, postcopy_ram))
+        ..capability("postcopy-ram", plain!(Switch, postcopy.ram))
     },
     OptionInfo {
         help: "Accepted for compatibility, without effect: the destination always answers, as with on",
@@ -163,13 +179,12 @@ pub static OPTIONS: &[OptionInfo] = &[
         ],
         ..capability(
             "pause-before-switchover",
-            plain!(Switch, pause_before_switchover),
+            plain!(Switch, switchover.pause_before),
         )
     },
     OptionInfo {
         help: "Send pages on multifd channels; off sends them on the main channel, which compress and xbzrle need",
         group: Group::Channels,
-        default: "on",
         defaults: &[
             RoleDefault {
                 roles: &[Role::Guest],
@@ -187,10 +202,10 @@ pub static OPTIONS: &[OptionInfo] = &[
             Access {
                 store: |options, value| {
                     if let Value::Switch(on) = value {
-                        options.multifd = Some(on);
+                        options.stream.multifd = Some(on);
                     }
                 },
-                read: |options| Value::Switch(options.multifd()),
+                read: |options| Value::Switch(options.stream.multifd()),
             },
         )
     },
@@ -202,7 +217,7 @@ pub static OPTIONS: &[OptionInfo] = &[
             NotFor::any(RELAYS, "the destination's QEMU counts it; set it there"),
         ],
         with: Some(With::PostcopyRam),
-        ..capability("postcopy-blocktime", plain!(Switch, postcopy_blocktime))
+        ..capability("postcopy-blocktime", plain!(Switch, postcopy.blocktime))
     },
     OptionInfo {
         help: "Send pages of method none by reference (vmsplice) instead of copying them",
@@ -211,70 +226,63 @@ pub static OPTIONS: &[OptionInfo] = &[
             RELAYS,
             "a relay always splices pages of method none from socket to socket",
         )],
-        ..capability("zero-copy-send", plain!(Switch, zero_copy_send))
+        ..capability("zero-copy-send", plain!(Switch, stream.zero_copy_send))
     },
     OptionInfo {
         help: "Send pages that the guest waits for on a separate connection; both sides must agree",
         group: Group::Switchover,
         not_for: POSTCOPY,
         with: Some(With::PostcopyRam),
-        ..capability("postcopy-preempt", plain!(Switch, postcopy_preempt))
+        ..capability("postcopy-preempt", plain!(Switch, postcopy.preempt))
     },
     OptionInfo {
         help: "Time between the first and the second announcement of a guest at its destination",
         group: Group::Announce,
         values: number(0, 100000),
-        default: "50",
         unit: "ms",
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
-        ..parameter("announce-initial", number!(announce_initial))
+        ..parameter("announce-initial", number!(announce.initial))
     },
     OptionInfo {
         help: "Longest time between two announcements",
         group: Group::Announce,
         values: number(0, 100000),
-        default: "550",
         unit: "ms",
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
-        ..parameter("announce-max", number!(announce_max))
+        ..parameter("announce-max", number!(announce.max))
     },
     OptionInfo {
         help: "Number of announcements",
         group: Group::Announce,
         values: number(0, 1000),
-        default: "5",
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
-        ..parameter("announce-rounds", number!(announce_rounds))
+        ..parameter("announce-rounds", number!(announce.rounds))
     },
     OptionInfo {
         help: "Increase of the time between announcements after each",
         group: Group::Announce,
         values: number(1, 10000),
-        default: "100",
         unit: "ms",
         not_for: &[NotFor::any(RELAYS, ANNOUNCES)],
-        ..parameter("announce-step", number!(announce_step))
+        ..parameter("announce-step", number!(announce.step))
     },
     OptionInfo {
         help: "Level of compress: 0 stores pages uncompressed, 1 is fastest, 9 is smallest",
         group: Group::Levels,
         values: number(0, 9),
-        default: "1",
         with: Some(With::Compress),
-        ..parameter("compress-level", number!(compress_level))
+        ..parameter("compress-level", number!(stream.levels.compress))
     },
     OptionInfo {
         help: "Number of threads that compress, with compress",
         group: Group::Main,
         values: number(1, 255),
-        default: "8",
         with: Some(With::Compress),
-        ..parameter("compress-threads", number!(compress_threads))
+        ..parameter("compress-threads", number!(stream.compress_threads))
     },
     OptionInfo {
         help: "Wait for a free compression thread; off sends pages uncompressed while no thread is free",
         group: Group::Main,
-        default: "on",
         not_for: &[NotFor::any(
             RELAYS,
             "a relay always waits for a free compression thread",
@@ -286,7 +294,6 @@ pub static OPTIONS: &[OptionInfo] = &[
         help: "Number of threads that decompress, with compress",
         group: Group::Main,
         values: number(1, 255),
-        default: "2",
         not_for: &[NotFor::any(
             RELAYS,
             "a relay decompresses as it reads; set it at the destination's QEMU",
@@ -298,37 +305,34 @@ pub static OPTIONS: &[OptionInfo] = &[
         help: "Dirtied bytes over sent bytes of a round above which auto-converge slows the guest down",
         group: Group::Throttle,
         values: number(1, 100),
-        default: "50",
         unit: "%",
         live: true,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
         with: Some(With::AutoConverge),
         ..parameter(
             "throttle-trigger-threshold",
-            number!(throttle_trigger_threshold),
+            number!(auto_converge.trigger_threshold),
         )
     },
     OptionInfo {
         help: "Share of the vCPUs' time that the first step of auto-converge takes",
         group: Group::Throttle,
         values: number(1, 99),
-        default: "20",
         unit: "%",
         live: true,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
         with: Some(With::AutoConverge),
-        ..parameter("cpu-throttle-initial", number!(cpu_throttle_initial))
+        ..parameter("cpu-throttle-initial", number!(auto_converge.initial))
     },
     OptionInfo {
         help: "Increase of that share in each later step of auto-converge",
         group: Group::Throttle,
         values: number(1, 99),
-        default: "10",
         unit: "%",
         live: true,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
         with: Some(With::AutoConverge),
-        ..parameter("cpu-throttle-increment", number!(cpu_throttle_increment))
+        ..parameter("cpu-throttle-increment", number!(auto_converge.increment))
     },
     OptionInfo {
         help: "Limit the last steps of auto-converge to the share that is needed",
@@ -338,34 +342,31 @@ pub static OPTIONS: &[OptionInfo] = &[
         with: Some(With::AutoConverge),
         ..parameter(
             "cpu-throttle-tailslow",
-            plain!(Switch, cpu_throttle_tailslow),
+            plain!(Switch, auto_converge.tailslow),
         )
     },
     OptionInfo {
         help: "Highest share of the vCPUs' time that auto-converge takes",
         group: Group::Throttle,
         values: number(1, 99),
-        default: "99",
         unit: "%",
         live: true,
         not_for: &[NotFor::any(RELAYS, SLOWS)],
         with: Some(With::AutoConverge),
-        ..parameter("max-cpu-throttle", number!(max_cpu_throttle))
+        ..parameter("max-cpu-throttle", number!(auto_converge.max))
     },
     OptionInfo {
         help: "Encrypt with the certificates in this folder ('hotlift certs' makes them); both sides need TLS",
         group: Group::Tls,
         alias: Some("tls"),
         values: Values::Text("a folder"),
-        default: "",
         not_for: &[NotFor::any(LOCAL, NO_HOST)],
-        ..parameter("tls-creds", plain!(Text, tls_creds))
+        ..parameter("tls-creds", plain!(Text, tls.creds))
     },
     OptionInfo {
         help: "Name that the destination's certificate must have [default: the host of its address]",
         group: Group::TlsNames,
         values: Values::Text("a host name or an IP address"),
-        default: "",
         not_for: &[
             NotFor::any(LOCAL, NO_HOST),
             NotFor::any(
@@ -373,13 +374,12 @@ pub static OPTIONS: &[OptionInfo] = &[
                 "the connecting side checks the name: give it to 'hotlift migrate'",
             ),
         ],
-        ..parameter("tls-hostname", plain!(Text, tls_hostname))
+        ..parameter("tls-hostname", plain!(Text, tls.hostname))
     },
     OptionInfo {
         help: "Bandwidth limit of all channels together; 0 is unlimited",
         group: Group::Everyday(4),
         values: Values::Size,
-        default: "128M",
         unit: "bytes/s",
         live: true,
         defaults: &[RoleDefault {
@@ -387,26 +387,24 @@ pub static OPTIONS: &[OptionInfo] = &[
             value: Some("0"),
             words: "unlimited",
         }],
-        ..parameter("max-bandwidth", number!(max_bandwidth))
+        ..parameter("max-bandwidth", number!(stream.max_bandwidth))
     },
     OptionInfo {
         help: "Bandwidth assumed for the switchover; 0 uses the measured one",
         group: Group::Switchover,
         values: Values::Size,
-        default: "0",
         unit: "bytes/s",
         live: true,
         not_for: &[NotFor::any(RELAYS, SWITCHES)],
         ..parameter(
             "avail-switchover-bandwidth",
-            number!(avail_switchover_bandwidth),
+            number!(switchover.avail_bandwidth),
         )
     },
     OptionInfo {
         help: "Longest time that the guest may be paused for the switchover",
         group: Group::Everyday(5),
         values: number(0, 2000000),
-        default: "300",
         unit: "ms",
         live: true,
         not_for: &[NotFor::any(&[Role::Relay], SWITCHES)],
@@ -415,41 +413,21 @@ pub static OPTIONS: &[OptionInfo] = &[
             value: None,
             words: "as the source's QEMU has it",
         }],
-        ..parameter(
-            "downtime-limit",
-            Access {
-                store: |options, value| {
-                    if let Value::Number(ms) = value {
-                        options.downtime_limit = Duration::from_millis(ms);
-                    }
-                },
-                read: |options| {
-                    Value::Number(
-                        options
-                            .downtime_limit
-                            .as_millis()
-                            .try_into()
-                            .unwrap_or(u64::MAX),
-                    )
-                },
-            },
-        )
+        ..parameter("downtime-limit", time!(1, switchover.downtime_limit))
     },
     OptionInfo {
         help: "Number of multifd channels; both sides must agree",
         group: Group::Everyday(3),
         alias: Some("channels"),
         values: number(1, 255),
-        default: "2",
         with: Some(With::Multifd),
-        ..parameter("multifd-channels", number!(multifd_channels))
+        ..parameter("multifd-channels", number!(stream.multifd_channels))
     },
     OptionInfo {
         help: "Page compression method; auto chooses one for each packet",
         group: Group::Everyday(1),
         alias: Some("method"),
         values: Values::Method,
-        default: "none",
         defaults: &[
             RoleDefault {
                 roles: &[Role::Pair],
@@ -467,34 +445,33 @@ pub static OPTIONS: &[OptionInfo] = &[
                 words: "auto; none towards a QEMU",
             },
         ],
-        ..parameter("multifd-compression", plain!(Method, multifd_compression))
+        ..parameter(
+            "multifd-compression",
+            plain!(Method, stream.multifd_compression),
+        )
     },
     OptionInfo {
         help: "Level of method zlib: 0 stores, 1 is fastest, 9 is smallest",
         group: Group::Levels,
         values: number(0, 9),
-        default: "1",
-        ..parameter("multifd-zlib-level", number!(multifd_zlib_level))
+        ..parameter("multifd-zlib-level", number!(stream.levels.zlib))
     },
     OptionInfo {
         help: "Level of method zstd: 1 is fastest, 20 is smallest; 0 is 3",
         group: Group::Levels,
         values: number(0, 20),
-        default: "1",
-        ..parameter("multifd-zstd-level", number!(multifd_zstd_level))
+        ..parameter("multifd-zstd-level", number!(stream.levels.zstd))
     },
     OptionInfo {
         help: "Level of method qatzip: 1 is fastest, 9 is smallest",
         group: Group::Levels,
         values: number(1, 9),
-        default: "1",
-        ..parameter("multifd-qatzip-level", number!(multifd_qatzip_level))
+        ..parameter("multifd-qatzip-level", number!(stream.levels.qatzip))
     },
     OptionInfo {
         help: "Where zero pages are detected: nowhere, migration thread, channel threads, DSA",
         group: Group::Everyday(6),
         values: Values::ZeroPages,
-        default: "multifd",
         not_for: &[NotFor {
             roles: RELAYS,
             value: Some("dsa-accel"),
@@ -511,12 +488,12 @@ pub static OPTIONS: &[OptionInfo] = &[
             Access {
                 store: |options, value| {
                     if let Value::ZeroPages(mode, devices) = value {
-                        options.zero_page_detection = mode;
-                        options.zero_page_devices = devices;
+                        options.zero_pages.detection = mode;
+                        options.zero_pages.devices = devices;
                     }
                 },
                 read: |options| {
-                    Value::ZeroPages(options.zero_page_detection, options.zero_page_devices)
+                    Value::ZeroPages(options.zero_pages.detection, options.zero_pages.devices)
                 },
             },
         )
@@ -525,25 +502,23 @@ pub static OPTIONS: &[OptionInfo] = &[
         help: "Work queues of DSA that zero-page-detection=dsa-accel uses in turn",
         group: Group::Devices,
         values: Values::AccelPath,
-        default: "",
         not_for: &[NotFor::any(
             RELAYS,
             "a relay has its pages in the CPU's cache, and detects zero pages itself",
         )],
         with: Some(With::DsaAccel),
-        ..parameter("accel-path", plain!(AccelPath, accel_path))
+        ..parameter("accel-path", plain!(AccelPath, zero_pages.accel_path))
     },
     OptionInfo {
         help: "Do not encrypt connections to other hosts: anyone on the network can read and change the guest",
         group: Group::Tls,
         not_for: &[NotFor::any(LOCAL, NO_HOST)],
-        ..ours("insecure", plain!(Switch, insecure))
+        ..ours("insecure", plain!(Switch, tls.insecure))
     },
     OptionInfo {
         help: "Share of the zero pages to send as pages with content, to measure throughput",
         group: Group::Channels,
         values: number(0, 100),
-        default: "0",
         unit: "%",
         not_for: &[NotFor::any(
             RELAYS,
@@ -551,24 +526,22 @@ pub static OPTIONS: &[OptionInfo] = &[
         )],
         ..parameter(
             "multifd-normal-page-ratio",
-            number!(multifd_normal_page_ratio),
+            number!(zero_pages.normal_page_ratio),
         )
     },
     OptionInfo {
         help: "Size of the pages of one multifd packet; more than 512K needs Hotlift on the other side",
         group: Group::Channels,
         values: PACKET_SIZE,
-        default: "512K",
         unit: "bytes",
         not_for: &[NotFor::any(RELAYS, "a relay carries QEMU's packets")],
         with: Some(With::Multifd),
-        ..parameter("multifd-packet-size", number!(multifd_packet_size))
+        ..parameter("multifd-packet-size", number!(stream.multifd_packet_size))
     },
     OptionInfo {
         help: "Size of the cache of sent pages, with xbzrle",
         group: Group::Main,
         values: Values::PowerOfTwo,
-        default: "64M",
         unit: "bytes",
         not_for: &[NotFor::any(RELAYS, "a relay has no xbzrle")],
         with: Some(With::Xbzrle),
@@ -578,42 +551,38 @@ pub static OPTIONS: &[OptionInfo] = &[
         help: "Bandwidth limit of postcopy for pages that the guest has not requested; 0 is unlimited",
         group: Group::Switchover,
         values: Values::Size,
-        default: "0",
         live: true,
         not_for: &[
             NO_MONITOR,
             NotFor::any(RELAYS, "the source's QEMU sends its pages; set it there"),
         ],
         with: Some(With::PostcopyRam),
-        ..parameter("max-postcopy-bandwidth", number!(max_postcopy_bandwidth))
+        ..parameter("max-postcopy-bandwidth", number!(postcopy.max_bandwidth))
     },
     OptionInfo {
         help: "Names of allowed peers, as in their certificates, such as '*.example.org 10.0.0.*'",
         group: Group::TlsNames,
         values: Values::Text("patterns of names, separated by spaces"),
-        default: "",
         not_for: &[NotFor::any(LOCAL, NO_HOST)],
-        ..parameter("tls-authz", plain!(Text, tls_authz))
+        ..parameter("tls-authz", plain!(Text, tls.authz))
     },
     OptionInfo {
         help: "Goal of the migration, for the choices of method auto and of the switchover",
         group: Group::Channels,
         values: Values::Goal,
-        default: "fastest",
         live: true,
         not_for: &[NotFor {
             roles: RELAYS,
             value: Some("shortest-downtime"),
             instead: SWITCHES,
         }],
-        ..ours("goal", plain!(Goal, goal))
+        ..ours("goal", plain!(Goal, stream.goal))
     },
     OptionInfo {
         help: "Method that method auto uses towards a QEMU, as set there; it chooses the level of zlib and zstd for each \
                packet",
         group: Group::Channels,
         values: Values::Method,
-        default: "none",
         not_for: &[NotFor::any(
             &[Role::Save],
             "no QEMU reads a save file; 'hotlift restore' does",
@@ -623,22 +592,20 @@ pub static OPTIONS: &[OptionInfo] = &[
             value: None,
             words: "zstd where method auto is given, else none",
         }],
-        ..ours("qemu-reads", plain!(Method, qemu_reads))
+        ..ours("qemu-reads", plain!(Method, stream.qemu_reads))
     },
     OptionInfo {
         help: "CPU time that the channels of this side may use, in cores; 0 is unlimited",
         group: Group::Channels,
         values: Values::Cores,
-        default: "0",
         live: true,
-        ..ours("cpu-limit", plain!(Cores, cpu_limit))
+        ..ours("cpu-limit", plain!(Cores, stream.cpu_limit))
     },
     OptionInfo {
         help: "Accelerator of the method: used if it works, not used, or required at the start",
         group: Group::Everyday(7),
         values: Values::Accelerator,
-        default: "auto",
-        ..ours("accelerator", plain!(Accelerator, accelerator))
+        ..ours("accelerator", plain!(Accelerator, stream.accelerator))
     },
     OptionInfo {
         help: "Populate the destination's RAM before the first page arrives",
@@ -653,44 +620,31 @@ pub static OPTIONS: &[OptionInfo] = &[
         help: "Highest number of multifd channels that a relay accepts from a source",
         group: Group::Limits,
         values: number(1, 255),
-        default: "64",
         not_for: &[NotFor::any(
             &[Role::Pair, Role::Guest],
             "a guest accepts the number of multifd-channels",
         )],
-        ..ours("max-channels", number!(max_channels))
+        ..ours("max-channels", number!(limits.max_channels))
     },
     OptionInfo {
         help: "Memory that a source can make its receiver allocate, in addition to 1M for each channel; packets in transit \
                and threads are not counted",
         group: Group::Limits,
         values: Values::Size,
-        default: "64M",
         unit: "bytes",
-        ..ours("memory-limit", number!(memory_limit))
+        ..ours("memory-limit", number!(limits.memory_limit))
     },
     OptionInfo {
         help: "Time in which a source that lost its connections at the hand-over asks the destination which host runs the \
                guest",
         group: Group::Limits,
         values: number(1, 86_400),
-        default: "60",
         unit: "s",
         not_for: &[NotFor::any(
             &[Role::Save],
             "a save file has no destination to ask",
         )],
-        ..ours(
-            "settle-timeout",
-            Access {
-                store: |options, value| {
-                    if let Value::Number(seconds) = value {
-                        options.settle_timeout = Duration::from_secs(seconds);
-                    }
-                },
-                read: |options| Value::Number(options.settle_timeout.as_secs()),
-            },
-        )
+        ..ours("settle-timeout", time!(1000, limits.settle_timeout))
     },
     OptionInfo {
         help: "Time without an answer of the other host, before the switchover, after which the migration fails, at least 5 \
@@ -698,19 +652,8 @@ pub static OPTIONS: &[OptionInfo] = &[
                data in transit",
         group: Group::Limits,
         values: number(0, MAX_SILENCE_TIMEOUT.as_secs()),
-        default: "40",
         unit: "s",
         not_for: &[NotFor::any(&[Role::Save], "a save file has no other host")],
-        ..ours(
-            "silence-timeout",
-            Access {
-                store: |options, value| {
-                    if let Value::Number(seconds) = value {
-                        options.silence_timeout = Duration::from_secs(seconds);
-                    }
-                },
-                read: |options| Value::Number(options.silence_timeout.as_secs()),
-            },
-        )
+        ..ours("silence-timeout", time!(1000, limits.silence_timeout))
     },
 ];

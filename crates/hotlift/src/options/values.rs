@@ -248,6 +248,22 @@ impl Values {
 }
 
 impl Values {
+    /// Returns the shortest text that is typed for `value`: a size with its largest suffix.
+    pub(super) fn typed(self, value: &Value) -> String {
+        let is_size = matches!(self, Self::Size | Self::PowerOfTwo | Self::Pages { .. });
+        let &Value::Number(bytes @ 1..) = value else {
+            return value.to_string();
+        };
+        let suffixes = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
+        let largest = suffixes
+            .iter()
+            .find(|(shift, _)| bytes.trailing_zeros() >= *shift);
+        match largest {
+            Some((shift, suffix)) if is_size => format!("{}{suffix}", bytes >> shift),
+            _ => value.to_string(),
+        }
+    }
+
     /// Returns the names that can be typed; empty if there is no list of them.
     #[must_use]
     pub fn names(self) -> Vec<&'static str> {
@@ -257,13 +273,7 @@ impl Values {
             Self::ZeroPages => ZERO_PAGE_DETECTION.iter().map(|(n, ..)| *n).collect(),
             Self::Accelerator => ACCELERATOR.iter().map(|(n, _)| *n).collect(),
             Self::Goal => GOAL.iter().map(|(n, _)| *n).collect(),
-            Self::Number { .. }
-            | Self::Size
-            | Self::PowerOfTwo
-            | Self::Pages { .. }
-            | Self::Cores
-            | Self::AccelPath
-            | Self::Text(_) => Vec::new(),
+            _ => Vec::new(),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hotlift_net::admission::Pass;
 use serde_json::Value;
 
-use crate::options::{Options, ZeroPageDetection};
+use crate::options::{Limits, StreamOptions, ZeroPageDetection};
 use crate::tls::Tls;
 
 /// RAM that a QEMU omits because a device reports it as unused by the guest. In a file it reads as zero.
@@ -37,7 +37,9 @@ impl LeftOut {
 #[derive(Debug, Clone)]
 pub struct RelaySettings {
     /// Multifd channels, method, level and bandwidth of the outgoing side.
-    pub outgoing: Options,
+    pub outgoing: StreamOptions,
+    /// Limits for both other sides.
+    pub limits: Limits,
     /// Encoding of zero pages: in packets (`Multifd`), as records of main (`Legacy`), or unchanged and without detection
     /// (`None`). Default: detected unless the source has done so, and sent in a form that the destination can read.
     pub zero_pages: Option<ZeroPageDetection>,
@@ -73,10 +75,11 @@ impl Default for RelaySettings {
     /// Returns the default options, but without a bandwidth limit: the source limits itself.
     fn default() -> Self {
         Self {
-            outgoing: Options {
+            outgoing: StreamOptions {
                 max_bandwidth: 0,
-                ..Options::default()
+                ..StreamOptions::default()
             },
+            limits: Limits::default(),
             zero_pages: None,
             uuid: None,
             flush_after_each_section: None,

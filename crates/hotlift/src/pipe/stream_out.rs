@@ -1,6 +1,7 @@
 //! The connections to the destination of a migration, and its answers on them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use hotlift_net::admission::Pass;
 use hotlift_net::transport::Stream;
@@ -9,7 +10,7 @@ use hotlift_wire::main_channel::Configuration;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::Counts;
-use crate::options::Options;
+use crate::options::StreamOptions;
 use crate::postcopy::turns::Turns;
 use crate::remote::Remote;
 use crate::stream::main_send::{MainLink, MainSend};
@@ -33,10 +34,9 @@ impl StreamOut {
         pass: Option<&Pass>,
         opening: &ChannelOpening,
         configuration: &Configuration,
-        options: &Options,
+        (options, timeout): (&StreamOptions, Duration),
         control: &Control,
     ) -> Result<Self, MigrationError> {
-        let timeout = options.handshake_timeout;
         let (main, multifd) = connect(&to, pass, opening, timeout, &control.dialing())?;
         let pacer = control.steering().pacer(options);
         let multifd = MultifdSend::new(multifd, &opening.hello, control.sending(options, &pacer));

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::PAGE_SIZE;
 
 use crate::figures::to_f64;
-use crate::options::Options;
+use crate::options::AutoConvergeOptions;
 
 /// Shortest period; within less time the last change has no visible effect.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -60,15 +60,15 @@ impl<'a> AutoConverge<'a> {
         dirtied_pages: u64,
         sent_bytes: u64,
         now: Instant,
-        options: &Options,
+        options: &AutoConvergeOptions,
     ) {
         self.period.dirtied_pages += dirtied_pages;
-        if !options.auto_converge || self.refused || now - self.period.since < PERIOD {
+        if !options.on || self.refused || now - self.period.since < PERIOD {
             return;
         }
         let dirtied = to_f64(self.period.dirtied_pages * PAGE_SIZE as u64);
         let allowed = to_f64(sent_bytes.saturating_sub(self.period.sent_before))
-            * f64::from(options.throttle_trigger_threshold)
+            * f64::from(options.trigger_threshold)
             / 100.0;
         self.period = Period {
             since: now,
@@ -128,21 +128,21 @@ impl Drop for AutoConverge<'_> {
 
 /// Returns the throttling of a guest that has lost `percent` and still dirties too much: only the share `allowed`, below 1, of
 /// it would be acceptable.
-fn next(percent: u8, allowed: f64, options: &Options) -> u8 {
+fn next(percent: u8, allowed: f64, options: &AutoConvergeOptions) -> u8 {
     let wanted = match percent {
-        0 => options.cpu_throttle_initial,
-        _ => percent.saturating_add(match options.cpu_throttle_tailslow {
-            false => options.cpu_throttle_increment,
+        0 => options.initial,
+        _ => percent.saturating_add(match options.tailslow {
+            false => options.increment,
             true => {
                 // The time that the guest may keep, if it dirties in proportion to its time.
                 let has = 100 - percent.min(100);
                 let may_keep = f64::from(has) * allowed;
                 let keeps = (1..=has).filter(|kept| f64::from(*kept) <= may_keep).max();
-                options.cpu_throttle_increment.min(has - keeps.unwrap_or(0))
+                options.increment.min(has - keeps.unwrap_or(0))
             }
         }),
     };
-    wanted.min(options.max_cpu_throttle).max(percent)
+    wanted.min(options.max).max(percent)
 }
 
 #[cfg(test)]
@@ -152,15 +152,15 @@ mod tests {
     use super::*;
 
     /// Returns options with auto-converge.
-    fn on() -> Options {
-        Options {
-            auto_converge: true,
-            ..Options::default()
+    fn on() -> AutoConvergeOptions {
+        AutoConvergeOptions {
+            on: true,
+            ..AutoConvergeOptions::default()
         }
     }
 
     /// Returns the throttling requests for periods in which the guest dirties these page counts while 100 are sent.
-    fn asked(dirtied: &[u64], can: bool, options: &Options) -> (Vec<u8>, u8, bool) {
+    fn asked(dirtied: &[u64], can: bool, options: &AutoConvergeOptions) -> (Vec<u8>, u8, bool) {
         let percents = RefCell::default();
         let guest = |percent| {
             Vec::push(&mut percents.borrow_mut(), percent);
@@ -186,26 +186,23 @@ mod tests {
     fn every_second_period_above_the_threshold_takes_more_up_to_the_most() {
         assert_eq!(asked(&[51, 50, 20, 51], true, &on()).0, [20, 0]);
         assert_eq!(asked(&[50; 20], true, &on()).0, Vec::<u8>::new());
-        let options = Options {
-            max_cpu_throttle: 45,
-            ..on()
-        };
+        let options = AutoConvergeOptions { max: 45, ..on() };
         assert_eq!(
             asked(&[60; 12], true, &options),
             (vec![20, 30, 40, 45, 0], 45, false),
             "and all is given back in the end"
         );
         assert_eq!(
-            asked(&[200; 20], true, &Options::default()).0,
+            asked(&[200; 20], true, &AutoConvergeOptions::default()).0,
             Vec::<u8>::new()
         );
     }
 
     #[test]
     fn tailslow_takes_no_more_than_is_needed() {
-        let options = Options {
-            cpu_throttle_initial: 50,
-            cpu_throttle_tailslow: true,
+        let options = AutoConvergeOptions {
+            initial: 50,
+            tailslow: true,
             ..on()
         };
         // A tenth too much: 5 % of the remaining half.

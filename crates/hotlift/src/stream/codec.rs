@@ -11,7 +11,7 @@ use hotlift_wire::multifd::Method;
 
 use crate::accelerator_stats::{AcceleratorStats, ChannelStats};
 use crate::error::{Channel, MigrationError};
-use crate::options::Options;
+use crate::options::StreamOptions;
 
 /// Encoder of a channel.
 pub(crate) struct Encoder {
@@ -86,7 +86,7 @@ impl Encoder {
     /// Creates the encoder of channel `id`; `None` for method none, whose pages are sent uncompressed.
     pub(crate) fn new(
         id: u8,
-        options: &Options,
+        options: &StreamOptions,
         to_hotlift: bool,
         stats: &Arc<AcceleratorStats>,
     ) -> Result<Option<Self>, MigrationError> {

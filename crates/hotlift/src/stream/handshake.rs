@@ -7,7 +7,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
 use crate::error::MigrationError;
-use crate::options::Options;
+use crate::options::StreamOptions;
 
 /// Upper bound of main's bytes before its first page: machine and RAM block names are short.
 const BEGINNING: usize = 16 << 10;
@@ -25,15 +25,15 @@ pub(crate) fn new_id() -> std::io::Result<MigrationId> {
     Ok(MigrationId(id))
 }
 
-/// Returns the features of a guest's own migration with these options.
-pub(crate) fn features(options: &Options) -> Features {
+/// Returns the features of a guest's own migration with these options; `preempts`: with `postcopy-preempt`.
+pub(crate) fn features(options: &StreamOptions, preempts: bool) -> Features {
     let mut features = Features::empty();
     features.set(Features::MULTIFD, options.multifd());
     features.set(
         Features::METHOD_BY_PACKET,
         options.multifd() && options.packet_method().is_none(),
     );
-    features.set(Features::PREEMPT, options.postcopy_preempt);
+    features.set(Features::PREEMPT, preempts);
     features
 }
 

@@ -36,7 +36,7 @@ use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
 use crate::life::Life;
 use crate::lock::lock;
-use crate::options::Options;
+use crate::options::StreamOptions;
 use crate::pacing::Pacer;
 use crate::remote::{Dialing, Remote};
 use crate::stream::auto_encoder::AutoEncoder;
@@ -360,7 +360,7 @@ impl<'a> PacketSender<'a> {
     pub(crate) fn new(
         multifd: &'a MultifdSend,
         id: u8,
-        options: &Options,
+        options: &StreamOptions,
         to_hotlift: bool,
         gathers: bool,
     ) -> Result<Self, MigrationError> {

@@ -19,7 +19,7 @@ use super::source::{Ending, play};
 /// Returns settings of a relay with timeouts longer than a test: only the cancel ends it.
 fn patient(options: &[(&str, &str)]) -> RelaySettings {
     let mut settings = settings(options);
-    settings.outgoing.handshake_timeout = 10 * DEADLINE;
+    settings.limits.handshake_timeout = 10 * DEADLINE;
     settings
 }
 

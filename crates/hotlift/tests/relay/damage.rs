@@ -61,8 +61,8 @@ fn damaged_of(
     let (_folder, destination) = destination(recording, 0, None, &log);
     let mut between = between.clone();
     let mut behind = settings(&[("multifd", "off")]);
-    between.outgoing.handshake_timeout = patience;
-    behind.outgoing.handshake_timeout = patience;
+    between.limits.handshake_timeout = patience;
+    behind.limits.handshake_timeout = patience;
     let second = Relay::start(&destination.address, &behind, true);
     let (proxy, to_second) = Proxy::loopback(&second.address, Bytes::new(flip)).unwrap();
     let first = Relay::start(&to_second, &between, false);

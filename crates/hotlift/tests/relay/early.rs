@@ -91,10 +91,10 @@ fn reset(bytes: &[u8], to: &Address) {
 /// Returns relay chains whose destination accepts connections and stays silent.
 fn ways_to_a_silent_destination() -> [Vec<RelaySettings>; 2] {
     let mut off = settings(&[("multifd", "off")]);
-    off.outgoing.handshake_timeout = SOON;
+    off.limits.handshake_timeout = SOON;
     let mut between = settings(&[("multifd-channels", "2")]);
     // The other relay's timeout is shorter.
-    between.outgoing.handshake_timeout = DEADLINE;
+    between.limits.handshake_timeout = DEADLINE;
     [vec![off.clone()], vec![between, off]]
 }
 
@@ -167,7 +167,7 @@ fn a_destination_that_does_not_answer_a_stream_that_is_passed_through_is_given_u
         .unwrap();
     let _listener = silent.listen().unwrap();
     let mut off = settings(&[("multifd", "off")]);
-    off.outgoing.handshake_timeout = SOON;
+    off.limits.handshake_timeout = SOON;
     let relay = Relay::start(&silent, &off, false);
     let main = &connect(&relay.address);
     { main }.write_all(&not_to_be_taken_apart()).unwrap();

@@ -32,7 +32,7 @@ const SILENT: Duration = Duration::from_secs(1);
 fn way(case: &Case) -> RelaySettings {
     let mut way = settings(&[("multifd", "off")]);
     if case.wanted.ends_with("sent no complete opening") || case.times_out() {
-        way.outgoing.handshake_timeout = SILENT;
+        way.limits.handshake_timeout = SILENT;
     }
     way
 }

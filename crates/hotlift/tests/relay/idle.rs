@@ -29,7 +29,7 @@ fn what_waits_never_wakes_and_is_cancelled_at_once() {
     let quiet = Ending::FallsSilentAt(ends.nth(1).unwrap());
     let log = Log::default();
     let mut way = settings(&[("multifd-compression", "zstd")]);
-    way.outgoing.handshake_timeout = 10 * DEADLINE;
+    way.limits.handshake_timeout = 10 * DEADLINE;
     let channels = way.outgoing.channels();
     let (_there, destination) = destination(&recording, channels, None, &log);
     let active = Relay::start(&destination.address, &way, true);

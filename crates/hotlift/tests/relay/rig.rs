@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::relay::{Hooks, Incoming, Outgoing, Ownership, RelayReport, RelaySettings, relay};
 use hotlift::transport::Stream;
-use hotlift::{Address, Control, Listener, MigrationError, Status};
+use hotlift::{Address, Control, Listener, MigrationError, Options, Status};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 
@@ -145,11 +145,16 @@ pub struct Outcome {
 
 /// Returns settings of the outgoing side, as with `hotlift relay --set`.
 pub fn settings(options: &[(&str, &str)]) -> RelaySettings {
-    let mut settings = RelaySettings::default();
+    let mut all = Options::default();
+    all.stream.max_bandwidth = 0;
     for (name, value) in options {
-        settings.outgoing.set(name, value).unwrap();
+        all.set(name, value).unwrap();
     }
-    settings
+    RelaySettings {
+        outgoing: all.stream,
+        limits: all.limits,
+        ..RelaySettings::default()
+    }
 }
 
 /// Moves `recording` through relays with these settings, in order from the source.

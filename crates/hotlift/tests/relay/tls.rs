@@ -26,7 +26,7 @@ const ANOTHER: &str = "a connection from another host than the others";
 fn tls(folder: &Path, profile: Profile) -> Arc<Tls> {
     let mut options = Options::default();
     options.set("tls-authz", "a b localhost").unwrap();
-    of_folder(folder, profile, &options).unwrap()
+    of_folder(folder, profile, &options.tls, &options.limits).unwrap()
 }
 
 /// Connects to a relay with the certificate of `folder`.

@@ -84,7 +84,7 @@ fn a_destination_that_refuses_is_quoted_at_the_source() {
 fn a_destination_that_does_not_answer_the_opening_is_given_up_in_time() {
     let mut way = [off(), off()];
     for hop in &mut way {
-        hop.outgoing.handshake_timeout = Duration::from_millis(500);
+        hop.limits.handshake_timeout = Duration::from_millis(500);
     }
     for count in [1, 2] {
         let fails = Some((Moment::Opening, Failure::Stalls));
@@ -115,8 +115,8 @@ fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt()
         let fails = Some((Moment::Eof, failure));
         for relay in &mut way {
             // A relay in doubt cannot answer queries.
-            relay.outgoing.settle_timeout = Duration::from_secs(1);
-            relay.outgoing.handshake_timeout = Duration::from_secs(5);
+            relay.limits.settle_timeout = Duration::from_secs(1);
+            relay.limits.handshake_timeout = Duration::from_secs(5);
         }
         let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
         assert_eq!(outcome.told.shut, Some(0), "{failure:?}");
@@ -206,7 +206,7 @@ fn a_lost_channel_leaves_the_guest_with_the_source() {
     for_all(&cuts, |at| {
         let ending = Ending::LosesChannel(1, *at);
         let mut way = [channels()];
-        way[0].outgoing.handshake_timeout = Duration::from_secs(2);
+        way[0].limits.handshake_timeout = Duration::from_secs(2);
         let outcome = migrate(&recording, &way, None, ending);
         outcome.assert_kept(&format!("channel 1 cut to {at}"));
     });
@@ -282,7 +282,7 @@ fn a_source_that_is_watched_may_be_silent_in_its_set_up() {
     for is_watched in [true, false] {
         let hook = is_watched.then(|| Box::new(|| Ownership::Unknown) as AsksOwnership);
         let mut settings = off();
-        settings.outgoing.handshake_timeout = Duration::from_millis(200);
+        settings.limits.handshake_timeout = Duration::from_millis(200);
         let relay = Relay::start_with(&destination.address, &settings, false, hook);
         let to = relay.address.clone();
         thread::scope(|scope| {

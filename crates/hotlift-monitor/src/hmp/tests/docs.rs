@@ -51,7 +51,7 @@ fn options(kinds: &[Kind]) -> String {
             row.qmp_name(),
             row.qmp_type(),
             cell(&values),
-            row.default,
+            row.default(),
             if row.live { "yes" } else { "" },
             cell(row.help)
         );

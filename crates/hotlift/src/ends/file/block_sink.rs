@@ -26,7 +26,7 @@ use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
 use crate::lock::lock;
-use crate::options::Options;
+use crate::options::StreamOptions;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::settings::{LeftOut, RelaySettings};
@@ -58,7 +58,7 @@ pub(crate) struct BlockSink {
     method: &'static MethodInfo,
     /// The requested method, possibly `auto`.
     chosen: &'static MethodInfo,
-    options: Options,
+    options: StreamOptions,
     left_out: Vec<LeftOut>,
     /// Plugged memory of virtio-mem devices.
     memory_devices: Mutex<Vec<PluggableMemory>>,
@@ -156,7 +156,7 @@ impl BlockSink {
             contents: Mutex::default(),
             method,
             chosen,
-            options: Options {
+            options: StreamOptions {
                 multifd_compression: method,
                 ..options.clone()
             },

@@ -15,7 +15,7 @@ use super::source::{Places, SavedStream};
 use super::{FileError, FileFormat};
 use crate::control::Control;
 use crate::error::{MigrationError, error_line};
-use crate::options::Options;
+use crate::options::Limits;
 
 /// Content of a save file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -108,7 +108,7 @@ fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, M
         (Err(FileError::NotASave), Location::Path(path)) => return read_mapped(path),
         (file, _) => file?,
     };
-    let memory = Options::default().memory(0);
+    let memory = Limits::default().memory(0);
     let mut blocks = Blocks::new(file.seed(), &memory, control);
     let mut verified = 0;
     let mut ram = Vec::new();

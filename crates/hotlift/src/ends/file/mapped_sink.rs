@@ -272,7 +272,7 @@ mod tests {
         blocks: &[(&str, u64)],
     ) -> Result<MappedRamSink, MigrationError> {
         let settings = RelaySettings::default();
-        let memory = settings.outgoing.memory(0);
+        let memory = settings.limits.memory(0);
         let capabilities = capabilities.iter().map(|name| (*name).to_owned());
         let blocks = blocks.iter();
         let blocks = blocks.map(|(name, length)| RamBlockEntry::new(*name, *length));

@@ -71,7 +71,7 @@ use hotlift_wire::{RamBlockEntry, WireError};
 
 use crate::control::Control;
 use crate::error::MigrationError;
-use crate::options::{OptionError, Options};
+use crate::options::{OptionError, StreamOptions};
 use mapped_file::MappedFile;
 
 /// Limit for the RAM of a VM in a `mapped-ram` file, in bytes: 16 TiB, as in the largest hosts. Its bitmaps, all in memory,
@@ -124,7 +124,7 @@ impl FileFormat {
     ///
     /// # Errors
     /// [`OptionError::Conflict`] if the options request a compression that the format does not have.
-    pub fn check(self, options: &Options) -> Result<(), OptionError> {
+    pub fn check(self, options: &StreamOptions) -> Result<(), OptionError> {
         let method = options.multifd_compression;
         let asked = match self {
             _ if options.compress => {

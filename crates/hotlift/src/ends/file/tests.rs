@@ -24,7 +24,7 @@ use crate::ends::file::{
 };
 use crate::error::MigrationError;
 use crate::lock::lock;
-use crate::options::Options;
+use crate::options::{Levels, Limits, StreamOptions};
 use crate::pipe::batch::Batch;
 use crate::pipe::settings::RelaySettings;
 use crate::pipe::sink::{Opening, RamLayout, Sink, WritePages};
@@ -63,14 +63,14 @@ fn page(content: u8) -> [u8; PAGE_SIZE] {
 }
 
 fn sink(path: &Path, name: &str) -> BlockSink {
-    let options = Options {
+    let options = StreamOptions {
         multifd_compression: hotlift_methods::selection(name).unwrap(),
-        ..Options::default()
+        ..StreamOptions::default()
     };
     sink_with(path, &options)
 }
 
-fn sink_with(path: &Path, options: &Options) -> BlockSink {
+fn sink_with(path: &Path, options: &StreamOptions) -> BlockSink {
     let sink = empty_sink(path, options, &[]);
     // All pages arrive, most of them as zero pages.
     let mut writer = sink.page_writer(0).unwrap();
@@ -81,7 +81,7 @@ fn sink_with(path: &Path, options: &Options) -> BlockSink {
 }
 
 /// Returns a sink without any pages, whose stream has these capabilities.
-fn empty_sink(path: &Path, options: &Options, capabilities: &[&str]) -> BlockSink {
+fn empty_sink(path: &Path, options: &StreamOptions, capabilities: &[&str]) -> BlockSink {
     let mut configuration = Configuration {
         machine: "pc-i440fx-10.0".to_owned(),
         ..Configuration::default()
@@ -98,7 +98,7 @@ fn empty_sink(path: &Path, options: &Options, capabilities: &[&str]) -> BlockSin
         outgoing: options.clone(),
         ..RelaySettings::default()
     };
-    let memory = options.memory(0);
+    let memory = settings.limits.memory(0);
     let sink = BlockSink::create(path, &settings, (opening, None), &memory, &control).unwrap();
     if !capabilities.is_empty() {
         let capabilities = capabilities.iter().map(|name| (*name).to_owned());
@@ -140,8 +140,8 @@ fn put(writer: &mut dyn WritePages, block: usize, pages: &[(usize, u8)]) {
 
 /// Returns the content of the pages of a RAM block.
 fn read(file: &BlockFile, block: usize) -> Result<Vec<u8>, MigrationError> {
-    let (options, control) = (Options::default(), Control::default());
-    let memory = options.memory(0);
+    let (limits, control) = (Limits::default(), Control::default());
+    let memory = limits.memory(0);
     let mut blocks = Blocks::new(file.seed(), &memory, &control);
     let mut contents = Vec::new();
     for number in 0..file.pages(block) {
@@ -186,7 +186,7 @@ fn save(path: &Path, name: &str) -> Vec<u8> {
 fn a_stream_that_lacks_a_page_makes_no_file() {
     let folder = folder();
     let path = folder.path().join("vm");
-    let sink = empty_sink(&path, &Options::default(), &[]);
+    let sink = empty_sink(&path, &StreamOptions::default(), &[]);
     let mut writer = sink.page_writer(0).unwrap();
     put_zeros(&mut *writer, 0, 0..PAGES);
     put(&mut *writer, 1, &[(0, 5), (2, 6)]);
@@ -202,7 +202,7 @@ fn a_file_without_shared_ram_is_refused_whoever_reads_it() {
     let folder = folder();
     let path = folder.path().join("vm");
     // As earlier versions wrote it: without the pages of a shared block.
-    let sink = empty_sink(&path, &Options::default(), &["x-ignore-shared"]);
+    let sink = empty_sink(&path, &StreamOptions::default(), &["x-ignore-shared"]);
     let mut writer = sink.page_writer(0).unwrap();
     put_zeros(&mut *writer, 0, 0..PAGES);
     put_zeros(&mut *writer, 1, 0..3);
@@ -221,7 +221,7 @@ fn a_file_without_shared_ram_is_refused_whoever_reads_it() {
     let ram = RamLayout::default();
     let opening = Opening::bare(&configuration, &ram);
     let settings = RelaySettings::default();
-    let memory = settings.outgoing.memory(0);
+    let memory = settings.limits.memory(0);
     let created = BlockSink::create(&path, &settings, (opening, None), &memory, &control);
     assert!(created.err().unwrap().chain().contains("x-ignore-shared"));
 }
@@ -293,12 +293,15 @@ fn every_level_of_every_method_is_read_back() {
         };
         for level in levels {
             let path = folder.path().join(format!("{}-{level}", info.name));
-            let options = Options {
+            let options = StreamOptions {
                 multifd_compression: info,
-                multifd_zlib_level: level,
-                multifd_zstd_level: level,
-                multifd_qatzip_level: level,
-                ..Options::default()
+                levels: Levels {
+                    zlib: level,
+                    zstd: level,
+                    qatzip: level,
+                    ..Levels::default()
+                },
+                ..StreamOptions::default()
             };
             let sink = sink_with(&path, &options);
             let mut writer = sink.page_writer(0).unwrap();
@@ -330,8 +333,8 @@ fn a_delta_applies_to_what_the_page_has_now() {
     drop(writer);
     finish(&sink).unwrap();
     let file = BlockFile::open(&path).unwrap();
-    let (options, control) = (Options::default(), Control::default());
-    let memory = options.memory(0);
+    let (limits, control) = (Limits::default(), Control::default());
+    let memory = limits.memory(0);
     let mut blocks = Blocks::new(file.seed(), &memory, &control);
     for (number, mut expected) in [(1, page(7)), (2, page(8)), (5, page(0))] {
         if number != 2 {

@@ -45,9 +45,9 @@ pub(crate) fn open<'a>(
     let address = listener.address().map_err(MigrationError::opening)?;
     Door::new(
         listener,
-        tls::of_options(options, &address)?,
+        tls::of_options(&options.tls, &options.limits, &address)?,
         None,
-        options.handshake_timeout,
+        options.limits.handshake_timeout,
         (control.strangers(), control.life()),
     )
 }
@@ -62,7 +62,7 @@ pub(crate) fn accept<'a>(
     control: &Control,
 ) -> Result<(StreamIn, Instant, Door<'a>), MigrationError> {
     let expected = Expected { uuid, options };
-    let mut arrivals = Arrivals::new(door, Some(options.channels()), control.strangers());
+    let mut arrivals = Arrivals::new(door, Some(options.stream.channels()), control.strangers());
     let (main, since) = loop {
         match expected.step(&mut arrivals, control) {
             Ok(Some(main)) => break main,
@@ -81,7 +81,7 @@ pub(crate) fn accept<'a>(
     } = arrivals;
     multifd.sort_by_key(|(packet, _)| packet.id);
     let hello = multifd.first().and_then(|(packet, _)| packet.hello);
-    let methods = match (options.multifd_compression, hello) {
+    let methods = match (options.stream.multifd_compression, hello) {
         (_, Some(hello)) if hello.method.is_none() => Methods::Each,
         (one, _) if !one.is_auto() => Methods::One(one),
         (_, Some(_)) => Methods::Each,
@@ -105,7 +105,7 @@ impl Expected<'_> {
         let now = control.life().now();
         let waited = (arrivals.since).map(|since| now.saturating_duration_since(since));
         let left = waited.map_or(LONG, |waited| {
-            self.options.handshake_timeout.saturating_sub(waited)
+            self.options.limits.handshake_timeout.saturating_sub(waited)
         });
         if left.is_zero() {
             return Err(self.timed_out(arrivals));
@@ -125,7 +125,7 @@ impl Expected<'_> {
         {
             self.check_beginning(beginning, arrivals, now)?;
         }
-        let complete = arrivals.multifd.len() == usize::from(self.options.channels());
+        let complete = arrivals.multifd.len() == usize::from(self.options.stream.channels());
         Ok(arrivals.main.take_if(|_| complete))
     }
 
@@ -139,7 +139,8 @@ impl Expected<'_> {
         let is_late = |since| now.saturating_duration_since(since) > LATE;
         match beginning {
             Beginning::Offer(offer) => {
-                let takes = handshake::features(self.options);
+                let takes =
+                    handshake::features(&self.options.stream, self.options.postcopy.preempt);
                 handshake::check(offer, takes).inspect_err(|_| arrivals.is_hotlift = true)
             }
             Beginning::Pages if arrivals.since.is_some_and(is_late) => {
@@ -179,7 +180,7 @@ impl Expected<'_> {
                 destination_has: hex(&self.uuid),
             });
         }
-        let count = self.options.channels();
+        let count = self.options.stream.channels();
         if packet.id >= count {
             return Err(MigrationError::Mismatch {
                 what: "multifd-channels".to_owned(),
@@ -194,7 +195,7 @@ impl Expected<'_> {
     }
 
     fn timed_out(&self, arrivals: &Arrivals<'_>) -> MigrationError {
-        let wanted = self.options.channels();
+        let wanted = self.options.stream.channels();
         let is_complete = arrivals.multifd.len() == usize::from(wanted);
         let missing = match (&arrivals.main, is_complete) {
             // A source writes to main after all channels are connected.
@@ -205,7 +206,7 @@ impl Expected<'_> {
             waiting_for: format!(
                 "{missing} (check that multifd-channels is {wanted} on the source too)"
             ),
-            waited: self.options.handshake_timeout,
+            waited: self.options.limits.handshake_timeout,
         }
     }
 }
@@ -220,18 +221,18 @@ fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
         })
     };
     // The hello shows only this feature; the first PING on main shows the others.
-    let takes = handshake::features(options) & Features::MULTIFD;
+    let takes = handshake::features(&options.stream, false) & Features::MULTIFD;
     handshake::check(Offer::new(Features::MULTIFD), takes)?;
-    if hello.channels != options.channels() {
+    if hello.channels != options.stream.channels() {
         return differs(
             "multifd-channels",
             hello.channels.to_string(),
-            options.channels().to_string(),
+            options.stream.channels().to_string(),
         );
     }
     // With `auto`, the destination decodes every method. If each packet has its own method, a destination without a method also
     // accepts it: `none` is the default of a monitor.
-    let takes = options.multifd_compression;
+    let takes = options.stream.multifd_compression;
     let fits = match hello.method {
         Some(method) => takes.is_auto() || method.flag() == takes.flag,
         None => takes.is_auto() || takes.flag == 0,
@@ -269,7 +270,7 @@ mod tests {
         let options = Options::default();
         let checked = |page_size, pages| {
             let hello = Hello {
-                channels: options.channels(),
+                channels: options.stream.channels(),
                 method: Some(Method::None),
                 layout: PacketLayout::new(page_size, pages).unwrap(),
                 zero_page_detection: ZeroPageDetection::Multifd,

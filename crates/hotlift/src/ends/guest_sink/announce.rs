@@ -4,12 +4,12 @@ use std::thread;
 use std::time::Duration;
 
 use crate::guest::{Announcer, Guest};
-use crate::options::Options;
+use crate::options::AnnounceOptions;
 
 /// Starts the announcements of a guest that has just started, if it has any.
-pub(crate) fn start(guest: &dyn Guest, options: &Options) {
+pub(crate) fn start(guest: &dyn Guest, options: &AnnounceOptions) {
     let pauses = pauses(options);
-    let (Some(mut announce), true) = (guest.announcer(), options.announce_rounds > 0) else {
+    let (Some(mut announce), true) = (guest.announcer(), options.rounds > 0) else {
         return;
     };
     // Without the thread there are no announcements; the guest's own packets replace them in time.
@@ -27,12 +27,11 @@ fn run(announce: &mut Announcer, pauses: &[Duration], sleep: impl Fn(Duration)) 
 }
 
 /// Returns the pauses between the announcements: QEMU's `self_announce_delay`.
-fn pauses(options: &Options) -> Vec<Duration> {
-    (0..u64::from(options.announce_rounds).saturating_sub(1))
+fn pauses(options: &AnnounceOptions) -> Vec<Duration> {
+    (0..u64::from(options.rounds).saturating_sub(1))
         .map(|number| {
-            let pause =
-                u64::from(options.announce_initial) + number * u64::from(options.announce_step);
-            Duration::from_millis(pause.min(options.announce_max.into()))
+            let pause = u64::from(options.initial) + number * u64::from(options.step);
+            Duration::from_millis(pause.min(options.max.into()))
         })
         .collect()
 }
@@ -42,12 +41,11 @@ mod tests {
     use super::*;
 
     fn in_ms(initial: u32, step: u16, max: u32, rounds: u16) -> Vec<u128> {
-        let options = Options {
-            announce_initial: initial,
-            announce_step: step,
-            announce_max: max,
-            announce_rounds: rounds,
-            ..Options::default()
+        let options = AnnounceOptions {
+            initial,
+            step,
+            max,
+            rounds,
         };
         let pauses = pauses(&options);
         pauses.iter().map(Duration::as_millis).collect()

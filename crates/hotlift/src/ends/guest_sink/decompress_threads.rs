@@ -75,7 +75,7 @@ impl DecompressThreads {
 /// Returns the number of threads. They run even if `compress` is off here: only the source must compress, and QEMU's document
 /// of 2015 enables it only there.
 pub(crate) fn threads(options: &Options) -> usize {
-    if options.multifd() {
+    if options.stream.multifd() {
         0
     } else {
         options.decompress_threads.into()

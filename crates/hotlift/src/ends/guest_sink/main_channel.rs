@@ -51,12 +51,12 @@ impl<'a> MainReceiver<'a> {
     ) -> Result<Self, MigrationError> {
         let options = sink.options;
         let rules = GuestRules {
-            takes: handshake::features(options),
-            postcopy_ram: options.postcopy_ram,
-            is_hotlift: options.multifd().then(|| sink.source.is_hotlift()),
+            takes: handshake::features(&options.stream, options.postcopy.preempt),
+            postcopy_ram: options.postcopy.ram,
+            is_hotlift: options.stream.multifd().then(|| sink.source.is_hotlift()),
         };
         // Half of the source's timeout, so that the source receives the reason before its own timeout.
-        let silence = Silence::WithinRecords(options.handshake_timeout / 2);
+        let silence = Silence::WithinRecords(options.limits.handshake_timeout / 2);
         Ok(Self {
             machine: MainChannel::new(Taker::Guest(rules), silence),
             input: MainInput::new(

@@ -87,7 +87,7 @@ impl<'a> GuestSink<'a> {
                 .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
                 .collect(),
             written,
-            received: match options.postcopy_ram {
+            received: match options.postcopy.ram {
                 true => bitmaps(),
                 false => Vec::new(),
             },
@@ -153,7 +153,7 @@ impl<'a> GuestSink<'a> {
             let _ = stream.write_all(&running);
         }
         taking.taken();
-        announce::start(self.guest, self.options);
+        announce::start(self.guest, &self.options.announce);
         Ok(())
     }
 
@@ -222,7 +222,7 @@ impl<'a> GuestSink<'a> {
         // The accept loop's thread accepts the channel only from now on.
         self.control.life().wake();
         // Half of the source's timeout, so that the source receives the reason before its own timeout.
-        let patience = self.options.handshake_timeout / 2;
+        let patience = self.options.limits.handshake_timeout / 2;
         self.preempt.wait_for(patience, waiting)
     }
 
@@ -244,7 +244,7 @@ impl<'a> GuestSink<'a> {
     /// Accepts the preempt channel during precopy.
     pub(crate) fn look_for_preempt(&self, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
         let may_come = self.source.is_hotlift() || self.awaits_preempt.load(Ordering::Acquire);
-        if self.options.postcopy_preempt
+        if self.options.postcopy.preempt
             && may_come
             && !self.preempt.is_here()
             && let Some(stream) = self.find_preempt(door, arrivals)
@@ -320,7 +320,7 @@ impl Sink for GuestSink<'_> {
     }
 
     fn method(&self) -> &'static str {
-        self.options.multifd_compression.name
+        self.options.stream.multifd_compression.name
     }
 }
 

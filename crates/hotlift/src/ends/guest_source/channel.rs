@@ -37,13 +37,13 @@ pub(crate) struct ChannelSender<'a> {
 impl<'a> ChannelSender<'a> {
     pub(crate) fn new(source: &'a GuestSource<'a>, id: u8) -> Result<Self, MigrationError> {
         let options = source.options;
-        let packet_pages = options.packet_pages();
+        let packet_pages = options.stream.packet_pages();
         Ok(Self {
             source,
-            packets: PacketSender::new(&source.out.multifd, id, options, true, true)?,
+            packets: PacketSender::new(&source.out.multifd, id, &options.stream, true, true)?,
             block: 0,
             packet_pages,
-            normal_share: NormalShare::new(options.multifd_normal_page_ratio),
+            normal_share: NormalShare::new(options.zero_pages.normal_page_ratio),
             normal: Vec::with_capacity(packet_pages),
             zero: Vec::with_capacity(packet_pages),
             runs: Vec::with_capacity(packet_pages),
@@ -99,7 +99,7 @@ impl<'a> ChannelSender<'a> {
         let mut untouched = std::mem::take(&mut self.untouched_words);
         let source = self.source;
         // With `legacy` detection the migration thread has already scanned the chunk and cleared the log.
-        let any = if source.options.zero_page_detection == ZeroPageDetection::Legacy {
+        let any = if source.options.zero_pages.detection == ZeroPageDetection::Legacy {
             source.ram.fetch(chunk, &mut dirty)
         } else {
             source.ram.fetch_and_clear(chunk, &mut dirty)?
@@ -115,7 +115,7 @@ impl<'a> ChannelSender<'a> {
                 }
                 None => {}
             }
-            let detect = source.options.zero_page_detection == ZeroPageDetection::Multifd;
+            let detect = source.options.zero_pages.detection == ZeroPageDetection::Multifd;
             if detect {
                 source.ram.untouched(chunk, &mut untouched);
             }

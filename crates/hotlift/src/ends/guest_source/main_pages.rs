@@ -30,7 +30,7 @@ const HANDED_OUT: usize = 32;
 
 /// Returns true if the migration thread must scan pages.
 pub(crate) fn needed(options: &Options) -> bool {
-    !options.multifd() || options.zero_page_detection == ZeroPageDetection::Legacy
+    !options.stream.multifd() || options.zero_pages.detection == ZeroPageDetection::Legacy
 }
 
 /// Scans all chunks of the round that has just started. Calls `between` repeatedly, because a chunk may take minutes.
@@ -41,11 +41,11 @@ pub(crate) fn scan(
     mut between: impl FnMut(&Option<Xbzrle>),
 ) -> Result<(), MigrationError> {
     let options = source.options;
-    let detection = options.zero_page_detection;
+    let detection = options.zero_pages.detection;
     let detect = detection != ZeroPageDetection::None;
     // `compress` threads detect zero pages themselves.
-    let looks = detect && (!options.compress || detection == ZeroPageDetection::Legacy);
-    let mut normal_share = NormalShare::new(options.multifd_normal_page_ratio);
+    let looks = detect && (!options.stream.compress || detection == ZeroPageDetection::Legacy);
+    let mut normal_share = NormalShare::new(options.zero_pages.normal_page_ratio);
     let mut dirty = Vec::new();
     let mut untouched = Vec::new();
     let mut handed_out: Option<Batch> = None;
@@ -74,11 +74,11 @@ pub(crate) fn scan(
                 let is_untouched = detect && untouched[page / 64] >> (page % 64) & 1 == 1;
                 let is_zero = is_untouched || looks && ram.page_is_zero(number);
                 let as_zero = is_zero && !normal_share.takes();
-                if !as_zero && options.multifd() {
+                if !as_zero && options.stream.multifd() {
                     source.ram.put_back(chunk.block, number);
                     continue;
                 }
-                if !as_zero && options.compress {
+                if !as_zero && options.stream.compress {
                     let has_room =
                         |batch: &Batch| batch.block == chunk.block && batch.len() < HANDED_OUT;
                     if !handed_out.as_ref().is_some_and(has_room) {
@@ -101,7 +101,7 @@ pub(crate) fn scan(
                 let main = turn.get_or_insert_with(|| source.out.main.take());
                 let (block, at) = (chunk.block, offset as u64);
                 // If no `compress` thread is free, the page is sent uncompressed.
-                if as_zero || options.compress && detect && ram.page_is_zero(number) {
+                if as_zero || options.stream.compress && detect && ram.page_is_zero(number) {
                     main.zero_page(block, at)?;
                     if let Some(xbzrle) = xbzrle {
                         xbzrle.zero_page(block, number);

@@ -86,7 +86,7 @@ impl GuestReader<'_> {
     fn read(&mut self, block: usize, page: usize) -> Result<bool, MigrationError> {
         let GuestSource { guest, ram, .. } = self.source;
         ram.settle(block, page);
-        let detection = self.source.options.zero_page_detection;
+        let detection = self.source.options.zero_pages.detection;
         let memory = &guest.ram()[block];
         if detection != ZeroPageDetection::None && memory.page_is_zero(page) {
             return Ok(false);

@@ -101,7 +101,7 @@ impl Source for GuestSource<'_> {
         if transferred != moved.0 || self.control.status() != Status::Device {
             *moved = (transferred, now);
         }
-        let limit = self.options.handshake_timeout;
+        let limit = self.options.limits.handshake_timeout;
         if now.saturating_duration_since(moved.1) > limit {
             session.fail(MigrationError::Timeout {
                 waiting_for: "progress while the guest is paused".to_owned(),

@@ -129,9 +129,9 @@ impl<'a> Reporter<'a> {
             bytes,
             throttle_percent: self.throttle_percent,
             throttle_refused: self.throttle_refused,
-            auto_converge: live.auto_converge,
-            bandwidth_limited: live.max_bandwidth > 0
-                && bytes_per_second >= to_f64(live.max_bandwidth) * AT_THE_LIMIT,
+            auto_converge: live.auto_converge.on,
+            bandwidth_limited: live.stream.max_bandwidth > 0
+                && bytes_per_second >= to_f64(live.stream.max_bandwidth) * AT_THE_LIMIT,
             postcopy_requests: self.source.postcopy_requests.load(Ordering::Relaxed),
             xbzrle: self.xbzrle,
             methods,

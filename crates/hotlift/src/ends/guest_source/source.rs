@@ -92,7 +92,7 @@ impl<'a> GuestSource<'a> {
 
     /// Returns true if the rest of a round must be sent in postcopy.
     pub(crate) fn cuts_round(&self) -> bool {
-        self.options.postcopy_ram && self.control.wants_postcopy() && !self.is_guest_stopped()
+        self.options.postcopy.ram && self.control.wants_postcopy() && !self.is_guest_stopped()
     }
 
     /// Records that from now on written bytes are postcopy pages.
@@ -140,7 +140,7 @@ impl<'a> GuestSource<'a> {
         let stats = self.control.accelerator_stats();
         if let Some(devices) = &self.zero_devices {
             stats.set_zero(devices.figures());
-        } else if self.options.zero_page_devices {
+        } else if self.options.zero_pages.devices {
             stats.set_zero(JobFigures {
                 software: self.looked_at.load(Ordering::Relaxed),
                 ..stats.read_zero()

@@ -56,7 +56,7 @@ impl Xbzrle {
         guest: &dyn Guest,
         options: &Options,
     ) -> Result<Option<Self>, MigrationError> {
-        if !options.xbzrle {
+        if !options.stream.xbzrle {
             return Ok(None);
         }
         let mut pages = 0;

@@ -19,7 +19,7 @@ use crate::ends::guest_source::normal_share::NormalShare;
 use crate::error::MigrationError;
 use crate::figures::JobFigures;
 use crate::guest::Guest;
-use crate::options::{AccelPath, Options};
+use crate::options::{AccelPath, ZeroPageOptions};
 
 /// Devices of one migration.
 pub(crate) struct ZeroDevices {
@@ -34,10 +34,11 @@ pub(crate) struct ZeroDevices {
 /// [`MigrationError::ZeroDevice`] if devices are required and one cannot be used.
 pub(crate) fn open(
     guest: &dyn Guest,
-    options: &Options,
+    options: &ZeroPageOptions,
+    accelerator: Accelerator,
     control: &Control,
 ) -> Result<Option<ZeroDevices>, MigrationError> {
-    if !options.zero_page_devices || options.accelerator == Accelerator::Off {
+    if !options.devices || accelerator == Accelerator::Off {
         return Ok(None);
     }
     let (mut devices, mut missing) = (Vec::new(), None);
@@ -51,7 +52,7 @@ pub(crate) fn open(
             Ok(device) => devices.push(device),
             Err(source) => {
                 let error = MigrationError::ZeroDevice { source };
-                if options.accelerator == Accelerator::Required {
+                if accelerator == Accelerator::Required {
                     return Err(error);
                 }
                 missing.get_or_insert(error.chain());

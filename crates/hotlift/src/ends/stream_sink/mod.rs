@@ -156,15 +156,18 @@ pub(crate) struct Seen {
     pub zeros_were_looked_for: bool,
     /// The source is the guest of this process, whose channel threads close each round with a SYNC packet themselves.
     pub is_guest: bool,
+    /// That guest has `postcopy-preempt`.
+    pub preempts: bool,
 }
 
 impl Seen {
     /// Returns the facts for the guest of this process.
-    pub(crate) fn guest() -> Self {
+    pub(crate) fn guest(preempts: bool) -> Self {
         Self {
             sync_points: Some(SyncPoints::shown(false)),
             zeros_were_looked_for: true,
             is_guest: true,
+            preempts,
         }
     }
 }
@@ -265,7 +268,7 @@ impl<'a> StreamSink<'a> {
             settings.outgoing_pass.as_ref(),
             &channels,
             configuration,
-            &settings.outgoing,
+            (&settings.outgoing, settings.limits.handshake_timeout),
             control,
         )?;
         let blocks = ram.blocks.iter();
@@ -308,7 +311,7 @@ impl<'a> StreamSink<'a> {
     /// Waits for the peer's statement about the guest: on main, as the answer to a query, or from the hook `has_taken`. Also
     /// returns the state of the guest.
     fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<(Word, Doing)> {
-        let patience = self.settings.outgoing.settle_timeout;
+        let patience = self.settings.limits.settle_timeout;
         let on_stream = &mut |wait| self.out.answers.wait_word(wait);
         let to_ask = self.out.answers.id().map(|id| (&self.out.to, id));
         let Some(has_taken) = has_taken.filter(|_| to_ask.is_none()) else {
@@ -341,7 +344,10 @@ impl<'a> StreamSink<'a> {
     /// Returns the features of the stream, for a Hotlift at the destination.
     fn offer(&self) -> Offer {
         if self.seen.is_guest {
-            return Offer::new(handshake::features(&self.settings.outgoing));
+            return Offer::new(handshake::features(
+                &self.settings.outgoing,
+                self.seen.preempts,
+            ));
         }
         let mut features =
             Features::RELAYED | Features::PACKAGE_CHECKED | Features::CONFIRMED | Features::DOING;
@@ -503,7 +509,7 @@ impl Sink for StreamSink<'_> {
             ),
             false => OPENED.to_owned(),
         };
-        self.await_answer(settings.handshake_timeout, &waiting_for)?;
+        self.await_answer(self.settings.limits.handshake_timeout, &waiting_for)?;
         let is_hotlift = answers.opened(offer)?;
         self.is_hotlift.store(is_hotlift, Ordering::Release);
         self.out.multifd.reader_is(match is_hotlift {
@@ -555,7 +561,7 @@ impl Sink for StreamSink<'_> {
         self.out.answers.ask(CONNECTED);
         self.lock_main().command(Command::Ping(CONNECTED))?;
         // The other relay waits for channels, for a connection, and for its QEMU's answer; its error names the missing one.
-        let timeout = 3 * self.settings.outgoing.handshake_timeout;
+        let timeout = 3 * self.settings.limits.handshake_timeout;
         self.await_answer(timeout, CONFIRMATION)
     }
 
@@ -648,7 +654,7 @@ impl Sink for StreamSink<'_> {
             false => LOADED.to_owned(),
         };
         let limit = match self.seen.is_guest {
-            true => self.settings.outgoing.handshake_timeout,
+            true => self.settings.limits.handshake_timeout,
             false => LOADING,
         };
         self.await_answer(limit, &waiting_for)
@@ -775,7 +781,7 @@ mod tests {
     use hotlift_wire::settle::MigrationId;
 
     use super::*;
-    use crate::options::Options;
+    use crate::options::StreamOptions;
     use crate::stream::return_path::encode;
 
     /// Runs a Hotlift that answers all PINGs of a connection to `listener`, until the connection ends.
@@ -805,9 +811,9 @@ mod tests {
     #[test]
     fn who_may_run_the_guest_takes_no_farewell_and_who_only_waits_for_it_does() {
         let settings = RelaySettings {
-            outgoing: Options {
+            outgoing: StreamOptions {
                 multifd: Some(false),
-                ..Options::default()
+                ..StreamOptions::default()
             },
             ..RelaySettings::default()
         };
@@ -821,7 +827,7 @@ mod tests {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let to = format!("tcp:{}", listener.local_addr().unwrap());
             let (to, memory) = (to.parse().unwrap(), MemoryLimit::new(1 << 20));
-            let (seen, control) = (Seen::guest(), Control::new());
+            let (seen, control) = (Seen::guest(false), Control::new());
             let sink = StreamSink::connect(&to, &settings, seen, opening, &memory, &control);
             let sink = sink.unwrap();
             std::thread::scope(|scope| {

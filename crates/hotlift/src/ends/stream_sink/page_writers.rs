@@ -108,7 +108,7 @@ impl<'s, 'a> MainWriter<'s, 'a> {
     pub(crate) fn new(sink: &'s StreamSink<'a>) -> Result<Self, MigrationError> {
         let options = &sink.settings.outgoing;
         let compress = if options.compress {
-            let deflater = Deflater::new(options.compress_level);
+            let deflater = Deflater::new(options.levels.compress);
             let deflater = deflater.map_err(|source| page_failed("", 0, source))?;
             Some((deflater, CompressedPages::default()))
         } else {

@@ -56,7 +56,7 @@ impl Postcopy for StreamSink<'_> {
     fn await_ready(&self) -> Result<(), MigrationError> {
         self.asked_whether_loaded.store(true, Ordering::Release);
         self.ping()?;
-        self.await_answer(self.settings.outgoing.handshake_timeout, READY)
+        self.await_answer(self.settings.limits.handshake_timeout, READY)
     }
 
     fn settled(&self) {
@@ -71,7 +71,7 @@ impl Postcopy for StreamSink<'_> {
         if self.is_hotlift() {
             return self.lock_main().command(Command::Ping(PREEMPT));
         }
-        let timeout = self.settings.outgoing.handshake_timeout;
+        let timeout = self.settings.limits.handshake_timeout;
         let pass = self.settings.outgoing_pass.as_ref();
         let stream = connect_with(pass, &self.out.to, timeout, &self.control.dialing())?;
         let counters = Arc::clone(&self.out.link.counters);

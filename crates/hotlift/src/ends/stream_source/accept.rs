@@ -89,7 +89,7 @@ impl<'a> Uncounted<'a> {
         settings: &RelaySettings,
         control: &Control,
     ) -> Result<Self, MigrationError> {
-        let timeout = settings.outgoing.handshake_timeout;
+        let timeout = settings.limits.handshake_timeout;
         let door = Door::new(
             listener,
             settings.incoming_tls.clone(),
@@ -100,7 +100,7 @@ impl<'a> Uncounted<'a> {
         Ok(Self {
             arrivals: Arrivals::new(door, None, control.strangers()),
             timeout,
-            max_channels: settings.outgoing.max_channels,
+            max_channels: settings.limits.max_channels,
         })
     }
 

@@ -26,7 +26,7 @@ use crate::figures::{Counters, Counts};
 use crate::life::LONG;
 use crate::life::threads::{ThreadTimes, spawn};
 use crate::liveness::Liveness;
-use crate::options::Options;
+use crate::options::StreamOptions;
 use crate::pacing::Pacer;
 use crate::pipe::hooks::{RelayProgress, SourceStream};
 use crate::pipe::session::{Call, Relayed};
@@ -104,7 +104,7 @@ impl From<MigrationError> for Refused {
 }
 
 /// Returns the error for a QEMU whose `options` do not fit a stream without channels that is passed through because of `why`.
-fn unfit(options: &Options, why: &str) -> Option<MigrationError> {
+fn unfit(options: &StreamOptions, why: &str) -> Option<MigrationError> {
     let channels = options.channels();
     (channels > 0).then(|| MigrationError::Protocol {
         channel: Channel::Main,
@@ -150,7 +150,7 @@ fn carry_all(
     {
         return Err(Refused::BeforeTheFirstByte(error));
     }
-    let timeout = settings.outgoing.handshake_timeout;
+    let timeout = settings.limits.handshake_timeout;
     let to = &Remote::new(to, settings.outgoing_tls.clone());
     let connect = || {
         connect_with(
@@ -221,7 +221,7 @@ fn carry_all(
         // It is unknown here whether the guest runs at the destination. Ending a connection to a lost host is safe in every
         // phase: both QEMUs detect it, and the kernel would end it later.
         let streams = || [&first, source].into_iter();
-        let mut liveness = Liveness::new(settings.outgoing.silence_timeout, streams());
+        let mut liveness = Liveness::new(settings.limits.silence_timeout, streams());
         let outcome = loop {
             if let Err(error) = call.check() {
                 break Err(error);
@@ -324,7 +324,7 @@ struct Flow<'a> {
 }
 
 impl<'a> Flow<'a> {
-    fn new(control: &'a Control, options: &Options) -> Self {
+    fn new(control: &'a Control, options: &StreamOptions) -> Self {
         Self {
             received: Counters::default(),
             sent: Counters::default(),
@@ -418,9 +418,9 @@ mod tests {
 
     #[test]
     fn bytes_that_are_passed_through_keep_the_rate_and_answers_do_not() {
-        let slow = Options {
+        let slow = StreamOptions {
             max_bandwidth: 1,
-            ..Options::default()
+            ..StreamOptions::default()
         };
         let control = Control::new();
         control.set_status(Status::Active);

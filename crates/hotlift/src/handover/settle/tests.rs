@@ -53,7 +53,7 @@ fn each_limit_of_the_source_holds_to_the_millisecond() {
 #[test]
 fn a_destination_answers_for_as_long_as_a_source_may_ask_and_less_after_a_cancel() {
     let begun = Instant::now();
-    let patience = Options::default().time_for_questions();
+    let patience = Options::default().limits.time_for_questions();
     let at = |time: Duration| begun + time;
     let mut period = AnswerPeriod::new(begun, patience);
     assert_eq!(period.left(at(patience - MS), false), Some(MS));
@@ -152,7 +152,10 @@ impl Pair {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
         let options = Options::default();
-        let (patience, all) = (options.settle_timeout, options.time_for_questions());
+        let (patience, all) = (
+            options.limits.settle_timeout,
+            options.limits.time_for_questions(),
+        );
         // The source commits at the last moment at which it may have been informed, or earlier.
         let handshake = u64::try_from((all - patience).as_millis()).unwrap();
         let epoch = Instant::now() + all;

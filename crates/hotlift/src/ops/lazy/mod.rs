@@ -182,7 +182,7 @@ pub fn restore(
         file.persist(PATIENCE);
         let begun = Instant::now();
         let to = Remote::new(to, None);
-        let connect = || to.connect_for(&control.dialing(), options.handshake_timeout);
+        let connect = || to.connect_for(&control.dialing(), options.limits.handshake_timeout);
         let connect_at = |moment| match hooks.preempt == Some(moment) {
             true => connect().map(Some),
             false => Ok(None),
@@ -219,8 +219,8 @@ pub fn restore(
             (&main, link),
             &answers,
             (
-                control.steering().pacer(options),
-                control.steering().cpu_budget(options),
+                control.steering().pacer(&options.stream),
+                control.steering().cpu_budget(&options.stream),
             ),
         );
         if let Some(stream) = preempt {

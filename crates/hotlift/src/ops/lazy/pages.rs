@@ -52,7 +52,7 @@ impl<'a> FilePages<'a> {
             file,
             control,
             on_lost,
-            memory: options.memory(0),
+            memory: options.limits.memory(0),
             damaged: Failure::default(),
             near: Near::new((0..file.blocks()).map(|block| file.pages(block))),
             shares: Shares::of(file.remote().map_or(SHARE, |_| FAR_SHARE)),

@@ -116,8 +116,8 @@ impl Migration<'_> {
         let is_first = messages.is_none();
         let before = source.postcopy_requests.load(Ordering::Relaxed);
         control.set_postcopy_link(&link);
-        let pace = control.steering().postcopy_pacer(source.options);
-        let cpu = control.steering().cpu_budget(source.options);
+        let pace = control.steering().postcopy_pacer(&source.options.postcopy);
+        let cpu = control.steering().cpu_budget(&source.options.stream);
         let connection = Connection::new(
             (pages, ledger),
             (&source.out.main, link),
@@ -202,7 +202,7 @@ impl Migration<'_> {
         control.set_status(Status::PostcopyPaused);
         // Only a refusal counts here: a statement that all pages arrived shows only at the end of the stream.
         let mut word = answers.word().filter(|word| *word == Word::Never);
-        let patience = options.settle_timeout;
+        let patience = options.limits.settle_timeout;
         let mut question = Question::while_paused(Instant::now(), patience);
         loop {
             if let Some(word) = word.take() {
@@ -251,7 +251,7 @@ impl Migration<'_> {
             ..
         } = self.source;
         control.set_status(Status::PostcopyRecover);
-        let remote = Remote::new(to, tls::of_options(options, to)?);
+        let remote = Remote::new(to, tls::of_options(&options.tls, &options.limits, to)?);
         let link = Arc::new(MainLink {
             transport: self.connect(&remote)?,
             counters: Arc::clone(&out.link.counters),
@@ -296,13 +296,13 @@ impl Migration<'_> {
             ..
         } = self.source;
         let pass = out.answers.id().map(|id| Pass::new(id.0, None));
-        let timeout = options.handshake_timeout;
+        let timeout = options.limits.handshake_timeout;
         connect_with(pass.as_ref(), to, timeout, &control.dialing())
     }
 
     /// Connects to `to` for the pages that the guest waits for, with `postcopy-preempt`.
     pub(super) fn connect_preempt(&self, to: &Remote) -> Result<Option<Stream>, MigrationError> {
-        let preempts = self.source.options.postcopy_preempt;
+        let preempts = self.source.options.postcopy.preempt;
         preempts.then(|| self.connect(to)).transpose()
     }
 

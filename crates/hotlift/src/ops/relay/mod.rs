@@ -48,12 +48,7 @@ use crate::control::run_as;
 use crate::ends::file::{LostPages, SavedVm};
 use crate::error::MigrationError;
 use crate::figures::{MethodFigures, SideFigures, ratio, to_f64};
-use crate::options::{OPTIONS, OptionError, Options, Role};
 use crate::pipe::session::Relayed;
-
-/// Options that a relay accepts and does not use: `hotlift save` and `hotlift migrate` pass `downtime-limit` to the source's
-/// QEMU, and the others change nothing in a relay.
-const PASSED_OVER: [&str; 3] = ["downtime-limit", "accel-path", "zero-copy-send"];
 
 /// Result of one migration through a relay.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -103,7 +98,7 @@ pub fn relay(
     control: &Control,
     hooks: Hooks<'_>,
 ) -> Result<RelayReport, MigrationError> {
-    check(&settings.outgoing)?;
+    settings.outgoing.check()?;
     if let Outgoing::File { format, .. } = outgoing {
         format.check(&settings.outgoing)?;
     }
@@ -136,29 +131,6 @@ pub fn relay(
 /// The system's error if the kernel has no random bytes.
 pub fn new_token() -> std::io::Result<[u8; 16]> {
     Ok(crate::stream::handshake::new_id()?.0)
-}
-
-/// Checks that a relay can do what the options ask for.
-///
-/// # Errors
-/// [`OptionError`], also for an option that needs a guest's own migration.
-pub fn check(outgoing: &Options) -> Result<(), OptionError> {
-    outgoing.check()?;
-    let defaults = Options::default();
-    for info in OPTIONS {
-        let value = info.read(outgoing).to_string();
-        if PASSED_OVER.contains(&info.name) || value == info.read(&defaults).to_string() {
-            continue;
-        }
-        let by_name = info.refusal(Role::Relay);
-        if let Some(instead) = by_name.or_else(|| info.value_refusal(Role::Relay, &value)) {
-            return Err(OptionError::NotForRelay {
-                option: format!("{}={value}", info.name),
-                instead,
-            });
-        }
-    }
-    Ok(())
 }
 
 fn report(relayed: Relayed, control: &Control) -> RelayReport {

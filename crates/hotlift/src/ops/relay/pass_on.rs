@@ -68,7 +68,7 @@ fn pass_on(
         ..
     } = request;
     let early = Call::early(control);
-    let memory = settings.outgoing.memory(0);
+    let memory = settings.limits.memory(0);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     control.set_id(id);
     // Booked again below, when the number of channels is known.
@@ -77,7 +77,7 @@ fn pass_on(
     // minute, in which it answers nothing.
     let silence = match hooks.ownership {
         Some(_) => Silence::Unlimited,
-        None => Silence::Always(settings.outgoing.handshake_timeout),
+        None => Silence::Always(settings.limits.handshake_timeout),
     };
     let mut input = MainInput::new(&main, &unbooked, &memory, control.life())?.keep_everything();
     let into_stream = matches!(request.outgoing, Outgoing::Address(_));
@@ -155,6 +155,7 @@ fn pass_on(
         zeros_were_looked_for: hello
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
         is_guest: false,
+        preempts: false,
     };
     let multifd = channels.map_or_else(Vec::new, |Channels { channels, .. }| channels);
     memory.raise(multifd.len() * CHANNEL_MEMORY);

@@ -33,7 +33,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
         settings, hooks, ..
     } = request;
     let since = Instant::now();
-    let memory = settings.outgoing.memory(0);
+    let memory = settings.limits.memory(0);
     let stream = file.stream();
     let said = stream.configuration.uuid.or(stream.uuid);
     let opening = Opening {
@@ -47,6 +47,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
         sync_points: stream.flush_after_each_section.map(SyncPoints::shown),
         zeros_were_looked_for: true,
         is_guest: false,
+        preempts: false,
     };
     let sink = stream_sink::open(request, seen, opening, &memory)?;
     let received = Counters::of_side(file.readers());

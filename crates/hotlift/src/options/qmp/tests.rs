@@ -1,4 +1,5 @@
 use super::*;
+use crate::options::AutoConvergeOptions;
 
 fn set(options: &mut Options, name: &str, value: &Json) -> Result<(), String> {
     let parameters = Map::from_iter([(name.to_owned(), value.clone())]);
@@ -205,8 +206,11 @@ fn every_number_takes_its_lowest_and_highest_over_qmp_and_nothing_beside_them() 
             continue;
         };
         let mut options = Options {
-            // max-cpu-throttle may not be below it.
-            cpu_throttle_initial: 1,
+            auto_converge: AutoConvergeOptions {
+                // max-cpu-throttle may not be below it.
+                initial: 1,
+                ..AutoConvergeOptions::default()
+            },
             ..Options::default()
         };
         let name = option.qmp_name();
@@ -232,12 +236,12 @@ fn all_parameters_of_a_command_are_set_or_none_and_types_are_told_before_ranges(
         error.unwrap_err().to_string(),
         "Parameter 'downtime-limit' expects uint64"
     );
-    assert_eq!(options.announce_max, 550);
+    assert_eq!(options.announce.max, 550);
     let command = json!({"max-cpu-throttle": 30, "cpu-throttle-initial": 30, "announce-max": 1});
     options
         .set_parameters(command.as_object().unwrap())
         .unwrap();
-    assert_eq!((options.max_cpu_throttle, options.announce_max), (30, 1));
+    assert_eq!((options.auto_converge.max, options.announce.max), (30, 1));
     assert!(set(&mut options, "cpu-throttle-initial", &json!(31)).is_err());
 }
 
@@ -314,9 +318,9 @@ fn names_of_older_documents_do_what_those_say() {
     let mut typed = Options::default();
     typed.set("multifd_dsa_accel", "/dev/dsa/wq4.0").unwrap();
     for options in [options, typed] {
-        assert!(options.zero_page_devices);
+        assert!(options.zero_pages.devices);
         assert_eq!(
-            options.accel_path,
+            options.zero_pages.accel_path,
             [AccelPath::Dsa("/dev/dsa/wq4.0".into())]
         );
     }

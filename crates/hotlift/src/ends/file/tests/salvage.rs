@@ -8,8 +8,8 @@ use crate::pipe::batch::BATCH_PAGES;
 fn salvage(path: &Path) -> (Vec<u8>, Vec<LostPages>) {
     let mut file = BlockFile::open(path).unwrap();
     file.salvage();
-    let (options, control) = (Options::default(), Control::default());
-    let memory = options.memory(0);
+    let (limits, control) = (Limits::default(), Control::default());
+    let memory = limits.memory(0);
     let mut blocks = Blocks::new(file.seed(), &memory, &control);
     let mut contents = vec![0; PAGES];
     for first in (0..PAGES).step_by(BATCH_PAGES) {

@@ -28,7 +28,7 @@ impl<'a> LazyRam<'a> {
             empty_gaps(ram, written)?;
         }
         let life = sink.control.life();
-        let blocktime = sink.options.postcopy_blocktime;
+        let blocktime = sink.options.postcopy.blocktime;
         let blocktime = blocktime.then(|| Blocktime::new(&sink.guest.vcpu_threads(), life.now()));
         Ok(Self {
             missing: MissingPages::register(sink.guest.ram())?,

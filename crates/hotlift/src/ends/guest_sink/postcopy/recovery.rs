@@ -62,7 +62,7 @@ impl Incoming<'_> {
                 let mut input =
                     MainInput::new(&main, self.main_counters(), &session.memory, control.life())?;
                 self.link.recover(Arc::clone(&main));
-                machine.reconnect(sink.options.handshake_timeout);
+                machine.reconnect(sink.options.limits.handshake_timeout);
                 match self.agree_in_time(machine, &mut input, &mut door) {
                     Ok(preempt) => {
                         let preempt = preempt.as_ref();
@@ -113,8 +113,8 @@ impl Incoming<'_> {
         let options = self.sink.options;
         let agreement = Agreement::new(
             Instant::now(),
-            options.handshake_timeout,
-            options.postcopy_preempt,
+            options.limits.handshake_timeout,
+            options.postcopy.preempt,
         );
         let is_over = AtomicBool::new(false);
         let is_waited_for = || !is_over.load(Ordering::Acquire) && !control.has_recovery();
@@ -159,7 +159,7 @@ impl Incoming<'_> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.session.control.has_recovery() {
-                return Err(has_not_come(self.sink.options.handshake_timeout / 2));
+                return Err(has_not_come(self.sink.options.limits.handshake_timeout / 2));
             }
             let mut arrivals = self.arrivals(door, left)?;
             if let Some(stream) = self.sink.find_preempt(door, &mut arrivals) {

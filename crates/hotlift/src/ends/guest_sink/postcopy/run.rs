@@ -45,7 +45,7 @@ pub(crate) fn run<'a>(
     input: &mut MainInput<'_>,
     pings: &[u32],
 ) -> Result<(), MigrationError> {
-    let preempt = match sink.options.postcopy_preempt {
+    let preempt = match sink.options.postcopy.preempt {
         true => Some(sink.await_preempt(&UntilCommit(session))?),
         false => None,
     };
@@ -135,7 +135,7 @@ impl Incoming<'_> {
         let _unsure = OnPanic(|| session.taking.unsure());
         if sink.run(session, Status::PostcopyActive) {
             session.taking.taken();
-            announce::start(sink.guest, sink.options);
+            announce::start(sink.guest, &sink.options.announce);
         }
         Ok(())
     }
@@ -195,7 +195,7 @@ impl Incoming<'_> {
                 whole.store(true, Ordering::Release);
                 // Pages that the end of main has overtaken.
                 if outcome.is_ok() {
-                    let patience = self.sink.options.handshake_timeout;
+                    let patience = self.sink.options.limits.handshake_timeout;
                     let is_over = || over.load(Ordering::Acquire);
                     outcome = self.lazy.wait_until_met(patience, self, is_over);
                 }
