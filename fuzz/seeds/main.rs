@@ -21,7 +21,7 @@ use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter, ZeroPageDetection,
 };
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::{Doing, MigrationId};
+use hotlift_wire::settle::{GuestActivity, MigrationId};
 
 #[path = "../../crates/hotlift-methods/tests/support/qemu.rs"]
 #[allow(dead_code, reason = "its readers are for tests")]
@@ -328,7 +328,7 @@ fn return_path() {
         ReturnMessage::ResumeAck(1),
         ReturnMessage::SwitchoverAck,
         ReturnMessage::ErrorText("no room"),
-        ReturnMessage::Doing(Doing::Runs),
+        ReturnMessage::GuestActivity(GuestActivity::Runs),
         ReturnMessage::Shut(1),
     ];
     let mut out = Vec::new();

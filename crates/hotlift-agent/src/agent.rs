@@ -20,7 +20,7 @@ use crate::budget::Shares;
 use crate::config::{Config, LogLevel};
 use crate::error::{AgentError, CarryError};
 use crate::log::Log;
-use crate::proof::LastCheck;
+use crate::redirect_check::LastCheck;
 use crate::session::Session;
 use crate::sessions::Sessions;
 use crate::table::Table;
@@ -60,7 +60,7 @@ impl Agent {
         let listing = tls.listing();
         let warnings = listing.warnings.iter().map(ToString::to_string);
         for line in warnings.chain(listing.problems()) {
-            log.say(LogLevel::Warning, &line);
+            log.write(LogLevel::Warning, &line);
         }
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let fd = || {
@@ -105,7 +105,7 @@ impl Agent {
     pub fn refuse(&self, text: &str) {
         self.sessions.count(|totals| totals.refusals += 1);
         self.log
-            .say(LogLevel::Warning, &format!("state=refused {text}"));
+            .write(LogLevel::Warning, &format!("state=refused {text}"));
     }
 
     /// Ends a session and removes it.
@@ -165,10 +165,10 @@ impl Agent {
         match self.try_to_reload() {
             Ok(()) => self
                 .log
-                .say(LogLevel::Info, "the configuration was read again"),
+                .write(LogLevel::Info, "the configuration was read again"),
             Err(error) => {
                 let text = format!("the configuration is unchanged: {}", error_line(&error));
-                return self.log.say(LogLevel::Error, &text);
+                return self.log.write(LogLevel::Error, &text);
             }
         }
         self.share();
@@ -198,7 +198,7 @@ impl Agent {
         for key in kept {
             let text =
                 format!("the new value of '{key}' takes effect after a restart of the agent");
-            self.log.say(LogLevel::Warning, &text);
+            self.log.write(LogLevel::Warning, &text);
         }
         self.log.set_level(new.log);
         *lock(&self.config) = Arc::new(new);

@@ -15,8 +15,8 @@ use hotlift_mem::lock;
 
 use crate::config::Config;
 use crate::messages::{Id, Kind};
-use crate::moment::{Moment, Share, State};
 use crate::session::Session;
+use crate::snapshot::{Share, Snapshot, State};
 
 /// Interval of the division.
 pub(crate) const ROUND: Duration = Duration::from_millis(250);
@@ -28,7 +28,7 @@ const NEEDS_ALL: u64 = 80;
 const ROOM: u64 = 150;
 
 /// Smallest part of a session without priority, as a fraction of the whole, so that it can show a larger demand.
-const LEAST: u64 = 64;
+const MIN_SHARE: u64 = 64;
 
 /// Use and limits of a session.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -66,7 +66,7 @@ impl Claim {
         if self.is_urgent || needs_all {
             return most;
         }
-        most.min((self.used / 100 * ROOM).max(total / LEAST))
+        most.min((self.used / 100 * ROOM).max(total / MIN_SHARE))
     }
 }
 
@@ -87,7 +87,7 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     let (first, others): (Vec<_>, Vec<_>) = active.iter().partition(|index| urgent(index));
     // Reserved for the sessions without priority.
     let least = match (first.is_empty(), u64::try_from(others.len())) {
-        (false, Ok(others)) => (total / LEAST).min(total / (others + 1)) * others,
+        (false, Ok(others)) => (total / MIN_SHARE).min(total / (others + 1)) * others,
         _ => total,
     };
     let mut left = total;
@@ -152,7 +152,7 @@ pub struct Shares {
 /// A session that shares the budget.
 struct Sharer {
     id: Id,
-    moment: Moment,
+    moment: Snapshot,
     is_urgent: bool,
     /// CPU time so far, if it has a relay.
     cpu: Option<Duration>,
@@ -175,7 +175,7 @@ impl Shares {
     pub fn apply(&self, config: &Config, options: &StreamOptions, sessions: Vec<Arc<Session>>) {
         self.rate.set(config.max_bandwidth.0);
         let sharers = sessions.into_iter().filter_map(|session| {
-            let moment = session.moment();
+            let moment = session.snapshot();
             let shares = session.shares_budget() && moment.state != State::Waiting;
             let has_relay =
                 session.subject.kind == Kind::Migration && moment.state != State::PassedThrough;
@@ -353,7 +353,7 @@ mod tests {
         let mut share = |sent: [u64; 3]| {
             seconds += 1;
             for (session, sent) in [&migration, &disk, &answers].into_iter().zip(sent) {
-                let sent_bytes = session.moment().progress.sent_bytes + sent;
+                let sent_bytes = session.snapshot().progress.sent_bytes + sent;
                 session.note(&RelayProgress {
                     elapsed: Duration::from_secs(seconds),
                     sent_bytes,
@@ -361,7 +361,7 @@ mod tests {
                 });
             }
             agent.share();
-            [&migration, &disk, &answers].map(|session| session.moment().share)
+            [&migration, &disk, &answers].map(|session| session.snapshot().share)
         };
         agent.share();
         // All that they may use.
@@ -501,9 +501,9 @@ mod tests {
                 .map(|id| Host {
                     sharer: Sharer {
                         id: Id(id),
-                        moment: Moment {
+                        moment: Snapshot {
                             weight: rng.u32(1..=1000),
-                            ..Moment::default()
+                            ..Snapshot::default()
                         },
                         is_urgent: false,
                         cpu: (rng.u8(0..3) > 0).then_some(Duration::ZERO),
@@ -532,7 +532,7 @@ mod tests {
             let relays = || hosts.iter().filter(|host| host.sharer.cpu.is_some());
             let of_relays: u32 = relays().map(|host| host.sharer.moment.weight).sum();
             for host in &hosts {
-                let Moment { weight, share, .. } = host.sharer.moment;
+                let Snapshot { weight, share, .. } = host.sharer.moment;
                 let part = WHOLE * u64::from(weight) / u64::from(weights);
                 assert!(
                     share.bandwidth.abs_diff(part) <= 8,

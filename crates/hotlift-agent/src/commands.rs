@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 use crate::agent::Agent;
 use crate::config::Plaintext;
 use crate::messages::{Id, Kind};
-use crate::moment::Share;
-use crate::past::Count;
-use crate::proof::LastCheck;
+use crate::missed_packets::MissedPackets;
+use crate::redirect_check::LastCheck;
 use crate::session::{Direction, Session};
+use crate::snapshot::Share;
 use crate::table;
 
 /// Names of the commands.
@@ -60,7 +60,7 @@ pub struct AgentInfo {
     pub plaintext: Option<Plaintext>,
     /// Counts of packets that missed the redirect since the table was made.
     #[serde(default)]
-    pub past_redirect: Vec<Count>,
+    pub past_redirect: Vec<MissedPackets>,
     /// Result of the last `hotlift agent check` as root since the agent's start.
     pub last_check: Option<LastCheck>,
 }
@@ -119,7 +119,7 @@ impl MigrationRow {
     /// Returns the row of `session` at `now`.
     #[must_use]
     pub fn of(session: &Session, now: Instant) -> Self {
-        let moment = session.moment();
+        let moment = session.snapshot();
         let subject = &session.subject;
         let (progress, report) = (&moment.progress, moment.report.as_ref());
         let Share { bandwidth, cpu } = moment.share;

@@ -19,7 +19,7 @@ pub const CONFIG_FILE: &str = "/etc/hotlift/agent.toml";
 pub const AGENT_PORT: u16 = 16520;
 
 /// Size limit of the configuration file, in bytes.
-const MOST: u64 = 1 << 20;
+const MAX_FILE: u64 = 1 << 20;
 
 /// Errors of the configuration.
 #[derive(Debug, thiserror::Error)]
@@ -28,7 +28,7 @@ pub enum ConfigError {
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is too large.
-    #[error("{} has more than {MOST} bytes", file.display())]
+    #[error("{} has more than {MAX_FILE} bytes", file.display())]
     TooLong {
         /// The file.
         file: PathBuf,
@@ -143,7 +143,7 @@ pub struct Config {
 
 /// Limit of channels that a relay of the agent accepts from a QEMU or from another agent: the maximum of `channels`, and of
 /// libvirt's `--parallel-connections`.
-pub const MOST_CHANNELS: u8 = u8::MAX;
+pub const MAX_CHANNELS: u8 = u8::MAX;
 
 /// Default weight of a migration.
 pub const WEIGHT: u32 = 100;
@@ -186,7 +186,7 @@ impl Default for Config {
 /// Reads `file`, which must not exceed the size limit.
 fn text_of(file: &Path) -> Result<String, ConfigError> {
     let read = FileError::reading(file);
-    if std::fs::metadata(file).map_err(read)?.len() > MOST {
+    if std::fs::metadata(file).map_err(read)?.len() > MAX_FILE {
         return Err(ConfigError::TooLong {
             file: file.to_owned(),
         });
@@ -353,7 +353,7 @@ impl Config {
     /// Returns the limits of the relays of both directions.
     pub(crate) fn limits(&self) -> Limits {
         Limits {
-            max_channels: MOST_CHANNELS,
+            max_channels: MAX_CHANNELS,
             silence_timeout: self.silence_timeout.0,
             ..Limits::default()
         }

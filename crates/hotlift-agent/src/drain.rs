@@ -90,10 +90,10 @@ pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
                          their source"
                     ),
                 };
-                agent.log.say(LogLevel::Warning, &text);
+                agent.log.write(LogLevel::Warning, &text);
                 cancel_all(agent);
             }
-            Step::Report => notify::say(&notify::stopping(last.saturating_mul(2))),
+            Step::Report => notify::notify(&notify::stopping(last.saturating_mul(2))),
             Step::Done => break,
         }
     }
@@ -119,8 +119,8 @@ mod tests {
     use super::*;
     use crate::fixture::{agent, session, subject, until};
     use crate::messages::Kind;
-    use crate::moment::State;
     use crate::session::Direction;
+    use crate::snapshot::State;
 
     const MS: Duration = Duration::from_millis(1);
 

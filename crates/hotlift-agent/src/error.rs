@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use hotlift::MigrationError;
 use hotlift::conversation::ConversationError;
-use hotlift::conversation::callers::Unheard;
+use hotlift::conversation::callers::DropReason;
 use hotlift::tls::{TlsError, TlsSetupError};
 use hotlift::transport::TransportError;
 use hotlift_monitor::MonitorError;
@@ -178,7 +178,7 @@ pub enum CarryError {
     Conversation(#[from] ConversationError),
     /// The peer did not send a hello, or exceeded a limit before it.
     #[error("closed the connection of the other agent before its hello")]
-    Unannounced(#[source] Unheard),
+    Unannounced(#[source] DropReason),
     /// The other agent did not answer in time.
     #[error("the other agent did not answer in time")]
     Silent,

@@ -15,7 +15,7 @@ use crate::agent::Agent;
 use crate::config::Config;
 use crate::log::Log;
 use crate::messages::{Id, Kind};
-use crate::session::{Direction, Session, Subject};
+use crate::session::{Direction, Session, SessionInfo};
 
 /// Returns the destination of its migrations.
 pub fn destination() -> SocketAddr {
@@ -33,16 +33,16 @@ pub fn agent(lines: &str) -> Arc<Agent> {
 }
 
 /// Creates a session without a carrying thread, and its listener.
-pub fn session(subject: Subject) -> (Arc<Session>, Listener) {
-    let (listener, giver) = Listener::handed(true).expect("descriptors");
+pub fn session(subject: SessionInfo) -> (Arc<Session>, Listener) {
+    let (listener, sender) = Listener::queue(true).expect("descriptors");
     let log = Log::new(crate::config::LogLevel::Error);
-    let session = Session::new(subject, giver, None, 100, &log);
+    let session = Session::new(subject, sender, None, 100, &log);
     (Arc::new(session), listener)
 }
 
 /// Creates a subject of a session.
-pub fn subject(id: u32, direction: Direction, kind: Kind) -> Subject {
-    Subject {
+pub fn subject(id: u32, direction: Direction, kind: Kind) -> SessionInfo {
+    SessionInfo {
         id: Id(id),
         direction,
         kind,

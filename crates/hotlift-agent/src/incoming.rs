@@ -13,13 +13,13 @@ use hotlift::{Address, Listener, Status};
 use hotlift_qmp::Uuid;
 
 use crate::agent::Agent;
-use crate::attend::{self, Progress};
 use crate::config::{WEIGHT, stream};
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message};
-use crate::moment::State;
-use crate::session::{Direction, Session, Subject};
+use crate::session::{Direction, Session, SessionInfo};
+use crate::snapshot::State;
+use crate::supervise::{self, Progress};
 use crate::tunnel::{self, Limits};
 
 /// Longest time for a relay's connections after the message that its source exists; a little longer than the other agent waits
@@ -38,7 +38,7 @@ pub fn run(agent: &Arc<Agent>, mut conversation: Conversation, hello: &Hello) {
             let reason = hotlift::error::error_line(&error);
             let peer = conversation.stream().peer_host();
             agent.refuse(&format!("id={} peer={peer} error=\"{reason}\"", hello.id));
-            let _ = conversation.say(&Message::Refused { reason });
+            let _ = conversation.send(&Message::Refused { reason });
             return;
         }
     };
@@ -65,9 +65,9 @@ fn begin(
     if !dial::is_of_this_host(to.ip()).map_err(CarryError::system("list of addresses"))? {
         return Err(not_here("this host has no such address".to_owned()));
     }
-    let (listener, giver) = Listener::handed(false).map_err(CarryError::system("descriptor"))?;
+    let (listener, sender) = Listener::queue(false).map_err(CarryError::system("descriptor"))?;
     let token = relay::new_token().map_err(CarryError::system("random number"))?;
-    let subject = Subject {
+    let subject = SessionInfo {
         id: hello.id,
         direction: Direction::Incoming,
         kind: hello.kind,
@@ -77,7 +77,7 @@ fn begin(
     };
     let pass = conversation.pass(token);
     // Default weight: only a tunnel's answers share this host's budget.
-    let session = Session::new(subject, giver, Some(pass), WEIGHT, &agent.log);
+    let session = Session::new(subject, sender, Some(pass), WEIGHT, &agent.log);
     let session = Arc::new(session);
     agent.sessions.add(&session)?;
     let begun = match hello.kind {
@@ -86,12 +86,12 @@ fn begin(
         Kind::Tunnel => dial::connect(to, CONNECT)
             .map_err(|source| CarryError::Connect { to, source })
             .and_then(|far| {
-                let given = session.give(Admitted::new(far, Instant::now()));
+                let given = session.deliver(Admitted::new(far, Instant::now()));
                 given.map_err(|_| CarryError::OutOfTurn)
             }),
     };
     let answer = Message::Ready { token: Uuid(token) };
-    match begun.and_then(|()| Ok(conversation.say(&answer)?)) {
+    match begun.and_then(|()| Ok(conversation.send(&answer)?)) {
         Ok(()) => Ok((session, listener)),
         Err(error) => {
             agent.not_begun(&session, &error);
@@ -132,7 +132,7 @@ fn migration(
         on_progress: Some(&on_progress),
         ..Hooks::default()
     };
-    attend::relay(session, conversation, &progress, (SOURCE, true), &|| {
+    supervise::relay(session, conversation, &progress, (SOURCE, true), &|| {
         let outcome = relay::relay(
             Incoming::Listener(listener),
             &Outgoing::Address(&address),
@@ -148,17 +148,17 @@ fn migration(
 /// Waits for the source's channels and method from the other agent, without a timeout, as long as that agent stays connected.
 /// Before that message, the destination's libvirt may prepare a guest: minutes with large preallocated memory.
 fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, String), CarryError> {
-    let bell = session
+    let wake_fd = session
         .control
-        .bell()
+        .wake_fd()
         .map_err(CarryError::system("descriptor"))?;
     loop {
         if session.control.is_cancelled() {
             return Err(CarryError::Cancelled);
         }
-        match conversation.hear(Duration::ZERO)? {
+        match conversation.receive(Duration::ZERO)? {
             None => {
-                let waited = bell.wait_readable(conversation.stream(), Duration::MAX);
+                let waited = wake_fd.wait_readable(conversation.stream(), Duration::MAX);
                 waited.map_err(CarryError::system("wait"))?;
             }
             Some(Message::Source { channels, method }) => return Ok((channels, method)),
@@ -237,7 +237,7 @@ mod tests {
             let runs = scope.spawn(|| {
                 run(&agent, Conversation::new(stream), &hello(Kind::Migration));
             });
-            let waits = |session: &Session| session.moment().state == State::Connecting;
+            let waits = |session: &Session| session.snapshot().state == State::Connecting;
             until("it waits", || agent.sessions.find(waits).is_some());
             drop(announcer);
             until("it ends", || runs.is_finished());

@@ -6,18 +6,18 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `run`, `parts`, `drain` | start and end; the critical threads; the wait for running migrations before the end |
+//! | `run`, `critical_threads`, `drain` | start and end; the critical threads; the wait for running migrations before the end |
 //! | `agent` | state that the threads share; reload |
 //! | `config`, `values` | the configuration file: every key is a field |
 //! | `rules`, `table`, `table_watch` | the nftables rules; the installed table; its repair after changes by other programs |
 //! | `dial` | connections that bypass the table; the original destination of a redirected connection |
-//! | `past`, `bypass`, `proof` | connections that missed the redirect; foreign rules that cause it; a test of the redirect |
+//! | `missed_packets`, `bypass`, `redirect_check` | connections that missed the redirect; foreign rules that cause it; a test of the redirect |
 //! | `redirect`, `source_socket` | classification of this host's connections; detection of a close by their QEMU |
 //! | `outgoing` | an outgoing migration, to the other agent |
-//! | `door`, `incoming` | the agent's port; migrations that other agents announce |
-//! | `messages`, `attend` | messages between two agents about a migration; supervision of its running relay |
+//! | `peer_port`, `incoming` | the agent's port; migrations that other agents announce |
+//! | `messages`, `supervise` | messages between two agents about a migration; supervision of its running relay |
 //! | `tunnel` | byte streams other than migrations, copied unchanged |
-//! | `moment` | lifecycle of one migration, from events and their times: states, downtime |
+//! | `snapshot` | lifecycle of one migration, from events and their times: states, downtime |
 //! | `session`, `sessions` | one migration; all migrations, concurrency limits and totals |
 //! | `budget` | shares of bandwidth and cores |
 //! | `commands`, `log`, `notify` | the control socket, the journal, systemd |
@@ -29,13 +29,12 @@
 #![forbid(unsafe_code)]
 
 mod agent;
-mod attend;
 mod budget;
 mod bypass;
 pub mod commands;
 pub mod config;
+mod critical_threads;
 mod dial;
-mod door;
 mod drain;
 pub mod error;
 #[cfg(test)]
@@ -45,19 +44,20 @@ mod incoming;
 mod log;
 pub mod messages;
 mod metrics;
-pub mod moment;
+pub mod missed_packets;
 mod names;
 mod notify;
 mod outgoing;
-mod parts;
-pub mod past;
-pub mod proof;
+mod peer_port;
 mod redirect;
+pub mod redirect_check;
 pub mod rules;
 mod run;
 pub mod session;
 mod sessions;
+pub mod snapshot;
 mod source_socket;
+mod supervise;
 pub mod table;
 mod table_watch;
 mod totals;

@@ -33,13 +33,13 @@ impl Log {
         self.priority.store(priority(level), Ordering::Relaxed);
     }
 
-    fn says(&self, level: LogLevel) -> bool {
+    fn is_enabled(&self, level: LogLevel) -> bool {
         priority(level) <= self.priority.load(Ordering::Relaxed)
     }
 
     /// Logs `text`, in one line.
-    pub fn say(&self, level: LogLevel, text: &str) {
-        if !self.says(level) {
+    pub fn write(&self, level: LogLevel, text: &str) {
+        if !self.is_enabled(level) {
             return;
         }
         let line = hotlift_qmp::one_line(text);
@@ -53,25 +53,28 @@ impl Log {
 
 /// Rate-limited log line, for events that any client can cause; counts suppressed repeats.
 #[derive(Debug, Default)]
-pub struct Seldom {
+pub struct RateLimited {
     said: Option<Instant>,
     /// Number of lines suppressed since then.
     kept_back: u64,
 }
 
 /// Shortest interval of such lines.
-const SELDOM: Duration = Duration::from_secs(60);
+const RATE_LIMIT_INTERVAL: Duration = Duration::from_secs(60);
 
-impl Seldom {
+impl RateLimited {
     /// Logs `text` if the interval is over at `now`.
-    pub fn say(&mut self, log: &Log, text: &str, now: Instant) {
+    pub fn write(&mut self, log: &Log, text: &str, now: Instant) {
         if let Some(line) = self.line(text, now) {
-            log.say(LogLevel::Warning, &line);
+            log.write(LogLevel::Warning, &line);
         }
     }
 
     fn line(&mut self, text: &str, now: Instant) -> Option<String> {
-        if self.said.is_some_and(|said| now - said < SELDOM) {
+        if self
+            .said
+            .is_some_and(|said| now - said < RATE_LIMIT_INTERVAL)
+        {
             self.kept_back += 1;
             return None;
         }
@@ -101,7 +104,8 @@ mod tests {
     fn a_level_that_is_set_holds_for_all_copies() {
         let log = Log::new(LogLevel::Warning);
         let copy = log.clone();
-        let says = || [LogLevel::Error, LogLevel::Info, LogLevel::Debug].map(|one| copy.says(one));
+        let says =
+            || [LogLevel::Error, LogLevel::Info, LogLevel::Debug].map(|one| copy.is_enabled(one));
         assert_eq!(says(), [true, false, false]);
         log.set_level(LogLevel::Info);
         assert_eq!(says(), [true, true, false]);
@@ -109,7 +113,7 @@ mod tests {
 
     #[test]
     fn a_line_that_anybody_can_provoke_is_said_once_a_minute_and_counted() {
-        let mut seldom = Seldom::default();
+        let mut seldom = RateLimited::default();
         let begun = Instant::now();
         let mut lines = (0..120).filter_map(|second| {
             let now = begun + Duration::from_secs(second);

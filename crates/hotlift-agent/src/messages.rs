@@ -14,7 +14,7 @@
 use std::fmt;
 use std::net::SocketAddr;
 
-use hotlift::conversation::Wish;
+use hotlift::conversation::OpeningRequest;
 use hotlift_qmp::Uuid;
 use serde::{Deserialize, Serialize};
 
@@ -118,7 +118,7 @@ pub enum Message {
     },
 }
 
-impl Wish for Hello {
+impl OpeningRequest for Hello {
     const ROLE: &'static str = "agent";
 }
 

@@ -14,9 +14,9 @@ use prometheus_client::registry::Registry;
 
 use crate::agent::Agent;
 use crate::messages::Kind;
-use crate::moment::{Moment, State};
-use crate::past::Count;
+use crate::missed_packets::MissedPackets;
 use crate::session::Session;
+use crate::snapshot::{Snapshot, State};
 use crate::table;
 use crate::totals::{Counts, DIRECTIONS, Histograms, Totals, Traffic, number};
 
@@ -56,8 +56,8 @@ enum Source {
     Gauge(fn(&Seen) -> Values),
     Histogram(fn(&Seen) -> &Histograms),
     /// One value for each running migration.
-    EachCounter(fn(&Session, &Moment) -> f64),
-    EachGauge(fn(&Session, &Moment) -> f64),
+    EachCounter(fn(&Session, &Snapshot) -> f64),
+    EachGauge(fn(&Session, &Snapshot) -> f64),
 }
 
 impl Source {
@@ -79,13 +79,13 @@ struct Seen {
     /// Traffic of ended and of running sessions.
     traffic: Traffic,
     /// Running migrations, each with one consistent snapshot.
-    migrations: Vec<(Arc<Session>, Moment)>,
+    migrations: Vec<(Arc<Session>, Snapshot)>,
     tunnels: usize,
     bandwidth: u64,
     cpu: f64,
     most: u32,
     /// Packets that missed the redirect; `None` if nft cannot be run. A 0 instead would be a reset of the counter.
-    past: Option<Vec<Count>>,
+    past: Option<Vec<MissedPackets>>,
 }
 
 /// All metrics. Those of one migration have its id, and disappear at its end. Names have their unit, as Prometheus's
@@ -297,7 +297,7 @@ const fn gauge(name: &'static str, help: &'static str, values: fn(&Seen) -> Valu
 const fn each_counter(
     name: &'static str,
     help: &'static str,
-    value: fn(&Session, &Moment) -> f64,
+    value: fn(&Session, &Snapshot) -> f64,
 ) -> Row {
     row(name, help, Source::EachCounter(value))
 }
@@ -305,15 +305,15 @@ const fn each_counter(
 const fn each_gauge(
     name: &'static str,
     help: &'static str,
-    value: fn(&Session, &Moment) -> f64,
+    value: fn(&Session, &Snapshot) -> f64,
 ) -> Row {
     row(name, help, Source::EachGauge(value))
 }
 
 /// Sums the bypass counts of all addresses; empty if nft cannot be run.
-fn past(seen: &Seen, of: fn(&Count) -> u64) -> Values {
+fn past(seen: &Seen, of: fn(&MissedPackets) -> u64) -> Values {
     // The sum of no f64 is -0.0.
-    let sum = |counts: &Vec<Count>| counts.iter().map(of).fold(0, u64::saturating_add);
+    let sum = |counts: &Vec<MissedPackets>| counts.iter().map(of).fold(0, u64::saturating_add);
     let past = seen.past.as_ref().map(sum);
     past.map_or_else(Vec::new, |sum| one(number(sum)))
 }
@@ -327,7 +327,7 @@ fn by(label: &'static str, of: &Counts) -> Values {
     of.iter().map(labelled).collect()
 }
 
-fn each(seen: &Seen, value: fn(&Session, &Moment) -> f64) -> Values {
+fn each(seen: &Seen, value: fn(&Session, &Snapshot) -> f64) -> Values {
     let labels = |session: &Session| {
         let subject = &session.subject;
         vec![
@@ -347,7 +347,7 @@ impl Seen {
         let config = agent.config();
         let (totals, under_way) = agent.sessions.snapshot();
         let with_moment = |session: Arc<Session>| {
-            let moment = session.moment();
+            let moment = session.snapshot();
             (session, moment)
         };
         let under_way = under_way.into_iter().map(with_moment);
@@ -676,7 +676,7 @@ mod tests {
         let shown = text(&agent, Format::OpenMetrics);
         assert!(shown.contains(under_way), "{shown}");
         moved.follow(Status::Completed);
-        let downtime = moved.moment().downtime.unwrap().as_secs_f64();
+        let downtime = moved.snapshot().downtime.unwrap().as_secs_f64();
         agent.ended(&moved, Ok(Some(RelayReport::default())));
         let shown = text(&agent, Format::OpenMetrics);
         for line in [

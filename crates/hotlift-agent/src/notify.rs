@@ -15,12 +15,12 @@ pub fn stopping(time: Duration) -> String {
 }
 
 /// Sends `state` to systemd, if it started this process with a notification socket.
-pub fn say(state: &str) {
+pub fn notify(state: &str) {
     // Errors are ignored: without reports systemd watches the process only.
-    let _ = try_to_say(state);
+    let _ = try_notify(state);
 }
 
-fn try_to_say(state: &str) -> std::io::Result<()> {
+fn try_notify(state: &str) -> std::io::Result<()> {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else {
         return Ok(());
     };

@@ -15,14 +15,14 @@ use hotlift::{Address, Listener, Status, options};
 use hotlift_qmp::one_line;
 
 use crate::agent::Agent;
-use crate::attend::{self, Progress};
 use crate::config::{Config, LogLevel, Plaintext};
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message};
-use crate::moment::State;
 use crate::session::Session;
-use crate::tunnel::{self, Far, Limits};
+use crate::snapshot::State;
+use crate::supervise::{self, Progress};
+use crate::tunnel::{self, Limits, RemoteEnd};
 
 /// Longest wait for the other agent's answer to a hello: it checks an address, or connects on its own host.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -97,7 +97,7 @@ fn migration(
     let on_source = |source: &SourceStream| {
         progress.has_begun.store(true, Ordering::Release);
         // Send errors are ignored: without this message the other relay does not begin, and this one fails for that.
-        let _ = speaker.say(&Message::Source {
+        let _ = speaker.send(&Message::Source {
             channels: source.channels,
             method: source.method.to_owned(),
         });
@@ -108,7 +108,7 @@ fn migration(
         on_progress: Some(&on_progress),
         ..Hooks::default()
     };
-    let report = attend::relay(
+    let report = supervise::relay(
         session,
         &mut conversation,
         &progress,
@@ -148,7 +148,7 @@ fn tunnelled(agent: &Agent, session: &Arc<Session>, listener: &Listener) -> Resu
 }
 
 /// Opens a tunnel to the destination of `session`, through the agent there.
-fn through(mut conversation: Conversation, session: &Session) -> Result<Far, CarryError> {
+fn through(mut conversation: Conversation, session: &Session) -> Result<RemoteEnd, CarryError> {
     match ask(&mut conversation, session, Kind::Tunnel)? {
         Message::Ready { .. } => conversation.into_stream().ok_or(CarryError::OutOfTurn),
         Message::Refused { reason } => Err(refused(&reason)),
@@ -157,7 +157,7 @@ fn through(mut conversation: Conversation, session: &Session) -> Result<Far, Car
 }
 
 /// Connects to `to` directly.
-fn direct(to: SocketAddr) -> Result<Far, CarryError> {
+fn direct(to: SocketAddr) -> Result<RemoteEnd, CarryError> {
     let stream: Result<Stream, _> = dial::connect(to, DIRECT);
     stream
         .map(|stream| (stream, Vec::new()))
@@ -170,7 +170,7 @@ fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, Carr
     let address = config.agent_of(to.ip());
     let stream = match address.connect(config.agent_timeout.0) {
         Ok(stream) => stream,
-        Err(source) if is_nobody(&source) && !config.names_agent_of(to.ip()) => {
+        Err(source) if has_no_listener(&source) && !config.names_agent_of(to.ip()) => {
             return Ok(Reached::Nobody(source));
         }
         Err(source) => return Err(CarryError::AgentUnreached { to, source }),
@@ -183,7 +183,7 @@ fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, Carr
 
 /// Returns true if a connection was refused or timed out, so that no process listens there. Other causes do not show that: no
 /// descriptors, no route, an unknown name.
-fn is_nobody(error: &TransportError) -> bool {
+fn has_no_listener(error: &TransportError) -> bool {
     let TransportError::Connect { source, .. } = error else {
         return false;
     };
@@ -198,12 +198,12 @@ fn ask(
     session: &Session,
     kind: Kind,
 ) -> Result<Message, CarryError> {
-    conversation.say_hello(&Hello {
+    conversation.send_hello(&Hello {
         id: session.subject.id,
         kind,
         to: session.subject.to,
     })?;
-    conversation.hear(ANSWER)?.ok_or(CarryError::Silent)
+    conversation.receive(ANSWER)?.ok_or(CarryError::Silent)
 }
 
 fn refused(reason: &str) -> CarryError {
@@ -225,7 +225,7 @@ fn allow_plaintext(
             let why = hotlift::error::error_line(&source);
             let text =
                 format!("no agent at the destination, so the migration is not encrypted: {why}");
-            session.say(LogLevel::Warning, &text);
+            session.log(LogLevel::Warning, &text);
             session.enter(State::PassedThrough);
             Ok(())
         }
@@ -287,7 +287,7 @@ mod tests {
                 uri: String::new(),
                 source: errno.into(),
             };
-            assert_eq!(is_nobody(&error), found, "{errno}");
+            assert_eq!(has_no_listener(&error), found, "{errno}");
         }
     }
 }

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::admission::limits::{REDIRECTED, SILENCE};
-use hotlift::admission::{Admitted, Head, Listener, Room};
+use hotlift::admission::{Admitted, ConnectionClass, Listener, PendingConnections};
 use hotlift::error::error_line;
 use hotlift::transport::TransportError;
 use hotlift::{Address, relay};
@@ -22,11 +22,11 @@ use crate::agent::Agent;
 use crate::config::LogLevel;
 use crate::dial;
 use crate::error::CarryError;
-use crate::log::Seldom;
+use crate::log::RateLimited;
 use crate::messages::{Id, Kind};
 use crate::outgoing;
 use crate::rules;
-use crate::session::{Direction, Session, Subject};
+use crate::session::{Direction, Session, SessionInfo};
 
 /// Delay after a connection could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
@@ -80,7 +80,7 @@ impl Redirected {
 
 /// Classes of the waiting connections to one address.
 #[derive(Debug, Clone, Copy, Default)]
-struct Place {
+struct AddressClasses {
     main: bool,
     channel: bool,
     /// Nothing yet, but more may come.
@@ -88,7 +88,7 @@ struct Place {
     other: bool,
 }
 
-impl Place {
+impl AddressClasses {
     /// Returns the kind of the session, if it is known.
     fn kind(&self) -> Option<Kind> {
         match self {
@@ -108,10 +108,10 @@ impl Place {
 /// Classifies connections, and starts their sessions.
 struct Router<'a> {
     agent: &'a Arc<Agent>,
-    waiting: Room<Waiting>,
+    waiting: PendingConnections<Waiting>,
     sessions: HashMap<SocketAddr, Weak<Session>>,
     /// Rate-limited log line about direct connections, which any local user can make.
-    not_redirected: Seldom,
+    not_redirected: RateLimited,
 }
 
 /// Serves the listeners until the agent ends.
@@ -129,7 +129,7 @@ pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) -> io::Result<()> {
         for (one, to) in agent.take_returned() {
             router.keep(one, to);
         }
-        router.look(Instant::now());
+        router.poll(Instant::now());
     }
     Ok(())
 }
@@ -138,9 +138,9 @@ impl<'a> Router<'a> {
     fn new(agent: &'a Arc<Agent>) -> io::Result<Self> {
         Ok(Self {
             agent,
-            waiting: Room::new(REDIRECTED)?,
+            waiting: PendingConnections::new(REDIRECTED)?,
             sessions: HashMap::new(),
-            not_redirected: Seldom::default(),
+            not_redirected: RateLimited::default(),
         })
     }
 
@@ -159,7 +159,7 @@ impl<'a> Router<'a> {
             Ok(None) => return,
             Err(error) => {
                 let text = format!("refused a connection: {}", error_line(&error));
-                log.say(LogLevel::Warning, &text);
+                log.write(LogLevel::Warning, &text);
                 thread::sleep(RETRY);
                 return;
             }
@@ -167,13 +167,13 @@ impl<'a> Router<'a> {
         let own = listener.address().ok();
         match dial::original_destination(&one.stream, v6) {
             Ok(to) if Some(tcp(to)) != own => {
-                log.say(LogLevel::Debug, &format!("a connection to {to}"));
+                log.write(LogLevel::Debug, &format!("a connection to {to}"));
                 self.keep(one, to);
             }
             // A client that connects directly has no use for the agent.
             _ => {
                 let text = "refused a connection that was not redirected";
-                self.not_redirected.say(log, text, Instant::now());
+                self.not_redirected.write(log, text, Instant::now());
             }
         }
     }
@@ -182,7 +182,7 @@ impl<'a> Router<'a> {
         let one = Waiting { one, to };
         if self.agent.sessions.is_ending() {
             // Running sessions may finish, including the connections that they still make.
-            if let Some(_new) = self.give(one) {
+            if let Some(_new) = self.deliver(one) {
                 let error = CarryError::Ending;
                 self.agent.refuse(&format!("to={to} error=\"{error}\""));
             }
@@ -196,34 +196,36 @@ impl<'a> Router<'a> {
     }
 
     /// Checks the waiting connections, in order of arrival.
-    fn look(&mut self, now: Instant) {
+    fn poll(&mut self, now: Instant) {
         self.sessions
             .retain(|_, session| session.strong_count() > 0);
         while let Some(number) = self.waiting.next_news() {
             if let Some(waiting) = self.waiting.get(number) {
-                waiting.one.look();
+                waiting.one.classify();
             }
         }
         let is_late = |since| now.saturating_duration_since(since) >= SILENCE;
         let is_over = |waiting: &Waiting, since| match waiting.one.head() {
-            Head::Gone(_) => true,
+            ConnectionClass::Gone(_) => true,
             // Its main channel came first, and has closed.
-            Head::Channel(_) | Head::OtherVersion(_) => is_late(since),
+            ConnectionClass::Channel(_) | ConnectionClass::OtherVersion(_) => is_late(since),
             _ => false,
         };
-        let mut places: HashMap<SocketAddr, Place> = HashMap::new();
+        let mut places: HashMap<SocketAddr, AddressClasses> = HashMap::new();
         for (waiting, since) in self.waiting.iter() {
             let place = places.entry(waiting.to).or_default();
             match waiting.one.head() {
-                Head::Gone(_) => {}
-                Head::Main | Head::Resumed => place.main = true,
-                Head::Channel(_) | Head::OtherVersion(_) => place.channel = true,
-                Head::Partial if !is_late(since) => place.silent = true,
+                ConnectionClass::Gone(_) => {}
+                ConnectionClass::Main | ConnectionClass::Resumed => place.main = true,
+                ConnectionClass::Channel(_) | ConnectionClass::OtherVersion(_) => {
+                    place.channel = true
+                }
+                ConnectionClass::Partial if !is_late(since) => place.silent = true,
                 _ => place.other = true,
             }
         }
         while self.waiting.take_first(is_over).is_some() {}
-        let goes_on = |to: &SocketAddr, place: &Place| {
+        let goes_on = |to: &SocketAddr, place: &AddressClasses| {
             let under_way = under_way(&self.sessions, *to);
             place.kind().is_some() || under_way.is_some_and(|session| session.takes())
         };
@@ -231,8 +233,8 @@ impl<'a> Router<'a> {
         while let Some((one, since)) =
             (self.waiting).take_first(|one, _| places.contains_key(&one.to))
         {
-            let kind = places.get(&one.to).and_then(Place::kind);
-            match (self.give(one), kind) {
+            let kind = places.get(&one.to).and_then(AddressClasses::kind);
+            match (self.deliver(one), kind) {
                 (None, _) => {}
                 (Some(one), Some(kind)) => self.begin(kind, one),
                 // The running session has just ended: the connection may belong to the next one.
@@ -246,12 +248,12 @@ impl<'a> Router<'a> {
 
     /// Passes a connection to the running session of its address. Returns it if there is none, or if that one has lost its
     /// source.
-    fn give(&self, waiting: Waiting) -> Option<Waiting> {
+    fn deliver(&self, waiting: Waiting) -> Option<Waiting> {
         let Waiting { one, to } = waiting;
         let Some(session) = under_way(&self.sessions, to) else {
             return Some(Waiting { one, to });
         };
-        let given = session.give(one);
+        let given = session.deliver(one);
         given.err().map(|one| Waiting { one, to })
     }
 
@@ -262,7 +264,7 @@ impl<'a> Router<'a> {
             Ok(session) => {
                 self.sessions.insert(to, Arc::downgrade(&session));
                 // The session is new and accepts it.
-                let _ = session.give(one);
+                let _ = session.deliver(one);
             }
             Err(error) => {
                 let text = format!("to={to} error=\"{}\"", error_line(&error));
@@ -283,11 +285,11 @@ fn under_way(
 }
 
 fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>, CarryError> {
-    let (listener, giver) = Listener::handed(true).map_err(CarryError::system("descriptor"))?;
+    let (listener, sender) = Listener::queue(true).map_err(CarryError::system("descriptor"))?;
     let token = relay::new_token().map_err(CarryError::system("random number"))?;
     let config = agent.config();
     let [a, b, c, d, ..] = token;
-    let subject = Subject {
+    let subject = SessionInfo {
         id: Id(u32::from_be_bytes([a, b, c, d])),
         direction: Direction::Outgoing,
         kind,
@@ -296,7 +298,7 @@ fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>,
         announcer: None,
     };
     let weight = config.weight_of(to.ip());
-    let session = Arc::new(Session::new(subject, giver, None, weight, &agent.log));
+    let session = Arc::new(Session::new(subject, sender, None, weight, &agent.log));
     agent.sessions.add(&session)?;
     let (of_thread, carried) = (Arc::clone(agent), Arc::clone(&session));
     let started = thread::Builder::new()
@@ -340,7 +342,7 @@ mod tests {
         let mut router = Router::new(&agent).unwrap();
         let to = destination();
         router.sessions.insert(to, Arc::downgrade(&waits));
-        let offer = |one| router.give(Waiting { one, to });
+        let offer = |one| router.deliver(Waiting { one, to });
         let (main, source) = admitted();
         assert!(offer(main).is_none(), "it is there");
         drop(source);
@@ -369,7 +371,7 @@ mod tests {
     #[test]
     fn channels_make_a_migration_only_with_something_that_may_be_its_main() {
         let kind = |main, channel, silent, other| {
-            let place = Place {
+            let place = AddressClasses {
                 main,
                 channel,
                 silent,

@@ -39,7 +39,7 @@ pub const TABLE: &str = "hotlift_agent";
 pub const MARK: u32 = 0x484c;
 
 /// Mark of a connection of `hotlift agent check`, which never leaves the host: "HM".
-pub const PROOF_MARK: u32 = 0x484d;
+pub const CHECK_MARK: u32 = 0x484d;
 
 /// Names of the sets that count packets that missed the redirect, by IPv4 and IPv6 address.
 pub const COUNTED: [&str; 2] = ["plaintext4", "plaintext6"];
@@ -48,10 +48,10 @@ pub const COUNTED: [&str; 2] = ["plaintext4", "plaintext6"];
 pub const LOG_GROUP: u16 = 0x484c;
 
 /// Priority after all foreign chains; at `i32::MAX` conntrack confirms.
-const LAST: i32 = i32::MAX - 1;
+const LAST_PRIORITY: i32 = i32::MAX - 1;
 
 /// Size of each set: more destinations than a host migrates to.
-const MOST_COUNTED: u16 = 1024;
+const MAX_COUNTED: u16 = 1024;
 
 /// First local port that the kernel assigns to a connection: Documentation/networking/ip-sysctl.rst, ip_local_port_range.
 const LOCAL_PORTS: u16 = 32768;
@@ -102,7 +102,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
         .iter()
         .zip(["ipv4_addr", "ipv6_addr"])
         .map(|(name, of)| {
-            format!("\tset {name} {{\n\t\ttype {of}; size {MOST_COUNTED}; flags dynamic;\n\t}}\n")
+            format!("\tset {name} {{\n\t\ttype {of}; size {MAX_COUNTED}; flags dynamic;\n\t}}\n")
         })
         .collect();
     let [counted4, counted6] = COUNTED;
@@ -122,7 +122,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
              \t\tip6 daddr @{counted6} jump unredirected\n\
              \t}}\n\
              \tchain left {{\n\
-             \t\ttype filter hook postrouting priority {LAST}; policy accept;\n\
+             \t\ttype filter hook postrouting priority {LAST_PRIORITY}; policy accept;\n\
              \t\tmeta skuid {{ {ids} }} oifname != \"lo\" jump changed\n\
              \t}}\n\
              \tchain unredirected {{\n{}\t}}\n\
@@ -159,8 +159,8 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
          \t\tiifname \"lo\" tcp dport {to} socket mark != {MARK:#x} reject with tcp reset\n\
          \t}}\n\
          \tchain leaving {{\n\
-         \t\ttype filter hook output priority {LAST}; policy accept;\n\
-         \t\tmeta skuid < {NO_USER} socket mark {PROOF_MARK:#x} fib daddr type != local reject with tcp reset\n\
+         \t\ttype filter hook output priority {LAST_PRIORITY}; policy accept;\n\
+         \t\tmeta skuid < {NO_USER} socket mark {CHECK_MARK:#x} fib daddr type != local reject with tcp reset\n\
          {last}\
          }}\n"
     );

@@ -19,17 +19,17 @@ use signal_hook::iterator::Signals;
 use crate::agent::{Agent, tls_of};
 use crate::commands::AgentCommands;
 use crate::config::{Config, LogLevel};
+use crate::critical_threads::CriticalThreads;
 use crate::error::AgentError;
 use crate::log::Log;
 use crate::names::OwnNames;
-use crate::parts::Parts;
 use crate::redirect::Redirected;
 use crate::rules::rules;
 use crate::table::{self, Changes, Table};
-use crate::{budget, door, drain, http, names, notify, redirect, table_watch};
+use crate::{budget, drain, http, names, notify, peer_port, redirect, table_watch};
 
 /// Longest time for cancelled sessions to end when the agent ends.
-const LAST: Duration = Duration::from_secs(10);
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Configuration and certificates of an agent that can start.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
         if redirect && !error.is_no_file() {
             let (config, log) = (Config::of_good_keys(file), Log::new(LogLevel::Info));
             if let Err(error) = table::refuse_all(&config, &log) {
-                log.say(LogLevel::Error, &error_line(&error));
+                log.write(LogLevel::Error, &error_line(&error));
             }
         }
     })?;
@@ -99,7 +99,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
         let text = format!(
             "cannot mark the port of 'redirect-port', which the rules of 'hotlift agent rules' require: {error}"
         );
-        log.say(LogLevel::Warning, &text);
+        log.write(LogLevel::Warning, &text);
     }
     let redirected = Arc::new(redirected);
     let metrics = match config.metrics.as_str() {
@@ -113,20 +113,20 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let commands: Arc<dyn Commands> = Arc::new(AgentCommands::new(&agent));
     let control = QmpAddress::Unix(config.control.clone());
     let _control = Sockets::qmp_at(control).serve(&commands, &Events::new())?;
-    log.say(LogLevel::Info, &format!("listening on {}", config.listen));
+    log.write(LogLevel::Info, &format!("listening on {}", config.listen));
     let of_parts = Arc::clone(&agent);
-    let mut parts = Parts::new(move || of_parts.sessions.is_ending());
+    let mut parts = CriticalThreads::new(move || of_parts.sessions.is_ending());
     let served = (|| {
         let of_door = Arc::clone(&agent);
         parts.start("agent/door", move || {
-            if let Err(error) = door::serve(&of_door, &listener) {
-                of_door.log.say(LogLevel::Error, &error_line(&error));
+            if let Err(error) = peer_port::serve(&of_door, &listener) {
+                of_door.log.write(LogLevel::Error, &error_line(&error));
             }
         })?;
         let (of_redirect, redirected) = (Arc::clone(&agent), Arc::clone(&redirected));
         parts.start("agent/redirect", move || {
             if let Err(error) = redirect::serve(&of_redirect, &redirected) {
-                of_redirect.log.say(LogLevel::Error, &error_line(&error));
+                of_redirect.log.write(LogLevel::Error, &error_line(&error));
             }
         })?;
         let of_budget = Arc::clone(&agent);
@@ -143,8 +143,8 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
                 http::serve(&of_metrics, &listener);
             })?;
         }
-        notify::say(notify::READY);
-        until_told(&agent, &mut signals);
+        notify::notify(notify::READY);
+        run_until_signal(&agent, &mut signals);
         Ok(())
     })();
     agent.end();
@@ -152,7 +152,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     // Removes the table before the port that it redirects to.
     drop(agent.table().take());
     drop(redirected);
-    log.say(LogLevel::Info, "ended");
+    log.write(LogLevel::Info, "ended");
     served.and(joined)
 }
 
@@ -166,7 +166,7 @@ fn share(agent: &Agent) {
 }
 
 /// Handles signals until the agent must end and all sessions have ended or are cancelled.
-fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
+fn run_until_signal(agent: &Arc<Agent>, signals: &mut Signals) {
     for number in signals.forever() {
         if number == SIGHUP {
             agent.reload();
@@ -177,16 +177,16 @@ fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
     agent.sessions.end();
     let limit = agent.config().drain_limit.0;
     // Includes the time that the threads and the table need.
-    notify::say(&notify::stopping(limit.saturating_add(2 * LAST)));
+    notify::notify(&notify::stopping(limit.saturating_add(2 * CANCEL_TIMEOUT)));
     let count = agent.sessions.under_way().len();
     let text = format!(
         "shuts down: accepts no new migrations, and waits up to {limit:?} for {count} running ones"
     );
-    agent.log.say(LogLevel::Info, &text);
+    agent.log.write(LogLevel::Info, &text);
     let handle = signals.handle();
     thread::scope(|scope| {
         scope.spawn(|| {
-            drain::wait(agent, (limit, LAST));
+            drain::wait(agent, (limit, CANCEL_TIMEOUT));
             handle.close();
         });
         for number in signals.forever() {

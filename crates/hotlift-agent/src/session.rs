@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hotlift::admission::{Admitted, Giver};
+use hotlift::admission::{Admitted, ConnectionSender};
 use hotlift::control::SharedRate;
 use hotlift::options::StreamOptions;
-use hotlift::relay::{Pass, RelayProgress, RelayReport};
+use hotlift::relay::{ConnectionToken, RelayProgress, RelayReport};
 use hotlift::tls::Identity;
 use hotlift::transport::Stream;
 use hotlift::{Control, MigrationEvent, Options, Status};
@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::LogLevel;
 use crate::log::Log;
 use crate::messages::{Id, Kind};
-use crate::moment::{Moment, Share, State};
+use crate::snapshot::{Share, Snapshot, State};
 use crate::source_socket::Sockets;
 
 /// Direction of the guest's move.
@@ -45,7 +45,7 @@ impl Direction {
 
 /// The fixed properties of a session.
 #[derive(Debug, Clone)]
-pub struct Subject {
+pub struct SessionInfo {
     /// Id on both hosts.
     pub id: Id,
     /// Direction, seen from this host.
@@ -60,7 +60,7 @@ pub struct Subject {
     pub announcer: Option<Identity>,
 }
 
-impl Subject {
+impl SessionInfo {
     /// Returns true if the same host announced both.
     #[must_use]
     pub fn is_of_one_announcer(&self, other: &Self) -> bool {
@@ -90,29 +90,35 @@ impl Subject {
 /// A migration or a tunnel.
 pub struct Session {
     /// Its fixed properties.
-    pub subject: Subject,
+    pub subject: SessionInfo,
     since: Instant,
     /// Control of its relay.
     pub control: Control,
     /// Sender of connections to it; none after the end, so that an ended session in the list holds no descriptor.
-    giver: Mutex<Option<Giver>>,
+    sender: Mutex<Option<ConnectionSender>>,
     /// Pass that its connections present at the destination.
-    pub pass: Option<Pass>,
+    pub pass: Option<ConnectionToken>,
     /// Rate limit of data that is carried without a relay, from its share.
     pub rate: SharedRate,
     /// True once its connections are accepted on arrival.
     is_open: AtomicBool,
-    moment: Arc<Mutex<Moment>>,
+    moment: Arc<Mutex<Snapshot>>,
     log: Log,
 }
 
 impl Session {
     /// Creates a session that begins now.
     #[must_use]
-    pub fn new(subject: Subject, giver: Giver, pass: Option<Pass>, weight: u32, log: &Log) -> Self {
-        let moment = Arc::new(Mutex::new(Moment {
+    pub fn new(
+        subject: SessionInfo,
+        sender: ConnectionSender,
+        pass: Option<ConnectionToken>,
+        weight: u32,
+        log: &Log,
+    ) -> Self {
+        let moment = Arc::new(Mutex::new(Snapshot {
             weight,
-            ..Moment::default()
+            ..Snapshot::default()
         }));
         let watcher = {
             let (subject, moment, log) = (subject.clone(), Arc::clone(&moment), log.clone());
@@ -120,14 +126,14 @@ impl Session {
                 if let MigrationEvent::Status(status) = event
                     && lock(&moment).follow(status, Instant::now())
                 {
-                    log.say(LogLevel::Info, &subject.line(status.name()));
+                    log.write(LogLevel::Info, &subject.line(status.name()));
                 }
             }
         };
         Self {
             control: Control::watched(Box::new(watcher)),
             subject,
-            giver: Mutex::new(Some(giver)),
+            sender: Mutex::new(Some(sender)),
             pass,
             rate: SharedRate::default(),
             since: Instant::now(),
@@ -139,7 +145,7 @@ impl Session {
 
     /// Returns a snapshot of its progress.
     #[must_use]
-    pub fn moment(&self) -> Moment {
+    pub fn snapshot(&self) -> Snapshot {
         lock(&self.moment).clone()
     }
 
@@ -158,14 +164,14 @@ impl Session {
     pub fn enter(&self, state: State) {
         if lock(&self.moment).enter(state) {
             self.log
-                .say(LogLevel::Info, &self.subject.line(state.name()));
+                .write(LogLevel::Info, &self.subject.line(state.name()));
         }
     }
 
     /// Logs a line about it.
-    pub fn say(&self, level: LogLevel, text: &str) {
+    pub fn log(&self, level: LogLevel, text: &str) {
         let line = self.subject.line(lock(&self.moment).state.name());
-        self.log.say(level, &format!("{line} {text}"));
+        self.log.write(level, &format!("{line} {text}"));
     }
 
     /// Takes a progress report of its relay.
@@ -174,8 +180,8 @@ impl Session {
         let is_new = lock(&self.moment).note(progress, stall);
         match stall {
             _ if !is_new => {}
-            Some(stall) => self.say(LogLevel::Warning, &stall.to_string()),
-            None => self.say(LogLevel::Info, "the peer answers and reads again"),
+            Some(stall) => self.log(LogLevel::Warning, &stall.to_string()),
+            None => self.log(LogLevel::Info, "the peer answers and reads again"),
         }
     }
 
@@ -228,7 +234,7 @@ impl Session {
 
     /// Ends it, and writes its last log line.
     pub fn end(&self, outcome: Result<Option<RelayReport>, String>) {
-        lock(&self.giver).take();
+        lock(&self.sender).take();
         let level = match outcome {
             Ok(_) => LogLevel::Info,
             Err(_) => LogLevel::Error,
@@ -237,7 +243,7 @@ impl Session {
         let rest = moment.end(outcome, self.control.is_cancelled(), self.since.elapsed());
         let line = self.subject.line(moment.state.name());
         drop(moment);
-        self.log.say(level, &format!("{line} {rest}"));
+        self.log.write(level, &format!("{line} {rest}"));
     }
 
     /// Returns its duration up to `now`, or to its end.
@@ -251,9 +257,9 @@ impl Session {
     ///
     /// # Errors
     /// The connection, if it accepts no more.
-    pub fn give(&self, one: Admitted) -> Result<(), Admitted> {
-        match &*lock(&self.giver) {
-            Some(giver) => giver.give(one),
+    pub fn deliver(&self, one: Admitted) -> Result<(), Admitted> {
+        match &*lock(&self.sender) {
+            Some(sender) => sender.send(one),
             None => Err(one),
         }
     }
@@ -261,8 +267,8 @@ impl Session {
     /// Returns true if it accepts a connection.
     #[must_use]
     pub fn takes(&self) -> bool {
-        let giver = lock(&self.giver);
-        giver.as_ref().is_some_and(Giver::takes)
+        let sender = lock(&self.sender);
+        sender.as_ref().is_some_and(ConnectionSender::takes)
     }
 
     /// Marks its connections as accepted on arrival, from now on.
@@ -273,8 +279,8 @@ impl Session {
     /// Returns the number of connections that wait because none is accepted yet.
     #[must_use]
     pub fn held(&self) -> usize {
-        match &*lock(&self.giver) {
-            Some(giver) if !self.is_open.load(Ordering::Acquire) => giver.waiting(),
+        match &*lock(&self.sender) {
+            Some(sender) if !self.is_open.load(Ordering::Acquire) => sender.waiting(),
             _ => 0,
         }
     }
@@ -287,10 +293,10 @@ impl Session {
             let sockets = sockets.get_or_init(|| Sockets::open().ok()).as_ref();
             sockets.is_some_and(|sockets| sockets.has_closed(stream, self.subject.to))
         };
-        let giver = lock(&self.giver);
-        giver
+        let sender = lock(&self.sender);
+        sender
             .as_ref()
-            .is_some_and(|giver| giver.is_deserted(&has_closed))
+            .is_some_and(|sender| sender.is_deserted(&has_closed))
     }
 }
 
@@ -314,7 +320,7 @@ mod tests {
         for stall in [Some(stall), None] {
             session.control.set_stall(stall);
             session.note(&RelayProgress::default());
-            assert_eq!(session.moment().stall, stall.map(|stall| stall.kind));
+            assert_eq!(session.snapshot().stall, stall.map(|stall| stall.kind));
             let row = crate::commands::MigrationRow::of(&session, Instant::now());
             assert_eq!(row.stall, stall.map(|stall| stall.to_string()));
         }

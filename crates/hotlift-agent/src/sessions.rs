@@ -8,8 +8,8 @@ use hotlift_mem::lock;
 
 use crate::error::CarryError;
 use crate::messages::{Id, Kind};
-use crate::moment::State;
-use crate::session::{Direction, Session, Subject};
+use crate::session::{Direction, Session, SessionInfo};
+use crate::snapshot::State;
 use crate::totals::Totals;
 
 /// Number of ended sessions in the list.
@@ -27,24 +27,24 @@ const OF_ONE_HOST: usize = 128;
 
 /// Limit of one host's connections that wait for their agent's description of the source, which takes a moment: two migrations
 /// with the maximum of channels.
-const HELD: usize = 512;
+const MAX_HELD: usize = 512;
 
 /// Interval at which a waiting migration checks its source: no event reports the end of a connection with unread bytes.
-const LOOK: Duration = Duration::from_millis(250);
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// All sessions of the agent.
 #[derive(Default)]
 pub struct Sessions {
-    all: Mutex<All>,
+    all: Mutex<SessionTable>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct All {
+struct SessionTable {
     under_way: Vec<Arc<Session>>,
     /// The latest is last.
     ended: VecDeque<Arc<Session>>,
-    places: Places,
+    places: MigrationSlots,
     /// True if new sessions are refused.
     is_ending: bool,
     totals: Totals,
@@ -52,13 +52,13 @@ struct All {
 
 /// The slots of concurrent migrations.
 #[derive(Default)]
-struct Places {
+struct MigrationSlots {
     /// Queue of waiting migrations, first come, first served.
     queue: VecDeque<Id>,
     taken: u32,
 }
 
-impl Places {
+impl MigrationSlots {
     /// Takes one of `most` slots (0: unlimited) for the migration `id` if it is its turn; returns false if it must wait.
     fn take(&mut self, id: Id, most: u32) -> bool {
         let is_free = most == 0 || self.taken < most;
@@ -77,9 +77,9 @@ impl Places {
 }
 
 /// A slot of a running migration; freed on drop.
-pub struct Place<'a>(&'a Sessions);
+pub struct SlotGuard<'a>(&'a Sessions);
 
-impl Drop for Place<'_> {
+impl Drop for SlotGuard<'_> {
     fn drop(&mut self) {
         self.0.lock().places.taken -= 1;
         self.0.changed.notify_all();
@@ -89,8 +89,8 @@ impl Drop for Place<'_> {
 /// Checks that a session with `subject` may begin. Returns an error if new sessions are refused, the limit is reached, or its
 /// id is in use.
 fn may_begin<'s>(
-    subject: &Subject,
-    under_way: impl Iterator<Item = &'s Subject>,
+    subject: &SessionInfo,
+    under_way: impl Iterator<Item = &'s SessionInfo>,
     is_ending: bool,
 ) -> Result<(), CarryError> {
     let refused = |reason: &str| {
@@ -123,7 +123,7 @@ fn may_begin<'s>(
 }
 
 impl Sessions {
-    fn lock(&self) -> MutexGuard<'_, All> {
+    fn lock(&self) -> MutexGuard<'_, SessionTable> {
         lock(&self.all)
     }
 
@@ -145,7 +145,7 @@ impl Sessions {
         let all = self.lock();
         let same = |other: &&Arc<Session>| other.subject.is_of_one_announcer(&session.subject);
         let held = all.under_way.iter().filter(same).map(|other| other.held());
-        held.sum::<usize>() < HELD
+        held.sum::<usize>() < MAX_HELD
     }
 
     /// Removes an ended session.
@@ -205,7 +205,7 @@ impl Sessions {
         &self,
         session: &Session,
         most: impl Fn() -> u32,
-    ) -> Result<Place<'_>, CarryError> {
+    ) -> Result<SlotGuard<'_>, CarryError> {
         let id = session.subject.id;
         let mut all = self.lock();
         all.places.queue.push_back(id);
@@ -217,7 +217,7 @@ impl Sessions {
             } else if all.places.take(id, most()) {
                 // Also if the source has closed its connections: without a return path QEMU closes once the kernel has its last
                 // byte, and a small VM fits into the socket.
-                Some(Ok(Place(self)))
+                Some(Ok(SlotGuard(self)))
             } else if session.is_deserted() {
                 Some(Err(CarryError::Deserted))
             } else {
@@ -229,7 +229,7 @@ impl Sessions {
                 return outcome;
             }
             session.enter(State::Waiting);
-            let waited = self.changed.wait_timeout(all, LOOK);
+            let waited = self.changed.wait_timeout(all, POLL_INTERVAL);
             (all, _) = waited.unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -256,7 +256,7 @@ impl Sessions {
     /// Waits until `is_so` holds for the running sessions, for up to `time`; returns true if it does.
     pub fn wait_until(&self, time: Duration, is_so: impl Fn(&[Arc<Session>]) -> bool) -> bool {
         let all = self.lock();
-        let is_not = |all: &mut All| !is_so(&all.under_way);
+        let is_not = |all: &mut SessionTable| !is_so(&all.under_way);
         let waited = self.changed.wait_timeout_while(all, time, is_not);
         let (all, _) = waited.unwrap_or_else(PoisonError::into_inner);
         is_so(&all.under_way)
@@ -290,14 +290,14 @@ mod tests {
     }
 
     fn incoming(id: u32, kind: Kind, host: &str) -> (Arc<Session>, hotlift::Listener) {
-        session(crate::session::Subject {
+        session(crate::session::SessionInfo {
             peer: host.to_owned(),
             ..subject(id, Direction::Incoming, kind)
         })
     }
 
-    fn of_host(id: u32, host: &str) -> Subject {
-        Subject {
+    fn of_host(id: u32, host: &str) -> SessionInfo {
+        SessionInfo {
             peer: host.to_owned(),
             ..subject(id, Direction::Incoming, Kind::Migration)
         }
@@ -305,8 +305,8 @@ mod tests {
 
     #[test]
     fn one_host_cannot_take_the_places_of_others_or_of_what_leaves() {
-        let mut under_way: Vec<Subject> = Vec::new();
-        let mut add = |subject: Subject| {
+        let mut under_way: Vec<SessionInfo> = Vec::new();
+        let mut add = |subject: SessionInfo| {
             let may = may_begin(&subject, under_way.iter(), false).is_ok();
             under_way.extend(may.then_some(subject));
             may
@@ -326,7 +326,7 @@ mod tests {
     fn places_go_out_in_turn_and_never_more_than_there_are() {
         for seed in 0..5000 {
             let mut rng = fastrand::Rng::with_seed(seed);
-            let mut places = Places::default();
+            let mut places = MigrationSlots::default();
             let (mut waits, mut most) = (VecDeque::new(), 2);
             for id in 0..60 {
                 match rng.u8(0..8) {
@@ -379,10 +379,10 @@ mod tests {
         };
         let all = [of(1, "greedy"), of(2, "greedy"), of(3, "another")];
         let mut others = Vec::new();
-        for number in 0..HELD {
+        for number in 0..MAX_HELD {
             assert!(sessions.may_hold(&all[0].0), "{number} wait");
             let (stream, other) = admitted();
-            all[number % 2].0.give(stream).unwrap();
+            all[number % 2].0.deliver(stream).unwrap();
             others.push(other);
         }
         assert!(!sessions.may_hold(&all[0].0));
@@ -412,16 +412,16 @@ mod tests {
         let (first, _listener) = outgoing(1);
         let place = sessions.place(&first, || 1).unwrap();
         let (stream, source) = admitted();
-        let (second, _listener) = session(crate::session::Subject {
+        let (second, _listener) = session(crate::session::SessionInfo {
             to: source.peer_addr().unwrap(),
             ..subject(2, Direction::Outgoing, Kind::Migration)
         });
         // The FIN queues after unread bytes.
         fill(&source);
-        second.give(stream).unwrap();
+        second.deliver(stream).unwrap();
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| sessions.place(&second, || 1).err());
-            until("it waits", || second.moment().state == State::Waiting);
+            until("it waits", || second.snapshot().state == State::Waiting);
             drop(source);
             becomes(|| waits.is_finished());
             // Ends a session that misses the close.
@@ -433,7 +433,7 @@ mod tests {
         drop(place);
         let (gone, _listener) = outgoing(4);
         let (stream, source) = admitted();
-        gone.give(stream).unwrap();
+        gone.deliver(stream).unwrap();
         drop(source);
         assert!(becomes(|| gone.is_deserted()));
         let at_once = sessions.place(&gone, || 1);

@@ -16,7 +16,7 @@ use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, bind, recv,
 use crate::config::{Config, LogLevel, Plaintext};
 use crate::error::RulesError;
 use crate::log::Log;
-use crate::past::{self, Count, as_elements};
+use crate::missed_packets::{self, MissedPackets, as_elements};
 use crate::rules::{Rules, TABLE, mark, rules};
 
 /// linux/netfilter/nfnetlink.h: NFNLGRP_NFTABLES, as a bit; groups count from 1.
@@ -28,20 +28,20 @@ const ROOM: usize = 1 << 16;
 /// The table of an agent. Removed on drop, unless the configuration refuses plaintext: then it stays for the next agent.
 #[derive(Debug)]
 pub struct Table {
-    made: Made,
+    made: CreatedTable,
     log: Log,
 }
 
 /// The table as created.
 #[derive(Debug)]
-struct Made {
+struct CreatedTable {
     text: String,
     /// nft's listing of the new table; `None` if it was already gone.
     listed: Option<String>,
     plaintext: Plaintext,
 }
 
-impl Made {
+impl CreatedTable {
     fn new(config: &Config, log: &Log) -> Result<Self, RulesError> {
         let Rules {
             text,
@@ -56,7 +56,7 @@ impl Made {
         if !passed_over.is_empty() {
             let names = passed_over.join(", ");
             let text = format!("not redirected, as this host lacks these users: {names}");
-            log.say(LogLevel::Info, &text);
+            log.write(LogLevel::Info, &text);
         }
         Ok(Self {
             text,
@@ -72,7 +72,7 @@ impl Table {
     /// # Errors
     /// The errors of nft; that the agent's own connections would be redirected.
     pub fn new(config: &Config, log: &Log) -> Result<Self, RulesError> {
-        let made = Made::new(config, log)?;
+        let made = CreatedTable::new(config, log)?;
         let log = log.clone();
         Ok(Self { made, log })
     }
@@ -82,7 +82,7 @@ impl Table {
     /// # Errors
     /// As for [`new`](Self::new).
     pub fn change(&mut self, config: &Config) -> Result<(), RulesError> {
-        self.made = Made::new(config, &self.log)?;
+        self.made = CreatedTable::new(config, &self.log)?;
         Ok(())
     }
 
@@ -103,10 +103,10 @@ impl Drop for Table {
         if self.made.plaintext == Plaintext::Refuse {
             let text = "the nftables table stays: no migration leaves this host until an agent runs, or until \
                         'hotlift agent rules --remove'";
-            self.log.say(LogLevel::Warning, text);
+            self.log.write(LogLevel::Warning, text);
         } else if let Err(error) = remove() {
             let text = format!("cannot remove the nftables table: {}", error_line(&error));
-            self.log.say(LogLevel::Error, &text);
+            self.log.write(LogLevel::Error, &text);
         }
     }
 }
@@ -153,9 +153,11 @@ fn make_counting(text: &str) -> Result<(), RulesError> {
 ///
 /// # Errors
 /// If nft cannot be run.
-pub fn counts() -> Result<Vec<Count>, RulesError> {
+pub fn counts() -> Result<Vec<MissedPackets>, RulesError> {
     let output = nft(&["-j", "list", "table", "inet", TABLE], "")?;
-    Ok(past::counts(&String::from_utf8_lossy(&output.stdout)))
+    Ok(missed_packets::counts(&String::from_utf8_lossy(
+        &output.stdout,
+    )))
 }
 
 /// Returns all rules of this host, as listed by nft in JSON.

@@ -7,7 +7,7 @@ use hotlift::error::error_line;
 
 use crate::agent::Agent;
 use crate::config::{LogLevel, Plaintext};
-use crate::past::{AGAIN, Logged, Packets};
+use crate::missed_packets::{LoggedMisses, MissReports, REPEAT_INTERVAL};
 use crate::table::{Changes, Table, counts};
 
 /// Shortest interval of restores, so that a conflict with another program does not keep the host busy.
@@ -50,15 +50,15 @@ impl Schedule {
 
 /// Restores the table after each foreign change, and logs connections that miss the redirect, until the agent ends.
 pub fn keep(agent: &Agent, changes: &Changes) {
-    let packets = Packets::listen().inspect_err(|error| {
+    let packets = MissReports::listen().inspect_err(|error| {
         let text = format!(
             "packets that bypass the redirect are counted, but not logged, as the kernel does not report them: {error}"
         );
-        agent.log.say(LogLevel::Warning, &text);
+        agent.log.write(LogLevel::Warning, &text);
     });
     let packets = packets.ok();
-    let mut logged = Logged::default();
-    let later = |waits: bool, now: Instant| waits.then(|| now + AGAIN);
+    let mut logged = LoggedMisses::default();
+    let later = |waits: bool, now: Instant| waits.then(|| now + REPEAT_INTERVAL);
     let now = Instant::now();
     let mut schedule = Schedule {
         // Logs the counts from the time without an agent.
@@ -70,7 +70,7 @@ pub fn keep(agent: &Agent, changes: &Changes) {
         let fds = fds.chain(packets.as_ref().map(AsFd::as_fd));
         agent.wait(fds, schedule.wait(Instant::now()));
         let now = Instant::now();
-        let came = packets.as_ref().is_some_and(Packets::have_come);
+        let came = packets.as_ref().is_some_and(MissReports::drain);
         let (logs, restores) = schedule.due(now, came, changes.concern_table());
         if logs {
             // The kernel limits the rate of its reports: packets after the last one may have none.
@@ -87,26 +87,26 @@ pub fn keep(agent: &Agent, changes: &Changes) {
             Ok(false) => {}
             Ok(true) => {
                 let text = "another program changed or removed the nftables table: it is restored";
-                agent.log.say(LogLevel::Warning, text);
+                agent.log.write(LogLevel::Warning, text);
             }
             Err(error) => {
                 let text = format!("cannot restore the nftables table: {}", error_line(&error));
-                agent.log.say(LogLevel::Error, &text);
+                agent.log.write(LogLevel::Error, &text);
             }
         }
     }
 }
 
 /// Logs the packets that missed the redirect since the last call. Returns true if further log lines wait for their time.
-fn log_past(agent: &Agent, logged: &mut Logged, now: Instant) -> bool {
+fn log_past(agent: &Agent, logged: &mut LoggedMisses, now: Instant) -> bool {
     // Errors of nft are reported elsewhere.
-    let (news, waits) = logged.news(counts().unwrap_or_default(), now);
+    let (news, waits) = logged.due_for_log(counts().unwrap_or_default(), now);
     let plaintext = agent.config().plaintext;
     for count in news {
         let line = count.line(plaintext);
         match plaintext {
             Plaintext::Refuse => agent.refuse(&line),
-            Plaintext::Allow => agent.log.say(LogLevel::Warning, &line),
+            Plaintext::Allow => agent.log.write(LogLevel::Warning, &line),
         }
     }
     waits
@@ -133,13 +133,19 @@ mod tests {
         assert_eq!(schedule.due(now, false, false), (false, false));
         assert_eq!(schedule.due(now, true, false), (true, false));
         assert_eq!(schedule.due(now, false, true), (false, true));
-        (schedule.retry, schedule.log) = (Some(now + RETRY), Some(now + AGAIN));
-        assert_eq!(schedule.wait(now), RETRY.min(AGAIN));
+        (schedule.retry, schedule.log) = (Some(now + RETRY), Some(now + REPEAT_INTERVAL));
+        assert_eq!(schedule.wait(now), RETRY.min(REPEAT_INTERVAL));
         assert_eq!(schedule.due(now + RETRY - MS, false, false), (false, false));
         assert_eq!(schedule.due(now + RETRY, false, false), (false, true));
-        assert_eq!(schedule.due(now + AGAIN - MS, false, false), (false, false));
-        assert_eq!(schedule.wait(now + AGAIN - MS), MS);
-        assert_eq!(schedule.due(now + AGAIN, false, false), (true, false));
+        assert_eq!(
+            schedule.due(now + REPEAT_INTERVAL - MS, false, false),
+            (false, false)
+        );
+        assert_eq!(schedule.wait(now + REPEAT_INTERVAL - MS), MS);
+        assert_eq!(
+            schedule.due(now + REPEAT_INTERVAL, false, false),
+            (true, false)
+        );
         assert_eq!(schedule.wait(now), Duration::MAX);
     }
 }

@@ -7,8 +7,8 @@ use hotlift_methods::METHODS;
 use prometheus_client::metrics::histogram::Histogram;
 
 use crate::messages::Kind;
-use crate::moment::{ENDS, Moment, State};
 use crate::session::{Direction, Session};
+use crate::snapshot::{ENDS, Snapshot, State};
 
 /// Both directions.
 pub const DIRECTIONS: [Direction; 2] = [Direction::Outgoing, Direction::Incoming];
@@ -108,7 +108,7 @@ impl Default for Totals {
 impl Totals {
     /// Adds an ended session.
     pub fn add(&mut self, session: &Session) {
-        let moment = session.moment();
+        let moment = session.snapshot();
         let subject = &session.subject;
         let direction = subject.direction.name();
         let outcome = [direction, subject.kind.name(), moment.state.name()];
@@ -163,7 +163,7 @@ impl Default for Traffic {
 
 impl Traffic {
     /// Adds a session, which may be running. Its part never shrinks: later reports have larger counts.
-    pub fn add(&mut self, session: &Session, moment: &Moment) {
+    pub fn add(&mut self, session: &Session, moment: &Snapshot) {
         let direction = session.subject.direction.name();
         let (progress, report) = (&moment.progress, moment.report.as_ref());
         let sent = report.map_or(progress.sent_bytes, |report| report.sent_bytes);

@@ -18,7 +18,7 @@ use crate::error::CarryError;
 use crate::session::Session;
 
 /// The remote end of a connection, and the bytes already read from it.
-pub type Far = (Stream, Vec<u8>);
+pub type RemoteEnd = (Stream, Vec<u8>);
 
 /// Interval of progress reports.
 const REPORT: Duration = Duration::from_millis(500);
@@ -70,19 +70,19 @@ pub fn carry_all(
     session: &Session,
     listener: &Listener,
     limits: &Limits<'_>,
-    open: &dyn Fn() -> Result<Far, CarryError>,
+    open: &dyn Fn() -> Result<RemoteEnd, CarryError>,
 ) -> Result<(), CarryError> {
     let live = AtomicUsize::new(0);
     let carried = Carried::default();
-    let bell = session
+    let wake_fd = session
         .control
-        .bell()
+        .wake_fd()
         .map_err(CarryError::system("descriptor"))?;
     let outcome = thread::scope(|scope| {
         let (live, carried) = (&live, &carried);
         let mut report_at = Instant::now() + REPORT;
         let mut has_begun = false;
-        let mut ends: Vec<End> = Vec::new();
+        let mut ends: Vec<CarriedConnection> = Vec::new();
         let outcome = loop {
             if session.control.is_cancelled() {
                 break Err(CarryError::Cancelled);
@@ -106,7 +106,7 @@ pub fn carry_all(
                 Ok(None) if is_over => break Ok(()),
                 Ok(None) => {
                     let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
-                    let waited = bell.poll(&mut fds, next.saturating_duration_since(now));
+                    let waited = wake_fd.poll(&mut fds, next.saturating_duration_since(now));
                     match waited.map_err(CarryError::system("wait")) {
                         Err(error) => break Err(error),
                         Ok(()) => continue,
@@ -121,9 +121,9 @@ pub fn carry_all(
             if (&near).write_all(&begun).is_err() {
                 continue;
             }
-            session.say(LogLevel::Debug, "a connection is forwarded");
+            session.log(LogLevel::Debug, "a connection is forwarded");
             let pair = std::sync::Arc::new((near, far));
-            ends.push(End {
+            ends.push(CarriedConnection {
                 pair: std::sync::Arc::downgrade(&pair),
                 liveness: Liveness::new(limits.silence_timeout, [&pair.0, &pair.1].into_iter()),
             });
@@ -167,21 +167,25 @@ pub fn carry_all(
 }
 
 /// A connection that is carried, as long as one direction is open.
-struct End {
+struct CarriedConnection {
     pair: std::sync::Weak<(Stream, Stream)>,
     liveness: Liveness,
 }
 
 /// Ends each connection whose other host is lost at `now`, and reports the longest stall. Returns the time of the next sample.
-fn end_silent(session: &Session, ends: &mut Vec<End>, now: Instant) -> Option<Instant> {
+fn end_silent(
+    session: &Session,
+    ends: &mut Vec<CarriedConnection>,
+    now: Instant,
+) -> Option<Instant> {
     ends.retain(|end| end.pair.strong_count() > 0);
     let stalls = ends.iter_mut().filter_map(|end| {
         let pair = end.pair.upgrade()?;
         let looked = end
             .liveness
-            .look([&pair.0, &pair.1].into_iter(), now, false);
+            .poll([&pair.0, &pair.1].into_iter(), now, false);
         looked.unwrap_or_else(|error| {
-            session.say(LogLevel::Warning, &error.chain());
+            session.log(LogLevel::Warning, &error.chain());
             pair.0.shutdown(std::net::Shutdown::Both);
             pair.1.shutdown(std::net::Shutdown::Both);
             None
@@ -194,7 +198,7 @@ fn end_silent(session: &Session, ends: &mut Vec<End>, now: Instant) -> Option<In
 }
 
 /// Ends all carried connections.
-fn pair_end(ends: &[End]) {
+fn pair_end(ends: &[CarriedConnection]) {
     for pair in ends.iter().filter_map(|end| end.pair.upgrade()) {
         pair.0.shutdown(std::net::Shutdown::Both);
         pair.1.shutdown(std::net::Shutdown::Both);
@@ -224,7 +228,7 @@ mod tests {
             session.rate.set(own);
             let (near, mut source) = admitted();
             let (far, mut server) = connection();
-            session.give(near).unwrap();
+            session.deliver(near).unwrap();
             let mut bytes = [0; 1000];
             let (late, carries) = thread::scope(|scope| {
                 let far = far;
@@ -255,7 +259,7 @@ mod tests {
             let what = format!("{whole} of the host, {own} of the tunnel");
             assert_eq!(late, Err(std::io::ErrorKind::WouldBlock), "{what}");
             assert!(matches!(carries, Err(CarryError::Cancelled)), "{carries:?}");
-            let progress = session.moment().progress;
+            let progress = session.snapshot().progress;
             assert!(progress.sent_bytes >= 1000, "{progress:?}");
             assert_eq!(progress.received_bytes, 1000);
         }

@@ -17,7 +17,7 @@ const AS_FAST: f64 = 1.03;
 const FASTER: f64 = 0.95;
 
 /// The runs of one method.
-struct Way<'a> {
+struct MethodRuns<'a> {
     /// The method and its level: "zstd 3".
     name: String,
     runs: Vec<(&'a Record, &'a Completed)>,
@@ -27,11 +27,11 @@ struct Way<'a> {
 struct Comparison<'a> {
     /// The row of one of its runs.
     row: Row,
-    fixed: Vec<Way<'a>>,
-    auto: Option<Way<'a>>,
+    fixed: Vec<MethodRuns<'a>>,
+    auto: Option<MethodRuns<'a>>,
 }
 
-impl<'a> Way<'a> {
+impl<'a> MethodRuns<'a> {
     /// Median of the total time, in seconds.
     fn seconds(&self) -> Option<f64> {
         Some(spread(self.runs.iter().map(|(_, run)| run.source.total_ms))?.median / 1e3)
@@ -52,7 +52,7 @@ fn comparisons(records: &[Record]) -> Vec<Comparison<'_>> {
         let runs = records
             .iter()
             .filter(|run| run.row == row && run.who() == who);
-        let way = Way {
+        let way = MethodRuns {
             name: row.method_and_level(),
             runs: runs
                 .filter_map(|run| Some((run, run.completed()?)))
@@ -94,7 +94,7 @@ fn comparisons(records: &[Record]) -> Vec<Comparison<'_>> {
 
 impl Comparison<'_> {
     /// Returns the fixed method with the lowest median of total times, and that median in seconds.
-    fn best(&self) -> Option<(&Way<'_>, f64)> {
+    fn best(&self) -> Option<(&MethodRuns<'_>, f64)> {
         let all = self
             .fixed
             .iter()
@@ -263,7 +263,10 @@ pub fn table(records: &[Record]) -> Grid {
         .chain(methods.iter().copied())
         .chain(others);
     let mut table = Grid::new(header, 0);
-    let seconds = |way: Option<&Way<'_>>| way.and_then(Way::seconds).map_or("-".to_owned(), number);
+    let seconds = |way: Option<&MethodRuns<'_>>| {
+        way.and_then(MethodRuns::seconds)
+            .map_or("-".to_owned(), number)
+    };
     let text = |spread: Option<Spread>| spread.map_or("-".to_owned(), |spread| spread.text());
     for one in &all {
         let mut row = vec![labels.circumstances(&one.row)];
@@ -287,7 +290,7 @@ fn labels(all: &[Comparison<'_>]) -> Labels {
 
 #[cfg(test)]
 pub mod tests {
-    use hotlift_command::events::Moment;
+    use hotlift_command::events::ProgressSnapshot;
 
     use super::*;
     use crate::record::{Outcome, tests::example};
@@ -301,7 +304,7 @@ pub mod tests {
             let (_, rate) = rates.iter().rfind(|(from, _)| *from <= at).unwrap();
             at += 100.0;
             pages += rate / 10.0;
-            run.timeline.push(Moment {
+            run.timeline.push(ProgressSnapshot {
                 elapsed_ms: at,
                 status: "active".to_owned(),
                 round: 1,

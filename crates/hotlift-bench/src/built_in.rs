@@ -3,8 +3,10 @@
 use std::time::Duration;
 
 use hotlift::figures::DestinationReport;
-use hotlift_command::events::Moment;
-use hotlift_command::pair::{Errors, Moved, Pair, Place, Tale, destination_side};
+use hotlift_command::events::ProgressSnapshot;
+use hotlift_command::pair::{
+    Pair, PairEvent, PairResult, ProcessPlace, StderrHandling, destination_side,
+};
 use hotlift_terminal::signals::Interrupt;
 
 use super::cell::Cell;
@@ -22,11 +24,11 @@ const MIGRATION_THREADS: &[&str] = &["mig/", "compress", "decompress", "dsa_comp
 /// If a process cannot be started.
 pub fn run(
     cell: &Cell,
-    place: &Place,
+    place: &ProcessPlace,
     remote: Option<&RemoteHost>,
     limit: Duration,
     interrupt: &Interrupt,
-    tell: &mut dyn FnMut(&Moment),
+    tell: &mut dyn FnMut(&ProgressSnapshot),
 ) -> Result<Outcome, BenchError> {
     let pair = Pair {
         kind: cell.kind,
@@ -35,7 +37,7 @@ pub fn run(
         label: "bench",
         place,
         limit: Some(limit),
-        errors: Errors::Kept,
+        errors: StderrHandling::Kept,
     };
     let destination = match remote {
         None => pair.destination()?,
@@ -52,15 +54,15 @@ pub fn run(
     let mut sampler = None;
     let mut timeline = Vec::new();
     let moved = pair.migrate(destination, interrupt, &mut |tale| match tale {
-        Tale::Begun {
+        PairEvent::Begun {
             source,
             destination,
         } => {
             let processes: Vec<u32> = std::iter::once(*source).chain(*destination).collect();
             sampler = Some(Sampler::start(&processes));
         }
-        Tale::Filled => held = None,
-        Tale::Moment(moment) => {
+        PairEvent::Filled => held = None,
+        PairEvent::Progress(moment) => {
             tell(moment);
             timeline.push((*moment).clone());
         }
@@ -86,17 +88,17 @@ fn migration_threads(threads: Vec<ThreadCounts>) -> Vec<ThreadCounts> {
     threads
 }
 
-fn outcome(moved: Moved, fill_in: impl FnOnce(&mut Completed)) -> Outcome {
+fn outcome(moved: PairResult, fill_in: impl FnOnce(&mut Completed)) -> Outcome {
     let filled = moved.filled;
     let (source, destination, check) = match moved {
-        Moved {
+        PairResult {
             source: Some(source),
             destination: Some(destination),
             check: Some(check),
             error: None,
             ..
         } => (source, destination, check),
-        Moved { error, check, .. } => {
+        PairResult { error, check, .. } => {
             let problem = check.and_then(|check| check.problem);
             let error = error.or(problem);
             return Outcome::Failed {

@@ -9,8 +9,8 @@
 //! | `record` | a kept run: one line of JSON |
 //! | `built_in`, `remote_host` | a run of the built-in guest, on this host or to another |
 //! | `qemu` | the same work done by a real QEMU, alone and with relays in between |
-//! | `link`, `joined` | real link limits, made with network namespaces |
-//! | `during` | changes during a run: the link's rate, a busy neighbour that takes a core |
+//! | `link`, `namespaces` | real link limits, made with network namespaces |
+//! | `planned_changes` | changes during a run: the link's rate, a busy neighbour that takes a core |
 //! | `threads`, `machine` | the kernel's counts of threads; properties of this machine |
 //! | `figures`, `stats`, `table` | the figures of a run; medians and quotients, as tables |
 //! | `report` | the same as one HTML file |
@@ -24,15 +24,16 @@ mod best_fixed;
 mod built_in;
 mod cell;
 mod certificates;
+mod child_process;
 mod command;
-mod during;
 pub mod error;
 mod figures;
-mod joined;
 mod journal;
 mod link;
 mod machine;
 mod matrix;
+mod namespaces;
+mod planned_changes;
 mod qemu;
 mod record;
 mod remote_host;
@@ -42,7 +43,6 @@ mod stats;
 mod suite;
 mod table;
 mod threads;
-mod tied;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -54,7 +54,7 @@ use hotlift_command::error::SharedError;
 use hotlift_command::security::SecurityArgs;
 use hotlift_mem::FileError;
 use hotlift_terminal::error::TerminalError;
-use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::output::{self, warn};
 use hotlift_terminal::output_file;
 use hotlift_terminal::progress::bytes;
 use hotlift_terminal::signals::Interrupt;
@@ -64,10 +64,10 @@ use crate::error::BenchError;
 use cell::Cell;
 use certificates::Certificates;
 use command::Hotlift;
-use joined::Joined;
 use journal::Journal;
 use link::Link;
 use matrix::MatrixArgs;
+use namespaces::NamespacePair;
 use record::{Outcome, Record};
 use remote_host::RemoteHost;
 use runner::Bench;
@@ -162,13 +162,13 @@ pub struct BenchArgs {
 }
 
 /// Prints `text` on standard output; the reader of a pipe may have gone.
-fn say(text: impl std::fmt::Display) -> Result<(), BenchError> {
+fn write_line(text: impl std::fmt::Display) -> Result<(), BenchError> {
     Ok(output::result(&text.to_string()).map_err(TerminalError::Output)?)
 }
 
 /// Prints `text` on standard error as a warning of the program; ignores a reader that has gone.
 fn warn(text: impl std::fmt::Display) {
-    complain!("hotlift-bench: {text}");
+    warn!("hotlift-bench: {text}");
 }
 
 /// Runs the command.
@@ -207,7 +207,7 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     let out = args.out.as_deref().unwrap_or(Path::new(OUT));
     let any = |wants: fn(&Cell) -> bool| parts.iter().any(|(_, cells)| cells.iter().any(wants));
     let joined = any(|cell| cell.link.is_some())
-        .then(Joined::make)
+        .then(NamespacePair::make)
         .transpose()?;
     let certificates = any(|cell| certificates::wants(&cell.migration))
         .then(|| Certificates::make(&hotlift.path))
@@ -249,10 +249,10 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     for records in suite::split(&records) {
         print(&records)?;
     }
-    say(format!("raw runs: {}", bench.journal.path().display()))?;
+    write_line(format!("raw runs: {}", bench.journal.path().display()))?;
     kept?;
     if let Some(report) = report.transpose()? {
-        say(report)?;
+        write_line(report)?;
     }
     outcome(&records, &interrupt)
 }
@@ -314,7 +314,7 @@ fn base(args: &BenchArgs, suite: Option<&Suite>) -> Result<GuestArgs, BenchError
             let wanted = suite.map_or(RAM, Suite::ram);
             let (ram, words) = machine::fitting(wanted, ends);
             if let Some(words) = words {
-                say(words)?;
+                write_line(words)?;
             }
             ram
         }
@@ -336,10 +336,10 @@ fn base(args: &BenchArgs, suite: Option<&Suite>) -> Result<GuestArgs, BenchError
 
 fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), BenchError> {
     for (cell, line) in cells.iter().zip(lines(cells)?) {
-        say(format!("{line}: {}", bytes(cell.memory(here))))?;
+        write_line(format!("{line}: {}", bytes(cell.memory(here))))?;
     }
     let most = cells.iter().map(|cell| cell.memory(here)).max();
-    say(format!(
+    write_line(format!(
         "{} cells, {} runs; each needs up to {} of memory, and {} are free",
         cells.len(),
         cells.len() * args.repeats as usize,
@@ -354,7 +354,7 @@ fn print(records: &[Record]) -> Result<(), BenchError> {
         return Ok(());
     };
     let machine = &first.machine;
-    say(format!(
+    write_line(format!(
         "{}, {} cores, {} of memory, Linux {}, load {:.1}",
         machine.cpu,
         machine.cores,
@@ -363,8 +363,8 @@ fn print(records: &[Record]) -> Result<(), BenchError> {
         machine.load
     ))?;
     match suite::find(&first.suite) {
-        Ok(suite) => say(suite.sheet(records)),
-        Err(_) => say(table::matrix(records)),
+        Ok(suite) => write_line(suite.sheet(records)),
+        Err(_) => write_line(table::matrix(records)),
     }
 }
 
@@ -390,7 +390,7 @@ fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
     for records in suite::split(&records) {
         print(&records)?;
     }
-    say(report)
+    write_line(report)
 }
 
 /// Returns the result of the command: a failed cell does not stop the others, but makes the command fail.

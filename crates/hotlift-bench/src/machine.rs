@@ -12,7 +12,7 @@ use super::record::Machine;
 const LEFT_FREE: u64 = 512 << 20;
 
 /// Smallest RAM that a guest's size is scaled down to.
-const LEAST_RAM: u64 = 64 << 20;
+const MIN_RAM: u64 = 64 << 20;
 
 /// Returns the machine's present state, with the versions that the caller has found.
 pub fn look(versions: BTreeMap<String, String>, destination: Option<String>) -> Machine {
@@ -54,7 +54,7 @@ pub fn available() -> u64 {
 pub fn fitting(wanted: u64, ends: u64) -> (u64, Option<String>) {
     let free = available();
     let mut ram = wanted;
-    while memory(ram, ends) + LEFT_FREE > free && ram > LEAST_RAM {
+    while memory(ram, ends) + LEFT_FREE > free && ram > MIN_RAM {
         ram = (ram / 2).next_multiple_of(2 << 20);
     }
     let words = (ram < wanted).then(|| {
@@ -89,9 +89,9 @@ mod tests {
     #[test]
     fn sizes_shrink_to_the_memory_that_is_free_and_say_so() {
         let (ram, words) = fitting(1 << 50, 2);
-        assert!(memory(ram, 2) <= available().max(memory(LEAST_RAM, 2)));
+        assert!(memory(ram, 2) <= available().max(memory(MIN_RAM, 2)));
         assert!(words.unwrap().contains("instead of"));
-        assert_eq!(fitting(LEAST_RAM, 1), (LEAST_RAM, None));
+        assert_eq!(fitting(MIN_RAM, 1), (MIN_RAM, None));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::tls;
-use hotlift_command::events::{Filling, Moment};
+use hotlift_command::events::{Filling, ProgressSnapshot};
 use hotlift_mem::FileError;
 use serde::{Deserialize, Serialize};
 
@@ -185,7 +185,7 @@ pub struct Completed {
     /// The same for the destination; empty if that is on another host.
     pub destination_threads: Vec<ThreadCounts>,
     /// Moments of the migration, in order.
-    pub timeline: Vec<Moment>,
+    pub timeline: Vec<ProgressSnapshot>,
 }
 
 /// The kernel's counts for a thread (`proc_pid_stat(5)`, `proc_pid_status(5)`), from the

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::Address;
 use hotlift::conversation::callers::{Call, Callers};
-use hotlift::conversation::{Conversation, ConversationError, Wish};
+use hotlift::conversation::{Conversation, ConversationError, OpeningRequest};
 use hotlift::tls::Tls;
 use hotlift_command::connect::connect;
 use hotlift_command::error::SharedError;
@@ -51,7 +51,7 @@ struct Wanted {
     options: Vec<(String, String)>,
 }
 
-impl Wish for Wanted {
+impl OpeningRequest for Wanted {
     const ROLE: &'static str = "bench";
 }
 
@@ -95,7 +95,7 @@ impl RemoteHost {
     ) -> Result<Destination, BenchError> {
         let mut conversation = self.ask(cell, interrupt)?;
         let interrupt = interrupt.clone();
-        let next = move || hear(&mut conversation, limit, &interrupt).ok().flatten();
+        let next = move || receive(&mut conversation, limit, &interrupt).ok().flatten();
         Ok(Destination {
             process: None,
             events: Box::new(std::iter::from_fn(next)),
@@ -130,21 +130,21 @@ impl RemoteHost {
             vcpus: cell.guest.vcpus,
             options: given.collect(),
         };
-        let said = conversation.say_hello(&wanted);
+        let said = conversation.send_hello(&wanted);
         said.map_err(|error| BenchError::NoRemoteHost(error.into()))?;
         Ok(conversation)
     }
 }
 
 /// Returns the next message; `None` if none arrives within `limit`, or before a signal.
-fn hear<T: DeserializeOwned>(
+fn receive<T: DeserializeOwned>(
     conversation: &mut Conversation,
     limit: Duration,
     interrupt: &Interrupt,
 ) -> Result<Option<T>, ConversationError> {
     let end = Instant::now() + limit;
     loop {
-        let heard = conversation.hear_until(&[interrupt.bell()], Some(end))?;
+        let heard = conversation.receive_until(&[interrupt.wake_fd()], Some(end))?;
         if heard.is_some() || interrupt.is_raised() || Instant::now() >= end {
             return Ok(heard);
         }
@@ -169,21 +169,21 @@ pub fn serve(
     let Address::Tcp { port, .. } = listener.address().map_err(failed)? else {
         return Err(SharedError::OnlyTcp { flag: "--serve" }.into());
     };
-    super::say(format!(
+    super::write_line(format!(
         "waiting for 'hotlift-bench --to tcp:HOST:{port}'; Ctrl-C ends it"
     ))?;
-    let complain = |why: &str| super::warn(why);
-    let mut callers = Callers::new(&listener, tls, &complain).map_err(failed)?;
+    let report_failure = |why: &str| super::warn(why);
+    let mut callers = Callers::new(&listener, tls, &report_failure).map_err(failed)?;
     while !interrupt.is_raised() {
-        let mut hear = |source: &mut Conversation| source.hear_hello(Duration::ZERO);
-        let Some(call) = callers.next(None, &[interrupt.bell()], &mut hear) else {
+        let mut receive = |source: &mut Conversation| source.receive_hello(Duration::ZERO);
+        let Some(call) = callers.next(None, &[interrupt.wake_fd()], &mut receive) else {
             continue;
         };
         let peer = call.conversation.stream().peer_host();
         match serve_one(call, hotlift, security, interrupt) {
             // The reader of the output may have gone; the next run is served anyway.
             Ok(what) => {
-                let _ = super::say(format!("{peer}: {what}"));
+                let _ = super::write_line(format!("{peer}: {what}"));
             }
             Err(error) => super::warn(format!("{peer}: {error}")),
         }
@@ -217,7 +217,7 @@ fn serve_one(
                 error: format!("the other host refuses: {reason}"),
             };
             // Ignored: the client may have gone.
-            let _ = conversation.say(&refused);
+            let _ = conversation.send(&refused);
             return Ok(format!("refused: {reason}"));
         }
     };
@@ -243,7 +243,7 @@ fn serve_one(
         scope.spawn(move || end_with(child, &mut conversation, done.as_fd(), interrupt));
         let _is_done = is_done;
         let mut events = events.into_iter().flatten();
-        events.all(|event| speaker.say(&event).is_ok());
+        events.all(|event| speaker.send(&event).is_ok());
     });
     speaker.end();
     let _ = child.wait();
@@ -257,9 +257,9 @@ fn end_with(
     done: BorrowedFd<'_>,
     interrupt: &Interrupt,
 ) {
-    let wakes = [done, interrupt.bell()];
+    let wakes = [done, interrupt.wake_fd()];
     while !is_readable(done) {
-        let gone = conversation.hear_until::<Value>(&wakes, None).is_err();
+        let gone = conversation.receive_until::<Value>(&wakes, None).is_err();
         if gone || interrupt.is_raised() {
             let _ = child.kill();
             return;
@@ -337,13 +337,17 @@ mod tests {
         let interrupt = Interrupt::catch().unwrap();
         interrupt.raise();
         let day = Duration::from_secs(86_400);
-        assert!(hear::<Event>(&mut ours, day, &interrupt).unwrap().is_none());
+        assert!(
+            receive::<Event>(&mut ours, day, &interrupt)
+                .unwrap()
+                .is_none()
+        );
         let writer = std::thread::spawn(move || {
             // Ends when the other side closes the connection at its limit.
             while theirs.write_all(&[b'x'; 4096]).is_ok() {}
         });
         let interrupt = Interrupt::catch().unwrap();
-        let heard = hear::<Event>(&mut ours, day, &interrupt);
+        let heard = receive::<Event>(&mut ours, day, &interrupt);
         assert!(
             matches!(heard, Err(ConversationError::TooLong)),
             "{heard:?}"

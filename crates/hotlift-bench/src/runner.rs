@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant, SystemTime};
 
-use hotlift_command::events::Moment;
-use hotlift_command::pair::Place;
+use hotlift_command::events::ProgressSnapshot;
+use hotlift_command::pair::ProcessPlace;
 use hotlift_terminal::output;
 use hotlift_terminal::progress::{self, bytes};
 use hotlift_terminal::signals::Interrupt;
@@ -14,10 +14,10 @@ use super::built_in;
 use super::cell::Cell;
 use super::certificates::{self, Certificates};
 use super::command::Hotlift;
-use super::during::During;
-use super::joined::Joined;
 use super::journal::Journal;
 use super::machine;
+use super::namespaces::NamespacePair;
+use super::planned_changes::PlannedChanges;
 use super::qemu::Program;
 use super::record::{CipherSpeed, Engine, Machine, Outcome, Record, Row};
 use super::remote_host::RemoteHost;
@@ -39,7 +39,7 @@ pub struct Bench<'a> {
     /// Names and values of the options for TLS of both sides.
     pub security: Vec<(String, String)>,
     /// The two namespaces of cells with a link.
-    pub joined: Option<Joined>,
+    pub joined: Option<NamespacePair>,
     /// The other host, if the destination is there.
     pub remote: Option<RemoteHost>,
     /// The QEMU for cells that run QEMU.
@@ -128,28 +128,32 @@ impl Bench<'_> {
     }
 
     /// Shapes the link of `cell` for the start of the run.
-    fn prepare(&self, cell: &Cell) -> Result<During, BenchError> {
-        let ends = self.joined.as_ref().map(Joined::ends);
+    fn prepare(&self, cell: &Cell) -> Result<PlannedChanges, BenchError> {
+        let ends = self.joined.as_ref().map(NamespacePair::ends);
         if let (Some(ends), Some(link)) = (&ends, &cell.link) {
             ends.shape(link)?;
         }
-        Ok(During::of(cell, ends))
+        Ok(PlannedChanges::of(cell, ends))
     }
 
     /// Returns the place of both sides of `cell`.
-    fn place(&self, cell: &Cell) -> Place {
+    fn place(&self, cell: &Cell) -> ProcessPlace {
         let joined = self.joined.as_ref().filter(|_| cell.link.is_some());
         let program = self.hotlift.path.clone();
-        Place {
+        ProcessPlace {
             security: self.security.clone(),
             ..match joined {
                 Some(joined) => joined.place(program),
-                None => Place::new(program),
+                None => ProcessPlace::new(program),
             }
         }
     }
 
-    fn run_cell(&self, cell: &Cell, tell: &mut dyn FnMut(&Moment)) -> Result<Outcome, BenchError> {
+    fn run_cell(
+        &self,
+        cell: &Cell,
+        tell: &mut dyn FnMut(&ProgressSnapshot),
+    ) -> Result<Outcome, BenchError> {
         let (needed, free) = (cell.memory(self.remote.is_none()), machine::available());
         if needed > free {
             return Ok(Outcome::Skipped {
@@ -254,7 +258,7 @@ impl Display {
         self.show();
     }
 
-    fn moment(&mut self, moment: &Moment) {
+    fn moment(&mut self, moment: &ProgressSnapshot) {
         self.words = format!(
             "round {}, {} to go",
             moment.round,

@@ -8,8 +8,8 @@ use hotlift_agent::config::{CONFIG_FILE, Config, Plaintext};
 use hotlift_agent::error::AgentError;
 use hotlift_agent::messages::{Id, Kind};
 use hotlift_agent::session::Direction;
-use hotlift_agent::{proof, rules, table};
-use hotlift_terminal::output::{complain, say};
+use hotlift_agent::{redirect_check, rules, table};
+use hotlift_terminal::output::{print_line, warn};
 use hotlift_terminal::progress::bytes;
 use hotlift_terminal::table::align_with_words;
 use hotlift_terminal::width::fitted;
@@ -111,14 +111,14 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
         AgentCommand::Check(args) => {
             let checked = hotlift_agent::check(&args.config).map_err(agent_error)?;
             for line in checked.warnings.iter().chain(&checked.problems) {
-                complain!("hotlift: {line}");
+                warn!("hotlift: {line}");
             }
             check_redirect(&checked.config)?;
             let (dir, count) = (checked.folder, checked.problems.len());
             if count > 0 {
                 return Err(agent_error(AgentError::Certificates { dir, count }));
             }
-            say!("{}: no problem found", args.config.display());
+            print_line!("{}: no problem found", args.config.display());
             Ok(())
         }
         AgentCommand::Rules(args) if args.remove => {
@@ -128,7 +128,7 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
             let config = Config::read(&args.config.config);
             let config = config.map_err(|error| agent_error(error.into()))?;
             let rules = rules::rules(&config).map_err(|error| agent_error(error.into()))?;
-            say!("{}", rules.text.trim_end());
+            print_line!("{}", rules.text.trim_end());
             Ok(())
         }
         AgentCommand::Status(args) => {
@@ -165,9 +165,10 @@ fn check_redirect(config: &Config) -> Result<(), CommandError> {
     };
     // Another user can neither check nor, most likely, query the agent.
     let has_agent = geteuid().is_root() && of_this_host(&control).is_some();
-    let found = proof::look(config, has_agent).map_err(|error| agent_error(error.into()))?;
+    let found = redirect_check::check_redirect(config, has_agent)
+        .map_err(|error| agent_error(error.into()))?;
     for line in found.notes.iter().chain(&found.problems) {
-        complain!("hotlift: {line}");
+        warn!("hotlift: {line}");
     }
     if has_agent {
         control.ask::<Value>("agent-checked", &json!(found))?;

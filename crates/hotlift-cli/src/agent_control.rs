@@ -10,7 +10,7 @@ use hotlift_agent::commands::AgentInfo;
 use hotlift_agent::config::Config;
 use hotlift_agent::error::AgentError;
 use hotlift_qmp::{Client, QmpAddress, QmpError};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -33,7 +33,7 @@ pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
         Ok(info) => Some(info),
         Err(CommandError::NoAgentHere { .. }) => None,
         Err(error) => {
-            complain!("hotlift: {}", error.line());
+            warn!("hotlift: {}", error.line());
             None
         }
     }

@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 use clap::{Args, Subcommand};
 use hotlift_mem::FileError;
 use hotlift_terminal::error::TerminalError;
-use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::output::{self, warn};
 use hotlift_tls::{
     Authority, CA_DAYS, FOLDERS, File, HOST_DAYS, Issued, Listing, Role, find_folder,
 };
@@ -152,7 +152,7 @@ fn init(args: &InitArgs) -> Result<(), CertsError> {
     let ca = Authority::make(&name, args.days, SystemTime::now())?;
     make_folder(&args.dir)?;
     put(&files, &ca, args.force)?;
-    complain!(
+    warn!(
         "made a CA ({name}) in {}; never copy its key, {CA_KEY}, to another host",
         args.dir.display()
     );
@@ -174,16 +174,14 @@ fn host(args: &HostArgs) -> Result<(), CertsError> {
     for (files, issued) in &issued {
         put(files, issued, args.force)?;
     }
-    complain!(
+    warn!(
         "made the certificates of {} in {}",
         args.names.join(", "),
         out.display()
     );
     if let (Some(_), Some(name)) = (&args.out, args.names.first()) {
         let (out, there) = (out.display(), FOLDERS[0]);
-        complain!(
-            "copy them:  tar cC {out} . | ssh root@{name} 'mkdir -p {there} && tar xC {there}'"
-        );
+        warn!("copy them:  tar cC {out} . | ssh root@{name} 'mkdir -p {there} && tar xC {there}'");
     }
     Ok(())
 }
@@ -231,7 +229,7 @@ fn renew(args: &RenewArgs) -> Result<(), CertsError> {
             &new,
             true,
         )?;
-        complain!("renewed {} for {}", old.path.display(), names.join(", "));
+        warn!("renewed {} for {}", old.path.display(), names.join(", "));
     }
     match is_there {
         true => Ok(()),

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use hotlift_qmp::{GuestAgentError, RunState, set_guest_time};
 use hotlift_terminal::error::error_line;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 
 /// Timeout of the guest agent. A lazily restored guest fetches the agent's pages first; then the agent answers within
 /// milliseconds.
@@ -111,11 +111,11 @@ impl GuestClock {
         let outcome = setting.and_then(|setting| setting.join().ok());
         match outcome {
             Some(Ok(())) => {
-                complain!("the guest's clock was set by its agent");
+                warn!("the guest's clock was set by its agent");
                 return;
             }
             Some(Err(error)) => {
-                complain!(
+                warn!(
                     "hotlift: cannot set the guest's clock: {}",
                     error_line(&error)
                 );
@@ -127,7 +127,7 @@ impl GuestClock {
                 Some(_) => "",
                 None => ", or restore with --sync-time and the socket of its guest agent",
             };
-            complain!(
+            warn!(
                 "the guest's clock is {behind}: set it in the guest ('chronyc makestep', 'hwclock --hctosys'){cure}"
             );
         }

@@ -10,10 +10,10 @@ use hotlift_command::error::SharedError;
 use hotlift_command::events::Filling;
 use hotlift_command::held_memory::HeldMemory;
 use hotlift_command::migration_args::{MigrationArgs, RoleArgs, role};
-use hotlift_command::pair::{Errors, Pair, Place, Tale};
+use hotlift_command::pair::{Pair, PairEvent, ProcessPlace, StderrHandling};
 use hotlift_methods::selections;
 use hotlift_terminal::error::TerminalError;
-use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::output::{self, warn};
 use hotlift_terminal::progress;
 use hotlift_terminal::signals::Interrupt;
 use hotlift_terminal::width;
@@ -47,7 +47,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     args.guest.check()?;
     args.guest.check_fill()?;
     let program = std::env::current_exe().map_err(TerminalError::process("hotlift guest run"))?;
-    let place = Place::new(program);
+    let place = ProcessPlace::new(program);
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let mut runs = Vec::new();
@@ -72,7 +72,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     };
     for run in &runs {
         if let Some(error) = &run.error {
-            complain!("hotlift: {}: {error}", run.method);
+            warn!("hotlift: {}: {error}", run.method);
         }
     }
     if let Some(path) = &args.json {
@@ -144,7 +144,7 @@ fn migrate_once(
     args: &DemoArgs,
     kind: GuestKind,
     migration: &MigrationArgs,
-    place: &Place,
+    place: &ProcessPlace,
     interrupt: &Interrupt,
 ) -> Result<(Option<Run>, Option<Filling>), CommandError> {
     let options: Options = migration.options()?;
@@ -156,15 +156,15 @@ fn migrate_once(
         label: options.stream.method_name(),
         place,
         limit: None,
-        errors: Errors::Shown { quiet: args.quiet },
+        errors: StderrHandling::Shown { quiet: args.quiet },
     };
     let mut last = None;
     let destination = pair.destination()?;
     let mut held = HeldMemory::new(args.guest.ram, &options);
     let moved = pair.migrate(destination, interrupt, &mut |tale| match tale {
-        Tale::Begun { .. } => {}
-        Tale::Filled => held = None,
-        Tale::Moment(moment) => last = Some((*moment).clone()),
+        PairEvent::Begun { .. } => {}
+        PairEvent::Filled => held = None,
+        PairEvent::Progress(moment) => last = Some((*moment).clone()),
     })?;
     let is_whole = moved.error.is_none();
     if let Some(report) = moved.source {

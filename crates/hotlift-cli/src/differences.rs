@@ -1,7 +1,7 @@
 //! Output of the differences of two VMs: a table for `migrate --check`, warnings for the other commands.
 
 use hotlift_qemu::compare::{Outcome, Row};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::table::new_table;
 use hotlift_terminal::width;
 
@@ -32,8 +32,8 @@ pub fn warn(rows: &[Row]) {
     for row in rows {
         match row.outcome {
             Outcome::Same | Outcome::Unknown => {}
-            Outcome::Different => complain!("warning: {}; QEMU accepts that", row.line()),
-            Outcome::Refused => complain!("warning: {}; QEMU refuses that", row.line()),
+            Outcome::Different => warn!("warning: {}; QEMU accepts that", row.line()),
+            Outcome::Refused => warn!("warning: {}; QEMU refuses that", row.line()),
         }
     }
 }

@@ -18,13 +18,13 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use hotlift_command::args;
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::signals::{Interrupt, end_of_thread};
 
 use self::choice::Domains;
-use self::display::{Display, Fate, Outcome, table};
-use self::one_move::{LOOK, Move, Told};
-use self::peers::Lost;
+use self::display::{Display, MoveState, Outcome, table};
+use self::one_move::{Move, MoveEvent, POLL_INTERVAL};
+use self::peers::UnreachableHost;
 use self::plan::{Budget, Plan, Step};
 use crate::agent_control::{self, ControlArgs};
 use crate::error::CommandError;
@@ -108,12 +108,12 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     let outcomes = Drain::new(plan, here, args).run(&interrupt);
     args.output.print(&outcomes, || table(&outcomes))?;
     for outcome in &outcomes {
-        if let Fate::Stayed { reason }
-        | Fate::Ended { reason }
-        | Fate::NotBegun { reason }
-        | Fate::Unknown { reason } = &outcome.fate
+        if let MoveState::Stayed { reason }
+        | MoveState::Ended { reason }
+        | MoveState::NotBegun { reason }
+        | MoveState::Unknown { reason } = &outcome.fate
         {
-            complain!("hotlift: {}: {reason}", outcome.step.domain.name);
+            warn!("hotlift: {}: {reason}", outcome.step.domain.name);
         }
     }
     verdict(&outcomes, interrupt.is_raised())
@@ -122,10 +122,10 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
 /// Returns the result of the drain, by its worst outcome.
 fn verdict(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandError> {
     let of = outcomes.len();
-    let count = |is: fn(&Fate) -> bool| outcomes.iter().filter(|one| is(&one.fate)).count();
-    let unknown = count(|fate| matches!(fate, Fate::Unknown { .. }));
-    let moved = count(|fate| matches!(fate, Fate::Moved { .. }));
-    let ended = count(|fate| matches!(fate, Fate::Ended { .. }));
+    let count = |is: fn(&MoveState) -> bool| outcomes.iter().filter(|one| is(&one.fate)).count();
+    let unknown = count(|fate| matches!(fate, MoveState::Unknown { .. }));
+    let moved = count(|fate| matches!(fate, MoveState::Moved { .. }));
+    let ended = count(|fate| matches!(fate, MoveState::Ended { .. }));
     match (unknown, of - unknown - moved - ended, ended) {
         (1.., _, _) => Err(CommandError::DomainsInDoubt { domains: unknown }),
         (0, 1.., _) if is_interrupted => Err(TerminalError::Interrupted.into()),
@@ -137,8 +137,8 @@ fn verdict(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandErro
 
 fn not_begun(step: Step) -> Outcome {
     let fate = match step.stays {
-        None => Fate::Waiting,
-        Some(stays) => Fate::NotBegun {
+        None => MoveState::Waiting,
+        Some(stays) => MoveState::NotBegun {
             reason: stays.reason().to_owned(),
         },
     };
@@ -155,17 +155,17 @@ struct Drain<'a> {
     aborts: Vec<Option<PipeWriter>>,
     /// Reason to start no further moves.
     stop: Option<String>,
-    news: Receiver<News>,
+    news: Receiver<DrainEvent>,
     /// Keeps the channel open, so that only news and time end a wait.
-    to_news: Sender<News>,
+    to_news: Sender<DrainEvent>,
     display: Display,
 }
 
 /// Event that a drain waits for.
-enum News {
+enum DrainEvent {
     /// Event of the move with this index.
-    Move(usize, Told),
-    Lost(Lost),
+    Move(usize, MoveEvent),
+    Lost(UnreachableHost),
     Interrupted,
 }
 
@@ -174,7 +174,7 @@ impl<'a> Drain<'a> {
         let (to_news, news) = channel();
         let lost = to_news.clone();
         // A send error means that the command has ended.
-        peers::watch(&plan, move |one| _ = lost.send(News::Lost(one)));
+        peers::watch(&plan, move |one| _ = lost.send(DrainEvent::Lost(one)));
         Self {
             budget: plan.budget,
             aborts: plan.steps.iter().map(|_| None).collect(),
@@ -190,7 +190,7 @@ impl<'a> Drain<'a> {
 
     fn run(mut self, interrupt: &Interrupt) -> Vec<Outcome> {
         let to_news = self.to_news.clone();
-        let signal = move |_| _ = to_news.send(News::Interrupted);
+        let signal = move |_| _ = to_news.send(DrainEvent::Interrupted);
         // The message of an earlier signal may not have arrived yet.
         if interrupt.is_raised() {
             self.interrupted();
@@ -198,9 +198,9 @@ impl<'a> Drain<'a> {
         interrupt.watching(None, signal, || self.move_all());
         if let Some(reason) = &self.stop {
             for outcome in &mut self.outcomes {
-                if matches!(outcome.fate, Fate::Waiting) {
+                if matches!(outcome.fate, MoveState::Waiting) {
                     let reason = reason.clone();
-                    outcome.fate = Fate::NotBegun { reason };
+                    outcome.fate = MoveState::NotBegun { reason };
                 }
             }
         }
@@ -210,7 +210,7 @@ impl<'a> Drain<'a> {
 
     /// Moves all domains that may start, and waits for their ends.
     fn move_all(&mut self) {
-        let mut show_at = Instant::now() + LOOK;
+        let mut show_at = Instant::now() + POLL_INTERVAL;
         loop {
             self.begin();
             if self.under_way().is_empty() {
@@ -223,27 +223,29 @@ impl<'a> Drain<'a> {
             let mut news = self.news.recv_timeout(wait).ok();
             while let Some(one) = news {
                 match one {
-                    News::Move(index, told) => self.take(index, told),
-                    News::Lost(Lost { uri, reason }) => self.abort(reason, Some(&uri)),
-                    News::Interrupted => self.interrupted(),
+                    DrainEvent::Move(index, told) => self.take(index, told),
+                    DrainEvent::Lost(UnreachableHost { uri, reason }) => {
+                        self.abort(reason, Some(&uri))
+                    }
+                    DrainEvent::Interrupted => self.interrupted(),
                 }
                 news = self.news.try_recv().ok();
             }
             if Instant::now() >= show_at {
-                show_at = Instant::now() + LOOK;
+                show_at = Instant::now() + POLL_INTERVAL;
                 self.display.show(&self.outcomes);
             }
         }
     }
 
     fn under_way(&self) -> Vec<&Step> {
-        let is_under_way = |one: &&Outcome| matches!(one.fate, Fate::UnderWay { .. });
+        let is_under_way = |one: &&Outcome| matches!(one.fate, MoveState::UnderWay { .. });
         let all = self.outcomes.iter().filter(is_under_way);
         all.map(|one| &one.step).collect()
     }
 
     fn next(&self) -> Option<usize> {
-        let waits = |outcome: &Outcome| matches!(outcome.fate, Fate::Waiting);
+        let waits = |outcome: &Outcome| matches!(outcome.fate, MoveState::Waiting);
         self.outcomes.iter().position(waits)
     }
 
@@ -255,9 +257,7 @@ impl<'a> Drain<'a> {
     fn abort(&mut self, reason: String, to: Option<&str>) {
         if self.stop.is_none() {
             self.display.finish();
-            complain!(
-                "hotlift: {reason}; running migrations are aborted, and their domains stay here"
-            );
+            warn!("hotlift: {reason}; running migrations are aborted, and their domains stay here");
             self.stop = Some(reason);
         }
         for (outcome, abort) in self.outcomes.iter().zip(&mut self.aborts) {
@@ -291,7 +291,7 @@ impl<'a> Drain<'a> {
             Ok(ends) => ends,
             Err(error) => {
                 let reason = error_line(&error);
-                return self.enter(index, Fate::NotBegun { reason });
+                return self.enter(index, MoveState::NotBegun { reason });
             }
         };
         self.aborts[index] = Some(to_abort);
@@ -303,21 +303,23 @@ impl<'a> Drain<'a> {
             abort,
         };
         let to_news = self.to_news.clone();
-        one.start(move |told| _ = to_news.send(News::Move(index, told)));
-        self.enter(index, Fate::UnderWay { job: None });
+        one.start(move |told| _ = to_news.send(DrainEvent::Move(index, told)));
+        self.enter(index, MoveState::UnderWay { job: None });
     }
 
-    fn take(&mut self, index: usize, told: Told) {
+    fn take(&mut self, index: usize, told: MoveEvent) {
         match told {
-            Told::Job(job) => self.outcomes[index].fate = Fate::UnderWay { job: Some(job) },
-            Told::Ended { fate, lost } => {
+            MoveEvent::Job(job) => {
+                self.outcomes[index].fate = MoveState::UnderWay { job: Some(job) }
+            }
+            MoveEvent::Ended { fate, lost } => {
                 self.enter(index, fate);
                 self.stop = self.stop.take().or(lost);
             }
         }
     }
 
-    fn enter(&mut self, index: usize, fate: Fate) {
+    fn enter(&mut self, index: usize, fate: MoveState) {
         self.outcomes[index].fate = fate;
         self.display.note(&self.outcomes[index]);
     }

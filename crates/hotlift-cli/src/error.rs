@@ -55,7 +55,7 @@ const SALVAGE: &str = "restore from another copy of the file, or replace its dam
 
 /// Location of the guest's missing pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RestFrom {
+pub enum MissingPagesFrom {
     /// The original location.
     There,
     /// An undamaged copy of the file.
@@ -65,7 +65,7 @@ pub enum RestFrom {
 }
 
 /// Returns the next step for the guest of a QEMU that may have ended.
-fn resume(answers: bool, rest: RestFrom, resume: &str) -> String {
+fn resume(answers: bool, rest: MissingPagesFrom, resume: &str) -> String {
     let unless = match answers {
         true => "each vCPU of the guest waits at the first missing page that it needs",
         false => {
@@ -73,12 +73,12 @@ fn resume(answers: bool, rest: RestFrom, resume: &str) -> String {
         }
     };
     let rest = match rest {
-        RestFrom::There => "send the rest",
-        RestFrom::Copy => {
+        MissingPagesFrom::There => "send the rest",
+        MissingPagesFrom::Copy => {
             "send the rest from another copy of the file, or with --salvage, which replaces damaged pages with zero pages and \
              lists them"
         }
-        RestFrom::OtherName => "send the rest from the file of the first restore",
+        MissingPagesFrom::OtherName => "send the rest from the file of the first restore",
     };
     format!("{unless}; {rest}: {resume}")
 }
@@ -147,7 +147,7 @@ pub enum CommandError {
         qemu: String,
         /// True if QEMU answers.
         answers: bool,
-        rest: RestFrom,
+        rest: MissingPagesFrom,
         resume: String,
     },
     #[error("nothing was started; the guest still waits for its pages: {reasons}")]

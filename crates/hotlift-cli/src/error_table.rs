@@ -29,7 +29,7 @@ use hotlift_vmm::layout::LayoutError;
 use rustix::io::Errno;
 
 use crate::certs::error::CertsError;
-use crate::error::{CommandError, RestFrom};
+use crate::error::{CommandError, MissingPagesFrom};
 use crate::libvirt::virsh::VirshError;
 
 /// Head of the document.
@@ -561,11 +561,11 @@ fn save_and_restore() -> Vec<Row> {
             "The folder of 'hotlift serve --files' has no save file with this name.",
             "give the name of a save file in that folder",
         ),
-        row(missing(true, RestFrom::There), "The source of the pages failed during a lazy restore."),
-        row(missing(false, RestFrom::There), "The same, and QEMU does not answer."),
-        row(missing(true, RestFrom::Copy), "The file is damaged, and the guest of a lazy restore runs."),
+        row(missing(true, MissingPagesFrom::There), "The source of the pages failed during a lazy restore."),
+        row(missing(false, MissingPagesFrom::There), "The same, and QEMU does not answer."),
+        row(missing(true, MissingPagesFrom::Copy), "The file is damaged, and the guest of a lazy restore runs."),
         row(
-            missing(true, RestFrom::OtherName),
+            missing(true, MissingPagesFrom::OtherName),
             "The file was replaced during a lazy restore.",
         ),
         row(

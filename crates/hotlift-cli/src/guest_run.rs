@@ -17,7 +17,7 @@ use hotlift_monitor::{GuestMonitor, ShutdownRequest, Sockets};
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::{Commands, Events};
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::{complain, say, say_turned_away};
+use hotlift_terminal::output::{print_line, print_rejected_connections, warn};
 use hotlift_terminal::progress::{Display, fallback_warning};
 use hotlift_terminal::signals::{Interrupt, OwnFolder};
 use hotlift_vmm::BuiltinGuest;
@@ -27,13 +27,13 @@ use crate::error::{CommandError, settle};
 use crate::report::{self, Run};
 
 /// Timeout for the guest to show that it runs.
-const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
+const START_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Interval of this check.
-const LOOK: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Poll interval of a guest with a monitor: its serial port, health and run state have no event.
-const GUEST_LOOK: Duration = Duration::from_millis(50);
+const GUEST_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Flags of `guest run`.
 #[derive(Debug, Args)]
@@ -172,7 +172,7 @@ impl Session<'_> {
         let filled = self.guest.fill(&self.args.guest.fill_settings())?;
         let filling = Filling::from(&filled);
         self.tell(&Event::Filled(filling));
-        self.say(&format!(
+        self.print(&format!(
             "{} guest, {} pages with data, {} zero: {}",
             self.guest.kind(),
             filled.data_pages,
@@ -208,7 +208,7 @@ impl Session<'_> {
                 let mut run = self.new_run();
                 run.sent(sent);
                 let runs = [run];
-                self.say(&report::all(&runs));
+                self.print(&report::all(&runs));
                 self.write_json(&runs)
             }
             Err(error) => {
@@ -246,9 +246,9 @@ impl Session<'_> {
         );
         let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
         let monitors = Sockets::qmp_at(qmp.clone()).serve(&commands, &events)?;
-        complain!("hotlift: {}", error.chain());
-        complain!("hotlift: {}", settle(&qmp.to_string()));
-        complain!("until then the guest is kept here, paused and complete");
+        warn!("hotlift: {}", error.chain());
+        warn!("hotlift: {}", settle(&qmp.to_string()));
+        warn!("until then the guest is kept here, paused and complete");
         while !monitor.is_running() {
             if shutdown.take().is_some() {
                 monitor.end(true);
@@ -258,9 +258,9 @@ impl Session<'_> {
                 monitor.end(false);
                 return Err(error.into());
             }
-            std::thread::sleep(GUEST_LOOK);
+            std::thread::sleep(GUEST_POLL_INTERVAL);
         }
-        self.say("the guest runs here again");
+        self.print("the guest runs here again");
         self.interrupt.forget();
         let outcome = self.until_shutdown(&shutdown, &monitor);
         monitor.end(matches!(outcome, Some(Ok(()))));
@@ -275,12 +275,12 @@ impl Session<'_> {
         let check = self.check();
         self.tell(&Event::Checked(check.clone()));
         match check.problem {
-            None => self.say(&format!(
+            None => self.print(&format!(
                 "the guest runs here again: {} writes, {} pages checked, none lost",
                 check.writes, check.pages_checked
             )),
             Some(problem) => {
-                complain!("hotlift: check of the guest that stayed here failed: {problem}")
+                warn!("hotlift: check of the guest that stayed here failed: {problem}")
             }
         }
         if self.args.run_for.is_some() {
@@ -300,11 +300,11 @@ impl Session<'_> {
         self.tell(&Event::Listening {
             uri: address.to_string(),
         });
-        self.say(&format!("waiting for a source at {address}"));
+        self.print(&format!("waiting for a source at {address}"));
         let received = self.interrupt.cancelling(&control, || {
             hotlift::receive(&*self.guest, listener, &self.options, &control)
         });
-        say_turned_away(&control);
+        print_rejected_connections(&control);
         let received = match received {
             Ok(received) => received,
             Err(error) => {
@@ -315,22 +315,22 @@ impl Session<'_> {
             }
         };
         if let Some(warning) = fallback_warning(&received.side.jobs) {
-            self.say(&warning);
+            self.print(&warning);
         }
-        self.say(&format!(
+        self.print(&format!(
             "the guest runs here after {:.0} ms, {} normal and {} zero pages, CPU {:.2} s",
             received.total_ms, received.normal_pages, received.zero_pages, received.side.cpu_s
         ));
         if let Some(lazy) = &received.postcopy {
             let [median, one_in_100, longest] = lazy.wait_us;
-            self.say(&format!(
+            self.print(&format!(
                 "all pages had arrived after {:.0} ms; the guest waited for {} of them, {median:.0} us (p50), {one_in_100:.0} \
                  us (p99), {longest:.0} us at most",
                 lazy.complete_ms, lazy.requests
             ));
             if let Some(blocktime) = &lazy.blocktime {
                 let [median, one_in_100, longest] = blocktime.vcpu_wait_us;
-                self.say(&format!(
+                self.print(&format!(
                     "vCPUs waited {} times, {median:.0} us (p50), {one_in_100:.0} us (p99), {longest:.0} us at most; all \
                      vCPUs at once for {:.0} ms",
                     blocktime.vcpu_waits, blocktime.all_ms
@@ -349,7 +349,7 @@ impl Session<'_> {
         if let Some(problem) = check.problem {
             return Err(SharedError::NotWell { problem }.into());
         }
-        self.say(&format!(
+        self.print(&format!(
             "the guest runs: {} writes, {} pages checked, no write was lost",
             check.writes, check.pages_checked
         ));
@@ -374,7 +374,7 @@ impl Session<'_> {
         );
         if let Some(Incoming::At(uri)) = &self.args.incoming {
             let address = monitor.wait_for_guest(uri)?;
-            self.say(&format!("waiting for a source at {address}"));
+            self.print(&format!("waiting for a source at {address}"));
         }
         let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
         let monitors = self
@@ -407,7 +407,7 @@ impl Session<'_> {
             if let Some(outcome) = shutdown.take() {
                 return Some(outcome.map_err(CommandError::from));
             }
-            if self.interrupt.sleep(Some(GUEST_LOOK))
+            if self.interrupt.sleep(Some(GUEST_POLL_INTERVAL))
                 || end.is_some_and(|end| Instant::now() >= end)
             {
                 return None;
@@ -415,7 +415,7 @@ impl Session<'_> {
             // The monitor uses the terminal.
             if !self.args.control.has_terminal() {
                 for line in self.guest.serial() {
-                    self.say(&line);
+                    self.print(&line);
                 }
             }
             if let Err(error) = self.guest.health() {
@@ -434,7 +434,7 @@ impl Session<'_> {
             });
             let interrupted = self.interrupt.sleep(Some(step));
             for line in self.guest.serial() {
-                self.say(&line);
+                self.print(&line);
             }
             self.guest.health()?;
             if interrupted || left.is_some_and(|left| left.is_zero()) {
@@ -448,7 +448,7 @@ impl Session<'_> {
     fn verify(&self) -> Result<(), CommandError> {
         self.guest.pause()?;
         let verified = self.guest.verify()?;
-        self.say(&format!(
+        self.print(&format!(
             "{} writes replayed, {} pages checked, no write was lost",
             verified.writes_replayed, verified.pages_checked
         ));
@@ -464,23 +464,23 @@ impl Session<'_> {
             writes: 0,
             pages_checked: 0,
         };
-        if let Err(problem) = self.look(&mut check) {
+        if let Err(problem) = self.poll(&mut check) {
             check.problem = Some(problem);
         }
         check
     }
 
-    fn look(&self, check: &mut Check) -> Result<(), String> {
+    fn poll(&self, check: &mut Check) -> Result<(), String> {
         let text = |error: &dyn std::error::Error| error_line(error);
         let guest = &*self.guest;
         let before = guest.writes();
-        let deadline = Instant::now() + SIGN_OF_LIFE;
+        let deadline = Instant::now() + START_TIMEOUT;
         while guest.rate() > 0 && guest.writes() == before {
             guest.health().map_err(|error| text(&error))?;
             if Instant::now() > deadline {
-                return Err(format!("it has written nothing for {SIGN_OF_LIFE:?}"));
+                return Err(format!("it has written nothing for {START_TIMEOUT:?}"));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         guest.health().map_err(|error| text(&error))?;
         check.runs = true;
@@ -515,9 +515,9 @@ impl Session<'_> {
     }
 
     /// Prints a line for the operator.
-    fn say(&self, text: &str) {
+    fn print(&self, text: &str) {
         if !self.args.tell_events {
-            say!("{text}");
+            print_line!("{text}");
         }
     }
 }

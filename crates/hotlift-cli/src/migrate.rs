@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use hotlift::conversation::{Conversation, ConversationError};
-use hotlift::relay::{Doing, Outgoing, RelayReport, RelaySettings};
+use hotlift::relay::{GuestActivity, Outgoing, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
 use hotlift_command::connect::{CONNECT, connect};
@@ -21,14 +21,14 @@ use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::compare::{Outcome, compare};
 use hotlift_qemu::error::{Side, at_source};
-use hotlift_qemu::outgoing::{self, LimitArgs, Moving};
+use hotlift_qemu::outgoing::{self, LimitArgs, OutgoingMigration};
 use hotlift_qemu::run_state::words;
-use hotlift_qemu::source::{GuestThere, Source};
+use hotlift_qemu::source::{DestinationKnowledge, Source};
 use hotlift_qemu::vm::{self, Vm};
 use hotlift_qemu::{settings, shared_memory};
 use hotlift_qmp::{QmpAddress, RunState, Uuid, Version};
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::signals::Interrupt;
 
 use self::domain::DomainArgs;
@@ -52,7 +52,7 @@ const SHOWN: Duration = Duration::from_secs(5);
 const EXPLANATION: Duration = Duration::from_secs(5);
 
 /// Time for the arrival of a message that 'hotlift serve' has already sent.
-const ON_ITS_WAY: Duration = Duration::from_millis(50);
+const ARRIVAL_TIME: Duration = Duration::from_millis(50);
 
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
@@ -76,7 +76,8 @@ pub struct MigrateArgs {
     /// Migrate even with differences that QEMU refuses: QEMU decides
     #[arg(long, conflicts_with_all = ["domain", "check"])]
     ignore_differences: bool,
-    /// Begin with a low downtime limit, and raise it to 'downtime-limit' only as far as the migration needs; off: set it at once
+    /// Begin with a low downtime limit, and raise it to 'downtime-limit' only as far as the migration needs; off: set it at
+    /// once
     #[arg(
         long,
         value_name = "VALUE",
@@ -172,7 +173,7 @@ fn to_serve(
     let mut destination = connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
     relay_settings.uuid = Some(hello.vm.uuid.0);
-    destination.say_hello(&hello)?;
+    destination.send_hello(&hello)?;
     let (address, token, destination_qemu) = match ready(to, &mut destination, &interrupt)? {
         Ready::Compared(there) => return checked(args, &hello.vm, &there),
         Ready::Listens {
@@ -198,10 +199,10 @@ fn to_serve(
     source.restore_settings();
     let migration = outcome?;
     if let Some(how) = source.guest_end() {
-        complain!("{how} during the migration");
+        warn!("{how} during the migration");
     }
     // The outcome is printed even if no process reads the figures.
-    complain!(
+    warn!(
         "the guest {} at the destination; this QEMU keeps a paused copy and can be ended",
         words(&migration.state)
     );
@@ -277,7 +278,7 @@ fn ready(
 ) -> Result<Ready, CommandError> {
     let mut waiting = Waiting::new(Stage::Hello, Instant::now());
     loop {
-        match destination.hear_until(&[interrupt.bell()], Some(waiting.next_at()))? {
+        match destination.receive_until(&[interrupt.wake_fd()], Some(waiting.next_at()))? {
             Some(Answer::Compared { vm }) => return Ok(Ready::Compared(vm)),
             Some(Answer::Ready {
                 port,
@@ -313,9 +314,9 @@ fn ready(
         }
         let stage = waiting.stage;
         match waiting.next(Instant::now()) {
-            Due::Nothing => {}
-            Due::Line => complain!("waiting for 'hotlift serve' at {to}: {}", stage.missing()),
-            Due::End => {
+            DueAction::Nothing => {}
+            DueAction::Line => warn!("waiting for 'hotlift serve' at {to}: {}", stage.missing()),
+            DueAction::End => {
                 return Err(CommandError::ServeSilent {
                     address: to.clone(),
                     missing: stage.missing(),
@@ -336,7 +337,7 @@ struct Waiting {
 
 /// Action due in a wait.
 #[derive(Debug, PartialEq, Eq)]
-enum Due {
+enum DueAction {
     Nothing,
     /// A line for the operator, once per stage.
     Line,
@@ -359,14 +360,14 @@ impl Waiting {
         self.since + if self.is_shown { limit } else { SHOWN }
     }
 
-    fn next(&mut self, now: Instant) -> Due {
+    fn next(&mut self, now: Instant) -> DueAction {
         let waited = now.duration_since(self.since);
         if waited >= self.stage.limit() {
-            Due::End
+            DueAction::End
         } else if waited >= SHOWN && !std::mem::replace(&mut self.is_shown, true) {
-            Due::Line
+            DueAction::Line
         } else {
-            Due::Nothing
+            DueAction::Nothing
         }
     }
 }
@@ -398,8 +399,8 @@ impl Stage {
 }
 
 /// Sends the reason of this side's failure to the destination, which may be gone.
-fn say_failed(destination: &mut Conversation, reason: String) {
-    let _ = destination.say(&SourceMessage::Failed { reason });
+fn send_failure(destination: &mut Conversation, reason: String) {
+    let _ = destination.send(&SourceMessage::Failed { reason });
 }
 
 /// One migration to a ready destination.
@@ -421,12 +422,10 @@ enum FinalMessage {
     },
     Failed {
         reason: String,
-        guest: GuestThere,
+        guest: DestinationKnowledge,
     },
     /// No message arrives any more.
-    Lost {
-        reason: String,
-    },
+    Lost { reason: String },
 }
 
 impl Move<'_> {
@@ -436,7 +435,7 @@ impl Move<'_> {
         destination: &mut Conversation,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
-        let moving = Moving {
+        let moving = OutgoingMigration {
             source: self.source,
             interrupt: self.interrupt,
             settings: self.settings,
@@ -452,14 +451,14 @@ impl Move<'_> {
         let changed = outgoing::change_settings(source, self.purpose, settings, limit);
         let relayed = changed.and_then(|ramp| {
             moving.run(ramp, &mut |wakes, until, control| {
-                let heard = self.hear(destination, &mut final_message, wakes, until);
+                let heard = self.receive(destination, &mut final_message, wakes, until);
                 if heard.is_err() {
                     // The destination's host may be lost, and the relay's connections with it.
                     control.suspect_peer();
                 }
             })
         });
-        let relayed = relayed.inspect_err(|error| say_failed(destination, error_line(error)))?;
+        let relayed = relayed.inspect_err(|error| send_failure(destination, error_line(error)))?;
         match relayed.outcome {
             Ok(report) => {
                 let time = self.settle_time();
@@ -475,12 +474,12 @@ impl Move<'_> {
                 // Before the check of the guest, which may wait for the destination's final message.
                 match (&error, self.source.guest_end()) {
                     _ if self.interrupt.is_raised() => {
-                        say_failed(destination, error_line(&TerminalError::Interrupted));
+                        send_failure(destination, error_line(&TerminalError::Interrupted));
                     }
-                    (_, Some(how)) => say_failed(destination, how),
+                    (_, Some(how)) => send_failure(destination, how),
                     // The destination reported this itself.
                     (MigrationError::Destination { .. }, None) => {}
-                    (error, None) => say_failed(destination, error.chain()),
+                    (error, None) => send_failure(destination, error.chain()),
                 }
                 Err(self.stayed(destination, final_message, &error, relayed.is_told))
             }
@@ -491,7 +490,7 @@ impl Move<'_> {
     ///
     /// # Errors
     /// The connection is lost; reported once.
-    fn hear(
+    fn receive(
         &self,
         destination: &mut Conversation,
         final_message: &mut Option<FinalMessage>,
@@ -502,7 +501,7 @@ impl Move<'_> {
             wait_readable(others, Some(until));
             return Ok(());
         }
-        match destination.hear_until(others, Some(until)) {
+        match destination.receive_until(others, Some(until)) {
             Ok(Some(Answer::Completed { state, report })) => {
                 *final_message = Some(FinalMessage::Completed { state, report });
             }
@@ -532,7 +531,7 @@ impl Move<'_> {
     ) -> Option<FinalMessage> {
         let deadline = Instant::now() + time;
         while final_message.is_none() && Instant::now() < deadline {
-            let _ = self.hear(destination, &mut final_message, &[], deadline);
+            let _ = self.receive(destination, &mut final_message, &[], deadline);
         }
         final_message
     }
@@ -549,7 +548,7 @@ impl Move<'_> {
     fn moved(
         &self,
         final_message: Option<FinalMessage>,
-        doing: Doing,
+        doing: GuestActivity,
         source: RelayReport,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
@@ -567,21 +566,23 @@ impl Move<'_> {
             Some(FinalMessage::Completed { state, report }) => (state, *report),
             Some(FinalMessage::Failed {
                 reason: reasons,
-                guest: GuestThere::Stopped,
+                guest: DestinationKnowledge::Stopped,
             }) => return Err(QemuError::StoppedThere { reasons, qmp }.into()),
             // The destination's QEMU ended without ever running the guest.
             Some(FinalMessage::Failed {
                 reason,
-                guest: GuestThere::NotHere,
+                guest: DestinationKnowledge::NotHere,
             }) => {
                 let error = MigrationError::Destination { reason };
-                let settled = self.source.settle(&error, true, || GuestThere::NotHere);
+                let settled = self
+                    .source
+                    .settle(&error, true, || DestinationKnowledge::NotHere);
                 return Err(settled.into_error(None, self.interrupt.is_raised()).into());
             }
             // It has run there; a later failure there does not bring it back.
             Some(FinalMessage::Failed {
                 reason: reasons,
-                guest: GuestThere::Here,
+                guest: DestinationKnowledge::Here,
             }) => return Err(QemuError::MovedAnyway { reasons }.into()),
             Some(FinalMessage::Failed { reason, .. }) => {
                 return in_doubt(format!("the destination: {reason}"));
@@ -594,21 +595,21 @@ impl Move<'_> {
                 let reasons =
                     |does: &str| format!("{lost}; its relay reported before: the guest {does}");
                 return match doing {
-                    Doing::Runs if runs_here() => Err(QemuError::RunsTwice { qmp }.into()),
-                    Doing::Runs => Err(QemuError::MovedAnyway {
+                    GuestActivity::Runs if runs_here() => Err(QemuError::RunsTwice { qmp }.into()),
+                    GuestActivity::Runs => Err(QemuError::MovedAnyway {
                         reasons: reasons("runs there"),
                     }
                     .into()),
-                    Doing::Rests => Err(QemuError::MovedAnyway {
+                    GuestActivity::Rests => Err(QemuError::MovedAnyway {
                         reasons: reasons("does not run there, as expected, or has ended"),
                     }
                     .into()),
-                    Doing::Stopped => Err(QemuError::StoppedThere {
+                    GuestActivity::Stopped => Err(QemuError::StoppedThere {
                         reasons: reasons("does not run there"),
                         qmp,
                     }
                     .into()),
-                    Doing::Unknown => in_doubt(lost),
+                    GuestActivity::Unknown => in_doubt(lost),
                 };
             }
         };
@@ -617,7 +618,7 @@ impl Move<'_> {
         }
         Ok(Migration {
             // A source that has ended had released its guest.
-            qemu: self.source.look().unwrap_or_default(),
+            qemu: self.source.poll().unwrap_or_default(),
             downtime_limit: None,
             source_qemu: self.source.qemu().version(),
             destination_qemu,
@@ -640,12 +641,12 @@ impl Move<'_> {
         let settled = self.source.settle(error, is_told, || {
             heard = self.final_message(self.settle_time(), destination, heard.take());
             match &heard {
-                Some(FinalMessage::Completed { .. }) => GuestThere::Here,
+                Some(FinalMessage::Completed { .. }) => DestinationKnowledge::Here,
                 Some(FinalMessage::Failed { guest, .. }) => *guest,
                 // A relay refuses a guest only if its QEMU never ran it, and never will.
                 Some(FinalMessage::Lost { .. }) | None => match error {
-                    MigrationError::Destination { .. } => GuestThere::NotHere,
-                    _ => GuestThere::Unknown,
+                    MigrationError::Destination { .. } => DestinationKnowledge::NotHere,
+                    _ => DestinationKnowledge::Unknown,
                 },
             }
         });
@@ -653,7 +654,7 @@ impl Move<'_> {
         // a message already sent is read.
         let patience = match error {
             MigrationError::Destination { .. } => EXPLANATION,
-            _ => ON_ITS_WAY,
+            _ => ARRIVAL_TIME,
         };
         let theirs = match self.final_message(patience, destination, heard) {
             Some(FinalMessage::Failed { reason, .. } | FinalMessage::Lost { reason }) => {
@@ -681,14 +682,14 @@ mod tests {
         let begin = Instant::now();
         let mut waiting = Waiting::new(Stage::Hello, begin);
         let mut at = |seconds| waiting.next(begin + Duration::from_secs(seconds));
-        assert_eq!([at(1), at(4)], [Due::Nothing, Due::Nothing]);
-        assert_eq!([at(5), at(6)], [Due::Line, Due::Nothing]);
-        assert_eq!([at(29), at(30)], [Due::Nothing, Due::End]);
+        assert_eq!([at(1), at(4)], [DueAction::Nothing, DueAction::Nothing]);
+        assert_eq!([at(5), at(6)], [DueAction::Line, DueAction::Nothing]);
+        assert_eq!([at(29), at(30)], [DueAction::Nothing, DueAction::End]);
         let mut waiting = Waiting::new(Stage::Ready, begin);
         let mut at = |seconds| waiting.next(begin + Duration::from_secs(seconds));
         assert_eq!(
             [at(30), at(89), at(90)],
-            [Due::Line, Due::Nothing, Due::End]
+            [DueAction::Line, DueAction::Nothing, DueAction::End]
         );
     }
 

@@ -14,10 +14,10 @@
 //! A connection that ends early cancels the other side's work, where this is still possible. The relays alone settle which host
 //! has the guest.
 
-use hotlift::conversation::Wish;
+use hotlift::conversation::OpeningRequest;
 use hotlift::relay::RelayReport;
 use hotlift_qemu::shared_memory::SharedFile;
-use hotlift_qemu::source::GuestThere;
+use hotlift_qemu::source::DestinationKnowledge;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::{RunState, Uuid, Version};
 use serde::{Deserialize, Serialize};
@@ -101,7 +101,7 @@ pub enum Answer {
         /// Reason in one line.
         reason: String,
         /// Location of the guest, as far as the destination knows.
-        guest: GuestThere,
+        guest: DestinationKnowledge,
     },
 }
 
@@ -116,7 +116,7 @@ pub enum SourceMessage {
     },
 }
 
-impl Wish for Hello {
+impl OpeningRequest for Hello {
     const ROLE: &'static str = "serve";
 }
 
@@ -169,21 +169,22 @@ mod tests {
         let (start, end) = line.split_at(10);
         (&theirs).write_all(start).unwrap();
         assert_eq!(
-            ours.hear_hello::<Hello>(Duration::from_millis(10)).unwrap(),
+            ours.receive_hello::<Hello>(Duration::from_millis(10))
+                .unwrap(),
             None
         );
         (&theirs).write_all(end).unwrap();
-        assert_eq!(ours.hear_hello::<Hello>(LONG).unwrap(), Some(hello()));
+        assert_eq!(ours.receive_hello::<Hello>(LONG).unwrap(), Some(hello()));
         let failed = Answer::Failed {
             reason: "why".to_owned(),
-            guest: GuestThere::NotHere,
+            guest: DestinationKnowledge::NotHere,
         };
         let mut theirs = Conversation::new(theirs.into());
-        ours.say(&failed).unwrap();
-        assert_eq!(theirs.hear(LONG).unwrap(), Some(failed));
+        ours.send(&failed).unwrap();
+        assert_eq!(theirs.receive(LONG).unwrap(), Some(failed));
         drop(theirs);
         assert!(matches!(
-            ours.hear::<Answer>(LONG),
+            ours.receive::<Answer>(LONG),
             Err(ConversationError::Closed)
         ));
     }
@@ -202,7 +203,7 @@ mod tests {
         ] {
             let (theirs, mut ours) = pair();
             writeln!(&theirs, "{bad}").unwrap();
-            let error = ours.hear_hello::<Hello>(LONG).unwrap_err();
+            let error = ours.receive_hello::<Hello>(LONG).unwrap_err();
             assert!(
                 matches!(error, ConversationError::Garbage { .. }),
                 "{error}"
@@ -224,7 +225,7 @@ mod tests {
             while (&theirs).write_all(&chunk).is_ok() {}
         });
         assert!(matches!(
-            ours.hear_hello::<Hello>(LONG),
+            ours.receive_hello::<Hello>(LONG),
             Err(ConversationError::TooLong)
         ));
         drop(ours);

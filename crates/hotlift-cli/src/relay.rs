@@ -12,7 +12,7 @@ use hotlift_monitor::RelayMonitor;
 use hotlift_qmp::Uuid;
 use hotlift_qmp::server::{Commands, Events};
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::{complain, say, say_turned_away};
+use hotlift_terminal::output::{print_line, print_rejected_connections, warn};
 use hotlift_terminal::progress::{Display, jobs};
 use hotlift_terminal::signals::Interrupt;
 
@@ -117,7 +117,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     let monitor = RelayMonitor::new(shown, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
-    say!("listening on {address}");
+    print_line!("listening on {address}");
     let relay = Relay {
         args,
         label,
@@ -178,21 +178,21 @@ impl Relay<'_> {
             )
         });
         display.finish();
-        say_turned_away(&control);
+        print_rejected_connections(&control);
         self.monitor.ended(&outcome);
         match outcome {
             Ok(report) => {
                 let printed = args.output.print(&report, || relay_table(label, &report));
                 match printed {
                     // The next migration must not depend on a reader of the last report.
-                    Err(error) if args.forever => complain!("hotlift: {}", error_line(&error)),
+                    Err(error) if args.forever => warn!("hotlift: {}", error_line(&error)),
                     Err(error) => return ControlFlow::Break(error.into()),
                     Ok(()) => {}
                 }
                 ControlFlow::Continue(())
             }
             Err(error) if args.forever && !self.interrupt.is_raised() => {
-                complain!("hotlift: {label}: {}", error.chain());
+                warn!("hotlift: {label}: {}", error.chain());
                 ControlFlow::Continue(())
             }
             Err(error) => ControlFlow::Break(CommandError::Relay(error)),

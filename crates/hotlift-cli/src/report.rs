@@ -7,7 +7,7 @@ use comfy_table::Table;
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport, shares_of};
 use hotlift::options::{Group, OPTIONS};
 use hotlift::{Options, Status};
-use hotlift_command::events::{Check, Moment};
+use hotlift_command::events::{Check, ProgressSnapshot};
 use hotlift_command::pair::destination_side;
 use hotlift_mem::FileError;
 use hotlift_terminal::error::TerminalError;
@@ -125,7 +125,7 @@ impl Run {
     }
 
     /// Marks it as interrupted, and adds the last measurement.
-    pub fn interrupted(&mut self, last: &Moment) {
+    pub fn interrupted(&mut self, last: &ProgressSnapshot) {
         self.status = INTERRUPTED.to_owned();
         self.figures.total_ms = last.elapsed_ms;
         self.figures.rounds = last.round;
@@ -514,7 +514,7 @@ mod tests {
     #[test]
     fn a_run_that_was_interrupted_shows_what_was_measured_and_no_zeros_for_the_rest() {
         let mut one = run(&[]);
-        one.interrupted(&Moment {
+        one.interrupted(&ProgressSnapshot {
             elapsed_ms: 2000.0,
             status: "active".to_owned(),
             round: 3,

@@ -22,12 +22,12 @@ use hotlift_qemu::compare::{self, compare};
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::error::at_destination;
 use hotlift_qemu::incoming;
-use hotlift_qemu::left_out::left_out;
 use hotlift_qemu::run_state::words;
+use hotlift_qemu::unused_ram::unused_ram;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::QmpAddress;
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::{Display, bytes};
 use hotlift_terminal::signals::Interrupt;
 
@@ -208,9 +208,9 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     let channels = args.multifd_channels;
     incoming::listen(&mut destination, Purpose::Restore, channels, &[], &socket)?;
     let limits = args.limits.limits.clone();
-    let left_out = left_out(&mut destination.qemu()).map_err(at_destination)?;
+    let unused_ram = unused_ram(&mut destination.qemu()).map_err(at_destination)?;
     let settings = RelaySettings {
-        left_out,
+        unused_ram,
         salvage: args.salvage,
         flush_after_each_section: args.flush.value(),
         ..incoming::relay_settings(&mut destination, args.multifd_channels, limits)?
@@ -288,9 +288,9 @@ fn conclude(
     match statement {
         Statement::Here { state } => {
             if let Some(trouble) = trouble {
-                complain!("hotlift: the guest is restored, with errors on the way: {trouble}");
+                warn!("hotlift: the guest is restored, with errors on the way: {trouble}");
             }
-            complain!("the guest {}: {}", words(&state), destination.leave());
+            warn!("the guest {}: {}", words(&state), destination.leave());
             clock.is_here(&state);
             Ok(())
         }
@@ -311,7 +311,7 @@ fn conclude(
             how,
             by_itself: true,
         } => {
-            complain!("the guest was restored, then its QEMU ended: {how}");
+            warn!("the guest was restored, then its QEMU ended: {how}");
             Ok(())
         }
         Statement::GuestEnded { how, .. } => Err(CommandError::EndedSince { how }),
@@ -361,7 +361,7 @@ fn failed(
 
 /// Prints the damaged parts, which are zero in the guest.
 fn say_lost(lost: &LostPages) {
-    complain!("hotlift: lost: {lost}");
+    warn!("hotlift: lost: {lost}");
 }
 
 /// Leaves a QEMU running that may or may not run the guest.

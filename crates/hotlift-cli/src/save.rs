@@ -13,13 +13,13 @@ use hotlift_mem::wait_readable;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::error::at_source;
-use hotlift_qemu::left_out::left_out;
-use hotlift_qemu::outgoing::{self, LimitArgs, Moving, Relayed};
-use hotlift_qemu::source::{GuestThere, Source};
+use hotlift_qemu::outgoing::{self, LimitArgs, OutgoingMigration, Relayed};
+use hotlift_qemu::source::{DestinationKnowledge, Source};
+use hotlift_qemu::unused_ram::unused_ram;
 use hotlift_qemu::vm;
 use hotlift_qmp::QmpAddress;
 use hotlift_terminal::error::error_line;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::signals::Interrupt;
 
 use crate::error::CommandError;
@@ -73,8 +73,8 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     let vm = source.vm()?;
     settings.uuid = Some(vm.uuid.0);
     settings.vm = serde_json::to_value(vm.within(vm::FILE_MAX)).ok();
-    settings.left_out = left_out(&mut source.qemu()).map_err(at_source)?;
-    let moving = Moving {
+    settings.unused_ram = unused_ram(&mut source.qemu()).map_err(at_source)?;
+    let moving = OutgoingMigration {
         source: &source,
         interrupt: &interrupt,
         settings: &settings,
@@ -98,7 +98,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         Ok(Relayed {
             outcome: Ok(relay), ..
         }) => Ok(Saved {
-            qemu: source.look().unwrap_or_default(),
+            qemu: source.poll().unwrap_or_default(),
             relay,
             file_bytes: length(&args.file),
         }),
@@ -107,7 +107,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
             outcome: Err(error),
             ..
         }) => {
-            let settled = source.settle(&error, false, || GuestThere::NotHere);
+            let settled = source.settle(&error, false, || DestinationKnowledge::NotHere);
             let failed = settled.into_error(None, interrupt.is_raised());
             Err(not_saved(failed, room(&error)))
         }
@@ -117,15 +117,15 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     let saved = saved?;
     let ended = source.guest_end();
     if let Some(how) = &ended {
-        complain!("{how} during the save");
+        warn!("{how} during the save");
     }
     // The file is complete under its name: later failures of QEMU do not matter.
     let file = args.file.display();
     match args.keep_running && source.was_running() && ended.is_none() {
-        false => complain!("{file} is written; the guest is left paused"),
+        false => warn!("{file} is written; the guest is left paused"),
         true => match source.cont() {
-            Ok(()) => complain!("{file} is written; the guest keeps running"),
-            Err(error) => complain!(
+            Ok(()) => warn!("{file} is written; the guest keeps running"),
+            Err(error) => warn!(
                 "hotlift: {file} is written, but the guest may be paused: {}; to continue it: hotlift settle --qmp {} --here",
                 error_line(&error),
                 source.address()

@@ -24,13 +24,13 @@ use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::error::Side;
 use hotlift_qemu::process::{self, Custody};
 use hotlift_qemu::run_state::words;
-use hotlift_qemu::source::GuestThere;
+use hotlift_qemu::source::DestinationKnowledge;
 use hotlift_qemu::vm::{self, Vm};
 use hotlift_qemu::{QemuError, compare, incoming, shared_memory};
 use hotlift_qmp::server::{Commands, Events};
 use hotlift_qmp::{QmpAddress, RunState, Uuid, one_line};
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::{complain, say, say_turned_away};
+use hotlift_terminal::output::{print_line, print_rejected_connections, warn};
 use hotlift_terminal::progress::bytes;
 use hotlift_terminal::signals::{Interrupt, beside};
 
@@ -92,7 +92,7 @@ pub struct ServeArgs {
 }
 
 /// Result of the visit of one source.
-enum Visit {
+enum SourceResult {
     /// It was refused; nothing was consumed.
     SentAway(CommandError),
     /// It compared its VM with the destination's; nothing was consumed.
@@ -130,8 +130,8 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let monitor = RelayMonitor::new(options, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
-    say!("listening on {}", address_of(&listener)?);
-    say!("{}", of_data_port(args.data_port));
+    print_line!("listening on {}", address_of(&listener)?);
+    print_line!("{}", of_data_port(args.data_port));
     let host = Host {
         args,
         interrupt: &interrupt,
@@ -168,32 +168,31 @@ impl Host<'_> {
     ) -> Result<(), CommandError> {
         // A reason is printed once until it changes.
         let trouble = Mutex::new(String::new());
-        let complain = |why: &str| {
+        let report_failure = |why: &str| {
             let mut trouble = trouble.lock().unwrap_or_else(PoisonError::into_inner);
             if *trouble != why {
-                complain!("hotlift: refused a connection: {why}");
+                warn!("hotlift: refused a connection: {why}");
                 why.clone_into(&mut trouble);
             }
         };
-        let callers = Callers::new(listener, self.tls.clone(), &complain);
+        let callers = Callers::new(listener, self.tls.clone(), &report_failure);
         let mut callers = callers.map_err(TerminalError::process("listener"))?;
         loop {
             if self.interrupt.is_raised() {
                 return Err(TerminalError::Interrupted.into());
             }
-            let mut hear = |source: &mut Conversation| source.hear_hello::<Hello>(Duration::ZERO);
-            let Some(call) = callers.next(None, &[self.interrupt.bell()], &mut hear) else {
+            let mut hear =
+                |source: &mut Conversation| source.receive_hello::<Hello>(Duration::ZERO);
+            let Some(call) = callers.next(None, &[self.interrupt.wake_fd()], &mut hear) else {
                 continue;
             };
             let mut source = call.conversation;
             let sent_away = match call.said {
                 Ok(hello) => match self.receive(&mut source, &hello, held) {
-                    Visit::Over(outcome) => return outcome,
-                    Visit::SentAway(error) => error,
-                    Visit::Compared => {
-                        complain!(
-                            "hotlift: a source compared its VM with this one and sent no guest"
-                        );
+                    SourceResult::Over(outcome) => return outcome,
+                    SourceResult::SentAway(error) => error,
+                    SourceResult::Compared => {
+                        warn!("hotlift: a source compared its VM with this one and sent no guest");
                         continue;
                     }
                 },
@@ -203,7 +202,7 @@ impl Host<'_> {
                     error.into()
                 }
             };
-            complain!("hotlift: refused a source: {}", error_line(&sent_away));
+            warn!("hotlift: refused a source: {}", error_line(&sent_away));
         }
     }
 
@@ -213,9 +212,9 @@ impl Host<'_> {
         source: &mut Conversation,
         hello: &Hello,
         held: &mut Option<Destination>,
-    ) -> Visit {
+    ) -> SourceResult {
         // A QEMU can take time to start. The next messages detect a source that has gone.
-        let _ = source.say(&Answer::Progress { received_bytes: 0 });
+        let _ = source.send(&Answer::Progress { received_bytes: 0 });
         let destination = match held.take() {
             Some(destination) => Ok(destination),
             None => Destination::start(&self.args.command, self.interrupt),
@@ -224,7 +223,7 @@ impl Host<'_> {
             Ok(destination) => destination,
             Err(error) => {
                 refuse(source, &error);
-                return Visit::SentAway(error.into());
+                return SourceResult::SentAway(error.into());
             }
         };
         let vm = match self.compare(hello, &destination) {
@@ -234,19 +233,19 @@ impl Host<'_> {
                     *held = Some(destination);
                 }
                 return match outcome {
-                    Ok(vm) => match source.say(&Answer::Compared { vm }) {
-                        Ok(()) => Visit::Compared,
-                        Err(error) => Visit::SentAway(error.into()),
+                    Ok(vm) => match source.send(&Answer::Compared { vm }) {
+                        Ok(()) => SourceResult::Compared,
+                        Err(error) => SourceResult::SentAway(error.into()),
                     },
                     Err(error) => {
                         refuse(source, &error);
-                        Visit::SentAway(error.into())
+                        SourceResult::SentAway(error.into())
                     }
                 };
             }
         };
         destination.expect(hello.state.clone());
-        Visit::Over(self.migrate(source, hello, vm, destination))
+        SourceResult::Over(self.migrate(source, hello, vm, destination))
     }
 
     /// Returns the destination's VM if it can receive the source's guest.
@@ -307,7 +306,7 @@ impl Host<'_> {
             qemu: destination.qemu().version(),
             vm,
         };
-        source.say(&ready)?;
+        source.send(&ready)?;
         let (relayed, source_said) =
             self.relay(source, &destination, &settings, &listener, &socket)?;
         drop(listener);
@@ -337,7 +336,7 @@ impl Host<'_> {
         match address_of(&listener)? {
             Address::Tcp { port, .. } => {
                 if self.args.data_port == 0 && !self.args.quiet {
-                    complain!("the pages arrive at port {port}");
+                    warn!("the pages arrive at port {port}");
                 }
                 Ok((listener, port, settings))
             }
@@ -381,15 +380,15 @@ impl Host<'_> {
         let custody = destination.custody();
         let (outcome, source_said) = beside(relay, |ended| {
             let received = || latest.lock().map_or(0, |latest| latest.received_bytes);
-            self.attend(source, ended, &control, custody, &received)
+            self.serve_source(source, ended, &control, custody, &received)
         })?;
-        say_turned_away(&control);
+        print_rejected_connections(&control);
         self.monitor.ended(&outcome);
         Ok((outcome, source_said))
     }
 
     /// Serves the source until `ended` is readable. Returns its reason for a failure.
-    fn attend(
+    fn serve_source(
         &self,
         source: &mut Conversation,
         ended: BorrowedFd<'_>,
@@ -404,22 +403,22 @@ impl Host<'_> {
             let mut wakes = vec![ended];
             match self.interrupt.is_raised() {
                 true => control.cancel(),
-                false => wakes.push(self.interrupt.bell()),
+                false => wakes.push(self.interrupt.wake_fd()),
             }
             if !source_is_there {
                 wait_readable(&wakes, None);
                 continue;
             }
-            let mut heard = hear_failure(source, &wakes, told + PROGRESS, &mut said);
+            let mut heard = receive_failure(source, &wakes, told + PROGRESS, &mut said);
             if told.elapsed() >= PROGRESS {
                 told = Instant::now();
                 let received_bytes = received();
                 if !self.args.quiet {
                     let stall = control.stall();
                     let stall = stall.map_or_else(String::new, |stall| format!(", {stall}"));
-                    complain!("receiving: {} arrived{stall}", bytes(received_bytes));
+                    warn!("receiving: {} arrived{stall}", bytes(received_bytes));
                 }
-                heard = heard.and_then(|()| source.say(&Answer::Progress { received_bytes }));
+                heard = heard.and_then(|()| source.send(&Answer::Progress { received_bytes }));
             }
             if heard.is_err() || said.is_some() {
                 source_is_there = heard.is_ok();
@@ -446,7 +445,7 @@ impl Host<'_> {
             Statement::Here { state } => {
                 let report = Box::new(report);
                 // The guest is here, even if the source does not receive this.
-                let _ = source.say(&Answer::Completed {
+                let _ = source.send(&Answer::Completed {
                     state: state.clone(),
                     report,
                 });
@@ -458,14 +457,14 @@ impl Host<'_> {
             }
             // The stream does not show this to the relay, and the source saw it end without an error.
             Statement::Ended { reason } => {
-                let _ = source.say(&failed(reason.clone(), GuestThere::NotHere));
+                let _ = source.send(&failed(reason.clone(), DestinationKnowledge::NotHere));
                 Err(QemuError::Failed { reasons: reason }.into())
             }
             Statement::GuestEnded { how, by_itself } => had_guest(source, how, by_itself),
             // QEMU accepted the guest on the stream, so its current state does not prove that the guest never ran.
             Statement::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
-                let _ = source.say(&failed(error_line(&error), GuestThere::Unknown));
+                let _ = source.send(&failed(error_line(&error), DestinationKnowledge::Unknown));
                 Err(error)
             }
             Statement::Unknown { reason, .. } => Err(not_known(source, destination, reason)),
@@ -496,8 +495,8 @@ impl Host<'_> {
         match statement {
             Statement::Here { state } => {
                 let reason = error.chain();
-                let _ = source.say(&failed(reason.clone(), GuestThere::Here));
-                complain!("hotlift: the guest is here, with errors on the way: {reason}");
+                let _ = source.send(&failed(reason.clone(), DestinationKnowledge::Here));
+                warn!("hotlift: the guest is here, with errors on the way: {reason}");
                 say_taken(&state, destination);
                 Ok(())
             }
@@ -511,13 +510,13 @@ impl Host<'_> {
             Statement::Never { reason } | Statement::Ended { reason } => {
                 let reasons = explained(&reason);
                 destination.give_back();
-                let _ = source.say(&failed(reasons.clone(), GuestThere::NotHere));
+                let _ = source.send(&failed(reasons.clone(), DestinationKnowledge::NotHere));
                 if is_interrupted {
                     return Err(TerminalError::Interrupted.into());
                 }
                 let mut said = source_said;
                 if said.is_none() {
-                    let _ = hear_failure(source, &[], Instant::now() + REASON, &mut said);
+                    let _ = receive_failure(source, &[], Instant::now() + REASON, &mut said);
                 }
                 let reasons = match (said, error) {
                     // The source ended this relay.
@@ -551,25 +550,25 @@ fn of_data_port(port: u16) -> String {
 }
 
 /// Receives messages of the source until `until`, or until one of `others` is readable; stores the reason of a failure.
-fn hear_failure(
+fn receive_failure(
     source: &mut Conversation,
     others: &[BorrowedFd<'_>],
     until: Instant,
     said: &mut Option<String>,
 ) -> Result<(), ConversationError> {
-    if let Some(SourceMessage::Failed { reason }) = source.hear_until(others, Some(until))? {
+    if let Some(SourceMessage::Failed { reason }) = source.receive_until(others, Some(until))? {
         said.get_or_insert_with(|| one_line(&reason));
     }
     Ok(())
 }
 
-fn failed(reason: String, guest: GuestThere) -> Answer {
+fn failed(reason: String, guest: DestinationKnowledge) -> Answer {
     Answer::Failed { reason, guest }
 }
 
 /// Prints that the guest is here, and leaves its QEMU running.
 fn say_taken(state: &RunState, destination: Destination) {
-    say!("the guest {} here: {}", words(state), destination.leave());
+    print_line!("the guest {} here: {}", words(state), destination.leave());
 }
 
 /// Leaves a QEMU running that has the guest and does not run it.
@@ -579,7 +578,7 @@ fn not_running(
     reasons: String,
     can_run: bool,
 ) -> CommandError {
-    let _ = source.say(&failed(reasons.clone(), GuestThere::Stopped));
+    let _ = source.send(&failed(reasons.clone(), DestinationKnowledge::Stopped));
     CommandError::NotRunning {
         reasons,
         qemu: destination.leave(),
@@ -592,17 +591,17 @@ fn not_running(
 /// failure.
 fn had_guest(source: &mut Conversation, how: String, by_itself: bool) -> Result<(), CommandError> {
     let reason = format!("the guest was received, then its QEMU ended: {how}");
-    let _ = source.say(&failed(reason.clone(), GuestThere::Here));
+    let _ = source.send(&failed(reason.clone(), DestinationKnowledge::Here));
     if !by_itself {
         return Err(CommandError::EndedSince { how });
     }
-    complain!("{reason}");
+    warn!("{reason}");
     Ok(())
 }
 
 /// Leaves a QEMU running that may or may not run the guest.
 fn not_known(source: &mut Conversation, destination: Destination, reasons: String) -> CommandError {
-    let _ = source.say(&failed(reasons.clone(), GuestThere::Unknown));
+    let _ = source.send(&failed(reasons.clone(), DestinationKnowledge::Unknown));
     CommandError::NotKnown {
         reasons,
         qemu: destination.leave_alone(),
@@ -612,7 +611,7 @@ fn not_known(source: &mut Conversation, destination: Destination, reasons: Strin
 /// Sends a refusal to a source, which may be gone.
 fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
     let reason = error_line(error);
-    let _ = source.say(&Answer::Refused { reason });
+    let _ = source.send(&Answer::Refused { reason });
 }
 
 /// Returns the address to which a client connects by default.

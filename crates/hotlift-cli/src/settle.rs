@@ -8,7 +8,7 @@ use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::settings;
 use hotlift_qmp::{MigrationInfo, QmpAddress, QmpError, StatusInfo};
 use hotlift_terminal::error::error_line;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 
 use crate::error::CommandError;
 
@@ -30,13 +30,13 @@ pub struct SettleArgs {
     #[arg(long, value_name = "ADDRESS")]
     qmp: QmpAddress,
     #[command(flatten)]
-    whereabouts: Whereabouts,
+    location: GuestLocation,
 }
 
 /// Where the guest goes on. Exactly one is given.
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
-struct Whereabouts {
+struct GuestLocation {
     /// The destination does not run the guest and never will: run it here
     #[arg(long)]
     here: bool,
@@ -49,7 +49,7 @@ struct Whereabouts {
 pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     let connected = match connect(&args.qmp, SILENCE) {
         Err(QmpError::Timeout { .. }) => {
-            complain!(
+            warn!(
                 "waiting for an answer of QEMU at {}: another command may hold this socket",
                 args.qmp
             );
@@ -63,14 +63,14 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     if let Some(problem) = problem(&state, &migration) {
         return Err(CommandError::NothingToSettle { problem });
     }
-    if args.whereabouts.there {
+    if args.location.there {
         qemu.quit().map_err(at_source)?;
-        complain!("ended the paused copy here; the guest stays at the destination");
+        warn!("ended the paused copy here; the guest stays at the destination");
         return Ok(());
     }
     // QEMU also reports this in doubt: it had transferred the whole guest.
     if migration.is_completed() {
-        complain!("{COMPLETED}");
+        warn!("{COMPLETED}");
     }
     // In doubt, 'hotlift guest run' ignores a bare 'cont' as a mistake, and accepts it after a 'stop'. A QEMU with a paused
     // guest ignores 'stop'.
@@ -79,10 +79,10 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     let state = qemu.query_status().map_err(at_source)?;
     match state.running {
         true => {
-            complain!("the guest runs here");
+            warn!("the guest runs here");
             if let Err(error) = settings::restore_left(&mut qemu, Side::Source, |_| Ok(())) {
                 let error = error_line(&error);
-                complain!(
+                warn!(
                     "hotlift: cannot restore QEMU's settings that an earlier command left changed: {error}"
                 );
             }

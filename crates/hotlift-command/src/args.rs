@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use hotlift::options::parse_size;
 use hotlift_mem::{Backing, FileError};
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::bytes;
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::layout::{Layout, MAX_RAM, MAX_VCPUS, MIN_RAM};
@@ -164,7 +164,7 @@ impl GuestArgs {
                 let (kind, why) = hotlift_vmm::best_kind();
                 if let Some(why) = why {
                     let why = error_line(&why);
-                    complain!(
+                    warn!(
                         "hotlift: the guest runs as worker threads, as KVM cannot be used: {why}"
                     );
                 }

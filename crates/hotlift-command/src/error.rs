@@ -4,7 +4,7 @@ use std::io;
 
 use hotlift::Address;
 use hotlift::conversation::ConversationError;
-use hotlift::conversation::callers::Unheard;
+use hotlift::conversation::callers::DropReason;
 use hotlift::options::OptionError;
 use hotlift::tls::{Fault, TlsError, TlsSetupError};
 use hotlift::transport::TransportError;
@@ -91,7 +91,7 @@ pub enum SharedError {
     },
     /// A client's messages cannot be read.
     #[error(transparent)]
-    Unheard(Unheard),
+    DropReason(DropReason),
     /// The destination refused the migration.
     #[error("the destination refuses: {reason}")]
     Refused {
@@ -100,11 +100,11 @@ pub enum SharedError {
     },
 }
 
-impl From<Unheard> for SharedError {
-    fn from(error: Unheard) -> Self {
+impl From<DropReason> for SharedError {
+    fn from(error: DropReason) -> Self {
         match error {
-            Unheard::Conversation(error) => Self::Conversation(error),
-            error => Self::Unheard(error),
+            DropReason::Conversation(error) => Self::Conversation(error),
+            error => Self::DropReason(error),
         }
     }
 }

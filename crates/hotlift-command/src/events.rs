@@ -25,7 +25,7 @@ pub enum Event {
     /// Progress of the source's migration.
     Progress {
         /// The current state.
-        moment: Moment,
+        moment: ProgressSnapshot,
     },
     /// The source's migration completed.
     Sent {
@@ -91,7 +91,7 @@ impl Filling {
 
 /// Snapshot of a migration at its source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Moment {
+pub struct ProgressSnapshot {
     /// Time since the start of the migration, in milliseconds.
     pub elapsed_ms: f64,
     /// State, by QEMU's name.
@@ -110,7 +110,7 @@ pub struct Moment {
     pub dirty_pages_per_second: f64,
 }
 
-impl From<&Progress> for Moment {
+impl From<&Progress> for ProgressSnapshot {
     fn from(progress: &Progress) -> Self {
         Self {
             elapsed_ms: progress.elapsed.as_secs_f64() * 1e3,

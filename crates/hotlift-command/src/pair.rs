@@ -14,7 +14,7 @@ use hotlift_vmm::GuestKind;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::args::GuestArgs;
-use crate::events::{self, Check, Event, Events, Filling, Moment};
+use crate::events::{self, Check, Event, Events, Filling, ProgressSnapshot};
 use crate::migration_args::MigrationArgs;
 
 /// Guest, options and place of a migration.
@@ -28,16 +28,16 @@ pub struct Pair<'a> {
     /// Prefix of lines of the progress display.
     pub label: &'a str,
     /// Place of the two processes.
-    pub place: &'a Place,
+    pub place: &'a ProcessPlace,
     /// Time limit, from the start of the source's process on; `None` for no limit.
     pub limit: Option<Duration>,
     /// Handling of standard error of both processes.
-    pub errors: Errors,
+    pub errors: StderrHandling,
 }
 
 /// Program and place of two processes.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct ProcessPlace {
     /// The `hotlift` that both processes run.
     pub program: PathBuf,
     /// Prefix of the source's command line, such as the command that enters a network namespace.
@@ -50,7 +50,7 @@ pub struct Place {
     pub security: Vec<(String, String)>,
 }
 
-impl Place {
+impl ProcessPlace {
     /// Returns the place of two processes of `program` on this host.
     pub fn new(program: PathBuf) -> Self {
         Self {
@@ -84,7 +84,7 @@ impl Place {
 
 /// Handling of standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Errors {
+pub enum StderrHandling {
     /// Shown, with the progress display unless quiet.
     Shown {
         /// True for no progress.
@@ -96,7 +96,7 @@ pub enum Errors {
 
 /// Result of the migration.
 #[derive(Debug, Default)]
-pub struct Moved {
+pub struct PairResult {
     /// The source's report, if it completed there.
     pub source: Option<SourceReport>,
     /// The destination's report, if it completed there.
@@ -110,7 +110,7 @@ pub struct Moved {
 }
 
 /// Event during the migration.
-pub enum Tale<'a> {
+pub enum PairEvent<'a> {
     /// The processes run, and nothing has been sent yet. Without a destination here, it is elsewhere.
     Begun {
         /// Process id of the source.
@@ -121,10 +121,10 @@ pub enum Tale<'a> {
     /// The source's guest exists, and its migration starts next.
     Filled,
     /// Progress of the source.
-    Moment(&'a Moment),
+    Progress(&'a ProgressSnapshot),
 }
 
-impl Moved {
+impl PairResult {
     fn failed(&mut self, error: &str) {
         self.error.get_or_insert_with(|| error.to_owned());
     }
@@ -144,14 +144,14 @@ impl Pair<'_> {
     /// Migrates once. An interrupt or the time limit ends both processes.
     ///
     /// # Errors
-    /// A process cannot be started. All other errors are in [`Moved::error`].
+    /// A process cannot be started. All other errors are in [`PairResult::error`].
     pub fn migrate(
         &self,
         destination: Destination,
         interrupt: &Interrupt,
-        tell: &mut dyn FnMut(&Tale<'_>),
-    ) -> Result<Moved, TerminalError> {
-        let mut moved = Moved::default();
+        tell: &mut dyn FnMut(&PairEvent<'_>),
+    ) -> Result<PairResult, TerminalError> {
+        let mut moved = PairResult::default();
         let Destination {
             mut process,
             mut events,
@@ -185,7 +185,7 @@ impl Pair<'_> {
         }
         let (mut source, source_events) = source?;
         let pid = process.as_ref().map(Process::id);
-        tell(&Tale::Begun {
+        tell(&PairEvent::Begun {
             source: source.id(),
             destination: pid,
         });
@@ -193,10 +193,10 @@ impl Pair<'_> {
         let late = self.watched(&watched, interrupt, || {
             for event in source_events {
                 match event {
-                    Event::Progress { moment } => tell(&Tale::Moment(&moment)),
+                    Event::Progress { moment } => tell(&PairEvent::Progress(&moment)),
                     Event::Filled(filling) => {
                         moved.filled = Some(filling);
-                        tell(&Tale::Filled);
+                        tell(&PairEvent::Filled);
                     }
                     Event::Sent { report } => moved.source = Some(*report),
                     Event::Failed { error } => moved.failed(&error),
@@ -280,10 +280,10 @@ impl Pair<'_> {
             .process_group(0);
         let mut said = None;
         match self.errors {
-            Errors::Shown { quiet } => {
+            StderrHandling::Shown { quiet } => {
                 command.args(quiet.then_some("--quiet"));
             }
-            Errors::Kept => {
+            StderrHandling::Kept => {
                 let file = tempfile::tempfile().map_err(failed)?;
                 command
                     .arg("--quiet")
@@ -321,7 +321,7 @@ fn kill(process: u32) {
 /// Returns why a side ended too early.
 fn gone(process: Option<&mut Process>, side: &str, before: &str) -> String {
     let plain = format!("the {side} process ended before {before}");
-    match process.and_then(Process::last_words) {
+    match process.and_then(Process::last_error_line) {
         Some(words) => format!("{plain}: {words}"),
         None => plain,
     }
@@ -353,13 +353,13 @@ impl Process {
     }
 
     /// Returns the cause of its end from its standard error, if kept: the line with the error, or the last one.
-    fn last_words(&mut self) -> Option<String> {
+    fn last_error_line(&mut self) -> Option<String> {
         /// Far more than one line of Hotlift.
-        const ENOUGH: u64 = 64 << 10;
+        const MAX_KEPT_STDERR: u64 = 64 << 10;
         let said = self.said.as_mut()?;
         let mut text = String::new();
         said.seek(SeekFrom::Start(0)).ok()?;
-        said.take(ENOUGH).read_to_string(&mut text).ok()?;
+        said.take(MAX_KEPT_STDERR).read_to_string(&mut text).ok()?;
         let error = text.lines().find_map(|line| line.strip_prefix("hotlift: "));
         let last = || text.lines().rfind(|line| !line.trim().is_empty());
         Some(error.or_else(last)?.to_owned())

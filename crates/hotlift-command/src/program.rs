@@ -8,7 +8,7 @@ use clap::{Command, FromArgMatches};
 use hotlift::options::{OPTIONS, Role};
 use hotlift_methods::environment;
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::{self, complain};
+use hotlift_terminal::output::{self, warn};
 use hotlift_terminal::{signals, width};
 
 /// Last line of the short help of a command with more options.
@@ -65,7 +65,7 @@ impl Program {
         match matches.and_then(|matches| T::from_arg_matches(&matches)) {
             Ok(read) => read,
             Err(error) if error.use_stderr() => {
-                complain!("{}", self.explain(error));
+                warn!("{}", self.explain(error));
                 output::finish();
                 std::process::exit(USAGE.into());
             }
@@ -93,7 +93,7 @@ impl Program {
 
     /// Prints a line that begins with the program's name.
     pub fn warn(&self, line: &str) {
-        complain!("{}: {line}", self.command.get_name());
+        warn!("{}: {line}", self.command.get_name());
     }
 
     /// Returns the message for an invalid command line, with the usage of its command.

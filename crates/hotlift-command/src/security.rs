@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use hotlift::options::{Limits, OptionError, TlsOptions, option};
 use hotlift::tls::{self, Tls};
 use hotlift::{Address, Options};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 
 use crate::error::SharedError;
 
@@ -104,7 +104,7 @@ impl QemuTlsArgs {
 
 fn warn(tls: &Tls) {
     for warning in tls.warnings() {
-        complain!("hotlift: {warning}");
+        warn!("hotlift: {warning}");
     }
 }
 

@@ -24,7 +24,7 @@ const LEVELS: &[(&str, &[u8])] = &[("zstd", &[1, 3, 6])];
 const BUDGET: Duration = Duration::from_secs(10);
 
 /// Maximum number of measuring threads.
-const MOST_THREADS: usize = 16;
+const MAX_THREADS: usize = 16;
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
@@ -63,7 +63,7 @@ pub struct Cost {
 #[must_use]
 pub fn threads(sample: &Sample) -> usize {
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    cores.min(MOST_THREADS).min(sample.packets.len())
+    cores.min(MAX_THREADS).min(sample.packets.len())
 }
 
 /// Measures every method on the sample's pages with content, in the order of the table; nothing if there are none. Method

@@ -14,7 +14,7 @@ pub const PACKET_PAGES: usize = 128;
 pub const PACKET: usize = PACKET_PAGES * PAGE_SIZE;
 
 /// Maximum packets read per wanted packet, so that mostly zero memory also yields enough content.
-const LOOKS: u64 = 16;
+const MAX_READS_PER_PACKET: u64 = 16;
 
 /// Memory to sample.
 pub trait Memory {
@@ -81,7 +81,7 @@ impl Sample {
         let packets = memory.bytes().div_ceil(PACKET as u64);
         let enough = limit.div_ceil(PACKET as u64).max(1);
         let mut content = 0;
-        for packet in order(packets, enough.saturating_mul(LOOKS), seed) {
+        for packet in order(packets, enough.saturating_mul(MAX_READS_PER_PACKET), seed) {
             let mut pages = Vec::with_capacity(PACKET);
             let Some(untouched) = memory.read(packet, &mut pages)? else {
                 continue;

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use hotlift_idxd::model::Behaviour;
 use hotlift_idxd::simulated;
-use hotlift_idxd::zero::{Verdict, ZeroFinder};
+use hotlift_idxd::zero::{PageResult, ZeroFinder};
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time};
 
 /// All zero, and written once.
@@ -99,10 +99,11 @@ fn by_device(pages: &[GuestRun<'_>], count: usize) -> Result<Duration, Failure> 
                     batch.push(*page);
                 }
                 batch.submit();
-                batches[1 - at % 2].wait(|verdict| zero += usize::from(verdict == Verdict::Zero));
+                batches[1 - at % 2]
+                    .wait(|verdict| zero += usize::from(verdict == PageResult::Zero));
             }
             for batch in &mut batches {
-                batch.wait(|verdict| zero += usize::from(verdict == Verdict::Zero));
+                batch.wait(|verdict| zero += usize::from(verdict == PageResult::Zero));
             }
             assert_eq!(zero, share.len());
         });

@@ -14,7 +14,7 @@ use crate::{CpuFeatures, SysfsError};
 
 /// Timeout of the no-op that tests a queue. A device needs some microseconds, but a busy host may not schedule the thread for
 /// long.
-pub(crate) const PROOF: Duration = Duration::from_secs(1);
+pub(crate) const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Reason why a queue is unusable.
 #[derive(Debug, thiserror::Error)]
@@ -98,13 +98,13 @@ pub fn open(root: &Path, path: &Path, cpu: CpuFeatures) -> Result<zero::Device, 
     let file = file.map_err(opened)?;
     let mode = queue.mode.unwrap_or(Mode::Shared);
     let entrance = enter(file, mode, queue.size.unwrap_or(1), cpu).map_err(opened)?;
-    entrance.prove(path, PROOF)?;
+    entrance.prove(path, PROBE_TIMEOUT)?;
     let longest = [queue.max_batch_size, device.max_batch_size];
     let longest = longest.into_iter().flatten().min();
     Ok(zero::Device {
         name: path.display().to_string(),
         max_batch: longest
-            .filter(|_| takes_batches(&*entrance.portal, PROOF))
+            .filter(|_| takes_batches(&*entrance.portal, PROBE_TIMEOUT))
             .unwrap_or(0),
         portal: entrance.portal,
         node: device.place.numa_node,
@@ -145,7 +145,7 @@ impl Node for File {
 }
 
 /// Access to a queue.
-pub(crate) struct Entrance {
+pub(crate) struct QueueAccess {
     pub portal: Box<dyn Portal>,
     /// Reason why it is not mapped, if so.
     pub written: Option<io::Error>,
@@ -157,7 +157,7 @@ pub(crate) fn enter(
     mode: Mode,
     entries: u32,
     cpu: CpuFeatures,
-) -> io::Result<Entrance> {
+) -> io::Result<QueueAccess> {
     let able = match mode {
         Mode::Shared => cpu.enqcmd,
         Mode::Dedicated => cpu.movdir64b,
@@ -172,12 +172,12 @@ pub(crate) fn enter(
         ))
     };
     match mapped {
-        Ok(portal) => Ok(Entrance {
+        Ok(portal) => Ok(QueueAccess {
             portal,
             written: None,
         }),
         // Since May 2024 mapping requires CAP_SYS_RAWIO on most devices; writing does not.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Entrance {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(QueueAccess {
             portal: node.write(),
             written: Some(error),
         }),
@@ -185,7 +185,7 @@ pub(crate) fn enter(
     }
 }
 
-impl Entrance {
+impl QueueAccess {
     /// Tests the device with a no-op.
     pub(crate) fn prove(&self, path: &Path, within: Duration) -> Result<(), QueueError> {
         let record = leaked(Record::default());

@@ -17,7 +17,7 @@ use crate::queue::{Node, QueueError, enter, takes_batches};
 use crate::{CpuFeatures, Mode, zero};
 
 /// Scheduling allowance of a model's thread.
-const PROOF_OF_A_MODEL: Duration = Duration::from_secs(60);
+const MODEL_PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Opens a queue of this behaviour, whose faults begin after the test of the queue.
 ///
@@ -39,8 +39,8 @@ pub fn open(behaviour: Behaviour) -> Result<zero::Device, QueueError> {
         })
     };
     let sound = enter(Running::start(model.without_faults()))?;
-    sound.prove(path, PROOF_OF_A_MODEL)?;
-    let batches = takes_batches(&*sound.portal, PROOF_OF_A_MODEL);
+    sound.prove(path, MODEL_PROBE_TIMEOUT)?;
+    let batches = takes_batches(&*sound.portal, MODEL_PROBE_TIMEOUT);
     Ok(zero::Device {
         name: "simulated DSA".to_owned(),
         portal: enter(Running::start(model))?.portal,
@@ -131,10 +131,10 @@ impl Portal for ByKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::queue::{Entrance, PROOF};
+    use crate::queue::{PROBE_TIMEOUT, QueueAccess};
 
     /// Runs `work` with access to a simulated queue.
-    fn with<T>(behaviour: Behaviour, work: impl FnOnce(&Entrance) -> T) -> T {
+    fn with<T>(behaviour: Behaviour, work: impl FnOnce(&QueueAccess) -> T) -> T {
         let cpu = CpuFeatures {
             enqcmd: true,
             ..CpuFeatures::default()
@@ -155,9 +155,12 @@ mod tests {
         for (behaviour, batches) in [(SOUND, true), (no_batches, false)] {
             with(behaviour, |entrance| {
                 entrance
-                    .prove(path, PROOF_OF_A_MODEL)
+                    .prove(path, MODEL_PROBE_TIMEOUT)
                     .expect("a sound device");
-                assert_eq!(takes_batches(&*entrance.portal, PROOF_OF_A_MODEL), batches);
+                assert_eq!(
+                    takes_batches(&*entrance.portal, MODEL_PROBE_TIMEOUT),
+                    batches
+                );
             });
         }
         for (fault, says, within) in [
@@ -167,7 +170,7 @@ mod tests {
                     ..SOUND
                 },
                 "no answer",
-                PROOF,
+                PROBE_TIMEOUT,
             ),
             (
                 Behaviour {
@@ -175,9 +178,9 @@ mod tests {
                     ..SOUND
                 },
                 "Failed(32)",
-                PROOF_OF_A_MODEL,
+                MODEL_PROBE_TIMEOUT,
             ),
-            (Behaviour { depth: 0, ..SOUND }, "full", PROOF),
+            (Behaviour { depth: 0, ..SOUND }, "full", PROBE_TIMEOUT),
         ] {
             with(fault, |entrance| {
                 let error = entrance
@@ -199,9 +202,9 @@ mod tests {
         };
         with(unmapped, |entrance| {
             assert!(entrance.written.is_some());
-            entrance.prove(path, PROOF_OF_A_MODEL).expect("by write");
+            entrance.prove(path, MODEL_PROBE_TIMEOUT).expect("by write");
             assert!(
-                takes_batches(&*entrance.portal, PROOF_OF_A_MODEL),
+                takes_batches(&*entrance.portal, MODEL_PROBE_TIMEOUT),
                 "the kernel lets them pass"
             );
         });
@@ -210,8 +213,8 @@ mod tests {
             ..unmapped
         };
         with(single, |entrance| {
-            entrance.prove(path, PROOF_OF_A_MODEL).expect("by write");
-            assert!(!takes_batches(&*entrance.portal, PROOF_OF_A_MODEL));
+            entrance.prove(path, MODEL_PROBE_TIMEOUT).expect("by write");
+            assert!(!takes_batches(&*entrance.portal, MODEL_PROBE_TIMEOUT));
         });
         // A mapped portal submits batches to the device even if the kernel accepts none.
         let mapped = Behaviour {
@@ -220,7 +223,7 @@ mod tests {
         };
         with(mapped, |entrance| {
             assert!(entrance.written.is_none());
-            assert!(takes_batches(&*entrance.portal, PROOF_OF_A_MODEL));
+            assert!(takes_batches(&*entrance.portal, MODEL_PROBE_TIMEOUT));
         });
         let neither = Behaviour {
             unwritten: true,
@@ -228,7 +231,7 @@ mod tests {
         };
         with(neither, |entrance| {
             let error = entrance
-                .prove(path, PROOF_OF_A_MODEL)
+                .prove(path, MODEL_PROBE_TIMEOUT)
                 .expect_err("no way in")
                 .to_string();
             assert!(

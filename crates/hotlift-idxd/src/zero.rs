@@ -66,7 +66,7 @@ pub struct ZeroJobs {
 pub struct ZeroFinder {
     devices: Vec<Service>,
     next: AtomicUsize,
-    flights: Mutex<Flights>,
+    flights: Mutex<InFlightBatches>,
     more: Condvar,
     hardware: AtomicU64,
     software: AtomicU64,
@@ -77,8 +77,8 @@ pub struct ZeroFinder {
 
 /// Batches in flight.
 #[derive(Default)]
-struct Flights {
-    list: Vec<(Box<Flight>, Arc<Slot>)>,
+struct InFlightBatches {
+    list: Vec<(Box<BatchMemory>, Arc<Slot>)>,
     /// Batches about to be added to the list.
     coming: usize,
     closed: bool,
@@ -99,18 +99,18 @@ struct Service {
 /// Return path of a batch.
 #[derive(Default)]
 struct Slot {
-    landed: Mutex<Option<Landing>>,
+    landed: Mutex<Option<BatchReturn>>,
     wake: Condvar,
 }
 
-enum Landing {
-    Done(Box<Flight>),
+enum BatchReturn {
+    Done(Box<BatchMemory>),
     /// The device did not answer. It may still write to the flight's memory, which is never freed.
     Lost(usize),
 }
 
 /// One batch: memory that a device reads and writes.
-struct Flight {
+struct BatchMemory {
     pages: Vec<Page>,
     descriptors: Box<[Descriptor]>,
     records: Box<[Record]>,
@@ -131,12 +131,12 @@ struct Page(*const u8);
 unsafe impl Send for Page {}
 
 // SAFETY: descriptors hold addresses of the flight's own memory, and of pages that are only read.
-unsafe impl Send for Flight {}
+unsafe impl Send for BatchMemory {}
 
 /// A channel's batch of pages, reused from packet to packet. Dropping it waits for a batch in flight.
 pub struct ZeroBatch<'a> {
     finder: &'a ZeroFinder,
-    flight: Option<Box<Flight>>,
+    flight: Option<Box<BatchMemory>>,
     slot: Arc<Slot>,
     /// Maximum number of pages.
     room: usize,
@@ -145,7 +145,7 @@ pub struct ZeroBatch<'a> {
 
 /// Result for a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum PageResult {
     /// The page is zero.
     Zero,
     /// The page is not zero.
@@ -190,7 +190,7 @@ impl ZeroFinder {
     pub fn batch(&self, pages: usize) -> ZeroBatch<'_> {
         ZeroBatch {
             finder: self,
-            flight: Some(Flight::new(pages)),
+            flight: Some(BatchMemory::new(pages)),
             slot: Arc::default(),
             room: pages,
             pages: PhantomData,
@@ -222,7 +222,7 @@ impl ZeroFinder {
         self.devices.iter().map(name).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Flights> {
+    fn lock(&self) -> MutexGuard<'_, InFlightBatches> {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -234,11 +234,11 @@ impl ZeroFinder {
 
     /// Returns every completed batch to its channel, until closed: the work of the completion thread.
     pub fn listen(&self) {
-        let mut flying = Flying {
+        let mut flying = PolledBatches {
             finder: self,
             list: Vec::new(),
         };
-        let Flying { list: flying, .. } = &mut flying;
+        let PolledBatches { list: flying, .. } = &mut flying;
         loop {
             let mut flights = self.lock();
             while flights.list.is_empty() && flying.is_empty() {
@@ -255,14 +255,14 @@ impl ZeroFinder {
             // Removes only completed batches; the rest keeps its order.
             let mut at = 0;
             while at < flying.len() {
-                match self.look(&flying[at].0) {
-                    Look::Flies => at += 1,
-                    Look::Landed => {
+                match self.poll(&flying[at].0) {
+                    PollResult::Flies => at += 1,
+                    PollResult::Landed => {
                         self.completed(&flying[at].0);
                         let (flight, slot) = flying.remove(at);
-                        slot.put(Landing::Done(flight));
+                        slot.put(BatchReturn::Done(flight));
                     }
-                    Look::Late => {
+                    PollResult::Late => {
                         let (flight, slot) = flying.remove(at);
                         let service = &self.devices[flight.device];
                         let _ = service
@@ -280,19 +280,23 @@ impl ZeroFinder {
         }
     }
 
-    fn look(&self, flight: &Flight) -> Look {
+    fn poll(&self, flight: &BatchMemory) -> PollResult {
         // The time is read first: a thread that was not scheduled for long must not count a completed batch as lost.
         let late = flight
             .begun
             .is_some_and(|begun| begun.elapsed() >= self.deadline);
         let mut heads = flight.head_records();
         if heads.all(|record| record.read() != Completion::Pending) {
-            return Look::Landed;
+            return PollResult::Landed;
         }
-        if late { Look::Late } else { Look::Flies }
+        if late {
+            PollResult::Late
+        } else {
+            PollResult::Flies
+        }
     }
 
-    fn completed(&self, flight: &Flight) {
+    fn completed(&self, flight: &BatchMemory) {
         for _ in &flight.heads {
             self.devices[flight.device].device.portal.completed();
         }
@@ -314,12 +318,12 @@ impl ZeroFinder {
 }
 
 /// Batches that the completion thread polls. If it panics, its batches come back as lost; the CPU checks later ones.
-struct Flying<'a> {
+struct PolledBatches<'a> {
     finder: &'a ZeroFinder,
-    list: Vec<(Box<Flight>, Arc<Slot>)>,
+    list: Vec<(Box<BatchMemory>, Arc<Slot>)>,
 }
 
-impl Drop for Flying<'_> {
+impl Drop for PolledBatches<'_> {
     fn drop(&mut self) {
         let mut flights = self.finder.lock();
         flights.deaf = true;
@@ -332,13 +336,13 @@ impl Drop for Flying<'_> {
 }
 
 /// A batch during its submission: the device may have a part of it.
-struct Leaving<'a> {
+struct Submission<'a> {
     finder: &'a ZeroFinder,
     slot: &'a Slot,
-    flight: Option<Box<Flight>>,
+    flight: Option<Box<BatchMemory>>,
 }
 
-impl Drop for Leaving<'_> {
+impl Drop for Submission<'_> {
     fn drop(&mut self) {
         // The submission panicked; the device may have accepted descriptors.
         if let Some(flight) = self.flight.take() {
@@ -349,7 +353,7 @@ impl Drop for Leaving<'_> {
     }
 }
 
-enum Look {
+enum PollResult {
     Flies,
     Landed,
     Late,
@@ -366,19 +370,19 @@ impl Service {
 }
 
 impl Slot {
-    fn put(&self, landing: Landing) {
+    fn put(&self, landing: BatchReturn) {
         *self.landed.lock().unwrap_or_else(PoisonError::into_inner) = Some(landing);
         self.wake.notify_all();
     }
 
     /// Leaks a flight that a device may still write to.
-    fn lose(&self, flight: Box<Flight>) {
+    fn lose(&self, flight: Box<BatchMemory>) {
         let pages = flight.pages.len();
         std::mem::forget(flight);
-        self.put(Landing::Lost(pages));
+        self.put(BatchReturn::Lost(pages));
     }
 
-    fn wait(&self) -> Landing {
+    fn wait(&self) -> BatchReturn {
         let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(landing) = landed.take() {
@@ -392,7 +396,7 @@ impl Slot {
     }
 }
 
-impl Flight {
+impl BatchMemory {
     /// Returns room for that number of pages.
     fn new(pages: usize) -> Box<Self> {
         let records = |count| (0..count).map(|_| Record::default()).collect();
@@ -454,12 +458,12 @@ impl<'a> ZeroBatch<'a> {
         let listened_to = !flights.closed && !flights.deaf;
         let Some(device) = self.finder.choose().filter(|_| listened_to) else {
             drop(flights);
-            return self.slot.put(Landing::Done(flight));
+            return self.slot.put(BatchReturn::Done(flight));
         };
         flights.coming += 1;
         drop(flights);
         flight.device = device;
-        let mut leaving = Leaving {
+        let mut leaving = Submission {
             finder: self.finder,
             slot: &self.slot,
             flight: Some(flight),
@@ -473,7 +477,7 @@ impl<'a> ZeroBatch<'a> {
             return;
         };
         if flight.heads.is_empty() {
-            return self.slot.put(Landing::Done(flight));
+            return self.slot.put(BatchReturn::Done(flight));
         }
         let mut flights = self.finder.lock();
         if flights.deaf {
@@ -483,7 +487,7 @@ impl<'a> ZeroBatch<'a> {
         flights.list.push((flight, Arc::clone(&self.slot)));
     }
 
-    fn submit_to(&self, flight: &mut Flight) {
+    fn submit_to(&self, flight: &mut BatchMemory) {
         let service = &self.finder.devices[flight.device];
         let device = &service.device;
         for (at, page) in flight.pages.iter().enumerate() {
@@ -538,7 +542,7 @@ impl<'a> ZeroBatch<'a> {
 
     /// Waits for the device and passes the verdict on each page, in order; the batch is empty afterwards. Returns without
     /// verdicts if it was not submitted. The batch is empty even if `verdict` panics.
-    pub fn wait(&mut self, mut verdict: impl FnMut(Verdict)) {
+    pub fn wait(&mut self, mut verdict: impl FnMut(PageResult)) {
         if self.flight.is_some() {
             return;
         }
@@ -546,11 +550,11 @@ impl<'a> ZeroBatch<'a> {
         // The batch is whole and empty before the first verdict: `verdict` may panic, and the drop of a batch without its
         // flight would wait for it.
         let flight = match self.slot.wait() {
-            Landing::Done(flight) => self.flight.insert(flight),
-            Landing::Lost(pages) => {
-                self.flight = Some(Flight::new(self.room));
+            BatchReturn::Done(flight) => self.flight.insert(flight),
+            BatchReturn::Lost(pages) => {
+                self.flight = Some(BatchMemory::new(self.room));
                 for _ in 0..pages {
-                    verdict(Verdict::LookFrom(0));
+                    verdict(PageResult::LookFrom(0));
                 }
                 let count = pages as u64;
                 self.finder.software.fetch_add(count, Ordering::Relaxed);
@@ -568,23 +572,23 @@ impl<'a> ZeroBatch<'a> {
             };
             let what = match completion {
                 Completion::Done { differs: true } | Completion::Fault { differs: true, .. } => {
-                    Verdict::Normal
+                    PageResult::Normal
                 }
-                Completion::Done { differs: false } => Verdict::Zero,
+                Completion::Done { differs: false } => PageResult::Zero,
                 Completion::Fault { completed, .. } => {
                     let done = usize::try_from(completed.min(PAGE)).unwrap_or(0);
-                    Verdict::LookFrom(done)
+                    PageResult::LookFrom(done)
                 }
-                Completion::Pending => Verdict::LookFrom(0),
+                Completion::Pending => PageResult::LookFrom(0),
                 Completion::Failed(code) => {
                     let _ = service.out.set(format!("status {code:#04x}"));
-                    Verdict::LookFrom(0)
+                    PageResult::LookFrom(0)
                 }
-                Completion::BatchFailed => Verdict::LookFrom(0),
+                Completion::BatchFailed => PageResult::LookFrom(0),
             };
             match what {
-                Verdict::LookFrom(_) => software += 1,
-                Verdict::Zero | Verdict::Normal => hardware += 1,
+                PageResult::LookFrom(_) => software += 1,
+                PageResult::Zero | PageResult::Normal => hardware += 1,
             }
             verdict(what);
         }

@@ -83,7 +83,7 @@ use shuttle::thread;
 
 use cpu::CpuFeatures;
 use model::{Behaviour, Model};
-use zero::{Device, Verdict, ZeroBatch, ZeroFinder};
+use zero::{Device, PageResult, ZeroBatch, ZeroFinder};
 
 const PAGE: usize = 4096;
 /// A batch of three and one of one, or two of two.
@@ -133,9 +133,9 @@ fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock, turn: usize) {
             .run((first(turn) + answers) * PAGE, PAGE)
             .expect("a page");
         let zero = match verdict {
-            Verdict::Zero => true,
-            Verdict::Normal => false,
-            Verdict::LookFrom(at) => page.split_at(at).1.is_zero(),
+            PageResult::Zero => true,
+            PageResult::Normal => false,
+            PageResult::LookFrom(at) => page.split_at(at).1.is_zero(),
         };
         assert_eq!(zero, page.is_zero(), "page {answers}: {verdict:?}");
         answers += 1;

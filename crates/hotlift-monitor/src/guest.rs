@@ -15,7 +15,7 @@ use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Events, Refusal};
 use hotlift_qmp::{MigrationInfo, StatusInfo, Uuid, UuidInfo};
 use hotlift_terminal::error::error_line;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use serde_json::{Map, Value, json};
 
 use crate::error::MonitorError;
@@ -656,7 +656,7 @@ impl Machine {
             false => self.guest.cont(true),
         };
         if let Err(error) = done {
-            complain!("hotlift: {}", error_line(&error));
+            warn!("hotlift: {}", error_line(&error));
         }
         if by_operator {
             state.run = RunState::Paused;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hotlift_qmp::{Client, Qemu, QmpAddress, QmpError};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 
 /// Interval between queries for changes that may cause no event: the end of a migration's threads, and state changes without
 /// the capability `events`.
@@ -15,7 +15,7 @@ pub const QUERY_INTERVAL: Duration = Duration::from_millis(50);
 /// As [`Qemu::connect`].
 pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Qemu, QmpError> {
     let client = Client::connect_telling(address, timeout, |error| {
-        complain!("waiting for the QMP socket {address}: {error}");
+        warn!("waiting for the QMP socket {address}: {error}");
     });
     Qemu::over(client?)
 }

@@ -7,19 +7,19 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift::lazy::Loading;
-use hotlift::relay::{Doing, Taken};
+use hotlift::relay::{GuestActivity, QemuGuestState};
 use hotlift_qmp::{
     ANSWER_TIMEOUT, MigrationInfo, Qemu, QmpAddress, QmpError, RunState, StatusInfo, Uuid,
 };
 use hotlift_terminal::error::error_line;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::signals::{Interrupt, OwnFolder};
 use serde_json::{Map, Value};
 
 use crate::connect::{QUERY_INTERVAL, connect};
 use crate::error::{QemuError, Side, at_destination};
 use crate::process::{self, Custody, Started, waits_for_cont};
-use crate::run_state::{Before, Judgement, judge};
+use crate::run_state::{PreviousState, RunStateCheck, judge};
 use crate::settings::{self, Changed};
 use crate::vm::Vm;
 use hotlift_mem::lock;
@@ -46,7 +46,7 @@ const REASON: Duration = Duration::from_secs(5);
 const LOOKS: u32 = 20;
 
 /// Interval between these polls.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Prefix of socket names for pages that are sent on request.
 const LAZY: &str = "lazy-";
@@ -64,7 +64,7 @@ pub struct Destination {
     /// True if QEMU was started with `-S`; `None`: unknown.
     waits: Option<bool>,
     /// State of the guest before the migration.
-    before: Mutex<Before>,
+    before: Mutex<PreviousState>,
     /// QEMU had started the guest before this connection.
     had_guest: bool,
     /// The final statement, once there is one.
@@ -200,7 +200,7 @@ impl Destination {
             waits,
             // A QEMU that waits for pages may have loaded the devices, and failed to lock a disk.
             had_guest: state.run_state() != RunState::InMigrate,
-            before: Mutex::new(Before {
+            before: Mutex::new(PreviousState {
                 state: state.run_state(),
                 is_last: true,
             }),
@@ -242,7 +242,7 @@ impl Destination {
         let waits = waits_for_cont(&mut qemu, command);
         Ok(Self {
             waits,
-            before: Mutex::new(Before {
+            before: Mutex::new(PreviousState {
                 state: RunState::Running,
                 is_last: true,
             }),
@@ -315,21 +315,21 @@ impl Destination {
     /// Sets the guest's state at the start of its migration. Its stream may contain another. A guest of unknown state is
     /// expected to have run.
     pub fn expect(&self, was: RunState) {
-        *self.before() = Before {
+        *self.before() = PreviousState {
             state: was,
             is_last: false,
         };
     }
 
-    fn before(&self) -> MutexGuard<'_, Before> {
+    fn before(&self) -> MutexGuard<'_, PreviousState> {
         lock(&self.before)
     }
 
     /// Queries once if QEMU has accepted the guest, whose previous state was `was`. Ends a QEMU that was started here and does
     /// not run a guest that ran.
-    pub fn has_taken(&self, was: Option<&str>) -> Taken {
+    pub fn has_taken(&self, was: Option<&str>) -> QemuGuestState {
         if let Some(was) = was {
-            *self.before() = Before {
+            *self.before() = PreviousState {
                 state: was.into(),
                 is_last: true,
             };
@@ -337,16 +337,16 @@ impl Destination {
         match self.ask() {
             Statement::Here {
                 state: RunState::Running,
-            } => Taken::Yes(Doing::Runs),
+            } => QemuGuestState::Yes(GuestActivity::Runs),
             Statement::Here { .. }
             | Statement::GuestEnded {
                 by_itself: true, ..
-            } => Taken::Yes(Doing::Rests),
-            Statement::GuestEnded { .. } => Taken::Yes(Doing::Unknown),
-            Statement::Stopped { .. } => Taken::Yes(Doing::Stopped),
-            Statement::Ended { .. } => Taken::Ended,
-            Statement::Never { .. } => Taken::Never,
-            Statement::Unknown { .. } => Taken::Unknown,
+            } => QemuGuestState::Yes(GuestActivity::Rests),
+            Statement::GuestEnded { .. } => QemuGuestState::Yes(GuestActivity::Unknown),
+            Statement::Stopped { .. } => QemuGuestState::Yes(GuestActivity::Stopped),
+            Statement::Ended { .. } => QemuGuestState::Ended,
+            Statement::Never { .. } => QemuGuestState::Never,
+            Statement::Unknown { .. } => QemuGuestState::Unknown,
         }
     }
 
@@ -383,7 +383,7 @@ impl Destination {
 
     /// Waits for QEMU's statement on the guest, until `time` is over or a signal arrives.
     pub fn statement_in_time(&self, time: Duration, interrupt: &Interrupt) -> Statement {
-        self.wait_for_statement(time, &[interrupt.bell()], || interrupt.is_raised())
+        self.wait_for_statement(time, &[interrupt.wake_fd()], || interrupt.is_raised())
     }
 
     /// Waits for QEMU's statement on the guest, for `time` or until `is_over`, checked when one of `others` is readable.
@@ -454,7 +454,7 @@ impl Destination {
                 let answers = looks > 0;
                 return Statement::Unknown { answers, reason };
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -503,17 +503,17 @@ impl Destination {
         let is_last = before.is_last;
         drop(before);
         let reason = match judgement {
-            Judgement::Right => return Statement::Here { state },
-            Judgement::DoesNotRun => states,
-            Judgement::MayNotRun if is_last => {
+            RunStateCheck::Right => return Statement::Here { state },
+            RunStateCheck::DoesNotRun => states,
+            RunStateCheck::MayNotRun if is_last => {
                 format!("{states}; it may have been started with -S")
             }
-            Judgement::MayNotRun => format!(
+            RunStateCheck::MayNotRun => format!(
                 "{states}; a 'stop' during the migration may be the cause, and its stream was passed through unread"
             ),
         };
         // A state that may be intended is left to the operator.
-        if judgement == Judgement::DoesNotRun
+        if judgement == RunStateCheck::DoesNotRun
             && let Some(process) = self.process()
         {
             let ended = self.end(process, &reason);
@@ -532,8 +532,8 @@ impl Destination {
     fn end(&self, mut process: MutexGuard<'_, Started>, reason: &str) -> Statement {
         let since = Instant::now();
         let ended = process.end();
-        // Events from before its end can still be read. A 'cont' may have arrived after the query. A QEMU in a wrapper was killed
-        // with it, and takes its own time.
+        // Events from before its end can still be read. A 'cont' may have arrived after the query. A QEMU in a wrapper was
+        // killed with it, and takes its own time.
         let left = process::END.saturating_sub(since.elapsed()).max(ASK);
         let (has_run, is_closed) = self.events_to_the_end(left);
         let words = process.last_errors();
@@ -752,7 +752,7 @@ impl Destination {
             && !error.is_disconnected()
         {
             let error = error_line(&error);
-            complain!(
+            warn!(
                 "hotlift: cannot restore the migration settings of the destination's QEMU: {error}"
             );
         }
@@ -885,7 +885,10 @@ mod tests {
         };
         assert!(by_itself);
         assert_eq!(how, "the guest powered off");
-        assert_eq!(destination.has_taken(None), Taken::Yes(Doing::Rests));
+        assert_eq!(
+            destination.has_taken(None),
+            QemuGuestState::Yes(GuestActivity::Rests)
+        );
         assert!(!destination.is_gone_before_a_run());
     }
 
@@ -902,7 +905,11 @@ mod tests {
     fn a_qemu_that_closes_its_connection_without_a_guest_that_ran_decides_nothing_by_that() {
         for events in [&[][..], &[QUIT]] {
             let destination = ends_with(events);
-            assert_eq!(destination.has_taken(None), Taken::Unknown, "{events:?}");
+            assert_eq!(
+                destination.has_taken(None),
+                QemuGuestState::Unknown,
+                "{events:?}"
+            );
             assert!(destination.is_gone_before_a_run());
         }
         assert!(!ends_with(&[RESUME]).is_gone_before_a_run());
@@ -911,7 +918,10 @@ mod tests {
     #[test]
     fn a_failure_that_an_event_reports_is_final_if_the_guest_has_not_run() {
         const FAILED: &str = r#"{"event":"MIGRATION","data":{"status":"failed"}}"#;
-        assert_eq!(ends_with(&[FAILED]).has_taken(None), Taken::Never);
-        assert_eq!(ends_with(&[RESUME, FAILED]).has_taken(None), Taken::Unknown);
+        assert_eq!(ends_with(&[FAILED]).has_taken(None), QemuGuestState::Never);
+        assert_eq!(
+            ends_with(&[RESUME, FAILED]).has_taken(None),
+            QemuGuestState::Unknown
+        );
     }
 }

@@ -15,8 +15,8 @@ const DOUBLINGS: u32 = 5;
 /// A round shrinks if it takes less than this share of the shortest one before. The round before varies on a busy host.
 const SHRINKS: f64 = 0.9;
 
-/// Number of rounds that do not shrink in a row, after which the operator's limit is set at once: no lower limit would be met, and the
-/// guest may pause its writes for one round only.
+/// Number of rounds that do not shrink in a row, after which the operator's limit is set at once: no lower limit would be met,
+/// and the guest may pause its writes for one round only.
 const STAGNANT_ROUNDS: u32 = 2;
 
 /// Room in a raised limit above the last round.
@@ -183,7 +183,7 @@ impl DowntimeRamp {
     }
 
     /// Takes QEMU's figures, and returns the limit to set in milliseconds if it must change.
-    pub fn look(&mut self, now: Instant, figures: Figures) -> Option<u64> {
+    pub fn poll(&mut self, now: Instant, figures: Figures) -> Option<u64> {
         if self.has_ended() {
             return None;
         }
@@ -385,7 +385,7 @@ mod tests {
                         is_throttled: throttled.is_some(),
                     };
                     let now = begin + Duration::from_millis(ms);
-                    if let Some(set) = ramp.as_mut().and_then(|ramp| ramp.look(now, figures)) {
+                    if let Some(set) = ramp.as_mut().and_then(|ramp| ramp.poll(now, figures)) {
                         assert!(set > limit && set <= MOST, "{limit} -> {set}");
                         limit = set;
                     }
@@ -472,7 +472,7 @@ mod tests {
                 rounds,
                 ..Figures::default()
             };
-            ramp.look(begin + Duration::from_secs(seconds), figures)
+            ramp.poll(begin + Duration::from_secs(seconds), figures)
         };
         assert_eq!([look(0, 1), look(10, 2), look(20, 3)], [None; 3]);
         assert_eq!(look(30, 4), Some(MOST));
@@ -544,7 +544,7 @@ mod tests {
                 ..Figures::default()
             };
             let now = begin + Duration::from_secs(10 * rounds);
-            assert_eq!(ramp.look(now, figures), None);
+            assert_eq!(ramp.poll(now, figures), None);
         }
         assert!(ramp.has_ended());
     }

@@ -17,7 +17,7 @@
 //! | `settings` | capabilities and parameters: changed for one migration, and restored |
 //! | `record` | record of the changed settings, stored inside QEMU |
 //! | `shared_memory` | RAM in files that both QEMUs map |
-//! | `left_out` | RAM that QEMU does not migrate, as devices report it |
+//! | `unused_ram` | RAM that QEMU does not migrate, as devices report it |
 //! | `run_state` | checks the run state of a guest at its destination |
 //! | `vm` | description of a QEMU's VM for the other end |
 //! | `compare` | differences between two VMs, and which of them QEMU refuses |
@@ -34,7 +34,6 @@ pub mod error;
 pub mod first_answer;
 pub mod guard;
 pub mod incoming;
-pub mod left_out;
 mod log_file;
 pub mod outgoing;
 pub mod process;
@@ -45,6 +44,7 @@ pub mod settings;
 pub mod shared_memory;
 pub mod source;
 mod stderr;
+pub mod unused_ram;
 pub mod vm;
 
 pub use error::QemuError;

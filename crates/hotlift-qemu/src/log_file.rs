@@ -18,7 +18,7 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::inotify;
 
 /// Interval at which the watch checks if the log is still in use.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Maximum number of kept parts, the last ones: only QEMU's last errors are needed.
 const PARTS: usize = 64;
@@ -68,7 +68,7 @@ impl LogFile {
 
     /// Returns QEMU's output, as far as it is kept.
     pub fn written(&self) -> Vec<u8> {
-        self.look();
+        self.poll();
         let seen = lock(&self.seen);
         let mut written = Vec::new();
         for part in &seen.parts {
@@ -82,7 +82,7 @@ impl LogFile {
     }
 
     /// Records the bytes appended since the last check.
-    fn look(&self) {
+    fn poll(&self) {
         let mut seen = lock(&self.seen);
         // The end is read first: what QEMU appends between both reads is QEMU's by its position.
         let Ok(end) = self.file.metadata().map(|file| file.len()) else {
@@ -130,12 +130,12 @@ fn watch(path: &Path, log: Weak<LogFile>) -> io::Result<()> {
 
 /// Waits for the next writes, and checks the file; `None` if the log is no longer in use.
 fn next(events: &OwnedFd, log: &Weak<LogFile>) -> Option<()> {
-    let has_written = wait_readable(&[events.as_fd()], Some(Instant::now() + LOOK));
+    let has_written = wait_readable(&[events.as_fd()], Some(Instant::now() + POLL_INTERVAL));
     let log = log.upgrade()?;
     if has_written {
         // The content of the events does not matter.
         rustix::io::read(events, &mut [0_u8; 4096]).ok()?;
-        log.look();
+        log.poll();
     }
     Some(())
 }
@@ -170,9 +170,9 @@ mod tests {
         let mut others = OpenOptions::new().append(true).open(others.path()).unwrap();
         for turn in 0..3 {
             writeln!(others, "another's {turn}").unwrap();
-            log.look();
+            log.poll();
             writeln!(qemu, "own {turn}").unwrap();
-            log.look();
+            log.poll();
         }
         writeln!(others, "another's after the end").unwrap();
         assert_eq!(log.written(), b"own 0\nown 1\nown 2\n");
@@ -185,9 +185,9 @@ mod tests {
         let mut qemu = log.for_qemu().unwrap();
         let mut others = OpenOptions::new().append(true).open(others.path()).unwrap();
         qemu.write_all(b"qemu: ").unwrap();
-        log.look();
+        log.poll();
         others.write_all(b"another's\n").unwrap();
-        log.look();
+        log.poll();
         qemu.write_all(b"why\n").unwrap();
         assert_eq!(log.written(), b"qemu: why\n");
     }
@@ -214,12 +214,12 @@ mod tests {
         let log = unwatched(file.path());
         let mut qemu = log.for_qemu().unwrap();
         qemu.write_all(b"long before\n").unwrap();
-        log.look();
+        log.poll();
         file.as_file().set_len(0).unwrap();
-        log.look();
+        log.poll();
         let mut others = OpenOptions::new().append(true).open(file.path()).unwrap();
         others.write_all(b"another's\n").unwrap();
-        log.look();
+        log.poll();
         qemu.write_all(b"own\n").unwrap();
         assert_eq!(log.written(), b"own\n");
     }

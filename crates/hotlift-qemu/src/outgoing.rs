@@ -5,11 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use hotlift::relay::{Doing, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::relay::{
+    GuestActivity, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings,
+};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_mem::is_readable;
 use hotlift_qmp::MigrationInfo;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::{Display, jobs, rounded};
 use hotlift_terminal::signals::{Interrupt, OwnFolder, beside};
 use serde::Serialize;
@@ -23,7 +25,7 @@ use crate::settings::{self, DOWNTIME_LIMIT};
 use crate::source::Source;
 
 /// Interval between queries for QEMU's figures, for which it sends no event.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Shortest time between queries that QEMU's events cause. Short rounds end every millisecond.
 const AFTER_EVENT: Duration = Duration::from_millis(20);
@@ -39,7 +41,7 @@ const UNCONNECTED: Duration = Duration::from_secs(5);
 const GRACE: Duration = Duration::from_secs(5);
 
 /// An outgoing migration.
-pub struct Moving<'a> {
+pub struct OutgoingMigration<'a> {
     /// QEMU of the guest.
     pub source: &'a Source,
     /// Cancels it.
@@ -53,7 +55,7 @@ pub struct Moving<'a> {
 }
 
 /// Waits during a migration, with the relay's control.
-pub type Attend<'a> = &'a mut dyn FnMut(&[BorrowedFd<'_>], Instant, &Control);
+pub type WaitFn<'a> = &'a mut dyn FnMut(&[BorrowedFd<'_>], Instant, &Control);
 
 /// Result of a migration's relay.
 pub struct Relayed {
@@ -62,7 +64,7 @@ pub struct Relayed {
     /// The destination may have received the order to run the guest; if false, it never will.
     pub is_told: bool,
     /// Run state of the guest at the destination, as its relay reports it.
-    pub doing: Doing,
+    pub doing: GuestActivity,
     /// Downtime limit at the end, if it began below the operator's.
     pub downtime_limit: Option<DowntimeLimit>,
 }
@@ -154,7 +156,7 @@ fn ramp_to(source: &Source, most: Option<u64>) -> Result<Option<DowntimeRamp>, Q
     Ok(most.and_then(|most| DowntimeRamp::new(most, trigger)))
 }
 
-impl Moving<'_> {
+impl OutgoingMigration<'_> {
     /// Runs relay and migration to their end. `attend` does all waits: until the given time, or until a descriptor is readable.
     /// It may return earlier. `ramp` decides the downtime limit.
     ///
@@ -163,7 +165,7 @@ impl Moving<'_> {
     pub fn run(
         &self,
         mut ramp: Option<DowntimeRamp>,
-        attend: Attend<'_>,
+        attend: WaitFn<'_>,
     ) -> Result<Relayed, QemuError> {
         let folder = OwnFolder::private()?;
         let path = folder.path().join("outgoing");
@@ -180,7 +182,7 @@ impl Moving<'_> {
         let is_told = AtomicBool::new(false);
         let on_commit = || is_told.store(true, Ordering::SeqCst);
         let doing = OnceLock::new();
-        let on_taken = |does: Doing| {
+        let on_taken = |does: GuestActivity| {
             let _ = doing.set(does);
         };
         let hooks = Hooks {
@@ -227,16 +229,16 @@ impl Moving<'_> {
         control: &Control,
         latest: &dyn Fn() -> RelayProgress,
         mut ramp: Option<&mut DowntimeRamp>,
-        attend: Attend<'_>,
+        attend: WaitFn<'_>,
     ) {
         let display = Display::new("migration", self.quiet, control);
         let mut watch = match self.outgoing {
             Outgoing::File { .. } => Watch::of_save(),
             Outgoing::Address(_) => Watch::default(),
         };
-        let mut look_at = Instant::now() + LOOK;
+        let mut look_at = Instant::now() + POLL_INTERVAL;
         let mut given_up_at: Option<Instant> = None;
-        let mut wakes = vec![ended, self.interrupt.bell()];
+        let mut wakes = vec![ended, self.interrupt.wake_fd()];
         // Events report the end of each round. Without the descriptor the limit still rises, more slowly.
         let mut qmp = self.source.qemu().client().descriptor().ok();
         let mut events_at = Instant::now();
@@ -246,7 +248,7 @@ impl Moving<'_> {
             if self.interrupt.is_raised() && wakes.len() > 1 {
                 wakes.truncate(1);
                 display.finish();
-                complain!("cancelling");
+                warn!("cancelling");
                 // QEMU decides whether it is too late; its sockets notify the relay.
                 if self.source.cancel().is_err() {
                     control.cancel();
@@ -266,7 +268,7 @@ impl Moving<'_> {
                 continue;
             }
             events_at = now + AFTER_EVENT;
-            let info = self.source.look();
+            let info = self.source.poll();
             match (&info, ramp.as_deref_mut()) {
                 (Ok(info), Some(ramp)) => self.ramp(ramp, &mut applied, info, now),
                 (Ok(_), None) => {}
@@ -276,11 +278,11 @@ impl Moving<'_> {
             if now < look_at {
                 continue;
             }
-            look_at = now + LOOK;
+            look_at = now + POLL_INTERVAL;
             if let Ok(info) = info {
                 let mut line = match control.connecting() {
                     Some((address, time)) if time >= UNCONNECTED => not_connected(&address, time),
-                    _ => watch.look(&info, latest(), control.stall()),
+                    _ => watch.poll(&info, latest(), control.stall()),
                 };
                 line.text.push_str(&jobs(&control.jobs()));
                 if let Some(ramp) = &ramp {
@@ -321,7 +323,7 @@ impl Moving<'_> {
             sent: rounded(ram.mbps * 1e6 / 8.0),
             is_throttled: info.cpu_throttle_percentage.unwrap_or(0) > 0,
         };
-        ramp.look(now, figures);
+        ramp.poll(now, figures);
         let limit = Some(ramp.limit());
         // An error is temporary, or ends the migration: the next call tries again.
         match self

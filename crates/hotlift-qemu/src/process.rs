@@ -44,10 +44,10 @@ pub struct Started {
 
 /// Right of this process to end a QEMU that it has started. Clones refer to the same QEMU.
 #[derive(Debug, Clone, Default)]
-pub struct Custody(Arc<Bond>);
+pub struct Custody(Arc<GuardState>);
 
 #[derive(Debug, Default)]
-struct Bond {
+struct GuardState {
     is_given_up: AtomicBool,
     guard: Mutex<Option<Guard>>,
 }

@@ -74,7 +74,7 @@ impl Watch {
     }
 
     /// Takes QEMU's and the relay's latest figures, and returns the line to show. `stall` is the host that holds up the relay.
-    pub fn look(
+    pub fn poll(
         &mut self,
         info: &MigrationInfo,
         relay: RelayProgress,
@@ -242,9 +242,9 @@ mod tests {
             sent_bytes,
             ..RelayProgress::default()
         };
-        watch.look(&active(2, 12_800), report(1, 0), None);
-        watch.look(&active(2, 12_800), report(3, 20 << 20), None);
-        let line = watch.look(&active(2, 12_800), report(3, 20 << 20), None);
+        watch.poll(&active(2, 12_800), report(1, 0), None);
+        watch.poll(&active(2, 12_800), report(3, 20 << 20), None);
+        let line = watch.poll(&active(2, 12_800), report(3, 20 << 20), None);
         assert_eq!(
             line.to_string(),
             "round 2, 100.0 MiB to go, 2.0 s left, wire 10.0 MiB/s, dirty 50.0 MiB/s, RAM 100.0 MiB/s of 1.0 GiB"
@@ -265,7 +265,7 @@ mod tests {
                 if let Some(ram) = &mut info.ram {
                     ram.remaining = 999 << 20;
                 }
-                let line = watch.look(&info, report(round, round * (999 << 20)), None);
+                let line = watch.poll(&info, report(round, round * (999 << 20)), None);
                 let narrow = hotlift_terminal::width::cut(&line.text, 79);
                 let rate = bytes(dirty_pages_rate * 4096);
                 for words in [
@@ -288,13 +288,13 @@ mod tests {
             // A round counts once, regardless of the number of polls.
             for _ in 0..5 {
                 let line = watch
-                    .look(&active(round, 24_000), RelayProgress::default(), None)
+                    .poll(&active(round, 24_000), RelayProgress::default(), None)
                     .to_string();
                 assert!(!line.contains("not converging"), "{line}");
             }
         }
         let line = watch
-            .look(&active(4, 24_000), RelayProgress::default(), None)
+            .poll(&active(4, 24_000), RelayProgress::default(), None)
             .to_string();
         assert!(
             line.contains("dirtied 93.7 MiB/s while 100.0 MiB/s were sent"),
@@ -303,7 +303,7 @@ mod tests {
         assert!(line.starts_with("not converging, round 4"), "{line}");
         assert!(!line.contains(" left"), "{line}");
         let line = watch
-            .look(&active(5, 25), RelayProgress::default(), None)
+            .poll(&active(5, 25), RelayProgress::default(), None)
             .to_string();
         assert!(!line.contains("not converging"), "{line}");
     }
@@ -317,7 +317,7 @@ mod tests {
                 sent_bytes,
                 ..RelayProgress::default()
             };
-            watch.look(&active(2, 25), report, None)
+            watch.poll(&active(2, 25), report, None)
         };
         for seconds in [1, 10, 19] {
             let line = look(seconds, seconds).to_string();
@@ -340,7 +340,7 @@ mod tests {
             ram.mbps = 78.0;
             ram.pages_per_second = (7 << 29) / 4096;
         }
-        let line = Watch::default().look(&info, RelayProgress::default(), None);
+        let line = Watch::default().poll(&info, RelayProgress::default(), None);
         assert!(line.text.contains("28.0 GiB to go, 8.0 s left"), "{line}");
         assert!(line.text.contains("RAM 3.5 GiB/s of 64.0 GiB"), "{line}");
     }
@@ -358,7 +358,7 @@ mod tests {
                 sent_bytes: 1,
                 ..RelayProgress::default()
             };
-            watch.look(&info, report, None)
+            watch.poll(&info, report, None)
         };
         for seconds in 1..60 {
             let line = look(seconds, seconds << 20).to_string();
@@ -381,7 +381,7 @@ mod tests {
             })
         };
         let mut watch = Watch::default();
-        let mut look = |kind, info| watch.look(&info, RelayProgress::default(), stall(kind));
+        let mut look = |kind, info| watch.poll(&info, RelayProgress::default(), stall(kind));
         let line = look(StallKind::Silent, active(2, 25));
         assert!(
             line.text.starts_with("192.0.2.2 silent for 12 s, round 2"),
@@ -419,7 +419,7 @@ mod tests {
         };
         assert_eq!(
             Watch::default()
-                .look(&info, RelayProgress::default(), None)
+                .poll(&info, RelayProgress::default(), None)
                 .to_string(),
             "migration setup"
         );

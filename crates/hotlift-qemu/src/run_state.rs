@@ -4,7 +4,7 @@ use hotlift_qmp::RunState;
 
 /// State of a guest before it came to a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Before {
+pub struct PreviousState {
     /// Run state.
     pub state: RunState,
     /// True if the state is from the switchover. Otherwise it is from the start of the migration, and an operator may have
@@ -14,7 +14,7 @@ pub struct Before {
 
 /// Judgement on a QEMU that has a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Judgement {
+pub enum RunStateCheck {
     /// The guest is in the expected state.
     Right,
     /// QEMU does not run the guest and never ran it, though the guest ran before. (For example, it cannot lock a disk.)
@@ -29,15 +29,20 @@ pub enum Judgement {
 /// A QEMU that cannot lock the disks leaves a guest that ran `paused` (before 10.0) or `inmigrate`. The guest itself causes all
 /// other states.
 #[must_use]
-pub fn judge(before: &Before, now: &RunState, has_run: bool, waits: Option<bool>) -> Judgement {
+pub fn judge(
+    before: &PreviousState,
+    now: &RunState,
+    has_run: bool,
+    waits: Option<bool>,
+) -> RunStateCheck {
     match (now, waits) {
-        _ if has_run => Judgement::Right,
-        (RunState::InMigrate, _) => Judgement::DoesNotRun,
-        (RunState::Paused, _) if !before.state.is_live() => Judgement::Right,
-        (RunState::Paused, Some(true)) => Judgement::Right,
-        (RunState::Paused, Some(false)) if before.is_last => Judgement::DoesNotRun,
-        (RunState::Paused, _) => Judgement::MayNotRun,
-        _ => Judgement::Right,
+        _ if has_run => RunStateCheck::Right,
+        (RunState::InMigrate, _) => RunStateCheck::DoesNotRun,
+        (RunState::Paused, _) if !before.state.is_live() => RunStateCheck::Right,
+        (RunState::Paused, Some(true)) => RunStateCheck::Right,
+        (RunState::Paused, Some(false)) if before.is_last => RunStateCheck::DoesNotRun,
+        (RunState::Paused, _) => RunStateCheck::MayNotRun,
+        _ => RunStateCheck::Right,
     }
 }
 
@@ -60,14 +65,14 @@ mod tests {
 
     #[test]
     fn only_a_guest_that_ran_and_never_runs_here_is_not_right() {
-        use Judgement::{DoesNotRun, MayNotRun, Right};
+        use RunStateCheck::{DoesNotRun, MayNotRun, Right};
         let other = RunState::Other("io-error".to_owned());
         let ended = [RunState::Shutdown, RunState::GuestPanicked, other];
         let live = [RunState::Running, RunState::Suspended];
         let judge = |was: &RunState, now: &RunState, has_run, waits| {
             let [last, first] = [true, false].map(|is_last| {
                 let state = was.clone();
-                super::judge(&Before { state, is_last }, now, has_run, waits)
+                super::judge(&PreviousState { state, is_last }, now, has_run, waits)
             });
             // If the guest may have been stopped since, 'paused' proves nothing.
             match last {

@@ -1,7 +1,7 @@
 //! Capabilities and parameters of a QEMU: changed for one migration, and restored.
 
 use hotlift_qmp::{Qemu, QmpError};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use serde_json::{Map, Value, json};
 
 use crate::capabilities::{self, CAPABILITIES, PREEMPT, Purpose, Treatment, capability};
@@ -109,7 +109,7 @@ pub fn restore_left(
     }
     ready(qemu).map_err(failed)?;
     let restored = left.undo(qemu).map_err(failed)?;
-    complain!("hotlift: an earlier command left settings of QEMU changed; restored: {restored}");
+    warn!("hotlift: an earlier command left settings of QEMU changed; restored: {restored}");
     Ok(())
 }
 

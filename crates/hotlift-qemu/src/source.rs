@@ -7,7 +7,7 @@ use hotlift::MigrationError;
 use hotlift::relay::Ownership;
 use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, RunState, one_line};
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -43,7 +43,7 @@ pub struct Source {
 /// Result of settling a migration that failed.
 #[derive(Debug)]
 pub struct Settled {
-    whereabouts: Whereabouts,
+    location: GuestLocation,
     was: RunState,
     reasons: Vec<String>,
     /// Address of the source's QMP socket.
@@ -53,7 +53,7 @@ pub struct Settled {
 /// Knowledge of the destination about the guest after a failed migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum GuestThere {
+pub enum DestinationKnowledge {
     /// The guest never ran there, and never will.
     NotHere,
     /// The destination's QEMU has the guest.
@@ -66,7 +66,7 @@ pub enum GuestThere {
 
 /// Location of the guest after a failed migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Whereabouts {
+enum GuestLocation {
     /// At the source, running as before.
     Runs,
     /// At the source, paused as before.
@@ -232,9 +232,7 @@ impl Source {
             && !error.is_disconnected()
         {
             let error = error_line(&error);
-            complain!(
-                "hotlift: cannot restore the migration settings of the source's QEMU: {error}"
-            );
+            warn!("hotlift: cannot restore the migration settings of the source's QEMU: {error}");
         }
     }
 
@@ -250,7 +248,7 @@ impl Source {
     ///
     /// # Errors
     /// QMP errors.
-    pub fn look(&self) -> Result<MigrationInfo, QmpError> {
+    pub fn poll(&self) -> Result<MigrationInfo, QmpError> {
         self.qemu().query_migrate()
     }
 
@@ -278,7 +276,7 @@ impl Source {
 
     /// Queries whether QEMU has released the guest.
     pub fn ownership(&self) -> Ownership {
-        match self.look() {
+        match self.poll() {
             Ok(info) if info.is_completed() => Ownership::Released,
             Ok(info) if info.has_failed() => Ownership::Kept,
             // A QEMU that does not answer may still continue the guest.
@@ -314,30 +312,30 @@ impl Source {
         &self,
         error: &MigrationError,
         is_told: bool,
-        at_destination: impl FnOnce() -> GuestThere,
+        at_destination: impl FnOnce() -> DestinationKnowledge,
     ) -> Settled {
         let is_told = is_told || matches!(error, MigrationError::InDoubt);
         let at_destination = || match is_told {
             true => at_destination(),
-            false => GuestThere::NotHere,
+            false => DestinationKnowledge::NotHere,
         };
         let mut reasons = match error {
             // The destination itself reports it, if it can be reached.
             MigrationError::Destination { reason } => vec![format!("the destination: {reason}")],
             error => vec![error.chain()],
         };
-        let whereabouts = self.bring_back(at_destination).unwrap_or_else(|problem| {
+        let location = self.bring_back(at_destination).unwrap_or_else(|problem| {
             reasons.push(format!("QEMU at the source: {}", error_line(&problem)));
             match is_told {
-                true => Whereabouts::InDoubt,
+                true => GuestLocation::InDoubt,
                 false if problem.is_disconnected() => match self.guest_end() {
-                    Some(how) => Whereabouts::Ended(how),
-                    None => Whereabouts::Gone,
+                    Some(how) => GuestLocation::Ended(how),
+                    None => GuestLocation::Gone,
                 },
-                false => Whereabouts::Stalled,
+                false => GuestLocation::Stalled,
             }
         });
-        if let Ok(info) = self.look() {
+        if let Ok(info) = self.poll() {
             if info.status() == "cancelling" {
                 reasons.push(NEVER_ENDS.to_owned());
             }
@@ -346,7 +344,7 @@ impl Source {
             }
         }
         Settled {
-            whereabouts,
+            location,
             was: self.was.clone(),
             reasons,
             qmp: self.address.to_string(),
@@ -355,33 +353,33 @@ impl Source {
 
     fn bring_back(
         &self,
-        at_destination: impl FnOnce() -> GuestThere,
-    ) -> Result<Whereabouts, QmpError> {
+        at_destination: impl FnOnce() -> DestinationKnowledge,
+    ) -> Result<GuestLocation, QmpError> {
         // This includes a guest that was paused when the command began, and was continued since.
         let ran = self.was.is_live() || self.qemu().client().guest_events().has_run;
         let kept = if ran {
-            Whereabouts::Runs
+            GuestLocation::Runs
         } else {
-            Whereabouts::Paused
+            GuestLocation::Paused
         };
         let info = self.wait_end()?;
         // QEMU itself continues a guest that it has not given up.
         if !ran || (!info.is_completed() && self.wait_running()?) {
             return Ok(match info.is_completed().then(at_destination) {
-                None | Some(GuestThere::NotHere) => kept,
-                Some(GuestThere::Here) => Whereabouts::Moved,
-                Some(GuestThere::Stopped) => Whereabouts::Stopped,
-                Some(GuestThere::Unknown) => Whereabouts::InDoubt,
+                None | Some(DestinationKnowledge::NotHere) => kept,
+                Some(DestinationKnowledge::Here) => GuestLocation::Moved,
+                Some(DestinationKnowledge::Stopped) => GuestLocation::Stopped,
+                Some(DestinationKnowledge::Unknown) => GuestLocation::InDoubt,
             });
         }
         match at_destination() {
-            GuestThere::NotHere => {}
-            GuestThere::Here => return Ok(Whereabouts::Moved),
-            GuestThere::Stopped => return Ok(Whereabouts::Stopped),
-            GuestThere::Unknown => return Ok(Whereabouts::InDoubt),
+            DestinationKnowledge::NotHere => {}
+            DestinationKnowledge::Here => return Ok(GuestLocation::Moved),
+            DestinationKnowledge::Stopped => return Ok(GuestLocation::Stopped),
+            DestinationKnowledge::Unknown => return Ok(GuestLocation::InDoubt),
         }
         if let Some(how) = self.end_of_kept_guest()? {
-            return Ok(Whereabouts::Ended(how));
+            return Ok(GuestLocation::Ended(how));
         }
         self.retrying(Qemu::cont)?;
         Ok(kept)
@@ -449,12 +447,12 @@ impl Source {
 }
 
 /// Runs the query on QEMU.
-type Asks<'a> =
+type QueryFn<'a> =
     dyn FnMut(&mut dyn FnMut(&mut Qemu) -> Result<(), QmpError>) -> Result<(), QmpError> + 'a;
 
 /// Waits until QEMU has freed the migration's resources. QEMU reports the end some moments before, and then follows the current
 /// capabilities: if multifd is switched off in between, it keeps channels and uses them after their end.
-fn wait_cleaned_up(asks: &mut Asks<'_>) -> Result<(), QmpError> {
+fn wait_cleaned_up(asks: &mut QueryFn<'_>) -> Result<(), QmpError> {
     let deadline = Instant::now() + END;
     loop {
         let mut threads = None;
@@ -487,27 +485,27 @@ impl Settled {
             self.reasons.push(theirs);
         }
         let reasons = self.reasons.join("; ");
-        let state = match self.whereabouts {
-            Whereabouts::InDoubt => {
+        let state = match self.location {
+            GuestLocation::InDoubt => {
                 let qmp = self.qmp;
                 return QemuError::InDoubt { reasons, qmp };
             }
-            Whereabouts::Stalled => {
+            GuestLocation::Stalled => {
                 let qmp = self.qmp;
                 return QemuError::Stalled { reasons, qmp };
             }
-            Whereabouts::Stopped => {
+            GuestLocation::Stopped => {
                 let qmp = self.qmp;
                 return QemuError::StoppedThere { reasons, qmp };
             }
-            Whereabouts::Moved => return QemuError::MovedAnyway { reasons },
-            Whereabouts::Gone => return QemuError::Gone { reasons },
-            Whereabouts::Ended(how) => return QemuError::GuestEnded { how },
-            Whereabouts::Runs => "keeps running".to_owned(),
-            Whereabouts::Paused if self.was == RunState::Paused => "stays paused".to_owned(),
-            Whereabouts::Paused => format!("stays in state '{}'", self.was.name()),
+            GuestLocation::Moved => return QemuError::MovedAnyway { reasons },
+            GuestLocation::Gone => return QemuError::Gone { reasons },
+            GuestLocation::Ended(how) => return QemuError::GuestEnded { how },
+            GuestLocation::Runs => "keeps running".to_owned(),
+            GuestLocation::Paused if self.was == RunState::Paused => "stays paused".to_owned(),
+            GuestLocation::Paused => format!("stays in state '{}'", self.was.name()),
         };
-        complain!("hotlift: the guest {state} at the source");
+        warn!("hotlift: the guest {state} at the source");
         if interrupted {
             return TerminalError::Interrupted.into();
         }

@@ -32,13 +32,13 @@ const CHUNK: usize = 4096;
 const RESULT: Duration = Duration::from_secs(10);
 
 /// Timeout of the output at the end of the process.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const FINAL_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeout of the output of a panic: a guest may wait for the thread that panics.
 const PANIC: Duration = Duration::from_millis(500);
 
 /// Interval of the check that the reader takes anything.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 static STDOUT: LazyLock<Stream> =
     LazyLock::new(|| Stream::start("stdout", rustix::stdio::stdout()));
@@ -47,27 +47,27 @@ static STDERR: LazyLock<Stream> =
 
 /// Prints a line on standard output; it is lost without a reader.
 #[macro_export]
-macro_rules! say {
+macro_rules! print_line {
     ($($text:tt)*) => { $crate::output::out(&format!($($text)*)) };
 }
 
 /// Prints a line on standard error; it is lost without a reader.
 #[macro_export]
-macro_rules! complain {
+macro_rules! warn {
     ($($text:tt)*) => { $crate::output::err(&format!($($text)*)) };
 }
 
-pub use crate::{complain, say};
+pub use crate::{print_line, warn};
 
 /// Prints the connections that a migration has refused, if there are any.
-pub fn say_turned_away(control: &Control) {
-    for (why, count) in control.turned_away() {
+pub fn print_rejected_connections(control: &Control) {
+    for (why, count) in control.rejected_connections() {
         let what = if count == 1 {
             "connection was"
         } else {
             "connections were"
         };
-        complain!("hotlift: {count} {what} refused: {why}");
+        warn!("hotlift: {count} {what} refused: {why}");
     }
 }
 
@@ -100,7 +100,7 @@ pub fn result(text: &str) -> io::Result<()> {
     let (done, is_done) = channel();
     STDOUT.put(format!("{text}\n"), usize::MAX, Some(done));
     loop {
-        match is_done.recv_timeout(LOOK) {
+        match is_done.recv_timeout(POLL_INTERVAL) {
             Ok(outcome) => return outcome,
             Err(RecvTimeoutError::Timeout) if STDOUT.stands_still(RESULT) => {
                 return Err(io::Error::new(
@@ -129,7 +129,7 @@ pub fn check() -> io::Result<()> {
 
 /// Waits until all output is written or the reader stops reading. Must be called before the process ends.
 pub fn finish() {
-    drain(LAST_WORDS);
+    drain(FINAL_WRITE_TIMEOUT);
 }
 
 /// Prints panics through this module: the default hook blocks on a pipe without a reader.
@@ -146,7 +146,7 @@ pub fn take_panics() {
 fn drain(patience: Duration) {
     for stream in [&STDOUT, &STDERR] {
         while !stream.is_empty() && !stream.stands_still(patience) {
-            thread::sleep(LOOK.min(patience / 10));
+            thread::sleep(POLL_INTERVAL.min(patience / 10));
         }
     }
 }

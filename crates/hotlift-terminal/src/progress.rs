@@ -9,7 +9,7 @@ use hotlift::Control;
 use hotlift::figures::JobFigures;
 use hotlift::progress::{Progress, Stall};
 
-use crate::output::{self, complain};
+use crate::output::{self, warn};
 use crate::width;
 
 /// Snapshot as text, most important part first: a terminal cuts the line at its width.
@@ -161,7 +161,7 @@ impl Display {
             {
                 warned.set(true);
                 state.clear_line();
-                complain!("{}:{what} {warning}", self.label);
+                warn!("{}:{what} {warning}", self.label);
             }
         }
     }

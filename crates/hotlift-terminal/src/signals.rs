@@ -18,7 +18,7 @@ use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
 use crate::error::TerminalError;
-use crate::output::{self, complain};
+use crate::output::{self, warn};
 use hotlift_mem::{lock, wait_readable};
 
 /// Folders of this process; all other exit paths remove them by themselves.
@@ -65,7 +65,7 @@ pub fn no_folder(source: io::Error) -> TerminalError {
 }
 
 /// Exit code and message of the process when it ends at once.
-static LAST_WORDS: Mutex<Option<(u8, String)>> = Mutex::new(None);
+static FINAL_WRITE_TIMEOUT: Mutex<Option<(u8, String)>> = Mutex::new(None);
 
 /// Ends the process at once.
 fn end() -> ! {
@@ -75,11 +75,11 @@ fn end() -> ! {
         let _ = std::fs::remove_dir_all(folder);
     }
     drop(folders);
-    let mut last_words = lock(&LAST_WORDS);
+    let mut last_words = lock(&FINAL_WRITE_TIMEOUT);
     let Some((code, words)) = last_words.take() else {
         signal_hook::low_level::exit(130);
     };
-    complain!("{words}");
+    warn!("{words}");
     output::finish();
     signal_hook::low_level::exit(code.into())
 }
@@ -110,7 +110,7 @@ struct Flags {
     waits: Mutex<()>,
     changed: Condvar,
     /// Readable while `raised` is set.
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
 }
 
 impl Flags {
@@ -120,13 +120,13 @@ impl Flags {
             ordered: AtomicBool::default(),
             waits: Mutex::default(),
             changed: Condvar::default(),
-            bell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
+            wake_fd: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
         })
     }
 
     fn raise(&self) {
         self.set(&self.raised);
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.wake_fd, &1_u64.to_ne_bytes());
     }
 
     fn set(&self, flag: &AtomicBool) {
@@ -198,8 +198,8 @@ impl Interrupt {
     }
 
     /// Returns a descriptor for poll that is readable after a signal.
-    pub fn bell(&self) -> BorrowedFd<'_> {
-        self.0.bell.as_fd()
+    pub fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.0.wake_fd.as_fd()
     }
 
     /// Returns true after a SIGINT or SIGTERM: the process must end, even if data is lost.
@@ -209,7 +209,7 @@ impl Interrupt {
 
     /// Clears the signal, which has been handled.
     pub fn forget(&self) {
-        let _ = rustix::io::read(&self.0.bell, &mut [0; 8]);
+        let _ = rustix::io::read(&self.0.wake_fd, &mut [0; 8]);
         self.0.raised.store(false, Ordering::Release);
         self.0.ordered.store(false, Ordering::Relaxed);
     }
@@ -217,7 +217,7 @@ impl Interrupt {
     /// Sets the message on standard error and the exit code with which a second signal ends the process: now the process leaves
     /// something behind. `None` restores the default.
     pub fn insisted(&self, last_words: Option<(u8, String)>) {
-        *lock(&LAST_WORDS) = last_words;
+        *lock(&FINAL_WRITE_TIMEOUT) = last_words;
     }
 
     /// Acts as if a signal had arrived.
@@ -252,7 +252,7 @@ impl Interrupt {
 
     /// Waits for a signal, for one of `others` to be readable or closed, or for `deadline`; returns true after a signal.
     pub fn wait(&self, others: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
-        wait_readable(&[&[self.bell()], others].concat(), deadline)
+        wait_readable(&[&[self.wake_fd()], others].concat(), deadline)
     }
 
     /// Sleeps for `time` (without one, forever) or until a signal; returns true after a signal.

@@ -21,7 +21,7 @@ use crate::program::Program;
 use crate::qemu::{self, PATIENCE, VCPU_NICE};
 
 /// Poll interval.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Returns true if hosts with a libvirtd can be created here, or notes a skip.
 #[must_use]
@@ -164,7 +164,7 @@ impl Host {
             if Instant::now() >= deadline {
                 return Err(error);
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
@@ -255,7 +255,7 @@ fn child_of(parent: Pid) -> Result<Pid, KitError> {
                 said: String::new(),
             });
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -437,7 +437,7 @@ impl Hosts {
                     said: String::new(),
                 });
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(domain)
     }

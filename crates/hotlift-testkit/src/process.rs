@@ -19,7 +19,7 @@ use crate::error::KitError;
 use crate::namespace::Namespace;
 
 /// Poll interval of pumps and waits.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Minimum pipe of Linux, in bytes: quickly full.
 const PIPE: usize = 4096;
@@ -144,13 +144,13 @@ impl Process {
         while !self.has_said(words) {
             if self.ended().is_some() || Instant::now() >= deadline {
                 // The last output may still be in the pipe.
-                std::thread::sleep(LOOK * 4);
+                std::thread::sleep(POLL_INTERVAL * 4);
                 if self.has_said(words) {
                     break;
                 }
                 return Err(self.late(&format!("said '{words}'"), timeout));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
@@ -184,7 +184,7 @@ impl Process {
             if Instant::now() >= deadline {
                 return Err(self.late("ended", timeout));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -196,7 +196,7 @@ impl Process {
                 && pump.thread.as_ref().is_some_and(|one| !one.is_finished())
         };
         while self.pumps.iter().flatten().any(reads) && Instant::now() < deadline {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -304,7 +304,7 @@ fn pump(state: &AtomicU8, reader: &Mutex<Option<PipeReader>>, lines: &Mutex<Vec<
             }
             STANDING => {
                 drop(reader);
-                std::thread::sleep(LOOK);
+                std::thread::sleep(POLL_INTERVAL);
                 continue;
             }
             _ => {}

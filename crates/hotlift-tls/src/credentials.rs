@@ -193,7 +193,7 @@ impl fmt::Display for Warning {
 
 /// A certificate of this host with its key.
 #[derive(Debug)]
-pub(crate) struct Own {
+pub(crate) struct OwnCertificate {
     pub(crate) file: PathBuf,
     pub(crate) identity: Identity,
     pub(crate) key: Arc<SingleCertAndKey>,
@@ -207,7 +207,7 @@ pub(crate) struct Material {
     layout: Layout,
     pub(crate) server_verifier: Arc<WebPkiServerVerifier>,
     pub(crate) client_verifier: Arc<dyn ClientCertVerifier>,
-    own: [Option<Own>; 2],
+    own: [Option<OwnCertificate>; 2],
     /// True if there is a list of revoked certificates.
     has_revoked: bool,
     /// CAs of lists in the folder that sign nothing here.
@@ -218,7 +218,7 @@ pub(crate) struct Material {
 
 impl Material {
     /// Returns the certificate for `role`.
-    pub(crate) fn own(&self, role: Role) -> Result<&Own, CredentialsError> {
+    pub(crate) fn own(&self, role: Role) -> Result<&OwnCertificate, CredentialsError> {
         let own = match role {
             Role::Server => &self.own[0],
             Role::Client => &self.own[1],
@@ -323,7 +323,7 @@ pub struct Credentials {
 #[derive(Debug)]
 struct Loaded {
     material: Arc<Material>,
-    stamps: Stamps,
+    stamps: FileStamps,
     /// Reason for not using the current files.
     problem: Option<String>,
 }
@@ -334,7 +334,7 @@ impl Credentials {
     /// # Errors
     /// If a file that exists cannot be used.
     pub fn open(dir: &Path) -> Result<Self, CredentialsError> {
-        let stamps = Stamps::of(dir);
+        let stamps = FileStamps::of(dir);
         Ok(Self {
             dir: dir.to_owned(),
             loaded: Mutex::new(Loaded {
@@ -362,7 +362,7 @@ impl Credentials {
     /// Returns the material for a connection that begins now.
     pub(crate) fn current(&self) -> Arc<Material> {
         let mut loaded = lock(&self.loaded);
-        let stamps = Stamps::of(&self.dir);
+        let stamps = FileStamps::of(&self.dir);
         if stamps != loaded.stamps {
             match Material::read(&self.dir) {
                 // A removed list may be about to return: it is often replaced by a removal and a new file.
@@ -436,9 +436,9 @@ fn key_is_readable(file: &Path) -> Option<Warning> {
 
 /// Metadata that shows that a file was replaced. Symbolic links are followed, since Kubernetes changes one far above the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Stamps(Vec<Option<[i128; 5]>>);
+struct FileStamps(Vec<Option<[i128; 5]>>);
 
-impl Stamps {
+impl FileStamps {
     fn of(dir: &Path) -> Self {
         let names = Layout::ALL.into_iter().flat_map(|layout| {
             let pairs = layout.server.into_iter().chain(layout.client);
@@ -462,7 +462,10 @@ impl Stamps {
 }
 
 /// Reads the certificate and key of these names; returns nothing if both are missing.
-fn own(dir: &Path, [certificate, key]: [&str; 2]) -> Result<Option<Own>, CredentialsError> {
+fn own(
+    dir: &Path,
+    [certificate, key]: [&str; 2],
+) -> Result<Option<OwnCertificate>, CredentialsError> {
     let [file, key] = [certificate, key].map(|name| dir.join(name));
     if !file.exists() && !key.exists() {
         return Ok(None);
@@ -489,7 +492,7 @@ fn own(dir: &Path, [certificate, key]: [&str; 2]) -> Result<Option<Own>, Credent
         },
         source => CredentialsError::UnsupportedKey { file: key, source },
     })?;
-    Ok(Some(Own {
+    Ok(Some(OwnCertificate {
         file,
         identity,
         key: Arc::new(SingleCertAndKey::from(certified)),

@@ -406,7 +406,7 @@ pub enum RecordError {
 }
 
 impl RecordError {
-    /// Returns the alert for the other side, to send with [`crate::RecordWriter::alert`], if one is useful.
+    /// Returns the alert for the other side, to send with [`crate::RecordSealer::alert`], if one is useful.
     #[must_use]
     pub fn answer(&self) -> Option<Alert> {
         let alert = match self {

@@ -8,17 +8,17 @@ use aws_lc_rs::aead;
 use crate::cipher::Cipher;
 use crate::error::RecordError;
 use crate::link::{Keys, Link};
-use crate::reader::RecordReader;
 use crate::record::RECORD_PLAINTEXT;
-use crate::writer::RecordWriter;
+use crate::record_opener::RecordOpener;
+use crate::record_sealer::RecordSealer;
 
 /// One end.
 #[derive(Debug)]
 pub struct End {
     /// Opens the other end's records.
-    pub reader: RecordReader,
+    pub reader: RecordOpener,
     /// Seals this end's records.
-    pub writer: RecordWriter,
+    pub writer: RecordSealer,
 }
 
 /// TLS 1.3's ciphers.
@@ -45,8 +45,8 @@ pub fn ends(cipher: usize, records_per_key: u64) -> [End; 2] {
         let (sending, receiving) = (keys.make(is_client, 0), keys.make(!is_client, 0));
         let link = Arc::new(Link::new(keys));
         End {
-            reader: RecordReader::new(receiving.expect("a key"), Arc::clone(&link), is_client),
-            writer: RecordWriter::new(sending.expect("a key"), link, records_per_key),
+            reader: RecordOpener::new(receiving.expect("a key"), Arc::clone(&link), is_client),
+            writer: RecordSealer::new(sending.expect("a key"), link, records_per_key),
         }
     })
 }
@@ -56,7 +56,7 @@ pub fn ends(cipher: usize, records_per_key: u64) -> [End; 2] {
 /// # Panics
 /// If `content` is longer than a record of Hotlift.
 #[must_use]
-pub fn record(writer: &mut RecordWriter, kind: u8, content: &[u8]) -> Vec<u8> {
+pub fn record(writer: &mut RecordSealer, kind: u8, content: &[u8]) -> Vec<u8> {
     assert!(content.len() <= RECORD_PLAINTEXT, "more than a record");
     let mut record = Vec::new();
     writer
@@ -69,7 +69,7 @@ pub fn record(writer: &mut RecordWriter, kind: u8, content: &[u8]) -> Vec<u8> {
 ///
 /// # Panics
 /// Never.
-pub fn next_key(writer: &mut RecordWriter) {
+pub fn next_key(writer: &mut RecordSealer) {
     writer.next_key().expect("a key");
 }
 

@@ -14,12 +14,12 @@ use crate::error::{Missing, TlsError};
 /// The other side sent more bytes than allowed.
 #[derive(Debug, thiserror::Error)]
 #[error("more bytes than are taken")]
-struct TooMuch;
+struct TooManyBytes;
 
 /// The caller no longer needs the connection.
 #[derive(Debug, thiserror::Error)]
 #[error("cancelled")]
-struct CalledOff;
+struct Cancelled;
 
 /// A blocking socket, used without blocking beyond a deadline. Its own timeouts and flags are not changed: the engine sets
 /// them, and another thread may use it at the same time.
@@ -30,7 +30,7 @@ pub(crate) struct BoundedSocket<'a> {
     bytes: usize,
     /// Bytes of `bytes` that may still be read.
     left: usize,
-    bell: Option<BorrowedFd<'a>>,
+    wake_fd: Option<BorrowedFd<'a>>,
     is_called_off: &'a dyn Fn() -> bool,
     has_sent: bool,
 }
@@ -45,12 +45,12 @@ fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
 }
 
 impl<'a> BoundedSocket<'a> {
-    /// Creates it. Reads and writes fail once `is_called_off`, which may become true when `bell` is readable.
+    /// Creates it. Reads and writes fail once `is_called_off`, which may become true when `wake_fd` is readable.
     pub(crate) fn new(
         fd: BorrowedFd<'a>,
         time: Duration,
         bytes: usize,
-        bell: Option<BorrowedFd<'a>>,
+        wake_fd: Option<BorrowedFd<'a>>,
         is_called_off: &'a dyn Fn() -> bool,
     ) -> Self {
         Self {
@@ -59,7 +59,7 @@ impl<'a> BoundedSocket<'a> {
             deadline: Instant::now() + time,
             bytes,
             left: bytes,
-            bell,
+            wake_fd,
             is_called_off,
             has_sent: false,
         }
@@ -75,7 +75,10 @@ impl<'a> BoundedSocket<'a> {
                 after: self.time,
                 missing: missing(self.has_sent, || unacknowledged(self.fd).unwrap_or(0)),
             },
-            _ if error.get_ref().is_some_and(|inner| inner.is::<TooMuch>()) => {
+            _ if error
+                .get_ref()
+                .is_some_and(|inner| inner.is::<TooManyBytes>()) =>
+            {
                 TlsError::TooMuch { limit: self.bytes }
             }
             _ => TlsError::Io(error),
@@ -89,14 +92,14 @@ impl<'a> BoundedSocket<'a> {
                 return Err(io::ErrorKind::TimedOut.into());
             }
             if (self.is_called_off)() {
-                return Err(io::Error::other(CalledOff));
+                return Err(io::Error::other(Cancelled));
             }
             let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
             let mut fds = vec![PollFd::from_borrowed_fd(self.fd, flags)];
             fds.extend(
-                self.bell
+                self.wake_fd
                     .iter()
-                    .map(|bell| PollFd::new(bell, PollFlags::IN)),
+                    .map(|wake_fd| PollFd::new(wake_fd, PollFlags::IN)),
             );
             match poll(&mut fds, Some(&timeout)) {
                 Ok(_) if !fds[0].revents().is_empty() => return Ok(()),
@@ -110,7 +113,7 @@ impl<'a> BoundedSocket<'a> {
 impl Read for BoundedSocket<'_> {
     fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
         if self.left == 0 {
-            return Err(io::Error::other(TooMuch));
+            return Err(io::Error::other(TooManyBytes));
         }
         let length = to.len().min(self.left);
         loop {
@@ -179,13 +182,13 @@ mod tests {
     fn a_wait_ends_by_its_bell_or_by_what_arrives() {
         let year = Duration::from_secs(365 * 86_400);
         let is_called_off = AtomicBool::new(false);
-        let (bell, ends) = io::pipe().unwrap();
+        let (wake_fd, ends) = io::pipe().unwrap();
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         thread::scope(|scope| {
             let wait = || {
                 let is_called_off = || is_called_off.load(Ordering::Acquire);
-                let bell = Some(bell.as_fd());
-                let mut socket = BoundedSocket::new(ours.as_fd(), year, 2, bell, &is_called_off);
+                let wake_fd = Some(wake_fd.as_fd());
+                let mut socket = BoundedSocket::new(ours.as_fd(), year, 2, wake_fd, &is_called_off);
                 [socket.read(&mut [0; 1]), socket.read(&mut [0; 1])].map(Result::ok)
             };
             let waits = scope.spawn(wait);

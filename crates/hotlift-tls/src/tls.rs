@@ -13,18 +13,18 @@ use rustls::{CipherSuite, Error, PeerIncompatible};
 use crate::authz::Authz;
 use crate::binding::{Exporter, ExporterSecret};
 use crate::cipher::Cipher;
-use crate::credentials::{Credentials, Own, Role, Warning};
+use crate::credentials::{Credentials, OwnCertificate, Role, Warning};
 use crate::error::{Alert, RecordError, TlsError};
 use crate::handshake::{Connection, drive};
 use crate::identity::Identity;
 use crate::link::Link;
 use crate::listing::Listing;
 use crate::provider::provider;
-use crate::reader::RecordReader;
 use crate::record::RECORDS_PER_KEY;
+use crate::record_opener::RecordOpener;
+use crate::record_sealer::RecordSealer;
 use crate::socket::BoundedSocket;
 use crate::verify::{Seen, Verifier, fault};
-use crate::writer::RecordWriter;
 
 /// Timeout of a handshake, from the first byte to the last.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -96,9 +96,9 @@ pub struct Session {
     /// Secret that only the two ends know.
     pub exporter: Exporter,
     /// The receiving half.
-    pub reader: RecordReader,
+    pub reader: RecordOpener,
     /// The sending half.
-    pub writer: RecordWriter,
+    pub writer: RecordSealer,
 }
 
 impl Tls {
@@ -154,7 +154,7 @@ impl Tls {
         self.connect_unless(socket, host, None, &|| false)
     }
 
-    /// Does the same, and fails once `is_called_off`. `bell` is readable after a change; the check must cover all rings.
+    /// Does the same, and fails once `is_called_off`. `wake_fd` is readable after a change; the check must cover all rings.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -162,7 +162,7 @@ impl Tls {
         &self,
         socket: impl AsFd,
         host: Option<&str>,
-        bell: Option<BorrowedFd<'_>>,
+        wake_fd: Option<BorrowedFd<'_>>,
         is_called_off: &dyn Fn() -> bool,
     ) -> Result<Session, TlsError> {
         let name = self.settings.hostname.as_deref().or(host);
@@ -206,7 +206,7 @@ impl Tls {
             connection.map_err(TlsError::Handshake)?,
             &socket,
             Role::Server,
-            bell,
+            wake_fd,
             is_called_off,
         )
     }
@@ -261,7 +261,7 @@ impl Tls {
 }
 
 /// Returns an error if this side's certificate is not valid now, since the other side would reject it.
-fn is_valid_now(own: &Own) -> Result<(), TlsError> {
+fn is_valid_now(own: &OwnCertificate) -> Result<(), TlsError> {
     let now = SystemTime::now();
     if own.identity.begins <= now && now <= own.identity.ends {
         return Ok(());
@@ -295,12 +295,12 @@ impl<'a> Handshake<'a> {
         mut connection: impl Connection,
         socket: &impl AsFd,
         peer: Role,
-        bell: Option<BorrowedFd<'_>>,
+        wake_fd: Option<BorrowedFd<'_>>,
         is_called_off: &dyn Fn() -> bool,
     ) -> Result<Session, TlsError> {
         let time = self.settings.handshake_timeout;
         let socket = socket.as_fd();
-        let socket = &mut BoundedSocket::new(socket, time, HANDSHAKE_BYTES, bell, is_called_off);
+        let socket = &mut BoundedSocket::new(socket, time, HANDSHAKE_BYTES, wake_fd, is_called_off);
         drive(&mut connection, socket).map_err(|error| self.explain(error, peer))?;
         let is_hotlift = connection.common().alpn_protocol() == Some(ALPN.as_bytes());
         let suite = connection.common().negotiated_cipher_suite();
@@ -312,8 +312,8 @@ impl<'a> Handshake<'a> {
         let reading = Cipher::new(secrets.rx).map_err(TlsError::Record)?;
         let writing = Cipher::new(secrets.tx).map_err(TlsError::Record)?;
         let is_client = peer == Role::Server;
-        let mut reader = RecordReader::new(reading, Arc::clone(&link), is_client);
-        let mut writer = RecordWriter::new(writing, link, self.settings.records_per_key);
+        let mut reader = RecordOpener::new(reading, Arc::clone(&link), is_client);
+        let mut writer = RecordSealer::new(writing, link, self.settings.records_per_key);
         if self.settings.profile == Profile::Hotlift {
             if !is_hotlift {
                 let _ = writer.alert(socket, Alert::NO_PROTOCOL);

@@ -41,7 +41,7 @@ pub(crate) struct Verifier<V: ?Sized> {
 }
 
 impl<V: ?Sized> Verifier<V> {
-    fn look(&self, certificate: &CertificateDer<'_>) -> Result<Identity, Error> {
+    fn inspect(&self, certificate: &CertificateDer<'_>) -> Result<Identity, Error> {
         let identity = Identity::read(certificate)
             .map_err(|_| Error::InvalidCertificate(CertificateError::BadEncoding))?;
         self.seen.put(identity.clone());
@@ -95,7 +95,7 @@ impl ServerCertVerifier for Verifier<WebPkiServerVerifier> {
         ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let identity = self.look(end_entity)?;
+        let identity = self.inspect(end_entity)?;
         let verified = self.chain.verify_server_cert(
             end_entity,
             intermediates,
@@ -122,7 +122,7 @@ impl ClientCertVerifier for Verifier<dyn ClientCertVerifier> {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let identity = self.look(end_entity)?;
+        let identity = self.inspect(end_entity)?;
         let verified = self
             .chain
             .verify_client_cert(end_entity, intermediates, now);

@@ -11,7 +11,7 @@ const SLICE: Duration = Duration::from_millis(10);
 
 /// Goal of the vCPU threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Want {
+pub(crate) enum VcpuGoal {
     /// Wait.
     Pause,
     /// Run the guest.
@@ -22,7 +22,7 @@ pub(crate) enum Want {
 
 #[derive(Debug)]
 struct State {
-    want: Want,
+    want: VcpuGoal,
     /// Kernel thread ids of the started threads, by vCPU.
     threads: BTreeMap<u8, u32>,
     running: usize,
@@ -45,7 +45,7 @@ impl Control {
     pub fn new() -> Self {
         Self {
             state: Mutex::new(State {
-                want: Want::Pause,
+                want: VcpuGoal::Pause,
                 threads: BTreeMap::new(),
                 running: 0,
                 throttle: 0,
@@ -58,7 +58,7 @@ impl Control {
 
     /// Sets the threads' goal. Calls `kick` before any of them can act on it, so that `kick` and the work in [`Control::park`]
     /// are ordered.
-    pub fn want(&self, want: Want, kick: impl FnOnce()) {
+    pub fn want(&self, want: VcpuGoal, kick: impl FnOnce()) {
         let mut state = self.lock();
         state.want = want;
         kick();
@@ -97,9 +97,9 @@ impl Control {
         let state = self.lock();
         let mut state = self
             .changed
-            .wait_while(state, |state| state.want == Want::Pause)
+            .wait_while(state, |state| state.want == VcpuGoal::Pause)
             .unwrap_or_else(PoisonError::into_inner);
-        if state.want == Want::Stop {
+        if state.want == VcpuGoal::Stop {
             return None;
         }
         state.running += 1;
@@ -112,7 +112,7 @@ impl Control {
         let state = self.lock();
         drop(
             self.changed
-                .wait_timeout_while(state, time, |state| state.want == Want::Run)
+                .wait_timeout_while(state, time, |state| state.want == VcpuGoal::Run)
                 .unwrap_or_else(PoisonError::into_inner),
         );
     }
@@ -161,7 +161,7 @@ impl Control {
         drop(
             self.changed
                 .wait_timeout_while(state, sleep_after_slice(percent), |state| {
-                    state.want == Want::Run && state.throttle == percent
+                    state.want == VcpuGoal::Run && state.throttle == percent
                 })
                 .unwrap_or_else(PoisonError::into_inner),
         );

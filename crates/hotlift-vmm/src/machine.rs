@@ -9,7 +9,7 @@ use hotlift_mem::{DirtyBitmap, RamBlock, lock};
 
 use crate::builtin::{BuiltinGuest, CreateError};
 use crate::bytes::to_usize;
-use crate::control::{Control, Want};
+use crate::control::{Control, VcpuGoal};
 use crate::device::{self, DeviceError};
 use crate::fill::{self, FillError, FillSettings, Filled};
 use crate::layout::{Layout, RAM_BLOCK};
@@ -39,7 +39,7 @@ pub(crate) trait Vcpus: Sized + Send + Sync {
     fn thread(&self, index: u8) -> Box<dyn FnOnce() + Send>;
 
     /// Sets the goal of all vCPUs.
-    fn want(&self, want: Want);
+    fn want(&self, want: VcpuGoal);
 
     /// Interrupts those of `threads` that are busy.
     fn kick(threads: &[JoinHandle<()>]) -> impl Fn() + Send + 'static;
@@ -125,7 +125,7 @@ impl<V: Vcpus> Machine<V> {
         lock(&self.common.life)
     }
 
-    fn stop(&self, want: Want) {
+    fn stop(&self, want: VcpuGoal) {
         self.vcpus.want(want);
         V::kick(&self.threads)();
     }
@@ -142,7 +142,7 @@ impl<V: Vcpus> Machine<V> {
 impl<V: Vcpus> Drop for Machine<V> {
     fn drop(&mut self) {
         self.throttle(0);
-        self.stop(Want::Stop);
+        self.stop(VcpuGoal::Stop);
         for thread in self.threads.drain(..) {
             // Its panic was already printed or recorded.
             let _ = thread.join();
@@ -187,7 +187,7 @@ impl<V: Vcpus> Guest for Machine<V> {
 
     fn pause(&self) -> Result<(), GuestError> {
         let _command = lock(&self.commands);
-        self.stop(Want::Pause);
+        self.stop(VcpuGoal::Pause);
         // Without the lock of `life`: a vCPU on its way into its work may need it.
         self.common.control.wait_until_parked();
         self.life().paused();
@@ -197,7 +197,7 @@ impl<V: Vcpus> Guest for Machine<V> {
     fn resume(&self) -> Result<(), GuestError> {
         let _command = lock(&self.commands);
         self.life().resume()?;
-        self.vcpus.want(Want::Run);
+        self.vcpus.want(VcpuGoal::Run);
         Ok(())
     }
 
@@ -273,7 +273,7 @@ impl<V: Vcpus> BuiltinGuest for Machine<V> {
         };
         self.vcpus.boot(self.ram_block(), &program)?;
         self.life().start()?;
-        self.vcpus.want(Want::Run);
+        self.vcpus.want(VcpuGoal::Run);
         Ok(())
     }
 

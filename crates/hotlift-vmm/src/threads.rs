@@ -10,7 +10,7 @@ use hotlift_mem::{DirtyBitmap, MemError, PAGE_SIZE, RamBlock, lock};
 
 use crate::builtin::CreateError;
 use crate::bytes::to_usize;
-use crate::control::Want;
+use crate::control::VcpuGoal;
 use crate::device::{DeviceError, FieldWriter, Fields};
 use crate::layout::{Layout, Record};
 use crate::machine::{Common, Vcpus};
@@ -152,9 +152,9 @@ impl Vcpus for Workers {
         Box::new(move || shared.run(index))
     }
 
-    fn want(&self, want: Want) {
+    fn want(&self, want: VcpuGoal) {
         self.0.common.control.want(want, || {
-            self.0.run.store(want == Want::Run, Ordering::Release);
+            self.0.run.store(want == VcpuGoal::Run, Ordering::Release);
         });
     }
 

@@ -48,8 +48,8 @@ bitflags! {
         /// Between relays a PING with the value [`CONNECTED`] follows the RAM blocks, answered once the destination's QEMU has
         /// answered the opening.
         const CONFIRMED = 1 << 5;
-        /// Between relays the source accepts the guest's state at the destination (`settle::Doing`): before the last SHUT(0),
-        /// and in the answer to a question.
+        /// Between relays the source accepts the guest's state at the destination (`settle::GuestActivity`): before the last
+        /// SHUT(0), and in the answer to a question.
         const DOING = 1 << 6;
         /// The stream's sync points, a record each or the end of each section of RAM, come from the source's QEMU. Without this
         /// feature a relay chooses them, because its source has no multifd or is older.

@@ -6,7 +6,7 @@
 use crate::handshake::{Accepted, Features, VERSION};
 use crate::multifd::Method;
 use crate::reader::{as_u64, put_counted_string};
-use crate::settle::{Doing, MigrationId};
+use crate::settle::{GuestActivity, MigrationId};
 use crate::{Reader, WireError, limits};
 
 const SHUT: u16 = 1;
@@ -78,7 +78,7 @@ pub enum ReturnMessage<'a> {
     /// Hotlift: work of the destination's channel threads so far. Only sent to a source whose packets name their method.
     Load(Load),
     /// Hotlift: state of the guest at the destination. Sent before SHUT(0), only to a source that offers to accept it.
-    Doing(Doing),
+    GuestActivity(GuestActivity),
 }
 
 /// Work of a destination's channel threads since the migration began.
@@ -169,7 +169,7 @@ impl<'a> ReturnMessage<'a> {
             Self::ErrorText(_) => ERROR_TEXT,
             Self::Hello { .. } => HELLO,
             Self::Load(_) => LOAD,
-            Self::Doing(_) => DOING,
+            Self::GuestActivity(_) => DOING,
         }
     }
 
@@ -197,7 +197,7 @@ impl<'a> ReturnMessage<'a> {
                 let crc = crc32fast::hash(&out[start..]);
                 out.extend_from_slice(&crc.to_be_bytes());
             }
-            Self::Doing(doing) => {
+            Self::GuestActivity(doing) => {
                 let code = [doing as u8];
                 out.extend_from_slice(&code);
                 out.extend_from_slice(&crc32fast::hash(&code).to_be_bytes());
@@ -281,7 +281,7 @@ impl<'a> ReturnMessage<'a> {
                 let code = reader.u8("DOING")?;
                 let expected = reader.be32("DOING").map_err(short)?;
                 WireError::check_crc("DOING", expected, crc32fast::hash(&[code]))?;
-                Self::Doing(Doing::of_code(code).ok_or(WireError::Unknown {
+                Self::GuestActivity(GuestActivity::of_code(code).ok_or(WireError::Unknown {
                     what: "state of a guest",
                     got: code.into(),
                 })?)

@@ -57,10 +57,10 @@ pub enum Outcome {
 }
 
 /// State of a guest at its destination, as observed by the relay of its QEMU. Only a source that offers
-/// [`Features::DOING`](crate::handshake::Features::DOING) gets a value other than [`Doing::Unknown`].
+/// [`Features::DOING`](crate::handshake::Features::DOING) gets a value other than [`GuestActivity::Unknown`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(u8)]
-pub enum Doing {
+pub enum GuestActivity {
     /// Unknown.
     #[default]
     Unknown = 0,
@@ -72,7 +72,7 @@ pub enum Doing {
     Stopped = 3,
 }
 
-impl Doing {
+impl GuestActivity {
     /// Returns the value with this code.
     pub(crate) fn of_code(code: u8) -> Option<Self> {
         [Self::Unknown, Self::Runs, Self::Rests, Self::Stopped]
@@ -119,7 +119,7 @@ pub fn read_question(bytes: &[u8; QUESTION_LEN]) -> Result<MigrationId, WireErro
 
 /// Returns the answer with the `outcome` of `id`, and the state `doing` of its guest.
 #[must_use]
-pub fn answer(id: MigrationId, outcome: Outcome, doing: Doing) -> [u8; ANSWER_LEN] {
+pub fn answer(id: MigrationId, outcome: Outcome, doing: GuestActivity) -> [u8; ANSWER_LEN] {
     let mut bytes = [0; ANSWER_LEN];
     bytes[..HEARD_LEN].copy_from_slice(&with_magic(ANSWER_MAGIC, id.0));
     bytes[HEARD_LEN] = outcome as u8 | (doing as u8) << 4;
@@ -134,7 +134,7 @@ pub fn answer(id: MigrationId, outcome: Outcome, doing: Doing) -> [u8; ANSWER_LE
 pub fn read_answer(
     bytes: &[u8; ANSWER_LEN],
     id: MigrationId,
-) -> Result<(Outcome, Doing), WireError> {
+) -> Result<(Outcome, GuestActivity), WireError> {
     const WHAT: &str = "answer about a migration";
     let mut reader = opened(bytes, ANSWER_MAGIC, WHAT)?;
     if *reader.array(WHAT)? != id.0 {
@@ -154,7 +154,7 @@ pub fn read_answer(
     .into_iter()
     .find(|outcome| *outcome as u8 == code & 0xf);
     outcome
-        .zip(Doing::of_code(code >> 4))
+        .zip(GuestActivity::of_code(code >> 4))
         .ok_or(WireError::Unknown {
             what: WHAT,
             got: code.into(),
@@ -218,20 +218,28 @@ mod tests {
             Outcome::Undecided,
             Outcome::HasAll,
         ] {
-            for doing in [Doing::Unknown, Doing::Runs, Doing::Rests, Doing::Stopped] {
+            for doing in [
+                GuestActivity::Unknown,
+                GuestActivity::Runs,
+                GuestActivity::Rests,
+                GuestActivity::Stopped,
+            ] {
                 let read = read_answer(&answer(ID, outcome, doing), ID).unwrap();
                 assert_eq!(read, (outcome, doing));
             }
         }
         // An older source reads an answer with an unknown guest state.
-        assert_eq!(answer(ID, Outcome::Runs, Doing::Unknown)[HEARD_LEN], 1);
+        assert_eq!(
+            answer(ID, Outcome::Runs, GuestActivity::Unknown)[HEARD_LEN],
+            1
+        );
         assert_eq!(read_token(&token(ID.0)), Some(ID.0));
         assert_eq!(read_token(&heard(ID)), None);
     }
 
     #[test]
     fn an_answer_with_any_bit_flipped_or_about_another_migration_is_no_answer() {
-        let answer = answer(ID, Outcome::Runs, Doing::Runs);
+        let answer = answer(ID, Outcome::Runs, GuestActivity::Runs);
         for bit in 0..8 * ANSWER_LEN {
             let mut damaged = answer;
             damaged[bit / 8] ^= 1 << (bit % 8);

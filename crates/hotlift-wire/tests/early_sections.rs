@@ -202,7 +202,7 @@ fn end_of_stream(size: usize, name: &str) -> Vec<u8> {
 #[test]
 fn a_payload_that_was_searched_must_have_the_length_in_the_description() {
     let mut lengths = EarlyLengths::default();
-    lengths.note(&trickles_into(decoder(true), &section("device", b"state"), &ram(2)).unwrap());
+    lengths.record(&trickles_into(decoder(true), &section("device", b"state"), &ram(2)).unwrap());
     lengths.check(&end_of_stream(5, "device")).unwrap();
     for wrong in [
         end_of_stream(6, "device"),
@@ -219,7 +219,7 @@ fn a_payload_of_a_known_layout_may_lack_a_description_and_must_not_contradict_it
     let name = "virtio-mem-device-early";
     let payload = virtio_mem(&[3]);
     let mut lengths = EarlyLengths::default();
-    lengths.note(&trickles_into(decoder(true), &section(name, &payload), &[]).unwrap());
+    lengths.record(&trickles_into(decoder(true), &section(name, &payload), &[]).unwrap());
     lengths.check(&[]).unwrap();
     lengths.check(&end_of_stream(payload.len(), name)).unwrap();
     assert!(lengths.check(&end_of_stream(5, name)).is_err());
@@ -237,7 +237,7 @@ fn recorded_early_sections_have_the_lengths_in_their_descriptions() {
                 MainEvent::RamBlocks(_) => ram_began = true,
                 MainEvent::EarlySection(section) => {
                     assert!(section.memory.is_some(), "{name}");
-                    lengths.note(&section);
+                    lengths.record(&section);
                     has_ram.push(ram_began);
                 }
                 MainEvent::Eof => lengths.check(&main[at..]).unwrap(),

@@ -12,7 +12,7 @@ use hotlift_wire::multifd::{
     PacketRules, PacketWriter, ZeroPageDetection, first_method,
 };
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::{Doing, MigrationId};
+use hotlift_wire::settle::{GuestActivity, MigrationId};
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry, WireError, limits};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -141,8 +141,8 @@ proptest! {
             5 => ReturnMessage::ResumeAck(value),
             6 => ReturnMessage::SwitchoverAck,
             7 => ReturnMessage::ErrorText(&text),
-            8 => ReturnMessage::Doing(
-                [Doing::Unknown, Doing::Runs, Doing::Rests, Doing::Stopped][value as usize % 4],
+            8 => ReturnMessage::GuestActivity(
+                [GuestActivity::Unknown, GuestActivity::Runs, GuestActivity::Rests, GuestActivity::Stopped][value as usize % 4],
             ),
             9 => ReturnMessage::Hello { version: value.max(u32::from(VERSION) + 1), accepted: None },
             _ => ReturnMessage::Hello {

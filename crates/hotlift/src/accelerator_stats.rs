@@ -64,7 +64,7 @@ pub(crate) struct ChannelStats {
 
 impl ChannelStats {
     /// Adds the difference to the call before.
-    pub(crate) fn tell(&mut self, stats: &AcceleratorStats, jobs: Jobs, runs_on: RunsOn) {
+    pub(crate) fn report(&mut self, stats: &AcceleratorStats, jobs: Jobs, runs_on: RunsOn) {
         if jobs != self.told {
             let add = |counter: &AtomicU64, now: u64, before: u64| {
                 counter.fetch_add(now - before, Ordering::Relaxed);
@@ -107,10 +107,10 @@ mod tests {
             raw_pages: 2,
         };
         let device = || RunsOn::Hardware("a device".into());
-        one.tell(&stats, jobs(5, 0), device());
-        one.tell(&stats, jobs(7, 1), RunsOn::Fallback("it died".into()));
-        two.tell(&stats, jobs(1, 0), device());
-        two.tell(&stats, jobs(1, 4), RunsOn::Fallback("it hangs".into()));
+        one.report(&stats, jobs(5, 0), device());
+        one.report(&stats, jobs(7, 1), RunsOn::Fallback("it died".into()));
+        two.report(&stats, jobs(1, 0), device());
+        two.report(&stats, jobs(1, 4), RunsOn::Fallback("it hangs".into()));
         let expected = JobFigures {
             hardware: 8,
             software: 5,

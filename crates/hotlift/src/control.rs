@@ -16,8 +16,8 @@ use crate::accelerator_stats::AcceleratorStats;
 use crate::error::MigrationError;
 use crate::figures::{JobFigures, MethodFigures, ThreadCpu};
 use crate::life::Life;
-pub use crate::life::bell::Bell;
 use crate::life::threads::spawn;
+pub use crate::life::wake_fd::WakeFd;
 use crate::lock::lock;
 use crate::options::{Options, StreamOptions};
 pub use crate::pacing::SharedRate;
@@ -28,7 +28,7 @@ use crate::status::{MigrationEvent, Status};
 use crate::steering::Steering;
 use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::Sending;
-use crate::stream::strangers::Strangers;
+use crate::stream::rejections::Rejections;
 
 /// Receives events, on the thread in which they happen; must not block for long.
 pub type Watcher = Box<dyn Fn(MigrationEvent) + Send + Sync>;
@@ -54,7 +54,7 @@ struct Shared {
     /// True once the guest has been handed over.
     too_late: AtomicBool,
     watcher: Option<Watcher>,
-    strangers: Strangers,
+    rejections: Rejections,
     stats: Arc<AcceleratorStats>,
     steering: Steering,
     /// Set by [`Control::proceed`].
@@ -96,7 +96,7 @@ impl Control {
     }
 
     /// Sends `event` to the watcher.
-    pub(crate) fn tell(&self, event: MigrationEvent) {
+    pub(crate) fn report(&self, event: MigrationEvent) {
         if let Some(watcher) = &self.0.watcher {
             watcher(event);
         }
@@ -126,7 +126,7 @@ impl Control {
             _ => Pace::Running,
         });
         if before != status as u8 {
-            self.tell(MigrationEvent::Status(status));
+            self.report(MigrationEvent::Status(status));
         }
     }
 
@@ -166,13 +166,13 @@ impl Control {
 
     /// Returns the number of connections that did not belong to the migration, by the reason why they were dropped.
     #[must_use]
-    pub fn turned_away(&self) -> BTreeMap<String, u64> {
-        self.0.strangers.counts()
+    pub fn rejected_connections(&self) -> BTreeMap<String, u64> {
+        self.0.rejections.counts()
     }
 
     /// Returns the counters of such connections.
-    pub(crate) fn strangers(&self) -> &Strangers {
-        &self.0.strangers
+    pub(crate) fn rejections(&self) -> &Rejections {
+        &self.0.rejections
     }
 
     /// Asks the migration to end; the guest continues where it is. Has no effect once the source has handed the guest over:
@@ -409,11 +409,11 @@ impl Control {
     ///
     /// # Errors
     /// The system's error if it cannot create a descriptor.
-    pub fn bell(&self) -> std::io::Result<Bell> {
-        Bell::new(&self.0.life)
+    pub fn wake_fd(&self) -> std::io::Result<WakeFd> {
+        WakeFd::new(&self.0.life)
     }
 
-    /// Wakes the polls of each [`Bell`], after a change that they wait for.
+    /// Wakes the polls of each [`WakeFd`], after a change that they wait for.
     pub fn wake(&self) {
         self.0.life.wake();
     }

@@ -30,13 +30,13 @@ pub(crate) struct CpuBudget {
 
 /// A thread that encodes or decodes, for as long as this lives.
 #[derive(Debug)]
-pub(crate) struct AtWork<'a> {
+pub(crate) struct WorkingThread<'a> {
     budget: &'a CpuBudget,
     /// Time that it had to wait.
     pub waited: Duration,
 }
 
-impl Drop for AtWork<'_> {
+impl Drop for WorkingThread<'_> {
     fn drop(&mut self) {
         *lock(&self.budget.at_work) -= 1;
         self.budget.changed.notify_one();
@@ -55,7 +55,7 @@ impl CpuBudget {
     }
 
     /// Waits until one of the limit's cores is free to encode or decode; `None` without a limit.
-    pub(crate) fn at_work(&self) -> Option<AtWork<'_>> {
+    pub(crate) fn at_work(&self) -> Option<WorkingThread<'_>> {
         let threads = || match self.limit.load(Ordering::Relaxed) {
             0 => u64::MAX,
             limit => limit.div_ceil(1000),
@@ -69,7 +69,7 @@ impl CpuBudget {
             .wait_while(lock(&self.at_work), |at_work| *at_work >= threads())
             .unwrap_or_else(PoisonError::into_inner);
         *at_work += 1;
-        Some(AtWork {
+        Some(WorkingThread {
             budget: self,
             waited: since.elapsed(),
         })
@@ -118,12 +118,12 @@ impl CpuBudget {
     }
 
     /// Books `cpu` at `now`. Returns until when the thread must sleep; `None` if it need not.
-    fn book(&self, cpu: Duration, now: Instant) -> Option<Instant> {
+    fn reserve(&self, cpu: Duration, now: Instant) -> Option<Instant> {
         let time = || match self.limit.load(Ordering::Relaxed) {
             0 => None,
             limit => Some(nanos_over(cpu.as_nanos() * 1000, limit)),
         };
-        let end = self.schedule.book(time, now)?.end;
+        let end = self.schedule.reserve(time, now)?.end;
         (end > now).then_some(end)
     }
 }
@@ -159,7 +159,7 @@ impl<'a> CpuShare<'a> {
             return Duration::ZERO;
         }
         let now = Instant::now();
-        let Some(until) = self.budget.book(spent, now) else {
+        let Some(until) = self.budget.reserve(spent, now) else {
             return Duration::ZERO;
         };
         life.sleep_while(until, || self.budget.is_limited());
@@ -216,7 +216,7 @@ mod tests {
             let cpu = Duration::from_micros(200 + step % 7 * 900);
             let now = *thread + cpu;
             used.push((now, cpu));
-            *thread = budget.book(cpu, now).unwrap_or(now);
+            *thread = budget.reserve(cpu, now).unwrap_or(now);
         }
         let second = Duration::from_secs(1);
         for (end, _) in used.iter().filter(|(at, _)| *at > start + second) {
@@ -260,9 +260,9 @@ mod tests {
     fn a_limit_that_is_lifted_holds_nobody_back() {
         let budget = CpuBudget::new(1);
         let now = Instant::now();
-        assert!(budget.book(Duration::from_secs(1), now).is_some());
+        assert!(budget.reserve(Duration::from_secs(1), now).is_some());
         budget.set_limit(0);
-        assert_eq!(budget.book(Duration::from_secs(1), now), None);
+        assert_eq!(budget.reserve(Duration::from_secs(1), now), None);
         let mut share = CpuShare::new(&budget);
         assert_eq!(share.spend(&Life::default()), Duration::ZERO);
     }

@@ -45,7 +45,7 @@ const IDLE_INTERVAL: Duration = Duration::from_millis(2500);
 
 /// State of a peer at one sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Verdict {
+enum PeerState {
     /// It answers, or nothing is asked.
     Fine,
     /// It has sent no answer since that time.
@@ -56,7 +56,7 @@ enum Verdict {
 
 /// One connection's samples.
 #[derive(Debug, Default)]
-struct Judge {
+struct ConnectionSamples {
     /// Start of the present time without an answer.
     asked: Option<Instant>,
     /// First sample with a second probe in that time.
@@ -67,9 +67,9 @@ struct Judge {
     is_active: bool,
 }
 
-impl Judge {
+impl ConnectionSamples {
     /// Judges the facts at `now`.
-    fn take(&mut self, now: Instant, facts: &TcpSending) -> Verdict {
+    fn take(&mut self, now: Instant, facts: &TcpSending) -> PeerState {
         let heard = now.checked_sub(facts.unheard).unwrap_or(now);
         let is_asked = facts.in_flight > 0 || facts.probes > 0;
         self.asked = is_asked.then(|| self.asked.map_or(now, |asked| asked.max(heard)));
@@ -93,10 +93,10 @@ impl Judge {
         let is_due = |since: Instant| now.duration_since(since) >= REPORTED;
         match self.asked {
             Some(asked) if question.is_some_and(is_due) => {
-                Verdict::Silent(if waits { asked } else { heard })
+                PeerState::Silent(if waits { asked } else { heard })
             }
-            _ if has_no_room && is_due(moved) => Verdict::NotReading(moved),
-            _ => Verdict::Fine,
+            _ if has_no_room && is_due(moved) => PeerState::NotReading(moved),
+            _ => PeerState::Fine,
         }
     }
 }
@@ -106,7 +106,7 @@ impl Judge {
 pub struct Liveness {
     /// Longest silence; zero for no limit.
     limit: Duration,
-    judges: Vec<Judge>,
+    judges: Vec<ConnectionSamples>,
     looked: Option<Instant>,
     stall: Option<Stall>,
     /// Time from the last sample to the next; `None` if no connection is to another host.
@@ -118,7 +118,7 @@ impl Liveness {
     pub fn new<'s>(limit: Duration, streams: impl Iterator<Item = &'s Stream>) -> Self {
         let judges = streams.map(|stream| {
             stream.set_silence_limit(limit);
-            Judge::default()
+            ConnectionSamples::default()
         });
         Self {
             limit,
@@ -134,7 +134,7 @@ impl Liveness {
     ///
     /// # Errors
     /// [`MigrationError::Silent`] if a peer is lost.
-    pub fn look<'s>(
+    pub fn poll<'s>(
         &mut self,
         streams: impl Iterator<Item = &'s Stream>,
         now: Instant,
@@ -159,7 +159,7 @@ impl Liveness {
         let is_stale = |looked| now.duration_since(looked) >= REPORTED;
         if self.looked.is_some_and(is_stale) {
             // This process itself was stopped. The activity of its peers in that time is unknown.
-            self.judges.fill_with(Judge::default);
+            self.judges.fill_with(ConnectionSamples::default);
         }
         self.looked = Some(now);
         let mut is_remote = false;
@@ -188,7 +188,7 @@ impl Liveness {
         control: &Control,
         streams: impl Iterator<Item = &'s Stream>,
     ) -> Result<(), MigrationError> {
-        let looked = self.look(streams, control.life().now(), control.is_peer_suspect());
+        let looked = self.poll(streams, control.life().now(), control.is_peer_suspect());
         control.set_stall(self.stall);
         looked.map(drop)
     }
@@ -196,16 +196,16 @@ impl Liveness {
 
 /// Returns the longest silence; without one the longest time without reading.
 fn worst(
-    judges: &mut [Judge],
+    judges: &mut [ConnectionSamples],
     facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>,
     now: Instant,
 ) -> Option<Stall> {
     let stalls = judges.iter_mut().zip(facts).filter_map(|(judge, facts)| {
         let (facts, peer) = facts?;
         let (kind, since) = match judge.take(now, &facts) {
-            Verdict::Fine => return None,
-            Verdict::Silent(since) => (StallKind::Silent, since),
-            Verdict::NotReading(since) => (StallKind::NotReading, since),
+            PeerState::Fine => return None,
+            PeerState::Silent(since) => (StallKind::Silent, since),
+            PeerState::NotReading(since) => (StallKind::NotReading, since),
         };
         Some(Stall {
             kind,
@@ -238,14 +238,14 @@ mod tests {
     /// A connection in virtual time.
     struct Virtual {
         begun: Instant,
-        judges: [Judge; 1],
+        judges: [ConnectionSamples; 1],
     }
 
     impl Virtual {
         fn new() -> Self {
             Self {
                 begun: Instant::now() + Duration::from_secs(3600),
-                judges: [Judge::default()],
+                judges: [ConnectionSamples::default()],
             }
         }
 
@@ -433,7 +433,7 @@ mod tests {
         let begun = Instant::now() + secs(3600);
         let mut liveness = Liveness {
             limit: LIMIT,
-            judges: vec![Judge::default()],
+            judges: vec![ConnectionSamples::default()],
             looked: None,
             stall: None,
             interval: Some(INTERVAL),
@@ -458,7 +458,11 @@ mod tests {
     #[test]
     fn a_silence_counts_more_than_a_reader_that_is_stopped() {
         let now = Instant::now() + Duration::from_secs(3600);
-        let mut judges = [Judge::default(), Judge::default(), Judge::default()];
+        let mut judges = [
+            ConnectionSamples::default(),
+            ConnectionSamples::default(),
+            ConnectionSamples::default(),
+        ];
         let facts = |unheard| {
             [no_room(0), in_flight(), idle(0)]
                 .map(|facts| Some((TcpSending { unheard, ..facts }, PEER)))

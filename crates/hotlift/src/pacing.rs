@@ -145,7 +145,7 @@ impl Pacer {
         }
         if pace == Pace::Paused {
             // The other migrations wait longer in return.
-            shared.book(bytes, Instant::now());
+            shared.reserve(bytes, Instant::now());
             return waited;
         }
         waited + shared.wait_here(bytes, life)
@@ -155,7 +155,7 @@ impl Pacer {
         let mut changes = self.changes.load(Ordering::Acquire);
         let mut rate = self.rate.load(Ordering::Relaxed);
         let begun = Instant::now();
-        let Some(mut until) = self.book(bytes, begun) else {
+        let Some(mut until) = self.reserve(bytes, begun) else {
             return Duration::ZERO;
         };
         loop {
@@ -190,7 +190,7 @@ impl Pacer {
     }
 
     /// Books `bytes` at `now`. Returns when they may be written; `None` for at once.
-    fn book(&self, bytes: usize, now: Instant) -> Option<Instant> {
+    fn reserve(&self, bytes: usize, now: Instant) -> Option<Instant> {
         // Checked without the lock first: a migration without a limit is the fastest one.
         if self.rate.load(Ordering::Relaxed) == 0 {
             return None;
@@ -199,7 +199,7 @@ impl Pacer {
             0 => None,
             rate => Some(nanos_over(bytes as u128 * 1_000_000_000, rate)),
         };
-        let start = self.schedule.book(time, now)?.start;
+        let start = self.schedule.reserve(time, now)?.start;
         (start > now).then_some(start)
     }
 }
@@ -218,7 +218,7 @@ mod tests {
         for step in 0..1000_u32 {
             // Writers come late now and then; the time that they waste must not come back as a flood.
             now += Duration::from_millis(u64::from(step % 7 == 0) * 40);
-            if let Some(until) = pacer.book(10_000, now) {
+            if let Some(until) = pacer.reserve(10_000, now) {
                 now = until;
             }
             sent += 10_000;
@@ -248,7 +248,7 @@ mod tests {
             for until in &mut ready {
                 if *until <= now {
                     sent += 10_000;
-                    *until = pacer.book(10_000, now).unwrap_or(now);
+                    *until = pacer.reserve(10_000, now).unwrap_or(now);
                 }
             }
             allowed += to_f64(rate) / 1000.0;
@@ -265,10 +265,10 @@ mod tests {
     fn an_idle_phase_is_not_made_up_for_by_a_flood() {
         let pacer = Pacer::new(1_000_000);
         let start = Instant::now();
-        pacer.book(10_000, start);
+        pacer.reserve(10_000, start);
         let later = start + Duration::from_secs(5);
         let at_once = (0..1000)
-            .take_while(|_| pacer.book(10_000, later).is_none())
+            .take_while(|_| pacer.reserve(10_000, later).is_none())
             .count();
         assert!(
             at_once <= 3,
@@ -280,16 +280,16 @@ mod tests {
     fn no_limit_never_waits_and_a_new_rate_counts_from_the_next_packet() {
         let pacer = Pacer::new(0);
         let now = Instant::now();
-        assert_eq!(pacer.book(usize::MAX, now), None);
+        assert_eq!(pacer.reserve(usize::MAX, now), None);
         pacer.set_rate(1000);
-        assert_eq!(pacer.book(1000, now), None);
-        assert_eq!(pacer.book(1, now), Some(now + Duration::from_secs(1)));
+        assert_eq!(pacer.reserve(1000, now), None);
+        assert_eq!(pacer.reserve(1, now), Some(now + Duration::from_secs(1)));
         pacer.set_rate(0);
-        assert_eq!(pacer.book(1000, now), None);
+        assert_eq!(pacer.reserve(1000, now), None);
         pacer.lift();
         pacer.set_rate(1);
-        pacer.book(1000, now);
-        assert_eq!(pacer.book(1000, now), None, "it was lifted for good");
+        pacer.reserve(1000, now);
+        assert_eq!(pacer.reserve(1000, now), None, "it was lifted for good");
     }
 
     #[test]
@@ -303,7 +303,7 @@ mod tests {
             assert_eq!(pacer.wait(1 << 20, &Life::default()), Duration::ZERO);
         }
         let now = Instant::now();
-        let until = shared.0.book(1, now).expect("the others wait");
+        let until = shared.0.reserve(1, now).expect("the others wait");
         assert!(until > now + Duration::from_secs(1 << 21));
     }
 

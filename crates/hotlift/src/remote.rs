@@ -7,7 +7,7 @@ use hotlift_net::transport::{Address, Stop, Stream};
 
 use crate::error::MigrationError;
 use crate::life::Life;
-use crate::life::bell::Bell;
+use crate::life::wake_fd::WakeFd;
 use crate::lock::lock;
 use crate::tls::Tls;
 
@@ -62,9 +62,9 @@ impl Remote {
     ) -> Result<Stream, MigrationError> {
         dialing.connecting.set(Some(&self.address));
         let times = (timeout.min(CONNECT), timeout);
-        let bell = Bell::new(&dialing.life).map_err(MigrationError::opening)?;
+        let wake_fd = WakeFd::new(&dialing.life).map_err(MigrationError::opening)?;
         let cancelled = || dialing.life.is_cancelled();
-        let connected = self.connect_within(times, bell.stop(&cancelled));
+        let connected = self.connect_within(times, wake_fd.stop(&cancelled));
         dialing.connecting.set(None);
         connected
     }

@@ -21,7 +21,7 @@ impl Schedule {
     }
 
     /// Books the duration that `time` returns under the lock; `None`: nothing. Returns its begin and end, at `now`.
-    pub(crate) fn book(
+    pub(crate) fn reserve(
         &self,
         time: impl FnOnce() -> Option<Duration>,
         now: Instant,

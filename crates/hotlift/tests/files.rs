@@ -7,7 +7,7 @@ use std::path::Path;
 
 use hotlift::file::{FileError, FileFormat, describe};
 use hotlift::options::StreamOptions;
-use hotlift::relay::{Hooks, Incoming, LeftOut, Outgoing, RelayReport, RelaySettings, relay};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, UnusedRam, relay};
 use hotlift::{Control, MigrationError};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{
@@ -340,7 +340,7 @@ fn zeros_are_not_sent_to_memory_that_is_unplugged_at_the_destination() {
     let plugged_zeros = saved.blocks[2].1.iter().filter(|page| page.is_none());
     for (unplugged, expected) in [(64, zeros), (63, zeros + plugged_zeros.count())] {
         let settings = RelaySettings {
-            left_out: vec![LeftOut::Unplugged {
+            unused_ram: vec![UnusedRam::Unplugged {
                 block: "vm".to_owned(),
                 bytes: (unplugged * PAGE) as u64,
             }],

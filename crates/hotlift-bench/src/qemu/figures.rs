@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hotlift::figures::SourceReport;
-use hotlift_command::events::Moment;
+use hotlift_command::events::ProgressSnapshot;
 use serde_json::Value;
 
 /// Returns a count of `query-migrate`; 0 if it is missing.
@@ -12,7 +12,7 @@ pub fn number(info: &Value, name: &str) -> u64 {
 }
 
 /// Returns the state of a migration, with rates since the `last` `query-migrate`.
-pub fn moment(info: &Value, elapsed_ms: f64, last: Option<(f64, u64)>) -> Moment {
+pub fn moment(info: &Value, elapsed_ms: f64, last: Option<(f64, u64)>) -> ProgressSnapshot {
     let ram = &info["ram"];
     let transferred = number(ram, "transferred");
     let rate = last.map_or(0.0, |(then, before)| {
@@ -23,7 +23,7 @@ pub fn moment(info: &Value, elapsed_ms: f64, last: Option<(f64, u64)>) -> Moment
             0.0
         }
     });
-    Moment {
+    ProgressSnapshot {
         elapsed_ms,
         status: info["status"].as_str().unwrap_or("none").to_owned(),
         round: number(ram, "dirty-sync-count"),

@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 
 use hotlift::Options;
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
-use hotlift_command::events::Moment;
+use hotlift_command::events::ProgressSnapshot;
 use hotlift_command::migration_args::Given;
-use hotlift_command::pair::Place;
+use hotlift_command::pair::ProcessPlace;
 use hotlift_host::accel::serves;
 use hotlift_qemu::QemuError;
 use hotlift_qmp::QmpError;
@@ -41,7 +41,7 @@ use process::{Image, Process, Start};
 use relays::Relays;
 
 /// Interval between two queries of a migration, equal to Hotlift's reports.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Time for which a writing guest runs before its migration, as with `guest run`.
 const RUN_IN: Duration = Duration::from_millis(200);
@@ -122,11 +122,11 @@ impl Program {
     pub fn run(
         &self,
         cell: &Cell,
-        place: &Place,
+        place: &ProcessPlace,
         certificates: Option<&Certificates>,
         limit: Duration,
         interrupt: &Interrupt,
-        tell: &mut dyn FnMut(&Moment),
+        tell: &mut dyn FnMut(&ProgressSnapshot),
     ) -> Outcome {
         match self.migrate(cell, place, certificates, limit, interrupt, tell) {
             Ok(completed) => Outcome::Completed(Box::new(completed)),
@@ -163,11 +163,11 @@ impl Program {
     fn migrate(
         &self,
         cell: &Cell,
-        place: &Place,
+        place: &ProcessPlace,
         certificates: Option<&Certificates>,
         limit: Duration,
         interrupt: &Interrupt,
-        tell: &mut dyn FnMut(&Moment),
+        tell: &mut dyn FnMut(&ProgressSnapshot),
     ) -> Result<Completed, Stop> {
         let asked = cell;
         let relayed = cell.engine == Engine::Relay;
@@ -331,7 +331,7 @@ fn await_end(
     destination: &mut Process,
     limit: Duration,
     interrupt: &Interrupt,
-    tell: &mut dyn FnMut(&Moment),
+    tell: &mut dyn FnMut(&ProgressSnapshot),
 ) -> Result<(), Stop> {
     let started = Instant::now();
     let mut last: Option<(f64, u64)> = None;
@@ -358,11 +358,11 @@ fn await_end(
             )));
         }
         // An event ends the wait early.
-        let next = Instant::now() + LOOK;
+        let next = Instant::now() + POLL_INTERVAL;
         source
             .qmp
             .client()
-            .wait_for_event(&[interrupt.bell()], next);
+            .wait_for_event(&[interrupt.wake_fd()], next);
     }
     let deadline = Instant::now() + limit;
     loop {
@@ -378,7 +378,7 @@ fn await_end(
                 return Err(Stop::Failed("the destination does not complete".to_owned()));
             }
             _ => {
-                let next = Instant::now() + LOOK;
+                let next = Instant::now() + POLL_INTERVAL;
                 destination.qmp.client().wait_for_event(&[], next);
             }
         }

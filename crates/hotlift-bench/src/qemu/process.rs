@@ -23,8 +23,8 @@ use hotlift_vmm::layout::Layout;
 use hotlift_vmm::{GuestKind, GuestSettings};
 use tempfile::{NamedTempFile, TempDir};
 
+use crate::child_process::ChildProcess;
 use crate::error::BenchError;
-use crate::tied::Tied;
 
 /// Time limit until the guest writes.
 const START: Duration = Duration::from_secs(60);
@@ -61,10 +61,10 @@ const MIGRATION_THREADS: &[&str] = &[
 
 /// The bytes that fill RAM, cached as long as the settings stay the same.
 #[derive(Debug, Default)]
-pub struct Image(RefCell<Option<Kept>>);
+pub struct Image(RefCell<Option<CachedImage>>);
 
 #[derive(Debug)]
-struct Kept {
+struct CachedImage {
     layout: Layout,
     settings: FillSettings,
     file: NamedTempFile,
@@ -95,7 +95,7 @@ impl Image {
         let file = NamedTempFile::with_prefix("hotlift-fill-").map_err(failed)?;
         let filling = Filling::from(&write_fill(file.path(), layout, settings)?);
         let opened = file.reopen().map_err(failed)?;
-        *kept = Some(Kept {
+        *kept = Some(CachedImage {
             layout: *layout,
             settings: settings.clone(),
             file,
@@ -125,7 +125,7 @@ pub struct Start<'a> {
 
 /// A QEMU process; killed on drop, and by the kernel if this process is killed.
 pub struct Process {
-    process: Tied,
+    process: ChildProcess,
     /// Its QMP connection.
     pub qmp: Qemu,
     ram_bytes: u64,
@@ -150,7 +150,7 @@ impl Process {
         words.extend(first_answer::qmp_arguments(&socket));
         let errors = folder.path().join("stderr");
         let mut process =
-            Tied::start(start.prefix, words, Stdio::null(), &errors).map_err(failed)?;
+            ChildProcess::start(start.prefix, words, Stdio::null(), &errors).map_err(failed)?;
         let connected = first_answer::connect(&mut process.child, &socket, start.interrupt);
         Ok(Self {
             qmp: connected.map_err(|error| explain(error, &process))?,
@@ -439,7 +439,7 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
 }
 
 /// Uses the last message of a QEMU that has ended as the error.
-fn explain(error: NoAnswer, process: &Tied) -> BenchError {
+fn explain(error: NoAnswer, process: &ChildProcess) -> BenchError {
     match error {
         NoAnswer::Ended(status) => match process.last_line() {
             Some(problem) => QemuError::Command { problem }.into(),

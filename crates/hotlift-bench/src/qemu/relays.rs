@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::options::Role;
 use hotlift_command::migration_args::MigrationArgs;
-use hotlift_command::pair::Place;
+use hotlift_command::pair::ProcessPlace;
 use hotlift_mem::{end_of_process, wait_readable};
 use hotlift_terminal::error::TerminalError;
 use serde::Deserialize;
@@ -18,8 +18,8 @@ use tempfile::TempDir;
 use super::Stop;
 use crate::cell::Cell;
 use crate::certificates;
+use crate::child_process::ChildProcess;
 use crate::error::BenchError;
-use crate::tied::Tied;
 
 /// Time limit for relays to end after both QEMUs have completed.
 const END: Duration = Duration::from_secs(10);
@@ -60,7 +60,7 @@ impl Relays {
     ///
     /// # Errors
     /// If one does not start; with its last message.
-    pub fn start(cell: &Cell, place: &Place, folder: TempDir) -> Result<Self, BenchError> {
+    pub fn start(cell: &Cell, place: &ProcessPlace, folder: TempDir) -> Result<Self, BenchError> {
         let host = place.address.as_deref().unwrap_or("127.0.0.1");
         let channels = cell.migration.options()?.stream.channels();
         let mut plain = MigrationArgs::default();
@@ -159,7 +159,7 @@ fn of_relay(all: &MigrationArgs) -> MigrationArgs {
 /// A relay process.
 struct Relay {
     side: &'static str,
-    process: Tied,
+    process: ChildProcess,
     said: BufReader<ChildStdout>,
     address: String,
 }
@@ -167,7 +167,7 @@ struct Relay {
 impl Relay {
     fn start(
         side: &'static str,
-        place: &Place,
+        place: &ProcessPlace,
         listen: &str,
         connect: &str,
         migration: &MigrationArgs,
@@ -193,7 +193,8 @@ impl Relay {
         all.extend(migration.to_flags().into_iter().map(OsString::from));
         all.extend(place.flags(migration).into_iter().map(OsString::from));
         let errors = folder.join(side).with_extension("stderr");
-        let mut process = Tied::start(prefix, all, Stdio::piped(), &errors).map_err(failed)?;
+        let mut process =
+            ChildProcess::start(prefix, all, Stdio::piped(), &errors).map_err(failed)?;
         let said = process.child.stdout.take().map(BufReader::new);
         let said = said.ok_or_else(|| failed(std::io::ErrorKind::BrokenPipe.into()))?;
         let mut relay = Self {

@@ -14,7 +14,7 @@ use crate::record::{Completed, Row};
 use crate::table::Grid;
 
 /// Most migrations that are drawn.
-const MOST: usize = 24;
+const MAX_DRAWN: usize = 24;
 
 /// The entry of a run's report for one interval: the methods that were chosen in it.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -60,13 +60,13 @@ pub fn of(chapters: &[Chapter<'_>], id: &str) -> Markup {
         })
         .collect();
     drawn.sort_by_key(|(condition, ..)| condition.is_steady());
-    let left_out = drawn.len().saturating_sub(MOST);
+    let left_out = drawn.len().saturating_sub(MAX_DRAWN);
     html! {
         @if !drawn.is_empty() {
             section {
                 h2 { "What was chosen" }
                 p { "What went by which method, under the rate that the link had." }
-                @for (i, (condition, series, run, slices)) in drawn.iter().take(MOST).enumerate() {
+                @for (i, (condition, series, run, slices)) in drawn.iter().take(MAX_DRAWN).enumerate() {
                     @let picture = picture(condition, series, run, slices, &format!("{id}{i}"));
                     @match condition.is_steady() {
                         false => { (picture) }

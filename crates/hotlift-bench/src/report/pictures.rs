@@ -80,7 +80,7 @@ pub fn condition(condition: &Condition<'_>, records: &[Record]) -> Markup {
 }
 
 /// One way to migrate a guest, with the rates at which it ran.
-pub struct Way<'a> {
+pub struct MigrationVariant<'a> {
     /// Name that distinguishes it from the others.
     pub name: &'a str,
     /// Name of its method, the same for all engines.
@@ -97,7 +97,7 @@ pub struct Way<'a> {
 pub struct Crossover<'a> {
     guest: String,
     /// The ways that ran at two rates or more.
-    pub ways: Vec<Way<'a>>,
+    pub ways: Vec<MigrationVariant<'a>>,
     /// Rates, the slowest first.
     pub rates: Vec<Option<f64>>,
 }
@@ -120,14 +120,14 @@ pub fn crossovers<'a>(conditions: &'a [Condition<'a>]) -> Vec<Crossover<'a>> {
 }
 
 fn crossover<'a>(guest: &[&'a Condition<'a>]) -> Crossover<'a> {
-    let mut ways: Vec<Way<'_>> = Vec::new();
+    let mut ways: Vec<MigrationVariant<'_>> = Vec::new();
     for condition in guest {
         let ran = condition.series.iter();
         for series in ran.filter(|series| !series.runs.is_empty()) {
             let point = (condition.rate(), series);
             match ways.iter_mut().find(|way| way.name == series.name) {
                 Some(way) => way.points.push(point),
-                None => ways.push(Way {
+                None => ways.push(MigrationVariant {
                     name: &series.name,
                     method: match series.row.engine {
                         Engine::Hotlift => &series.name,
@@ -189,7 +189,7 @@ impl Crossover<'_> {
             Some(series.spread(source)?.median + series.spread(destination)?.median)
         };
         let picture = |name: &str, title: &str, of: &dyn Fn(&Series<'_>) -> Option<f64>| {
-            let line = |way: &Way<'_>| {
+            let line = |way: &MigrationVariant<'_>| {
                 let points = way.points.iter();
                 Line {
                     name: way.name.to_owned(),

@@ -5,16 +5,16 @@
 //! | `../../suites/*.toml` | the tables |
 //! | `load` | reads and checks the tables |
 //! | `columns` | our figures with the published definitions |
-//! | `sheet` | a table with our figures next to it |
+//! | `comparison` | a table with our figures next to it |
 //! | `threads`, `counts` | the tables by thread of two suites |
 //! | `sweep` | rows that are every combination of some lists |
 //! | `added_by_tls` | the cost of rows with TLS over the same rows without |
 
 mod added_by_tls;
 mod columns;
+mod comparison;
 mod counts;
 mod load;
-mod sheet;
 mod sweep;
 #[cfg(test)]
 mod tests;
@@ -156,7 +156,7 @@ impl Suite {
             return Err(self.sets_itself(&format!("--with {option}"), option));
         }
         let mut cells = Vec::new();
-        let mut left_out: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        let mut skipped: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for (block, row) in self.rows() {
             let guest = GuestArgs {
                 guest: matrix.guest(),
@@ -171,7 +171,7 @@ impl Suite {
                 Ok(None) => continue,
                 Err(why) => {
                     let why = why.to_string();
-                    left_out.entry(why).or_default().insert(block.title.clone());
+                    skipped.entry(why).or_default().insert(block.title.clone());
                     continue;
                 }
             };
@@ -193,10 +193,10 @@ impl Suite {
             let (all, missing) = sweep.cells(base, matrix)?;
             cells.extend(all);
             for (what, why) in missing {
-                left_out.entry(why).or_default().insert(what);
+                skipped.entry(why).or_default().insert(what);
             }
         }
-        for (why, titles) in left_out {
+        for (why, titles) in skipped {
             let titles: Vec<_> = titles.into_iter().collect();
             warn(format!("not run: {}: {why}", titles.join("; ")));
         }

@@ -50,7 +50,7 @@ pub struct Sweep {
 }
 
 /// Combinations that cannot be tried here, each with the reason.
-pub type LeftOut = Vec<(String, String)>;
+pub type SkippedCombinations = Vec<(String, String)>;
 
 /// Content of RAM.
 #[derive(Debug, Clone, Copy, Deserialize)]
@@ -103,19 +103,19 @@ impl Sweep {
         &self,
         base: &GuestArgs,
         matrix: &MatrixArgs,
-    ) -> Result<(Vec<Cell>, LeftOut), BenchError> {
-        let mut left_out = LeftOut::new();
+    ) -> Result<(Vec<Cell>, SkippedCombinations), BenchError> {
+        let mut skipped = SkippedCombinations::new();
         let mut migrations = Vec::new();
         for (method, level) in &self.methods {
             let with = |all: MigrationArgs, (name, value)| all.with(name, value);
             let common = self.options().try_fold(MigrationArgs::default(), with)?;
             match with_method(&common, method, *level) {
                 Ok(migration) => migrations.push(migration),
-                Err(why) => left_out.push((format!("method {method}"), why.to_string())),
+                Err(why) => skipped.push((format!("method {method}"), why.to_string())),
             }
         }
         let mut cells = Vec::new();
-        for guest in self.guests(base, matrix, &mut left_out) {
+        for guest in self.guests(base, matrix, &mut skipped) {
             let kind = guest.kind();
             for link in &self.links {
                 for migration in matrix.with_each(migrations.clone(), &["accel-path"])? {
@@ -131,14 +131,14 @@ impl Sweep {
                 }
             }
         }
-        Ok((cells, left_out))
+        Ok((cells, skipped))
     }
 
     fn guests(
         &self,
         base: &GuestArgs,
         matrix: &MatrixArgs,
-        left_out: &mut LeftOut,
+        skipped: &mut SkippedCombinations,
     ) -> Vec<GuestArgs> {
         let mut guests = Vec::new();
         for content in &self.fills {
@@ -156,7 +156,7 @@ impl Sweep {
                     working_set: self.working_set.or(base.working_set),
                     ..base.clone()
                 }),
-                None => left_out.push((
+                None => skipped.push((
                     format!("{}, a memory image", self.title),
                     "no value of --fill is one: scripts/linux-guest-ram makes one".to_owned(),
                 )),

@@ -7,9 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_terminal::error::error_line;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 
-use crate::drain::plan::{Candidate, Place, Stays, short};
+use crate::drain::plan::{Candidate, DestinationHost, StayReason, short};
 use crate::error::CommandError;
 use crate::libvirt::virsh::{Domain, Libvirt, Memory, State, VirshError};
 
@@ -37,7 +37,7 @@ impl Domains {
     pub fn chosen(
         here: &Libvirt,
         typed: &[String],
-        places: &[Place],
+        places: &[DestinationHost],
     ) -> Result<Self, CommandError> {
         let running = here.domains(&["--state-running"])?;
         let still = here.domains(&["--state-paused", "--state-other"])?;
@@ -55,9 +55,9 @@ impl Domains {
             } else if let Some(domain) = Domain::find(&still, typed) {
                 chosen.still.insert(domain.clone());
             } else if here.find(typed)?.is_some() {
-                complain!("skipped {typed}: it does not run here");
+                warn!("skipped {typed}: it does not run here");
             } else if let Some(place) = places.iter().find(|place| place.has(typed)) {
-                complain!("skipped {typed}: it is at {}", short(&place.uri));
+                warn!("skipped {typed}: it is at {}", short(&place.uri));
             } else {
                 unknown.push(format!("'{typed}'"));
             }
@@ -75,7 +75,7 @@ impl Domains {
         let deadline = Instant::now() + SAMPLES;
         let memory = self.memory(here, deadline);
         let running = self.running.iter().zip(repeat(None));
-        let still = self.still.iter().zip(repeat(Some(Stays::Still)));
+        let still = self.still.iter().zip(repeat(Some(StayReason::Still)));
         let candidate = |(domain, stays): (&Domain, _)| {
             let of_all = memory.get(&domain.name).copied();
             let memory = of_all.map_or_else(|| alone(here, domain, deadline), Ok);
@@ -124,17 +124,17 @@ fn candidate(
     here: &Libvirt,
     domain: &Domain,
     memory: Result<Memory, VirshError>,
-    stays: Option<Stays>,
+    stays: Option<StayReason>,
 ) -> Option<Candidate> {
     let (memory, written, stays) = match memory {
         Ok(memory) => (memory.bytes, memory.written, stays),
         Err(_) if matches!(here.settled_state(domain), Ok(State::Gone)) => {
-            complain!("skipped {}: it has ended", domain.name);
+            warn!("skipped {}: it has ended", domain.name);
             return None;
         }
         Err(error) => {
-            complain!("hotlift: {}: {}", domain.name, error_line(&error));
-            (0, None, stays.or(Some(Stays::Unmeasured)))
+            warn!("hotlift: {}: {}", domain.name, error_line(&error));
+            (0, None, stays.or(Some(StayReason::Unmeasured)))
         }
     };
     Some(Candidate {
@@ -149,7 +149,7 @@ fn candidate(
 ///
 /// # Errors
 /// [`VirshError`] if none does.
-pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
+pub fn places(uris: &[String]) -> Result<Vec<DestinationHost>, VirshError> {
     let asked: Vec<_> = uris
         .iter()
         .map(|uri| {
@@ -161,7 +161,7 @@ pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
     let mut failed = Vec::new();
     for (uri, answer) in asked {
         match answer.join().unwrap_or_else(|panic| resume_unwind(panic)) {
-            Ok(free) => places.push(Place {
+            Ok(free) => places.push(DestinationHost {
                 uri: uri.clone(),
                 free,
             }),
@@ -174,7 +174,7 @@ pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
         false => None,
     };
     for (uri, error) in failed {
-        complain!("skipped {}: {}", short(uri), error_line(&error));
+        warn!("skipped {}: {}", short(uri), error_line(&error));
     }
     match last {
         Some((_, error)) => Err(error),
@@ -182,7 +182,7 @@ pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
     }
 }
 
-impl Place {
+impl DestinationHost {
     fn has(&self, typed: &str) -> bool {
         // A destination that no longer answers does not count.
         matches!(Libvirt::at(&self.uri).find(typed), Ok(Some(_)))

@@ -13,7 +13,7 @@ use crate::libvirt::virsh::Job;
 /// State of a domain.
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
-pub enum Fate {
+pub enum MoveState {
     /// Its move has not started.
     Waiting,
     /// Its move is running, with its statistics so far.
@@ -39,7 +39,7 @@ pub struct Outcome {
     #[serde(flatten)]
     pub step: Step,
     #[serde(flatten)]
-    pub fate: Fate,
+    pub fate: MoveState,
 }
 
 /// Returns the table of their states.
@@ -47,13 +47,13 @@ pub fn table(outcomes: &[Outcome]) -> String {
     let mut table = new_table(&["domain", "to", "memory", "state", "seconds", "down ms"]);
     for Outcome { step, fate } in outcomes {
         let (state, job) = match fate {
-            Fate::Waiting => ("waiting", None),
-            Fate::UnderWay { .. } => ("under way", None),
-            Fate::Moved { job } => ("moved", *job),
-            Fate::Stayed { .. } => ("stayed", None),
-            Fate::Ended { .. } => ("ended", None),
-            Fate::NotBegun { .. } => ("not started", None),
-            Fate::Unknown { .. } => ("unknown", None),
+            MoveState::Waiting => ("waiting", None),
+            MoveState::UnderWay { .. } => ("under way", None),
+            MoveState::Moved { job } => ("moved", *job),
+            MoveState::Stayed { .. } => ("stayed", None),
+            MoveState::Ended { .. } => ("ended", None),
+            MoveState::NotBegun { .. } => ("not started", None),
+            MoveState::Unknown { .. } => ("unknown", None),
         };
         let seconds = job.map(|job| format!("{}.{}", job.total_ms / 1000, job.total_ms / 100 % 10));
         let down = job.and_then(|job| job.downtime_ms);
@@ -100,13 +100,13 @@ impl Display {
         let domain = &outcome.step.domain.name;
         let to = outcome.step.to.as_deref().map_or("-".to_owned(), short);
         let text = match &outcome.fate {
-            Fate::Waiting => return,
-            Fate::UnderWay { .. } => "under way".to_owned(),
-            Fate::Moved { .. } => "moved".to_owned(),
-            Fate::Stayed { reason } => format!("stayed: {reason}"),
-            Fate::Ended { reason } => format!("ended: {reason}"),
-            Fate::NotBegun { reason } => format!("not started: {reason}"),
-            Fate::Unknown { reason } => format!("unknown: {reason}"),
+            MoveState::Waiting => return,
+            MoveState::UnderWay { .. } => "under way".to_owned(),
+            MoveState::Moved { .. } => "moved".to_owned(),
+            MoveState::Stayed { reason } => format!("stayed: {reason}"),
+            MoveState::Ended { reason } => format!("ended: {reason}"),
+            MoveState::NotBegun { reason } => format!("not started: {reason}"),
+            MoveState::Unknown { reason } => format!("unknown: {reason}"),
         };
         output::progress(&format!("{domain} to {to}: {text}\n"));
     }
@@ -119,7 +119,7 @@ impl Display {
         self.finish();
         let mut text = table(outcomes);
         for Outcome { step, fate } in outcomes {
-            if let Fate::UnderWay { job: Some(job) } = fate
+            if let MoveState::UnderWay { job: Some(job) } = fate
                 // At the start of a migration, libvirt does not know its size.
                 && job.memory_bytes > 0
             {

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use hotlift_mem::is_readable;
 use hotlift_terminal::error::error_line;
 
-use crate::drain::display::Fate;
+use crate::drain::display::MoveState;
 use crate::drain::peers::lost_for;
 use crate::drain::plan::Step;
+use crate::libvirt::guest_location::{GuestLocation, guest_location};
 use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Job, Libvirt, Migrating, State, VirshError};
-use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
 
 /// Interval of queries to libvirt during a migration.
-pub const LOOK: Duration = Duration::from_secs(1);
+pub const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Domain to move.
 #[derive(Debug)]
@@ -34,13 +34,13 @@ pub struct Move {
 
 /// Event of a move.
 #[derive(Debug)]
-pub enum Told {
+pub enum MoveEvent {
     /// Statistics so far.
     Job(Job),
     /// The move ended.
     Ended {
         /// State of the domain.
-        fate: Fate,
+        fate: MoveState,
         /// Reason if its destination is lost.
         lost: Option<String>,
     },
@@ -48,45 +48,45 @@ pub enum Told {
 
 impl Move {
     /// Starts the move, and sends its events; its end comes last.
-    pub fn start(self, tell: impl Fn(Told) + Send + 'static) {
+    pub fn start(self, tell: impl Fn(MoveEvent) + Send + 'static) {
         thread::spawn(move || {
             // A drain waits for the end of each move, also after a panic of its thread.
             let ended = catch_unwind(AssertUnwindSafe(|| self.follow(&tell)));
             tell(ended.unwrap_or_else(|_| {
                 let reason = "the thread that watches its migration panicked".to_owned();
-                let fate = Fate::Unknown { reason };
-                Told::Ended { fate, lost: None }
+                let fate = MoveState::Unknown { reason };
+                MoveEvent::Ended { fate, lost: None }
             }));
         });
     }
 
-    fn follow(&self, tell: &impl Fn(Told)) -> Told {
+    fn follow(&self, tell: &impl Fn(MoveEvent)) -> MoveEvent {
         let to = Libvirt::at(self.step.to.as_deref().unwrap_or_default());
-        let fate = self.run(&to, |job| tell(Told::Job(job)));
+        let fate = self.run(&to, |job| tell(MoveEvent::Job(job)));
         let answers = match fate {
-            Fate::Moved { .. } | Fate::Waiting => Ok(()),
+            MoveState::Moved { .. } | MoveState::Waiting => Ok(()),
             _ => to.ask(&["uri"]).map(drop),
         };
         let lost = answers.err().map(|error| lost_for(&to, &error));
-        Told::Ended { fate, lost }
+        MoveEvent::Ended { fate, lost }
     }
 
-    fn run(&self, to: &Libvirt, tell: impl Fn(Job)) -> Fate {
+    fn run(&self, to: &Libvirt, tell: impl Fn(Job)) -> MoveState {
         let domain = &self.step.domain;
         let mut migrating = match self.begin(to) {
             Ok(Some(migrating)) => migrating,
-            Ok(None) => return Fate::Waiting,
+            Ok(None) => return MoveState::Waiting,
             Err(error) => {
                 let reason = error_line(&error);
                 return match self.here.settled_state(domain) {
-                    Ok(State::Gone) => Fate::Ended {
+                    Ok(State::Gone) => MoveState::Ended {
                         reason: self.here.with_end(domain, reason),
                     },
-                    _ => Fate::NotBegun { reason },
+                    _ => MoveState::NotBegun { reason },
                 };
             }
         };
-        let mut look_at = Instant::now() + LOOK;
+        let mut look_at = Instant::now() + POLL_INTERVAL;
         let mut is_aborted = false;
         loop {
             let abort = self.abort.as_fd();
@@ -105,7 +105,7 @@ impl Move {
                 Ok(Some(ended)) => return fate(&self.here, to, domain, ended),
                 Err(error) => return fate(&self.here, to, domain, Err(error_line(&error))),
                 Ok(None) if self.is_looked_at && Instant::now() >= look_at => {
-                    look_at = Instant::now() + LOOK;
+                    look_at = Instant::now() + POLL_INTERVAL;
                     self.here.job(domain, false).into_iter().for_each(&tell);
                 }
                 Ok(None) => {}
@@ -128,21 +128,21 @@ impl Move {
 }
 
 /// Returns the state of a domain whose migration has ended.
-fn fate(here: &Libvirt, to: &Libvirt, domain: &Domain, ended: Result<(), String>) -> Fate {
+fn fate(here: &Libvirt, to: &Libvirt, domain: &Domain, ended: Result<(), String>) -> MoveState {
     let Err(reason) = ended else {
-        return Fate::Moved {
+        return MoveState::Moved {
             job: to.job(domain, true),
         };
     };
-    match whereabouts(here, to, domain, State::Running, &reason) {
-        Whereabouts::Here => Fate::Stayed { reason },
-        Whereabouts::There => Fate::Moved {
+    match guest_location(here, to, domain, State::Running, &reason) {
+        GuestLocation::Here => MoveState::Stayed { reason },
+        GuestLocation::There => MoveState::Moved {
             job: to.job(domain, true),
         },
-        Whereabouts::Ended => Fate::Ended {
+        GuestLocation::Ended => MoveState::Ended {
             reason: here.with_end(domain, reason),
         },
-        Whereabouts::Unknown { seen } => Fate::Unknown {
+        GuestLocation::Unknown { seen } => MoveState::Unknown {
             reason: format!("{seen}: {reason}"),
         },
     }

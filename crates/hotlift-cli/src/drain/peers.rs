@@ -10,7 +10,7 @@ use crate::drain::plan::{Plan, short};
 use crate::libvirt::virsh::{Libvirt, VirshError};
 
 /// Interval of queries to a destination; after two without an answer it is lost.
-const PEER_LOOK: Duration = Duration::from_secs(3);
+const PEER_POLL_INTERVAL: Duration = Duration::from_secs(3);
 
 /// Returns why a destination is lost.
 pub fn lost_for(to: &Libvirt, error: &VirshError) -> String {
@@ -19,7 +19,7 @@ pub fn lost_for(to: &Libvirt, error: &VirshError) -> String {
 
 /// Checks that the destinations of a plan answer: a migration to a silent one may never end, and cannot succeed. Calls `lost`
 /// once for each lost one. The check ends with the command.
-pub fn watch(plan: &Plan, lost: impl Fn(Lost) + Clone + Send + 'static) {
+pub fn watch(plan: &Plan, lost: impl Fn(UnreachableHost) + Clone + Send + 'static) {
     let uris = plan.steps.iter().filter_map(|step| step.to.as_deref());
     for uri in uris.collect::<BTreeSet<_>>() {
         let (to, lost) = (Libvirt::at(uri), lost.clone());
@@ -29,14 +29,14 @@ pub fn watch(plan: &Plan, lost: impl Fn(Lost) + Clone + Send + 'static) {
 
 /// Destination that does not answer.
 #[derive(Debug)]
-pub struct Lost {
+pub struct UnreachableHost {
     /// URI of its libvirt.
     pub uri: String,
     /// Reason for the operator.
     pub reason: String,
 }
 
-fn until_lost(to: &Libvirt) -> Lost {
+fn until_lost(to: &Libvirt) -> UnreachableHost {
     let mut failures = 0;
     loop {
         match to.ask(&["uri"]) {
@@ -46,10 +46,10 @@ fn until_lost(to: &Libvirt) -> Lost {
                 if failures == 2 {
                     let uri = to.uri().to_owned();
                     let reason = lost_for(to, &error);
-                    return Lost { uri, reason };
+                    return UnreachableHost { uri, reason };
                 }
             }
         }
-        thread::sleep(PEER_LOOK);
+        thread::sleep(PEER_POLL_INTERVAL);
     }
 }

@@ -106,13 +106,13 @@ pub struct Candidate {
     /// Bytes written per second; `None` if unknown.
     pub written: Option<u64>,
     /// Reason why it stays, if it does.
-    pub stays: Option<Stays>,
+    pub stays: Option<StayReason>,
 }
 
 /// Reason why a domain is not moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Stays {
+pub enum StayReason {
     /// No destination has enough memory.
     NoRoom,
     /// Its guest is paused.
@@ -121,7 +121,7 @@ pub enum Stays {
     Unmeasured,
 }
 
-impl Stays {
+impl StayReason {
     fn word(self) -> &'static str {
         match self {
             Self::NoRoom => "no room",
@@ -145,7 +145,7 @@ impl Stays {
 
 /// Destination host.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct DestinationHost {
     /// URI of its libvirtd.
     pub uri: String,
     /// Bytes of its free memory.
@@ -166,7 +166,7 @@ pub struct Step {
     /// URI of the destination's libvirtd; `null` if it stays.
     pub to: Option<String>,
     /// Reason why it stays; `null` if it moves.
-    pub stays: Option<Stays>,
+    pub stays: Option<StayReason>,
     /// Seconds of the move alone, uncompressed; `null` if its memory is written faster than the link transfers.
     pub seconds: Option<u64>,
 }
@@ -184,7 +184,11 @@ pub struct Plan {
 
 impl Plan {
     /// Orders `candidates`, and assigns each to the place with the most free memory left.
-    pub fn new(candidates: Vec<Candidate>, mut places: Vec<Place>, budget: Budget) -> Self {
+    pub fn new(
+        candidates: Vec<Candidate>,
+        mut places: Vec<DestinationHost>,
+        budget: Budget,
+    ) -> Self {
         let mut steps: Vec<Step> = candidates
             .into_iter()
             .map(|one| Step {
@@ -200,7 +204,7 @@ impl Plan {
         for step in steps.iter_mut().filter(|step| step.stays.is_none()) {
             let place = places.iter_mut().max_by_key(|place| place.free);
             let Some(place) = place.filter(|place| place.free >= step.memory_bytes) else {
-                step.stays = Some(Stays::NoRoom);
+                step.stays = Some(StayReason::NoRoom);
                 continue;
             };
             place.free -= step.memory_bytes;
@@ -214,7 +218,7 @@ impl Plan {
         let mut table = new_table(&["domain", "to", "memory", "written/s", "alone"]);
         for step in &self.steps {
             let to = step.to.as_deref().map(short);
-            let stays = step.stays.map_or("-", Stays::word);
+            let stays = step.stays.map_or("-", StayReason::word);
             table.add_row([
                 step.domain.name.clone(),
                 to.unwrap_or(stays.to_owned()),
@@ -271,8 +275,8 @@ mod tests {
         }
     }
 
-    fn place(uri: &str, free: u64) -> Place {
-        Place {
+    fn place(uri: &str, free: u64) -> DestinationHost {
+        DestinationHost {
             uri: uri.to_owned(),
             free,
         }
@@ -353,13 +357,13 @@ mod tests {
         );
         let places: Vec<_> = plan.steps.iter().map(|step| step.to.as_deref()).collect();
         assert_eq!(places, [Some("one"), Some("two"), None]);
-        assert_eq!(plan.steps[2].stays, Some(Stays::NoRoom));
+        assert_eq!(plan.steps[2].stays, Some(StayReason::NoRoom));
     }
 
     #[test]
     fn what_stands_still_is_shown_takes_no_room_and_goes_nowhere() {
         let still = Candidate {
-            stays: Some(Stays::Still),
+            stays: Some(StayReason::Still),
             ..candidate("still", MIB, None)
         };
         let domains = vec![still, candidate("a", GIB, None)];

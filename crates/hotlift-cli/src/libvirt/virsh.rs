@@ -26,7 +26,7 @@ const ENDING_POLL: Duration = Duration::from_millis(200);
 pub const ABORT_AGAIN: Duration = Duration::from_millis(200);
 
 /// Maximum bytes kept of the output of `virsh`.
-const MOST: usize = 1 << 20;
+const MAX_OUTPUT: usize = 1 << 20;
 
 /// Length of a UUID as libvirt prints it.
 const UUID: usize = 36;
@@ -44,7 +44,7 @@ pub enum VirshError {
     #[error("libvirt at {at} did not answer within {ANSWER:?}")]
     Silent { at: String },
     /// The answer is too long.
-    #[error("libvirt at {at} answered with more than {MOST} bytes")]
+    #[error("libvirt at {at} answered with more than {MAX_OUTPUT} bytes")]
     TooLong { at: String },
     /// The answer is invalid.
     #[error("libvirt at {at} sent '{said}' instead of {what}")]
@@ -178,7 +178,7 @@ impl Libvirt {
     pub fn ask(&self, words: &[&str]) -> Result<String, VirshError> {
         let mut command = self.command(words);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut run = Run::start(command, MOST).map_err(VirshError::Run)?;
+        let mut run = Run::start(command, MAX_OUTPUT).map_err(VirshError::Run)?;
         let Some(status) = run
             .wait(&[], Some(Instant::now() + ANSWER))
             .map_err(VirshError::Run)?
@@ -188,7 +188,7 @@ impl Libvirt {
             });
         };
         let (out, err) = run.said();
-        if out.len() >= MOST {
+        if out.len() >= MAX_OUTPUT {
             return Err(VirshError::TooLong {
                 at: self.uri.clone(),
             });
@@ -356,7 +356,7 @@ impl Libvirt {
         words.extend_from_slice(options);
         let mut command = self.command(&words);
         command.stdout(Stdio::null()).stderr(Stdio::piped());
-        let run = Run::start(command, MOST).map_err(VirshError::Run)?;
+        let run = Run::start(command, MAX_OUTPUT).map_err(VirshError::Run)?;
         Ok(Migrating(run))
     }
 

@@ -24,14 +24,14 @@ use hotlift_command::security;
 use hotlift_mem::is_readable;
 use hotlift_qmp::one_line;
 use hotlift_terminal::error::TerminalError;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::Display;
 use hotlift_terminal::signals::{Interrupt, beside};
 
 use crate::agent_control::config_in;
 use crate::error::CommandError;
+use crate::libvirt::guest_location::{GuestLocation, guest_location};
 use crate::libvirt::virsh::{ABORT_AGAIN, Domain, Libvirt, Migrating, State, VirshError, host_of};
-use crate::libvirt::whereabouts::{Whereabouts, whereabouts};
 use crate::output_args::OutputArgs;
 use crate::relay_report::{DomainMigration, progress_line};
 
@@ -173,23 +173,23 @@ pub fn run(
     };
     if let Err(reason) = ended.libvirt {
         let reason = format!("{reason}{ours}{theirs}");
-        match whereabouts(&here, &to, domain, was, &reason) {
-            Whereabouts::Here if interrupt.is_raised() => {
+        match guest_location(&here, &to, domain, was, &reason) {
+            GuestLocation::Here if interrupt.is_raised() => {
                 return Err(TerminalError::Interrupted.into());
             }
-            Whereabouts::Here => return Err(CommandError::DomainStayed { reason }),
-            Whereabouts::Ended => {
+            GuestLocation::Here => return Err(CommandError::DomainStayed { reason }),
+            GuestLocation::Ended => {
                 let reason = here.with_end(domain, reason);
                 return Err(CommandError::DomainEnded { reason });
             }
-            Whereabouts::Unknown { seen } => {
+            GuestLocation::Unknown { seen } => {
                 let reason = format!("{seen}: {reason}");
                 return Err(CommandError::DomainInDoubt { reason });
             }
-            Whereabouts::There => complain!("hotlift: {reason}"),
+            GuestLocation::There => warn!("hotlift: {reason}"),
         }
     }
-    complain!("the domain is at {uri}");
+    warn!("the domain is at {uri}");
     migration.libvirt = to.job(domain, true);
     Ok(output.print(&migration, || migration.table())?)
 }
@@ -257,7 +257,7 @@ impl Move<'_> {
         let speaker = conversation.speaker();
         let on_source = |source: &SourceStream| {
             // If this message is lost, the other relay does not start, and this one fails for that reason.
-            let _ = speaker.say(&Message::Source {
+            let _ = speaker.send(&Message::Source {
                 channels: source.channels,
                 method: source.method.to_owned(),
             });
@@ -280,7 +280,7 @@ impl Move<'_> {
                 wakes.extend(is_heard.then(|| conversation.as_fd()));
                 let ended = migrating.wait(&wakes, Some(until))?;
                 while is_heard {
-                    match conversation.hear(Duration::ZERO) {
+                    match conversation.receive(Duration::ZERO) {
                         Ok(Some(Message::Failed { reason })) => theirs = Some(one_line(&reason)),
                         Ok(Some(_)) => {}
                         Ok(None) => break,
@@ -311,7 +311,7 @@ impl Move<'_> {
             },
         };
         // The peer may be gone.
-        let _ = conversation.say(&message);
+        let _ = conversation.send(&message);
         Ok(Ended {
             libvirt: libvirt?,
             relay,
@@ -342,7 +342,7 @@ impl Move<'_> {
             }
             let is_alone = alone_at.is_some_and(|at| now >= at);
             match self.interrupt.is_raised() {
-                false if !is_alone => wakes.push(self.interrupt.bell()),
+                false if !is_alone => wakes.push(self.interrupt.wake_fd()),
                 // The abort is retried until the migration is far enough to be aborted.
                 _ if !is_aborted => is_aborted = self.here.abort(self.domain).is_ok(),
                 _ => {}
@@ -366,12 +366,12 @@ const ALONE: Duration = Duration::from_secs(30);
 
 /// Announces a migration to a port of the agent's host; returns the token at the start of its connections.
 fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], CommandError> {
-    conversation.say_hello(&Hello {
+    conversation.send_hello(&Hello {
         id: Id(fastrand::u32(..)),
         kind: Kind::Migration,
         to: SocketAddr::from((Ipv4Addr::LOCALHOST, port)),
     })?;
-    match conversation.hear::<Message>(ANSWER)? {
+    match conversation.receive::<Message>(ANSWER)? {
         Some(Message::Ready { token }) => Ok(token.0),
         Some(Message::Refused { reason } | Message::Failed { reason }) => {
             let reason = one_line(&reason);

@@ -13,17 +13,17 @@ use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
 use hotlift_qemu::run_state::words;
 use hotlift_qmp::ANSWER_TIMEOUT;
-use hotlift_terminal::output::complain;
+use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::{Display, bytes};
 use hotlift_terminal::signals::Interrupt;
 use hotlift_terminal::table::{align, new_table};
 
 use super::{RestoreArgs, conclude, failed, say_lost, taken};
 use crate::clock::GuestClock;
-use crate::error::{CommandError, RestFrom, STANDS_STILL};
+use crate::error::{CommandError, MissingPagesFrom, STANDS_STILL};
 
 /// Timeout of the statement of a QEMU whose connection was lost.
-const WORD: Duration = Duration::from_secs(5);
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Loads a guest's pages on demand out of `file`, which has the id `id`. QEMU listens on `socket`.
 pub fn run(
@@ -82,7 +82,7 @@ fn after_start(
     );
     let is_gone = || !has_run && is_broken && destination.is_gone_before_a_run();
     let is_over = || destination.waits_for_pages() || is_gone();
-    let statement = destination.wait_for_statement(WORD, &[], is_over);
+    let statement = destination.wait_for_statement(STATEMENT_TIMEOUT, &[], is_over);
     let is_gone = is_gone();
     let never = |_: Destination, reason: String| match has_run {
         true => CommandError::NotTaken { reason },
@@ -102,13 +102,13 @@ fn after_start(
         },
         false => {
             let rest = match cause {
-                MigrationError::File(FileError::OtherFile { .. }) => RestFrom::OtherName,
-                cause if cause.is_damage() => RestFrom::Copy,
-                _ => RestFrom::There,
+                MigrationError::File(FileError::OtherFile { .. }) => MissingPagesFrom::OtherName,
+                cause if cause.is_damage() => MissingPagesFrom::Copy,
+                _ => MissingPagesFrom::There,
             };
             let name = match rest {
-                RestFrom::There => file.to_string(),
-                RestFrom::Copy | RestFrom::OtherName => "FILE".to_owned(),
+                MissingPagesFrom::There => file.to_string(),
+                MissingPagesFrom::Copy | MissingPagesFrom::OtherName => "FILE".to_owned(),
             };
             let reasons = match answers {
                 true => cause.chain(),
@@ -155,7 +155,7 @@ fn restore(
     let knows_damage = AtomicBool::new(false);
     let show = |progress: &LazyProgress| {
         if interrupt.is_raised() && !told.swap(true, Ordering::Relaxed) {
-            complain!(
+            warn!(
                 "the guest {}, and its remaining pages follow; Ctrl-C again stops them and leaves the guest waiting",
                 does.get().map_or("is being loaded", String::as_str)
             );
@@ -164,12 +164,12 @@ fn restore(
             && let Some(server) = file.server()
         {
             match progress.is_lost {
-                true => complain!("lost {server}; trying again"),
-                false => complain!("{server} is back"),
+                true => warn!("lost {server}; trying again"),
+                false => warn!("{server} is back"),
             }
         }
         if progress.is_damaged && !knows_damage.swap(true, Ordering::Relaxed) {
-            complain!(
+            warn!(
                 "hotlift: a part of the file is damaged: a vCPU that needs one of its pages waits; all other pages follow"
             );
         }
@@ -204,7 +204,7 @@ fn restore(
     };
     let on_loaded = |connected: Instant| {
         if args.resume {
-            complain!("the guest continues; the rest of its pages follows");
+            warn!("the guest continues; the rest of its pages follows");
             return Ok(());
         }
         let place = destination.started();
@@ -214,20 +214,20 @@ fn restore(
                 has_run.store(true, Ordering::Relaxed);
                 let ms = connected.elapsed().as_secs_f64() * 1e3;
                 let does = does.get_or_init(|| words(&state));
-                complain!("the guest {does} after {ms:.1} ms; its pages follow{place}");
+                warn!("the guest {does} after {ms:.1} ms; its pages follow{place}");
                 clock.is_here(&state);
             }
             Statement::Stopped {
                 reason,
                 can_run: true,
-            } => complain!("hotlift: the guest does not run: {reason}; its pages follow"),
+            } => warn!("hotlift: the guest does not run: {reason}; its pages follow"),
             // The broken connection ends the restore, which reports how the guest ended.
             Statement::GuestEnded { .. } => has_run.store(true, Ordering::Relaxed),
             Statement::Stopped { reason, .. }
             | Statement::Ended { reason }
             | Statement::Never { reason } => return Err(MigrationError::Destination { reason }),
             Statement::Unknown { reason, .. } => {
-                complain!(
+                warn!(
                     "hotlift: cannot determine whether the guest runs: {reason}; its pages follow{place}"
                 );
             }

@@ -8,7 +8,7 @@ use hotlift::file::{self, ServerEvent};
 use hotlift_command::security;
 use hotlift_mem::FileError;
 use hotlift_terminal::error::{TerminalError, error_line};
-use hotlift_terminal::output::{complain, say};
+use hotlift_terminal::output::{print_line, warn};
 use hotlift_terminal::progress::bytes;
 use hotlift_terminal::signals::Interrupt;
 use serde::Serialize;
@@ -56,7 +56,7 @@ impl Event {
                 seconds: visit.time.as_secs_f64(),
             },
             ServerEvent::Refused { host, reason } => Self::Refused { host, reason },
-            ServerEvent::Trouble(error) => Self::Trouble {
+            ServerEvent::ReadFailure(error) => Self::Trouble {
                 reason: error_line(&error),
             },
             _ => return None,
@@ -72,13 +72,13 @@ impl Event {
         if as_json {
             // Serialization fails only for maps and for numbers without JSON form; neither is here.
             if let Ok(line) = serde_json::to_string(self) {
-                say!("{line}");
+                print_line!("{line}");
             }
             return;
         }
         match self {
-            Self::Listening { address } => say!("listening on {address}"),
-            Self::Begun { host, name } => complain!("{host} reads {}", name.escape_debug()),
+            Self::Listening { address } => print_line!("listening on {address}"),
+            Self::Begun { host, name } => warn!("{host} reads {}", name.escape_debug()),
             Self::Ended {
                 host,
                 name,
@@ -86,11 +86,11 @@ impl Event {
                 seconds,
             } => {
                 let (read, name) = (bytes(*read), name.escape_debug());
-                complain!("{host} read {read} of {name} in {seconds:.1} s");
+                warn!("{host} read {read} of {name} in {seconds:.1} s");
             }
-            Self::Refused { host, reason } => complain!("hotlift: refused {host}: {reason}"),
+            Self::Refused { host, reason } => warn!("hotlift: refused {host}: {reason}"),
             Self::Trouble { reason } => {
-                complain!("hotlift: refused a connection: {reason}");
+                warn!("hotlift: refused a connection: {reason}");
             }
         }
     }

@@ -70,7 +70,7 @@ const HOTLIFT: &str = env!("CARGO_BIN_EXE_hotlift");
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Poll interval.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Polls `look` until it returns a value.
 fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
@@ -85,7 +85,7 @@ fn until_ok<T, E: std::fmt::Debug>(what: &str, mut attempt: impl FnMut() -> Resu
             Ok(found) => return found,
             Err(error) => assert!(Instant::now() < deadline, "{what}: {error:?}"),
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 

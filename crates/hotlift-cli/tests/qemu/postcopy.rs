@@ -106,7 +106,7 @@ impl Way {
     }
 
     /// Starts a move up to postcopy: the guest runs there, and most pages are here. `None`: it cannot be tested here.
-    fn begin(&self) -> Option<Moving> {
+    fn begin(&self) -> Option<OutgoingMigration> {
         let (mut here, mut there, relays) = self.connect()?;
         if let Some([_, other]) = &self.tls {
             // Not earlier: a relay would treat them as the late connection of a QEMU 10.0 for requested pages.
@@ -132,7 +132,7 @@ impl Way {
                 is_turned_away(relays.uri(), None);
             }
         }
-        Some(Moving {
+        Some(OutgoingMigration {
             here,
             there,
             relays,
@@ -142,7 +142,7 @@ impl Way {
 
     /// Moves a guest, and verifies its arrival. `None`: it cannot be tested here.
     fn take(&self) -> Option<()> {
-        let Moving {
+        let OutgoingMigration {
             mut here,
             mut there,
             relays,
@@ -181,7 +181,7 @@ impl Way {
 }
 
 /// A guest during postcopy.
-struct Moving {
+struct OutgoingMigration {
     here: Vm,
     there: Vm,
     relays: Relays,
@@ -292,7 +292,7 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
             at_once: false,
             tls: None,
         };
-        let Moving {
+        let OutgoingMigration {
             mut here,
             mut there,
             relays,

@@ -4,7 +4,7 @@ use hotlift_idxd::DeviceKind;
 
 use super::host::Host;
 use super::iaa::raw_io;
-use super::queues::{self, Wish};
+use super::queues::{self, QueueRequirement};
 use super::{AccelError, Accelerator, Gap};
 
 /// Pages of a packet: one batch per packet.
@@ -14,7 +14,7 @@ const BATCH: u32 = 128;
 const TRANSFER: u64 = 2 << 20;
 
 pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
-    let wish = Wish {
+    let wish = QueueRequirement {
         kind: DeviceKind::Dsa,
         dedicated_too: true,
         // Faults are slow to handle: the CPU finishes the page instead.

@@ -5,14 +5,14 @@ use hotlift_mem::PAGE_SIZE;
 
 use super::host::{Capability, Host};
 use super::libraries::Library;
-use super::queues::{self, Wish};
+use super::queues::{self, QueueRequirement};
 use super::{AccelError, Accelerator, Gap};
 
 /// A page in each direction, with room for libqpl's own tables.
 const TRANSFER: u64 = 16 * PAGE_SIZE as u64;
 
 pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
-    let wish = Wish {
+    let wish = QueueRequirement {
         kind: DeviceKind::Iaa,
         dedicated_too: false,
         // The device waits for a missing page; without this, libqpl touches the page and retries.

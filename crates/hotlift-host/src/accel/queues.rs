@@ -22,7 +22,7 @@ const INTEL: u16 = 0x8086;
 const SCALABLE_MODE: &str = "intel_iommu=on,sm_on";
 
 /// Queue setup that Hotlift requires for one kind of device.
-pub struct Wish {
+pub struct QueueRequirement {
     pub kind: DeviceKind,
     /// True if a dedicated queue also works.
     pub dedicated_too: bool,
@@ -35,7 +35,7 @@ pub struct Wish {
 }
 
 /// Returns all devices of a kind, and their configured queues.
-pub fn parts(host: &Host, wish: &Wish) -> Result<Vec<Part>, AccelError> {
+pub fn parts(host: &Host, wish: &QueueRequirement) -> Result<Vec<Part>, AccelError> {
     let all = devices(host.root())?;
     let mut parts = Vec::new();
     for device in all.iter().filter(|device| device.kind == wish.kind) {
@@ -70,7 +70,7 @@ fn without_driver(host: &Host, function: &Function) -> Part {
     Part::new(&function.address, what, vec![gap])
 }
 
-fn device_parts(host: &Host, wish: &Wish, device: &Device, parts: &mut Vec<Part>) {
+fn device_parts(host: &Host, wish: &QueueRequirement, device: &Device, parts: &mut Vec<Part>) {
     let mut gaps = Vec::new();
     if device.pasid_enabled == Some(false) {
         let commands = match host.kernel_has_option(SCALABLE_MODE) {
@@ -158,7 +158,12 @@ fn word(state: &Option<State>) -> String {
     }
 }
 
-fn queue_gaps(host: &Host, wish: &Wish, device: &Device, queue: &WorkQueue) -> Vec<Gap> {
+fn queue_gaps(
+    host: &Host,
+    wish: &QueueRequirement,
+    device: &Device,
+    queue: &WorkQueue,
+) -> Vec<Gap> {
     let name = full_name(device, queue);
     let enabled = queue.state == Some(State::Enabled);
     let is_users = queue.queue_type.as_deref() == Some("user");
@@ -209,7 +214,7 @@ fn queue_gaps(host: &Host, wish: &Wish, device: &Device, queue: &WorkQueue) -> V
 }
 
 /// Returns the commands that set up one queue over a whole unconfigured device.
-fn new_queue(device: &Device, wish: &Wish) -> Vec<String> {
+fn new_queue(device: &Device, wish: &QueueRequirement) -> Vec<String> {
     let name = &device.name;
     let Some(queue) = device.queues.first() else {
         return vec![format!("accel-config list -i -d {name}")];

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use hotlift_idxd::descriptor::Descriptor;
 use hotlift_idxd::model::{Behaviour, Model};
 use hotlift_idxd::portal::{Portal, Submitted};
-use hotlift_idxd::zero::{Device, Verdict};
+use hotlift_idxd::zero::{Device, PageResult};
 
 use rig::{
     DEADLINE, PAGE, PAGES, SOON, check, device, listening, listening_at, pages, submit, with,
@@ -175,7 +175,7 @@ fn a_difference_before_a_fault_is_a_normal_page() {
         submit(&mut batch, &pages, PAGES);
         let mut verdicts = Vec::new();
         batch.wait(|verdict| verdicts.push(verdict));
-        assert_eq!(verdicts, [Verdict::Normal; PAGES]);
+        assert_eq!(verdicts, [PageResult::Normal; PAGES]);
     });
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use hotlift_idxd::descriptor::Descriptor;
 use hotlift_idxd::model::{Behaviour, Model};
 use hotlift_idxd::portal::{Portal, Submitted};
-use hotlift_idxd::zero::{Device, Verdict, ZeroBatch, ZeroFinder};
+use hotlift_idxd::zero::{Device, PageResult, ZeroBatch, ZeroFinder};
 use hotlift_mem::{Backing, RamBlock};
 
 pub(crate) const PAGE: usize = 4096;
@@ -51,9 +51,9 @@ pub(crate) fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock, pages: usize) {
     batch.wait(|verdict| {
         let page = block.run(answers * PAGE, PAGE).expect("a page");
         let zero = match verdict {
-            Verdict::Zero => true,
-            Verdict::Normal => false,
-            Verdict::LookFrom(at) => page.split_at(at).1.is_zero(),
+            PageResult::Zero => true,
+            PageResult::Normal => false,
+            PageResult::LookFrom(at) => page.split_at(at).1.is_zero(),
         };
         assert_eq!(zero, page.is_zero(), "page {answers}: {verdict:?}");
         answers += 1;

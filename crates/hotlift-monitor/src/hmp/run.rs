@@ -20,7 +20,7 @@ pub enum Answer {
 }
 
 /// Reason why a line was not executed.
-enum Complaint {
+enum LineError {
     /// QMP or the table of options refused it.
     Refused(String),
     /// The usage is wrong: the error message, and the help topic.
@@ -29,7 +29,7 @@ enum Complaint {
     Unknown(String),
 }
 
-impl From<Refusal> for Complaint {
+impl From<Refusal> for LineError {
     fn from(refusal: Refusal) -> Self {
         Self::Refused(refusal.desc)
     }
@@ -39,20 +39,20 @@ impl From<Refusal> for Complaint {
 pub fn run(commands: &dyn Commands, line: &str) -> Answer {
     run_words(commands, Words::new(line)).unwrap_or_else(|complaint| {
         Answer::Text(match complaint {
-            Complaint::Refused(words) => format!("Error: {words}\n"),
-            Complaint::Usage(words, name) => {
+            LineError::Refused(words) => format!("Error: {words}\n"),
+            LineError::Usage(words, name) => {
                 format!("{words}\nTry \"help {name}\" for more information\n")
             }
-            Complaint::Unknown(name) => format!("unknown command: '{name}'\n"),
+            LineError::Unknown(name) => format!("unknown command: '{name}'\n"),
         })
     })
 }
 
-fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Complaint> {
+fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, LineError> {
     let Some(name) = words.next().map_err(|why| usage(why, "help"))? else {
         return Ok(Answer::Text(String::new()));
     };
-    let command = find(COMMANDS, &name).ok_or_else(|| Complaint::Unknown(name.clone()))?;
+    let command = find(COMMANDS, &name).ok_or_else(|| LineError::Unknown(name.clone()))?;
     let mut arguments = Arguments::new(command, command.title(), name, words)?;
     let argument = match command.names[0] {
         "info" => return info(commands, arguments.words).map(Answer::Text),
@@ -114,7 +114,7 @@ impl<'a> Arguments<'a> {
         title: String,
         help: String,
         mut words: Words<'a>,
-    ) -> Result<Self, Complaint> {
+    ) -> Result<Self, LineError> {
         let flags = if command.flags.is_empty() {
             Vec::new()
         } else {
@@ -138,7 +138,7 @@ impl<'a> Arguments<'a> {
         self.flags.contains(&flag)
     }
 
-    fn word(&mut self) -> Result<String, Complaint> {
+    fn word(&mut self) -> Result<String, LineError> {
         match self.words.next() {
             Ok(Some(word)) => Ok(word),
             Ok(None) => Err(usage(
@@ -149,7 +149,7 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    fn end(&self) -> Result<(), Complaint> {
+    fn end(&self) -> Result<(), LineError> {
         if self.words.is_empty() {
             return Ok(());
         }
@@ -158,16 +158,16 @@ impl<'a> Arguments<'a> {
     }
 }
 
-fn usage(words: &str, help: &str) -> Complaint {
-    Complaint::Usage(words.to_owned(), help.to_owned())
+fn usage(words: &str, help: &str) -> LineError {
+    LineError::Usage(words.to_owned(), help.to_owned())
 }
 
-fn unknown(name: &str) -> Complaint {
-    Complaint::Refused(format!("invalid parameter value: {name}"))
+fn unknown(name: &str) -> LineError {
+    LineError::Refused(format!("invalid parameter value: {name}"))
 }
 
 /// Returns the arguments of `migrate-set-capabilities`.
-fn capability(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<Json, Complaint> {
+fn capability(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<Json, LineError> {
     let name = arguments.word()?;
     let state = match arguments.words.next() {
         Ok(Some(word)) if word == "on" => true,
@@ -194,7 +194,7 @@ fn capability(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<
 }
 
 /// Returns the arguments of `migrate-set-parameters`.
-fn parameter(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<Json, Complaint> {
+fn parameter(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<Json, LineError> {
     let name = arguments.word()?;
     let dashed = name.replace('_', "-");
     let row = option(&name)
@@ -209,7 +209,7 @@ fn parameter(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<J
             };
             let value = row
                 .typed(&text)
-                .map_err(|refusal| Complaint::Refused(refusal.to_string()))?;
+                .map_err(|refusal| LineError::Refused(refusal.to_string()))?;
             // An older name is passed on unchanged: it may set more than one parameter.
             let older = OLDER_NAMES.iter().find(|older| older.name == dashed);
             let key = older.map_or_else(|| row.qmp_name().into_owned(), |_| dashed);
@@ -234,11 +234,11 @@ fn parameter(commands: &dyn Commands, arguments: &mut Arguments<'_>) -> Result<J
     Ok(Json::Object(Map::from_iter([(key, value)])))
 }
 
-fn info(commands: &dyn Commands, mut words: Words<'_>) -> Result<String, Complaint> {
+fn info(commands: &dyn Commands, mut words: Words<'_>) -> Result<String, LineError> {
     let Some(name) = words.next().map_err(|why| usage(why, "info"))? else {
         return Ok(list(INFO, "info "));
     };
-    let what = find(INFO, &name).ok_or_else(|| Complaint::Unknown(format!("info {name}")))?;
+    let what = find(INFO, &name).ok_or_else(|| LineError::Unknown(format!("info {name}")))?;
     let arguments = Arguments::new(what, what.title(), format!("info {name}"), words)?;
     arguments.end()?;
     let answer = commands.execute(what.qmp, &Json::Null)?;
@@ -255,18 +255,18 @@ fn info(commands: &dyn Commands, mut words: Words<'_>) -> Result<String, Complai
 }
 
 /// Handles `help`, `help COMMAND`, `help info WHAT`.
-fn help(mut words: Words<'_>) -> Result<String, Complaint> {
+fn help(mut words: Words<'_>) -> Result<String, LineError> {
     let Some(name) = words.next().map_err(|why| usage(why, "help"))? else {
         return Ok(list(COMMANDS, ""));
     };
-    let command = find(COMMANDS, &name).ok_or_else(|| Complaint::Unknown(name.clone()))?;
+    let command = find(COMMANDS, &name).ok_or_else(|| LineError::Unknown(name.clone()))?;
     if command.names[0] == "info" {
         let what = words.next().map_err(|why| usage(why, "help"))?;
         return match what {
             None => Ok(list(INFO, "info ")),
             Some(what) => find(INFO, &what)
                 .map(|row| format!("info {}\n", row.usage()))
-                .ok_or_else(|| Complaint::Unknown(format!("info {what}"))),
+                .ok_or_else(|| LineError::Unknown(format!("info {what}"))),
         };
     }
     let mut text = format!("{}\n", command.usage());

@@ -18,13 +18,13 @@ pub const PROMPT: &str = "(qemu) ";
 pub const MAX_LINE: usize = 4095;
 
 /// Poll interval of a migration that a client waits for.
-pub const LOOK: Duration = Duration::from_millis(100);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Interval between two progress lines.
 const PROGRESS: Duration = Duration::from_secs(1);
 
 /// Timeout of a write to a client.
-const PATIENCE: Duration = Duration::from_secs(30);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Poll interval of a silent client; it is never disconnected.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -70,7 +70,7 @@ pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
                         next = Instant::now() + PROGRESS;
                         client.say(&show::progress_line(info))?;
                     }
-                    thread::sleep(LOOK);
+                    thread::sleep(POLL_INTERVAL);
                     Ok(())
                 })
                 .and_then(|end| client.write(&end))?;
@@ -88,7 +88,10 @@ impl Client {
 
     fn write(&mut self, text: &str) -> io::Result<()> {
         let text = text.replace('\n', "\r\n");
-        if self.0.write(text.as_bytes(), Instant::now() + PATIENCE)? {
+        if self
+            .0
+            .write(text.as_bytes(), Instant::now() + WRITE_TIMEOUT)?
+        {
             Ok(())
         } else {
             Err(io::ErrorKind::TimedOut.into())

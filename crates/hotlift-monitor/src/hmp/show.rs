@@ -6,7 +6,7 @@ use hotlift::options::{OPTIONS, OUR_PREFIX, Values};
 use serde_json::Value as Json;
 
 /// Format of a member.
-enum As {
+enum MemberFormat {
     Ms,
     Mbps,
     Kbytes,
@@ -24,12 +24,12 @@ struct Row {
     label: &'static str,
     /// JSON pointer to the member of `query-migrate`.
     member: &'static str,
-    shown: As,
+    shown: MemberFormat,
     /// True if 0 is shown.
     zero: bool,
 }
 
-const fn row(label: &'static str, member: &'static str, shown: As, zero: bool) -> Row {
+const fn row(label: &'static str, member: &'static str, shown: MemberFormat, zero: bool) -> Row {
     Row {
         label,
         member,
@@ -40,120 +40,180 @@ const fn row(label: &'static str, member: &'static str, shown: As, zero: bool) -
 
 /// Rows in QEMU's order; those of compression as in QEMU up to 9.0.
 const ROWS: &[Row] = &[
-    row("total time", "/total-time", As::Ms, true),
-    row("expected downtime", "/expected-downtime", As::Ms, true),
-    row("downtime", "/downtime", As::Ms, true),
-    row("setup", "/setup-time", As::Ms, true),
-    row("transferred ram", "/ram/transferred", As::Kbytes, true),
-    row("throughput", "/ram/mbps", As::Mbps, true),
-    row("remaining ram", "/ram/remaining", As::Kbytes, true),
-    row("total ram", "/ram/total", As::Kbytes, true),
-    row("duplicate", "/ram/duplicate", As::Pages, true),
-    row("normal", "/ram/normal", As::Pages, true),
-    row("normal bytes", "/ram/normal-bytes", As::Kbytes, true),
+    row("total time", "/total-time", MemberFormat::Ms, true),
+    row(
+        "expected downtime",
+        "/expected-downtime",
+        MemberFormat::Ms,
+        true,
+    ),
+    row("downtime", "/downtime", MemberFormat::Ms, true),
+    row("setup", "/setup-time", MemberFormat::Ms, true),
+    row(
+        "transferred ram",
+        "/ram/transferred",
+        MemberFormat::Kbytes,
+        true,
+    ),
+    row("throughput", "/ram/mbps", MemberFormat::Mbps, true),
+    row(
+        "remaining ram",
+        "/ram/remaining",
+        MemberFormat::Kbytes,
+        true,
+    ),
+    row("total ram", "/ram/total", MemberFormat::Kbytes, true),
+    row("duplicate", "/ram/duplicate", MemberFormat::Pages, true),
+    row("normal", "/ram/normal", MemberFormat::Pages, true),
+    row(
+        "normal bytes",
+        "/ram/normal-bytes",
+        MemberFormat::Kbytes,
+        true,
+    ),
     row(
         "dirty sync count",
         "/ram/dirty-sync-count",
-        As::Number,
+        MemberFormat::Number,
         true,
     ),
-    row("page size", "/ram/page-size", As::Kbytes, true),
-    row("multifd bytes", "/ram/multifd-bytes", As::Kbytes, true),
+    row("page size", "/ram/page-size", MemberFormat::Kbytes, true),
+    row(
+        "multifd bytes",
+        "/ram/multifd-bytes",
+        MemberFormat::Kbytes,
+        true,
+    ),
     row(
         "pages-per-second",
         "/ram/pages-per-second",
-        As::Number,
+        MemberFormat::Number,
         true,
     ),
     row(
         "dirty pages rate",
         "/ram/dirty-pages-rate",
-        As::Pages,
+        MemberFormat::Pages,
         false,
     ),
     row(
         "postcopy request count",
         "/ram/postcopy-requests",
-        As::Number,
+        MemberFormat::Number,
         false,
     ),
-    row("precopy ram", "/ram/precopy-bytes", As::Kbytes, false),
-    row("downtime ram", "/ram/downtime-bytes", As::Kbytes, false),
-    row("postcopy ram", "/ram/postcopy-bytes", As::Kbytes, false),
+    row(
+        "precopy ram",
+        "/ram/precopy-bytes",
+        MemberFormat::Kbytes,
+        false,
+    ),
+    row(
+        "downtime ram",
+        "/ram/downtime-bytes",
+        MemberFormat::Kbytes,
+        false,
+    ),
+    row(
+        "postcopy ram",
+        "/ram/postcopy-bytes",
+        MemberFormat::Kbytes,
+        false,
+    ),
     row(
         "Zero-copy-send fallbacks happened",
         "/ram/dirty-sync-missed-zero-copy",
-        As::Times,
+        MemberFormat::Times,
         false,
     ),
-    row("cache size", "/xbzrle-cache/cache-size", As::Bytes, true),
+    row(
+        "cache size",
+        "/xbzrle-cache/cache-size",
+        MemberFormat::Bytes,
+        true,
+    ),
     row(
         "xbzrle transferred",
         "/xbzrle-cache/bytes",
-        As::Kbytes,
+        MemberFormat::Kbytes,
         true,
     ),
-    row("xbzrle pages", "/xbzrle-cache/pages", As::Pages, true),
+    row(
+        "xbzrle pages",
+        "/xbzrle-cache/pages",
+        MemberFormat::Pages,
+        true,
+    ),
     row(
         "xbzrle cache miss",
         "/xbzrle-cache/cache-miss",
-        As::Pages,
+        MemberFormat::Pages,
         true,
     ),
     row(
         "xbzrle cache miss rate",
         "/xbzrle-cache/cache-miss-rate",
-        As::Rate,
+        MemberFormat::Rate,
         true,
     ),
     row(
         "xbzrle encoding rate",
         "/xbzrle-cache/encoding-rate",
-        As::Rate,
+        MemberFormat::Rate,
         true,
     ),
     row(
         "xbzrle overflow",
         "/xbzrle-cache/overflow",
-        As::Number,
+        MemberFormat::Number,
         true,
     ),
-    row("compression pages", "/compression/pages", As::Pages, true),
-    row("compression busy", "/compression/busy", As::Number, true),
+    row(
+        "compression pages",
+        "/compression/pages",
+        MemberFormat::Pages,
+        true,
+    ),
+    row(
+        "compression busy",
+        "/compression/busy",
+        MemberFormat::Number,
+        true,
+    ),
     row(
         "compression busy rate",
         "/compression/busy-rate",
-        As::Rate,
+        MemberFormat::Rate,
         true,
     ),
     row(
         "compressed size",
         "/compression/compressed-size",
-        As::Kbytes,
+        MemberFormat::Kbytes,
         true,
     ),
     row(
         "compression rate",
         "/compression/compression-rate",
-        As::Rate,
+        MemberFormat::Rate,
         true,
     ),
     row(
         "cpu throttle percentage",
         "/cpu-throttle-percentage",
-        As::Number,
+        MemberFormat::Number,
         true,
     ),
     row(
         "postcopy blocktime",
         "/postcopy-blocktime",
-        As::Number,
+        MemberFormat::Number,
         true,
     ),
     row(
         "postcopy vcpu blocktime",
         "/postcopy-vcpu-blocktime",
-        As::List,
+        MemberFormat::List,
         true,
     ),
 ];
@@ -169,18 +229,18 @@ impl Row {
         }
         let real = member.as_f64().unwrap_or(0.0);
         let _ = match self.shown {
-            As::Ms => writeln!(text, "{label}: {whole} ms"),
-            As::Mbps => writeln!(text, "{label}: {real:.2} mbps"),
-            As::Kbytes => writeln!(text, "{label}: {} kbytes", whole >> 10),
-            As::Bytes => writeln!(text, "{label}: {whole} bytes"),
-            As::Pages => writeln!(text, "{label}: {whole} pages"),
-            As::Number => writeln!(text, "{label}: {whole}"),
-            As::List => {
+            MemberFormat::Ms => writeln!(text, "{label}: {whole} ms"),
+            MemberFormat::Mbps => writeln!(text, "{label}: {real:.2} mbps"),
+            MemberFormat::Kbytes => writeln!(text, "{label}: {} kbytes", whole >> 10),
+            MemberFormat::Bytes => writeln!(text, "{label}: {whole} bytes"),
+            MemberFormat::Pages => writeln!(text, "{label}: {whole} pages"),
+            MemberFormat::Number => writeln!(text, "{label}: {whole}"),
+            MemberFormat::List => {
                 let items: Vec<_> = member.as_array().into_iter().flatten().map(plain).collect();
                 writeln!(text, "{label}: {}", items.join(","))
             }
-            As::Rate => writeln!(text, "{label}: {real:.2}"),
-            As::Times => writeln!(text, "{label}: {whole} times"),
+            MemberFormat::Rate => writeln!(text, "{label}: {real:.2}"),
+            MemberFormat::Times => writeln!(text, "{label}: {whole} times"),
         };
     }
 }

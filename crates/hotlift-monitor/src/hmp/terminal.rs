@@ -19,7 +19,7 @@ use serde_json::Value as Json;
 
 use super::complete::complete;
 use super::run::{Answer, run};
-use super::session::{LOOK, MAX_LINE, PROMPT, greeting, wait};
+use super::session::{MAX_LINE, POLL_INTERVAL, PROMPT, greeting, wait};
 use super::show;
 
 /// Prompt on a terminal.
@@ -128,7 +128,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
 
 /// Waits briefly for a key; returns true if it was Ctrl-C.
 fn ctrl_c() -> io::Result<bool> {
-    if !wait_readable(&[stdin()], Some(Instant::now() + LOOK)) {
+    if !wait_readable(&[stdin()], Some(Instant::now() + POLL_INTERVAL)) {
         return Ok(false);
     }
     let mut keys = [0; 64];
@@ -164,7 +164,7 @@ pub(super) fn serve_pipe(
             Answer::Quit => return Ok(()),
             Answer::Started => {
                 let end = wait(commands, &mut |_| {
-                    std::thread::sleep(LOOK);
+                    std::thread::sleep(POLL_INTERVAL);
                     Ok(())
                 })?;
                 output.write_all(end.as_bytes())?;

@@ -7,7 +7,7 @@ use std::time::Instant;
 use hotlift_wire::multifd::INITIAL_PACKET_LEN;
 use hotlift_wire::settle::TOKEN_LEN;
 
-use super::head::{BROKEN, Head, peek_head};
+use super::connection_class::{BROKEN, ConnectionClass, peek_class};
 use crate::transport::Stream;
 
 /// An accepted connection; with TLS, after its handshake. It is classified once, by the first listener that reads its first
@@ -18,7 +18,7 @@ pub struct Admitted {
     pub stream: Stream,
     /// Time at which its current listener accepted it.
     pub since: Instant,
-    pub(crate) head: Head,
+    pub(crate) head: ConnectionClass,
     /// True if it has presented the pass of its migration.
     pub has_passed: bool,
 }
@@ -30,14 +30,14 @@ impl Admitted {
         Self {
             stream,
             since,
-            head: Head::Partial,
+            head: ConnectionClass::Partial,
             has_passed: false,
         }
     }
 
     /// Creates one whose first bytes are classified.
     #[must_use]
-    pub fn seen(stream: Stream, since: Instant, head: Head) -> Self {
+    pub fn seen(stream: Stream, since: Instant, head: ConnectionClass) -> Self {
         Self {
             head,
             ..Self::new(stream, since)
@@ -45,26 +45,26 @@ impl Admitted {
     }
 
     /// Classifies it by its first bytes received so far. Reads them only until the class is known.
-    pub fn look(&mut self) -> Head {
+    pub fn classify(&mut self) -> ConnectionClass {
         match self.head {
-            Head::Partial => self.head = peek_head(&self.stream),
+            ConnectionClass::Partial => self.head = peek_class(&self.stream),
             // A reset discards the bytes that were peeked.
-            _ if self.stream.is_reset() => self.head = Head::Gone(BROKEN),
+            _ if self.stream.is_reset() => self.head = ConnectionClass::Gone(BROKEN),
             _ => {}
         }
         self.head
     }
 
-    /// Returns the class that [`Self::look`] found last.
+    /// Returns the class that [`Self::classify`] found last.
     #[must_use]
-    pub fn head(&self) -> Head {
+    pub fn head(&self) -> ConnectionClass {
         self.head
     }
 
-    /// Consumes the token that it presented ([`Pass::is_shown_by`](super::Pass::is_shown_by)) and marks it as passed. Returns
-    /// false if the connection is broken.
-    pub fn let_pass(&mut self) -> bool {
-        self.head = Head::Partial;
+    /// Consumes the token that it presented ([`ConnectionToken::is_presented_by`](super::ConnectionToken::is_presented_by)) and
+    /// marks it as passed. Returns false if the connection is broken.
+    pub fn consume_token(&mut self) -> bool {
+        self.head = ConnectionClass::Partial;
         self.has_passed = self.take_token();
         self.has_passed
     }

@@ -12,8 +12,8 @@ use hotlift_tls::{Tls, TlsError};
 use rustix::net::RecvFlags;
 
 use super::admitted::Admitted;
+use super::handshake_slots::HandshakeSlots;
 use super::limits::HANDSHAKES;
-use super::places::Places;
 use crate::transport::wait_readable;
 
 /// Number and result of a handshake.
@@ -35,13 +35,13 @@ pub(super) type Accepted = Result<Admitted, Refused>;
 /// Running handshakes.
 pub(super) struct Handshakes {
     tls: Arc<Tls>,
-    pub(super) places: Places<UnderWay>,
+    pub(super) places: HandshakeSlots<RunningHandshake>,
     ended: (Sender<Ended>, Receiver<Ended>),
     /// Readable after the end of a handshake.
     wake: (UnixStream, UnixStream),
 }
 
-pub(super) struct UnderWay {
+pub(super) struct RunningHandshake {
     /// Duplicate of the socket, to interrupt the handshake.
     socket: OwnedFd,
     thread: JoinHandle<()>,
@@ -54,7 +54,7 @@ impl Handshakes {
         wake.1.set_nonblocking(true)?;
         Ok(Self {
             tls,
-            places: Places::new(),
+            places: HandshakeSlots::new(),
             ended: channel(),
             wake,
         })
@@ -96,7 +96,7 @@ impl Handshakes {
                 let _ = (&wake).write(&[0]);
             })?;
         self.places
-            .take(number, from, since, UnderWay { socket, thread });
+            .take(number, from, since, RunningHandshake { socket, thread });
         Ok(())
     }
 
@@ -118,7 +118,7 @@ impl Handshakes {
     }
 }
 
-impl UnderWay {
+impl RunningHandshake {
     /// Interrupts it.
     fn end(self) {
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
@@ -128,7 +128,7 @@ impl UnderWay {
 
 impl Drop for Handshakes {
     fn drop(&mut self) {
-        self.places.free_all().for_each(UnderWay::end);
+        self.places.free_all().for_each(RunningHandshake::end);
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! | connections | TLS | number | time |
 //! |---|---|---|---|
-//! | in a handshake, at any listener | always | `HANDSHAKES` | `places.rs` |
+//! | in a handshake, at any listener | always | `HANDSHAKES` | `handshake_slots.rs` |
 //! | of a migration, at its destination or relay | by its options | `CHANNELS` | `handshake-timeout` |
 //! | that received an outcome | as their migration | `CONFIRMATIONS` | `CONFIRMATION` |
 //! | callers of `serve`, `hotlift-bench --serve` and an agent | by the options; an agent: always | `CALLERS` | `HELLO` |

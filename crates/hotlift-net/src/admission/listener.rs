@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::lock;
 
 use super::admitted::Admitted;
-use super::handed::{Giver, Handed};
+use super::connection_queue::{ConnectionSender, QueueListener};
 use crate::transport::{
     Address, Stream, TransportError, UnixSocketFile, listen_tcp, listen_unix, wait_readable,
 };
@@ -28,7 +28,7 @@ enum Bound {
     Tcp(TcpListener),
     /// Removes its socket file on drop.
     Unix(UnixSocketFile),
-    Handed(Handed),
+    Queue(QueueListener),
 }
 
 impl Address {
@@ -58,19 +58,19 @@ impl Listener {
     ///
     /// # Errors
     /// If the system has no file descriptor left.
-    pub fn handed(is_local: bool) -> io::Result<(Self, Giver)> {
-        let (handed, giver) = Handed::new(is_local)?;
+    pub fn queue(is_local: bool) -> io::Result<(Self, ConnectionSender)> {
+        let (handed, sender) = QueueListener::new(is_local)?;
         let listener = Self {
-            bound: Bound::Handed(handed),
+            bound: Bound::Queue(handed),
             returned: Mutex::default(),
         };
-        Ok((listener, giver))
+        Ok((listener, sender))
     }
 
     /// Returns the address for a source to connect to, with the port that the system chose.
     ///
     /// # Errors
-    /// The system's error; `Unsupported` if it has no address ([`Listener::handed`]).
+    /// The system's error; `Unsupported` if it has no address ([`Listener::queue`]).
     pub fn address(&self) -> io::Result<Address> {
         Ok(match &self.bound {
             Bound::Tcp(listener) => {
@@ -89,7 +89,7 @@ impl Listener {
             Bound::Unix(file) => Address::Unix {
                 path: file.path().to_owned(),
             },
-            Bound::Handed(_) => return Err(io::ErrorKind::Unsupported.into()),
+            Bound::Queue(_) => return Err(io::ErrorKind::Unsupported.into()),
         })
     }
 
@@ -98,7 +98,7 @@ impl Listener {
         match &self.bound {
             Bound::Tcp(_) => false,
             Bound::Unix(_) => true,
-            Bound::Handed(handed) => handed.is_local(),
+            Bound::Queue(handed) => handed.is_local(),
         }
     }
 
@@ -109,14 +109,14 @@ impl Listener {
                 let address = listener.local_addr();
                 address.is_ok_and(|address| address.ip().to_canonical().is_loopback())
             }
-            Bound::Unix(_) | Bound::Handed(_) => false,
+            Bound::Unix(_) | Bound::Queue(_) => false,
         }
     }
 
     /// Closes a listener without a socket. Returns its unaccepted and put-back connections, which belong to a later migration.
     pub fn close(&self) -> Vec<Admitted> {
         let mut rest: Vec<_> = self.returned().drain(..).collect();
-        if let Bound::Handed(handed) = &self.bound {
+        if let Bound::Queue(handed) = &self.bound {
             rest.extend(handed.close());
         }
         rest
@@ -124,7 +124,7 @@ impl Listener {
 
     /// Returns true if another listener accepts its connections.
     pub fn is_handed(&self) -> bool {
-        matches!(self.bound, Bound::Handed(_))
+        matches!(self.bound, Bound::Queue(_))
     }
 
     /// Keeps a connection of the next migration for the next [`Listener::accept`].
@@ -150,7 +150,7 @@ impl Listener {
     pub fn accept(&self, now: Instant) -> io::Result<Option<Admitted>> {
         let known = match (self.returned().pop_front(), &self.bound) {
             (Some(returned), _) => Some(returned),
-            (None, Bound::Handed(handed)) => handed.take(),
+            (None, Bound::Queue(handed)) => handed.take(),
             (None, _) if !wait_readable(self.as_fd(), Duration::ZERO)? => None,
             (None, Bound::Tcp(listener)) => {
                 let stream = Stream::of_tcp(listener.accept()?.0)?;
@@ -171,7 +171,7 @@ impl AsFd for Listener {
         match &self.bound {
             Bound::Tcp(listener) => listener.as_fd(),
             Bound::Unix(file) => file.listener().as_fd(),
-            Bound::Handed(handed) => handed.as_fd(),
+            Bound::Queue(handed) => handed.as_fd(),
         }
     }
 }

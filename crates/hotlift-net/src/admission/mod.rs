@@ -3,24 +3,24 @@
 //! | module | |
 //! |---|---|
 //! | `listener` | sources of connections: a socket or a queue |
-//! | `handed` | the queue between two listeners |
-//! | `places` | slots of concurrent handshakes, without I/O |
+//! | `connection_queue` | the queue between two listeners |
+//! | `handshake_slots` | slots of concurrent handshakes, without I/O |
 //! | `handshakes` | a thread for each handshake |
-//! | `room` | unclassified connections, limited in number and time |
+//! | `pending` | unclassified connections, limited in number and time |
 //! | `limits` | the number and time limits of each kind of connection |
-//! | `head` | classification of a connection by its first bytes |
+//! | `connection_class` | classification of a connection by its first bytes |
 //! | `admitted` | an admitted connection and its classification |
-//! | `pass` | the token that binds connections to a conversation |
+//! | `token` | the token that binds connections to a conversation |
 
 mod admitted;
-mod handed;
+mod connection_class;
+mod connection_queue;
+mod handshake_slots;
 mod handshakes;
-mod head;
 pub mod limits;
 mod listener;
-mod pass;
-mod places;
-mod room;
+mod pending;
+mod token;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -30,14 +30,16 @@ use std::time::{Duration, Instant};
 use hotlift_tls::Tls;
 
 pub use admitted::Admitted;
-pub use handed::Giver;
+pub use connection_class::{
+    BROKEN, ConnectionClass, NO_STREAM, RESUMED_MAGIC, peek_class, read_class,
+};
+pub use connection_queue::ConnectionSender;
 pub use handshakes::Refused;
 use handshakes::{Accepted, Handshakes};
-pub use head::{BROKEN, Head, NO_STREAM, RESUMED_MAGIC, peek_head, read_head};
 use limits::Limits;
 pub use listener::Listener;
-pub use pass::Pass;
-pub use room::Room;
+pub use pending::PendingConnections;
+pub use token::ConnectionToken;
 
 /// Connections of a listener, from their arrival to their classification.
 pub struct Admission<'a, S> {
@@ -45,11 +47,11 @@ pub struct Admission<'a, S> {
     /// With TLS: every connection needs a handshake.
     handshakes: Option<Handshakes>,
     /// Unclassified connections.
-    pub room: Room<S>,
+    pub room: PendingConnections<S>,
 }
 
 /// A new connection's unsuccessful admission.
-pub enum Entered<S> {
+pub enum Rejected<S> {
     /// The connection was refused.
     Refused(Refused),
     /// A connection was replaced by a newer one.
@@ -65,7 +67,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
         Ok(Self {
             listener,
             handshakes: tls.map(Handshakes::new).transpose()?,
-            room: Room::new(limits)?,
+            room: PendingConnections::new(limits)?,
         })
     }
 
@@ -118,16 +120,16 @@ impl<'a, S: AsFd> Admission<'a, S> {
         &mut self,
         now: Instant,
         connection: impl Fn(Admitted) -> S,
-    ) -> io::Result<Vec<Entered<S>>> {
+    ) -> io::Result<Vec<Rejected<S>>> {
         let mut not_in = Vec::new();
         for one in self.take(now)? {
             match one {
                 Ok(one) => {
                     let since = one.since;
                     let left = self.room.enter(connection(one), since)?;
-                    not_in.extend(left.map(Entered::Left));
+                    not_in.extend(left.map(Rejected::Left));
                 }
-                Err(refused) => not_in.push(Entered::Refused(refused)),
+                Err(refused) => not_in.push(Rejected::Refused(refused)),
             }
         }
         Ok(not_in)

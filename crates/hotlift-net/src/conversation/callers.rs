@@ -12,28 +12,29 @@ use hotlift_tls::Tls;
 
 use super::{Conversation, ConversationError};
 use crate::admission::limits::CALLERS;
-use crate::admission::{Admission, Entered, Listener};
+use crate::admission::{Admission, Listener, Rejected};
 
 /// Delay after a connection could not be accepted.
 const RETRY: Duration = Duration::from_millis(50);
 
 /// Reads a caller's request without waiting; `None` if it is incomplete.
-pub type Hear<'a, T> = &'a mut dyn FnMut(&mut Conversation) -> Result<Option<T>, ConversationError>;
+pub type ReadRequest<'a, T> =
+    &'a mut dyn FnMut(&mut Conversation) -> Result<Option<T>, ConversationError>;
 
 /// Receives the reasons of failed or refused connections.
-pub type Complain<'a> = &'a (dyn Fn(&str) + Sync);
+pub type ReportFailure<'a> = &'a (dyn Fn(&str) + Sync);
 
 /// Callers of a listener.
 pub struct Callers<'a> {
     admission: Admission<'a, Conversation>,
     /// Callers that were replaced by newer ones.
     left: Vec<Conversation>,
-    complain: Complain<'a>,
+    report_failure: ReportFailure<'a>,
 }
 
 /// Reason for dropping a caller without its request.
 #[derive(Debug, thiserror::Error)]
-pub enum Unheard {
+pub enum DropReason {
     /// The client sent no request.
     #[error(
         "the client sent no complete request within {waited:?}: it may be stopped, or the path drops full-size packets (check \
@@ -59,57 +60,58 @@ pub struct Call<T> {
     /// The conversation with the caller.
     pub conversation: Conversation,
     /// The request.
-    pub said: Result<T, Unheard>,
+    pub said: Result<T, DropReason>,
 }
 
 impl<'a> Callers<'a> {
-    /// Creates it without callers. With `tls`, only clients with a certificate are admitted. `complain` receives each refusal.
+    /// Creates it without callers. With `tls`, only clients with a certificate are admitted. `report_failure` receives each
+    /// refusal.
     ///
     /// # Errors
     /// If the system has no file descriptors left.
     pub fn new(
         listener: &'a Listener,
         tls: Option<Arc<Tls>>,
-        complain: Complain<'a>,
+        report_failure: ReportFailure<'a>,
     ) -> io::Result<Self> {
         Ok(Self {
             admission: Admission::new(listener, tls, CALLERS)?,
             left: Vec::new(),
-            complain,
+            report_failure,
         })
     }
 
-    /// Returns the next call, read by `hear`; `None` after `time` (without a timeout if that is `None`), or if one of `others`
-    /// is readable.
+    /// Returns the next call, read by `read_request`; `None` after `time` (without a timeout if that is `None`), or if one of
+    /// `others` is readable.
     pub fn next<T>(
         &mut self,
         time: Option<Duration>,
         others: &[BorrowedFd<'_>],
-        hear: Hear<'_, T>,
+        read_request: ReadRequest<'_, T>,
     ) -> Option<Call<T>> {
         self.wait(time.unwrap_or(Duration::MAX), others);
-        if let Some(call) = self.hear(hear) {
+        if let Some(call) = self.read_request(read_request) {
             return Some(call);
         }
         if let Some(conversation) = self.admission.room.take_late(Instant::now()) {
             let waited = CALLERS.patience;
-            let said = Err(Unheard::Silent { waited });
+            let said = Err(DropReason::Silent { waited });
             return Some(Call { conversation, said });
         }
         self.accept();
         let conversation = self.left.pop()?;
-        let said = Err(Unheard::Crowd { most: CALLERS.most });
+        let said = Err(DropReason::Crowd { most: CALLERS.most });
         Some(Call { conversation, said })
     }
 
     /// Returns the first caller with a complete request or an error.
-    fn hear<T>(&mut self, hear: Hear<'_, T>) -> Option<Call<T>> {
+    fn read_request<T>(&mut self, read_request: ReadRequest<'_, T>) -> Option<Call<T>> {
         let room = &mut self.admission.room;
         loop {
             let number = room.next_news()?;
             let conversation = room.get(number)?;
             let begun = conversation.begun();
-            let said = match hear(conversation) {
+            let said = match read_request(conversation) {
                 Ok(Some(said)) => Ok(said),
                 Ok(None) => {
                     if conversation.begun() != begun {
@@ -141,14 +143,14 @@ impl<'a> Callers<'a> {
             Ok(not_in) => {
                 for entered in not_in {
                     match entered {
-                        Entered::Left(conversation) => self.left.push(conversation),
-                        Entered::Refused(refused) => (self.complain)(&error_line(&refused)),
+                        Rejected::Left(conversation) => self.left.push(conversation),
+                        Rejected::Refused(refused) => (self.report_failure)(&error_line(&refused)),
                     }
                 }
             }
             // Only one connection failed, or no descriptor is left: the other callers are kept.
             Err(error) => {
-                (self.complain)(&error_line(&error));
+                (self.report_failure)(&error_line(&error));
                 thread::sleep(RETRY);
             }
         }

@@ -1,7 +1,7 @@
 //! A conversation of two hosts: JSON, one line a message, over a TCP connection, with or without TLS.
 //!
-//! It begins with one hello: the version of all messages, the role required of the other side, and the request ([`Wish`]).
-//! Unknown members are ignored; another version or role is refused with an error that names it.
+//! It begins with one hello: the version of all messages, the role required of the other side, and the request
+//! ([`OpeningRequest`]). Unknown members are ignored; another version or role is refused with an error that names it.
 
 pub mod callers;
 
@@ -16,7 +16,7 @@ use hotlift_tls::{ALERT_BEGINS, HANDSHAKE_BEGINS};
 use serde::Serialize;
 use serde::de::{DeserializeOwned, Error as _};
 
-use crate::admission::Pass;
+use crate::admission::ConnectionToken;
 use crate::transport::Stream;
 
 /// Version of the messages of all conversations. Another is refused: both sides must have one version of Hotlift.
@@ -82,7 +82,7 @@ pub enum ConversationError {
 }
 
 /// Request that opens a conversation.
-pub trait Wish: Serialize + DeserializeOwned {
+pub trait OpeningRequest: Serialize + DeserializeOwned {
     /// Role of the side that fulfils it.
     const ROLE: &'static str;
 }
@@ -98,9 +98,9 @@ struct Hello<'a, T> {
 
 /// The connection of a conversation. Cheap to clone.
 #[derive(Debug, Clone)]
-struct Over(Arc<Stream>);
+struct SharedStream(Arc<Stream>);
 
-impl Connection for Over {
+impl Connection for SharedStream {
     fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
         self.0.set_write_timeout(timeout)
     }
@@ -121,16 +121,16 @@ impl Connection for Over {
 
 /// One end of a conversation.
 #[derive(Debug)]
-pub struct Conversation(Lines<Over>);
+pub struct Conversation(Lines<SharedStream>);
 
 /// Another handle of a conversation, for sending while this side waits for a message.
 #[derive(Debug)]
-pub struct Speaker(Lines<Over>);
+pub struct ConversationSender(Lines<SharedStream>);
 
-impl Speaker {
+impl ConversationSender {
     /// Sends a message.
-    pub fn say<T: Serialize>(&self, message: &T) -> Result<(), ConversationError> {
-        say(&self.0, message)
+    pub fn send<T: Serialize>(&self, message: &T) -> Result<(), ConversationError> {
+        send(&self.0, message)
     }
 
     /// Ends the conversation.
@@ -139,7 +139,7 @@ impl Speaker {
     }
 }
 
-fn say<T: Serialize>(lines: &Lines<Over>, message: &T) -> Result<(), ConversationError> {
+fn send<T: Serialize>(lines: &Lines<SharedStream>, message: &T) -> Result<(), ConversationError> {
     let mut line = serde_json::to_vec(message).map_err(io::Error::from)?;
     line.push(b'\n');
     match lines.write(&line, Instant::now() + WRITE)? {
@@ -152,23 +152,23 @@ impl Conversation {
     /// Creates a conversation over a connection.
     #[must_use]
     pub fn new(stream: Stream) -> Self {
-        Self(Lines::new(Over(Arc::new(stream)), MAX_MESSAGE))
+        Self(Lines::new(SharedStream(Arc::new(stream)), MAX_MESSAGE))
     }
 
     /// Returns a handle for sending.
     #[must_use]
-    pub fn speaker(&self) -> Speaker {
-        Speaker(Lines::new(self.0.connection().clone(), MAX_MESSAGE))
+    pub fn speaker(&self) -> ConversationSender {
+        ConversationSender(Lines::new(self.0.connection().clone(), MAX_MESSAGE))
     }
 
     /// Returns the pass of the connections that are announced with `token`.
     #[must_use]
-    pub fn pass(&self, token: [u8; 16]) -> Pass {
-        Pass::new(token, self.stream().exporter().cloned())
+    pub fn pass(&self, token: [u8; 16]) -> ConnectionToken {
+        ConnectionToken::new(token, self.stream().exporter().cloned())
     }
 
     /// Returns the connection, for other use, and the bytes that were read after the last message; `None` while there is a
-    /// [`Speaker`].
+    /// [`ConversationSender`].
     #[must_use]
     pub fn into_stream(self) -> Option<(Stream, Vec<u8>)> {
         let (over, rest) = self.0.into_parts();
@@ -191,12 +191,12 @@ impl Conversation {
     }
 
     /// Sends a message.
-    pub fn say<T: Serialize>(&mut self, message: &T) -> Result<(), ConversationError> {
-        say(&self.0, message)
+    pub fn send<T: Serialize>(&mut self, message: &T) -> Result<(), ConversationError> {
+        send(&self.0, message)
     }
 
     /// Receives the next message; `None` if none arrives within `timeout`.
-    pub fn hear<T: DeserializeOwned>(
+    pub fn receive<T: DeserializeOwned>(
         &mut self,
         timeout: Duration,
     ) -> Result<Option<T>, ConversationError> {
@@ -224,7 +224,7 @@ impl Conversation {
 
     /// Receives the next message. Returns `None` if another event is first: a part of the message, `deadline`, or a readable
     /// one of `others`.
-    pub fn hear_until<T: DeserializeOwned>(
+    pub fn receive_until<T: DeserializeOwned>(
         &mut self,
         others: &[BorrowedFd<'_>],
         deadline: Option<Instant>,
@@ -232,14 +232,14 @@ impl Conversation {
         let fds = [&[self.as_fd()], others].concat();
         let is_there = self.0.begun().contains(&b'\n') || self.stream().has_plaintext();
         match is_there || wait_readable(&fds, deadline) {
-            true => self.hear(Duration::ZERO),
+            true => self.receive(Duration::ZERO),
             false => Ok(None),
         }
     }
 
     /// Sends the first message.
-    pub fn say_hello<T: Wish>(&mut self, wish: &T) -> Result<(), ConversationError> {
-        self.say(&Hello {
+    pub fn send_hello<T: OpeningRequest>(&mut self, wish: &T) -> Result<(), ConversationError> {
+        self.send(&Hello {
             hotlift: VERSION,
             role: T::ROLE,
             wish,
@@ -248,18 +248,18 @@ impl Conversation {
 
     /// Receives the first message; `None` if none arrives within `timeout`. Compares its version before the rest, since the
     /// rest of another version's hello is unknown.
-    pub fn hear_hello<T: Wish>(
+    pub fn receive_hello<T: OpeningRequest>(
         &mut self,
         timeout: Duration,
     ) -> Result<Option<T>, ConversationError> {
-        let value = self.hear::<serde_json::Value>(timeout)?;
+        let value = self.receive::<serde_json::Value>(timeout)?;
         value.map(read_hello).transpose()
     }
 }
 
 /// Returns the request of a hello. In a hello of any version, the version is the member whose name begins with the product's
 /// name.
-fn read_hello<T: Wish>(value: serde_json::Value) -> Result<T, ConversationError> {
+fn read_hello<T: OpeningRequest>(value: serde_json::Value) -> Result<T, ConversationError> {
     let mut members = value.as_object().into_iter().flatten();
     let version = members.find(|(name, _)| name.starts_with("hotlift"));
     let version = version.and_then(|(_, version)| version.as_u64());
@@ -312,7 +312,7 @@ mod tests {
         cups: u8,
     }
 
-    impl Wish for Tea {
+    impl OpeningRequest for Tea {
         const ROLE: &'static str = "kitchen";
     }
 
@@ -322,13 +322,13 @@ mod tests {
         let (mut here, mut there) = (Conversation::new(here), Conversation::new(there));
         let (other, ends) = io::pipe().unwrap();
         for cups in [1, 2] {
-            here.say(&Tea { cups }).unwrap();
+            here.send(&Tea { cups }).unwrap();
         }
         // Both arrive in one read.
         for cups in [1, 2] {
-            assert_eq!(there.hear_until(&[], None).unwrap(), Some(Tea { cups }));
+            assert_eq!(there.receive_until(&[], None).unwrap(), Some(Tea { cups }));
         }
-        let mut wait = |deadline| there.hear_until::<Tea>(&[other.as_fd()], deadline);
+        let mut wait = |deadline| there.receive_until::<Tea>(&[other.as_fd()], deadline);
         assert_eq!(wait(Some(Instant::now())).unwrap(), None);
         drop(ends);
         assert_eq!(wait(None).unwrap(), None);
@@ -340,9 +340,9 @@ mod tests {
     fn a_hello_is_read_by_version_then_role_then_wish() {
         let (here, there) = Stream::pair().unwrap();
         let mut here = Conversation::new(here);
-        here.say_hello(&Tea { cups: 3 }).unwrap();
+        here.send_hello(&Tea { cups: 3 }).unwrap();
         let long = Duration::from_secs(30);
-        let heard = Conversation::new(there).hear_hello::<Tea>(long).unwrap();
+        let heard = Conversation::new(there).receive_hello::<Tea>(long).unwrap();
         assert_eq!(heard, Some(Tea { cups: 3 }));
 
         let read = |hello: serde_json::Value| read_hello::<Tea>(hello).map_err(|it| it.to_string());

@@ -23,12 +23,12 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::sockopt::socket_peercred;
 
 pub use carry::carry;
-pub use tcp::UNSENT;
+pub use tcp::MAX_UNSENT;
 pub(crate) use tcp::listen as listen_tcp;
 pub use unix::UnixSocketFile;
 pub(crate) use unix::listen as listen_unix;
 
-use secured::{GuestParts, Secured};
+use secured::{PacketPlaintext, Secured};
 
 /// Errors of an address or a connection.
 #[derive(Debug, thiserror::Error)]
@@ -249,7 +249,7 @@ fn is_this_host(host: &str) -> bool {
 #[derive(Clone, Copy)]
 pub struct Stop<'a> {
     /// Readable once `when` may have become true.
-    pub bell: Option<BorrowedFd<'a>>,
+    pub wake_fd: Option<BorrowedFd<'a>>,
     /// Returns true once the connection is no longer wanted.
     pub when: &'a dyn Fn() -> bool,
 }
@@ -257,14 +257,16 @@ pub struct Stop<'a> {
 impl<'a> Stop<'a> {
     /// Never stops.
     pub const NEVER: Self = Self {
-        bell: None,
+        wake_fd: None,
         when: &|| false,
     };
 
     /// Returns true once the connection is no longer wanted.
     pub fn is_stopped(&self) -> bool {
         // The check below covers all rings so far.
-        let _ = self.bell.map(|bell| rustix::io::read(bell, &mut [0; 8]));
+        let _ = self
+            .wake_fd
+            .map(|wake_fd| rustix::io::read(wake_fd, &mut [0; 8]));
         (self.when)()
     }
 
@@ -274,8 +276,8 @@ impl<'a> Stop<'a> {
             let why = "it was cancelled";
             return Err(io::Error::new(io::ErrorKind::Interrupted, why));
         }
-        let bell = self.bell.as_ref();
-        fds.extend(bell.map(|bell| PollFd::new(bell, PollFlags::IN)));
+        let wake_fd = self.wake_fd.as_ref();
+        fds.extend(wake_fd.map(|wake_fd| PollFd::new(wake_fd, PollFlags::IN)));
         let wait = Timespec::try_from(wait).map_err(io::Error::other)?;
         match rustix::event::poll(fds, Some(&wait)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
@@ -396,7 +398,7 @@ impl Stream {
         host: Option<&str>,
         stop: Stop<'_>,
     ) -> Result<Self, TlsError> {
-        let session = tls.connect_unless(&self, host, stop.bell, &|| stop.is_stopped())?;
+        let session = tls.connect_unless(&self, host, stop.wake_fd, &|| stop.is_stopped())?;
         self.tls = Some(Box::new(Secured::new(session, tls.profile())));
         Ok(self)
     }
@@ -589,7 +591,7 @@ impl Stream {
         scratch: &mut IoScratch,
     ) -> io::Result<()> {
         match &self.tls {
-            Some(tls) => tls.send(&self.socket, &mut GuestParts::new(head, runs)),
+            Some(tls) => tls.send(&self.socket, &mut PacketPlaintext::new(head, runs)),
             None => sock::send(self.as_fd(), head, runs, scratch),
         }
     }

@@ -9,7 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hotlift_mem::GuestRun;
 use hotlift_tls::{
-    Exporter, Identity, Parts, Plaintext, Profile, RecordError, RecordReader, RecordWriter, Session,
+    Exporter, Identity, Plaintext, Profile, RecordError, RecordOpener, RecordSealer, Session,
+    Slices,
 };
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
@@ -18,7 +19,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 #[derive(Debug)]
 pub(super) struct Secured {
     reader: Mutex<Reading>,
-    writer: Mutex<RecordWriter>,
+    writer: Mutex<RecordSealer>,
     /// True if a missing `close_notify` is not an error, as with a QEMU. The migration stream itself shows if data is missing.
     ends_anyhow: bool,
     /// The other side's verified certificate; none from a QEMU that was not asked for one.
@@ -29,13 +30,13 @@ pub(super) struct Secured {
 /// The receiving direction.
 #[derive(Debug)]
 struct Reading {
-    records: RecordReader,
+    records: RecordOpener,
     /// Error found by [`Secured::answers_at_once`], for the next read.
     error: Option<RecordError>,
 }
 
 impl Reading {
-    /// Calls [`RecordReader::plaintext`], or returns the stored error.
+    /// Calls [`RecordOpener::plaintext`], or returns the stored error.
     fn plaintext(&mut self, from: &mut impl Read) -> Result<&[u8], RecordError> {
         match self.error.take() {
             Some(error) => Err(error),
@@ -158,7 +159,7 @@ impl Secured {
 }
 
 /// Plaintext of a packet: its header, followed by guest memory.
-pub(crate) struct GuestParts<'p, 'm> {
+pub(crate) struct PacketPlaintext<'p, 'm> {
     head: &'p [u8],
     runs: &'p [GuestRun<'m>],
     /// Rest of the current run.
@@ -166,7 +167,7 @@ pub(crate) struct GuestParts<'p, 'm> {
     remaining: usize,
 }
 
-impl<'p, 'm> GuestParts<'p, 'm> {
+impl<'p, 'm> PacketPlaintext<'p, 'm> {
     pub(crate) fn new(head: &'p [u8], runs: &'p [GuestRun<'m>]) -> Self {
         let remaining = head.len() + runs.iter().map(GuestRun::len).sum::<usize>();
         Self {
@@ -178,7 +179,7 @@ impl<'p, 'm> GuestParts<'p, 'm> {
     }
 }
 
-impl Plaintext for GuestParts<'_, '_> {
+impl Plaintext for PacketPlaintext<'_, '_> {
     fn remaining(&self) -> usize {
         self.remaining
     }
@@ -259,8 +260,8 @@ impl Write for Direct<'_> {
 }
 
 /// Returns the plaintext of `parts` in order.
-pub(super) fn parts<'a, 'p>(parts: &'a [&'p [u8]]) -> Parts<'a, &'p [u8]> {
-    Parts::new(parts)
+pub(super) fn parts<'a, 'p>(parts: &'a [&'p [u8]]) -> Slices<'a, &'p [u8]> {
+    Slices::new(parts)
 }
 
 fn io_error(error: RecordError) -> io::Error {

@@ -25,11 +25,11 @@ const LONGEST_RETRANSMISSION: Duration = Duration::from_secs(120);
 const KEEPALIVE_PROBES: u32 = 3;
 
 /// TCP_USER_TIMEOUT of [`notice_loss`], in milliseconds: the time that the keepalive probes take.
-const UNHEARD: u32 = 30_000;
+const USER_TIMEOUT_MS: u32 = 30_000;
 
 /// Limit of unsent bytes in a socket: half a packet of method none. With 64 KiB the source woke up more often and needed a
 /// fifth more CPU; both measured with method none over loopback.
-pub const UNSENT: u32 = 256 << 10;
+pub const MAX_UNSENT: u32 = 256 << 10;
 
 /// TCP over IPv4 or IPv6.
 pub(super) struct Tcp;
@@ -177,7 +177,7 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     // On one host, the destination of method none needs a tenth less CPU with this limit, and the source no more. Without it
     // the source runs far ahead, and the destination spends its time on pushing out the queue. If the kernel refuses, the
     // settings stay as they are.
-    let _ = limit_unsent(stream.as_fd(), UNSENT);
+    let _ = limit_unsent(stream.as_fd(), MAX_UNSENT);
     // A host without power closes nothing. TCP_USER_TIMEOUT is not used: it would also end a connection with a slow reader (see
     // the engine's `liveness`).
     keep_alive(stream)
@@ -210,12 +210,12 @@ pub(super) fn set_silence_limit(stream: &TcpStream, limit: Duration) -> io::Resu
     Ok(())
 }
 
-/// Makes the kernel end the connection if sent data is not acknowledged for [`UNHEARD`]. Keepalive probes detect a lost peer
-/// only if no data waits for an acknowledgment; otherwise the kernel takes 15 minutes (tcp_retries2).
+/// Makes the kernel end the connection if sent data is not acknowledged for [`USER_TIMEOUT_MS`]. Keepalive probes detect a lost
+/// peer only if no data waits for an acknowledgment; otherwise the kernel takes 15 minutes (tcp_retries2).
 pub(super) fn notice_loss(stream: &TcpStream) {
     // If the kernel refuses, the settings stay as they are.
     let _ = keep_alive(stream);
-    let _ = sockopt::set_tcp_user_timeout(stream, UNHEARD);
+    let _ = sockopt::set_tcp_user_timeout(stream, USER_TIMEOUT_MS);
 }
 
 /// Length of the accept queue; the limit of Linux since 5.4 (net.core.somaxconn).
@@ -272,7 +272,7 @@ mod tests {
         );
         let schedule = Schedule::new([silent]);
         let stop = Stop {
-            bell: None,
+            wake_fd: None,
             when: &|| true,
         };
         let error = connect_to_first(schedule, "name", never, stop).unwrap_err();
@@ -286,7 +286,7 @@ mod tests {
         prepare(&stream).unwrap();
         assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), 0);
         super::super::Stream::from(stream.try_clone().unwrap()).notice_loss();
-        assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), UNHEARD);
+        assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), USER_TIMEOUT_MS);
     }
 
     #[test]

@@ -152,7 +152,7 @@ mod tests {
         let error = connect(&path, Duration::from_millis(50), Stop::NEVER).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         let stop = Stop {
-            bell: None,
+            wake_fd: None,
             when: &|| true,
         };
         let error = connect(&path, Duration::from_secs(600), stop).unwrap_err();

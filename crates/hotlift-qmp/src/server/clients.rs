@@ -19,7 +19,7 @@ pub const MAX_CLIENTS: usize = 64;
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Time for the last answers when the server ends.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const FINAL_WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Delay before the next attempt after the system had no descriptor or thread left.
 const EXHAUSTED: Duration = Duration::from_millis(100);
@@ -102,7 +102,7 @@ impl Drop for Clients {
         shared.ended.store(true, Ordering::Release);
         // Wakes the accepting thread; on Linux this works for both kinds of socket.
         let _ = rustix::net::shutdown(&shared.listener, rustix::net::Shutdown::Both);
-        let deadline = Instant::now() + LAST_WORDS;
+        let deadline = Instant::now() + FINAL_WRITE_TIMEOUT;
         let mut served = shared.served();
         for socket in &*served {
             socket.shut(Shutdown::Read);
@@ -160,7 +160,7 @@ impl Shared {
             served.push(Arc::clone(&ours));
         }
         let (shared, serve) = (Arc::clone(self), Arc::clone(serve));
-        let leaves = Leaves {
+        let leaves = ClientGuard {
             shared,
             socket: ours,
         };
@@ -177,12 +177,12 @@ impl Shared {
 }
 
 /// Removes a client from the list, however its thread ends.
-struct Leaves {
+struct ClientGuard {
     shared: Arc<Shared>,
     socket: Arc<Socket>,
 }
 
-impl Drop for Leaves {
+impl Drop for ClientGuard {
     fn drop(&mut self) {
         self.socket.shut_down();
         self.shared

@@ -20,7 +20,7 @@ pub(super) struct Outbox {
 
 #[derive(Debug, Default)]
 struct State {
-    waiting: VecDeque<(What, Arc<[u8]>)>,
+    waiting: VecDeque<(OutboxEntry, Arc<[u8]>)>,
     answers: usize,
     /// No more messages will be queued.
     finished: bool,
@@ -29,7 +29,7 @@ struct State {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum What {
+enum OutboxEntry {
     Answer,
     Event,
 }
@@ -52,7 +52,7 @@ impl Outbox {
             return false;
         }
         state.answers += 1;
-        state.waiting.push_back((What::Answer, line.into()));
+        state.waiting.push_back((OutboxEntry::Answer, line.into()));
         self.changed.notify_all();
         true
     }
@@ -63,13 +63,15 @@ impl Outbox {
         if state.waiting.len() >= MAX_EVENTS_WAITING {
             return false;
         }
-        state.waiting.push_back((What::Event, Arc::clone(line)));
+        state
+            .waiting
+            .push_back((OutboxEntry::Event, Arc::clone(line)));
         self.changed.notify_all();
         true
     }
 
     /// Returns the next message to write; `None` once all are written and no more will come.
-    fn next(&self) -> Option<(What, Arc<[u8]>)> {
+    fn next(&self) -> Option<(OutboxEntry, Arc<[u8]>)> {
         let mut state = self.lock();
         loop {
             if state.closed {
@@ -95,7 +97,7 @@ impl Outbox {
             if socket.write_all(&line).is_err() {
                 break;
             }
-            if what == What::Answer {
+            if what == OutboxEntry::Answer {
                 self.lock().answers -= 1;
                 self.changed.notify_all();
             }

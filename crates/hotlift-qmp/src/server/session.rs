@@ -47,15 +47,15 @@ pub fn serve_client(
             commands,
             negotiated: false,
         };
-        let _gone = Gone(events, &outbox);
+        let _gone = DisconnectGuard(events, &outbox);
         session.run(version, &socket, &outbox, events)
     })
 }
 
 /// Removes a disconnected client and ends its writer, even after a panic of a command.
-struct Gone<'a>(&'a Events, &'a Arc<Outbox>);
+struct DisconnectGuard<'a>(&'a Events, &'a Arc<Outbox>);
 
-impl Drop for Gone<'_> {
+impl Drop for DisconnectGuard<'_> {
     fn drop(&mut self) {
         self.0.remove(self.1);
         self.1.finish();

@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 use std::time::SystemTime;
 
-use hotlift_tls::{Authority, Identity, NotACertificate, Parts, Profile, Role, Settings, TlsError};
+use hotlift_tls::{
+    Authority, Identity, NotACertificate, Profile, Role, Settings, Slices, TlsError,
+};
 use rcgen::{
     CertificateRevocationListParams, Issuer, KeyIdMethod, KeyPair, RevokedCertParams, SerialNumber,
 };
@@ -449,7 +451,7 @@ fn what_follows_a_handshake_at_once_is_not_lost() {
             let mut session = qemu().connect(&here, Some("b")).unwrap();
             session
                 .writer
-                .send(&mut here, &mut Parts::new(&["at once"]))
+                .send(&mut here, &mut Slices::new(&["at once"]))
                 .unwrap();
         });
         let mut session = qemu().accept(&there).unwrap();

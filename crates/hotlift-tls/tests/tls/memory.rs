@@ -3,7 +3,7 @@
 use std::thread;
 
 use hotlift_tls::fixed::ends;
-use hotlift_tls::{CONNECTION_MEMORY, Parts, RECORDS_PER_KEY};
+use hotlift_tls::{CONNECTION_MEMORY, RECORDS_PER_KEY, Slices};
 
 use crate::support::{connected, hotlift};
 
@@ -21,7 +21,7 @@ fn buffers_of_both_directions_stay_within_the_limit_however_much_is_said() {
         {
             let (reader, writer) = (&mut session.reader, &mut session.writer);
             let data = &data;
-            scope.spawn(move || writer.send(&mut socket, &mut Parts::new(&[data])).unwrap());
+            scope.spawn(move || writer.send(&mut socket, &mut Slices::new(&[data])).unwrap());
             scope.spawn(move || {
                 let mut got = vec![0; data.len()];
                 reader.read_exact(&mut socket, &mut got).unwrap();
@@ -42,7 +42,7 @@ fn a_direction_in_which_little_is_said_has_little_memory() {
         let mut sent = Vec::new();
         client
             .writer
-            .send(&mut sent, &mut Parts::new(&[[1; 100]]))
+            .send(&mut sent, &mut Slices::new(&[[1; 100]]))
             .unwrap();
         let mut from = &sent[..];
         let n = server.reader.plaintext(&mut from).unwrap().len();

@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use hotlift_tls::{Parts, Profile, Session, Settings, TlsError};
+use hotlift_tls::{Profile, Session, Settings, Slices, TlsError};
 
 use crate::support::{Pki, failure, hotlift, tls};
 
@@ -153,7 +153,7 @@ fn a_client_of_openssl_talks_with_each_cipher_and_hears_the_end() {
             let text = "0123456789".repeat(5000);
             session
                 .writer
-                .send(&mut socket, &mut Parts::new(&[&text, "the end\n"]))
+                .send(&mut socket, &mut Slices::new(&[&text, "the end\n"]))
                 .unwrap();
             session.writer.close(&mut socket).unwrap();
         });
@@ -267,7 +267,7 @@ fn openssls_own_new_keys_and_its_request_for_ours_are_followed() {
             }
             session
                 .writer
-                .send(&mut socket, &mut Parts::new(&["under new keys\n"]))
+                .send(&mut socket, &mut Slices::new(&["under new keys\n"]))
                 .unwrap();
             session.writer.close(&mut socket).unwrap();
         },
@@ -316,7 +316,7 @@ fn a_server_of_openssl_is_talked_to_and_its_tickets_are_passed_over() {
     assert_eq!(line_of(&mut session, &mut socket), "from openssl\n");
     session
         .writer
-        .send(&mut socket, &mut Parts::new(&["from hotlift\n"]))
+        .send(&mut socket, &mut Slices::new(&["from hotlift\n"]))
         .unwrap();
     openssl.wait_for("from hotlift");
     session.writer.close(&mut socket).unwrap();

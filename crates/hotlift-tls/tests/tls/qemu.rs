@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_qmp::Qemu;
 use hotlift_testkit::qemu::{Launched, PATIENCE, Release};
-use hotlift_tls::{Parts, Profile, RecordError, Session, Settings};
+use hotlift_tls::{Profile, RecordError, Session, Settings, Slices};
 use serde_json::json;
 
 use crate::support::{Pki, allow, failure, tls};
@@ -91,7 +91,7 @@ fn a_waiting_qemu_takes_a_client_with_a_certificate() {
         let no_stream = [[0x55; 64]];
         session
             .writer
-            .send(&mut socket, &mut Parts::new(&no_stream))
+            .send(&mut socket, &mut Slices::new(&no_stream))
             .unwrap();
         let (received, end) = read_all(&mut session, &mut socket);
         assert!(received.is_empty() && end.is_err(), "{received:?}, {end:?}");

@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::thread;
 
 use hotlift_tls::fixed::{End, ends, next_key, record};
-use hotlift_tls::{Parts, RECORD_PLAINTEXT, RECORDS_PER_KEY, RecordError, Settings};
+use hotlift_tls::{RECORD_PLAINTEXT, RECORDS_PER_KEY, RecordError, Settings, Slices};
 use proptest::prelude::*;
 
 use crate::support::{connected, hotlift};
@@ -22,7 +22,7 @@ fn noise(length: usize, seed: u64) -> Vec<u8> {
 
 /// Reads all of `records`.
 fn read_all(
-    reader: &mut hotlift_tls::RecordReader,
+    reader: &mut hotlift_tls::RecordOpener,
     records: &[u8],
 ) -> Result<Vec<u8>, RecordError> {
     let mut from = records;
@@ -50,7 +50,7 @@ proptest! {
         let [mut client, mut server] = ends(cipher, records_per_key);
         let parts: Vec<_> = lengths.iter().map(|&length| noise(length, seed)).collect();
         let mut sent = Vec::new();
-        client.writer.send(&mut sent, &mut Parts::new(&parts)).unwrap();
+        client.writer.send(&mut sent, &mut Slices::new(&parts)).unwrap();
         let mut slices: Vec<_> = parts.iter().map(|part| IoSlice::new(part)).collect();
         client.writer.send(&mut sent, &mut slices.as_mut_slice()).unwrap();
         client.writer.close(&mut sent).unwrap();
@@ -65,7 +65,7 @@ fn three_records_go_with_a_write() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let all = noise(20 * RECORD_PLAINTEXT + 7, 1);
     let parts = [&all[..]];
-    let mut from = Parts::new(&parts);
+    let mut from = Slices::new(&parts);
     let mut writes = Vec::new();
     let mut sent = Vec::new();
     loop {
@@ -102,7 +102,7 @@ fn keys_change_every_100_records_while_both_sides_send() {
             let message = &message;
             scope.spawn(move || {
                 for _ in 0..2000 {
-                    writer.send(&mut to, &mut Parts::new(&[message])).unwrap();
+                    writer.send(&mut to, &mut Slices::new(&[message])).unwrap();
                 }
                 writer.close(&mut to).unwrap();
             });
@@ -128,7 +128,7 @@ fn a_new_key_is_made_when_its_time_has_come_and_not_before() {
             let mut sent = Vec::new();
             client
                 .writer
-                .send(&mut sent, &mut Parts::new(&[[7]]))
+                .send(&mut sent, &mut Slices::new(&[[7]]))
                 .unwrap();
             sent.len()
         })
@@ -143,7 +143,7 @@ fn a_request_for_new_keys_is_answered_before_the_next_data() {
     next_key(&mut server.writer);
     server
         .writer
-        .send(&mut sent, &mut Parts::new(&["under the new key"]))
+        .send(&mut sent, &mut Slices::new(&["under the new key"]))
         .unwrap();
     let mut from = &sent[..];
     assert_eq!(
@@ -153,12 +153,12 @@ fn a_request_for_new_keys_is_answered_before_the_next_data() {
     let mut answer = Vec::new();
     client
         .writer
-        .send(&mut answer, &mut Parts::new(&["a"]))
+        .send(&mut answer, &mut Slices::new(&["a"]))
         .unwrap();
     assert_eq!(answer.len(), 27 + 23, "a KeyUpdate goes before");
     client
         .writer
-        .send(&mut answer, &mut Parts::new(&["b"]))
+        .send(&mut answer, &mut Slices::new(&["b"]))
         .unwrap();
     assert_eq!(answer.len(), 27 + 23 + 23, "and only once");
     client.writer.close(&mut answer).unwrap();
@@ -167,7 +167,7 @@ fn a_request_for_new_keys_is_answered_before_the_next_data() {
     let mut sent = Vec::new();
     server
         .writer
-        .send(&mut sent, &mut Parts::new(&["c"]))
+        .send(&mut sent, &mut Slices::new(&["c"]))
         .unwrap();
     assert_eq!(sent.len(), 23);
 }
@@ -183,7 +183,7 @@ fn tickets_are_passed_over_in_any_pieces_by_a_client_and_refused_by_a_server() {
     }
     server
         .writer
-        .send(&mut sent, &mut Parts::new(&["data"]))
+        .send(&mut sent, &mut Slices::new(&["data"]))
         .unwrap();
     server.writer.close(&mut sent).unwrap();
     assert_eq!(read_all(&mut client.reader, &sent).unwrap(), b"data");
@@ -208,7 +208,7 @@ fn refused(make: impl FnOnce(&mut End) -> Vec<u8>) -> RecordError {
     let error = read_all(&mut client.reader, &sent).unwrap_err();
     let mut more = Vec::new();
     // The writer may have ended.
-    let _ = server.writer.send(&mut more, &mut Parts::new(&["more"]));
+    let _ = server.writer.send(&mut more, &mut Slices::new(&["more"]));
     let after = client.reader.plaintext(&mut &more[..]);
     assert!(
         matches!(after, Err(RecordError::Failed)),
@@ -315,7 +315,7 @@ fn nothing_follows_an_end() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let mut sent = Vec::new();
     client.writer.close(&mut sent).unwrap();
-    let after = client.writer.send(&mut sent, &mut Parts::new(&["x"]));
+    let after = client.writer.send(&mut sent, &mut Slices::new(&["x"]));
     assert!(matches!(after, Err(RecordError::Ended)));
     assert!(matches!(
         client.writer.close(&mut sent),
@@ -326,7 +326,7 @@ fn nothing_follows_an_end() {
     let mut sent = Vec::new();
     server
         .writer
-        .send(&mut sent, &mut Parts::new(&["still"]))
+        .send(&mut sent, &mut Slices::new(&["still"]))
         .unwrap();
     server.writer.close(&mut sent).unwrap();
     assert_eq!(read_all(&mut client.reader, &sent).unwrap(), b"still");
@@ -374,7 +374,7 @@ fn a_read_that_times_out_loses_nothing() {
     let mut sent = Vec::new();
     server
         .writer
-        .send(&mut sent, &mut Parts::new(&["all of it"]))
+        .send(&mut sent, &mut Slices::new(&["all of it"]))
         .unwrap();
     let mut from = Slow(&sent, false);
     let mut late = 0;

@@ -1,7 +1,7 @@
 //! Changes of records in transit: the reader returns a prefix of the sent data, and then an error.
 
 use hotlift_tls::fixed::{ends, next_key, record};
-use hotlift_tls::{Parts, RECORD_PLAINTEXT, RECORDS_PER_KEY, RecordError};
+use hotlift_tls::{RECORD_PLAINTEXT, RECORDS_PER_KEY, RecordError, Slices};
 
 const HANDSHAKE: u8 = 22;
 const APPLICATION_DATA: u8 = 23;
@@ -178,7 +178,7 @@ fn what_is_not_sealed_is_refused_by_its_first_byte() {
     let mut sent = Vec::new();
     server
         .writer
-        .send(&mut sent, &mut Parts::new(&["x"]))
+        .send(&mut sent, &mut Slices::new(&["x"]))
         .unwrap();
     for plain in [
         &[21, 3, 3, 0, 2, 2, 40][..],

@@ -27,7 +27,7 @@ use hotlift_mem::{DirtyBitmap, RamBlock, lock};
 use kvm_ioctls::VmFd;
 
 use crate::builtin::CreateError;
-use crate::control::Want;
+use crate::control::VcpuGoal;
 use crate::device::DeviceError;
 use crate::machine::{Common, Vcpus};
 use crate::settings::{GuestKind, Program};
@@ -123,9 +123,9 @@ impl Vcpus for KvmVcpus {
         Box::new(move || vcpu.run(&shared))
     }
 
-    fn want(&self, want: Want) {
+    fn want(&self, want: VcpuGoal) {
         self.shared.common.control.want(want, || {
-            if want != Want::Run {
+            if want != VcpuGoal::Run {
                 self.vcpus.iter().for_each(|vcpu| vcpu.stop_soon());
             }
         });

@@ -62,7 +62,7 @@ fn a_guest_arrives_over_tls_whatever_is_sent() {
 }
 
 /// Migrates to a destination that rejects all clients; returns the source's error and the reason of the rejection.
-fn turned_away(ours: &Options, theirs: &Options) -> (MigrationError, String) {
+fn rejected_connections(ours: &Options, theirs: &Options) -> (MigrationError, String) {
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
     let destination = rig::destination(kind, &settings(), Quirks::default());
@@ -81,7 +81,7 @@ fn turned_away(ours: &Options, theirs: &Options) -> (MigrationError, String) {
         failed
     });
     assert!(source.runs() && !destination.runs());
-    let reasons: Vec<_> = control.turned_away().into_keys().collect();
+    let reasons: Vec<_> = control.rejected_connections().into_keys().collect();
     (failed, reasons.join("; "))
 }
 
@@ -116,7 +116,7 @@ fn who_does_not_belong_is_turned_away_with_the_reason_on_both_sides() {
             "does not accept our certificate",
         ),
     ] {
-        let (failed, reasons) = turned_away(&ours, theirs);
+        let (failed, reasons) = rejected_connections(&ours, theirs);
         let failed = failed.chain();
         println!("{failed}\n    {reasons}");
         assert!(failed.contains(here_says), "{failed}");
@@ -226,8 +226,16 @@ fn channel_1_of(folder: &Path, to: &Address) -> Stream {
 /// Waits until `control` has rejected a client for a reason with these words.
 pub fn until_turned_away(control: &Control, words: &str) {
     let deadline = Instant::now() + BOUND;
-    while !control.turned_away().keys().any(|why| why.contains(words)) {
-        assert!(Instant::now() < deadline, "{:?}", control.turned_away());
+    while !control
+        .rejected_connections()
+        .keys()
+        .any(|why| why.contains(words))
+    {
+        assert!(
+            Instant::now() < deadline,
+            "{:?}",
+            control.rejected_connections()
+        );
         thread::sleep(Duration::from_millis(2));
     }
 }
@@ -292,7 +300,7 @@ fn a_late_channel_is_waited_for_and_nobody_takes_its_place() {
         Late::Comes
     });
     ended.arrived(&source, &destination, "a late channel");
-    let turned_away = control.turned_away();
+    let turned_away = control.rejected_connections();
     assert_eq!(turned_away.values().sum::<u64>(), 2, "{turned_away:?}");
     drop((source, destination));
     census.expect_unchanged();
@@ -498,7 +506,7 @@ fn whatever_is_done_to_a_record_leaves_one_guest() {
 }
 
 /// Connections of unknown clients in a migration: a sample that takes each place several times.
-/// `hotlift-net/src/admission/places.rs` proves that any number of them takes at most all places.
+/// `hotlift-net/src/admission/handshake_slots.rs` proves that any number of them takes at most all places.
 const STRANGERS: usize = 512;
 
 /// Concurrent connections. A connection that overflows the listener's queue takes a second.
@@ -561,7 +569,7 @@ fn strangers_that_never_finish_a_handshake_cost_a_migration_nothing() {
         ended
     });
     ended.arrived(&source, &destination, "strangers");
-    let turned_away: u64 = controls[1].turned_away().into_values().sum();
+    let turned_away: u64 = controls[1].rejected_connections().into_values().sum();
     assert!(turned_away > 0, "they were counted");
     drop((source, destination));
     census.expect_unchanged();

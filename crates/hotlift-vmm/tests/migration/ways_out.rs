@@ -311,8 +311,8 @@ fn strangers_end_no_migration() {
         &|_| {},
     );
     ended.arrived(&source, &destination, "beside strangers");
-    let turned_away: u64 = controls[1].turned_away().into_values().sum();
-    assert_eq!(turned_away, 3, "{:?}", controls[1].turned_away());
+    let turned_away: u64 = controls[1].rejected_connections().into_values().sum();
+    assert_eq!(turned_away, 3, "{:?}", controls[1].rejected_connections());
     drop((strangers, source, destination));
     census.expect_unchanged();
 }

@@ -254,7 +254,7 @@ struct EarlyLength {
 
 impl EarlyLengths {
     /// Records the length of a section.
-    pub fn note(&mut self, section: &EarlySection) {
+    pub fn record(&mut self, section: &EarlySection) {
         self.0.push(EarlyLength {
             idstr: section.idstr.clone(),
             instance_id: section.instance_id,

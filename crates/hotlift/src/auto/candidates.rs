@@ -23,7 +23,7 @@ pub(crate) enum Reader {
 /// Estimated cost of a candidate before this migration has measured it: from nine Silesia files in packets of 512 KiB on an AMD
 /// EPYC. Measured values replace it after the first packets.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Guess {
+pub(crate) struct CostEstimate {
     /// CPU time in ns to encode a byte of incompressible content, and one of content that a fast codec reduces to 0.4.
     encode: [f64; 2],
     /// CPU time in ns of the destination per byte.
@@ -32,7 +32,7 @@ pub(crate) struct Guess {
     power: f64,
 }
 
-impl Guess {
+impl CostEstimate {
     /// Returns the CPU time in ns to encode a byte of content that a fast codec reduces to the share `left`. The larger the
     /// share, the longer the search, up to content where codecs soon abort it.
     pub(crate) fn encode(&self, left: f64) -> f64 {
@@ -52,8 +52,8 @@ impl Guess {
     }
 }
 
-const fn guess(encode: [f64; 2], decode: f64, power: f64) -> Guess {
-    Guess {
+const fn guess(encode: [f64; 2], decode: f64, power: f64) -> CostEstimate {
+    CostEstimate {
         encode,
         decode,
         power,
@@ -91,7 +91,7 @@ const LZ4: Candidate = Candidate {
 
 /// All candidates with their estimates. Levels of zstd between these cost and save about as much as their neighbours. Above 9
 /// each level takes twice the time of the one before and saves 1 % of the bytes.
-const TABLE: [(Candidate, Guess); 18] = [
+const TABLE: [(Candidate, CostEstimate); 18] = [
     (RAW, guess([0.0, 0.0], 0.3, 0.0)),
     (LZ4, guess([0.3, 2.0], 0.4, 1.0)),
     (zstd(-7), guess([0.3, 2.4], 0.8, 1.12)),
@@ -152,7 +152,7 @@ impl Candidate {
     }
 
     /// Returns its estimated cost.
-    pub(crate) fn guess(&self) -> Guess {
+    pub(crate) fn guess(&self) -> CostEstimate {
         let row = TABLE.iter().find(|(one, _)| one == self);
         row.map_or(TABLE[0].1, |(_, guess)| *guess)
     }

@@ -11,7 +11,7 @@ use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::Load;
 
 use crate::auto::candidates::{Candidate, RAW, Reader};
-use crate::auto::controller::{Choice, Controller, Look, Scarce, Spent};
+use crate::auto::controller::{Bottleneck, Choice, Controller, PacketProbe, PacketTime};
 use crate::auto::link::LinkMeter;
 use crate::figures::{MethodFigures, to_f64};
 use crate::lock::lock;
@@ -21,7 +21,7 @@ use crate::options::{Goal, StreamOptions};
 const ENOUGH_PAGES: f64 = 128.0;
 
 /// Highest plausible time per byte in a destination's report, in ns; more is an error, or a forged value.
-const MOST_NANOS_PER_BYTE: f64 = 1000.0;
+const MAX_NANOS_PER_BYTE: f64 = 1000.0;
 
 /// Method `auto` of one migration.
 #[derive(Debug)]
@@ -47,12 +47,12 @@ struct Choices {
     /// Candidate that sends pages uncompressed, if there is one.
     raw: Option<usize>,
     controller: Mutex<Controller>,
-    tallies: Vec<Tally>,
+    tallies: Vec<CandidateStats>,
 }
 
 /// Recent state of the link.
 #[derive(Debug, Clone, Copy)]
-struct LinkNow {
+struct LinkState {
     /// Result of [`LinkMeter::waits_for`].
     waits_for: [f64; 2],
     /// Time of the wire per byte, in ns; 0 while unknown.
@@ -63,7 +63,7 @@ struct LinkNow {
 
 /// Statistics of one candidate.
 #[derive(Debug, Default)]
-struct Tally {
+struct CandidateStats {
     packets: AtomicU64,
     pages: AtomicU64,
     bytes_in: AtomicU64,
@@ -73,7 +73,7 @@ struct Tally {
 
 /// Cost of encoding a packet.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Took {
+pub(crate) struct EncodingCost {
     pub cpu: Duration,
     /// Time of the thread: with an accelerator, includes the wait for it.
     pub thread: Duration,
@@ -83,9 +83,9 @@ pub(crate) struct Took {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sent {
     pub candidate: usize,
-    pub look: Look,
+    pub look: PacketProbe,
     /// Cost of the encoding, if the packet was encoded.
-    pub encode: Option<Took>,
+    pub encode: Option<EncodingCost>,
     pub pages: usize,
     /// Bytes of its pages.
     pub bytes_in: usize,
@@ -131,7 +131,10 @@ impl Auto {
         Choices {
             controller: Mutex::new(Controller::new(&candidates, *lock(&self.goal), now)),
             raw: candidates.iter().position(|one| *one == RAW),
-            tallies: candidates.iter().map(|_| Tally::default()).collect(),
+            tallies: candidates
+                .iter()
+                .map(|_| CandidateStats::default())
+                .collect(),
             candidates,
         }
     }
@@ -177,7 +180,7 @@ impl Auto {
         self.controller().resumed(now);
     }
 
-    pub(crate) fn choose(&self, look: Look) -> Choice {
+    pub(crate) fn choose(&self, look: PacketProbe) -> Choice {
         self.controller().choose(look)
     }
 
@@ -209,9 +212,9 @@ impl Auto {
         let cpu = sent.encode.map_or(Duration::ZERO, |took| took.cpu) + sent.send;
         let cpu = u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
         tally.cpu_nanos.fetch_add(cpu, Ordering::Relaxed);
-        let seen = self.look_at_link(sent, sockets, paced);
+        let seen = self.sample_link(sent, sockets, paced);
         let [for_wire, for_destination] = seen.waits_for;
-        let spent = Spent {
+        let spent = PacketTime {
             look: sent.look,
             candidate: sent.candidate,
             elapsed: nanos(sent.elapsed),
@@ -232,16 +235,16 @@ impl Auto {
         controller.spent(spent, now);
     }
 
-    fn look_at_link<'s>(
+    fn sample_link<'s>(
         &self,
         sent: &Sent,
         sockets: impl Iterator<Item = &'s Stream>,
         paced: f64,
-    ) -> LinkNow {
+    ) -> LinkState {
         let mut link = lock(&self.link);
         link.sent(sent.elapsed, sent.blocked);
-        let is_new = link.look(sockets, Instant::now());
-        let free = LinkNow {
+        let is_new = link.poll(sockets, Instant::now());
+        let free = LinkState {
             waits_for: link.waits_for(),
             nanos_per_byte: link.nanos_per_byte(),
             idle: link.idle(),
@@ -254,7 +257,7 @@ impl Auto {
         }
         if paced > free.nanos_per_byte {
             let used = link.bytes_per_second() * paced / 1e9;
-            return LinkNow {
+            return LinkState {
                 nanos_per_byte: paced,
                 idle: (1.0 - used).max(0.0),
                 ..free
@@ -282,7 +285,7 @@ impl Auto {
             let pages = since(now.pages, before.pages);
             if pages >= ENOUGH_PAGES {
                 let bytes = pages * to_f64(PAGE_SIZE as u64);
-                let per_byte = (since(now.nanos, before.nanos) / bytes).min(MOST_NANOS_PER_BYTE);
+                let per_byte = (since(now.nanos, before.nanos) / bytes).min(MAX_NANOS_PER_BYTE);
                 *before = *now;
                 let candidates = self.choices().candidates.iter().enumerate();
                 for (index, _) in candidates.filter(|(_, one)| one.method == method) {
@@ -293,7 +296,7 @@ impl Auto {
     }
 
     /// Returns the current bottleneck.
-    pub(crate) fn scarce(&self) -> Scarce {
+    pub(crate) fn scarce(&self) -> Bottleneck {
         self.controller().scarce()
     }
 

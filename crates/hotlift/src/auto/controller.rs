@@ -35,7 +35,7 @@ use crate::options::Goal;
 const WINDOW: Duration = Duration::from_millis(20);
 
 /// Limit of the windows by which a gap without packets, as between two rounds, changes the price.
-const MOST_WINDOWS: f64 = 5.0;
+const MAX_WINDOWS: f64 = 5.0;
 
 /// Change of the price per window, in powers of e, if all evidence agrees. The whole range from lz4 to zstd's level 9 is 6
 /// powers.
@@ -99,10 +99,10 @@ const TOO_SLOW: f64 = 2.0;
 const USELESS: f64 = 0.98;
 
 /// After this many uncompressed packets in a row, sampling is limited to the share `LOOKING` of the time: one packet in
-/// `LEAST_SELDOM` if packets take long, down to one in `SELDOM`.
+/// `MIN_RETRY_INTERVAL` if packets take long, down to one in `SELDOM`.
 const SAME: u64 = 16;
 const LOOKING: f64 = 0.01;
-const LEAST_SELDOM: f64 = 2.0;
+const MIN_RETRY_INTERVAL: f64 = 2.0;
 const SELDOM: f64 = 16.0;
 
 /// Time of a sample, in ns: lz4 of 4 pages on a core that takes 1.6 ns per byte.
@@ -110,7 +110,7 @@ const LOOK: f64 = 30_000.0;
 
 /// Properties of a packet before its selection.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Look {
+pub(crate) struct PacketProbe {
     /// Class of its content; `None` before it is sampled.
     pub class: Option<Class>,
     /// Fill level of the channel's queue: unsent bytes relative to those at which a write blocks, 0 to 1 and beyond.
@@ -128,9 +128,9 @@ pub(crate) enum Choice {
 
 /// A thread's time for a packet, from the end of the previous one to the end of this one. Times are in ns.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Spent {
+pub(crate) struct PacketTime {
     /// Properties that determined the selection.
-    pub look: Look,
+    pub look: PacketProbe,
     /// Selected candidate.
     pub candidate: usize,
     /// Elapsed time, without that in which there were no pages to send.
@@ -145,7 +145,7 @@ pub(crate) struct Spent {
 
 /// Current bottleneck.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Scarce {
+pub(crate) enum Bottleneck {
     /// Threads wait for the wire.
     Link,
     /// The wire waits for threads.
@@ -154,7 +154,7 @@ pub(crate) enum Scarce {
 
 /// Weights of a packet's costs.
 #[derive(Debug, Clone, Copy)]
-struct Worth {
+struct CostWeights {
     /// CPU time in ns that a byte on the wire is worth.
     byte: f64,
     /// Weight of a ns of the destination's CPU time.
@@ -167,7 +167,7 @@ struct Worth {
 
 /// Recent activity of the threads; times are in ns.
 #[derive(Debug, Clone, Copy, Default)]
-struct Evidence {
+struct ThreadActivity {
     /// Wall-clock time.
     time: f64,
     /// Sum of all threads.
@@ -182,7 +182,7 @@ struct Evidence {
     may_fall: f64,
 }
 
-impl Evidence {
+impl ThreadActivity {
     fn fade(&mut self) {
         for time in [
             &mut self.time,
@@ -221,11 +221,11 @@ pub(crate) struct Controller {
     wire: f64,
     /// Share of the packets that found the queue empty.
     empty: Average,
-    evidence: Evidence,
+    evidence: ThreadActivity,
     /// Time of the last change of the price, and packets since then.
     moved: Duration,
     packets: u64,
-    scarce: Scarce,
+    scarce: Bottleneck,
     /// Count of packets selected for.
     turn: u64,
     explored: u64,
@@ -250,10 +250,10 @@ impl Controller {
             far: FAR_PRICES[0].ln(),
             wire: 0.0,
             empty: Average::default(),
-            evidence: Evidence::default(),
+            evidence: ThreadActivity::default(),
             moved: now,
             packets: 0,
-            scarce: Scarce::Cores,
+            scarce: Bottleneck::Cores,
             turn: 0,
             explored: 0,
             same: 0,
@@ -285,7 +285,7 @@ impl Controller {
     }
 
     /// Returns the current bottleneck.
-    pub(crate) fn scarce(&self) -> Scarce {
+    pub(crate) fn scarce(&self) -> Bottleneck {
         self.scarce
     }
 
@@ -300,7 +300,7 @@ impl Controller {
     }
 
     /// Selects the encoding of the next packet.
-    pub(crate) fn choose(&mut self, look: Look) -> Choice {
+    pub(crate) fn choose(&mut self, look: PacketProbe) -> Choice {
         // Multiples of the golden ratio are distributed most evenly.
         let even = (to_f64(self.turn) * 0.618_033_988_749_895).fract() * 2.0 - 1.0;
         // A half full queue, the usual case, has little effect: one packet each of lz4's two neighbours, uncompressed and zstd
@@ -309,7 +309,7 @@ impl Controller {
         let price = (self.price + even * SPREAD + full * QUEUE).exp();
         let worth = self.worth(price, look.queued);
         let Some(class) = look.class else {
-            return match self.raw.filter(|raw| self.need_not_look(*raw, worth)) {
+            return match self.raw.filter(|raw| self.sends_raw_anyway(*raw, worth)) {
                 Some(raw) => {
                     self.turn += 1;
                     self.found(look);
@@ -335,12 +335,12 @@ impl Controller {
         Choice::Send(best)
     }
 
-    fn found(&mut self, look: Look) {
+    fn found(&mut self, look: PacketProbe) {
         self.empty.add(if look.queued <= 0.0 { 1.0 } else { 0.0 });
     }
 
     /// Returns true if a packet is sent uncompressed in any case, or very likely.
-    fn need_not_look(&self, raw: usize, worth: Worth) -> bool {
+    fn sends_raw_anyway(&self, raw: usize, worth: CostWeights) -> bool {
         self.is_tired() && !self.turn.is_multiple_of(self.seldom())
             || Class::all().all(|class| self.best(class, worth) == raw)
     }
@@ -353,17 +353,17 @@ impl Controller {
     )]
     fn seldom(&self) -> u64 {
         let pace = self.pace.or(0.0);
-        (LOOK / (LOOKING * pace).max(1.0)).clamp(LEAST_SELDOM, SELDOM) as u64
+        (LOOK / (LOOKING * pace).max(1.0)).clamp(MIN_RETRY_INTERVAL, SELDOM) as u64
     }
 
     fn is_tired(&self) -> bool {
         self.same >= SAME
     }
 
-    fn worth(&self, price: f64, queued: f64) -> Worth {
+    fn worth(&self, price: f64, queued: f64) -> CostWeights {
         // The faster the pages are sent, the shorter the guest is stopped.
         if self.goal == Goal::LeastCpu {
-            return Worth {
+            return CostWeights {
                 byte: 0.0,
                 far: 1.0,
                 idle: 0.0,
@@ -373,7 +373,7 @@ impl Controller {
         // The wire is idle only if all other channels' queues are empty as well.
         let others = (self.evidence.threads() - 1.0).max(0.0);
         let alone = self.empty.or(0.0).powf(others);
-        Worth {
+        CostWeights {
             byte: price,
             far: self.far.exp(),
             idle: if self.wire > 0.0 {
@@ -385,7 +385,7 @@ impl Controller {
         }
     }
 
-    fn total(&self, candidate: usize, class: Class, worth: Worth) -> f64 {
+    fn total(&self, candidate: usize, class: Class, worth: CostWeights) -> f64 {
         let cost = self.costs.of(candidate, class);
         if cost.left > USELESS && self.raw.is_some_and(|raw| raw != candidate) {
             return f64::INFINITY;
@@ -397,7 +397,7 @@ impl Controller {
     }
 
     /// Returns the candidate with the lowest cost.
-    fn best(&self, class: Class, worth: Worth) -> usize {
+    fn best(&self, class: Class, worth: CostWeights) -> usize {
         (0..self.costs.len())
             .min_by(|a, b| {
                 self.total(*a, class, worth)
@@ -408,7 +408,7 @@ impl Controller {
 
     /// Returns a candidate with few tries that is an accelerator or may be nearly as good, and is fast enough not to leave the
     /// wire idle.
-    fn untried(&self, class: Class, worth: Worth, best: usize) -> Option<usize> {
+    fn untried(&self, class: Class, worth: CostWeights, best: usize) -> Option<usize> {
         let most = self.total(best, class, worth) * CLOSE;
         let longest = self.wire * self.evidence.threads() * TOO_SLOW;
         let is_raw = Some(best) == self.raw;
@@ -427,7 +427,7 @@ impl Controller {
     }
 
     /// Returns true for each direction, higher and lower, in which another price would have changed the packet.
-    fn would_change(&self, spent: &Spent) -> [bool; 2] {
+    fn would_change(&self, spent: &PacketTime) -> [bool; 2] {
         let Some(class) = spent.look.class else {
             return [!self.is_tired(), false];
         };
@@ -437,7 +437,7 @@ impl Controller {
     }
 
     /// Records the time of a thread for a packet; changes the prices when a window is over.
-    pub(crate) fn spent(&mut self, spent: Spent, now: Duration) {
+    pub(crate) fn spent(&mut self, spent: PacketTime, now: Duration) {
         let [may_rise, may_fall] = self.would_change(&spent);
         let evidence = &mut self.evidence;
         evidence.elapsed += spent.elapsed;
@@ -469,7 +469,7 @@ impl Controller {
         let threads = evidence.threads();
         // A change only shows in packets selected after it: each thread needs one before the next change.
         let windows = (since.as_secs_f64() / WINDOW.as_secs_f64())
-            .min(MOST_WINDOWS)
+            .min(MAX_WINDOWS)
             .min(to_f64(self.packets) / threads);
 
         // CPUs' time that a byte takes on the wire.
@@ -496,9 +496,9 @@ impl Controller {
         self.far = (self.far + FAR_SPEED * windows * direction).clamp(least.ln(), most.ln());
 
         self.scarce = if evidence.waited > WAITING * evidence.elapsed {
-            Scarce::Link
+            Bottleneck::Link
         } else {
-            Scarce::Cores
+            Bottleneck::Cores
         };
     }
 }

@@ -1,11 +1,11 @@
 //! Cost of each candidate: CPU time and bytes by class of content, as measured in this migration.
 //!
 //! Content is classified by the compression of a sample ([`Class`]). A candidate's cost for a class is its measurement there,
-//! averaged with its [`Guess`]. The guess is corrected: the time by the candidate's results in other classes, the share by
-//! recent results of the method's other levels in this class. So a packet at one level informs about all of them, and few must
-//! be tried.
+//! averaged with its [`CostEstimate`]. The guess is corrected: the time by the candidate's results in other classes, the share
+//! by recent results of the method's other levels in this class. So a packet at one level informs about all of them, and few
+//! must be tried.
 
-use crate::auto::candidates::{Candidate, Guess};
+use crate::auto::candidates::{Candidate, CostEstimate};
 
 /// Count of packets that an average covers.
 const MEMORY: f64 = 64.0;
@@ -107,7 +107,7 @@ struct Cell {
 /// Costs of all candidates.
 #[derive(Debug)]
 pub(crate) struct Costs {
-    guesses: Vec<Guess>,
+    guesses: Vec<CostEstimate>,
     /// For each candidate, the first one with the same method.
     kin: Vec<usize>,
     /// For each candidate, true if an accelerator encodes it.

@@ -23,7 +23,7 @@ const RATE_OVER: Duration = Duration::from_millis(50);
 const RATES: usize = 10;
 
 /// Weight of the destination's latest report: they come every 50 ms, and count in the kernel's ticks.
-const NEW_WORD: f64 = 0.3;
+const REPORT_WEIGHT: f64 = 0.3;
 
 /// Decayed sums of the samples.
 #[derive(Debug, Default)]
@@ -68,7 +68,7 @@ impl LinkMeter {
     /// Records the share of the time, 0 to 1, in which the destination's threads had nothing to read.
     pub(crate) fn starved(&mut self, share: f64) {
         let before = self.starved.unwrap_or(share);
-        self.starved = Some(before + (share - before) * NEW_WORD);
+        self.starved = Some(before + (share - before) * REPORT_WEIGHT);
     }
 
     /// Records the end of a pause without pages.
@@ -77,7 +77,7 @@ impl LinkMeter {
     }
 
     /// Samples the sockets, if the interval has passed. Returns true if it has.
-    pub(crate) fn look<'s>(
+    pub(crate) fn poll<'s>(
         &mut self,
         sockets: impl Iterator<Item = &'s Stream>,
         now: Instant,

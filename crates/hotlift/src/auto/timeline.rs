@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::auto::channels::Auto;
-use crate::auto::controller::Scarce;
+use crate::auto::controller::Bottleneck;
 use crate::figures::{MethodFigures, MethodMoment, ratio, to_f64};
 
 /// Initial length of an interval.
@@ -59,7 +59,7 @@ impl Timeline {
     }
 
     /// Records the state at `now`, the time since the start of the migration. Returns the distribution since the last interval.
-    pub(crate) fn look(&mut self, auto: &Auto, now: Duration) -> MethodsNow {
+    pub(crate) fn poll(&mut self, auto: &Auto, now: Duration) -> MethodsNow {
         let figures = auto.figures();
         let mut shares: Vec<_> = shares_between(&self.last.1, &figures).into_iter().collect();
         if now.saturating_sub(self.last.0) >= self.length {
@@ -75,7 +75,7 @@ impl Timeline {
         }
         shares.sort_by(|a, b| b.1.total_cmp(&a.1));
         MethodsNow {
-            link_is_the_limit: auto.scarce() == Scarce::Link,
+            link_is_the_limit: auto.scarce() == Bottleneck::Link,
             shares,
         }
     }

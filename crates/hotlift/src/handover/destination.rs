@@ -4,10 +4,10 @@ use std::convert::Infallible;
 use std::sync::MutexGuard;
 use std::time::Instant;
 
-use hotlift_wire::settle::{Doing, Outcome};
+use hotlift_wire::settle::{GuestActivity, Outcome};
 
 use crate::life::Life;
-use crate::life::gate::Gate;
+use crate::life::wait_mutex::WaitMutex;
 
 /// State of the destination's side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -18,7 +18,7 @@ pub(crate) enum DestinationSide {
     /// Everything is loaded, and the source may know it: the source decides.
     Loaded,
     /// The source has committed; the guest is being started.
-    Taking,
+    Starting,
     /// The guest runs here.
     Taken,
     /// The guest does not run here, and never will.
@@ -35,22 +35,22 @@ impl DestinationSide {
 
     /// Records the source's commit. Returns true for the one caller that must start the guest.
     pub(crate) fn commit(&mut self) -> bool {
-        self.step(&[Self::Loaded], Self::Taking)
+        self.step(&[Self::Loaded], Self::Starting)
     }
 
     /// Records that the guest runs.
     pub(crate) fn taken(&mut self) -> bool {
-        self.step(&[Self::Taking, Self::Unsure], Self::Taken)
+        self.step(&[Self::Starting, Self::Unsure], Self::Taken)
     }
 
     /// Records that the guest cannot be started, for good.
     pub(crate) fn refused(&mut self) -> bool {
-        self.step(&[Self::Taking, Self::Unsure], Self::Never)
+        self.step(&[Self::Starting, Self::Unsure], Self::Never)
     }
 
     /// Records that the thread that had to start the guest panicked, or that its QEMU does not answer any more.
     pub(crate) fn unsure(&mut self) -> bool {
-        self.step(&[Self::Taking], Self::Unsure)
+        self.step(&[Self::Starting], Self::Unsure)
     }
 
     /// Records a failure, a cancel or a panic: abandons the migration, unless the source has committed already.
@@ -65,7 +65,7 @@ impl DestinationSide {
         match self {
             Self::Taken => Outcome::Runs,
             Self::Never => Outcome::Never,
-            Self::Loading | Self::Loaded | Self::Taking | Self::Unsure => Outcome::Undecided,
+            Self::Loading | Self::Loaded | Self::Starting | Self::Unsure => Outcome::Undecided,
         }
     }
 
@@ -80,8 +80,8 @@ impl DestinationSide {
 
 /// The state, and the threads that wait for the decision.
 #[derive(Debug)]
-pub(crate) struct Taking {
-    state: Gate<State>,
+pub(crate) struct DestinationHandover {
+    state: WaitMutex<State>,
     life: Life,
 }
 
@@ -89,7 +89,7 @@ pub(crate) struct Taking {
 struct State {
     side: DestinationSide,
     /// State of the guest here, for the source.
-    doing: Doing,
+    doing: GuestActivity,
     /// Connections that can still bring the source's commit.
     open: usize,
     /// True if the source was, or may have been, informed that all is loaded: it may ask.
@@ -101,12 +101,12 @@ struct State {
     taken_at: Option<Instant>,
 }
 
-impl Taking {
+impl DestinationHandover {
     /// Creates the state of a migration with this number of connections.
     pub(crate) fn new(connections: usize, life: &Life) -> Self {
         let state = State {
             side: DestinationSide::default(),
-            doing: Doing::default(),
+            doing: GuestActivity::default(),
             open: connections,
             source_may_ask: false,
             has_all: false,
@@ -114,7 +114,7 @@ impl Taking {
             taken_at: None,
         };
         Self {
-            state: Gate::new(life, state),
+            state: WaitMutex::new(life, state),
             life: life.clone(),
         }
     }
@@ -161,7 +161,7 @@ impl Taking {
     }
 
     /// Records that all pages of a postcopy are here. A source that has confirmed that the guest runs does not know this yet.
-    pub(crate) fn has_all(&self) {
+    pub(crate) fn all_pages_arrived(&self) {
         let mut state = self.lock();
         state.has_all = true;
         state.heard = false;
@@ -177,13 +177,13 @@ impl Taking {
         self.step(DestinationSide::taken);
     }
 
-    /// Sets the state of the guest here, which the source may learn. Called before [`Taking::taken`].
-    pub(crate) fn note_doing(&self, doing: Doing) {
+    /// Sets the state of the guest here, which the source may learn. Called before [`DestinationHandover::taken`].
+    pub(crate) fn record_activity(&self, doing: GuestActivity) {
         self.lock().doing = doing;
     }
 
     /// Returns the state of the guest here, as far as the source may know it.
-    pub(crate) fn doing(&self) -> Doing {
+    pub(crate) fn doing(&self) -> GuestActivity {
         self.lock().doing
     }
 
@@ -202,7 +202,7 @@ impl Taking {
         self.step(DestinationSide::abandon)
     }
 
-    /// See [`DestinationSide::ask`].
+    /// See [`DestinationSide::outcome_query`].
     pub(crate) fn ask(&self) -> Outcome {
         match self.step(DestinationSide::ask) {
             Outcome::Runs if self.lock().has_all => Outcome::HasAll,
@@ -211,7 +211,7 @@ impl Taking {
     }
 
     /// Records the source's confirmation that it knows the outcome.
-    pub(crate) fn note_heard(&self) {
+    pub(crate) fn record_confirmation(&self) {
         self.lock().heard = true;
     }
 
@@ -235,7 +235,7 @@ impl Taking {
                 state.side.abandon();
             }
             match state.side {
-                DestinationSide::Loaded | DestinationSide::Taking => None,
+                DestinationSide::Loaded | DestinationSide::Starting => None,
                 side => Some(side == DestinationSide::Taken),
             }
         });
@@ -249,68 +249,71 @@ mod tests {
 
     #[test]
     fn one_of_many_words_makes_the_guest_run_and_nobody_is_told_before_it_does() {
-        let taking = Taking::new(4, &Life::default());
-        assert!(!taking.commit(), "nothing is loaded");
-        assert!(taking.loaded());
+        let destination_handover = DestinationHandover::new(4, &Life::default());
+        assert!(!destination_handover.commit(), "nothing is loaded");
+        assert!(destination_handover.loaded());
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| taking.wait_for_decision(|| true));
+            let waiting = scope.spawn(|| destination_handover.wait_for_decision(|| true));
             // Either the cancelled wait wins, or this thread: never both.
-            if !taking.commit() {
+            if !destination_handover.commit() {
                 assert!(!waiting.join().unwrap());
-                assert_eq!(taking.ask(), Outcome::Never);
+                assert_eq!(destination_handover.ask(), Outcome::Never);
                 return;
             }
-            assert!(!taking.commit());
-            assert!(!taking.abandon(), "the source has committed");
-            assert_eq!(taking.ask(), Outcome::Undecided);
-            (0..4).for_each(|_| taking.connection_ended());
-            assert_eq!(taking.side(), DestinationSide::Taking);
-            taking.taken();
+            assert!(!destination_handover.commit());
+            assert!(!destination_handover.abandon(), "the source has committed");
+            assert_eq!(destination_handover.ask(), Outcome::Undecided);
+            (0..4).for_each(|_| destination_handover.connection_ended());
+            assert_eq!(destination_handover.side(), DestinationSide::Starting);
+            destination_handover.taken();
             assert!(waiting.join().unwrap());
-            assert!(taking.taken_at().is_some());
+            assert!(destination_handover.taken_at().is_some());
         });
     }
 
     #[test]
     fn whoever_knows_that_the_guest_runs_is_still_told_that_it_has_all_its_pages() {
-        let taking = Taking::new(1, &Life::default());
-        taking.expect_questions();
-        assert!(taking.may_be_asked(), "before anything is loaded");
-        assert!(taking.loaded() && taking.commit());
-        taking.taken();
-        assert_eq!(taking.ask(), Outcome::Runs);
-        taking.note_heard();
-        assert!(!taking.may_be_asked());
-        taking.has_all();
-        assert!(taking.may_be_asked());
-        assert_eq!(taking.ask(), Outcome::HasAll);
-        taking.note_heard();
-        assert!(!taking.may_be_asked());
+        let destination_handover = DestinationHandover::new(1, &Life::default());
+        destination_handover.expect_questions();
+        assert!(
+            destination_handover.may_be_asked(),
+            "before anything is loaded"
+        );
+        assert!(destination_handover.loaded() && destination_handover.commit());
+        destination_handover.taken();
+        assert_eq!(destination_handover.ask(), Outcome::Runs);
+        destination_handover.record_confirmation();
+        assert!(!destination_handover.may_be_asked());
+        destination_handover.all_pages_arrived();
+        assert!(destination_handover.may_be_asked());
+        assert_eq!(destination_handover.ask(), Outcome::HasAll);
+        destination_handover.record_confirmation();
+        assert!(!destination_handover.may_be_asked());
     }
 
     #[test]
     fn without_a_connection_the_guest_never_runs_here() {
-        let taking = Taking::new(2, &Life::default());
-        assert!(taking.loaded());
-        taking.connection_ended();
-        taking.connection_ended();
-        assert!(!taking.wait_for_decision(|| false));
-        assert!(!taking.commit());
+        let destination_handover = DestinationHandover::new(2, &Life::default());
+        assert!(destination_handover.loaded());
+        destination_handover.connection_ended();
+        destination_handover.connection_ended();
+        assert!(!destination_handover.wait_for_decision(|| false));
+        assert!(!destination_handover.commit());
     }
 
     #[test]
     fn a_cancel_ends_the_wait_for_a_source_that_says_nothing() {
-        let taking = Taking::new(2, &Life::default());
-        assert!(taking.loaded());
-        assert!(!taking.wait_for_decision(|| true));
-        assert_eq!(taking.ask(), Outcome::Never);
+        let destination_handover = DestinationHandover::new(2, &Life::default());
+        assert!(destination_handover.loaded());
+        assert!(!destination_handover.wait_for_decision(|| true));
+        assert_eq!(destination_handover.ask(), Outcome::Never);
     }
 
     #[test]
     fn a_question_before_the_commit_is_answered_never_and_makes_it_so() {
-        let taking = Taking::new(1, &Life::default());
-        assert!(taking.loaded());
-        assert_eq!(taking.ask(), Outcome::Never);
-        assert!(!taking.commit(), "it said that it never will");
+        let destination_handover = DestinationHandover::new(1, &Life::default());
+        assert!(destination_handover.loaded());
+        assert_eq!(destination_handover.ask(), Outcome::Never);
+        assert!(!destination_handover.commit(), "it said that it never will");
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! The source's side ([`SourceSide`]) belongs to a guest's own migration, or to the relay beside the source's QEMU. The
 //! destination's side ([`DestinationSide`]) belongs to an arriving guest, or to the relay beside the destination's QEMU. Both
-//! take events and return what is allowed now. A migration's threads share them through [`Giving`] and [`Taking`].
+//! take events and return what is allowed now. A migration's threads share them through [`SourceHandover`] and
+//! [`DestinationHandover`].
 //!
 //! ```text
 //!  source's side                                              destination's side
@@ -67,19 +68,21 @@
 //!
 //! The tests explore every order of messages, losses, cuts, kills and cancels with exactly this code (`tests/model.rs`).
 
-mod ask;
 mod destination;
-mod giving;
+mod outcome_query;
 mod ownership;
 pub(crate) mod settle;
 mod source;
+mod source_handover;
 
-pub(crate) use ask::{ask_once, await_word, say_farewell, say_heard};
-pub(crate) use destination::{DestinationSide, Taking};
-pub(crate) use giving::Giving;
-pub use ownership::Taken;
-pub(crate) use ownership::TakenByQemu;
-pub(crate) use source::{Verdict, Word};
+pub(crate) use destination::{DestinationHandover, DestinationSide};
+pub(crate) use outcome_query::{
+    await_statement, confirm_outcome, notify_not_committed, query_once,
+};
+pub(crate) use ownership::OwnershipWait;
+pub use ownership::QemuGuestState;
+pub(crate) use source::{DestinationStatement, SourceOutcome};
+pub(crate) use source_handover::SourceHandover;
 
 #[cfg(test)]
 mod tests {

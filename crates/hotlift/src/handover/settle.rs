@@ -1,13 +1,14 @@
 //! The question about a guest whose destination made no statement, on both sides: when the source asks, what an answer
-//! means, and until when the destination answers. No I/O and no clock; `ask` and `stream::attend` carry it out.
+//! means, and until when the destination answers. No I/O and no clock; `outcome_query` and `stream::serve_queries` carry it
+//! out.
 
 use std::time::{Duration, Instant};
 
 use hotlift_wire::settle::{
-    ANSWER_LEN, Doing, HEARD_LEN, MigrationId, Outcome, heard, read_answer,
+    ANSWER_LEN, GuestActivity, HEARD_LEN, MigrationId, Outcome, heard, read_answer,
 };
 
-use crate::handover::Word;
+use crate::handover::DestinationStatement;
 
 /// Time limit of one attempt. Short, so that a restored network is found soon: the kernel repeats a lost SYN after 1, 3,
 /// 7 … s, a new connection sends one at once.
@@ -21,7 +22,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Silence of a destination after the commit, before it is asked on another connection. It has loaded everything by then:
 /// some milliseconds are usual.
-const ASK_AFTER: Duration = Duration::from_secs(5);
+const QUERY_DELAY: Duration = Duration::from_secs(5);
 
 /// Time for which a cancelled destination still answers: a source that lost its connections asks at once, and keeps its
 /// guest paused without an answer.
@@ -52,7 +53,7 @@ impl Question {
     /// Waits for `patience` from the commit on; a QEMU takes no questions.
     pub(crate) fn after_commit(now: Instant, patience: Duration, takes_questions: bool) -> Self {
         let silence = match takes_questions {
-            true => patience.min(ASK_AFTER),
+            true => patience.min(QUERY_DELAY),
             false => patience,
         };
         Self {
@@ -90,12 +91,15 @@ impl Question {
 }
 
 /// Returns the statement in an answer about `id`; `None` for a damaged answer, and for "ask again".
-pub(crate) fn statement(answer: &[u8; ANSWER_LEN], id: MigrationId) -> Option<(Word, Doing)> {
+pub(crate) fn statement(
+    answer: &[u8; ANSWER_LEN],
+    id: MigrationId,
+) -> Option<(DestinationStatement, GuestActivity)> {
     let (outcome, doing) = read_answer(answer, id).ok()?;
-    Some((Word::of_outcome(outcome)?, doing))
+    Some((DestinationStatement::of_outcome(outcome)?, doing))
 }
 
-impl Word {
+impl DestinationStatement {
     /// Returns the statement that an answer makes, if it makes one.
     pub(crate) fn of_outcome(outcome: Outcome) -> Option<Self> {
         match outcome {

@@ -16,12 +16,12 @@ pub(crate) enum SourceSide {
     /// once the destination has stated that it runs the guest.
     Serving { runs: bool },
     /// The outcome is known, or cannot be known.
-    Ended(Verdict),
+    Ended(SourceOutcome),
 }
 
 /// Outcome of a hand-over for the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Verdict {
+pub(crate) enum SourceOutcome {
     /// The source never released the guest.
     Kept,
     /// The destination has the guest.
@@ -32,12 +32,12 @@ pub(crate) enum Verdict {
     /// The destination may run the guest. The source keeps it, paused.
     Doubt,
     /// Postcopy only: the destination runs the guest, and will not receive its missing pages.
-    Torn,
+    PagesLost,
 }
 
 /// A statement of the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Word {
+pub(crate) enum DestinationStatement {
     /// It has the guest.
     Runs,
     /// It does not run the guest, and never will.
@@ -46,7 +46,7 @@ pub(crate) enum Word {
     HasAll,
 }
 
-impl Word {
+impl DestinationStatement {
     /// Returns the statement of SHUT(`value`) after the commit. A Hotlift's refusal comes with its reason (`is_explained`): one
     /// damaged byte cannot turn one statement into the other. A QEMU sends no reasons.
     pub(crate) fn of_shut(value: u32, is_explained: bool, is_hotlift: bool) -> Option<Self> {
@@ -71,7 +71,7 @@ impl SourceSide {
 
     /// Records that the QEMU of a relay has taken the guest back.
     pub(crate) fn taken_back(&mut self) -> bool {
-        self.step(&[Self::Offered], Self::Ended(Verdict::Kept))
+        self.step(&[Self::Offered], Self::Ended(SourceOutcome::Kept))
     }
 
     /// Passes the point of no return. The caller sends the commit to the destination only if this returns true.
@@ -85,35 +85,35 @@ impl SourceSide {
     }
 
     /// Records that the destination of a postcopy has all pages. Only then the source's pages are no longer needed.
-    pub(crate) fn has_all(&mut self) -> bool {
+    pub(crate) fn all_pages_arrived(&mut self) -> bool {
         let serving = [true, false].map(|runs| Self::Serving { runs });
-        self.step(&serving, Self::Ended(Verdict::Moved))
+        self.step(&serving, Self::Ended(SourceOutcome::Moved))
     }
 
     /// Records a failure, a lost connection, a cancel or a panic. Returns true if it ends the migration. After the commit it
     /// does not, and nothing may be done to the guest.
     pub(crate) fn fail(&mut self) -> bool {
-        self.step(&[Self::Keeps], Self::Ended(Verdict::Kept))
+        self.step(&[Self::Keeps], Self::Ended(SourceOutcome::Kept))
             || self.step(
                 &[Self::Offered, Self::Released],
-                Self::Ended(Verdict::Refused),
+                Self::Ended(SourceOutcome::Refused),
             )
     }
 
     /// Takes a statement of the destination, which has no effect before the commit.
-    pub(crate) fn hear(&mut self, word: Word) -> bool {
-        match word {
-            Word::Runs => {
-                self.step(&[Self::Committed], Self::Ended(Verdict::Moved))
+    pub(crate) fn receive(&mut self, statement: DestinationStatement) -> bool {
+        match statement {
+            DestinationStatement::Runs => {
+                self.step(&[Self::Committed], Self::Ended(SourceOutcome::Moved))
                     || self.step(
                         &[Self::Serving { runs: false }],
                         Self::Serving { runs: true },
                     )
             }
-            Word::HasAll => self.has_all(),
-            Word::Never => self.step(
+            DestinationStatement::HasAll => self.all_pages_arrived(),
+            DestinationStatement::Never => self.step(
                 &[Self::Committed, Self::Serving { runs: false }],
-                Self::Ended(Verdict::Refused),
+                Self::Ended(SourceOutcome::Refused),
             ),
         }
     }
@@ -121,13 +121,16 @@ impl SourceSide {
     /// Ends the wait: no statement came within the time limit or, in postcopy, the migration was cancelled.
     pub(crate) fn give_up(&mut self) -> bool {
         let unsure = [Self::Committed, Self::Serving { runs: false }];
-        self.step(&unsure, Self::Ended(Verdict::Doubt))
-            || self.step(&[Self::Serving { runs: true }], Self::Ended(Verdict::Torn))
+        self.step(&unsure, Self::Ended(SourceOutcome::Doubt))
+            || self.step(
+                &[Self::Serving { runs: true }],
+                Self::Ended(SourceOutcome::PagesLost),
+            )
     }
 
     /// Returns true if the source may have released the guest: a cancel comes too late.
     pub(crate) fn is_offered(self) -> bool {
-        !matches!(self, Self::Keeps | Self::Ended(Verdict::Kept))
+        !matches!(self, Self::Keeps | Self::Ended(SourceOutcome::Kept))
     }
 
     /// Returns true if the destination may have received the commit, and has not refused the guest.
@@ -136,12 +139,14 @@ impl SourceSide {
             self,
             Self::Committed
                 | Self::Serving { .. }
-                | Self::Ended(Verdict::Moved | Verdict::Doubt | Verdict::Torn)
+                | Self::Ended(
+                    SourceOutcome::Moved | SourceOutcome::Doubt | SourceOutcome::PagesLost
+                )
         )
     }
 
     /// Returns the outcome, once there is one.
-    pub(crate) fn verdict(self) -> Option<Verdict> {
+    pub(crate) fn verdict(self) -> Option<SourceOutcome> {
         match self {
             Self::Ended(verdict) => Some(verdict),
             _ => None,

@@ -2,8 +2,8 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`gate`] | state that threads wait for |
-//! | [`bell`] | a descriptor that wakes a poll |
+//! | [`wait_mutex`] | state that threads wait for |
+//! | [`wake_fd`] | a descriptor that wakes a poll |
 //! | [`failure`] | the first error, which ends it |
 //! | [`threads`] | named threads: a panic is an error of the migration, CPU time is recorded |
 //!
@@ -12,10 +12,10 @@
 //!
 //! This module depends on errors only: it knows no stream, option or status.
 
-pub(crate) mod bell;
 pub(crate) mod failure;
-pub(crate) mod gate;
 pub(crate) mod threads;
+pub(crate) mod wait_mutex;
+pub(crate) mod wake_fd;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::MigrationError;
 use crate::life::failure::Failure;
-use crate::life::gate::Gate;
+use crate::life::wait_mutex::WaitMutex;
 use crate::lock::lock;
 
 /// Limit of a wait that an event or a change of the lifetime ends.
@@ -34,7 +34,7 @@ pub(crate) const LONG: Duration = Duration::from_secs(3600);
 pub(crate) struct Life {
     shared: Arc<Shared>,
     /// Gate of [`Life::sleep_while`].
-    sleepers: Arc<Gate<()>>,
+    sleepers: Arc<WaitMutex<()>>,
 }
 
 #[derive(Debug, Default)]
@@ -87,7 +87,7 @@ impl std::fmt::Debug for Life {
 impl Default for Life {
     fn default() -> Self {
         let shared = Arc::new(Shared::default());
-        let sleepers = Gate::of_changes(Changes(Arc::clone(&shared)), ());
+        let sleepers = WaitMutex::of_changes(Changes(Arc::clone(&shared)), ());
         Self {
             shared,
             sleepers: Arc::new(sleepers),
@@ -169,7 +169,7 @@ impl Life {
         self.shared.clock.now()
     }
 
-    /// Makes all waits check their conditions. Must not be called with the lock of a [`Gate`].
+    /// Makes all waits check their conditions. Must not be called with the lock of a [`WaitMutex`].
     pub(crate) fn wake(&self) {
         self.shared.changes.fetch_add(1, Ordering::AcqRel);
         let waits = lock(&self.shared.waits).clone();

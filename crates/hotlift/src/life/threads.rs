@@ -14,22 +14,22 @@ use crate::figures::ThreadCpu;
 use crate::lock::lock;
 
 /// A thread that was started.
-pub(crate) struct Running<'scope, T>(thread::ScopedJoinHandle<'scope, Option<T>>);
+pub(crate) struct RunningThread<'scope, T>(thread::ScopedJoinHandle<'scope, Option<T>>);
 
 /// Starts a thread with a name of up to 15 bytes.
 pub(crate) fn spawn<'scope, T: Send + 'scope>(
     scope: &'scope thread::Scope<'scope, '_>,
     name: String,
     work: impl FnOnce() -> T + Send + 'scope,
-) -> Result<Running<'scope, T>, MigrationError> {
+) -> Result<RunningThread<'scope, T>, MigrationError> {
     thread::Builder::new()
         .name(name.clone())
         .spawn_scoped(scope, || catch_unwind(AssertUnwindSafe(work)).ok())
-        .map(Running)
+        .map(RunningThread)
         .map_err(|source| MigrationError::Thread { name, source })
 }
 
-impl<T> Running<'_, T> {
+impl<T> RunningThread<'_, T> {
     /// Waits for the end of the thread, and returns its result.
     ///
     /// # Errors
@@ -56,7 +56,7 @@ impl ThreadTimes {
     ) -> Result<(), MigrationError> {
         let started = spawn(scope, name.clone(), move || {
             let ended = caught(work);
-            self.book(&name);
+            self.record_cpu_time(&name);
             if let Err(error) = ended {
                 failed(error);
             }
@@ -65,7 +65,7 @@ impl ThreadTimes {
     }
 
     /// Records the calling thread's CPU time.
-    pub(crate) fn book(&self, name: &str) {
+    pub(crate) fn record_cpu_time(&self, name: &str) {
         lock(&self.0).push(ThreadCpu {
             name: name.to_owned(),
             cpu_s: thread_cpu_time().as_secs_f64(),
@@ -93,23 +93,23 @@ pub(crate) fn caught<T, E: From<MigrationError>>(
 const NICE: i32 = 10;
 
 /// Lowers the priority of the calling thread. A thread that may not change its priority keeps it.
-pub(crate) fn give_way() {
+pub(crate) fn lower_priority() {
     // In Linux a priority belongs to a thread, and no id means the calling one.
     let _ = setpriority_process(None, NICE);
 }
 
 /// A thread whose remaining work no other thread waits for, from some moment on.
 #[derive(Debug, Default)]
-pub(crate) struct Yielding {
+pub(crate) struct DetachableThread {
     gives_way: bool,
 }
 
-impl Yielding {
+impl DetachableThread {
     /// Lowers the priority the first time that `unawaited` is true.
     pub(crate) fn once(&mut self, unawaited: bool) {
         if unawaited && !self.gives_way {
             self.gives_way = true;
-            give_way();
+            lower_priority();
         }
     }
 }
@@ -161,7 +161,7 @@ mod tests {
     fn only_the_thread_that_says_so_gives_way() {
         let here = getpriority_process(None).unwrap();
         let there = thread::spawn(move || {
-            let mut yielding = Yielding::default();
+            let mut yielding = DetachableThread::default();
             yielding.once(false);
             assert_eq!(getpriority_process(None).unwrap(), here);
             yielding.once(true);

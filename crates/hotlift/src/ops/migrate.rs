@@ -36,7 +36,7 @@ use crate::ends::stream_sink::{Seen, StreamSink};
 use crate::error::MigrationError;
 use crate::figures::{Counters, SideFigures, SourceReport};
 use crate::guest::Guest;
-use crate::handover::Word;
+use crate::handover::DestinationStatement;
 use crate::life::threads::caught;
 use crate::options::{Goal, Options};
 use crate::pipe::hooks::Hooks;
@@ -213,13 +213,13 @@ impl Migration<'_> {
             session, source, ..
         } = *self;
         let ended = match outcome {
-            Err(error) if !session.giving.is_committed() => error,
+            Err(error) if !session.source_handover.is_committed() => error,
             moved => {
                 let postcopy = session.sink.postcopy().into_iter();
                 postcopy.for_each(Postcopy::settled);
                 // The guest has left; its dirty log only costs CPU time.
                 let _ = source.guest.stop_dirty_log();
-                return moved.map_err(|error| match self.is_torn() {
+                return moved.map_err(|error| match self.has_lost_pages() {
                     // Whatever the error was, the destination may run the guest.
                     true => MigrationError::PagesMissing {
                         source: Box::new(error),
@@ -248,19 +248,19 @@ impl Migration<'_> {
         self.reporter.set_up(self.setup);
         self.session.control.set_status(Status::Active);
         let switch = self.rounds()?;
-        if let Switch::Postcopy = switch {
+        if let SwitchoverKind::Postcopy = switch {
             // While the guest still runs.
             self.preempt = self.connect_preempt(&self.source.out.to)?;
         }
         let stopped_at = Instant::now();
         self.stop_guest()?;
         self.downtime = match switch {
-            Switch::Whole => {
+            SwitchoverKind::Whole => {
                 self.switch_over()?;
                 self.hand_over()?;
                 stopped_at.elapsed()
             }
-            Switch::Postcopy => self.postcopy(stopped_at)?,
+            SwitchoverKind::Postcopy => self.postcopy(stopped_at)?,
         };
         self.total = self.started.elapsed();
         Ok(())
@@ -275,24 +275,24 @@ impl Migration<'_> {
         session.sink.open(self.opening)?;
         session.sink.ram_start()?;
         source.ram.start_log()?;
-        self.tell_pass();
+        self.report_pass();
         Ok(())
     }
 
     /// Reads the dirty log; returns how many pages it added.
     fn sync(&self) -> Result<u64, MigrationError> {
         let newly_dirty = self.source.ram.sync()?;
-        self.tell_pass();
+        self.report_pass();
         Ok(newly_dirty)
     }
 
-    fn tell_pass(&self) {
+    fn report_pass(&self) {
         let pass = MigrationEvent::Pass(self.source.ram.syncs());
-        self.session.control.tell(pass);
+        self.session.control.report(pass);
     }
 
     /// Sends rounds while the guest runs, until the rest fits the downtime limit, or postcopy starts.
-    fn rounds(&mut self) -> Result<Switch, MigrationError> {
+    fn rounds(&mut self) -> Result<SwitchoverKind, MigrationError> {
         let mut synced_at = Instant::now();
         // Pages pending when they last fitted, and the round in which they first fitted.
         let (mut fitted, mut first_fit) = (None, None);
@@ -311,7 +311,7 @@ impl Migration<'_> {
             self.reporter.throttled(&self.auto_converge);
             // Reports rounds that are shorter than a wait for the channels.
             if self.reporter.is_due() {
-                self.tell();
+                self.report();
             }
             let fits = |time| time <= live.switchover.downtime_limit;
             if self.estimator.time_for(pending).is_some_and(fits) {
@@ -323,11 +323,11 @@ impl Migration<'_> {
                     && !before.is_some_and(rests)
                     && tries < SHORTENING_ROUNDS;
                 if !goes_on {
-                    return Ok(Switch::Whole);
+                    return Ok(SwitchoverKind::Whole);
                 }
             }
             if self.source.cuts_round() {
-                return Ok(Switch::Postcopy);
+                return Ok(SwitchoverKind::Postcopy);
             }
         }
     }
@@ -339,14 +339,14 @@ impl Migration<'_> {
         let session = self.session;
         session.sink.catch_up(INTERVAL, &mut || {
             check(session)?;
-            self.tell();
+            self.report();
             Ok(())
         })
     }
 
     /// Reports progress to the caller.
-    fn tell(&mut self) {
-        self.reporter.tell(self.round, &self.estimator);
+    fn report(&mut self) {
+        self.reporter.report(self.round, &self.estimator);
     }
 
     /// Sends the dirty pages once, closed by a barrier, and waits until the destination has them all.
@@ -373,7 +373,7 @@ impl Migration<'_> {
             main_pages::scan(source, &session.flow, xbzrle, |xbzrle| {
                 if reporter.is_due() {
                     reporter.encoded(xbzrle.as_ref());
-                    reporter.tell(*round, estimator);
+                    reporter.report(*round, estimator);
                 }
             })?;
             reporter.encoded(xbzrle.as_ref());
@@ -402,12 +402,12 @@ impl Migration<'_> {
         self.source.guest.pause()?;
         self.auto_converge.release();
         self.reporter.throttled(&self.auto_converge);
-        control.tell(MigrationEvent::Stopped);
+        control.report(MigrationEvent::Stopped);
         if options.switchover.pause_before {
             control.set_status(Status::PreSwitchover);
             while !control.may_proceed(INTERVAL) {
                 check(self.session)?;
-                self.tell();
+                self.report();
             }
         }
         check(self.session)?;
@@ -444,9 +444,9 @@ impl Migration<'_> {
         }
         let outcome = session.sink.commit(&[], None);
         // A destination that has taken a guest of this process runs it.
-        session.giving.settle(match &outcome {
-            Ok(_) => Some(Word::Runs),
-            Err(MigrationError::Destination { .. }) => Some(Word::Never),
+        session.source_handover.settle(match &outcome {
+            Ok(_) => Some(DestinationStatement::Runs),
+            Err(MigrationError::Destination { .. }) => Some(DestinationStatement::Never),
             Err(_) => None,
         });
         outcome.map(drop)
@@ -458,7 +458,7 @@ impl Migration<'_> {
         source.rounds.await_channels(INTERVAL, || {
             check(session)?;
             if self.reporter.is_due() {
-                self.tell();
+                self.report();
             }
             Ok(())
         })
@@ -469,14 +469,14 @@ impl Migration<'_> {
         let stopped = self.source.guest.stop_dirty_log();
         if self.source.is_guest_stopped() {
             self.source.guest.resume()?;
-            self.session.control.tell(MigrationEvent::Resumed);
+            self.session.control.report(MigrationEvent::Resumed);
         }
         Ok(stopped?)
     }
 }
 
 /// Kind of the hand-over.
-enum Switch {
+enum SwitchoverKind {
     /// With all of its pages.
     Whole,
     /// Before the destination has them.

@@ -11,7 +11,7 @@ use crate::control::run_as;
 use crate::ends::guest_sink::accept;
 use crate::ends::guest_sink::main_channel::MainReceiver;
 use crate::ends::guest_sink::sink::GuestSink;
-use crate::ends::guest_sink::source::Arriving;
+use crate::ends::guest_sink::source::GuestConnections;
 use crate::error::MigrationError;
 use crate::figures::{Counters, DestinationReport, SideFigures};
 use crate::guest::Guest;
@@ -88,8 +88,8 @@ fn run(
     control: &Control,
 ) -> Result<DestinationReport, MigrationError> {
     let id = handshake::new_id().map_err(MigrationError::opening)?;
-    let door = accept::open(&listener, options, control)?;
-    let (source, since, door) = accept::accept(door, guest.uuid(), options, control)?;
+    let accept_loop = accept::open(&listener, options, control)?;
+    let (source, since, accept_loop) = accept::accept(accept_loop, guest.uuid(), options, control)?;
     let channels = source.multifd.len();
     let memory = options.limits.memory(channels);
     // Larger packets than QEMU's have larger payloads.
@@ -112,16 +112,16 @@ fn run(
     let (blocks, hooks) = (&sink.blocks, Hooks::default());
     run_threads(
         &session,
-        &Arriving(&sink),
+        &GuestConnections(&sink),
         blocks,
         hooks,
         &mut main,
-        Some(door),
+        Some(accept_loop),
     )?;
     // A socket's file should not outlive its use.
     drop(listener);
     let end = session
-        .taking
+        .destination_handover
         .taken_at()
         .unwrap_or_else(|| control.life().now());
     let total = end.saturating_duration_since(since);

@@ -59,7 +59,7 @@ fn name_in<T: PartialEq>(table: &[(&'static str, T)], choice: &T) -> &'static st
 }
 
 /// Largest `cpu-limit`, in thousandths of a core: 1024 cores.
-const MOST_CORES: u32 = 1_024_000;
+const MAX_CORES: u32 = 1_024_000;
 
 /// Returns thousandths of a core for a typed number of cores: "0.5", "4".
 fn parse_cores(text: &str) -> Option<u32> {
@@ -70,7 +70,7 @@ fn parse_cores(text: &str) -> Option<u32> {
     }
     let thousandths = format!("{fraction:0<3}").parse::<u32>().ok()?;
     let cores = whole.parse::<u32>().ok()? * 1000 + thousandths;
-    (cores <= MOST_CORES).then_some(cores)
+    (cores <= MAX_CORES).then_some(cores)
 }
 
 /// A device of `accel-path`.
@@ -295,7 +295,7 @@ impl fmt::Display for Values {
             Self::Cores => write!(
                 f,
                 "cores between 0 and {}, as in 0.5 or 4",
-                MOST_CORES / 1000
+                MAX_CORES / 1000
             ),
             Self::Switch | Self::Method | Self::ZeroPages | Self::Accelerator | Self::Goal => {
                 write!(f, "one of {}", self.names().join(", "))
@@ -316,7 +316,7 @@ pub fn parse_size(text: &str) -> Option<u64> {
 /// Does the same; a number without a suffix is in units of `1 << shift` bytes.
 pub(super) fn parse_size_in(text: &str, shift: u32) -> Option<u64> {
     // More digits than matter below 2^64, and few enough for 128 bits.
-    const MOST_DIGITS: usize = 20;
+    const MAX_DIGITS: usize = 20;
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[number.len()..].to_ascii_uppercase().as_str() {
         "" => shift,
@@ -330,7 +330,7 @@ pub(super) fn parse_size_in(text: &str, shift: u32) -> Option<u64> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
     let digits = |text: &str| {
         let all = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        (all && text.len() <= MOST_DIGITS).then(|| text.parse::<u128>().ok())?
+        (all && text.len() <= MAX_DIGITS).then(|| text.parse::<u128>().ok())?
     };
     // A fraction of a byte is invalid.
     if shift == 0 && number.contains('.') {

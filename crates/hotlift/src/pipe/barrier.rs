@@ -4,12 +4,12 @@
 //! round can overtake one of a later round.
 
 use crate::life::Life;
-use crate::life::gate::Gate;
+use crate::life::wait_mutex::WaitMutex;
 
 /// Barrier between the main thread and the channel threads. The end of the lifetime ends all waits.
 pub(crate) struct Barrier {
     channels: usize,
-    state: Gate<State>,
+    state: WaitMutex<State>,
     life: Life,
 }
 
@@ -28,7 +28,7 @@ impl Barrier {
     pub(crate) fn new(channels: usize, life: &Life) -> Self {
         Self {
             channels,
-            state: Gate::new(life, State::default()),
+            state: WaitMutex::new(life, State::default()),
             life: life.clone(),
         }
     }

@@ -27,7 +27,7 @@ pub(crate) struct Flow<B> {
 
 /// Error: the flow is broken, and passes no batch on.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Broken;
+pub(crate) struct FlowBroken;
 
 #[derive(Debug)]
 struct State<B> {
@@ -81,7 +81,7 @@ impl<B> Flow<B> {
     ///
     /// # Errors
     /// The flow is broken.
-    pub(crate) fn take_while(&self, waits: impl Fn() -> bool) -> Result<Option<B>, Broken> {
+    pub(crate) fn take_while(&self, waits: impl Fn() -> bool) -> Result<Option<B>, FlowBroken> {
         let mut state = self
             .freed
             .wait_while(self.lock(), |state| {
@@ -89,7 +89,7 @@ impl<B> Flow<B> {
             })
             .unwrap_or_else(PoisonError::into_inner);
         match state.broken {
-            true => Err(Broken),
+            true => Err(FlowBroken),
             false => Ok(state.free.pop()),
         }
     }
@@ -269,7 +269,7 @@ mod tests {
         flow.release(batch);
         assert_eq!(flow.take_while(|| true), Ok(Some(batch)));
         flow.break_up();
-        assert_eq!(flow.take_while(|| true), Err(Broken));
+        assert_eq!(flow.take_while(|| true), Err(FlowBroken));
     }
 
     #[test]

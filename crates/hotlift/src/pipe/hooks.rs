@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use hotlift_wire::settle::Doing;
+use hotlift_wire::settle::GuestActivity;
 
-use crate::handover::Taken;
+use crate::handover::QemuGuestState;
 
 /// Ownership of the guest, as the source reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum Ownership {
 }
 
 /// Type of [`Hooks::has_taken`].
-pub type HasTaken<'a> = &'a (dyn Fn(Option<&str>) -> Taken + Sync);
+pub type HasTaken<'a> = &'a (dyn Fn(Option<&str>) -> QemuGuestState + Sync);
 
 /// Callbacks of the relay: progress out, QEMU's state in.
 #[derive(Default, Clone, Copy)]
@@ -38,7 +38,7 @@ pub struct Hooks<'a> {
     /// argument is the guest's former run state (`RunState`) from the stream. Without this hook only the stream decides.
     pub has_taken: Option<HasTaken<'a>>,
     /// Called once the destination has confirmed that it has the guest, with the guest's state there.
-    pub on_taken: Option<&'a (dyn Fn(Doing) + Sync)>,
+    pub on_taken: Option<&'a (dyn Fn(GuestActivity) + Sync)>,
 }
 
 /// Properties of a connected source.

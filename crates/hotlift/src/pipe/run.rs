@@ -11,15 +11,15 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
 use crate::life::LONG;
-use crate::life::threads::{Yielding, caught};
+use crate::life::threads::{DetachableThread, caught};
 use crate::lock::lock;
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
 use crate::pipe::watch::Watch;
 use crate::status::Status;
-use crate::stream::attend::attend;
-use crate::stream::door::Door;
+use crate::stream::accept_loop::AcceptLoop;
+use crate::stream::serve_queries::serve_queries;
 
 /// Runs all threads of one migration; `main` runs in this thread.
 pub(crate) fn run_threads(
@@ -28,7 +28,7 @@ pub(crate) fn run_threads(
     blocks: &[RamBlockEntry],
     hooks: Hooks<'_>,
     main: &mut dyn FnMut() -> Result<(), MigrationError>,
-    door: Option<Door<'_>>,
+    accept_loop: Option<AcceptLoop<'_>>,
 ) -> Result<(), MigrationError> {
     let total_bytes = blocks.iter().map(|block| block.used_length).sum();
     let watch = Watch::new(session, source).map_err(MigrationError::opening)?;
@@ -42,9 +42,9 @@ pub(crate) fn run_threads(
             source.shut_down();
         }
     };
-    let has_door = door.is_some();
+    let has_door = accept_loop.is_some();
     // Its thread holds the lock until it ends.
-    let door = Mutex::new(door);
+    let accept_loop = Mutex::new(accept_loop);
     thread::scope(|scope| {
         let watched = watch.ends();
         let outcome = (|| {
@@ -75,12 +75,13 @@ pub(crate) fn run_threads(
             }
             if has_door {
                 let answer = || {
-                    let further = |door: &mut Door<'_>, arrivals: &mut Vec<Admitted>| {
-                        source.at_door(session, door, arrivals);
+                    let further = |accept_loop: &mut AcceptLoop<'_>,
+                                   arrivals: &mut Vec<Admitted>| {
+                        source.accept_late(session, accept_loop, arrivals);
                     };
-                    let asked = session.asked(&refuse);
-                    if let Some(door) = &mut *lock(&door) {
-                        attend(door, &asked, &stopped, (LONG, &further));
+                    let asked = session.query_subject(&refuse);
+                    if let Some(accept_loop) = &mut *lock(&accept_loop) {
+                        serve_queries(accept_loop, &asked, &stopped, (LONG, &further));
                     }
                     Ok(())
                 };
@@ -97,50 +98,50 @@ pub(crate) fn run_threads(
         session.flow.end();
         // Everything has been written, or nothing will be: no thread has to wait for another.
         session.control.life().close();
-        if session.giving.failure.is_set()
-            && !session.giving.is_committed()
+        if session.source_handover.failure.is_set()
+            && !session.source_handover.is_committed()
             && let Some(reason) = session.sink.closing_reason()
         {
-            session.giving.failure.explain(reason);
+            session.source_handover.failure.explain(reason);
         }
         let may_run_there = session.may_run_there();
-        if let Some(reason) = session.giving.failure.for_the_source()
-            && !session.giving.is_committed()
+        if let Some(reason) = session.source_handover.failure.for_the_source()
+            && !session.source_handover.is_committed()
             && !may_run_there
         {
             source.refuse(session, &reason);
         }
         session.sink.close();
-        if may_run_there && session.giving.failure.is_set() {
+        if may_run_there && session.source_handover.failure.is_set() {
             // Both QEMUs then wait for each other, and can be reconnected.
             source.shut_down();
         }
         drop(watched);
-        if let Some(door) = &mut *lock(&door) {
-            source.linger(session, door);
+        if let Some(accept_loop) = &mut *lock(&accept_loop) {
+            source.linger(session, accept_loop);
         }
         source.over(session);
     });
-    session.threads.book(&source.name("main"));
-    let is_offered = session.giving.is_offered();
-    match session.giving.failure.take() {
+    session.threads.record_cpu_time(&source.name("main"));
+    let is_offered = session.source_handover.is_offered();
+    match session.source_handover.failure.take() {
         None => Ok(()),
         Some(error @ MigrationError::PagesMissing { .. }) => Err(error),
         // The package was rejected.
-        Some(error @ MigrationError::Destination { .. }) if session.sink.refuses_in_words() => {
+        Some(error @ MigrationError::Destination { .. }) if session.sink.refuses_with_text() => {
             Err(error)
         }
         Some(error) if session.source_resumes() => Err(MigrationError::GivenBack {
             source: Box::new(error),
         }),
-        Some(error) if session.may_run_there() && !session.giving.is_committed() => {
+        Some(error) if session.may_run_there() && !session.source_handover.is_committed() => {
             session.control.set_status(Status::PostcopyPaused);
             Err(MigrationError::PagesMissing {
                 source: Box::new(error),
             })
         }
         Some(error @ MigrationError::Destination { .. }) => Err(error),
-        Some(_) if session.giving.is_committed() => Err(MigrationError::InDoubt),
+        Some(_) if session.source_handover.is_committed() => Err(MigrationError::InDoubt),
         Some(error) if (is_offered || session.is_switched()) && source.releases_guest() => {
             Err(MigrationError::Released {
                 source: Box::new(error),
@@ -165,7 +166,7 @@ fn write_batches(
 ) -> Result<(), MigrationError> {
     let mut writer = None;
     let mut inflater = None;
-    let mut yielding = Yielding::default();
+    let mut yielding = DetachableThread::default();
     while let Some(mut batch) = session.flow.next_of(Some(worker)) {
         yielding.once(is_background(session));
         if batch.is_compressed() {

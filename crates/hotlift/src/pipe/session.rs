@@ -13,25 +13,27 @@ use crate::control::Control;
 use crate::cpu_limit::CpuBudget;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, MethodFigures, ThreadCpu};
-use crate::handover::{DestinationSide, Giving, Taking, Verdict, Word};
+use crate::handover::{
+    DestinationHandover, DestinationSide, DestinationStatement, SourceHandover, SourceOutcome,
+};
 use crate::life::threads::ThreadTimes;
 use crate::pipe::barrier::Barrier;
 use crate::pipe::batch::Batch;
 use crate::pipe::flow::Flow;
 use crate::pipe::hooks::Hooks;
-use crate::pipe::settings::{LeftOut, RelaySettings};
+use crate::pipe::settings::{RelaySettings, UnusedRam};
 use crate::pipe::sink::{EarlySections, Sink};
 use crate::status::Status;
-use crate::stream::door::Asked;
-use crate::stream::main_recv::Waiting;
+use crate::stream::accept_loop::QuerySubject;
+use crate::stream::main_recv::WaitCondition;
 
 /// Check whether a wait continues.
-pub(crate) struct Call<'a> {
+pub(crate) struct WaitCheck<'a> {
     control: &'a Control,
     session: Option<&'a Session<'a>>,
 }
 
-impl<'a> Call<'a> {
+impl<'a> WaitCheck<'a> {
     /// Creates the check for the time before there is a session.
     pub(crate) fn early(control: &'a Control) -> Self {
         Self {
@@ -41,12 +43,13 @@ impl<'a> Call<'a> {
     }
 }
 
-impl Waiting for Call<'_> {
+impl WaitCondition for WaitCheck<'_> {
     fn check(&self) -> Result<(), MigrationError> {
-        let giving = self.session.map(|session| &session.giving);
-        let failed = giving.is_some_and(|giving| giving.failure.is_set());
+        let source_handover = self.session.map(|session| &session.source_handover);
+        let failed =
+            source_handover.is_some_and(|source_handover| source_handover.failure.is_set());
         let switched = self.session.is_some_and(Session::is_switched);
-        let too_late = switched || giving.is_some_and(Giving::is_offered);
+        let too_late = switched || source_handover.is_some_and(SourceHandover::is_offered);
         if failed || (self.control.is_cancelled() && !too_late) {
             return Err(MigrationError::Cancelled);
         }
@@ -62,7 +65,7 @@ pub(crate) struct Session<'a> {
     /// Limit of the memory that the source can make this side allocate.
     pub memory: MemoryLimit,
     /// RAM that this relay's local QEMU omits.
-    pub left_out: Vec<LeftOut>,
+    pub unused_ram: Vec<UnusedRam>,
     /// CPU time that the channels of both sides may take together.
     pub cpu: Arc<CpuBudget>,
     pub flow: Arc<Flow<Batch>>,
@@ -82,9 +85,9 @@ pub(crate) struct Session<'a> {
     /// Name of the migration at this side.
     pub id: MigrationId,
     /// Handover from a source that is a relay.
-    pub taking: Taking,
+    pub destination_handover: DestinationHandover,
     /// Handover to the destination.
-    pub giving: Giving,
+    pub source_handover: SourceHandover,
     /// True once postcopy has begun: its source does not continue alone, and its channels bring no pages.
     switched: AtomicBool,
     /// True with postcopy once the guest may run at the destination while pages are missing there.
@@ -123,7 +126,7 @@ impl<'a> Session<'a> {
             accelerator: options.accelerator,
             memory,
             cpu: control.steering().cpu_budget(options),
-            left_out: settings.left_out.clone(),
+            unused_ram: settings.unused_ram.clone(),
             flow,
             barrier: Barrier::new(channels, control.life()),
             sink,
@@ -135,8 +138,8 @@ impl<'a> Session<'a> {
             silence_timeout: settings.limits.silence_timeout,
             patience: settings.limits.time_for_questions(),
             id,
-            taking: Taking::new(words, control.life()),
-            giving: Giving::new(control.life()),
+            destination_handover: DestinationHandover::new(words, control.life()),
+            source_handover: SourceHandover::new(control.life()),
             switched: AtomicBool::new(false),
             may_run_there: AtomicBool::new(false),
             source_resumes: AtomicBool::new(false),
@@ -144,8 +147,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    pub(crate) fn call(&'a self) -> Call<'a> {
-        Call {
+    pub(crate) fn call(&'a self) -> WaitCheck<'a> {
+        WaitCheck {
             control: &self.control,
             session: Some(self),
         }
@@ -154,35 +157,38 @@ impl<'a> Session<'a> {
     /// Returns true if a failure outside the migration's own threads still ends it.
     pub(crate) fn may_fail(&self) -> bool {
         let is_the_sources = match self.sink.is_guest() {
-            true => self.taking.side() == DestinationSide::Loading && !self.is_switched(),
-            false => !self.giving.is_offered(),
+            true => {
+                self.destination_handover.side() == DestinationSide::Loading && !self.is_switched()
+            }
+            false => !self.source_handover.is_offered(),
         };
-        is_the_sources && !self.giving.failure.is_set()
+        is_the_sources && !self.source_handover.failure.is_set()
     }
 
-    /// Stores `error` if it is the first, and ends every thread's wait. Has no effect after the commit (see [`Giving::fail`]).
+    /// Stores `error` if it is the first, and ends every thread's wait. Has no effect after the commit (see
+    /// [`SourceHandover::fail`]).
     pub(crate) fn fail(&self, error: MigrationError) {
-        if self.giving.fail(error) {
+        if self.source_handover.fail(error) {
             self.release();
         }
     }
 
     /// Records that the main thread has ended with `error`, before or after the commit.
     pub(crate) fn end(&self, error: MigrationError) {
-        if self.giving.end(error) {
+        if self.source_handover.end(error) {
             self.release();
         }
     }
 
     /// Ends all waits and sends.
     fn release(&self) {
-        self.taking.abandon();
+        self.destination_handover.abandon();
         self.control.life().close();
         self.sink.abort();
     }
 
     /// Waits until every reader is paused: before its first page, at a sync point, or after its last page.
-    pub(crate) fn meet_readers(&self) -> Result<(), MigrationError> {
+    pub(crate) fn await_readers(&self) -> Result<(), MigrationError> {
         let called_off = || self.call().check().is_err();
         if self.barrier.wait_for_channels(called_off) {
             return Ok(());
@@ -197,7 +203,7 @@ impl<'a> Session<'a> {
 
     /// Begins RAM at the sink, with the device sections after its START, and releases the readers.
     pub(crate) fn start_ram(&self, early: &EarlySections) -> Result<(), MigrationError> {
-        self.meet_readers()?;
+        self.await_readers()?;
         self.sink.ram_start()?;
         for section in &early.behind_start {
             self.sink.early_section(section)?;
@@ -210,23 +216,23 @@ impl<'a> Session<'a> {
     /// Marks the offer: the source is about to learn that all is loaded. It may then release the guest, and a cancel is too
     /// late. Returns false if the migration has failed.
     pub(crate) fn offer(&self) -> bool {
-        let may = self.giving.offer();
+        let may = self.source_handover.offer();
         self.control.set_too_late(may);
         may
     }
 
     /// Records that the source has taken the guest back after the offer.
-    pub(crate) fn source_kept_it(&self) {
-        self.giving.taken_back();
+    pub(crate) fn record_taken_back(&self) {
+        self.source_handover.taken_back();
         self.control.set_too_late(false);
     }
 
     /// Commits: EOF is sent next if this returns true. From here on no failure decides anything, and a cancel is ignored.
     pub(crate) fn commit(&self, hooks: Hooks<'_>) -> bool {
         // A cancel after the offer is too late.
-        let too_late = self.giving.is_offered();
+        let too_late = self.source_handover.is_offered();
         let may = || too_late || !self.control.life().is_stopped();
-        if !self.giving.commit(may) {
+        if !self.source_handover.commit(may) {
             return false;
         }
         self.control.set_too_late(true);
@@ -289,9 +295,9 @@ impl<'a> Session<'a> {
     }
 
     /// Records the outcome by the destination's statement, or by its absence.
-    pub(crate) fn settle(&self, word: Option<Word>) {
-        self.giving.settle(word);
-        if self.giving.verdict() == Some(Verdict::Moved) {
+    pub(crate) fn settle(&self, statement: Option<DestinationStatement>) {
+        self.source_handover.settle(statement);
+        if self.source_handover.verdict() == Some(SourceOutcome::Moved) {
             // An observer need not wait until the source knows it.
             self.control.set_status(Status::Completed);
             let _ = self.moved_at.set(self.control.life().now());
@@ -299,10 +305,10 @@ impl<'a> Session<'a> {
     }
 
     /// Returns the subject of outcome queries; `refuse` ends the migration.
-    pub(crate) fn asked<'s>(&'s self, refuse: &'s (dyn Fn() + Sync)) -> Asked<'s> {
-        Asked {
+    pub(crate) fn query_subject<'s>(&'s self, refuse: &'s (dyn Fn() + Sync)) -> QuerySubject<'s> {
+        QuerySubject {
             id: self.id,
-            taking: &self.taking,
+            destination_handover: &self.destination_handover,
             refuse,
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use hotlift_net::admission::Pass;
+use hotlift_net::admission::ConnectionToken;
 use serde_json::Value;
 
 use crate::options::{Limits, StreamOptions, ZeroPageDetection};
@@ -10,7 +10,7 @@ use crate::tls::Tls;
 
 /// RAM that a QEMU omits because a device reports it as unused by the guest. In a file it reads as zero.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LeftOut {
+pub enum UnusedRam {
     /// Up to `bytes` of a RAM block are unplugged (virtio-mem).
     Unplugged {
         /// Name of the RAM block, or the last part of it.
@@ -22,7 +22,7 @@ pub enum LeftOut {
     Free,
 }
 
-impl LeftOut {
+impl UnusedRam {
     /// Returns how many bytes of this RAM block may be unplugged; `None` for another block.
     pub(crate) fn unplugged(&self, name: &str) -> Option<u64> {
         let Self::Unplugged { block, bytes } = self else {
@@ -58,12 +58,12 @@ pub struct RelaySettings {
     pub vm: Option<Value>,
     /// RAM that this relay's local QEMU omits. When saving, every other page must arrive, with content or as zero. When
     /// restoring, a fully unplugged RAM block receives only content: a zero page would make QEMU allocate memory for it.
-    pub left_out: Vec<LeftOut>,
+    pub unused_ram: Vec<UnusedRam>,
     /// Token that each incoming connection must begin with, given to the permitted source over a separate conversation.
     /// Default: any client that uses the format is accepted.
-    pub incoming_pass: Option<Pass>,
+    pub incoming_pass: Option<ConnectionToken>,
     /// Token that each outgoing connection begins with, as the destination has requested.
-    pub outgoing_pass: Option<Pass>,
+    pub outgoing_pass: Option<ConnectionToken>,
     /// Set if the source's connections use TLS.
     pub incoming_tls: Option<Arc<Tls>>,
     /// Set if the connections to the destination use TLS. (The options' `tls-creds` has no effect here: only the caller knows
@@ -87,7 +87,7 @@ impl Default for RelaySettings {
             to_qemu: false,
             salvage: false,
             vm: None,
-            left_out: Vec::new(),
+            unused_ram: Vec::new(),
             incoming_pass: None,
             outgoing_pass: None,
             incoming_tls: None,

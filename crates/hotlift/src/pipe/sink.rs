@@ -27,7 +27,7 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::{Command, Configuration, EarlySection};
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::Doing;
+use hotlift_wire::settle::GuestActivity;
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
@@ -132,7 +132,11 @@ pub(crate) trait Sink: Sync {
     /// # Errors
     /// [`MigrationError::Destination`] if the destination states that it never runs the guest; [`MigrationError::InDoubt`] if
     /// there is no statement.
-    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<Doing, MigrationError>;
+    fn commit(
+        &self,
+        end: &[u8],
+        has_taken: Option<HasTaken<'_>>,
+    ) -> Result<GuestActivity, MigrationError>;
 
     /// Processes the destination's answers until the connections end, and passes those for the source to `forward`. `failed`
     /// takes an invalid message or the early end of a connection, before any wait for an answer ends. Runs in its own thread; a
@@ -161,7 +165,7 @@ pub(crate) trait Sink: Sync {
     }
 
     /// Returns true if the destination sends an error text only if it never runs the guest, as a Hotlift does.
-    fn refuses_in_words(&self) -> bool {
+    fn refuses_with_text(&self) -> bool {
         false
     }
 

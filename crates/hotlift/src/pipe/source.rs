@@ -18,7 +18,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
-use crate::stream::door::Door;
+use crate::stream::accept_loop::AcceptLoop;
 
 /// Incoming side of a migration.
 pub(crate) trait Source: Sync {
@@ -66,19 +66,24 @@ pub(crate) trait Source: Sync {
     }
 
     /// Checks at `now` for events that end no wait. Returns the time of the next call.
-    fn look(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
+    fn poll(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
         let _ = (session, now);
         None
     }
 
-    /// Takes further connections of the migration from the arrivals at `door`.
-    fn at_door(&self, session: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
-        let _ = (session, door, arrivals);
+    /// Takes further connections of the migration from the arrivals at `accept_loop`.
+    fn accept_late(
+        &self,
+        session: &Session<'_>,
+        accept_loop: &mut AcceptLoop<'_>,
+        arrivals: &mut Vec<Admitted>,
+    ) {
+        let _ = (session, accept_loop, arrivals);
     }
 
-    /// Answers queries at `door` until the source knows the outcome.
-    fn linger(&self, session: &Session<'_>, door: &mut Door<'_>) {
-        let _ = (session, door);
+    /// Answers queries at `accept_loop` until the source knows the outcome.
+    fn linger(&self, session: &Session<'_>, accept_loop: &mut AcceptLoop<'_>) {
+        let _ = (session, accept_loop);
     }
 
     /// Returns the connection that a source keeps open until the last answer: its earlier end ends the migration.

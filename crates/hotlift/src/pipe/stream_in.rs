@@ -118,7 +118,7 @@ impl StreamIn {
     /// Returns true if the multifd channels of a failed migration must stay alive until the source closes them (see
     /// [`graceful_close::leave_qemu`]): those of a QEMU, before postcopy.
     pub(crate) fn needs_its_channels(&self, session: &Session<'_>) -> bool {
-        let has_failed = session.giving.failure.is_set();
+        let has_failed = session.source_handover.failure.is_set();
         has_failed && !self.is_hotlift() && !session.is_switched() && !self.multifd.is_empty()
     }
 

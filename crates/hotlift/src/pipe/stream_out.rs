@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hotlift_net::admission::Pass;
+use hotlift_net::admission::ConnectionToken;
 use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::Configuration;
 
@@ -11,7 +11,7 @@ use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::Counts;
 use crate::options::StreamOptions;
-use crate::postcopy::turns::Turns;
+use crate::postcopy::priority_lock::PriorityLock;
 use crate::remote::Remote;
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend, connect};
@@ -22,7 +22,7 @@ pub(crate) struct StreamOut {
     /// Address of the destination.
     pub to: Remote,
     pub link: Arc<MainLink>,
-    pub main: Turns<MainSend>,
+    pub main: PriorityLock<MainSend>,
     pub multifd: MultifdSend,
     pub answers: Answers,
 }
@@ -31,7 +31,7 @@ impl StreamOut {
     /// Connects to `to`, and opens the multifd channels. Nothing is sent on main yet.
     pub(crate) fn connect(
         to: Remote,
-        pass: Option<&Pass>,
+        pass: Option<&ConnectionToken>,
         opening: &ChannelOpening,
         configuration: &Configuration,
         (options, timeout): (&StreamOptions, Duration),
@@ -50,7 +50,7 @@ impl StreamOut {
         Ok(Self {
             to,
             link,
-            main: Turns::new(main),
+            main: PriorityLock::new(main),
             multifd,
             answers: Answers::new(control.life()),
         })

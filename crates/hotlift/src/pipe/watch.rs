@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::error::{Channel, MigrationError};
 use crate::life::LONG;
-use crate::life::bell::Bell;
+use crate::life::wake_fd::WakeFd;
 use crate::liveness::Liveness;
 use crate::pipe::hooks::RelayProgress;
 use crate::pipe::session::Session;
@@ -26,7 +26,7 @@ pub(crate) const REPORT: Duration = Duration::from_millis(500);
 
 /// Time in which a destination with a lost channel may still report that it has loaded the guest. It may have read everything
 /// before; if not, a QEMU waits for the rest forever, and stops reading its other channels.
-const LOST: Duration = Duration::from_secs(5);
+const LOST_CHANNEL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Limit of the graceful close towards a source; then its main channel is closed anyway.
 const GRACEFUL_CLOSE: Duration = Duration::from_secs(8);
@@ -38,7 +38,7 @@ type OnProgress<'a> = Option<&'a (dyn Fn(&RelayProgress) + Sync)>;
 pub(crate) struct Watch<'a> {
     session: &'a Session<'a>,
     source: &'a dyn Source,
-    bell: Bell,
+    wake_fd: WakeFd,
     is_over: AtomicBool,
 }
 
@@ -49,7 +49,7 @@ impl<'a> Watch<'a> {
         Ok(Self {
             session,
             source,
-            bell: Bell::new(session.control.life())?,
+            wake_fd: WakeFd::new(session.control.life())?,
             is_over: AtomicBool::new(false),
         })
     }
@@ -87,8 +87,9 @@ impl<'a> Watch<'a> {
             {
                 session.fail(error);
             }
-            let looks_at = self.source.look(session, now);
-            if session.giving.failure.is_set() && !std::mem::replace(&mut has_failed, true) {
+            let looks_at = self.source.poll(session, now);
+            if session.source_handover.failure.is_set() && !std::mem::replace(&mut has_failed, true)
+            {
                 self.source.free_readers(session);
                 closes_until = Some(now + GRACEFUL_CLOSE);
             }
@@ -112,7 +113,7 @@ impl<'a> Watch<'a> {
             }
             let next = deadlines.into_iter().flatten().min();
             let wait = next.map_or(LONG, |next| next.saturating_duration_since(now));
-            self.bell
+            self.wake_fd
                 .poll(&mut fds, wait)
                 .map_err(|source| MigrationError::Connection {
                     channel: Channel::Main,
@@ -141,7 +142,7 @@ impl<'a> Watch<'a> {
             return Err(MigrationError::main_closed());
         }
         if let Some(channel) = session.sink.lost_channel()
-            && now >= *lost_until.get_or_insert(now + LOST)
+            && now >= *lost_until.get_or_insert(now + LOST_CHANNEL_TIMEOUT)
         {
             return Err(MigrationError::Closed { channel });
         }

@@ -7,17 +7,17 @@ use std::thread;
 
 use hotlift_net::transport::Stream;
 
-use super::order::{LAST_WORD, Order, ReaderWait, Request};
-use super::turns::Turns;
-use super::{Batch, EOF, Ledger, Next, Pages, Reader, Way};
+use super::priority_lock::PriorityLock;
+use super::request_queue::{FINAL_STATEMENT_TIMEOUT, ReaderWait, Request, RequestQueue};
+use super::{Batch, EOF, Ledger, Next, OutputPath, Pages, Reader};
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::MigrationError;
-use crate::handover::Word;
-use crate::life::threads::{caught, give_way, spawn};
+use crate::handover::DestinationStatement;
+use crate::life::threads::{caught, lower_priority, spawn};
 use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
 use crate::stream::preempt::PreemptOut;
-use crate::stream::return_path::{Answers, EndsAnswers, Messages};
+use crate::stream::return_path::{Answers, AnswersGuard, Messages};
 
 /// Maximum count of background threads.
 const THREADS: usize = 4;
@@ -32,7 +32,7 @@ struct Preempt {
 pub(crate) struct Connection<'a, P> {
     pub pages: &'a P,
     pub ledger: Arc<Ledger>,
-    pub main: &'a Turns<MainSend>,
+    pub main: &'a PriorityLock<MainSend>,
     pub link: Arc<MainLink>,
     pub answers: &'a Answers,
     /// Connection for requested pages; without it they go out on main, before all others.
@@ -48,7 +48,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     /// Creates a connection that writes through `main`; `pace` and `cpu` limit the background.
     pub(crate) fn new(
         (pages, ledger): (&'a P, Arc<Ledger>),
-        (main, link): (&'a Turns<MainSend>, Arc<MainLink>),
+        (main, link): (&'a PriorityLock<MainSend>, Arc<MainLink>),
         answers: &'a Answers,
         (pace, cpu): (Arc<Pacer>, Arc<CpuBudget>),
     ) -> Self {
@@ -102,12 +102,12 @@ impl<'a, P: Pages> Connection<'a, P> {
     }
 
     /// Runs the thread that reads the destination's messages.
-    pub(crate) fn hear(&self, messages: Messages) {
-        let _ends = EndsAnswers(self.answers);
+    pub(crate) fn receive(&self, messages: Messages) {
+        let _ends = AnswersGuard(self.answers);
         if let Err(error) = caught(|| self.listen(messages)) {
             self.fail(error);
         }
-        self.ledger.order.change(Order::end);
+        self.ledger.order.change(RequestQueue::end);
     }
 
     /// Runs the thread that answers requests: the loading of devices may need pages.
@@ -125,7 +125,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         loop {
             let read = messages.read(&self.link.transport, self.answers, |message, _| {
                 self.ledger
-                    .note(&mut current, &message, self.ledger.life.now())
+                    .record(&mut current, &message, self.ledger.life.now())
             })?;
             if !read {
                 return self.answers.ended(MigrationError::main_closed());
@@ -154,7 +154,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     ) -> Result<(), MigrationError> {
         let Request { block, page, .. } = *request;
         let (ledger, order) = (&self.ledger, &self.ledger.order);
-        self.pages.asked_for(block, page);
+        self.pages.record_request(block, page);
         batch.clear();
         if !ledger.is_sent(block, page) {
             // Before the claim: an unreadable page must not count as sent.
@@ -167,7 +167,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         // The pages after a zero page are unpredictable, and those after a huge page are not needed soon.
         let is_alone = batch.normal.is_empty() || ledger.has_huge_pages(block);
         let preempt = self.preempt.get().map(|preempt| &preempt.channel);
-        let mut way = Way::urgent(self.main, preempt);
+        let mut way = OutputPath::urgent(self.main, preempt);
         let sent = self.write(&mut way, block, batch);
         let now = ledger.life.now();
         let is_waiting = order.change(|order| {
@@ -177,7 +177,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         sent?;
         // A waiting request comes first on main. The connection for requested pages takes no neighbours: the destination reads
         // it until it has all requested pages.
-        if is_alone || (is_waiting && matches!(way, Way::Main(_))) {
+        if is_alone || (is_waiting && matches!(way, OutputPath::Main(_))) {
             return Ok(());
         }
         batch.clear();
@@ -186,17 +186,17 @@ impl<'a, P: Pages> Connection<'a, P> {
             return Ok(());
         }
         let turn = match way {
-            Way::Main(turn) => Some(turn),
-            Way::Alone(_) if self.takes_no_time() => self.main.try_take(),
-            Way::Alone(_) => None,
+            OutputPath::Main(turn) => Some(turn),
+            OutputPath::Alone(_) if self.takes_no_time() => self.main.try_take(),
+            OutputPath::Alone(_) => None,
         };
         let Some(turn) = turn else {
             let batch = std::mem::take(batch);
-            order.lock().put_beside(block, batch);
+            order.lock().queue_neighbours(block, batch);
             return Ok(());
         };
         batch.claim(block, ledger);
-        self.write(&mut Way::Main(turn), block, batch)
+        self.write(&mut OutputPath::Main(turn), block, batch)
     }
 
     /// Returns true if sending neighbours of a requested page on main delays no request and exceeds no rate limit.
@@ -235,7 +235,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     fn send_the_rest(&self) -> Result<(), MigrationError> {
         // Without that connection this thread holds the lock that an answer waits for.
         if self.preempt.get().is_some() {
-            give_way();
+            lower_priority();
         }
         let mut reader = self.pages.reader()?;
         let mut batch = Batch::default();
@@ -246,7 +246,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             let sent = match self.ledger.next_of(&mut share) {
                 Some(Next::Beside(block, beside)) => {
                     batch = beside;
-                    let mut way = Way::Main(self.main.take_after_urgent());
+                    let mut way = OutputPath::Main(self.main.take_after_urgent());
                     batch.claim(block, &self.ledger);
                     self.write(&mut way, block, &batch)
                 }
@@ -283,7 +283,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         if !reader.prepare(block, page, &self.ledger)? {
             return Ok(());
         }
-        let mut way = Way::Main(self.main.take_after_urgent());
+        let mut way = OutputPath::Main(self.main.take_after_urgent());
         reader.take(&self.ledger, batch)?;
         self.write(&mut way, block, batch)
     }
@@ -302,7 +302,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             batch.clear();
             return read;
         }
-        let mut way = Way::Main(self.main.take_after_urgent());
+        let mut way = OutputPath::Main(self.main.take_after_urgent());
         if !self.ledger.claim(block, page) {
             batch.clear();
         }
@@ -310,7 +310,12 @@ impl<'a, P: Pages> Connection<'a, P> {
     }
 
     /// Sends these pages, if any, contiguously.
-    fn write(&self, way: &mut Way<'_>, block: usize, batch: &Batch) -> Result<(), MigrationError> {
+    fn write(
+        &self,
+        way: &mut OutputPath<'_>,
+        block: usize,
+        batch: &Batch,
+    ) -> Result<(), MigrationError> {
         if batch.is_empty() {
             return Ok(());
         }
@@ -342,7 +347,7 @@ impl<'a, P: Pages> Connection<'a, P> {
                 Some((block, pages)) => {
                     let mut batch = Batch::default();
                     pages.for_each(|page| batch.add_zero(page));
-                    self.write(&mut Way::Alone(channel), block, &batch)?;
+                    self.write(&mut OutputPath::Alone(channel), block, &batch)?;
                 }
                 // No page can be requested any more; an answer may be in progress.
                 None => self.ledger.end_and_drain(),
@@ -378,12 +383,12 @@ impl<'a, P: Pages> Connection<'a, P> {
             main.end_section(false)?;
             main.raw(&[EOF])?;
         }
-        match self.answers.wait_word(LAST_WORD) {
-            Some(Word::Runs | Word::HasAll) => Ok(()),
-            Some(Word::Never) => Err(self.answers.refusal()),
+        match self.answers.wait_statement(FINAL_STATEMENT_TIMEOUT) {
+            Some(DestinationStatement::Runs | DestinationStatement::HasAll) => Ok(()),
+            Some(DestinationStatement::Never) => Err(self.answers.refusal()),
             None => Err(MigrationError::Timeout {
                 waiting_for: "the destination's message that it has all pages".to_owned(),
-                waited: LAST_WORD,
+                waited: FINAL_STATEMENT_TIMEOUT,
             }),
         }
     }
@@ -502,7 +507,7 @@ mod tests {
         let advise = Command::PostcopyAdvise { page_sizes: sizes };
         main.command(advise).unwrap();
         main.ram_start(None, &blocks, false).unwrap();
-        let main = Turns::new(main);
+        let main = PriorityLock::new(main);
         let ledger = Arc::new(Ledger::new(&blocks));
         let answers = Answers::new(&Life::default());
         let limits = (Arc::new(Pacer::new(0)), Arc::new(CpuBudget::new(0)));
@@ -529,7 +534,7 @@ mod tests {
                 for (block, page) in [(1, HUGE), (0, 2), (1, 3 * HUGE)] {
                     order.change(|order| order.ask(block, page, Instant::now()));
                 }
-                order.change(Order::end);
+                order.change(RequestQueue::end);
                 connection.answer_all();
                 let background =
                     thread::scope(|scope| connection.send_background(scope, "send_", 4));
@@ -569,11 +574,11 @@ mod tests {
                     connection.end()
                 });
                 // The first page of all: no request was made, and it is zero.
-                assert!(there.wait_readable(LAST_WORD).unwrap());
+                assert!(there.wait_readable(FINAL_STATEMENT_TIMEOUT).unwrap());
                 assert!(!main.wait_readable(Duration::from_millis(100)).unwrap());
                 let read = there.read_some(&mut opening).unwrap();
                 assert!((1..PAGE_SIZE).contains(&read));
-                assert!(main.wait_readable(LAST_WORD).unwrap());
+                assert!(main.wait_readable(FINAL_STATEMENT_TIMEOUT).unwrap());
                 connection.answers.end();
                 ending.join().unwrap().unwrap_err();
             });

@@ -7,11 +7,11 @@ use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
-use super::order::{Order, Request};
+use super::request_queue::{Request, RequestQueue};
 use super::{Batch, Place};
 use crate::error::{Channel, MigrationError};
 use crate::life::Life;
-use crate::life::gate::Gate;
+use crate::life::wait_mutex::WaitMutex;
 
 /// Shared by the reader thread and the sending threads.
 pub(crate) struct Ledger {
@@ -27,7 +27,7 @@ pub(crate) struct Ledger {
     seen: Vec<DirtyBitmap>,
     /// Separate lifetime: a late cancel of the migration does not end the background's sleeps.
     pub life: Life,
-    pub order: Gate<Order>,
+    pub order: WaitMutex<RequestQueue>,
 }
 
 /// Next pages of the background.
@@ -57,7 +57,7 @@ impl Ledger {
             sent: bitmaps(),
             asked: bitmaps(),
             seen: bitmaps(),
-            order: Gate::new(&life, Order::default()),
+            order: WaitMutex::new(&life, RequestQueue::default()),
             life,
         }
     }
@@ -138,7 +138,7 @@ impl Ledger {
     pub(crate) fn next_request(&self) -> Option<Request> {
         let next = self
             .order
-            .wait_until(None, || self.life.check_open(), Order::next);
+            .wait_until(None, || self.life.check_open(), RequestQueue::next);
         next.ok()
             .flatten()
             .flatten()
@@ -147,8 +147,8 @@ impl Ledger {
 
     /// Ends requests, and waits until the open ones are answered.
     pub(crate) fn end_and_drain(&self) {
-        self.order.change(Order::end);
-        let is_drained = |order: &mut Order| order.is_drained().then_some(());
+        self.order.change(RequestQueue::end);
+        let is_drained = |order: &mut RequestQueue| order.is_drained().then_some(());
         let _ = self
             .order
             .wait_until(None, || self.life.check_open(), is_drained);
@@ -157,7 +157,7 @@ impl Ledger {
     /// Waits up to `time` for the end of requests. Returns false at the timeout.
     pub(crate) fn wait_for_end(&self, time: Duration) -> bool {
         let until = Some(self.life.now() + time);
-        let has_ended = |order: &mut Order| order.ended.then_some(());
+        let has_ended = |order: &mut RequestQueue| order.ended.then_some(());
         let ended = self
             .order
             .wait_until(until, || self.life.check_open(), has_ended);
@@ -165,7 +165,7 @@ impl Ledger {
     }
 
     /// Processes a message, read at `now`, if it is a request; `current` is the RAM block of the last request.
-    pub(crate) fn note(
+    pub(crate) fn record(
         &self,
         current: &mut Option<usize>,
         message: &ReturnMessage<'_>,
@@ -234,16 +234,16 @@ mod tests {
         assert!(ledger.claim(1, 2) && !ledger.claim(1, 2));
         let (mut current, now) = (None, Instant::now());
         ledger
-            .note(&mut current, &ask(Some("b"), 4096, 8192), now)
+            .record(&mut current, &ask(Some("b"), 4096, 8192), now)
             .unwrap();
         ledger
-            .note(&mut current, &ask(None, 4096, 4096), now)
+            .record(&mut current, &ask(None, 4096, 4096), now)
             .unwrap();
         // Beyond the end: there is no page to wait for.
         ledger
-            .note(&mut current, &ask(None, 1 << 40, u32::MAX), now)
+            .record(&mut current, &ask(None, 1 << 40, u32::MAX), now)
             .unwrap();
-        ledger.order.change(Order::end);
+        ledger.order.change(RequestQueue::end);
         let request = ledger.next_request().unwrap();
         assert_eq!((request.block, request.page), (1, 1));
         assert_eq!(ledger.next_request(), None);
@@ -267,11 +267,11 @@ mod tests {
         for (block, start) in [(Some("huge"), 8), (None, 9), (None, 16), (None, 0)] {
             // A destination requests whole huge pages; a part has the same effect.
             let message = ask(block, start * PAGE_SIZE as u64, 8192);
-            ledger.note(&mut current, &message, now).unwrap();
+            ledger.record(&mut current, &message, now).unwrap();
         }
         assert!(ledger.claim(1, 12) && !ledger.claim(1, 8) && ledger.is_sent(1, 15));
         assert!(!ledger.is_sent(1, 16));
-        ledger.order.change(Order::end);
+        ledger.order.change(RequestQueue::end);
         let asked = std::iter::from_fn(|| ledger.next_request());
         let asked = asked.map(|request| (request.block, request.page));
         assert_eq!(asked.collect::<Vec<_>>(), [(1, 8), (1, 16), (1, 0)]);
@@ -291,7 +291,7 @@ mod tests {
         for message in [ask(None, 0, 4096), ask(Some("c"), 0, 4096)] {
             assert!(
                 ledger()
-                    .note(&mut current, &message, Instant::now())
+                    .record(&mut current, &message, Instant::now())
                     .is_err()
             );
         }

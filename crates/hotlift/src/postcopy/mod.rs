@@ -2,11 +2,11 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `order` | queue of requests, their latencies, and the condition for the end |
-//! | `turns` | lock that prefers an answer to the background |
-//! | `near` | prefetch queue of the background: neighbours of requested pages |
+//! | `request_queue` | queue of requests, their latencies, and the condition for the end |
+//! | `priority_lock` | lock that prefers an answer to the background |
+//! | `prefetch_queue` | prefetch queue of the background: neighbours of requested pages |
 //! | `ledger` | pages sent (each once, by the first thread that claims it), pages requested, and the next pages |
-//! | `way` | output path of a page: main, or the connection for requested pages |
+//! | `output_path` | output path of a page: main, or the connection for requested pages |
 //! | `connection` | one connection: answers, the background, the end |
 //! | `recovery` | query of the destination's pages after a lost connection |
 //!
@@ -18,11 +18,11 @@
 
 mod connection;
 mod ledger;
-mod near;
-pub(crate) mod order;
+mod output_path;
+mod prefetch_queue;
+pub(crate) mod priority_lock;
 pub(crate) mod recovery;
-pub(crate) mod turns;
-mod way;
+pub(crate) mod request_queue;
 
 use std::ops::Range;
 
@@ -32,9 +32,9 @@ use crate::error::MigrationError;
 
 pub(crate) use connection::Connection;
 pub(crate) use ledger::{Ledger, Next};
-pub(crate) use near::Near;
+pub(crate) use output_path::OutputPath;
+pub(crate) use prefetch_queue::PrefetchQueue;
 pub(crate) use recovery::go_on;
-pub(crate) use way::Way;
 
 pub(crate) use crate::stream::main_channel::LARGEST_PAGE;
 
@@ -57,7 +57,7 @@ pub(crate) trait Pages: Sync {
     fn abandon(&self) {}
 
     /// Records a request for this page: the guest soon needs its neighbours.
-    fn asked_for(&self, block: usize, page: usize) {
+    fn record_request(&self, block: usize, page: usize) {
         let _ = (block, page);
     }
 

@@ -19,7 +19,7 @@ use hotlift_wire::{Reader, WireError};
 
 use crate::error::MigrationError;
 use crate::life::Life;
-use crate::life::bell::Bell;
+use crate::life::wake_fd::WakeFd;
 use crate::postcopy::Ledger;
 
 /// Time limit for all answers together: a destination that sends a byte now and then has no more time than a silent one.
@@ -33,7 +33,7 @@ pub(crate) fn go_on(
     life: &Life,
     mut ready: impl FnMut() -> Result<(), MigrationError>,
 ) -> Result<Vec<u8>, MigrationError> {
-    let bell = Bell::new(life).map_err(MigrationError::opening)?;
+    let wake_fd = WakeFd::new(life).map_err(MigrationError::opening)?;
     let mut recovery = Recovery::new(ledger, Instant::now());
     let mut buffer = [0; 64 << 10];
     loop {
@@ -42,7 +42,7 @@ pub(crate) fn go_on(
             Step::Prepare => ready()?,
             Step::Receive(wait) => {
                 life.check()?;
-                let is_there = bell.wait_readable(main, wait);
+                let is_there = wake_fd.wait_readable(main, wait);
                 if is_there.map_err(MigrationError::opening)? {
                     match main.read(&mut buffer).map_err(MigrationError::opening)? {
                         0 => return Err(MigrationError::main_closed()),

@@ -5,16 +5,16 @@
 
 use std::time::{Duration, Instant};
 
-use hotlift_net::admission::{BROKEN, Head};
+use hotlift_net::admission::{BROKEN, ConnectionClass};
 use hotlift_net::transport::{Host, Stream};
 use hotlift_wire::handshake::VERSION;
 use hotlift_wire::multifd::InitialPacket;
 use rustix::event::PollFlags;
 
 use crate::error::{Channel, MigrationError};
-use crate::stream::door::Door;
+use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::graceful_close;
-use crate::stream::strangers::Strangers;
+use crate::stream::rejections::Rejections;
 
 /// Check of a multifd channel with this opening packet against the channels that have arrived.
 pub(crate) type Check<'a> =
@@ -22,8 +22,8 @@ pub(crate) type Check<'a> =
 
 /// Connections that have arrived so far.
 pub(crate) struct Arrivals<'a> {
-    pub door: Door<'a>,
-    strangers: Strangers,
+    pub accept_loop: AcceptLoop<'a>,
+    rejections: Rejections,
     /// The main channel until it is taken, and the time when it was accepted.
     pub main: Option<(Stream, Instant)>,
     main_came: bool,
@@ -44,10 +44,14 @@ pub(crate) struct Arrivals<'a> {
 impl<'a> Arrivals<'a> {
     /// Creates the set for a migration with `channels` multifd channels. If that count is known, identified connections are
     /// watched.
-    pub(crate) fn new(door: Door<'a>, channels: Option<u8>, strangers: &Strangers) -> Self {
+    pub(crate) fn new(
+        accept_loop: AcceptLoop<'a>,
+        channels: Option<u8>,
+        rejections: &Rejections,
+    ) -> Self {
         Self {
-            door,
-            strangers: strangers.clone(),
+            accept_loop,
+            rejections: rejections.clone(),
             main: None,
             main_came: false,
             multifd: Vec::new(),
@@ -68,13 +72,12 @@ impl<'a> Arrivals<'a> {
         let watched = named(self.main.as_ref(), &self.multifd).filter(|_| self.channels.is_some());
         let streams: Vec<_> = watched.map(|stream| (stream, PollFlags::RDHUP)).collect();
         let (arrivals, ended) = self
-            .door
+            .accept_loop
             .step(wait, &streams, None)
             .map_err(MigrationError::opening)?;
         if ended && self.waits_for_channels() {
             // Before the new arrivals are processed: one may be the main channel of the next migration.
-            self.strangers
-                .turn_away("a main channel without a migration");
+            self.rejections.reject("a main channel without a migration");
             (self.main, self.main_came, self.since) = (None, false, None);
             self.host = None;
         } else if ended {
@@ -87,15 +90,15 @@ impl<'a> Arrivals<'a> {
             self.since.get_or_insert(arrival.since);
             match arrival.head() {
                 // One of the two is left over from a failed migration.
-                Head::Main | Head::Resumed if self.main_came => {
-                    self.strangers.turn_away("a second main channel");
+                ConnectionClass::Main | ConnectionClass::Resumed if self.main_came => {
+                    self.rejections.reject("a second main channel");
                 }
-                Head::Main | Head::Resumed => {
+                ConnectionClass::Main | ConnectionClass::Resumed => {
                     self.main_came = true;
                     self.host.get_or_insert_with(|| arrival.stream.host());
                     self.main = Some((arrival.stream, arrival.since));
                 }
-                Head::OtherVersion(version) => {
+                ConnectionClass::OtherVersion(version) => {
                     // An unread opening would cause a reset, which loses the reply.
                     arrival.take_opening();
                     self.is_hotlift = true;
@@ -105,7 +108,7 @@ impl<'a> Arrivals<'a> {
                         VERSION.into(),
                     ));
                 }
-                Head::Channel(packet) if arrival.take_opening() => {
+                ConnectionClass::Channel(packet) if arrival.take_opening() => {
                     if self.multifd.is_empty() {
                         self.is_hotlift = packet.hello.is_some();
                     }
@@ -117,7 +120,7 @@ impl<'a> Arrivals<'a> {
                     self.multifd.push((packet, arrival.stream));
                 }
                 // A migration without a name yet has no token.
-                _ => self.strangers.turn_away(BROKEN),
+                _ => self.rejections.reject(BROKEN),
             }
         }
         Ok(())
@@ -128,8 +131,8 @@ impl<'a> Arrivals<'a> {
     pub(crate) fn admits(&self, stream: &Stream) -> bool {
         let is_theirs = self.is_of_their_host(stream);
         if !is_theirs {
-            self.strangers
-                .turn_away("a connection from another host than the others");
+            self.rejections
+                .reject("a connection from another host than the others");
         }
         is_theirs
     }
@@ -142,7 +145,7 @@ impl<'a> Arrivals<'a> {
         let is_beside = stream.is_from_where(main);
         if !is_beside {
             let why = "a connection from another host than the main channel";
-            self.strangers.turn_away(why);
+            self.rejections.reject(why);
         }
         is_beside
     }

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::{PAGE_SIZE, RunQueue, thread_cpu_time};
 use hotlift_methods::{Accelerator, EncoderSettings, left_of};
-use hotlift_net::transport::{Stream, UNSENT};
+use hotlift_net::transport::{MAX_UNSENT, Stream};
 use hotlift_wire::multifd::Method;
 
 use crate::accelerator_stats::AcceleratorStats;
-use crate::auto::channels::{Auto, Sent, Took};
-use crate::auto::controller::{Choice, Look};
+use crate::auto::channels::{Auto, EncodingCost, Sent};
+use crate::auto::controller::{Choice, PacketProbe};
 use crate::auto::costs::Class;
 use crate::error::MigrationError;
 use crate::stream::codec::{ByMethod, Encoder};
@@ -20,15 +20,15 @@ use crate::stream::pages::Pages;
 const SAMPLE_PAGES: usize = 4;
 
 /// Shortest off-CPU time that is examined: below it, telling network waits from run queue waits costs more than it is worth.
-const WORTH_A_LOOK: Duration = Duration::from_micros(100);
+const MIN_EXAMINED_WAIT: Duration = Duration::from_micros(100);
 
 /// Decision for one packet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Decided {
     candidate: usize,
-    look: Look,
+    look: PacketProbe,
     /// Time of the encoding.
-    encode: Option<Took>,
+    encode: Option<EncodingCost>,
 }
 
 /// Encoder state of one channel.
@@ -98,8 +98,8 @@ impl<'a> AutoEncoder<'a> {
             self.begin();
             self.auto.resumed();
         }
-        let queued = queued.map_or(0.5, |bytes| f64::from(bytes) / f64::from(UNSENT));
-        let mut look = Look {
+        let queued = queued.map_or(0.5, |bytes| f64::from(bytes) / f64::from(MAX_UNSENT));
+        let mut look = PacketProbe {
             class: None,
             queued,
         };
@@ -163,7 +163,7 @@ impl<'a> AutoEncoder<'a> {
             true => began.elapsed(),
             false => cpu,
         };
-        decided.encode = Some(Took { cpu, thread });
+        decided.encode = Some(EncodingCost { cpu, thread });
         let shrinks = out.len() < pages.len() || self.auto.raw().is_none();
         Ok(shrinks)
     }
@@ -188,7 +188,7 @@ impl<'a> AutoEncoder<'a> {
         };
         let elapsed = now.at - before.at;
         let mut off = elapsed.saturating_sub(now.cpu.saturating_sub(before.cpu));
-        if off > WORTH_A_LOOK && off > elapsed / 8 {
+        if off > MIN_EXAMINED_WAIT && off > elapsed / 8 {
             now.queued = self.queue.waited();
             let queued = now.queued.saturating_sub(before.queued);
             let unseen = std::mem::take(&mut self.unseen);

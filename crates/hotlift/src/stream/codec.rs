@@ -107,7 +107,7 @@ impl Encoder {
     ) -> Result<Self, MigrationError> {
         let mut side = Side::new(id, stats);
         let encoder = (method.encoder)(settings).map_err(|source| side.not_made(source))?;
-        side.tell(encoder.jobs(), encoder.runs_on());
+        side.report(encoder.jobs(), encoder.runs_on());
         Ok(Self { encoder, side })
     }
 
@@ -139,7 +139,8 @@ impl Encoder {
         out: &mut Vec<u8>,
     ) -> Result<(), MigrationError> {
         let done = self.encoder.encode(pages, out);
-        self.side.tell(self.encoder.jobs(), self.encoder.runs_on());
+        self.side
+            .report(self.encoder.jobs(), self.encoder.runs_on());
         done.map_err(|source| self.side.failed(number, block, source))
     }
 }
@@ -156,7 +157,7 @@ impl Decoder {
         let mut side = Side::new(id, stats);
         let mut decoder = (method.decoder)(accelerator).map_err(|source| side.not_made(source))?;
         decoder.limit_memory(memory);
-        side.tell(decoder.jobs(), decoder.runs_on());
+        side.report(decoder.jobs(), decoder.runs_on());
         Ok(Self { decoder, side })
     }
 
@@ -180,7 +181,8 @@ impl Decoder {
         pages: &[GuestRun<'_>],
     ) -> Result<(), MigrationError> {
         let done = self.decoder.decode(payload, pages);
-        self.side.tell(self.decoder.jobs(), self.decoder.runs_on());
+        self.side
+            .report(self.decoder.jobs(), self.decoder.runs_on());
         done.map_err(|source| self.side.failed(number, block, source))
     }
 }
@@ -194,8 +196,8 @@ impl Side {
         }
     }
 
-    fn tell(&mut self, jobs: Jobs, runs_on: RunsOn) {
-        self.own.tell(&self.all, jobs, runs_on);
+    fn report(&mut self, jobs: Jobs, runs_on: RunsOn) {
+        self.own.report(&self.all, jobs, runs_on);
     }
 
     fn not_made(&self, source: MethodError) -> MigrationError {

@@ -51,8 +51,8 @@ pub(crate) fn close(streams: &[&Stream]) {
 /// Cuts a QEMU's `main` channel, and reads and drops the content of its multifd `channels` until it closes them.
 ///
 /// A QEMU that finds a multifd channel closed at a sync point may wait for that channel's thread forever (7.2: 6 of 160 saves
-/// that were refused at their start): the migration never ends, and that QEMU accepts no other. With its main channel closed and
-/// the others alive it ends the round, finds the error, and closes them itself.
+/// that were refused at their start): the migration never ends, and that QEMU accepts no other. With its main channel closed
+/// and the others alive it ends the round, finds the error, and closes them itself.
 pub(crate) fn leave_qemu(main: &Stream, channels: &[Stream]) {
     main.cut();
     let deadline = Instant::now() + CHANNELS_CLOSE;
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     /// Longer than the kernel takes on loopback, and less than `tcp_fin_timeout`.
-    const LEARNS: Duration = Duration::from_secs(20);
+    const CLOSE_TIMEOUT: Duration = Duration::from_secs(20);
 
     #[test]
     fn a_source_that_sees_no_room_left_learns_of_the_close_at_once() {
@@ -143,11 +143,11 @@ mod tests {
         close_within(&[&ours], LINGER);
         drop(ours);
         source.set_nonblocking(false).unwrap();
-        source.set_read_timeout(Some(LEARNS)).unwrap();
+        source.set_read_timeout(Some(CLOSE_TIMEOUT)).unwrap();
         let mut ended = source.read(&mut [0]);
         if matches!(ended, Ok(0)) {
             // Only our direction has ended; the source does not take this for the end of its own.
-            source.set_write_timeout(Some(LEARNS)).unwrap();
+            source.set_write_timeout(Some(CLOSE_TIMEOUT)).unwrap();
             ended = std::iter::repeat_with(|| source.write(&[0; 4096]))
                 .find(Result::is_err)
                 .unwrap();

@@ -7,10 +7,10 @@ use hotlift_net::transport::Stream;
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
-use crate::life::bell::Bell;
+use crate::life::wake_fd::WakeFd;
 use crate::life::{LONG, Life};
 use crate::stream::counted_buffer::CountedBuffer;
-use crate::stream::main_channel::{Action, Ended, MainChannel, Step};
+use crate::stream::main_channel::{Action, EndCause, MainChannel, Step};
 
 /// Size of one read from the socket. A source without multifd sends its pages here; with 64 KiB a tenth of the time went into
 /// system calls.
@@ -24,7 +24,7 @@ const READ_IN_POSTCOPY: usize = 64 << 10;
 const READ_OF_SET_UP: usize = 256;
 
 /// Condition under which a wait for the source continues.
-pub(crate) trait Waiting {
+pub(crate) trait WaitCondition {
     /// # Errors
     /// The reason to stop: the migration was cancelled, or has ended elsewhere.
     fn check(&self) -> Result<(), MigrationError>;
@@ -39,7 +39,7 @@ pub(crate) trait Waiting {
 pub(crate) struct MainInput<'a> {
     channel: &'a Stream,
     counters: &'a Counters,
-    bell: Bell,
+    wake_fd: WakeFd,
     buffer: CountedBuffer,
     /// Part of `buffer` that was read and not yet taken.
     unread: std::ops::Range<usize>,
@@ -51,7 +51,7 @@ pub(crate) struct MainInput<'a> {
 
 /// Bytes that a [`MainInput`] has read and not taken.
 pub(crate) struct ReadAhead {
-    bell: Bell,
+    wake_fd: WakeFd,
     buffer: CountedBuffer,
     unread: std::ops::Range<usize>,
 }
@@ -70,7 +70,7 @@ impl<'a> MainInput<'a> {
         Ok(Self {
             channel,
             counters,
-            bell: Bell::new(life).map_err(broken)?,
+            wake_fd: WakeFd::new(life).map_err(broken)?,
             buffer: CountedBuffer::with_own(vec![0; READ], memory),
             unread: 0..0,
             keeps: false,
@@ -113,7 +113,7 @@ impl<'a> MainInput<'a> {
     /// Returns the read-ahead bytes for another reader. The stream is identified, so that taken bytes need not be kept.
     pub(crate) fn detach(self) -> ReadAhead {
         ReadAhead {
-            bell: self.bell,
+            wake_fd: self.wake_fd,
             buffer: self.buffer,
             unread: self.unread,
         }
@@ -124,7 +124,7 @@ impl<'a> MainInput<'a> {
         Self {
             channel,
             counters,
-            bell: ahead.bell,
+            wake_fd: ahead.wake_fd,
             buffer: ahead.buffer,
             unread: ahead.unread,
             keeps: false,
@@ -145,7 +145,7 @@ impl<'a> MainInput<'a> {
     pub(crate) fn step<T>(
         &mut self,
         machine: &mut MainChannel,
-        waiting: &dyn Waiting,
+        waiting: &dyn WaitCondition,
         act: impl FnOnce(Action<'_>, &[u8]) -> Result<T, MigrationError>,
     ) -> Result<Option<T>, MigrationError> {
         match machine.next(self.unread())? {
@@ -166,7 +166,7 @@ impl<'a> MainInput<'a> {
         &mut self,
         machine: &mut MainChannel,
         needed: usize,
-        waiting: &dyn Waiting,
+        waiting: &dyn WaitCondition,
     ) -> Result<(), MigrationError> {
         if !self.keeps && self.unread.start > 0 {
             self.buffer.as_mut().copy_within(self.unread.clone(), 0);
@@ -182,7 +182,7 @@ impl<'a> MainInput<'a> {
             let left = deadline.map_or(LONG, |it| it.saturating_duration_since(Instant::now()));
             let wait = left.min(waiting.every());
             if self
-                .bell
+                .wake_fd
                 .wait_readable(self.channel, wait)
                 .map_err(broken)?
             {
@@ -190,7 +190,7 @@ impl<'a> MainInput<'a> {
             }
             waiting.check()?;
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                machine.ended(Ended::Silent);
+                machine.ended(EndCause::Silent);
                 return Ok(());
             }
         }
@@ -202,7 +202,7 @@ impl<'a> MainInput<'a> {
         self.counters.add_bytes(read);
         self.unread.end += read;
         if read == 0 {
-            machine.ended(Ended::Closed);
+            machine.ended(EndCause::Closed);
         }
         Ok(())
     }

@@ -2,9 +2,9 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `door` | classifies connections: channels, outcome queries, unknown clients |
-//! | `strangers` | counts of rejected connections |
-//! | `attend` | serves a listener during a migration, and until the source knows the outcome |
+//! | `accept_loop` | classifies connections: channels, outcome queries, unknown clients |
+//! | `rejections` | counts of rejected connections |
+//! | `serve_queries` | serves a listener during a migration, and until the source knows the outcome |
 //! | `arrivals` | the connections of one migration, in any order |
 //! | `handshake` | identification of two Hotlifts to each other |
 //! | `multifd_recv` | receiving end of a multifd channel: packets, into a [`PageSink`](multifd_recv::PageSink) |
@@ -23,13 +23,12 @@
 //! | `counted_buffer` | buffers whose size the peer chooses |
 //! | `load` | CPU load of a receiver's threads, for a source with method auto |
 
+pub(crate) mod accept_loop;
 pub(crate) mod arrivals;
-pub(crate) mod attend;
 pub(crate) mod auto_encoder;
 mod channel_out;
 pub(crate) mod codec;
 pub(crate) mod counted_buffer;
-pub(crate) mod door;
 pub(crate) mod graceful_close;
 pub(crate) mod handshake;
 pub(crate) mod load;
@@ -41,5 +40,6 @@ pub(crate) mod multifd_send;
 mod packet_reader;
 pub(crate) mod pages;
 pub(crate) mod preempt;
+pub(crate) mod rejections;
 pub(crate) mod return_path;
-pub(crate) mod strangers;
+pub(crate) mod serve_queries;

@@ -24,13 +24,13 @@ use crate::stream::packet_reader::PacketReader;
 
 /// Decision to continue reading a channel, or to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ReadOn {
+pub(crate) enum ReadDecision {
     Yes,
     /// The migration has ended elsewhere, or another process has the guest.
     No,
 }
 
-impl From<bool> for ReadOn {
+impl From<bool> for ReadDecision {
     fn from(goes_on: bool) -> Self {
         match goes_on {
             true => Self::Yes,
@@ -47,7 +47,7 @@ pub(crate) trait PageSink {
         &mut self,
         header: &PacketHeader,
         read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
-    ) -> Result<ReadOn, MigrationError>;
+    ) -> Result<ReadDecision, MigrationError>;
 
     /// Forwards an uncompressed packet, whose pages are the next bytes of `from`, without reading them. Returns false if that
     /// is not possible.
@@ -62,10 +62,10 @@ pub(crate) trait PageSink {
     }
 
     /// Sends `message`, a return path message, to the source.
-    fn tell(&mut self, message: &[u8]);
+    fn report(&mut self, message: &[u8]);
 
     /// Reports that the channel has reached its sync point.
-    fn sync(&mut self) -> Result<ReadOn, MigrationError>;
+    fn sync(&mut self) -> Result<ReadDecision, MigrationError>;
 
     /// Reports that the channel has ended between packets.
     fn ended(&mut self) -> Result<(), MigrationError>;
@@ -228,7 +228,7 @@ impl<'a> MultifdReceiver<'a> {
                 load.begins();
             }
             let has_pages = !self.header.normal().is_empty() || !self.header.zero().is_empty();
-            if has_pages && self.pages(sink)? == ReadOn::No {
+            if has_pages && self.pages(sink)? == ReadDecision::No {
                 return Ok(());
             }
             let slept = self.cpu.spend(self.payload.life) + sink.held_back();
@@ -237,20 +237,20 @@ impl<'a> MultifdReceiver<'a> {
                 && let Some(load) = &mut self.load
                 && let Some(message) = load.settled(self.header.method(), pages, slept)
             {
-                sink.tell(&message);
+                sink.report(&message);
             }
             if self.header.sync() {
                 if let Some(load) = &mut self.load {
                     load.pause();
                 }
-                if sink.sync()? == ReadOn::No {
+                if sink.sync()? == ReadDecision::No {
                     return Ok(());
                 }
             }
         }
     }
 
-    fn pages(&mut self, sink: &mut dyn PageSink) -> Result<ReadOn, MigrationError> {
+    fn pages(&mut self, sink: &mut dyn PageSink) -> Result<ReadDecision, MigrationError> {
         let Self {
             packets,
             rules,
@@ -278,7 +278,7 @@ impl<'a> MultifdReceiver<'a> {
             if has_content {
                 packets.payload_was_taken();
             }
-            return Ok(ReadOn::Yes);
+            return Ok(ReadDecision::Yes);
         }
         let block = &blocks[header.block()].name;
         sink.put(header, &mut |pages| {

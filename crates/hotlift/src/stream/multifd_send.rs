@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::sock::IoScratch;
 use hotlift_mem::{Forwarder, Splicer};
 use hotlift_mem::{GuestRun, PAGE_SIZE, thread_cpu_time};
-use hotlift_net::admission::Pass;
+use hotlift_net::admission::ConnectionToken;
 use hotlift_net::transport::Stream;
 use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter,
@@ -81,7 +81,7 @@ impl ChannelOpening {
 
 /// Connects to `to` once, and sends the token of `pass`, if there is one.
 pub(crate) fn connect_with(
-    pass: Option<&Pass>,
+    pass: Option<&ConnectionToken>,
     to: &Remote,
     timeout: Duration,
     dialing: &Dialing,
@@ -98,7 +98,7 @@ pub(crate) fn connect_with(
 /// opening packets. Every connection begins with the token of `pass`, if there is one.
 pub(crate) fn connect(
     to: &Remote,
-    pass: Option<&Pass>,
+    pass: Option<&ConnectionToken>,
     opening: &ChannelOpening,
     timeout: Duration,
     dialing: &Dialing,

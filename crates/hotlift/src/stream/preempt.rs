@@ -20,9 +20,9 @@ use hotlift_wire::{RamBlockEntry, WireError};
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::life::Life;
-use crate::life::gate::Gate;
+use crate::life::wait_mutex::WaitMutex;
 use crate::lock::lock;
-use crate::stream::main_recv::Waiting;
+use crate::stream::main_recv::WaitCondition;
 use crate::stream::main_send::PageRecords;
 
 /// Size of one read: some pages.
@@ -30,12 +30,12 @@ const READ: usize = 64 << 10;
 
 /// Incoming connection, which may arrive later.
 #[derive(Debug)]
-pub(crate) struct PreemptIn(Gate<Option<Arc<Stream>>>);
+pub(crate) struct PreemptIn(WaitMutex<Option<Arc<Stream>>>);
 
 impl PreemptIn {
     /// Creates an empty slot for a migration with this lifetime.
     pub(crate) fn new(life: &Life) -> Self {
-        Self(Gate::new(life, None))
+        Self(WaitMutex::new(life, None))
     }
 
     /// Stores the connection that has arrived.
@@ -62,7 +62,7 @@ impl PreemptIn {
     pub(crate) fn wait_for(
         &self,
         patience: Duration,
-        waiting: &dyn Waiting,
+        waiting: &dyn WaitCondition,
     ) -> Result<Arc<Stream>, MigrationError> {
         let deadline = Instant::now() + patience;
         let come = |come: &mut Option<Arc<Stream>>| come.clone();

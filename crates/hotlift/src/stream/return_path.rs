@@ -11,13 +11,13 @@ use hotlift_net::transport::Stream;
 use hotlift_tls::ALERT_BEGINS;
 use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::{Doing, MigrationId};
+use hotlift_wire::settle::{GuestActivity, MigrationId};
 use hotlift_wire::{WireError, limits};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::error::{Channel, MigrationError, printable};
-use crate::handover::Word;
-use crate::life::gate::Gate;
+use crate::handover::DestinationStatement;
+use crate::life::wait_mutex::WaitMutex;
 use crate::life::{LONG, Life};
 use crate::stream::handshake;
 
@@ -118,7 +118,7 @@ pub(crate) fn listen<'s>(
     mut others: impl FnMut(Channel, &ReturnMessage<'_>, &[u8]) -> Result<(), MigrationError>,
     mut lost: impl FnMut(Channel, MigrationError),
 ) {
-    let _ends = EndsAnswers(answers);
+    let _ends = AnswersGuard(answers);
     let channels = std::iter::once(Channel::Main).chain((0..=u8::MAX).map(Channel::Multifd));
     let mut peers: Vec<_> = streams
         .zip(channels)
@@ -189,7 +189,7 @@ fn read_when_there(stream: &Stream, into: &mut [u8]) -> io::Result<usize> {
 }
 
 #[derive(Debug, Default)]
-struct Heard {
+struct ReceivedMessages {
     /// Features accepted by a Hotlift, and the migration's name; the first message is final.
     accepted: Option<Accepted>,
     /// This side's unanswered PINGs, oldest first.
@@ -198,9 +198,9 @@ struct Heard {
     is_committed: bool,
     /// True for a postcopy: a SHUT without an error message proves nothing, a guest that already ran also causes one.
     is_postcopy: bool,
-    word: Option<Word>,
+    statement: Option<DestinationStatement>,
     /// State of the guest at the destination.
-    doing: Doing,
+    doing: GuestActivity,
     /// The destination's error text.
     reason: Option<String>,
     /// True once no connection is left to read.
@@ -211,19 +211,19 @@ struct Heard {
 
 /// The destination's messages: stored by the reader thread, awaited by the main thread.
 #[derive(Debug)]
-pub(crate) struct Answers(Gate<Heard>);
+pub(crate) struct Answers(WaitMutex<ReceivedMessages>);
 
 impl Answers {
     /// Creates an empty record for a migration with this lifetime.
     pub(crate) fn new(life: &Life) -> Self {
-        Self(Gate::new(life, Heard::default()))
+        Self(WaitMutex::new(life, ReceivedMessages::default()))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Heard> {
+    fn lock(&self) -> MutexGuard<'_, ReceivedMessages> {
         self.0.lock()
     }
 
-    fn note(&self, change: impl FnOnce(&mut Heard)) {
+    fn record(&self, change: impl FnOnce(&mut ReceivedMessages)) {
         self.0.change(change);
     }
 
@@ -231,18 +231,18 @@ impl Answers {
     fn wait_while(
         &self,
         patience: Duration,
-        waits: impl Fn(&Heard) -> bool,
-    ) -> MutexGuard<'_, Heard> {
+        waits: impl Fn(&ReceivedMessages) -> bool,
+    ) -> MutexGuard<'_, ReceivedMessages> {
         let deadline = Instant::now().checked_add(patience);
         let goes_on = || Ok::<_, Infallible>(());
-        let over = |heard: &mut Heard| (!waits(heard)).then_some(());
+        let over = |heard: &mut ReceivedMessages| (!waits(heard)).then_some(());
         let Ok(_) = self.0.wait_until(deadline, goes_on, over);
         self.lock()
     }
 
     /// Registers a PING with this value, which is sent next.
     pub(crate) fn ask(&self, ping: u32) {
-        self.note(|heard| heard.unanswered.push_back(ping));
+        self.record(|heard| heard.unanswered.push_back(ping));
     }
 
     /// Returns the value of the oldest unanswered PING.
@@ -252,12 +252,12 @@ impl Answers {
 
     /// From now on accepts the destination's statement about the guest.
     pub(crate) fn commit(&self) {
-        self.note(|heard| heard.is_committed = true);
+        self.record(|heard| heard.is_committed = true);
     }
 
     /// Does the same for a postcopy, at whose end the destination reports that it has all pages.
     pub(crate) fn serve(&self) {
-        self.note(|heard| {
+        self.record(|heard| {
             heard.is_committed = true;
             heard.is_postcopy = true;
         });
@@ -265,17 +265,17 @@ impl Answers {
 
     /// Records that no more messages follow.
     pub(crate) fn end(&self) {
-        self.note(|heard| heard.ended = true);
+        self.record(|heard| heard.ended = true);
     }
 
     /// Returns the destination's statement about the guest.
-    pub(crate) fn word(&self) -> Option<Word> {
-        self.lock().word
+    pub(crate) fn statement(&self) -> Option<DestinationStatement> {
+        self.lock().statement
     }
 
     /// Ends all waits.
     pub(crate) fn abort(&self) {
-        self.note(|heard| heard.aborted = true);
+        self.record(|heard| heard.aborted = true);
     }
 
     /// Processes a message. Returns false if it is for another reader. `explained` is true if its connection has brought a
@@ -293,19 +293,22 @@ impl Answers {
             }
             ReturnMessage::Shut(value) if heard.is_committed => {
                 let in_words = heard.accepted.is_some() || heard.is_postcopy;
-                let word = Word::of_shut(value, explained, in_words);
-                heard.word = heard.word.or(word);
+                let statement = DestinationStatement::of_shut(value, explained, in_words);
+                heard.statement = heard.statement.or(statement);
             }
             // Only this side ends the guest at the source: a SHUT before that is a failure, whatever its value. A refusal stays
             // valid if another thread commits at the same time.
             ReturnMessage::Shut(value) => {
-                let word = Word::of_shut(value, explained, heard.accepted.is_some());
-                heard.word = heard.word.or(word.filter(|word| *word == Word::Never));
+                let statement =
+                    DestinationStatement::of_shut(value, explained, heard.accepted.is_some());
+                heard.statement = heard
+                    .statement
+                    .or(statement.filter(|statement| *statement == DestinationStatement::Never));
                 return Err(refusal(&heard));
             }
             // It decides nothing about a guest that still runs here.
-            ReturnMessage::Doing(doing) if heard.is_committed => heard.doing = doing,
-            ReturnMessage::Doing(_) => {}
+            ReturnMessage::GuestActivity(doing) if heard.is_committed => heard.doing = doing,
+            ReturnMessage::GuestActivity(_) => {}
             ReturnMessage::ErrorText(text) => {
                 heard.reason.get_or_insert_with(|| printable(text));
             }
@@ -392,15 +395,18 @@ impl Answers {
 
     /// Waits for the destination's statement about the guest, as long as a connection may bring one. Nothing cancels this wait:
     /// the guest may be running.
-    pub(crate) fn wait_word(&self, patience: Duration) -> Option<Word> {
-        self.wait_while(patience, |heard| heard.word.is_none() && !heard.ended)
-            .word
+    pub(crate) fn wait_statement(&self, patience: Duration) -> Option<DestinationStatement> {
+        self.wait_while(patience, |heard| heard.statement.is_none() && !heard.ended)
+            .statement
     }
 
     /// Does the same, and also returns the guest's state at the destination.
-    pub(crate) fn wait_told(&self, patience: Duration) -> Option<(Word, Doing)> {
-        let word = self.wait_word(patience)?;
-        Some((word, self.lock().doing))
+    pub(crate) fn wait_statement_and_activity(
+        &self,
+        patience: Duration,
+    ) -> Option<(DestinationStatement, GuestActivity)> {
+        let statement = self.wait_statement(patience)?;
+        Some((statement, self.lock().doing))
     }
 
     /// Waits up to `patience` for the destination's reason to abort.
@@ -411,7 +417,7 @@ impl Answers {
 
     /// Stores a reason for a destination that sends none.
     pub(crate) fn explain(&self, reason: &str) {
-        self.note(|heard| {
+        self.record(|heard| {
             heard.reason.get_or_insert_with(|| reason.to_owned());
         });
     }
@@ -427,21 +433,21 @@ impl Answers {
     /// The destination's refusal, or `lost`, which is the cause of the connection's end.
     pub(crate) fn ended(&self, lost: MigrationError) -> Result<(), MigrationError> {
         let heard = self.lock();
-        match heard.word {
-            Some(Word::Runs | Word::HasAll) => Ok(()),
+        match heard.statement {
+            Some(DestinationStatement::Runs | DestinationStatement::HasAll) => Ok(()),
             None if heard.reason.is_none() => Err(lost),
-            Some(Word::Never) | None => Err(refusal(&heard)),
+            Some(DestinationStatement::Never) | None => Err(refusal(&heard)),
         }
     }
 }
 
-impl Heard {
+impl ReceivedMessages {
     fn is_over(&self) -> bool {
-        self.ended || self.aborted || self.word == Some(Word::Never)
+        self.ended || self.aborted || self.statement == Some(DestinationStatement::Never)
     }
 }
 
-fn refusal(heard: &Heard) -> MigrationError {
+fn refusal(heard: &ReceivedMessages) -> MigrationError {
     let unexplained = match heard.accepted {
         Some(_) => "it does not run the guest and sent no reason: see the log of 'hotlift' there",
         None => {
@@ -455,9 +461,9 @@ fn refusal(heard: &Heard) -> MigrationError {
 }
 
 /// Guard that ends the waits for answers when the reader thread ends, for whatever reason.
-pub(crate) struct EndsAnswers<'a>(pub &'a Answers);
+pub(crate) struct AnswersGuard<'a>(pub &'a Answers);
 
-impl Drop for EndsAnswers<'_> {
+impl Drop for AnswersGuard<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
@@ -499,10 +505,13 @@ mod tests {
             });
             drop(far_main);
             assert_eq!(ends.recv(), Ok(Channel::Main));
-            let word = encode(&[ReturnMessage::Shut(0)]);
-            (&far_channel).write_all(&word).unwrap();
+            let statement = encode(&[ReturnMessage::Shut(0)]);
+            (&far_channel).write_all(&statement).unwrap();
             drop(far_channel);
-            assert_eq!(answers.wait_word(LONG), Some(Word::Runs));
+            assert_eq!(
+                answers.wait_statement(LONG),
+                Some(DestinationStatement::Runs)
+            );
         });
         // After the final statement the end of a connection loses nothing.
         assert!(ends.try_recv().is_err());
@@ -510,13 +519,13 @@ mod tests {
 
     #[test]
     fn a_refusal_that_crosses_the_commit_is_heard_and_an_early_success_is_not() {
-        for (value, word) in [(1, Some(Word::Never)), (0, None)] {
+        for (value, statement) in [(1, Some(DestinationStatement::Never)), (0, None)] {
             let answers = Answers::new(&Life::default());
             let shut = answers.take(&ReturnMessage::Shut(value), false);
             assert!(shut.is_err(), "it fails a migration that is not committed");
             answers.commit();
-            drop(EndsAnswers(&answers));
-            assert_eq!(answers.wait_word(Duration::ZERO), word);
+            drop(AnswersGuard(&answers));
+            assert_eq!(answers.wait_statement(Duration::ZERO), statement);
         }
     }
 }

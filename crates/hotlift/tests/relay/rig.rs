@@ -94,7 +94,7 @@ impl Relay {
     pub fn ended_or_turned_away(self, what: &str) -> String {
         let end = std::cell::RefCell::new(String::new());
         until("neither an end nor a stranger", || {
-            let reasons: Vec<_> = self.control.turned_away().into_keys().collect();
+            let reasons: Vec<_> = self.control.rejected_connections().into_keys().collect();
             if !reasons.is_empty() {
                 self.control.cancel();
             }

@@ -39,7 +39,7 @@ fn connect(to: &Address, folder: &Path, profile: Profile) -> Stream {
 
 fn until_turned_away(relay: &Relay, words: &str, count: u64) {
     until(words, || {
-        let all = relay.control.turned_away();
+        let all = relay.control.rejected_connections();
         let matching = all.iter().filter(|(why, _)| why.contains(words));
         matching.map(|(_, count)| count).sum::<u64>() == count
     });

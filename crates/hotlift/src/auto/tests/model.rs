@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::truth::{KINDS, Random, Truth};
 use crate::auto::candidates::Candidate;
-use crate::auto::controller::{Choice, Controller, Look, Spent};
+use crate::auto::controller::{Choice, Controller, PacketProbe, PacketTime};
 use crate::auto::costs::Class;
 use crate::figures::to_f64;
 use crate::options::Goal;
@@ -41,7 +41,7 @@ const FAR_REPORT: f64 = 100e6;
 const JIFFY: f64 = 4e6;
 
 /// State before any sample.
-const NOTHING_KNOWN: Look = Look {
+const NOTHING_KNOWN: PacketProbe = PacketProbe {
     class: None,
     queued: 0.0,
 };
@@ -115,7 +115,7 @@ impl Slot {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Step {
-    Look,
+    Probe,
     Encode,
     Write,
     /// Waits for room in the channel's queue.
@@ -154,7 +154,7 @@ struct Sender {
     blocked_by_far: f64,
     /// Share of the wire in that measurement.
     by_wire: f64,
-    look: Look,
+    look: PacketProbe,
 }
 
 #[derive(Debug, Default)]
@@ -271,7 +271,7 @@ pub(super) fn simulate(
     for index in 0..scenario.channels {
         let packet = simulation.pages.next(scenario, 0.0);
         simulation.senders.push(Sender {
-            step: Step::Look,
+            step: Step::Probe,
             work: 0.0,
             packet,
             to_write: 0.0,
@@ -428,8 +428,8 @@ impl Simulation<'_> {
         let sender = &mut self.senders[index];
         match sender.step {
             Step::Blocked if unsent < LOW_WATER / 2.0 + 0.5 => self.write(index),
-            Step::Look if sender.work < 0.5 => {
-                sender.look = Look {
+            Step::Probe if sender.work < 0.5 => {
+                sender.look = PacketProbe {
                     class: Some(sender.packet.class),
                     queued: unsent / LOW_WATER,
                 };
@@ -475,14 +475,14 @@ impl Simulation<'_> {
             Policy::Fixed(candidate) => candidate,
             Policy::Auto(_) => {
                 let unsent = self.channels[index].backlog() - self.scenario.window;
-                self.senders[index].look = Look {
+                self.senders[index].look = PacketProbe {
                     class: None,
                     queued: unsent / LOW_WATER,
                 };
                 match self.controller.choose(self.senders[index].look) {
                     Choice::Send(candidate) => candidate,
                     Choice::LookFirst => {
-                        self.senders[index].step = Step::Look;
+                        self.senders[index].step = Step::Probe;
                         self.senders[index].work = LOOKING;
                         return;
                     }
@@ -548,7 +548,7 @@ impl Simulation<'_> {
             sender.blocked_by_wire = 0.0;
             sender.blocked_by_far = 0.0;
         }
-        let spent = Spent {
+        let spent = PacketTime {
             look: sender.look,
             candidate: sender.packet.candidate,
             elapsed: self.now - sender.reported,

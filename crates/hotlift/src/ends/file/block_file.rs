@@ -19,9 +19,9 @@ use super::layout::WINDOW;
 use super::layout::{self, Contents, Entry, FOOT_LEN, FileInfo, HEAD_LEN, Part, crc_of, damaged};
 use super::location::Location;
 use super::lost::{Lost, LostPages, is_of_a_part};
-use super::place_reader::PlaceReader;
+use super::open_file::OpenFile;
 use super::remote::RemoteReader;
-use super::source::{PIECE, Places, SavedStream, TakePart, piece_len};
+use super::source::{PIECE, PageMap, SavedStream, TakePart, piece_len};
 use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
 use crate::error::MigrationError;
@@ -38,7 +38,7 @@ const END_MAX: usize = limits::VM_DESCRIPTION + EOF_WITHOUT_DESCRIPTION.len();
 
 /// A file whose parts, except the pages, were verified.
 pub(crate) struct BlockFile {
-    file: PlaceReader,
+    file: OpenFile,
     info: FileInfo,
     /// CRC of the header.
     seed: u32,
@@ -57,15 +57,15 @@ pub(crate) struct BlockFile {
 impl BlockFile {
     /// Opens the file, and reads everything except the index and the pages.
     pub(crate) fn open(path: &Path) -> Result<Self, FileError> {
-        Self::read(PlaceReader::open(path)?)
+        Self::read(OpenFile::open(path)?)
     }
 
     /// Opens the file at any location. Cancelling `control` ends the wait for a server.
     pub(crate) fn open_at(location: &Location, control: &Control) -> Result<Self, FileError> {
-        Self::read(PlaceReader::open_at(location, control)?)
+        Self::read(OpenFile::open_at(location, control)?)
     }
 
-    fn read(file: PlaceReader) -> Result<Self, FileError> {
+    fn read(file: OpenFile) -> Result<Self, FileError> {
         let (info, seed, contents) = read_ends(&file)?;
         let at = contents.state.position;
         let (state, mut stream) = State::read(&file, &contents, seed)?;
@@ -143,7 +143,7 @@ impl BlockFile {
     ///
     /// # Errors
     /// `error` itself, if reads may not continue.
-    pub(crate) fn go_on_without(
+    pub(crate) fn skip_lost_pages(
         &self,
         (block, page): (usize, usize),
         error: MigrationError,
@@ -271,7 +271,7 @@ impl BlockFile {
     }
 }
 
-impl Places for BlockFile {
+impl PageMap for BlockFile {
     type Reader<'r> = Blocks<'r>;
 
     fn stream(&self) -> &SavedStream {
@@ -298,7 +298,7 @@ impl Places for BlockFile {
             let entry = match self.entry(block, page) {
                 Ok(entry) => entry,
                 Err(error) => {
-                    self.go_on_without((block, page), error.into())?;
+                    self.skip_lost_pages((block, page), error.into())?;
                     None
                 }
             };
@@ -328,7 +328,7 @@ impl Places for BlockFile {
                 Ok(true) => continue,
                 Ok(false) => batch.normal.truncate(before),
                 Err(error) => {
-                    self.go_on_without((block, run[0].1), error)?;
+                    self.skip_lost_pages((block, run[0].1), error)?;
                     batch.zero.extend(batch.normal.drain(before..));
                     continue;
                 }
@@ -338,7 +338,7 @@ impl Places for BlockFile {
                 match reader.load(*entry, (block, *page as u64), read) {
                     Ok(()) => batch.push(offset, reader.page(entry.place)),
                     Err(error) => {
-                        self.go_on_without((block, *page), error)?;
+                        self.skip_lost_pages((block, *page), error)?;
                         batch.zero.push(offset);
                     }
                 }
@@ -349,7 +349,7 @@ impl Places for BlockFile {
 }
 
 /// Returns the file's facts, the header's CRC, and the table of contents: a file with all of these is complete.
-pub(super) fn read_ends(file: &PlaceReader) -> Result<(FileInfo, u32, Contents), FileError> {
+pub(super) fn read_ends(file: &OpenFile) -> Result<(FileInfo, u32, Contents), FileError> {
     let mut head = [0; HEAD_LEN];
     file.read_exact(&mut head, 0)?;
     let mut rest = vec![0; layout::info_len(&head)? + 4];
@@ -364,7 +364,7 @@ pub(super) fn read_ends(file: &PlaceReader) -> Result<(FileInfo, u32, Contents),
     Ok((info, seed, contents))
 }
 
-fn read_contents(file: &PlaceReader, seed: u32) -> Result<Contents, FileError> {
+fn read_contents(file: &OpenFile, seed: u32) -> Result<Contents, FileError> {
     let at = file.length().saturating_sub(FOOT_LEN as u64);
     let mut foot = [0; FOOT_LEN];
     file.read_exact(&mut foot, at)?;
@@ -375,14 +375,14 @@ fn read_contents(file: &PlaceReader, seed: u32) -> Result<Contents, FileError> {
     Contents::decode(&json, &foot, seed, start)
 }
 
-fn is_inside(file: &PlaceReader, part: Part) -> bool {
+fn is_inside(file: &OpenFile, part: Part) -> bool {
     let end = part.position.checked_add(part.length);
     end.is_some_and(|end| end <= file.length())
 }
 
 /// Reads a part of at most `most` bytes.
 fn read_part(
-    file: &PlaceReader,
+    file: &OpenFile,
     what: &'static str,
     part: Part,
     most: usize,
@@ -414,7 +414,7 @@ struct State {
 impl State {
     /// Reads and verifies all of it, and decodes it up to the devices.
     fn read(
-        file: &PlaceReader,
+        file: &OpenFile,
         contents: &Contents,
         seed: u32,
     ) -> Result<(Self, SavedStream), FileError> {
@@ -479,12 +479,7 @@ impl State {
     }
 
     /// Reads the piece at `position` of the file, and returns its CRC.
-    fn load(
-        &self,
-        file: &PlaceReader,
-        position: u64,
-        piece: &mut Vec<u8>,
-    ) -> Result<u32, FileError> {
+    fn load(&self, file: &OpenFile, position: u64, piece: &mut Vec<u8>) -> Result<u32, FileError> {
         let rest = self.part.position + self.part.length - position;
         piece.resize(piece_len(rest), 0);
         file.read_exact(piece, position)?;
@@ -494,7 +489,7 @@ impl State {
     /// Passes the bytes of `range` of the file to `take`, each piece after its check.
     fn each(
         &self,
-        file: &PlaceReader,
+        file: &OpenFile,
         range: &Range<u64>,
         take: TakePart<'_>,
     ) -> Result<(), MigrationError> {

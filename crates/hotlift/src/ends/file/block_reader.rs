@@ -5,8 +5,8 @@ use hotlift_methods::{Accelerator, METHODS, MemoryLimit};
 use hotlift_wire::multifd::Method;
 
 use super::FileError;
-use super::ahead::Ahead;
 use super::layout::{BlockHead, Entry, damaged};
+use super::prefetch::PrefetchedRanges;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::postcopy::Batch;
@@ -23,7 +23,7 @@ pub(crate) struct Blocks<'a> {
     block: Option<(u64, BlockHead)>,
     pages: Vec<u8>,
     /// Prefetched blocks.
-    pub(super) ahead: Ahead,
+    pub(super) ahead: PrefetchedRanges,
 }
 
 impl<'a> Blocks<'a> {
@@ -37,7 +37,7 @@ impl<'a> Blocks<'a> {
             bytes: Vec::new(),
             block: None,
             pages: Vec::new(),
-            ahead: Ahead::default(),
+            ahead: PrefetchedRanges::default(),
         }
     }
 

@@ -13,14 +13,14 @@ use hotlift_wire::main_channel::{
     Command, EOF_WITHOUT_DESCRIPTION, EarlySection, MainEncoder, PluggableMemory,
 };
 use hotlift_wire::multifd::Method;
-use hotlift_wire::settle::Doing;
+use hotlift_wire::settle::GuestActivity;
 use hotlift_wire::{RamBlockEntry, WireError};
 
 use super::block_reader::Blocks;
-use super::complete::Complete;
 use super::index::{CHUNK_LEN, Index};
 use super::layout::{self, BLOCK_HEAD_LEN, BlockHead, Contents, Entry, FileInfo, Part, Share};
 use super::partial::PartialFile;
+use super::received_pages::ReceivedPages;
 use super::{FileError, IGNORE_SHARED, apply_delta, check_ram};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
@@ -29,7 +29,7 @@ use crate::lock::lock;
 use crate::options::StreamOptions;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
-use crate::pipe::settings::{LeftOut, RelaySettings};
+use crate::pipe::settings::{RelaySettings, UnusedRam};
 use crate::pipe::sink::{HasTaken, Opening, Sink, WritePages};
 use crate::stream::codec::Encoder;
 use crate::stream::handshake;
@@ -50,7 +50,7 @@ pub(crate) struct BlockSink {
     state: Mutex<Option<State>>,
     blocks: Vec<RamBlockEntry>,
     index: Index,
-    complete: Complete,
+    complete: ReceivedPages,
     /// Position of the first block with a page that was written before.
     written_last: AtomicU64,
     shares: Mutex<BTreeMap<&'static str, Share>>,
@@ -59,7 +59,7 @@ pub(crate) struct BlockSink {
     /// The requested method, possibly `auto`.
     chosen: &'static MethodInfo,
     options: StreamOptions,
-    left_out: Vec<LeftOut>,
+    unused_ram: Vec<UnusedRam>,
     /// Plugged memory of virtio-mem devices.
     memory_devices: Mutex<Vec<PluggableMemory>>,
     pacer: Arc<Pacer>,
@@ -150,7 +150,7 @@ impl BlockSink {
             state: Mutex::default(),
             blocks: blocks.clone(),
             index: Index::new(blocks),
-            complete: Complete::new(blocks, memory),
+            complete: ReceivedPages::new(blocks, memory),
             written_last: AtomicU64::new(u64::MAX),
             shares: Mutex::default(),
             contents: Mutex::default(),
@@ -160,7 +160,7 @@ impl BlockSink {
                 multifd_compression: method,
                 ..options.clone()
             },
-            left_out: settings.left_out.clone(),
+            unused_ram: settings.unused_ram.clone(),
             memory_devices: Mutex::new(opening.early.plugged()),
             pacer: control.steering().pacer(options),
             control: control.clone(),
@@ -383,7 +383,7 @@ impl Sink for BlockSink {
 
     fn ram_end(&self) -> Result<(), MigrationError> {
         let memory_devices = lock(&self.memory_devices);
-        self.complete.check(&self.left_out, &memory_devices)?;
+        self.complete.check(&self.unused_ram, &memory_devices)?;
         self.record(|encoder, bytes| {
             encoder.ram_end(bytes)?;
             encoder.ram_eos(bytes)
@@ -406,14 +406,14 @@ impl Sink for BlockSink {
         Ok(self.file.settle(self.position.load(Ordering::Relaxed))?)
     }
 
-    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
+    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<GuestActivity, MigrationError> {
         // Appended, because everything before must stay complete until the file has its name.
         let end = self.append(end)?;
         lock(&self.contents).end = Some(end);
         self.write_contents()?;
         let length = self.position.load(Ordering::Relaxed);
         self.file.publish(length)?;
-        Ok(Doing::Unknown)
+        Ok(GuestActivity::Unknown)
     }
 
     fn abort(&self) {
@@ -497,7 +497,7 @@ impl WritePages for Writer<'_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         // Zero pages must take no space, even if the source did not detect them.
         batch.find_zero_pages();
-        self.sink.complete.note(batch)?;
+        self.sink.complete.record(batch)?;
         let mut pages = batch.pages();
         let mut rest = batch.normal.as_slice();
         let number = |offset: &u64| *offset / PAGE_SIZE as u64;

@@ -11,7 +11,7 @@ use super::block_reader::Blocks;
 use super::layout::{FileInfo, Share};
 use super::location::Location;
 use super::mapped_file::MappedFile;
-use super::source::{Places, SavedStream};
+use super::source::{PageMap, SavedStream};
 use super::{FileError, FileFormat};
 use crate::control::Control;
 use crate::error::{MigrationError, error_line};

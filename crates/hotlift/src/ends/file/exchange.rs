@@ -55,7 +55,7 @@ pub(super) struct Opened {
 }
 
 /// Reason why a read failed.
-pub(super) enum Trouble {
+pub(super) enum ReadFailure {
     /// The connection is unusable; a new one may work.
     Lost(ServerError),
     /// The server could not read the file; the connection stays usable.
@@ -63,25 +63,25 @@ pub(super) enum Trouble {
     Final(FileError),
 }
 
-impl From<ServerError> for Trouble {
+impl From<ServerError> for ReadFailure {
     fn from(error: ServerError) -> Self {
         Self::Lost(error)
     }
 }
 
-impl From<io::Error> for Trouble {
+impl From<io::Error> for ReadFailure {
     fn from(source: io::Error) -> Self {
         ServerError::Connection(source).into()
     }
 }
 
 /// Deadline for bytes.
-pub(super) struct Wait<'a> {
+pub(super) struct ReadDeadline<'a> {
     until: Instant,
     stop: Stop<'a>,
 }
 
-impl<'a> Wait<'a> {
+impl<'a> ReadDeadline<'a> {
     pub(super) fn new(time: Duration, stop: Stop<'a>) -> Self {
         Self {
             until: Instant::now() + time,
@@ -138,7 +138,7 @@ pub(super) fn connect(
     file: &RemoteFile,
     visitor: u64,
     stop: Stop<'_>,
-) -> Result<(Stream, Opened), Trouble> {
+) -> Result<(Stream, Opened), ReadFailure> {
     let remote = Remote::new(&file.address, file.tls.clone());
     let stream = remote.connect_unless(CONNECT, stop).map_err(|error| {
         let is_final = match &error {
@@ -150,8 +150,8 @@ pub(super) fn connect(
         };
         let source = ServerError::Connect(Box::new(error));
         match is_final {
-            true => Trouble::Final(FileError::server(file, source)),
-            false => Trouble::Lost(source),
+            true => ReadFailure::Final(FileError::server(file, source)),
+            false => ReadFailure::Lost(source),
         }
     })?;
     stream.set_timeouts(ANSWER)?;
@@ -162,10 +162,10 @@ pub(super) fn connect(
         name: &file.name,
     };
     let encoded = open.encode(&mut bytes).map_err(ServerError::Protocol);
-    encoded.map_err(|source| Trouble::Final(FileError::server(file, source)))?;
+    encoded.map_err(|source| ReadFailure::Final(FileError::server(file, source)))?;
     (&stream).write_all(&bytes)?;
     bytes.clear();
-    let reply = Wait::new(ANSWER, stop).receive(&stream, &mut bytes, |bytes| {
+    let reply = ReadDeadline::new(ANSWER, stop).receive(&stream, &mut bytes, |bytes| {
         let (reply, length) = Reply::decode(bytes)?;
         let owned = match reply {
             Reply::Opened { length, id } => Ok(Opened { length, id }),
@@ -173,20 +173,22 @@ pub(super) fn connect(
         };
         Ok((owned, length))
     });
-    let failed = |source| Trouble::Final(FileError::server(file, source));
+    let failed = |source| ReadFailure::Final(FileError::server(file, source));
     match reply {
         Ok(Ok(opened)) => Ok((stream, opened)),
-        Ok(Err((Refusal::NotNow, reason))) => Err(Trouble::Lost(ServerError::NotNow { reason })),
+        Ok(Err((Refusal::NotNow, reason))) => {
+            Err(ReadFailure::Lost(ServerError::NotNow { reason }))
+        }
         Ok(Err((Refusal::NotThere | Refusal::Version, reason))) => {
             let file = file.to_string();
-            Err(Trouble::Final(FileError::Refused { file, reason }))
+            Err(ReadFailure::Final(FileError::Refused { file, reason }))
         }
         Err(ServerError::Protocol(_)) if bytes.starts_with(&ALERT_BEGINS) => {
             let source = Box::new(MigrationError::SpeaksTls);
             Err(failed(ServerError::Connect(source)))
         }
         Err(source @ ServerError::Protocol(_)) => Err(failed(source)),
-        Err(lost) => Err(Trouble::Lost(lost)),
+        Err(lost) => Err(ReadFailure::Lost(lost)),
     }
 }
 
@@ -196,7 +198,7 @@ pub(super) fn exchange(
     file: &RemoteFile,
     ranges: &mut [Range<'_>],
     stop: Stop<'_>,
-) -> Result<(), Trouble> {
+) -> Result<(), ReadFailure> {
     let mut requests = Vec::with_capacity(ranges.len() * READ_LEN);
     let mut expected = 0;
     for range in &*ranges {
@@ -208,7 +210,7 @@ pub(super) fn exchange(
         expected += range.into.len() as u64;
     }
     stream.write_all(&requests)?;
-    let wait = Wait::new(ANSWER + Duration::from_secs(expected / SLOWEST), stop);
+    let wait = ReadDeadline::new(ANSWER + Duration::from_secs(expected / SLOWEST), stop);
     let mut head = Vec::new();
     let mut failure = None;
     for range in ranges {
@@ -236,7 +238,7 @@ pub(super) fn exchange(
             }
         }
     }
-    failure.map_or(Ok(()), |error| Err(Trouble::Unread(error)))
+    failure.map_or(Ok(()), |error| Err(ReadFailure::Unread(error)))
 }
 
 #[cfg(test)]
@@ -251,7 +253,7 @@ mod tests {
         // Ends with the connection.
         let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});
         let mut message = Vec::new();
-        let wait = Wait::new(Duration::from_millis(1), Stop::NEVER);
+        let wait = ReadDeadline::new(Duration::from_millis(1), Stop::NEVER);
         let received = wait.receive(&here, &mut message, |bytes| -> Result<((), usize), _> {
             assert!(bytes.len() < 1 << 16, "it is waited for on and on");
             let (what, needed) = ("a message", 1);

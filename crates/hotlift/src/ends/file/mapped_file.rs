@@ -11,8 +11,8 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::{WireError, limits};
 
 use super::foreign::not_a_save;
-use super::place_reader::PlaceReader;
-use super::source::{PIECE, Places, SavedStream, TakePart, piece_len};
+use super::open_file::OpenFile;
+use super::source::{PIECE, PageMap, SavedStream, TakePart, piece_len};
 use super::{FileError, check_ram};
 use crate::error::MigrationError;
 use crate::pipe::batch::Batch;
@@ -20,7 +20,7 @@ use crate::pipe::session::Session;
 
 /// A file whose stream was read and verified.
 pub(crate) struct MappedFile {
-    file: PlaceReader,
+    file: OpenFile,
     stream: SavedStream,
     blocks: Vec<Block>,
 }
@@ -63,7 +63,7 @@ impl MappedFile {
 
     fn unread(path: &Path) -> Result<Self, FileError> {
         Ok(Self {
-            file: PlaceReader::open(path)?,
+            file: OpenFile::open(path)?,
             stream: SavedStream::default(),
             blocks: Vec::new(),
         })
@@ -197,7 +197,7 @@ impl MappedFile {
     }
 }
 
-impl Places for MappedFile {
+impl PageMap for MappedFile {
     type Reader<'r> = ();
 
     fn stream(&self) -> &SavedStream {

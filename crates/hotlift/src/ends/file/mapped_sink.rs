@@ -11,17 +11,17 @@ use hotlift_wire::main_channel::{
     Command, Configuration, EarlySection, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout,
     PluggableMemory, put_mapped_end,
 };
-use hotlift_wire::settle::Doing;
+use hotlift_wire::settle::GuestActivity;
 
-use super::complete::Complete;
 use super::partial::PartialFile;
+use super::received_pages::ReceivedPages;
 use super::{FileError, apply_delta, check_ram};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::lock::lock;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
-use crate::pipe::settings::{LeftOut, RelaySettings};
+use crate::pipe::settings::{RelaySettings, UnusedRam};
 use crate::pipe::sink::{HasTaken, Opening, Sink, WritePages};
 
 /// Bitmap words in one write.
@@ -34,9 +34,9 @@ pub(crate) struct MappedRamSink {
     position: AtomicU64,
     section_id: u32,
     blocks: Vec<Block>,
-    complete: Complete,
+    complete: ReceivedPages,
     workers: usize,
-    left_out: Vec<LeftOut>,
+    unused_ram: Vec<UnusedRam>,
     /// Plugged memory of virtio-mem devices.
     memory_devices: Mutex<Vec<PluggableMemory>>,
     pacer: Arc<Pacer>,
@@ -83,9 +83,9 @@ impl MappedRamSink {
             position: AtomicU64::new(layout.end),
             section_id,
             blocks: blocks.collect(),
-            complete: Complete::new(&opening.ram.blocks, memory),
+            complete: ReceivedPages::new(&opening.ram.blocks, memory),
             workers: usize::from(options.channels()).max(1),
-            left_out: settings.left_out.clone(),
+            unused_ram: settings.unused_ram.clone(),
             memory_devices: Mutex::new(opening.early.plugged()),
             pacer: control.steering().pacer(options),
             control: control.clone(),
@@ -192,7 +192,7 @@ impl Sink for MappedRamSink {
 
     fn ram_end(&self) -> Result<(), MigrationError> {
         let memory_devices = lock(&self.memory_devices);
-        self.complete.check(&self.left_out, &memory_devices)?;
+        self.complete.check(&self.unused_ram, &memory_devices)?;
         let mut bytes = Vec::new();
         put_mapped_end(self.section_id, &mut bytes);
         self.append(&bytes)
@@ -209,11 +209,11 @@ impl Sink for MappedRamSink {
         Ok(self.file.settle(self.position.load(Ordering::Relaxed))?)
     }
 
-    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
+    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<GuestActivity, MigrationError> {
         self.append(end)?;
         let length = self.position.load(Ordering::Relaxed);
         self.file.publish(length)?;
-        Ok(Doing::Unknown)
+        Ok(GuestActivity::Unknown)
     }
 
     fn abort(&self) {
@@ -235,7 +235,7 @@ impl WritePages for Writer<'_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         // Zero pages must take no space, even if the source did not detect them.
         batch.find_zero_pages();
-        self.0.complete.note(batch)?;
+        self.0.complete.record(batch)?;
         let block = &self.0.blocks[batch.block];
         let is_next = |a: &u64, b: &u64| *b == *a + PAGE_SIZE as u64;
         let mut pages = batch.pages();

@@ -6,15 +6,15 @@
 //! | `index` | position of each page, in memory |
 //! | `block_sink` | writes a save file, from all worker threads concurrently |
 //! | `block_file`, `block_reader` | an open save file: its parts; random access to its pages |
-//! | `complete` | tracks which pages have arrived |
+//! | `received_pages` | tracks which pages have arrived |
 //! | `lost` | pages that a damaged file has lost |
 //! | `describe` | human-readable summary of a file |
 //! | `mapped_sink` | writes QEMU's `mapped-ram` file |
 //! | `mapped_file` | an open `mapped-ram` file |
 //! | `source` | all pages of either format, for an eager restore |
 //! | `location` | location of a file: a path, or a name at a server |
-//! | `place_reader` | random access to a file |
-//! | `remote`, `exchange`, `ahead` | a file on another host: retries; one connection; prefetch in few large reads |
+//! | `open_file` | random access to a file |
+//! | `remote`, `exchange`, `prefetch` | a file on another host: retries; one connection; prefetch in few large reads |
 //! | `server` | serves the files of a folder |
 //! | `partial` | a file that gets its name when it is complete |
 //! | `kind` | kinds of files that can hold a save file |
@@ -23,11 +23,9 @@
 //! An eager restore starts the guest only after the whole file was read and verified. A lazy restore starts it at once, and
 //! verifies each page before the guest gets it.
 
-mod ahead;
 mod block_file;
 mod block_reader;
 mod block_sink;
-mod complete;
 mod describe;
 mod exchange;
 mod foreign;
@@ -38,8 +36,10 @@ mod location;
 mod lost;
 mod mapped_file;
 mod mapped_sink;
+mod open_file;
 mod partial;
-mod place_reader;
+mod prefetch;
+mod received_pages;
 mod remote;
 mod server;
 mod source;
@@ -63,7 +63,7 @@ pub(crate) use lost::is_of_a_part;
 pub(crate) use mapped_sink::MappedRamSink;
 pub(crate) use remote::RemoteReader;
 pub use server::{ServerEvent, Visit, serve};
-pub(crate) use source::{FileSource, Places, SavedStream, Shares};
+pub(crate) use source::{FileSource, PageMap, SavedStream, Shares};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::xbzrle;

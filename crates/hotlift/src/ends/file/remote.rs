@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use hotlift_net::transport::Stream;
 
-use super::exchange::{Opened, Range, Trouble, connect, exchange};
+use super::exchange::{Opened, Range, ReadFailure, connect, exchange};
 use super::location::RemoteFile;
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
 use crate::life::Life;
-use crate::life::bell::Bell;
+use crate::life::wake_fd::WakeFd;
 use crate::lock::lock;
 use crate::stream::handshake;
 
@@ -32,7 +32,7 @@ pub(crate) struct RemoteReader {
     visitor: u64,
     opened: Opened,
     /// Unused connections, each with the bell that ends its waits.
-    idle: Mutex<Vec<(Stream, Bell)>>,
+    idle: Mutex<Vec<(Stream, WakeFd)>>,
     /// Control of the caller that opened the file: its cancel ends reads until [`RemoteReader::persist`].
     control: Control,
     /// Time for which reads retry after a lost connection; unset for no retry.
@@ -52,19 +52,20 @@ impl RemoteReader {
         };
         let visitor = u64::from_be_bytes(*visitor);
         let waits = Life::default();
-        let bell = Bell::new(&waits).map_err(|source| failed(ServerError::Connection(source)))?;
-        let bell = bell.and(control.life());
+        let wake_fd =
+            WakeFd::new(&waits).map_err(|source| failed(ServerError::Connection(source)))?;
+        let wake_fd = wake_fd.and(control.life());
         let is_over = || control.life().is_stopped();
-        let (stream, opened) = match connect(file, visitor, bell.stop(&is_over)) {
+        let (stream, opened) = match connect(file, visitor, wake_fd.stop(&is_over)) {
             Ok(connected) => connected,
-            Err(Trouble::Lost(source)) => return Err(failed(source)),
-            Err(Trouble::Unread(error) | Trouble::Final(error)) => return Err(error),
+            Err(ReadFailure::Lost(source)) => return Err(failed(source)),
+            Err(ReadFailure::Unread(error) | ReadFailure::Final(error)) => return Err(error),
         };
         Ok(Self {
             file: file.clone(),
             visitor,
             opened,
-            idle: Mutex::new(vec![(stream, bell)]),
+            idle: Mutex::new(vec![(stream, wake_fd)]),
             control: control.clone(),
             patience: OnceLock::new(),
             waits,
@@ -114,18 +115,20 @@ impl RemoteReader {
             let waited = since.get_or_insert_with(Instant::now).elapsed();
             let ends = self.is_over() || patience.is_zero();
             let limit = match trouble {
-                Trouble::Final(error) => return Err(error),
-                Trouble::Unread(error) if ends || waited >= UNREADABLE => return Err(error),
-                Trouble::Unread(_) => UNREADABLE,
-                Trouble::Lost(source) if ends => return Err(FileError::server(&self.file, source)),
-                Trouble::Lost(source) if waited >= patience => {
+                ReadFailure::Final(error) => return Err(error),
+                ReadFailure::Unread(error) if ends || waited >= UNREADABLE => return Err(error),
+                ReadFailure::Unread(_) => UNREADABLE,
+                ReadFailure::Lost(source) if ends => {
+                    return Err(FileError::server(&self.file, source));
+                }
+                ReadFailure::Lost(source) if waited >= patience => {
                     return Err(FileError::Lost {
                         file: self.file.to_string(),
                         waited: patience,
                         source: Box::new(source),
                     });
                 }
-                Trouble::Lost(_) => {
+                ReadFailure::Lost(_) => {
                     self.is_lost.store(true, Ordering::Release);
                     patience
                 }
@@ -136,35 +139,35 @@ impl RemoteReader {
         }
     }
 
-    fn try_read(&self, ranges: &mut [Range<'_>]) -> Result<(), Trouble> {
+    fn try_read(&self, ranges: &mut [Range<'_>]) -> Result<(), ReadFailure> {
         let is_over = &|| self.is_over();
-        let (stream, bell) = self.take(is_over)?;
-        let outcome = exchange(&stream, &self.file, ranges, bell.stop(is_over));
+        let (stream, wake_fd) = self.take(is_over)?;
+        let outcome = exchange(&stream, &self.file, ranges, wake_fd.stop(is_over));
         let mut idle = lock(&self.idle);
         match outcome {
             // The unused connections are most likely lost as well.
-            Err(Trouble::Lost(_)) => idle.clear(),
-            _ => idle.push((stream, bell)),
+            Err(ReadFailure::Lost(_)) => idle.clear(),
+            _ => idle.push((stream, wake_fd)),
         }
         outcome
     }
 
     /// Returns a connection for one read: the most recently used one, or a new one.
-    fn take(&self, is_over: &dyn Fn() -> bool) -> Result<(Stream, Bell), Trouble> {
+    fn take(&self, is_over: &dyn Fn() -> bool) -> Result<(Stream, WakeFd), ReadFailure> {
         let mut idle = lock(&self.idle);
-        while let Some((stream, bell)) = idle.pop() {
+        while let Some((stream, wake_fd)) = idle.pop() {
             // A server closes connections that are unused for long.
             if !stream.is_hung_up() {
-                return Ok((stream, bell));
+                return Ok((stream, wake_fd));
             }
         }
         drop(idle);
-        let bell = Bell::new(&self.waits)?.and(self.control.life());
-        let (stream, opened) = connect(&self.file, self.visitor, bell.stop(is_over))?;
+        let wake_fd = WakeFd::new(&self.waits)?.and(self.control.life());
+        let (stream, opened) = connect(&self.file, self.visitor, wake_fd.stop(is_over))?;
         if opened != self.opened {
             let file = self.file.to_string();
-            return Err(Trouble::Final(FileError::OtherFile { file }));
+            return Err(ReadFailure::Final(FileError::OtherFile { file }));
         }
-        Ok((stream, bell))
+        Ok((stream, wake_fd))
     }
 }

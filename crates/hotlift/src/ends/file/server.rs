@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::IoScratch;
 use hotlift_net::admission::limits::{READER_IDLE, READERS, READERS_OF_ONE, VISITORS};
-use hotlift_net::admission::{Admission, Admitted, Entered, Listener};
+use hotlift_net::admission::{Admission, Admitted, Listener, Rejected};
 use hotlift_net::transport::Stream;
 use hotlift_wire::WireError;
 use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
@@ -26,13 +26,13 @@ use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use super::block_file::read_ends;
-use super::place_reader::PlaceReader;
+use super::open_file::OpenFile;
 use crate::control::Control;
 use crate::error::file::{FileError, ServerError};
 use crate::error::{MigrationError, error_line};
 use crate::life::LONG;
-use crate::life::bell::Bell;
 use crate::life::threads::spawn;
+use crate::life::wake_fd::WakeFd;
 use crate::lock::lock;
 use crate::tls::Tls;
 
@@ -41,7 +41,7 @@ const OPENING_LEN: usize = 32 + limits::FILE_NAME;
 
 /// Time limit for a client to read an answer. Between two reads there is no limit; the kernel detects a client that is gone
 /// (keepalive).
-const UNREAD: Duration = Duration::from_secs(60);
+const UNREAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Pause after an error of the accept loop, e.g. if there are no file descriptors, before it continues.
 const RETRY: Duration = Duration::from_millis(50);
@@ -75,7 +75,7 @@ pub enum ServerEvent {
         reason: String,
     },
     /// The server cannot accept connections at the moment.
-    Trouble(io::Error),
+    ReadFailure(io::Error),
 }
 
 /// Serves the save files in `folder` to the clients of `listener`, until `control` is cancelled. Serves only complete files
@@ -90,7 +90,7 @@ pub fn serve(
     control: &Control,
     on_event: &(dyn Fn(ServerEvent) + Sync),
 ) -> Result<(), MigrationError> {
-    let places = Places {
+    let places = ConnectionQuota {
         most: READERS,
         each: READERS_OF_ONE,
         idle: READER_IDLE,
@@ -100,7 +100,7 @@ pub fn serve(
 
 /// Limits for concurrent readers.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Places {
+pub(super) struct ConnectionQuota {
     /// Maximum number of connections.
     pub most: usize,
     /// Maximum number of connections of one visitor.
@@ -115,12 +115,12 @@ pub(super) fn serve_some(
     tls: Option<Arc<Tls>>,
     folder: &Path,
     control: &Control,
-    (on_event, places): (&(dyn Fn(ServerEvent) + Sync), Places),
+    (on_event, places): (&(dyn Fn(ServerEvent) + Sync), ConnectionQuota),
 ) -> Result<(), MigrationError> {
     // Before the folder: its descriptor is the last one that a server without connections opens.
     let admission = Admission::new(listener, tls, VISITORS);
     let mut admission = admission.map_err(MigrationError::opening)?;
-    let bell = Bell::new(control.life()).map_err(MigrationError::opening)?;
+    let wake_fd = WakeFd::new(control.life()).map_err(MigrationError::opening)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(folder, flags, Mode::empty());
     let server = Server {
@@ -133,8 +133,8 @@ pub(super) fn serve_some(
     };
     thread::scope(|scope| {
         while !control.is_cancelled() {
-            if let Err(error) = server.step(scope, &mut admission, &bell) {
-                on_event(ServerEvent::Trouble(error));
+            if let Err(error) = server.step(scope, &mut admission, &wake_fd) {
+                on_event(ServerEvent::ReadFailure(error));
                 let until = control.life().now() + RETRY;
                 control.life().sleep_while(until, || true);
             }
@@ -148,18 +148,18 @@ struct Server<'a> {
     folder: OwnedFd,
     path: PathBuf,
     control: &'a Control,
-    places: Places,
+    places: ConnectionQuota,
     on_event: &'a (dyn Fn(ServerEvent) + Sync),
-    guests: Mutex<Guests>,
+    guests: Mutex<CurrentReaders>,
 }
 
 /// Current readers.
 #[derive(Default)]
-struct Guests {
+struct CurrentReaders {
     /// Connections by number.
     connections: HashMap<u64, Arc<Connection>>,
     next: u64,
-    visits: HashMap<(String, String, u64), Visiting>,
+    visits: HashMap<(String, String, u64), VisitState>,
 }
 
 struct Connection {
@@ -170,10 +170,10 @@ struct Connection {
     idle: Mutex<Option<Instant>>,
 }
 
-impl Guests {
+impl CurrentReaders {
     /// Returns true if `visitor` may have another connection. At a limit this closes an idle connection: one of the visitor if
     /// it is at its own limit, else any.
-    fn has_place(&mut self, visitor: &str, places: Places, now: Instant) -> bool {
+    fn has_place(&mut self, visitor: &str, places: ConnectionQuota, now: Instant) -> bool {
         let own = self
             .connections
             .values()
@@ -199,27 +199,27 @@ impl Guests {
     }
 }
 
-struct Visiting {
+struct VisitState {
     connections: usize,
     bytes: u64,
     since: Instant,
 }
 
 /// Quota of one connection, released on drop.
-struct Place<'a> {
-    guests: &'a Mutex<Guests>,
+struct QuotaGuard<'a> {
+    guests: &'a Mutex<CurrentReaders>,
     number: u64,
 }
 
-impl Drop for Place<'_> {
+impl Drop for QuotaGuard<'_> {
     fn drop(&mut self) {
         lock(self.guests).connections.remove(&self.number);
     }
 }
 
 /// A served file.
-struct Handed {
-    file: PlaceReader,
+struct ServedFile {
+    file: OpenFile,
     id: u64,
 }
 
@@ -256,12 +256,12 @@ impl Server<'_> {
         &'scope self,
         scope: &'scope thread::Scope<'scope, '_>,
         admission: &mut Admission<'_, Admitted>,
-        bell: &Bell,
+        wake_fd: &WakeFd,
     ) -> io::Result<()> {
         let now = self.control.life().now();
         let polled = admission.polled(now);
         let polled = polled.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        bell.poll(&mut polled.collect(), admission.shortened(LONG, now))?;
+        wake_fd.poll(&mut polled.collect(), admission.shortened(LONG, now))?;
         while let Some(number) = admission.room.next_news() {
             let one = admission.room.get(number);
             let Some(opening) = one.and_then(|one| opening(&one.stream)) else {
@@ -289,12 +289,12 @@ impl Server<'_> {
         }
         for entered in admission.accept(now, |one| one)? {
             match entered {
-                Entered::Refused(refused) => (self.on_event)(ServerEvent::Refused {
+                Rejected::Refused(refused) => (self.on_event)(ServerEvent::Refused {
                     reason: error_line(&refused.source),
                     host: refused.from,
                 }),
                 // The connection that was silent for the longest time.
-                Entered::Left(_) => {}
+                Rejected::Left(_) => {}
             }
         }
         Ok(())
@@ -333,14 +333,14 @@ impl Server<'_> {
         guests.connections.insert(number, Arc::clone(&connection));
         drop(guests);
         let guests = &self.guests;
-        let place = Place { guests, number };
+        let place = QuotaGuard { guests, number };
         let serving = spawn(scope, "files/serve".to_owned(), move || {
             let _place = place;
             self.serve(&connection, opening);
             connection.stream.shutdown(Shutdown::Both);
         });
         if let Err(MigrationError::Thread { source, .. }) = serving {
-            (self.on_event)(ServerEvent::Trouble(source));
+            (self.on_event)(ServerEvent::ReadFailure(source));
         }
     }
 
@@ -367,7 +367,7 @@ impl Server<'_> {
             Err((why, reason)) => return self.refuse(stream, &name, why, &reason),
         };
         let mut reply = Vec::new();
-        let _ = stream.set_write_timeout(UNREAD);
+        let _ = stream.set_write_timeout(UNREAD_TIMEOUT);
         let opened = Reply::Opened {
             length: file.file.length(),
             id: file.id,
@@ -376,7 +376,7 @@ impl Server<'_> {
         if { stream }.write_all(&reply).is_ok() {
             let key = (stream.peer_host(), name, visitor);
             self.arrives(&key);
-            let _leaves = Leaves {
+            let _leaves = VisitGuard {
                 server: self,
                 key: &key,
             };
@@ -387,7 +387,7 @@ impl Server<'_> {
     }
 
     /// Opens the save file with that name, or returns the reason to reject it.
-    fn open(&self, name: &str) -> Result<Handed, (Refusal, String)> {
+    fn open(&self, name: &str) -> Result<ServedFile, (Refusal, String)> {
         let not_there = || {
             let reason = "no save file has that name";
             (Refusal::NotThere, reason.to_owned())
@@ -416,12 +416,12 @@ impl Server<'_> {
             Err(error) => return Err(failed("it cannot be read", &error)),
         }
         let mut is_of_qemu = false;
-        let read = PlaceReader::of(file, &self.path.join(name)).and_then(|file| {
+        let read = OpenFile::of(file, &self.path.join(name)).and_then(|file| {
             let (info, ..) = read_ends(&file).inspect_err(|_| {
                 let mut magic = [0; FILE_HEADER.len()];
                 is_of_qemu = file.read_exact(&mut magic, 0).is_ok() && magic == FILE_HEADER;
             })?;
-            Ok(Handed { file, id: info.id })
+            Ok(ServedFile { file, id: info.id })
         });
         read.map_err(|error| match error {
             FileError::Read { source, .. } => failed("it cannot be read", &source),
@@ -436,7 +436,7 @@ impl Server<'_> {
 
     fn arrives(&self, key: &(String, String, u64)) {
         let mut guests = lock(&self.guests);
-        let visiting = guests.visits.entry(key.clone()).or_insert(Visiting {
+        let visiting = guests.visits.entry(key.clone()).or_insert(VisitState {
             connections: 0,
             bytes: 0,
             since: Instant::now(),
@@ -478,7 +478,7 @@ fn visitor_of(stream: &Stream) -> String {
     }
 }
 
-impl Visiting {
+impl VisitState {
     fn visit(&self, (host, name, _): &(String, String, u64)) -> Visit {
         Visit {
             host: host.clone(),
@@ -507,12 +507,12 @@ fn is_passing(error: &io::Error) -> bool {
 }
 
 /// Records the end of a connection of a visit on drop.
-struct Leaves<'a> {
+struct VisitGuard<'a> {
     server: &'a Server<'a>,
     key: &'a (String, String, u64),
 }
 
-impl Drop for Leaves<'_> {
+impl Drop for VisitGuard<'_> {
     fn drop(&mut self) {
         self.server.leaves(self.key);
     }
@@ -521,7 +521,7 @@ impl Drop for Leaves<'_> {
 /// Answers reads, one after the other, until the client closes the connection.
 fn hand_out(
     connection: &Connection,
-    file: &PlaceReader,
+    file: &OpenFile,
     mut count: impl FnMut(usize),
 ) -> Result<(), ServerError> {
     let stream = &connection.stream;
@@ -562,16 +562,16 @@ fn hand_out(
 mod tests {
     use super::*;
 
-    const PLACES: Places = Places {
+    const CONNECTION_QUOTA: ConnectionQuota = ConnectionQuota {
         most: 4,
         each: 2,
         idle: Duration::ZERO,
     };
 
     /// Returns the other end of a new connection that is being answered, if there is a place.
-    fn come(guests: &mut Guests, visitor: &str) -> Option<Stream> {
+    fn come(guests: &mut CurrentReaders, visitor: &str) -> Option<Stream> {
         let (stream, client) = Stream::pair().unwrap();
-        if !guests.has_place(visitor, PLACES, Instant::now()) {
+        if !guests.has_place(visitor, CONNECTION_QUOTA, Instant::now()) {
             return None;
         }
         let number = guests.next;
@@ -587,13 +587,13 @@ mod tests {
 
     #[test]
     fn one_visitor_does_not_have_the_places_of_all_and_gives_those_that_he_does_not_use() {
-        let mut guests = Guests::default();
+        let mut guests = CurrentReaders::default();
         let first = come(&mut guests, "a").unwrap();
         let second = come(&mut guests, "a").unwrap();
         assert!(come(&mut guests, "a").is_none(), "a third of his");
         let _others = [(); 2].map(|()| come(&mut guests, "b").expect("the others have theirs"));
         assert!(come(&mut guests, "c").is_none(), "all read");
-        let rests = |guests: &Guests, number| {
+        let rests = |guests: &CurrentReaders, number| {
             *lock(&guests.connections[&number].idle) = Some(Instant::now());
         };
         rests(&guests, 1);

@@ -50,7 +50,7 @@ impl SavedStream {
     /// Checks the lengths of the early sections, once the VM description is there.
     pub(crate) fn check_early(&self) -> Result<(), WireError> {
         let mut lengths = EarlyLengths::default();
-        self.early.all().for_each(|section| lengths.note(section));
+        self.early.all().for_each(|section| lengths.record(section));
         lengths.check(&self.end)
     }
 
@@ -75,7 +75,7 @@ pub(crate) fn piece_len(left: u64) -> usize {
 pub(crate) type TakePart<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), MigrationError>;
 
 /// A file with an index of its pages.
-pub(crate) trait Places: Sync {
+pub(crate) trait PageMap: Sync {
     /// State of one reading thread.
     type Reader<'r>
     where
@@ -143,7 +143,7 @@ pub(crate) struct FileSource<P> {
     shares: Shares,
 }
 
-impl<P: Places> FileSource<P> {
+impl<P: PageMap> FileSource<P> {
     pub(crate) fn new(file: P) -> Self {
         let threads = thread::available_parallelism().map_or(1, usize::from);
         Self {
@@ -161,7 +161,7 @@ impl<P: Places> FileSource<P> {
         self.file.stream()
     }
 
-    /// See [`Places::devices`].
+    /// See [`PageMap::devices`].
     pub(crate) fn devices(&self, take: TakePart<'_>) -> Result<(), MigrationError> {
         self.file.devices(take)
     }
@@ -176,7 +176,7 @@ impl<P: Places> FileSource<P> {
     }
 }
 
-impl<P: Places> Source for FileSource<P> {
+impl<P: PageMap> Source for FileSource<P> {
     fn readers(&self) -> usize {
         self.threads
     }
@@ -195,8 +195,8 @@ impl<P: Places> Source for FileSource<P> {
             let RamBlockEntry {
                 name, used_length, ..
             } = &self.stream().ram.blocks[block];
-            let mut left_out = session.left_out.iter();
-            let is_empty = left_out.any(|it| it.unplugged(name) >= Some(*used_length));
+            let mut unused_ram = session.unused_ram.iter();
+            let is_empty = unused_ram.any(|it| it.unplugged(name) >= Some(*used_length));
             for start in share.clone().step_by(BATCH_PAGES) {
                 let Some(mut batch) = session.flow.take() else {
                     return Ok(());

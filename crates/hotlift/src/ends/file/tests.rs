@@ -20,7 +20,7 @@ use crate::ends::file::block_sink::Stream;
 use crate::ends::file::layout::FOOT_LEN;
 use crate::ends::file::partial::PartialFile;
 use crate::ends::file::{
-    BlockFile, BlockSink, Blocks, FileError, Places, SavedVm, describe, inspect,
+    BlockFile, BlockSink, Blocks, FileError, PageMap, SavedVm, describe, inspect,
 };
 use crate::error::MigrationError;
 use crate::lock::lock;

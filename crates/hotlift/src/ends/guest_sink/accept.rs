@@ -17,8 +17,8 @@ use crate::error::{Channel, MigrationError};
 use crate::life::LONG;
 use crate::options::{MAX_PACKET_SIZE, Options};
 use crate::pipe::stream_in::StreamIn;
+use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::arrivals::{Arrivals, stray};
-use crate::stream::door::Door;
 use crate::stream::handshake::{self, Beginning};
 use crate::stream::multifd_recv::Methods;
 use crate::tls;
@@ -41,14 +41,14 @@ pub(crate) fn open<'a>(
     listener: &'a Listener,
     options: &Options,
     control: &Control,
-) -> Result<Door<'a>, MigrationError> {
+) -> Result<AcceptLoop<'a>, MigrationError> {
     let address = listener.address().map_err(MigrationError::opening)?;
-    Door::new(
+    AcceptLoop::new(
         listener,
         tls::of_options(&options.tls, &options.limits, &address)?,
         None,
         options.limits.handshake_timeout,
-        (control.strangers(), control.life()),
+        (control.rejections(), control.life()),
     )
 }
 
@@ -56,13 +56,17 @@ pub(crate) fn open<'a>(
 /// reason of a rejection. Also returns the time when the first connection was accepted, and the accept loop, which must run
 /// during the migration.
 pub(crate) fn accept<'a>(
-    door: Door<'a>,
+    accept_loop: AcceptLoop<'a>,
     uuid: [u8; 16],
     options: &Options,
     control: &Control,
-) -> Result<(StreamIn, Instant, Door<'a>), MigrationError> {
+) -> Result<(StreamIn, Instant, AcceptLoop<'a>), MigrationError> {
     let expected = Expected { uuid, options };
-    let mut arrivals = Arrivals::new(door, Some(options.stream.channels()), control.strangers());
+    let mut arrivals = Arrivals::new(
+        accept_loop,
+        Some(options.stream.channels()),
+        control.rejections(),
+    );
     let (main, since) = loop {
         match expected.step(&mut arrivals, control) {
             Ok(Some(main)) => break main,
@@ -74,7 +78,7 @@ pub(crate) fn accept<'a>(
         }
     };
     let Arrivals {
-        door,
+        accept_loop,
         mut multifd,
         since: first,
         ..
@@ -89,7 +93,7 @@ pub(crate) fn accept<'a>(
     };
     let channels = multifd.into_iter().map(|(_, stream)| stream).collect();
     let source = StreamIn::new(main, channels, hello.is_some(), hello, methods);
-    Ok((source, first.unwrap_or(since), door))
+    Ok((source, first.unwrap_or(since), accept_loop))
 }
 
 impl Expected<'_> {

@@ -10,7 +10,7 @@ use crate::ends::guest_sink::sink::GuestSink;
 use crate::error::{Channel, MigrationError};
 use crate::handover::DestinationSide;
 use crate::pipe::session::Session;
-use crate::stream::multifd_recv::{PageSink, ReadOn};
+use crate::stream::multifd_recv::{PageSink, ReadDecision};
 
 /// Reads channel `id` until it ends, or the guest was taken over.
 pub(crate) fn receive(
@@ -55,7 +55,7 @@ impl PageSink for GuestRam<'_> {
         &mut self,
         header: &PacketHeader,
         read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
-    ) -> Result<ReadOn, MigrationError> {
+    ) -> Result<ReadDecision, MigrationError> {
         let (session, sink) = (self.session, self.sink);
         self.check_switch("pages")?;
         let block = header.block();
@@ -79,29 +79,31 @@ impl PageSink for GuestRam<'_> {
         }
         session.received[usize::from(self.id)]
             .add_pages(header.normal().len(), header.zero().len());
-        Ok(ReadOn::Yes)
+        Ok(ReadDecision::Yes)
     }
 
-    fn tell(&mut self, message: &[u8]) {
+    fn report(&mut self, message: &[u8]) {
         // The reader of the connection detects the loss of the source.
         let _ = self.sink.source.answer(message);
     }
 
-    fn sync(&mut self) -> Result<ReadOn, MigrationError> {
+    fn sync(&mut self) -> Result<ReadDecision, MigrationError> {
         let session = self.session;
         self.check_switch("SYNC")?;
-        if session.taking.side() != DestinationSide::Loading {
+        if session.destination_handover.side() != DestinationSide::Loading {
             // After all data has arrived there are no more barriers: this SYNC is the source's commit. A question that follows
             // it is answered by the thread that lingers until the source knows the outcome.
             self.sink.take_over(session)?;
-            return Ok(ReadOn::No);
+            return Ok(ReadDecision::No);
         }
         Ok(session.barrier.channel_arrives().into())
     }
 
     fn ended(&mut self) -> Result<(), MigrationError> {
         let session = self.session;
-        if session.taking.side() == DestinationSide::Loading && self.sink.source.is_hotlift() {
+        if session.destination_handover.side() == DestinationSide::Loading
+            && self.sink.source.is_hotlift()
+        {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

@@ -136,7 +136,7 @@ pub(crate) fn failed(
 }
 
 /// The main thread's side.
-pub(crate) struct HandOver<'a> {
+pub(crate) struct DecompressQueue<'a> {
     runs: &'a Flow<Run>,
     /// Run that is being filled.
     run: Option<Run>,
@@ -147,7 +147,7 @@ pub(crate) struct HandOver<'a> {
     taken_back: Vec<Run>,
 }
 
-impl<'a> HandOver<'a> {
+impl<'a> DecompressQueue<'a> {
     /// Creates it, or returns `None` without threads.
     pub(crate) fn new(
         pool: &'a DecompressThreads,

@@ -6,16 +6,18 @@ use hotlift_wire::main_channel::{Command, PageContent};
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::guest_sink::decompress_threads;
-use crate::ends::guest_sink::decompress_threads::{HandOver, failed};
+use crate::ends::guest_sink::decompress_threads::{DecompressQueue, failed};
 use crate::ends::guest_sink::postcopy;
-use crate::ends::guest_sink::sink::{GuestSink, UntilCommit};
+use crate::ends::guest_sink::sink::{GuestSink, PreCommitWait};
 use crate::error::{Channel, MigrationError};
 use crate::handover::DestinationSide;
 use crate::lock::lock;
 use crate::pipe::session::Session;
 use crate::pipe::sink::Sink;
 use crate::stream::handshake;
-use crate::stream::main_channel::{Action, GuestRules, MainChannel, Silence, Taker, unexpected};
+use crate::stream::main_channel::{
+    Action, GuestRules, MainChannel, SilenceLimit, StreamConsumer, unexpected,
+};
 use crate::stream::main_recv::MainInput;
 use crate::stream::return_path::encode;
 
@@ -39,7 +41,7 @@ struct State<'a> {
     session: &'a Session<'a>,
     sink: &'a GuestSink<'a>,
     /// Decompression threads, with `compress`.
-    threads: Option<HandOver<'a>>,
+    threads: Option<DecompressQueue<'a>>,
     /// Decoder for compressed pages without threads, created on first use.
     inflater: Option<Inflater>,
 }
@@ -56,9 +58,9 @@ impl<'a> MainReceiver<'a> {
             is_hotlift: options.stream.multifd().then(|| sink.source.is_hotlift()),
         };
         // Half of the source's timeout, so that the source receives the reason before its own timeout.
-        let silence = Silence::WithinRecords(options.limits.handshake_timeout / 2);
+        let silence = SilenceLimit::WithinRecords(options.limits.handshake_timeout / 2);
         Ok(Self {
-            machine: MainChannel::new(Taker::Guest(rules), silence),
+            machine: MainChannel::new(StreamConsumer::Guest(rules), silence),
             input: MainInput::new(
                 &sink.source.main,
                 &session.received[sink.source.multifd.len()],
@@ -68,7 +70,7 @@ impl<'a> MainReceiver<'a> {
             state: State {
                 session,
                 sink,
-                threads: HandOver::new(&sink.decompress, sink.guest, options),
+                threads: DecompressQueue::new(&sink.decompress, sink.guest, options),
                 inflater: None,
             },
         })
@@ -79,7 +81,7 @@ impl<'a> MainReceiver<'a> {
         let (session, sink) = (self.state.session, self.state.sink);
         let decided = |error| {
             let called_off = || session.control.life().is_stopped();
-            match session.taking.wait_for_decision(called_off) {
+            match session.destination_handover.wait_for_decision(called_off) {
                 true => Ok(()),
                 false => Err(error),
             }
@@ -89,7 +91,7 @@ impl<'a> MainReceiver<'a> {
             let act = |action: Action<'_>, _: &[u8]| state.act(action);
             match self
                 .input
-                .step(&mut self.machine, &UntilCommit(session), act)
+                .step(&mut self.machine, &PreCommitWait(session), act)
             {
                 Ok(None | Some(Next::Go)) => {}
                 Ok(Some(Next::Run(pings))) => {
@@ -101,14 +103,14 @@ impl<'a> MainReceiver<'a> {
                     return decided(MigrationError::Cancelled);
                 }
                 Err(error) => {
-                    return match session.taking.side() {
+                    return match session.destination_handover.side() {
                         DestinationSide::Loading | DestinationSide::Never => Err(error),
                         // The source's commit may arrive on another connection; this one carries nothing more.
                         DestinationSide::Loaded
-                        | DestinationSide::Taking
+                        | DestinationSide::Starting
                         | DestinationSide::Taken
                         | DestinationSide::Unsure => {
-                            session.taking.connection_ended();
+                            session.destination_handover.connection_ended();
                             decided(error)
                         }
                     };
@@ -144,7 +146,7 @@ impl State<'_> {
             Action::Pong(value) => self.answer(&[ReturnMessage::Pong(value)])?,
             Action::Advised => sink.command(Command::PostcopyAdvise { page_sizes: None })?,
             Action::SyncPoint => {
-                session.meet_readers()?;
+                session.await_readers()?;
                 sink.barrier()?;
                 session.barrier.pass();
             }
@@ -167,7 +169,7 @@ impl State<'_> {
             }
             Action::Discard { block, ranges } => {
                 // The source commits after the answer that this is done.
-                session.taking.expect_questions();
+                session.destination_handover.expect_questions();
                 postcopy::discard(sink, block, ranges)?;
             }
             Action::Run(pings) => return Ok(Next::Run(pings)),
@@ -237,7 +239,7 @@ impl State<'_> {
     /// Loads the devices, which are complete.
     fn load_devices(&self) -> Result<(), MigrationError> {
         self.sink.await_loaded()?;
-        self.session.taking.loaded();
+        self.session.destination_handover.loaded();
         Ok(())
     }
 }

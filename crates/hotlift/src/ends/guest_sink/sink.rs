@@ -6,12 +6,12 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::legacy::xbzrle;
-use hotlift_net::admission::{Admitted, Head};
+use hotlift_net::admission::{Admitted, ConnectionClass};
 use hotlift_net::transport::Stream;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, EarlySection};
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::Doing;
+use hotlift_wire::settle::GuestActivity;
 
 use crate::control::Control;
 use crate::ends::guest_sink::announce;
@@ -27,9 +27,9 @@ use crate::pipe::session::Session;
 use crate::pipe::sink::{HasTaken, Sink, WritePages};
 use crate::pipe::stream_in::StreamIn;
 use crate::status::{MigrationEvent, Status};
-use crate::stream::door::Door;
+use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::main_channel::unexpected;
-use crate::stream::main_recv::Waiting;
+use crate::stream::main_recv::WaitCondition;
 use crate::stream::preempt::PreemptIn;
 use crate::stream::return_path::encode;
 
@@ -131,9 +131,9 @@ impl<'a> GuestSink<'a> {
 
     /// Starts the guest, because a connection reports that the source has released it. Only the first report has an effect.
     pub(crate) fn take_over(&self, session: &Session<'_>) -> Result<(), MigrationError> {
-        let taking = &session.taking;
-        if !taking.commit() {
-            return match taking.side() {
+        let destination_handover = &session.destination_handover;
+        if !destination_handover.commit() {
+            return match destination_handover.side() {
                 DestinationSide::Loading => Err(MigrationError::Protocol {
                     channel: Channel::Main,
                     got: "the end of the stream".to_owned(),
@@ -142,7 +142,7 @@ impl<'a> GuestSink<'a> {
                 _ => Ok(()),
             };
         }
-        let _unsure = OnPanic(|| taking.unsure());
+        let _unsure = OnPanic(|| destination_handover.unsure());
         if !self.run(session, Status::Completed) {
             return Ok(());
         }
@@ -152,7 +152,7 @@ impl<'a> GuestSink<'a> {
         for (_, mut stream) in self.source.streams().enumerate().filter(|it| is_read(it.0)) {
             let _ = stream.write_all(&running);
         }
-        taking.taken();
+        destination_handover.taken();
         announce::start(self.guest, &self.options.announce);
         Ok(())
     }
@@ -162,7 +162,7 @@ impl<'a> GuestSink<'a> {
         match self.commit(&[], None) {
             Err(error) => {
                 session.fail(error);
-                session.taking.refused();
+                session.destination_handover.refused();
                 false
             }
             Ok(_) => {
@@ -216,7 +216,7 @@ impl<'a> GuestSink<'a> {
     /// [`MigrationError::Timeout`]; the error of `waiting`.
     pub(crate) fn await_preempt(
         &self,
-        waiting: &dyn Waiting,
+        waiting: &dyn WaitCondition,
     ) -> Result<Arc<Stream>, MigrationError> {
         self.awaits_preempt.store(true, Ordering::Release);
         // The accept loop's thread accepts the channel only from now on.
@@ -226,28 +226,32 @@ impl<'a> GuestSink<'a> {
         self.preempt.wait_for(patience, waiting)
     }
 
-    /// Takes the preempt channel out of the new connections of `door`. A Hotlift sends a header on it; a QEMU sends nothing,
-    /// and connects before this side waits for it.
+    /// Takes the preempt channel out of the new connections of `accept_loop`. A Hotlift sends a header on it; a QEMU sends
+    /// nothing, and connects before this side waits for it.
     pub(crate) fn find_preempt(
         &self,
-        door: &mut Door<'_>,
+        accept_loop: &mut AcceptLoop<'_>,
         arrivals: &mut Vec<Admitted>,
     ) -> Option<Stream> {
-        let named = |arrival: &mut Admitted| matches!(arrival.head(), Head::Token(_));
+        let named = |arrival: &mut Admitted| matches!(arrival.head(), ConnectionClass::Token(_));
         let of_hotlift = arrivals.extract_if(.., named).last();
         match self.source.is_hotlift() {
             true => of_hotlift.map(|arrival| arrival.stream),
-            false => door.take_silent(&self.source.main.host()),
+            false => accept_loop.take_silent(&self.source.main.host()),
         }
     }
 
     /// Accepts the preempt channel during precopy.
-    pub(crate) fn look_for_preempt(&self, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
+    pub(crate) fn look_for_preempt(
+        &self,
+        accept_loop: &mut AcceptLoop<'_>,
+        arrivals: &mut Vec<Admitted>,
+    ) {
         let may_come = self.source.is_hotlift() || self.awaits_preempt.load(Ordering::Acquire);
         if self.options.postcopy.preempt
             && may_come
             && !self.preempt.is_here()
-            && let Some(stream) = self.find_preempt(door, arrivals)
+            && let Some(stream) = self.find_preempt(accept_loop, arrivals)
         {
             self.preempt.put(stream);
         }
@@ -306,10 +310,10 @@ impl Sink for GuestSink<'_> {
     }
 
     /// Starts the guest.
-    fn commit(&self, _: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
+    fn commit(&self, _: &[u8], _: Option<HasTaken<'_>>) -> Result<GuestActivity, MigrationError> {
         self.guest.resume()?;
-        self.control.tell(MigrationEvent::Resumed);
-        Ok(Doing::Unknown)
+        self.control.report(MigrationEvent::Resumed);
+        Ok(GuestActivity::Unknown)
     }
 
     /// Does nothing: the source's connections end with the threads that read them.
@@ -325,18 +329,20 @@ impl Sink for GuestSink<'_> {
 }
 
 /// A wait for the source before its commit.
-pub(crate) struct UntilCommit<'a>(pub &'a Session<'a>);
+pub(crate) struct PreCommitWait<'a>(pub &'a Session<'a>);
 
-impl Waiting for UntilCommit<'_> {
+impl WaitCondition for PreCommitWait<'_> {
     fn check(&self) -> Result<(), MigrationError> {
         let Session {
-            control, taking, ..
+            control,
+            destination_handover,
+            ..
         } = self.0;
-        if control.life().is_stopped() && taking.abandon() {
+        if control.life().is_stopped() && destination_handover.abandon() {
             return Err(MigrationError::Cancelled);
         }
         // The source's commit may have arrived on another connection.
-        match taking.side() {
+        match destination_handover.side() {
             DestinationSide::Loading | DestinationSide::Loaded => Ok(()),
             _ => Err(MigrationError::main_closed()),
         }

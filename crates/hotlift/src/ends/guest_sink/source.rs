@@ -12,14 +12,14 @@ use crate::handover::DestinationSide;
 use crate::lock::lock;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
-use crate::stream::attend::linger;
-use crate::stream::door::Door;
+use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::graceful_close;
+use crate::stream::serve_queries::linger;
 
 /// Connections of a guest's migration.
-pub(crate) struct Arriving<'a>(pub &'a GuestSink<'a>);
+pub(crate) struct GuestConnections<'a>(pub &'a GuestSink<'a>);
 
-impl Source for Arriving<'_> {
+impl Source for GuestConnections<'_> {
     fn readers(&self) -> usize {
         self.0.source.multifd.len() + decompress_threads::threads(self.0.options)
     }
@@ -44,13 +44,18 @@ impl Source for Arriving<'_> {
         let id = u8::try_from(reader).unwrap_or(u8::MAX);
         let outcome = channel::receive(session, sink, id);
         // After everything has arrived, a lost channel is no failure while another one can carry the source's commit.
-        let is_loading = session.taking.side() == DestinationSide::Loading;
-        session.taking.connection_ended();
+        let is_loading = session.destination_handover.side() == DestinationSide::Loading;
+        session.destination_handover.connection_ended();
         if is_loading { outcome } else { Ok(()) }
     }
 
-    fn at_door(&self, _: &Session<'_>, door: &mut Door<'_>, arrivals: &mut Vec<Admitted>) {
-        self.0.look_for_preempt(door, arrivals);
+    fn accept_late(
+        &self,
+        _: &Session<'_>,
+        accept_loop: &mut AcceptLoop<'_>,
+        arrivals: &mut Vec<Admitted>,
+    ) {
+        self.0.look_for_preempt(accept_loop, arrivals);
     }
 
     fn streams(&self) -> Vec<&Stream> {
@@ -71,19 +76,19 @@ impl Source for Arriving<'_> {
 
     fn refuse(&self, session: &Session<'_>, reason: &str) {
         let source = &self.0.source;
-        if source.is_hotlift() && session.taking.side() == DestinationSide::Never {
+        if source.is_hotlift() && session.destination_handover.side() == DestinationSide::Never {
             graceful_close::say_reason(&[&source.main], reason);
         }
     }
 
-    fn linger(&self, session: &Session<'_>, door: &mut Door<'_>) {
+    fn linger(&self, session: &Session<'_>, accept_loop: &mut AcceptLoop<'_>) {
         let source = &self.0.source;
         if source.is_hotlift() {
             let recovered = lock(&self.0.recovered).clone();
             let streams: Vec<_> = source.streams().chain(recovered.as_deref()).collect();
             linger(
-                door,
-                &session.asked(&|| ()),
+                accept_loop,
+                &session.query_subject(&|| ()),
                 &streams,
                 &lock(&self.0.read_ahead),
                 session.patience,

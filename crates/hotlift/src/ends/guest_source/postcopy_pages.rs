@@ -9,7 +9,7 @@ use hotlift_wire::multifd::ZeroPageDetection;
 use crate::ends::guest_source::source::GuestSource;
 use crate::error::MigrationError;
 use crate::lock::lock;
-use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
+use crate::postcopy::{Batch, Ledger, Pages, Place, PrefetchQueue, Reader};
 
 /// Pages of one background write: an answer waits for at most this number.
 const BATCH: usize = 16;
@@ -20,7 +20,7 @@ const SHARE: usize = 64;
 /// Pages still to send: first near the latest request, then in order.
 pub(crate) struct GuestPages<'a> {
     source: &'a GuestSource<'a>,
-    near: Near,
+    near: PrefetchQueue,
     /// RAM block, and the pages of its latest chunk that no thread has taken.
     rest: Mutex<(usize, Range<usize>)>,
 }
@@ -31,7 +31,7 @@ impl<'a> GuestPages<'a> {
         source.ram.start_round(false);
         Self {
             source,
-            near: Near::new(source.guest.ram().iter().map(|block| block.pages())),
+            near: PrefetchQueue::new(source.guest.ram().iter().map(|block| block.pages())),
             rest: Mutex::new((0, 0..0)),
         }
     }
@@ -68,8 +68,8 @@ impl Pages for GuestPages<'_> {
         Ok(Some(share.map(|page| (*block, page)).collect()))
     }
 
-    fn asked_for(&self, block: usize, page: usize) {
-        self.near.asked_for(block, page);
+    fn record_request(&self, block: usize, page: usize) {
+        self.near.record_request(block, page);
     }
 }
 

@@ -61,9 +61,9 @@ impl Source for GuestSource<'_> {
         _: &[u8],
     ) -> Result<(), MigrationError> {
         if let (Channel::Main, Some(ledger)) = (channel, self.ledger.get()) {
-            ledger.note(&mut lock(&self.asked_block), message, Instant::now())?;
+            ledger.record(&mut lock(&self.asked_block), message, Instant::now())?;
         }
-        if session.giving.is_committed() {
+        if session.source_handover.is_committed() {
             // The destination's statement may follow this message.
             return Ok(());
         }
@@ -92,7 +92,7 @@ impl Source for GuestSource<'_> {
 
     /// Detects a stall that no other thread can end: a blocked write, while the guest is paused, to a destination that reads
     /// nothing.
-    fn look(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
+    fn poll(&self, session: &Session<'_>, now: Instant) -> Option<Instant> {
         if !self.is_guest_stopped() {
             return None;
         }

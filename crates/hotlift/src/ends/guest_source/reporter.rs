@@ -81,7 +81,7 @@ impl<'a> Reporter<'a> {
     }
 
     /// Sends a report.
-    pub(crate) fn tell(&mut self, round: u64, estimator: &Estimator) {
+    pub(crate) fn report(&mut self, round: u64, estimator: &Estimator) {
         self.source.show_zero_jobs();
         let bytes = self.source.bytes();
         let counts = Counts {
@@ -109,7 +109,7 @@ impl<'a> Reporter<'a> {
             .flatten();
         let elapsed = self.started.elapsed();
         let auto = self.source.out.multifd.auto().zip(self.timeline.as_mut());
-        let methods = auto.map(|(auto, timeline)| timeline.look(auto, elapsed));
+        let methods = auto.map(|(auto, timeline)| timeline.poll(auto, elapsed));
         (self.on_progress)(&Progress {
             status: self.source.control.status(),
             round,

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use crate::error::MigrationError;
 use crate::life::Life;
-use crate::life::gate::Gate;
+use crate::life::wait_mutex::WaitMutex;
 
 /// Rounds of one migration.
 pub(crate) struct Rounds {
-    state: Gate<State>,
+    state: WaitMutex<State>,
     channels: usize,
 }
 
@@ -26,7 +26,7 @@ impl Rounds {
     /// Creates it for `channels` channels.
     pub(crate) fn new(channels: usize, life: &Life) -> Self {
         Self {
-            state: Gate::new(life, State::default()),
+            state: WaitMutex::new(life, State::default()),
             channels,
         }
     }

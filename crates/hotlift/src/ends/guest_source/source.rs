@@ -103,12 +103,12 @@ impl<'a> GuestSource<'a> {
     /// Handles an early end of a postcopy's connection. Before the commit this is a normal failure, and the commit then does
     /// not happen.
     pub(super) fn lose(&self, session: &Session<'_>, error: MigrationError) {
-        if session.giving.is_committed() {
+        if session.source_handover.is_committed() {
             self.lost.keep(error);
         } else {
             session.fail(error);
             // The commit may have happened first.
-            if !session.giving.is_committed() {
+            if !session.source_handover.is_committed() {
                 return;
             }
         }

@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use hotlift_idxd::zero::{Verdict, ZeroBatch, ZeroFinder};
+use hotlift_idxd::zero::{PageResult, ZeroBatch, ZeroFinder};
 use hotlift_idxd::{CpuFeatures, queue};
 use hotlift_mem::{GuestRun, PAGE_SIZE, RamBlock};
 use hotlift_methods::Accelerator;
@@ -181,9 +181,9 @@ impl<'a> Pipeline<'a> {
                 return;
             };
             let is_zero = match verdict {
-                Verdict::Zero => true,
-                Verdict::Normal => false,
-                Verdict::LookFrom(at) => page.split_at(at).1.is_zero(),
+                PageResult::Zero => true,
+                PageResult::Normal => false,
+                PageResult::LookFrom(at) => page.split_at(at).1.is_zero(),
             };
             sort(is_zero, offset);
         });

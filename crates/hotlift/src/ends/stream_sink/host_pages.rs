@@ -15,7 +15,7 @@ use crate::postcopy::LARGEST_PAGE;
 use crate::stream::main_send::PageRecords;
 
 /// Pages of the largest host page.
-const MOST: usize = LARGEST_PAGE / PAGE_SIZE;
+const LARGEST_HOST_PAGE: usize = LARGEST_PAGE / PAGE_SIZE;
 
 /// Incomplete host pages.
 pub(super) struct HostPages {
@@ -30,7 +30,7 @@ pub(super) struct HostPages {
 pub(super) struct Gathered {
     block: usize,
     /// One bit per page, the lowest first.
-    has: [u64; MOST / 64],
+    has: [u64; LARGEST_HOST_PAGE / 64],
     zero: Vec<u64>,
     normal: Vec<u64>,
     content: Vec<u8>,
@@ -113,7 +113,7 @@ impl HostPages {
         taken.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         Ok(Gathered {
             block,
-            has: [0; MOST / 64],
+            has: [0; LARGEST_HOST_PAGE / 64],
             zero: Vec::new(),
             normal: Vec::new(),
             content: Vec::with_capacity(bytes),
@@ -149,7 +149,7 @@ mod tests {
     fn two_blocks(memory: usize) -> HostPages {
         let mut huge = RamBlockEntry::new("huge", 2 * LARGEST_PAGE as u64);
         huge.page_size = LARGEST_PAGE as u64;
-        let memory = MemoryLimit::new(memory * MOST * PAGE_SIZE);
+        let memory = MemoryLimit::new(memory * LARGEST_HOST_PAGE * PAGE_SIZE);
         HostPages::new(
             &[RamBlockEntry::new("small", LARGEST_PAGE as u64), huge],
             &memory,
@@ -169,15 +169,18 @@ mod tests {
         };
         let mut whole = Vec::new();
         // In reverse order, alternating between the two.
-        for page in (0..MOST).rev().flat_map(|page| [page, MOST + page]) {
+        for page in (0..LARGEST_HOST_PAGE)
+            .rev()
+            .flat_map(|page| [page, LARGEST_HOST_PAGE + page])
+        {
             let added = host_pages
                 .add(1, offset(page), content(page).as_ref())
                 .unwrap();
             whole.extend(added);
             let left = host_pages.are_whole();
-            assert_eq!(left.is_ok(), page == MOST, "{page}");
+            assert_eq!(left.is_ok(), page == LARGEST_HOST_PAGE, "{page}");
         }
-        let firsts = [0, MOST];
+        let firsts = [0, LARGEST_HOST_PAGE];
         assert_eq!(whole.len(), firsts.len());
         for (gathered, first) in whole.iter().zip(firsts) {
             let PageRecords {
@@ -186,10 +189,14 @@ mod tests {
                 normal,
                 content: bytes,
             } = gathered.pages();
-            assert_eq!((block, zero.len() + normal.len()), (1, MOST));
+            assert_eq!((block, zero.len() + normal.len()), (1, LARGEST_HOST_PAGE));
             let mut pages: Vec<_> = zero.iter().chain(normal).copied().collect();
             pages.sort_unstable();
-            assert!(pages.into_iter().eq((first..first + MOST).map(offset)));
+            assert!(
+                pages
+                    .into_iter()
+                    .eq((first..first + LARGEST_HOST_PAGE).map(offset))
+            );
             for (at, page) in normal.iter().zip(bytes.chunks(PAGE_SIZE)) {
                 let number = usize::try_from(*at).unwrap() / PAGE_SIZE;
                 assert_eq!(
@@ -207,7 +214,7 @@ mod tests {
         let host_pages = two_blocks(1);
         host_pages.add(1, offset(5), None).unwrap();
         assert!(host_pages.add(1, offset(5), None).is_err());
-        let over = host_pages.add(1, offset(MOST), None);
+        let over = host_pages.add(1, offset(LARGEST_HOST_PAGE), None);
         assert!(matches!(over, Err(MigrationError::MemoryLimit { .. })));
         assert!(host_pages.are_whole().is_err());
     }

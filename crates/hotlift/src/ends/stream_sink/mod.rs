@@ -25,7 +25,7 @@ use hotlift_wire::limits;
 use hotlift_wire::main_channel::{Command, Configuration, EarlySection, RunStateSearch};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::Doing;
+use hotlift_wire::settle::GuestActivity;
 
 use crate::auto::{Auto, Reader};
 use crate::control::Control;
@@ -37,7 +37,10 @@ use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWrit
 use crate::ends::stream_sink::postcopy::Background;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
-use crate::handover::{Taken, TakenByQemu, Word, await_word, say_farewell, say_heard};
+use crate::handover::{
+    DestinationStatement, OwnershipWait, QemuGuestState, await_statement, confirm_outcome,
+    notify_not_committed,
+};
 use crate::life::LONG;
 use crate::lock::lock;
 use crate::pipe::settings::RelaySettings;
@@ -45,7 +48,7 @@ use crate::pipe::sink::{
     Forward, ForwardPackets, HasTaken, Opening, Postcopy, RamLayout, Sink, WritePages,
 };
 use crate::pipe::stream_out::StreamOut;
-use crate::postcopy::turns::Turn;
+use crate::postcopy::priority_lock::PriorityLockGuard;
 use crate::remote::Remote;
 use crate::stream::handshake;
 use crate::stream::main_send::MainSend;
@@ -68,7 +71,7 @@ const GUESSED_SYNC_POINTS: &str = "it could not load the guest; its log has the 
 const LAST_WITHOUT_CONFIGURATION: (u32, u32) = (2, 3);
 
 /// Interval of the QMP queries for the state of the guest.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Name of the awaited answer to the opening.
 const OPENED: &str = "the destination's answer to the opening (check that both sides have the same machine, multifd-channels \
@@ -310,35 +313,39 @@ impl<'a> StreamSink<'a> {
 
     /// Waits for the peer's statement about the guest: on main, as the answer to a query, or from the hook `has_taken`. Also
     /// returns the state of the guest.
-    fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<(Word, Doing)> {
+    fn await_statement(
+        &self,
+        has_taken: Option<HasTaken<'_>>,
+    ) -> Option<(DestinationStatement, GuestActivity)> {
         let patience = self.settings.limits.settle_timeout;
-        let on_stream = &mut |wait| self.out.answers.wait_word(wait);
+        let on_stream = &mut |wait| self.out.answers.wait_statement(wait);
         let to_ask = self.out.answers.id().map(|id| (&self.out.to, id));
         let Some(has_taken) = has_taken.filter(|_| to_ask.is_none()) else {
-            return await_word(patience, to_ask, &mut |wait| {
-                self.out.answers.wait_told(wait)
+            return await_statement(patience, to_ask, &mut |wait| {
+                self.out.answers.wait_statement_and_activity(wait)
             });
         };
         let life = self.control.life();
-        let mut wait = TakenByQemu::new(life.now(), patience);
+        let mut wait = OwnershipWait::new(life.now(), patience);
         let was = self.run_state.get().map(String::as_str);
         wait.state(on_stream(wait.first_wait()));
-        while wait.goes_on(life.now()) {
+        while wait.keeps_waiting(life.now()) {
             let taken = has_taken(was);
             // The peer's own statement before its end has precedence.
-            if wait.word().is_none() {
-                wait.state(on_stream(LOOK));
+            if wait.statement().is_none() {
+                wait.state(on_stream(POLL_INTERVAL));
             }
-            if taken == Taken::Ended {
+            if taken == QemuGuestState::Ended {
                 self.out.answers.explain(DID_NOT_RUN);
             }
             let judged = wait.judge(taken);
             if judged.is_some() {
                 return judged;
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
-        wait.word().map(|word| (word, Doing::Unknown))
+        wait.statement()
+            .map(|statement| (statement, GuestActivity::Unknown))
     }
 
     /// Returns the features of the stream, for a Hotlift at the destination.
@@ -360,7 +367,7 @@ impl<'a> StreamSink<'a> {
         Offer::new(features)
     }
 
-    fn lock_main(&self) -> Turn<'_, MainSend> {
+    fn lock_main(&self) -> PriorityLockGuard<'_, MainSend> {
         self.out.main.take()
     }
 
@@ -660,7 +667,11 @@ impl Sink for StreamSink<'_> {
         self.await_answer(limit, &waiting_for)
     }
 
-    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
+    fn commit(
+        &self,
+        end: &[u8],
+        has_taken: Option<HasTaken<'_>>,
+    ) -> Result<GuestActivity, MigrationError> {
         let StreamOut {
             main,
             link,
@@ -685,13 +696,13 @@ impl Sink for StreamSink<'_> {
                 link.transport.shutdown(Shutdown::Write);
             }
         }
-        let word = self.await_word(has_taken);
-        if let (Some(_), Some(id)) = (word, id) {
-            self.heard().for_each(|stream| say_heard(stream, id));
+        let statement = self.await_statement(has_taken);
+        if let (Some(_), Some(id)) = (statement, id) {
+            self.heard().for_each(|stream| confirm_outcome(stream, id));
         }
-        match word {
-            Some((Word::Runs | Word::HasAll, doing)) => Ok(doing),
-            Some((Word::Never, _)) => Err(self.out.answers.refusal()),
+        match statement {
+            Some((DestinationStatement::Runs | DestinationStatement::HasAll, doing)) => Ok(doing),
+            Some((DestinationStatement::Never, _)) => Err(self.out.answers.refusal()),
             None => Err(MigrationError::InDoubt),
         }
     }
@@ -737,7 +748,7 @@ impl Sink for StreamSink<'_> {
         true
     }
 
-    fn refuses_in_words(&self) -> bool {
+    fn refuses_with_text(&self) -> bool {
         self.out.answers.id().is_some()
     }
 
@@ -754,7 +765,7 @@ impl Sink for StreamSink<'_> {
         if self.asked_whether_loaded.load(Ordering::Acquire)
             && let Some(id) = self.out.answers.id()
         {
-            say_farewell(&self.out.to, id);
+            notify_not_committed(&self.out.to, id);
         }
     }
 

@@ -17,7 +17,7 @@ use crate::ends::stream_sink::{READY, StreamSink};
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::sink::{Postcopy, WritePages};
-use crate::postcopy::Way;
+use crate::postcopy::OutputPath;
 use crate::stream::main_send::PageRecords;
 use crate::stream::multifd_send::connect_with;
 use crate::stream::preempt::PreemptOut;
@@ -43,7 +43,7 @@ impl StreamSink<'_> {
             Some(channel) if channel.is_taken()? => Some(channel),
             _ => None,
         };
-        Way::urgent(&self.out.main, alone).send(self.block_name(pages.block), pages)
+        OutputPath::urgent(&self.out.main, alone).send(self.block_name(pages.block), pages)
     }
 
     /// Returns true if all pages are records of main, which are in order.

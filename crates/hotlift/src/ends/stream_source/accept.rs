@@ -7,19 +7,19 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use hotlift_net::admission::{Admitted, Head, Listener};
+use hotlift_net::admission::{Admitted, ConnectionClass, Listener};
 use hotlift_net::transport::{Stream, wait_readable};
 use hotlift_wire::multifd::{Hello, InitialPacket};
 
 use crate::control::Control;
-use crate::ends::stream_source::gathering::{Come, Gathering, Step};
+use crate::ends::stream_source::channel_wait::{ArrivedConnections, ChannelWait, Step};
 use crate::error::MigrationError;
 use crate::life::LONG;
-use crate::pipe::session::Call;
+use crate::pipe::session::WaitCheck;
 use crate::pipe::settings::RelaySettings;
+use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::arrivals::{Arrivals, stray};
-use crate::stream::door::Door;
-use crate::stream::main_recv::Waiting;
+use crate::stream::main_recv::WaitCondition;
 
 /// Delay of a source's last channel after the first multifd flush on main, which it precedes: on one host only the delay of
 /// this process.
@@ -38,13 +38,13 @@ const CHANNELS_OF_QEMU: Duration = Duration::from_millis(300);
 
 /// Age up to which a silent connection may still be a channel of a source that does not state its number of channels. A channel
 /// sends its opening packet as soon as it is connected.
-const NEWCOMER: Duration = Duration::from_secs(2);
+const NEWCOMER_MAX_AGE: Duration = Duration::from_secs(2);
 
 /// Limit of connections checked for a late channel.
-const KNOCKS: usize = 256;
+const MAX_CHECKED_ARRIVALS: usize = 256;
 
 /// Connections of a source that does not state their number at first.
-pub(crate) struct Uncounted<'a> {
+pub(crate) struct QemuConnections<'a> {
     arrivals: Arrivals<'a>,
     max_channels: u8,
     /// Time limit for missing connections.
@@ -83,22 +83,22 @@ impl Channels {
     }
 }
 
-impl<'a> Uncounted<'a> {
+impl<'a> QemuConnections<'a> {
     pub(crate) fn new(
         listener: &'a Listener,
         settings: &RelaySettings,
         control: &Control,
     ) -> Result<Self, MigrationError> {
         let timeout = settings.limits.handshake_timeout;
-        let door = Door::new(
+        let accept_loop = AcceptLoop::new(
             listener,
             settings.incoming_tls.clone(),
             settings.incoming_pass.clone(),
             timeout,
-            (control.strangers(), control.life()),
+            (control.rejections(), control.life()),
         )?;
         Ok(Self {
-            arrivals: Arrivals::new(door, None, control.strangers()),
+            arrivals: Arrivals::new(accept_loop, None, control.rejections()),
             timeout,
             max_channels: settings.limits.max_channels,
         })
@@ -106,11 +106,14 @@ impl<'a> Uncounted<'a> {
 
     /// Waits for the main channel, and returns it with the time of its arrival. Waits without a limit for the first connection,
     /// then within the handshake timeout.
-    pub(crate) fn main(&mut self, call: &Call<'_>) -> Result<(Stream, Instant), MigrationError> {
+    pub(crate) fn main(
+        &mut self,
+        call: &WaitCheck<'_>,
+    ) -> Result<(Stream, Instant), MigrationError> {
         let mut deadline = None;
         loop {
             if let Some(main) = self.arrivals.main.take() {
-                self.let_channels_in(&main.0, call)?;
+                self.admit_channels(&main.0, call)?;
                 return Ok(main);
             }
             let now = self.now();
@@ -134,14 +137,18 @@ impl<'a> Uncounted<'a> {
 
     /// Runs the handshakes of a QEMU's channels for some time. A QEMU 7.2 sends nothing more on `main` before they are done, so
     /// the reader of main would wait.
-    fn let_channels_in(&mut self, main: &Stream, call: &Call<'_>) -> Result<(), MigrationError> {
+    fn admit_channels(
+        &mut self,
+        main: &Stream,
+        call: &WaitCheck<'_>,
+    ) -> Result<(), MigrationError> {
         if !main.is_of_a_qemu() {
             return Ok(());
         }
         let begun = self.now();
-        let mut gathering = Gathering::new(begun, 0, CHANNELS_OF_QEMU, self.timeout);
+        let mut gathering = ChannelWait::new(begun, 0, CHANNELS_OF_QEMU, self.timeout);
         loop {
-            let (come, now) = (self.come(), self.now());
+            let (come, now) = (self.arrived(), self.now());
             if gathering.is_settled(&come, now) {
                 break;
             }
@@ -156,15 +163,15 @@ impl<'a> Uncounted<'a> {
         &mut self,
         main: &Stream,
         expected: bool,
-        call: &Call<'_>,
+        call: &WaitCheck<'_>,
     ) -> Result<Option<Channels>, MigrationError> {
-        let settle = settle_at(self.arrivals.door.listener());
+        let settle = settle_at(self.arrivals.accept_loop.listener());
         let before = self.arrivals.multifd.len();
-        let mut gathering = Gathering::new(self.now(), before, settle, self.timeout);
+        let mut gathering = ChannelWait::new(self.now(), before, settle, self.timeout);
         loop {
-            let come = Come {
+            let come = ArrivedConnections {
                 main_has_ended: main.is_hung_up(),
-                ..self.come()
+                ..self.arrived()
             };
             match gathering.next(&come, expected, self.now()) {
                 Step::Wait(wait) => self.step(wait, call)?,
@@ -180,20 +187,20 @@ impl<'a> Uncounted<'a> {
         }
     }
 
-    fn come(&self) -> Come {
+    fn arrived(&self) -> ArrivedConnections {
         let packets = self.arrivals.multifd.iter().map(|(packet, _)| packet);
         let hello = packets.clone().next().and_then(|packet| packet.hello);
-        Come {
+        ArrivedConnections {
             channels: self.arrivals.multifd.len(),
             highest_id: packets.map(|packet| packet.id).max(),
             stated: hello.map(|hello| hello.channels),
-            has_newcomer: self.arrivals.door.has_newcomer(NEWCOMER),
+            has_newcomer: self.arrivals.accept_loop.has_newcomer(NEWCOMER_MAX_AGE),
             main_has_ended: false,
         }
     }
 
     fn now(&self) -> Instant {
-        self.arrivals.door.now()
+        self.arrivals.accept_loop.now()
     }
 
     /// Names the missing connections for a timeout error.
@@ -219,7 +226,7 @@ impl<'a> Uncounted<'a> {
     }
 
     /// Waits up to `wait` for an event, and handles it.
-    fn step(&mut self, wait: Duration, call: &Call<'_>) -> Result<(), MigrationError> {
+    fn step(&mut self, wait: Duration, call: &WaitCheck<'_>) -> Result<(), MigrationError> {
         call.check()?;
         let most = self.max_channels;
         let check = |packet: &InitialPacket, _: &[_]| check_number(packet, most);
@@ -232,12 +239,12 @@ impl<'a> Uncounted<'a> {
         &mut self,
         main: &Stream,
         wait: Duration,
-        call: Option<&Call<'_>>,
+        call: Option<&WaitCheck<'_>>,
     ) -> Result<Option<Stream>, MigrationError> {
-        let deadline = self.now() + wait + NEWCOMER;
+        let deadline = self.now() + wait + NEWCOMER_MAX_AGE;
         let mut wait = wait;
         loop {
-            let another = self.arrivals.door.take_any(wait);
+            let another = self.arrivals.accept_loop.take_any(wait);
             let another = another.map_err(MigrationError::opening)?;
             let came = another.is_some();
             let another = another.filter(|stream| self.arrivals.admits_beside(main, stream));
@@ -246,7 +253,8 @@ impl<'a> Uncounted<'a> {
                 wait = Duration::ZERO;
                 continue;
             }
-            let may_come = self.arrivals.door.has_newcomer(NEWCOMER) && self.now() < deadline;
+            let may_come =
+                self.arrivals.accept_loop.has_newcomer(NEWCOMER_MAX_AGE) && self.now() < deadline;
             match call.filter(|_| another.is_none() && may_come) {
                 Some(call) => call.check()?,
                 None => return Ok(another),
@@ -258,12 +266,13 @@ impl<'a> Uncounted<'a> {
     /// Returns true if another multifd channel of the VM, beyond the `count` accepted ones, waits to be accepted: its
     /// connection came too late to be counted.
     pub(crate) fn late_channel(&mut self, uuid: Option<[u8; 16]>, count: usize) -> bool {
-        for _ in 0..KNOCKS {
-            let Ok((arrivals, _)) = self.arrivals.door.step(Duration::ZERO, &[], None) else {
+        for _ in 0..MAX_CHECKED_ARRIVALS {
+            let Ok((arrivals, _)) = self.arrivals.accept_loop.step(Duration::ZERO, &[], None)
+            else {
                 return false;
             };
             let is_late = |arrival: &Admitted| match arrival.head() {
-                Head::Channel(packet) => {
+                ConnectionClass::Channel(packet) => {
                     usize::from(packet.id) == count
                         && uuid.is_none_or(|uuid| uuid == packet.uuid)
                         && self.arrivals.is_of_their_host(&arrival.stream)
@@ -273,10 +282,10 @@ impl<'a> Uncounted<'a> {
             if arrivals.iter().any(is_late) {
                 return true;
             }
-            self.arrivals.door.keep(arrivals);
-            let listener = self.arrivals.door.listener();
+            self.arrivals.accept_loop.keep(arrivals);
+            let listener = self.arrivals.accept_loop.listener();
             let is_quiet = !matches!(wait_readable(listener.as_fd(), Duration::ZERO), Ok(true));
-            if is_quiet && !self.arrivals.door.has_newcomer(NEWCOMER) {
+            if is_quiet && !self.arrivals.accept_loop.has_newcomer(NEWCOMER_MAX_AGE) {
                 return false;
             }
         }
@@ -284,8 +293,8 @@ impl<'a> Uncounted<'a> {
     }
 
     /// Returns the accept loop, which must run during the migration.
-    pub(crate) fn into_door(self) -> Door<'a> {
-        self.arrivals.door
+    pub(crate) fn into_accept_loop(self) -> AcceptLoop<'a> {
+        self.arrivals.accept_loop
     }
 
     /// Returns true if multifd channels have arrived.
@@ -321,7 +330,7 @@ fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), Migratio
 
 /// State of a channel's connection. A later variant is more likely to be this source's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Condition {
+enum ConnectionState {
     /// A part of the sent data may be lost.
     Reset,
     /// Closed in order: all sent data is there.
@@ -329,7 +338,7 @@ enum Condition {
     Open,
 }
 
-impl Condition {
+impl ConnectionState {
     fn of(channel: &Stream) -> Self {
         if channel.is_reset() {
             Self::Reset
@@ -347,7 +356,7 @@ impl Condition {
 fn drop_stale(arrived: &mut Vec<(InitialPacket, Stream)>) -> Result<(), MigrationError> {
     let conditions: Vec<_> = arrived
         .iter()
-        .map(|(packet, channel)| (packet.id, Condition::of(channel)))
+        .map(|(packet, channel)| (packet.id, ConnectionState::of(channel)))
         .collect();
     let best = |id| {
         let same = conditions.iter().filter(|(other, _)| *other == id);
@@ -355,7 +364,7 @@ fn drop_stale(arrived: &mut Vec<(InitialPacket, Stream)>) -> Result<(), Migratio
     };
     let lost = conditions
         .iter()
-        .position(|(id, _)| best(*id) == Some(Condition::Reset));
+        .position(|(id, _)| best(*id) == Some(ConnectionState::Reset));
     if let Some(lost) = lost {
         return Err(stray(&arrived[lost].0, "a channel that was reset"));
     }
@@ -386,7 +395,7 @@ mod tests {
             let address: Address = at.parse().unwrap();
             assert_eq!(settle_at(&address.listen().unwrap()), expected, "{at}");
         }
-        let (handed, _giver) = Listener::handed(true).unwrap();
+        let (handed, _giver) = Listener::queue(true).unwrap();
         assert_eq!(settle_at(&handed), SETTLE_HANDED);
     }
 }

@@ -6,7 +6,7 @@
 use std::net::Shutdown;
 use std::sync::{Arc, Mutex};
 
-use hotlift_net::admission::Room;
+use hotlift_net::admission::PendingConnections;
 use hotlift_net::admission::limits::CANDIDATES;
 use hotlift_net::transport::Stream;
 use hotlift_wire::main_channel::postcopy::{PREEMPT_HEAD_LEN, PreemptDecoder};
@@ -14,9 +14,9 @@ use hotlift_wire::{RamBlockEntry, WireError};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::control::Control;
-use crate::ends::stream_source::demand::Demand;
+use crate::ends::stream_source::pending_requests::PendingRequests;
 use crate::error::MigrationError;
-use crate::life::bell::Bell;
+use crate::life::wake_fd::WakeFd;
 use crate::life::{LONG, Life};
 use crate::lock::lock;
 
@@ -44,7 +44,7 @@ struct State {
 }
 
 /// Meaning of a candidate's first bytes.
-enum Said {
+enum FirstBytes {
     /// Incomplete.
     Part,
     Page(usize, u64),
@@ -85,18 +85,19 @@ impl Candidates {
         self.life.wake();
     }
 
-    /// Waits for a candidate whose first page is in `demand`, and returns it; `None` after the end. Drops the other candidates.
+    /// Waits for a candidate whose first page is in `pending_requests`, and returns it; `None` after the end. Drops the other
+    /// candidates.
     ///
     /// # Errors
     /// If there are no file descriptors, or polling fails.
     pub(super) fn find(
         &self,
         blocks: &[RamBlockEntry],
-        demand: &Demand,
+        pending_requests: &PendingRequests,
         control: &Control,
     ) -> Result<Option<Arc<Stream>>, MigrationError> {
-        let bell = Bell::new(&self.life).map_err(MigrationError::opening)?;
-        let mut room = Room::new(CANDIDATES).map_err(MigrationError::opening)?;
+        let wake_fd = WakeFd::new(&self.life).map_err(MigrationError::opening)?;
+        let mut room = PendingConnections::new(CANDIDATES).map_err(MigrationError::opening)?;
         let decoder = PreemptDecoder::new(blocks.to_vec());
         while let Some(new) = self.take_new() {
             for stream in new {
@@ -106,24 +107,26 @@ impl Candidates {
             while let Some(number) = room.next_news() {
                 let said = room
                     .get(number)
-                    .map_or(Said::Part, |one| said(one, &decoder));
+                    .map_or(FirstBytes::Part, |one| peek(one, &decoder));
                 let is_it = match said {
-                    Said::Part => continue,
-                    Said::Page(block, offset) => demand.has(block, offset),
-                    Said::Stranger => false,
+                    FirstBytes::Part => continue,
+                    FirstBytes::Page(block, offset) => pending_requests.has(block, offset),
+                    FirstBytes::Stranger => false,
                 };
                 let Some((stream, _)) = room.remove(number) else {
                     continue;
                 };
                 if is_it {
-                    room.iter().for_each(|(other, _)| turn_away(other, control));
+                    room.iter().for_each(|(other, _)| reject(other, control));
                     return Ok(self.keep(stream, control));
                 }
-                turn_away(&stream, control);
+                reject(&stream, control);
                 lock(&self.state).count -= 1;
             }
             let mut fds = vec![PollFd::from_borrowed_fd(room.polled(), PollFlags::IN)];
-            bell.poll(&mut fds, LONG).map_err(MigrationError::opening)?;
+            wake_fd
+                .poll(&mut fds, LONG)
+                .map_err(MigrationError::opening)?;
         }
         Ok(None)
     }
@@ -141,30 +144,30 @@ impl Candidates {
             return None;
         }
         for other in state.new.drain(..) {
-            turn_away(&other, control);
+            reject(&other, control);
         }
         state.count = 1;
         Some(Arc::clone(state.found.insert(Arc::new(found))))
     }
 }
 
-fn turn_away(stream: &Stream, control: &Control) {
-    control.strangers().turn_away(NO_PREEMPT);
+fn reject(stream: &Stream, control: &Control) {
+    control.rejections().reject(NO_PREEMPT);
     stream.shutdown(Shutdown::Both);
 }
 
 /// Checks the first bytes of a candidate without waiting, and leaves them in the socket.
-fn said(stream: &Stream, decoder: &PreemptDecoder) -> Said {
+fn peek(stream: &Stream, decoder: &PreemptDecoder) -> FirstBytes {
     let mut head = [0; PREEMPT_HEAD_LEN];
     let seen = match stream.peek(&mut head) {
         Ok(None) => 0,
         Ok(Some(seen @ 1..)) => seen,
-        Ok(Some(0)) | Err(_) => return Said::Stranger,
+        Ok(Some(0)) | Err(_) => return FirstBytes::Stranger,
     };
     match decoder.place(&head[..seen]) {
-        Ok((block, offset)) => Said::Page(block, offset),
-        Err(WireError::Truncated { .. }) if !stream.is_hung_up() => Said::Part,
-        Err(_) => Said::Stranger,
+        Ok((block, offset)) => FirstBytes::Page(block, offset),
+        Err(WireError::Truncated { .. }) if !stream.is_hung_up() => FirstBytes::Part,
+        Err(_) => FirstBytes::Stranger,
     }
 }
 
@@ -188,8 +191,9 @@ mod tests {
     #[test]
     fn a_stranger_is_no_preempt_channel_and_keeps_none_from_being_found() {
         let blocks = [RamBlockEntry::new("pc.ram", 16 * 4096)];
-        let demand = Demand::new(&blocks, &MemoryLimit::new(1 << 20), &Life::default());
-        demand.note(&ReturnMessage::ReqPagesId {
+        let pending_requests =
+            PendingRequests::new(&blocks, &MemoryLimit::new(1 << 20), &Life::default());
+        pending_requests.record(&ReturnMessage::ReqPagesId {
             start: 8192,
             length: 4096,
             block: "pc.ram",
@@ -211,14 +215,14 @@ mod tests {
         let (start, rest) = whole.split_at(4);
         let real = add(Some(start));
         let found = std::thread::scope(|scope| {
-            let finds = scope.spawn(|| candidates.find(&blocks, &demand, &control));
+            let finds = scope.spawn(|| candidates.find(&blocks, &pending_requests, &control));
             (&real).write_all(rest).unwrap();
             finds.join().unwrap().unwrap().unwrap()
         });
         assert!(candidates.is_found());
         drop(found);
         assert_eq!((&silent).read(&mut [0]).unwrap(), 0, "it is dropped");
-        assert_eq!(control.turned_away()[NO_PREEMPT], 5);
+        assert_eq!(control.rejected_connections()[NO_PREEMPT], 5);
         candidates.end();
         assert!((&real).write_all(&[0]).is_err());
     }
@@ -229,8 +233,8 @@ mod tests {
         let (stream, _other) = Stream::pair().unwrap();
         assert!(candidates.add(stream) && candidates.is_any());
         candidates.end();
-        let demand = Demand::new(&[], &MemoryLimit::new(0), &Life::default());
-        let found = candidates.find(&[], &demand, &Control::new());
+        let pending_requests = PendingRequests::new(&[], &MemoryLimit::new(0), &Life::default());
+        let found = candidates.find(&[], &pending_requests, &Control::new());
         assert!(found.unwrap().is_none());
         let (stream, _other) = Stream::pair().unwrap();
         assert!(!candidates.add(stream), "it is over");

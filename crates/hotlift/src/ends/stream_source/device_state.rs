@@ -3,15 +3,15 @@
 use std::time::{Duration, Instant};
 
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::Doing;
+use hotlift_wire::settle::GuestActivity;
 
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::MigrationError;
-use crate::handover::Word;
+use crate::handover::DestinationStatement;
 use crate::pipe::hooks::{Hooks, Ownership};
 use crate::pipe::session::Session;
 use crate::stream::main_channel::{RELEASE, not_released};
-use crate::stream::main_recv::Waiting;
+use crate::stream::main_recv::WaitCondition;
 use crate::stream::return_path::encode;
 
 /// Interval of the queries whether the source has released the guest.
@@ -22,12 +22,14 @@ pub(crate) fn hand_over(
     session: &Session<'_>,
     end: &[u8],
     hooks: Hooks<'_>,
-) -> Result<Doing, MigrationError> {
+) -> Result<GuestActivity, MigrationError> {
     let outcome = session.sink.commit(end, hooks.has_taken);
     session.settle(match &outcome {
-        Ok(_) => Some(Word::Runs),
+        Ok(_) => Some(DestinationStatement::Runs),
         // A file that is incomplete never runs a guest.
-        Err(MigrationError::Destination { .. } | MigrationError::File(_)) => Some(Word::Never),
+        Err(MigrationError::Destination { .. } | MigrationError::File(_)) => {
+            Some(DestinationStatement::Never)
+        }
         Err(_) => None,
     });
     if let (Ok(doing), Some(on_taken)) = (&outcome, hooks.on_taken) {
@@ -37,15 +39,15 @@ pub(crate) fn hand_over(
 }
 
 /// Reports to the source that the destination has the guest, and the state of the guest there.
-pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: Doing) {
+pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: GuestActivity) {
     let shut = ReturnMessage::Shut(0);
-    let messages = if upstream.takes_doing && doing != Doing::Unknown {
-        session.taking.note_doing(doing);
-        encode(&[ReturnMessage::Doing(doing), shut])
+    let messages = if upstream.takes_doing && doing != GuestActivity::Unknown {
+        session.destination_handover.record_activity(doing);
+        encode(&[ReturnMessage::GuestActivity(doing), shut])
     } else {
         encode(&[shut])
     };
-    session.taking.taken();
+    session.destination_handover.taken();
     upstream.answer(&messages);
 }
 
@@ -61,7 +63,7 @@ pub(crate) fn await_release(
         match ownership() {
             Ownership::Released => return Ok(()),
             Ownership::Kept => {
-                session.source_kept_it();
+                session.record_taken_back();
                 return Err(MigrationError::Cancelled);
             }
             Ownership::Unknown => std::thread::sleep(ASK),

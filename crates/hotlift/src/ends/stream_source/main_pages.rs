@@ -6,10 +6,10 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::PageContent;
 
 use crate::ends::page_set::PageSet;
-use crate::ends::stream_source::demand::Demand;
+use crate::ends::stream_source::pending_requests::PendingRequests;
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
-use crate::pipe::flow::Broken;
+use crate::pipe::flow::FlowBroken;
 use crate::pipe::session::Session;
 use crate::pipe::sink::RamLayout;
 
@@ -22,7 +22,7 @@ pub(crate) struct MainPages<'a> {
     /// The source has no multifd channels, and so no sync points.
     alone: bool,
     /// Requested pages in postcopy, which bypass the batches.
-    demand: &'a Demand,
+    pending_requests: &'a PendingRequests,
     /// Current batch, with the worker that must write it.
     batch: Option<(Option<usize>, Batch)>,
     /// Size of the host pages of each RAM block, in bytes.
@@ -41,7 +41,7 @@ impl<'a> MainPages<'a> {
         session: &'a Session<'a>,
         ram: &RamLayout,
         alone: bool,
-        demand: &'a Demand,
+        pending_requests: &'a PendingRequests,
     ) -> Self {
         // Used only for a source without sync points.
         let blocks = if alone { ram.blocks.as_slice() } else { &[] };
@@ -51,7 +51,7 @@ impl<'a> MainPages<'a> {
         Self {
             session,
             alone,
-            demand,
+            pending_requests,
             batch: None,
             page_sizes: ram.blocks.iter().map(|block| block.page_size).collect(),
             switched: false,
@@ -69,11 +69,11 @@ impl<'a> MainPages<'a> {
         offset: u64,
         content: PageContent<'_>,
     ) -> Result<(), MigrationError> {
-        if self.alone && !self.note(block, offset)? {
+        if self.alone && !self.record(block, offset)? {
             self.settle()?;
             self.session.sink.barrier()?;
             self.barrier_passed();
-            self.note(block, offset)?;
+            self.record(block, offset)?;
         }
         if let PageContent::Xbzrle(delta) = content {
             self.settle()?;
@@ -119,8 +119,8 @@ impl<'a> MainPages<'a> {
             Some((to, batch)) if joins(*to, batch) && batch.len() < self.most => Ok(None),
             // All batches are being written. An awaited page may follow this page, and must not wait for them.
             Some((to, batch)) if joins(*to, batch) && batch.len() < BATCH_PAGES => flow
-                .take_while(|| self.demand.is_met())
-                .map_err(|Broken| MigrationError::Cancelled),
+                .take_while(|| self.pending_requests.is_met())
+                .map_err(|FlowBroken| MigrationError::Cancelled),
             _ => {
                 self.submit();
                 let batch = self.session.flow.take();
@@ -130,7 +130,7 @@ impl<'a> MainPages<'a> {
     }
 
     /// Records a page; returns false if it has come before.
-    fn note(&mut self, block: usize, offset: u64) -> Result<bool, MigrationError> {
+    fn record(&mut self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         self.any_seen = true;
         self.seen[block].insert(offset)
     }

@@ -14,13 +14,13 @@ use crate::ends::stream_source::read_setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
 use crate::life::LONG;
-use crate::life::threads::{OnPanic, Yielding};
+use crate::life::threads::{DetachableThread, OnPanic};
 use crate::pipe::hooks::Hooks;
-use crate::pipe::session::{Call, Session};
+use crate::pipe::session::{Session, WaitCheck};
 use crate::pipe::sink::{Opening, Postcopy};
 use crate::status::Status;
-use crate::stream::main_channel::{Action, EOF, Ended, MainChannel, Step, unexpected};
-use crate::stream::main_recv::{MainInput, Waiting};
+use crate::stream::main_channel::{Action, EOF, EndCause, MainChannel, Step, unexpected};
+use crate::stream::main_recv::{MainInput, WaitCondition};
 use crate::stream::return_path::encode;
 
 /// Time that pages on a preempt channel may arrive after main's END, which was sent after them: TCP sends a lost segment again
@@ -48,7 +48,7 @@ struct Relay<'a> {
     /// True if the peer knows that there is a preempt channel.
     preempt_is_known: bool,
     /// Lowers the priority once the preempt channel is found: then main has only pages that the guest does not wait for.
-    yielding: Yielding,
+    yielding: DetachableThread,
 }
 
 /// Continuation after an action.
@@ -81,11 +81,11 @@ impl<'a> MainReader<'a> {
                     session,
                     &setup.ram,
                     upstream.source.multifd.is_empty(),
-                    &upstream.demand,
+                    &upstream.pending_requests,
                 ),
                 switched: false,
                 preempt_is_known: false,
-                yielding: Yielding::default(),
+                yielding: DetachableThread::default(),
             },
         }
     }
@@ -95,15 +95,15 @@ impl<'a> MainReader<'a> {
         &mut self,
         opening: Opening<'_>,
         hooks: Hooks<'_>,
-        further: &dyn Further,
+        further: &dyn LateConnections,
     ) -> Result<(), MigrationError> {
         let session = self.relay.session;
         self.relay.open(opening)?;
         // Only a guest that is being taken over becomes unsure.
-        let _unsure = OnPanic(|| session.taking.unsure());
+        let _unsure = OnPanic(|| session.destination_handover.unsure());
         let outcome = self.pass_all_on(hooks, further);
         if outcome.is_err() {
-            session.taking.unsure();
+            session.destination_handover.unsure();
         }
         outcome
     }
@@ -111,7 +111,7 @@ impl<'a> MainReader<'a> {
     fn pass_all_on(
         &mut self,
         hooks: Hooks<'_>,
-        further: &dyn Further,
+        further: &dyn LateConnections,
     ) -> Result<(), MigrationError> {
         loop {
             let unread = self.input.unread();
@@ -129,7 +129,7 @@ impl<'a> MainReader<'a> {
         }
     }
 
-    fn read(&mut self, needed: usize, further: &dyn Further) -> Result<(), MigrationError> {
+    fn read(&mut self, needed: usize, further: &dyn LateConnections) -> Result<(), MigrationError> {
         let Self {
             input,
             machine,
@@ -149,12 +149,14 @@ impl<'a> MainReader<'a> {
         };
         match input.fill(machine, needed, &looking) {
             // Nothing may fail after the commit: without memory for the description, the guest is handed over without it.
-            Err(_) if relay.session.giving.is_committed() => machine.ended(Ended::Closed),
+            Err(_) if relay.session.source_handover.is_committed() => {
+                machine.ended(EndCause::Closed)
+            }
             filled => filled?,
         }
         // A destination with a preempt channel loads nothing before it has that channel, and requests nothing.
-        if relay.switched && !relay.upstream.demand.has_begun() {
-            relay.tell_of_preempt()?;
+        if relay.switched && !relay.upstream.pending_requests.has_begun() {
+            relay.connect_preempt()?;
         }
         relay.yielding.once(relay.upstream.preempt.is_found());
         Ok(())
@@ -174,7 +176,7 @@ impl Relay<'_> {
         action: Action<'_>,
         bytes: &[u8],
         hooks: Hooks<'_>,
-        further: &dyn Further,
+        further: &dyn LateConnections,
     ) -> Result<Next, MigrationError> {
         let session = self.session;
         match action {
@@ -215,7 +217,7 @@ impl Relay<'_> {
             }
             Action::Load(asked) => {
                 session.sink.await_loaded()?;
-                if !session.taking.loaded() {
+                if !session.destination_handover.loaded() {
                     return Err(MigrationError::Cancelled);
                 }
                 let pong = encode(&[ReturnMessage::Pong(asked)]);
@@ -243,9 +245,9 @@ impl Relay<'_> {
                 match &outcome {
                     Ok(doing) => report_taken(session, self.upstream, *doing),
                     Err(MigrationError::Destination { .. } | MigrationError::File(_)) => {
-                        session.taking.refused();
+                        session.destination_handover.refused();
                     }
-                    Err(_) => session.taking.unsure(),
+                    Err(_) => session.destination_handover.unsure(),
                 }
                 return outcome.map(|_| Next::Done);
             }
@@ -261,7 +263,7 @@ impl Relay<'_> {
         content: PageContent<'_>,
     ) -> Result<(), MigrationError> {
         let session = self.session;
-        let asked = self.switched && self.upstream.demand.take(block, offset)?;
+        let asked = self.switched && self.upstream.pending_requests.take(block, offset)?;
         match (asked, content) {
             (true, PageContent::Normal(page)) => {
                 postcopy(session)?.page(block, offset, Some(page))?;
@@ -280,7 +282,7 @@ impl Relay<'_> {
     /// Ends RAM. Without a sync point here the channels had their last one before: only main's own pages are left.
     fn ram_end(&mut self, is_sync_point: bool) -> Result<(), MigrationError> {
         if is_sync_point {
-            self.session.meet_readers()?;
+            self.session.await_readers()?;
         }
         self.await_urgent_pages()?;
         self.pages.settle()?;
@@ -299,16 +301,18 @@ impl Relay<'_> {
     /// Waits for pages that are still on their way on a preempt channel.
     fn await_urgent_pages(&self) -> Result<(), MigrationError> {
         let Upstream {
-            preempt, demand, ..
+            preempt,
+            pending_requests,
+            ..
         } = self.upstream;
         if !preempt.is_any() {
             return Ok(());
         }
         let call = self.session.call();
-        match demand.wait_until_met(UNDER_WAY, &call) {
+        match pending_requests.wait_until_met(UNDER_WAY, &call) {
             // The candidates are not the channel, and a QEMU does not answer requests after its last page.
             Err(MigrationError::Timeout { .. }) if !preempt.is_found() => Ok(()),
-            Err(MigrationError::Timeout { .. }) => demand.wait_until_met(SILENT, &call),
+            Err(MigrationError::Timeout { .. }) => pending_requests.wait_until_met(SILENT, &call),
             waited => waited,
         }
     }
@@ -316,7 +320,7 @@ impl Relay<'_> {
     /// Handles a sync point of the source.
     fn barrier(&mut self) -> Result<(), MigrationError> {
         self.pages.submit();
-        self.session.meet_readers()?;
+        self.session.await_readers()?;
         self.pages.settle()?;
         self.session.sink.barrier()?;
         self.pages.barrier_passed();
@@ -325,7 +329,7 @@ impl Relay<'_> {
     }
 
     /// Begins postcopy, unless it has begun: all data of precopy reaches the peer first.
-    fn switch(&mut self, further: &dyn Further) -> Result<(), MigrationError> {
+    fn switch(&mut self, further: &dyn LateConnections) -> Result<(), MigrationError> {
         if self.switched {
             return Ok(());
         }
@@ -340,7 +344,7 @@ impl Relay<'_> {
         self.upstream.source.main.notice_loss();
         // The source has made the preempt connection before it has sent this.
         if further.preempt_for_sure() {
-            self.tell_of_preempt()?;
+            self.connect_preempt()?;
         }
         postcopy.begin();
         self.pages.switch();
@@ -358,7 +362,7 @@ impl Relay<'_> {
     }
 
     /// Connects the peer's preempt channel, if there is a candidate: the peer must have it before the package.
-    fn tell_of_preempt(&mut self) -> Result<(), MigrationError> {
+    fn connect_preempt(&mut self) -> Result<(), MigrationError> {
         if self.upstream.preempt.is_any() && !self.preempt_is_known {
             self.preempt_is_known = true;
             self.make_preempt()?;
@@ -375,7 +379,7 @@ impl Relay<'_> {
         session.switch_over(hooks)?;
         // From now on the answer to a question must not be that the guest never runs there.
         if self.upstream.source.is_hotlift()
-            && !(session.taking.loaded() && session.taking.commit())
+            && !(session.destination_handover.loaded() && session.destination_handover.commit())
         {
             return Err(unexpected("the switchover after a failure"));
         }
@@ -385,7 +389,7 @@ impl Relay<'_> {
     }
 
     /// Asks a QEMU, whose devices are loaded at the destination, to release the guest.
-    fn offer(&self, further: &dyn Further) -> Result<(), MigrationError> {
+    fn offer(&self, further: &dyn LateConnections) -> Result<(), MigrationError> {
         let (session, upstream) = (self.session, self.upstream);
         session.sink.await_loaded()?;
         if further.late_channel() {
@@ -403,12 +407,12 @@ impl Relay<'_> {
         if !session.offer() {
             return Err(MigrationError::Cancelled);
         }
-        upstream.answer_surely(&encode(&[ReturnMessage::Shut(0)]))
+        upstream.answer_or_fail(&encode(&[ReturnMessage::Shut(0)]))
     }
 
     /// Handles the release of the guest by a QEMU: the peer runs it after the `end` of the stream.
     fn end_of_qemu(&self, end: &[u8], hooks: Hooks<'_>) -> Result<(), MigrationError> {
-        self.session.giving.released();
+        self.session.source_handover.released();
         if !self.session.commit(hooks) {
             return Err(MigrationError::Cancelled);
         }
@@ -419,11 +423,11 @@ impl Relay<'_> {
     fn commit(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         let session = self.session;
         // A source that got the answer that the guest never runs here keeps it.
-        if !session.taking.commit() {
+        if !session.destination_handover.commit() {
             return Err(unexpected("EOF of a source that keeps the guest"));
         }
         if !session.commit(hooks) {
-            session.taking.refused();
+            session.destination_handover.refused();
             return Err(MigrationError::Cancelled);
         }
         Ok(())
@@ -431,7 +435,7 @@ impl Relay<'_> {
 }
 
 /// Other connections that may arrive while main is read.
-pub(crate) trait Further {
+pub(crate) trait LateConnections {
     /// Accepts a preempt channel, if one has arrived; before the switch only if the source waits for it.
     fn preempt(&self, switched: bool);
 
@@ -444,12 +448,12 @@ pub(crate) trait Further {
 
 /// A wait for main that also accepts a preempt channel, because with TLS the source waits for its handshake.
 struct Looking<'a> {
-    call: Call<'a>,
-    further: Option<&'a dyn Further>,
+    call: WaitCheck<'a>,
+    further: Option<&'a dyn LateConnections>,
     switched: bool,
 }
 
-impl Waiting for Looking<'_> {
+impl WaitCondition for Looking<'_> {
     fn check(&self) -> Result<(), MigrationError> {
         if let Some(further) = self.further {
             further.preempt(self.switched);
@@ -459,8 +463,8 @@ impl Waiting for Looking<'_> {
 
     fn every(&self) -> Duration {
         /// Maximum delay of the preempt channel's handshake, for which the source waits.
-        const LOOK: Duration = Duration::from_millis(100);
-        self.further.map_or(LONG, |_| LOOK)
+        const POLL_INTERVAL: Duration = Duration::from_millis(100);
+        self.further.map_or(LONG, |_| POLL_INTERVAL)
     }
 }
 

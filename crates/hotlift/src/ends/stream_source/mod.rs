@@ -3,24 +3,24 @@
 //! | file | purpose |
 //! |---|---|
 //! | `accept` | accepts the connections, and finds out the number of channels |
-//! | `gathering` | decides when all channels of a source are there |
+//! | `channel_wait` | decides when all channels of a source are there |
 //! | `upstream` | the source: its connections, and the answers to it |
 //! | `read_setup` | reads the stream up to its first page, and answers its source |
 //! | `receive` | packets of a multifd channel: into batches, or forwarded without decoding |
 //! | `main_reader`, `main_pages` | executes the actions of the main channel: sync points, devices, end; pages into batches |
-//! | `demand` | pages that a guest waits for that already runs at the destination |
+//! | `pending_requests` | pages that a guest waits for that already runs at the destination |
 //! | `candidates`, `preempt` | finds and reads the connection on which a QEMU may send such pages |
 //! | `device_state` | the end of the migration, and the owner of the guest |
 //! | `pass_through` | copies a stream that cannot be decoded, byte for byte |
 
 pub(crate) mod accept;
 pub(crate) mod candidates;
-pub(crate) mod demand;
+mod channel_wait;
 pub(crate) mod device_state;
-mod gathering;
 mod main_pages;
 pub(crate) mod main_reader;
 pub(crate) mod pass_through;
+pub(crate) mod pending_requests;
 pub(crate) mod preempt;
 pub(crate) mod read_setup;
 pub(crate) mod receive;

@@ -19,7 +19,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use crate::control::Control;
 use crate::ends::file::FileError;
 use crate::ends::request::{Outgoing, Request};
-use crate::ends::stream_source::accept::Uncounted;
+use crate::ends::stream_source::accept::QemuConnections;
 use crate::ends::stream_source::candidates::NO_PREEMPT;
 use crate::error::{Channel, MigrationError, printable};
 use crate::figures::{Counters, Counts};
@@ -29,19 +29,19 @@ use crate::liveness::Liveness;
 use crate::options::StreamOptions;
 use crate::pacing::Pacer;
 use crate::pipe::hooks::{RelayProgress, SourceStream};
-use crate::pipe::session::{Call, Relayed};
+use crate::pipe::session::{Relayed, WaitCheck};
 use crate::pipe::watch::REPORT;
 use crate::remote::Remote;
 use crate::status::Status;
 use crate::stream::graceful_close;
-use crate::stream::main_recv::Waiting;
+use crate::stream::main_recv::WaitCondition;
 use crate::stream::multifd_send::connect_with;
 
 /// Maximum number of additional connections: QEMU has one, the preempt channel of postcopy.
-const EXTRA: usize = 4;
+const MAX_EXTRA: usize = 4;
 
 /// The same limit, including connections that the source has closed and the destination has not.
-const MOST_EXTRA: usize = 16;
+const MAX_EXTRA_OPEN: usize = 16;
 
 /// Pause after a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
@@ -57,7 +57,7 @@ const ANSWER: &str = "the destination's first answer to a stream that is passed 
                       channels, for which a QEMU with multifd on waits: turn multifd off at the destination QEMU)";
 
 /// A source whose stream is passed through.
-pub(crate) struct Unread<'a> {
+pub(crate) struct PassedThroughSource<'a> {
     pub main: &'a Stream,
     /// Bytes already read from main.
     pub first_bytes: &'a [u8],
@@ -71,19 +71,19 @@ pub(crate) struct Unread<'a> {
 
 /// Copies the stream of `source`, which connected at `since`.
 pub(crate) fn run(
-    arrivals: Uncounted<'_>,
-    source: Unread<'_>,
+    arrivals: QemuConnections<'_>,
+    source: PassedThroughSource<'_>,
     request: Request<'_>,
     since: Instant,
 ) -> Result<Relayed, MigrationError> {
     let main = source.main;
     carry_all(arrivals, source, request, since).map_err(|refused| match refused {
-        Refused::BeforeTheFirstByte(error) => {
+        NotPassedThrough::BeforeTheFirstByte(error) => {
             // A relay receives the reason, and a QEMU a message that ends its migration.
             graceful_close::refuse(&[main], &error);
             error
         }
-        Refused::Later(error) => {
+        NotPassedThrough::Later(error) => {
             main.reset_on_drop();
             error
         }
@@ -91,13 +91,13 @@ pub(crate) fn run(
 }
 
 /// Error of a stream that was not passed through.
-enum Refused {
+enum NotPassedThrough {
     /// Error before the first byte was sent to the destination.
     BeforeTheFirstByte(MigrationError),
     Later(MigrationError),
 }
 
-impl From<MigrationError> for Refused {
+impl From<MigrationError> for NotPassedThrough {
     fn from(error: MigrationError) -> Self {
         Self::Later(error)
     }
@@ -116,12 +116,12 @@ fn unfit(options: &StreamOptions, why: &str) -> Option<MigrationError> {
 }
 
 fn carry_all(
-    mut arrivals: Uncounted<'_>,
-    source: Unread<'_>,
+    mut arrivals: QemuConnections<'_>,
+    source: PassedThroughSource<'_>,
     request: Request<'_>,
     since: Instant,
-) -> Result<Relayed, Refused> {
-    let Unread {
+) -> Result<Relayed, NotPassedThrough> {
+    let PassedThroughSource {
         main: source,
         first_bytes,
         preempt,
@@ -129,12 +129,14 @@ fn carry_all(
         is_answered,
     } = source;
     if arrivals.has_channels() {
-        return Err(Refused::BeforeTheFirstByte(MigrationError::Protocol {
-            channel: Channel::Main,
-            got: format!("a stream with multifd that cannot be parsed ({why})"),
-            doing: "opening the migration (turn multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate \
+        return Err(NotPassedThrough::BeforeTheFirstByte(
+            MigrationError::Protocol {
+                channel: Channel::Main,
+                got: format!("a stream with multifd that cannot be parsed ({why})"),
+                doing: "opening the migration (turn multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate \
                     without the relay)",
-        }));
+            },
+        ));
     }
     let Request {
         outgoing: Outgoing::Address(to),
@@ -148,7 +150,7 @@ fn carry_all(
     if settings.to_qemu
         && let Some(error) = unfit(&settings.outgoing, &why)
     {
-        return Err(Refused::BeforeTheFirstByte(error));
+        return Err(NotPassedThrough::BeforeTheFirstByte(error));
     }
     let timeout = settings.limits.handshake_timeout;
     let to = &Remote::new(to, settings.outgoing_tls.clone());
@@ -166,7 +168,7 @@ fn carry_all(
             method: Method::None.name(),
         });
     }
-    let first = connect().map_err(Refused::BeforeTheFirstByte)?;
+    let first = connect().map_err(NotPassedThrough::BeforeTheFirstByte)?;
     // Before the first byte: a QEMU 7.2 reads nothing before it also has that connection.
     let mut extra = Vec::new();
     if let Some(stream) = preempt {
@@ -189,7 +191,7 @@ fn carry_all(
         let backward = spawn(scope, "relay/return".to_owned(), || {
             let heard = |_: &[u8]| has_answered.store(true, Ordering::Release);
             let copied = copy(&first, source, &heard);
-            threads.book("relay/return");
+            threads.record_cpu_time("relay/return");
             ended.fetch_add(1, Ordering::AcqRel);
             control.life().wake();
             copied
@@ -204,10 +206,10 @@ fn carry_all(
                 Err(_) => {
                     source.shutdown(Shutdown::Both);
                     first.shutdown(Shutdown::Both);
-                    Copied::default()
+                    CopyResult::default()
                 }
             };
-            threads.book("relay/main");
+            threads.record_cpu_time("relay/main");
             ended.fetch_add(1, Ordering::AcqRel);
             control.life().wake();
             copied
@@ -216,7 +218,7 @@ fn carry_all(
         for pair in &extra {
             carry_both(scope, pair, flow)?;
         }
-        let call = Call::early(control);
+        let call = WaitCheck::early(control);
         let mut report_at = hooks.on_progress.map(|_| control.life().now() + REPORT);
         // It is unknown here whether the guest runs at the destination. Ending a connection to a lost host is safe in every
         // phase: both QEMUs detect it, and the kernel would end it later.
@@ -253,18 +255,16 @@ fn carry_all(
             // An unknown client's connection ends soon, and must not use the source's quota. No thread copies from it then.
             extra.retain(|pair: &Arc<(Stream, Stream)>| Arc::strong_count(pair) > 1);
             let open = extra.iter().filter(|pair| !pair.0.is_hung_up()).count();
-            let is_full = open >= EXTRA || extra.len() >= MOST_EXTRA;
+            let is_full = open >= MAX_EXTRA || extra.len() >= MAX_EXTRA_OPEN;
             match another {
                 Ok(None) => {}
                 // An unknown client's connection; the migration continues without it.
                 Err(_) => thread::sleep(RETRY),
-                Ok(Some(stream)) if stream.is_hung_up() => {
-                    control.strangers().turn_away(NO_PREEMPT)
-                }
+                Ok(Some(stream)) if stream.is_hung_up() => control.rejections().reject(NO_PREEMPT),
                 Ok(Some(_)) if is_full => {
                     control
-                        .strangers()
-                        .turn_away("more connections than a passed-through stream has");
+                        .rejections()
+                        .reject("more connections than a passed-through stream has");
                 }
                 Ok(Some(stream)) => match connect() {
                     Err(_) => {}
@@ -372,14 +372,14 @@ fn carry_both<'scope, 'env>(
 
 /// Result of one direction.
 #[derive(Debug, Default)]
-struct Copied {
+struct CopyResult {
     /// True if it ended regularly.
     is_whole: bool,
     /// Its last bytes, up to [`LAST`].
     last: Vec<u8>,
 }
 
-impl Copied {
+impl CopyResult {
     /// Returns the reason of a relay that has aborted the stream: its last message.
     fn refusal(&self) -> Option<String> {
         let starts = 0..self.last.len();
@@ -396,7 +396,7 @@ impl Copied {
 }
 
 /// Copies until the end of `from`, and ends `to`; calls `each` with the bytes.
-fn copy(from: &Stream, to: &Stream, each: &dyn Fn(&[u8])) -> Copied {
+fn copy(from: &Stream, to: &Stream, each: &dyn Fn(&[u8])) -> CopyResult {
     let mut last = Vec::new();
     let is_whole = carry(from, to, &mut |bytes| {
         last.extend_from_slice(&bytes[bytes.len() - bytes.len().min(LAST)..]);
@@ -404,7 +404,7 @@ fn copy(from: &Stream, to: &Stream, each: &dyn Fn(&[u8])) -> Copied {
         last.drain(..excess);
         each(bytes);
     });
-    Copied { is_whole, last }
+    CopyResult { is_whole, last }
 }
 
 #[cfg(test)]

@@ -14,8 +14,8 @@ pub(crate) fn receive(
     blocks: &[RamBlockEntry],
     upstream: &Upstream,
 ) -> Result<(), MigrationError> {
-    let (candidates, demand) = (&upstream.preempt, &upstream.demand);
-    let Some(stream) = candidates.find(blocks, demand, &session.control)? else {
+    let (candidates, pending_requests) = (&upstream.preempt, &upstream.pending_requests);
+    let Some(stream) = candidates.find(blocks, pending_requests, &session.control)? else {
         return Ok(());
     };
     let counters = &session.received[upstream.source.multifd.len()];
@@ -23,11 +23,11 @@ pub(crate) fn receive(
         pass_on(session, upstream, (block, offset), content)
     });
     let is_end = match &outcome {
-        Ok(()) => upstream.demand.is_met(),
+        Ok(()) => upstream.pending_requests.is_met(),
         Err(MigrationError::Closed { .. }) => false,
         Err(_) => return outcome,
     };
-    match is_end || session.giving.is_committed() {
+    match is_end || session.source_handover.is_committed() {
         true => Ok(()),
         false => Err(MigrationError::main_closed()),
     }
@@ -47,11 +47,11 @@ fn pass_on(
         });
     };
     // Before forwarding: a page that main has brought in the meantime, or that another client sends, must not be sent twice.
-    upstream.demand.claim(block, offset)?;
+    upstream.pending_requests.claim(block, offset)?;
     postcopy.page(block, offset, content)?;
     let normal = usize::from(content.is_some());
     session.pages.add_pages(normal, 1 - normal);
     // After forwarding: END on main waits for this call.
-    upstream.demand.done(block, offset);
+    upstream.pending_requests.done(block, offset);
     Ok(())
 }

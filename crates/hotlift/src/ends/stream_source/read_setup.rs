@@ -8,7 +8,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
 use crate::error::{Channel, MigrationError};
-use crate::pipe::session::Call;
+use crate::pipe::session::WaitCheck;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
 pub(crate) use crate::stream::main_channel::Setup;
@@ -29,7 +29,7 @@ pub(crate) fn read_setup(
     input: &mut MainInput<'_>,
     machine: &mut MainChannel,
     id: MigrationId,
-    call: &Call<'_>,
+    call: &WaitCheck<'_>,
 ) -> Result<StreamSetup, MigrationError> {
     let main = input.socket();
     loop {
@@ -61,7 +61,7 @@ pub(crate) fn other_devices(
     input: &mut MainInput<'_>,
     machine: &mut MainChannel,
     setup: &mut Setup,
-    call: &Call<'_>,
+    call: &WaitCheck<'_>,
 ) -> Result<Option<String>, MigrationError> {
     while machine.looks_at_devices() {
         let refused = input.step(machine, call, |action, _| {

@@ -13,15 +13,15 @@ use crate::ends::stream_source::preempt;
 use crate::ends::stream_source::read_setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
-use crate::life::threads::Yielding;
+use crate::life::threads::DetachableThread;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 use crate::pipe::sink::ForwardPackets;
 use crate::pipe::source::Source;
-use crate::stream::attend::linger;
-use crate::stream::door::Door;
-use crate::stream::multifd_recv::{PageSink, ReadOn};
+use crate::stream::accept_loop::AcceptLoop;
+use crate::stream::multifd_recv::{PageSink, ReadDecision};
 use crate::stream::return_path::encode;
+use crate::stream::serve_queries::linger;
 
 /// The connections of a source, as the source of pages.
 pub(crate) struct Streams<'a> {
@@ -71,7 +71,7 @@ impl Source for Streams<'_> {
         bytes: &[u8],
     ) -> Result<(), MigrationError> {
         // Before the source can send the page.
-        self.upstream.demand.note(message);
+        self.upstream.pending_requests.record(message);
         self.upstream.answer(bytes);
         Ok(())
     }
@@ -111,15 +111,15 @@ impl Source for Streams<'_> {
             });
     }
 
-    fn linger(&self, session: &Session<'_>, door: &mut Door<'_>) {
+    fn linger(&self, session: &Session<'_>, accept_loop: &mut AcceptLoop<'_>) {
         // Before EOF a source does not ask about a guest that runs at the destination: both QEMUs wait for each other.
-        if session.may_run_there() && !session.giving.is_committed() {
+        if session.may_run_there() && !session.source_handover.is_committed() {
             return;
         }
         let main = [&self.upstream.source.main];
         linger(
-            door,
-            &session.asked(&|| ()),
+            accept_loop,
+            &session.query_subject(&|| ()),
             &main,
             &[],
             session.patience,
@@ -148,7 +148,7 @@ fn receive(
         id,
         synced: false,
         held_back: Duration::ZERO,
-        yielding: Yielding::default(),
+        yielding: DetachableThread::default(),
         forwarder: None,
     };
     let source = &upstream.source;
@@ -164,7 +164,7 @@ struct Batches<'a> {
     /// Time that this thread waited for a free batch, since the last report.
     held_back: Duration,
     /// Lowers the priority, because pages that the guest waits for come on main.
-    yielding: Yielding,
+    yielding: DetachableThread,
     /// Forwards uncompressed packets where possible.
     forwarder: Option<Box<dyn ForwardPackets + 'a>>,
 }
@@ -198,10 +198,10 @@ impl PageSink for Batches<'_> {
         &mut self,
         header: &PacketHeader,
         read: &mut dyn FnMut(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
-    ) -> Result<ReadOn, MigrationError> {
+    ) -> Result<ReadDecision, MigrationError> {
         self.check_set_up()?;
         let Some(mut batch) = self.free_batch() else {
-            return Ok(ReadOn::No);
+            return Ok(ReadDecision::No);
         };
         batch.start(header.block());
         batch.normal.extend_from_slice(header.normal());
@@ -209,13 +209,15 @@ impl PageSink for Batches<'_> {
         if self.session.may_run_there() {
             self.yielding.once(true);
             let pages = header.normal().iter().chain(header.zero());
-            self.upstream.demand.take_all(header.block(), pages)?;
+            self.upstream
+                .pending_requests
+                .take_all(header.block(), pages)?;
         }
         if !header.normal().is_empty() {
             read(&mut [GuestRun::of_buffer(batch.pages_mut())])?;
         }
         self.session.flow.submit(batch);
-        Ok(ReadOn::Yes)
+        Ok(ReadDecision::Yes)
     }
 
     fn forward(&mut self, header: &PacketHeader, from: &Stream) -> Result<bool, MigrationError> {
@@ -241,11 +243,11 @@ impl PageSink for Batches<'_> {
         std::mem::take(&mut self.held_back)
     }
 
-    fn tell(&mut self, message: &[u8]) {
+    fn report(&mut self, message: &[u8]) {
         self.upstream.answer(message);
     }
 
-    fn sync(&mut self) -> Result<ReadOn, MigrationError> {
+    fn sync(&mut self) -> Result<ReadDecision, MigrationError> {
         self.synced = true;
         Ok(self.session.barrier.channel_arrives().into())
     }
@@ -253,7 +255,7 @@ impl PageSink for Batches<'_> {
     fn ended(&mut self) -> Result<(), MigrationError> {
         // A Hotlift closes its channels at the end. One that ends before was cut, and while main is quiet, no thread would
         // notice it by its missing SYNC.
-        if self.upstream.source.is_hotlift() && !self.session.giving.is_committed() {
+        if self.upstream.source.is_hotlift() && !self.session.source_handover.is_committed() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::ends::stream_source::candidates::Candidates;
-use crate::ends::stream_source::demand::Demand;
+use crate::ends::stream_source::pending_requests::PendingRequests;
 use crate::error::{Channel, MigrationError};
 use crate::pipe::stream_in::StreamIn;
 use crate::stream::graceful_close;
@@ -21,7 +21,7 @@ pub(crate) struct Upstream {
     /// The source reads answers.
     pub return_path: bool,
     /// Pages that the peer has requested in postcopy.
-    pub demand: Demand,
+    pub pending_requests: PendingRequests,
     /// Connections on which a QEMU may send these pages.
     pub preempt: Candidates,
 }
@@ -30,7 +30,7 @@ impl Upstream {
     pub(crate) fn new(
         source: StreamIn,
         (is_guest, takes_doing, return_path): (bool, bool, bool),
-        demand: Demand,
+        pending_requests: PendingRequests,
     ) -> Self {
         // Ignored: a socket that rejects the timeout is closed.
         let _ = source.main.set_write_timeout(ANSWERING);
@@ -39,21 +39,21 @@ impl Upstream {
             is_guest,
             takes_doing,
             return_path,
-            demand,
+            pending_requests,
             preempt: Candidates::default(),
         }
     }
 
     /// Sends answers, if the source reads any. Errors are ignored: the reader of the connection detects the loss of the source.
     pub(crate) fn answer(&self, bytes: &[u8]) {
-        let _ = self.answer_surely(bytes);
+        let _ = self.answer_or_fail(bytes);
     }
 
     /// Sends answers like [`Upstream::answer`], but reports errors.
     ///
     /// # Errors
     /// [`MigrationError::Connection`] if the source is gone, or reads nothing.
-    pub(crate) fn answer_surely(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+    pub(crate) fn answer_or_fail(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         if !self.return_path {
             return Ok(());
         }

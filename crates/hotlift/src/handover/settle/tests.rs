@@ -22,9 +22,9 @@ fn each_limit_of_the_source_holds_to_the_millisecond() {
     let at = |time: Duration| begun + time;
 
     let mut question = Question::after_commit(begun, patience, true);
-    assert_eq!(question.next(begun), Some(Step::Listen(ASK_AFTER)));
-    assert_eq!(question.next(at(ASK_AFTER)), Some(Step::Ask(ATTEMPT)));
-    assert_eq!(question.next(at(ASK_AFTER)), Some(Step::Pause(PAUSE)));
+    assert_eq!(question.next(begun), Some(Step::Listen(QUERY_DELAY)));
+    assert_eq!(question.next(at(QUERY_DELAY)), Some(Step::Ask(ATTEMPT)));
+    assert_eq!(question.next(at(QUERY_DELAY)), Some(Step::Pause(PAUSE)));
     let late = at(patience - MS);
     assert_eq!(question.next(late), Some(Step::Ask(MS)), "before the limit");
     assert_eq!(question.next(at(patience)), None, "at the limit");
@@ -83,12 +83,17 @@ fn no_flipped_bit_makes_a_statement_or_another_question() {
     let outcomes = [
         (Outcome::Unknown, None),
         (Outcome::Undecided, None),
-        (Outcome::Runs, Some(Word::Runs)),
-        (Outcome::Never, Some(Word::Never)),
-        (Outcome::HasAll, Some(Word::HasAll)),
+        (Outcome::Runs, Some(DestinationStatement::Runs)),
+        (Outcome::Never, Some(DestinationStatement::Never)),
+        (Outcome::HasAll, Some(DestinationStatement::HasAll)),
     ];
     for (outcome, word) in outcomes {
-        for doing in [Doing::Unknown, Doing::Runs, Doing::Rests, Doing::Stopped] {
+        for doing in [
+            GuestActivity::Unknown,
+            GuestActivity::Runs,
+            GuestActivity::Rests,
+            GuestActivity::Stopped,
+        ] {
             let whole = answer(ID, outcome, doing);
             assert_eq!(statement(&whole, ID), word.map(|word| (word, doing)));
             assert_eq!(statement(&whole, MigrationId([8; 16])), None);
@@ -207,7 +212,7 @@ impl Pair {
     }
 
     /// Makes one attempt of the source, which takes up to `within`.
-    fn ask(&mut self, within: Duration) -> Option<(Word, Doing)> {
+    fn ask(&mut self, within: Duration) -> Option<(DestinationStatement, GuestActivity)> {
         let (asked, limit) = (self.now, self.now + within);
         let is_back = asked >= self.network_is_back;
         let fate = if is_back { 0 } else { self.rng.u8(0..8) };
@@ -233,7 +238,7 @@ impl Pair {
         assert!(left.is_some() || is_cancelled || is_late, "it may be asked");
         left?;
         let id = read_question(&sent).ok()?;
-        let mut answered = answer(id, self.side.ask(), Doing::Runs).to_vec();
+        let mut answered = answer(id, self.side.ask(), GuestActivity::Runs).to_vec();
         match fate {
             5 => {
                 let bit = self.rng.usize(0..ANSWER_LEN * 8);
@@ -256,7 +261,7 @@ impl Pair {
     }
 
     /// Runs the source to its end.
-    fn run(&mut self) -> Option<(Word, Doing)> {
+    fn run(&mut self) -> Option<(DestinationStatement, GuestActivity)> {
         let mut question = Question::after_commit(self.epoch, self.patience, true);
         while let Some(step) = question.next(self.epoch + self.now) {
             let before = self.now;
@@ -292,22 +297,25 @@ fn what_a_source_learns_is_true_and_it_learns_it_as_soon_as_the_network_lets_it(
         let statement = pair.run().map(|(word, _)| word);
         pair.advance(Duration::MAX);
         let is_true = match statement {
-            Some(Word::Runs) => pair.side == DestinationSide::Taken,
-            Some(Word::Never) => pair.side == DestinationSide::Never,
-            Some(Word::HasAll) => false,
+            Some(DestinationStatement::Runs) => pair.side == DestinationSide::Taken,
+            Some(DestinationStatement::Never) => pair.side == DestinationSide::Never,
+            Some(DestinationStatement::HasAll) => false,
             None => true,
         };
         assert!(is_true, "seed {seed}: {statement:?}, {:?}", pair.side);
         // One attempt that begins too early, and one that does not.
         let answered = decided.max(pair.network_is_back);
         let answered = answered.saturating_add(ATTEMPT + PAUSE + 2 * ms(WAY));
-        let is_sure = answered.max(ASK_AFTER + 2 * ms(WAY)) < pair.patience;
+        let is_sure = answered.max(QUERY_DELAY + 2 * ms(WAY)) < pair.patience;
         if is_sure && pair.cancelled.is_none() && pair.side != DestinationSide::Unsure {
             assert!(statement.is_some(), "seed {seed}: in doubt for no reason");
         }
-        assert!(!panics || statement != Some(Word::Runs), "seed {seed}");
+        assert!(
+            !panics || statement != Some(DestinationStatement::Runs),
+            "seed {seed}"
+        );
         said[match statement {
-            Some(Word::Runs) => 0,
+            Some(DestinationStatement::Runs) => 0,
             Some(_) => 1,
             None => 2,
         }] += 1;

@@ -22,7 +22,7 @@ use hotlift_wire::settle::Outcome;
 use stateright::{Checker, Model, Property};
 
 use crate::handover::source::SourceSide;
-use crate::handover::{DestinationSide, Verdict, Word};
+use crate::handover::{DestinationSide, DestinationStatement, SourceOutcome};
 
 /// Party that gives the guest away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -110,7 +110,7 @@ enum Message {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct State {
     source: SourceSide,
-    taking: DestinationSide,
+    destination_handover: DestinationSide,
     /// The QEMU of a source that is a relay has released the guest.
     released: bool,
     /// The guest runs at the source, or would if it were not stopped for the hand-over.
@@ -206,21 +206,22 @@ impl State {
     fn source_ended(&mut self) {
         match self.source.verdict() {
             // The command, or the operator on its advice, resumes a paused QEMU.
-            Some(Verdict::Kept | Verdict::Refused) => self.runs_here = true,
-            Some(Verdict::Moved | Verdict::Doubt | Verdict::Torn) | None => {}
+            Some(SourceOutcome::Kept | SourceOutcome::Refused) => self.runs_here = true,
+            Some(SourceOutcome::Moved | SourceOutcome::Doubt | SourceOutcome::PagesLost) | None => {
+            }
         }
     }
 
     fn source_fails(&mut self, mutant: Mutant) {
         if mutant == Mutant::CancelIsNeverTooLate && self.source.verdict().is_none() {
-            self.source = SourceSide::Ended(Verdict::Kept);
+            self.source = SourceSide::Ended(SourceOutcome::Kept);
         }
         self.source.fail();
         self.source_ended();
     }
 
-    fn source_hears(&mut self, word: Word) {
-        if self.source.hear(word) {
+    fn source_hears(&mut self, statement: DestinationStatement) {
+        if self.source.receive(statement) {
             self.source_ended();
             if self.cut {
                 return;
@@ -240,7 +241,7 @@ impl State {
     }
 
     fn refuse(&mut self) {
-        self.taking.refused();
+        self.destination_handover.refused();
         self.send_to_source(Message::Refused);
     }
 
@@ -250,7 +251,8 @@ impl State {
 
     /// Reports that all pages are there, if they are and the guest runs.
     fn may_have_all(&mut self) {
-        if self.end_arrived && self.taking == DestinationSide::Taken && !self.has_all {
+        if self.end_arrived && self.destination_handover == DestinationSide::Taken && !self.has_all
+        {
             self.has_all = true;
             self.heard = false;
             self.send_to_source(Message::HasAll);
@@ -271,7 +273,7 @@ impl Model for HandOver {
     fn init_states(&self) -> Vec<State> {
         vec![State {
             source: SourceSide::default(),
-            taking: DestinationSide::default(),
+            destination_handover: DestinationSide::default(),
             released: false,
             runs_here: true,
             runs_there: false,
@@ -366,18 +368,20 @@ impl Model for HandOver {
                     return None;
                 }
                 match state.to_destination.remove(0) {
-                    Message::AskLoaded if self.postcopy || state.taking.loaded() => {
+                    Message::AskLoaded if self.postcopy || state.destination_handover.loaded() => {
                         state.send_to_source(Message::Pong);
                     }
                     // The package also has the devices.
                     Message::Commit if self.postcopy => {
-                        state.taking.loaded();
-                        if !state.taking.commit() && self.mutant == Mutant::RunIsObeyed {
-                            state.taking = DestinationSide::Taking;
+                        state.destination_handover.loaded();
+                        if !state.destination_handover.commit()
+                            && self.mutant == Mutant::RunIsObeyed
+                        {
+                            state.destination_handover = DestinationSide::Starting;
                         }
                     }
                     Message::Commit => {
-                        state.taking.commit();
+                        state.destination_handover.commit();
                     }
                     Message::End => {
                         state.end_arrived = true;
@@ -406,8 +410,8 @@ impl Model for HandOver {
                             state.source.offer();
                         }
                     },
-                    Message::Runs => state.source_hears(Word::Runs),
-                    Message::HasAll if state.source.has_all() => {
+                    Message::Runs => state.source_hears(DestinationStatement::Runs),
+                    Message::HasAll if state.source.all_pages_arrived() => {
                         state.to_destination.push(Message::Heard);
                     }
                     // It closes the connection, and its refusal is no statement.
@@ -418,7 +422,7 @@ impl Model for HandOver {
                         state.to_source.clear();
                     }
                     Message::Refused if state.source.is_committed() => {
-                        state.source_hears(Word::Never);
+                        state.source_hears(DestinationStatement::Never);
                     }
                     Message::Refused => state.source_fails(self.mutant),
                     _ => {}
@@ -448,12 +452,12 @@ impl Model for HandOver {
                 if here
                     && there
                     && state.is_serving()
-                    && state.taking == DestinationSide::Taken
+                    && state.destination_handover == DestinationSide::Taken
                     && !state.has_all
                     && state.source_saw
                     && state.destination_saw =>
             {
-                state.source.hear(Word::Runs);
+                state.source.receive(DestinationStatement::Runs);
                 state.cut = false;
                 state.source_saw = false;
                 state.destination_saw = false;
@@ -463,11 +467,11 @@ impl Model for HandOver {
                 if there
                     && !state.stopped_there
                     && !state.ended_there
-                    && (state.taking == DestinationSide::Taking
-                        || (state.taking == DestinationSide::Unsure
+                    && (state.destination_handover == DestinationSide::Starting
+                        || (state.destination_handover == DestinationSide::Unsure
                             && self.destination == Role::Relay)) =>
             {
-                state.taking.taken();
+                state.destination_handover.taken();
                 state.run_there();
                 match self.postcopy {
                     true => state.may_have_all(),
@@ -480,7 +484,7 @@ impl Model for HandOver {
             }
             Step::GuestCannotRun
                 if there
-                    && state.taking == DestinationSide::Taking
+                    && state.destination_handover == DestinationSide::Starting
                     && !state.has_been_given()
                     && !state.ended_there =>
             {
@@ -488,7 +492,7 @@ impl Model for HandOver {
             }
             Step::GuestStaysStopped
                 if self.destination == Role::Relay
-                    && state.taking == DestinationSide::Taking
+                    && state.destination_handover == DestinationSide::Starting
                     && !state.has_been_given()
                     && !state.ended_there =>
             {
@@ -508,8 +512,9 @@ impl Model for HandOver {
                     && self.may_end
                     && state.saw_stopped
                     && !state.ended_there
-                    && (state.taking == DestinationSide::Taking
-                        || state.taking == DestinationSide::Taken && state.stopped_there
+                    && (state.destination_handover == DestinationSide::Starting
+                        || state.destination_handover == DestinationSide::Taken
+                            && state.stopped_there
                         || self.mutant == Mutant::EndsAfterTheReport) =>
             {
                 state.ended_there = true;
@@ -517,11 +522,13 @@ impl Model for HandOver {
                 state.runs_there = false;
             }
             Step::SayEnded
-                if there && state.ended_there && state.taking == DestinationSide::Taking =>
+                if there
+                    && state.ended_there
+                    && state.destination_handover == DestinationSide::Starting =>
             {
                 match state.ran_there && self.mutant != Mutant::EndIsProof {
                     true => {
-                        state.taking.unsure();
+                        state.destination_handover.unsure();
                         state.was_unsure = true;
                     }
                     false => state.refuse(),
@@ -530,15 +537,17 @@ impl Model for HandOver {
             // A QEMU that another process has started keeps the guest: its operator decides whether it runs. A QEMU that
             // answers too late has already reported on the stream that it has the guest.
             Step::SayStopped
-                if there && state.stopped_there && state.taking == DestinationSide::Taking =>
+                if there
+                    && state.stopped_there
+                    && state.destination_handover == DestinationSide::Starting =>
             {
-                state.taking.taken();
+                state.destination_handover.taken();
                 state.send_to_source(Message::Runs);
             }
             Step::TellEnded
                 if there
                     && here
-                    && state.taking == DestinationSide::Taken
+                    && state.destination_handover == DestinationSide::Taken
                     && !state.told_ended
                     && (state.ended_there && !state.ran_there
                         || self.mutant == Mutant::TakesBackEarly && state.stopped_there) =>
@@ -549,7 +558,7 @@ impl Model for HandOver {
                 if here
                     && state.told_ended
                     && !state.runs_here
-                    && state.source == SourceSide::Ended(Verdict::Moved) =>
+                    && state.source == SourceSide::Ended(SourceOutcome::Moved) =>
             {
                 state.runs_here = true;
             }
@@ -557,8 +566,10 @@ impl Model for HandOver {
                 state.stopped_there = false;
                 state.run_there();
             }
-            Step::RunnerPanics if there && state.taking == DestinationSide::Taking => {
-                state.taking.unsure();
+            Step::RunnerPanics
+                if there && state.destination_handover == DestinationSide::Starting =>
+            {
+                state.destination_handover.unsure();
                 state.was_unsure = true;
             }
             Step::Cut if !state.cut => {
@@ -569,7 +580,7 @@ impl Model for HandOver {
             Step::SourceSeesCut if here && state.cut && !state.source_saw => {
                 state.source_saw = true;
                 if self.mutant == Mutant::ResetIsAStatement {
-                    state.source.hear(Word::Never);
+                    state.source.receive(DestinationStatement::Never);
                     state.source_ended();
                 }
                 if self.mutant == Mutant::LostPostcopyRunsHere && state.is_serving() {
@@ -579,10 +590,10 @@ impl Model for HandOver {
             }
             Step::DestinationSeesCut if there && state.cut && !state.destination_saw => {
                 state.destination_saw = true;
-                if self.mutant == Mutant::SilenceIsACommit && state.taking.commit() {
+                if self.mutant == Mutant::SilenceIsACommit && state.destination_handover.commit() {
                     return Some(state);
                 }
-                state.taking.abandon();
+                state.destination_handover.abandon();
             }
             Step::SourceFails if here && state.source.verdict().is_none() => {
                 let before = state.source;
@@ -593,11 +604,11 @@ impl Model for HandOver {
             }
             Step::DestinationFails if there => {
                 if self.mutant == Mutant::CancelEndsTheGuest
-                    && state.taking == DestinationSide::Taken
+                    && state.destination_handover == DestinationSide::Taken
                 {
                     state.runs_there = false;
-                    state.taking = DestinationSide::Never;
-                } else if !state.taking.abandon() {
+                    state.destination_handover = DestinationSide::Never;
+                } else if !state.destination_handover.abandon() {
                     return None;
                 }
                 state.send_to_source(Message::Refused);
@@ -620,11 +631,11 @@ impl Model for HandOver {
                     return None;
                 }
                 let outcome = if self.mutant == Mutant::AnswersWithoutRefusing
-                    && state.taking == DestinationSide::Loaded
+                    && state.destination_handover == DestinationSide::Loaded
                 {
                     Outcome::Never
                 } else {
-                    match state.taking.ask() {
+                    match state.destination_handover.ask() {
                         Outcome::Runs if state.has_all => Outcome::HasAll,
                         outcome => outcome,
                     }
@@ -636,12 +647,13 @@ impl Model for HandOver {
                     return None;
                 };
                 state.question = None;
-                let Some(word) = Word::of_outcome(ANSWERS[usize::from(code)]) else {
+                let Some(statement) = DestinationStatement::of_outcome(ANSWERS[usize::from(code)])
+                else {
                     return Some(state);
                 };
-                if state.source.hear(word) {
+                if state.source.receive(statement) {
                     if self.mutant == Mutant::LetsGoOfPages {
-                        state.source.has_all();
+                        state.source.all_pages_arrived();
                     }
                     state.source_ended();
                     state.question = Some(Message::Heard);
@@ -656,7 +668,9 @@ impl Model for HandOver {
             Step::SourceGivesUp
                 if here
                     && state.source == SourceSide::Committed
-                    && (!there || state.taking == DestinationSide::Unsure || !state.listens) =>
+                    && (!there
+                        || state.destination_handover == DestinationSide::Unsure
+                        || !state.listens) =>
             {
                 state.source.give_up();
             }
@@ -667,8 +681,9 @@ impl Model for HandOver {
                     && state.source_saw
                     && (!there
                         || state.has_all && self.silent
-                        || state.taking == DestinationSide::Unsure
-                        || state.taking == DestinationSide::Never && !state.listens) =>
+                        || state.destination_handover == DestinationSide::Unsure
+                        || state.destination_handover == DestinationSide::Never
+                            && !state.listens) =>
             {
                 state.source.give_up();
             }
@@ -676,10 +691,10 @@ impl Model for HandOver {
             Step::DestinationStopsListening
                 if there
                     && state.listens
-                    && state.taking != DestinationSide::Loading
+                    && state.destination_handover != DestinationSide::Loading
                     && (!self.postcopy
                         || state.has_all
-                        || state.taking == DestinationSide::Never)
+                        || state.destination_handover == DestinationSide::Never)
                     && (state.heard || state.source.verdict().is_some() || !here) =>
             {
                 state.listens = false;
@@ -697,7 +712,7 @@ impl Model for HandOver {
                 state.destination_alive = false;
                 if self.destination == Role::Guest {
                     state.runs_there = false;
-                } else if state.taking == DestinationSide::Taking
+                } else if state.destination_handover == DestinationSide::Starting
                     && !state.stopped_there
                     && !state.ended_there
                 {
@@ -749,14 +764,14 @@ impl Model for HandOver {
                 "nothing of the guest is let go of before it is there",
                 |model: &Self, state: &State| {
                     !model.postcopy
-                        || state.source != SourceSide::Ended(Verdict::Moved)
+                        || state.source != SourceSide::Ended(SourceOutcome::Moved)
                         || state.has_all
                 },
             ),
             Property::always(
                 "nobody ends the guest before another has it",
                 |_, state: &State| {
-                    state.source != SourceSide::Ended(Verdict::Moved)
+                    state.source != SourceSide::Ended(SourceOutcome::Moved)
                         || state.has_been_given()
                         || state.ended_there
                         || !state.destination_alive
@@ -782,8 +797,8 @@ impl Model for HandOver {
                     let over = !steps.iter().any(lasting);
                     let killed = !state.source_alive || !state.destination_alive;
                     // The thread that had to start the guest panicked: the guest stays with the source, paused, in doubt.
-                    let unsure = state.taking == DestinationSide::Unsure
-                        || model.silent && state.source == SourceSide::Ended(Verdict::Doubt);
+                    let unsure = state.destination_handover == DestinationSide::Unsure
+                        || model.silent && state.source == SourceSide::Ended(SourceOutcome::Doubt);
                     !over || killed || unsure || (state.runs_here != state.has_been_given())
                 },
             ),
@@ -802,19 +817,19 @@ impl Model for HandOver {
                 |model: &Self, state: &State| {
                     let killed = !state.source_alive || !state.destination_alive;
                     let excused = killed || state.was_unsure || model.silent;
-                    excused || state.source != SourceSide::Ended(Verdict::Doubt)
+                    excused || state.source != SourceSide::Ended(SourceOutcome::Doubt)
                 },
             ),
             Property::always(
                 "a guest that has all its pages is not given up if nobody was killed",
                 |model: &Self, state: &State| {
                     let killed = !state.source_alive || !state.destination_alive;
-                    let torn = state.source == SourceSide::Ended(Verdict::Torn);
+                    let torn = state.source == SourceSide::Ended(SourceOutcome::PagesLost);
                     killed || model.silent || !state.has_all || !torn
                 },
             ),
             Property::sometimes("the guest moves", |_, state: &State| {
-                state.source == SourceSide::Ended(Verdict::Moved)
+                state.source == SourceSide::Ended(SourceOutcome::Moved)
             }),
         ]
     }

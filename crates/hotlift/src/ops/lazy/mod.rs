@@ -31,14 +31,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::control::Control;
 use crate::control::run_as;
-use crate::ends::file::{BlockFile, FileError, Location, LostPages, Places, SavedStream};
+use crate::ends::file::{BlockFile, FileError, Location, LostPages, PageMap, SavedStream};
 use crate::error::{Channel, MigrationError};
 use crate::life::LONG;
 use crate::life::threads::spawn;
 use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
 use crate::pacing::Pacer;
-use crate::postcopy::turns::Turns;
+use crate::postcopy::priority_lock::PriorityLock;
 use crate::postcopy::{Connection, LARGEST_PAGE, Ledger, go_on};
 use crate::remote::Remote;
 use crate::status::Status;
@@ -199,7 +199,7 @@ pub fn restore(
         let stream = file.stream();
         let ledger = Arc::new(Ledger::new(&blocks));
         let mut messages = Messages::new(Channel::Main);
-        let main = Turns::new(match resume {
+        let main = PriorityLock::new(match resume {
             false => MainSend::new(Arc::clone(&link), &stream.configuration)?,
             true => {
                 let rest = go_on(&link.transport, &ledger, control.life(), || {
@@ -288,7 +288,7 @@ impl Restore<'_> {
         thread::scope(|scope| {
             let outcome = (|| {
                 spawn(scope, "lazy/return".to_owned(), || {
-                    connection.hear(messages);
+                    connection.receive(messages);
                 })?;
                 spawn(scope, "lazy/answer".to_owned(), || connection.answer_all())?;
                 match self.resume {

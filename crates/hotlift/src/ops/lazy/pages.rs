@@ -11,7 +11,7 @@ use crate::error::MigrationError;
 use crate::life::failure::Failure;
 use crate::lock::lock;
 use crate::options::Options;
-use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
+use crate::postcopy::{Batch, Ledger, Pages, Place, PrefetchQueue, Reader};
 
 /// Pages that a background thread takes at once: 256 KiB, the most that the neighbours of a requested page wait for.
 const SHARE: usize = 64;
@@ -34,7 +34,7 @@ pub(super) struct FilePages<'a> {
     memory: MemoryLimit,
     /// Error of the first part of the file that could not be used; the rest is sent all the same.
     pub damaged: Failure,
-    near: Near,
+    near: PrefetchQueue,
     /// Pages that the background has taken.
     shares: Shares,
     /// Pages that the guest has written last, the latest at the end; `None` before the first thread has searched for them.
@@ -54,7 +54,7 @@ impl<'a> FilePages<'a> {
             on_lost,
             memory: options.limits.memory(0),
             damaged: Failure::default(),
-            near: Near::new((0..file.blocks()).map(|block| file.pages(block))),
+            near: PrefetchQueue::new((0..file.blocks()).map(|block| file.pages(block))),
             shares: Shares::of(file.remote().map_or(SHARE, |_| FAR_SHARE)),
             written_last: Mutex::new(None),
         }
@@ -139,8 +139,8 @@ impl Pages for FilePages<'_> {
         Ok(share.map(|(block, pages)| pages.map(|page| (block, page)).collect()))
     }
 
-    fn asked_for(&self, block: usize, page: usize) {
-        self.near.asked_for(block, page);
+    fn record_request(&self, block: usize, page: usize) {
+        self.near.record_request(block, page);
     }
 
     fn abandon(&self) {
@@ -181,7 +181,7 @@ impl FileReader<'_> {
             Err(error) => Err(error.into()),
         };
         found.or_else(|error| {
-            let lost = self.file.go_on_without((block, page), error)?;
+            let lost = self.file.skip_lost_pages((block, page), error)?;
             if let (Some(lost), Some(on_lost)) = (lost, self.on_lost) {
                 on_lost(&lost);
             }

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_net::admission::Pass;
+use hotlift_net::admission::ConnectionToken;
 use hotlift_net::transport::{Address, Stream};
 use hotlift_wire::main_channel::postcopy;
 
@@ -25,7 +25,7 @@ use crate::ends::guest_source::source::GuestSource;
 use crate::ends::stream_sink::LOADING;
 use crate::error::{Channel, MigrationError};
 use crate::handover::settle::{Question, Step};
-use crate::handover::{Verdict, Word, ask_once, say_heard};
+use crate::handover::{DestinationStatement, SourceOutcome, confirm_outcome, query_once};
 use crate::life::LONG;
 use crate::life::threads::spawn;
 use crate::pipe::sink::Postcopy;
@@ -50,7 +50,10 @@ impl Migration<'_> {
         let (package, ping) = out.main.take().package(&devices, LOADED)?;
         let ledger = Arc::new(Ledger::new(&self.opening.ram.blocks));
         let _ = source.ledger.set(Arc::clone(&ledger));
-        if !session.giving.serve(|| !control.life().is_stopped()) {
+        if !session
+            .source_handover
+            .serve(|| !control.life().is_stopped())
+        {
             return Err(MigrationError::Cancelled);
         }
         session.switch();
@@ -78,7 +81,7 @@ impl Migration<'_> {
                 None => Ok(()),
             };
         }
-        session.giving.has_all();
+        session.source_handover.all_pages_arrived();
         Ok(downtime.unwrap_or_else(|| stopped_at.elapsed()))
     }
 
@@ -137,7 +140,7 @@ impl Migration<'_> {
             let outcome = (|| {
                 if let Some(messages) = messages {
                     spawn(scope, "mig/src/return".to_owned(), || {
-                        connection.hear(messages);
+                        connection.receive(messages);
                     })?;
                 }
                 let answer = || {
@@ -148,16 +151,16 @@ impl Migration<'_> {
                 threads.spawn(scope, "mig/src/answer".to_owned(), &failed, answer)?;
                 let waiting = "the destination's message that it loaded the devices";
                 let limit = Some((LOADING, waiting));
-                answers.await_answers(limit, LONG, || match answers.word() {
+                answers.await_answers(limit, LONG, || match answers.statement() {
                     // The destination stays connected until its refusal was received.
-                    Some(Word::Never) => Err(answers.refusal()),
+                    Some(DestinationStatement::Never) => Err(answers.refusal()),
                     _ => Ok(()),
                 })?;
                 on_loaded();
                 spawn(scope, "mig/src/report".to_owned(), || {
                     while !connection.ledger.wait_for_end(INTERVAL) {
                         count();
-                        reporter.tell(round, estimator);
+                        reporter.report(round, estimator);
                     }
                     // The loss of the first connection may be noticed late.
                     if is_first && source.lost.is_set() {
@@ -176,7 +179,7 @@ impl Migration<'_> {
                 Err(error) => connection.fail(error),
                 Ok(()) => {
                     if let Some(id) = source.out.answers.id() {
-                        say_heard(&connection.link.transport, id);
+                        confirm_outcome(&connection.link.transport, id);
                     }
                     connection.close();
                 }
@@ -198,19 +201,21 @@ impl Migration<'_> {
             options,
             ..
         } = self.source;
-        let (giving, answers) = (&self.session.giving, &out.answers);
+        let (source_handover, answers) = (&self.session.source_handover, &out.answers);
         control.set_status(Status::PostcopyPaused);
         // Only a refusal counts here: a statement that all pages arrived shows only at the end of the stream.
-        let mut word = answers.word().filter(|word| *word == Word::Never);
+        let mut statement = answers
+            .statement()
+            .filter(|statement| *statement == DestinationStatement::Never);
         let patience = options.limits.settle_timeout;
         let mut question = Question::while_paused(Instant::now(), patience);
         loop {
-            if let Some(word) = word.take() {
-                giving.settle(Some(word));
-                if giving.verdict() == Some(Verdict::Moved) {
+            if let Some(statement) = statement.take() {
+                source_handover.settle(Some(statement));
+                if source_handover.verdict() == Some(SourceOutcome::Moved) {
                     return Ok(None);
                 }
-                if giving.verdict() == Some(Verdict::Refused) {
+                if source_handover.verdict() == Some(SourceOutcome::Refused) {
                     return Err(match lost {
                         MigrationError::Closed { .. } | MigrationError::Connection { .. } => {
                             answers.refusal()
@@ -220,16 +225,16 @@ impl Migration<'_> {
                 }
             }
             if control.is_cancelled() || control.life().is_stopped() {
-                giving.settle(None);
+                source_handover.settle(None);
                 return Err(lost);
             }
             // If the guest is known to run, the only open question is whether all pages arrived: not before all are sent.
-            let may_ask = self.sent_all || !giving.is_known_to_run();
+            let may_ask = self.sent_all || !source_handover.is_known_to_run();
             let id = answers.id().filter(|_| may_ask);
             let wait = match id.and_then(|_| question.next(Instant::now())) {
                 Some(Step::Ask(within)) => {
-                    let asked = id.and_then(|id| ask_once(&out.to, id, within));
-                    word = asked.map(|(word, _)| word);
+                    let asked = id.and_then(|id| query_once(&out.to, id, within));
+                    statement = asked.map(|(statement, _)| statement);
                     continue;
                 }
                 Some(Step::Listen(wait) | Step::Pause(wait)) => wait,
@@ -267,7 +272,9 @@ impl Migration<'_> {
             Ok(())
         })?);
         self.preempt = preempt;
-        self.session.giving.settle(Some(Word::Runs));
+        self.session
+            .source_handover
+            .settle(Some(DestinationStatement::Runs));
         for block in 0..blocks.len() {
             for page in 0..ledger.pages(block) {
                 match ledger.is_sent(block, page) {
@@ -295,7 +302,7 @@ impl Migration<'_> {
             out,
             ..
         } = self.source;
-        let pass = out.answers.id().map(|id| Pass::new(id.0, None));
+        let pass = out.answers.id().map(|id| ConnectionToken::new(id.0, None));
         let timeout = options.limits.handshake_timeout;
         connect_with(pass.as_ref(), to, timeout, &control.dialing())
     }
@@ -307,7 +314,7 @@ impl Migration<'_> {
     }
 
     /// Returns true if the guest runs at the destination, and will not get all of its pages.
-    pub(super) fn is_torn(&self) -> bool {
-        self.session.giving.verdict() == Some(Verdict::Torn)
+    pub(super) fn has_lost_pages(&self) -> bool {
+        self.session.source_handover.verdict() == Some(SourceOutcome::PagesLost)
     }
 }

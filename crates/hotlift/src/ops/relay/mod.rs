@@ -36,12 +36,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::ends::request::Request;
 pub use crate::ends::request::{Incoming, Outgoing};
-pub use crate::handover::Taken;
+pub use crate::handover::QemuGuestState;
 pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream};
-pub use crate::pipe::settings::{LeftOut, RelaySettings};
+pub use crate::pipe::settings::{RelaySettings, UnusedRam};
 
-pub use hotlift_net::admission::Pass;
-pub use hotlift_wire::settle::Doing;
+pub use hotlift_net::admission::ConnectionToken;
+pub use hotlift_wire::settle::GuestActivity;
 
 use crate::control::Control;
 use crate::control::run_as;

@@ -11,11 +11,11 @@ use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroP
 use crate::ends::request::{Outgoing, Request};
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, SyncPoints, version_of};
-use crate::ends::stream_source::accept::{Channels, SETTLE, Uncounted};
+use crate::ends::stream_source::accept::{Channels, QemuConnections, SETTLE};
 use crate::ends::stream_source::candidates::NO_PREEMPT;
-use crate::ends::stream_source::demand::Demand;
-use crate::ends::stream_source::main_reader::{Further, MainReader};
-use crate::ends::stream_source::pass_through::{self, Unread};
+use crate::ends::stream_source::main_reader::{LateConnections, MainReader};
+use crate::ends::stream_source::pass_through::{self, PassedThroughSource};
+use crate::ends::stream_source::pending_requests::PendingRequests;
 use crate::ends::stream_source::read_setup::{StreamSetup, other_devices, read_setup};
 use crate::ends::stream_source::receive::Streams;
 use crate::ends::stream_source::upstream::Upstream;
@@ -24,14 +24,14 @@ use crate::figures::Counters;
 use crate::options::CHANNEL_MEMORY;
 use crate::pipe::hooks::SourceStream;
 use crate::pipe::run::run_threads;
-use crate::pipe::session::{Call, Relayed, Session};
+use crate::pipe::session::{Relayed, Session, WaitCheck};
 use crate::pipe::sink::Opening;
 use crate::pipe::stream_in::StreamIn;
 use crate::postcopy::LARGEST_PAGE;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
-use crate::stream::main_channel::{MainChannel, Silence, Taker};
-use crate::stream::main_recv::{MainInput, Waiting};
+use crate::stream::main_channel::{MainChannel, SilenceLimit, StreamConsumer};
+use crate::stream::main_recv::{MainInput, WaitCondition};
 use crate::stream::multifd_recv::Methods;
 
 /// Time limit for the first page of a source, after its channels.
@@ -45,19 +45,19 @@ const FIRST_PACKETS: usize = 3;
 const HUGE_PAGES: usize = 8;
 
 /// Interval of the checks whether it has arrived.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Passes on the stream of a source that connects to `listener`.
 pub(crate) fn run(listener: &Listener, request: Request<'_>) -> Result<Relayed, MigrationError> {
-    let mut arrivals = Uncounted::new(listener, request.settings, request.control)?;
-    let (main, since) = arrivals.main(&Call::early(request.control))?;
+    let mut arrivals = QemuConnections::new(listener, request.settings, request.control)?;
+    let (main, since) = arrivals.main(&WaitCheck::early(request.control))?;
     pass_on(main, arrivals, since, request)
 }
 
 /// Runs one migration, start to end.
 fn pass_on(
     main: Stream,
-    mut arrivals: Uncounted<'_>,
+    mut arrivals: QemuConnections<'_>,
     since: Instant,
     request: Request<'_>,
 ) -> Result<Relayed, MigrationError> {
@@ -67,7 +67,7 @@ fn pass_on(
         hooks,
         ..
     } = request;
-    let early = Call::early(control);
+    let early = WaitCheck::early(control);
     let memory = settings.limits.memory(0);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     control.set_id(id);
@@ -76,14 +76,14 @@ fn pass_on(
     // A watched source is not dropped for its silence. To start the dirty log of a large VM, or on a busy host, takes a QEMU a
     // minute, in which it answers nothing.
     let silence = match hooks.ownership {
-        Some(_) => Silence::Unlimited,
-        None => Silence::Always(settings.limits.handshake_timeout),
+        Some(_) => SilenceLimit::Unlimited,
+        None => SilenceLimit::Always(settings.limits.handshake_timeout),
     };
     let mut input = MainInput::new(&main, &unbooked, &memory, control.life())?.keep_everything();
     let into_stream = matches!(request.outgoing, Outgoing::Address(_));
-    let mut machine = MainChannel::new(Taker::Relay { into_stream }, silence);
+    let mut machine = MainChannel::new(StreamConsumer::Relay { into_stream }, silence);
     let pass_through = |arrivals, input: &MainInput<'_>, preempt, why, is_answered| {
-        let source = Unread {
+        let source = PassedThroughSource {
             main: input.socket(),
             first_bytes: input.everything(),
             preempt,
@@ -201,11 +201,11 @@ fn pass_on(
     };
     let source = StreamIn::new(main, multifd, setup.relay.is_some(), hello, methods);
     let who = (setup.is_guest(), takes_doing, setup.return_path);
-    let demand = Demand::new(&setup.ram.blocks, &memory, request.control.life());
+    let pending_requests = PendingRequests::new(&setup.ram.blocks, &memory, request.control.life());
     if setup.postcopy {
-        demand.reserve()?;
+        pending_requests.reserve()?;
     }
-    let upstream = Upstream::new(source, who, demand);
+    let upstream = Upstream::new(source, who, pending_requests);
     let session = Session::new(
         request.control,
         request.settings,
@@ -222,10 +222,10 @@ fn pass_on(
     );
     let mut reader = MainReader::new(&session, &upstream, &setup, input, machine);
     // A relay announces its number of channels, and asks questions; a QEMU does neither.
-    let mut door = None;
+    let mut accept_loop = None;
     let mut uncounted = None;
     match upstream.source.is_hotlift() {
-        true => door = Some(arrivals.into_door()),
+        true => accept_loop = Some(arrivals.into_accept_loop()),
         false => uncounted = Some(arrivals),
     }
     let further = Connections {
@@ -242,7 +242,7 @@ fn pass_on(
         &setup.ram.blocks,
         hooks,
         &mut || reader.run(opening, hooks, &further),
-        door,
+        accept_loop,
     )?;
     Ok(session.relayed(&setup.configuration.machine))
 }
@@ -250,7 +250,7 @@ fn pass_on(
 /// Connections that may arrive while a relay reads a QEMU's main channel.
 struct Connections<'a, 'l> {
     /// `None` for a relay, which announces the number of its connections.
-    arrivals: RefCell<Option<Uncounted<'l>>>,
+    arrivals: RefCell<Option<QemuConnections<'l>>>,
     upstream: &'a Upstream,
     uuid: Option<[u8; 16]>,
     postcopy: bool,
@@ -260,7 +260,10 @@ struct Connections<'a, 'l> {
 }
 
 impl<'l> Connections<'_, 'l> {
-    fn take(&self, look: impl Fn(&mut Uncounted<'l>) -> Result<Option<Stream>, MigrationError>) {
+    fn take(
+        &self,
+        look: impl Fn(&mut QemuConnections<'l>) -> Result<Option<Stream>, MigrationError>,
+    ) {
         let preempt = &self.upstream.preempt;
         if let Some(arrivals) = self.arrivals.borrow_mut().as_mut()
             && self.postcopy
@@ -272,14 +275,14 @@ impl<'l> Connections<'_, 'l> {
                 let is_silent = matches!(stream.wait_readable(Duration::ZERO), Ok(false));
                 let may_be = !stream.is_hung_up() && (is_silent || self.session.may_run_there());
                 if !(may_be && preempt.add(stream)) {
-                    self.session.control.strangers().turn_away(NO_PREEMPT);
+                    self.session.control.rejections().reject(NO_PREEMPT);
                 }
             }
         }
     }
 }
 
-impl Further for Connections<'_, '_> {
+impl LateConnections for Connections<'_, '_> {
     fn preempt(&self, switched: bool) {
         if self.is_secured || switched {
             let main = &self.upstream.source.main;
@@ -308,7 +311,7 @@ impl Further for Connections<'_, '_> {
 }
 
 /// Returns the method of a source's packets, from the first of them, which follows the opening at once.
-fn first_method(channels: &[Stream], call: &Call<'_>) -> Result<Method, MigrationError> {
+fn first_method(channels: &[Stream], call: &WaitCheck<'_>) -> Result<Method, MigrationError> {
     let deadline = Instant::now() + FIRST_PAGES;
     let mut seen = vec![0; FIRST_PACKETS * HEADER_LEN];
     while !channels.is_empty() && Instant::now() < deadline {
@@ -321,7 +324,7 @@ fn first_method(channels: &[Stream], call: &Call<'_>) -> Result<Method, Migratio
         }
         call.check()?;
         // A poll would return at once, because unread data has arrived.
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     Ok(Method::None)
 }

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use crate::ends::file::{FileSource, Places, SavedVm};
+use crate::ends::file::{FileSource, PageMap, SavedVm};
 use crate::ends::request::Request;
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, SyncPoints};
@@ -17,7 +17,7 @@ use crate::pipe::sink::Opening;
 use crate::pipe::source::Source;
 use crate::status::Status;
 use crate::stream::handshake;
-use crate::stream::main_recv::Waiting;
+use crate::stream::main_recv::WaitCondition;
 
 /// Passes the VM in `file` on, whichever format it has.
 pub(crate) fn from(file: &SavedVm, request: Request<'_>) -> Result<Relayed, MigrationError> {
@@ -28,7 +28,7 @@ pub(crate) fn from(file: &SavedVm, request: Request<'_>) -> Result<Relayed, Migr
 }
 
 /// Passes the VM in `file` on.
-fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed, MigrationError> {
+fn run<P: PageMap>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed, MigrationError> {
     let Request {
         settings, hooks, ..
     } = request;
@@ -74,7 +74,7 @@ fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed,
 }
 
 /// Runs the main thread.
-fn pass_on<P: Places>(
+fn pass_on<P: PageMap>(
     session: &Session<'_>,
     file: &FileSource<P>,
     opening: Opening<'_>,
@@ -84,7 +84,7 @@ fn pass_on<P: Places>(
     session.sink.open(opening)?;
     session.start_ram(opening.early)?;
 
-    session.meet_readers()?;
+    session.await_readers()?;
     if !session.flow.drain() {
         return Err(MigrationError::Cancelled);
     }

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | `set_up` | records before the first page, and whether a relay can parse the stream |
 //! | `ram` | RAM sections, sync points, commands, the switch to postcopy, packages |
-//! | `behind_ram` | devices, the PING that asks whether they are loaded, the last byte, the release of the guest |
+//! | `after_ram` | devices, the PING that asks whether they are loaded, the last byte, the release of the guest |
 //! | `running` | pages of a running guest, and a connection that replaces a lost one |
 //!
 //! ```text
@@ -19,7 +19,7 @@
 //!                                                               └─ PACKAGE ─ PAGES ⇄ AGREEING ─────────┘
 //! ```
 
-mod behind_ram;
+mod after_ram;
 mod ram;
 mod running;
 mod set_up;
@@ -68,7 +68,7 @@ const ENDING: &str = "reading the end of a Hotlift stream";
 
 /// Limit of the source's silence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Silence {
+pub(crate) enum SilenceLimit {
     /// Limit at any time.
     Always(Duration),
     /// Limit within a record. A source writes records in one piece: an incomplete one has a damaged length, and its rest never
@@ -80,7 +80,7 @@ pub(crate) enum Silence {
 
 /// Consumer of the stream.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Taker {
+pub(crate) enum StreamConsumer {
     /// A relay; into a stream, whose peer can run the guest, or into a file.
     Relay { into_stream: bool },
     /// A guest of this process.
@@ -194,7 +194,7 @@ pub(crate) enum Action<'a> {
 
 /// Cause of the end of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ended {
+pub(crate) enum EndCause {
     /// [`MainChannel::deadline`] has passed.
     Silent,
     /// The source has closed its side.
@@ -256,17 +256,17 @@ enum Stage {
 /// State machine of the main channel.
 pub(crate) struct MainChannel {
     decoder: MainDecoder,
-    taker: Taker,
+    taker: StreamConsumer,
     source: Source,
     phase: Phase,
     stage: Stage,
-    silence: Silence,
+    silence: SilenceLimit,
     /// CRC-32 of every byte consumed, as long as a checksum may follow.
     crc: Option<Hasher>,
     /// Input length, and the time since when it has not grown.
     silent: Option<(usize, Instant)>,
     needed: usize,
-    ended: Option<Ended>,
+    ended: Option<EndCause>,
     /// Set-up of the source, for a relay's driver.
     set_up: Setup,
     set_up_bytes: usize,
@@ -301,14 +301,14 @@ pub(crate) struct MainChannel {
 
 impl MainChannel {
     /// Creates the machine at the first byte of a stream.
-    pub(crate) fn new(taker: Taker, silence: Silence) -> Self {
+    pub(crate) fn new(taker: StreamConsumer, silence: SilenceLimit) -> Self {
         let decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
         let (decoder, phase, multifd) = match taker {
-            Taker::Relay { .. } => {
+            StreamConsumer::Relay { .. } => {
                 let decoder = decoder.taking_postcopy().taking_early_sections();
                 (decoder, Phase::First, false)
             }
-            Taker::Guest(rules) => {
+            StreamConsumer::Guest(rules) => {
                 let decoder = match rules.postcopy_ram {
                     true => decoder.taking_postcopy(),
                     false => decoder,
@@ -382,7 +382,7 @@ impl MainChannel {
     }
 
     /// Records that no more bytes come; the next step evaluates this.
-    pub(crate) fn ended(&mut self, how: Ended) {
+    pub(crate) fn ended(&mut self, how: EndCause) {
         self.ended = Some(how);
     }
 
@@ -391,7 +391,7 @@ impl MainChannel {
     pub(crate) fn reconnect(&mut self, limit: Duration) {
         self.decoder.reconnect();
         self.phase = Phase::Agreeing;
-        self.silence = Silence::Always(limit);
+        self.silence = SilenceLimit::Always(limit);
         self.silent = None;
         self.ended = None;
     }
@@ -404,8 +404,8 @@ impl MainChannel {
             }
             Phase::Others { section_has_ended } => self.others(bytes, section_has_ended),
             Phase::Package { missing } => match self.taker {
-                Taker::Relay { .. } => self.pass_package(bytes, missing),
-                Taker::Guest(_) => self.take_package(bytes, missing),
+                StreamConsumer::Relay { .. } => self.pass_package(bytes, missing),
+                StreamConsumer::Guest(_) => self.take_package(bytes, missing),
             },
             Phase::Parts { any } => self.part(bytes, any),
             Phase::QemuDevices => self.qemu_devices(bytes),
@@ -462,29 +462,35 @@ impl MainChannel {
             (Phase::QemuDevices, _) => Some(SILENCE),
             (Phase::Release { .. }, _) => Some(RELEASE),
             (Phase::Description, _) => Some(DESCRIPTION),
-            (_, Silence::Always(limit)) => Some(limit),
-            (_, Silence::WithinRecords(limit)) => (come > 0).then_some(limit),
-            (_, Silence::Unlimited) => None,
+            (_, SilenceLimit::Always(limit)) => Some(limit),
+            (_, SilenceLimit::WithinRecords(limit)) => (come > 0).then_some(limit),
+            (_, SilenceLimit::Unlimited) => None,
         }
     }
 
     fn passes_from_hotlift(&self) -> bool {
-        matches!(self.taker, Taker::Relay { .. }) && self.is_hotlift()
+        matches!(self.taker, StreamConsumer::Relay { .. }) && self.is_hotlift()
     }
 
     /// Evaluates the end of the stream after `bytes`.
-    fn at_the_end<'a>(&mut self, bytes: &'a [u8], how: Ended) -> Result<Step<'a>, MigrationError> {
+    fn at_the_end<'a>(
+        &mut self,
+        bytes: &'a [u8],
+        how: EndCause,
+    ) -> Result<Step<'a>, MigrationError> {
         let come = bytes.len();
         match (self.phase, how) {
             (Phase::QemuDevices, _) => self.last_byte(bytes, how),
             (Phase::Description, _) => Ok(self.without_description(bytes)),
-            (Phase::Release { .. }, Ended::Closed) => Ok(Step::Do(Action::Released, 0)),
-            (Phase::Release { .. }, Ended::Silent) => Err(not_released()),
+            (Phase::Release { .. }, EndCause::Closed) => Ok(Step::Do(Action::Released, 0)),
+            (Phase::Release { .. }, EndCause::Silent) => Err(not_released()),
             // A relay that pauses too long within a package counts as closed.
-            (Phase::Package { .. }, _) | (_, Ended::Closed) => Err(MigrationError::main_closed()),
-            (_, Ended::Silent) => Err(MigrationError::Timeout {
+            (Phase::Package { .. }, _) | (_, EndCause::Closed) => {
+                Err(MigrationError::main_closed())
+            }
+            (_, EndCause::Silent) => Err(MigrationError::Timeout {
                 waiting_for: match self.silence {
-                    Silence::WithinRecords(_) => {
+                    SilenceLimit::WithinRecords(_) => {
                         let wanted = come + self.needed;
                         format!(
                             "the rest of a record of the main channel ({come} of {wanted} bytes arrived)"

@@ -6,8 +6,8 @@ use hotlift_wire::main_channel::{self as wire, Command, MainEvent, SectionKind};
 
 use super::set_up::{PRECOPY, broken};
 use super::{
-    Action, DEVICE_BYTES, MainChannel, Phase, Source, Stage, Step, Taker, event_name, protocol,
-    too_many_devices, unexpected,
+    Action, DEVICE_BYTES, MainChannel, Phase, Source, Stage, Step, StreamConsumer, event_name,
+    protocol, too_many_devices, unexpected,
 };
 use crate::error::MigrationError;
 use crate::guest::DeviceState;
@@ -18,7 +18,7 @@ const READING_PACKAGE: &str = "reading the package of a postcopy";
 impl MainChannel {
     /// Handles a record between the set-up and the end of RAM.
     pub(super) fn ram<'a>(&mut self, event: MainEvent<'a>) -> Result<Action<'a>, MigrationError> {
-        let is_guest = matches!(self.taker, Taker::Guest(_));
+        let is_guest = matches!(self.taker, StreamConsumer::Guest(_));
         Ok(match event {
             MainEvent::RamPage {
                 block,
@@ -68,7 +68,7 @@ impl MainChannel {
                 self.begin_package(length)?
             }
             MainEvent::EarlySection(section) if !is_guest => {
-                self.early.note(&section);
+                self.early.record(&section);
                 Action::Early(section)
             }
             MainEvent::SectionStart { .. } if is_guest => {
@@ -93,15 +93,15 @@ impl MainChannel {
     /// Returns true if a postcopy command that requires `stage` is allowed now.
     fn may_switch(&self, stage: Stage) -> bool {
         match self.taker {
-            Taker::Relay { .. } => self.takes_postcopy,
-            Taker::Guest(_) => self.stage >= stage,
+            StreamConsumer::Relay { .. } => self.takes_postcopy,
+            StreamConsumer::Guest(_) => self.stage >= stage,
         }
     }
 
     /// Handles EOS. With machine types up to 8.0 and multifd it is a sync point, too.
     fn section_end(&mut self) -> Result<Action<'static>, MigrationError> {
         let is_last = self.section == Some(SectionKind::End);
-        if let Taker::Guest(_) = self.taker {
+        if let StreamConsumer::Guest(_) = self.taker {
             let misses_sync_point = self.multifd && !self.flushed;
             return match self.section {
                 Some(SectionKind::Start) if misses_sync_point => Err(protocol(
@@ -127,7 +127,7 @@ impl MainChannel {
     }
 
     pub(super) fn command(&mut self, command: Command) -> Result<Action<'static>, MigrationError> {
-        if let Taker::Guest(rules) = self.taker {
+        if let StreamConsumer::Guest(rules) = self.taker {
             return match command {
                 Command::OpenReturnPath => {
                     self.return_path = true;
@@ -152,7 +152,7 @@ impl MainChannel {
 
     fn begin_package(&mut self, length: u32) -> Result<Action<'static>, MigrationError> {
         let missing = usize::try_from(length).unwrap_or(usize::MAX);
-        if let Taker::Guest(_) = self.taker {
+        if let StreamConsumer::Guest(_) = self.taker {
             if missing > DEVICE_BYTES {
                 return Err(too_many_devices("length of a package of devices", missing));
             }

@@ -3,7 +3,7 @@
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{Command, MainEvent, PageContent, SectionKind};
 
-use super::{Action, MainChannel, Phase, Silence, event_name, protocol};
+use super::{Action, MainChannel, Phase, SilenceLimit, event_name, protocol};
 use crate::error::MigrationError;
 
 impl MainChannel {
@@ -44,8 +44,8 @@ impl MainChannel {
             MainEvent::Postcopy(PostcopyCommand::RecvBitmap(block)) => Ok(Action::Bitmap(block)),
             MainEvent::Postcopy(PostcopyCommand::Resume) => {
                 self.phase = Phase::Pages;
-                if let Silence::Always(limit) = self.silence {
-                    self.silence = Silence::WithinRecords(limit / 2);
+                if let SilenceLimit::Always(limit) = self.silence {
+                    self.silence = SilenceLimit::WithinRecords(limit / 2);
                 }
                 Ok(Action::Resume)
             }

@@ -10,8 +10,8 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::{RamBlockEntry, WireError, limits};
 
 use super::{
-    Action, GuestRules, MainChannel, Phase, Silence, Source, Stage, Step, Taker, event_name,
-    protocol,
+    Action, GuestRules, MainChannel, Phase, SilenceLimit, Source, Stage, Step, StreamConsumer,
+    event_name, protocol,
 };
 use crate::error::{Channel, MigrationError};
 
@@ -137,7 +137,7 @@ impl MainChannel {
 
     fn open(&mut self) {
         self.phase = Phase::Ram;
-        self.silence = Silence::Unlimited;
+        self.silence = SilenceLimit::Unlimited;
         if !self.is_hotlift() {
             self.crc = None;
         }
@@ -167,7 +167,7 @@ impl MainChannel {
 
     /// Handles bytes that do not decode.
     pub(super) fn undecoded(&mut self, error: WireError) -> Result<Step<'static>, MigrationError> {
-        let is_guest = matches!(self.taker, Taker::Guest(_));
+        let is_guest = matches!(self.taker, StreamConsumer::Guest(_));
         let why = match (self.phase, error) {
             (_, error) if is_guest => return Err(MigrationError::main_wire(error)),
             (Phase::SetUp, WireError::UnknownDevice { idstr, .. }) => {
@@ -193,8 +193,8 @@ impl MainChannel {
     ) -> Result<Action<'a>, MigrationError> {
         self.set_up_bytes += length;
         let into_stream = match self.taker {
-            Taker::Guest(_) => return self.set_up_of_guest(event),
-            Taker::Relay { into_stream } => into_stream,
+            StreamConsumer::Guest(_) => return self.set_up_of_guest(event),
+            StreamConsumer::Relay { into_stream } => into_stream,
         };
         over_limit(
             self.set_up_bytes,
@@ -210,7 +210,7 @@ impl MainChannel {
                 ..
             } => self.set_up.ram.section_id = id,
             MainEvent::EarlySection(section) => {
-                self.early.note(&section);
+                self.early.record(&section);
                 self.set_up.early.push(section, false);
             }
             MainEvent::RamBlocks(blocks) => self.set_up.ram.blocks = blocks,
@@ -338,7 +338,7 @@ impl MainChannel {
             Ok(wire::Step::Event { event, consumed }) => {
                 let action = match event {
                     MainEvent::EarlySection(section) => {
-                        self.early.note(&section);
+                        self.early.record(&section);
                         Action::Early(section)
                     }
                     _ => {

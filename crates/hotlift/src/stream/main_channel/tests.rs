@@ -86,7 +86,7 @@ type Read = (Vec<(Seen, usize)>, End);
 /// A stream and its taker.
 struct Case {
     name: &'static str,
-    taker: Taker,
+    taker: StreamConsumer,
     multifd: bool,
     bytes: Vec<u8>,
     /// Damage before this offset is found before any later commit.
@@ -96,14 +96,14 @@ struct Case {
 impl Case {
     fn machine(&self) -> MainChannel {
         let silence = match self.taker {
-            Taker::Relay { .. } => Silence::Always(LIMIT),
-            Taker::Guest(_) => Silence::WithinRecords(LIMIT),
+            StreamConsumer::Relay { .. } => SilenceLimit::Always(LIMIT),
+            StreamConsumer::Guest(_) => SilenceLimit::WithinRecords(LIMIT),
         };
         MainChannel::new(self.taker, silence)
     }
 
     /// Reads `bytes`, in parts that end at `parts`, and then the end `how`.
-    fn read(&self, bytes: &[u8], parts: &[usize], how: Ended) -> Read {
+    fn read(&self, bytes: &[u8], parts: &[usize], how: EndCause) -> Read {
         let mut machine = self.machine();
         let mut seen: Vec<(Seen, usize)> = Vec::new();
         let (mut taken, mut come) = (0, 0);
@@ -119,7 +119,7 @@ impl Case {
                     assert!(needed > 0, "{}: needs nothing", self.name);
                     match parts.next() {
                         Some(part) => come = part,
-                        None if how == Ended::Silent
+                        None if how == EndCause::Silent
                             && machine.deadline(now, come - taken).is_none() =>
                         {
                             return (seen, End::Waits);
@@ -166,7 +166,7 @@ impl Case {
     }
 
     fn read_whole(&self) -> Read {
-        let read = self.read(&self.bytes, &[], Ended::Closed);
+        let read = self.read(&self.bytes, &[], EndCause::Closed);
         assert_eq!(read.1, End::Whole, "{}: {:?}", self.name, read.0);
         read
     }
@@ -174,7 +174,9 @@ impl Case {
     /// Returns true if the action may start a guest, or gives a QEMU data for good: damage must be found before.
     fn commits(&self, one: &Seen) -> bool {
         match one {
-            Seen::Bytes("devices", _) => matches!(self.taker, Taker::Relay { into_stream: true }),
+            Seen::Bytes("devices", _) => {
+                matches!(self.taker, StreamConsumer::Relay { into_stream: true })
+            }
             Seen::Bytes(what, _) => *what != "package",
             other => other.is(&["Load(", "Run(", "Eof", "DevicesEnd", "Released"]),
         }
@@ -284,20 +286,20 @@ impl Writer {
     }
 }
 
-fn guest(multifd: bool, postcopy_ram: bool) -> Taker {
+fn guest(multifd: bool, postcopy_ram: bool) -> StreamConsumer {
     let mut takes = Features::empty();
     takes.set(Features::MULTIFD, multifd);
-    Taker::Guest(GuestRules {
+    StreamConsumer::Guest(GuestRules {
         takes,
         postcopy_ram,
         is_hotlift: multifd.then_some(true),
     })
 }
 
-const TO_QEMU: Taker = Taker::Relay { into_stream: true };
+const TO_QEMU: StreamConsumer = StreamConsumer::Relay { into_stream: true };
 
 /// Builds a guest's stream to a guest, or to a relay that saves it.
-fn of_guest(name: &'static str, taker: Taker, multifd: bool) -> Case {
+fn of_guest(name: &'static str, taker: StreamConsumer, multifd: bool) -> Case {
     let mut writer = Writer::new();
     let mut features = Features::empty();
     features.set(Features::MULTIFD, multifd);
@@ -418,7 +420,11 @@ fn hotlifts() -> Vec<Case> {
     vec![
         of_guest("guest", guest(false, false), false),
         of_guest("guest with multifd", guest(true, false), true),
-        of_guest("saved guest", Taker::Relay { into_stream: false }, false),
+        of_guest(
+            "saved guest",
+            StreamConsumer::Relay { into_stream: false },
+            false,
+        ),
         of_running_guest(),
         of_relay("relay", false),
         of_relay("relay with multifd", true),
@@ -480,11 +486,11 @@ fn a_stream_is_read_alike_however_its_bytes_come() {
     for case in hotlifts() {
         let whole = case.read_whole();
         for at in case.places().skip(1) {
-            let read = case.read(&case.bytes, &[at], Ended::Closed);
+            let read = case.read(&case.bytes, &[at], EndCause::Closed);
             assert!(read == whole, "{}: {read:?} by parts at {at}", case.name);
         }
         let each: Vec<usize> = (1..case.bytes.len()).collect();
-        let read = case.read(&case.bytes, &each, Ended::Silent);
+        let read = case.read(&case.bytes, &each, EndCause::Silent);
         assert!(read == whole, "{}: {read:?} byte by byte", case.name);
     }
 }
@@ -500,7 +506,7 @@ fn no_damaged_byte_commits_anything() {
             let mut damaged = case.bytes.clone();
             for mask in MASKS {
                 damaged[at] = case.bytes[at] ^ mask;
-                for how in [Ended::Closed, Ended::Silent] {
+                for how in [EndCause::Closed, EndCause::Silent] {
                     let read = case.read(&damaged, &[], how);
                     case.check_damage(&whole, &read, at, &format!("mask {mask:#x}"));
                     cases += 1;
@@ -508,7 +514,7 @@ fn no_damaged_byte_commits_anything() {
             }
             damaged[at] = case.bytes[at];
             damaged.insert(at, case.bytes[at]);
-            let read = case.read(&damaged, &[], Ended::Closed);
+            let read = case.read(&damaged, &[], EndCause::Closed);
             // A duplicated byte changes the stream only after the last byte of its run.
             let run = case.bytes[at..]
                 .iter()
@@ -518,7 +524,7 @@ fn no_damaged_byte_commits_anything() {
                 case.check_damage(&whole, &read, at_last, "a doubled byte");
             }
             damaged.drain(at..at + 2);
-            let read = case.read(&damaged, &[], Ended::Closed);
+            let read = case.read(&damaged, &[], EndCause::Closed);
             if at_last < case.covered {
                 case.check_damage(&whole, &read, at_last, "a missing byte");
             }
@@ -533,7 +539,7 @@ fn a_stream_that_ends_early_is_whole_only_behind_its_last_word() {
     for case in hotlifts() {
         let (whole, _) = case.read_whole();
         for length in case.places() {
-            for how in [Ended::Closed, Ended::Silent] {
+            for how in [EndCause::Closed, EndCause::Silent] {
                 let (seen, end) = case.read(&case.bytes[..length], &[], how);
                 let is_whole = end == End::Whole;
                 let mut cut = seen.iter().zip(&whole);
@@ -582,7 +588,7 @@ fn recorded_streams_are_passed_on_as_they_are() {
         assert_eq!(case.bytes[end..][..2], [EOF, 6], "{}", case.name);
         let each = |step: usize| (1..case.bytes.len()).step_by(step);
         for at in each(case.bytes.len() / 150) {
-            let read = case.read(&case.bytes, &[at], Ended::Closed).0;
+            let read = case.read(&case.bytes, &[at], EndCause::Closed).0;
             assert!(read == seen, "{}: parts at {at}", case.name);
         }
     }
@@ -597,7 +603,7 @@ fn no_damage_of_a_recorded_stream_is_more_than_refused_or_read() {
             for mask in MASKS {
                 let mut damaged = case.bytes.clone();
                 damaged[at] ^= mask;
-                let (seen, _) = case.read(&damaged, &[], Ended::Closed);
+                let (seen, _) = case.read(&damaged, &[], EndCause::Closed);
                 // The actions before the damage are unchanged.
                 let before = |read: &[(Seen, usize)]| {
                     let plain = read.iter().filter(|(one, end)| {
@@ -609,7 +615,7 @@ fn no_damage_of_a_recorded_stream_is_more_than_refused_or_read() {
                 assert_eq!(before(&seen), before(&whole), "{} at {at}", case.name);
                 cases += 1;
             }
-            let cut = case.read(&case.bytes[..at], &[], Ended::Closed);
+            let cut = case.read(&case.bytes[..at], &[], EndCause::Closed);
             assert!(
                 !cut.0.iter().any(|(one, _)| one.is(&["Released"])),
                 "{} cut at {at}: {:?}",
@@ -629,10 +635,10 @@ fn only_a_source_that_takes_no_answers_may_close_behind_eof() {
         let devices_end = seen.iter().find(|(one, _)| one.is(&["DevicesEnd"]));
         let eof = devices_end.unwrap().1;
         let takes_answers = case.name.ends_with("return-path");
-        for how in [Ended::Closed, Ended::Silent] {
+        for how in [EndCause::Closed, EndCause::Silent] {
             let (seen, end) = case.read(&case.bytes[..=eof], &[], how);
             let is_offered = seen.iter().any(|(one, _)| one.is(&["DevicesEnd"]));
-            let may = !takes_answers || how == Ended::Silent;
+            let may = !takes_answers || how == EndCause::Silent;
             assert_eq!(is_offered, may, "{} {how:?}: {end:?}", case.name);
             // With one byte less nothing proves that the devices are complete.
             let (seen, end) = case.read(&case.bytes[..eof], &[], how);
@@ -710,7 +716,7 @@ fn what_a_passed_limit_means_depends_on_what_is_awaited() {
     let cases = hotlifts();
     let text = |case: &Case, length: usize| {
         let (mut machine, come) = brought(case, length);
-        machine.ended(Ended::Silent);
+        machine.ended(EndCause::Silent);
         let bytes = &case.bytes[length - come..length];
         machine.next(bytes).unwrap_err().chain()
     };
@@ -730,7 +736,7 @@ fn what_a_passed_limit_means_depends_on_what_is_awaited() {
 fn an_interrupted_postcopy_agrees_before_it_goes_on() {
     let case = of_running_guest();
     let (mut machine, _) = brought(&case, case.covered);
-    machine.ended(Ended::Closed);
+    machine.ended(EndCause::Closed);
     assert!(machine.next(&[]).is_err());
     machine.reconnect(LIMIT);
     let now = Instant::now();

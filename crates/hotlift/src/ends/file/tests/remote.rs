@@ -19,7 +19,7 @@ use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Reply, VERSION};
 
 use super::{folder, read, save};
 use crate::control::Control;
-use crate::ends::file::server::{Places, serve_some};
+use crate::ends::file::server::{ConnectionQuota, serve_some};
 use crate::ends::file::{
     BlockFile, FileError, Location, RemoteFile, ServerEvent, describe, inspect,
 };
@@ -64,7 +64,7 @@ impl Serving {
                     event => format!("{event:?}"),
                 });
             };
-            let places = Places {
+            let places = ConnectionQuota {
                 most: places,
                 each: places,
                 idle,

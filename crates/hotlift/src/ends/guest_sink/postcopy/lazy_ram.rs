@@ -11,14 +11,14 @@ use super::empty_gaps;
 use super::waits::Waits;
 use crate::ends::guest_sink::sink::GuestSink;
 use crate::error::{Channel, MigrationError};
-use crate::life::gate::Gate;
-use crate::stream::main_recv::Waiting;
+use crate::life::wait_mutex::WaitMutex;
+use crate::stream::main_recv::WaitCondition;
 
 /// RAM with missing pages.
 pub(crate) struct LazyRam<'a> {
     missing: MissingPages,
     received: &'a [DirtyBitmap],
-    pub(super) waits: Gate<Waits>,
+    pub(super) waits: WaitMutex<Waits>,
 }
 
 impl<'a> LazyRam<'a> {
@@ -33,7 +33,7 @@ impl<'a> LazyRam<'a> {
         Ok(Self {
             missing: MissingPages::register(sink.guest.ram())?,
             received: &sink.received,
-            waits: Gate::new(life, Waits::new(blocktime)),
+            waits: WaitMutex::new(life, Waits::new(blocktime)),
         })
     }
 
@@ -79,7 +79,7 @@ impl<'a> LazyRam<'a> {
     pub(super) fn wait_until_met(
         &self,
         patience: Duration,
-        waiting: &dyn Waiting,
+        waiting: &dyn WaitCondition,
         over: impl Fn() -> bool,
     ) -> Result<(), MigrationError> {
         let goes_on = || match over() {
@@ -97,7 +97,7 @@ impl<'a> LazyRam<'a> {
     }
 
     /// Calls `ask` for each missing page that the guest touches, until the other end of `stop` is closed.
-    pub(super) fn tell_faults(
+    pub(super) fn report_faults(
         &self,
         stop: &Stream,
         ask: impl Fn(Fault),

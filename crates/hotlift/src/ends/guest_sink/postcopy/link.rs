@@ -14,11 +14,11 @@ use crate::lock::lock;
 /// Return path of a postcopy.
 pub(super) struct Link<'a> {
     sink: &'a GuestSink<'a>,
-    now: Mutex<Now>,
+    now: Mutex<LinkState>,
 }
 
 #[derive(Default)]
-struct Now {
+struct LinkState {
     /// Connection that replaces a lost main channel.
     recovered: Option<Arc<Stream>>,
     /// True if there is no connection.
@@ -58,10 +58,10 @@ impl<'a> Link<'a> {
     /// Replaces the connection by `stream`. No page is requested before [`Link::go_on`].
     pub(super) fn recover(&self, stream: Arc<Stream>) {
         *lock(&self.sink.recovered) = Some(Arc::clone(&stream));
-        *lock(&self.now) = Now {
+        *lock(&self.now) = LinkState {
             recovered: Some(stream),
             is_asked: true,
-            ..Now::default()
+            ..LinkState::default()
         };
     }
 
@@ -71,11 +71,11 @@ impl<'a> Link<'a> {
     }
 
     /// Sends `bytes`, which must be whole messages.
-    pub(super) fn say(&self, bytes: &[u8]) -> io::Result<()> {
+    pub(super) fn send(&self, bytes: &[u8]) -> io::Result<()> {
         self.write(&lock(&self.now), bytes)
     }
 
-    fn write(&self, now: &Now, bytes: &[u8]) -> io::Result<()> {
+    fn write(&self, now: &LinkState, bytes: &[u8]) -> io::Result<()> {
         match &now.recovered {
             _ if now.is_lost => Err(io::ErrorKind::NotConnected.into()),
             Some(stream) => (&**stream).write_all(bytes),

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::Fault;
-use hotlift_net::admission::{Admitted, Head, Listener};
+use hotlift_net::admission::{Admitted, ConnectionClass, Listener};
 use hotlift_net::transport::Stream;
 use hotlift_wire::return_path::ReturnMessage;
 
@@ -20,9 +20,9 @@ use crate::error::MigrationError;
 use crate::life::LONG;
 use crate::life::threads::{caught, spawn};
 use crate::status::Status;
-use crate::stream::door::Door;
+use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::main_channel::MainChannel;
-use crate::stream::main_recv::{MainInput, Waiting};
+use crate::stream::main_recv::{MainInput, WaitCondition};
 use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
 
@@ -48,13 +48,13 @@ impl Incoming<'_> {
     ) -> Result<Option<Result<(), MigrationError>>, MigrationError> {
         let (session, sink) = (self.session, self.sink);
         let control = &session.control;
-        let mut door = accept::open(listener, sink.options, control)?;
+        let mut accept_loop = accept::open(listener, sink.options, control)?;
         while !control.life().is_stopped() && !control.has_recovery() {
-            for arrival in self.arrivals(&mut door, LONG)? {
+            for arrival in self.arrivals(&mut accept_loop, LONG)? {
                 if !self.is_the_source(&arrival) {
                     control
-                        .strangers()
-                        .turn_away("a connection of another source than the lost one");
+                        .rejections()
+                        .reject("a connection of another source than the lost one");
                     continue;
                 }
                 let main = Arc::new(arrival.stream);
@@ -63,7 +63,7 @@ impl Incoming<'_> {
                     MainInput::new(&main, self.main_counters(), &session.memory, control.life())?;
                 self.link.recover(Arc::clone(&main));
                 machine.reconnect(sink.options.limits.handshake_timeout);
-                match self.agree_in_time(machine, &mut input, &mut door) {
+                match self.agree_in_time(machine, &mut input, &mut accept_loop) {
                     Ok(preempt) => {
                         let preempt = preempt.as_ref();
                         return Ok(Some(self.go_on(machine, &mut input, preempt)));
@@ -80,19 +80,19 @@ impl Incoming<'_> {
 
     fn arrivals(
         &self,
-        door: &mut Door<'_>,
+        accept_loop: &mut AcceptLoop<'_>,
         wait: Duration,
     ) -> Result<Vec<Admitted>, MigrationError> {
         // A client that asks for the outcome learns that the guest runs.
-        let asked = self.session.asked(&|| ());
-        let step = door.step(wait, &[], Some(&asked));
+        let asked = self.session.query_subject(&|| ());
+        let step = accept_loop.step(wait, &[], Some(&asked));
         Ok(step.map_err(MigrationError::opening)?.0)
     }
 
     fn is_the_source(&self, arrival: &Admitted) -> bool {
         match arrival.head() {
-            Head::Token(_) => true,
-            Head::Resumed if !self.sink.source.is_hotlift() => {
+            ConnectionClass::Token(_) => true,
+            ConnectionClass::Resumed if !self.sink.source.is_hotlift() => {
                 let first = &self.sink.source.main;
                 // Without this check any peer with a certificate of the same CA could send the same bytes.
                 first.peer().is_none() || first.host().is_at_the_end_of(&arrival.stream)
@@ -107,7 +107,7 @@ impl Incoming<'_> {
         &self,
         machine: &mut MainChannel,
         input: &mut MainInput<'_>,
-        door: &mut Door<'_>,
+        accept_loop: &mut AcceptLoop<'_>,
     ) -> Result<Option<Stream>, MigrationError> {
         let control = &self.session.control;
         let options = self.sink.options;
@@ -125,7 +125,7 @@ impl Incoming<'_> {
                     self.link.cut();
                 }
             })?;
-            let agreed = caught(|| self.agree(&agreement, machine, input, door));
+            let agreed = caught(|| self.agree(&agreement, machine, input, accept_loop));
             is_over.store(true, Ordering::Release);
             control.life().wake();
             limit.join().and(agreed)
@@ -138,7 +138,7 @@ impl Incoming<'_> {
         agreement: &Agreement,
         machine: &mut MainChannel,
         input: &mut MainInput<'_>,
-        door: &mut Door<'_>,
+        accept_loop: &mut AcceptLoop<'_>,
     ) -> Result<Option<Stream>, MigrationError> {
         loop {
             let answer = input.step(machine, self, |action, _| {
@@ -146,23 +146,27 @@ impl Incoming<'_> {
             })?;
             match answer {
                 None => {}
-                Some(Answer::Bitmap(block)) => self.say(&self.bitmap(block))?,
+                Some(Answer::Bitmap(block)) => self.send(&self.bitmap(block))?,
                 Some(Answer::AwaitPreempt(until)) => {
-                    return self.await_preempt(door, until).map(Some);
+                    return self.await_preempt(accept_loop, until).map(Some);
                 }
                 Some(Answer::Agreed) => return Ok(None),
             }
         }
     }
 
-    fn await_preempt(&self, door: &mut Door<'_>, until: Instant) -> Result<Stream, MigrationError> {
+    fn await_preempt(
+        &self,
+        accept_loop: &mut AcceptLoop<'_>,
+        until: Instant,
+    ) -> Result<Stream, MigrationError> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.session.control.has_recovery() {
                 return Err(has_not_come(self.sink.options.limits.handshake_timeout / 2));
             }
-            let mut arrivals = self.arrivals(door, left)?;
-            if let Some(stream) = self.sink.find_preempt(door, &mut arrivals) {
+            let mut arrivals = self.arrivals(accept_loop, left)?;
+            if let Some(stream) = self.sink.find_preempt(accept_loop, &mut arrivals) {
                 return Ok(stream);
             }
             self.check()?;
@@ -177,7 +181,7 @@ impl Incoming<'_> {
         preempt: Option<&Stream>,
     ) -> Result<(), MigrationError> {
         self.session.control.set_status(Status::PostcopyActive);
-        self.say(&encode(&[ReturnMessage::ResumeAck(1)]))?;
+        self.send(&encode(&[ReturnMessage::ResumeAck(1)]))?;
         self.link.go_on();
         input.socket().notice_loss();
         let open = self.lazy.waits.lock().open();
@@ -193,7 +197,7 @@ impl Incoming<'_> {
         agreement::bitmap(ram.name(), ram.pages(), word)
     }
 
-    fn say(&self, bytes: &[u8]) -> Result<(), MigrationError> {
-        self.link.say(bytes).map_err(MigrationError::opening)
+    fn send(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        self.link.send(bytes).map_err(MigrationError::opening)
     }
 }

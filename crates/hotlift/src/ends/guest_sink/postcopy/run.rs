@@ -11,7 +11,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use super::LazyRam;
 use super::link::Link;
 use crate::ends::guest_sink::announce;
-use crate::ends::guest_sink::sink::{GuestSink, UntilCommit};
+use crate::ends::guest_sink::sink::{GuestSink, PreCommitWait};
 use crate::error::MigrationError;
 use crate::figures::Counters;
 use crate::handover::DestinationSide;
@@ -20,7 +20,7 @@ use crate::pipe::session::Session;
 use crate::pipe::sink::Sink;
 use crate::status::Status;
 use crate::stream::main_channel::{Action, MainChannel, unexpected};
-use crate::stream::main_recv::{MainInput, Waiting};
+use crate::stream::main_recv::{MainInput, WaitCondition};
 use crate::stream::preempt;
 use crate::stream::return_path::encode;
 
@@ -46,7 +46,7 @@ pub(crate) fn run<'a>(
     pings: &[u32],
 ) -> Result<(), MigrationError> {
     let preempt = match sink.options.postcopy.preempt {
-        true => Some(sink.await_preempt(&UntilCommit(session))?),
+        true => Some(sink.await_preempt(&PreCommitWait(session))?),
         false => None,
     };
     let incoming = Incoming {
@@ -59,7 +59,7 @@ pub(crate) fn run<'a>(
     session.control.set_takes_pages();
     sink.source.main.notice_loss();
     let outcome = incoming.run(machine, input, pings, preempt.as_deref());
-    match session.taking.side() {
+    match session.destination_handover.side() {
         DestinationSide::Taken => {
             let waits = incoming.lazy.waits.lock().figures(session.since.elapsed());
             let _ = sink.postcopy.set(waits);
@@ -84,14 +84,14 @@ impl Incoming<'_> {
         let session = self.session;
         let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
         let failed = |error| {
-            session.fail(match session.taking.side() {
+            session.fail(match session.destination_handover.side() {
                 DestinationSide::Taken => MigrationError::PagesMissing {
                     source: Box::new(error),
                 },
                 _ => error,
             });
             // The thread that loads the devices may wait for a page.
-            if session.taking.side() == DestinationSide::Never {
+            if session.destination_handover.side() == DestinationSide::Never {
                 self.lazy.end();
             }
         };
@@ -100,11 +100,11 @@ impl Incoming<'_> {
             // Without these two threads the devices may wait for pages forever; the guest stays with its source.
             threads.spawn(scope, "mig/dst/fault".to_owned(), &failed, move || {
                 let ask = |fault: hotlift_mem::Fault| self.link.ask_for(fault.block, fault.page);
-                self.lazy.tell_faults(&stopped, ask)
+                self.lazy.report_faults(&stopped, ask)
             })?;
             let pages = spawn(scope, "mig/dst/listen".to_owned(), || {
                 let outcome = caught(|| self.listen(machine, input, preempt));
-                threads.book("mig/dst/listen");
+                threads.record_cpu_time("mig/dst/listen");
                 outcome.map_err(|error| {
                     failed(error);
                     MigrationError::Cancelled
@@ -127,14 +127,14 @@ impl Incoming<'_> {
         sink.await_loaded()?;
         let pongs: Vec<_> = pings.iter().copied().map(ReturnMessage::Pong).collect();
         // A source that does not receive it detects the broken connection.
-        let _ = self.link.say(&encode(&pongs));
-        if !(session.taking.loaded() && session.taking.commit()) {
+        let _ = self.link.send(&encode(&pongs));
+        if !(session.destination_handover.loaded() && session.destination_handover.commit()) {
             return Err(MigrationError::Cancelled);
         }
         session.control.set_too_late(true);
-        let _unsure = OnPanic(|| session.taking.unsure());
+        let _unsure = OnPanic(|| session.destination_handover.unsure());
         if sink.run(session, Status::PostcopyActive) {
-            session.taking.taken();
+            session.destination_handover.taken();
             announce::start(sink.guest, &sink.options.announce);
         }
         Ok(())
@@ -150,8 +150,12 @@ impl Incoming<'_> {
         let mut outcome = self.all_pages(machine, input, preempt);
         while let Err(lost) = outcome {
             // A guest that does not run yet never will, and main may carry the refusal. A guest that is starting will run.
-            self.session.taking.abandon();
-            if !self.session.taking.wait_for_decision(|| false) {
+            self.session.destination_handover.abandon();
+            if !self
+                .session
+                .destination_handover
+                .wait_for_decision(|| false)
+            {
                 return Err(lost);
             }
             self.link.lose();
@@ -187,7 +191,7 @@ impl Incoming<'_> {
                 if !whole.load(Ordering::Acquire) {
                     self.link.cut();
                 }
-                self.session.threads.book("mig/dst/preempt");
+                self.session.threads.record_cpu_time("mig/dst/preempt");
                 outcome
             });
             let outcome = urgent.and_then(|urgent| {
@@ -260,7 +264,7 @@ impl Incoming<'_> {
             }
             Action::Pong(value) => {
                 // The reader of the connection detects its loss.
-                let _ = self.link.say(&encode(&[ReturnMessage::Pong(*value)]));
+                let _ = self.link.send(&encode(&[ReturnMessage::Pong(*value)]));
             }
             Action::Eof { .. } => return Ok(false),
             _ => return Err(unexpected("a record that a running guest does not accept")),
@@ -271,24 +275,24 @@ impl Incoming<'_> {
     /// Ends the postcopy of a guest that runs and has all pages.
     fn complete(&self) -> Result<(), MigrationError> {
         let session = self.session;
-        if session.taking.side() != DestinationSide::Taken {
+        if session.destination_handover.side() != DestinationSide::Taken {
             return Err(MigrationError::Cancelled);
         }
         self.lazy.end();
-        session.taking.has_all();
+        session.destination_handover.all_pages_arrived();
         session.control.set_status(Status::Completed);
-        let _ = self.link.say(&encode(&[ReturnMessage::Shut(0)]));
+        let _ = self.link.send(&encode(&[ReturnMessage::Shut(0)]));
         Ok(())
     }
 }
 
-impl Waiting for Incoming<'_> {
+impl WaitCondition for Incoming<'_> {
     fn check(&self) -> Result<(), MigrationError> {
         let session = self.session;
         if session.control.life().is_stopped() {
-            session.taking.abandon();
+            session.destination_handover.abandon();
         }
-        match session.taking.side() {
+        match session.destination_handover.side() {
             DestinationSide::Never => Err(MigrationError::Cancelled),
             _ if session.control.take_pause() => Err(MigrationError::main_closed()),
             _ => Ok(()),

@@ -10,9 +10,9 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use super::*;
 use crate::ends::guest_sink::postcopy::agreement::bitmap;
-use crate::postcopy::order::{Order, Request};
 use crate::postcopy::recovery::{Recovery, Step};
-use crate::postcopy::{Batch, Ledger, Near, Next, Place};
+use crate::postcopy::request_queue::{Request, RequestQueue};
+use crate::postcopy::{Batch, Ledger, Next, Place, PrefetchQueue};
 use crate::stream::return_path::encode;
 
 const US: Duration = Duration::from_micros(1);
@@ -35,7 +35,7 @@ struct World {
     now: Duration,
     // State of the source.
     ledger: Ledger,
-    near: Near,
+    near: PrefetchQueue,
     share: std::vec::IntoIter<Place>,
     rest: VecDeque<Place>,
     named: Option<usize>,
@@ -67,8 +67,8 @@ fn blocks() -> Vec<RamBlockEntry> {
     BLOCKS.map(block).to_vec()
 }
 
-fn near() -> Near {
-    Near::new(BLOCKS.iter().map(|(_, pages, _)| *pages))
+fn near() -> PrefetchQueue {
+    PrefetchQueue::new(BLOCKS.iter().map(|(_, pages, _)| *pages))
 }
 
 fn all() -> impl Iterator<Item = Place> {
@@ -221,7 +221,7 @@ impl World {
         while !unread.is_empty() {
             let (message, length) = ReturnMessage::decode(unread).unwrap();
             let now = self.epoch + self.now;
-            self.ledger.note(&mut self.named, &message, now).unwrap();
+            self.ledger.record(&mut self.named, &message, now).unwrap();
             unread = &unread[length..];
         }
     }
@@ -249,7 +249,7 @@ impl World {
             return;
         };
         let Request { block, page, since } = request;
-        self.near.asked_for(block, page);
+        self.near.record_request(block, page);
         let is_sent = !self.ledger.claim(block, page);
         let now = self.time();
         let order = &self.ledger.order;
@@ -273,7 +273,7 @@ impl World {
             decoded.for_each(|page| batch.add(page, &[1; PAGE_SIZE]));
             match self.rng.bool() {
                 true => self.send_batch(block, batch),
-                false => self.ledger.order.lock().put_beside(block, batch),
+                false => self.ledger.order.lock().queue_neighbours(block, batch),
             }
         }
     }
@@ -312,7 +312,7 @@ impl World {
             return;
         }
         if !self.has_preempt {
-            self.ledger.order.change(Order::end);
+            self.ledger.order.change(RequestQueue::end);
             if !self.ledger.order.lock().is_drained() {
                 return;
             }

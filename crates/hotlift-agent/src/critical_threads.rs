@@ -1,0 +1,133 @@
+//! The agent's critical threads: if one ends early, the agent ends.
+
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, JoinHandle};
+
+use rustix::process::{Signal, getpid, kill_process};
+
+use crate::error::AgentError;
+
+/// Returns true if the agent is ending, and its threads may end.
+type MayEnd = Arc<dyn Fn() -> bool + Send + Sync>;
+
+/// The critical threads.
+pub struct CriticalThreads {
+    threads: Vec<JoinHandle<()>>,
+    may_end: MayEnd,
+    /// Name of the first that ended early.
+    lost: Arc<OnceLock<&'static str>>,
+}
+
+/// Runs at the end of a thread, also after a panic.
+struct ThreadGuard {
+    name: &'static str,
+    may_end: MayEnd,
+    lost: Arc<OnceLock<&'static str>>,
+}
+
+impl Drop for ThreadGuard {
+    fn drop(&mut self) {
+        if !(self.may_end)() && self.lost.set(self.name).is_ok() {
+            // As if an operator had stopped the agent: running migrations may finish.
+            let _ = kill_process(getpid(), Signal::TERM);
+        }
+    }
+}
+
+impl CriticalThreads {
+    /// Creates it without threads. A thread that ends while `may_end` is false sends SIGTERM to this process.
+    pub fn new(may_end: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self {
+            threads: Vec::new(),
+            may_end: Arc::new(may_end),
+            lost: Arc::default(),
+        }
+    }
+
+    /// Starts a thread that runs `work`.
+    ///
+    /// # Errors
+    /// If the system has no thread left.
+    pub fn start(
+        &mut self,
+        name: &'static str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<(), AgentError> {
+        let thread = self.thread(name, work)?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// Does the same for a thread that is not joined, since it waits for clients.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start).
+    pub fn start_alone(
+        &self,
+        name: &'static str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<(), AgentError> {
+        self.thread(name, work).map(drop)
+    }
+
+    fn thread(
+        &self,
+        name: &'static str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<JoinHandle<()>, AgentError> {
+        let end = ThreadGuard {
+            name,
+            may_end: Arc::clone(&self.may_end),
+            lost: Arc::clone(&self.lost),
+        };
+        let thread = thread::Builder::new().name(name.to_owned());
+        let thread = thread.spawn(move || {
+            let _end = end;
+            work();
+        });
+        thread.map_err(AgentError::system("a thread"))
+    }
+
+    /// Waits until all threads have ended.
+    ///
+    /// # Errors
+    /// If a thread ended early.
+    pub fn join(self) -> Result<(), AgentError> {
+        for thread in self.threads {
+            // The panic has printed its message.
+            let _ = thread.join();
+        }
+        match self.lost.get() {
+            Some(part) => Err(AgentError::Lost { part }),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use signal_hook::consts::SIGTERM;
+    use signal_hook::iterator::Signals;
+
+    use super::*;
+
+    #[test]
+    fn a_part_that_ends_too_early_or_panics_ends_the_process_and_is_named() {
+        let mut signals = Signals::new([SIGTERM]).unwrap();
+        let mut parts = CriticalThreads::new(|| true);
+        parts.start("well", || ()).unwrap();
+        parts.join().unwrap();
+        assert_eq!(signals.pending().count(), 0);
+        let works: [fn(); 2] = [|| (), || panic!("a part that panics, for this test")];
+        for work in works {
+            let mut parts = CriticalThreads::new(|| false);
+            parts.start("lost", work).unwrap();
+            assert_eq!(signals.forever().next(), Some(SIGTERM));
+            let error = parts.join().expect_err("it is lost");
+            assert!(
+                matches!(error, AgentError::Lost { part: "lost" }),
+                "{error}"
+            );
+        }
+    }
+}

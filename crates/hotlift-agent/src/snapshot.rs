@@ -1,0 +1,361 @@
+//! Lifecycle of one migration or tunnel from events and their times: state, downtime, share. No I/O, no clock.
+
+use std::time::{Duration, Instant};
+
+use hotlift::Status;
+use hotlift::progress::{Stall, StallKind};
+use hotlift::relay::{RelayProgress, RelayReport};
+use serde::Serialize;
+
+/// State of a session: the agent's own, or QEMU's. A new one is in `none`; an ended one stays in its last state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Waits for its turn.
+    Waiting,
+    /// Connects to the other agent, or waits for the source.
+    Connecting,
+    /// Carried unencrypted, without an agent at the destination.
+    PassedThrough,
+    /// The relay's state; a tunnel is active.
+    Of(Status),
+}
+
+/// Final states of sessions.
+pub const ENDS: [Status; 3] = [Status::Completed, Status::Failed, Status::Cancelled];
+
+impl Default for State {
+    fn default() -> Self {
+        Self::Of(Status::None)
+    }
+}
+
+impl State {
+    /// Returns its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::Connecting => "connecting",
+            Self::PassedThrough => "passed-through",
+            Self::Of(status) => status.name(),
+        }
+    }
+
+    /// Returns all states but the final ones.
+    pub fn under_way() -> impl Iterator<Item = Self> {
+        let own = [Self::Waiting, Self::Connecting, Self::PassedThrough];
+        let all = own.into_iter().chain(Status::ALL.map(Self::Of));
+        all.filter(|state| !state.is_end())
+    }
+
+    fn is_end(self) -> bool {
+        matches!(self, Self::Of(status) if ENDS.contains(&status))
+    }
+
+    /// Returns true if the guest runs at the destination, and its source has pages that the destination lacks.
+    #[must_use]
+    pub fn is_postcopy(self) -> bool {
+        let postcopy = [Status::PostcopyActive, Status::PostcopyRecover];
+        matches!(self, Self::Of(status) if postcopy.contains(&status))
+    }
+}
+
+/// Limits of a migration on the host; 0 is unlimited.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Share {
+    /// Bytes a second.
+    pub bandwidth: u64,
+    /// Thousandths of a core.
+    pub cpu: u32,
+}
+
+/// Snapshot of a session's progress.
+#[derive(Debug, Clone, Default)]
+pub struct Snapshot {
+    /// Its state.
+    pub state: State,
+    /// The relay's last report.
+    pub progress: RelayProgress,
+    /// Kind of the stall at the last report.
+    pub(crate) stall: Option<StallKind>,
+    /// Bytes a second between the last two reports.
+    pub rate: f64,
+    /// Weight for the shares.
+    pub weight: u32,
+    /// The operator's limit in bytes a second; 0 for none.
+    pub limit: u64,
+    /// Current share.
+    pub share: Share,
+    /// Compression method; "auto" if each packet has its own, empty before it is known.
+    pub method: &'static str,
+    /// Time of the guest's pause, until it runs.
+    pub(crate) stopped: Option<Instant>,
+    /// Pause of the guest, once it runs at the destination: from the first device state that the relay saw until the other
+    /// side's statement or, in postcopy, until that side has all that the guest needs to run.
+    pub downtime: Option<Duration>,
+    /// Duration, once it has ended.
+    pub took: Option<Duration>,
+    /// Reason of its failure.
+    pub error: Option<String>,
+    /// Final report.
+    pub report: Option<Box<RelayReport>>,
+}
+
+impl Snapshot {
+    /// Enters `state`; returns true if it changed. A final state never changes.
+    pub fn enter(&mut self, state: State) -> bool {
+        let is_new = self.state != state && !self.state.is_end();
+        if is_new {
+            self.state = state;
+        }
+        is_new
+    }
+
+    /// Takes the state of its relay at `now`; returns true if the session's state changed.
+    pub fn follow(&mut self, status: Status, now: Instant) -> bool {
+        match status {
+            Status::PreSwitchover | Status::Device => {
+                self.stopped.get_or_insert(now);
+            }
+            Status::PostcopyActive | Status::Completed => {
+                let stopped = self.stopped.take();
+                let downtime = stopped.map(|at| now.saturating_duration_since(at));
+                self.downtime = self.downtime.or(downtime);
+            }
+            _ => self.stopped = None,
+        }
+        // The relay's end is entered with its report, in `end`.
+        let state = State::Of(status);
+        state != State::default() && !state.is_end() && self.enter(state)
+    }
+
+    /// Takes a progress report and the relay's stall; returns true if the kind of the stall changed.
+    pub fn note(&mut self, progress: &RelayProgress, stall: Option<Stall>) -> bool {
+        let time = progress.elapsed.saturating_sub(self.progress.elapsed);
+        if !time.is_zero() {
+            let before = self.progress.sent_bytes;
+            let bytes = progress.sent_bytes.saturating_sub(before);
+            // The bytes of half a second are far below 2^53.
+            #[allow(clippy::cast_precision_loss)]
+            let bytes = bytes as f64;
+            self.rate = bytes / time.as_secs_f64();
+        }
+        self.progress = *progress;
+        let kind = stall.map(|stall| stall.kind);
+        std::mem::replace(&mut self.stall, kind) != kind
+    }
+
+    /// Sets its share of the host's `whole` bandwidth (0: unlimited). Returns the relay's new limit in bytes a second; none if
+    /// the share is unchanged.
+    pub fn set_share(&mut self, share: Share, whole: u64) -> Option<u64> {
+        if std::mem::replace(&mut self.share, share) == share {
+            return None;
+        }
+        let most = if self.limit == 0 {
+            u64::MAX
+        } else {
+            self.limit
+        };
+        // All sessions together keep to the whole. A session that waited for it must be able to catch up.
+        let room = if whole == 0 { 0 } else { share.bandwidth / 4 };
+        Some(match share.bandwidth {
+            0 => 0,
+            part => part.saturating_add(room).min(most),
+        })
+    }
+
+    /// Ends it after `took`. Returns the rest of its last log line.
+    pub fn end(
+        &mut self,
+        outcome: Result<Option<RelayReport>, String>,
+        is_cancelled: bool,
+        took: Duration,
+    ) -> String {
+        self.rate = 0.0;
+        self.took = Some(took);
+        let mut line = format!("seconds={:.1}", took.as_secs_f64());
+        let status = match outcome {
+            Ok(report) => {
+                if let Some(report) = report {
+                    line += &self.figures(&report);
+                    self.report = Some(Box::new(report));
+                }
+                Status::Completed
+            }
+            Err(why) => {
+                line += &format!(" error=\"{why}\"");
+                self.error = Some(why);
+                match is_cancelled {
+                    true => Status::Cancelled,
+                    false => Status::Failed,
+                }
+            }
+        };
+        self.enter(State::Of(status));
+        line
+    }
+
+    fn figures(&self, report: &RelayReport) -> String {
+        let downtime = self.downtime.map(|time| time.as_secs_f64());
+        let downtime = downtime.map(|time| format!(" downtime-seconds={time:.3}"));
+        let passed = report.passed_through.as_ref();
+        let passed = passed.map(|why| format!(" passed-through=\"{why}\""));
+        format!(
+            "{} sent={} received={} pages={} zero-pages={} ratio={:.2} cpu-seconds={:.2}{}",
+            downtime.unwrap_or_default(),
+            report.sent_bytes,
+            report.received_bytes,
+            report.normal_pages,
+            report.zero_pages,
+            report.ratio,
+            report.side.cpu_s,
+            passed.unwrap_or_default(),
+        )
+    }
+
+    /// Returns the guest's pause so far.
+    #[must_use]
+    pub fn still(&self, now: Instant) -> Duration {
+        let stands = self.stopped.map(|at| now.saturating_duration_since(at));
+        self.downtime.or(stands).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use fastrand::Rng;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn downtime_is_from_the_guests_stop_to_its_run_at_the_destination() {
+        let begun = Instant::now();
+        let after = |statuses: &[(u64, Status)]| {
+            let mut moment = Snapshot::default();
+            for (ms, status) in statuses {
+                moment.follow(*status, begun + Duration::from_millis(*ms));
+            }
+            moment.downtime.map(|time| time.as_millis())
+        };
+        let (active, device, completed) = (Status::Active, Status::Device, Status::Completed);
+        let precopy = [(0, active), (10, device), (15, device), (17, completed)];
+        assert_eq!(after(&precopy), Some(7));
+        let postcopy = [(10, device), (13, Status::PostcopyActive), (900, completed)];
+        assert_eq!(after(&postcopy), Some(3));
+        assert_eq!(after(&[(10, device), (20, Status::Failed)]), None);
+        let again = [(10, device), (20, active), (30, device), (34, completed)];
+        assert_eq!(after(&again), Some(4), "it ran on in between");
+        assert_eq!(
+            after(&[(0, active), (17, completed)]),
+            None,
+            "no relay saw it"
+        );
+    }
+
+    #[test]
+    fn each_state_has_a_name_of_its_own_and_a_relay_that_does_not_run_has_none() {
+        let names: Vec<_> = State::under_way().map(State::name).collect();
+        let own = ["waiting", "connecting", "passed-through", "none", "setup"];
+        assert_eq!(names[..own.len()], own);
+        assert_eq!(names.iter().collect::<HashSet<_>>().len(), names.len());
+        let mut moment = Snapshot::default();
+        for status in Status::ALL {
+            let is_own = moment.follow(status, Instant::now());
+            assert_eq!(
+                is_own,
+                names[own.len() - 1..].contains(&status.name()),
+                "{status:?}"
+            );
+        }
+        let postcopy = State::under_way().filter(|state| state.is_postcopy());
+        let postcopy: Vec<_> = postcopy.map(State::name).collect();
+        assert_eq!(postcopy, ["postcopy-active", "postcopy-recover"]);
+    }
+
+    #[test]
+    fn a_rate_is_between_two_reports_and_a_stall_is_new_once() {
+        let stalled = |kind| Stall {
+            kind,
+            peer: std::net::Ipv4Addr::new(192, 0, 2, 2).into(),
+            time: Duration::from_secs(5),
+        };
+        let mut moment = Snapshot::default();
+        let mut note = |ms, sent_bytes, stall: Option<StallKind>| {
+            let progress = RelayProgress {
+                elapsed: Duration::from_millis(ms),
+                sent_bytes,
+                ..RelayProgress::default()
+            };
+            let is_new = moment.note(&progress, stall.map(stalled));
+            (moment.rate, is_new)
+        };
+        assert_eq!(note(500, 100, None), (200.0, false));
+        assert_eq!(note(500, 300, None), (200.0, false), "at the same time");
+        assert_eq!(note(1000, 300, Some(StallKind::Silent)), (0.0, true));
+        assert_eq!(note(1500, 800, Some(StallKind::Silent)), (1000.0, false));
+        assert_eq!(note(2000, 700, Some(StallKind::NotReading)), (0.0, true));
+        assert_eq!(note(2500, 700, None), (0.0, true));
+    }
+
+    #[test]
+    fn a_share_has_room_to_catch_up_and_an_operators_limit() {
+        let share = |bandwidth| Share { bandwidth, cpu: 1 };
+        let mut moment = Snapshot::default();
+        assert_eq!(moment.set_share(share(0), 0), Some(0));
+        assert_eq!(moment.set_share(share(0), 0), None, "it is the same");
+        assert_eq!(moment.set_share(share(100), 1000), Some(125));
+        assert_eq!(moment.set_share(share(80), 0), Some(80), "no whole to keep");
+        moment.limit = 110;
+        assert_eq!(moment.set_share(share(100), 1000), Some(110));
+        assert_eq!(moment.set_share(share(u64::MAX), 1), Some(110));
+    }
+
+    /// Any order of events: a relay's thread may report one late.
+    #[test]
+    fn an_end_is_final_and_a_pause_is_no_longer_than_its_migration() {
+        for seed in 0..10_000 {
+            let mut rng = Rng::with_seed(seed);
+            let begun = Instant::now();
+            let mut moment = Snapshot::default();
+            let mut now = begun;
+            let mut ended = None;
+            for _ in 0..40 {
+                now += MS * rng.u32(0..500);
+                let before = moment.state;
+                let is_new = match rng.u8(0..20) {
+                    0 if ended.is_none() => {
+                        let is_cancelled = rng.bool();
+                        let outcome = match rng.bool() {
+                            true => Ok(None),
+                            false => Err("lost".to_owned()),
+                        };
+                        let expected = match (&outcome, is_cancelled) {
+                            (Ok(_), _) => Status::Completed,
+                            (Err(_), true) => Status::Cancelled,
+                            (Err(_), false) => Status::Failed,
+                        };
+                        let line = moment.end(outcome, is_cancelled, now - begun);
+                        let seconds = format!("seconds={:.1}", (now - begun).as_secs_f64());
+                        assert!(line.starts_with(&seconds), "{line}");
+                        assert_eq!(moment.state, State::Of(expected), "seed {seed}");
+                        ended = Some(moment.state);
+                        true
+                    }
+                    1..4 => moment.enter(State::Waiting),
+                    4..7 => moment.enter(State::Connecting),
+                    _ => moment.follow(*rng.choice(&Status::ALL).unwrap(), now),
+                };
+                assert_eq!(is_new, before != moment.state, "seed {seed}");
+                assert!(moment.still(now) <= now - begun, "seed {seed}");
+                if let Some(state) = ended {
+                    assert_eq!(moment.state, state, "seed {seed}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Supervision of a running relay, and the two agents' messages about it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::conversation::Conversation;
+use hotlift::relay::RelayReport;
+use hotlift::{Control, MigrationError};
+use hotlift_qmp::one_line;
+
+use crate::error::CarryError;
+use crate::messages::Message;
+use crate::session::Session;
+
+/// Longest wait for the other agent's final message after this side's relay has ended.
+const FINAL_MESSAGE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Progress of a relay, shared with its supervisor.
+#[derive(Default)]
+pub struct Progress {
+    /// The source has connected and described its channels.
+    pub has_begun: AtomicBool,
+    /// The guest may run at the destination.
+    pub is_committed: AtomicBool,
+}
+
+impl Progress {
+    /// Returns true if a relay of this age must be cancelled: it has not begun within `patience`, or it `follows` the other
+    /// agent, which has disconnected, and the guest cannot run at the destination.
+    fn must_end(
+        &self,
+        age: Duration,
+        (patience, follows): (Duration, bool),
+        is_there: bool,
+    ) -> bool {
+        let is_late = age > patience && !self.has_begun.load(Ordering::Acquire);
+        is_late || follows && !is_there && !self.is_committed.load(Ordering::Acquire)
+    }
+
+    /// Returns the time until [`Self::must_end`] must be checked again for a relay of this age, without other events.
+    fn until_late(&self, age: Duration, patience: Duration) -> Duration {
+        match self.has_begun.load(Ordering::Acquire) || age > patience {
+            true => Duration::MAX,
+            false => patience.saturating_sub(age),
+        }
+    }
+}
+
+/// Wakes the supervisor when a relay ends, also by a panic.
+struct RelayEndGuard<'a>(&'a AtomicBool, &'a Control);
+
+impl Drop for RelayEndGuard<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+        self.1.wake();
+    }
+}
+
+/// Runs `relay`, receives the other agent's messages until it ends, and reports its result. Cancels a relay that does not begin
+/// within the first of `limits`. With the second, also cancels an uncommitted one when the other agent disconnects.
+///
+/// # Errors
+/// The errors of the relay and of the other agent's relay.
+pub fn relay(
+    session: &Session,
+    conversation: &mut Conversation,
+    progress: &Progress,
+    limits: (Duration, bool),
+    relay: &(dyn Fn() -> Result<RelayReport, MigrationError> + Sync),
+) -> Result<RelayReport, CarryError> {
+    let control = &session.control;
+    let wake_fd = control
+        .wake_fd()
+        .map_err(CarryError::system("descriptor"))?;
+    let has_ended = AtomicBool::new(false);
+    let mut said = None;
+    let outcome = thread::scope(|scope| {
+        let running = thread::Builder::new()
+            .name("agent/relay".to_owned())
+            .spawn_scoped(scope, || {
+                let _ends = RelayEndGuard(&has_ended, control);
+                relay()
+            })
+            .map_err(CarryError::system("thread"))?;
+        let begun = Instant::now();
+        let mut is_there = true;
+        while !has_ended.load(Ordering::Acquire) {
+            let age = begun.elapsed();
+            if progress.must_end(age, limits, is_there) && !control.is_cancelled() {
+                control.cancel();
+            }
+            let wait = progress.until_late(age, limits.0);
+            let waited = match is_there {
+                true => match conversation.receive::<Message>(Duration::ZERO) {
+                    Ok(None) => wake_fd.wait_readable(conversation.stream(), wait),
+                    Ok(Some(message)) => {
+                        said.get_or_insert(message);
+                        continue;
+                    }
+                    Err(_) => {
+                        is_there = false;
+                        control.suspect_peer();
+                        continue;
+                    }
+                },
+                false => wake_fd.poll(&mut Vec::new(), wait).map(|()| true),
+            };
+            if waited.is_err() {
+                control.cancel();
+                break;
+            }
+        }
+        let panicked = |_| {
+            Err(MigrationError::Panicked {
+                thread: "agent/relay".to_owned(),
+            })
+        };
+        Ok::<_, CarryError>(running.join().unwrap_or_else(panicked))
+    })?;
+    let message = match &outcome {
+        Ok(_) => Message::Completed,
+        Err(error) => Message::Failed {
+            reason: error.chain(),
+        },
+    };
+    let told = conversation.send(&message).is_ok();
+    if said.is_none() && told {
+        said = conversation
+            .receive::<Message>(FINAL_MESSAGE_TIMEOUT)
+            .ok()
+            .flatten();
+    }
+    match (outcome, said) {
+        (Ok(report), Some(Message::Failed { reason })) => {
+            session.log(
+                crate::config::LogLevel::Warning,
+                &format!("the other agent: {}", one_line(&reason)),
+            );
+            Ok(report)
+        }
+        (Ok(report), _) => Ok(report),
+        (Err(error), Some(Message::Failed { reason })) => Err(CarryError::Both {
+            own: Box::new(error),
+            other: one_line(&reason),
+        }),
+        (Err(error), _) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_relay_is_cancelled_at_its_limit_or_with_the_other_agent_and_not_behind_the_commit() {
+        const MS: Duration = Duration::from_millis(1);
+        let patience = Duration::from_secs(150);
+        for follows in [false, true] {
+            let progress = Progress::default();
+            let ends = |age, is_there| progress.must_end(age, (patience, follows), is_there);
+            assert!(!ends(patience, true));
+            assert!(ends(patience + MS, true));
+            assert_eq!(progress.until_late(patience - MS, patience), MS);
+            assert_eq!(progress.until_late(patience + MS, patience), Duration::MAX);
+            progress.has_begun.store(true, Ordering::Release);
+            assert_eq!(progress.until_late(MS, patience), Duration::MAX);
+            assert!(!ends(patience * 100, true));
+            assert_eq!(ends(MS, false), follows);
+            progress.is_committed.store(true, Ordering::Release);
+            assert!(!ends(MS, false), "it may run there");
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! Location of a domain after a failed migration, from both libvirts.
+
+use crate::libvirt::virsh::{Domain, Libvirt, State, VirshError};
+
+/// Location of a domain after a failed migration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GuestLocation {
+    /// Here, as before.
+    Here,
+    /// At the destination nevertheless.
+    There,
+    /// It has ended, on both hosts.
+    Ended,
+    /// Unknown, or on both hosts.
+    Unknown {
+        /// Statements of the libvirts.
+        seen: String,
+    },
+}
+
+/// Errors of the source's libvirt when it ended the migration before it ordered the destination's to run the guest (libvirt 9,
+/// and before 8).
+const ENDED_HERE: &[&str] = &["job 'migration out'", "migration out job", "migration job"];
+
+/// Error of `virsh` when the destination's libvirt was never reached.
+const NOT_BEGUN: &str = "unable to connect to server";
+
+/// Queries both libvirts for the location of a domain that was `was` before, and whose migration failed for `reason`.
+pub fn guest_location(
+    here: &Libvirt,
+    to: &Libvirt,
+    domain: &Domain,
+    was: State,
+    reason: &str,
+) -> GuestLocation {
+    verdict(
+        was,
+        &here.settled_state(domain),
+        &to.settled_state(domain),
+        is_ended_here(reason),
+    )
+}
+
+/// Returns true if `reason` proves that the destination's libvirt got no order to run the guest. If that connection breaks at
+/// the end, libvirt continues the guest here, while the order may still be in transit or queued in a stopped process. Seen with
+/// a libvirtd that was stopped for a minute, and then also ran the guest.
+fn is_ended_here(reason: &str) -> bool {
+    let mut words = ENDED_HERE.iter().chain([&NOT_BEGUN]);
+    words.any(|words| reason.contains(words))
+}
+
+fn verdict(
+    was: State,
+    here: &Result<State, VirshError>,
+    there: &Result<State, VirshError>,
+    is_ended_here: bool,
+) -> GuestLocation {
+    match (here, there) {
+        (Ok(State::Gone), Ok(State::Gone)) => GuestLocation::Ended,
+        (Ok(State::Gone), Ok(there)) if *there == was => GuestLocation::There,
+        (Ok(here), Ok(State::Gone)) if *here == was => GuestLocation::Here,
+        // The prepared domain there is not removed yet, or the destination does not answer.
+        (Ok(State::Running), Ok(State::Paused | State::Ending) | Err(_))
+            if was == State::Running && is_ended_here =>
+        {
+            GuestLocation::Here
+        }
+        (Ok(State::Running), Ok(State::Running)) => GuestLocation::Unknown {
+            seen: "it runs on both hosts, and both guests write to its disks".to_owned(),
+        },
+        (here, there) => GuestLocation::Unknown {
+            seen: format!("here it {}, there it {}", said(here), said(there)),
+        },
+    }
+}
+
+fn said(state: &Result<State, VirshError>) -> &'static str {
+    match state {
+        Ok(State::Running) => "runs",
+        Ok(State::Paused) => "is paused",
+        Ok(State::Ending) => "is being shut down",
+        Ok(State::Gone) => "does not exist or is shut off",
+        Err(_) => "is unknown, as libvirt does not answer",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NO_ANSWER: Option<State> = None;
+
+    fn verdict_of(
+        was: State,
+        here: Option<State>,
+        there: Option<State>,
+        is_ended_here: bool,
+    ) -> GuestLocation {
+        let answer = |state: Option<State>| {
+            state.ok_or(VirshError::Silent {
+                at: "qemu:///system".to_owned(),
+            })
+        };
+        verdict(was, &answer(here), &answer(there), is_ended_here)
+    }
+
+    #[test]
+    fn a_domain_is_where_one_guest_is_for_certain_and_nowhere_else() {
+        use GuestLocation::{Ended, Here, There};
+        use State::{Gone, Paused, Running};
+        for (was, here, there, expected) in [
+            (Running, Some(Running), Some(Gone), Some(Here)),
+            (Running, Some(Running), Some(Paused), Some(Here)),
+            (Running, Some(Running), NO_ANSWER, Some(Here)),
+            (Running, Some(Gone), Some(Running), Some(There)),
+            (Running, Some(Gone), Some(Gone), Some(Ended)),
+            (Running, Some(Running), Some(Running), None),
+            (Running, Some(Paused), Some(Gone), None),
+            (Running, Some(Paused), Some(Running), None),
+            (Running, Some(Gone), Some(Paused), None),
+            (Running, Some(Gone), NO_ANSWER, None),
+            (Running, NO_ANSWER, Some(Running), None),
+            (Paused, Some(Paused), Some(Gone), Some(Here)),
+            (Paused, Some(Gone), Some(Paused), Some(There)),
+            (Paused, Some(Paused), Some(Paused), None),
+            (Paused, Some(Paused), Some(Running), None),
+            (Paused, Some(Paused), NO_ANSWER, None),
+        ] {
+            let found = verdict_of(was, here, there, true);
+            let is_expected = match &expected {
+                Some(expected) => found == *expected,
+                None => matches!(found, GuestLocation::Unknown { .. }),
+            };
+            assert!(
+                is_expected,
+                "{was:?}, then {here:?} and {there:?}: {found:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_destination_that_may_have_been_told_to_run_the_guest_leaves_a_doubt() {
+        use State::{Gone, Paused, Running};
+        for (reason, is_certain) in [
+            (
+                "operation aborted: job 'migration out' canceled by client",
+                true,
+            ),
+            (
+                "operation failed: migration out job: unexpectedly failed",
+                true,
+            ),
+            ("unable to connect to server at 'b:16509': No route", true),
+            (
+                "internal error: connection closed due to keepalive timeout",
+                false,
+            ),
+            ("End of file while reading data: Input/output error", false),
+        ] {
+            let of = |there| verdict_of(Running, Some(Running), there, is_ended_here(reason));
+            for there in [NO_ANSWER, Some(Paused)] {
+                let found = of(there);
+                assert_eq!(
+                    found == GuestLocation::Here,
+                    is_certain,
+                    "{reason}: {found:?}"
+                );
+            }
+            assert_eq!(of(Some(Gone)), GuestLocation::Here, "{reason}");
+        }
+    }
+
+    #[test]
+    fn two_guests_are_called_two_guests() {
+        let running = Some(State::Running);
+        let found = verdict_of(State::Running, running, running, true);
+        let GuestLocation::Unknown { seen } = found else {
+            panic!("{found:?}")
+        };
+        assert!(seen.contains("on both hosts"), "{seen}");
+    }
+}

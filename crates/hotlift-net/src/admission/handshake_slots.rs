@@ -1,0 +1,175 @@
+//! Slots of concurrent TLS handshakes: decisions from times alone.
+
+use std::time::{Duration, Instant};
+
+use super::limits::HANDSHAKES;
+
+/// Time in which a new connection cannot interrupt a handshake when all slots are taken: two round trips of any network, and
+/// some work. Without interruption, [`HANDSHAKES`] silent connections would block all others for ten seconds.
+const PROTECTED_TIME: Duration = Duration::from_secs(1);
+
+/// The same if one host has more than half of the slots. A Hotlift connects sequentially.
+const PROTECTED_TIME_IN_A_CROWD: Duration = Duration::from_millis(100);
+
+/// Running handshakes, each with a handle to interrupt it.
+pub(super) struct HandshakeSlots<T> {
+    /// Oldest first.
+    taken: Vec<HandshakeSlot<T>>,
+    /// Number of the last handshake.
+    next: u64,
+}
+
+struct HandshakeSlot<T> {
+    number: u64,
+    since: Instant,
+    from: String,
+    handshake: T,
+}
+
+impl<T> HandshakeSlots<T> {
+    pub(super) fn new() -> Self {
+        Self {
+            taken: Vec::with_capacity(HANDSHAKES),
+            next: 0,
+        }
+    }
+
+    /// Returns the times at which the connections were accepted.
+    pub(super) fn since(&self) -> impl Iterator<Item = Instant> + '_ {
+        self.taken.iter().map(|place| place.since)
+    }
+
+    /// Returns true if a slot is free, or can be freed by an interruption.
+    pub(super) fn has_room(&self, now: Instant) -> bool {
+        self.until_room(now).is_zero()
+    }
+
+    /// Returns the time until a slot is available if no handshake ends before.
+    pub(super) fn until_room(&self, now: Instant) -> Duration {
+        if self.taken.len() < HANDSHAKES {
+            return Duration::ZERO;
+        }
+        let ends = self.taken.iter().map(|place| self.protected_until(place));
+        let first = ends.min().unwrap_or(now);
+        first.saturating_duration_since(now)
+    }
+
+    /// Removes the handshake to interrupt for a new one if no slot is free, preferably one of a crowd.
+    pub(super) fn make_room(&mut self, now: Instant) -> Option<T> {
+        if self.taken.len() < HANDSHAKES {
+            return None;
+        }
+        let may_go = |place: &HandshakeSlot<T>| self.protected_until(place) <= now;
+        let of_a_crowd = |place: &HandshakeSlot<T>| self.is_of_a_crowd(place) && may_go(place);
+        let crowd = self.taken.iter().position(of_a_crowd);
+        let place = crowd.or_else(|| self.taken.iter().position(may_go));
+        Some(self.taken.remove(place.unwrap_or(0)).handshake)
+    }
+
+    fn protected_until(&self, place: &HandshakeSlot<T>) -> Instant {
+        let patience = match self.is_of_a_crowd(place) {
+            true => PROTECTED_TIME_IN_A_CROWD,
+            false => PROTECTED_TIME,
+        };
+        place.since + patience
+    }
+
+    fn is_of_a_crowd(&self, place: &HandshakeSlot<T>) -> bool {
+        let same = self.taken.iter().filter(|other| other.from == place.from);
+        same.count() > HANDSHAKES / 2
+    }
+
+    /// Returns the number for the next handshake.
+    pub(super) fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    /// Takes a slot for handshake `number` of a connection from the host `from`.
+    pub(super) fn take(&mut self, number: u64, from: String, since: Instant, handshake: T) {
+        self.taken.push(HandshakeSlot {
+            number,
+            since,
+            from,
+            handshake,
+        });
+    }
+
+    /// Frees the slot of the handshake `number`; `None` if it was interrupted.
+    pub(super) fn free(&mut self, number: u64) -> Option<T> {
+        let place = self.taken.iter().position(|it| it.number == number)?;
+        Some(self.taken.remove(place).handshake)
+    }
+
+    /// Frees all slots.
+    pub(super) fn free_all(&mut self) -> impl Iterator<Item = T> + '_ {
+        self.taken.drain(..).map(|place| place.handshake)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn enter(places: &mut HandshakeSlots<u64>, from: &str, now: Instant) -> Option<u64> {
+        let gone = places.make_room(now);
+        let number = places.number();
+        places.take(number, from.to_owned(), now, number);
+        gone
+    }
+
+    #[test]
+    fn ten_thousand_handshakes_that_do_not_move_never_have_more_than_all_places() {
+        for hosts in [1, 2, 10_000] {
+            let mut places = HandshakeSlots::new();
+            let mut now = Instant::now();
+            for stranger in 0..10_000 {
+                // As the caller: it waits until there is room.
+                now += places.until_room(now);
+                assert!(places.has_room(now));
+                enter(&mut places, &format!("host {}", stranger % hosts), now);
+                assert!(places.taken.len() <= HANDSHAKES);
+                now += Duration::from_millis(1);
+            }
+        }
+    }
+
+    #[test]
+    fn no_handshake_gives_way_before_its_time_and_one_of_a_crowd_does_first() {
+        let mut places = HandshakeSlots::new();
+        let begun = Instant::now();
+        let long = Duration::from_secs(600);
+        for place in 0..HANDSHAKES {
+            assert!(places.until_room(begun).is_zero());
+            let from = if place == 0 {
+                "alone".to_owned()
+            } else {
+                format!("host {place}")
+            };
+            assert_eq!(enter(&mut places, &from, begun), None);
+        }
+        assert_eq!(places.until_room(begun), PROTECTED_TIME);
+        assert_eq!(
+            places.until_room(begun + PROTECTED_TIME / 2),
+            PROTECTED_TIME / 2
+        );
+        assert!(places.has_room(begun + long));
+        assert_eq!(
+            enter(&mut places, "late", begun + PROTECTED_TIME),
+            Some(1),
+            "the oldest"
+        );
+        assert_eq!(places.free(2), Some(2));
+        assert_eq!(places.free(1), None, "it had to give way");
+        assert!(places.has_room(begun));
+
+        let mut places = HandshakeSlots::new();
+        for place in 0..HANDSHAKES {
+            let from = if place == 0 { "alone" } else { "crowd" };
+            enter(&mut places, from, begun);
+        }
+        assert_eq!(places.until_room(begun), PROTECTED_TIME_IN_A_CROWD);
+        assert_eq!(enter(&mut places, "late", begun + long), Some(2));
+        assert_eq!(places.taken[0].from, "alone");
+    }
+}

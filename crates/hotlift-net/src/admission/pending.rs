@@ -1,0 +1,230 @@
+//! Unclassified connections: limited in number and in time.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, epoll};
+
+use super::limits::Limits;
+
+/// Waiting connections.
+#[derive(Debug)]
+pub struct PendingConnections<S> {
+    limits: Limits,
+    /// Edge-triggered: bytes that were checked and are not enough wake no further wait until more arrive.
+    news: OwnedFd,
+    /// In order of entry.
+    waiting: Vec<Waiting<S>>,
+    next: u64,
+}
+
+#[derive(Debug)]
+struct Waiting<S> {
+    number: u64,
+    since: Instant,
+    has_news: bool,
+    connection: S,
+}
+
+/// Number of events taken at once.
+const EVENTS: usize = 64;
+
+impl<S: AsFd> PendingConnections<S> {
+    /// Creates an empty one.
+    ///
+    /// # Errors
+    /// If the system has no descriptor left.
+    pub fn new(limits: Limits) -> io::Result<Self> {
+        Ok(Self {
+            limits,
+            news: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            waiting: Vec::new(),
+            next: 0,
+        })
+    }
+
+    /// Adds `connection`, accepted at `since`; returns the one that it replaces.
+    ///
+    /// # Errors
+    /// If the system watches no more descriptors; `connection` is closed.
+    pub fn enter(&mut self, connection: S, since: Instant) -> io::Result<Option<S>> {
+        let number = self.next;
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+        epoll::add(
+            &self.news,
+            &connection,
+            epoll::EventData::new_u64(number),
+            flags,
+        )?;
+        self.next += 1;
+        let oldest = self.waiting.first().map(|one| one.number);
+        let oldest = oldest.filter(|_| self.waiting.len() >= self.limits.most);
+        let left = oldest.and_then(|number| self.remove(number));
+        self.waiting.push(Waiting {
+            number,
+            since,
+            // Bytes received together with a TLS handshake show at no descriptor.
+            has_news: true,
+            connection,
+        });
+        Ok(left.map(|(connection, _)| connection))
+    }
+
+    /// Returns the descriptor to poll for reading: it is readable when a connection has received something.
+    pub fn polled(&self) -> BorrowedFd<'_> {
+        self.news.as_fd()
+    }
+
+    /// Shortens `wait` to the next timeout of a connection; to zero if one must be checked.
+    pub fn shortened(&self, wait: Duration, now: Instant) -> Duration {
+        if self.waiting.iter().any(|one| one.has_news) {
+            return Duration::ZERO;
+        }
+        let patience = self.limits.patience;
+        let waited = self
+            .waiting
+            .iter()
+            .map(|one| now.saturating_duration_since(one.since));
+        let left = waited.map(|waited| patience.saturating_sub(waited));
+        left.fold(wait, Duration::min)
+    }
+
+    /// Returns the number of the first connection that has received something since its last check.
+    pub fn next_news(&mut self) -> Option<u64> {
+        if !self.waiting.iter().any(|one| one.has_news) {
+            self.take_events();
+        }
+        let one = self.waiting.iter_mut().find(|one| one.has_news)?;
+        one.has_news = false;
+        Some(one.number)
+    }
+
+    fn take_events(&mut self) {
+        let empty = epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        };
+        let mut events = [empty; EVENTS];
+        // A failure counts as no events: the next wait returns immediately.
+        let taken = epoll::wait(&self.news, &mut events, Some(&Timespec::default()));
+        for event in &events[..taken.unwrap_or(0)] {
+            self.look_again(event.data.u64());
+        }
+    }
+
+    /// Marks the connection `number` for another check: the last one consumed bytes, and further ones may be there.
+    pub fn look_again(&mut self, number: u64) {
+        if let Some(one) = self.waiting.iter_mut().find(|one| one.number == number) {
+            one.has_news = true;
+        }
+    }
+
+    /// Returns the connection `number`.
+    pub fn get(&mut self, number: u64) -> Option<&mut S> {
+        let one = self.waiting.iter_mut().find(|one| one.number == number);
+        one.map(|one| &mut one.connection)
+    }
+
+    /// Returns all connections with the times at which they were accepted.
+    pub fn iter(&self) -> impl Iterator<Item = (&S, Instant)> {
+        self.waiting.iter().map(|one| (&one.connection, one.since))
+    }
+
+    /// Removes the connection `number`.
+    pub fn remove(&mut self, number: u64) -> Option<(S, Instant)> {
+        let place = self.waiting.iter().position(|one| one.number == number)?;
+        Some(self.take(place))
+    }
+
+    /// Removes the first connection that `is_it` accepts.
+    pub fn take_first(&mut self, is_it: impl Fn(&S, Instant) -> bool) -> Option<(S, Instant)> {
+        let mut waiting = self.waiting.iter();
+        let place = waiting.position(|one| is_it(&one.connection, one.since))?;
+        Some(self.take(place))
+    }
+
+    /// Removes a connection whose time is over.
+    pub fn take_late(&mut self, now: Instant) -> Option<S> {
+        let patience = self.limits.patience;
+        let late = self.take_first(|_, since| now.saturating_duration_since(since) >= patience);
+        late.map(|(connection, _)| connection)
+    }
+
+    /// Also stops watching the descriptor: a duplicate of the socket would keep it in the epoll set.
+    fn take(&mut self, place: usize) -> (S, Instant) {
+        let one = self.waiting.remove(place);
+        let _ = epoll::delete(&self.news, &one.connection);
+        (one.connection, one.since)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    use rustix::event::{PollFd, PollFlags, poll};
+
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        most: 2,
+        patience: Duration::from_secs(10),
+    };
+
+    fn has_news(room: &PendingConnections<UnixStream>) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(room.polled(), PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())) == Ok(1)
+    }
+
+    #[test]
+    fn a_part_of_the_first_bytes_ends_one_wait_and_the_next_part_another() {
+        let mut room = PendingConnections::new(LIMITS).unwrap();
+        let now = Instant::now();
+        let (here, mut there) = UnixStream::pair().unwrap();
+        assert!(room.enter(here, now).unwrap().is_none());
+        assert_eq!(room.shortened(Duration::MAX, now), Duration::ZERO);
+        assert_eq!((room.next_news(), room.next_news()), (Some(0), None));
+        assert_eq!(room.shortened(Duration::MAX, now), LIMITS.patience);
+        for part in [b"HL", b"TK"] {
+            assert!(!has_news(&room));
+            there.write_all(part).unwrap();
+            assert!(has_news(&room));
+            assert_eq!((room.next_news(), room.next_news()), (Some(0), None));
+        }
+        drop(there);
+        assert!(has_news(&room), "an end is news");
+    }
+
+    #[test]
+    fn the_oldest_leaves_for_one_more_and_each_after_its_time() {
+        let mut room = PendingConnections::new(LIMITS).unwrap();
+        let now = Instant::now();
+        let mut others = Vec::new();
+        let mut left = 0;
+        for _ in 0..1000 {
+            let (here, there) = UnixStream::pair().unwrap();
+            left += usize::from(room.enter(here, now).unwrap().is_some());
+            others.truncate(2);
+            others.push(there);
+            assert!(room.iter().count() <= LIMITS.most);
+        }
+        assert_eq!(left, 1000 - LIMITS.most);
+        let end = now + LIMITS.patience;
+        assert!(room.take_late(end - Duration::from_nanos(1)).is_none());
+        assert!(room.take_late(end).is_some() && room.take_late(end).is_some());
+        assert!(room.take_late(end).is_none());
+    }
+
+    #[test]
+    fn one_that_has_left_has_no_news_even_if_its_socket_lives_on() {
+        let mut room = PendingConnections::new(LIMITS).unwrap();
+        let (here, mut there) = UnixStream::pair().unwrap();
+        let _other_handle = here.try_clone().unwrap();
+        room.enter(here, Instant::now()).unwrap();
+        drop(room.remove(0));
+        there.write_all(b"x").unwrap();
+        assert!(!has_news(&room) && room.next_news().is_none());
+    }
+}

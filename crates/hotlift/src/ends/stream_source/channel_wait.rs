@@ -1,0 +1,194 @@
+//! Decides when all multifd channels of a source are there, even if it does not state their number. Without I/O and without a
+//! clock; `accept` executes it.
+
+use std::time::{Duration, Instant};
+
+/// Interval of checks for conditions without an event: the end of main, or a connection without a first byte that is too old to
+/// be a channel.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Connections that have arrived so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ArrivedConnections {
+    pub channels: usize,
+    pub highest_id: Option<u8>,
+    /// The number that a relay states.
+    pub stated: Option<u8>,
+    /// A new connection whose kind is not known yet.
+    pub has_newcomer: bool,
+    pub main_has_ended: bool,
+}
+
+/// Next step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Wait up to this time for an event.
+    Wait(Duration),
+    /// All channels are there.
+    Complete,
+    /// No more channels will arrive: the source has closed main.
+    MainEnded,
+    /// Some channels are missing.
+    TimedOut,
+}
+
+/// The wait for a source's channels.
+#[derive(Debug)]
+pub(crate) struct ChannelWait {
+    until: Instant,
+    /// Time after the latest channel in which another one may arrive.
+    settle: Duration,
+    quiet_since: Instant,
+    channels: usize,
+}
+
+impl ChannelWait {
+    /// Begins with `channels` present channels and the limit `timeout`.
+    pub(crate) fn new(now: Instant, channels: usize, settle: Duration, timeout: Duration) -> Self {
+        Self {
+            until: now + timeout,
+            settle,
+            quiet_since: now,
+            channels,
+        }
+    }
+
+    /// Returns true if no further channel is on its way.
+    pub(crate) fn is_settled(&mut self, come: &ArrivedConnections, now: Instant) -> bool {
+        if come.channels != self.channels {
+            (self.channels, self.quiet_since) = (come.channels, now);
+        }
+        self.left(now).is_zero() && !come.has_newcomer
+    }
+
+    /// Returns the time until it may be settled.
+    pub(crate) fn wait(&self, come: &ArrivedConnections, now: Instant) -> Duration {
+        match self.left(now) {
+            left if left.is_zero() || come.has_newcomer => POLL_INTERVAL,
+            left => left,
+        }
+    }
+
+    fn left(&self, now: Instant) -> Duration {
+        (self.quiet_since + self.settle).saturating_duration_since(now)
+    }
+
+    /// Returns the next step. With `expected`, a source without a channel is not complete.
+    pub(crate) fn next(&mut self, come: &ArrivedConnections, expected: bool, now: Instant) -> Step {
+        let is_settled = self.is_settled(come, now);
+        let is_complete = match come.stated {
+            Some(stated) => come.channels >= usize::from(stated),
+            // Ids count from 0, so a gap shows a missing channel. (Several channels may have one id, because of stale
+            // connections.)
+            None => {
+                let has_all = |highest| usize::from(highest) < come.channels;
+                is_settled && come.highest_id.map_or(!expected, has_all)
+            }
+        };
+        if is_complete {
+            Step::Complete
+        } else if is_settled && come.main_has_ended {
+            Step::MainEnded
+        } else if now > self.until {
+            Step::TimedOut
+        } else {
+            let left = self.until.saturating_duration_since(now).max(POLL_INTERVAL);
+            Step::Wait(self.wait(come, now).min(left))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+    const SETTLE: Duration = Duration::from_millis(200);
+    const TIMEOUT: Duration = Duration::from_secs(30);
+
+    fn channels(channels: usize, highest_id: u8) -> ArrivedConnections {
+        ArrivedConnections {
+            channels,
+            highest_id: Some(highest_id),
+            ..ArrivedConnections::default()
+        }
+    }
+
+    #[test]
+    fn channels_without_a_stated_number_are_complete_once_no_further_one_comes() {
+        let begun = Instant::now();
+        let mut wait = ChannelWait::new(begun, 0, SETTLE, TIMEOUT);
+        let two = channels(2, 1);
+        assert_eq!(
+            wait.next(&ArrivedConnections::default(), true, begun),
+            Step::Wait(SETTLE)
+        );
+        let latest = begun + 150 * MS;
+        assert_eq!(wait.next(&two, true, latest), Step::Wait(SETTLE));
+        assert_eq!(wait.next(&two, true, latest + SETTLE - MS), Step::Wait(MS));
+        assert_eq!(wait.next(&two, true, latest + SETTLE), Step::Complete);
+        let newcomer = ArrivedConnections {
+            has_newcomer: true,
+            ..two
+        };
+        let later = latest + 2 * SETTLE;
+        assert_eq!(wait.next(&newcomer, true, later), Step::Wait(POLL_INTERVAL));
+    }
+
+    #[test]
+    fn a_stated_number_needs_no_time() {
+        let now = Instant::now();
+        let mut wait = ChannelWait::new(now, 0, SETTLE, TIMEOUT);
+        let some = |channels| ArrivedConnections {
+            channels,
+            highest_id: Some(3),
+            stated: Some(4),
+            ..ArrivedConnections::default()
+        };
+        assert_eq!(wait.next(&some(3), true, now), Step::Wait(SETTLE));
+        assert_eq!(
+            wait.next(&some(3), true, now + SETTLE),
+            Step::Wait(POLL_INTERVAL)
+        );
+        assert_eq!(wait.next(&some(4), true, now), Step::Complete);
+    }
+
+    #[test]
+    fn a_gap_or_no_channel_where_some_are_expected_is_waited_for_until_the_time_out() {
+        let begun = Instant::now();
+        for come in [channels(1, 1), ArrivedConnections::default()] {
+            let mut wait = ChannelWait::new(begun, come.channels, SETTLE, TIMEOUT);
+            let end = begun + TIMEOUT;
+            assert_eq!(
+                wait.next(&come, true, begun + SETTLE),
+                Step::Wait(POLL_INTERVAL)
+            );
+            assert_eq!(wait.next(&come, true, end), Step::Wait(POLL_INTERVAL));
+            assert_eq!(wait.next(&come, true, end + MS), Step::TimedOut);
+        }
+        let mut wait = ChannelWait::new(begun, 0, SETTLE, TIMEOUT);
+        let none = wait.next(&ArrivedConnections::default(), false, begun + SETTLE);
+        assert_eq!(none, Step::Complete, "a source without multifd");
+    }
+
+    #[test]
+    fn a_main_channel_that_ends_counts_once_no_channel_is_on_its_way() {
+        let begun = Instant::now();
+        let mut wait = ChannelWait::new(begun, 0, SETTLE, TIMEOUT);
+        let ended = ArrivedConnections {
+            main_has_ended: true,
+            ..ArrivedConnections::default()
+        };
+        let newcomer = ArrivedConnections {
+            has_newcomer: true,
+            ..ended
+        };
+        let settled = begun + SETTLE;
+        assert_eq!(wait.next(&ended, true, settled - MS), Step::Wait(MS));
+        assert_eq!(
+            wait.next(&newcomer, true, settled),
+            Step::Wait(POLL_INTERVAL)
+        );
+        assert_eq!(wait.next(&ended, true, settled), Step::MainEnded);
+    }
+}

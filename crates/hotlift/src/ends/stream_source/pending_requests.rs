@@ -1,0 +1,285 @@
+//! Pages that the guest at the destination of a postcopy waits for, and pages already sent. `receive` forwards the requests.
+//!
+//! After the switch, the main channel of a source has requested pages among many others. Requested pages are forwarded at once,
+//! each alone; the others go into batches as before.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::MemoryLimit;
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::return_path::ReturnMessage;
+
+use crate::ends::page_set::PageSet;
+use crate::error::{Channel, MigrationError};
+use crate::life::Life;
+use crate::life::wait_mutex::WaitMutex;
+use crate::stream::main_recv::WaitCondition;
+
+/// Maximum number of awaited pages: a QEMU has one for each thread that may touch RAM. Further requested pages are sent with
+/// the rest.
+const WAITING: usize = 1 << 16;
+
+/// Pages that the peer has requested, and pages sent to it.
+pub(crate) struct PendingRequests {
+    /// Names and lengths of the RAM blocks.
+    blocks: Vec<(String, u64)>,
+    state: WaitMutex<State>,
+}
+
+struct State {
+    /// RAM block of the next request without a name.
+    block: Option<usize>,
+    /// RAM blocks and byte offsets of requested pages that were not sent yet.
+    waiting: HashSet<(usize, u64)>,
+    /// Time when the latest of them was sent.
+    latest: Option<Instant>,
+    /// Pages sent since the switch, by RAM block.
+    sent: Vec<PageSet>,
+}
+
+impl PendingRequests {
+    /// Creates it for a guest with these RAM blocks. Recorded pages charge their memory to `memory`.
+    pub(crate) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit, life: &Life) -> Self {
+        let sets = blocks
+            .iter()
+            .map(|block| PageSet::new(block.used_length, memory));
+        let state = State {
+            block: None,
+            waiting: HashSet::new(),
+            latest: None,
+            sent: sets.collect(),
+        };
+        Self {
+            blocks: blocks
+                .iter()
+                .map(|block| (block.name.clone(), block.used_length))
+                .collect(),
+            state: WaitMutex::new(life, state),
+        }
+    }
+
+    /// Records a request on its way to the source. Ignores other messages and invalid pages, because the source validates them.
+    pub(crate) fn record(&self, message: &ReturnMessage<'_>) {
+        let mut state = self.state.lock();
+        let Some((name, start, length)) = message.requested_pages() else {
+            return;
+        };
+        if let Some(name) = name {
+            state.block = self.blocks.iter().position(|(block, _)| block == name);
+        }
+        let Some(block) = state.block else { return };
+        let page = PAGE_SIZE as u64;
+        let end = start
+            .saturating_add(length.into())
+            .min(self.blocks[block].1);
+        if !start.is_multiple_of(page) {
+            return;
+        }
+        for offset in (start..end).step_by(PAGE_SIZE) {
+            if state.waiting.len() < WAITING && !state.sent[block].contains(offset) {
+                state.waiting.insert((block, offset));
+            }
+        }
+    }
+
+    /// Records a page from the source as sent; returns true if it was requested.
+    ///
+    /// # Errors
+    /// If the page has arrived before, or if the memory limit is reached.
+    pub(crate) fn take(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
+        let asked = self.claim(block, offset)?;
+        if asked {
+            self.done(block, offset);
+        }
+        Ok(asked)
+    }
+
+    /// Records the page like [`PendingRequests::take`], but a requested page stays awaited until [`PendingRequests::done`].
+    ///
+    /// # Errors
+    /// Those of [`PendingRequests::take`].
+    pub(crate) fn claim(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
+        let state = self.state.lock();
+        if !state.sent[block].insert(offset)? {
+            return Err(MigrationError::Protocol {
+                channel: Channel::Main,
+                got: format!(
+                    "page {offset:#x} of RAM block '{}' again",
+                    self.blocks[block].0
+                ),
+                doing: "forwarding pages in postcopy",
+            });
+        }
+        Ok(state.waiting.contains(&(block, offset)))
+    }
+
+    /// Records that a requested page is on its way.
+    pub(crate) fn done(&self, block: usize, offset: u64) {
+        let mut state = self.state.lock();
+        if state.waiting.remove(&(block, offset)) {
+            state.latest = Some(self.state.now());
+            self.state.notify();
+        }
+    }
+
+    /// Records all these pages with [`PendingRequests::take`].
+    pub(crate) fn take_all<'p>(
+        &self,
+        block: usize,
+        offsets: impl Iterator<Item = &'p u64>,
+    ) -> Result<(), MigrationError> {
+        for offset in offsets {
+            self.take(block, *offset)?;
+        }
+        Ok(())
+    }
+
+    /// Allocates the memory for all pages now: later, when nothing can be cancelled, it might be missing.
+    pub(crate) fn reserve(&self) -> Result<(), MigrationError> {
+        self.state.lock().sent.iter().try_for_each(PageSet::reserve)
+    }
+
+    /// Returns true after the first request.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.state.lock().block.is_some()
+    }
+
+    /// Returns true if this page was requested and has not arrived.
+    pub(crate) fn has(&self, block: usize, offset: u64) -> bool {
+        self.state.lock().waiting.contains(&(block, offset))
+    }
+
+    /// Returns true if all requested pages have arrived.
+    pub(crate) fn is_met(&self) -> bool {
+        self.state.lock().waiting.is_empty()
+    }
+
+    /// Waits until all requested pages have arrived; `patience` limits the time between two arrivals.
+    ///
+    /// # Errors
+    /// [`MigrationError::Timeout`]; the error of `waiting`.
+    pub(crate) fn wait_until_met(
+        &self,
+        patience: Duration,
+        waiting: &dyn WaitCondition,
+    ) -> Result<(), MigrationError> {
+        let is_met = |state: &mut State| state.waiting.is_empty().then_some(());
+        let goes_on = || waiting.check();
+        let met = self
+            .state
+            .wait_patiently(patience, |state| state.latest, goes_on, is_met)?;
+        met.ok_or_else(|| MigrationError::Timeout {
+            waiting_for: format!(
+                "{} pages that the guest requested from its source",
+                self.state.lock().waiting.len()
+            ),
+            waited: patience,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Never;
+
+    impl WaitCondition for Never {
+        fn check(&self) -> Result<(), MigrationError> {
+            Err(MigrationError::Cancelled)
+        }
+    }
+
+    fn pending_requests() -> PendingRequests {
+        let block = |name: &str, pages: u64| RamBlockEntry::new(name, pages * 4096);
+        let memory = MemoryLimit::new(1 << 20);
+        PendingRequests::new(
+            &[block("pc.ram", 16), block("vga", 4)],
+            &memory,
+            &Life::default(),
+        )
+    }
+
+    #[test]
+    fn a_page_is_asked_for_by_the_block_that_was_named_last() {
+        let pending_requests = pending_requests();
+        let (start, length) = (4096, 8192);
+        pending_requests.record(&ReturnMessage::ReqPages { start, length });
+        assert!(!pending_requests.has(0, 4096), "no block was named");
+        pending_requests.record(&ReturnMessage::ReqPagesId {
+            start: 0,
+            length: 4096,
+            block: "vga",
+        });
+        pending_requests.record(&ReturnMessage::ReqPages { start, length });
+        assert!(
+            pending_requests
+                .wait_until_met(Duration::ZERO, &Never)
+                .is_err()
+        );
+        for offset in [0, 4096, 8192] {
+            assert!(pending_requests.take(1, offset).unwrap());
+            assert!(!pending_requests.take(0, offset).unwrap());
+        }
+        pending_requests
+            .wait_until_met(Duration::ZERO, &Never)
+            .unwrap();
+    }
+
+    struct Always;
+
+    impl WaitCondition for Always {
+        fn check(&self) -> Result<(), MigrationError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_page_that_never_comes_is_not_waited_for_for_ever() {
+        let pending_requests = pending_requests();
+        assert!(!pending_requests.has_begun());
+        pending_requests.record(&ReturnMessage::ReqPagesId {
+            start: 0,
+            length: 4096,
+            block: "pc.ram",
+        });
+        assert!(
+            pending_requests.has_begun()
+                && pending_requests.has(0, 0)
+                && !pending_requests.has(0, 4096)
+        );
+        let waited = pending_requests.wait_until_met(Duration::ZERO, &Always);
+        assert!(matches!(waited, Err(MigrationError::Timeout { .. })));
+        // The patience counts from the latest page that was requested.
+        assert!(!pending_requests.take(0, 4096).unwrap());
+        assert_eq!(pending_requests.state.lock().latest, None);
+        assert!(pending_requests.take(0, 0).unwrap());
+        assert!(pending_requests.state.lock().latest.is_some());
+    }
+
+    #[test]
+    fn a_page_that_is_on_its_way_is_not_waited_for() {
+        let pending_requests = pending_requests();
+        assert!(!pending_requests.take(0, 0).unwrap());
+        assert!(pending_requests.take(0, 0).is_err(), "it has come before");
+        pending_requests.record(&ReturnMessage::ReqPagesId {
+            start: 0,
+            length: 4096,
+            block: "pc.ram",
+        });
+        pending_requests
+            .wait_until_met(Duration::ZERO, &Never)
+            .unwrap();
+        pending_requests.record(&ReturnMessage::ReqPages {
+            start: u64::MAX - 4095,
+            length: u32::MAX,
+        });
+        // Half a page, and pages beyond the end.
+        for (start, length) in [(2048, 4096), (16 * 4096, 4096)] {
+            pending_requests.record(&ReturnMessage::ReqPages { start, length });
+        }
+        assert!(pending_requests.is_met());
+    }
+}

@@ -1,0 +1,76 @@
+//! Carries out the source's question about its guest, on connections of their own.
+
+use std::io::Write;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift_net::transport::Stream;
+use hotlift_wire::settle::{ANSWER_LEN, GuestActivity, MigrationId, heard, question};
+
+use crate::handover::DestinationStatement;
+use crate::handover::settle::{Question, Step, statement};
+use crate::remote::Remote;
+
+/// Time limit for informing a destination of a migration that ended before the commit.
+const NOT_COMMITTED_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Waits for `patience` for the destination's statement, and for the guest's run state there. The statement comes on the
+/// stream, or as the answer to a question, where `to_ask` names a peer. `on_stream` waits for the stream up to a time, and less
+/// if the stream has ended. Nothing cancels this wait: the guest may run.
+pub(crate) fn await_statement(
+    patience: Duration,
+    to_ask: Option<(&Remote, MigrationId)>,
+    on_stream: &mut dyn FnMut(Duration) -> Option<(DestinationStatement, GuestActivity)>,
+) -> Option<(DestinationStatement, GuestActivity)> {
+    let mut question = Question::after_commit(Instant::now(), patience, to_ask.is_some());
+    while let Some(step) = question.next(Instant::now()) {
+        let statement = match step {
+            Step::Listen(wait) => on_stream(wait),
+            Step::Ask(within) => to_ask.and_then(|(to, id)| query_once(to, id, within)),
+            Step::Pause(wait) => {
+                thread::sleep(wait);
+                on_stream(Duration::ZERO)
+            }
+        };
+        if statement.is_some() {
+            return statement;
+        }
+    }
+    None
+}
+
+/// Informs the destination that the migration ended before the commit. Otherwise a destination that loaded everything waits for
+/// a source that may have committed.
+pub(crate) fn notify_not_committed(to: &Remote, id: MigrationId) {
+    query_once(to, id, NOT_COMMITTED_TIMEOUT);
+}
+
+/// Asks one question. Returns `None` without a connection, without an answer in time, or without a statement in the answer.
+pub(crate) fn query_once(
+    to: &Remote,
+    id: MigrationId,
+    patience: Duration,
+) -> Option<(DestinationStatement, GuestActivity)> {
+    let stream = to.connect(patience).ok()?;
+    stream.set_timeouts(patience).ok()?;
+    (&stream).write_all(&question(id)).ok()?;
+    let deadline = Instant::now() + patience;
+    let (mut answer, mut length) = ([0; ANSWER_LEN], 0);
+    while length < ANSWER_LEN {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match stream.read_within(&mut answer[length..], left) {
+            Ok(read @ 1..) => length += read,
+            _ => return None,
+        }
+    }
+    let statement = statement(&answer, id);
+    if statement.is_some() {
+        confirm_outcome(&stream, id);
+    }
+    statement
+}
+
+/// Confirms to the destination that its statement arrived. Otherwise the destination waits for a question in vain.
+pub(crate) fn confirm_outcome(mut stream: &Stream, id: MigrationId) {
+    let _ = stream.write_all(&heard(id));
+}

@@ -1,0 +1,186 @@
+//! The source's side of the hand-over, as a migration's threads share it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::source::{DestinationStatement, SourceOutcome, SourceSide};
+use crate::error::MigrationError;
+use crate::life::Life;
+use crate::life::failure::Failure;
+
+/// The state and the first failure, each of which depends on the other.
+#[derive(Debug)]
+pub(crate) struct SourceHandover {
+    side: Mutex<SourceSide>,
+    /// First failure of the lifetime.
+    pub failure: Failure,
+}
+
+impl SourceHandover {
+    pub(crate) fn new(life: &Life) -> Self {
+        Self {
+            side: Mutex::default(),
+            failure: life.failure().clone(),
+        }
+    }
+
+    fn side(&self) -> MutexGuard<'_, SourceSide> {
+        self.side.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps `error` if it is the first. Returns true if it ends the migration. After [`SourceHandover::commit`] it does not:
+    /// the destination may run the guest, an open connection may bring its statement, and a failure after a refusal is not the
+    /// reason.
+    pub(crate) fn fail(&self, error: MigrationError) -> bool {
+        let mut failure = self.failure.lock();
+        let mut side = self.side();
+        let ends = side.fail() || side.verdict() == Some(SourceOutcome::Kept) || failure.is_set();
+        if ends && !side.is_committed() {
+            failure.keep(error);
+            return true;
+        }
+        false
+    }
+
+    /// Keeps the error of the thread that decides about the hand-over, before or after the commit. Returns false if the
+    /// destination may run the guest.
+    pub(crate) fn end(&self, error: MigrationError) -> bool {
+        let mut failure = self.failure.lock();
+        let mut side = self.side();
+        side.fail();
+        failure.keep(error);
+        !side.is_committed()
+    }
+
+    /// Passes the point of no return, unless the migration has failed or `may` returns false. After it the guest belongs to the
+    /// destination, and no lost connection makes it run here again.
+    pub(crate) fn commit(&self, may: impl FnOnce() -> bool) -> bool {
+        self.give(may, SourceSide::commit)
+    }
+
+    /// Does the same for a postcopy, see [`SourceSide::serve`].
+    pub(crate) fn serve(&self, may: impl FnOnce() -> bool) -> bool {
+        self.give(may, SourceSide::serve)
+    }
+
+    fn give(&self, may: impl FnOnce() -> bool, step: fn(&mut SourceSide) -> bool) -> bool {
+        let failure = self.failure.lock();
+        !failure.is_set() && may() && step(&mut self.side())
+    }
+
+    /// See [`SourceSide::all_pages_arrived`].
+    pub(crate) fn all_pages_arrived(&self) {
+        self.side().all_pages_arrived();
+    }
+
+    /// Returns true if the guest is known to run at the destination, which may lack pages.
+    pub(crate) fn is_known_to_run(&self) -> bool {
+        *self.side() == SourceSide::Serving { runs: true }
+    }
+
+    /// See [`SourceSide::offer`].
+    pub(crate) fn offer(&self) -> bool {
+        self.side().offer()
+    }
+
+    /// See [`SourceSide::released`].
+    pub(crate) fn released(&self) {
+        self.side().released();
+    }
+
+    /// See [`SourceSide::taken_back`].
+    pub(crate) fn taken_back(&self) {
+        self.side().taken_back();
+    }
+
+    /// Sets the outcome from the destination's statement, or without one.
+    pub(crate) fn settle(&self, statement: Option<DestinationStatement>) {
+        let mut side = self.side();
+        match statement {
+            Some(statement) => side.receive(statement),
+            None => side.give_up(),
+        };
+    }
+
+    /// See [`SourceSide::is_offered`].
+    pub(crate) fn is_offered(&self) -> bool {
+        self.side().is_offered()
+    }
+
+    /// See [`SourceSide::is_committed`].
+    pub(crate) fn is_committed(&self) -> bool {
+        self.side().is_committed()
+    }
+
+    /// Returns the outcome of the hand-over, once there is one.
+    pub(crate) fn verdict(&self) -> Option<SourceOutcome> {
+        self.side().verdict()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_keeps_the_guest_here_and_a_commit_keeps_failures_out() {
+        let source_handover = SourceHandover::new(&Life::default());
+        assert!(source_handover.fail(MigrationError::Cancelled));
+        assert_eq!(source_handover.verdict(), Some(SourceOutcome::Kept));
+        assert!(!source_handover.commit(|| true));
+
+        let source_handover = SourceHandover::new(&Life::default());
+        assert!(!source_handover.commit(|| false));
+        assert!(source_handover.commit(|| true));
+        assert!(!source_handover.fail(MigrationError::Cancelled));
+        source_handover.settle(Some(DestinationStatement::Never));
+        assert!(!source_handover.fail(MigrationError::Cancelled));
+        assert!(!source_handover.failure.is_set());
+        assert_eq!(source_handover.verdict(), Some(SourceOutcome::Refused));
+    }
+
+    #[test]
+    fn the_guest_of_a_postcopy_comes_back_only_if_it_has_not_run_there() {
+        for (words, verdict) in [
+            (
+                &[DestinationStatement::Never][..],
+                Some(SourceOutcome::Refused),
+            ),
+            (
+                &[DestinationStatement::Runs, DestinationStatement::Never],
+                None,
+            ),
+        ] {
+            let source_handover = SourceHandover::new(&Life::default());
+            assert!(source_handover.serve(|| true));
+            assert!(
+                !source_handover.fail(MigrationError::Cancelled),
+                "a lost connection"
+            );
+            words
+                .iter()
+                .for_each(|statement| source_handover.settle(Some(*statement)));
+            assert_eq!(source_handover.verdict(), verdict, "{words:?}");
+        }
+
+        let source_handover = SourceHandover::new(&Life::default());
+        assert!(source_handover.serve(|| true));
+        source_handover.settle(Some(DestinationStatement::Runs));
+        assert!(source_handover.is_committed(), "its pages are still here");
+        source_handover.settle(None);
+        assert_eq!(source_handover.verdict(), Some(SourceOutcome::PagesLost));
+    }
+
+    #[test]
+    fn a_guest_that_was_offered_is_nobodys_after_a_failure() {
+        let source_handover = SourceHandover::new(&Life::default());
+        assert!(source_handover.offer());
+        assert!(source_handover.fail(MigrationError::Cancelled));
+        assert_eq!(source_handover.verdict(), Some(SourceOutcome::Refused));
+        assert!(
+            source_handover.fail(MigrationError::InDoubt),
+            "a consequence"
+        );
+        let first = source_handover.failure.take();
+        assert!(matches!(first, Some(MigrationError::Cancelled)));
+    }
+}

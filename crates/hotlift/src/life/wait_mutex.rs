@@ -1,0 +1,259 @@
+//! State that threads wait for: until it has a value, until a deadline, or until the lifetime has changed.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::life::{Changes, Life, Wake};
+use crate::lock::lock;
+
+/// A mutex with a condition variable that changes of a lifetime wake, so that no wait needs a tick.
+pub(crate) struct WaitMutex<T> {
+    changes: Changes,
+    inner: Arc<Inner<T>>,
+}
+
+struct Inner<T> {
+    state: Mutex<T>,
+    changed: Condvar,
+}
+
+impl<T> std::fmt::Debug for Inner<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WaitMutex").finish_non_exhaustive()
+    }
+}
+
+impl<T> std::fmt::Debug for WaitMutex<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.inner.fmt(f)
+    }
+}
+
+impl<T: Send> Wake for Inner<T> {
+    fn wake(&self, _: bool) {
+        // Takes the lock under which a wait checks its condition: no wait is between its check and its sleep.
+        drop(lock(&self.state));
+        self.changed.notify_all();
+    }
+}
+
+impl<T: Send + 'static> WaitMutex<T> {
+    /// Creates a gate of `life`, with this state.
+    pub(crate) fn new(life: &Life, state: T) -> Self {
+        Self::of_changes(Changes(Arc::clone(&life.shared)), state)
+    }
+
+    pub(super) fn of_changes(changes: Changes, state: T) -> Self {
+        let inner = Arc::new(Inner {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        let wait: Arc<dyn Wake> = inner.clone();
+        changes.register(Arc::downgrade(&wait));
+        Self { changes, inner }
+    }
+
+    /// Locks the state, to read or change it without waking any thread.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        lock(&self.inner.state)
+    }
+
+    /// Wakes all waits, after a change that was made with the lock.
+    pub(crate) fn notify(&self) {
+        self.inner.changed.notify_all();
+    }
+
+    /// Changes the state, and wakes all waits.
+    pub(crate) fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
+        let outcome = change(&mut self.lock());
+        self.notify();
+        outcome
+    }
+
+    /// Returns the present time of the lifetime's clock.
+    pub(crate) fn now(&self) -> Instant {
+        self.changes.now()
+    }
+
+    /// Waits as [`WaitMutex::wait_until`] does. Returns `None` once `patience` is over since the beginning, and since the time
+    /// that `latest` returns for the state.
+    ///
+    /// # Errors
+    /// The error of `goes_on`.
+    pub(crate) fn wait_patiently<R, E>(
+        &self,
+        patience: Duration,
+        latest: impl Fn(&T) -> Option<Instant>,
+        mut goes_on: impl FnMut() -> Result<(), E>,
+        mut done: impl FnMut(&mut T) -> Option<R>,
+    ) -> Result<Option<R>, E> {
+        let mut deadline = self.now() + patience;
+        loop {
+            let value = self.wait_until(Some(deadline), &mut goes_on, &mut done)?;
+            if value.is_some() {
+                return Ok(value);
+            }
+            match later(deadline, latest(&self.lock()), patience) {
+                Some(later) => deadline = later,
+                None => return Ok(None),
+            }
+        }
+    }
+
+    /// Waits until `done` returns a value for the state; `None` once `deadline` is over. Calls `goes_on` without the lock
+    /// before it sleeps, and at each change of the lifetime: a state that is reached already counts first.
+    ///
+    /// # Errors
+    /// The error of `goes_on`.
+    pub(crate) fn wait_until<R, E>(
+        &self,
+        deadline: Option<Instant>,
+        mut goes_on: impl FnMut() -> Result<(), E>,
+        mut done: impl FnMut(&mut T) -> Option<R>,
+    ) -> Result<Option<R>, E> {
+        loop {
+            let seen = self.changes.count();
+            if let Some(value) = done(&mut self.lock()) {
+                return Ok(Some(value));
+            }
+            goes_on()?;
+            let mut state = self.lock();
+            while self.changes.count() == seen {
+                if let Some(value) = done(&mut state) {
+                    return Ok(Some(value));
+                }
+                let changed = &self.inner.changed;
+                state = match deadline.map(|end| end.saturating_duration_since(self.changes.now()))
+                {
+                    Some(left) if left.is_zero() => return Ok(None),
+                    Some(left) => {
+                        let woken = changed.wait_timeout(state, left);
+                        woken.unwrap_or_else(PoisonError::into_inner).0
+                    }
+                    None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                };
+            }
+        }
+    }
+}
+
+/// Returns the deadline that follows `deadline` where the latest progress was at `latest`; `None` if that was too long ago.
+fn later(deadline: Instant, latest: Option<Instant>, patience: Duration) -> Option<Instant> {
+    let later = latest.map(|latest| latest + patience);
+    later.filter(|later| *later > deadline)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+    use crate::life::Closed;
+
+    #[test]
+    fn a_wait_ends_by_its_state_by_its_deadline_and_by_its_lifetime() {
+        let life = Life::default();
+        let wait_mutex = WaitMutex::new(&life, 0);
+        let is_one = |state: &mut i32| (*state == 1).then_some("one");
+        let goes_on = || life.check_open();
+        assert_eq!(
+            wait_mutex.wait_until(Some(Instant::now()), goes_on, is_one),
+            Ok(None)
+        );
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| wait_mutex.wait_until(None, goes_on, is_one));
+            wait_mutex.change(|state| *state = 1);
+            assert_eq!(waits.join().unwrap(), Ok(Some("one")));
+            wait_mutex.change(|state| *state = 2);
+            let waits = scope.spawn(|| wait_mutex.wait_until(None, goes_on, is_one));
+            // A change that ends nothing is checked, and the wait continues.
+            life.wake();
+            life.close();
+            assert_eq!(waits.join().unwrap(), Err(Closed));
+        });
+        wait_mutex.change(|state| *state = 1);
+        assert_eq!(
+            wait_mutex.wait_until(None, goes_on, is_one),
+            Ok(Some("one"))
+        );
+    }
+
+    #[test]
+    fn a_deadline_moves_with_progress_to_the_millisecond() {
+        let (patience, ms) = (Duration::from_secs(60), Duration::from_millis(1));
+        let begun = Instant::now();
+        let deadline = begun + patience;
+        let later = |latest| later(deadline, latest, patience);
+        assert_eq!(later(None), None);
+        assert_eq!(later(Some(begun - ms)), None);
+        assert_eq!(later(Some(begun)), None);
+        assert_eq!(later(Some(begun + ms)), Some(deadline + ms));
+    }
+
+    #[test]
+    fn patience_lasts_from_the_latest_progress() {
+        let patience = Duration::from_secs(1 << 30);
+        let life = &Life::default();
+        let latest = life.now() + patience / 2;
+        let wait_mutex = &WaitMutex::new(life, Some(latest));
+        let (calls, seen) = mpsc::channel();
+        let looks = calls.clone();
+        thread::scope(|scope| {
+            let waits = scope.spawn(move || {
+                let goes_on = || {
+                    let _ = calls.send("goes on");
+                    life.check_open()
+                };
+                let latest = |it: &Option<Instant>| {
+                    let _ = looks.send("latest");
+                    *it
+                };
+                wait_mutex.wait_patiently(patience, latest, goes_on, |_| None::<()>)
+            });
+            assert_eq!(seen.recv(), Ok("goes on"));
+            life.advance(patience);
+            assert!(seen.iter().any(|call| call == "latest"));
+            assert_eq!(seen.recv(), Ok("goes on"));
+            life.advance(patience / 2);
+            assert_eq!(waits.join().unwrap(), Ok(None));
+        });
+    }
+
+    #[test]
+    fn a_wait_that_sleeps_is_ended_by_its_lifetime() {
+        let life = Life::default();
+        let wait_mutex = Arc::new(WaitMutex::new(&life, 0));
+        let (ended, ends) = mpsc::channel();
+        let (open, waiting) = (life.clone(), Arc::clone(&wait_mutex));
+        thread::spawn(move || {
+            let asks = |asked: &mut i32| {
+                *asked += 1;
+                None::<()>
+            };
+            ended.send(waiting.wait_until(None, || open.check_open(), asks))
+        });
+        // The second call is under the lock that the sleep releases.
+        while *wait_mutex.lock() < 2 {
+            thread::yield_now();
+        }
+        life.close();
+        assert_eq!(ends.recv_timeout(Duration::from_secs(60)), Ok(Err(Closed)));
+    }
+
+    #[test]
+    fn a_deadline_is_one_of_the_lifetimes_clock() {
+        let hours = Duration::from_secs(1 << 30);
+        let life = &Life::default();
+        let wait_mutex = WaitMutex::new(life, ());
+        thread::scope(|scope| {
+            let deadline = Some(life.now() + hours);
+            let wait_mutex = &wait_mutex;
+            let goes_on = || life.check_open();
+            let waits =
+                scope.spawn(move || wait_mutex.wait_until(deadline, goes_on, |()| None::<()>));
+            life.advance(hours);
+            assert_eq!(waits.join().unwrap(), Ok(None));
+        });
+    }
+}

@@ -1,0 +1,190 @@
+//! Queue of requests, the pages read with them, and the condition for the end. [`RequestQueue`] and [`ReaderWait`] decide,
+//! without I/O and without a clock.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use super::Batch;
+use crate::error::MigrationError;
+use crate::figures::LatestTimes;
+
+/// Maximum count of batches of neighbours that wait to be written: 1 MiB of a save file's.
+const MAX_QUEUED_NEIGHBOURS: usize = 32;
+
+/// Longest time from the last page until the destination reports that it has all: data in sockets and relays may have to pass a
+/// slow link.
+pub(super) const FINAL_STATEMENT_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Request for a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Request {
+    /// Index of the RAM block.
+    pub block: usize,
+    pub page: usize,
+    /// Time at which the request was read.
+    pub since: Instant,
+}
+
+/// Requested pages, first come, first served, and their neighbours.
+#[derive(Debug, Default)]
+pub(crate) struct RequestQueue {
+    waiting: VecDeque<Request>,
+    /// True while a request is being answered.
+    under_way: bool,
+    /// No further request is added.
+    pub(super) ended: bool,
+    /// Neighbours of requested pages, with their RAM block. The background reads dropped ones again.
+    pub(super) beside: VecDeque<(usize, Batch)>,
+    /// Requests that were answered with a page.
+    pub(crate) served: u64,
+    latencies: LatestTimes,
+}
+
+impl RequestQueue {
+    /// Adds a request that was read at `since`, unless requests have ended and the answering thread may be gone.
+    pub(super) fn ask(&mut self, block: usize, page: usize, since: Instant) {
+        if !self.ended {
+            self.waiting.push_back(Request { block, page, since });
+        }
+    }
+
+    /// Takes the next request; returns `Some(None)` if there will be none.
+    pub(super) fn next(&mut self) -> Option<Option<Request>> {
+        let next = self.waiting.pop_front();
+        self.under_way |= next.is_some();
+        (next.is_some() || self.ended).then_some(next)
+    }
+
+    /// Returns true if a request waits after the one that is being answered.
+    pub(crate) fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Records that the last request taken is done: its page was sent at time `sent`, or was already being sent.
+    pub(crate) fn done(&mut self, request: &Request, sent: Option<Instant>) {
+        self.under_way = false;
+        if let Some(sent) = sent {
+            self.served += 1;
+            let took = sent.saturating_duration_since(request.since);
+            self.latencies.add(took);
+        }
+    }
+
+    /// Stores neighbours of a requested page of RAM block `block` for the background. They stay unclaimed, so that no request
+    /// waits for them.
+    pub(crate) fn queue_neighbours(&mut self, block: usize, batch: Batch) {
+        if self.beside.len() == MAX_QUEUED_NEIGHBOURS {
+            self.beside.pop_front();
+        }
+        self.beside.push_back((block, batch));
+    }
+
+    /// Ends the queue: no further request is added.
+    pub(crate) fn end(&mut self) {
+        self.ended = true;
+    }
+
+    /// Returns true if no request waits, and none is being answered.
+    pub(crate) fn is_drained(&self) -> bool {
+        !self.under_way && self.waiting.is_empty()
+    }
+
+    /// Returns the median, the 99th percentile, and the maximum, in microseconds; 0 without requests.
+    pub(crate) fn latencies(&self) -> [f64; 3] {
+        self.latencies.percentiles()
+    }
+}
+
+/// Wait for a destination to read a page. No kernel reports when a socket's send queue is empty, so that it is sampled, at
+/// intervals that double.
+pub(super) struct ReaderWait {
+    until: Instant,
+    interval: Duration,
+}
+
+impl ReaderWait {
+    /// First interval: a QEMU that waits for a page reads it within a few of them.
+    const FIRST: Duration = Duration::from_millis(1);
+    /// Longest interval; it is short compared to the end of a migration.
+    const LAST: Duration = Duration::from_millis(100);
+
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            until: now + FINAL_STATEMENT_TIMEOUT,
+            interval: Self::FIRST,
+        }
+    }
+
+    /// Returns the time of the next sample, after one at `now` that shows an unread page.
+    ///
+    /// # Errors
+    /// [`MigrationError::Timeout`].
+    pub(super) fn next(&mut self, now: Instant) -> Result<Instant, MigrationError> {
+        if now >= self.until {
+            return Err(MigrationError::Timeout {
+                waiting_for: "the destination to read the page that it requested".to_owned(),
+                waited: FINAL_STATEMENT_TIMEOUT,
+            });
+        }
+        let next = self.until.min(now + self.interval);
+        self.interval = Self::LAST.min(self.interval * 2);
+        Ok(next)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_come_out_in_order_and_what_is_left_at_the_end_too() {
+        let (mut order, now) = (RequestQueue::default(), Instant::now());
+        let request = |block, page| Request {
+            block,
+            page,
+            since: now,
+        };
+        assert_eq!(order.next(), None);
+        order.ask(0, 5, now);
+        order.ask(1, 6, now);
+        let first = order.next().unwrap().unwrap();
+        assert_eq!(first, request(0, 5));
+        order.done(&first, Some(now + Duration::from_micros(7)));
+        order.end();
+        order.ask(2, 7, now);
+        assert!(order.is_waiting() && !order.is_drained());
+        let second = order.next().unwrap().unwrap();
+        assert_eq!(second, request(1, 6));
+        assert!(!order.is_waiting() && !order.is_drained());
+        order.done(&second, None);
+        assert_eq!(order.next(), Some(None));
+        assert!(order.is_drained());
+        assert_eq!(order.served, 1);
+        assert_eq!(order.latencies(), [7.0; 3]);
+    }
+
+    #[test]
+    fn the_latest_neighbours_come_first_and_the_oldest_are_dropped() {
+        let mut order = RequestQueue::default();
+        for block in 0..=MAX_QUEUED_NEIGHBOURS {
+            order.queue_neighbours(block, Batch::default());
+        }
+        let blocks = std::iter::from_fn(|| order.beside.pop_back()).map(|(block, _)| block);
+        assert!(blocks.eq((1..=MAX_QUEUED_NEIGHBOURS).rev()));
+    }
+
+    #[test]
+    fn a_reader_is_waited_for_up_to_its_limit_at_intervals_that_double() {
+        let begun = Instant::now();
+        let at = |ms| begun + Duration::from_millis(ms);
+        let mut wait = ReaderWait::new(begun);
+        for (now, next) in [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31), (31, 63)] {
+            assert_eq!(wait.next(at(now)).unwrap(), at(next));
+        }
+        wait.next(at(63)).unwrap();
+        assert_eq!(wait.next(at(127)).unwrap(), at(227));
+        let limit = begun + FINAL_STATEMENT_TIMEOUT;
+        assert_eq!(wait.next(limit - ReaderWait::FIRST).unwrap(), limit);
+        assert!(wait.next(limit).is_err());
+    }
+}

@@ -1,0 +1,318 @@
+//! Classifies the connections to a Hotlift listener: channels of a migration, outcome queries, unknown clients.
+//!
+//! An unknown client costs nothing: a limited number of connections is pending ([`hotlift_net::admission::limits`]), each for a
+//! limited time. Those that belong to no migration are dropped and counted, whatever they send.
+
+use std::io::{self, Read, Write};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hotlift_net::admission::limits::{CHANNELS, CONFIRMATIONS, channels};
+use hotlift_net::admission::{
+    Admission, Admitted, ConnectionClass, ConnectionToken, Listener, NO_STREAM, PendingConnections,
+    Rejected,
+};
+use hotlift_net::transport::{Host, Stream};
+use hotlift_wire::settle::{
+    GuestActivity, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, answer, heard,
+};
+use rustix::event::{PollFd, PollFlags};
+
+use crate::error::{MigrationError, error_line};
+use crate::handover::DestinationHandover;
+use crate::life::Life;
+use crate::life::wake_fd::WakeFd;
+use crate::stream::rejections::Rejections;
+use crate::tls::Tls;
+
+/// Timeout of the answer to a query, while the socket buffer is full.
+const ANSWERING: Duration = Duration::from_secs(1);
+
+/// The migration that queries are about.
+pub(crate) struct QuerySubject<'a> {
+    pub id: MigrationId,
+    pub destination_handover: &'a DestinationHandover,
+    /// Aborts the migration after the answer "never", which is final.
+    pub refuse: &'a (dyn Fn() + Sync),
+}
+
+/// Accepts connections and classifies them.
+pub(crate) struct AcceptLoop<'a> {
+    admission: Admission<'a, Admitted>,
+    rejections: Rejections,
+    life: Life,
+    wake_fd: WakeFd,
+    /// Token that opens each connection of a migration which a conversation has announced.
+    pass: Option<ConnectionToken>,
+    /// Peers that received an outcome and have not confirmed it yet.
+    told: PendingConnections<Stream>,
+    /// Connections of a later migration.
+    others: Vec<Admitted>,
+}
+
+impl<'a> AcceptLoop<'a> {
+    /// Creates the classifier for connections of `listener` (with TLS if `tls` is given), which have `patience` to identify
+    /// themselves. Changes of `life` end its waits.
+    ///
+    /// # Errors
+    /// The system cannot create a descriptor.
+    pub(crate) fn new(
+        listener: &'a Listener,
+        tls: Option<Arc<Tls>>,
+        pass: Option<ConnectionToken>,
+        patience: Duration,
+        (rejections, life): (&Rejections, &Life),
+    ) -> Result<Self, MigrationError> {
+        let made = || {
+            Ok(Self {
+                admission: Admission::new(listener, tls, channels(patience))?,
+                rejections: rejections.clone(),
+                life: life.clone(),
+                wake_fd: WakeFd::new(life)?,
+                pass,
+                told: PendingConnections::new(CONFIRMATIONS)?,
+                others: Vec::new(),
+            })
+        };
+        made().map_err(MigrationError::opening)
+    }
+
+    pub(crate) fn listener(&self) -> &'a Listener {
+        self.admission.listener()
+    }
+
+    pub(crate) fn now(&self) -> Instant {
+        self.life.now()
+    }
+
+    /// Returns true if a connection was accepted within `time` and has not identified itself yet.
+    pub(crate) fn has_newcomer(&self, time: Duration) -> bool {
+        let now = self.life.now();
+        let mut since = self.admission.since();
+        since.any(|since| now.saturating_duration_since(since) < time)
+    }
+
+    /// Returns an accepted connection, whatever its first bytes; `None` if there is none within `wait`.
+    ///
+    /// # Errors
+    /// The system's error of the wait or the accept.
+    pub(crate) fn take_any(&mut self, wait: Duration) -> io::Result<Option<Stream>> {
+        self.drop_late();
+        if let Some(one) = self.take_first(|_| true) {
+            return Ok(Some(one.stream));
+        }
+        self.wait(Vec::with_capacity(4), wait)?;
+        self.accept()?;
+        // Connections that need a pass must show it, or are rejected.
+        while self.pass.is_some()
+            && let Some(number) = self.admission.room.next_news()
+        {
+            self.poll(number, None, &mut Vec::new());
+            let one = self.admission.room.get(number);
+            if one.is_some_and(|one| one.has_passed) {
+                // The caller reads its next bytes.
+                break;
+            }
+        }
+        Ok(self.take_first(|_| true).map(|one| one.stream))
+    }
+
+    /// Takes the first connection that fits and needs no further pass.
+    fn take_first(&mut self, fits: impl Fn(&Stream) -> bool) -> Option<Admitted> {
+        let is_it = |one: &Admitted, _| one.has_passed && fits(&one.stream);
+        let first = self.admission.room.take_first(is_it);
+        first.map(|(one, _)| one)
+    }
+
+    /// Takes an accepted connection of `host` that has sent nothing.
+    pub(crate) fn take_silent(&mut self, host: &Host) -> Option<Stream> {
+        let is_silent = |stream: &Stream| {
+            let has_sent_nothing = matches!(stream.peek(&mut [0]), Ok(None));
+            has_sent_nothing && !stream.is_hung_up() && host.is_at_the_end_of(stream)
+        };
+        self.take_first(is_silent).map(|one| one.stream)
+    }
+
+    /// Waits up to `wait` for an event here or on `watched` (for `flags`), or for a change of the lifetime; answers queries
+    /// from `asked`. Returns the arrivals, and true if `watched` had an event.
+    ///
+    /// # Errors
+    /// The system's error of the wait.
+    pub(crate) fn step(
+        &mut self,
+        wait: Duration,
+        watched: &[(&Stream, PollFlags)],
+        asked: Option<&QuerySubject<'_>>,
+    ) -> io::Result<(Vec<Admitted>, bool)> {
+        self.drop_late();
+        let mut fds = Vec::with_capacity(watched.len() + 5);
+        let watched = watched.iter();
+        fds.extend(watched.map(|(stream, flags)| PollFd::new(*stream, *flags)));
+        let on_watched = self.wait(fds, wait)?;
+        while let Some(number) = self.told.next_news() {
+            self.receive(number, asked);
+        }
+        let mut arrivals = Vec::new();
+        // In the order of arrival: the first connection of a migration determines the host of the others.
+        while let Some(number) = self.admission.room.next_news() {
+            self.poll(number, asked, &mut arrivals);
+        }
+        self.accept()?;
+        Ok((arrivals, on_watched))
+    }
+
+    /// Waits up to `wait` for an event here or on `watched`; returns true if `watched` had one.
+    fn wait<'w>(&'w self, mut watched: Vec<PollFd<'w>>, wait: Duration) -> io::Result<bool> {
+        let count = watched.len();
+        let now = self.life.now();
+        let here = self.admission.polled(now).chain([self.told.polled()]);
+        watched.extend(here.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        let wait = self
+            .told
+            .shortened(self.admission.shortened(wait, now), now);
+        self.wake_fd.poll(&mut watched, wait)?;
+        let mut watched = watched[..count].iter();
+        Ok(watched.any(|fd| !fd.revents().is_empty()))
+    }
+
+    /// Admits connections whose handshake is complete.
+    fn accept(&mut self) -> io::Result<()> {
+        let needs_pass = self.pass.is_some();
+        let enter = |mut one: Admitted| {
+            one.has_passed |= !needs_pass;
+            one
+        };
+        for entered in self.admission.accept(self.life.now(), enter)? {
+            match entered {
+                Rejected::Refused(refused) => self.rejections.reject(&error_line(&refused)),
+                Rejected::Left(_) => self.rejections.reject("too many waiting connections"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Drops connections that were silent for too long.
+    fn drop_late(&mut self) {
+        let now = self.life.now();
+        while self.admission.room.take_late(now).is_some() {
+            self.rejections
+                .reject("a connection that sent no complete opening in time");
+        }
+        while self.told.take_late(now).is_some() {}
+    }
+
+    /// Examines the first bytes of a connection.
+    fn poll(
+        &mut self,
+        number: u64,
+        asked: Option<&QuerySubject<'_>>,
+        arrivals: &mut Vec<Admitted>,
+    ) {
+        let room = &mut self.admission.room;
+        let Some(one) = room.get(number) else {
+            return;
+        };
+        let head = one.classify();
+        if head == ConnectionClass::Partial {
+            return;
+        }
+        let shows_pass =
+            !one.has_passed && self.pass.as_ref().is_some_and(|it| it.is_presented_by(one));
+        if shows_pass && one.consume_token() {
+            return room.look_again(number);
+        }
+        let Some((one, _)) = room.remove(number) else {
+            return;
+        };
+        let why = match head {
+            ConnectionClass::Main
+            | ConnectionClass::Resumed
+            | ConnectionClass::Channel(_)
+            | ConnectionClass::OtherVersion(_)
+                if one.has_passed =>
+            {
+                return arrivals.push(one);
+            }
+            ConnectionClass::Main
+            | ConnectionClass::Resumed
+            | ConnectionClass::Channel(_)
+            | ConnectionClass::OtherVersion(_) => "a connection without this migration's token",
+            ConnectionClass::Token(token)
+                if asked.is_some_and(|asked| asked.id.0 == token) && one.take_token() =>
+            {
+                return arrivals.push(one);
+            }
+            ConnectionClass::Token(_) => "a connection with another migration's token",
+            ConnectionClass::Question(id) => return self.reply(one.stream, MigrationId(id), asked),
+            ConnectionClass::Hello => NO_STREAM,
+            ConnectionClass::Other(why) | ConnectionClass::Gone(why) => why,
+            ConnectionClass::Partial => return,
+        };
+        self.rejections.reject(why);
+    }
+
+    /// Answers a query about `id`.
+    fn reply(&mut self, stream: Stream, id: MigrationId, asked: Option<&QuerySubject<'_>>) {
+        let (outcome, doing) = match asked {
+            Some(asked) if asked.id == id => {
+                let outcome = asked.destination_handover.ask();
+                if outcome == Outcome::Never {
+                    (asked.refuse)();
+                }
+                (outcome, asked.destination_handover.doing())
+            }
+            _ => (Outcome::Unknown, GuestActivity::Unknown),
+        };
+        let mut question = [0; QUESTION_LEN];
+        let told = (&stream)
+            .read_exact(&mut question)
+            .and_then(|()| stream.set_timeouts(ANSWERING))
+            .and_then(|()| (&stream).write_all(&answer(id, outcome, doing)));
+        if told.is_ok() {
+            // A connection for which there is no room is dropped.
+            let _ = self.told.enter(stream, self.life.now());
+        }
+    }
+
+    /// Reads from a peer that received an outcome: a confirmation, or its close.
+    fn receive(&mut self, number: u64, asked: Option<&QuerySubject<'_>>) {
+        let mut bytes = [0; HEARD_LEN];
+        let stream = self.told.get(number);
+        let seen = stream.map(|stream| stream.peek(&mut bytes));
+        let complete = matches!(seen, Some(Ok(Some(HEARD_LEN))));
+        if complete
+            && let Some(asked) = asked
+            && bytes == heard(asked.id)
+        {
+            asked.destination_handover.record_confirmation();
+        }
+        if complete || !matches!(seen, Some(Ok(Some(1..) | None))) {
+            self.told.remove(number);
+        }
+    }
+
+    /// Keeps connections for the next migration.
+    pub(crate) fn keep(&mut self, arrivals: Vec<Admitted>) {
+        let room = CHANNELS.saturating_sub(self.others.len());
+        // A connection whose token was consumed belongs to this migration.
+        let arrivals = arrivals.into_iter();
+        let mut others = arrivals.filter(|one| !matches!(one.head(), ConnectionClass::Token(_)));
+        self.others.extend(others.by_ref().take(room));
+        for _ in others {
+            self.rejections.reject("too many waiting connections");
+        }
+    }
+}
+
+impl Drop for AcceptLoop<'_> {
+    fn drop(&mut self) {
+        while let Some(one) = self.take_first(|_| true) {
+            self.others.push(one);
+        }
+        let listener = self.admission.listener();
+        self.others.drain(..).for_each(|one| listener.put_back(one));
+    }
+}
+
+#[cfg(test)]
+mod tests;
