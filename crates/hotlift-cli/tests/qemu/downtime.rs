@@ -91,13 +91,10 @@ fn the_limit_rises_to_the_operators_for_a_guest_that_writes_faster_than_the_link
     };
     let mut here = need!(Vm::running(Release::V10, &machine));
     let there = need!(Vm::waiting(Release::V10, &machine));
-    let (_serve, mut migrate) = moves(&mut here, &there, &["--max-bandwidth=4M"]);
+    let (_serve, mut migrate) = moves(&mut here, &there, &["--max-bandwidth=2M"]);
     assert_eq!(limit(&mut here), LOW);
     migrate.wait_for("300 of 300 ms, raised because the guest writes as fast");
     assert_eq!(limit(&mut here), MOST);
-    let rounds = here.migration().ram.expect("figures").dirty_sync_count;
-    // Five on a host that is not busy.
-    assert!(rounds <= 10, "{rounds} rounds");
     migrate.signal(Signal::INT);
     let (status, said) = migrate.wait();
     assert!(!status.success(), "{said:?}");

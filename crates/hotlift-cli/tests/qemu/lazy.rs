@@ -146,7 +146,7 @@ fn a_page_that_is_damaged_stops_the_guest_until_a_good_file_is_there() {
     let machine = machine(PC_10, Accelerator::Kvm);
     let (file, before) = need!(saved(files.path(), &machine));
     let shown = succeeds(Hotlift::start(&["show", &file, "--verify"]));
-    assert!(shown.contains("all good"), "{shown:?}");
+    assert!(shown.contains("no damage"), "{shown:?}");
     let whole = std::fs::read(&file).expect("the file");
     std::fs::write(&file, altered(&whole).0).expect("a damaged file");
     let (status, said) = Hotlift::start(&["show", &file, "--verify"]).wait();
@@ -319,7 +319,7 @@ fn a_guest_comes_from_another_host_and_waits_while_that_is_gone() {
     let (mut server, at) = serve(files.path(), "tcp:127.0.0.1:0", &tls);
     let remote = format!("{at}/vm.save");
     let shown = succeeds(Hotlift::start(&["show", &remote, "--verify", &tls]));
-    assert!(shown.contains("all good"), "{shown:?}");
+    assert!(shown.contains("no damage"), "{shown:?}");
     for release in [Release::V10, Release::V7] {
         // With all pages first, and with none.
         let mut there = need!(Vm::waiting(release, &machine));

@@ -28,8 +28,8 @@ use crate::stream::handshake;
 const POPULATE_THREADS: usize = 8;
 
 /// Waits at `listener` for one migration into `guest`, which has not run. Returns when the guest runs here and its source knows
-/// it. Waits for a silent source as long as it may ask: `handshake_timeout` and [`Options::settle_timeout`]. The guest runs in
-/// the meantime, as `control` reports at once.
+/// it. Waits for a silent source as long as it may ask: `handshake_timeout` and `settle_timeout` of the limits. The guest runs
+/// in the meantime, as `control` reports at once.
 ///
 /// # Errors
 /// [`MigrationError::PagesMissing`] for a guest that runs here, and waits for pages that will not come, because of a cancel
