@@ -104,7 +104,6 @@ impl Machine {
         let mut this = Self::adopted(guest, folder);
         this.process = Some(process);
         this.connect(PATIENCE)?;
-        this.qmp.as_mut().map(qemu::lower_vcpu_priority);
         if !incoming {
             this.wait_for_guest(&folder.join("console"))?;
         }
