@@ -51,7 +51,7 @@ impl Claim {
         self.used == 0 && self.had > 0 && !self.is_urgent
     }
 
-    /// Returns its limit, [`u64::MAX`] for unlimited.
+    /// Returns the limit of the session; [`u64::MAX`] if it has none.
     fn most(&self) -> u64 {
         match self.most {
             0 => u64::MAX,

@@ -10,7 +10,7 @@ use crate::error::AgentError;
 /// Returns true if the agent is ending, and its threads may end.
 type MayEnd = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// The critical threads.
+/// Threads whose early end ends the agent.
 pub struct CriticalThreads {
     threads: Vec<JoinHandle<()>>,
     may_end: MayEnd,

@@ -1,7 +1,7 @@
 //! The agent of a host: carries any number of migrations concurrently, in both directions, through one TLS port.
 //!
 //! ```text
-//! QEMU -> nft -> redirect -> outgoing ==== TLS ====> door -> incoming -> QEMU
+//! QEMU -> nft -> redirect -> outgoing ==== TLS ====> peer_port -> incoming -> QEMU
 //! ```
 //!
 //! | file | subject |

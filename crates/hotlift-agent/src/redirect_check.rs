@@ -1,4 +1,4 @@
-//! Proof that a user's connections are redirected: a test connection must reach the agent, and is reset otherwise.
+//! Check of the redirect of a user's connections: a test connection must reach the agent, and is reset otherwise.
 //!
 //! A thread with the user's id opens its socket. Its mark makes the table keep it on this host, for any destination.
 

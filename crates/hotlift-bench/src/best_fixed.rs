@@ -16,7 +16,7 @@ const AS_FAST: f64 = 1.03;
 /// Below this quotient a run counts as faster.
 const FASTER: f64 = 0.95;
 
-/// The runs of one method.
+/// Completed runs of a row with one fixed method.
 struct MethodRuns<'a> {
     /// The method and its level: "zstd 3".
     name: String,

@@ -13,7 +13,7 @@ use hotlift_vmm::workload::Workload;
 use super::link::Link;
 use super::record::{Engine, GuestRow, Row};
 
-/// Memory that a guest process needs besides its RAM: program, buffers, a batch of pages for each channel.
+/// Memory that a guest process needs in addition to its RAM: program, buffers, a batch of pages for each channel.
 const PROCESS_BYTES: u64 = 192 << 20;
 
 /// Options that have a field of their own in a [`Row`].

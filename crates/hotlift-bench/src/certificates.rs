@@ -1,4 +1,4 @@
-//! Certificates for the runs over TLS of one call: a CA, and the certificates that it issues to this host.
+//! Certificates for the TLS runs of one call of `hotlift-bench`: a CA, and the certificates that it issues to this host.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

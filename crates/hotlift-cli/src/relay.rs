@@ -22,8 +22,7 @@ use crate::flush_args::FlushArgs;
 use crate::output_args::OutputArgs;
 use crate::relay_report::{progress_line, relay_table};
 
-/// Which end of the way a relay stands at. Both do the same; what differs is who connects, so what
-/// the flags are likely to be.
+/// Host of a relay. Both relays do the same; the help differs, because the usual flags do.
 #[derive(Debug, Subcommand)]
 pub enum RelayCommand {
     /// Receive migrations from the QEMU of this host, and send them to the relay of another host

@@ -275,9 +275,8 @@ fn taken(
     )
 }
 
-/// Reports QEMU's statement about the guest that it has, or had; `trouble` is an error of the restore. If QEMU has no guest,
-/// `never` makes the error from the reason. If that is unknown, `unknown` makes it, from the reason and from a flag that QEMU
-/// answers.
+/// Reports QEMU's statement about its guest; `trouble` is an error of the restore. `never` creates the error if QEMU has no
+/// guest. `unknown` creates it if this is not known; its flag is true if QEMU answers. Both get the reason.
 fn conclude(
     statement: Statement,
     (destination, clock): (Destination, &GuestClock),

@@ -33,7 +33,7 @@ pub struct SettleArgs {
     location: GuestLocation,
 }
 
-/// Where the guest goes on. Exactly one is given.
+/// Host that has the guest from now on. Exactly one flag is given.
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 struct GuestLocation {

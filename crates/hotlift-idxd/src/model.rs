@@ -120,7 +120,7 @@ mod status {
     pub const HARDWARE: u8 = 0x20;
 }
 
-/// The model.
+/// Software model of one queue.
 #[derive(Debug)]
 pub struct Model {
     behaviour: Behaviour,

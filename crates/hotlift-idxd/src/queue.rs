@@ -144,7 +144,7 @@ impl Node for File {
     }
 }
 
-/// Access to a queue.
+/// Portal of an opened queue: mapped, or written to with system calls.
 pub(crate) struct QueueAccess {
     pub portal: Box<dyn Portal>,
     /// Reason why it is not mapped, if so.

@@ -75,7 +75,7 @@ pub struct ZeroFinder {
     waiter: Waiter,
 }
 
-/// Batches in flight.
+/// Submitted batches for which the completion thread waits.
 #[derive(Default)]
 struct InFlightBatches {
     list: Vec<(Box<BatchMemory>, Arc<Slot>)>,
@@ -143,7 +143,7 @@ pub struct ZeroBatch<'a> {
     pages: PhantomData<GuestRun<'a>>,
 }
 
-/// Result for a page.
+/// Result of the zero check of one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageResult {
     /// The page is zero.

@@ -4,7 +4,7 @@ use hotlift_qmp::qapi::{Member, Type, needed, optional};
 use hotlift_qmp::server::Refusal;
 use serde_json::{Map, Value};
 
-/// A command.
+/// Name and signature of a command.
 #[derive(Debug)]
 pub struct CommandInfo {
     /// Name.

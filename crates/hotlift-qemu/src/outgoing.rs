@@ -40,7 +40,7 @@ const UNCONNECTED: Duration = Duration::from_secs(5);
 /// Time in which a relay must notice that QEMU has aborted.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// An outgoing migration.
+/// Migration of a QEMU's guest through a relay of this process.
 pub struct OutgoingMigration<'a> {
     /// QEMU of the guest.
     pub source: &'a Source,

@@ -53,8 +53,7 @@ struct GuardState {
 }
 
 impl Custody {
-    /// Gives up the custody, so that QEMU may run its guest: from now on neither this process nor the guard ends it, in any
-    /// case.
+    /// Ends the custody, so that QEMU may run its guest: from now on neither this process nor the guard ever ends it.
     pub fn give_up(&self) {
         self.0.is_given_up.store(true, Ordering::SeqCst);
         if let Some(guard) = &mut *self.guard() {
@@ -215,9 +214,9 @@ impl Drop for Started {
     }
 }
 
-/// Returns the path of the QMP socket that may remain after this command. QEMU removes its socket when it ends, but no folder.
-/// So a folder is used only where the umask would let others connect. All QEMUs of this user share it; it is never removed, as
-/// another command may be about to use it.
+/// Returns a path for the QMP socket of a QEMU that may outlive this command. QEMU removes its socket when it ends, but not
+/// the folder. So a folder is used only where the umask would let others connect. All QEMUs of this user share that folder. It
+/// is never removed, because another command may be about to use it.
 fn place() -> Result<PathBuf, QemuError> {
     let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();

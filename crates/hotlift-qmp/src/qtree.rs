@@ -9,8 +9,8 @@ const MAX_DEVICES: usize = 4096;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MachineDevice {
-    /// Location: addresses on the buses above it, as QEMU names its state in the stream, and its own address. A device on a bus
-    /// without addresses uses its type.
+    /// Location: the addresses of the devices above it, then its own, as QEMU names device states in the stream.
+    /// A device on a bus without addresses uses its type.
     pub place: String,
     /// Type.
     #[serde(rename = "type")]

@@ -370,7 +370,7 @@ pub enum Kind {
         /// Its change.
         change: PowerChange,
     },
-    /// The source's host gets rules besides the agent's table.
+    /// The source's host gets rules in addition to the agent's table.
     Foreign {
         /// The rules.
         rules: ForeignRules,

@@ -520,7 +520,7 @@ impl Drive<'_> {
         })
     }
 
-    /// Returns the exit code of the source's side; for a guest that lives on with its monitor, the equivalent.
+    /// Returns the exit code of the source's side; for a guest whose monitor keeps running, the equivalent.
     fn source_exit(&mut self, here: &Look) -> Option<i32> {
         match self.case.pair {
             Pair::BuiltIn {

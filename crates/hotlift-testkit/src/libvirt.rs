@@ -20,7 +20,7 @@ use crate::process::Process;
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE};
 
-/// Poll interval.
+/// Interval between checks of a domain's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Returns true if hosts with a libvirtd can be created here, or notes a skip.
@@ -259,7 +259,7 @@ pub struct Domain {
     ram: &'static str,
 }
 
-/// Hardware of a domain besides its vCPU and RAM.
+/// Hardware of a domain other than its vCPU and RAM.
 #[derive(Debug, Clone, Copy)]
 pub enum Hardware<'a> {
     /// A disk, on a machine type that all releases of QEMU have.

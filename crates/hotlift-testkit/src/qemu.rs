@@ -166,7 +166,7 @@ impl Memory {
     }
 }
 
-/// Pages of 2 MiB that the kernel allocates on demand, besides its permanent ones.
+/// Pages of 2 MiB that the kernel allocates on demand, in addition to its permanent pages.
 const MORE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
 /// Returns true if the kernel has pages of 2 MiB for any process, or notes a skip. Enables allocation on demand permanently:

@@ -1,4 +1,4 @@
-//! Phases of a guest's life, and its migrated state besides vCPUs and RAM.
+//! Phases of a guest's life, and its migrated state other than vCPUs and RAM.
 
 use hotlift::guest::GuestError;
 

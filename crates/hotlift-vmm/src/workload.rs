@@ -115,7 +115,7 @@ impl Generator {
         }
     }
 
-    /// Returns the index, among its own pages, of the page of write `number` (from 1).
+    /// Returns the page of write `number` (from 1), as an index among the pages of this vCPU.
     pub fn own_page(&self, number: u64) -> u64 {
         match self.workload {
             Workload::Sequential => number.wrapping_sub(1) % self.owned,

@@ -149,7 +149,7 @@ pub struct SideFigures {
     /// Statistics of the work of the method.
     #[serde(default)]
     pub jobs: JobFigures,
-    /// Statistics of zero page detection, if devices had to do it: pages settled by them, and by the CPU.
+    /// Statistics of zero page detection on devices, if it is on: pages checked by devices, and by the CPU instead.
     #[serde(default)]
     pub zero_jobs: JobFigures,
 }

@@ -32,7 +32,7 @@ pub struct Move {
     pub abort: PipeReader,
 }
 
-/// Event of a move.
+/// Progress or end of a move.
 #[derive(Debug)]
 pub enum MoveEvent {
     /// Statistics so far.

@@ -143,7 +143,7 @@ impl StayReason {
     }
 }
 
-/// Destination host.
+/// Possible destination of a drain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DestinationHost {
     /// URI of its libvirtd.

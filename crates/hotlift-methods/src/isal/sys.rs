@@ -76,7 +76,7 @@ impl Histogram {
         self.0[..HISTOGRAM_SIZE].fill(0);
     }
 
-    /// Raises rare literals and lengths to one in `literal`, rare distances to one in `distance`.
+    /// Raises low counts to a share of the sum: one in `literal` for literals and lengths, one in `distance` for distances.
     pub(crate) fn raise(&mut self, literal: u64, distance: u64) {
         let (literals, rest) = self.0.split_at_mut(DISTANCES);
         for (counts, rarest) in [

@@ -26,7 +26,7 @@ struct Cpu {
 }
 
 impl Decoder {
-    /// Returns a decoder that decompresses on the device, and the remaining pages on the CPU.
+    /// Returns a decoder that decompresses pages on the device. The CPU processes the pages that the device leaves.
     pub(crate) fn new(
         method: &'static str,
         wrapper: Wrapper,

@@ -122,7 +122,7 @@ pub(crate) enum Done<'a> {
 }
 
 impl Service {
-    /// Opens the device of that hardware as requested; without one, the service runs on the CPU.
+    /// Opens the device of `hardware`, unless `accelerator` is off. Without a device the service runs on the CPU.
     ///
     /// # Errors
     ///

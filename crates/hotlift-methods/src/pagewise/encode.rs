@@ -25,7 +25,7 @@ struct Cpu {
 }
 
 impl Encoder {
-    /// Returns an encoder that compresses on the device, and the remaining pages on the CPU.
+    /// Returns an encoder that compresses pages on the device. The CPU processes the pages that the device leaves.
     pub(crate) fn new(
         method: &'static str,
         wrapper: Wrapper,

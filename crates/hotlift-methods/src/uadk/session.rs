@@ -14,7 +14,7 @@ use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
 /// Room for a page's output (as in QEMU): the output may be larger than the input.
 const ROOM: usize = 2 * PAGE_SIZE;
 
-/// The session.
+/// Open session of the library, for one direction.
 pub(super) struct Session {
     library: &'static Library,
     handle: usize,

@@ -22,7 +22,7 @@ pub const BROKEN: &str = "a connection that was reset";
 /// Reason for refusing a connection with unknown first bytes.
 pub const NO_STREAM: &str = "a connection that does not start as a migration stream";
 
-/// Class of a connection.
+/// Purpose of a connection, as its first bytes show it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConnectionClass {
     /// Not enough bytes yet.

@@ -8,7 +8,7 @@ use hotlift_wire::WireError;
 
 use crate::error::MigrationError;
 
-/// A file in which a VM is saved, or from which it is restored, cannot be used.
+/// Error of a file that a VM is saved to, or restored from.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {

@@ -11,7 +11,7 @@
 //!             PING                                     ---->  LOADING  loads everything
 //!                                                      <----  LOADED   PONG
 //!  (relay: OFFERED  SHUT(0) to its QEMU;  RELEASED  the QEMU has released the guest)
-//!  COMMITTED  EOF on main, SYNC on every channel       ---->  TAKING   the first of them starts the guest
+//!  COMMITTED  EOF on main, SYNC on every channel       ---->  STARTING the first of them starts the guest
 //!                                                      <----  TAKEN    SHUT(0) on every socket
 //!  MOVED      confirmation                             ---->
 //! ```
@@ -23,7 +23,7 @@
 //!
 //! ```text
 //!  COMMITTED  "outcome of migration M?"                ---->  LOADING, LOADED: becomes NEVER first
-//!                                                      <----  TAKEN: "runs"; NEVER: "never"; TAKING: "ask again"
+//!                                                      <----  TAKEN: "runs"; NEVER: "never"; STARTING: "ask again"
 //!  MOVED, or REFUSED: the guest continues at the source
 //! ```
 //!
@@ -34,7 +34,7 @@
 //! any moment. The destination's side sees this over QMP:
 //!
 //! ```text
-//!  TAKING     SHUT(0) of its QEMU; QMP: runs                   TAKEN
+//!  STARTING   SHUT(0) of its QEMU; QMP: runs                   TAKEN
 //!             QMP: does not run a guest that ran; this process started that QEMU, ends it,
 //!             and sees that it has ended and never ran the guest                    NEVER
 //!             the same, of a QEMU of another process           TAKEN: an operator decides, and both commands exit with 3
@@ -53,7 +53,7 @@
 //!  KEEPS      stops the guest, sends the list of pages to discard
 //!             PING                                     ---->  LOADING  discards them
 //!                                                      <----           PONG
-//!  SERVING    PACKAGED{devices, RUN}                   ---->  TAKING, TAKEN: the guest runs
+//!  SERVING    PACKAGED{devices, RUN}                   ---->  STARTING, TAKEN: the guest runs
 //!             pages                                    <--->  requests pages
 //!             END, EOF                                 ---->
 //!  MOVED                                               <----  SHUT(0): it has all pages
@@ -63,8 +63,8 @@
 //! Up to SERVING the source owns the guest. After that the guest never runs at the source again, unless the destination states
 //! that it never ran there. The source releases it only when the destination has all of its pages. A lost connection leaves the
 //! migration `postcopy-paused` until another connection replaces it, an answer states that all pages arrived, or the operator
-//! cancels. A cancel, once the guest is known to run there, leaves it TORN. A QEMU answers no question, and may send SHUT(1)
-//! for a guest that has run.
+//! cancels. A cancel, once the guest is known to run there, ends the migration with PAGES LOST. A QEMU answers no question, and
+//! may send SHUT(1) for a guest that has run.
 //!
 //! The tests explore every order of messages, losses, cuts, kills and cancels with exactly this code (`tests/model.rs`).
 

@@ -35,7 +35,7 @@ pub(crate) enum SourceOutcome {
     PagesLost,
 }
 
-/// A statement of the destination.
+/// Report of the destination, after the commit, about its ownership of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum DestinationStatement {
     /// It has the guest.

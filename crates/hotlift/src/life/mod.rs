@@ -29,11 +29,11 @@ use crate::lock::lock;
 /// Limit of a wait that an event or a change of the lifetime ends.
 pub(crate) const LONG: Duration = Duration::from_secs(3600);
 
-/// A handle on one lifetime. Clones are the same lifetime.
+/// Handle of a lifetime. All clones refer to the same lifetime.
 #[derive(Clone)]
 pub(crate) struct Life {
     shared: Arc<Shared>,
-    /// Gate of [`Life::sleep_while`].
+    /// Mutex on which [`Life::sleep_while`] waits.
     sleepers: Arc<WaitMutex<()>>,
 }
 

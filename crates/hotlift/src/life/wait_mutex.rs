@@ -38,7 +38,7 @@ impl<T: Send> Wake for Inner<T> {
 }
 
 impl<T: Send + 'static> WaitMutex<T> {
-    /// Creates a gate of `life`, with this state.
+    /// Creates a mutex with this state. Changes of `life` wake its waits.
     pub(crate) fn new(life: &Life, state: T) -> Self {
         Self::of_changes(Changes(Arc::clone(&life.shared)), state)
     }

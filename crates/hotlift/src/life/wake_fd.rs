@@ -26,7 +26,7 @@ impl Wake for Counter {
 }
 
 impl WakeFd {
-    /// Creates a bell of `life`.
+    /// Creates a descriptor that changes of `life` make readable.
     ///
     /// # Errors
     /// The system's error if it cannot create a descriptor.
@@ -37,7 +37,7 @@ impl WakeFd {
         Ok(Self(counter))
     }
 
-    /// Rings for the changes of `life`, too.
+    /// Registers the descriptor for the changes of `life` too.
     pub(crate) fn and(self, life: &Life) -> Self {
         life.register(&self.0);
         self

@@ -64,7 +64,7 @@ pub enum Group {
     TlsNames,
     /// Announcements of the guest at its destination.
     Announce,
-    /// Limits for a peer. Besides TLS, the only options of a role that [only receives](Role::only_receives).
+    /// Limits for a peer. With those of TLS, the only options of a role that [only receives](Role::only_receives).
     Limits,
     /// Options that change nothing of the migration itself.
     Others,

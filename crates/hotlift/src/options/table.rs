@@ -34,7 +34,7 @@ macro_rules! plain {
     };
 }
 
-/// Reads and writes a time, as a number of units of so many milliseconds.
+/// Reads and writes a time, as a number of units of `$ms` milliseconds.
 macro_rules! time {
     ($ms:literal, $($field:ident).+) => {
         Access {

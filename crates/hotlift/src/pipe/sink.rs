@@ -126,7 +126,7 @@ pub(crate) trait Sink: Sync {
     fn await_loaded(&self) -> Result<(), MigrationError>;
 
     /// Sends EOF and the following bytes (`end`, empty for a guest of this process), which start the guest at the destination
-    /// if it is to run. Returns the guest's state once the start is confirmed. `has_taken` supplies what a QEMU does not
+    /// if it should run. Returns the guest's state once the start is confirmed. `has_taken` supplies what a QEMU does not
     /// report.
     ///
     /// # Errors

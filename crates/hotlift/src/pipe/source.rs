@@ -86,7 +86,7 @@ pub(crate) trait Source: Sync {
         let _ = (session, accept_loop);
     }
 
-    /// Returns the connection that a source keeps open until the last answer: its earlier end ends the migration.
+    /// Returns the connection that the source must keep open until the last answer. If it ends earlier, the migration fails.
     fn kept_open(&self) -> Option<&Stream> {
         None
     }

@@ -461,7 +461,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Decodes the first block as a reader of the file does, because the source gives up its guest for this content.
+    /// Decodes the first block as a reader of the file does, because after the save only this file has the guest.
     fn check(&mut self, head: &BlockHead, pages: &[u8]) -> Result<(), MigrationError> {
         let (memory, control) = (&self.sink.memory, &self.sink.control);
         let mut blocks = Blocks::new(self.sink.seed, memory, control);

@@ -31,7 +31,7 @@ pub(crate) struct RemoteReader {
     file: RemoteFile,
     visitor: u64,
     opened: Opened,
-    /// Unused connections, each with the bell that ends its waits.
+    /// Unused connections, each with the descriptor that ends its waits.
     idle: Mutex<Vec<(Stream, WakeFd)>>,
     /// Control of the caller that opened the file: its cancel ends reads until [`RemoteReader::persist`].
     control: Control,

@@ -59,7 +59,7 @@ pub struct Visit {
     pub time: Duration,
 }
 
-/// Events of a server.
+/// Report of a server: a change of a client, or a failure to accept.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ServerEvent {
@@ -153,7 +153,7 @@ struct Server<'a> {
     guests: Mutex<CurrentReaders>,
 }
 
-/// Current readers.
+/// Open connections to a server, and the visits that they belong to.
 #[derive(Default)]
 struct CurrentReaders {
     /// Connections by number.

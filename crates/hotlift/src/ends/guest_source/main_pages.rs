@@ -23,9 +23,9 @@ use crate::precopy::ram::offsets;
 /// `max-bandwidth` the thread is blocked for one write only.
 const PAGES_BETWEEN: usize = 16;
 
-/// Pages of a batch for a `compress` thread. With 1, 8, 32 and 128 of them the migration thread took 1.05, 0.53, 0.40 and 0.36
-/// CPU s/GiB (8 threads, level 1, Silesia) without a copy of them; the threads gained nothing beyond 8. The last batch of a
-/// round, for which the others wait, is 1 ms of work.
+/// Maximum pages in a batch for a `compress` thread. With 1, 8, 32 and 128 pages the migration thread took 1.05, 0.53, 0.40
+/// and 0.36 CPU s/GiB (8 threads, level 1, Silesia; the pages were not copied). The `compress` threads gained nothing beyond
+/// 8 pages. At the end of a round the other threads wait for the last batch, which is 1 ms of work.
 const HANDED_OUT: usize = 32;
 
 /// Returns true if the migration thread must scan pages.

@@ -41,21 +41,21 @@ enum Mutant {
     ResetIsAStatement,
     /// The destination stops listening as soon as it has reported that the guest runs.
     ClosesEarly,
-    /// The destination answers "never" without making it so.
+    /// The destination answers "never", and does not refuse a commit that arrives later.
     AnswersWithoutRefusing,
-    /// A cancel after the commit brings the guest back.
+    /// A cancel after the commit returns the guest to the source.
     CancelIsNeverTooLate,
-    /// A destination that lost its connections runs what it has.
+    /// A destination that lost its connections behaves as after a commit: it starts the guest.
     SilenceIsACommit,
     /// Ctrl-C at the destination ends the guest after EOF.
     CancelEndsTheGuest,
-    /// A postcopy whose connection is lost lets the guest run here.
+    /// The source runs the guest after the connection of a postcopy is lost.
     LostPostcopyRunsHere,
     /// The source releases the pages of a guest that runs at the destination, before the destination has all of them.
     LetsGoOfPages,
     /// The destination obeys RUN after any answer.
     RunIsObeyed,
-    /// The destination reports "never" about a QEMU that has the guest, does not run it, and lives on.
+    /// The destination reports "never" although its QEMU still exists, and has the guest without running it.
     StoppedIsNever,
     /// The destination reports "never" first, and ends that QEMU afterwards.
     EndsAfterTheReport,

@@ -78,7 +78,7 @@ pub(crate) enum SilenceLimit {
     Unlimited,
 }
 
-/// Consumer of the stream.
+/// Party that reads the stream, which decides what the stream may contain.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum StreamConsumer {
     /// A relay; into a stream, whose peer can run the guest, or into a file.
