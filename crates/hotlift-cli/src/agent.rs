@@ -95,7 +95,7 @@ pub struct LimitArgs {
     /// Highest number of bytes a second, such as 100M; 0 is unlimited
     #[arg(long, value_name = "RATE")]
     max_bandwidth: Option<String>,
-    /// Weight of the migration's share, 1 to 1000; 100 by default
+    /// Weight of the migration when the agent divides bandwidth and cores: 1 to 1000 [default: 100]
     #[arg(long, value_name = "N")]
     weight: Option<u32>,
     #[command(flatten)]

@@ -93,7 +93,7 @@ pub struct HostArgs {
     /// Folder of the CA
     #[arg(long, value_name = "DIR", default_value = FOLDERS[0])]
     dir: PathBuf,
-    /// Folder for the certificates [default: the CA's folder, for its own host]
+    /// Folder for the certificates [default: the CA's folder, which suits only the host of the CA]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Validity in days

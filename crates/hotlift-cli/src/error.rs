@@ -385,8 +385,8 @@ impl CommandError {
                 "a lazy restore or a postcopy migration sends this guest its pages: wait until it has all of them",
             ),
             Self::Qemu(QemuError::Busy { status }) if status == "postcopy-paused" => Some(
-                "the guest waits for pages; of a lazy restore, resume it: hotlift restore --lazy --resume FILE --qmp ADDRESS; \
-                 of a postcopy migration: 'migrate-recover' here, then 'migrate' with resume=true at its source",
+                "the guest waits for pages. After a lazy restore: hotlift restore --lazy --resume FILE --qmp ADDRESS. \
+                 After a postcopy migration: 'migrate-recover' here, then 'migrate' with resume=true at its source",
             ),
             Self::Qemu(QemuError::Busy { .. }) => {
                 Some("wait for the end of that migration, or cancel it with 'migrate_cancel'")

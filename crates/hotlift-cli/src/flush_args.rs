@@ -6,9 +6,9 @@ use hotlift_command::security::Switch;
 /// The flag, for commands that send a stream with multifd to a QEMU.
 #[derive(Debug, Clone, Default, Args)]
 pub struct FlushArgs {
-    /// QEMU's property of that name at the destination: 'on' if each section of RAM ends with a sync point, as in machine types
-    /// up to 8.0 and QEMU before 8.1 [default: as in the source's stream, else as reported by the destination's QEMU, else by
-    /// the version of the machine type]
+    /// Value of QEMU's property of the same name at the destination. 'on': each RAM section ends with a sync point, as in
+    /// machine types up to 8.0 and in QEMU before 8.1 [default: the value in the source's stream; else the value that the
+    /// destination's QEMU reports; else by the machine type's version]
     #[arg(
         long,
         value_name = "on|off",

@@ -114,7 +114,7 @@ enum Command {
     /// here, 3 unknown whether the guest runs here; its QEMU is not ended.
     #[command(verbatim_doc_comment)]
     Serve(serve::ServeArgs),
-    /// Relay QEMU's own migrations between a QEMU and the relay of another host
+    /// Relay migrations that QEMU itself starts, with one relay on each host
     ///
     /// Run one relay on each host, and use QEMU's 'migrate' and 'migrate_incoming' as without relays. The bandwidth is
     /// unlimited unless max-bandwidth is given: QEMU limits itself. The relay detects zero pages if the source does not, unless
@@ -123,8 +123,8 @@ enum Command {
     Relay(relay::RelayCommand),
     /// Forward the migrations of this host's libvirt: encrypted, compressed, within the host's budget
     ///
-    /// One agent runs on each host. nftables redirects to it the connections that QEMU and libvirt make to other hosts for
-    /// migrations, and it forwards them to the agent of the other host. 'virsh migrate --live' is used as without agents.
+    /// One agent runs on each host. nftables redirects the migration connections of QEMU and libvirt to the agent, which
+    /// forwards them to the agent of the other host. 'virsh migrate --live' is used as without agents.
     ///
     ///   hotlift agent check && hotlift agent run
     ///

@@ -208,7 +208,7 @@ pub enum QemuError {
     },
     /// The guest is at the source, whose QEMU does not answer.
     #[error(
-        "the destination does not and will not run the guest; it may be paused here, as QEMU does not answer: {reasons}"
+        "the destination does not run the guest, and never will; the guest may be paused here: QEMU does not answer: {reasons}"
     )]
     Stalled {
         /// The reasons, in one line.
