@@ -542,6 +542,8 @@ impl From<QemuError> for CommandError {
 
 #[cfg(test)]
 mod tests {
+    mod page;
+
     use super::*;
 
     fn of(error: impl Into<CommandError>) -> (String, String) {

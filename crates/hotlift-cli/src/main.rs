@@ -13,8 +13,6 @@ mod demo;
 mod differences;
 mod drain;
 mod error;
-#[cfg(test)]
-mod error_table;
 mod flush_args;
 mod guard;
 mod guest_run;

@@ -40,7 +40,7 @@ typed command. The next step is the second line of the error, the end of the fir
 [failures.md](failures.md#exit-codes) explains the exit codes. A line `error="..."` is part of a line in the agent's log.
 The usage of the command follows a line `error: ...`.
 
-A test in `crates/hotlift-cli/src/error_table.rs` generates this page.
+A test in `crates/hotlift-cli/src/error/tests/page.rs` generates this page.
 "#;
 
 /// QMP socket in the examples.
