@@ -245,7 +245,7 @@ fn a_fifo_in_place_of_a_save_file_is_refused_and_not_waited_for() {
         let (status, said) = Hotlift::start(command).wait();
         let errors = errors(&said);
         assert_eq!(status.code(), Some(1), "{errors:?}");
-        let words = format!("{fifo} is a FIFO, and ");
+        let words = format!("{fifo} is a FIFO, ");
         assert!(errors[0].contains(&words), "{command:?}: {errors:?}");
     }
 }

@@ -48,7 +48,7 @@ pub enum FileError {
         path: PathBuf,
     },
     /// An existing entry with the file's name is not replaced.
-    #[error("cannot replace {}, which is {is}: remove it, or choose another name", path.display())]
+    #[error("{} is {is}, which is not replaced: remove it, or choose another name", path.display())]
     NotReplaced {
         /// The name.
         path: PathBuf,
