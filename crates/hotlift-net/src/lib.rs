@@ -21,7 +21,7 @@
 //!
 //! use hotlift_mem::wait_readable;
 //! use hotlift_net::admission::limits::Limits;
-//! use hotlift_net::admission::{Admission, Admitted, Head};
+//! use hotlift_net::admission::{Admission, Admitted, ConnectionClass};
 //! use hotlift_net::transport::Address;
 //!
 //! let patience = Duration::from_secs(10);
@@ -30,20 +30,20 @@
 //! (&client).write_all(b"{")?; // a conversation: a line of JSON
 //!
 //! let mut admission = Admission::new(&listener, None, Limits { most: 64, patience })?;
-//! let head = loop {
+//! let class = loop {
 //!     let now = Instant::now();
 //!     let until = now + admission.shortened(patience, now);
 //!     wait_readable(&admission.polled(now).collect::<Vec<_>>(), Some(until));
 //!     admission.accept(Instant::now(), |one| one)?;
 //!     assert!(admission.room.take_late(Instant::now()).is_none());
 //!     let news = admission.room.next_news();
-//!     let head = news.and_then(|number| admission.room.get(number).map(Admitted::look));
-//!     match head {
-//!         None | Some(Head::Partial) => {}
-//!         Some(head) => break head,
+//!     let class = news.and_then(|number| admission.room.get(number).map(Admitted::classify));
+//!     match class {
+//!         None | Some(ConnectionClass::Partial) => {}
+//!         Some(class) => break class,
 //!     }
 //! };
-//! assert_eq!(head, Head::Hello);
+//! assert_eq!(class, ConnectionClass::Hello);
 //! # Ok::<_, Box<dyn std::error::Error>>(())
 //! ```
 

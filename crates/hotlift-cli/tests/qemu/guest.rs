@@ -37,6 +37,9 @@ pub const NOTHING_TO_BOOT: &str = "No bootable device.";
 /// Address of the firmware's tick count, 32 bits (BIOS data area).
 const TICKS: u64 = 0x46c;
 
+/// End of the firmware's stack, on which each tick leaves bytes. Below it are the ticks, too.
+pub const FIRMWARE_STACK_END: usize = 0x7000;
+
 impl Guest {
     /// Returns the program in 64 MiB; it writes to half of them. A migration takes about a second.
     pub fn program() -> Arc<Self> {
@@ -102,8 +105,7 @@ impl Guest {
     pub fn compared_pages(&self) -> usize {
         let bytes = match self {
             Self::Program(program) => program.proven_bytes(),
-            // All but the first page.
-            Self::Firmware => self.ram_bytes() - 4096,
+            Self::Firmware => self.ram_bytes() - FIRMWARE_STACK_END as u64,
             Self::Linux { .. } => 0,
         };
         usize::try_from(bytes / 4096).expect("few pages")

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use crate::guest::Guest;
+use crate::guest::{FIRMWARE_STACK_END, Guest};
 use crate::hotlift::Hotlift;
 use crate::need;
 use crate::operator::{has_moved, machine, serve, succeeds};
@@ -105,13 +105,14 @@ fn a_machine_without_a_name_in_its_stream_moves_and_goes_on_from_its_file() {
             guest: Arc::new(Guest::Firmware),
         };
         let mut here = need!(Vm::running(Release::V7, &machine));
-        // The firmware has ended its search for a disk once the ticks, in the first page, are all that changes.
+        // The firmware has ended its search for a disk once the ticks and its stack are all that changes.
         until(
             || "the firmware continues to write".to_owned(),
             || {
                 let before = here.ram();
                 here.counts_on_from(here.count()? + 4);
-                (before[4096..] == here.ram()[4096..]).then_some(())
+                let now = here.ram();
+                (before[FIRMWARE_STACK_END..] == now[FIRMWARE_STACK_END..]).then_some(())
             },
         );
         let mut there = need!(Vm::waiting(Release::V7, &machine));

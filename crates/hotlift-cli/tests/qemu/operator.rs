@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::guest::Guest;
+use crate::guest::{FIRMWARE_STACK_END, Guest};
 use crate::hotlift::{Hotlift, Running, errors};
 use crate::need;
 use crate::route::differ;
@@ -50,8 +50,11 @@ pub fn has_moved(here: &mut Vm, there: &mut Vm) {
     let proven = match *here.machine.guest {
         Guest::Firmware => {
             there.qmp.stop().expect("stop");
-            // The first page contains the ticks.
-            differ(&here.ram()[4096..], &there.ram()[4096..]);
+            let ends = [here.ram(), there.ram()];
+            differ(
+                &ends[0][FIRMWARE_STACK_END..],
+                &ends[1][FIRMWARE_STACK_END..],
+            );
             counted
         }
         _ => there.prove(),
