@@ -117,15 +117,23 @@ impl StreamIn {
 
     /// Returns true if the multifd channels of a failed migration must stay alive until the source closes them (see
     /// [`graceful_close::leave_qemu`]): those of a QEMU, before postcopy.
-    pub(crate) fn needs_its_channels(&self, session: &Session<'_>) -> bool {
+    fn keeps_channels(&self, session: &Session<'_>) -> bool {
         let has_failed = session.source_handover.failure.is_set();
         has_failed && !self.is_hotlift() && !session.is_switched() && !self.multifd.is_empty()
     }
 
-    /// Closes the connections of a source that [needs its channels](Self::needs_its_channels).
-    pub(crate) fn leave(&self) {
-        graceful_close::leave_qemu(&self.main, &self.multifd);
-        self.shut_channels();
+    /// Ends the waits of the channels' readers after a failure, or leaves that to [`StreamIn::leave`].
+    pub(crate) fn free_readers(&self, session: &Session<'_>) {
+        if !self.keeps_channels(session) {
+            self.shut_channels();
+        }
+    }
+
+    /// Lets a QEMU close its channels, if the migration has failed; the caller closes all connections next.
+    pub(crate) fn leave(&self, session: &Session<'_>) {
+        if self.keeps_channels(session) {
+            graceful_close::leave_qemu(&self.main, &self.multifd);
+        }
     }
 
     pub(crate) fn shut_channels(&self) {

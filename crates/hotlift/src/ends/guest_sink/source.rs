@@ -63,9 +63,7 @@ impl Source for GuestConnections<'_> {
     }
 
     fn free_readers(&self, session: &Session<'_>) {
-        if !self.0.source.needs_its_channels(session) {
-            self.0.source.shut_channels();
-        }
+        self.0.source.free_readers(session);
     }
 
     fn shut_down(&self) {
@@ -98,9 +96,7 @@ impl Source for GuestConnections<'_> {
     }
 
     fn over(&self, session: &Session<'_>) {
-        if self.0.source.needs_its_channels(session) {
-            self.0.source.leave();
-        }
+        self.0.source.leave(session);
         graceful_close::close(&[&self.0.source.main]);
         self.shut_down();
     }

@@ -92,9 +92,7 @@ impl Source for Streams<'_> {
 
     fn free_readers(&self, session: &Session<'_>) {
         self.upstream.preempt.end();
-        if !self.upstream.source.needs_its_channels(session) {
-            self.upstream.source.shut_channels();
-        }
+        self.upstream.source.free_readers(session);
     }
 
     fn shut_down(&self) {
@@ -128,9 +126,7 @@ impl Source for Streams<'_> {
     }
 
     fn over(&self, session: &Session<'_>) {
-        if self.upstream.source.needs_its_channels(session) {
-            self.upstream.source.leave();
-        }
+        self.upstream.source.leave(session);
         self.upstream.close();
     }
 }
