@@ -20,6 +20,7 @@
 //! | [`drive`] | execution of the faults at their moments |
 //! | [`verdict`] | permitted outcomes of a case, and its actual outcome |
 //! | [`summary`] | counts at the end |
+//! | [`generated`] | pages of the docs that tests generate |
 //! | [`wake_ups`] | wake-ups of idle threads |
 //! | [`error`] | errors of setup and queries |
 #![forbid(unsafe_code)]
@@ -29,6 +30,7 @@ pub mod case;
 pub mod disk_lock;
 pub mod drive;
 pub mod error;
+pub mod generated;
 pub mod libvirt;
 pub mod machine;
 pub mod namespace;

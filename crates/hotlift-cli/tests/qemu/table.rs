@@ -258,13 +258,5 @@ fn the_table_in_the_docs_is_what_the_tests_move() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/qemu-compatibility.md");
     let there = std::fs::read_to_string(&file).unwrap_or_default();
     let text = render(section(&there, "\n## QEMU's own migration test\n"));
-    if std::env::var_os("HOTLIFT_WRITE_TABLE").is_some() {
-        std::fs::write(&file, &text).expect("the table");
-    }
-    let there = std::fs::read_to_string(&file).unwrap_or_default();
-    assert!(
-        there == text,
-        "{} is old: HOTLIFT_WRITE_TABLE=1 writes it",
-        file.display()
-    );
+    hotlift_testkit::generated::check(&file, &text);
 }

@@ -23,6 +23,7 @@ use hotlift_monitor::MonitorError;
 use hotlift_qemu::error::{QemuError, at_destination, at_source};
 use hotlift_qmp::QmpError;
 use hotlift_terminal::error::{TerminalError, error_line};
+use hotlift_testkit::generated;
 use hotlift_tls::{AuthorityError, CredentialsError};
 use hotlift_vmm::CreateError;
 use hotlift_vmm::layout::LayoutError;
@@ -1308,13 +1309,5 @@ fn render() -> String {
 #[test]
 fn the_errors_in_the_docs_are_those_that_the_command_prints() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/errors.md");
-    let text = render();
-    if std::env::var_os("HOTLIFT_WRITE_TABLE").is_some() {
-        std::fs::write(&file, &text).expect("the table");
-    }
-    assert!(
-        std::fs::read_to_string(&file).unwrap_or_default() == text,
-        "{} is old: HOTLIFT_WRITE_TABLE=1 writes it",
-        file.display()
-    );
+    generated::check(&file, &render());
 }

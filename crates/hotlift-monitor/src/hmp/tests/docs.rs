@@ -92,8 +92,7 @@ fn tables() -> Vec<(&'static str, String)> {
 #[test]
 fn the_tables_in_the_docs_are_those_of_the_program() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/control.md");
-    let there = std::fs::read_to_string(&file).unwrap_or_default();
-    let mut text = there.clone();
+    let mut text = std::fs::read_to_string(&file).unwrap_or_default();
     for (name, table) in tables() {
         let mark = format!("<!-- {name}, made by a test -->\n");
         let start = text
@@ -107,13 +106,5 @@ fn the_tables_in_the_docs_are_those_of_the_program() {
             .sum();
         text.replace_range(start..start + length, &table);
     }
-    if std::env::var_os("HOTLIFT_WRITE_TABLE").is_some() {
-        std::fs::write(&file, &text).expect("the tables");
-    } else {
-        assert!(
-            there == text,
-            "{} is old: HOTLIFT_WRITE_TABLE=1 writes it",
-            file.display()
-        );
-    }
+    hotlift_testkit::generated::check(&file, &text);
 }

@@ -1,0 +1,19 @@
+//! Pages of the docs that tests generate.
+
+use std::fs;
+use std::path::Path;
+
+/// Compares `file` with the generated `text`, or writes it if `HOTLIFT_WRITE_TABLE` is set.
+///
+/// # Panics
+/// If they differ, or the file cannot be written.
+pub fn check(file: &Path, text: &str) {
+    if std::env::var_os("HOTLIFT_WRITE_TABLE").is_some() {
+        fs::write(file, text).expect("the page");
+    }
+    assert!(
+        fs::read_to_string(file).unwrap_or_default() == text,
+        "{} is old: HOTLIFT_WRITE_TABLE=1 writes it",
+        file.display()
+    );
+}
