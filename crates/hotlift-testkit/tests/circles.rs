@@ -11,14 +11,9 @@ use std::vec::IntoIter;
 /// that run beside a QEMU, so that an agent links no guest.
 const FLOORS: &[&[&str]] = &[
     &["hotlift-wire", "hotlift-mem"],
-    &[
-        "hotlift-idxd",
-        "hotlift-methods",
-        "hotlift-qmp",
-        "hotlift-tls",
-    ],
-    &["hotlift-net", "hotlift-host"],
-    &["hotlift"],
+    &["hotlift-methods", "hotlift-qmp", "hotlift-tls"],
+    &["hotlift-accel", "hotlift-net"],
+    &["hotlift", "hotlift-host"],
     &["hotlift-terminal"],
     &["hotlift-monitor", "hotlift-qemu"],
     &["hotlift-agent"],

@@ -1,6 +1,6 @@
 //! Intel DSA, which detects zero pages.
 
-use hotlift_idxd::DeviceKind;
+use hotlift_accel::idxd::DeviceKind;
 
 use super::host::Host;
 use super::iaa::raw_io;

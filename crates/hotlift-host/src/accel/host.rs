@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use hotlift_idxd::CpuFeatures;
+use hotlift_accel::idxd::CpuFeatures;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use super::AccelError;

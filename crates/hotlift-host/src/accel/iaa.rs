@@ -1,6 +1,6 @@
 //! Intel IAA, for method `qpl`.
 
-use hotlift_idxd::DeviceKind;
+use hotlift_accel::idxd::DeviceKind;
 use hotlift_mem::PAGE_SIZE;
 
 use super::host::{Capability, Host};

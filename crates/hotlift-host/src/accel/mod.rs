@@ -20,7 +20,7 @@ mod uadk;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use hotlift_idxd::SysfsError;
+use hotlift_accel::idxd::SysfsError;
 use hotlift_mem::FileError;
 use serde::Serialize;
 
@@ -161,7 +161,7 @@ impl Accelerator {
 /// The host cannot be inspected.
 pub fn devices(root: &Path) -> Result<Devices, AccelError> {
     let host = Host::new(root)?;
-    let idxd = hotlift_idxd::devices(host.root())?;
+    let idxd = hotlift_accel::idxd::devices(host.root())?;
     // A queue's name contains its device: iax1/wq1.0.
     let usable = |accelerator: &Accelerator| -> usize {
         let parts = accelerator.parts.iter().filter(|part| part.usable);

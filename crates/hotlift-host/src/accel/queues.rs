@@ -1,6 +1,6 @@
 //! Work queues of idxd, common to IAA and DSA.
 
-use hotlift_idxd::{Device, DeviceKind, Mode, State, WorkQueue, devices};
+use hotlift_accel::idxd::{Device, DeviceKind, Mode, State, WorkQueue, devices};
 
 use super::host::{Host, MayOpen, add_kernel_option};
 use super::pci::{self, Function};

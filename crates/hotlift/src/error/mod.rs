@@ -5,7 +5,7 @@ pub(crate) mod file;
 use std::io;
 use std::time::Duration;
 
-use hotlift_idxd::queue::QueueError;
+use hotlift_accel::idxd::queue::QueueError;
 use hotlift_mem::MemError;
 pub use hotlift_mem::error_line;
 use hotlift_methods::{MethodError, OverMemoryLimit};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 #[cfg(feature = "simulated")]
-use hotlift_idxd::model::Behaviour;
+use hotlift_accel::idxd::model::Behaviour;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{Accelerator, MethodInfo, selection, selections};
 pub use hotlift_wire::multifd::ZeroPageDetection;
@@ -78,7 +78,7 @@ fn parse_cores(text: &str) -> Option<u32> {
 pub enum AccelPath {
     /// `dsa:/dev/dsa/wqN.M`: a work queue of DSA.
     Dsa(PathBuf),
-    /// `dsa-model:KEY=N:...`: a simulated one, for tests; see `hotlift_idxd::model::Behaviour`.
+    /// `dsa-model:KEY=N:...`: a simulated one, for tests; see `hotlift_accel::idxd::model::Behaviour`.
     #[cfg(feature = "simulated")]
     DsaModel {
         /// Simulated behaviour.

@@ -9,8 +9,8 @@
 
 use std::path::Path;
 
-use hotlift_idxd::zero::{PageResult, ZeroBatch, ZeroFinder};
-use hotlift_idxd::{CpuFeatures, queue};
+use hotlift_accel::idxd::zero::{PageResult, ZeroBatch, ZeroFinder};
+use hotlift_accel::idxd::{CpuFeatures, queue};
 use hotlift_mem::{GuestRun, PAGE_SIZE, RamBlock};
 use hotlift_methods::Accelerator;
 
@@ -46,7 +46,9 @@ pub(crate) fn open(
         let opened = match path {
             AccelPath::Dsa(path) => queue::open(Path::new("/"), path, CpuFeatures::of_this_cpu()),
             #[cfg(feature = "simulated")]
-            AccelPath::DsaModel { behaviour, .. } => hotlift_idxd::simulated::open(*behaviour),
+            AccelPath::DsaModel { behaviour, .. } => {
+                hotlift_accel::idxd::simulated::open(*behaviour)
+            }
         };
         match opened {
             Ok(device) => devices.push(device),

@@ -4,10 +4,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
 
-use hotlift_idxd::descriptor::Descriptor;
-use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::portal::{Portal, Submitted};
-use hotlift_idxd::zero::{Device, ZeroFinder};
+use hotlift_accel::idxd::descriptor::Descriptor;
+use hotlift_accel::idxd::model::{Behaviour, Model};
+use hotlift_accel::idxd::portal::{Portal, Submitted};
+use hotlift_accel::idxd::zero::{Device, ZeroFinder};
 
 use crate::rig::{
     DEADLINE, Falters, PAGES, SOON, Then, check, device, in_time, listening, pages, submit, with,

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use crate::descriptor::{Descriptor, Opcode};
-use crate::model::{Behaviour, Model};
-use crate::portal::{Portal, Submitted};
-use crate::queue::{Node, QueueError, enter, takes_batches};
-use crate::{CpuFeatures, Mode, zero};
+use super::descriptor::{Descriptor, Opcode};
+use super::model::{Behaviour, Model};
+use super::portal::{Portal, Submitted};
+use super::queue::{Node, QueueError, enter, takes_batches};
+use super::{CpuFeatures, Mode, zero};
 
 /// Scheduling allowance of a model's thread.
 const MODEL_PROBE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -130,8 +130,8 @@ impl Portal for ByKernel {
 
 #[cfg(test)]
 mod tests {
+    use super::super::queue::{PROBE_TIMEOUT, QueueAccess};
     use super::*;
-    use crate::queue::{PROBE_TIMEOUT, QueueAccess};
 
     /// Runs `work` with access to a simulated queue.
     fn with<T>(behaviour: Behaviour, work: impl FnOnce(&QueueAccess) -> T) -> T {

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use hotlift_idxd::descriptor::Descriptor;
-use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::portal::{Portal, Submitted};
-use hotlift_idxd::zero::{Device, PageResult, ZeroBatch, ZeroFinder};
+use hotlift_accel::idxd::descriptor::Descriptor;
+use hotlift_accel::idxd::model::{Behaviour, Model};
+use hotlift_accel::idxd::portal::{Portal, Submitted};
+use hotlift_accel::idxd::zero::{Device, PageResult, ZeroBatch, ZeroFinder};
 use hotlift_mem::{Backing, RamBlock};
 
 pub(crate) const PAGE: usize = 4096;

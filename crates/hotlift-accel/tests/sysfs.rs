@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use hotlift_idxd::{DeviceKind, Mode, State, SysfsError, devices};
+use hotlift_accel::idxd::{DeviceKind, Mode, State, SysfsError, devices};
 
 fn put(root: &Path, file: &str, text: &str) {
     let path = root.join(file);

@@ -7,10 +7,10 @@ mod rig;
 use std::io;
 use std::sync::Arc;
 
-use hotlift_idxd::descriptor::Descriptor;
-use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::portal::{Portal, Submitted};
-use hotlift_idxd::zero::{Device, PageResult};
+use hotlift_accel::idxd::descriptor::Descriptor;
+use hotlift_accel::idxd::model::{Behaviour, Model};
+use hotlift_accel::idxd::portal::{Portal, Submitted};
+use hotlift_accel::idxd::zero::{Device, PageResult};
 
 use rig::{
     DEADLINE, PAGE, PAGES, SOON, check, device, listening, listening_at, pages, submit, with,

@@ -1,4 +1,4 @@
-//! Types that the threads of [`zero`](crate::zero) and of the [model](crate::model) share, and their clock. They are
+//! Types that the threads of [`zero`](super::zero) and of the [model](super::model) share, and their clock. They are
 //! re-exported here, so that `tests/schedules.rs` can replace the scheduler below both.
 
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};

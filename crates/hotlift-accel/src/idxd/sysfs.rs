@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use crate::attribute::{OpSet, SysfsError, flag, index, number, op_set, parsed, text};
+use super::attribute::{OpSet, SysfsError, flag, index, number, op_set, parsed, text};
 use hotlift_mem::FileError;
 
 /// Function of a device.

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::descriptor::{DESCRIPTOR, Descriptor};
+use super::descriptor::{DESCRIPTOR, Descriptor};
 
 /// Bytes of a portal: one page, each 64 bytes of which accept a descriptor.
 const PORTAL: usize = 4096;
@@ -245,8 +245,8 @@ mod tests {
     use std::io::Read;
     use std::os::unix::net::UnixStream;
 
+    use super::super::record::Record;
     use super::*;
-    use crate::record::Record;
 
     #[test]
     fn a_written_descriptor_is_its_bytes() {
@@ -281,7 +281,7 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn movdir64b_stores_the_descriptor_whole() {
-        if !crate::CpuFeatures::of_this_cpu().movdir64b {
+        if !super::super::CpuFeatures::of_this_cpu().movdir64b {
             hotlift_testkit::skip!("cpu", "no MOVDIR64B");
             return;
         }

@@ -2,7 +2,7 @@
 //! however the threads of channels, device and completion interleave.
 //!
 //! The files below are those of the crate, compiled again with shuttle's locks and threads instead of the system's; releases
-//! are unaffected. A failure prints its seed; `SHUTTLE_RANDOM_SEED=N cargo test -p hotlift-idxd --test schedules` runs that
+//! are unaffected. A failure prints its seed; `SHUTTLE_RANDOM_SEED=N cargo test -p hotlift-accel --test schedules` runs that
 //! schedule again, and `HOTLIFT_SCHEDULES=N` draws `N` schedules.
 
 #![allow(
@@ -12,17 +12,17 @@
     reason = "files of the crate, of which these tests use a part, private here"
 )]
 
-#[path = "../src/cpu.rs"]
+#[path = "../src/idxd/cpu.rs"]
 mod cpu;
-#[path = "../src/descriptor.rs"]
+#[path = "../src/idxd/descriptor.rs"]
 mod descriptor;
-#[path = "../src/model.rs"]
+#[path = "../src/idxd/model.rs"]
 mod model;
-#[path = "../src/portal.rs"]
+#[path = "../src/idxd/portal.rs"]
 mod portal;
-#[path = "../src/record.rs"]
+#[path = "../src/idxd/record.rs"]
 mod record;
-#[path = "../src/zero.rs"]
+#[path = "../src/idxd/zero.rs"]
 mod zero;
 
 /// In place of the crate's `sync`. (A `OnceLock` is set and read in one step here.)

@@ -9,7 +9,7 @@
 //! All little endian. Layout and values: Intel's "Data Streaming Accelerator Architecture
 //! Specification", chapter 8, and Linux' `uapi/linux/idxd.h`.
 
-use crate::record::Record;
+use super::record::Record;
 
 /// Bytes of a descriptor.
 pub const DESCRIPTOR: usize = 64;

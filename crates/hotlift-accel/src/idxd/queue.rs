@@ -5,12 +5,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::descriptor::{Descriptor, Opcode};
-use crate::portal::{Enqcmd, Movdir64b, Portal, Submitted, Written};
-use crate::record::{Completion, Record};
-use crate::sysfs::{self, DeviceKind, Mode, State};
-use crate::zero;
-use crate::{CpuFeatures, SysfsError};
+use super::descriptor::{Descriptor, Opcode};
+use super::portal::{Enqcmd, Movdir64b, Portal, Submitted, Written};
+use super::record::{Completion, Record};
+use super::sysfs::{self, DeviceKind, Mode, State};
+use super::zero;
+use super::{CpuFeatures, SysfsError};
 
 /// Timeout of the no-op that tests a queue. A device needs some microseconds, but a busy host may not schedule the thread for
 /// long.

@@ -9,10 +9,10 @@ use std::collections::VecDeque;
 use std::io;
 use std::time::Duration;
 
-use crate::descriptor::{Descriptor, Opcode};
-use crate::portal::{Portal, Submitted};
-use crate::record::{Completion, Record};
-use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, spin_loop};
+use super::descriptor::{Descriptor, Opcode};
+use super::portal::{Portal, Submitted};
+use super::record::{Completion, Record};
+use super::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, spin_loop};
 
 /// Behaviour of a model. Chances are in thousandths of the descriptors (of a batch: of its members), drawn from `seed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,9 +11,9 @@
 
 use std::time::Duration;
 
-use hotlift_idxd::model::Behaviour;
-use hotlift_idxd::simulated;
-use hotlift_idxd::zero::{PageResult, ZeroFinder};
+use hotlift_accel::idxd::model::Behaviour;
+use hotlift_accel::idxd::simulated;
+use hotlift_accel::idxd::zero::{PageResult, ZeroFinder};
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time};
 
 /// All zero, and written once.

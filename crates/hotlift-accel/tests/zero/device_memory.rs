@@ -3,10 +3,10 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use hotlift_idxd::descriptor::Descriptor;
-use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::portal::{Portal, Submitted};
-use hotlift_idxd::zero::Device;
+use hotlift_accel::idxd::descriptor::Descriptor;
+use hotlift_accel::idxd::model::{Behaviour, Model};
+use hotlift_accel::idxd::portal::{Portal, Submitted};
+use hotlift_accel::idxd::zero::Device;
 
 use crate::rig::{
     DEADLINE, Falters, PAGES, SOON, Then, check, device, in_time, listening, pages, submit,

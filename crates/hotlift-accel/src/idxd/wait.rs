@@ -1,7 +1,7 @@
 //! Wait of the completion thread for a record.
 
-use crate::CpuFeatures;
-use crate::record::{Completion, Record};
+use super::CpuFeatures;
+use super::record::{Completion, Record};
 
 /// A short wait, after which all batches in flight are checked again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! Guarantees of the model of a device, descriptor by descriptor.
 
-use hotlift_idxd::descriptor::Descriptor;
-use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::portal::{Portal, Submitted};
-use hotlift_idxd::record::{Completion, Record};
+use hotlift_accel::idxd::descriptor::Descriptor;
+use hotlift_accel::idxd::model::{Behaviour, Model};
+use hotlift_accel::idxd::portal::{Portal, Submitted};
+use hotlift_accel::idxd::record::{Completion, Record};
 
 const PAGE: usize = 4096;
 

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use hotlift_idxd::CpuFeatures;
-use hotlift_idxd::queue::{QueueError, open};
+use hotlift_accel::idxd::CpuFeatures;
+use hotlift_accel::idxd::queue::{QueueError, open};
 
 fn put(root: &Path, file: &str, text: &str) {
     let path = root.join(file);

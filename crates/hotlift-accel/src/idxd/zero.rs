@@ -14,15 +14,15 @@ use std::time::Duration;
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 
-use crate::cpu::CpuFeatures;
-use crate::descriptor::Descriptor;
-use crate::portal::{Portal, Submitted};
-use crate::record::{Completion, Record};
-use crate::sync::{
+use super::cpu::CpuFeatures;
+use super::descriptor::Descriptor;
+use super::portal::{Portal, Submitted};
+use super::record::{Completion, Record};
+use super::sync::{
     Arc, AtomicU32, AtomicU64, AtomicUsize, Condvar, Instant, Mutex, MutexGuard, OnceLock,
     Ordering, PoisonError, spin_loop,
 };
-use crate::wait::Waiter;
+use super::wait::Waiter;
 
 /// Retries of a full queue: as many as QEMU's series gives a batch of 128. After them the CPU does the rest of the batch, which
 /// gives the queue time too.
