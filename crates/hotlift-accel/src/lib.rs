@@ -1,7 +1,48 @@
-//! Accelerators of the host.
+//! Accelerators of the host, each behind a small trait of `hotlift-methods` or of the engine.
 //!
 //! | folder | subject |
 //! |---|---|
+//! | `qpl/` | Intel's IAA, for the pages of `qpl` |
+//! | `uadk/` | HiSilicon's accelerator, for the pages of `uadk` |
+//! | `qatzip/` | Intel's QAT, for the members of `qatzip` |
 //! | `idxd/` | work queues of Intel's DSA and IAA; zero page detection by DSA |
+//!
+//! Libraries of the vendors are opened at run time: a program starts without them. The formats, and the same work on the CPU,
+//! are in `hotlift-methods`, which hands a device the pages, checks its results, and leaves one that fails.
+//!
+//! # Example
+//!
+//! ```
+//! use hotlift_accel::HARDWARE;
+//! use hotlift_methods::{Accelerator, EncoderSettings, MethodError, RunsOn, method};
+//!
+//! let qpl = method("qpl").expect("a row of the table");
+//! let settings = EncoderSettings {
+//!     accelerator: Accelerator::Auto(&HARDWARE),
+//!     ..EncoderSettings::software(qpl.default_level)
+//! };
+//! let mut payload = Vec::new();
+//! let mut encoder = (qpl.encoder)(&settings)?;
+//! encoder.encode(&[42; 4096], &mut payload)?;
+//! match encoder.runs_on() {
+//!     RunsOn::Hardware(device) => println!("compressed by {device}"),
+//!     RunsOn::Fallback(reason) => println!("compressed by the CPU: {reason}"),
+//!     RunsOn::Software => unreachable!("it is not off"),
+//! }
+//! # Ok::<_, MethodError>(())
+//! ```
 
 pub mod idxd;
+mod qatzip;
+mod qpl;
+mod uadk;
+
+use hotlift_methods::device::Hardware;
+
+/// Accelerators of the methods.
+pub static HARDWARE: [Hardware; 3] = [qpl::hardware(), uadk::hardware(), qatzip::hardware()];
+
+/// The vendors' own software in place of their devices, for tests and comparisons only. It is slower than ours, and without a
+/// device each call of libqatzip's uses up one of the process's 1024 thread keys. It verifies our use of the libraries on hosts
+/// without a device.
+pub static VENDOR_SOFTWARE: [Hardware; 2] = [qpl::software(), qatzip::software()];

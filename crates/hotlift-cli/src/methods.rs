@@ -213,7 +213,7 @@ impl From<&MethodInfo> for Listed {
             },
             levels: levels.map(|levels| [*levels.start(), *levels.end()]),
             default_level: levels.map(|_| method.default_level),
-            hardware: method.hardware.map(|hardware| hardware.device),
+            hardware: method.hardware,
             library: (method.library)(),
             interoperates_with: method.interoperates_with,
             summary: method.summary,

@@ -8,6 +8,7 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_accel::HARDWARE;
 use hotlift_mem::{Backing, GuestRun, RamBlock, thread_cpu_time};
 use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, METHODS, MethodInfo, RunsOn};
 use serde::Serialize;
@@ -197,7 +198,7 @@ fn one_thread<'a>(
     barrier: &Barrier,
 ) -> Result<Vec<Sums>, HostError> {
     let accelerator = if accelerators {
-        Accelerator::Auto
+        Accelerator::Auto(&HARDWARE)
     } else {
         Accelerator::Off
     };

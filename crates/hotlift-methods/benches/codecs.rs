@@ -26,7 +26,7 @@
 #[path = "../tests/support/qemu.rs"]
 #[allow(dead_code)]
 mod qemu;
-#[path = "../tests/support/vendors.rs"]
+#[path = "../../hotlift-accel/tests/support/vendors.rs"]
 mod vendors;
 
 use std::error::Error;
@@ -34,8 +34,9 @@ use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use hotlift_accel::VENDOR_SOFTWARE;
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time};
-use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, METHODS, qatzip, zlib};
+use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, METHODS, zlib};
 use libz_sys::Z_SYNC_FLUSH;
 use qemu::{PAYLOAD_LIMIT, ZlibReader, ZlibWriter, ZstdReader, ZstdWriter};
 use vendors::Qpl;
@@ -268,9 +269,15 @@ impl Row {
 
     fn libqatzip(level: u8, reference: usize) -> Self {
         Self::new(format!("libqatzip {level}"), reference, move |memory| {
+            let accelerator = Accelerator::Required(&VENDOR_SOFTWARE);
+            let settings = EncoderSettings {
+                accelerator,
+                ..EncoderSettings::software(level)
+            };
+            let method = hotlift_methods::method("qatzip").ok_or("no such method")?;
             Ok(Ours {
-                encoder: qatzip::library_encoder(level)?,
-                decoder: qatzip::library_decoder()?,
+                encoder: (method.encoder)(&settings)?,
+                decoder: (method.decoder)(accelerator)?,
                 payload: Vec::with_capacity(PAYLOAD_LIMIT),
                 memory,
                 stride: 1,

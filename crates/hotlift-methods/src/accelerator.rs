@@ -1,21 +1,75 @@
-//! Accelerators: setting, probe, and counts of jobs.
+//! Accelerators: setting, and counts of jobs.
 
 use std::ops::AddAssign;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use crate::library;
+use crate::MethodError;
+use crate::device::Hardware;
 
-/// Use of a method's accelerator.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// Reason why a program without accelerators uses none.
+pub const NOT_BUILT_IN: &str = "this program is built without accelerators";
+
+/// Use of a method's accelerator, one of those that the program hands in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accelerator {
     /// Uses a working accelerator if the host has one. The CPU does the rest, including failed jobs.
-    #[default]
-    Auto,
+    Auto(&'static [Hardware]),
     /// Never uses it.
     Off,
     /// Fails the channel if no accelerator is available. The CPU still does jobs that fail later: a device error does not fail
     /// a migration.
-    Required,
+    Required(&'static [Hardware]),
+}
+
+impl Accelerator {
+    /// Tests the accelerator of `method`, see [`Hardware::probe`].
+    ///
+    /// # Errors
+    ///
+    /// The reason why it is unusable.
+    pub fn probe(self, method: &str) -> Result<Arc<str>, Arc<str>> {
+        self.hardware(method).ok_or(NOT_BUILT_IN)?.probe()
+    }
+
+    fn hardware(self, method: &str) -> Option<&'static Hardware> {
+        let (Self::Auto(all) | Self::Required(all)) = self else {
+            return None;
+        };
+        all.iter().find(|hardware| hardware.method == method)
+    }
+
+    /// Opens the accelerator of `method`, which uses a `device`, unless it is off or unusable.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Unavailable`] if it is required.
+    pub(crate) fn open<D>(
+        self,
+        method: &'static str,
+        device: &'static str,
+        open: impl FnOnce(&'static Hardware) -> Result<D, String>,
+    ) -> Result<(Option<D>, RunsOn), MethodError> {
+        if self == Self::Off {
+            return Ok((None, RunsOn::Software));
+        }
+        let hardware = self.hardware(method);
+        let opened = self.probe(method).and_then(|found| {
+            let opened = hardware.map(open).transpose()?;
+            Ok((opened, found))
+        });
+        match (opened, self) {
+            (Ok((opened, found)), _) => {
+                let what = format!("{device} by {found}");
+                Ok((opened, RunsOn::Hardware(what.into())))
+            }
+            (Err(reason), Self::Required(_)) => Err(MethodError::Unavailable {
+                method,
+                library: hardware.map_or(device, |hardware| hardware.library),
+                reason: reason.to_string(),
+            }),
+            (Err(reason), _) => Ok((None, RunsOn::Fallback(reason))),
+        }
+    }
 }
 
 /// Settings of a channel's encoder.
@@ -79,54 +133,4 @@ pub enum RunsOn {
     Fallback(Arc<str>),
     /// The accelerator with this description.
     Hardware(Arc<str>),
-}
-
-/// Accelerator of a method.
-#[derive(Debug)]
-pub struct Hardware {
-    /// The device, as in "Intel IAA".
-    pub device: &'static str,
-    /// Soname of the vendor's library, opened at run time.
-    pub library: &'static str,
-    /// Environment variable that names another file for it.
-    pub variable: &'static str,
-    trial: fn() -> Result<String, String>,
-    tried: OnceLock<Result<Arc<str>, Arc<str>>>,
-}
-
-impl Hardware {
-    /// Returns the accelerator `device`, which `trial` checks with one job.
-    pub(crate) const fn new(
-        device: &'static str,
-        library: &'static str,
-        variable: &'static str,
-        trial: fn() -> Result<String, String>,
-    ) -> Self {
-        Self {
-            device,
-            library,
-            variable,
-            trial,
-            tried: OnceLock::new(),
-        }
-    }
-
-    /// Tests the accelerator once per process and returns its description, as in "libqpl 1.9.0".
-    ///
-    /// # Errors
-    ///
-    /// The reason why the accelerator is unusable.
-    pub fn probe(&self) -> Result<Arc<str>, Arc<str>> {
-        let tried = self.tried.get_or_init(|| match (self.trial)() {
-            Ok(found) => Ok(found.into()),
-            Err(reason) => Err(reason.into()),
-        });
-        tried.clone()
-    }
-
-    /// Returns the library's file name, which replaces the version where the library reports none.
-    pub(crate) fn file(&self) -> String {
-        let file = library::file(self.library, Some(self.variable));
-        file.to_string_lossy().into_owned()
-    }
 }

@@ -12,11 +12,12 @@
 //! | `zlib/` | one zlib stream per channel, never ended; by ISA-L, or by zlib-rs if ISA-L is missing |
 //! | `zstd/` | a closed frame per packet, or from level 4 on one open frame per channel, as in QEMU; reads both |
 //! | `pagewise/` | a table of lengths, and each page deflated separately: shared by qpl and uadk |
-//! | `qpl/` | raw deflate pages, as Intel's IAA reads and writes them |
-//! | `uadk/` | zlib pages, as HiSilicon's accelerator reads and writes them |
+//! | `qpl` | raw deflate pages, as Intel's IAA reads and writes them |
+//! | `uadk` | zlib pages, as HiSilicon's accelerator reads and writes them |
 //! | `qatzip/` | gzip members with QAT's extra field |
 //! | `lz4/` | an LZ4 block per packet; only between two Hotlifts |
-//! | `accelerator` | use of accelerators: setting, probe, job counts |
+//! | `accelerator` | use of accelerators: setting, job counts |
+//! | `device` | interface of accelerators, which a program hands in: `hotlift-accel` has the vendors' |
 //! | `check` | input that encoders reject: partial pages, levels out of range |
 //! | `environment` | permission to read settings from the environment |
 //! | `library` | libraries opened at run time, each with a table of its functions |
@@ -62,12 +63,13 @@
 
 mod accelerator;
 mod check;
+pub mod device;
 pub mod environment;
 mod error;
 mod isal;
 pub mod legacy;
 mod libdeflate;
-mod library;
+pub mod library;
 mod lz4;
 mod memory;
 mod none;
@@ -77,11 +79,11 @@ pub mod qpl;
 mod software;
 mod table;
 mod target;
-mod uadk;
+pub mod uadk;
 pub mod zlib;
 mod zstd;
 
-pub use accelerator::{Accelerator, EncoderSettings, Hardware, Jobs, RunsOn};
+pub use accelerator::{Accelerator, EncoderSettings, Jobs, NOT_BUILT_IN, RunsOn};
 pub use error::MethodError;
 pub use lz4::left_of;
 pub use memory::{MemoryLimit, OverMemoryLimit};

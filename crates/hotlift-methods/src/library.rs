@@ -14,6 +14,7 @@ use crate::environment;
 ///
 /// The declaring code guarantees that the library's constructors are sound to run, and that the types are those of the header
 /// for the soname.
+#[macro_export]
 macro_rules! functions {
     (
         $(#[$doc:meta])*
@@ -36,9 +37,10 @@ macro_rules! functions {
                 static OPENED: std::sync::OnceLock<Result<$table, String>> =
                     std::sync::OnceLock::new();
                 let opened = OPENED.get_or_init(|| {
+                    let (soname, variable) = ($soname, $variable);
                     // SAFETY: the declaring code guarantees that the library's constructors are sound; the operator does so for
                     // a file named in the variable.
-                    let library = unsafe { $crate::library::open($soname, $variable) }?;
+                    let library = unsafe { $crate::library::open(soname, variable) }?;
                     // SAFETY: the declaring code guarantees the types.
                     let table = unsafe {
                         Self {
@@ -53,10 +55,9 @@ macro_rules! functions {
         }
     };
 }
-pub(crate) use functions;
 
 /// An open library.
-pub(crate) struct Opened(Library);
+pub struct Opened(Library);
 
 /// Opens the library with that soname. If the environment is trusted ([`environment`]), the file in the variable replaces it.
 ///
@@ -67,7 +68,7 @@ pub(crate) struct Opened(Library);
 /// # Safety
 ///
 /// The library's constructors must be sound to run; an operator who names a file is responsible for it.
-pub(crate) unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened, String> {
+pub unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened, String> {
     let file = file(soname, variable);
     // The loader searches for a name without a slash, and resolves others in the working directory.
     if let Some(variable) = variable.filter(|_| file != soname)
@@ -100,14 +101,14 @@ impl Opened {
     /// # Safety
     ///
     /// `T` must be the function's type in the header for the soname.
-    pub(crate) unsafe fn function<T: Copy>(&self, name: &str) -> Result<T, String> {
+    pub unsafe fn function<T: Copy>(&self, name: &str) -> Result<T, String> {
         // SAFETY: guaranteed by the caller.
         let symbol = unsafe { self.0.get::<T>(name.as_bytes()) };
         symbol.map(|symbol| *symbol).map_err(|error| reason(&error))
     }
 
     /// Keeps the library for the life of the process.
-    pub(crate) fn keep(self) {
+    pub fn keep(self) {
         std::mem::forget(self.0);
     }
 }

@@ -3,8 +3,8 @@
 use std::ops::RangeInclusive;
 
 use crate::{
-    Accelerator, Decode, Encode, EncoderSettings, Hardware, MethodError, lz4, none, qatzip, qpl,
-    uadk, zlib, zstd,
+    Accelerator, Decode, Encode, EncoderSettings, MethodError, lz4, none, qatzip, qpl, uadk, zlib,
+    zstd,
 };
 
 /// Unit that an encoder compresses as a whole.
@@ -31,8 +31,8 @@ pub struct MethodInfo {
     pub unit: Unit,
     /// True if a channel's packets must all be decoded, and in order.
     pub stateful: bool,
-    /// Accelerator of the method; `None` if no such device exists.
-    pub hardware: Option<&'static Hardware>,
+    /// Device that serves the method, as in "Intel IAA"; `None` if no such device exists.
+    pub hardware: Option<&'static str>,
     /// Software whose streams of this name are compatible in both directions.
     pub interoperates_with: &'static str,
     /// Creates a channel's encoder. A method without levels ignores the level.
@@ -114,7 +114,7 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 0,
         unit: Unit::Page,
         stateful: false,
-        hardware: Some(&qpl::HARDWARE),
+        hardware: Some(qpl::DEVICE),
         interoperates_with: "QEMU 9.1 and later, if built with libqpl",
         encoder: qpl::encoder,
         decoder: qpl::decoder,
@@ -128,7 +128,7 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 0,
         unit: Unit::Page,
         stateful: false,
-        hardware: Some(&uadk::HARDWARE),
+        hardware: Some(uadk::DEVICE),
         interoperates_with: "QEMU 9.1 and later, if built with libwd",
         encoder: uadk::encoder,
         decoder: uadk::decoder,
@@ -142,7 +142,7 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 1,
         unit: Unit::Packet,
         stateful: false,
-        hardware: Some(&qatzip::HARDWARE),
+        hardware: Some(qatzip::DEVICE),
         interoperates_with: "QEMU 9.2 and later, if built with libqatzip",
         encoder: qatzip::encoder,
         decoder: qatzip::decoder,

@@ -3,13 +3,14 @@
 //! Counts Rust's allocator; the C libraries here allocate when a context is made or first used, which
 //! the warm-up covers, and zlib-rs allocates through Rust's.
 
-#[path = "support/simulated.rs"]
+#[path = "../../hotlift-accel/tests/support/simulated.rs"]
 mod simulated;
 mod support;
 
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 
+use hotlift_accel::HARDWARE;
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::legacy::compress::{Deflater, Inflater, LEVELS};
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, method};
@@ -113,11 +114,12 @@ fn no_packet_on_a_device_allocates_after_the_warm_up() {
         for behaviour in ["", "busy=3,depth=20"] {
             simulated.behave(behaviour);
             let settings = EncoderSettings {
-                accelerator: Accelerator::Required,
+                accelerator: Accelerator::Required(&HARDWARE),
                 ..EncoderSettings::software(method.default_level)
             };
             let mut encoder = (method.encoder)(&settings).expect(method.name);
-            let mut decoder = (method.decoder)(Accelerator::Required).expect(method.name);
+            let mut decoder =
+                (method.decoder)(Accelerator::Required(&HARDWARE)).expect(method.name);
             let mut payload = Vec::new();
             for packet in 0..12 {
                 let n = [128, 128, 128, 128, 1, 77][packet % 6];

@@ -53,6 +53,7 @@
 #![forbid(unsafe_code)]
 
 mod accelerator_stats;
+mod accelerators;
 mod auto;
 pub mod control;
 mod cpu_limit;

@@ -5,6 +5,7 @@ use std::path::Path;
 
 /// Layers from the lowest up. Modules on one line do not use each other.
 const FLOORS: &[&[&str]] = &[
+    &["accelerators"],
     &["lock", "options", "guest", "figures"],
     &["schedule", "accelerator_stats"],
     &["tls", "auto"],

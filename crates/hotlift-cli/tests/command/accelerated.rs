@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use hotlift_methods::{METHODS, MethodInfo};
+use hotlift_accel::HARDWARE;
+use hotlift_methods::{METHODS, MethodInfo, method};
 use serde_json::Value;
 
 use crate::hotlift::Hotlift;
@@ -17,9 +18,9 @@ fn simulated() -> PathBuf {
 
 /// Returns the methods with accelerators, and the variables that name their libraries.
 fn accelerated() -> impl Iterator<Item = (&'static MethodInfo, &'static str)> {
-    METHODS
+    HARDWARE
         .iter()
-        .filter_map(|method| Some((method, method.hardware?.variable)))
+        .filter_map(|hardware| Some((method(hardware.method)?, hardware.variable)))
 }
 
 /// Migrates the built-in guest with a simulated device; returns the run's figures and all output.
@@ -362,7 +363,7 @@ fn auto_uses_the_devices_that_there_are() {
     let (run, said) = moved(&[]);
     let devices = run["source"]["jobs"]["devices"].to_string();
     for device in METHODS.iter().filter_map(|method| method.hardware) {
-        assert!(devices.contains(device.device), "{devices}: {said}");
+        assert!(devices.contains(device), "{devices}: {said}");
     }
     let (run, _) = moved(&["--accelerator=off"]);
     assert_eq!(count(&run, "source", "hardware"), 0);

@@ -1,8 +1,10 @@
-//! The vendors' libraries that the table of methods names.
+//! The vendors' libraries of the methods.
 
 use std::ffi::OsStr;
 
-use hotlift_methods::{Hardware, environment, method};
+use hotlift_accel::HARDWARE;
+use hotlift_methods::device::Hardware;
+use hotlift_methods::environment;
 use serde::Serialize;
 
 use super::Gap;
@@ -26,7 +28,7 @@ pub struct Library {
 impl Library {
     /// Tries the library of a method, unless the host is a copy; `None` if the method has none.
     pub fn of(host: &Host, name: &str) -> Option<Self> {
-        let hardware = method(name)?.hardware?;
+        let hardware = HARDWARE.iter().find(|one| one.method == name)?;
         let tried = host.is_live().then(|| hardware.probe());
         let file = tried.is_some().then(|| file_of(host, hardware)).flatten();
         let (found, problem) = match tried {
@@ -126,7 +128,7 @@ mod tests {
                     7f10-7f20 r-xp 00000000 00:1b 2 /usr/lib/libqatzip.so.3.1.1\n";
         std::fs::write(root.path().join("proc/self/maps"), maps).expect("write");
         let host = Host::new(root.path()).expect("a host");
-        let file = |name| file_of(&host, method(name)?.hardware?);
+        let file = |name| file_of(&host, HARDWARE.iter().find(|one| one.method == name)?);
         assert_eq!(
             file("qatzip").as_deref(),
             Some("/usr/lib/libqatzip.so.3.1.1")

@@ -5,7 +5,7 @@
 
 use std::ffi::c_int;
 
-use crate::library::functions;
+use crate::functions;
 
 /// Soname that guarantees the layouts below.
 pub(crate) const SONAME: &str = "libisal.so.2";

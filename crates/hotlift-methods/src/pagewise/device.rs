@@ -1,14 +1,14 @@
 //! Use of the accelerator by a channel, until it fails permanently.
 
-use std::fmt;
 use std::iter::Peekable;
 
 use hotlift_mem::PAGE_SIZE;
 
 use super::Wrapper;
+use crate::device::{Collected, Direction, PageDevice, PageFailure, Submitted};
 use crate::libdeflate::{self, Decompressor};
 use crate::target::Extent;
-use crate::{Accelerator, Hardware, Jobs, MethodError, RunsOn};
+use crate::{Accelerator, Jobs, MethodError, RunsOn};
 
 /// Retries of a page if the device's queue is full (QEMU: 3). Then the CPU processes it, which gives the queue time.
 const RETRIES: u32 = 3;
@@ -17,82 +17,6 @@ const FAILURES: u32 = 8;
 /// Consecutive pages that found the queue full before the device is abandoned: 64 packets, which take the CPU a tenth of a
 /// second. Other users of a shared queue free it sooner. A dead device reports only a full queue.
 const REFUSED: u32 = 64 * 128;
-
-/// Direction of the pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Direction {
-    Compress,
-    Decompress,
-}
-
-/// A device that compresses or decompresses pages for one channel, one job per page.
-///
-/// Dropping it ends its jobs. No job may be in flight then.
-pub(crate) trait PageDevice: Send {
-    /// Returns the maximum number of jobs in flight, never 0.
-    fn slots(&self) -> usize;
-
-    /// Starts the job of a slot, which has none in flight.
-    ///
-    /// # Safety
-    ///
-    /// `input` must stay unchanged until the job is collected or the device abandoned.
-    unsafe fn submit(&mut self, slot: usize, input: &[u8]) -> Submitted;
-
-    /// Waits for the job of a slot.
-    fn collect(&mut self, slot: usize) -> Collected;
-
-    /// Returns the first `len` bytes of the output of a collected job, which reported this length.
-    fn output(&self, slot: usize, len: usize) -> &[u8];
-
-    /// Leaks the device with all memory that its jobs may still write to.
-    fn abandon(self: Box<Self>);
-}
-
-/// Result of a submission.
-#[derive(Debug)]
-pub(crate) enum Submitted {
-    /// The job must be collected.
-    Accepted,
-    /// The queue is full.
-    Busy,
-    /// The device cannot do the job.
-    Failed(Failure),
-}
-
-/// Result of a job.
-#[derive(Debug)]
-pub(crate) enum Collected {
-    /// Done, with the number of output bytes.
-    Done(usize),
-    /// The output exceeds its room, so the page does not shrink.
-    DoesNotFit,
-    /// The job failed, and writes no more.
-    Failed(Failure),
-    /// Timeout. The device must be abandoned.
-    NoAnswer,
-}
-
-/// Reason why the device did not process a page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Failure {
-    /// The library's code.
-    Code(i64),
-    /// It reports success with this number of output bytes, which is impossible.
-    Length(usize),
-    /// No memory for a job.
-    NoMemory,
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Code(code) => write!(f, "code {code}"),
-            Self::Length(len) => write!(f, "an output of {len} bytes"),
-            Self::NoMemory => f.write_str("no memory for a job"),
-        }
-    }
-}
 
 /// A channel's device, or the reason why it is missing, with its job counts.
 pub(crate) struct Service {
@@ -103,7 +27,7 @@ pub(crate) struct Service {
     /// Consecutive failures.
     failures: u32,
     refused: u32,
-    last_failure: Option<Failure>,
+    last_failure: Option<PageFailure>,
     /// Reason to abandon the device as soon as no job is in flight.
     fallback_reason: Option<String>,
     runs_on: RunsOn,
@@ -122,54 +46,28 @@ pub(crate) enum Done<'a> {
 }
 
 impl Service {
-    /// Opens the device of `hardware`, unless `accelerator` is off. Without a device the service runs on the CPU.
+    /// Opens the device of that kind that serves `method`. Without a device the service runs on the CPU.
     ///
     /// # Errors
     ///
     /// [`MethodError::Unavailable`] if a required device is missing.
     pub(crate) fn open(
         method: &'static str,
-        hardware: &Hardware,
+        kind: &'static str,
         accelerator: Accelerator,
         direction: Direction,
-        open: fn(Direction) -> Result<Box<dyn PageDevice>, String>,
     ) -> Result<Self, MethodError> {
-        if accelerator == Accelerator::Off {
-            return Ok(Self::none(RunsOn::Software));
-        }
-        let opened = hardware.probe().and_then(|found| {
-            let device = open(direction).map_err(|reason| reason.as_str().into());
-            device.map(|device| (device, found))
-        });
-        match opened {
-            Ok((device, found)) => {
-                let what = format!("{} by {found}", hardware.device);
-                Ok(Self::on(device, direction, &what))
-            }
-            Err(reason) if accelerator == Accelerator::Required => Err(MethodError::Unavailable {
-                method,
-                library: hardware.library,
-                reason: reason.to_string(),
-            }),
-            Err(reason) => Ok(Self::none(RunsOn::Fallback(reason))),
-        }
+        let opened = accelerator.open(method, kind, |hardware| hardware.pages(direction));
+        let (device, runs_on) = opened?;
+        Ok(Self::new(device, direction, runs_on))
     }
 
-    /// Returns a service on that device.
-    pub(crate) fn on(device: Box<dyn PageDevice>, direction: Direction, what: &str) -> Self {
+    fn new(device: Option<Box<dyn PageDevice>>, direction: Direction, runs_on: RunsOn) -> Self {
+        let slots = device.as_ref().map_or(0, |device| device.slots());
         Self {
-            in_flight: vec![false; device.slots()].into_boxed_slice(),
-            device: Some(device),
+            device,
             direction,
-            ..Self::none(RunsOn::Hardware(what.into()))
-        }
-    }
-
-    fn none(runs_on: RunsOn) -> Self {
-        Self {
-            device: None,
-            direction: Direction::Compress,
-            in_flight: Box::default(),
+            in_flight: vec![false; slots].into_boxed_slice(),
             failures: 0,
             refused: 0,
             last_failure: None,
@@ -246,15 +144,15 @@ impl Service {
             return Some(collected);
         }
         match collected {
-            Collected::Done(len) => self.failed(Failure::Length(len)),
-            Collected::DoesNotFit => self.failed(Failure::Length(PAGE_SIZE + 1)),
+            Collected::Done(len) => self.failed(PageFailure::Length(len)),
+            Collected::DoesNotFit => self.failed(PageFailure::Length(PAGE_SIZE + 1)),
             Collected::Failed(failure) => self.failed(failure),
             Collected::NoAnswer => self.abandon(),
         }
         None
     }
 
-    fn failed(&mut self, failure: Failure) {
+    fn failed(&mut self, failure: PageFailure) {
         self.failures += 1;
         self.last_failure = Some(failure);
         if self.failures >= FAILURES {
@@ -406,7 +304,11 @@ pub(crate) fn trial(
         .map(|i| b"hotlift "[i * i % 11 % 8])
         .collect();
     let run = |direction, input: &[u8]| -> Result<Vec<u8>, String> {
-        let mut service = Service::on(open(direction)?, direction, "trial");
+        let mut service = Service::new(
+            Some(open(direction)?),
+            direction,
+            RunsOn::Hardware("trial".into()),
+        );
         let output = match service.packet(std::iter::once(Some(input))).next() {
             Done::Output(output) => Some(output.to_vec()),
             Done::DoesNotFit | Done::ByCpu => None,

@@ -18,7 +18,7 @@ use crate::libdeflate::adler32;
 use crate::{MethodError, zlib};
 
 pub(crate) use decode::Decoder;
-pub(crate) use device::{Collected, Direction, Failure, PageDevice, Service, Submitted, trial};
+pub(crate) use device::{Service, trial};
 pub(crate) use encode::Encoder;
 
 /// Bytes of a table's entry.

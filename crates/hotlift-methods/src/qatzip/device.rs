@@ -1,12 +1,10 @@
 //! Use of the hardware by a channel, until it fails permanently.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::session::{Backend, Direction, Failure, Session};
-use super::sys::{self, Library};
-use super::{NAME, members};
-use crate::{Accelerator, Hardware, MethodError, RunsOn};
+use super::{DEVICE, NAME, members};
+use crate::device::{Direction, Hardware, MemberDevice, MemberFailure};
+use crate::{Accelerator, MethodError, RunsOn};
 
 /// Consecutive failures before the device is abandoned. Each costs a session's set-up, and the CPU repeats the packet. Three
 /// failures in three sessions are no accident.
@@ -18,22 +16,24 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// Consecutive packets without an instance before the device is abandoned: a dead device is indistinguishable from a busy one.
 const REFUSED: u32 = 64;
 
-/// Accelerator of the method.
-pub(crate) static HARDWARE: Hardware =
-    Hardware::new("Intel QAT", sys::SONAME, sys::VARIABLE, trial);
-
-/// Passes two members through the hardware: without a device the library's second `qzInit` reports success.
-fn trial() -> Result<String, String> {
-    let library = Library::get()?;
+/// Passes two members through a device of each direction, a test that they must pass before use: without hardware the second
+/// `qzInit` of libqatzip reports success.
+///
+/// # Errors
+///
+/// The incorrect result.
+pub fn trial(
+    open: fn(Direction, u8) -> Result<Box<dyn MemberDevice>, String>,
+) -> Result<(), String> {
     let sample: Vec<u8> = (0..members::LARGEST + members::LARGEST / 2)
         .map(|i| ((i * i) >> 7).to_le_bytes()[0])
         .collect();
     let run = |direction, bytes: &[u8]| -> Result<Vec<u8>, String> {
-        let mut session = Session::new(library, Backend::Hardware, direction, 1)?;
-        let output = session.run(bytes, sample.len()).map(<[u8]>::to_vec);
+        let mut device = open(direction, 1)?;
+        let output = device.run(bytes, sample.len()).map(<[u8]>::to_vec);
         output.map_err(|failure| {
             // The device may still be working.
-            session.leak();
+            device.abandon();
             failure.to_string()
         })
     };
@@ -44,14 +44,14 @@ fn trial() -> Result<String, String> {
     if run(Direction::Decompress, &payload)? != sample {
         return Err("a trial did not restore its input".to_owned());
     }
-    Ok(HARDWARE.file())
+    Ok(())
 }
 
 /// A channel's device, or the reason why it is missing.
 pub(super) struct Device {
-    session: Option<Session>,
-    library: Option<&'static Library>,
-    backend: Backend,
+    session: Option<Box<dyn MemberDevice>>,
+    /// Opens another session.
+    hardware: Option<&'static Hardware>,
     direction: Direction,
     level: u8,
     failures: u32,
@@ -71,64 +71,26 @@ impl Device {
         direction: Direction,
         level: u8,
     ) -> Result<Self, MethodError> {
-        if accelerator == Accelerator::Off {
-            return Ok(Self::none(direction, RunsOn::Software));
-        }
-        let opened = HARDWARE
-            .probe()
-            .and_then(|found| Self::by(Backend::Hardware, direction, level, &found));
-        match opened {
-            Ok(device) => Ok(device),
-            Err(reason) if accelerator == Accelerator::Required => Err(unavailable(&reason)),
-            Err(reason) => Ok(Self::none(direction, RunsOn::Fallback(reason))),
-        }
-    }
-
-    /// Returns the library's own software instead of a device.
-    ///
-    /// # Errors
-    ///
-    /// [`MethodError::Unavailable`] without the library.
-    pub(super) fn software(direction: Direction, level: u8) -> Result<Self, MethodError> {
-        Self::by(Backend::LibrarySoftware, direction, level, "software")
-            .map_err(|reason| unavailable(&reason))
-    }
-
-    fn by(
-        backend: Backend,
-        direction: Direction,
-        level: u8,
-        found: &str,
-    ) -> Result<Self, Arc<str>> {
-        let library = Library::get()?;
-        let session = Session::new(library, backend, direction, level)?;
-        let what = format!("{} by {found}", HARDWARE.device);
+        let (opened, runs_on) = accelerator.open(NAME, DEVICE, |hardware| {
+            Ok((hardware.members(direction, level)?, hardware))
+        })?;
+        let (session, hardware) = opened.unzip();
         Ok(Self {
-            session: Some(session),
-            library: Some(library),
-            backend,
-            level,
-            ..Self::none(direction, RunsOn::Hardware(what.into()))
-        })
-    }
-
-    fn none(direction: Direction, runs_on: RunsOn) -> Self {
-        Self {
-            session: None,
-            library: None,
-            backend: Backend::Hardware,
+            session,
+            hardware,
             direction,
-            level: 1,
+            level,
             failures: 0,
             refused: 0,
             retries: 0,
             runs_on,
-        }
+        })
     }
 
     /// Returns the device's maximum bytes per member; `None` without a device.
     pub(super) fn largest_member(&self) -> Option<usize> {
-        self.session.as_ref().map(|_| self.backend.largest_member())
+        let session = self.session.as_ref()?;
+        Some(session.largest_member())
     }
 
     /// Submits `bytes`, the encoded or plain form of `pages` bytes; returns true if `accept` accepts the output.
@@ -142,15 +104,15 @@ impl Device {
             let Some(session) = &mut self.session else {
                 return false;
             };
-            let taken = session
-                .run(bytes, pages)
-                .and_then(|output| accept(output).map_err(|why| Failure::Failed(why.to_owned())));
+            let taken = session.run(bytes, pages).and_then(|output| {
+                accept(output).map_err(|why| MemberFailure::Failed(why.to_owned()))
+            });
             match taken {
                 Ok(()) => {
                     (self.failures, self.refused) = (0, 0);
                     return true;
                 }
-                Err(Failure::Busy) if offer < RETRIES => {
+                Err(MemberFailure::Busy) if offer < RETRIES => {
                     self.retries += 1;
                     std::thread::sleep(PAUSE);
                 }
@@ -163,21 +125,21 @@ impl Device {
         false
     }
 
-    fn failed(&mut self, failure: &Failure) {
+    fn failed(&mut self, failure: &MemberFailure) {
         match failure {
-            Failure::Busy => {
+            MemberFailure::Busy => {
                 self.refused += 1;
                 if self.refused == REFUSED {
                     self.leave(&format!("{failure} for {REFUSED} packets in a row"));
                 }
             }
-            Failure::NoAnswer => {
+            MemberFailure::NoAnswer => {
                 if let Some(session) = self.session.take() {
-                    session.leak();
+                    session.abandon();
                 }
                 self.leave(&failure.to_string());
             }
-            Failure::Failed(_) => {
+            MemberFailure::Failed(_) => {
                 self.failures += 1;
                 if self.failures == FAILURES {
                     self.leave(&format!(
@@ -194,8 +156,10 @@ impl Device {
     fn renew(&mut self) {
         // The old session must release its instance and memory first.
         self.session = None;
-        let Some(library) = self.library else { return };
-        match Session::new(library, self.backend, self.direction, self.level) {
+        let Some(hardware) = self.hardware else {
+            return;
+        };
+        match hardware.members(self.direction, self.level) {
             Ok(session) => self.session = Some(session),
             Err(reason) => self.leave(&reason),
         }
@@ -215,13 +179,5 @@ impl Device {
 
     pub(super) fn runs_on(&self) -> RunsOn {
         self.runs_on.clone()
-    }
-}
-
-fn unavailable(reason: &str) -> MethodError {
-    MethodError::Unavailable {
-        method: NAME,
-        library: HARDWARE.library,
-        reason: reason.to_owned(),
     }
 }

@@ -3,9 +3,9 @@
 use super::{EXTRA, HEADER, MAGIC, SUBFIELD, TRAILER, crc32};
 
 /// Maximum bytes of a member (QATzip's default `hw_buff_sz`), the unit of the hardware.
-pub(super) const LARGEST: usize = 64 * 1024;
+pub const LARGEST: usize = 64 * 1024;
 /// Minimum bytes of a member for the hardware (QATzip's default); the library rejects smaller ones.
-pub(super) const SMALLEST: usize = 1024;
+pub const SMALLEST: usize = 1024;
 
 /// A member with its sizes.
 struct Member {

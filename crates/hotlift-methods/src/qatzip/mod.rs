@@ -15,26 +15,26 @@
 //! | `encode`, `decode` | conversion of packets to members and back, on the CPU or by the hardware |
 //! | `members` | parser of headers and trailers |
 //! | `device` | use of the hardware by a channel, until it fails permanently |
-//! | `session` | sessions of libqatzip, and memory that the hardware reads and writes |
-//! | `sys` | libqatzip, opened at run time |
 
 mod decode;
 mod device;
 mod encode;
 mod members;
-mod session;
-mod sys;
 
 use std::ops::RangeInclusive;
 
+use crate::device::Direction;
 use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, check, software};
 use device::Device;
-use session::Direction;
 
 pub(crate) use crate::libdeflate::crc32;
-pub(crate) use device::HARDWARE;
+pub use device::trial;
+pub use members::{LARGEST as LARGEST_MEMBER, SMALLEST as SMALLEST_MEMBER};
 
 const NAME: &str = "qatzip";
+
+/// Device that serves the method.
+pub(crate) const DEVICE: &str = "Intel QAT";
 
 /// Levels as `multifd-qatzip-level` has them.
 pub(crate) const LEVELS: RangeInclusive<u8> = 1..=9;
@@ -58,28 +58,6 @@ pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, Met
 
 pub(crate) fn decoder(accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
     let device = Device::open(accelerator, Direction::Decompress, 1)?;
-    Ok(Box::new(decode::Decoder::new(device)?))
-}
-
-/// Returns an encoder by libqatzip's own software, for tests and comparisons only: it is slower than ours, and without a device
-/// each call uses up one of the process's 1024 thread keys. It verifies our use of the library on hosts without a device.
-///
-/// # Errors
-///
-/// [`MethodError::Level`] for a level outside of 1 to 9; [`MethodError::Unavailable`] without the library.
-pub fn library_encoder(level: u8) -> Result<Box<dyn Encode>, MethodError> {
-    check::level(NAME, &LEVELS, level)?;
-    let device = Device::software(Direction::Compress, level)?;
-    Ok(Box::new(encode::Encoder::new(device, level)?))
-}
-
-/// Returns a decoder by libqatzip's own software, see [`library_encoder`].
-///
-/// # Errors
-///
-/// [`MethodError::Unavailable`] without the library.
-pub fn library_decoder() -> Result<Box<dyn Decode>, MethodError> {
-    let device = Device::software(Direction::Decompress, 1)?;
     Ok(Box::new(decode::Decoder::new(device)?))
 }
 

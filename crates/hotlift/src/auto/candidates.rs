@@ -1,6 +1,6 @@
 //! Encodings that a packet can be sent in.
 
-use hotlift_methods::{Accelerator, Hardware, METHODS};
+use hotlift_methods::{Accelerator, METHODS, MethodInfo};
 use hotlift_wire::multifd::Method;
 
 /// A method and its level.
@@ -133,22 +133,22 @@ impl Candidate {
     /// QEMU that reads nothing else: zstd leaves less in less time.
     pub(crate) fn of_hotlifts(accelerator: Accelerator) -> Vec<Self> {
         let all = TABLE.iter().map(|(one, _)| *one);
-        all.filter(|one| match one.hardware() {
-            Some(hardware) => accelerator != Accelerator::Off && hardware.probe().is_ok(),
+        all.filter(|one| match one.on_a_device() {
+            Some(method) => accelerator.probe(method.name).is_ok(),
             None => one.level >= 0 && one.method != Method::Zlib,
         })
         .collect()
     }
 
-    /// Returns the accelerator of its method, if there is one.
-    fn hardware(&self) -> Option<&'static Hardware> {
+    /// Returns its method, if an accelerator encodes it.
+    fn on_a_device(&self) -> Option<&'static MethodInfo> {
         let info = METHODS.iter().find(|info| info.flag == self.method.flag());
-        info.and_then(|info| info.hardware)
+        info.filter(|info| info.hardware.is_some())
     }
 
     /// Returns true if an accelerator encodes it.
     pub(crate) fn is_on_a_device(&self) -> bool {
-        self.hardware().is_some()
+        self.on_a_device().is_some()
     }
 
     /// Returns its estimated cost.

@@ -12,6 +12,7 @@ use hotlift_wire::multifd::{Method, PacketLayout};
 
 use super::values::{AccelPath, Goal, Value, ZeroPageDetection};
 use super::{CHANNEL_MEMORY, MAX_PACKET_SIZE, OptionError, With};
+use crate::accelerators::HARDWARE;
 
 /// Declares structs whose fields have a default each.
 macro_rules! options {
@@ -90,7 +91,7 @@ options! {
         /// True if a guest's page of the main channel is sent as its difference to the one sent before.
         pub xbzrle: bool = false,
         /// Use of the method's accelerator.
-        pub accelerator: Accelerator = Accelerator::Auto,
+        pub accelerator: Accelerator = Accelerator::Auto(&HARDWARE),
         /// Method that `auto` uses towards a QEMU, which reads one method only; each packet has a level of its own.
         pub qemu_reads: &'static MethodInfo = &METHODS[0],
         /// Limit over all sockets, in bytes a second; 0 is unlimited.
@@ -303,10 +304,10 @@ impl StreamOptions {
     /// Checks a required accelerator. `detects_zero_pages` is true if devices do, which are opened later.
     fn check_accelerator(&self, detects_zero_pages: bool) -> Result<(), OptionError> {
         let method = self.multifd_compression;
-        if self.accelerator != Accelerator::Required {
+        if !matches!(self.accelerator, Accelerator::Required(_)) {
             return Ok(());
         }
-        let Some(hardware) = method.hardware else {
+        let Some(device) = method.hardware else {
             // Method none may still be one end of a relay whose other end has an accelerator.
             let is_other = detects_zero_pages || (method.flag == 0 && !self.compress);
             return refuse(
@@ -315,9 +316,9 @@ impl StreamOptions {
                 "a method that an accelerator serves ('hotlift methods' lists them)",
             );
         };
-        let found = hardware.probe().map(|_| ());
+        let found = self.accelerator.probe(method.name).map(|_| ());
         found.map_err(|reason| OptionError::NoAccelerator {
-            device: hardware.device,
+            device,
             reason: reason.to_string(),
         })
     }

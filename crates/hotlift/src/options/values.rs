@@ -9,6 +9,8 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{Accelerator, MethodInfo, selection, selections};
 pub use hotlift_wire::multifd::ZeroPageDetection;
 
+use crate::accelerators::HARDWARE;
+
 /// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread, or in the channel threads. Zero pages
 /// are records of the main channel in the second mode, and listed in packets in the third.
 ///
@@ -21,10 +23,10 @@ pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
 ];
 
 /// All choices of `accelerator`, an option of ours: QEMU uses what it finds.
-pub const ACCELERATOR: &[(&str, Accelerator)] = &[
-    ("auto", Accelerator::Auto),
+pub static ACCELERATOR: [(&str, Accelerator); 3] = [
+    ("auto", Accelerator::Auto(&HARDWARE)),
     ("off", Accelerator::Off),
-    ("required", Accelerator::Required),
+    ("required", Accelerator::Required(&HARDWARE)),
 ];
 
 /// Optimization goal of a migration: `goal`, an option of ours.
@@ -191,7 +193,10 @@ impl fmt::Display for Value {
                     .find(|(_, one, on_devices)| (one, on_devices) == (mode, devices));
                 f.write_str(row.map_or("", |(name, ..)| name))
             }
-            Self::Accelerator(choice) => f.write_str(name_in(ACCELERATOR, choice)),
+            // The accelerators themselves may be others than those of the table.
+            Self::Accelerator(Accelerator::Auto(_)) => f.write_str("auto"),
+            Self::Accelerator(Accelerator::Off) => f.write_str("off"),
+            Self::Accelerator(Accelerator::Required(_)) => f.write_str("required"),
             Self::Goal(goal) => f.write_str(name_in(GOAL, goal)),
             Self::Cores(thousandths) => write!(f, "{}", f64::from(*thousandths) / 1000.0),
             Self::AccelPath(paths) => {
@@ -233,7 +238,7 @@ impl Values {
                 .iter()
                 .find(|(name, ..)| *name == text)
                 .map(|(_, mode, devices)| Value::ZeroPages(*mode, *devices)),
-            Self::Accelerator => named_in(ACCELERATOR, text).map(Value::Accelerator),
+            Self::Accelerator => named_in(&ACCELERATOR, text).map(Value::Accelerator),
             Self::Goal => named_in(GOAL, text).map(Value::Goal),
             Self::Cores => parse_cores(text).map(Value::Cores),
             Self::AccelPath => text

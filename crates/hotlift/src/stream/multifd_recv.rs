@@ -171,7 +171,7 @@ impl<'a> MultifdReceiver<'a> {
                 id: rules.id,
                 accelerator: match (rules.methods, rules.accelerator) {
                     // This side cannot require a certain device of the source.
-                    (Methods::Each, Accelerator::Required) => Accelerator::Auto,
+                    (Methods::Each, Accelerator::Required(all)) => Accelerator::Auto(all),
                     (_, accelerator) => accelerator,
                 },
                 memory,

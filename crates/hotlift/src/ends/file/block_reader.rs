@@ -7,6 +7,7 @@ use hotlift_wire::multifd::Method;
 use super::FileError;
 use super::layout::{BlockHead, Entry, damaged};
 use super::prefetch::PrefetchedRanges;
+use crate::accelerators::HARDWARE;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::postcopy::Batch;
@@ -61,7 +62,7 @@ impl<'a> Blocks<'a> {
             let mut decoder = Decoder::of(
                 info,
                 0,
-                Accelerator::Auto,
+                Accelerator::Auto(&HARDWARE),
                 memory,
                 control.accelerator_stats(),
             )?;

@@ -54,7 +54,7 @@ pub(crate) fn open(
             Ok(device) => devices.push(device),
             Err(source) => {
                 let error = MigrationError::ZeroDevice { source };
-                if accelerator == Accelerator::Required {
+                if matches!(accelerator, Accelerator::Required(_)) {
                     return Err(error);
                 }
                 missing.get_or_insert(error.chain());

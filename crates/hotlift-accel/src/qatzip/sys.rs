@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use crate::library::functions;
+use hotlift_methods::functions;
 
 /// Soname that guarantees the layouts below.
 pub(super) const SONAME: &str = "libqatzip.so.3";

@@ -3,19 +3,20 @@
 #[path = "support/simulated.rs"]
 mod simulated;
 
-use hotlift_methods::{Accelerator, METHODS, MethodError, RunsOn};
+use hotlift_accel::HARDWARE;
+use hotlift_methods::{Accelerator, MethodError, RunsOn, method};
 use simulated::Simulated;
 
 #[test]
 fn what_is_wanted_runs_on_the_cpu_and_what_is_required_is_an_error() {
     let simulated = Simulated::take();
     simulated.behave("absent=1");
-    for method in METHODS.iter().filter(|method| method.hardware.is_some()) {
-        let hardware = method.hardware.expect("filtered");
+    for hardware in &HARDWARE {
+        let method = method(hardware.method).expect("a row of the table");
         let why = hardware.probe().expect_err("no device");
-        let decoder = (method.decoder)(Accelerator::Auto).expect(method.name);
+        let decoder = (method.decoder)(Accelerator::Auto(&HARDWARE)).expect(method.name);
         assert_eq!(decoder.runs_on(), RunsOn::Fallback(why.clone()));
-        let Err(error) = (method.decoder)(Accelerator::Required) else {
+        let Err(error) = (method.decoder)(Accelerator::Required(&HARDWARE)) else {
             panic!("{}: no error", method.name);
         };
         assert_eq!(
@@ -28,8 +29,8 @@ fn what_is_wanted_runs_on_the_cpu_and_what_is_required_is_an_error() {
         );
     }
     let why = |name| {
-        let hardware = hotlift_methods::method(name).and_then(|method| method.hardware);
-        hardware.expect(name).probe().expect_err("no device")
+        let accelerator = Accelerator::Auto(&HARDWARE);
+        accelerator.probe(name).expect_err("no device")
     };
     assert_eq!(
         &*why("qpl"),

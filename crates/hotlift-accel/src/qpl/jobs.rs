@@ -10,10 +10,9 @@ use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::device::{Collected, Direction, PageDevice, PageFailure, Submitted};
 
-use super::Path;
 use super::sys::{self, Library};
-use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
 
 /// Maximum jobs in flight of one encoder or decoder: the pages of a multifd packet. Each takes 189 KB of memory for the
 /// library, allocated when first needed.
@@ -25,6 +24,15 @@ const DEADLINE: Duration = Duration::from_millis(500);
 const SPINS: u32 = 256;
 /// Alignment of a job, from the completion records inside.
 const ALIGN: usize = 64;
+
+/// Executor of libqpl's jobs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Path {
+    /// An IAA device.
+    Hardware,
+    /// libqpl itself, on the CPU.
+    Software,
+}
 
 /// The jobs.
 pub(super) struct Pool {
@@ -119,12 +127,12 @@ impl PageDevice for Pool {
         while slot >= self.jobs.len() {
             match self.add_job() {
                 Ok(()) => {}
-                Err(None) => return Submitted::Failed(Failure::NoMemory),
-                Err(Some(code)) => return Submitted::Failed(Failure::Code(code.into())),
+                Err(None) => return Submitted::Failed(PageFailure::NoMemory),
+                Err(Some(code)) => return Submitted::Failed(PageFailure::Code(code.into())),
             }
         }
         let Ok(available_in) = u32::try_from(input.len()) else {
-            return Submitted::Failed(Failure::Length(input.len()));
+            return Submitted::Failed(PageFailure::Length(input.len()));
         };
         let (op, flags, room) = match self.direction {
             // One byte less than a page: larger output is sent uncompressed.
@@ -160,7 +168,7 @@ impl PageDevice for Pool {
             }
             (sys::OK, Path::Hardware) => Submitted::Accepted,
             (sys::QUEUES_ARE_BUSY, Path::Hardware) => Submitted::Busy,
-            (code, Path::Hardware) => Submitted::Failed(Failure::Code(code.into())),
+            (code, Path::Hardware) => Submitted::Failed(PageFailure::Code(code.into())),
         }
     }
 
@@ -189,9 +197,11 @@ impl PageDevice for Pool {
         let written = unsafe { (*job).total_out };
         match (code, usize::try_from(written)) {
             (sys::OK, Ok(written)) if written <= PAGE_SIZE => Collected::Done(written),
-            (sys::OK, written) => Collected::Failed(Failure::Length(written.unwrap_or(usize::MAX))),
+            (sys::OK, written) => {
+                Collected::Failed(PageFailure::Length(written.unwrap_or(usize::MAX)))
+            }
             (sys::MORE_OUTPUT_NEEDED, _) => Collected::DoesNotFit,
-            (code, _) => Collected::Failed(Failure::Code(code.into())),
+            (code, _) => Collected::Failed(PageFailure::Code(code.into())),
         }
     }
 

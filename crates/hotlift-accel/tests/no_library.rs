@@ -2,8 +2,10 @@
 
 #[path = "support/simulated.rs"]
 mod simulated;
+#[path = "../../hotlift-methods/tests/support/packets.rs"]
 mod support;
 
+use hotlift_accel::HARDWARE;
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodError, RunsOn, method};
 use support::{Layout, Place, contents};
 
@@ -26,8 +28,9 @@ fn settings(accelerator: Accelerator, to_hotlift: bool) -> EncoderSettings {
 fn what_is_wanted_runs_on_the_cpu_with_the_loaders_reason() {
     without_libraries();
     for method in METHODS.iter().filter(|method| method.hardware.is_some()) {
-        let mut encoder = (method.encoder)(&settings(Accelerator::Auto, true)).expect(method.name);
-        let mut decoder = (method.decoder)(Accelerator::Auto).expect(method.name);
+        let mut encoder =
+            (method.encoder)(&settings(Accelerator::Auto(&HARDWARE), true)).expect(method.name);
+        let mut decoder = (method.decoder)(Accelerator::Auto(&HARDWARE)).expect(method.name);
         for runs_on in [encoder.runs_on(), decoder.runs_on()] {
             assert!(
                 matches!(&runs_on, RunsOn::Fallback(reason) if reason.contains("/nonexistent/")),
@@ -52,8 +55,8 @@ fn what_is_required_is_an_error_with_the_loaders_reason() {
     without_libraries();
     for method in METHODS.iter().filter(|method| method.hardware.is_some()) {
         for error in [
-            (method.encoder)(&settings(Accelerator::Required, true)).err(),
-            (method.decoder)(Accelerator::Required).err(),
+            (method.encoder)(&settings(Accelerator::Required(&HARDWARE), true)).err(),
+            (method.decoder)(Accelerator::Required(&HARDWARE)).err(),
         ] {
             let Some(MethodError::Unavailable { reason, .. }) = &error else {
                 panic!("{}: {error:?}", method.name);
@@ -69,7 +72,7 @@ fn uadk_sends_qemu_pages_as_they_are() {
     let uadk = method("uadk").expect("uadk");
     let pages = contents("text", 3, 1);
     let mut payload = Vec::new();
-    let mut encoder = (uadk.encoder)(&settings(Accelerator::Auto, false)).expect("uadk");
+    let mut encoder = (uadk.encoder)(&settings(Accelerator::Auto(&HARDWARE), false)).expect("uadk");
     encoder.encode(&pages, &mut payload).expect("uadk");
     assert!(payload[3 * 4..] == pages);
     assert_eq!(encoder.jobs().raw_pages, 3);

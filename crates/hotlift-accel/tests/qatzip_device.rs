@@ -2,8 +2,10 @@
 
 #[path = "support/simulated.rs"]
 mod simulated;
+#[path = "../../hotlift-methods/tests/support/packets.rs"]
 mod support;
 
+use hotlift_accel::HARDWARE;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{
     Accelerator, Decode, Encode, EncoderSettings, Jobs, MethodError, RunsOn, method,
@@ -13,14 +15,14 @@ use support::{CANARY, Layout, Place, contents, zlib_stream};
 
 fn encoder() -> Box<dyn Encode> {
     let settings = EncoderSettings {
-        accelerator: Accelerator::Required,
+        accelerator: Accelerator::Required(&HARDWARE),
         ..EncoderSettings::software(1)
     };
     (method("qatzip").expect("qatzip").encoder)(&settings).expect("a device")
 }
 
 fn decoder() -> Box<dyn Decode> {
-    (method("qatzip").expect("qatzip").decoder)(Accelerator::Required).expect("a device")
+    (method("qatzip").expect("qatzip").decoder)(Accelerator::Required(&HARDWARE)).expect("a device")
 }
 
 /// Passes packets of 20 pages, which are two members, through a channel; returns the payloads.

@@ -5,7 +5,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use crate::library::functions;
+use hotlift_methods::functions;
 
 /// Soname that guarantees the layouts below.
 pub(super) const SONAME: &str = "libwd_comp.so.2";

@@ -7,9 +7,9 @@ use std::ffi::c_int;
 use std::sync::OnceLock;
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::device::{Collected, Direction, PageDevice, PageFailure, Submitted};
 
 use super::sys::{self, Library};
-use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
 
 /// Room for a page's output (as in QEMU): the output may be larger than the input.
 const ROOM: usize = 2 * PAGE_SIZE;
@@ -109,7 +109,7 @@ impl PageDevice for Session {
             Direction::Decompress => PAGE_SIZE,
         };
         let (Ok(src_len), Ok(dst_len)) = (u32::try_from(input.len()), u32::try_from(room)) else {
-            return Submitted::Failed(Failure::Length(input.len()));
+            return Submitted::Failed(PageFailure::Length(input.len()));
         };
         let mut request = sys::Request {
             src: input.as_ptr(),
@@ -145,9 +145,11 @@ impl PageDevice for Session {
             (sys::TIMED_OUT, ..) => Collected::NoAnswer,
             (0, 0, Ok(written)) if written <= PAGE_SIZE => Collected::Done(written),
             (0, 0, Ok(written)) if written <= ROOM => Collected::DoesNotFit,
-            (0, 0, written) => Collected::Failed(Failure::Length(written.unwrap_or(usize::MAX))),
-            (0, status, _) => Collected::Failed(Failure::Code(status.into())),
-            (code, ..) => Collected::Failed(Failure::Code(code.into())),
+            (0, 0, written) => {
+                Collected::Failed(PageFailure::Length(written.unwrap_or(usize::MAX)))
+            }
+            (0, status, _) => Collected::Failed(PageFailure::Code(status.into())),
+            (code, ..) => Collected::Failed(PageFailure::Code(code.into())),
         }
     }
 

@@ -7,36 +7,26 @@
 //! the device. Without it pages are sent uncompressed, which every QEMU reads. If the device fails later, the CPU compresses,
 //! since the peer's device reads that too. A Hotlift always gets compressed pages, and reads them without a device.
 
-mod session;
-mod sys;
-
-use crate::pagewise::{self, Direction, Service, Wrapper};
-use crate::{
-    Accelerator, Decode, Encode, EncoderSettings, Hardware, MethodError, RunsOn, software,
-};
-
-use session::{Session, ready};
+use crate::device::{Direction, PageDevice};
+use crate::pagewise::{self, Service, Wrapper};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, RunsOn, software};
 
 const NAME: &str = "uadk";
 
-/// Accelerator of `uadk`.
-pub(crate) static HARDWARE: Hardware =
-    Hardware::new("HiSilicon ZIP", sys::SONAME, sys::VARIABLE, trial);
+/// Device that serves the method.
+pub(crate) const DEVICE: &str = "HiSilicon ZIP";
 
-/// Passes a page through a session and back.
-fn trial() -> Result<String, String> {
-    ready()?;
-    pagewise::trial(Wrapper::Zlib, Session::open)
-        .map_err(|reason| format!("libwd_comp: {reason}"))?;
-    Ok(HARDWARE.file())
-}
-
-fn service(accelerator: Accelerator, direction: Direction) -> Result<Service, MethodError> {
-    Service::open(NAME, &HARDWARE, accelerator, direction, Session::open)
+/// Passes a page through a device of each direction, a test that they must pass before use.
+///
+/// # Errors
+///
+/// The incorrect result.
+pub fn trial(open: fn(Direction) -> Result<Box<dyn PageDevice>, String>) -> Result<(), String> {
+    pagewise::trial(Wrapper::Zlib, open)
 }
 
 pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
-    let service = service(settings.accelerator, Direction::Compress)?;
+    let service = Service::open(NAME, DEVICE, settings.accelerator, Direction::Compress)?;
     let has_device = matches!(service.runs_on(), RunsOn::Hardware(_));
     let encoder = if has_device || settings.to_hotlift {
         pagewise::Encoder::new(NAME, Wrapper::Zlib, service)?
@@ -47,7 +37,7 @@ pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, Met
 }
 
 pub(crate) fn decoder(accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
-    let service = service(accelerator, Direction::Decompress)?;
+    let service = Service::open(NAME, DEVICE, accelerator, Direction::Decompress)?;
     let decoder = pagewise::Decoder::new(NAME, Wrapper::Zlib, service)?;
     Ok(Box::new(decoder))
 }

@@ -11,12 +11,12 @@
 //! stopped device.
 
 use std::ffi::c_void;
-use std::fmt;
 use std::ptr::NonNull;
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::device::{Direction, MemberDevice, MemberFailure};
+use hotlift_methods::qatzip::{LARGEST_MEMBER, SMALLEST_MEMBER};
 
-use super::members;
 use super::sys::{self, Library};
 
 /// Bytes of QEMU's largest packet, the initial size of buffers.
@@ -35,47 +35,6 @@ pub(super) enum Backend {
 impl Backend {
     fn sw_backup(self) -> u8 {
         u8::from(self == Self::LibrarySoftware)
-    }
-
-    /// Returns the maximum bytes of a member: the software makes one member per packet.
-    pub(super) fn largest_member(self) -> usize {
-        match self {
-            Self::Hardware => members::LARGEST,
-            Self::LibrarySoftware => usize::MAX,
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    Compress,
-    Decompress,
-}
-
-/// Reason why a call failed.
-#[derive(Debug)]
-pub(super) enum Failure {
-    /// Other sessions currently use the device's instances.
-    Busy,
-    /// Timeout: the device may still write.
-    NoAnswer,
-    /// Any other error: the session may be unusable.
-    Failed(String),
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Busy => f.write_str(sys::meaning(sys::NO_INSTANCE.into())),
-            Self::NoAnswer => f.write_str(sys::meaning(sys::TIMEOUT.into())),
-            Self::Failed(reason) => f.write_str(reason),
-        }
-    }
-}
-
-impl From<String> for Failure {
-    fn from(reason: String) -> Self {
-        Self::Failed(reason)
     }
 }
 
@@ -99,12 +58,12 @@ impl Session {
     /// # Errors
     ///
     /// The library's error; for backend hardware also a fallback to software.
-    pub(super) fn new(
-        library: &'static Library,
+    pub(super) fn open(
         backend: Backend,
         direction: Direction,
         level: u8,
-    ) -> Result<Self, String> {
+    ) -> Result<Box<dyn MemberDevice>, String> {
+        let library = Library::get()?;
         let mut raw = Box::new(sys::Session::zeroed());
         let mut params = sys::Params::default();
         // SAFETY: a session of zeroes.
@@ -124,8 +83,8 @@ impl Session {
         params.level = level.into();
         params.sw_backup = backend.sw_backup();
         // Both are far below 2^32.
-        params.hw_buff_sz = u32::try_from(members::LARGEST).unwrap_or(u32::MAX);
-        params.input_threshold = u32::try_from(members::SMALLEST).unwrap_or(u32::MAX);
+        params.hw_buff_sz = u32::try_from(LARGEST_MEMBER).unwrap_or(u32::MAX);
+        params.input_threshold = u32::try_from(SMALLEST_MEMBER).unwrap_or(u32::MAX);
         params.data_format = sys::GZIP_EXT;
         // SAFETY: an initialised session that is not set up, and parameters.
         let code = unsafe { (library.qzSetupSessionDeflate)(&raw mut *raw, &raw mut params) };
@@ -149,19 +108,46 @@ impl Session {
             Direction::Compress => (plain, packed),
             Direction::Decompress => (packed, plain),
         };
-        Ok(Self {
+        Ok(Box::new(Self {
             library,
             backend,
             direction,
             raw,
             input,
             output,
-        })
+        }))
     }
 
-    /// Compresses or decompresses `bytes`, the encoded or plain form of `pages` bytes; returns the output. All input must be
-    /// used.
-    pub(super) fn run(&mut self, bytes: &[u8], pages: usize) -> Result<&[u8], Failure> {
+    fn compressed_length(&mut self, bytes: u32, pages: usize) -> Result<usize, String> {
+        // SAFETY: a session that is set up.
+        let room = unsafe { (self.library.qzMaxCompressedLength)(bytes, &raw mut *self.raw) };
+        let room = room as usize;
+        // 9/8 and a little more in 1.3.1 and 2.0.0.
+        if (pages..=2 * pages + PAGE_SIZE).contains(&room) {
+            Ok(room)
+        } else {
+            Err(format!("qzMaxCompressedLength returned {room} for {pages}"))
+        }
+    }
+
+    fn call(&self) -> &'static str {
+        match self.direction {
+            Direction::Compress => "qzCompress",
+            Direction::Decompress => "qzDecompress",
+        }
+    }
+}
+
+impl MemberDevice for Session {
+    /// Returns the maximum bytes of a member: the software makes one member per packet.
+    fn largest_member(&self) -> usize {
+        match self.backend {
+            Backend::Hardware => LARGEST_MEMBER,
+            Backend::LibrarySoftware => usize::MAX,
+        }
+    }
+
+    fn run(&mut self, bytes: &[u8], pages: usize) -> Result<&[u8], MemberFailure> {
         let length = |bytes: usize| u32::try_from(bytes).map_err(|_| "too large".to_owned());
         let mut taken = length(bytes.len())?;
         let room = match self.direction {
@@ -187,8 +173,8 @@ impl Session {
         };
         match code {
             sys::OK => {}
-            sys::NO_INSTANCE => return Err(Failure::Busy),
-            sys::TIMEOUT => return Err(Failure::NoAnswer),
+            sys::NO_INSTANCE => return Err(MemberFailure::Busy),
+            sys::TIMEOUT => return Err(MemberFailure::NoAnswer),
             code => return Err(told(self.call(), code).into()),
         }
         // Detects a fallback to software that was not permitted.
@@ -208,28 +194,8 @@ impl Session {
         Ok(&self.output.bytes()[..given])
     }
 
-    /// Leaks the session and its memory, which the device may still write to.
-    pub(super) fn leak(self) {
+    fn abandon(self: Box<Self>) {
         std::mem::forget(self);
-    }
-
-    fn compressed_length(&mut self, bytes: u32, pages: usize) -> Result<usize, String> {
-        // SAFETY: a session that is set up.
-        let room = unsafe { (self.library.qzMaxCompressedLength)(bytes, &raw mut *self.raw) };
-        let room = room as usize;
-        // 9/8 and a little more in 1.3.1 and 2.0.0.
-        if (pages..=2 * pages + PAGE_SIZE).contains(&room) {
-            Ok(room)
-        } else {
-            Err(format!("qzMaxCompressedLength returned {room} for {pages}"))
-        }
-    }
-
-    fn call(&self) -> &'static str {
-        match self.direction {
-            Direction::Compress => "qzCompress",
-            Direction::Decompress => "qzDecompress",
-        }
     }
 }
 

@@ -2,8 +2,10 @@
 
 #[path = "support/simulated.rs"]
 mod simulated;
+#[path = "../../hotlift-methods/tests/support/packets.rs"]
 mod support;
 
+use hotlift_accel::HARDWARE;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{
     Accelerator, Decode, Encode, EncoderSettings, Jobs, METHODS, MethodError, MethodInfo, RunsOn,
@@ -98,9 +100,9 @@ fn fallback(runs_on: &RunsOn) -> Option<&str> {
 fn every_page_is_exact_whatever_the_device_does() {
     let simulated = Simulated::take();
     let sides = [
-        (Accelerator::Auto, Accelerator::Auto),
-        (Accelerator::Auto, Accelerator::Off),
-        (Accelerator::Off, Accelerator::Auto),
+        (Accelerator::Auto(&HARDWARE), Accelerator::Auto(&HARDWARE)),
+        (Accelerator::Auto(&HARDWARE), Accelerator::Off),
+        (Accelerator::Off, Accelerator::Auto(&HARDWARE)),
     ];
     for method in accelerated() {
         for (behaviour, stays) in BEHAVIOURS {
@@ -125,10 +127,10 @@ fn every_page_is_exact_whatever_the_device_does() {
                         (Accelerator::Off, RunsOn::Software) => {
                             assert_eq!((jobs.hardware, jobs.retries), (0, 0), "{what}");
                         }
-                        (Accelerator::Auto, RunsOn::Hardware(_)) if stays => {
+                        (Accelerator::Auto(_), RunsOn::Hardware(_)) if stays => {
                             assert!(jobs.hardware > 0, "{what}: {jobs:?}");
                         }
-                        (Accelerator::Auto, RunsOn::Fallback(_)) if !stays => {}
+                        (Accelerator::Auto(_), RunsOn::Fallback(_)) if !stays => {}
                         _ => panic!("{what}: {runs_on:?}, {jobs:?}"),
                     }
                 }
@@ -142,7 +144,11 @@ fn a_device_that_works_does_every_job() {
     let simulated = Simulated::take();
     for method in accelerated() {
         simulated.behave("latency=10");
-        let (mut encoder, mut decoder) = halves(method, Accelerator::Required, Accelerator::Auto);
+        let (mut encoder, mut decoder) = halves(
+            method,
+            Accelerator::Required(&HARDWARE),
+            Accelerator::Auto(&HARDWARE),
+        );
         packet(
             method.name,
             "text",
@@ -151,7 +157,7 @@ fn a_device_that_works_does_every_job() {
             &mut *encoder,
             &mut *decoder,
         );
-        let hardware = method.hardware.expect("filtered");
+        let device = method.hardware.expect("filtered");
         for (jobs, runs_on) in [
             (encoder.jobs(), encoder.runs_on()),
             (decoder.jobs(), decoder.runs_on()),
@@ -163,7 +169,7 @@ fn a_device_that_works_does_every_job() {
             assert_eq!(jobs, only, "{}", method.name);
             assert_adds_up(method.name, method, jobs, FULL);
             assert!(
-                matches!(&runs_on, RunsOn::Hardware(what) if what.starts_with(hardware.device)),
+                matches!(&runs_on, RunsOn::Hardware(what) if what.starts_with(device)),
                 "{}: {runs_on:?}",
                 method.name
             );
@@ -176,7 +182,11 @@ fn a_full_queue_is_tried_again_and_then_the_cpu_helps() {
     let simulated = Simulated::take();
     for method in accelerated() {
         simulated.behave("busy=2");
-        let (mut encoder, mut decoder) = halves(method, Accelerator::Auto, Accelerator::Auto);
+        let (mut encoder, mut decoder) = halves(
+            method,
+            Accelerator::Auto(&HARDWARE),
+            Accelerator::Auto(&HARDWARE),
+        );
         let mut run = |what: &str, times: usize| {
             for _ in 0..times {
                 packet(
@@ -213,7 +223,11 @@ fn a_page_is_offered_four_times_and_then_the_cpus() {
     let simulated = Simulated::take();
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
         simulated.behave("");
-        let (mut encoder, mut decoder) = halves(method, Accelerator::Auto, Accelerator::Auto);
+        let (mut encoder, mut decoder) = halves(
+            method,
+            Accelerator::Auto(&HARDWARE),
+            Accelerator::Auto(&HARDWARE),
+        );
         simulated.behave("busy=1");
         packet(
             method.name,
@@ -240,7 +254,8 @@ fn a_device_that_dies_in_mid_packet_is_left_for_good_and_loses_no_page() {
     for method in accelerated() {
         // The first packet is the device's; in the second it dies.
         simulated.behave("");
-        let (mut encoder, mut decoder) = halves(method, Accelerator::Required, Accelerator::Off);
+        let (mut encoder, mut decoder) =
+            halves(method, Accelerator::Required(&HARDWARE), Accelerator::Off);
         let run = |encoder: &mut dyn Encode, decoder: &mut dyn Decode| {
             packet(method.name, "text", FULL, Layout::Whole, encoder, decoder);
         };
@@ -274,8 +289,8 @@ fn a_job_that_never_ends_takes_the_device_out_of_service_and_keeps_its_memory() 
     let simulated = Simulated::take();
     for method in accelerated() {
         for (sender, receiver) in [
-            (Accelerator::Auto, Accelerator::Off),
-            (Accelerator::Off, Accelerator::Auto),
+            (Accelerator::Auto(&HARDWARE), Accelerator::Off),
+            (Accelerator::Off, Accelerator::Auto(&HARDWARE)),
         ] {
             simulated.behave("hang=5");
             let (mut encoder, mut decoder) = halves(method, sender, receiver);
@@ -305,8 +320,8 @@ fn output_that_is_wrong_is_noticed_and_done_again() {
     let simulated = Simulated::take();
     for method in accelerated() {
         for (sender, receiver) in [
-            (Accelerator::Auto, Accelerator::Off),
-            (Accelerator::Off, Accelerator::Auto),
+            (Accelerator::Auto(&HARDWARE), Accelerator::Off),
+            (Accelerator::Off, Accelerator::Auto(&HARDWARE)),
         ] {
             simulated.behave("wrong=2");
             let (mut encoder, mut decoder) = halves(method, sender, receiver);
@@ -358,11 +373,15 @@ fn a_required_device_that_is_gone_is_an_error() {
     for method in accelerated() {
         // The probe, which runs once per process, finds a device.
         simulated.behave("");
-        drop(halves(method, Accelerator::Required, Accelerator::Required));
+        drop(halves(
+            method,
+            Accelerator::Required(&HARDWARE),
+            Accelerator::Required(&HARDWARE),
+        ));
         simulated.behave("absent=1");
         let errors = [
-            (method.encoder)(&settings(method, Accelerator::Required)).err(),
-            (method.decoder)(Accelerator::Required).err(),
+            (method.encoder)(&settings(method, Accelerator::Required(&HARDWARE))).err(),
+            (method.decoder)(Accelerator::Required(&HARDWARE)).err(),
         ];
         for error in errors {
             assert!(
@@ -378,7 +397,7 @@ fn a_required_device_that_is_gone_is_an_error() {
 fn pages_as_they_are_are_counted() {
     let simulated = Simulated::take();
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
-        for accelerator in [Accelerator::Auto, Accelerator::Off] {
+        for accelerator in [Accelerator::Auto(&HARDWARE), Accelerator::Off] {
             simulated.behave("");
             let (mut encoder, mut decoder) = halves(method, accelerator, accelerator);
             for kind in ["random", "text"] {
@@ -404,7 +423,11 @@ fn a_stream_is_at_most_a_byte_shorter_than_its_page() {
     let simulated = Simulated::take();
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
         simulated.behave("");
-        let (mut encoder, mut by_device) = halves(method, Accelerator::Auto, Accelerator::Auto);
+        let (mut encoder, mut by_device) = halves(
+            method,
+            Accelerator::Auto(&HARDWARE),
+            Accelerator::Auto(&HARDWARE),
+        );
         let mut by_cpu = (method.decoder)(Accelerator::Off).expect(method.name);
         let mut lengths = Vec::new();
         for seed in 0..3 {
@@ -439,7 +462,7 @@ fn uadk_compresses_for_qemu_if_it_has_the_device() {
     simulated.behave("error=3");
     let uadk = method("uadk").expect("uadk");
     let pages = contents("text", FULL, 1);
-    for accelerator in [Accelerator::Auto, Accelerator::Off] {
+    for accelerator in [Accelerator::Auto(&HARDWARE), Accelerator::Off] {
         let mut encoder = (uadk.encoder)(&EncoderSettings {
             to_hotlift: false,
             ..settings(uadk, accelerator)
@@ -464,7 +487,8 @@ fn a_bad_page_is_the_peers_fault_even_while_other_pages_are_at_the_device() {
     let simulated = Simulated::take();
     for method in accelerated().filter(|method| method.unit == Unit::Page) {
         simulated.behave("latency=2000,depth=8");
-        let (mut encoder, mut decoder) = halves(method, Accelerator::Off, Accelerator::Auto);
+        let (mut encoder, mut decoder) =
+            halves(method, Accelerator::Off, Accelerator::Auto(&HARDWARE));
         let mut payload = Vec::new();
         encoder
             .encode(&contents("text", FULL, 1), &mut payload)
@@ -512,13 +536,14 @@ fn damaged_payloads_are_judged_as_on_the_cpu() {
                 };
                 payload[9 * 4 + noise.below(reach)] ^= 1 << noise.below(8);
             }
-            let [hardware, software] = [Accelerator::Auto, Accelerator::Off].map(|accelerator| {
-                let mut decoder = (method.decoder)(accelerator).expect(method.name);
-                let place = Place::new(9, LAYOUTS[round % 3]);
-                let result = decoder.decode(&payload, &place.runs());
-                place.assert_rest_untouched(method.name);
-                result.map(|()| place.pages())
-            });
+            let [hardware, software] =
+                [Accelerator::Auto(&HARDWARE), Accelerator::Off].map(|accelerator| {
+                    let mut decoder = (method.decoder)(accelerator).expect(method.name);
+                    let place = Place::new(9, LAYOUTS[round % 3]);
+                    let result = decoder.decode(&payload, &place.runs());
+                    place.assert_rest_untouched(method.name);
+                    result.map(|()| place.pages())
+                });
             refused += usize::from(software.is_err());
             // A device does not report how much of a stream it read.
             let leftover = matches!(software, Err(MethodError::Leftover { .. }));

@@ -3,14 +3,14 @@
 //!
 //! `HOTLIFT_VENDOR_LIBRARIES` names the directory that `scripts/accelerator-libraries` prints; without it the tests do nothing.
 
+#[path = "../../hotlift-methods/tests/support/packets.rs"]
 mod support;
 #[path = "support/vendors.rs"]
 mod vendors;
 
+use hotlift_accel::{HARDWARE, VENDOR_SOFTWARE};
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{
-    Accelerator, Decode, Encode, EncoderSettings, MethodError, RunsOn, method, qatzip, qpl,
-};
+use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, MethodError, RunsOn, method};
 use support::{CONTENTS, Layout, Place, contents};
 use vendors::Qpl;
 
@@ -47,6 +47,19 @@ fn ours(name: &str) -> (Box<dyn Encode>, Box<dyn Decode>) {
     (encoder.expect("ours"), decoder.expect("ours"))
 }
 
+/// Returns a method by the vendor's library, with the code for a device.
+fn theirs(name: &str, level: u8) -> (Box<dyn Encode>, Box<dyn Decode>) {
+    let method = method(name).expect("a method");
+    let accelerator = Accelerator::Required(&VENDOR_SOFTWARE);
+    let settings = EncoderSettings {
+        accelerator,
+        ..EncoderSettings::software(level)
+    };
+    let encoder = (method.encoder)(&settings);
+    let decoder = (method.decoder)(accelerator);
+    (encoder.expect("theirs"), decoder.expect("theirs"))
+}
+
 /// Passes packets of every kind from encoder to decoder.
 fn packets(what: &str, encoder: &mut dyn Encode, decoder: &mut dyn Decode) {
     let mut payload = Vec::new();
@@ -69,12 +82,12 @@ fn libqatzip_and_our_members() {
         let ours = method("qatzip").expect("qatzip");
         for level in [1, 5, 9] {
             let mut encoder = (ours.encoder)(&EncoderSettings::software(level)).expect("ours");
-            let mut decoder = qatzip::library_decoder().expect("libqatzip");
+            let (_, mut decoder) = theirs("qatzip", level);
             packets(&format!("ours {level}"), &mut *encoder, &mut *decoder);
-            let (own, theirs) = (encoder.jobs(), decoder.jobs());
-            assert_eq!((theirs.hardware, theirs.software), (own.software, 0));
+            let (own, other) = (encoder.jobs(), decoder.jobs());
+            assert_eq!((other.hardware, other.software), (own.software, 0));
 
-            let mut encoder = qatzip::library_encoder(level).expect("libqatzip");
+            let (mut encoder, _) = theirs("qatzip", level);
             let mut decoder = (ours.decoder)(Accelerator::Off).expect("ours");
             packets(&format!("libqatzip {level}"), &mut *encoder, &mut *decoder);
             // In software it makes one member per packet.
@@ -94,16 +107,17 @@ fn libqatzip_without_a_device_is_left_for_our_software() {
                 accelerator,
                 ..EncoderSettings::software(1)
             };
-            let mut encoder = (ours.encoder)(&settings(Accelerator::Auto)).expect("in software");
+            let mut encoder =
+                (ours.encoder)(&settings(Accelerator::Auto(&HARDWARE))).expect("in software");
             let RunsOn::Fallback(reason) = encoder.runs_on() else {
                 hotlift_testkit::skip!("qat", "there is a device: {:?}", encoder.runs_on());
                 return;
             };
             assert_eq!(&*reason, "qzInit: no hardware (-101)");
-            let mut decoder = (ours.decoder)(Accelerator::Auto).expect("in software");
+            let mut decoder = (ours.decoder)(Accelerator::Auto(&HARDWARE)).expect("in software");
             packets("without a device", &mut *encoder, &mut *decoder);
             assert_eq!(encoder.jobs().hardware + decoder.jobs().hardware, 0);
-            let refused = (ours.encoder)(&settings(Accelerator::Required)).err();
+            let refused = (ours.encoder)(&settings(Accelerator::Required(&HARDWARE))).err();
             assert!(matches!(refused, Some(MethodError::Unavailable { .. })));
         },
     );
@@ -114,20 +128,18 @@ fn libqpl_and_our_pages() {
     beside_the_vendors("libqpl_and_our_pages", || {
         let pages: u64 = CONTENTS.len() as u64 * (1 + 2 + 17 + 128);
         let (mut encoder, mut decoder) = ours("qpl");
-        let mut theirs = qpl::decoder_by(qpl::Path::Software).expect("libqpl");
-        packets("ours to libqpl", &mut *encoder, &mut *theirs);
-        let jobs = theirs.jobs();
+        let (mut their_encoder, mut their_decoder) = theirs("qpl", 1);
+        packets("ours to libqpl", &mut *encoder, &mut *their_decoder);
+        let jobs = their_decoder.jobs();
         // Uncompressed pages are not submitted to a device.
         assert_eq!(jobs.hardware, pages - jobs.raw_pages);
         assert_eq!(jobs.software, jobs.raw_pages);
 
         // By the code for a device, except for the path: fixed Huffman codes.
-        let mut theirs = qpl::encoder_by(qpl::Path::Software).expect("libqpl");
-        packets("libqpl to ours", &mut *theirs, &mut *decoder);
-        assert_eq!((theirs.jobs().hardware, theirs.jobs().software), (pages, 0));
-        let mut theirs = qpl::decoder_by(qpl::Path::Software).expect("libqpl");
-        let mut encoder = qpl::encoder_by(qpl::Path::Software).expect("libqpl");
-        packets("libqpl to libqpl", &mut *encoder, &mut *theirs);
+        packets("libqpl to ours", &mut *their_encoder, &mut *decoder);
+        let jobs = their_encoder.jobs();
+        assert_eq!((jobs.hardware, jobs.software), (pages, 0));
+        packets("libqpl to libqpl", &mut *their_encoder, &mut *their_decoder);
     });
 }
 

@@ -1,0 +1,27 @@
+//! Pages of `uadk` by HiSilicon's accelerator, through libwd.
+
+mod session;
+mod sys;
+
+use hotlift_methods::device::{Hardware, Open};
+use hotlift_methods::uadk;
+
+use session::{Session, ready};
+use sys::{SONAME, VARIABLE};
+
+/// Returns the accelerator.
+pub(crate) const fn hardware() -> Hardware {
+    Hardware::new(
+        "uadk",
+        [SONAME, VARIABLE],
+        Open::Pages(Session::open),
+        trial,
+    )
+}
+
+/// Passes a page through a session and back.
+fn trial(hardware: &Hardware) -> Result<String, String> {
+    ready()?;
+    uadk::trial(Session::open).map_err(|reason| format!("libwd_comp: {reason}"))?;
+    Ok(hardware.file())
+}

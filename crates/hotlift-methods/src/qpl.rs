@@ -1,0 +1,42 @@
+//! `qpl`: raw deflate pages, as Intel's IAA writes and reads them through libqpl.
+//!
+//! The payload is a table of lengths and the pages' streams without header or trailer (RFC 1951). QEMU's encoder limits output
+//! to one byte less than a page, so that a page that does not shrink is sent uncompressed. Its decoders reject distances beyond
+//! 4 KiB, which a page cannot have, and accept every kind of block.
+//!
+//! A device's job also reports success for a truncated stream, so the output's length is checked. The CPU does not use libqpl:
+//! its software is slower than libdeflate and ISA-L.
+
+use crate::device::{Direction, PageDevice};
+use crate::pagewise::{self, Service, Wrapper};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, software};
+
+const NAME: &str = "qpl";
+
+/// Device that serves the method.
+pub(crate) const DEVICE: &str = "Intel IAA";
+
+/// Passes a page through a device of each direction, a test that they must pass before use.
+///
+/// # Errors
+///
+/// The incorrect result.
+pub fn trial(open: fn(Direction) -> Result<Box<dyn PageDevice>, String>) -> Result<(), String> {
+    pagewise::trial(Wrapper::Raw, open)
+}
+
+pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
+    let service = Service::open(NAME, DEVICE, settings.accelerator, Direction::Compress)?;
+    let encoder = pagewise::Encoder::new(NAME, Wrapper::Raw, service)?;
+    Ok(Box::new(encoder))
+}
+
+pub(crate) fn decoder(accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
+    let service = Service::open(NAME, DEVICE, accelerator, Direction::Decompress)?;
+    let decoder = pagewise::Decoder::new(NAME, Wrapper::Raw, service)?;
+    Ok(Box::new(decoder))
+}
+
+pub(crate) fn library() -> String {
+    software::library(NAME)
+}
