@@ -136,8 +136,10 @@ fmt:
 	cargo fmt --manifest-path fuzz/Cargo.toml --check
 	scripts/pictures --check
 
+# The second build is an embedder's, without the features that the programs turn on.
 lint:
 	cargo clippy --workspace --all-targets --locked -- -D warnings
+	cargo clippy --package hotlift --package hotlift-example-vmm --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 
 # Tests wait for QEMUs and for timeouts; lint uses the cores in the meantime.

@@ -471,7 +471,7 @@ fn uadk_compresses_for_qemu_if_it_has_the_device() {
         let mut payload = Vec::new();
         encoder.encode(&pages, &mut payload).expect("uadk");
         let raw = payload.len() == FULL * 4 + pages.len();
-        assert_eq!(raw, accelerator == Accelerator::Off);
+        assert_eq!(raw, matches!(accelerator, Accelerator::Off));
         if raw {
             assert!(payload[FULL * 4..] == pages);
         }

@@ -10,7 +10,7 @@ use crate::device::Hardware;
 pub const NOT_BUILT_IN: &str = "this program is built without accelerators";
 
 /// Use of a method's accelerator, one of those that the program hands in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub enum Accelerator {
     /// Uses a working accelerator if the host has one. The CPU does the rest, including failed jobs.
     Auto(&'static [Hardware]),
@@ -49,7 +49,7 @@ impl Accelerator {
         device: &'static str,
         open: impl FnOnce(&'static Hardware) -> Result<D, String>,
     ) -> Result<(Option<D>, RunsOn), MethodError> {
-        if self == Self::Off {
+        if matches!(self, Self::Off) {
             return Ok((None, RunsOn::Software));
         }
         let hardware = self.hardware(method);
@@ -133,4 +133,28 @@ pub enum RunsOn {
     Fallback(Arc<str>),
     /// The accelerator with this description.
     Hardware(Arc<str>),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::METHODS;
+
+    #[test]
+    fn a_program_without_accelerators_uses_the_cpu_and_refuses_to_require_one() {
+        for method in METHODS.iter().filter(|method| method.hardware.is_some()) {
+            let decoder = (method.decoder)(Accelerator::Auto(&[])).expect(method.name);
+            assert_eq!(decoder.runs_on(), RunsOn::Fallback(NOT_BUILT_IN.into()));
+            let settings = EncoderSettings {
+                accelerator: Accelerator::Required(&[]),
+                ..EncoderSettings::software(method.default_level)
+            };
+            let error = (method.encoder)(&settings).err().expect("no accelerator");
+            let device = method.hardware.expect("filtered");
+            assert_eq!(
+                error.to_string(),
+                format!("{}: {device} cannot be used: {NOT_BUILT_IN}", method.name)
+            );
+        }
+    }
 }

@@ -210,11 +210,3 @@ impl Hardware {
         }
     }
 }
-
-impl PartialEq for Hardware {
-    fn eq(&self, other: &Self) -> bool {
-        (self.method, self.library) == (other.method, other.library)
-    }
-}
-
-impl Eq for Hardware {}

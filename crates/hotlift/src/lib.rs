@@ -49,6 +49,12 @@
 //! ```
 //!
 //! `examples/vmm` is a complete VMM that does this.
+//!
+//! # Features
+//!
+//! - `accel`, off by default: accelerators of methods, and zero-page detection by DSA. Without it the CPU does that work, and
+//!   an accelerator that is required is an error.
+//! - `simulated`, for tests: a simulated DSA queue.
 
 #![forbid(unsafe_code)]
 

@@ -22,7 +22,6 @@ pub(crate) const fn hardware() -> Hardware {
 
 /// Passes members through the hardware and back.
 fn trial(hardware: &Hardware) -> Result<String, String> {
-    Library::get()?;
     qatzip::trial(|direction, level| Session::open(Backend::Hardware, direction, level))?;
     Ok(hardware.file())
 }

@@ -5,7 +5,6 @@ pub(crate) mod file;
 use std::io;
 use std::time::Duration;
 
-use hotlift_accel::idxd::queue::QueueError;
 use hotlift_mem::MemError;
 pub use hotlift_mem::error_line;
 use hotlift_methods::{MethodError, OverMemoryLimit};
@@ -141,7 +140,7 @@ pub enum MigrationError {
     ZeroDevice {
         /// Cause.
         #[source]
-        source: QueueError,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The encoder or decoder of a channel's method could not be created.
     #[error("the method of {channel} cannot be set up")]

@@ -120,7 +120,7 @@ impl Source for GuestSource<'_> {
         // A thread that takes a chunk sees that the migration has ended.
         self.ram.release_all();
         if let Some(devices) = &self.zero_devices {
-            devices.close();
+            devices.finder.close();
         }
     }
 }

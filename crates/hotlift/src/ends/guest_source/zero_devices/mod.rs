@@ -7,10 +7,11 @@
 //! A channel has two batches: one is with a device, the other is filled or sent. Untouched pages are not sent to a device,
 //! because the kernel has reported them as zero.
 
-use std::path::Path;
+#[cfg(feature = "accel")]
+mod dsa;
 
-use hotlift_accel::idxd::zero::{PageResult, ZeroBatch, ZeroFinder};
-use hotlift_accel::idxd::{CpuFeatures, queue};
+use std::error::Error;
+
 use hotlift_mem::{GuestRun, PAGE_SIZE, RamBlock};
 use hotlift_methods::Accelerator;
 
@@ -19,11 +20,50 @@ use crate::ends::guest_source::normal_share::NormalShare;
 use crate::error::MigrationError;
 use crate::figures::JobFigures;
 use crate::guest::Guest;
-use crate::options::{AccelPath, ZeroPageOptions};
+use crate::options::ZeroPageOptions;
+
+#[cfg(feature = "accel")]
+use dsa::find;
+
+/// Devices that were opened, if any, and the reason why the first of the others was not.
+type Found = (
+    Option<Box<dyn FindZeros>>,
+    Option<Box<dyn Error + Send + Sync>>,
+);
+
+/// Finds none: a program without accelerators.
+#[cfg(not(feature = "accel"))]
+fn find(_: &[crate::options::AccelPath], _: Option<u32>) -> Found {
+    (None, Some(hotlift_methods::NOT_BUILT_IN.into()))
+}
+
+/// Devices that detect zero pages. What they do not settle, they check on the CPU.
+pub(crate) trait FindZeros: Send + Sync {
+    /// Returns a batch of at most `pages` pages, reused from packet to packet.
+    fn batch<'a>(&'a self, pages: usize) -> Box<dyn PageBatch<'a> + 'a>;
+
+    /// Returns results to the batches until closed: the work of a thread.
+    fn listen(&self);
+
+    /// Ends [`FindZeros::listen`] after the jobs in flight.
+    fn close(&self);
+
+    /// Returns the job statistics so far.
+    fn figures(&self) -> JobFigures;
+}
+
+/// Batch of pages, each with its offset.
+pub(crate) trait PageBatch<'a> {
+    /// Submits pages to a device and returns without waiting.
+    fn submit(&mut self, pages: &[(u64, GuestRun<'a>)]);
+
+    /// Waits for the device. Appends true for each of the submitted `pages` that is zero, false for the others.
+    fn wait(&mut self, pages: &[(u64, GuestRun<'a>)], are_zero: &mut Vec<bool>);
+}
 
 /// Devices of one migration.
 pub(crate) struct ZeroDevices {
-    pub finder: ZeroFinder,
+    pub finder: Box<dyn FindZeros>,
     /// Devices that could not be opened.
     missing: Option<String>,
 }
@@ -38,62 +78,34 @@ pub(crate) fn open(
     accelerator: Accelerator,
     control: &Control,
 ) -> Result<Option<ZeroDevices>, MigrationError> {
-    if !options.devices || accelerator == Accelerator::Off {
+    if !options.devices || matches!(accelerator, Accelerator::Off) {
         return Ok(None);
     }
-    let (mut devices, mut missing) = (Vec::new(), None);
-    for path in &options.accel_path {
-        let opened = match path {
-            AccelPath::Dsa(path) => queue::open(Path::new("/"), path, CpuFeatures::of_this_cpu()),
-            #[cfg(feature = "simulated")]
-            AccelPath::DsaModel { behaviour, .. } => {
-                hotlift_accel::idxd::simulated::open(*behaviour)
-            }
-        };
-        match opened {
-            Ok(device) => devices.push(device),
-            Err(source) => {
-                let error = MigrationError::ZeroDevice { source };
-                if matches!(accelerator, Accelerator::Required(_)) {
-                    return Err(error);
-                }
-                missing.get_or_insert(error.chain());
-            }
-        }
-    }
-    if devices.is_empty() {
+    let largest = guest.ram().iter().max_by_key(|block| block.len());
+    let home = largest.and_then(|block| block.numa_node());
+    let (finder, missing) = find(&options.accel_path, home);
+    let missing = match missing.map(|source| MigrationError::ZeroDevice { source }) {
+        Some(error) if matches!(accelerator, Accelerator::Required(_)) => return Err(error),
+        error => error.map(|error| error.chain()),
+    };
+    let Some(finder) = finder else {
         control.accelerator_stats().set_zero(JobFigures {
             fallback: missing,
             ..JobFigures::default()
         });
         return Ok(None);
-    }
-    let largest = guest.ram().iter().max_by_key(|block| block.len());
-    let home = largest.and_then(|block| block.numa_node());
-    Ok(Some(ZeroDevices {
-        finder: ZeroFinder::new(devices, home),
-        missing,
-    }))
+    };
+    Ok(Some(ZeroDevices { finder, missing }))
 }
 
 impl ZeroDevices {
     /// Returns the job statistics so far.
     pub(crate) fn figures(&self) -> JobFigures {
-        let jobs = self.finder.jobs();
-        let out = self.finder.out_of_service().into_iter().next();
+        let figures = self.finder.figures();
         JobFigures {
-            hardware: jobs.hardware,
-            software: jobs.software,
-            retries: jobs.retries,
-            raw_pages: 0,
-            devices: self.finder.names(),
-            fallback: out.or_else(|| self.missing.clone()),
+            fallback: figures.fallback.or_else(|| self.missing.clone()),
+            ..figures
         }
-    }
-
-    /// Ends the thread that polls devices, after the jobs in flight.
-    pub(crate) fn close(&self) {
-        self.finder.close();
     }
 }
 
@@ -108,10 +120,12 @@ pub(crate) struct Pipeline<'a> {
 
 /// Known pages of one packet.
 struct Filling<'a> {
-    batch: ZeroBatch<'a>,
+    batch: Box<dyn PageBatch<'a> + 'a>,
     block: usize,
     /// Offsets of the pages in the batch.
     asked: Vec<(u64, GuestRun<'a>)>,
+    /// Results for them.
+    are_zero: Vec<bool>,
     /// Offsets of pages that are known to be zero.
     untouched: Vec<u64>,
 }
@@ -123,6 +137,7 @@ impl<'a> Pipeline<'a> {
             batch: devices.finder.batch(pages),
             block: 0,
             asked: Vec::with_capacity(pages),
+            are_zero: Vec::with_capacity(pages),
             untouched: Vec::with_capacity(pages),
         };
         Self {
@@ -153,7 +168,6 @@ impl<'a> Pipeline<'a> {
         } else {
             let page = ram.run(offset, PAGE_SIZE)?;
             filling.asked.push((offset as u64, page));
-            filling.batch.push(page);
         }
         Ok(filling.len() == self.pages)
     }
@@ -166,7 +180,8 @@ impl<'a> Pipeline<'a> {
         normal: &mut Vec<u64>,
         zero: &mut Vec<u64>,
     ) -> usize {
-        self.batches[self.filled].batch.submit();
+        let filling = &mut self.batches[self.filled];
+        filling.batch.submit(&filling.asked);
         self.filled = 1 - self.filled;
         let before = &mut self.batches[self.filled];
         let mut sort = |is_zero, offset| {
@@ -177,18 +192,9 @@ impl<'a> Pipeline<'a> {
             .untouched
             .drain(..)
             .for_each(|offset| sort(true, offset));
-        let mut asked = before.asked.drain(..);
-        before.batch.wait(|verdict| {
-            let Some((offset, page)) = asked.next() else {
-                return;
-            };
-            let is_zero = match verdict {
-                PageResult::Zero => true,
-                PageResult::Normal => false,
-                PageResult::LookFrom(at) => page.split_at(at).1.is_zero(),
-            };
-            sort(is_zero, offset);
-        });
+        before.batch.wait(&before.asked, &mut before.are_zero);
+        let asked = before.asked.drain(..).zip(before.are_zero.drain(..));
+        asked.for_each(|((offset, _), is_zero)| sort(is_zero, offset));
         before.block
     }
 }
