@@ -170,7 +170,7 @@ qemu-matrix:
 	@mkdir -p $(MATRIX_OUT)
 	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) HOTLIFT_QEMU11=$$(scripts/qemu-11) HOTLIFT_MATRIX_RESULT=$(abspath $(MATRIX_OUT)/combinations.txt) \
 		cargo test --locked --package hotlift-cli --test qemu -- --ignored --exact --nocapture --test-threads 1 \
-		device_matrix::devices_move_in_every_qemu_by_every_way \
+		device_matrix::devices_move_in_every_qemu_by_every_method \
 		lazy_machines::guests_run_before_their_pages_in_every_combination_of_machines \
 		matrix::machines_move_through_relays_in_every_combination_of_settings
 

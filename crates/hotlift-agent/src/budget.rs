@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_by_weight_where_all_need_them() {
+    fn shares_follow_the_weights_when_all_sessions_need_more() {
         let parts = divide(WHOLE, &[claim(100, 0, 0), claim(300, 0, 0)]);
         assert_eq!(parts, [WHOLE / 4, WHOLE / 4 * 3]);
         let used = [claim(100, 240_000, 250_000), claim(300, 750_000, 750_000)];
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_cannot_use_goes_to_the_others() {
+    fn an_unused_share_goes_to_the_other_sessions() {
         let parts = divide(
             WHOLE,
             &[claim(100, 100_000, 500_000), claim(100, 500_000, 500_000)],
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_can_use_is_there_for_whoever_comes_to_need_it() {
+    fn bandwidth_that_no_session_uses_stays_available() {
         let parts = divide(
             WHOLE,
             &[claim(100, 100_000, 500_000), claim(100, 50_000, 500_000)],
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_one_takes_nothing_from_others_and_has_its_part_at_once() {
+    fn an_idle_session_takes_no_share_and_gets_its_own_at_once() {
         let idle = claim(100, 0, 250_000);
         let parts = divide(WHOLE, &[claim(100, 900_000, 900_000), idle, idle, idle]);
         assert_eq!(parts, [WHOLE, WHOLE / 4, WHOLE / 4, WHOLE / 4]);
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn one_whose_guest_stands_still_comes_first_and_leaves_the_others_alive() {
+    fn a_session_with_a_paused_guest_has_priority_and_leaves_the_others_a_minimum() {
         let urgent = Claim {
             is_urgent: true,
             ..claim(1, 10, 1000)
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_never_more_than_the_whole_and_none_is_unlimited_by_mistake() {
+    fn shares_never_exceed_the_budget_and_none_becomes_unlimited() {
         with_numbers(|draw| {
             let claims: Vec<_> = (0..1 + draw(8))
                 .map(|_| Claim {
@@ -489,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_needs_more_has_its_part_within_some_rounds_whatever_the_others_do() {
+    fn a_session_that_needs_more_gets_its_share_within_a_few_rounds() {
         let mut config = agent("").config().as_ref().clone();
         config.cpu_limit = 2.0;
         config.max_bandwidth.0 = WHOLE;
@@ -569,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_limit_of_the_host_each_has_its_own() {
+    fn without_a_host_limit_each_session_keeps_its_own() {
         let own = Claim {
             most: 7,
             ..claim(100, 0, 0)

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn notrack_of_ports_of_migrations_is_found_and_that_of_others_is_not() {
+    fn notrack_rules_are_found_only_for_migration_ports() {
         let notrack = json!({"notrack": null});
         let ports = |right: Value| port("==", &right);
         for (condition, is_found) in [
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_translation_before_the_redirect_is_found_through_chains_and_one_behind_it_is_not() {
+    fn a_nat_rule_is_found_through_chains_before_the_redirect_but_not_after_it() {
         let dnat = json!({"dnat": {"family": "ip", "addr": "192.0.2.2"}});
         for (kind, priority, is_found) in [
             ("nat", -150, true),
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_to_which_many_ways_lead_is_walked_once() {
+    fn a_chain_with_several_callers_is_walked_once() {
         let mut rules = vec![json!([{"jump": {"target": "c1"}}])];
         for chain in 1..DEEPEST {
             let jump = json!({"jump": {"target": format!("c{}", chain + 1)}});
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_ruleset_has_no_rules() {
+    fn text_that_is_no_ruleset_yields_no_rules() {
         for odd in [
             "",
             "[]",

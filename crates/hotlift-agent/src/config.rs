@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_file_is_the_defaults() {
+    fn an_empty_file_means_the_defaults() {
         assert_eq!(of(""), Ok(Config::default()));
     }
 
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_bad_file_each_key_counts_that_is_good() {
+    fn good_keys_of_a_bad_file_are_applied() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("agent.toml");
         let of = |text: &str| {
@@ -578,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_prefix_says_where_the_agent_is_and_what_a_migration_weighs() {
+    fn the_longest_prefix_selects_the_agent_and_the_weight() {
         let config = of("agent-port = 5\n[peers]\n\"192.0.2.0/24\" = \"a:7\"\n\"192.0.2.9\" = \"b\"\n[weights]\n\
                          \"192.0.2.0/24\" = 50\n")
         .unwrap();
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn the_silence_timeout_is_that_of_other_commands_unless_the_file_has_another() {
+    fn the_silence_timeout_defaults_to_that_of_the_commands() {
         let timeout = |text: &str| of(text).unwrap().limits().silence_timeout;
         assert_eq!(timeout(""), Limits::default().silence_timeout);
         let minutes = Duration::from_secs(300);
@@ -608,14 +608,14 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_take_a_restart_are_named() {
+    fn keys_that_need_a_restart_are_named() {
         let mut new = of("control = \"/x\"\nchannels = 2\n").unwrap();
         assert_eq!(new.keep_fixed(&Config::default()), ["control"]);
         assert_eq!(new, of("channels = 2\n").unwrap());
     }
 
     #[test]
-    fn a_value_that_does_not_go_with_one_that_stays_is_refused() {
+    fn a_reload_refuses_a_value_that_conflicts_with_one_in_force() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("agent.toml");
         // Valid by itself, since 'listen' moves its port, too.

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_part_that_ends_too_early_or_panics_ends_the_process_and_is_named() {
+    fn a_critical_thread_that_ends_or_panics_ends_the_process_and_is_named() {
         let mut signals = Signals::new([SIGTERM]).unwrap();
         let mut parts = CriticalThreads::new(|| true);
         parts.start("well", || ()).unwrap();

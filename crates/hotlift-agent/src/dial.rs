@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn own_addresses_are_told_from_others() {
+    fn own_addresses_are_distinguished_from_others() {
         for (address, is_own) in [
             ("127.0.0.1", true),
             ("127.4.5.6", true),

@@ -125,7 +125,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     #[test]
-    fn each_limit_of_the_end_holds_to_the_millisecond() {
+    fn each_shutdown_limit_holds_to_the_millisecond() {
         let (limit, last) = (Duration::from_secs(300), Duration::from_secs(10));
         let begun = Instant::now();
         let at = |time: Duration| begun + time;
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cancelled_is_waited_for_within_a_limit_then_logged_and_a_postcopy_without_limit() {
+    fn cancelled_sessions_are_awaited_up_to_a_limit_and_postcopies_without_limit() {
         let agent = agent("");
         let of = |id| session(subject(id, Direction::Outgoing, Kind::Migration)).0;
         let (stuck, postcopy) = (of(1), of(2));

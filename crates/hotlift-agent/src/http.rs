@@ -100,7 +100,7 @@ mod tests {
     use crate::fixture::agent;
 
     #[test]
-    fn a_client_that_asks_byte_by_byte_has_one_deadline_for_all() {
+    fn a_client_that_sends_byte_by_byte_has_one_deadline_for_the_request() {
         let agent = agent("");
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut slow = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn only_get_and_head_of_the_metrics_are_answered_with_them() {
+    fn only_get_and_head_requests_return_the_metrics() {
         for (line, status, body) in [
             ("GET /metrics?x=1 HTTP/1.1", "200 OK", "Text"),
             ("HEAD /metrics HTTP/1.1", "200 OK", ""),

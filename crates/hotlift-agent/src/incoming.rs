@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_could_not_begin_has_failed_and_keeps_nothing() {
+    fn a_session_that_could_not_start_has_failed_and_holds_no_resources() {
         let agent = agent("ports = \"49152-49152\"");
         let (stream, _other) = connection();
         run(&agent, Conversation::new(stream), &hello(Kind::Tunnel));

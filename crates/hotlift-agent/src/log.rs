@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_anybody_can_provoke_is_said_once_a_minute_and_counted() {
+    fn a_line_that_any_client_can_cause_is_logged_once_a_minute_with_a_count() {
         let mut seldom = RateLimited::default();
         let begun = Instant::now();
         let mut lines = (0..120).filter_map(|second| {

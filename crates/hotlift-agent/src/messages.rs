@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hello_reads_as_it_is_written() {
+    fn a_hello_decodes_to_what_was_encoded() {
         let hello = Hello {
             id: Id(0x1a),
             kind: Kind::Tunnel,

@@ -554,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn promtool_finds_nothing() {
+    fn promtool_reports_no_problem() {
         for agent in agents() {
             let set = std::env::var_os("HOTLIFT_PROMTOOL").filter(|path| !path.is_empty());
             let promtool = Command::new(set.unwrap_or_else(|| "promtool".into()))
@@ -579,7 +579,7 @@ mod tests {
     }
 
     #[test]
-    fn every_counter_is_there_from_the_start_and_keeps_its_labels() {
+    fn every_counter_exists_from_the_start_and_keeps_its_labels() {
         let counters = |agent: &Arc<Agent>| {
             let mut names: Vec<_> = samples(&text(agent, Format::Text)).into_keys().collect();
             names.retain(|name| name.starts_with("hotlift_agent_"));
@@ -667,7 +667,7 @@ mod tests {
     }
 
     #[test]
-    fn downtime_is_shown_of_each_migration_and_in_total() {
+    fn downtime_is_shown_for_each_migration_and_in_total() {
         let agent = agent("");
         let (moved, _listener) = session(subject(1, Direction::Outgoing, Kind::Migration));
         agent.sessions.add(&moved).unwrap();

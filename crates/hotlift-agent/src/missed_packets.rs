@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_read_from_a_list_and_are_elements_of_the_next_table() {
+    fn counts_read_from_nft_are_carried_over_to_the_next_table() {
         // Output of nft 1.0.6, shortened.
         let listed = r#"{"nftables": [{"metainfo": {"version": "1.0.6"}},
             {"set": {"name": "plaintext4", "table": "hotlift_agent", "elem": [

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_is_given_as_much_time_as_it_may_take() {
+    fn systemd_is_asked_for_the_longest_time_that_a_stop_takes() {
         let hour = stopping(Duration::from_secs(3600));
         assert_eq!(hour, "STOPPING=1\nEXTEND_TIMEOUT_USEC=3600000000");
         let forever = format!("EXTEND_TIMEOUT_USEC={}", u64::MAX);

@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_refusal_or_a_time_out_of_an_agent_that_is_not_named_is_nobody() {
+    fn only_a_refused_or_timed_out_connection_to_an_unnamed_agent_means_no_listener() {
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 49152));
         // The kernel does not connect to a broadcast address: EACCES or ENETUNREACH.
         let broadcast = SocketAddr::from((Ipv4Addr::BROADCAST, 49152));

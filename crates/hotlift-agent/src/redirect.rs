@@ -335,7 +335,7 @@ mod tests {
     use crate::fixture::{admitted, agent, destination, session, subject, until};
 
     #[test]
-    fn a_connection_is_not_given_to_what_waits_for_a_place_and_has_lost_its_source() {
+    fn a_queued_migration_whose_source_is_gone_gets_no_connection() {
         let agent = agent("");
         let subject = subject(1, Direction::Outgoing, Kind::Migration);
         let (waits, _listener) = session(subject);
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_is_to_end_takes_connections_of_what_is_under_way_and_no_others() {
+    fn a_stopping_agent_takes_connections_of_running_migrations_only() {
         let agent = agent("");
         let (under_way, listener) = session(subject(1, Direction::Outgoing, Kind::Migration));
         let mut router = Router::new(&agent).unwrap();
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_make_a_migration_only_with_something_that_may_be_its_main() {
+    fn channels_start_a_migration_only_with_a_possible_main_channel() {
         let kind = |main, channel, silent, other| {
             let place = AddressClasses {
                 main,

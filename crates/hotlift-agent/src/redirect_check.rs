@@ -233,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_beside_ones_own_may_be_a_hosts() {
+    fn an_address_next_to_an_own_one_may_belong_to_a_host() {
         for (address, mask, expected) in [
             ("192.0.2.1", "255.255.255.0", Some("192.0.2.3")),
             ("192.0.2.2", "255.255.255.0", Some("192.0.2.3")),

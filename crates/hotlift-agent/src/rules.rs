@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_for_some_destinations_leave_all_others_alone() {
+    fn rules_for_some_destinations_do_not_affect_others() {
         let of = |destinations: &[&str]| {
             let destinations = destinations.iter().map(|text| text.parse().unwrap());
             let config = Config {

@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn one_host_cannot_take_the_places_of_others_or_of_what_leaves() {
+    fn one_host_cannot_take_the_slots_of_others_or_of_outgoing_migrations() {
         let mut under_way: Vec<SessionInfo> = Vec::new();
         let mut add = |subject: SessionInfo| {
             let may = may_begin(&subject, under_way.iter(), false).is_ok();
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn places_go_out_in_turn_and_never_more_than_there_are() {
+    fn slots_are_given_in_order_and_never_exceed_the_limit() {
         for seed in 0..5000 {
             let mut rng = fastrand::Rng::with_seed(seed);
             let mut places = MigrationSlots::default();
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_of_one_host_wait_in_a_limited_number_for_their_migrations() {
+    fn the_number_of_pending_connections_of_one_host_is_limited() {
         let sessions = Sessions::default();
         let of = |id, host: &str| {
             let (session, listener) = incoming(id, Kind::Migration, host);
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn the_connections_of_a_tunnel_share_its_id_and_come_through_until_it_ends() {
+    fn connections_of_a_tunnel_share_its_id_and_are_accepted_until_it_ends() {
         let sessions = Sessions::default();
         let add = |id, kind| sessions.add(&incoming(id, kind, "a.example").0);
         add(1, Kind::Tunnel).unwrap();
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_migration_whose_source_goes_while_it_waits_for_a_place_ends() {
+    fn a_queued_migration_ends_when_its_source_disconnects() {
         let sessions = Sessions::default();
         let (first, _listener) = outgoing(1);
         let place = sessions.place(&first, || 1).unwrap();

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn each_state_has_a_name_of_its_own_and_a_relay_that_does_not_run_has_none() {
+    fn each_state_has_its_own_name_and_a_stopped_relay_has_none() {
         let names: Vec<_> = State::under_way().map(State::name).collect();
         let own = ["waiting", "connecting", "passed-through", "none", "setup"];
         assert_eq!(names[..own.len()], own);
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_has_room_to_catch_up_and_an_operators_limit() {
+    fn a_share_leaves_room_to_catch_up_and_respects_the_operators_limit() {
         let share = |bandwidth| Share { bandwidth, cpu: 1 };
         let mut moment = Snapshot::default();
         assert_eq!(moment.set_share(share(0), 0), Some(0));
@@ -317,7 +317,7 @@ mod tests {
 
     /// Any order of events: a relay's thread may report one late.
     #[test]
-    fn an_end_is_final_and_a_pause_is_no_longer_than_its_migration() {
+    fn a_final_state_stays_and_a_pause_is_no_longer_than_its_migration() {
         for seed in 0..10_000 {
             let mut rng = Rng::with_seed(seed);
             let begun = Instant::now();

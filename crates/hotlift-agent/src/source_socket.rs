@@ -122,7 +122,7 @@ mod tests {
     use crate::fixture::{connection, fill, until};
 
     #[test]
-    fn a_socket_that_was_closed_behind_bytes_that_nobody_reads_is_known() {
+    fn a_socket_closed_with_unread_bytes_is_detected() {
         let (accepted, source) = connection();
         let to = source.peer_addr().unwrap();
         assert_eq!(question(to, to).len(), usize::try_from(LENGTH).unwrap());

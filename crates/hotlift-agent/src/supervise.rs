@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_relay_is_cancelled_at_its_limit_or_with_the_other_agent_and_not_behind_the_commit() {
+    fn a_relay_is_cancelled_at_its_limit_or_with_the_peer_agent_but_not_after_the_commit() {
         const MS: Duration = Duration::from_millis(1);
         let patience = Duration::from_secs(150);
         for follows in [false, true] {

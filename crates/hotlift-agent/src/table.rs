@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_messages_that_name_the_table_are_of_it() {
+    fn only_messages_that_name_the_table_concern_it() {
         assert!(names_table(b"\x01\x00hotlift_agent\0\x08\x00"));
         assert!(!names_table(b"\x01\x00filter\0hotlift\0_agent\0"));
         assert!(!names_table(b""));

@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_and_packets_have_their_times_to_the_millisecond() {
+    fn the_intervals_of_the_table_watch_hold_to_the_millisecond() {
         const MS: Duration = Duration::from_millis(1);
         let now = Instant::now();
         let mut schedule = Schedule::default();

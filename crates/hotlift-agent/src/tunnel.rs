@@ -219,7 +219,7 @@ mod tests {
     const ARRIVES: Duration = Duration::from_millis(300);
 
     #[test]
-    fn what_a_tunnel_sends_keeps_the_rates_and_is_counted() {
+    fn a_tunnel_keeps_the_rates_and_counts_its_bytes() {
         // The limit of all, then the limit of the tunnel.
         for (whole, own) in [(1, 0), (0, 1)] {
             let rate = SharedRate::default();

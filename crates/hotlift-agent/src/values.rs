@@ -262,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefix_contains_what_begins_like_it() {
+    fn a_prefix_contains_the_addresses_that_begin_with_it() {
         let contains = |prefix: &str, address: &str| {
             let prefix: Prefix = prefix.parse().unwrap();
             prefix.contains(address.parse().unwrap())
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn values_read_what_they_write() {
+    fn values_parse_from_their_own_output() {
         fn same<T: FromStr<Err = BadValue> + fmt::Display>(text: &str) {
             let value = text.parse::<T>().map(|value| value.to_string());
             assert_eq!(value.as_deref(), Ok(text));

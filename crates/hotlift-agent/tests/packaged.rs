@@ -22,7 +22,7 @@ fn with_values() -> String {
 }
 
 #[test]
-fn the_example_as_installed_is_the_defaults() {
+fn the_installed_example_equals_the_defaults() {
     let config = Config::of_text(Path::new("agent.toml"), EXAMPLE);
     assert_eq!(config.unwrap(), Config::default());
 }
@@ -49,7 +49,7 @@ fn the_example_has_every_key_with_its_default() {
 }
 
 #[test]
-fn the_dashboard_shows_metrics_that_there_are() {
+fn the_dashboard_uses_existing_metrics_only() {
     let begin = ["hotlift_agent_", "hotlift_migration_"];
     let words = DASHBOARD.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     let shown: Vec<_> = words
@@ -67,7 +67,7 @@ fn the_dashboard_shows_metrics_that_there_are() {
 }
 
 #[test]
-fn the_rules_for_hosts_that_write_their_own_are_the_agents() {
+fn the_packaged_rules_equal_those_of_the_agent() {
     let lines = RULES.lines().filter(|line| !line.trim().starts_with('#'));
     let text: String = lines.map(|line| line.to_owned() + "\n").collect();
     let config = Config {
@@ -79,7 +79,7 @@ fn the_rules_for_hosts_that_write_their_own_are_the_agents() {
 }
 
 #[test]
-fn the_tests_of_the_sentences_on_the_table_are_there() {
+fn the_tests_that_the_docs_name_for_the_table_exist() {
     let (_, rows) = SECURITY.split_once("| sentence | test |").unwrap();
     let (rows, _) = rows.split_once("\n\n").unwrap();
     let tests = rows.lines().skip(2);

@@ -330,7 +330,7 @@ pub mod tests {
     }
 
     #[test]
-    fn the_best_schedule_takes_in_each_phase_the_fastest_method() {
+    fn the_best_schedule_uses_the_fastest_method_of_each_phase() {
         // One method is fast until 1 s, the other after it: 400 pages, and 600 at 300 a second.
         let (one, other) = (
             run(&[(0.0, 400.0), (1000.0, 100.0)]),
@@ -346,7 +346,7 @@ pub mod tests {
     }
 
     #[test]
-    fn phases_are_those_of_the_link_and_of_the_neighbour() {
+    fn phases_follow_changes_of_the_link_and_of_the_neighbour_load() {
         let mut row = example().row;
         assert_eq!(phases(&row), None);
         row.neighbour = Some("2s".to_owned());
@@ -373,7 +373,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_chooses_is_compared_with_the_best_fixed_method_of_each_cell() {
+    fn auto_is_compared_with_the_best_fixed_method_of_each_cell() {
         let records = records();
         let lines = conclusions(&records);
         assert_eq!(lines.len(), 1, "nothing changes on the way: {lines:?}");
@@ -407,7 +407,7 @@ pub mod tests {
     }
 
     #[test]
-    fn where_something_changes_the_best_schedule_is_the_measure() {
+    fn cells_with_changes_are_compared_with_the_best_schedule() {
         let link = "1gbit,10gbit@1s";
         let records = [
             record("zstd", link, 1, run(&[(0.0, 400.0), (1000.0, 100.0)])),

@@ -159,7 +159,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_level_goes_to_the_method_that_has_levels_and_to_no_other() {
+    fn a_level_applies_only_to_a_method_with_levels() {
         let plain = MigrationArgs::default();
         let level = |method, level| {
             let args = with_method(&plain, method, level).unwrap();

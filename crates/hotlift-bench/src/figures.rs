@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_is_per_gib_of_content_and_of_all_pages_where_there_is_next_to_none() {
+    fn cpu_time_is_per_gib_of_content_or_of_all_pages_if_almost_all_are_zero() {
         let (full, empty) = (run(1 << 18, 0, 2.0), run(3, 1 << 18, 0.5));
         assert_eq!(SOURCE_CPU.text([&full]), "2.00");
         assert_eq!(SOURCE_CPU.text([&empty]), "n/a");

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_are_appended_to_those_of_before() {
+    fn runs_are_appended_to_earlier_ones() {
         let folder = tempfile::tempdir().unwrap();
         for _ in 0..2 {
             let mut journal = Journal::open(&folder.path().join("out")).unwrap();
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_full_disk_refuses_is_kept_for_later() {
+    fn lines_that_a_full_disk_refuses_are_written_later() {
         let mut journal = Journal {
             path: "/dev/full".into(),
             file: OpenOptions::new().append(true).open("/dev/full").unwrap(),

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_link_has_a_rate_and_perhaps_a_delay_and_changes() {
+    fn a_link_has_a_rate_and_optionally_a_delay_and_changes() {
         let link: Link = "200mbit,2ms".parse().unwrap();
         assert_eq!(link.rate(), Some(200_000_000));
         assert_eq!(link.delay(), Some(Duration::from_millis(2)));

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_shrink_to_the_memory_that_is_free_and_say_so() {
+    fn sizes_shrink_to_the_free_memory_with_a_note() {
         let (ram, words) = fitting(1 << 50, 2);
         assert!(memory(ram, 2) <= available().max(memory(MIN_RAM, 2)));
         assert!(words.unwrap().contains("instead of"));
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_tells_what_it_is() {
+    fn the_description_of_the_machine_is_complete() {
         let machine = look(BTreeMap::new(), None);
         assert!(machine.cores > 0 && machine.memory_bytes > 0, "{machine:?}");
         assert!(!machine.kernel.is_empty() && !machine.command.is_empty());

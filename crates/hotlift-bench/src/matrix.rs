@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn every_combination_is_a_cell_and_none_is_there_twice() {
+    fn every_combination_is_one_cell() {
         let all = cells(&[
             "--guest=threads",
             "--method=none,zstd,compress",
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_has_each_of_its_cells_once_whatever_our_guests_are() {
+    fn qemu_has_each_cell_once_whatever_guests_hotlift_has() {
         let ours = cells(&["--guest=threads,kvm", "--method=none,zstd"]);
         let number = |relays, engine| {
             let both = beside_qemu(ours.clone(), relays).unwrap();
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn an_axis_that_no_cell_has_a_use_for_is_refused() {
+    fn an_axis_that_no_cell_uses_is_refused() {
         let flags = [
             "--guest=threads",
             "--method=none",

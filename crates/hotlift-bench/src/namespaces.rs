@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_ends_have_the_rate_that_they_were_given_last() {
+    fn both_ends_have_the_latest_rate() {
         let Ok(joined) = NamespacePair::make() else {
             hotlift_testkit::skip!("root", "network namespaces need it");
             return;

@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_neighbour_goes_with_its_run() {
+    fn the_neighbour_load_ends_with_its_run() {
         let mut cell = example();
         cell.neighbour = Some(Duration::ZERO);
         let mut during = PlannedChanges::of(&cell, None);

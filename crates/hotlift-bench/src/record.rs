@@ -352,7 +352,7 @@ pub mod tests {
     }
 
     #[test]
-    fn every_version_of_qemu_is_somebody_else() {
+    fn every_version_of_qemu_is_listed_separately() {
         let run = |engine, qemu: Option<&str>| {
             let mut record = example();
             record.row.engine = engine;
@@ -374,7 +374,7 @@ pub mod tests {
     }
 
     #[test]
-    fn records_survive_their_file_and_a_bad_line_is_named() {
+    fn records_are_read_back_from_their_file_and_a_bad_line_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("runs.jsonl");
         let outcomes = [

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_host_is_left_at_a_signal_and_an_endless_line_is_not_read_on() {
+    fn a_signal_ends_the_wait_for_a_silent_host_and_an_endless_line_is_cut_off() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut ours = Conversation::new(listener.accept().unwrap().0.into());
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_host_wants_is_checked_before_it_is_a_flag() {
+    fn requests_of_another_host_are_checked_before_they_become_flags() {
         let good = flags(&wanted(&[("multifd-compression", "zstd")])).unwrap();
         assert!(good.contains(&"--multifd-compression=zstd".to_owned()));
         for options in [

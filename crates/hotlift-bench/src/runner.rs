@@ -344,7 +344,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_that_are_compared_follow_each_other_in_a_random_order() {
+    fn compared_rows_run_one_after_the_other_in_random_order() {
         let row = |rate: u64, method: usize| Row {
             link: Some(format!("{rate}gbit")),
             method: method.to_string(),
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_left_is_that_of_the_runs_left_by_what_each_cell_took() {
+    fn the_remaining_time_is_estimated_from_earlier_runs_of_each_cell() {
         let mut display = Display::new(2, 2);
         display.begin(0, "a");
         assert!(display.time_left().contains("unknown"));

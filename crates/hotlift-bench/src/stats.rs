@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_median_is_the_middle_and_nothing_has_none() {
+    fn the_median_is_the_middle_value_and_an_empty_list_has_none() {
         let of = |values: &[f64]| spread(values.iter().copied());
         assert_eq!(of(&[3.0, 1.0, 2.0]).unwrap().median, 2.0);
         assert_eq!(of(&[4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);

@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_label_says_all_that_differs_and_no_rate_of_an_idle_guest() {
+    fn a_label_has_every_difference_but_no_rate_of_an_idle_guest() {
         let row = example().row;
         let other = |change: fn(&mut Row)| {
             let mut other = row.clone();

@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_of_this_process_is_seen_with_its_waits_and_time() {
+    fn a_thread_of_this_process_is_listed_with_its_waits_and_cpu_time() {
         let sampler = Sampler::start(&[std::process::id()]);
         let (go, gone) = channel::<()>();
         let thread = std::thread::Builder::new().name("counted".to_owned());

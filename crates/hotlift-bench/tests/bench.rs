@@ -154,7 +154,7 @@ fn a_matrix_runs_every_cell_as_often_as_asked_and_its_figures_add_up() {
 }
 
 #[test]
-fn the_command_is_found_beside_the_program_or_on_path_or_by_its_flag() {
+fn the_command_is_found_next_to_the_program_or_on_path_or_by_its_flag() {
     let folder = tempfile::tempdir().unwrap();
     let alone = folder.path().join("hotlift-bench");
     std::fs::copy(PROGRAM, &alone).unwrap();
@@ -224,7 +224,7 @@ fn help_has_every_flag_and_the_manual_page_and_completions_too() {
 }
 
 #[test]
-fn a_pause_that_nobody_could_end_is_refused() {
+fn pause_before_switchover_is_refused_where_no_client_can_continue() {
     let flag = "--with=pause-before-switchover=off,on";
     let (status, said) = Running::start(PROGRAM, &[flag], &[]).wait();
     assert_eq!(status.code(), Some(2), "{said:?}");
@@ -247,7 +247,7 @@ fn a_dry_run_lists_cells_and_memory_and_runs_none() {
 }
 
 #[test]
-fn a_cell_that_fails_costs_a_line_and_the_rest_goes_on() {
+fn a_failed_cell_is_one_line_and_the_others_run() {
     let folder = tempfile::tempdir().unwrap();
     let flags = [
         "--method=none",
@@ -270,7 +270,7 @@ fn a_cell_that_fails_costs_a_line_and_the_rest_goes_on() {
 }
 
 #[test]
-fn a_signal_keeps_what_is_done_and_shows_it() {
+fn a_signal_keeps_and_shows_the_finished_runs() {
     let folder = tempfile::tempdir().unwrap();
     let mut bench = bench(folder.path(), &["--method=none,zlib", "--repeats=1000"]);
     bench.wait_for("[3/2000]");
@@ -310,7 +310,7 @@ impl Drop for Tmpfs<'_> {
 }
 
 #[test]
-fn a_full_disk_costs_a_line_and_leaves_whole_lines() {
+fn a_full_disk_loses_one_line_and_leaves_no_partial_line() {
     let folder = tempfile::tempdir().unwrap();
     let Some(_tmpfs) = Tmpfs::mount(folder.path(), "8k") else {
         return;
@@ -336,7 +336,7 @@ fn image(path: &Path) {
 }
 
 #[test]
-fn a_memory_image_is_laid_with_its_own_zero_pages_and_runs_and_report_say_so() {
+fn a_memory_image_keeps_its_own_zero_pages_and_runs_and_report_mention_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ram.img");
     image(&path);
@@ -412,7 +412,7 @@ fn a_signal_ends_the_wait_for_a_host_that_does_not_answer() {
 }
 
 #[test]
-fn the_dsa_suite_has_threads_beside_the_published_and_says_what_is_no_device() {
+fn the_dsa_suite_compares_threads_with_published_ones_and_marks_rows_without_device() {
     let folder = tempfile::tempdir().unwrap();
     let (status, said) = bench(folder.path(), &["--suite=dsa", "--repeats=1"]).wait();
     let said = said.join("\n");
@@ -437,7 +437,7 @@ fn the_dsa_suite_has_threads_beside_the_published_and_says_what_is_no_device() {
 }
 
 #[test]
-fn the_other_suites_run_small() {
+fn the_other_suites_run_at_a_small_size() {
     let folder = tempfile::tempdir().unwrap();
     for (suite, words) in [
         ("multithread", "original way"),
@@ -468,7 +468,7 @@ fn the_other_suites_run_small() {
 }
 
 #[test]
-fn another_host_takes_the_guests_and_one_that_is_gone_costs_a_line() {
+fn a_remote_host_takes_the_guests_and_a_lost_host_is_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let mut serve = Running::start(PROGRAM, &["--serve=tcp:127.0.0.1:0"], &[]);
     let line = serve.wait_for("waiting for");
@@ -496,7 +496,7 @@ fn another_host_takes_the_guests_and_one_that_is_gone_costs_a_line() {
 }
 
 #[test]
-fn a_link_is_no_faster_than_it_was_made() {
+fn a_link_is_no_faster_than_its_configured_rate() {
     let folder = tempfile::tempdir().unwrap();
     let flags = ["--method=none", "--repeats=1", "--link=200mbit"];
     let (status, said) = bench(folder.path(), &flags).wait();
@@ -538,7 +538,7 @@ fn a_link_is_no_faster_than_it_was_made() {
 }
 
 #[test]
-fn a_real_qemu_does_the_same_work_and_says_what_it_lacks() {
+fn a_real_qemu_does_the_same_work_and_missing_features_are_reported() {
     if !qemu::has_kvm() {
         return;
     }

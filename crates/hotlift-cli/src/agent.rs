@@ -299,7 +299,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_names_the_host_that_holds_a_migration_up() {
+    fn the_list_names_the_host_that_delays_a_migration() {
         let row = serde_json::json!({
             "id": "1a2b3c4d", "direction": "outgoing", "kind": "migration", "status": "active",
             "to": "192.0.2.2:49152", "peer": "192.0.2.2", "seconds": 20.0, "sent-bytes": 0, "received-bytes": 0,

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_is_behind_by_the_time_since_the_save_and_never_ahead() {
+    fn a_clock_lags_by_the_time_since_the_save_and_is_never_ahead() {
         let now = Duration::from_secs(1_000_000);
         for (seconds, expected) in [
             (1, "1 s"),

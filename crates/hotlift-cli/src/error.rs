@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_in_use_is_no_bad_address_and_has_an_advice() {
+    fn a_port_in_use_is_not_reported_as_a_bad_address_and_has_a_hint() {
         let in_use = TransportError::Listen {
             uri: "tcp::4445".to_owned(),
             source: ErrorKind::AddrInUse.into(),
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_was_left_paused_or_waits_for_pages_has_a_command_to_type() {
+    fn an_error_with_a_paused_guest_or_missing_pages_prints_the_next_command() {
         let qmp = "unix:/q".to_owned();
         let (line, advice) = of(QemuError::LeftPaused { qmp });
         assert!(line.contains("earlier migration or save"), "{line}");
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_without_postcopy_has_the_sysctl_and_a_blocked_port_its_option() {
+    fn hints_name_the_sysctl_for_postcopy_and_the_option_for_a_blocked_port() {
         let said = "Postcopy is not supported".to_owned();
         let (line, advice) = of(QemuError::NoPostcopy { said });
         assert!(line.ends_with("cannot use postcopy: Postcopy is not supported"));

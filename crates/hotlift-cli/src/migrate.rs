@@ -678,7 +678,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_serve_that_does_not_answer_is_shown_once_and_ends_the_wait_before_a_qemu_may_be_ready() {
+    fn a_serve_without_reply_is_shown_once_and_ends_the_wait_before_qemu_can_be_ready() {
         let begin = Instant::now();
         let mut waiting = Waiting::new(Stage::Hello, begin);
         let mut at = |seconds| waiting.next(begin + Duration::from_secs(seconds));
@@ -694,7 +694,7 @@ mod tests {
     }
 
     #[test]
-    fn a_serve_that_does_not_answer_is_named_with_what_is_missing_and_the_next_step() {
+    fn a_serve_without_reply_is_named_with_the_missing_message_and_the_next_step() {
         let silent = |stage: Stage| CommandError::ServeSilent {
             address: "tcp:b.example:4444".parse().unwrap(),
             missing: stage.missing(),

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_arrive_as_they_were_said_however_they_are_cut() {
+    fn messages_arrive_unchanged_in_any_fragments() {
         let (theirs, mut ours) = pair();
         let mut line = serde_json::to_value(hello()).unwrap();
         line["hotlift"] = hotlift::conversation::VERSION.into();
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_end_is_given_up_at_the_limit() {
+    fn a_message_without_end_is_refused_at_the_limit() {
         let (theirs, mut ours) = pair();
         let flood = std::thread::spawn(move || {
             let chunk = [b'x'; 64 << 10];

@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_result_names_the_options_that_are_not_usual_and_no_others() {
+    fn a_result_names_only_options_that_differ_from_the_default() {
         assert_eq!(
             ways(&[run(&[]), run(&[("multifd-compression", "zstd")])]),
             [""; 0]
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn why_the_cpu_does_a_job_is_said_once_and_not_in_the_table() {
+    fn the_reason_for_software_fallback_is_printed_once_and_not_in_the_table() {
         let why = "libqpl.so.1: cannot open shared object file";
         let mut one = run(&[("multifd-compression", "qpl")]);
         let jobs = JobFigures {
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_was_interrupted_shows_what_was_measured_and_no_zeros_for_the_rest() {
+    fn an_interrupted_run_shows_only_measured_values() {
         let mut one = run(&[]);
         one.interrupted(&ProgressSnapshot {
             elapsed_ms: 2000.0,

@@ -175,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_without_room_has_a_next_step() {
+    fn a_full_disk_has_a_next_step() {
         let error = |kind: ErrorKind| {
             MigrationError::File(FileError::Write {
                 path: "/saved/vm".into(),
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_save_that_failed_is_no_migration_and_has_no_destination() {
+    fn an_error_of_a_save_mentions_no_migration_and_no_destination() {
         let reasons = || "no space".to_owned();
         for error in [
             QemuError::Failed { reasons: reasons() },

@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn every_ram_block_is_shown_also_one_without_content() {
+    fn every_ram_block_is_shown_even_without_content() {
         let shown = table(&description(
             "",
             &[("pc.ram", 1 << 30, 9), ("d1", 256 << 20, 0)],

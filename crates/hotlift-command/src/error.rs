@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_late_handshake_names_the_host_and_what_is_missing() {
+    fn a_late_handshake_names_the_host_and_the_missing_step() {
         let source = TlsError::TimedOut {
             after: Duration::from_secs(10),
             missing: Missing::Acknowledgement,
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_closes_the_conversation_may_be_one_of_files() {
+    fn a_server_that_closes_the_conversation_may_be_a_file_server() {
         let advice = SharedError::from(ConversationError::Closed).advice();
         assert!(advice.unwrap().contains("serve --files"));
     }

@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn a_relay_that_was_asked_for_auto_sends_zstd_to_a_qemu_unless_it_reads_something_else() {
+    fn a_relay_with_auto_sends_zstd_to_a_qemu_unless_it_reads_another_method() {
         let parsed = |given: &[&str]| {
             let command = RoleArgs::<role::Relay>::augment_args(Command::new("t"));
             let matches = command.try_get_matches_from([&["t"], given].concat());
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn help_shows_what_a_command_takes_and_nothing_that_it_refuses() {
+    fn help_shows_exactly_the_options_that_a_command_accepts() {
         shows_what_it_takes::<role::Pair>();
         shows_what_it_takes::<role::Guest>();
         shows_what_it_takes::<role::Relay>();
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_every_day_comes_first_and_the_method_before_all() {
+    fn common_options_come_first_in_help_and_the_method_before_all() {
         let [_, long] = helps::<role::Guest>();
         let at = |words: &str| {
             long.find(words)
@@ -540,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_is_taken_with_its_default_where_it_means_something() {
+    fn every_option_accepts_its_default_where_it_applies() {
         for option in OPTIONS
             .iter()
             .filter(|one| one.refusal(Role::Guest).is_none())
@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_without_a_value_leaves_the_next_word_alone() {
+    fn a_switch_without_a_value_does_not_consume_the_next_argument() {
         let command = RoleArgs::<role::Restore>::augment_args(Command::new("t"));
         let command = command.arg(Arg::new("file").required(true));
         let parsed = |words: &[&str]| {
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn an_option_without_effect_is_refused_where_no_monitor_could_give_it_one() {
+    fn an_option_without_effect_is_refused_where_no_monitor_can_change_that() {
         for (flags, words) in [
             (
                 &["--compress=on", "--channels=4"][..],
@@ -626,7 +626,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_the_tables_and_are_checked_alike() {
+    fn limits_come_from_the_table_and_are_checked_in_one_place() {
         let parse = |flags: &[&str]| {
             let command = LimitArgs::<role::Restore>::augment_args(Command::new("t"));
             let matches = command.try_get_matches_from(std::iter::once(&"t").chain(flags))?;
@@ -649,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn a_level_is_that_of_the_chosen_method_and_flags_survive_the_way_to_a_child() {
+    fn a_level_is_that_of_the_chosen_method_and_flags_reach_a_child_process() {
         let args = parse(&["--method", "zstd", "--level", "7", "--channels=3"]).unwrap();
         let flags = args.to_flags();
         let again = parse(&flags.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();

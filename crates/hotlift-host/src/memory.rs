@@ -241,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ram_is_the_largest_writable_mapping_and_what_is_not_far_from_its_size() {
+    fn ram_is_the_largest_writable_mapping_and_those_of_similar_size() {
         let maps = "\
 55d0c0000000-55d0c0100000 r-xp 00000000 fe:00 1234   /usr/bin/qemu
 55d0c1000000-55d0c1100000 rw-p 00000000 00:00 0      [heap]

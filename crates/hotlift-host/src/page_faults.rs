@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_may_not_is_told_what_to_set_and_whoever_cannot_what_it_takes() {
+    fn a_missing_permission_names_the_setting_and_a_missing_feature_the_kernel() {
         for (errno, set) in [
             (Errno::PERM, "setfacl"),
             (Errno::ACCESS, "vm.unprivileged_userfaultfd=1"),
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_can_is_told_piece_by_piece() {
+    fn each_kernel_feature_is_reported_separately() {
         let all = UserfaultSupport {
             by_device: true,
             missing_shared: true,

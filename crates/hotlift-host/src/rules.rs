@@ -101,7 +101,7 @@ mod tests {
     };
 
     #[test]
-    fn iaa_or_qat_is_chosen_as_qemus_documentation_has_it() {
+    fn iaa_or_qat_is_chosen_by_the_rules_of_qemus_documentation() {
         let of = |devices| {
             let mut rules = spoken(devices);
             assert_eq!(rules.pop().as_deref(), Some("--mem-prealloc=on at"));
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_device_auto_is_all_that_is_left() {
+    fn without_a_device_only_auto_is_recommended() {
         assert_eq!(spoken(Devices::default()), ["auto in"]);
         let dsa = Devices {
             dsa: true,

@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn packets_are_drawn_once_each_and_never_beyond_the_end() {
+    fn packets_are_sampled_once_each_and_never_beyond_the_end() {
         for (packets, most) in [(0, 5), (1, 5), (10, 5), (10, 10), (100_000, 50)] {
             let drawn = order(packets, most, 7);
             let different: HashSet<_> = drawn.iter().collect();
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_those_of_the_memory_and_the_limit_is_kept() {
+    fn sample_shares_match_the_memory_and_the_limit_is_kept() {
         let sample = Sample::draw(&Striped, 2 * PACKET as u64, 1).unwrap();
         assert_eq!(sample.packets.len(), 4);
         assert!((sample.share(sample.untouched) - 0.25).abs() < 1e-9);

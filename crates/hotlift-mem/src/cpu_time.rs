@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_whose_cpu_is_taken_has_waited_for_it() {
+    fn a_preempted_thread_has_run_queue_wait() {
         use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
         let all = sched_getaffinity(None).expect("affinity");

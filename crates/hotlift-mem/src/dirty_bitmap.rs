@@ -253,7 +253,7 @@ mod tests {
     /// A guest writes each page once, all of them already marked, while a taker repeatedly takes the guest's current word.
     /// After one more take when the guest has stopped, every write must have been copied.
     #[test]
-    fn a_write_after_the_take_is_taken_again() {
+    fn a_page_written_after_a_take_is_marked_again() {
         const PAGES: usize = 64 * 16;
         const STOPPED: usize = usize::MAX;
         const STARTING: usize = STOPPED - 1;

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_and_bytes_arrive_in_order_and_nothing_of_what_follows_is_taken() {
+    fn heads_and_bytes_arrive_in_order_and_later_bytes_are_not_consumed() {
         let (mut source, from) = UnixStream::pair().unwrap();
         let (to, mut sink) = tcp_pair();
         let data: Vec<u8> = (0..3_000_000_u32).map(|i| (i % 251) as u8).collect();
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_ends_inside_is_an_error_and_the_forwarder_lives_on() {
+    fn a_truncated_source_is_an_error_and_the_forwarder_stays_usable() {
         let mut forwarder = Forwarder::new().unwrap();
         for _ in 0..2 {
             let (mut source, from) = UnixStream::pair().unwrap();

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_zero_when_all_its_bytes_are() {
+    fn a_run_is_zero_if_all_its_bytes_are_zero() {
         let block = block();
         block.write(PAGE_SIZE - 1, &[1]).expect("inside");
         let zero = |offset, len| block.run(offset, len).expect("inside").is_zero();

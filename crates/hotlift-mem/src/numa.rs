@@ -53,7 +53,7 @@ mod tests {
     use crate::Backing;
 
     #[test]
-    fn memory_that_is_there_lies_on_a_node_of_this_host_and_asking_allocates_none() {
+    fn resident_memory_is_on_a_node_of_this_host_and_the_query_allocates_none() {
         for backing in [Backing::Private, Backing::Shared] {
             let block = RamBlock::new("ram", 512 * PAGE_SIZE, backing).unwrap();
             assert_eq!(block.numa_node(), None);

@@ -590,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_does_not_fit_is_refused() {
+    fn a_buffer_of_the_wrong_length_is_refused() {
         let block = RamBlock::new("ram", 65 * PAGE_SIZE, Backing::Private).expect("map");
         let refused = block.untouched(0, 65, &mut [0]);
         assert!(matches!(
@@ -633,7 +633,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_is_the_file_that_it_is_handed_out_as() {
+    fn shared_memory_is_backed_by_the_file_that_is_returned() {
         let block = block(Backing::Shared);
         let file = File::from(
             block
@@ -652,7 +652,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_the_file_cannot_cut_the_memory_short() {
+    fn the_file_of_shared_memory_cannot_be_truncated() {
         let block = block(Backing::Shared);
         let file = File::from(
             block

@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tcp_socket_takes_a_limit_of_what_is_unsent_and_another_refuses_it() {
+    fn a_tcp_socket_accepts_a_limit_of_unsent_bytes_and_others_refuse_it() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         limit_unsent(tcp.as_fd(), 1 << 18).unwrap();
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_arrives_whole_and_in_order() {
+    fn sent_bytes_arrive_complete_and_in_order() {
         let head: Vec<u8> = (0..=250).cycle().take(1344).collect();
         for backing in [Backing::Private, Backing::Shared] {
             let from = numbered(backing);
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_inside_is_an_error() {
+    fn a_truncated_read_is_an_error() {
         let into = RamBlock::new("ram", PAGE_SIZE, Backing::Private).expect("map");
         let mut scratch = IoScratch::new();
         for sent in [0, 1, 4095] {
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_goes_away_mid_transfer_is_an_error() {
+    fn a_peer_that_closes_during_a_transfer_is_an_error() {
         let block = numbered(Backing::Private);
         let runs = [block.run(0, block.len()).expect("inside")];
         for (way, mut send) in senders() {
@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn a_splicer_sends_nothing_of_a_packet_that_was_cut() {
+    fn a_splicer_sends_nothing_of_a_truncated_packet() {
         let block = numbered(Backing::Private);
         let mut splicer = Splicer::new().expect("pipe");
         for (socket, ours, theirs) in pairs() {

@@ -70,7 +70,7 @@ mod x86 {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn every_length_at_every_alignment_is_copied_and_nothing_beside_it() {
+    fn every_length_at_every_alignment_is_copied_without_overrun() {
         let of = |i: usize| u8::try_from((i * 7 + i / 256) % 256).unwrap();
         let from: Vec<u8> = (0..6000).map(of).collect();
         for len in [0, 1, 511, 512, 513, 575, 640, 1000, 4096, 5000] {

@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_receiver_that_does_not_read_is_told_from_a_wire_that_is_full() {
+    fn a_receiver_that_does_not_read_is_distinguished_from_a_full_link() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut receiver, _) = listener.accept().unwrap();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_unix_socket_only_what_is_unread_is_known() {
+    fn a_unix_socket_reports_only_its_unread_bytes() {
         let (mut unix, mut other) = UnixStream::pair().unwrap();
         TcpSending::of(unix.as_fd()).unwrap_err();
         unix.write_all(&[1; 16]).unwrap();

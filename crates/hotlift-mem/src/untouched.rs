@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn without_huge_pages_each_written_page_is_told() {
+    fn without_huge_pages_each_written_page_is_reported() {
         let block = private(Advice::LinuxNoHugepage);
         write(&block);
         for (way, answer) in answers(&block) {
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_is_told_from_its_file_whoever_wrote_it() {
+    fn untouched_shared_memory_is_known_by_its_file_whichever_process_wrote() {
         let block = RamBlock::new("ram", PAGES * PAGE_SIZE, Backing::Shared).expect("map");
         let file = File::from(
             block
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_cannot_be_told_has_no_untouched_page() {
+    fn memory_without_known_state_has_no_untouched_page() {
         let file = || {
             let file = File::from(memfd_create("file", MemfdFlags::CLOEXEC).expect("memfd"));
             file.write_all_at(&[1; 2 * PAGE_SIZE], 0).expect("write");

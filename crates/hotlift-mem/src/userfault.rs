@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn who_touches_a_missing_page_waits_for_it_and_reads_what_was_placed() {
+    fn access_to_a_missing_page_waits_and_reads_the_placed_content() {
         for backing in BACKINGS {
             let blocks = blocks(backing);
             let Some(missing) = registered(&blocks) else {
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_is_there_stays_as_it_is() {
+    fn a_present_page_is_not_overwritten() {
         for backing in BACKINGS {
             let blocks = blocks(backing);
             blocks[0].write(3 * PAGE_SIZE, &[1; PAGE_SIZE]).expect("in");
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn behind_the_end_pages_of_zeros_are_there_and_no_others_can_come() {
+    fn after_the_end_missing_pages_are_zero_and_none_can_be_placed() {
         for backing in BACKINGS {
             let blocks = blocks(backing);
             let Some(missing) = registered(&blocks) else {
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_discarded_is_missing_again() {
+    fn a_discarded_page_is_missing_again() {
         for backing in BACKINGS {
             let blocks = blocks(backing);
             blocks[0].write(0, &[1; 2 * PAGE_SIZE]).expect("in");
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn the_probe_answers() {
+    fn the_probe_returns_features() {
         match probe_userfault() {
             Ok(support) => assert!(support.missing_shared, "{support:?}"),
             Err(error) => assert_ne!(error.raw_os_error(), None),

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_ends_at_its_deadline_or_with_a_descriptor_and_tells_the_first() {
+    fn a_wait_ends_at_its_deadline_or_with_the_first_ready_descriptor() {
         assert!(!wait_readable(&[], Some(Instant::now())));
         let ((first, first_end), (other, other_end)) = (pipe().unwrap(), pipe().unwrap());
         let fds = [first.as_fd(), other.as_fd()];

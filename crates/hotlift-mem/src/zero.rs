@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bit_anywhere_in_a_page_is_seen() {
+    fn one_set_bit_anywhere_makes_a_page_non_zero() {
         each(|name, zero| {
             let mut page = [0; PAGE_SIZE];
             for at in 0..PAGE_SIZE {

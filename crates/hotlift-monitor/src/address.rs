@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_say_the_same() {
+    fn both_forms_of_an_address_are_equal() {
         assert_eq!(parse(&json!({ "uri": "tcp:h:1" })).unwrap(), "tcp:h:1");
         for (addr, uri) in [
             (
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_no_address_is_refused_in_qemus_words() {
+    fn an_invalid_address_is_refused_with_qemus_message() {
         let either = "need either 'uri' or 'channels' argument";
         let inet = |port: &Value| json!({ "transport": "socket", "type": "inet", "host": "h", "port": port });
         for (arguments, desc) in [

@@ -749,7 +749,7 @@ mod tests {
 
     /// Other clients are served during one client's slow `migrate-incoming`.
     #[test]
-    fn clients_are_answered_while_a_guest_is_made_ready_to_come() {
+    fn clients_get_replies_while_an_incoming_guest_is_prepared() {
         let monitor = waiting();
         let anywhere: Address = "tcp:127.0.0.1:0".parse().unwrap();
         let ask = |command: &'static str, arguments: Value| {

@@ -381,7 +381,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_for_pages_are_told_in_qemus_members_and_units_where_they_are_counted() {
+    fn blocktime_is_reported_in_qemus_members_and_units_if_measured() {
         let told = |blocktime| {
             let report = DestinationReport {
                 postcopy: Some(Box::new(PostcopyFigures {
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_holds_a_migration_up_is_in_its_member() {
+    fn the_host_that_delays_a_migration_is_in_its_member() {
         let stall = Stall {
             kind: hotlift::progress::StallKind::Silent,
             peer: std::net::Ipv4Addr::new(192, 0, 2, 2).into(),
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn compression_is_told_where_it_is_on_and_busy_threads_where_they_are_known() {
+    fn compression_is_reported_if_on_and_busy_threads_if_known() {
         let mut options = Options::default();
         assert!(Compression::of(&options).is_none());
         options.set("compress", "on").unwrap();

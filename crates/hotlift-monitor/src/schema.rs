@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_type_that_is_spoken_of_is_there_once() {
+    fn every_type_that_the_schema_refers_to_is_defined_once() {
         let schema = schema(&|_| true);
         let entries = schema.as_array().unwrap();
         let names: Vec<_> = entries

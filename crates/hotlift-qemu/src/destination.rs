@@ -783,7 +783,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_refused_by_qemus_words_alone_and_a_guest_that_has_run_is_no_refusal() {
+    fn refused_devices_are_recognised_by_qemus_text_only_before_the_guest_runs() {
         let why = Some("load of migration failed");
         for (migration, error, status, expected) in [
             ("active", None, "inmigrate", Ok(Loading::Unknown)),
@@ -811,7 +811,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_of_postcopy_is_named_and_another_refusal_is_not() {
+    fn a_refusal_of_postcopy_is_distinguished_from_others() {
         let refused = |desc: &str| {
             without_postcopy(QmpError::Command {
                 command: "migrate-set-capabilities".to_owned(),
@@ -877,7 +877,7 @@ mod tests {
     const QUIT: &str = r#"{"event":"SHUTDOWN","data":{"guest":false,"reason":"host-qmp-quit"}}"#;
 
     #[test]
-    fn a_guest_that_runs_and_powers_off_was_taken_and_has_ended() {
+    fn a_guest_that_ran_and_powered_off_is_accepted_and_ended() {
         let destination = ends_with(&[RESUME, POWER_OFF]);
         let statement = destination.ask();
         let Statement::GuestEnded { how, by_itself } = statement else {
@@ -893,7 +893,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_that_somebody_ends_is_no_guest_that_has_ended_itself() {
+    fn a_qemu_that_is_killed_is_not_a_guest_that_powered_off() {
         let statement = ends_with(&[RESUME, QUIT]).ask();
         let Statement::GuestEnded { by_itself, .. } = statement else {
             panic!("{statement:?}")
@@ -902,7 +902,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_that_closes_its_connection_without_a_guest_that_ran_decides_nothing_by_that() {
+    fn a_closed_qmp_connection_without_a_guest_that_ran_decides_nothing() {
         for events in [&[][..], &[QUIT]] {
             let destination = ends_with(events);
             assert_eq!(

@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limits_double_up_to_the_operators() {
+    fn the_limits_double_up_to_the_operators_limit() {
         assert_eq!(steps(300), [9, 18, 37, 75, 150, 300]);
         assert_eq!(steps(10), [1, 2, 5, 10]);
         for most in [0, 1] {
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_never_writes_less_has_the_operators_limit_after_two_rounds() {
+    fn a_guest_with_a_constant_dirty_rate_gets_the_operators_limit_after_two_rounds() {
         let rests = (150_000, 170_000);
         for share in [1.0, 1.5, 4.0] {
             let dirty = MODEL.link * share;

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_write_into_the_same_log_is_not_qemus() {
+    fn lines_of_other_writers_of_the_log_are_not_taken_for_qemus() {
         let mut others = tempfile::NamedTempFile::new().unwrap();
         others.write_all(b"of before\n").unwrap();
         let log = unwatched(others.path());
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn each_write_is_looked_at() {
+    fn each_write_is_checked() {
         let others = tempfile::NamedTempFile::new().unwrap();
         let log = LogFile::open(others.path()).unwrap();
         let mut qemu = log.for_qemu().unwrap();

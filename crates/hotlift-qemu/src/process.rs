@@ -341,7 +341,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_folder_of_a_user_is_one_and_is_not_taken_if_others_can_enter_it() {
+    fn the_runtime_folder_is_refused_if_other_users_can_enter_it() {
         let place = tempfile::tempdir().unwrap();
         let folder = own_folder(place.path()).unwrap();
         assert_eq!(fs::metadata(&folder).unwrap().mode() & 0o777, 0o700);
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_is_found_where_the_system_would_find_it_and_only_if_it_can_be_run() {
+    fn a_program_is_found_on_path_and_only_if_executable() {
         let place = tempfile::tempdir().unwrap();
         let of = |name: &str| place.path().join(name);
         fs::write(of("plain"), "").unwrap();

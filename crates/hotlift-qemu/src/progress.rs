@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_both_rates_what_remains_and_for_how_long() {
+    fn a_line_has_both_rates_the_remaining_bytes_and_the_time_left() {
         let mut watch = Watch::default();
         let report = |seconds: u64, sent_bytes| RelayProgress {
             elapsed: Duration::from_secs(seconds),
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn on_80_columns_both_rates_are_seen_and_that_it_does_not_converge() {
+    fn on_80_columns_both_rates_and_the_missing_convergence_are_visible() {
         let report = |seconds: u64, sent_bytes| RelayProgress {
             elapsed: Duration::from_secs(seconds),
             sent_bytes,
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn three_rounds_without_gain_are_explained_and_one_with_it_ends_that() {
+    fn three_rounds_without_progress_are_explained_until_one_makes_progress() {
         let mut watch = Watch::default();
         for round in 2..4 {
             // A round counts once, regardless of the number of polls.
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_relay_that_sends_nothing_is_told_from_one_that_is_slow() {
+    fn a_stalled_relay_is_distinguished_from_a_slow_one() {
         let mut watch = Watch::default();
         let mut look = |seconds: u64, sent_bytes| {
             let report = RelayProgress {
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_pages_of_which_nothing_is_sent_are_no_silence_and_a_save_names_no_other_host() {
+    fn unsent_zero_pages_are_not_reported_as_a_stall_and_a_save_names_no_host() {
         let mut watch = Watch::of_save();
         let mut look = |seconds: u64, duplicate| {
             let mut info = active(1, 0);
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_holds_the_migration_up_is_named_with_the_effect() {
+    fn the_host_that_delays_the_migration_is_named_with_the_effect() {
         let stall = |kind| {
             Some(Stall {
                 kind,

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_owner_is_at_work_while_the_same_process_is_there() {
+    fn an_owner_is_alive_while_the_same_process_exists() {
         let owner = |pid, start| Owner {
             boot: "boot".to_owned(),
             namespace: "pid:[1]".to_owned(),
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_without_later_values_is_read_and_written() {
+    fn a_record_without_newer_fields_is_read_and_written() {
         let text = r#"{"name":"a","before":1,"set":2}"#;
         let change: Change<Value> = serde_json::from_str(text).unwrap();
         assert_eq!(change.later, Vec::<Value>::new());
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_start_of_a_process_is_read_behind_any_name() {
+    fn the_start_time_of_a_process_is_read_after_any_name() {
         let stat = |name: &str, state: &str| {
             let fields: Vec<_> = (4..=52).map(|field| field.to_string()).collect();
             format!("7 ({name}) {state} {}", fields.join(" "))

@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_guest_that_ran_and_never_runs_here_is_not_right() {
+    fn only_a_guest_that_ran_at_the_source_and_not_here_is_an_error() {
         use RunStateCheck::{DoesNotRun, MayNotRun, Right};
         let other = RunState::Other("io-error".to_owned());
         let ended = [RunState::Shutdown, RunState::GuestPanicked, other];

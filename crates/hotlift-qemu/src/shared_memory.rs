@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_known_by_device_and_inode() {
+    fn a_file_is_identified_by_device_and_inode() {
         assert_eq!(file(Some("/dev/shm/vm ram")).unwrap().file, "00:1b 42");
         for path in ["/dev/shm/private", "/dev/shm/gone", "/dev/shm/other"] {
             let error = file(Some(path)).unwrap_err().to_string();

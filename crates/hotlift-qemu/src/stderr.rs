@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_found_in_a_file_behind_what_was_there_before() {
+    fn errors_are_found_in_a_file_after_its_earlier_content() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         io::Write::write_all(&mut file, b"qemu-system-x86_64: of another\n").unwrap();
         let log = LogFile::open(file.path()).unwrap();

@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_description_that_is_too_long_loses_its_longest_lists_alone() {
+    fn a_description_that_is_too_long_loses_only_its_longest_lists() {
         let device = MachineDevice {
             place: "pci.0/02.0".to_owned(),
             kind: "e1000".to_owned(),

@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_and_headers_are_http_and_what_clients_say_is_not() {
+    fn http_requests_are_recognised_and_qmp_commands_are_not() {
         for http in [
             &b"POST / HTTP/1.1"[..],
             b"GET",

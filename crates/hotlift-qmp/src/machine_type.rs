@@ -24,7 +24,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_pc_types_of_qemu_itself_show_a_version_that_is_relied_on() {
+    fn only_upstream_pc_types_have_a_trusted_version() {
         assert_eq!(upstream_version("pc-i440fx-7.2"), Some((7, 2)));
         for other in ["virt-8.0", "pc-q35-rhel-8.0", "pc-q35-rhel8.6.0", "microvm"] {
             assert_eq!(upstream_version(other), None, "{other}");

@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cleans_up_after_a_failure_or_waits_for_devices_has_not_ended() {
+    fn a_migration_that_cleans_up_or_waits_for_devices_has_not_ended() {
         for status in ["failing", "postcopy-device", "postcopy-recover-setup"] {
             let info: MigrationInfo = serde_json::from_value(json!({ "status": status })).unwrap();
             assert!(info.is_running() && !info.has_failed() && !info.is_completed());
@@ -337,7 +337,7 @@ mod tests {
 
     /// The schema is derived from the types, so it must match what serde writes.
     #[test]
-    fn what_is_written_has_the_members_that_the_schema_has() {
+    fn written_figures_have_exactly_the_members_of_the_schema() {
         let stats = serde_json::to_value(MigrationStats::default()).unwrap();
         let object = OBJECTS.iter().find(|one| one.name == "MigrationStats");
         let members = object.unwrap().members;

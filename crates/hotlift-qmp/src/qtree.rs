@@ -196,7 +196,7 @@ mod tests {
 ";
 
     #[test]
-    fn a_device_has_the_addresses_of_the_buses_above_it_for_its_place() {
+    fn the_path_of_a_device_has_the_addresses_of_its_parent_buses() {
         let devices = parse(TREE);
         let found: Vec<_> = devices
             .iter()
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn text_of_another_kind_and_endless_lists_are_no_trouble() {
+    fn unexpected_text_and_endless_lists_are_tolerated() {
         for text in [
             "",
             "unknown command: 'info qtree'\r\n",

@@ -89,7 +89,7 @@ impl Drop for Fake {
 }
 
 #[test]
-fn an_answer_is_told_from_the_events_before_it_and_the_events_are_kept() {
+fn a_reply_is_distinguished_from_earlier_events_which_are_kept() {
     let fake = Fake::new(|peer| {
         peer.greet();
         let (command, id, arguments) = peer.hear();
@@ -121,7 +121,7 @@ fn an_answer_is_told_from_the_events_before_it_and_the_events_are_kept() {
 }
 
 #[test]
-fn a_wait_for_an_event_ends_with_one_since_the_latest_answer_or_with_another_descriptor() {
+fn a_wait_ends_with_an_event_after_the_latest_reply_or_another_descriptor() {
     let (other, ends) = io::pipe().unwrap();
     let fake = Fake::new(move |peer| {
         peer.greet();
@@ -175,7 +175,7 @@ fn a_command_with_many_arguments_is_sent_before_its_first_answer_is_read() {
 }
 
 #[test]
-fn how_the_guest_ended_is_known_after_qemu_has_closed_the_connection() {
+fn the_cause_of_a_shutdown_is_known_after_qemu_closed_the_connection() {
     let fake = Fake::new(|peer| {
         peer.greet();
         peer.say(r#"{"event":"RESUME"}"#);
@@ -192,7 +192,7 @@ fn how_the_guest_ended_is_known_after_qemu_has_closed_the_connection() {
 }
 
 #[test]
-fn an_event_that_has_come_is_found_also_behind_the_end_of_the_connection() {
+fn received_events_are_found_after_the_connection_ended() {
     let fake = Fake::new(|peer| {
         peer.greet();
         let (_, id, _) = peer.hear();
@@ -210,7 +210,7 @@ fn an_event_that_has_come_is_found_also_behind_the_end_of_the_connection() {
 }
 
 #[test]
-fn events_may_come_before_the_greeting_and_answers_may_not() {
+fn events_may_precede_the_greeting_and_replies_may_not() {
     let fake = Fake::new(|peer| {
         peer.say(r#"{"timestamp":{"seconds":7,"microseconds":0},"event":"RESUME"}"#);
         peer.greet();
@@ -224,7 +224,7 @@ fn events_may_come_before_the_greeting_and_answers_may_not() {
 }
 
 #[test]
-fn a_refusal_carries_command_class_and_words_in_one_line() {
+fn a_refusal_has_command_class_and_text_in_one_line() {
     let fake = Fake::new(|peer| {
         peer.greet();
         let (_, id, _) = peer.hear();
@@ -244,7 +244,7 @@ fn a_refusal_carries_command_class_and_words_in_one_line() {
 }
 
 #[test]
-fn a_late_answer_is_not_taken_for_that_of_the_next_command() {
+fn a_late_reply_is_not_taken_for_that_of_the_next_command() {
     let fake = Fake::new(|peer| {
         peer.greet();
         let (_, late, _) = peer.hear();
@@ -265,7 +265,7 @@ fn a_late_answer_is_not_taken_for_that_of_the_next_command() {
 }
 
 #[test]
-fn whatever_breaks_the_protocol_is_an_error_that_says_what() {
+fn every_protocol_violation_is_an_error_with_its_cause() {
     let deep = "[".repeat(100_000);
     let cases: [(&str, &str); 8] = [
         ("garbage", "not JSON"),
@@ -296,7 +296,7 @@ fn whatever_breaks_the_protocol_is_an_error_that_says_what() {
 }
 
 #[test]
-fn a_line_without_end_is_given_up_at_the_limit() {
+fn a_line_without_end_is_refused_at_the_limit() {
     let fake = Fake::new(|peer| {
         peer.greet();
         peer.hear();
@@ -326,7 +326,7 @@ fn of_a_flood_of_events_the_newest_are_kept() {
 }
 
 #[test]
-fn a_qemu_that_goes_is_told_from_one_that_is_silent() {
+fn a_qemu_that_exits_is_distinguished_from_a_silent_one() {
     let fake = Fake::new(|peer| {
         peer.greet();
         peer.hear();
@@ -385,7 +385,7 @@ fn a_capability_an_old_qemu_lacks_may_be_switched_off_but_not_on() {
 }
 
 #[test]
-fn a_real_qemu_is_asked_and_told_all_that_a_migration_needs() {
+fn a_real_qemu_accepts_all_commands_of_a_migration() {
     for program in [qemu::installed(), Release::V11.program()] {
         let Some(program) = program else {
             continue;

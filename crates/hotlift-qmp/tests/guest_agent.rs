@@ -41,7 +41,7 @@ fn answer(reader: &BufReader<UnixStream>, line: &str) {
 }
 
 #[test]
-fn the_time_is_sent_behind_the_answers_to_an_earlier_client() {
+fn the_time_is_sent_after_replies_to_an_earlier_client() {
     let (_folder, path, script) = agent(|reader| {
         let sync = request(reader);
         answer(reader, r#"{"return": {"an": "earlier client's"}}"#);
@@ -69,7 +69,7 @@ fn the_time_is_sent_behind_the_answers_to_an_earlier_client() {
 }
 
 #[test]
-fn an_agent_that_refuses_or_closes_or_is_silent_is_an_error_with_its_reason() {
+fn an_agent_that_refuses_closes_or_is_silent_is_an_error_with_its_reason() {
     let (_folder, path, script) = agent(|reader| {
         let sync = request(reader);
         answer(
@@ -104,7 +104,7 @@ fn an_agent_that_refuses_or_closes_or_is_silent_is_an_error_with_its_reason() {
 }
 
 #[test]
-fn an_answer_that_is_too_long_or_no_json_is_refused() {
+fn a_reply_that_is_too_long_or_no_json_is_refused() {
     for line in [
         "[1]".to_owned(),
         "no json".to_owned(),

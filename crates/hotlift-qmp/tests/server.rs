@@ -131,7 +131,7 @@ fn error(class: &str, desc: &str) -> Value {
 }
 
 #[test]
-fn nothing_but_the_negotiation_comes_before_it_and_it_comes_once() {
+fn the_negotiation_comes_first_and_once() {
     let served = Served::new();
     let mut client = Conversation::new(&served.path());
     assert_eq!(client.hear()["QMP"]["capabilities"], json!([]));
@@ -167,7 +167,7 @@ fn nothing_but_the_negotiation_comes_before_it_and_it_comes_once() {
 }
 
 #[test]
-fn an_id_of_any_kind_comes_back_and_errors_have_qemus_words() {
+fn an_id_of_any_kind_is_returned_and_errors_have_qemus_text() {
     let served = Served::new();
     let mut client = served.client();
     for id in [
@@ -226,7 +226,7 @@ fn an_id_of_any_kind_comes_back_and_errors_have_qemus_words() {
 }
 
 #[test]
-fn every_client_that_has_negotiated_hears_every_event_with_its_time() {
+fn every_negotiated_client_receives_every_event_with_its_time() {
     let served = Served::new();
     let mut two = [served.client(), served.client()];
     let mut silent = Conversation::new(&served.path());
@@ -268,7 +268,7 @@ fn events_keep_their_order_however_late_a_client_reads_them() {
 }
 
 #[test]
-fn no_event_comes_before_the_answer_to_the_negotiation() {
+fn no_event_precedes_the_reply_to_the_negotiation() {
     let served = Served::new();
     for _ in 0..40 {
         let mut client = Conversation::new(&served.path());
@@ -298,7 +298,7 @@ fn nothing_is_kept_for_a_client_that_has_gone() {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_dropped_and_the_teller_never_waits() {
+fn a_client_that_does_not_read_is_dropped_and_senders_never_block() {
     alone!();
     let served = Served::new();
     let mut deaf = served.client();
@@ -318,7 +318,7 @@ fn a_client_that_does_not_read_is_dropped_and_the_teller_never_waits() {
 }
 
 #[test]
-fn a_client_that_asks_and_does_not_read_fills_no_memory() {
+fn a_client_that_sends_commands_without_reading_uses_bounded_memory() {
     alone!();
     let served = Served::new();
     let mut client = served.client();
@@ -338,7 +338,7 @@ fn a_client_that_asks_and_does_not_read_fills_no_memory() {
 }
 
 #[test]
-fn a_hundred_megabytes_without_an_end_are_refused_and_fill_no_memory() {
+fn a_request_of_a_hundred_megabytes_is_refused_with_bounded_memory() {
     alone!();
     for begin in [&b"{\"x\":\""[..], b"{\"x\":[", b""] {
         let served = Served::new();
@@ -362,7 +362,7 @@ fn a_hundred_megabytes_without_an_end_are_refused_and_fill_no_memory() {
 }
 
 #[test]
-fn deep_json_and_half_a_character_are_refused() {
+fn deep_json_and_truncated_characters_are_refused() {
     let served = Served::new();
     let mut client = served.client();
     client.say(&b"[".repeat(100_000));
@@ -384,7 +384,7 @@ fn deep_json_and_half_a_character_are_refused() {
 }
 
 #[test]
-fn a_client_may_go_at_any_byte() {
+fn a_client_may_disconnect_at_any_byte() {
     let served = Served::new();
     let conversation =
         "{\"execute\":\"qmp_capabilities\"}{\"execute\":\"echo\",\"arguments\":{\"é\":1}}";
@@ -399,7 +399,7 @@ fn a_client_may_go_at_any_byte() {
 }
 
 #[test]
-fn a_thousand_connections_are_served_up_to_the_limit_and_the_others_are_told() {
+fn a_thousand_connections_are_served_up_to_the_limit_and_the_others_get_an_error() {
     alone!();
     let served = Served::new();
     let before = resident();
@@ -428,7 +428,7 @@ fn a_thousand_connections_are_served_up_to_the_limit_and_the_others_are_told() {
 }
 
 #[test]
-fn a_server_that_ends_lets_a_client_read_what_it_has_answered() {
+fn a_client_can_read_replies_after_the_server_ended() {
     let mut served = Served::new();
     let mut client = served.client();
     client.say(br#"{"execute":"long"}"#);
@@ -449,7 +449,7 @@ fn a_server_that_ends_lets_a_client_read_what_it_has_answered() {
 }
 
 #[test]
-fn a_server_that_ends_sends_what_it_has_answered_and_closes() {
+fn a_server_that_ends_sends_its_replies_and_closes() {
     let mut served = Served::new();
     let mut client = served.client();
     let mut idle = served.client();
@@ -534,7 +534,7 @@ fn an_http_request_is_not_obeyed_on_either_kind_of_socket() {
 }
 
 #[test]
-fn on_tcp_what_is_no_qmp_ends_a_connection_before_the_negotiation_and_not_after_it() {
+fn on_tcp_invalid_input_closes_only_connections_without_negotiation() {
     let (echo, _clients, address) = on_tcp();
     let connect = || {
         let stream = TcpStream::connect(address).unwrap();

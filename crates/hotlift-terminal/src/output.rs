@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_takes_nothing_holds_nobody_up_and_the_queue_is_bounded() {
+    fn a_stalled_reader_blocks_no_writer_and_the_queue_is_bounded() {
         let (stream, reader) = piped();
         for _ in 0..100_000 {
             stream.put("progress\n".to_owned(), WAITING_PROGRESS, None);
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_has_gone_is_an_error_of_the_result_and_nothing_else() {
+    fn a_closed_reader_is_an_error_only_for_the_result() {
         let (stream, reader) = piped();
         drop(reader);
         stream.put("message\n".to_owned(), WAITING_MESSAGES, None);

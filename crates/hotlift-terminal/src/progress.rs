@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_migration_that_does_not_converge_says_why() {
+    fn a_migration_that_does_not_converge_has_a_reason() {
         let mut progress = moment();
         let converging = line("zstd", &progress, None).to_string();
         assert!(
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_by_which_method_is_seen_on_80_columns() {
+    fn the_share_of_each_method_is_visible_on_80_columns() {
         let mut progress = moment();
         progress.methods = Some(hotlift::progress::MethodsNow {
             link_is_the_limit: true,
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_of_the_bandwidth_is_what_is_to_be_raised_not_the_channels() {
+    fn with_a_bandwidth_limit_the_hint_is_to_raise_it_not_the_channels() {
         let progress = Progress {
             stalled: true,
             bandwidth_limited: true,

@@ -307,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_work_is_told_of_its_limit_and_of_a_signal_and_a_poll_sees_its_end() {
+    fn a_task_sees_its_limit_and_a_signal_and_a_poll_sees_its_end() {
         let interrupt = Interrupt::catch().unwrap();
         for (limit, expected) in [
             (Some(Duration::ZERO), Cause::Deadline),

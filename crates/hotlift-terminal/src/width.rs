@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_cut_by_what_it_takes_on_the_screen() {
+    fn a_line_is_cut_by_its_width_on_the_screen() {
         assert_eq!(cut("zstd: 5 s", 9), "zstd: 5 s");
         assert_eq!(cut("zstd: 5 s", 8), "zstd: 5…");
         assert_eq!(cut("zstd: 5 s", 1), "…");
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn long_names_of_rows_go_on_in_further_lines_where_no_column_is_left_to_do_without() {
+    fn long_row_names_wrap_if_no_column_can_be_dropped() {
         let name = "a row with a name of many words".to_owned();
         let rows = [vec![name.clone(), "12345 (11111–13333)".to_owned()]];
         let text = fitted_to(Some(48), &["method", "total ms"], &rows, |_| {});
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_does_without_the_least_important_columns_first_and_says_which() {
+    fn a_table_drops_the_least_important_columns_first_and_names_them() {
         let whole = table(None);
         assert!(!whole.contains("no room for"), "{whole}");
         let width = whole.lines().next().unwrap().width();

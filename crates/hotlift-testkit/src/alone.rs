@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_resident_when_it_is_written_and_its_peak_stays_until_it_is_asked_for() {
+    fn written_memory_is_resident_and_its_peak_stays_until_read() {
         alone!();
         // The kernel's count is accurate to some pages per CPU.
         const HALF: u64 = 32 << 20;
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "running 0 tests")]
-    fn a_name_that_no_test_has_is_no_success() {
+    fn an_unknown_test_name_is_a_failure() {
         let _ = has_run_elsewhere("hotlift_testkit::alone::tests::nothing::here");
     }
 }

@@ -865,7 +865,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_fault_is_drawn_for_every_pair_that_can_have_it() {
+    fn every_kind_of_fault_is_drawn_for_every_possible_pair() {
         let cases: Vec<Case> = (0..5000).map(|number| Case::draw(1, number)).collect();
         for (pair, all) in [
             ("built-in guests", 16),
@@ -885,7 +885,7 @@ mod tests {
     }
 
     #[test]
-    fn cases_of_older_lists_are_read() {
+    fn cases_of_older_lists_are_readable() {
         let results = concat!(env!("CARGO_MANIFEST_DIR"), "/../../bench/results");
         for list in ["2026-11-23-campaign", "2026-11-23-campaign-tls"] {
             let text = std::fs::read_to_string(format!("{results}/{list}/cases.jsonl")).unwrap();

@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_is_down_carries_nothing_and_all_of_it_later() {
+    fn a_link_that_is_down_delivers_nothing_until_it_is_up() {
         let Some(link) = link() else { return };
         for end in [End::Source, End::Destination] {
             let (mut near, mut far) = connection(&link);
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_is_lost_until_it_is_lost_no_more() {
+    fn a_message_is_dropped_until_the_rule_is_removed() {
         let Some(link) = link() else { return };
         let (mut near, mut far) = connection(&link);
         link.lose(Message::Shut).unwrap();

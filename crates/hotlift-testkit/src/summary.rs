@@ -187,7 +187,7 @@ mod tests {
     use crate::verdict::Problem;
 
     #[test]
-    fn a_campaign_of_which_too_many_cases_prove_nothing_is_not_clean() {
+    fn a_campaign_with_too_many_inconclusive_cases_is_not_clean() {
         let record = |wrong: Option<Wrong>| {
             let problem = |wrong| Problem {
                 wrong,
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tables_fit_into_80_columns_and_name_the_cases_that_went_wrong() {
+    fn the_tables_fit_into_80_columns_and_name_the_failed_cases() {
         let records: Vec<Record> = (990_000..991_000)
             .map(|number| Record {
                 outcome: Outcome::Moved,

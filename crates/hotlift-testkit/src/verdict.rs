@@ -712,7 +712,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_that_are_cut_leave_no_doubt_and_a_killed_command_may() {
+    fn cut_connections_leave_no_doubt_and_a_killed_command_may() {
         let cut = || {
             let (how, after) = (crate::proxy::Ending::Reset, 0);
             record(STEERED, Kind::Cut { how, after })
@@ -779,7 +779,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_of_others_let_no_plaintext_out_and_harmless_ones_stop_no_migration() {
+    fn foreign_rules_let_no_plaintext_out_and_harmless_ones_stop_no_migration() {
         let pair = Pair::Agents {
             from: Release::V10,
             to: Release::V10,
@@ -807,7 +807,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_does_not_start_is_a_set_up_that_failed_unless_its_output_is_a_full_device() {
+    fn a_command_that_does_not_start_is_a_failed_setup_unless_its_output_device_is_full() {
         let party = Party::DestinationCommand;
         let stream = crate::process::Stream::Stderr;
         for (output, wrong) in [

@@ -9,7 +9,7 @@ use std::path::Path;
 use hotlift_fuzz::TARGETS;
 
 #[test]
-fn each_input_of_the_corpus_keeps_the_promises_of_its_decoder() {
+fn each_corpus_input_satisfies_the_checks_of_its_decoder() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
     let folders = fs::read_dir(&corpus).unwrap();
     let folders = folders.map(|entry| entry.unwrap().file_name().into_string().unwrap());

@@ -90,17 +90,17 @@ fn outages(secs: u64, at: End) {
 }
 
 #[test]
-fn an_outage_of_a_second_at_any_step_of_the_hand_over_leaves_one_guest() {
+fn an_outage_of_a_second_at_any_step_of_the_handover_leaves_one_guest() {
     outages(1, End::Source);
 }
 
 #[test]
-fn an_outage_of_three_seconds_at_any_step_of_the_hand_over_leaves_one_guest() {
+fn an_outage_of_three_seconds_at_any_step_of_the_handover_leaves_one_guest() {
     outages(3, End::Destination);
 }
 
 #[test]
-fn a_process_that_stands_still_around_the_commit_leaves_one_guest() {
+fn a_process_stopped_around_the_commit_leaves_one_guest() {
     use hotlift_testkit::case::Party;
     let frozen = |number: u64, party| {
         let kind = Kind::Freeze { party, secs: 3 };

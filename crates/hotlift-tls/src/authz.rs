@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_list_is_an_error_and_not_everybody() {
+    fn an_empty_list_is_an_error_and_does_not_admit_all() {
         assert_eq!(Authz::new::<&str>([]), Err(AuthzError::Empty));
         assert_eq!(
             Authz::new(["a", " "]),
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn many_stars_take_no_time() {
+    fn a_pattern_of_many_stars_matches_quickly() {
         let pattern = "*a".repeat(200) + "b";
         assert!(!fits(&pattern, &"a".repeat(2000)));
     }

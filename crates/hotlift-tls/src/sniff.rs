@@ -22,7 +22,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_bytes_tell_tls_from_all_else_that_is_spoken_here() {
+    fn the_first_bytes_distinguish_tls_from_every_other_protocol() {
         assert!(is_tls([0x16, 3, 1]));
         assert!(is_tls([0x15, 3, 3]));
         for plain in [b"QEV", b"\x11\x22\x33", b"{\"v", b"\x08\x00\x0a", b"GET"] {

@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handshake_that_is_late_names_what_is_missing_and_the_mtu_where_it_may_be_the_cause() {
+    fn a_late_handshake_names_the_missing_message_and_the_mtu_if_that_may_be_the_cause() {
         for (has_sent, unacknowledged, expected) in [
             (false, 0, "the other side sent nothing"),
             (
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_by_its_bell_or_by_what_arrives() {
+    fn a_wait_ends_by_its_wake_fd_or_by_arriving_bytes() {
         let year = Duration::from_secs(365 * 86_400);
         let is_called_off = AtomicBool::new(false);
         let (wake_fd, ends) = io::pipe().unwrap();

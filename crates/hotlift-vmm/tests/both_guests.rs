@@ -112,7 +112,7 @@ fn every_page(guest: &dyn BuiltinGuest) -> Vec<usize> {
 }
 
 #[test]
-fn a_started_guest_goes_on_writing_and_its_memory_proves_it() {
+fn a_started_guest_keeps_writing_and_its_memory_passes_the_check() {
     for kind in kinds() {
         for vcpus in [1, 2, 8] {
             let guest = started(kind, &settings(vcpus, Workload::Random));
@@ -172,7 +172,7 @@ fn a_paused_guest_writes_nothing() {
 }
 
 #[test]
-fn a_moved_guest_goes_on_where_it_stopped() {
+fn a_moved_guest_continues_where_it_stopped() {
     for kind in kinds() {
         for workload in Workload::ALL {
             for vcpus in [1, 3] {
@@ -249,7 +249,7 @@ fn a_guest_stopped_in_the_middle_of_a_write_is_checked_exactly() {
 }
 
 #[test]
-fn a_destination_takes_over_the_workload_of_its_source() {
+fn a_destination_continues_the_workload_of_its_source() {
     for kind in kinds() {
         let source = started(kind, &settings(2, Workload::Hotset));
         let_write(&*source, 2000);
@@ -308,7 +308,7 @@ fn copied_by_dirty_log(kind: GuestKind, workload: Workload) -> Copied {
 }
 
 #[test]
-fn a_dropped_dirty_page_is_found() {
+fn the_check_finds_a_dropped_dirty_page() {
     for kind in kinds() {
         for workload in [Workload::Random, Workload::Sequential, Workload::Hotset] {
             let Copied {
@@ -426,7 +426,7 @@ fn the_dirty_log_misses_no_page() {
 }
 
 #[test]
-fn the_order_of_a_life_is_kept() {
+fn calls_out_of_order_are_refused() {
     for kind in kinds() {
         let guest = create(kind, &settings(1, Workload::Random)).unwrap();
         assert!(guest.ram_is_fresh());

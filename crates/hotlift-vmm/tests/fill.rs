@@ -111,7 +111,7 @@ fn a_seed_fills_the_same_and_another_seed_does_not() {
 }
 
 #[test]
-fn a_generated_fill_compresses_as_a_server_does() {
+fn a_generated_fill_compresses_like_memory_of_a_server() {
     let bytes = filled_pages(&generated(0.0)).concat();
     let packed = zstd::encode_all(bytes.as_slice(), 1).unwrap();
     let percent = bytes.len() * 100 / packed.len();
@@ -202,7 +202,7 @@ fn different(pages: &[[u8; PAGE_SIZE]], image: &[u8]) -> usize {
 }
 
 #[test]
-fn an_image_is_laid_page_by_page_with_its_own_zero_pages() {
+fn an_image_is_placed_page_by_page_with_its_own_zero_pages() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("image");
     let pages = usize::try_from(layout().filled_pages()).unwrap();
@@ -222,7 +222,7 @@ fn an_image_is_laid_page_by_page_with_its_own_zero_pages() {
 }
 
 #[test]
-fn an_image_smaller_than_ram_is_repeated_and_no_page_of_it_is_seen_twice() {
+fn an_image_smaller_than_ram_is_repeated_without_equal_pages() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("image");
     // Its last page is incomplete.
@@ -249,7 +249,7 @@ fn an_image_smaller_than_ram_is_repeated_and_no_page_of_it_is_seen_twice() {
 }
 
 #[test]
-fn an_image_that_is_empty_or_not_there_is_said_by_name() {
+fn an_empty_or_missing_image_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("image");
     let error = fill(&ram(), &layout(), &of_image(&path)).unwrap_err();
@@ -324,7 +324,7 @@ fn the_files_of_a_folder_are_read_in_order_and_unpacked() {
 }
 
 #[test]
-fn a_repeated_corpus_has_no_equal_pages_and_packs_no_better() {
+fn a_repeated_corpus_has_no_equal_pages_and_compresses_no_better() {
     let folder = corpus();
     let pages = filled_pages(&from(&folder));
     let in_corpus = (3 * text(100_000).len()).div_ceil(PAGE_SIZE);
@@ -347,7 +347,7 @@ fn a_repeated_corpus_has_no_equal_pages_and_packs_no_better() {
 }
 
 #[test]
-fn what_cannot_be_read_is_named() {
+fn an_unreadable_file_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let (ram, layout) = (ram(), layout());
     let attempt = |settings: &FillSettings| fill(&ram, &layout, settings).unwrap_err();

@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_longer_than_it_may_be_is_refused_before_its_bytes_are_awaited() {
+    fn a_length_above_the_limit_is_refused_before_its_bytes_are_read() {
         let mut bytes = OPEN_MAGIC.to_vec();
         bytes.extend_from_slice(&VERSION.to_be_bytes());
         bytes.extend_from_slice(&[0; 8]);
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn another_magic_version_or_code_is_known_for_what_it_is() {
+    fn an_unknown_magic_version_or_code_is_named() {
         assert!(Open::decode(b"QEVM\0\0\0\x03").is_err());
         let (open, _) = Open::decode(b"HLFO\0\0\0\x09").unwrap();
         assert_eq!(open.version, 9);

@@ -209,7 +209,7 @@ mod tests {
     const ID: MigrationId = MigrationId(*b"0123456789abcdef");
 
     #[test]
-    fn questions_answers_and_tokens_are_read_as_they_were_written() {
+    fn queries_answers_and_tokens_are_read_as_written() {
         assert_eq!(read_question(&question(ID)).unwrap(), ID);
         for outcome in [
             Outcome::Unknown,
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_with_any_bit_flipped_or_about_another_migration_is_no_answer() {
+    fn an_answer_with_a_flipped_bit_or_of_another_migration_is_ignored() {
         let answer = answer(ID, Outcome::Runs, GuestActivity::Runs);
         for bit in 0..8 * ANSWER_LEN {
             let mut damaged = answer;
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_question_with_any_bit_flipped_is_no_question() {
+    fn a_query_with_a_flipped_bit_is_ignored() {
         for bit in 0..8 * QUESTION_LEN {
             let mut damaged = question(ID);
             damaged[bit / 8] ^= 1 << (bit % 8);

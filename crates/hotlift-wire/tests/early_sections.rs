@@ -168,7 +168,7 @@ fn an_unknown_payload_ends_at_its_footer_before_a_head_that_may_follow() {
 }
 
 #[test]
-fn an_end_that_does_not_come_is_given_up_at_the_limit() {
+fn a_section_without_end_is_refused_at_the_limit() {
     let bytes = section("device", &vec![0x7e; limits::DEVICE_PAYLOAD + 10]);
     let fault = decoder(true).next(&bytes[..bytes.len() - 5]).unwrap_err();
     assert!(matches!(fault, WireError::NoSectionEnd { idstr, .. } if idstr == "device"));

@@ -274,7 +274,7 @@ fn a_channel_is_read_to_its_last_byte() {
 }
 
 #[test]
-fn each_mark_on_main_has_a_sync_on_every_channel() {
+fn each_sync_point_on_main_has_a_sync_on_every_channel() {
     for name in recorded() {
         let main = connection(&name, "main");
         let blocks = blocks(&main);

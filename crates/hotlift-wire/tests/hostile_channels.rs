@@ -330,7 +330,7 @@ fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
 }
 
 #[test]
-fn a_channel_of_another_version_is_told_from_a_damaged_one() {
+fn a_channel_of_another_version_is_distinguished_from_a_damaged_one() {
     let mut other = opening();
     other[37] = 2;
     let sum = crc32(&other[32..60]);

@@ -358,7 +358,7 @@ fn a_command_has_its_length_and_belongs_to_precopy() {
 }
 
 #[test]
-fn a_decoder_of_postcopy_takes_its_commands_and_goes_on_after_a_reconnect() {
+fn a_postcopy_decoder_accepts_its_commands_and_continues_after_a_reconnect() {
     let started = || after(&between_sections()).taking_postcopy();
     for id in [4, 5, 9] {
         let bytes = [8, 0, id, 0, 0];

@@ -134,7 +134,7 @@ fn with_header(change: impl Fn(&mut [u8])) -> WireError {
 }
 
 #[test]
-fn a_header_that_lies_is_refused() {
+fn a_header_with_false_values_is_refused() {
     let put = |at: usize, value: u64| {
         move |bytes: &mut [u8]| bytes[at..at + 8].copy_from_slice(&value.to_be_bytes())
     };
@@ -214,7 +214,7 @@ fn a_cut_file_is_refused() {
 }
 
 #[test]
-fn blocks_that_do_not_belong_in_one_list_are_not_laid_out() {
+fn blocks_of_an_invalid_list_are_not_laid_out() {
     for entries in [
         vec![RamBlockEntry::new("a", 4096), RamBlockEntry::new("a", 4096)],
         vec![RamBlockEntry::new("a", 4095)],
@@ -228,7 +228,7 @@ fn blocks_that_do_not_belong_in_one_list_are_not_laid_out() {
 
 proptest! {
     #[test]
-    fn any_damage_before_the_devices_is_an_error_or_another_file_that_still_fits(
+    fn damage_before_the_devices_is_an_error_or_yields_a_valid_file(
         at in 0..400_usize,
         byte in any::<u8>(),
     ) {

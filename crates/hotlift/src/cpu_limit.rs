@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_more_threads_than_the_limit_has_cores_are_at_work() {
+    fn no_more_threads_work_than_the_limit_has_cores() {
         for (limit, most) in [(500, 1), (1000, 1), (1001, 2)] {
             let budget = CpuBudget::new(limit);
             let (now, seen) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_lifted_holds_nobody_back() {
+    fn a_removed_limit_delays_no_thread() {
         let budget = CpuBudget::new(1);
         let now = Instant::now();
         assert!(budget.reserve(Duration::from_secs(1), now).is_some());

@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_acknowledges_nothing_is_silent_from_5_s_on_and_lost_at_the_limit() {
+    fn a_peer_without_acknowledgements_is_silent_after_5_s_and_lost_at_the_limit() {
         let mut peer = Virtual::new();
         assert_eq!(peer.at(secs(1), secs(1), in_flight()), None);
         assert_eq!(peer.at(secs(6) - MS, secs(1), in_flight()), None);
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn data_after_a_long_rest_begins_a_silence_of_its_own() {
+    fn data_after_a_long_pause_starts_a_new_silence() {
         let mut peer = Virtual::new();
         assert_eq!(peer.at(secs(9), secs(0), idle(0)), None);
         assert_eq!(peer.at(secs(10), secs(0), in_flight()), None);
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_is_stopped_is_never_lost_however_far_apart_its_answers_are() {
+    fn a_stopped_reader_that_answers_probes_is_never_lost() {
         let mut peer = Virtual::new();
         assert_eq!(peer.at(secs(1), secs(1), in_flight()), None);
         assert_eq!(peer.at(secs(2), secs(1), no_room(0)), None);
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_is_stopped_and_then_gone_is_lost_after_an_unanswered_probe() {
+    fn a_stopped_reader_is_lost_after_an_unanswered_probe() {
         let mut peer = Virtual::new();
         peer.at(secs(0), secs(0), no_room(0));
         peer.at(secs(100), secs(1), no_room(1));
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_connection_is_lost_by_its_keepalive_from_when_it_was_last_heard() {
+    fn an_idle_connection_is_lost_by_its_keepalive_since_the_last_reply() {
         let mut peer = Virtual::new();
         assert_eq!(
             peer.at(secs(10), secs(0), idle(0)),
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_was_stopped_itself_counts_a_silence_from_its_next_sample() {
+    fn a_process_that_was_stopped_counts_silence_from_its_next_sample() {
         let begun = Instant::now() + secs(3600);
         let mut liveness = Liveness {
             limit: LIMIT,
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silence_counts_more_than_a_reader_that_is_stopped() {
+    fn a_silence_takes_precedence_over_a_stopped_reader() {
         let now = Instant::now() + Duration::from_secs(3600);
         let mut judges = [
             ConnectionSamples::default(),

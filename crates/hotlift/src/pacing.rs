@@ -210,7 +210,7 @@ mod tests {
     use crate::schedule::BURST;
 
     #[test]
-    fn booked_bytes_never_exceed_the_rate_by_more_than_the_burst() {
+    fn reserved_bytes_never_exceed_the_rate_by_more_than_the_burst() {
         let pacer = Pacer::new(1_000_000);
         let start = Instant::now();
         let mut now = start;
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_phase_is_not_made_up_for_by_a_flood() {
+    fn an_idle_phase_is_not_followed_by_a_burst() {
         let pacer = Pacer::new(1_000_000);
         let start = Instant::now();
         pacer.reserve(10_000, start);
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn no_limit_never_waits_and_a_new_rate_counts_from_the_next_packet() {
+    fn without_limit_nothing_waits_and_a_new_rate_applies_to_the_next_packet() {
         let pacer = Pacer::new(0);
         let now = Instant::now();
         assert_eq!(pacer.reserve(usize::MAX, now), None);
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn one_whose_guest_stands_still_does_not_wait_for_those_it_shares_with() {
+    fn a_migration_with_a_paused_guest_does_not_wait_for_others_of_its_rate() {
         let shared = SharedRate::default();
         shared.set(1);
         let phase = Phase::default();
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn migrations_that_share_a_rate_keep_it_together() {
+    fn migrations_with_a_shared_rate_keep_it_in_total() {
         const RATE: u32 = 4 << 20;
         const PACKET: usize = 64 << 10;
         let shared = SharedRate::default();

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connection_that_is_not_accepted_is_shown_until_it_is_cancelled() {
+    fn an_unaccepted_connection_is_shown_until_cancelled() {
         // A listener whose queue is full answers no SYN.
         let family = rustix::net::AddressFamily::INET;
         let full = rustix::net::socket(family, rustix::net::SocketType::STREAM, None).unwrap();

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_goes_to_other_hosts_in_the_clear_unless_that_is_wanted() {
+    fn plaintext_to_other_hosts_is_sent_only_if_allowed() {
         let of = |address: &str, insecure| {
             let options = TlsOptions {
                 insecure,

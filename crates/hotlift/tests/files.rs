@@ -222,7 +222,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn a_vm_comes_back_from_either_format_as_it_was(
+    fn a_vm_is_restored_unchanged_from_either_format(
         method in prop::sample::select(&["none", "zlib", "zstd"][..]),
         channels in 0..4_u8,
         // Barriers by section and by round.
@@ -272,7 +272,7 @@ fn virtio_mem(id: u32, plugged: u16) -> Vec<u8> {
 }
 
 #[test]
-fn memory_that_a_device_has_unplugged_is_left_out_on_every_way_between_files() {
+fn unplugged_memory_is_omitted_in_every_conversion_between_files() {
     // Both have one size: only the path of a device identifies its RAM block. Their sections are in another order than the
     // blocks.
     let devices = [(8, 0x8007_u16), (9, 0x0ff0)];
@@ -326,7 +326,7 @@ fn memory_that_a_device_has_unplugged_is_left_out_on_every_way_between_files() {
 }
 
 #[test]
-fn zeros_are_not_sent_to_memory_that_is_unplugged_at_the_destination() {
+fn zero_pages_are_not_sent_for_unplugged_memory() {
     let mut saved = small("pc-i440fx-7.2");
     let pages = (0..64).map(|page| (page % 3 == 0).then_some(page + 1));
     saved
@@ -386,7 +386,7 @@ fn a_file_in_which_a_device_has_another_length_than_its_description_is_refused()
 }
 
 #[test]
-fn a_stream_may_start_inside_of_a_file() {
+fn a_stream_may_start_inside_a_file() {
     let folder = folder();
     let path = |name: &str| folder.path().join(name);
     let saved = small("pc-i440fx-10.0");
@@ -403,7 +403,7 @@ fn a_stream_may_start_inside_of_a_file() {
 }
 
 #[test]
-fn a_page_of_zeros_in_a_file_takes_no_space_in_another() {
+fn a_zero_page_of_one_file_takes_no_space_in_another() {
     let folder = folder();
     let path = |name: &str| folder.path().join(name);
     let saved = small("pc-i440fx-10.0");
@@ -529,7 +529,7 @@ fn a_sparse_file_of_more_ram_than_any_host_has_is_refused() {
 }
 
 #[test]
-fn a_damaged_mapped_ram_file_never_ends_in_a_panic_or_a_rest() {
+fn a_damaged_mapped_ram_file_causes_no_panic_and_leaves_no_file() {
     let folder = folder();
     let (path, to) = (folder.path().join("qemu"), folder.path().join("to"));
     small("pc-i440fx-10.0").write(&path, 0);

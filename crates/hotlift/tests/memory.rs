@@ -208,7 +208,7 @@ fn more_channels_than_max_channels_are_refused_by_name() {
 }
 
 #[test]
-fn notes_of_which_pages_have_come_are_bounded() {
+fn records_of_received_pages_are_bounded() {
     alone!();
     let gib = 1 << 30;
     let zero_pages = || {
@@ -242,7 +242,7 @@ fn behind_ram(begins: &[u8], byte: u8) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn device_state_of_any_length_takes_no_memory() {
+fn device_state_of_any_length_uses_no_memory() {
     alone!();
     let (outcome, grown) = relayed(|| behind_ram(&[], 4), &[("memory-limit", "1M")]);
     // The stream is truncated.

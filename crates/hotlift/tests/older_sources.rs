@@ -222,7 +222,7 @@ fn deltas_and_compressed_pages_become_pages() {
 
 /// Threads work in parallel, and a stream may send a page any number of times.
 #[test]
-fn of_all_versions_of_a_page_in_a_section_the_last_counts_however_it_came() {
+fn the_last_version_of_a_page_in_a_section_counts_in_any_encoding() {
     for options in destinations() {
         let mut expected = vec![[0; PAGE_SIZE]; PAGES];
         let (guest, outcome) = receive_records(&options, |encoder, out| {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 #[test]
-fn the_documented_time_outs_are_those_of_the_constants() {
+fn the_documented_timeouts_equal_the_constants() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let text = std::fs::read_to_string(crates.join("../docs/timeouts.md")).unwrap();
     let (_, table) = text.split_once("|---|---|---|---|---|\n").unwrap();

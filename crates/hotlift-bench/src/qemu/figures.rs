@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn qemus_figures_follow_our_definitions() {
+    fn figures_of_qemu_follow_hotlifts_definitions() {
         let info = json!({
             "status": "completed", "total-time": 2100, "setup-time": 100, "downtime": 30,
             "ram": { "transferred": 1_u64 << 28, "normal": 1 << 17, "duplicate": 5,

@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_that_counts_packed_pages_whole_is_known_by_its_version() {
+    fn a_qemu_that_counts_compressed_pages_at_full_size_is_detected_by_its_version() {
         let counts = |version: &str| {
             let program = Program {
                 path: PathBuf::new(),

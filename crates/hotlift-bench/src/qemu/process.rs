@@ -455,7 +455,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_listening_socket_is_known_by_its_port_and_inode() {
+    fn a_listening_socket_is_identified_by_its_port_and_inode() {
         let line = "   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 22345 \
                     1 ffff8b0000000000 100 0 0 10 0";
         assert_eq!(listening(line), Some((8080, 22345)));
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_is_the_private_mapping_of_its_size_that_no_file_has() {
+    fn guest_ram_is_the_anonymous_private_mapping_of_its_size() {
         let ram = "7f0000000000-7f0004000000 rw-p 00000000 00:00 0 ";
         assert_eq!(anonymous(ram, 64 << 20), Some(0x7f00_0000_0000));
         assert_eq!(anonymous(ram, 32 << 20), None);

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_that_names_a_row_goes_to_the_qemu_or_it_lacks_it() {
+    fn every_option_that_names_a_row_is_set_in_qemu_or_reported_as_missing() {
         for info in hotlift::options::OPTIONS {
             let default = info.default();
             let value = match info.name {
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemus_downtime_ends_at_the_destinations_word_unless_that_is_not_wanted() {
+    fn downtime_of_qemu_ends_at_the_destinations_resume_unless_disabled() {
         let return_path = |given: &[(&str, &str)]| {
             let cell = cell(&["--workload=idle"], given);
             let options = cell.migration.options().unwrap();
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_that_cannot_do_the_work_lacks_it() {
+    fn unsupported_work_is_reported_as_missing_in_qemu() {
         let none = cell(&[], &[("zero-page-detection", "none")]);
         let options = none.migration.options().unwrap();
         assert!(parameters(&none, &options, &|_| true).is_ok());

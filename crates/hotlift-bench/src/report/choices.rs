@@ -213,7 +213,7 @@ mod tests {
 
     /// `HOTLIFT_KEEP_REPORT` names a folder in which the picture is kept for a manual check.
     #[test]
-    fn methods_lie_on_top_of_each_other_under_the_links_rate() {
+    fn methods_are_stacked_below_the_links_rate() {
         let mut row = example().row;
         row.link = Some("1gbit,200mbit@2s,1gbit@60s".to_owned());
         let slices = [

@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_legend_stands_in_the_order_of_the_lines_ends() {
+    fn the_legend_is_in_the_order_of_the_ends_of_the_lines() {
         let line = |name: &str, end| Line {
             name: name.to_owned(),
             colour: 0,

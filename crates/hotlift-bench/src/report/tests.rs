@@ -85,7 +85,7 @@ fn count(text: &str, what: &str) -> usize {
 }
 
 #[test]
-fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
+fn the_report_has_every_chart_with_its_table_and_no_external_resource() {
     let html = html(&records());
     // Two pictures of the crossover with a line for each method.
     assert_eq!(count(&html, "<svg class=\"lines\""), 2);
@@ -118,7 +118,7 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
 }
 
 #[test]
-fn runs_over_one_wire_say_which_was_fastest() {
+fn the_fastest_run_over_one_link_is_named() {
     let mut records = records();
     records.retain(|record| record.row.max_bandwidth == 125_000_000);
     let html = html(&records);
@@ -127,7 +127,7 @@ fn runs_over_one_wire_say_which_was_fastest() {
 }
 
 #[test]
-fn machines_are_not_mixed() {
+fn results_of_different_machines_are_kept_apart() {
     let ours = records();
     let mut others = ours.clone();
     for record in &mut others {
@@ -146,7 +146,7 @@ fn machines_are_not_mixed() {
 }
 
 #[test]
-fn rows_that_differ_in_an_option_alone_have_names_and_bars_of_their_own() {
+fn rows_that_differ_only_in_an_option_have_their_own_names_and_bars() {
     let mut records = records();
     let mut others = records.clone();
     for record in &mut others {
@@ -162,7 +162,7 @@ fn rows_that_differ_in_an_option_alone_have_names_and_bars_of_their_own() {
 }
 
 #[test]
-fn next_to_nothing_but_zero_pages_has_cpu_by_gib_of_all_pages() {
+fn a_guest_of_almost_only_zero_pages_has_cpu_time_per_gib_of_all_pages() {
     let mut records = records();
     for record in &mut records {
         record.row.guest.zero_share = Some(1.0);
@@ -209,7 +209,7 @@ fn names_of_runs_cannot_become_markup() {
 }
 
 #[test]
-fn a_report_of_nothing_or_of_failures_alone_is_a_report() {
+fn a_report_without_successful_runs_is_complete() {
     let mut failed = example();
     failed.outcome = Outcome::Failed {
         error: "the link is down".to_owned(),
@@ -232,7 +232,7 @@ fn simulated_devices_are_called_simulated() {
 }
 
 #[test]
-fn a_browser_shows_the_report_without_a_complaint() {
+fn a_browser_shows_the_report_without_errors() {
     let Some(browser) = ["chromium", "chromium-browser", "google-chrome"]
         .into_iter()
         .find(|name| {

@@ -106,7 +106,7 @@ mod tests {
     use crate::record::{CipherSpeed, Outcome, tests::example};
 
     #[test]
-    fn what_tls_takes_stands_beside_what_its_cipher_takes() {
+    fn the_cost_of_tls_is_shown_next_to_that_of_its_cipher() {
         let suite = find("tls").unwrap();
         let cells = cells(suite, &[]);
         let records = [(0, 2.0), (1, 3.0)].map(|(cell, cpu)| {

@@ -218,7 +218,7 @@ mod tests {
     use super::super::{find, tests::cells};
 
     #[test]
-    fn rows_that_were_not_run_are_counted_unless_all_need_a_device() {
+    fn skipped_rows_are_counted_unless_all_need_a_device() {
         let iaa = find("iaa").unwrap();
         let cells = cells(iaa, &[]);
         let mut record = crate::record::tests::example();

@@ -85,7 +85,7 @@ mod tests {
     use crate::record::{Outcome, tests::example};
 
     #[test]
-    fn the_threads_of_a_kind_are_counted_together_by_gib() {
+    fn threads_of_one_kind_are_summed_per_gib() {
         let mut record = example();
         let thread = |name: &str, waits| ThreadCounts {
             name: name.to_owned(),

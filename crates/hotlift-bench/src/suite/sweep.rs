@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_combination_is_a_cell_and_what_is_not_here_is_left_out() {
+    fn every_combination_is_a_cell_unless_this_machine_lacks_the_method() {
         let suite = find("auto").unwrap();
         let image = tempfile::NamedTempFile::new().unwrap();
         let path = format!("--fill=generated,{}", image.path().display());

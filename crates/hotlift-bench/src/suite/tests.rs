@@ -24,7 +24,7 @@ pub fn cells(suite: &Suite, flags: &[&str]) -> Vec<Cell> {
 }
 
 #[test]
-fn every_column_that_may_go_is_one_of_the_result_tables() {
+fn every_optional_column_exists_in_the_result_tables() {
     let of_runs = figures::ALL.iter().map(|figure| figure.name);
     let of_rows = columns::ALL.iter().map(|column| column.name);
     let of_threads = counts::COUNTS.iter().map(|(name, _)| *name);
@@ -37,7 +37,7 @@ fn every_column_that_may_go_is_one_of_the_result_tables() {
 }
 
 #[test]
-fn every_suite_that_is_compiled_in_is_one() {
+fn every_compiled_in_suite_is_valid() {
     for text in FILES {
         if let Err(error) = Suite::read(text) {
             let line = text.lines().find(|line| line.starts_with("name"));
@@ -47,7 +47,7 @@ fn every_suite_that_is_compiled_in_is_one() {
 }
 
 #[test]
-fn every_row_has_a_cell_that_is_found_again() {
+fn every_row_finds_its_cell_again() {
     let published = SUITES.iter().filter(|suite| suite.sweeps.is_empty());
     for suite in published {
         let cells = cells(suite, &["--with=accel-path=dsa-model:"]);
@@ -103,7 +103,7 @@ fn runs_of_different_work_have_tables_of_their_own() {
 }
 
 #[test]
-fn what_the_rows_of_a_suite_set_is_not_for_with() {
+fn with_refuses_an_option_that_rows_of_a_suite_set() {
     for (flag, refused) in [
         ("--with=multifd-channels=4", true),
         ("--with=zero-page-detection=none", true),

@@ -148,7 +148,7 @@ mod tests {
     use crate::record::{Completed, Outcome};
 
     #[test]
-    fn the_published_totals_and_savings_come_out_of_the_published_threads() {
+    fn published_totals_and_savings_follow_from_the_published_threads() {
         let text = find("dsa").unwrap().sheet(&[]).to_string();
         for words in [
             "41928",
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn our_threads_stand_beside_theirs_and_add_up() {
+    fn hotlifts_threads_are_shown_next_to_the_published_ones_and_add_up() {
         let mut record = example();
         record.row.method = "none".to_owned();
         record.row.guest.zero_share = Some(0.5);
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_device_saves_and_only_what_the_cpu_of_hotlift_takes() {
+    fn savings_are_computed_for_devices_only_against_hotlift_on_the_cpu() {
         let run = |cpu_s, change: fn(&mut Record)| {
             let mut record = example();
             record.row.method = "none".to_owned();

@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_goes_at_once_than_the_agent_has_places_and_cores_for_unless_somebody_says_so() {
+    fn parallel_moves_are_limited_by_the_agents_slots_and_cores_unless_overridden() {
         let of = |max_bandwidth, migrations, cpu_limit| AgentInfo {
             version: String::new(),
             listen: String::new(),
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_quickly_done_goes_first_and_what_has_no_end_last() {
+    fn quick_domains_move_first_and_those_that_do_not_converge_last() {
         let plan = Plan::new(
             vec![
                 candidate("endless", GIB, Some(200 * MIB)),
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn each_goes_where_most_memory_is_free_and_stays_where_none_has_enough() {
+    fn each_domain_moves_to_the_host_with_most_free_memory_or_stays() {
         let plan = Plan::new(
             vec![
                 candidate("a", GIB, None),
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_still_is_shown_takes_no_room_and_goes_nowhere() {
+    fn a_paused_domain_is_listed_needs_no_room_and_stays() {
         let still = Candidate {
             stays: Some(StayReason::Still),
             ..candidate("still", MIB, None)
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_go_at_once_as_the_link_has_room_for_what_they_write() {
+    fn parallel_moves_are_limited_by_dirty_rates_and_the_links_rate() {
         let domains = [
             candidate("a", 4 * GIB, Some(120 * MIB)),
             candidate("b", 4 * GIB, Some(120 * MIB)),

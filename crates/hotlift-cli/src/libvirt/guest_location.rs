@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_domain_is_where_one_guest_is_for_certain_and_nowhere_else() {
+    fn a_domain_is_located_only_where_one_guest_certainly_is() {
         use GuestLocation::{Ended, Here, There};
         use State::{Gone, Paused, Running};
         for (was, here, there, expected) in [
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_destination_that_may_have_been_told_to_run_the_guest_leaves_a_doubt() {
+    fn a_destination_that_may_have_started_the_guest_makes_the_location_uncertain() {
         use State::{Gone, Paused, Running};
         for (reason, is_certain) in [
             (
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn two_guests_are_called_two_guests() {
+    fn two_guests_are_reported_as_two() {
         let running = Some(State::Running);
         let found = verdict_of(State::Running, running, running, true);
         let GuestLocation::Unknown { seen } = found else {

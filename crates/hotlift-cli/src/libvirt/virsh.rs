@@ -470,14 +470,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_found_in_what_virsh_prints() {
+    fn figures_are_parsed_from_the_output_of_virsh() {
         let said = "total  :  24684096 KiB\nfree   :  20000000 KiB\ncached :         17 KiB";
         assert_eq!(value(said, "free"), Some("20000000 KiB"));
         assert_eq!(value("Persistent:     yes", "Persistent:"), Some("yes"));
     }
 
     #[test]
-    fn the_memory_of_each_domain_is_found_and_what_it_writes_once_that_is_sampled() {
+    fn memory_of_each_domain_is_parsed_and_its_dirty_rate_once_sampled() {
         let figures = |status| {
             let rate = "dirtyrate.megabytes_per_second=3";
             format!("  balloon.current=64\n  dirtyrate.calc_status={status}\n  {rate}\n")
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_keeps_its_spaces_and_is_told_from_others_and_from_ids() {
+    fn a_name_keeps_its_spaces_and_is_distinct_from_other_names_and_ids() {
         let line = "6695eb01-f6a4-8304-79aa-97f2502e193f  101 ";
         let domain = Domain::of_line(line).unwrap();
         assert_eq!(domain.name, " 101 ");
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_one_line_without_the_word() {
+    fn errors_are_one_line_without_the_prefix() {
         let said = "error: failed to connect\nerror: no route\n\n";
         assert_eq!(errors(said), "failed to connect; no route");
         assert_eq!(errors(""), "it reports no reason");

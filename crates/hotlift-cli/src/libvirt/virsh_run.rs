@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn all_is_kept_that_one_says_who_ends() {
+    fn all_output_of_a_process_that_ends_is_kept() {
         let mut run = shell("head -c 100000 /dev/zero; echo why >&2; exit 3");
         let status = end(&mut run);
         assert_eq!(status.code(), Some(3));
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_has_ended_is_not_waited_for_because_another_has_its_pipes() {
+    fn a_process_that_ended_is_not_awaited_though_another_holds_its_pipes() {
         let mut run = shell("sleep 600 & echo $!");
         end(&mut run);
         let other = run.said().0.trim().parse().ok();
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn another_descriptor_and_the_deadline_end_a_wait_for_one_that_runs() {
+    fn another_descriptor_or_the_deadline_ends_the_wait_for_a_running_process() {
         let mut run = shell("exec sleep 600");
         let (other, ends) = io::pipe().expect("a pipe");
         let wait = |run: &mut Run, deadline| run.wait(&[other.as_fd()], deadline).expect("a wait");
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_kept_than_was_asked_for() {
+    fn no_more_output_is_kept_than_requested() {
         let mut run = shell("cat /dev/zero");
         end(&mut run);
         assert_eq!(run.said().0.len(), 1 << 17);

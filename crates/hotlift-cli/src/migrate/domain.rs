@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_and_the_agents_port_are_as_typed_or_as_of_this_hosts_agent_or_as_usual() {
+    fn ports_come_from_options_then_the_local_agent_then_defaults() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("agent.toml");
         let found = |typed| {
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn the_listeners_port_is_one_that_is_allowed_and_was_not_tried() {
+    fn the_listeners_port_is_an_allowed_one_not_tried_before() {
         // Another process may take one of them, so several are tried.
         let allowed: Ports = "50100-50131".parse().unwrap();
         let (_first, port) = listen(allowed, &[]).unwrap();

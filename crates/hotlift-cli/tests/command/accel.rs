@@ -166,7 +166,7 @@ impl Found {
 }
 
 #[test]
-fn a_host_with_none_says_so_in_two_lines() {
+fn a_host_without_accelerators_prints_two_lines() {
     let text = Host::new().text();
     let expected = "Not on this host: Intel IAA, Intel QAT, HiSilicon ZIP, Intel DSA.\nEvery method runs in software; \
                     'hotlift methods' lists the libraries.";
@@ -174,14 +174,14 @@ fn a_host_with_none_says_so_in_two_lines() {
 }
 
 #[test]
-fn this_host_is_listed_whatever_it_has() {
+fn this_host_is_listed_with_any_hardware() {
     for name in ["Intel IAA", "Intel QAT", "HiSilicon ZIP", "Intel DSA"] {
         Found::new(&["accel", "--json"], name);
     }
 }
 
 #[test]
-fn a_device_without_the_driver_wants_the_module() {
+fn a_device_without_driver_needs_the_module() {
     let host = Host::new();
     host.pci("0000:6a:02.0", "0x8086", "0x0cfe");
     host.process(RAW_IO);
@@ -191,7 +191,7 @@ fn a_device_without_the_driver_wants_the_module() {
 }
 
 #[test]
-fn a_device_that_another_driver_has_is_taken_from_it() {
+fn a_device_bound_to_another_driver_is_unbound_first() {
     let host = Host::new();
     let folder = host.pci("0000:6a:02.0", "0x8086", "0x0cfe");
     host.link(
@@ -271,7 +271,7 @@ fn a_dsa_queue_gets_the_batches_that_its_device_can_do() {
 }
 
 #[test]
-fn a_device_or_a_queue_that_is_off_is_switched_on() {
+fn a_disabled_device_or_queue_is_enabled() {
     let host = Host::new();
     host.process(RAW_IO);
     host.idxd("iax1");
@@ -286,7 +286,7 @@ fn a_device_or_a_queue_that_is_off_is_switched_on() {
 }
 
 #[test]
-fn a_queue_that_libqpl_cannot_use_is_set_up_anew() {
+fn a_queue_that_libqpl_cannot_use_is_reconfigured() {
     let host = Host::new();
     host.process(RAW_IO);
     host.idxd("iax1");
@@ -309,7 +309,7 @@ fn a_queue_that_libqpl_cannot_use_is_set_up_anew() {
 }
 
 #[test]
-fn without_shared_virtual_memory_the_kernel_wants_an_option() {
+fn without_shared_virtual_memory_the_kernel_needs_an_option() {
     let host = Host::new();
     host.process(RAW_IO);
     host.idxd("iax1");
@@ -412,7 +412,7 @@ fn qat() -> Host {
 }
 
 #[test]
-fn a_qat_with_all_in_place_is_usable() {
+fn a_complete_qat_is_usable() {
     let host = qat();
     let found = host.look("Intel QAT");
     found.is_usable();
@@ -420,7 +420,7 @@ fn a_qat_with_all_in_place_is_usable() {
 }
 
 #[test]
-fn a_qat_without_its_driver_wants_the_module() {
+fn a_qat_without_driver_needs_the_module() {
     let host = qat();
     fs::remove_file(host.path().join(PF).join("driver")).expect("remove");
     host.look("Intel QAT")
@@ -445,7 +445,7 @@ fn a_qat_set_up_for_something_else_is_set_up_for_compression() {
 }
 
 #[test]
-fn a_qat_that_is_down_is_brought_up() {
+fn a_qat_that_is_down_gets_the_command_to_start_it() {
     let host = qat();
     host.put(&format!("{PF}/qat/state"), "down");
     host.look("Intel QAT")
@@ -453,7 +453,7 @@ fn a_qat_that_is_down_is_brought_up() {
 }
 
 #[test]
-fn a_qat_without_virtual_functions_wants_the_service() {
+fn a_qat_without_virtual_functions_needs_the_service() {
     let host = qat();
     for vf in ["0000:6b:00.1", "0000:6b:00.2"] {
         let folder = host.path().join("sys/bus/pci/devices").join(vf);
@@ -466,7 +466,7 @@ fn a_qat_without_virtual_functions_wants_the_service() {
 }
 
 #[test]
-fn a_qat_whose_virtual_functions_belong_to_another_driver_or_nobody_wants_vfio() {
+fn a_qat_whose_virtual_functions_have_another_or_no_driver_needs_vfio() {
     let host = qat();
     for vf in ["0000:6b:00.1", "0000:6b:00.2"] {
         fs::remove_file(
@@ -518,7 +518,7 @@ fn a_qat_without_its_service_or_without_locked_memory_is_not_usable() {
 }
 
 #[test]
-fn a_virtual_function_in_a_vm_stands_by_itself() {
+fn a_virtual_function_in_a_vm_is_usable_without_its_physical_function() {
     let host = qat();
     for vf in ["0000:6b:00.1", "0000:6b:00.2"] {
         let folder = host.path().join("sys/bus/pci/devices").join(vf);
@@ -542,14 +542,14 @@ fn zip() -> Host {
 }
 
 #[test]
-fn a_hisilicon_engine_with_all_in_place_is_usable() {
+fn a_complete_hisilicon_engine_is_usable() {
     let found = zip().look("HiSilicon ZIP");
     found.is_usable();
     assert_eq!(found.parts, ["hisi_zip-0"]);
 }
 
 #[test]
-fn a_hisilicon_engine_says_what_it_lacks() {
+fn missing_parts_of_a_hisilicon_engine_are_named() {
     let host = zip();
     host.node("dev/hisi_zip-0", 0o600);
     let command = "chgrp vms /dev/hisi_zip-0 && chmod 660 /dev/hisi_zip-0";
@@ -566,7 +566,7 @@ fn a_hisilicon_engine_says_what_it_lacks() {
 }
 
 #[test]
-fn a_hisilicon_engine_that_serves_the_kernel_only_is_loaded_anew() {
+fn a_hisilicon_engine_in_kernel_mode_needs_its_module_reloaded() {
     let host = Host::new();
     let folder = host.pci("0000:75:00.0", "0x19e5", "0xa250");
     host.link(

@@ -54,7 +54,7 @@ fn count(run: &Value, side: &str, what: &str) -> u64 {
 }
 
 #[test]
-fn a_sound_device_does_it_all_and_is_named() {
+fn a_working_device_does_all_jobs_and_is_named() {
     let library = simulated();
     let library = library.to_str().expect("a path");
     for (method, variable) in accelerated() {
@@ -76,7 +76,7 @@ fn a_sound_device_does_it_all_and_is_named() {
 }
 
 #[test]
-fn a_device_that_dies_in_a_round_ends_in_software_and_no_page_is_lost() {
+fn a_device_lost_in_a_round_falls_back_to_software_without_losing_pages() {
     let library = simulated();
     let library = library.to_str().expect("a path");
     for (method, variable) in accelerated() {
@@ -109,7 +109,7 @@ fn a_device_that_dies_in_a_round_ends_in_software_and_no_page_is_lost() {
 }
 
 #[test]
-fn without_a_device_the_cpu_does_it_and_that_is_said_once() {
+fn without_a_device_the_cpu_is_used_and_this_is_reported_once() {
     for (method, variable) in accelerated() {
         let variables = [(variable, "/nonexistent/library.so")];
         let (run, said) = demo(method.name, &variables, &[]);
@@ -129,7 +129,7 @@ fn without_a_device_the_cpu_does_it_and_that_is_said_once() {
 }
 
 #[test]
-fn what_is_required_and_missing_is_refused_before_anything_is_opened() {
+fn a_required_device_that_is_missing_is_refused_before_anything_is_opened() {
     for (method, variable) in accelerated() {
         let method = format!("--method={}", method.name);
         let args = ["demo", "--ram=64M", "--accelerator=required", &method];
@@ -154,7 +154,7 @@ fn what_is_required_and_missing_is_refused_before_anything_is_opened() {
 
 /// Checks that simulated devices and the CPU find the same zero pages in the same guest.
 #[test]
-fn devices_find_the_zero_pages_that_the_cpu_finds() {
+fn devices_find_the_same_zero_pages_as_the_cpu() {
     let still = ["--workload=idle", "--seed=7"];
     let (by_cpu, _) = demo("none", &[], &still);
     for (paths, all_by_devices) in [
@@ -251,7 +251,7 @@ fn faults_at_random_change_neither_the_zero_pages_nor_the_guest() {
 }
 
 #[test]
-fn a_device_that_errs_is_left_and_the_others_go_on() {
+fn a_failing_device_is_dropped_and_the_others_continue() {
     let path = "--accel-path=dsa-model:fail=1000 dsa-model:";
     let flags = ["--zero-page-detection=dsa-accel", path, "--rate=20000"];
     let (run, said) = demo("none", &[], &flags);
@@ -264,7 +264,7 @@ fn a_device_that_errs_is_left_and_the_others_go_on() {
 }
 
 #[test]
-fn a_guest_that_writes_arrives_whole_whatever_its_zero_page_devices_do() {
+fn a_writing_guest_arrives_intact_whatever_its_zero_page_devices_do() {
     for paths in [
         "dsa-model:",
         "dsa-model:fault=100:full=100:list-fault=100:shuffled=1",
@@ -278,7 +278,7 @@ fn a_guest_that_writes_arrives_whole_whatever_its_zero_page_devices_do() {
 }
 
 #[test]
-fn a_work_queue_that_is_not_there_is_the_cpus_work_or_an_error_as_asked() {
+fn a_missing_work_queue_means_the_cpu_or_an_error_as_configured() {
     let flags = [
         "--zero-page-detection=dsa-accel",
         "--accel-path=dsa:/dev/dsa/wq99.0",
@@ -307,7 +307,7 @@ fn a_work_queue_that_is_not_there_is_the_cpus_work_or_an_error_as_asked() {
 }
 
 #[test]
-fn a_relay_refuses_at_once_what_only_a_guests_own_migration_can_do() {
+fn a_relay_refuses_options_that_need_access_to_guest_memory() {
     for command in [
         &[
             "relay",
@@ -351,7 +351,7 @@ fn a_relay_refuses_at_once_what_only_a_guests_own_migration_can_do() {
 }
 
 #[test]
-fn auto_uses_the_devices_that_there_are() {
+fn auto_uses_the_available_devices() {
     let library = simulated();
     let library = library.to_str().expect("a path");
     let variables: Vec<_> = accelerated().map(|(_, named)| (named, library)).collect();

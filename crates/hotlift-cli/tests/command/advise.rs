@@ -24,7 +24,7 @@ fn a_host_without_accelerators_is_advised_to_take_auto() {
 }
 
 #[test]
-fn the_rules_that_speak_are_those_of_the_devices_that_can_be_used() {
+fn only_rules_of_usable_devices_are_printed() {
     let host = Host::new();
     host.process(crate::accel::RAW_IO);
     host.idxd("iax1");
@@ -60,7 +60,7 @@ fn the_rules_that_speak_are_those_of_the_devices_that_can_be_used() {
 }
 
 #[test]
-fn this_host_is_advised_whatever_it_has() {
+fn advice_is_printed_for_this_host_with_any_hardware() {
     let text = advise(&[]).join("\n");
     assert!(text.contains("\n--method "), "{text}");
 }

@@ -9,7 +9,7 @@ use crate::hotlift::{Hotlift, errors};
 const AT_ONCE: Duration = Duration::from_secs(8);
 
 #[test]
-fn an_agent_that_does_not_run_is_missed_at_once() {
+fn a_missing_agent_is_reported_at_once() {
     let folder = tempfile::tempdir().expect("a folder");
     let refuses = folder.path().join("refuses");
     drop(UnixListener::bind(&refuses).expect("a socket"));
@@ -35,7 +35,7 @@ fn an_agent_that_does_not_run_is_missed_at_once() {
 }
 
 #[test]
-fn whoever_has_no_configuration_is_told_how_to_name_one() {
+fn without_a_configuration_file_the_option_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("agent.toml").display().to_string();
     for command in ["check", "rules", "run"] {

@@ -37,7 +37,7 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[test]
-fn three_commands_make_two_hosts_that_know_each_other() {
+fn three_commands_create_certificates_for_two_hosts() {
     let place = tempfile::tempdir().unwrap();
     let (a, b) = (place.path().join("pki/a"), place.path().join("b"));
     made(&["init", "--dir", text(&a)]);
@@ -135,7 +135,7 @@ fn nothing_is_overwritten_without_force() {
 }
 
 #[test]
-fn renew_makes_new_keys_for_the_same_names_where_it_is_time() {
+fn renew_makes_new_keys_for_the_same_names_when_due() {
     let place = tempfile::tempdir().unwrap();
     let (ca, host) = (place.path().join("ca"), place.path().join("host"));
     made(&["init", "--dir", text(&ca)]);
@@ -193,7 +193,7 @@ fn renew_makes_new_keys_for_the_same_names_where_it_is_time() {
 }
 
 #[test]
-fn show_says_for_whom_until_when_and_what_is_wrong_in_80_columns() {
+fn show_prints_names_expiry_and_problems_in_80_columns() {
     let place = tempfile::tempdir().unwrap();
     let dir = text(place.path());
     made(&["init", "--dir", dir, "--name", "Our CA"]);

@@ -150,7 +150,7 @@ fn values_out_of_range_are_refused_with_the_range() {
 }
 
 #[test]
-fn a_demo_that_is_interrupted_shows_what_was_measured_and_one_word_on_why() {
+fn an_interrupted_demo_shows_measured_values_and_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let json = folder.path().join("runs.json");
     let file = format!("--json={}", json.display());
@@ -184,7 +184,7 @@ fn a_demo_that_is_interrupted_shows_what_was_measured_and_one_word_on_why() {
 }
 
 #[test]
-fn a_demo_that_cannot_start_says_why_and_fails() {
+fn a_demo_that_cannot_start_fails_with_the_reason() {
     for (flags, expected) in [
         (["--fill=/nonexistent", "--quiet"], "/nonexistent"),
         (

@@ -5,7 +5,7 @@ use crate::scripted_virsh::{HERE, Hosts};
 const B: &str = "qemu+ssh://b/system";
 
 #[test]
-fn a_domain_whose_name_is_another_ones_id_is_moved_and_the_other_stays() {
+fn a_domain_named_like_the_id_of_another_is_moved_and_the_other_stays() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(101, "other", "running");
     hosts.domain(7, "101", "running");
@@ -16,7 +16,7 @@ fn a_domain_whose_name_is_another_ones_id_is_moved_and_the_other_stays() {
 }
 
 #[test]
-fn what_is_defined_here_is_defined_there_and_what_only_runs_is_not() {
+fn persistent_domains_stay_persistent_and_transient_ones_transient() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(1, "defined", "running");
     hosts.define(1);
@@ -42,14 +42,14 @@ fn failed(lines: &str) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_domain_that_runs_on_both_hosts_is_no_domain_that_stayed() {
+fn a_domain_that_runs_on_both_hosts_is_not_reported_as_stayed() {
     let (code, said) = failed(r#"cp -r "$dir" "$there""#);
     assert_eq!(code, Some(3), "{said}");
     assert!(said.contains("it runs on both hosts"), "{said}");
 }
 
 #[test]
-fn a_domain_that_libvirt_does_not_speak_of_is_not_taken_to_be_gone() {
+fn a_domain_that_libvirt_does_not_list_is_not_taken_to_be_gone() {
     // A broken connection, or a domain without permission: virsh prints the same for both.
     let refuse = "echo \"error: failed to get domain '$domain'\" >&2; exit 1";
     let lines = format!(
@@ -62,7 +62,7 @@ fn a_domain_that_libvirt_does_not_speak_of_is_not_taken_to_be_gone() {
 }
 
 #[test]
-fn a_domain_that_ends_while_it_moves_has_ended_and_is_in_no_doubt() {
+fn a_domain_that_ends_while_it_moves_is_reported_as_ended() {
     let (code, said) = failed(r#"rm -r "$dir""#);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("web1 to b: ended: it failed"), "{said}");
@@ -70,7 +70,7 @@ fn a_domain_that_ends_while_it_moves_has_ended_and_is_in_no_doubt() {
 }
 
 #[test]
-fn a_domain_whose_guest_powers_off_while_it_moves_has_ended_once_its_qemu_has() {
+fn a_domain_whose_guest_powers_off_while_it_moves_is_ended_once_its_qemu_exits() {
     for ending in ["in shutdown (user)", "paused (shutting down)"] {
         let hosts = Hosts::new(&[B]);
         hosts.domain(1, "web1", "running");
@@ -93,7 +93,7 @@ fn a_domain_whose_guest_powers_off_while_it_moves_has_ended_once_its_qemu_has() 
 const C: &str = "qemu+ssh://c/system";
 
 #[test]
-fn a_domain_that_ends_while_the_plan_is_made_is_left_out_and_the_others_go() {
+fn a_domain_that_ends_during_planning_is_skipped_and_the_others_move() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(1, "web1", "running");
     hosts.domain(2, "web2", "running");
@@ -106,7 +106,7 @@ fn a_domain_that_ends_while_the_plan_is_made_is_left_out_and_the_others_go() {
 }
 
 #[test]
-fn a_domain_that_libvirt_does_not_measure_stays_and_the_others_go() {
+fn a_domain_that_libvirt_cannot_measure_stays_and_the_others_move() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(1, "web1", "running");
     hosts.domain(2, "web2", "running");
@@ -124,7 +124,7 @@ fn a_domain_that_libvirt_does_not_measure_stays_and_the_others_go() {
 }
 
 #[test]
-fn a_destination_that_does_not_answer_is_left_out_while_another_does() {
+fn an_unreachable_destination_is_skipped_if_another_answers() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(1, "web1", "running");
     let (code, said) = hosts.hotlift(&["drain", "--to=c,b"]);
@@ -143,7 +143,7 @@ fn a_destination_that_does_not_answer_is_left_out_while_another_does() {
 }
 
 #[test]
-fn a_libvirt_that_is_missing_here_is_named_and_no_destination_is_asked() {
+fn a_missing_local_libvirt_is_named_and_no_destination_is_contacted() {
     let hosts = Hosts::new(&[B]);
     let here = "--connect=qemu:///missing";
     let (code, said) = hosts.hotlift(&["drain", "--to=c,b", here]);
@@ -153,7 +153,7 @@ fn a_libvirt_that_is_missing_here_is_named_and_no_destination_is_asked() {
 }
 
 #[test]
-fn a_domain_that_stands_still_here_is_named_and_the_host_is_not_called_empty() {
+fn a_paused_domain_is_named_and_the_host_is_not_reported_empty() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(1, "web1", "running");
     hosts.domain(2, "web2", "paused");
@@ -165,7 +165,7 @@ fn a_domain_that_stands_still_here_is_named_and_the_host_is_not_called_empty() {
 }
 
 #[test]
-fn names_are_taken_as_they_are_and_one_of_no_domain_stops_all_before_it_begins() {
+fn names_are_literal_and_an_unknown_one_stops_the_drain_before_it_starts() {
     let hosts = Hosts::new(&[B]);
     for (id, name) in [(1, "web1"), (2, " a,b "), (3, "a"), (4, "off")] {
         hosts.domain(id, name, if name == "off" { "shut off" } else { "running" });

@@ -60,7 +60,7 @@ fn command(folder: &Path, privileged: bool) -> Option<std::path::PathBuf> {
 }
 
 #[test]
-fn a_command_with_capabilities_takes_no_library_from_the_environment_and_one_without_does() {
+fn only_a_command_without_capabilities_loads_libraries_from_the_environment() {
     if !rustix::process::geteuid().is_root() {
         hotlift_testkit::skip!("root", "only root can run a command as another user");
         return;

@@ -18,7 +18,7 @@ fn show(at: &str) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_server_tells_what_happens_as_lines_of_json() {
+fn a_server_prints_its_events_as_lines_of_json() {
     let folder = tempfile::tempdir().expect("a folder");
     let files = format!("--files={}", folder.path().display());
     let uri = format!("unix:{}", folder.path().join("socket").display());
@@ -50,7 +50,7 @@ fn a_server_tells_what_happens_as_lines_of_json() {
 }
 
 #[test]
-fn a_client_that_asks_for_no_file_is_refused_and_the_log_names_the_role_of_the_server() {
+fn a_client_of_another_role_is_refused_and_the_log_names_the_servers_role() {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("socket");
     let files = format!("--files={}", folder.path().display());
@@ -92,7 +92,7 @@ fn descriptors(pid: i32) -> Vec<(u64, PathBuf)> {
 }
 
 #[test]
-fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missing() {
+fn a_server_short_of_file_descriptors_does_not_report_a_missing_file() {
     let folder = tempfile::tempdir().expect("a folder");
     let files = format!("--files={}", folder.path().display());
     let uri = format!("unix:{}", folder.path().join("socket").display());
@@ -124,7 +124,7 @@ fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missin
 }
 
 #[test]
-fn ctrl_c_ends_what_waits_for_a_file_server_that_is_silent() {
+fn ctrl_c_ends_commands_that_wait_for_a_silent_file_server() {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("socket");
     let silent = UnixListener::bind(&socket).expect("it listens");

@@ -87,7 +87,7 @@ fn a_killed_destination_leaves_the_guest_running_at_the_source() {
 }
 
 #[test]
-fn a_killed_source_ends_the_destination_with_one_line_and_nothing_left() {
+fn a_killed_source_ends_the_destination_with_one_line_and_no_files() {
     let pair = Pair::new(&[]);
     let mut source = pair.start_source(&[SLOW]);
     source.wait_for("active: round 1");
@@ -107,7 +107,7 @@ fn a_killed_source_ends_the_destination_with_one_line_and_nothing_left() {
 }
 
 #[test]
-fn ctrl_c_cancels_and_the_guest_goes_on() {
+fn ctrl_c_cancels_and_the_guest_keeps_running() {
     let pair = Pair::new(&["--channels=4"]);
     let mut source = pair.start_source(&[SLOW, "--channels=4"]);
     source.wait_for("active: round 1");
@@ -167,7 +167,7 @@ fn settings_that_differ_are_refused_with_both_values_on_both_sides() {
 }
 
 #[test]
-fn a_source_without_a_destination_says_what_to_start() {
+fn a_source_without_destination_prints_what_to_start() {
     let folder = tempfile::tempdir().unwrap();
     let uri = format!("--migrate-to=unix:{}", folder.path().join("none").display());
     let (status, said) =
@@ -179,7 +179,7 @@ fn a_source_without_a_destination_says_what_to_start() {
 }
 
 #[test]
-fn a_pause_that_nobody_could_end_is_refused() {
+fn pause_before_switchover_is_refused_where_no_client_can_continue() {
     for args in [
         &[
             "guest",
@@ -199,7 +199,7 @@ fn a_pause_that_nobody_could_end_is_refused() {
 }
 
 #[test]
-fn times_that_are_none_and_guests_that_cannot_be_are_a_bad_usage() {
+fn invalid_times_and_impossible_guests_are_usage_errors() {
     for (flags, words) in [
         (&["--run-for=-1"][..], "a number of seconds"),
         (&["--handshake-timeout=soon"], "a number of seconds"),

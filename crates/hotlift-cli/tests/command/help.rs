@@ -26,7 +26,7 @@ fn help(command: &[&str], flag: &str) -> Vec<String> {
 }
 
 #[test]
-fn short_help_is_short_and_says_that_there_is_more() {
+fn short_help_is_short_and_names_the_long_help() {
     for (command, role) in COMMANDS {
         let short = help(command, "-h");
         assert!(short.len() <= SHORT, "{command:?}: {} lines", short.len());
@@ -68,7 +68,7 @@ fn short_help_is_short_and_says_that_there_is_more() {
 }
 
 #[test]
-fn bench_answers_that_it_is_a_program_of_its_own() {
+fn bench_names_the_separate_program() {
     for flag in ["--method=none", "--help"] {
         let (status, said) = Hotlift::start(&["bench", flag]).wait();
         assert_eq!(status.code(), Some(2), "{said:?}");
@@ -85,7 +85,7 @@ fn bench_answers_that_it_is_a_program_of_its_own() {
 }
 
 #[test]
-fn every_option_that_is_not_a_commands_is_refused_with_what_to_do_instead() {
+fn every_option_that_a_command_lacks_is_refused_with_an_alternative() {
     for (command, role) in COMMANDS {
         for option in OPTIONS {
             let Some(instead) = option.refusal(*role) else {

@@ -260,7 +260,7 @@ fn the_steps_of_the_dsa_documents_migrate_a_guest() {
 }
 
 #[test]
-fn a_migration_that_is_waited_for_ends_at_the_prompt_and_a_failed_one_leaves_the_guest() {
+fn a_foreground_migration_returns_to_the_prompt_and_a_failed_one_keeps_the_guest() {
     let dir = tempfile::tempdir().unwrap();
     let (process, mut source) = guest(dir.path(), "source", &[]);
     let answer = source.types("migrate tcp:127.0.0.1:1");

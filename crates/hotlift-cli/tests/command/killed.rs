@@ -55,7 +55,7 @@ fn held_before(name: &str) -> (Running, Proxy<Units>, Running) {
 }
 
 #[test]
-fn a_destination_killed_in_the_last_round_gives_the_guest_back() {
+fn a_destination_killed_in_the_last_round_leaves_the_guest_at_the_source() {
     for name in LAST_ROUND {
         let (mut source, proxy, destination) = held_before(name);
         destination.signal(Signal::KILL);
@@ -71,7 +71,7 @@ fn a_destination_killed_in_the_last_round_gives_the_guest_back() {
 }
 
 #[test]
-fn a_source_killed_in_the_last_round_makes_no_guest_of_a_part() {
+fn a_source_killed_in_the_last_round_starts_no_partial_guest() {
     for name in LAST_ROUND {
         let (source, proxy, destination) = held_before(name);
         source.signal(Signal::KILL);

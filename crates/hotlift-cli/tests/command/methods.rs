@@ -123,7 +123,7 @@ fn the_files_of_a_folder_are_measured_too() {
 }
 
 #[test]
-fn of_zeros_there_is_nothing_to_measure() {
+fn memory_of_zeros_is_not_measured() {
     let folder = TempDir::new().expect("a folder");
     let zeros = file(&folder, "zeros", &vec![0; 4 << 20]);
     let said = methods(&["--measure", text(&zeros)]).join("\n");
@@ -160,7 +160,7 @@ fn a_running_process_is_sampled_without_a_change_to_it() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_said_in_a_line() {
+fn a_target_that_cannot_be_measured_is_a_one_line_error() {
     let folder = TempDir::new().expect("a folder");
     let empty = file(&folder, "empty", b"less than a page");
     for (flags, code, words) in [
@@ -204,7 +204,7 @@ fn a_qmp_socket_of_something_else_is_not_taken_for_a_qemu() {
 }
 
 #[test]
-fn a_process_of_somebody_else_is_refused_with_what_would_help() {
+fn a_process_of_another_user_is_refused_with_a_hint() {
     const NOBODY: u32 = 65_534;
     if !rustix::process::geteuid().is_root() {
         hotlift_testkit::skip!("root", "only root can become somebody else");
@@ -238,7 +238,7 @@ fn a_process_of_somebody_else_is_refused_with_what_would_help() {
 }
 
 #[test]
-fn a_qemu_is_found_behind_its_qmp_socket() {
+fn a_qemu_is_found_by_its_qmp_socket() {
     let Some(program) = qemu::installed() else {
         return;
     };

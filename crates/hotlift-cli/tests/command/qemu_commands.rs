@@ -25,7 +25,7 @@ fn serve() -> (Running, String) {
 }
 
 #[test]
-fn a_serve_whose_qemu_is_not_there_does_not_listen() {
+fn a_serve_without_its_qemu_does_not_listen() {
     let listen = ["serve", "--listen", "tcp:127.0.0.1:0", "--", "no-such-qemu"];
     let (status, said) = Hotlift::start(&listen).wait();
     assert_eq!(status.code(), Some(1), "{said:?}");
@@ -34,7 +34,7 @@ fn a_serve_whose_qemu_is_not_there_does_not_listen() {
 }
 
 #[test]
-fn a_serve_prints_the_port_of_the_pages_and_does_not_start_where_it_is_taken() {
+fn a_serve_prints_the_port_of_the_pages_and_fails_if_it_is_in_use() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("it is bound").port();
     let data_port = format!("--data-port={port}");
@@ -87,7 +87,7 @@ fn a_serve_answers_a_hello_before_it_starts_its_qemu() {
 }
 
 #[test]
-fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
+fn a_serve_refuses_hostile_sources_with_the_reason_and_keeps_listening() {
     let (mut serve, address) = serve();
     let answer = tell(&address, b"GET / HTTP/1.1\r\n\r\n");
     assert!(
@@ -120,7 +120,7 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
 }
 
 #[test]
-fn a_serve_without_tls_says_so_when_a_source_begins_with_it() {
+fn a_serve_without_tls_reports_a_source_that_starts_tls() {
     let (mut serve, address) = serve();
     // A TLS record with a client hello: without a line end, and with one.
     for hello in [
@@ -140,7 +140,7 @@ const SILENT: usize = 60;
 const ANSWER: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_serve_hears_a_source_beside_many_who_say_nothing() {
+fn a_serve_answers_a_source_while_many_clients_are_silent() {
     let (serve, address) = serve();
     let silent: Vec<_> = (0..SILENT)
         .map(|_| TcpStream::connect(&address).expect("it listens"))
@@ -154,7 +154,7 @@ fn a_serve_hears_a_source_beside_many_who_say_nothing() {
 }
 
 #[test]
-fn a_serve_that_too_many_silent_ones_come_to_hears_the_last() {
+fn a_serve_with_too_many_silent_clients_answers_the_latest() {
     let (serve, address) = serve();
     let silent: Vec<_> = (0..200)
         .map(|_| TcpStream::connect(&address).expect("it listens"))
@@ -165,7 +165,7 @@ fn a_serve_that_too_many_silent_ones_come_to_hears_the_last() {
 }
 
 #[test]
-fn a_migration_whose_other_ends_are_missing_says_what_to_start() {
+fn a_migration_without_its_other_ends_prints_what_to_start() {
     let folder = tempfile::tempdir().expect("a folder");
     let nowhere = folder.path().join("qmp").display().to_string();
     for command in [
@@ -219,7 +219,7 @@ fn a_save_file_that_is_not_one_is_named() {
 }
 
 #[test]
-fn a_save_into_a_folder_that_is_not_there_is_refused_before_qemu_is_asked() {
+fn a_save_into_a_missing_folder_is_refused_before_qemu_is_contacted() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("missing/vm").display().to_string();
     let (status, said) = Hotlift::start(&["save", "--qmp=/nowhere", &file]).wait();
@@ -229,7 +229,7 @@ fn a_save_into_a_folder_that_is_not_there_is_refused_before_qemu_is_asked() {
 }
 
 #[test]
-fn a_fifo_in_place_of_a_save_file_is_refused_and_not_waited_for() {
+fn a_fifo_in_place_of_a_save_file_is_refused_without_waiting() {
     let folder = tempfile::tempdir().expect("a folder");
     let fifo = folder.path().join("fifo").display().to_string();
     let made = Command::new("mkfifo").arg(&fifo).status();
@@ -474,7 +474,7 @@ fn a_relay_that_is_interrupted_leaves_no_socket_file() {
 }
 
 #[test]
-fn a_restore_refuses_what_is_no_save_before_it_starts_a_qemu() {
+fn a_restore_refuses_a_file_that_is_no_save_before_it_starts_qemu() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("file");
     for (content, words) in [
@@ -498,7 +498,7 @@ fn folders(place: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn what_a_qemu_that_cannot_start_says_is_passed_on_and_no_folder_stays() {
+fn the_error_of_a_qemu_that_cannot_start_is_printed_and_no_folder_stays() {
     let place = tempfile::tempdir().expect("a folder");
     let tmpdir = place.path().display().to_string();
     let mut serve = Hotlift::start_with(
@@ -537,7 +537,7 @@ fn what_a_qemu_that_cannot_start_says_is_passed_on_and_no_folder_stays() {
 }
 
 #[test]
-fn a_serve_that_is_killed_leaves_neither_a_qemu_that_waits_nor_a_folder() {
+fn a_killed_serve_leaves_neither_a_waiting_qemu_nor_a_folder() {
     let folder = tempfile::tempdir().expect("a folder");
     let pidfile = folder.path().join("pid");
     let path = pidfile.display().to_string();
@@ -590,7 +590,7 @@ fn a_serve_that_is_killed_leaves_neither_a_qemu_that_waits_nor_a_folder() {
 }
 
 #[test]
-fn the_reason_of_a_qemu_is_its_own_though_others_write_to_the_same_log() {
+fn the_reported_reason_comes_from_this_qemu_though_others_share_its_log() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name);
     // The first bytes of a QEMU file, all that is checked before a QEMU is started.

@@ -43,7 +43,7 @@ fn settle(qmp: &str, how: &str) {
 }
 
 #[test]
-fn a_guest_in_doubt_is_kept_and_its_copy_ends_when_somebody_says_so() {
+fn a_guest_in_doubt_is_kept_and_its_copy_ends_by_hotlift_settle() {
     let (source, destination, qmp) = in_doubt();
     // A closed terminal does not settle the guest.
     source.signal(Signal::HUP);
@@ -56,7 +56,7 @@ fn a_guest_in_doubt_is_kept_and_its_copy_ends_when_somebody_says_so() {
 }
 
 #[test]
-fn a_guest_in_doubt_goes_on_whole_when_somebody_says_that_it_is_not_there() {
+fn a_guest_in_doubt_continues_intact_once_its_copy_is_declared_absent() {
     let (mut source, destination, qmp) = in_doubt();
     destination.signal(Signal::KILL);
     destination.wait();
@@ -114,7 +114,7 @@ fn serve(mut stream: &UnixStream, migration: &str) {
 }
 
 #[test]
-fn who_lets_a_guest_run_whose_migration_completed_is_warned_of_two() {
+fn continuing_a_guest_whose_migration_completed_warns_of_two_guests() {
     let folder = tempfile::tempdir().expect("a folder");
     for (migration, warns) in [("completed", true), ("failed", false)] {
         let socket = folder.path().join(migration);

@@ -108,7 +108,7 @@ fn a_line_of_progress_is_cut_to_the_terminal_and_never_scrolls() {
 }
 
 #[test]
-fn help_fits_a_terminal_that_knows_its_columns_alone() {
+fn help_fits_a_terminal_that_reports_only_its_columns() {
     let mut help = OnTerminal::start_with(&["demo", "--help"], NO_LINES, |command, terminal| {
         let command = command.env("NO_COLOR", "1");
         command.stdout(terminal).stderr(Stdio::null())

@@ -128,7 +128,7 @@ fn socket() -> (TempDir, String) {
 }
 
 #[test]
-fn a_source_that_nobody_reads_moves_its_guest() {
+fn a_source_whose_output_is_not_read_moves_its_guest() {
     for reader in READERS {
         let (_folder, uri) = socket();
         let incoming = format!("--incoming={uri}");
@@ -145,7 +145,7 @@ fn a_source_that_nobody_reads_moves_its_guest() {
 }
 
 #[test]
-fn a_destination_that_nobody_reads_gets_its_guest() {
+fn a_destination_whose_output_is_not_read_gets_its_guest() {
     for reader in READERS {
         let (folder, uri) = socket();
         let incoming = format!("--incoming={uri}");

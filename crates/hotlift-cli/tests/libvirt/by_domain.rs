@@ -98,7 +98,7 @@ fn a_domain_stays_when_its_migration_is_interrupted() {
 }
 
 #[test]
-fn a_domain_stays_when_the_agent_is_killed_or_is_not_there() {
+fn a_domain_stays_when_the_agent_is_killed_or_missing() {
     let Some(hosts) = hosts() else { return };
     let [at_source, at_destination] = agents(&hosts);
     let one = domain(&hosts, "web1");

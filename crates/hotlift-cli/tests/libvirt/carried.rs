@@ -35,7 +35,7 @@ fn there_and_back(hosts: &Hosts, [source, destination]: &[Agent<'_>; 2], times: 
 }
 
 #[test]
-fn every_way_of_libvirt_goes_through_the_agents_there_and_back() {
+fn every_migration_mode_of_libvirt_passes_through_the_agents_both_ways() {
     let Some(hosts) = hosts() else { return };
     let agents = both(&hosts, "");
     there_and_back(&hosts, &agents, WAYS.len());
@@ -47,7 +47,7 @@ fn every_way_of_libvirt_goes_through_the_agents_there_and_back() {
 
 #[test]
 #[ignore = "minutes: 'make test-libvirt'"]
-fn fifty_migrations_there_and_back_leave_nothing() {
+fn fifty_migrations_there_and_back_leak_nothing() {
     let Some(hosts) = hosts() else { return };
     let agents = both(&hosts, "");
     there_and_back(&hosts, &agents, 100);
@@ -100,7 +100,7 @@ fn disks_that_are_copied_go_through_the_agents_too() {
 }
 
 #[test]
-fn eight_domains_go_at_once() {
+fn eight_domains_migrate_at_once() {
     let Some(hosts) = hosts() else { return };
     let agents = both(&hosts, "");
     let names = (1..=8).map(|number| format!("web{number}"));
@@ -123,7 +123,7 @@ fn eight_domains_go_at_once() {
 }
 
 #[test]
-fn tls_and_tunnels_of_libvirt_go_on_beside_the_agents() {
+fn tls_and_tunnels_of_libvirt_work_next_to_the_agents() {
     let Some(hosts) = hosts() else { return };
     let agents = both(&hosts, "");
     let pki = Pki::new();

@@ -31,7 +31,7 @@ fn domains(hosts: &Hosts, names: &[&str]) -> Vec<Domain> {
 }
 
 #[test]
-fn a_drain_moves_every_domain_as_planned_and_has_nothing_left_to_do_after_it() {
+fn a_drain_moves_every_domain_as_planned_and_a_second_one_finds_none() {
     let Some(hosts) = hosts() else { return };
     let all = domains(&hosts, &["web1", "web2", "db1"]);
     let (code, plan) = ended(drain(&hosts, &["--dry-run"]));
@@ -51,7 +51,7 @@ fn a_drain_moves_every_domain_as_planned_and_has_nothing_left_to_do_after_it() {
 }
 
 #[test]
-fn a_plan_is_made_for_what_the_agent_of_this_host_allows() {
+fn a_plan_respects_the_limits_of_the_local_agent() {
     let Some(hosts) = hosts() else { return };
     let limits = "redirect = false\nmigrations = 1\nmax-bandwidth = \"50M\"";
     let agent = Agent::start(&hosts, &hosts.source, &Pki::new(), limits);
@@ -68,7 +68,7 @@ fn a_plan_is_made_for_what_the_agent_of_this_host_allows() {
 }
 
 #[test]
-fn a_drain_begins_nothing_more_once_a_destination_is_lost_and_goes_on_later() {
+fn a_drain_starts_no_move_once_a_destination_is_lost_and_continues_later() {
     let Some(hosts) = hosts() else { return };
     let all = domains(&hosts, &["web1", "web2"]);
     hosts.limit(SLOW_MBITS).expect("a slow link");
@@ -106,7 +106,7 @@ fn a_drain_begins_nothing_more_once_a_destination_is_lost_and_goes_on_later() {
 }
 
 #[test]
-fn a_drain_that_is_interrupted_leaves_its_domains_running_here() {
+fn an_interrupted_drain_leaves_its_domains_running_here() {
     let Some(hosts) = hosts() else { return };
     let all = domains(&hosts, &["web1", "web2"]);
     hosts.limit(SLOW_MBITS).expect("a slow link");

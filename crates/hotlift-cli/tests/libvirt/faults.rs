@@ -61,7 +61,7 @@ fn an_aborted_migration_leaves_the_guest_and_nothing_else() {
 }
 
 #[test]
-fn a_migration_that_rules_of_others_keep_from_the_agent_is_refused_and_sends_nothing() {
+fn a_migration_that_foreign_rules_keep_from_the_agent_is_refused_and_sends_nothing() {
     let Some(hosts) = hosts() else { return };
     let agents = both(&hosts, "");
     let one = domain(&hosts, "web1");
@@ -102,7 +102,7 @@ fn a_migration_that_rules_of_others_keep_from_the_agent_is_refused_and_sends_not
 }
 
 #[test]
-fn a_killed_agent_is_a_failed_migration_and_another_takes_its_place() {
+fn a_killed_agent_fails_the_migration_and_its_replacement_works() {
     let Some(hosts) = hosts() else { return };
     let pki = Pki::new();
     for killed in [End::Source, End::Destination] {
@@ -153,7 +153,7 @@ fn a_killed_libvirtd_on_either_host_leaves_the_guest_at_the_source() {
 }
 
 #[test]
-fn a_link_that_is_down_for_five_seconds_is_a_longer_migration() {
+fn a_link_that_is_down_for_five_seconds_only_delays_the_migration() {
     let Some(hosts) = hosts() else { return };
     let agents = both(&hosts, "");
     let (one, migration) = under_way(&hosts, &agents[0], &["--parallel"]);

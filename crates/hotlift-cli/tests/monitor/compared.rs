@@ -381,7 +381,7 @@ fn differences(qemu: &[(String, Shape)], hotlift: &[(String, Shape)]) -> Vec<(St
 const HEAD: &str = "| where | what differs | why |\n|---|---|---|\n";
 
 #[test]
-fn replies_are_qemus_but_for_the_differences_that_the_docs_list() {
+fn replies_equal_those_of_qemu_except_for_documented_differences() {
     if Release::V10.program().is_none() {
         return;
     }

@@ -8,7 +8,7 @@ use crate::hotlift::Hotlift;
 use crate::machine::{DEADLINE, Machine, Program};
 
 #[test]
-fn a_relay_is_watched_paced_and_cancelled_and_says_what_it_has_not() {
+fn a_relay_can_be_queried_throttled_and_cancelled_and_names_unsupported_commands() {
     if Release::V10.program().is_none() {
         return;
     }

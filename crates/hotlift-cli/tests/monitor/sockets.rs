@@ -11,7 +11,7 @@ use crate::hotlift::{Hotlift, errors};
 use crate::machine::{Machine, Program};
 
 #[test]
-fn a_socket_is_its_owners_alone_unless_asked_otherwise_and_goes_with_the_process() {
+fn a_socket_is_private_to_its_owner_by_default_and_removed_with_the_process() {
     for (flags, mode) in [(&[][..], 0o600), (&["--control-mode=660"][..], 0o660)] {
         let mut machine = Machine::start(Program::Hotlift, flags);
         let socket = machine.folder.path().join("qmp");
@@ -24,7 +24,7 @@ fn a_socket_is_its_owners_alone_unless_asked_otherwise_and_goes_with_the_process
 }
 
 #[test]
-fn a_socket_that_is_left_over_is_replaced_and_one_in_use_is_not() {
+fn a_stale_socket_is_replaced_and_one_in_use_is_not() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let flag = format!("--qmp={}", path.display());
@@ -46,7 +46,7 @@ fn a_socket_that_is_left_over_is_replaced_and_one_in_use_is_not() {
 }
 
 #[test]
-fn other_hosts_are_let_in_only_if_asked_twice() {
+fn other_hosts_are_admitted_only_with_two_options() {
     let args = [
         "guest",
         "run",
@@ -64,7 +64,7 @@ fn other_hosts_are_let_in_only_if_asked_twice() {
 }
 
 #[test]
-fn hostile_clients_do_a_migration_no_harm() {
+fn hostile_clients_do_not_affect_a_migration() {
     let mut source = Machine::start(Program::Hotlift, &[]);
     let mut destination = Machine::waiting(Program::Hotlift);
     let uri = destination.listen();

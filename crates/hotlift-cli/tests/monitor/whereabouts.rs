@@ -12,7 +12,7 @@ fn running(machine: &mut Machine) -> Value {
 }
 
 #[test]
-fn a_guest_in_doubt_is_not_continued_by_those_who_have_not_looked() {
+fn a_guest_in_doubt_is_not_continued_without_confirmation() {
     let mut source = Machine::start(Program::Hotlift, &[]);
     let mut destination = Machine::waiting(Program::Hotlift);
     let uri = loses_the_last_word(&destination.listen());

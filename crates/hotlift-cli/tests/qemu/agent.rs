@@ -285,7 +285,7 @@ fn the_memory_of_a_migration_with_255_channels_goes_back_to_the_system() {
 }
 
 #[test]
-fn a_migration_goes_through_the_agents_as_it_is_typed() {
+fn an_unchanged_migrate_command_goes_through_the_agents() {
     let hosts = need!(Hosts::new());
     let (source, destination) = (hosts.source(""), hosts.destination(""));
     for (multifd, method, address) in [
@@ -431,7 +431,7 @@ fn several_connections_to_one_server_are_carried_at_the_same_time() {
 }
 
 #[test]
-fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed() {
+fn plaintext_to_a_host_without_agent_is_sent_only_if_allowed() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("plaintext = \"refuse\"");
     {
@@ -469,7 +469,7 @@ fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed()
 }
 
 #[test]
-fn an_agent_without_the_right_certificate_gets_nothing_whatever_is_allowed() {
+fn an_agent_without_the_right_certificate_gets_nothing_under_any_policy() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("plaintext = \"allow\"");
     let other = Pki::new();
@@ -490,7 +490,7 @@ fn an_agent_without_the_right_certificate_gets_nothing_whatever_is_allowed() {
 const SLOW: &str = "max-bandwidth = \"1M\"\nmethod = \"none\"";
 
 #[test]
-fn an_agent_that_is_killed_leaves_the_guest_at_the_source_and_the_next_one_takes_over() {
+fn a_killed_agent_leaves_the_guest_at_the_source_and_its_successor_works() {
     let hosts = need!(Hosts::new());
     for which in ["source", "destination"] {
         println!("that of the {which}");
@@ -575,7 +575,7 @@ fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_th
 }
 
 #[test]
-fn an_agent_connects_to_nobody_but_its_own_host() {
+fn an_agent_connects_only_to_its_own_host() {
     let hosts = need!(Hosts::new());
     let peers = format!("[peers]\n\"{ELSEWHERE}\" = \"{DESTINATION}\"");
     let mut source = hosts.source(&peers);
@@ -605,7 +605,7 @@ fn an_agent_connects_to_nobody_but_its_own_host() {
 }
 
 #[test]
-fn a_configuration_is_read_again_and_a_bad_one_changes_nothing() {
+fn a_configuration_is_reloaded_and_a_bad_one_changes_nothing() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("max-bandwidth = \"5M\"");
     let file = source.folder.join("agent.toml");
@@ -640,7 +640,7 @@ fn a_migration_has_more_channels_than_a_relay_alone_takes() {
 }
 
 #[test]
-fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
+fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_slot() {
     let hosts = need!(Hosts::new());
     let mut source =
         hosts.source("max-bandwidth = \"2M\"\ncpu-limit = 1.0\nmethod = \"none\"\nmigrations = 2");
@@ -723,7 +723,7 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
 }
 
 #[test]
-fn a_migration_that_is_cancelled_while_it_waits_for_a_place_is_tried_again() {
+fn a_migration_cancelled_while_it_waits_for_a_slot_can_be_retried() {
     let hosts = need!(Hosts::new());
     // Its FIN is queued after unread bytes, with two channels on both at once.
     for multifd in [Multifd::Off, Multifd::Channels(2)] {
@@ -775,7 +775,7 @@ fn is_tried_again(hosts: &Hosts, multifd: Multifd) {
 }
 
 #[test]
-fn an_agent_that_is_to_end_lets_what_is_under_way_end_and_takes_nothing_new() {
+fn a_stopping_agent_finishes_running_migrations_and_takes_no_new_ones() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("max-bandwidth = \"8M\"\nmethod = \"none\"");
     let _destination = hosts.destination("");

@@ -78,7 +78,7 @@ fn reload(host: &mut Host<'_>, hosts: &Hosts, config: &str) {
 }
 
 #[test]
-fn a_table_that_is_flushed_or_changed_is_put_back() {
+fn a_flushed_or_changed_table_is_restored() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("");
     let made = table(source.namespace).expect("a table");
@@ -111,7 +111,7 @@ fn a_table_that_is_flushed_or_changed_is_put_back() {
 }
 
 #[test]
-fn who_takes_the_port_of_a_killed_agent_gets_no_connection() {
+fn a_process_that_takes_the_port_of_a_killed_agent_gets_no_connection() {
     let hosts = need!(Hosts::new());
     let served = || TcpListener::bind((DESTINATION, PORT)).expect("a port");
     let destination = hosts.link.destination.within(served).expect("the host");
@@ -184,7 +184,7 @@ fn where_plaintext_is_refused_the_table_outlives_the_agent_and_a_start_that_fail
 }
 
 #[test]
-fn a_reload_changes_rules_and_log_and_what_is_shown_is_in_force() {
+fn a_reload_changes_rules_and_log_level_and_shows_the_values_in_force() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("");
     let config = "log = \"debug\"\nlisten = \"tcp::17777\"\nports = \"49150-49199\"\n\
@@ -310,7 +310,7 @@ fn client_with(hosts: &Hosts, server: &TcpListener, port: u16) -> (TcpStream, Tc
 }
 
 #[test]
-fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
+fn connections_that_miss_the_redirect_are_reset_and_counted() {
     let hosts = need!(Hosts::new());
     let host = &hosts.link.source;
     let _listeners = listeners(&hosts);
@@ -368,7 +368,7 @@ fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
 }
 
 #[test]
-fn a_mark_of_a_packet_is_not_that_of_the_agent() {
+fn a_forged_packet_mark_does_not_bypass_the_redirect() {
     let hosts = need!(Hosts::new());
     let _listeners = listeners(&hosts);
     count_arrivals(&hosts);
@@ -385,7 +385,7 @@ fn a_mark_of_a_packet_is_not_that_of_the_agent() {
 }
 
 #[test]
-fn what_others_change_behind_the_last_chain_is_dropped() {
+fn packets_that_other_rules_change_after_the_last_chain_are_dropped() {
     let hosts = need!(Hosts::new());
     let _listeners = listeners(&hosts);
     count_arrivals(&hosts);
@@ -427,7 +427,7 @@ fn what_others_change_behind_the_last_chain_is_dropped() {
 }
 
 #[test]
-fn a_connection_older_than_the_table_is_reset_and_those_of_servers_go_on() {
+fn a_connection_older_than_the_table_is_reset_unless_it_is_a_servers() {
     let hosts = need!(Hosts::new());
     let host = &hosts.link.source;
     let listeners = listeners(&hosts);
@@ -500,7 +500,7 @@ fn fill(stream: &mut TcpStream) {
 }
 
 #[test]
-fn what_a_closed_connection_has_left_to_send_does_not_leave_the_host() {
+fn unsent_data_of_a_closed_connection_does_not_leave_the_host() {
     let hosts = need!(Hosts::new());
     let host = &hosts.link.source;
     let listeners = listeners(&hosts);
@@ -557,7 +557,7 @@ fn what_a_closed_connection_has_left_to_send_does_not_leave_the_host() {
 }
 
 #[test]
-fn where_plaintext_is_allowed_what_is_not_redirected_goes_on_and_is_counted() {
+fn where_plaintext_is_allowed_connections_that_miss_the_redirect_pass_and_are_counted() {
     let hosts = need!(Hosts::new());
     let host = &hosts.link.source;
     let listeners = listeners(&hosts);

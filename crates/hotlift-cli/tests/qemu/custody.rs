@@ -73,7 +73,7 @@ fn words(line: &[String]) -> Vec<&str> {
 }
 
 #[test]
-fn a_qemu_that_is_silent_on_qmp_after_the_handover_keeps_its_guest() {
+fn a_qemu_without_qmp_replies_after_the_handover_keeps_its_guest() {
     let (here, there, _proxy, line) = need!(moving(Trick::Silence));
     let (mut serve, uri) = serve(&words(&with(&[], &line)));
     let qmp = here.free_qmp();
@@ -88,7 +88,7 @@ fn a_qemu_that_is_silent_on_qmp_after_the_handover_keeps_its_guest() {
 }
 
 #[test]
-fn a_restored_qemu_that_is_silent_on_qmp_keeps_its_guest() {
+fn a_restored_qemu_without_qmp_replies_keeps_its_guest() {
     let (here, there, _proxy, line) = need!(moving(Trick::Silence));
     let file = there.path("vm.save");
     succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), &file]));
@@ -161,7 +161,7 @@ fn has_guard(qmp: &str) -> bool {
 }
 
 #[test]
-fn a_serve_that_is_killed_behind_eof_leaves_no_guard_that_ends_its_qemu() {
+fn a_serve_killed_after_eof_leaves_no_guard_that_kills_its_qemu() {
     let (here, there, proxy, line) = need!(moving(Trick::HoldDescription));
     let (serve, uri) = serve(&words(&with(&[], &line)));
     let qmp = here.free_qmp();

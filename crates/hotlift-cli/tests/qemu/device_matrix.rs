@@ -377,7 +377,7 @@ pub fn cells() -> Vec<Cell> {
 /// Takes all cells, for `make qemu-matrix`. `HOTLIFT_QEMU_MATRIX` selects some; `HOTLIFT_MATRIX_RESULT` names the file.
 #[test]
 #[ignore = "takes half an hour: make qemu-matrix"]
-fn devices_move_in_every_qemu_by_every_way() {
+fn devices_move_in_every_qemu_by_every_method() {
     let mut results = Results::open();
     for cell in cells() {
         results.add(&cell.to_string(), || cell.take());

@@ -45,7 +45,7 @@ fn machine(name: &'static str) -> Machine {
 }
 
 #[test]
-fn pages_that_qemu_has_compressed_are_read_and_compressed_anew() {
+fn pages_compressed_by_qemu_are_read_and_compressed_again() {
     for (from, theirs, ours) in COMPRESSED_BY_QEMU {
         println!("{from:?} {theirs} -> {ours}");
         let route = Route {

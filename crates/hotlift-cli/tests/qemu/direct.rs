@@ -24,7 +24,7 @@ fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
 }
 
 #[test]
-fn a_program_goes_from_qemu_to_qemu_and_counts_on() {
+fn a_counting_program_moves_from_qemu_to_qemu_and_continues() {
     use Accelerator::{Kvm, Tcg};
     use Release::{V7, V10};
     for (from, to, name, accelerator, multifd, return_path, live) in [
@@ -45,7 +45,7 @@ fn a_program_goes_from_qemu_to_qemu_and_counts_on() {
 
 /// The test changes guest memory without QEMU's knowledge, like a lost page.
 #[test]
-fn a_page_that_holds_an_older_write_is_found() {
+fn a_stale_page_is_detected() {
     let mut vm = need!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
     let before = vm.ram();
     let count = vm.prove();
@@ -88,7 +88,7 @@ fn a_page_that_holds_an_older_write_is_found() {
 
 #[test]
 #[ignore = "linux_moves has more of it, through relays; this shows whose fault it is if that fails"]
-fn a_linux_goes_from_qemu_to_qemu_and_counts_on() {
+fn a_linux_moves_from_qemu_to_qemu_and_continues() {
     let machine = Machine {
         name: PC_7,
         accelerator: Accelerator::Tcg,

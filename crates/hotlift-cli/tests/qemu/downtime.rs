@@ -40,7 +40,7 @@ fn moves(here: &mut Vm, there: &Vm, options: &[&str]) -> (Running, Running) {
 }
 
 #[test]
-fn the_limit_begins_low_for_a_guest_that_writes_little_and_is_put_back() {
+fn the_limit_starts_low_for_a_guest_that_writes_little_and_is_restored() {
     for (release, name) in [
         (Release::V7, PC_7),
         (Release::V10, PC_10),
@@ -66,7 +66,7 @@ fn the_limit_begins_low_for_a_guest_that_writes_little_and_is_put_back() {
 }
 
 #[test]
-fn the_limit_is_the_operators_from_the_start_if_it_may_not_begin_low() {
+fn without_the_ramp_the_limit_is_the_operators_from_the_start() {
     let mut here = need!(Vm::running(Release::V10, &machine(PC_10)));
     let there = need!(Vm::waiting(Release::V10, &machine(PC_10)));
     let options = [

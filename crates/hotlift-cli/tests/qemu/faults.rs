@@ -482,12 +482,12 @@ fn killed_in(from: Release, to: Release, phases: &[Phase]) {
 }
 
 #[test]
-fn whoever_is_killed_the_guest_runs_on_one_side_or_dies_with_its_qemu() {
+fn a_killed_process_leaves_the_guest_on_one_side_or_ended_with_its_qemu() {
     killed_in(Release::V10, Release::V10, &PHASES);
 }
 
 #[test]
-fn whoever_is_killed_between_older_or_newer_qemus_the_guest_runs_on_one_side() {
+fn a_killed_process_between_mixed_qemus_leaves_the_guest_on_one_side() {
     for release in [Release::V7, Release::V11] {
         killed_in(release, release, &[Phase::FirstRound, Phase::Switchover]);
     }
@@ -506,7 +506,7 @@ const SLOW_CUTS: [Cut; 2] = [
 ];
 
 #[test]
-fn whichever_socket_is_cut_the_guest_stays_at_the_source() {
+fn a_cut_of_any_socket_leaves_the_guest_at_the_source() {
     let mut cases = Vec::new();
     for phase in PHASES {
         for link in LINKS {
@@ -521,7 +521,7 @@ fn whichever_socket_is_cut_the_guest_stays_at_the_source() {
 
 #[test]
 #[ignore = "ends by time-outs of 30 s"]
-fn a_socket_cut_in_setup_ends_by_time_out_and_the_guest_stays_at_the_source() {
+fn a_socket_cut_in_setup_times_out_and_the_guest_stays_at_the_source() {
     guest_stays_after(&SLOW_CUTS);
 }
 
@@ -584,7 +584,7 @@ fn a_migration_that_is_cancelled_leaves_the_guest_and_another_can_follow() {
 }
 
 #[test]
-fn an_interrupted_relay_ends_the_migration_and_says_so() {
+fn an_interrupted_relay_ends_the_migration_and_reports_it() {
     each(&[Party::SourceRelay, Party::DestinationRelay], |party| {
         let mut rig = Rig::new(Release::V10, Release::V10)?;
         rig.reach(Phase::FirstRound);

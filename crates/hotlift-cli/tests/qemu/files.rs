@@ -133,7 +133,7 @@ pub fn goes_on(vm: &mut Vm, before: u64) {
 }
 
 #[test]
-fn a_running_machine_goes_on_from_its_file() {
+fn a_running_machine_continues_from_its_file() {
     let folder = folder();
     let file = folder.path().join("vm");
     use Accelerator::{Kvm, Tcg};
@@ -182,7 +182,7 @@ fn a_running_machine_goes_on_from_its_file() {
 }
 
 #[test]
-fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
+fn qemu_loads_a_mapped_ram_file_written_by_hotlift() {
     let folder = folder();
     let file = folder.path().join("vm");
     use Multifd::{Channels, Off};
@@ -363,7 +363,7 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
 }
 
 #[test]
-fn a_save_that_fails_leaves_the_guest_running_and_no_file() {
+fn a_failed_save_leaves_the_guest_running_and_no_file() {
     let folder = folder();
     let file = folder.path().join("vm");
     let mut here = need!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));

@@ -19,7 +19,7 @@ use crate::need;
 use crate::vm::{Accelerator, PC_7, Release, Vm, folder, until};
 
 #[test]
-fn an_agent_a_serve_a_file_server_and_a_lazy_restore_that_wait_never_wake() {
+fn idle_commands_and_the_idle_agent_never_wake() {
     alone!();
     let hosts = need!(Hosts::new());
     let files = folder();

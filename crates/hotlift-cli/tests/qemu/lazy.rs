@@ -141,7 +141,7 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
 }
 
 #[test]
-fn a_page_that_is_damaged_stops_the_guest_until_a_good_file_is_there() {
+fn a_damaged_page_pauses_the_guest_until_a_good_file_is_available() {
     let files = folder();
     let machine = machine(PC_10, Accelerator::Kvm);
     let (file, before) = need!(saved(files.path(), &machine));
@@ -206,7 +206,7 @@ fn a_file_that_cannot_be_restored_lazily_is_refused_before_the_guest_runs() {
 }
 
 #[test]
-fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advice_to_resume() {
+fn a_restore_whose_devices_qemu_refuses_quotes_qemu_and_does_not_advise_to_resume() {
     let files = folder();
     for (release, words) in [
         (Release::V10, &["load of migration failed"][..]),
@@ -241,7 +241,7 @@ fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advic
 }
 
 #[test]
-fn a_restore_is_resumed_though_another_client_has_asked_for_a_migration_meanwhile() {
+fn a_restore_resumes_though_another_client_has_started_a_migration() {
     let files = folder();
     // QEMU 11.1 exits at that request.
     for release in [Release::V10, Release::V7] {
@@ -274,7 +274,7 @@ fn a_restore_is_resumed_though_another_client_has_asked_for_a_migration_meanwhil
 }
 
 #[test]
-fn what_a_smaller_machine_says_of_a_file_is_told_and_nobody_speaks_of_a_guest_that_runs() {
+fn a_smaller_machines_refusal_of_a_file_is_quoted_and_no_running_guest_is_reported() {
     let files = folder();
     let machine = machine(PC_10, Accelerator::Kvm);
     let (file, _) = need!(saved(files.path(), &machine));
@@ -310,7 +310,7 @@ pub fn serve(files: &Path, listen: &str, tls: &str) -> (Running, String) {
 }
 
 #[test]
-fn a_guest_comes_from_another_host_and_waits_while_that_is_gone() {
+fn a_guest_restored_from_another_host_waits_while_that_host_is_down() {
     let certificates = Certificates::make();
     let tls = flag("tls", &certificates.dir());
     let files = folder();
@@ -350,7 +350,7 @@ fn a_guest_comes_from_another_host_and_waits_while_that_is_gone() {
 }
 
 #[test]
-fn pages_of_another_file_that_took_the_name_meanwhile_do_not_reach_the_guest() {
+fn pages_of_a_file_that_replaced_the_first_do_not_reach_the_guest() {
     let certificates = Certificates::make();
     let tls = flag("tls", &certificates.dir());
     let files = folder();

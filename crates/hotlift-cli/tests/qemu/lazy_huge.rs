@@ -126,7 +126,7 @@ fn a_guest_in_huge_pages_whose_restore_is_killed_gets_the_rest_of_them() {
 }
 
 #[test]
-fn a_huge_page_that_is_damaged_in_part_stops_the_guest_until_a_good_file_is_there() {
+fn a_partly_damaged_huge_page_pauses_the_guest_until_a_good_file_is_available() {
     let files = folder();
     let (file, before) = need!(saved(files.path()));
     let whole = fs::read(&file).expect("the file");
@@ -151,7 +151,7 @@ fn a_huge_page_that_is_damaged_in_part_stops_the_guest_until_a_good_file_is_ther
 }
 
 #[test]
-fn a_linux_in_huge_pages_that_are_zero_gets_them_as_it_asks() {
+fn a_linux_in_zero_huge_pages_gets_them_on_demand() {
     let small = Machine {
         name: PC_7,
         accelerator: Accelerator::Tcg,
@@ -211,7 +211,7 @@ fn a_linux_in_huge_pages_that_are_zero_gets_them_as_it_asks() {
 }
 
 #[test]
-fn pages_too_large_to_be_waited_for_are_refused_before_the_guest_runs() {
+fn pages_too_large_for_a_lazy_restore_are_refused_before_the_guest_runs() {
     let folder = folder();
     let file = folder.path().join("vm");
     let machine = with(File);

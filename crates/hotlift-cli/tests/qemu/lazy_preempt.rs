@@ -114,7 +114,7 @@ fn requested_pages_come_on_the_preempt_channel_of_every_qemu_that_has_one() {
 }
 
 #[test]
-fn a_restore_uses_the_preempt_channel_by_itself_and_puts_the_capability_back() {
+fn a_restore_enables_the_preempt_channel_and_restores_the_capability() {
     use Release::{V7, V10, V11};
     let files = folder();
     let machine = machine(PC_7, Accelerator::Kvm);

@@ -27,7 +27,7 @@ pub const JOURNEY: [(Release, bool, Multifd, &str, Multifd); 6] = {
 /// One machine for all steps: it takes 8 s to boot under TCG, the only accelerator that runs a stock kernel everywhere. Later
 /// migrations also find damage from earlier ones.
 #[test]
-fn a_linux_moves_on_and_on_and_finds_its_memory_right() {
+fn a_linux_moves_many_times_and_its_memory_stays_intact() {
     let guest = need!(Guest::linux());
     let machine = Machine {
         name: PC_7,

@@ -57,7 +57,7 @@ fn a_qemu_reports_the_sync_points_of_its_machine_type() {
 }
 
 #[test]
-fn the_name_of_a_machine_type_tells_the_sync_points_that_its_properties_have() {
+fn the_name_of_a_machine_type_predicts_its_sync_points() {
     for (release, name) in [
         (Release::V10, "pc-q35-8.0"),
         (Release::V10, "pc-i440fx-8.1"),
@@ -82,7 +82,7 @@ fn the_name_of_a_machine_type_tells_the_sync_points_that_its_properties_have() {
 }
 
 #[test]
-fn a_microvm_goes_on_from_its_file_in_each_qemu() {
+fn a_microvm_continues_from_its_file_in_each_qemu() {
     let files = folder();
     let file = files.path().join("vm").display().to_string();
     for release in [Release::V7, Release::V10, Release::V11] {
@@ -94,7 +94,7 @@ fn a_microvm_goes_on_from_its_file_in_each_qemu() {
 }
 
 #[test]
-fn a_machine_without_a_name_in_its_stream_moves_and_goes_on_from_its_file() {
+fn a_machine_without_a_name_in_its_stream_moves_and_restores() {
     let files = folder();
     let path = |name: &str| files.path().join(name).display().to_string();
     for name in WITHOUT_A_NAME {

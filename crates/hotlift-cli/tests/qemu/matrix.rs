@@ -326,7 +326,7 @@ fn machines_move_through_relays_in_every_combination_of_settings() {
 }
 
 #[test]
-fn the_choice_has_every_pair_of_settings_in_few_rows() {
+fn the_selection_covers_every_pair_of_settings_in_few_rows() {
     let all = rows(PAIRS);
     let chosen = choice(&all);
     assert!(

@@ -64,7 +64,7 @@ pub fn has_moved(here: &mut Vm, there: &mut Vm) {
 }
 
 #[test]
-fn migrate_takes_a_guest_to_the_qemu_that_serve_holds() {
+fn migrate_moves_a_guest_to_the_qemu_of_serve() {
     use Release::{V7, V10, V11};
     for (from, to, name, options) in [
         (V10, V10, PC_10, ["--method=zstd", "--channels=4"]),
@@ -260,7 +260,7 @@ fn a_guest_that_powers_off_while_it_moves_or_is_saved_is_reported_as_ended() {
 }
 
 #[test]
-fn a_guest_that_has_powered_off_in_a_qemu_that_stays_is_not_continued_after_a_cancel() {
+fn a_cancel_does_not_continue_a_powered_off_guest() {
     for release in [Release::V10, Release::V7, Release::V11] {
         println!("{release:?}");
         let machine = machine(release.machine());
@@ -283,7 +283,7 @@ fn a_guest_that_has_powered_off_in_a_qemu_that_stays_is_not_continued_after_a_ca
 }
 
 #[test]
-fn a_guest_that_is_reset_while_it_moves_goes_on_at_the_destination() {
+fn a_guest_that_is_reset_while_it_moves_runs_at_the_destination() {
     let machine = machine(PC_10);
     let mut here = need!(Vm::running(Release::V10, &machine));
     let there = need!(Vm::waiting(Release::V10, &machine));
@@ -305,7 +305,7 @@ fn a_guest_that_is_reset_while_it_moves_goes_on_at_the_destination() {
 }
 
 #[test]
-fn a_save_that_is_ended_at_once_leaves_no_folder() {
+fn a_save_that_is_interrupted_at_once_leaves_no_folder() {
     let mut here = need!(Vm::running(Release::V7, &machine(PC_7)));
     let files = folder();
     let tmpdir = files.path().join("tmp");
@@ -389,7 +389,7 @@ fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn why_the_destinations_qemu_gave_up_is_said_at_the_source() {
+fn the_error_of_the_destinations_qemu_is_reported_at_the_source() {
     for release in [Release::V10, Release::V7] {
         let machine = machine(PC_7);
         let mut here = need!(Vm::running(release, &machine));
@@ -405,7 +405,7 @@ fn why_the_destinations_qemu_gave_up_is_said_at_the_source() {
 }
 
 #[test]
-fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
+fn a_saved_guest_continues_from_its_file_and_a_damaged_file_is_refused() {
     let machine = machine(PC_10);
     let files = folder();
     let path = |name: &str| files.path().join(name).display().to_string();
@@ -516,7 +516,7 @@ fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
 }
 
 #[test]
-fn a_save_that_keeps_the_guest_running_does() {
+fn a_save_can_keep_the_guest_running() {
     let machine = machine(PC_7);
     let files = folder();
     let file = files.path().join("vm.save").display().to_string();

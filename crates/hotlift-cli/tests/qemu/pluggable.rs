@@ -237,11 +237,11 @@ fn moves((name, ways): (&'static str, &[(Release, Way)])) -> Option<()> {
 }
 
 #[test]
-fn a_linux_takes_its_plugged_memory_along_on_every_way_and_no_more() {
+fn a_linux_keeps_exactly_its_plugged_memory_by_every_method() {
     need!(moves(JOURNEYS[0]));
 }
 
 #[test]
-fn plugged_memory_of_an_older_machine_type_is_taken_along() {
+fn plugged_memory_of_an_older_machine_type_is_moved() {
     need!(moves(JOURNEYS[1]));
 }

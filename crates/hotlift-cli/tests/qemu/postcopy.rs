@@ -366,7 +366,7 @@ fn a_guest_whose_relay_is_killed_while_its_devices_load_runs_again_at_the_source
 }
 
 #[test]
-fn a_guest_in_postcopy_fetches_its_pages_over_tls_and_nobody_else_sends_any() {
+fn a_guest_in_postcopy_gets_its_pages_over_tls_from_its_source_only() {
     use Release::{V7, V10, V11};
     let certificates = Certificates::make();
     let other = certificates.of_another_host("b.example");

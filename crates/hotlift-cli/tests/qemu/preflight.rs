@@ -39,7 +39,7 @@ fn run(arguments: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn what_qemu_refuses_is_refused_and_printed_before_the_first_page() {
+fn a_difference_that_qemu_refuses_is_refused_before_the_first_page() {
     let files = folder();
     let rom = files.path().join("rom");
     // QEMU rounds it up to 512 KiB; its own ROM of this device has 256 KiB.
@@ -108,7 +108,7 @@ fn what_qemu_refuses_is_refused_and_printed_before_the_first_page() {
 }
 
 #[test]
-fn what_qemu_accepts_is_a_warning_and_the_guest_moves_to_a_serve_that_was_checked() {
+fn a_difference_that_qemu_accepts_is_a_warning_and_the_guest_moves() {
     for release in RELEASES {
         println!("{release:?}");
         let machine = machine(release.machine());
@@ -240,7 +240,7 @@ fn the_vm_is_described_before_the_destination_is_connected() {
 }
 
 #[test]
-fn flags_of_a_cpu_with_known_registers_are_those_that_are_read_one_by_one() {
+fn cpu_flags_from_known_registers_equal_those_read_one_by_one() {
     // The first changes a CPUID register. The others change none, so that they are read even if the registers are known.
     const CPUS: [(&str, bool); 3] = [
         ("qemu64,-sse3", false),

@@ -124,7 +124,7 @@ fn words(arguments: &[String]) -> Vec<&str> {
 }
 
 #[test]
-fn a_guest_whose_disk_is_locked_at_the_destination_runs_on_at_the_source() {
+fn a_guest_whose_disk_is_locked_at_the_destination_keeps_running_at_the_source() {
     let images = folder();
     let image = |name: &str| images.path().join(name).display().to_string();
     for (release, name) in ALL {
@@ -208,7 +208,7 @@ fn a_guest_is_not_restored_into_a_qemu_that_cannot_lock_its_disk() {
 }
 
 #[test]
-fn a_guest_that_is_paused_or_is_to_be_stays_paused_and_is_said_to_be() {
+fn a_guest_that_should_be_paused_stays_paused_and_is_reported_so() {
     for (release, name) in ALL {
         for (pauses, option) in [(true, &[][..]), (false, &["-S".to_owned()])] {
             println!("{release:?} {option:?}");
@@ -257,7 +257,7 @@ fn a_guest_that_is_paused_or_is_to_be_stays_paused_and_is_said_to_be() {
 }
 
 #[test]
-fn a_guest_whose_serve_loses_its_final_message_is_where_the_relays_have_settled_it() {
+fn a_lost_final_message_of_serve_does_not_change_where_the_guest_is() {
     let (release, machine) = (Release::V10, machine(PC_10));
     let images = folder();
     let image = |name: &str| images.path().join(name).display().to_string();
@@ -396,7 +396,7 @@ fn saved(release: Release, name: &'static str, file: &str) -> Option<()> {
 }
 
 #[test]
-fn a_guest_that_is_to_stay_paused_is_restored_lazily_and_is_not_said_to_run() {
+fn a_guest_that_should_stay_paused_is_restored_lazily_and_not_reported_running() {
     let files = folder();
     let file = files.path().join("vm.save").display().to_string();
     for (release, name) in ALL {
@@ -415,7 +415,7 @@ fn a_guest_that_is_to_stay_paused_is_restored_lazily_and_is_not_said_to_run() {
 }
 
 #[test]
-fn a_qemu_that_is_ended_by_quit_after_it_has_the_guest_is_no_success() {
+fn a_qemu_that_quits_after_it_has_the_guest_is_a_failure() {
     let files = folder();
     let file = files.path().join("vm.save").display().to_string();
     need!(saved(Release::V10, PC_10, &file));

@@ -46,7 +46,7 @@ fn are_zero(said: &str, before: &[u8], now: &[u8]) {
 }
 
 #[test]
-fn damage_found_before_the_guest_runs_is_refused_or_zero_and_named() {
+fn damage_found_before_the_guest_runs_is_named_and_refused_or_replaced_by_zeros() {
     let files = folder();
     let (file, before) = need!(damaged(files.path(), PC_10));
     let machine = machine(PC_10, Accelerator::Kvm);
@@ -73,7 +73,7 @@ fn damage_found_before_the_guest_runs_is_refused_or_zero_and_named() {
 }
 
 #[test]
-fn damage_found_behind_a_guest_that_runs_stops_it_until_somebody_says_go_on() {
+fn damage_found_while_the_guest_runs_pauses_it_until_it_is_continued() {
     let files = folder();
     let (file, before) = need!(damaged(files.path(), PC_7));
     for (release, memory) in [

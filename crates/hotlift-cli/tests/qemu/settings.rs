@@ -71,7 +71,7 @@ fn every_capability_and_parameter_of_a_qemu_has_a_row() {
 }
 
 #[test]
-fn what_a_command_refuses_is_named_before_anything_is_sent() {
+fn an_unsupported_setting_is_named_before_anything_is_sent() {
     let folder = folder();
     for (release, name) in RELEASES {
         println!("{release:?}");
@@ -173,7 +173,7 @@ fn an_unknown_capability_is_refused_only_if_it_is_on() {
 }
 
 #[test]
-fn what_a_killed_command_has_changed_is_restored_by_the_next_one() {
+fn settings_changed_by_a_killed_command_are_restored_by_the_next() {
     let folder = folder();
     let file = folder.path().join("vm.save");
     for (release, name) in RELEASES {
@@ -219,7 +219,7 @@ fn what_a_killed_command_has_changed_is_restored_by_the_next_one() {
 }
 
 #[test]
-fn a_save_beyond_the_file_size_limit_fails_as_any_other_write() {
+fn a_save_beyond_the_file_size_limit_fails_with_a_write_error() {
     let mut here = need!(Vm::running(Release::V10, &machine(PC_10)));
     let folder = folder();
     let before = settings(&mut here);
@@ -238,7 +238,7 @@ fn a_save_beyond_the_file_size_limit_fails_as_any_other_write() {
 }
 
 #[test]
-fn ram_in_a_shared_file_stays_there_if_both_commands_are_to_leave_it() {
+fn ram_in_a_shared_file_is_not_sent_if_both_commands_ignore_it() {
     for (release, name) in RELEASES {
         println!("{release:?}");
         let machine = machine(name);

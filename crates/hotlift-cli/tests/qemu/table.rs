@@ -254,7 +254,7 @@ fn section<'a>(document: &'a str, heading: &str) -> &'a str {
 }
 
 #[test]
-fn the_table_in_the_docs_is_what_the_tests_move() {
+fn the_table_in_the_docs_lists_what_the_tests_move() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/qemu-compatibility.md");
     let there = std::fs::read_to_string(&file).unwrap_or_default();
     let text = render(section(&there, "\n## QEMU's own migration test\n"));

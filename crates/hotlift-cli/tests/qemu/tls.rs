@@ -128,7 +128,7 @@ fn relays_follow_tls_hostname_and_verify_peer_of_their_qemus() {
 }
 
 #[test]
-fn who_does_not_belong_to_the_relays_is_refused_with_the_reason() {
+fn a_relay_with_foreign_or_missing_tls_is_refused_with_the_reason() {
     let (ours, other) = (Certificates::make(), Certificates::make());
     let mut here = need!(Vm::running(Release::V10, &program()));
     let behind = here.uri("nobody");
@@ -190,7 +190,7 @@ fn who_does_not_belong_to_the_relays_is_refused_with_the_reason() {
 }
 
 #[test]
-fn migrate_and_serve_speak_and_send_over_tls() {
+fn migrate_and_serve_use_tls_for_messages_and_pages() {
     let certificates = Certificates::make();
     let tls = flag("tls", &certificates.dir());
     let mut here = need!(Vm::running(Release::V10, &program()));

@@ -85,7 +85,7 @@ impl Watched {
 }
 
 #[test]
-fn a_serve_is_watched_and_paced_and_says_what_it_has_not() {
+fn a_serve_can_be_queried_and_throttled_and_names_unsupported_commands() {
     let mut watched = need!(Watched::crawling());
     assert_eq!(watched.ask("query-migrate", &Value::Null), json!({}));
     for name in ["migrate", "migrate-incoming", "stop", "cont"] {
@@ -109,7 +109,7 @@ fn a_serve_is_watched_and_paced_and_says_what_it_has_not() {
 }
 
 #[test]
-fn a_serve_that_a_client_ends_leaves_the_guest_where_it_was() {
+fn a_serve_ended_by_a_monitor_client_leaves_the_guest_at_the_source() {
     for (command, code) in [("migrate_cancel", 1), ("quit", 0)] {
         let mut watched = need!(Watched::crawling());
         let migrate = watched.migrate();

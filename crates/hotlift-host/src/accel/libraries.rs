@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_not_there_is_installed_and_one_that_is_there_is_not() {
+    fn a_missing_library_has_a_command_to_install_it() {
         let absent = library(None, Some("no such file")).gap(&["apt install libqpl1"]);
         assert_eq!(
             absent,

@@ -20,7 +20,7 @@ fn typed(fake: &Fake, lines: &[&str]) -> String {
 
 /// Observed answers of QEMU 10.0.2's `human-monitor-command`.
 #[test]
-fn what_is_wrong_with_a_line_is_said_as_qemu_says_it() {
+fn errors_of_a_line_have_qemus_text() {
     for (line, answer) in [
         ("", ""),
         ("foo", "unknown command: 'foo'\r\n"),
@@ -192,7 +192,7 @@ fn every_command_reaches_qmp_with_its_arguments() {
 }
 
 #[test]
-fn the_multi_thread_documents_steps_are_typed_as_they_stand_there() {
+fn the_commands_of_qemus_multi_thread_document_work_unchanged() {
     let fake = Fake::default();
     let capabilities = run_line(&fake, "info migrate_capabilities");
     assert!(
@@ -236,7 +236,7 @@ fn the_multi_thread_documents_steps_are_typed_as_they_stand_there() {
 }
 
 #[test]
-fn the_letters_of_qpl_qatzip_and_dsa_are_typed_as_they_stand_there() {
+fn the_commands_of_the_qpl_qatzip_and_dsa_letters_work_unchanged() {
     for (method, bandwidth) in [
         ("qpl", "100G"),
         ("zstd", "1G"),
@@ -329,7 +329,7 @@ fn a_migration_is_shown_in_the_lines_of_qemu() {
 }
 
 #[test]
-fn a_migration_that_failed_says_why_and_one_that_never_was_says_nothing() {
+fn a_failed_migration_shows_its_error_and_none_shows_nothing() {
     let fake = Fake::migrating(&[json!({"status": "failed", "error-desc": "no route"})]);
     let text = run_line(&fake, "info migrate");
     assert!(
@@ -488,7 +488,7 @@ fn migrate_without_d_waits_for_the_end_at_a_socket_and_in_a_pipe() {
 }
 
 #[test]
-fn a_line_without_end_and_bytes_that_are_no_text_end_in_a_word_and_not_in_memory() {
+fn an_endless_line_and_invalid_text_end_in_an_error_without_using_memory() {
     let endless = vec![b'x'; 1 << 20];
     let mut heard = Vec::new();
     serve_pipe(&Fake::default(), &mut &endless[..], &mut heard).unwrap();

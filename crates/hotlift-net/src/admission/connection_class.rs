@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_kind_is_known_by_its_whole_head_and_by_no_part_of_it() {
+    fn each_class_needs_its_whole_first_bytes() {
         let opening = InitialPacket {
             uuid: [7; 16],
             id: 3,

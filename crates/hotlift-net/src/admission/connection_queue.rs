@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_accepted_in_its_turn_and_a_listener_that_is_gone_takes_none() {
+    fn connections_are_accepted_in_order_and_a_dropped_listener_takes_none() {
         let (listener, sender) = Listener::queue(true).unwrap();
         assert!(listener.accept(Instant::now()).unwrap().is_none());
         let (one, first) = pair();
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_whose_connections_were_all_closed_unaccepted_is_deserted() {
+    fn a_listener_whose_queued_connections_all_closed_is_deserted() {
         let (listener, sender) = Listener::queue(true).unwrap();
         assert!(!sender.is_deserted(&|_| false), "nobody was there");
         let (one, first) = pair();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_that_accepts_nobody_lets_a_limited_number_wait() {
+    fn a_listener_without_accepts_queues_a_limited_number() {
         let (_listener, sender) = Listener::queue(true).unwrap();
         let given = (0..=QUEUED).map(|_| sender.send(pair().0));
         let given: Vec<_> = given.map(|given| given.is_ok()).collect();

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn ten_thousand_handshakes_that_do_not_move_never_have_more_than_all_places() {
+    fn ten_thousand_stalled_handshakes_never_exceed_the_slots() {
         for hosts in [1, 2, 10_000] {
             let mut places = HandshakeSlots::new();
             let mut now = Instant::now();
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn no_handshake_gives_way_before_its_time_and_one_of_a_crowd_does_first() {
+    fn no_handshake_is_evicted_early_and_hosts_with_many_lose_theirs_first() {
         let mut places = HandshakeSlots::new();
         let begun = Instant::now();
         let long = Duration::from_secs(600);

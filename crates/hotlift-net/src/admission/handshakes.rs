@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handshake_that_does_not_move_gives_way_to_the_next() {
+    fn a_stalled_handshake_is_evicted_for_the_next() {
         let mut handshakes = Handshakes::new(Pki::new().tls("localhost")).unwrap();
         let now = Instant::now();
         let long_ago = now.checked_sub(Duration::from_secs(60)).unwrap();

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_the_first_bytes_ends_one_wait_and_the_next_part_another() {
+    fn each_part_of_the_first_bytes_ends_one_wait() {
         let mut room = PendingConnections::new(LIMITS).unwrap();
         let now = Instant::now();
         let (here, mut there) = UnixStream::pair().unwrap();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_leaves_for_one_more_and_each_after_its_time() {
+    fn the_oldest_pending_connection_is_evicted_and_each_times_out() {
         let mut room = PendingConnections::new(LIMITS).unwrap();
         let now = Instant::now();
         let mut others = Vec::new();
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_has_left_has_no_news_even_if_its_socket_lives_on() {
+    fn a_removed_connection_is_not_reported_though_its_socket_stays_open() {
         let mut room = PendingConnections::new(LIMITS).unwrap();
         let (here, mut there) = UnixStream::pair().unwrap();
         let _other_handle = here.try_clone().unwrap();

@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hello_is_read_by_version_then_role_then_wish() {
+    fn a_hello_is_checked_by_version_then_role_then_request() {
         let (here, there) = Stream::pair().unwrap();
         let mut here = Conversation::new(here);
         here.send_hello(&Tea { cups: 3 }).unwrap();

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_names_the_addresses_that_a_name_led_to() {
+    fn a_failure_names_the_addresses_that_a_name_resolved_to() {
         let refused = || io::Error::from(io::ErrorKind::ConnectionRefused);
         let mut failed = Failed::default();
         failed.add(address("127.0.1.1:4444"), refused());

@@ -284,7 +284,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn half_a_record_is_nothing_to_read_and_blocks_nobody() {
+    fn half_a_record_is_not_readable_and_blocks_no_reader() {
         let tls = Pki::new().tls("localhost");
         let (here, there) = UnixStream::pair().unwrap();
         let beside = there.try_clone().unwrap();

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_whose_loss_is_to_be_noticed_does_not_wait_for_the_kernel() {
+    fn a_connection_with_loss_detection_does_not_wait_for_the_kernel() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         prepare(&stream).unwrap();
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_gives_an_idle_connection_up_after_the_limit_of_its_silence() {
+    fn the_kernel_closes_an_idle_connection_after_the_silence_limit() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         prepare(&stream).unwrap();

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_that_has_no_room_is_waited_for_and_is_not_taken_for_a_stale_one() {
+    fn a_socket_with_a_full_backlog_is_awaited_and_not_taken_for_stale() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let flags = SocketFlags::CLOEXEC;

@@ -95,7 +95,7 @@ fn memory_of(vm: &mut Vm) -> &mut Vec<MemoryDevice> {
 }
 
 #[test]
-fn equal_vms_have_a_row_of_the_same_for_each_subject() {
+fn equal_vms_have_an_equal_row_for_each_subject() {
     let rows = compare(&vm(), &vm());
     assert!(
         rows.iter().all(|row| row.outcome == Outcome::Same),
@@ -264,7 +264,7 @@ fn state_of_possible_vcpus_and_memory_slots_counts_only_where_the_stream_has_it(
 }
 
 #[test]
-fn what_one_side_does_not_report_is_unknown_and_no_refusal() {
+fn a_value_that_one_side_does_not_report_is_unknown_and_not_refused() {
     let rows = compare(&vm(), &Vm::default());
     // The UUID is always reported.
     let unknown = rows.iter().filter(|row| row.outcome == Outcome::Unknown);
@@ -290,7 +290,7 @@ fn a_refusal_has_both_values_and_the_line_to_change() {
 }
 
 #[test]
-fn endless_lists_of_a_peer_have_few_rows_and_no_control_characters() {
+fn long_lists_of_a_peer_are_cut_and_have_no_control_characters() {
     let mut there = vm();
     let devices = (0..2000).map(|at| device(&format!("host/{at}\u{1b}[2J"), "x\n", None, None));
     there.devices = Some(devices.collect());

@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_told_once_and_what_follows_is_understood() {
+    fn invalid_input_is_reported_once_and_later_requests_work() {
         for nonsense in [
             &b"{\"execute\": }\n"[..],
             b"nope ",
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_has_a_longest_length_and_a_deepest_nesting() {
+    fn a_request_has_a_limit_of_length_and_nesting() {
         let nested = |depth| [b"[".repeat(depth), b"]".repeat(depth)].concat();
         assert!(matches!(
             all(&nested(MAX_NESTING), 64)[..],

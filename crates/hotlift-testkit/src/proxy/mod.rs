@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_comes_after_so_many_bytes_of_the_way_back() {
+    fn a_cut_happens_after_the_given_bytes_of_the_return_path() {
         let Some((_link, proxy, mut client, mut server)) = pair(Turns::AsIs) else {
             return;
         };
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_known_by_its_first_bytes_and_cut_before_they_pass_or_after() {
+    fn a_connection_is_classified_by_its_first_bytes_and_cut_before_or_after_them() {
         let folder = tempfile::tempdir().unwrap();
         let (at, to) = (folder.path().join("at"), folder.path().join("to"));
         let listener = UnixListener::bind(&to).unwrap();
@@ -632,7 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_gone_is_told_from_who_has_said_all() {
+    fn a_closed_peer_is_distinguished_from_a_half_closed_one() {
         let folder = tempfile::tempdir().unwrap();
         let (at, to) = (folder.path().join("at"), folder.path().join("to"));
         let listener = UnixListener::bind(&to).unwrap();
@@ -651,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_is_flipped_where_it_is_named_and_recorded_as_it_was() {
+    fn a_byte_is_flipped_at_the_given_offset_and_recorded_unchanged() {
         let at = Socket::KNOWN_BY + 2;
         let direction = Direction::Forth(Socket::Channel(7));
         let flip = Flip {
@@ -696,7 +696,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rule_cuts_ends_both_ways_and_what_it_half_cuts_one_way() {
+    fn a_cut_ends_both_directions_and_a_half_cut_one() {
         for (word, goes_back) in [("half", true), ("cut", false)] {
             let (_listener, _proxy, mut client, mut server) = before(Told);
             client.write_all(word.as_bytes()).unwrap();
@@ -713,7 +713,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rule_holds_passes_when_it_is_released_and_what_it_keeps_at_the_end() {
+    fn held_bytes_pass_on_release_and_kept_ones_at_the_end() {
         for (word, is_held) in [("hold", true), ("keep", false)] {
             let (_listener, proxy, mut client, mut server) = before(Told);
             client.write_all(word.as_bytes()).unwrap();
@@ -735,7 +735,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proxy_that_goes_out_of_scope_ends_what_its_rule_holds() {
+    fn a_dropped_proxy_ends_the_connections_that_it_holds() {
         let (_listener, proxy, mut client, mut server) = before(Told);
         client.write_all(b"hold").unwrap();
         while !proxy.is_held() {

@@ -17,7 +17,7 @@ use time::OffsetDateTime;
 use crate::support::{DAY, Pki, allow, connected, failure, hotlift, meet, put, tls};
 
 #[test]
-fn two_hosts_of_one_ca_know_each_other_and_export_the_same() {
+fn two_hosts_of_one_ca_authenticate_each_other_and_export_the_same_secret() {
     let pki = Pki::new("CA");
     let client = tls(&pki.host(&["a.example", "192.0.2.1"]), hotlift());
     let server = tls(
@@ -38,7 +38,7 @@ fn two_hosts_of_one_ca_know_each_other_and_export_the_same() {
 }
 
 #[test]
-fn a_proof_binds_one_connection_to_one_conversation() {
+fn a_binding_proof_ties_one_connection_to_one_conversation() {
     let (conversation, data, other) = (
         connected(&hotlift()),
         connected(&hotlift()),
@@ -166,7 +166,7 @@ fn certificate_at(pki: &Pki, dir: &Path, role: Role, at: SystemTime, days: u32) 
 }
 
 #[test]
-fn a_certificate_that_has_ended_or_not_begun_says_when_and_is_not_even_shown() {
+fn an_expired_or_future_certificate_is_named_with_its_dates_and_not_sent() {
     let pki = Pki::new("CA");
     let now = SystemTime::now();
     for (at, words) in [
@@ -267,7 +267,7 @@ fn a_revoked_certificate_is_refused_by_either_side_and_others_are_not() {
 }
 
 #[test]
-fn a_list_of_revoked_certificates_that_has_ended_lets_nobody_in() {
+fn an_expired_revocation_list_admits_no_peer() {
     let pki = Pki::new("CA");
     let (a, b) = (pki.host(&["a"]), pki.host(&["b"]));
     let list = revoke(
@@ -285,7 +285,7 @@ fn a_list_of_revoked_certificates_that_has_ended_lets_nobody_in() {
 }
 
 #[test]
-fn a_qemu_profile_has_no_alpn_and_a_hotlift_takes_only_hotlifts() {
+fn a_qemu_profile_has_no_alpn_and_a_hotlift_profile_requires_its_own() {
     let pki = Pki::new("CA");
     let dir = pki.host(&["b"]);
     let of = |profile| tls(&dir, Settings::new(profile));
@@ -331,7 +331,7 @@ fn a_server_without_verify_peer_takes_a_client_without_a_certificate() {
 }
 
 #[test]
-fn the_client_of_a_qemu_hears_of_a_refusal_at_its_first_read() {
+fn a_client_of_qemu_gets_a_refusal_at_its_first_read() {
     let pki = Pki::new("CA");
     let (a, b) = (pki.host(&["a"]), pki.host(&["b"]));
     let strict = Settings {
@@ -353,7 +353,7 @@ fn the_client_of_a_qemu_hears_of_a_refusal_at_its_first_read() {
 }
 
 #[test]
-fn a_folder_says_what_is_missing_in_it() {
+fn a_missing_file_of_a_folder_is_named() {
     let pki = Pki::new("CA");
     let dir = pki.host(&["b"]);
     let open = |dir: &Path| failure(hotlift_tls::Credentials::open(dir).map_err(TlsError::from));
@@ -441,7 +441,7 @@ fn a_ca_signs_only_with_its_own_key_and_not_beyond_its_end() {
 }
 
 #[test]
-fn what_follows_a_handshake_at_once_is_not_lost() {
+fn data_right_after_a_handshake_is_not_lost() {
     let pki = Pki::new("CA");
     let dir = pki.host(&["b"]);
     let qemu = || tls(&dir, Settings::new(Profile::Qemu));

@@ -121,7 +121,7 @@ fn judged(dir: &Path) -> (Vec<String>, Option<String>) {
 }
 
 #[test]
-fn what_a_handshake_refuses_is_found_beforehand() {
+fn the_check_finds_every_cause_for_which_a_handshake_fails() {
     let Some(maker) = Maker::new() else {
         return;
     };
@@ -247,7 +247,7 @@ fn what_a_handshake_refuses_is_found_beforehand() {
 }
 
 #[test]
-fn a_list_of_another_ca_is_warned_of_and_those_of_ours_are_not() {
+fn only_a_revocation_list_of_another_ca_is_warned_of() {
     let Some(maker) = Maker::new() else {
         return;
     };

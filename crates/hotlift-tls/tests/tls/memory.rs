@@ -8,7 +8,7 @@ use hotlift_tls::{CONNECTION_MEMORY, RECORDS_PER_KEY, Slices};
 use crate::support::{connected, hotlift};
 
 #[test]
-fn buffers_of_both_directions_stay_within_the_limit_however_much_is_said() {
+fn buffers_of_both_directions_stay_within_the_limit_under_load() {
     let [(client_socket, mut client), (server_socket, mut server)] =
         <[_; 2]>::from(connected(&hotlift()));
     assert!(
@@ -36,7 +36,7 @@ fn buffers_of_both_directions_stay_within_the_limit_however_much_is_said() {
 }
 
 #[test]
-fn a_direction_in_which_little_is_said_has_little_memory() {
+fn a_direction_with_little_traffic_uses_little_memory() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     for _ in 0..1000 {
         let mut sent = Vec::new();

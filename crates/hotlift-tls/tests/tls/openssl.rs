@@ -135,7 +135,7 @@ fn line_of(session: &mut Session, socket: &mut TcpStream) -> String {
 }
 
 #[test]
-fn a_client_of_openssl_talks_with_each_cipher_and_hears_the_end() {
+fn a_client_of_openssl_works_with_each_cipher_and_sees_the_close() {
     if is_missing() {
         return;
     }
@@ -249,7 +249,7 @@ fn another_protocol_is_refused() {
 }
 
 #[test]
-fn openssls_own_new_keys_and_its_request_for_ours_are_followed() {
+fn key_updates_and_update_requests_of_openssl_are_followed() {
     if is_missing() {
         return;
     }
@@ -302,7 +302,7 @@ fn s_server(arguments: &[&str], dir: &Path) -> (OpenSsl, String) {
 }
 
 #[test]
-fn a_server_of_openssl_is_talked_to_and_its_tickets_are_passed_over() {
+fn a_server_of_openssl_works_and_its_tickets_are_ignored() {
     if is_missing() {
         return;
     }

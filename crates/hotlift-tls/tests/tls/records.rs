@@ -41,7 +41,7 @@ fn read_all(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn what_is_sent_in_any_pieces_is_received(
+    fn data_sent_in_any_pieces_is_received(
         lengths in prop::collection::vec(0_usize..40_000, 0..12),
         cipher in 0_usize..3,
         records_per_key in prop_oneof![1_u64..5, Just(RECORDS_PER_KEY)],
@@ -61,7 +61,7 @@ proptest! {
 }
 
 #[test]
-fn three_records_go_with_a_write() {
+fn one_write_sends_three_records() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let all = noise(20 * RECORD_PLAINTEXT + 7, 1);
     let parts = [&all[..]];
@@ -120,7 +120,7 @@ fn keys_change_every_100_records_while_both_sides_send() {
 }
 
 #[test]
-fn a_new_key_is_made_when_its_time_has_come_and_not_before() {
+fn a_new_key_is_made_at_its_interval_and_not_before() {
     // The last record of a key is its KeyUpdate; 27 bytes in all.
     let [mut client, _] = ends(0, 4);
     let lengths: Vec<_> = (0..8)
@@ -173,7 +173,7 @@ fn a_request_for_new_keys_is_answered_before_the_next_data() {
 }
 
 #[test]
-fn tickets_are_passed_over_in_any_pieces_by_a_client_and_refused_by_a_server() {
+fn a_client_ignores_tickets_in_any_pieces_and_a_server_refuses_them() {
     let ticket = [&[4, 0, 0, 200][..], &[9; 200]].concat();
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let two = ticket.repeat(2);
@@ -218,7 +218,7 @@ fn refused(make: impl FnOnce(&mut End) -> Vec<u8>) -> RecordError {
 }
 
 #[test]
-fn what_has_no_place_among_records_ends_the_connection() {
+fn unexpected_records_end_the_connection() {
     let handshake = |content: &'static [u8]| {
         refused(move |server| record(&mut server.writer, HANDSHAKE, content))
     };
@@ -293,7 +293,7 @@ fn alerts_are_translated() {
 }
 
 #[test]
-fn records_that_say_nothing_are_counted() {
+fn empty_records_are_counted() {
     let error = refused(|server| {
         let empty = |_| record(&mut server.writer, APPLICATION_DATA, &[]);
         (0..40).flat_map(empty).collect()
@@ -311,7 +311,7 @@ fn records_that_say_nothing_are_counted() {
 }
 
 #[test]
-fn nothing_follows_an_end() {
+fn no_data_follows_a_close() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let mut sent = Vec::new();
     client.writer.close(&mut sent).unwrap();

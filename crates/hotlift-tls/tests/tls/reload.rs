@@ -28,7 +28,7 @@ fn the_next_connection_has_the_renewed_certificate() {
 }
 
 #[test]
-fn half_a_renewal_leaves_the_old_ones_in_use_and_says_so() {
+fn a_partial_renewal_keeps_the_old_certificates_and_is_reported() {
     let pki = Pki::new("CA");
     let dir = pki.host(&["b"]);
     let client = tls(&pki.host(&["a"]), hotlift());
@@ -49,7 +49,7 @@ fn half_a_renewal_leaves_the_old_ones_in_use_and_says_so() {
 }
 
 #[test]
-fn a_secret_that_kubernetes_replaces_by_a_link_is_taken_up() {
+fn a_secret_that_kubernetes_replaces_by_a_link_is_reloaded() {
     let pki = Pki::new("CA");
     let place = tempfile::tempdir().unwrap();
     let mount = place.path().join("mount");
@@ -79,7 +79,7 @@ fn a_secret_that_kubernetes_replaces_by_a_link_is_taken_up() {
 }
 
 #[test]
-fn what_ends_within_14_days_and_keys_that_others_read_are_warned_of() {
+fn expiry_within_14_days_and_readable_keys_are_warned_of() {
     let pki = Pki::new("CA");
     let now = SystemTime::now();
     let dir = pki.host(&["b"]);

@@ -36,14 +36,14 @@ fn until_it_is_over(mut socket: UnixStream) {
 }
 
 #[test]
-fn a_peer_that_says_nothing_is_given_up() {
+fn a_handshake_with_a_silent_peer_times_out() {
     let error = accept(impatient(), until_it_is_over).unwrap_err();
     assert!(matches!(error, TlsError::TimedOut { .. }), "{error:?}");
     assert!(error.to_string().contains("sent nothing"), "{error}");
 }
 
 #[test]
-fn a_peer_that_says_a_byte_at_a_time_is_given_up() {
+fn a_handshake_with_a_peer_that_sends_single_bytes_times_out() {
     let begun = Instant::now();
     let outcome = accept(impatient(), move |mut socket| {
         // The header of a record of 512 bytes, followed by endless bytes.
@@ -63,7 +63,7 @@ fn a_peer_that_says_a_byte_at_a_time_is_given_up() {
 }
 
 #[test]
-fn a_peer_that_sends_more_than_a_handshake_is_given_up() {
+fn a_peer_that_sends_more_than_a_handshake_is_refused() {
     let outcome = accept(hotlift(), |mut socket| {
         // A ClientHello of 64 KiB minus a byte, the longest that rustls waits for, in four full records and a short one.
         let mut record = vec![0x16, 3, 1, 0x3f, 0xff];
@@ -82,7 +82,7 @@ fn a_peer_that_sends_more_than_a_handshake_is_given_up() {
 }
 
 #[test]
-fn a_peer_without_tls_is_told_apart_by_either_side() {
+fn a_peer_without_tls_is_recognised_by_either_side() {
     for first in [
         &b"QEVM\0\0\0\x03"[..],
         b"\x11\x22\x33\x44\0\0\0\x01",
@@ -172,7 +172,7 @@ fn meddled(
 }
 
 #[test]
-fn a_changed_bit_in_a_handshake_is_its_end_and_no_panic() {
+fn a_changed_bit_in_a_handshake_ends_it_without_panic() {
     let pki = Pki::new("CA");
     let client = tls(&pki.host(&["a"]), impatient());
     let server = tls(&pki.host(&["b"]), impatient());

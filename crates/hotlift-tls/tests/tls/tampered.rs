@@ -80,7 +80,7 @@ impl Stream {
 }
 
 #[test]
-fn a_stream_as_it_was_sent_is_read_to_its_end() {
+fn an_unchanged_stream_is_read_to_its_end() {
     for cipher in 0..3 {
         let stream = Stream::new(cipher);
         let (got, outcome) = stream.read(&Stream::bytes(&stream.records));
@@ -90,7 +90,7 @@ fn a_stream_as_it_was_sent_is_read_to_its_end() {
 }
 
 #[test]
-fn a_flipped_bit_anywhere_is_seen_before_any_of_the_record_is_given() {
+fn a_flipped_bit_is_detected_before_the_record_is_returned() {
     for cipher in 0..3 {
         let stream = Stream::new(cipher);
         let whole = Stream::bytes(&stream.records);
@@ -111,7 +111,7 @@ fn a_flipped_bit_anywhere_is_seen_before_any_of_the_record_is_given() {
 }
 
 #[test]
-fn a_record_lost_doubled_swapped_or_replayed_is_seen() {
+fn a_record_lost_doubled_swapped_or_replayed_is_detected() {
     let stream = Stream::new(0);
     let records = &stream.records;
     for number in 0..records.len() {
@@ -146,7 +146,7 @@ fn a_record_lost_doubled_swapped_or_replayed_is_seen() {
 }
 
 #[test]
-fn a_stream_that_is_cut_anywhere_is_not_whole() {
+fn a_truncated_stream_is_not_complete() {
     let stream = Stream::new(0);
     let whole = Stream::bytes(&stream.records);
     let mut start = 0;
@@ -165,7 +165,7 @@ fn a_stream_that_is_cut_anywhere_is_not_whole() {
 }
 
 #[test]
-fn a_record_of_the_other_direction_is_not_taken() {
+fn a_record_of_the_other_direction_is_refused() {
     let [mut client, _] = ends(0, RECORDS_PER_KEY);
     let own = record(&mut client.writer, APPLICATION_DATA, b"reflected");
     let error = client.reader.plaintext(&mut &own[..]).unwrap_err();
@@ -173,7 +173,7 @@ fn a_record_of_the_other_direction_is_not_taken() {
 }
 
 #[test]
-fn what_is_not_sealed_is_refused_by_its_first_byte() {
+fn an_unsealed_record_is_refused_by_its_first_byte() {
     let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
     let mut sent = Vec::new();
     server

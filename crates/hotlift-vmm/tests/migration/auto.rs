@@ -37,7 +37,7 @@ fn larger() -> GuestSettings {
 }
 
 #[test]
-fn a_link_that_is_slow_is_given_fewer_bytes_and_all_pages_are_told_of() {
+fn a_slow_link_gets_fewer_bytes_and_every_page_is_counted() {
     alone!();
     for kind in rig::kinds() {
         // Compression takes a small part of the transfer time.
@@ -82,7 +82,7 @@ fn a_link_that_is_slow_is_given_fewer_bytes_and_all_pages_are_told_of() {
 }
 
 #[test]
-fn every_method_is_taken_by_who_takes_each_packet_as_it_comes() {
+fn a_destination_with_auto_accepts_every_method() {
     alone!();
     let kind = rig::kinds()[0];
     let there = options(&[]);
@@ -96,7 +96,7 @@ fn every_method_is_taken_by_who_takes_each_packet_as_it_comes() {
 }
 
 #[test]
-fn a_destination_that_was_told_of_no_method_takes_the_choice_by_packet() {
+fn a_destination_with_method_none_accepts_auto() {
     alone!();
     let kind = rig::kinds()[0];
     let there = options(&[("multifd-compression", "none")]);
@@ -108,7 +108,7 @@ fn a_destination_that_was_told_of_no_method_takes_the_choice_by_packet() {
 }
 
 #[test]
-fn who_takes_one_method_alone_refuses_the_choice_by_packet_by_name() {
+fn a_destination_with_one_method_refuses_auto_by_name() {
     alone!();
     let kind = rig::kinds()[0];
     let there = options(&[("multifd-compression", "zstd")]);
@@ -162,7 +162,7 @@ fn channels_take_no_more_cpu_time_than_their_limit_on_either_side() {
 }
 
 #[test]
-fn who_wants_the_shortest_downtime_goes_on_while_the_rest_shrinks() {
+fn the_shortest_downtime_setting_continues_while_the_remainder_shrinks() {
     alone!();
     let kind = rig::kinds()[0];
     let rounds = [Goal::Fastest, Goal::ShortestDowntime].map(|goal| {

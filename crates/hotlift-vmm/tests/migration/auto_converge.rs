@@ -94,7 +94,7 @@ fn pair(kind: GuestKind, quirks: Quirks) -> [Probe; 2] {
 }
 
 #[test]
-fn a_guest_that_does_not_converge_is_slowed_down_until_it_does() {
+fn a_guest_that_does_not_converge_is_throttled_until_it_does() {
     alone!();
     let census = Census::take();
     for kind in rig::kinds() {
@@ -122,7 +122,7 @@ fn a_guest_that_does_not_converge_is_slowed_down_until_it_does() {
 }
 
 #[test]
-fn a_cancel_gives_a_slowed_down_guest_all_of_its_time_back() {
+fn a_cancel_ends_the_throttling_of_the_guest() {
     alone!();
     for kind in rig::kinds() {
         let [source, destination] = pair(kind, Quirks::default());
@@ -156,7 +156,7 @@ fn a_cancel_gives_a_slowed_down_guest_all_of_its_time_back() {
 }
 
 #[test]
-fn a_guest_that_cannot_be_slowed_down_is_told_of() {
+fn a_guest_that_cannot_be_throttled_is_reported() {
     alone!();
     let quirks = Quirks {
         cannot_throttle: true,

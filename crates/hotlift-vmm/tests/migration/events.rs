@@ -107,7 +107,7 @@ fn consistent(report: &SourceReport, multifd: bool) {
 }
 
 #[test]
-fn a_migration_is_told_step_by_step_as_qemu_tells_it() {
+fn a_migration_reports_the_same_events_as_qemu() {
     alone!();
     for multifd in [true, false] {
         let (source, destination) = (guest(), room(Quirks::default()));
@@ -125,7 +125,7 @@ fn a_migration_is_told_step_by_step_as_qemu_tells_it() {
 }
 
 #[test]
-fn a_guest_that_is_given_back_is_told_of_after_the_failure() {
+fn the_event_of_a_resumed_guest_follows_that_of_the_failure() {
     alone!();
     for multifd in [true, false] {
         let fails_to_load = Quirks {
@@ -141,7 +141,7 @@ fn a_guest_that_is_given_back_is_told_of_after_the_failure() {
 }
 
 #[test]
-fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
+fn a_cancel_is_reported_before_and_after_it_takes_effect() {
     alone!();
     let slow = Options {
         stream: StreamOptions {
@@ -188,7 +188,7 @@ fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
 }
 
 #[test]
-fn with_pause_before_switchover_the_guest_stands_still_until_it_may_go_on() {
+fn with_pause_before_switchover_the_guest_is_paused_until_continued() {
     alone!();
     let paused = Options {
         switchover: SwitchoverOptions {
@@ -238,7 +238,7 @@ fn with_pause_before_switchover_the_guest_stands_still_until_it_may_go_on() {
 }
 
 #[test]
-fn a_guest_is_announced_where_it_runs_now_and_nobody_waits_for_it() {
+fn a_guest_is_announced_at_its_new_host_without_delaying_the_result() {
     alone!();
     let announced = |rounds, initial, destination_fails| {
         let (sender, announcements) = channel();

@@ -26,7 +26,7 @@ const MAX_BANDWIDTH: [&str; 2] = ["24M", "6M"];
 const RATE: u64 = 1500;
 
 #[test]
-fn every_combination_arrives_whole_and_goes_on() {
+fn every_combination_arrives_intact_and_runs() {
     alone!();
     let census = Census::take();
     let folder = tempfile::tempdir().unwrap();
@@ -121,7 +121,7 @@ fn goes_on(
 
 /// Capability `compress`: threads, levels and zero page modes, with and without waiting for threads.
 #[test]
-fn every_setting_of_compress_arrives_whole_and_goes_on() {
+fn every_setting_of_compress_arrives_intact_and_runs() {
     alone!();
     let census = Census::take();
     for kind in rig::kinds() {

@@ -30,7 +30,7 @@ fn options(given: &[(&str, &str)]) -> Options {
 }
 
 #[test]
-fn packets_of_any_size_arrive_whole_in_every_method() {
+fn packets_of_any_size_arrive_intact_in_every_method() {
     alone!();
     let kind = rig::kinds()[0];
     let settings = GuestSettings {

@@ -371,7 +371,7 @@ fn paused(kind: hotlift_vmm::GuestKind, settings: &GuestSettings) -> Probe {
 }
 
 #[test]
-fn a_guest_runs_from_a_save_file_before_its_pages_are_there() {
+fn a_guest_runs_from_a_save_file_before_its_pages_have_arrived() {
     if !has_userfault() {
         return;
     }
@@ -427,7 +427,7 @@ fn a_guest_runs_from_a_save_file_before_its_pages_are_there() {
 }
 
 #[test]
-fn what_came_before_the_switch_stays_unless_it_was_discarded() {
+fn pages_received_before_postcopy_stay_unless_discarded() {
     if !has_userfault() {
         return;
     }
@@ -479,7 +479,7 @@ fn what_came_before_the_switch_stays_unless_it_was_discarded() {
 }
 
 #[test]
-fn what_a_vcpu_waits_is_its_own_and_is_counted_where_that_is_asked_for() {
+fn blocktime_is_measured_per_vcpu_if_enabled() {
     if !has_userfault() {
         return;
     }
@@ -592,7 +592,7 @@ fn a_guest_that_cannot_load_or_run_stays_with_its_source() {
 }
 
 #[test]
-fn commands_out_of_place_end_it_before_the_guest_runs() {
+fn commands_out_of_order_end_the_migration_before_the_guest_runs() {
     if !has_userfault() {
         return;
     }
@@ -671,7 +671,7 @@ fn commands_out_of_place_end_it_before_the_guest_runs() {
 }
 
 #[test]
-fn a_destination_without_postcopy_ram_says_so() {
+fn a_destination_without_postcopy_ram_refuses_with_its_name() {
     let options = Options {
         postcopy: PostcopyOptions {
             ram: false,
@@ -836,7 +836,7 @@ fn fill_up(script: &Script<'_>) {
 }
 
 #[test]
-fn a_source_that_asks_and_never_hears_does_not_keep_another_from_coming() {
+fn a_source_that_never_reads_the_answer_does_not_block_another() {
     without_source(&options(), &|control, from| {
         let (listener, address) = listen();
         control.recover(listener).expect("it waits");
@@ -854,7 +854,7 @@ fn a_source_that_asks_and_never_hears_does_not_keep_another_from_coming() {
 }
 
 #[test]
-fn a_source_that_never_goes_on_is_given_up() {
+fn a_source_that_never_resumes_times_out() {
     let options = Options {
         limits: Limits {
             handshake_timeout: Duration::from_millis(500),
@@ -873,7 +873,7 @@ fn a_source_that_never_goes_on_is_given_up() {
 }
 
 #[test]
-fn who_pauses_a_postcopy_at_its_destination_can_have_it_go_on() {
+fn a_postcopy_paused_at_its_destination_can_be_resumed() {
     without_source(&options(), &|control, from| {
         assert!(!control.pause_postcopy(), "it is");
         let (listener, address) = listen();
@@ -911,7 +911,7 @@ fn pages_outside_the_blocks_pause_the_migration_and_not_the_guest() {
 }
 
 #[test]
-fn what_is_waited_for_comes_on_a_connection_of_its_own_also_behind_the_end_of_main() {
+fn requested_pages_use_the_preempt_channel_even_after_the_end_of_main() {
     if !has_userfault() {
         return;
     }
@@ -972,7 +972,7 @@ fn what_is_waited_for_comes_on_a_connection_of_its_own_also_behind_the_end_of_ma
 }
 
 #[test]
-fn a_page_that_never_comes_behind_the_end_of_main_pauses_the_migration() {
+fn a_page_missing_after_the_end_of_main_pauses_the_migration() {
     if !has_userfault() {
         return;
     }
@@ -1019,7 +1019,7 @@ fn a_page_that_never_comes_behind_the_end_of_main_pauses_the_migration() {
 }
 
 #[test]
-fn a_source_without_the_connection_that_was_agreed_on_keeps_its_guest() {
+fn a_source_without_the_agreed_preempt_channel_keeps_its_guest() {
     if !has_userfault() {
         return;
     }
@@ -1044,7 +1044,7 @@ fn a_source_without_the_connection_that_was_agreed_on_keeps_its_guest() {
 }
 
 #[test]
-fn who_calls_off_a_guest_that_waits_for_pages_is_told_that_they_are_missing() {
+fn a_cancel_while_the_guest_waits_for_pages_reports_missing_pages() {
     if !has_userfault() {
         return;
     }

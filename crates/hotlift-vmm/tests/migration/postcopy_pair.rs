@@ -118,7 +118,7 @@ fn through(rule: Where, kind: GuestKind, options: &Options) -> (Probe, Probe, En
 const HAS_ALL: &[u8] = &[0, 1, 0, 4, 0, 0, 0, 0];
 
 #[test]
-fn a_source_whose_destination_has_all_pages_learns_it_though_the_word_is_lost() {
+fn a_source_learns_that_all_pages_arrived_though_the_statement_is_lost() {
     if !has_userfault() {
         return;
     }
@@ -135,7 +135,7 @@ fn a_source_whose_destination_has_all_pages_learns_it_though_the_word_is_lost() 
 const DEVICE: &[u8] = b"hotlift/guest";
 
 #[test]
-fn a_damaged_package_is_refused_before_the_guest_runs_and_the_source_learns_it_in_any_case() {
+fn a_damaged_package_is_refused_before_the_guest_runs_and_the_source_always_learns_it() {
     if !has_userfault() {
         return;
     }
@@ -186,7 +186,7 @@ fn connect(to: &Address) -> TcpStream {
 }
 
 #[test]
-fn a_postcopy_that_is_paused_goes_on_with_its_source_whoever_connects_before() {
+fn a_paused_postcopy_resumes_with_its_source_after_other_connections() {
     if !has_userfault() {
         return;
     }
@@ -235,7 +235,7 @@ fn a_postcopy_that_is_paused_goes_on_with_its_source_whoever_connects_before() {
 }
 
 #[test]
-fn pages_of_one_guest_do_not_go_to_another_that_waits_too() {
+fn pages_of_one_guest_do_not_reach_another_waiting_guest() {
     if !has_userfault() {
         return;
     }

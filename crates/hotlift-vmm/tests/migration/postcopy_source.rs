@@ -357,7 +357,7 @@ fn migrates(
 }
 
 #[test]
-fn what_is_asked_for_comes_even_while_devices_load_and_each_page_comes_once() {
+fn requested_pages_arrive_while_devices_load_and_each_page_once() {
     for kind in kinds() {
         let (source, report) = migrates(kind, &options(), |listener, source, _| {
             let mut script = Script::accept(&listener);
@@ -390,7 +390,7 @@ fn what_is_asked_for_comes_even_while_devices_load_and_each_page_comes_once() {
 }
 
 #[test]
-fn what_is_asked_for_comes_on_a_connection_of_its_own_and_again_on_the_next() {
+fn requested_pages_use_the_preempt_channel_and_its_replacement() {
     // The background transfer is far from the requested pages.
     let slow = Options {
         postcopy: PostcopyOptions {
@@ -450,7 +450,7 @@ fn a_destination_that_is_lost_before_the_package_leaves_the_guest_with_the_sourc
 }
 
 #[test]
-fn a_lost_connection_leaves_the_guest_there_and_another_brings_the_rest() {
+fn a_lost_connection_leaves_the_guest_at_the_destination_and_the_next_brings_the_rest() {
     for kind in kinds() {
         let (source, report) = migrates(kind, &options(), |listener, source, control| {
             let mut script = Script::accept(&listener);
@@ -480,7 +480,7 @@ fn a_lost_connection_leaves_the_guest_there_and_another_brings_the_rest() {
 }
 
 #[test]
-fn whoever_gives_a_paused_postcopy_up_leaves_the_guest_stopped() {
+fn abandoning_a_paused_postcopy_leaves_the_guest_stopped() {
     for is_known_to_run in [false, true] {
         let (source, outcome) = migrates(kinds()[0], &options(), |listener, _, control| {
             let mut script = Script::accept(&listener);
@@ -513,7 +513,7 @@ fn whoever_gives_a_paused_postcopy_up_leaves_the_guest_stopped() {
 }
 
 #[test]
-fn a_guest_runs_at_a_hotlift_and_gets_its_pages_there() {
+fn a_guest_runs_at_a_hotlift_destination_and_gets_its_pages() {
     if !has_userfault() {
         return;
     }
@@ -568,7 +568,7 @@ fn a_guest_runs_at_a_hotlift_and_gets_its_pages_there() {
 }
 
 #[test]
-fn a_hotlift_that_cannot_load_the_guest_gives_it_back_though_it_was_told_to_run_it() {
+fn a_hotlift_that_cannot_load_the_guest_returns_it_after_the_commit() {
     if !has_userfault() {
         return;
     }

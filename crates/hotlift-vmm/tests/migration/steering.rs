@@ -72,7 +72,7 @@ fn bandwidth_and_downtime_that_are_raised_let_an_endless_migration_complete() {
 }
 
 #[test]
-fn the_bandwidth_that_is_said_to_be_there_decides_about_the_switchover() {
+fn the_configured_available_bandwidth_decides_the_switchover() {
     alone!();
     let options = Options {
         stream: StreamOptions {
@@ -96,7 +96,7 @@ fn the_bandwidth_that_is_said_to_be_there_decides_about_the_switchover() {
 }
 
 #[test]
-fn only_what_may_change_does() {
+fn only_live_parameters_change_during_a_migration() {
     alone!();
     let options = Options {
         stream: StreamOptions {

@@ -16,7 +16,7 @@ use hotlift_testkit::alone;
 const REPORTS: u32 = 3;
 
 #[test]
-fn the_guest_is_not_stopped_before_the_destination_has_what_was_sent() {
+fn the_guest_is_not_paused_before_the_destination_received_all_sent_pages() {
     alone!();
     for multifd in [true, false] {
         let options = Options {

@@ -36,7 +36,7 @@ fn options(folder: &Path, set: &[(&str, &str)]) -> Options {
 }
 
 #[test]
-fn a_guest_arrives_over_tls_whatever_is_sent() {
+fn a_guest_arrives_over_tls_with_every_setting() {
     alone!();
     let census = Census::take();
     let pki = Pki::new();
@@ -86,7 +86,7 @@ fn rejected_connections(ours: &Options, theirs: &Options) -> (MigrationError, St
 }
 
 #[test]
-fn who_does_not_belong_is_turned_away_with_the_reason_on_both_sides() {
+fn a_foreign_peer_is_refused_with_the_reason_on_both_sides() {
     alone!();
     let (pki, other_pki) = (Pki::new(), Pki::new());
     let [here, there] = ["a", "127.0.0.1"].map(|name| pki.host(name));
@@ -139,7 +139,7 @@ fn a_folder_without_certificates_is_an_error_that_names_it() {
 }
 
 #[test]
-fn keys_that_change_every_hundred_records_lose_nothing() {
+fn key_changes_every_hundred_records_lose_nothing() {
     alone!();
     let pki = Pki::new();
     let host = pki.host("127.0.0.1");
@@ -276,7 +276,7 @@ enum Late {
 }
 
 #[test]
-fn a_late_channel_is_waited_for_and_nobody_takes_its_place() {
+fn a_late_channel_is_awaited_and_no_other_client_takes_its_place() {
     alone!();
     let census = Census::take();
     let pki = Pki::new();
@@ -346,7 +346,7 @@ fn a_channel_that_never_comes_is_named_by_both_sides() {
 }
 
 #[test]
-fn a_cancel_is_heard_in_the_handshake_of_a_late_channel() {
+fn a_cancel_ends_the_handshake_of_a_late_channel() {
     alone!();
     let pki = Pki::new();
     let mut options = options(&pki.host("127.0.0.1"), &[("multifd-channels", "2")]);
@@ -369,7 +369,7 @@ fn a_cancel_is_heard_in_the_handshake_of_a_late_channel() {
 }
 
 #[test]
-fn a_refusal_over_tls_is_heard_while_channels_are_connected() {
+fn a_refusal_over_tls_is_received_while_channels_connect() {
     alone!();
     let pki = Pki::new();
     let host = pki.host("127.0.0.1");
@@ -449,7 +449,7 @@ const EDGE: usize = 24;
 const STRIDE: usize = 16;
 
 #[test]
-fn whatever_is_done_to_a_record_leaves_one_guest() {
+fn any_tampering_with_a_record_leaves_one_guest() {
     alone!();
     let census = Census::take();
     let pki = Pki::new();
@@ -513,7 +513,7 @@ const STRANGERS: usize = 512;
 const CROWD: usize = 16;
 
 #[test]
-fn strangers_that_never_finish_a_handshake_cost_a_migration_nothing() {
+fn unfinished_handshakes_of_unknown_clients_do_not_affect_a_migration() {
     alone!();
     let census = Census::take();
     let pki = Pki::new();

@@ -51,7 +51,7 @@ fn slow() -> Options {
 }
 
 #[test]
-fn a_cancel_in_the_middle_lets_the_guest_run_on_and_a_second_migration_succeeds() {
+fn a_cancel_keeps_the_guest_running_and_a_second_migration_succeeds() {
     alone!();
     let census = Census::take();
     for kind in rig::kinds() {
@@ -160,7 +160,7 @@ fn a_host_that_is_lost_in_precopy_fails_the_migration_on_both_sides_and_the_gues
 }
 
 #[test]
-fn a_cancel_before_anybody_has_connected_ends_the_wait() {
+fn a_cancel_before_any_connection_ends_the_wait() {
     alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
@@ -207,7 +207,7 @@ fn a_destination_guest_that_does_not_load_or_resume_leaves_the_guest_with_the_so
 }
 
 #[test]
-fn a_source_guest_whose_devices_cannot_be_saved_runs_on() {
+fn a_source_guest_whose_devices_cannot_be_saved_keeps_running() {
     alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
@@ -257,7 +257,7 @@ fn a_panic_on_either_side_ends_the_migration_and_not_the_source() {
 }
 
 #[test]
-fn connections_that_close_without_a_word_are_passed_over() {
+fn connections_that_close_without_data_are_ignored() {
     alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
@@ -274,7 +274,7 @@ fn connections_that_close_without_a_word_are_passed_over() {
 }
 
 #[test]
-fn strangers_end_no_migration() {
+fn unknown_clients_end_no_migration() {
     alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
@@ -353,7 +353,7 @@ fn a_damaged_length_on_main_does_not_hang_a_long_round() {
 
 /// A separate thread detects it, while others work and the main thread continues to read.
 #[test]
-fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
+fn a_damaged_compressed_page_is_named_on_both_sides_and_the_guest_stays() {
     alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
@@ -399,7 +399,7 @@ fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
 }
 
 #[test]
-fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_guest_runs_on() {
+fn a_thread_that_cannot_compress_fails_the_migration_with_its_reason_and_the_guest_keeps_running() {
     alone!();
     let census = Census::take();
     let kind = rig::kinds()[0];
@@ -432,7 +432,7 @@ fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_gues
 
 /// Its own connections fill the whole accept queue.
 #[test]
-fn a_cancel_ends_a_migration_to_where_nobody_takes_its_connections() {
+fn a_cancel_ends_a_migration_whose_connections_are_not_accepted() {
     alone!();
     let census = Census::take();
     let source = rig::source(rig::kinds()[0], &settings(), Quirks::default());

@@ -28,7 +28,7 @@ fn options() -> Options {
 }
 
 #[test]
-fn a_guest_arrives_whole_as_deltas_whatever_the_cache() {
+fn a_guest_arrives_intact_as_deltas_with_any_cache_size() {
     alone!();
     let census = Census::take();
     for kind in rig::kinds() {
@@ -74,7 +74,7 @@ fn a_guest_arrives_whole_as_deltas_whatever_the_cache() {
 }
 
 #[test]
-fn the_first_round_goes_out_whole_and_the_last_as_deltas() {
+fn the_first_round_sends_whole_pages_and_the_last_deltas() {
     alone!();
     for kind in rig::kinds() {
         let quirks = Quirks {
@@ -104,7 +104,7 @@ fn the_first_round_goes_out_whole_and_the_last_as_deltas() {
 }
 
 #[test]
-fn a_cache_takes_no_more_than_the_guest_has_and_channels_are_refused() {
+fn a_cache_is_limited_to_guest_ram_and_channels_are_refused() {
     alone!();
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());

@@ -240,7 +240,7 @@ mod tests {
     const JSON: &str = r#"{"page_size":4096,"devices":[]}"#;
 
     #[test]
-    fn eof_is_found_at_the_last_byte_and_no_byte_from_it_on_is_passed_on_before() {
+    fn eof_is_found_at_the_last_byte_and_nothing_after_it_is_passed_on_early() {
         let input = device_state_of(DEVICES, JSON);
         for step in 1..input.len() {
             let (mut search, mut passed) = (EofSearch::default(), 0);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_the_end_is_not_held() {
+    fn bytes_that_cannot_be_the_end_are_not_held_back() {
         let mut search = EofSearch::default();
         for (bytes, held) in [
             (&b"\0\0\0\0"[..], 1),
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_and_a_ping_are_read_back_and_every_beginning_of_them_asks_for_the_rest() {
+    fn a_part_and_a_ping_are_read_back_and_every_prefix_asks_for_more() {
         let mut bytes = Vec::new();
         put_device_part_head(3, &mut bytes).unwrap();
         bytes.extend_from_slice(b"abc\0\0\x01\x02");
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_or_unknown_is_refused() {
+    fn a_message_that_is_too_long_or_unknown_is_refused() {
         let mut bytes = vec![];
         assert!(put_device_part_head(limits::DEVICE_PART + 1, &mut bytes).is_err());
         assert!(put_packaged_head(1 << 32, &mut bytes).is_err());

@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_are_those_that_a_qemu_sends() {
+    fn encoded_commands_equal_those_of_qemu() {
         // The last range of a command that QEMU 10.0 sent for a small ROM block.
         let mut out = Vec::new();
         put_discard("vga.rom", 0, 0x10000, &mut out).unwrap();
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn written_commands_are_read_back() {
         let mut out = Vec::new();
         put_discard("b", 0, 4096, &mut out).unwrap();
         let Ok(Some(PostcopyCommand::Discard { block: 1, ranges })) = decode(&out) else {

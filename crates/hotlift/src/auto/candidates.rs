@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_qemu_is_sent_its_one_method_and_a_hotlift_no_zlib() {
+    fn a_qemu_gets_its_one_method_and_a_hotlift_no_zlib() {
         let of = |reader| Candidate::all_for(reader, Accelerator::Off);
         assert_eq!(of(Reader::Qemu(Method::None)), [RAW]);
         for method in [Method::Zlib, Method::Zstd] {

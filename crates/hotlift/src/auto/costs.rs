@@ -245,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_packets_take_now_counts_however_many_came_before() {
+    fn current_costs_of_packets_outweigh_earlier_ones() {
         let candidates = Candidate::of_hotlifts(Accelerator::Off);
         let is_encoded = |one: &Candidate| one.guess().encode(0.5) > 0.0;
         let candidate = candidates.iter().position(is_encoded).unwrap();

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_those_of_the_pages_since_the_last_moment() {
+    fn shares_cover_the_pages_since_the_last_sample() {
         let before = figures(&[("none", None, 100)]);
         let after = figures(&[
             ("none", None, 130),
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_migration_keeps_its_shape_in_half_the_moments() {
+    fn a_long_migration_keeps_its_shape_with_half_the_samples() {
         let mut timeline = Timeline::new();
         for (ms, rate, name) in [
             (100.0, 10.0, "none"),

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_in_once_and_come_out_in_order() {
+    fn pages_are_stored_once_and_returned_in_order() {
         let gib = 1 << 30;
         let set = PageSet::new(3 * gib + 4096, &MemoryLimit::new(4 * PART_BYTES));
         let pages = [3 * gib, 2 * gib - 4096, 0, 2 * gib, 63 * 4096, 64 * 4096];
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_block_takes_memory_for_what_is_in_it() {
+    fn a_large_block_uses_memory_only_for_stored_pages() {
         let memory = MemoryLimit::new(2 * PART_BYTES);
         let set = PageSet::new(64 << 40, &memory);
         assert!(set.insert((64 << 40) - 4096).unwrap());

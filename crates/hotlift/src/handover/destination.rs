@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_of_many_words_makes_the_guest_run_and_nobody_is_told_before_it_does() {
+    fn one_of_several_run_commands_starts_the_guest_and_no_success_is_sent_before() {
         let destination_handover = DestinationHandover::new(4, &Life::default());
         assert!(!destination_handover.commit(), "nothing is loaded");
         assert!(destination_handover.loaded());
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_knows_that_the_guest_runs_is_still_told_that_it_has_all_its_pages() {
+    fn a_source_that_knows_of_the_run_still_learns_that_all_pages_arrived() {
         let destination_handover = DestinationHandover::new(1, &Life::default());
         destination_handover.expect_questions();
         assert!(
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_connection_the_guest_never_runs_here() {
+    fn a_guest_never_runs_here_without_a_connection() {
         let destination_handover = DestinationHandover::new(2, &Life::default());
         assert!(destination_handover.loaded());
         destination_handover.connection_ended();
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cancel_ends_the_wait_for_a_source_that_says_nothing() {
+    fn a_cancel_ends_the_wait_for_a_silent_source() {
         let destination_handover = DestinationHandover::new(2, &Life::default());
         assert!(destination_handover.loaded());
         assert!(!destination_handover.wait_for_decision(|| true));
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_question_before_the_commit_is_answered_never_and_makes_it_so() {
+    fn a_query_before_the_commit_is_answered_never_and_prevents_the_commit() {
         let destination_handover = DestinationHandover::new(1, &Life::default());
         assert!(destination_handover.loaded());
         assert_eq!(destination_handover.ask(), Outcome::Never);

@@ -103,7 +103,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     #[test]
-    fn qmp_and_the_stream_amount_to_one_statement() {
+    fn qmp_and_the_stream_yield_one_statement() {
         use QemuGuestState::{Ended, Never, Unknown, Yes};
         let stops = Yes(GuestActivity::Stopped);
         let cases = [
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_statement_is_confirmed_for_its_time_and_silence_is_waited_for_longer() {
+    fn a_statement_is_confirmed_within_its_timeout_and_silence_is_awaited_longer() {
         let now = Instant::now();
         for (patience, confirmed) in [(PATIENCE, CONFIRMING), (4000 * MS, 2000 * MS)] {
             let mut wait = OwnershipWait::new(now, patience);

@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_keeps_the_guest_here_and_a_commit_keeps_failures_out() {
+    fn a_failure_prevents_the_commit_and_a_commit_prevents_failures() {
         let source_handover = SourceHandover::new(&Life::default());
         assert!(source_handover.fail(MigrationError::Cancelled));
         assert_eq!(source_handover.verdict(), Some(SourceOutcome::Kept));
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_of_a_postcopy_comes_back_only_if_it_has_not_run_there() {
+    fn the_guest_of_a_postcopy_returns_only_if_it_has_not_run_at_the_destination() {
         for (words, verdict) in [
             (
                 &[DestinationStatement::Never][..],
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_was_offered_is_nobodys_after_a_failure() {
+    fn an_offered_guest_has_no_owner_after_a_failure() {
         let source_handover = SourceHandover::new(&Life::default());
         assert!(source_handover.offer());
         assert!(source_handover.fail(MigrationError::Cancelled));

@@ -84,7 +84,7 @@ mod tests {
     use crate::error::Channel;
 
     #[test]
-    fn the_reason_stands_for_a_lost_connection_and_for_nothing_else() {
+    fn a_recorded_reason_replaces_only_a_lost_connection() {
         let reason = || "no memory".to_owned();
         let failure = Failure::default();
         failure.explain(reason());

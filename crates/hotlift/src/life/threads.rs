@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_thread_that_says_so_gives_way() {
+    fn only_the_requesting_thread_lowers_its_priority() {
         let here = getpriority_process(None).unwrap();
         let there = thread::spawn(move || {
             let mut yielding = DetachableThread::default();

@@ -152,7 +152,7 @@ mod tests {
     use crate::life::Closed;
 
     #[test]
-    fn a_wait_ends_by_its_state_by_its_deadline_and_by_its_lifetime() {
+    fn a_wait_ends_by_its_condition_deadline_or_lifetime() {
         let life = Life::default();
         let wait_mutex = WaitMutex::new(&life, 0);
         let is_one = |state: &mut i32| (*state == 1).then_some("one");
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn patience_lasts_from_the_latest_progress() {
+    fn a_timeout_starts_at_the_latest_progress() {
         let patience = Duration::from_secs(1 << 30);
         let life = &Life::default();
         let latest = life.now() + patience / 2;

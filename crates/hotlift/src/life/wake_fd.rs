@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_change_before_or_within_a_poll_ends_it_and_is_taken_once() {
+    fn a_change_before_or_during_a_poll_ends_it_and_is_consumed_once() {
         const LONG: Duration = Duration::from_secs(600);
         let life = Life::default();
         let wake_fd = WakeFd::new(&life).unwrap();

@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_default_of_the_table_is_a_value_that_its_option_takes() {
+    fn every_default_of_the_table_is_valid() {
         let mut options = Options::default();
         for option in OPTIONS {
             options.set(option.name, &option.default()).unwrap();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn every_number_takes_its_range_and_nothing_beside_it() {
+    fn every_number_accepts_exactly_its_range() {
         for option in OPTIONS {
             let Values::Number { lowest, highest } = option.values else {
                 continue;
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn compress_takes_pages_off_multifd_channels_unless_those_were_asked_for() {
+    fn compress_turns_multifd_off_unless_requested() {
         assert_eq!(given(&[("compress", "off")]).unwrap().stream.channels(), 2);
         let options = given(&[("compress", "on"), ("compress_level", "9")]).unwrap();
         let stream = options.stream;
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_go_by_reference_as_they_are_and_on_multifd_channels_alone() {
+    fn zero_copy_needs_uncompressed_pages_and_multifd_channels() {
         given(&[("zero-copy-send", "on")]).unwrap();
         for asked in [
             ("multifd-compression", "zstd"),
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn xbzrle_takes_pages_off_multifd_channels_and_leaves_none_for_compress() {
+    fn xbzrle_turns_multifd_off_and_excludes_compress() {
         assert_eq!(given(&[("xbzrle", "on")]).unwrap().stream.channels(), 0);
         for asked in [
             [("multifd", "on"), ("xbzrle", "on")],

@@ -235,7 +235,7 @@ mod tests {
     use crate::options::{OPTIONS, option};
 
     #[test]
-    fn ten_options_at_most_are_asked_for_every_day_each_at_a_place_of_its_own() {
+    fn at_most_ten_options_are_common_each_with_its_own_position() {
         let mut ranks: Vec<_> = OPTIONS
             .iter()
             .filter_map(|option| match option.group {
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_of_a_role_is_a_value_that_the_option_takes() {
+    fn every_default_of_a_role_is_valid() {
         for info in OPTIONS {
             for row in info.defaults {
                 if let Some(value) = row.value {
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn an_option_without_its_other_half_is_known_and_with_it_is_not() {
+    fn an_option_without_effect_names_the_option_that_it_needs() {
         for (name, other, value) in [
             ("multifd-channels", "compress", "off"),
             ("compress-threads", "compress", "on"),
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_its_qemus_to_do_is_not_for_a_relay() {
+    fn a_relay_has_no_options_of_its_qemu() {
         for (name, says) in [
             ("xbzrle", "a relay keeps no earlier pages"),
             ("xbzrle-cache-size", "a relay has no xbzrle"),

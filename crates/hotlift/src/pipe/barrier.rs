@@ -77,7 +77,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
-    fn nobody_passes_before_all_have_arrived() {
+    fn no_thread_passes_before_all_have_arrived() {
         let barrier = Barrier::new(3, &Life::default());
         let before = AtomicUsize::new(0);
         std::thread::scope(|scope| {
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_frees_everybody_who_waits() {
+    fn a_failure_releases_all_waiting_threads() {
         let life = Life::default();
         let barrier = Barrier::new(2, &life);
         std::thread::scope(|scope| {

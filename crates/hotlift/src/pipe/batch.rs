@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zero_pages_leave_the_content_and_the_rest_keeps_its_order() {
+    fn removing_zero_pages_keeps_the_order_of_the_rest() {
         let mut batch = Batch::new();
         batch.start(3);
         for page in 0..6_u64 {

@@ -198,7 +198,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
-    fn drain_returns_only_when_every_submitted_batch_is_given_back() {
+    fn drain_returns_once_every_submitted_batch_is_returned() {
         let flow = Flow::new(0..3);
         let written = AtomicUsize::new(0);
         std::thread::scope(|scope| {
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_for_one_worker_is_left_to_it_in_order() {
+    fn a_batch_for_one_worker_is_taken_only_by_it_in_order() {
         let flow = Flow::new(0..4);
         let mut batches = [0; 4].map(|_| flow.take().unwrap());
         batches.sort_unstable();
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_without_waiting_is_what_is_free() {
+    fn taking_without_waiting_returns_only_free_batches() {
         let flow = Flow::new(0..2);
         let first = flow.try_take().unwrap();
         flow.submit(first);
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_for_a_batch_goes_on_without_one_once_it_is_told_to() {
+    fn a_wait_for_a_batch_can_be_ended_without_one() {
         let flow = Flow::new(0..1);
         let batch = flow.take().unwrap();
         let asked = AtomicUsize::new(0);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_flow_frees_everybody_who_waits() {
+    fn a_broken_flow_releases_all_waiting_threads() {
         let flow = Flow::new(0..1);
         let batch = flow.take().unwrap();
         flow.submit(batch);

@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn all_of_a_huge_page_is_sent_at_once_and_only_once() {
+    fn a_huge_page_is_sent_at_once_and_only_once() {
         let all = |block: usize| (0..PAGES[block]).map(|page| (block, page)).collect();
         let ram = Ram {
             full: [(0, 2), (1, 1), (1, 6), (1, 3 * HUGE), (1, 3 * HUGE + 7)],
@@ -555,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_is_not_said_before_the_destination_reads_where_it_waits_for_pages() {
+    fn the_end_is_not_sent_before_the_destination_reads_the_preempt_channel() {
         let ram = Ram {
             full: [(0, 1); 5],
             shares: Mutex::default(),

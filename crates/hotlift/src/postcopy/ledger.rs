@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_waits_once_and_not_at_all_if_it_is_on_its_way() {
+    fn a_page_is_queued_once_and_not_if_in_transit() {
         let ledger = ledger();
         assert!(ledger.claim(1, 2) && !ledger.claim(1, 2));
         let (mut current, now) = (None, Instant::now());
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_go_out_together_wait_and_are_claimed_as_one() {
+    fn pages_sent_together_are_queued_and_claimed_together() {
         let mut blocks = [8, 20].map(|pages| RamBlockEntry::new("", pages * PAGE_SIZE as u64));
         blocks[0].name = "small".to_owned();
         blocks[1].name = "huge".to_owned();
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_for_no_block_of_the_guest_is_refused() {
+    fn a_request_for_an_unknown_block_is_refused() {
         let mut current = None;
         for message in [ask(None, 0, 4096), ask(Some("c"), 0, 4096)] {
             assert!(

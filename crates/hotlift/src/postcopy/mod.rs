@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_batch_has_the_pages_that_nobody_else_sends_with_their_content() {
+    fn a_batch_has_only_pages_that_no_other_thread_sends() {
         let ledger = Ledger::new(&[RamBlockEntry::new("ram", 8 * PAGE_SIZE as u64)]);
         let mut batch = Batch::default();
         for page in 0..5 {

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_come_once_and_those_of_the_latest_request_first() {
+    fn neighbours_are_returned_once_and_those_of_the_latest_request_first() {
         let near = PrefetchQueue::new([100, 10].into_iter());
         assert_eq!(near.next(), None);
         for (block, page) in [(0, 3), (1, 9), (0, 70), (0, 5), (0, 71)] {

@@ -68,7 +68,7 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn who_is_urgent_comes_before_those_that_waited_longer() {
+    fn an_urgent_thread_precedes_those_that_waited_longer() {
         let turns = PriorityLock::new(Vec::new());
         let (started, starts) = mpsc::channel();
         thread::scope(|scope| {

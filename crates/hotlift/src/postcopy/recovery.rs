@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_that_come_before_an_answer_are_not_the_answer() {
+    fn requests_before_an_answer_are_not_taken_for_it() {
         let (length, block) = (4096, "pc.ram");
         let late = ReturnMessage::ReqPagesId {
             start: 0,

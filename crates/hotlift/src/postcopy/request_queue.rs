@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_come_out_in_order_and_what_is_left_at_the_end_too() {
+    fn requests_are_returned_in_order_up_to_the_end() {
         let (mut order, now) = (RequestQueue::default(), Instant::now());
         let request = |block, page| Request {
             block,
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_neighbours_come_first_and_the_oldest_are_dropped() {
+    fn the_latest_neighbours_are_first_and_the_oldest_are_dropped() {
         let mut order = RequestQueue::default();
         for block in 0..=MAX_QUEUED_NEIGHBOURS {
             order.queue_neighbours(block, Batch::default());
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_is_waited_for_up_to_its_limit_at_intervals_that_double() {
+    fn a_reader_is_polled_at_doubling_intervals_up_to_its_limit() {
         let begun = Instant::now();
         let at = |ms| begun + Duration::from_millis(ms);
         let mut wait = ReaderWait::new(begun);

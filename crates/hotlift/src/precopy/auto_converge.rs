@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn every_second_period_above_the_threshold_takes_more_up_to_the_most() {
+    fn every_second_period_above_the_threshold_increases_throttling_up_to_the_maximum() {
         assert_eq!(asked(&[51, 50, 20, 51], true, &on()).0, [20, 0]);
         assert_eq!(asked(&[50; 20], true, &on()).0, Vec::<u8>::new());
         let options = AutoConvergeOptions { max: 45, ..on() };
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn tailslow_takes_no_more_than_is_needed() {
+    fn tailslow_throttles_no_more_than_needed() {
         let options = AutoConvergeOptions {
             initial: 50,
             tailslow: true,
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_cannot_be_slowed_down_is_asked_once() {
+    fn a_guest_that_cannot_be_throttled_is_tried_once() {
         assert_eq!(asked(&[200; 20], false, &on()), (vec![20], 0, true));
     }
 }

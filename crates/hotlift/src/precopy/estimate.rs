@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_is_that_of_pages_with_content() {
+    fn the_rate_counts_only_pages_with_content() {
         let mut estimator = Estimator::default();
         assert_eq!(estimator.time_for(1), None);
         assert_eq!(estimator.time_for(0), Some(Duration::ZERO));
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bandwidth_that_was_given_is_reckoned_with_instead_of_the_measured_one() {
+    fn a_configured_bandwidth_replaces_the_measured_one() {
         let mut estimator = Estimator::default();
         estimator.round_done(counts(1000, 0), Duration::from_secs(1));
         estimator.assume(4096 * 10);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_too_short_to_measure_keeps_the_rate_that_was_known() {
+    fn a_round_too_short_to_measure_keeps_the_previous_rate() {
         let mut estimator = Estimator::default();
         estimator.round_done(counts(1000, 0), Duration::from_secs(1));
         estimator.round_done(counts(1, 0), Duration::from_millis(4));

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_there_is_room_for_is_counted_until_the_buffer_goes() {
+    fn reserved_capacity_is_counted_until_the_buffer_is_dropped() {
         let limit = MemoryLimit::new(2000);
         let mut buffer = CountedBuffer::with_own(vec![7; 100], &limit);
         buffer.grow_to(100).unwrap();

@@ -123,7 +123,7 @@ mod tests {
     const CLOSE_TIMEOUT: Duration = Duration::from_secs(20);
 
     #[test]
-    fn a_source_that_sees_no_room_left_learns_of_the_close_at_once() {
+    fn a_source_with_a_full_send_buffer_learns_of_the_close_at_once() {
         learns_of_a_close_behind(&|ours| close_within(&[ours], Duration::ZERO));
         learns_of_a_close_behind(&Stream::cut);
     }

@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_that_does_not_fit_is_refused_with_what_both_sides_are() {
+    fn a_mismatched_source_is_refused_with_both_kinds() {
         let refused = |offer, takes| check(offer, takes).unwrap_err().chain();
         let guest = Offer::new(Features::MULTIFD);
         check(guest, Features::MULTIFD).unwrap();
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn features_of_a_later_version_are_no_reason_to_refuse() {
+    fn features_of_a_later_version_are_not_refused() {
         let later = Offer::new(Features::from_bits_retain(0x80));
         check(later, Features::empty()).unwrap();
     }

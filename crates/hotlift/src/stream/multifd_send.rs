@@ -634,7 +634,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_channel_that_fails_keeps_no_sync_from_those_behind_it() {
+    fn a_failed_channel_does_not_block_a_sync_of_later_ones() {
         let (first, _far_first) = Stream::pair().unwrap();
         let (second, far_second) = Stream::pair().unwrap();
         first.shutdown(Shutdown::Both);

@@ -248,7 +248,7 @@ mod tests {
     };
 
     #[test]
-    fn who_has_read_one_page_reads_also_while_further_ones_come() {
+    fn a_destination_that_read_one_page_counts_as_reading() {
         let (stream, other) = Stream::pair().unwrap();
         let channel = PreemptOut::new(stream, Arc::default());
         channel.pages("pc.ram", &PAGE).unwrap();
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn no_page_goes_where_nobody_takes_it_and_one_that_has_gone_there_is_missed() {
+    fn no_page_is_sent_to_an_unread_preempt_channel_and_an_unread_one_is_detected() {
         let open = || {
             let (stream, other) = Stream::pair().unwrap();
             (PreemptOut::new(stream, Arc::default()), other)

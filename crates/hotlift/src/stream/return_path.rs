@@ -487,7 +487,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_of_one_connection_leaves_the_word_to_the_others() {
+    fn the_end_of_one_connection_leaves_the_statement_to_the_others() {
         let (main, far_main) = Stream::pair().unwrap();
         let (channel, far_channel) = Stream::pair().unwrap();
         let answers = Answers::new(&Life::default());
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_that_crosses_the_commit_is_heard_and_an_early_success_is_not() {
+    fn a_refusal_after_the_commit_counts_and_a_success_before_it_does_not() {
         for (value, statement) in [(1, Some(DestinationStatement::Never)), (0, None)] {
             let answers = Answers::new(&Life::default());
             let shut = answers.take(&ReturnMessage::Shut(value), false);

@@ -122,7 +122,7 @@ mod tests {
     use hotlift_wire::settle::{GuestActivity, MigrationId};
 
     #[test]
-    fn a_destination_that_is_cancelled_still_says_what_became_of_the_guest() {
+    fn a_cancelled_destination_still_answers_queries_of_the_outcome() {
         let folder = tempfile::tempdir().unwrap();
         let address = Address::Unix {
             path: folder.path().join("socket"),

@@ -43,13 +43,13 @@ fn cancel(relay: Relay, what: &str) {
 }
 
 #[test]
-fn while_nobody_has_come() {
+fn before_any_source_has_connected() {
     let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &patient(&[]), true);
     cancel(relay, "nobody has come");
 }
 
 #[test]
-fn while_a_connection_says_nothing() {
+fn while_a_connection_is_silent() {
     let small = Recording::small_multifd(2);
     for said in [0, 3, 8, 40] {
         let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &patient(&[]), true);
@@ -112,7 +112,7 @@ fn while_channels_are_missing() {
 }
 
 #[test]
-fn while_the_source_rests() {
+fn while_the_source_sends_nothing() {
     for recording in [Recording::small(), Recording::small_multifd(2)] {
         let ends = recording.events();
         let ends = ends.iter().filter(|(_, event)| *event == MainEvent::RamEos);
@@ -132,7 +132,7 @@ fn while_the_source_rests() {
 }
 
 #[test]
-fn while_a_channel_does_not_come_to_a_mark() {
+fn while_a_channel_does_not_reach_a_sync_point() {
     let mut recording = Recording::small_multifd(2);
     let length = recording.channels[1].len();
     recording.channels[1].truncate(length - 2 * 1344);
@@ -194,7 +194,7 @@ fn channels_of_a_qemu_stay_alive_until_it_closes_them() {
 }
 
 #[test]
-fn while_the_destination_says_nothing() {
+fn while_the_destination_sends_nothing() {
     let recording = Recording::small();
     for way in ways() {
         for moment in [Moment::Connected, Moment::Opening, Moment::Loaded] {
@@ -223,7 +223,7 @@ fn large() -> Vec<u8> {
 }
 
 #[test]
-fn while_the_destination_takes_nothing() {
+fn while_the_destination_reads_nothing() {
     let main = large();
     for way in ways() {
         let log = Log::default();
@@ -247,7 +247,7 @@ fn while_the_destination_takes_nothing() {
 }
 
 #[test]
-fn while_a_stream_that_is_passed_through_is_not_taken() {
+fn while_a_passed_through_stream_is_not_read() {
     let main = Recording::small().with_postcopy_advise().main;
     let folder = tempfile::tempdir().unwrap();
     let address = Address::Unix {
@@ -275,7 +275,7 @@ fn while_a_stream_that_is_passed_through_is_not_taken() {
 }
 
 #[test]
-fn too_late_a_cancel_changes_nothing() {
+fn a_cancel_after_the_commit_changes_nothing() {
     let recording = Recording::small();
     let log = Log::default();
     let (_folder, destination) = destination(&recording, 0, None, &log);

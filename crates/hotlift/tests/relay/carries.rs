@@ -83,7 +83,7 @@ fn assert_is_the_recorded_guest(name: &str, guest: &Guest) {
 }
 
 #[test]
-fn every_recorded_stream_is_the_same_guest_behind_one_relay() {
+fn every_recorded_stream_yields_the_same_guest_after_one_relay() {
     for name in RECORDED {
         let recording = Recording::load(name).with_return_path();
         let expected = direct(&recording);
@@ -95,7 +95,7 @@ fn every_recorded_stream_is_the_same_guest_behind_one_relay() {
 }
 
 #[test]
-fn every_recorded_stream_is_the_same_guest_behind_two_relays() {
+fn every_recorded_stream_yields_the_same_guest_after_two_relays() {
     // Settings between the relays, and after them; the second relay has no data about the VM.
     let (between, behind) = (hops(), hops());
     for (number, name) in RECORDED.into_iter().enumerate() {
@@ -120,7 +120,7 @@ fn a_source_without_return_path_is_carried_to_its_close() {
 }
 
 #[test]
-fn a_page_that_comes_twice_is_the_later_one() {
+fn the_later_version_of_a_page_counts() {
     let recording = Recording::small();
     let expected = direct(&recording);
     for first in hops() {
@@ -155,7 +155,7 @@ fn assert_small(recording: &Recording, expected: &Guest, way: &[RelaySettings]) 
 
 /// A QEMU with `postcopy-preempt` that switches over at once waits for an answer in its set-up, before it sends its RAM blocks.
 #[test]
-fn a_source_of_postcopy_is_answered_before_anything_is_known_of_its_ram() {
+fn a_postcopy_source_is_answered_before_its_ram_is_known() {
     let mut main = Vec::new();
     let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
     let page = u64::try_from(PAGE_SIZE).unwrap();

@@ -141,7 +141,7 @@ fn at(direction: Direction, positions: impl Iterator<Item = usize>) -> Vec<Flip>
 }
 
 #[test]
-fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
+fn no_flipped_byte_of_main_alters_or_doubles_the_guest() {
     /// Count of samples of all bytes, and of those that may become EOF.
     const SAMPLE: usize = 12;
     let expected = expected();
@@ -194,7 +194,7 @@ fn no_damaged_byte_of_large_device_state_is_passed_on() {
 }
 
 #[test]
-fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
+fn no_flipped_byte_of_a_channel_or_an_answer_alters_the_guest() {
     let expected = expected();
     let between = settings(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
     let carried = undamaged(&between, &expected);
@@ -210,7 +210,7 @@ fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
 /// Pages of method none pass from socket to socket unread. Their bytes have no checksum, so only headers are damaged: all
 /// fields of the first ones, and the header bytes in a sample of the rest.
 #[test]
-fn no_flipped_byte_of_a_header_of_forwarded_pages_makes_another_guest() {
+fn no_flipped_byte_of_a_header_of_forwarded_pages_alters_the_guest() {
     let expected = expected();
     let between = settings(&[("multifd-compression", "none"), ("multifd-channels", "1")]);
     let carried = undamaged(&between, &expected);
@@ -226,7 +226,7 @@ fn no_flipped_byte_of_a_header_of_forwarded_pages_makes_another_guest() {
 }
 
 #[test]
-fn no_flipped_byte_of_pages_on_main_makes_another_guest() {
+fn no_flipped_byte_of_pages_on_main_alters_the_guest() {
     let expected = expected();
     let between = settings(&[("multifd", "off")]);
     let carried = undamaged(&between, &expected);

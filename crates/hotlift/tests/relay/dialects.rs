@@ -56,7 +56,7 @@ fn assert_comes(recording: &Recording, way: &[RelaySettings], each_section: bool
 }
 
 #[test]
-fn sync_points_that_the_source_shows_are_the_destinations_under_any_name() {
+fn sync_points_of_the_source_apply_to_the_destination_for_any_machine_name() {
     for machine in UNVERSIONED {
         for (name, each_section) in [("7.2-none", true), ("10.0-none", false)] {
             let recording = recorded(name, machine);
@@ -68,7 +68,7 @@ fn sync_points_that_the_source_shows_are_the_destinations_under_any_name() {
 }
 
 #[test]
-fn sync_points_that_no_stream_shows_are_those_that_the_destinations_qemu_reports() {
+fn sync_points_absent_from_the_stream_come_from_the_destinations_qemu() {
     for machine in UNVERSIONED {
         for each_section in [true, false] {
             let reported = RelaySettings {
@@ -89,7 +89,7 @@ fn sync_points_that_no_stream_shows_are_those_that_the_destinations_qemu_reports
 }
 
 #[test]
-fn sync_points_that_nothing_shows_are_a_guess_whose_error_names_the_option() {
+fn unknown_sync_points_are_estimated_and_the_error_names_the_option() {
     for way in [&[channels()][..], &[off(), channels()]] {
         let recording = recorded("7.2-off", "microvm");
         let outcome = migrate_to(&recording, way, None, Ending::LetsGo, Some(true));
@@ -166,7 +166,7 @@ fn restore(
 }
 
 #[test]
-fn a_save_file_keeps_the_sync_points_that_its_source_has_shown() {
+fn a_save_file_keeps_the_sync_points_of_its_source() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("vm");
     for machine in UNVERSIONED {

@@ -54,7 +54,7 @@ fn channels_close_first<T>(
 }
 
 #[test]
-fn channels_that_are_closed_already_are_read_to_their_end() {
+fn channels_closed_early_are_read_to_their_end() {
     for name in ["10.0-zstd", "7.2-zstd"] {
         let arrived = channels_close_first(&Recording::load(name), false, |_| ());
         assert_eq!(arrived, Ok(true), "{name}");
@@ -62,7 +62,7 @@ fn channels_that_are_closed_already_are_read_to_their_end() {
 }
 
 #[test]
-fn a_channel_of_a_failed_migration_gives_way_to_the_sources_own() {
+fn a_channel_of_a_failed_migration_is_replaced_by_that_of_the_source() {
     let recording = Recording::load("10.0-zstd");
     // The other connections are reset, so that the source's own, merely closed, are in a better state.
     let arrived = channels_close_first(&recording, true, |to| reset(&recording.channels[0], to));
@@ -110,7 +110,7 @@ fn start(way: &[RelaySettings], destination: &Address, over_tcp: bool) -> Vec<Re
 }
 
 #[test]
-fn a_source_without_return_path_does_not_get_rid_of_a_small_guest_that_no_qemu_takes() {
+fn a_source_without_return_path_keeps_a_small_guest_that_no_qemu_accepts() {
     // More than the buffer of a UNIX socket, and less than that plus one usual read.
     const LENGTH: usize = 480_000;
     let recording = Recording::load("10.0-off");
@@ -138,7 +138,7 @@ fn not_to_be_taken_apart() -> Vec<u8> {
 }
 
 #[test]
-fn a_stream_without_channels_is_not_passed_through_to_a_qemu_that_waits_for_them() {
+fn a_stream_without_channels_is_not_passed_to_a_qemu_that_expects_them() {
     let mut to_qemu = settings(&[("multifd-channels", "3")]);
     to_qemu.to_qemu = true;
     let between = settings(&[("multifd-channels", "2")]);
@@ -160,7 +160,7 @@ fn a_stream_without_channels_is_not_passed_through_to_a_qemu_that_waits_for_them
 }
 
 #[test]
-fn a_destination_that_does_not_answer_a_stream_that_is_passed_through_is_given_up() {
+fn a_destination_that_does_not_answer_a_passed_through_stream_times_out() {
     let folder = tempfile::tempdir().unwrap();
     let silent: Address = format!("unix:{}", folder.path().join("socket").display())
         .parse()

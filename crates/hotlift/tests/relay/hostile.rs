@@ -126,7 +126,7 @@ fn ended_with(case: &Case) -> String {
 }
 
 #[test]
-fn what_is_no_migration_is_named() {
+fn a_connection_without_migration_stream_is_named() {
     alone!();
     let main = Recording::small().main;
     let mut version = main.clone();
@@ -162,7 +162,7 @@ fn what_is_no_migration_is_named() {
 }
 
 #[test]
-fn noise_is_refused_and_nothing_waits_for_its_end() {
+fn random_bytes_are_refused_without_waiting_for_their_end() {
     alone!();
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut noise = |length: usize| -> Vec<u8> {
@@ -199,7 +199,7 @@ fn noise_is_refused_and_nothing_waits_for_its_end() {
 }
 
 #[test]
-fn commands_of_postcopy_are_refused_where_no_source_has_them() {
+fn postcopy_commands_are_refused_in_the_wrong_place() {
     alone!();
     let small = Recording::small();
     let ram = small.position(|event| matches!(event, MainEvent::SectionStart { .. }));
@@ -253,7 +253,7 @@ fn commands_of_postcopy_are_refused_where_no_source_has_them() {
 }
 
 #[test]
-fn packets_that_a_relay_has_no_room_for_are_refused() {
+fn packets_larger_than_a_relays_buffers_are_refused() {
     alone!();
     let main = Recording::small_multifd(1).main;
     let opening = InitialPacket {
@@ -287,7 +287,7 @@ fn a_channel_of_another_version_of_hotlift_is_refused_with_both_values() {
 }
 
 #[test]
-fn channels_that_do_not_belong_together_are_named() {
+fn channels_of_different_migrations_are_named() {
     alone!();
     let recording = Recording::small_multifd(2);
     let (main, channels) = (&recording.main[..], &recording.channels);
@@ -337,7 +337,7 @@ fn block_list(blocks: &[(&str, u64)], total: u64) -> Vec<u8> {
 }
 
 #[test]
-fn ram_blocks_that_cannot_be_are_refused_without_memory_for_them() {
+fn impossible_ram_blocks_are_refused_without_allocating_memory() {
     alone!();
     let page = PAGE_SIZE as u64;
     let all = u64::MAX - 4095;
@@ -442,7 +442,7 @@ fn damaged_header(change: impl Fn(&mut [u8])) -> Vec<u8> {
 }
 
 #[test]
-fn packet_headers_that_lie_are_named() {
+fn packet_headers_with_false_values_are_named() {
     alone!();
     let main = Recording::small_multifd(1).main;
     type Change = fn(&mut [u8]);
@@ -467,7 +467,7 @@ fn packet_headers_that_lie_are_named() {
 }
 
 #[test]
-fn a_set_up_that_does_not_end_is_cut_off() {
+fn a_setup_without_end_is_aborted() {
     alone!();
     let mut main = Vec::new();
     let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
@@ -479,7 +479,7 @@ fn a_set_up_that_does_not_end_is_cut_off() {
 }
 
 #[test]
-fn a_source_that_only_looks_whether_somebody_listens_is_not_waited_for() {
+fn a_client_that_only_probes_the_port_is_not_awaited() {
     alone!();
     let log = Log::default();
     let recording = Recording::small();

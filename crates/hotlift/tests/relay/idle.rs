@@ -17,7 +17,7 @@ use super::source::{Ending, play};
 const SAMPLES: (&str, u64) = ("relay/watch", 4);
 
 #[test]
-fn what_waits_never_wakes_and_is_cancelled_at_once() {
+fn idle_relays_never_wake_and_are_cancelled_at_once() {
     alone!();
     let recording = Recording::small_multifd(2);
     let ends = recording.events();

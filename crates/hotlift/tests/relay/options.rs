@@ -15,7 +15,7 @@ use crate::source::{Ending, play};
 const A_WHILE: Duration = Duration::from_millis(200);
 
 #[test]
-fn bandwidth_that_is_raised_reaches_a_relay_at_work() {
+fn a_raised_bandwidth_reaches_a_running_relay() {
     let recording = Recording::small();
     // On main, and in packets. At this rate the stream takes days.
     for options in [

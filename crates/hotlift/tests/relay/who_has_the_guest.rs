@@ -41,7 +41,7 @@ fn for_all<T: Sync>(items: &[T], each: impl Fn(&T) + Sync) {
 }
 
 #[test]
-fn a_destination_that_fails_before_it_has_all_leaves_the_guest_with_the_source() {
+fn a_destination_that_fails_early_leaves_the_guest_with_the_source() {
     let mut cases = Vec::new();
     for moment in [
         Moment::Connected,
@@ -81,7 +81,7 @@ fn a_destination_that_refuses_is_quoted_at_the_source() {
 }
 
 #[test]
-fn a_destination_that_does_not_answer_the_opening_is_given_up_in_time() {
+fn a_destination_that_does_not_answer_the_opening_times_out() {
     let mut way = [off(), off()];
     for hop in &mut way {
         hop.limits.handshake_timeout = Duration::from_millis(500);
@@ -96,7 +96,7 @@ fn a_destination_that_does_not_answer_the_opening_is_given_up_in_time() {
 }
 
 #[test]
-fn a_destination_that_has_lost_a_channel_is_not_awaited_to_the_end() {
+fn a_destination_with_a_lost_channel_is_not_awaited() {
     let fails = Some((Moment::Loaded, Failure::LosesChannel));
     let outcome = migrate(&Recording::small(), &[channels()], fails, Ending::LetsGo);
     outcome.assert_kept("a channel is gone");
@@ -105,7 +105,7 @@ fn a_destination_that_has_lost_a_channel_is_not_awaited_to_the_end() {
 }
 
 #[test]
-fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt() {
+fn a_destination_that_fails_after_the_commit_leaves_the_source_in_doubt() {
     for (mut way, failure) in [
         (vec![off()], Failure::Dies),
         (vec![off()], Failure::Refuses),
@@ -147,7 +147,7 @@ fn cuts(recording: &Recording) -> Vec<usize> {
 }
 
 #[test]
-fn a_source_that_takes_answers_and_cancels_anywhere_never_starts_the_destination() {
+fn a_source_with_return_path_that_cancels_anywhere_never_starts_the_destination() {
     for recording in [Recording::small(), Recording::small_multifd(2)] {
         let mut cuts = cuts(&recording);
         // Also after its last byte: it was not asked to release the guest.
@@ -164,7 +164,7 @@ fn a_source_that_takes_answers_and_cancels_anywhere_never_starts_the_destination
 }
 
 #[test]
-fn a_source_without_answers_that_cancels_anywhere_never_starts_the_destination() {
+fn a_source_without_return_path_that_cancels_anywhere_never_starts_the_destination() {
     let recording = Recording::small().without_return_path();
     let eof = recording.position(|event| *event == MainEvent::Eof);
     let mut cuts = cuts(&recording);
@@ -228,7 +228,7 @@ fn with_hook(hook: AsksOwnership, ending: Ending, log: &Log) -> (Result<(), Migr
 }
 
 #[test]
-fn the_destination_is_started_when_the_hook_says_that_the_source_has_let_go_and_not_before() {
+fn the_destination_starts_only_after_the_hook_reports_the_release() {
     let log = Log::default();
     let asked = Arc::new(AtomicUsize::new(0));
     let of_hook = (log.clone(), Arc::clone(&asked));
@@ -247,7 +247,7 @@ fn the_destination_is_started_when_the_hook_says_that_the_source_has_let_go_and_
 }
 
 #[test]
-fn a_source_that_takes_the_guest_back_by_the_hooks_word_keeps_it() {
+fn a_source_that_takes_the_guest_back_by_the_hooks_report_keeps_it() {
     let log = Log::default();
     let (outcome, eof) = with_hook(Box::new(|| Ownership::Kept), Ending::LetsGo, &log);
     assert!(outcome.is_err());
@@ -255,7 +255,7 @@ fn a_source_that_takes_the_guest_back_by_the_hooks_word_keeps_it() {
 }
 
 #[test]
-fn a_source_that_keeps_its_connection_has_not_let_go() {
+fn a_source_with_an_open_connection_has_not_released_the_guest() {
     let recording = Recording::small();
     let log = Log::default();
     let (_folder, destination) = destination(&recording, 0, None, &log);
@@ -275,7 +275,7 @@ fn a_source_that_keeps_its_connection_has_not_let_go() {
 }
 
 #[test]
-fn a_source_that_is_watched_may_be_silent_in_its_set_up() {
+fn a_monitored_source_may_be_silent_during_setup() {
     let recording = Recording::small();
     let log = Log::default();
     let (_folder, destination) = destination(&recording, 0, None, &log);

@@ -1307,7 +1307,7 @@ fn render() -> String {
 }
 
 #[test]
-fn the_errors_in_the_docs_are_those_that_the_command_prints() {
+fn the_errors_in_the_docs_equal_those_of_the_command() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/errors.md");
     generated::check(&file, &render());
 }

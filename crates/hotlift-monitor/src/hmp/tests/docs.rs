@@ -90,7 +90,7 @@ fn tables() -> Vec<(&'static str, String)> {
 }
 
 #[test]
-fn the_tables_in_the_docs_are_those_of_the_program() {
+fn the_tables_in_the_docs_equal_those_of_the_program() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/control.md");
     let mut text = std::fs::read_to_string(&file).unwrap_or_default();
     for (name, table) in tables() {

@@ -157,7 +157,7 @@ impl Cell {
 const CELLS: [usize; 2] = [11, 0];
 
 #[test]
-fn it_delivers_what_the_best_fixed_candidate_does_or_more() {
+fn it_delivers_at_least_as_much_as_the_best_fixed_candidate() {
     let mut ratios = Vec::new();
     let mut seed = 1;
     for (name, contents) in [
@@ -209,7 +209,7 @@ fn it_delivers_what_the_best_fixed_candidate_does_or_more() {
 }
 
 #[test]
-fn it_is_up_to_speed_after_a_third_of_a_second() {
+fn it_reaches_full_speed_within_a_third_of_a_second() {
     // On a slow wire the price overshoots at first: the queues of the first packets must drain.
     for (gbits, least) in [(1.0, 0.7), (10.0, 0.9), (40.0, 0.9), (400.0, 0.9)] {
         let slots = run(&scenario(gbits, (8.0, 8), Some(8.0), TEXT, 5), AUTO, 2.0);
@@ -231,7 +231,7 @@ fn after_change(before: f64, changed: &Scenario, unchanged: &Scenario) -> f64 {
 }
 
 #[test]
-fn it_follows_a_wire_that_changes_its_rate() {
+fn it_follows_a_link_whose_rate_changes() {
     for (from, to) in [(1.0, 0.1), (0.1, 1.0), (10.0, 0.5), (0.5, 10.0)] {
         let unchanged = scenario(to, (4.0, 4), Some(4.0), TEXT, 6);
         let mut changed = unchanged.clone();
@@ -243,7 +243,7 @@ fn it_follows_a_wire_that_changes_its_rate() {
 }
 
 #[test]
-fn it_follows_a_neighbour_that_takes_cores() {
+fn it_follows_a_neighbour_load_that_takes_cores() {
     let unchanged = scenario(5.0, (4.0, 8), Some(8.0), TEXT, 7);
     let mut changed = unchanged.clone();
     changed.cores = vec![(0.0, 8.0), (2.0 * SECOND, 4.0)];
@@ -265,7 +265,7 @@ fn it_follows_content_that_changes() {
 }
 
 #[test]
-fn it_does_not_flap() {
+fn it_does_not_switch_back_and_forth() {
     let slots = run(&scenario(2.5, (4.0, 4), Some(4.0), TEXT, 9), AUTO, 4.0);
     let prices = || between(&slots, 1.0, 4.0).map(|slot| slot.price);
     let band = prices().fold(f64::MIN, f64::max) - prices().fold(f64::MAX, f64::min);
@@ -283,7 +283,7 @@ fn it_does_not_flap() {
 }
 
 #[test]
-fn without_a_limit_it_is_raw() {
+fn without_a_bandwidth_limit_it_chooses_raw() {
     let scenario = scenario(400.0, (4.0, 4), Some(4.0), MIX, 10);
     let (auto, raw) = (
         run(&scenario, AUTO, 2.0),
@@ -314,7 +314,7 @@ fn content_that_does_not_shrink_costs_nothing() {
 }
 
 #[test]
-fn it_explores_little_and_less_and_less() {
+fn it_explores_rarely_and_ever_less_often() {
     let slots = run(&scenario(1.0, (4.0, 4), Some(4.0), MIX, 12), AUTO, 8.0);
     let explored = |slot: usize| slots[slot - 1].explored;
     let packets: u64 = slots.iter().flat_map(|slot| &slot.packets).sum();
@@ -329,7 +329,7 @@ fn it_explores_little_and_less_and_less() {
 }
 
 #[test]
-fn for_least_cpu_time_it_is_raw_however_slow_the_wire() {
+fn with_the_goal_of_least_cpu_time_it_chooses_raw_on_any_link() {
     let scenario = scenario(0.2, (4.0, 4), Some(4.0), MIX, 13);
     let auto = run(&scenario, Policy::Auto(Goal::LeastCpu), 2.0);
     assert!(share(&auto, 0, 0.0, 2.0) > 0.99);

@@ -224,7 +224,7 @@ mod tests {
     use crate::stream::codec::Encoder;
 
     #[test]
-    fn a_block_that_cannot_be_decoded_does_not_take_the_others_with_it() {
+    fn a_block_that_cannot_be_decoded_does_not_affect_others() {
         let (memory, control) = (MemoryLimit::new(64 << 20), Control::new());
         for info in METHODS.iter().filter(|info| info.flag != 0) {
             let Some(method) = Method::from_flag(info.flag) else {

@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_message_that_comes_byte_by_byte_has_no_more_time_than_others() {
+    fn a_message_in_single_bytes_has_the_same_timeout() {
         let (here, there) = Stream::pair().unwrap();
         // Ends with the connection.
         let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});

@@ -138,8 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_memory_of_an_index_is_that_of_the_pages_that_are_read_and_not_of_the_ram_that_a_file_has()
-     {
+    fn the_memory_of_an_index_follows_the_pages_read_not_the_ram_of_the_file() {
         let index = Index::new(&[RamBlockEntry::new("pc.ram", 16 << 40)]);
         let made = |index: &Index| {
             let made = index.groups.iter().filter(|group| group.get().is_some());

@@ -387,7 +387,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_names_the_pages_that_fit_it_and_no_page_twice() {
+    fn a_block_lists_pages_of_its_own_range_and_each_once() {
         let block = |pages: &[u64]| {
             let (head, count) = BlockHead::of(1, pages.iter().copied()).unwrap();
             assert_eq!(head.pages().collect::<Vec<_>>(), pages[..count]);
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_says_where_a_page_is_up_to_the_largest_file() {
+    fn an_entry_holds_any_offset_up_to_the_largest_file() {
         for (position, length, place) in
             [(1, 1, 0), (77, 64, 63), (Entry::LAST_POSITION, 300_000, 15)]
         {
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_of_another_file_and_every_flipped_bit_are_seen() {
+    fn a_block_of_another_file_and_every_flipped_bit_are_detected() {
         let (head, _) = BlockHead::of(2, [64, 66].into_iter()).unwrap();
         let mut bytes = head.encode(7, 99, b"payload").to_vec();
         bytes.extend_from_slice(b"payload, and what follows");

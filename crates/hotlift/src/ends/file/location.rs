@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_is_a_path_and_an_address_has_a_name_behind_it() {
+    fn a_location_is_a_path_or_an_address_with_a_file_name() {
         let parse = |text: &[u8]| Location::parse(OsStr::from_bytes(text));
         for path in ["vm.save", "/srv/vm.save", "./tcp:host:1/vm", "a:b/c"] {
             assert!(matches!(parse(path.as_bytes()), Ok(Location::Path(_))));

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_last_is_what_a_page_has() {
+    fn the_latest_write_of_a_page_counts() {
         let pages = written(|_, writer| {
             for (offset, content) in [(0, 1), (4096, 2), (8192, 3), (4096, 0), (0, 9)] {
                 put(writer, 0, offset, content);
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_delta_applies_to_what_the_page_has_now() {
+    fn a_delta_applies_to_the_current_content_of_its_page() {
         let delta = [0x10, 0x02, 0xaa, 0xbb];
         let pages = written(|sink, writer| {
             put(writer, 0, 0, 7);

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_are_one_range_and_no_range_is_too_long() {
+    fn neighbouring_pages_form_one_range_up_to_the_limit() {
         let entry = |position, length| Entry {
             position,
             length,
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_ahead_is_copied_whole_or_not_at_all() {
+    fn prefetched_data_is_copied_completely_or_not_at_all() {
         let ahead = PrefetchedRanges {
             ranges: vec![(100, (0..50).collect()), (1000, vec![7; 10])],
         };

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn every_page_must_come_as_content_or_as_zero() {
+    fn every_page_must_arrive_as_content_or_as_zero() {
         assert_eq!(check(&[0, 1, 2, 3, 4, 5, 6, 7], &[]), None);
         let lacks = check(&[0, 1, 2, 4, 5, 7], &[]).unwrap();
         let place = format!("byte {}", 3 * PAGE);
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn exactly_what_a_device_in_the_stream_has_unplugged_may_be_left_out() {
+    fn only_unplugged_memory_of_a_device_may_be_missing() {
         // Pages 0, 1, 6 and 7 are plugged.
         let plugged = device(8, 0b1001);
         let check = |pages: &[u64], devices: &[PluggableMemory]| check_with(pages, &[], devices);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_leaves_out_what_it_has_unplugged_of_one_block() {
+    fn a_device_may_omit_its_unplugged_memory_of_one_block() {
         // The path of the first device is a prefix of the other.
         let blocks = ["a/mem0", "a:b/mem0"].map(|name| RamBlockEntry::new(name, 8 * PAGE));
         let complete = ReceivedPages::new(&blocks, &MemoryLimit::new(1 << 20));
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_taken_for_what_has_come_in_part_alone() {
+    fn memory_is_used_only_for_partly_received_ranges() {
         let pages = 3 * PART + 5;
         let blocks = [RamBlockEntry::new("pc.ram", pages * PAGE)];
         let memory = MemoryLimit::new(2 * PART_BYTES);
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_device_reports_as_unplugged_or_free_may_be_left_out() {
+    fn memory_that_a_device_reports_as_unplugged_or_free_may_be_missing() {
         let half = [0, 1, 2, 3];
         assert_eq!(check(&half, &[unplugged("mem0", 4)]), None);
         assert!(

@@ -586,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn one_visitor_does_not_have_the_places_of_all_and_gives_those_that_he_does_not_use() {
+    fn one_client_cannot_hold_all_slots_and_yields_unused_ones() {
         let mut guests = CurrentReaders::default();
         let first = come(&mut guests, "a").unwrap();
         let second = come(&mut guests, "a").unwrap();

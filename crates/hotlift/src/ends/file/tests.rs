@@ -198,7 +198,7 @@ fn a_stream_that_lacks_a_page_makes_no_file() {
 }
 
 #[test]
-fn a_file_without_shared_ram_is_refused_whoever_reads_it() {
+fn a_file_without_shared_ram_is_refused_by_every_reader() {
     let folder = folder();
     let path = folder.path().join("vm");
     // As earlier versions wrote it: without the pages of a shared block.
@@ -227,7 +227,7 @@ fn a_file_without_shared_ram_is_refused_whoever_reads_it() {
 }
 
 #[test]
-fn every_page_has_what_was_written_last_by_every_method() {
+fn every_page_has_its_latest_content_with_every_method() {
     let folder = folder();
     for name in [
         "none", "zlib", "zstd", "lz4", "qpl", "uadk", "qatzip", "auto",
@@ -252,7 +252,7 @@ fn every_page_has_what_was_written_last_by_every_method() {
 }
 
 #[test]
-fn devices_of_any_length_come_back_in_parts_of_which_none_is_damaged() {
+fn device_state_of_any_length_is_read_back_in_intact_parts() {
     let folder = folder();
     let path = folder.path().join("vm");
     let sink = sink(&path, "none");
@@ -319,7 +319,7 @@ fn every_level_of_every_method_is_read_back() {
 }
 
 #[test]
-fn a_delta_applies_to_what_the_page_has_now() {
+fn a_delta_applies_to_the_current_content_of_its_page() {
     let folder = folder();
     let path = folder.path().join("vm");
     let sink = sink(&path, "zstd");
@@ -367,7 +367,7 @@ fn read_all(path: &Path) -> Result<(), MigrationError> {
 }
 
 #[test]
-fn every_damaged_byte_is_refused_and_every_end_but_the_file_s() {
+fn every_damaged_byte_and_every_truncation_is_refused() {
     let folder = folder();
     let path = folder.path().join("vm");
     let sink = sink(&path, "zstd");
@@ -423,7 +423,7 @@ fn a_block_of_another_file_in_the_same_place_is_refused() {
 }
 
 #[test]
-fn a_save_that_is_given_up_leaves_nothing() {
+fn an_abandoned_save_leaves_no_file() {
     let folder = folder();
     let path = folder.path().join("vm");
     fs::write(&path, "what was there before").unwrap();
@@ -474,7 +474,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn nothing_has_a_name_while_it_is_written_and_the_last_of_two_writers_has_it() {
+fn a_file_has_no_name_until_complete_and_the_last_of_two_writers_gets_it() {
     let folder = folder();
     let path = folder.path().join("vm");
     let [one, other] = [&b"one"[..], b"other"].map(|content| begin(&path, content).unwrap());
@@ -502,7 +502,7 @@ fn save_beside(put: impl FnOnce(&Path, &Path)) -> (TempDir, fs::Metadata) {
 }
 
 #[test]
-fn what_somebody_has_put_into_the_folder_does_not_become_the_file() {
+fn a_file_planted_in_the_folder_does_not_become_the_save_file() {
     for mode in [0o600, 0o666] {
         let (_folder, about) = save_beside(|partial, _| {
             fs::write(partial, [0xee; 1 << 20]).unwrap();
@@ -517,7 +517,7 @@ fn what_somebody_has_put_into_the_folder_does_not_become_the_file() {
 }
 
 #[test]
-fn a_link_that_somebody_has_put_into_the_folder_is_not_followed() {
+fn a_link_planted_in_the_folder_is_not_followed() {
     let (_folder, about) = save_beside(|partial, victim| symlink(victim, partial).unwrap());
     assert!(about.is_file());
     let (_folder, about) = save_beside(|partial, victim| fs::hard_link(victim, partial).unwrap());
@@ -572,7 +572,7 @@ fn only_a_regular_file_of_this_user_is_replaced() {
 }
 
 #[test]
-fn a_file_that_cannot_be_read_at_any_position_is_refused_by_its_kind_and_never_waited_for() {
+fn a_file_without_random_access_is_refused_by_its_kind_without_waiting() {
     let folder = folder();
     let of = |name: &str| folder.path().join(name);
     let made = Command::new("mkfifo").arg(of("fifo")).status();
@@ -626,7 +626,7 @@ impl Drop for Disk {
 }
 
 #[test]
-fn a_full_disk_is_told_before_the_end_and_leaves_nothing() {
+fn a_full_disk_is_reported_early_and_leaves_no_file() {
     let Some(disk) = Disk::new() else { return };
     let path = disk.0.path().join("vm");
     fs::write(&path, "what was there before").unwrap();
@@ -645,7 +645,7 @@ fn a_full_disk_is_told_before_the_end_and_leaves_nothing() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_to_is_told_at_once_by_name() {
+fn an_unwritable_folder_is_reported_at_once_by_name() {
     let Some(disk) = Disk::new() else { return };
     if !disk.mount(&["-o", "remount,ro"]) {
         return;
@@ -658,7 +658,7 @@ fn a_folder_that_cannot_be_written_to_is_told_at_once_by_name() {
 }
 
 #[test]
-fn other_files_are_told_apart() {
+fn foreign_file_formats_are_named() {
     let folder = folder();
     let path = folder.path().join("vm");
     assert!(matches!(

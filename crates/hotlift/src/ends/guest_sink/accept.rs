@@ -270,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn packets_of_a_size_that_no_source_can_be_told_to_send_are_refused() {
+    fn packets_of_a_size_that_no_option_allows_are_refused() {
         let options = Options::default();
         let checked = |page_size, pages| {
             let hello = Hello {

@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_any_number_of_pages_the_share_is_taken_to_the_page() {
+    fn the_share_is_exact_to_the_page_for_any_number_of_pages() {
         for percent in 0..=100 {
             let mut share = NormalShare::new(percent);
             let mut taken = 0;

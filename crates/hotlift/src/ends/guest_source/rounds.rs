@@ -95,7 +95,7 @@ mod tests {
     use crate::life::LONG;
 
     #[test]
-    fn every_channel_works_through_every_round_and_the_end_frees_it() {
+    fn every_channel_handles_every_round_and_ends_with_the_last() {
         let rounds = Rounds::new(3, &Life::default());
         let done = AtomicU64::new(0);
         std::thread::scope(|scope| {
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_the_lifetime_ends_the_wait_for_channels_that_stand_still() {
+    fn a_lifetime_change_ends_the_wait_for_stalled_channels() {
         let life = Life::default();
         let rounds = Rounds::new(1, &life);
         rounds.start();

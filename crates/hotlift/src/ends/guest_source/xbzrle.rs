@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_sent_whole_once_and_then_as_what_has_changed() {
+    fn a_page_is_sent_whole_first_and_then_as_deltas() {
         let (mut xbzrle, ram) = two_of_four();
         ram.write(0, &page(1)).unwrap();
         assert_eq!(
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_went_out_as_zero_is_zero_at_the_destination() {
+    fn deltas_after_a_zero_page_are_against_zeros() {
         let (mut xbzrle, ram) = two_of_four();
         ram.write(0, &page(5)).unwrap();
         xbzrle.page(&ram, 0, 0).unwrap();
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_keeps_its_slot_until_it_was_unused_for_two_rounds() {
+    fn a_page_keeps_its_slot_until_unused_for_two_rounds() {
         let (mut xbzrle, ram) = two_of_four();
         let whole = |xbzrle: &mut Xbzrle, page| {
             matches!(xbzrle.page(&ram, 0, page).unwrap(), Some(Form::Whole(_)))
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn in_the_last_round_nothing_is_kept() {
+    fn the_last_round_caches_no_page() {
         let (mut xbzrle, ram) = two_of_four();
         xbzrle.start_round(true);
         for _ in 0..2 {
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_that_there_is_no_room_for_is_an_error() {
+    fn a_cache_that_does_not_fit_into_memory_is_an_error() {
         // A system that overcommits would grant the second one.
         let too_large = available_bytes().saturating_mul(2) / PAGE_SIZE as u64;
         for slots in [1 << 45, too_large.next_power_of_two()] {

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_page_comes_out_whole_however_its_pages_come() {
+    fn a_host_page_is_assembled_from_pages_in_any_order() {
         let host_pages = two_blocks(2);
         assert!(!host_pages.are_huge(0) && host_pages.are_huge(1));
         let content = |page: usize| {
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_comes_twice_or_never_and_one_too_many_are_errors() {
+    fn duplicate_missing_and_surplus_pages_are_errors() {
         let host_pages = two_blocks(1);
         host_pages.add(1, offset(5), None).unwrap();
         assert!(host_pages.add(1, offset(5), None).is_err());

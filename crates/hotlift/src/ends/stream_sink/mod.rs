@@ -820,7 +820,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_run_the_guest_takes_no_farewell_and_who_only_waits_for_it_does() {
+    fn only_a_destination_that_cannot_run_the_guest_accepts_not_committed() {
         let settings = RelaySettings {
             outgoing: StreamOptions {
                 multifd: Some(false),
@@ -857,7 +857,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_type_says_its_version_or_none() {
+    fn the_version_of_a_machine_type_is_parsed() {
         assert_eq!(machine_version("pc-i440fx-7.2"), Some((7, 2)));
         assert_eq!(machine_version("pc-q35-10.0"), Some((10, 0)));
         assert_eq!(machine_version("microvm"), None);
@@ -869,7 +869,7 @@ mod tests {
     }
 
     #[test]
-    fn sync_points_are_the_operators_then_the_sources_then_the_destinations_then_a_guess() {
+    fn sync_points_come_from_the_option_then_source_then_destination_then_an_estimate() {
         let named = |machine: &str| Configuration {
             machine: machine.to_owned(),
             ..Configuration::default()

@@ -384,7 +384,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lost_segment_is_waited_for_only_where_a_network_is_between() {
+    fn a_lost_segment_is_awaited_only_across_a_network() {
         let folder = tempfile::tempdir().unwrap();
         let unix = format!("unix:{}", folder.path().join("socket").display());
         for (at, expected) in [

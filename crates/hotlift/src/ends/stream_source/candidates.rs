@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_is_no_preempt_channel_and_keeps_none_from_being_found() {
+    fn an_unknown_client_is_not_taken_for_the_preempt_channel_and_does_not_hide_it() {
         let blocks = [RamBlockEntry::new("pc.ram", 16 * 4096)];
         let pending_requests =
             PendingRequests::new(&blocks, &MemoryLimit::new(1 << 20), &Life::default());
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_looked_for_once_nothing_is_to_come() {
+    fn no_preempt_channel_is_searched_after_the_end() {
         let candidates = Candidates::default();
         let (stream, _other) = Stream::pair().unwrap();
         assert!(candidates.add(stream) && candidates.is_any());

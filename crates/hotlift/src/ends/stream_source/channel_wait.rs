@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_without_a_stated_number_are_complete_once_no_further_one_comes() {
+    fn channels_without_announced_count_are_complete_once_no_other_arrives() {
         let begun = Instant::now();
         let mut wait = ChannelWait::new(begun, 0, SETTLE, TIMEOUT);
         let two = channels(2, 1);
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stated_number_needs_no_time() {
+    fn an_announced_count_needs_no_delay() {
         let now = Instant::now();
         let mut wait = ChannelWait::new(now, 0, SETTLE, TIMEOUT);
         let some = |channels| ArrivedConnections {
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_or_no_channel_where_some_are_expected_is_waited_for_until_the_time_out() {
+    fn a_missing_channel_is_awaited_until_the_timeout() {
         let begun = Instant::now();
         for come in [channels(1, 1), ArrivedConnections::default()] {
             let mut wait = ChannelWait::new(begun, come.channels, SETTLE, TIMEOUT);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_main_channel_that_ends_counts_once_no_channel_is_on_its_way() {
+    fn an_ended_main_channel_counts_once_no_channel_is_pending() {
         let begun = Instant::now();
         let mut wait = ChannelWait::new(begun, 0, SETTLE, TIMEOUT);
         let ended = ArrivedConnections {

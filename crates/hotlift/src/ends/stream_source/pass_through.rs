@@ -417,7 +417,7 @@ mod tests {
     const ARRIVES: Duration = Duration::from_millis(300);
 
     #[test]
-    fn bytes_that_are_passed_through_keep_the_rate_and_answers_do_not() {
+    fn passed_through_bytes_keep_the_rate_limit_and_answers_are_exempt() {
         let slow = StreamOptions {
             max_bandwidth: 1,
             ..StreamOptions::default()

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_asked_for_by_the_block_that_was_named_last() {
+    fn a_page_request_uses_the_block_named_last() {
         let pending_requests = pending_requests();
         let (start, length) = (4096, 8192);
         pending_requests.record(&ReturnMessage::ReqPages { start, length });
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_never_comes_is_not_waited_for_for_ever() {
+    fn a_wait_for_a_missing_page_has_a_limit() {
         let pending_requests = pending_requests();
         assert!(!pending_requests.has_begun());
         pending_requests.record(&ReturnMessage::ReqPagesId {
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_is_on_its_way_is_not_waited_for() {
+    fn a_page_already_in_transit_is_not_requested_again() {
         let pending_requests = pending_requests();
         assert!(!pending_requests.take(0, 0).unwrap());
         assert!(pending_requests.take(0, 0).is_err(), "it has come before");

@@ -51,7 +51,7 @@ fn each_limit_of_the_source_holds_to_the_millisecond() {
 }
 
 #[test]
-fn a_destination_answers_for_as_long_as_a_source_may_ask_and_less_after_a_cancel() {
+fn a_destination_answers_as_long_as_a_source_can_query_and_less_after_a_cancel() {
     let begun = Instant::now();
     let patience = Options::default().limits.time_for_questions();
     let at = |time: Duration| begun + time;
@@ -79,7 +79,7 @@ fn flipped<const N: usize>(bytes: [u8; N]) -> impl Iterator<Item = [u8; N]> {
 }
 
 #[test]
-fn no_flipped_bit_makes_a_statement_or_another_question() {
+fn no_flipped_bit_yields_a_statement_or_another_query() {
     let outcomes = [
         (Outcome::Unknown, None),
         (Outcome::Undecided, None),
@@ -105,7 +105,7 @@ fn no_flipped_bit_makes_a_statement_or_another_question() {
 }
 
 #[test]
-fn a_confirmation_counts_whole_and_last_in_whatever_pieces_it_comes() {
+fn a_confirmation_counts_only_complete_and_last_in_any_fragments() {
     let stream = [&b"pages, END, EOF"[..], &heard(ID)].concat();
     for first in 0..=stream.len() {
         for second in first..=stream.len() {
@@ -288,7 +288,7 @@ impl Pair {
 }
 
 #[test]
-fn what_a_source_learns_is_true_and_it_learns_it_as_soon_as_the_network_lets_it() {
+fn a_source_learns_the_true_outcome_as_soon_as_the_network_allows() {
     let mut said = [0; 3];
     for seed in 0..20_000 {
         let mut pair = Pair::new(seed);

@@ -875,7 +875,7 @@ fn all(mutant: Mutant, attacker: Attacker) -> impl Iterator<Item = HandOver> {
 }
 
 #[test]
-fn in_every_order_of_events_one_guest_is_left() {
+fn one_guest_remains_in_every_order_of_events() {
     let mut explored = 0;
     for model in all(Mutant::None, Attacker::None) {
         let what = format!(
@@ -922,7 +922,7 @@ fn the_checker_finds_each_mutant() {
 }
 
 #[test]
-fn an_attacker_between_the_hosts_gets_nowhere_with_tls_and_makes_two_guests_without() {
+fn tls_stops_an_attacker_between_the_hosts_who_without_it_causes_two_guests() {
     for model in all(Mutant::None, Attacker::OverTls) {
         let what = format!("{:?} to {:?}", model.source, model.destination);
         let (broken, _) = explore(model);

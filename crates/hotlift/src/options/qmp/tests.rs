@@ -17,7 +17,7 @@ fn all(options: &Options) -> Vec<Json> {
 }
 
 #[test]
-fn every_parameter_is_read_as_it_was_set_and_ours_have_a_prefix() {
+fn every_parameter_reads_back_and_those_of_hotlift_have_a_prefix() {
     for option in OPTIONS {
         let mut options = Options::default();
         let value = option.read_json(&options);
@@ -39,7 +39,7 @@ fn every_parameter_is_read_as_it_was_set_and_ours_have_a_prefix() {
 
 /// Compares with the answers that QEMU 10.0.2 gave (and 7.2 for `compress`).
 #[test]
-fn a_parameter_is_refused_in_the_words_of_qemu() {
+fn a_parameter_is_refused_with_the_text_of_qemu() {
     let past_64_bits: Json = serde_json::from_str("18446744073709551616").unwrap();
     for (name, value, words) in [
         (
@@ -200,7 +200,7 @@ fn a_parameter_is_refused_in_the_words_of_qemu() {
 }
 
 #[test]
-fn every_number_takes_its_lowest_and_highest_over_qmp_and_nothing_beside_them() {
+fn every_number_accepts_exactly_its_range_over_qmp() {
     for option in OPTIONS {
         let Values::Number { lowest, highest } = option.values else {
             continue;
@@ -227,7 +227,7 @@ fn every_number_takes_its_lowest_and_highest_over_qmp_and_nothing_beside_them() 
 }
 
 #[test]
-fn all_parameters_of_a_command_are_set_or_none_and_types_are_told_before_ranges() {
+fn a_command_sets_all_parameters_or_none_and_checks_types_before_ranges() {
     let mut options = Options::default();
     let command =
         json!({"announce-max": 1, "multifd-channels": 0, "nope": 1, "downtime-limit": "x"});
@@ -307,7 +307,7 @@ fn what_is_typed_at_a_monitor_has_qemus_units() {
 }
 
 #[test]
-fn names_of_older_documents_do_what_those_say() {
+fn names_of_older_documents_have_their_documented_meaning() {
     let mut options = Options::default();
     set(
         &mut options,

@@ -313,13 +313,13 @@ fn run(seed: u64) -> usize {
 }
 
 #[test]
-fn ten_thousand_arrivals_end_as_in_the_model_and_leave_no_place_taken() {
+fn ten_thousand_connections_end_as_in_the_model_and_free_all_slots() {
     let arrivals: usize = (0..SEEDS).map(run).sum();
     assert_eq!(arrivals, 10_000);
 }
 
 #[test]
-fn a_connection_that_another_door_has_classified_keeps_its_head_and_its_pass() {
+fn a_connection_classified_by_another_accept_loop_keeps_its_first_bytes_and_token() {
     let life = Life::default();
     let rejections = Rejections::default();
     let (listener, sender) = Listener::queue(true).unwrap();

@@ -482,7 +482,7 @@ fn qemus() -> Vec<Case> {
 }
 
 #[test]
-fn a_stream_is_read_alike_however_its_bytes_come() {
+fn a_stream_is_read_alike_in_any_fragments() {
     for case in hotlifts() {
         let whole = case.read_whole();
         for at in case.places().skip(1) {
@@ -535,7 +535,7 @@ fn no_damaged_byte_commits_anything() {
 }
 
 #[test]
-fn a_stream_that_ends_early_is_whole_only_behind_its_last_word() {
+fn a_stream_is_complete_only_after_its_last_message() {
     for case in hotlifts() {
         let (whole, _) = case.read_whole();
         for length in case.places() {
@@ -566,7 +566,7 @@ fn a_stream_that_ends_early_is_whole_only_behind_its_last_word() {
 }
 
 #[test]
-fn recorded_streams_are_passed_on_as_they_are() {
+fn recorded_streams_are_passed_on_unchanged() {
     for case in qemus() {
         let (seen, _) = case.read_whole();
         let last = seen.iter().rev();
@@ -595,7 +595,7 @@ fn recorded_streams_are_passed_on_as_they_are() {
 }
 
 #[test]
-fn no_damage_of_a_recorded_stream_is_more_than_refused_or_read() {
+fn damage_of_a_recorded_stream_is_refused_or_read_without_panic() {
     let mut cases = 0;
     for case in qemus() {
         let (whole, _) = case.read_whole();
@@ -629,7 +629,7 @@ fn no_damage_of_a_recorded_stream_is_more_than_refused_or_read() {
 
 /// Without the description only the source's close shows the end: a source that reads answers has received none.
 #[test]
-fn only_a_source_that_takes_no_answers_may_close_behind_eof() {
+fn only_a_source_without_return_path_may_close_after_eof() {
     for case in qemus() {
         let (seen, _) = case.read_whole();
         let devices_end = seen.iter().find(|(one, _)| one.is(&["DevicesEnd"]));
@@ -687,7 +687,7 @@ fn check_silence(case: &Case, length: usize, limit: Option<Duration>) {
 }
 
 #[test]
-fn each_wait_has_its_limit_and_begins_with_the_last_byte() {
+fn each_wait_has_its_timeout_from_the_last_byte_on() {
     let cases = hotlifts();
     let named = |name: &str| cases.iter().find(|case| case.name == name).unwrap();
     let guest = named("guest");
@@ -712,7 +712,7 @@ fn each_wait_has_its_limit_and_begins_with_the_last_byte() {
 }
 
 #[test]
-fn what_a_passed_limit_means_depends_on_what_is_awaited() {
+fn the_error_of_a_timeout_depends_on_the_awaited_message() {
     let cases = hotlifts();
     let text = |case: &Case, length: usize| {
         let (mut machine, come) = brought(case, length);
@@ -733,7 +733,7 @@ fn what_a_passed_limit_means_depends_on_what_is_awaited() {
 }
 
 #[test]
-fn an_interrupted_postcopy_agrees_before_it_goes_on() {
+fn an_interrupted_postcopy_synchronises_pages_before_it_resumes() {
     let case = of_running_guest();
     let (mut machine, _) = brought(&case, case.covered);
     machine.ended(EndCause::Closed);

@@ -138,7 +138,7 @@ fn question() -> Vec<u8> {
 }
 
 #[test]
-fn a_file_reads_over_every_transport_as_on_its_own_disk() {
+fn a_file_reads_over_every_transport_as_from_the_disk() {
     let folder = folder();
     let expected = save(&folder.path().join("vm"), "zstd");
     let tcp = || "tcp:127.0.0.1:0".parse().unwrap();
@@ -181,7 +181,7 @@ fn a_file_reads_over_every_transport_as_on_its_own_disk() {
 }
 
 #[test]
-fn what_is_no_save_file_directly_in_the_folder_is_not_handed_out() {
+fn only_save_files_directly_in_the_folder_are_served() {
     let outside = folder();
     save(&outside.path().join("vm"), "none");
     let folder = folder();
@@ -231,7 +231,7 @@ fn what_is_no_save_file_directly_in_the_folder_is_not_handed_out() {
 }
 
 #[test]
-fn strangers_are_told_so_and_take_nothing_from_others() {
+fn unknown_clients_get_the_reason_and_take_no_slots_from_others() {
     let folder = folder();
     save(&folder.path().join("vm"), "none");
     let tls = Pki::new().tls("localhost");
@@ -288,7 +288,7 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
 }
 
 #[test]
-fn a_lost_server_is_waited_for_and_the_same_file_read_on() {
+fn a_lost_server_is_awaited_and_reading_continues_with_the_same_file() {
     let folder = folder();
     let expected = save(&folder.path().join("vm"), "zstd");
     let serving = Serving::unix(folder.path());
@@ -307,7 +307,7 @@ fn a_lost_server_is_waited_for_and_the_same_file_read_on() {
 }
 
 #[test]
-fn cut_connections_are_made_again_wherever_they_are_cut() {
+fn connections_are_restored_wherever_they_are_cut() {
     let folder = folder();
     let expected = save(&folder.path().join("vm"), "zstd");
     let serving = Serving::unix(folder.path());
@@ -356,7 +356,7 @@ fn another_file_under_the_name_is_refused_after_the_connection_was_lost() {
 }
 
 #[test]
-fn a_wait_for_a_server_ends_when_its_time_is_over_or_nobody_wants_the_file() {
+fn a_wait_for_a_server_ends_by_its_timeout_or_once_no_reader_is_left() {
     let folder = folder();
     save(&folder.path().join("vm"), "zstd");
     let serving = Serving::unix(folder.path());
@@ -396,7 +396,7 @@ fn idle(at: &Address) -> Option<Stream> {
 }
 
 #[test]
-fn a_full_server_says_so_and_whoever_reads_already_waits_for_a_place() {
+fn a_full_server_is_reported_and_existing_readers_wait_for_a_slot() {
     let folder = folder();
     let expected = save(&folder.path().join("vm"), "zstd");
     let path = folder.path().join("socket");
@@ -437,7 +437,7 @@ fn a_full_server_says_so_and_whoever_reads_already_waits_for_a_place() {
 }
 
 #[test]
-fn a_place_that_nobody_uses_is_given_to_who_needs_one_and_the_reader_takes_another() {
+fn an_unused_slot_goes_to_a_new_client_and_its_reader_gets_another() {
     let folder = folder();
     let expected = save(&folder.path().join("vm"), "zstd");
     let at = Address::Unix {
@@ -508,7 +508,7 @@ fn answer(mut stream: &UnixStream, content: &[u8]) -> io::Result<()> {
 }
 
 #[test]
-fn a_part_that_a_server_cannot_read_for_a_moment_is_asked_for_again() {
+fn a_part_that_a_server_temporarily_cannot_read_is_requested_again() {
     let folder = folder();
     let expected = save(&folder.path().join("vm"), "zstd");
     let socket = folder.path().join("socket");
@@ -540,7 +540,7 @@ fn is_called_off(error: &FileError) -> bool {
 }
 
 #[test]
-fn a_cancel_ends_reads_of_a_server_that_answers_nothing() {
+fn a_cancel_ends_reads_from_a_silent_server() {
     let folder = folder();
     save(&folder.path().join("vm"), "zstd");
     let socket = folder.path().join("socket");
@@ -560,7 +560,7 @@ fn a_cancel_ends_reads_of_a_server_that_answers_nothing() {
 }
 
 #[test]
-fn a_connection_that_is_being_opened_ends_when_nobody_wants_the_file() {
+fn a_connection_attempt_ends_once_no_reader_is_left() {
     let folder = folder();
     save(&folder.path().join("vm"), "zstd");
     let serving = Serving::unix(folder.path());

@@ -27,7 +27,7 @@ fn salvage(path: &Path) -> (Vec<u8>, Vec<LostPages>) {
 }
 
 #[test]
-fn no_page_but_those_of_damaged_parts_is_lost_and_each_of_them_is_named() {
+fn only_pages_of_damaged_parts_are_lost_and_each_is_named() {
     let folder = folder();
     let path = folder.path().join("vm");
     let expected = save(&path, "zstd");

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_whose_vcpus_are_not_known_has_waits_all_the_same() {
+    fn a_guest_with_unknown_vcpus_has_waits_too() {
         let mut blocktime = Blocktime::new(&[], Instant::now());
         let now = Instant::now();
         blocktime.begins(7, now);

@@ -287,7 +287,7 @@ impl<'l> Pair<'l> {
 }
 
 #[test]
-fn a_source_learns_what_has_come_however_it_comes() {
+fn a_source_learns_the_received_pages_in_any_fragments() {
     for seed in 0..2000 {
         let ledger = Ledger::new(&blocks());
         let mut pair = Pair::new(seed, &ledger);
@@ -384,7 +384,7 @@ fn each_limit_of_a_recovery_holds_to_the_millisecond() {
 }
 
 #[test]
-fn answers_that_are_doubled_and_events_out_of_place_end_the_recovery() {
+fn duplicate_answers_and_events_out_of_order_end_the_recovery() {
     let (ledger, now) = (Ledger::new(&blocks()), Instant::now());
     let mut recovery = Recovery::new(&ledger, now);
     recovery.next(now).unwrap();

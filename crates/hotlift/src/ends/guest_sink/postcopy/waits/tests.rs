@@ -371,7 +371,7 @@ fn request(block: Option<&'static str>, page: usize) -> Vec<u8> {
 }
 
 #[test]
-fn each_page_comes_once_and_no_thread_is_left_however_often_the_connection_is_lost() {
+fn each_page_arrives_once_and_no_thread_stays_after_any_number_of_lost_connections() {
     for seed in 0..3000 {
         let what = format!("seed {seed}");
         let mut world = World::new(seed);
@@ -430,7 +430,7 @@ fn each_page_comes_once_and_no_thread_is_left_however_often_the_connection_is_lo
 }
 
 #[test]
-fn what_is_beside_a_requested_page_goes_out_before_the_rest() {
+fn neighbours_of_a_requested_page_are_sent_before_the_rest() {
     let mut world = World::new(7);
     world.has_preempt = false;
     world.ask((0, 101));
@@ -449,7 +449,7 @@ fn what_is_beside_a_requested_page_goes_out_before_the_rest() {
 }
 
 #[test]
-fn a_thread_asks_once_and_a_page_ends_all_waits_for_it() {
+fn a_thread_requests_a_page_once_and_its_arrival_ends_all_waits() {
     let (mut waits, now) = (Waits::default(), Instant::now());
     let touch = |page, thread| Touch {
         fault: fault((0, page)),
