@@ -24,6 +24,6 @@ fn run(command: &mut Command) {
     let output = command
         .output()
         .unwrap_or_else(|error| panic!("cannot run {program} (Debian package binutils): {error}"));
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} failed:\n{said}");
+    let output_text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} failed:\n{output_text}");
 }

@@ -142,7 +142,7 @@ impl MigrationRow {
             limit: moment.limit,
             bandwidth,
             cores: f64::from(cpu) / 1000.0,
-            downtime_seconds: moment.still(now).as_secs_f64(),
+            downtime_seconds: moment.paused_time(now).as_secs_f64(),
             // An ended migration's last stall is part of its error.
             stall: session
                 .control

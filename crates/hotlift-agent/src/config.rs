@@ -60,7 +60,7 @@ pub enum ConfigError {
 impl ConfigError {
     /// Returns true if the file does not exist.
     #[must_use]
-    pub fn is_no_file(&self) -> bool {
+    pub fn is_missing(&self) -> bool {
         matches!(self, Self::File(file) if file.is_missing())
     }
 }
@@ -215,7 +215,9 @@ impl Config {
                 file: file.to_owned(),
                 line,
                 key,
-                problem: in_plain_words(&error.message().lines().collect::<Vec<_>>().join("; ")),
+                problem: without_rust_types(
+                    &error.message().lines().collect::<Vec<_>>().join("; "),
+                ),
             }
         })?;
         config.check(file, text)?;
@@ -430,7 +432,7 @@ fn longest<T>(of: &BTreeMap<Prefix, T>, address: IpAddr) -> Option<&T> {
 }
 
 /// Returns a message of serde without the names of Rust's types.
-fn in_plain_words(message: &str) -> String {
+fn without_rust_types(message: &str) -> String {
     const WORDS: [(&str, &str); 10] = [
         ("expected u8", "expected a whole number from 0 to 255"),
         ("expected u16", "expected a whole number from 0 to 65535"),

@@ -80,7 +80,7 @@ impl AgentError {
     /// Returns the next step for the operator, if the error itself does not show it.
     pub fn advice(&self) -> Option<&'static str> {
         match self {
-            Self::Config(error) if error.is_no_file() => Some(NO_FILE),
+            Self::Config(error) if error.is_missing() => Some(NO_FILE),
             _ => None,
         }
     }
@@ -108,11 +108,11 @@ pub enum RulesError {
     /// nft rejected the rules.
     #[error(
         "'nft' failed (it needs CAP_NET_ADMIN, and the kernel's nft_redir, nft_socket, nft_reject_inet, nft_fib_inet and \
-         nft_log): {said}"
+         nft_log): {message}"
     )]
     Refused {
         /// nft's error message, in one line.
-        said: String,
+        message: String,
     },
     /// None of `users` exists on this host.
     #[error("this host has none of the users {users} (key 'users')")]

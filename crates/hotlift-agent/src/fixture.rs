@@ -67,19 +67,19 @@ pub fn connection() -> (Stream, TcpStream) {
     (Stream::of_tcp(here).expect("its options"), there)
 }
 
-/// Waits until `is_so`, which must happen soon.
-pub fn until(what: &str, is_so: impl Fn() -> bool) {
-    assert!(becomes(is_so), "not so within 30 s: {what}");
+/// Waits until `condition`, which must happen soon.
+pub fn until(what: &str, condition: impl Fn() -> bool) {
+    assert!(becomes(condition), "not so within 30 s: {what}");
 }
 
-/// Waits until `is_so`; returns false after 30 s.
-pub fn becomes(is_so: impl Fn() -> bool) -> bool {
+/// Waits until `condition`; returns false after 30 s.
+pub fn becomes(condition: impl Fn() -> bool) -> bool {
     (0..3000).any(|_| {
-        let is_so = is_so();
-        if !is_so {
+        let condition = condition();
+        if !condition {
             std::thread::sleep(Duration::from_millis(10));
         }
-        is_so
+        condition
     })
 }
 

@@ -54,7 +54,7 @@ impl Log {
 /// Rate-limited log line, for events that any client can cause; counts suppressed repeats.
 #[derive(Debug, Default)]
 pub struct RateLimited {
-    said: Option<Instant>,
+    last_written: Option<Instant>,
     /// Number of lines suppressed since then.
     kept_back: u64,
 }
@@ -72,13 +72,13 @@ impl RateLimited {
 
     fn line(&mut self, text: &str, now: Instant) -> Option<String> {
         if self
-            .said
-            .is_some_and(|said| now - said < RATE_LIMIT_INTERVAL)
+            .last_written
+            .is_some_and(|last_written| now - last_written < RATE_LIMIT_INTERVAL)
         {
             self.kept_back += 1;
             return None;
         }
-        self.said = Some(now);
+        self.last_written = Some(now);
         Some(match std::mem::take(&mut self.kept_back) {
             0 => text.to_owned(),
             more => format!("{text} (and {more} more since the last such line)"),
@@ -104,11 +104,11 @@ mod tests {
     fn a_level_that_is_set_holds_for_all_copies() {
         let log = Log::new(LogLevel::Warning);
         let copy = log.clone();
-        let says =
+        let enabled =
             || [LogLevel::Error, LogLevel::Info, LogLevel::Debug].map(|one| copy.is_enabled(one));
-        assert_eq!(says(), [true, false, false]);
+        assert_eq!(enabled(), [true, false, false]);
         log.set_level(LogLevel::Info);
-        assert_eq!(says(), [true, true, false]);
+        assert_eq!(enabled(), [true, true, false]);
     }
 
     #[test]
@@ -117,10 +117,10 @@ mod tests {
         let begun = Instant::now();
         let mut lines = (0..120).filter_map(|second| {
             let now = begun + Duration::from_secs(second);
-            seldom.line("somebody came", now)
+            seldom.line("a client connected", now)
         });
-        assert_eq!(lines.next().as_deref(), Some("somebody came"));
-        let counted = "somebody came (and 59 more since the last such line)";
+        assert_eq!(lines.next().as_deref(), Some("a client connected"));
+        let counted = "a client connected (and 59 more since the last such line)";
         assert_eq!(lines.next().as_deref(), Some(counted));
         assert_eq!(lines.next(), None);
     }

@@ -263,7 +263,7 @@ const TABLE: &[Row] = &[
     each_gauge(
         "hotlift_migration_downtime_seconds",
         "Downtime of its guest so far, as measured by the relay",
-        |_, moment| moment.still(Instant::now()).as_secs_f64(),
+        |_, moment| moment.paused_time(Instant::now()).as_secs_f64(),
     ),
     each_gauge(
         "hotlift_migration_share_bandwidth_bytes_per_second",

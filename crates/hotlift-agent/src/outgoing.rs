@@ -93,7 +93,7 @@ fn migration(
     session.control.share_rate(&agent.shares.rate);
     agent.share();
     let progress = Progress::default();
-    let speaker = conversation.speaker();
+    let speaker = conversation.sender();
     let on_source = |source: &SourceStream| {
         progress.has_begun.store(true, Ordering::Release);
         // Send errors are ignored: without this message the other relay does not begin, and this one fails for that.

@@ -61,9 +61,9 @@ fn receive(conversation: &mut Conversation) -> Result<Option<PeerRequest>, Conve
 fn take(agent: &Arc<Agent>, call: Call<PeerRequest>) {
     let Call {
         mut conversation,
-        said,
+        request,
     } = call;
-    match said {
+    match request {
         Ok(PeerRequest::Announce(hello)) => announce(agent, conversation, hello),
         Ok(PeerRequest::Belong(head)) => {
             if let Some((stream, _)) = conversation.into_stream() {
@@ -107,9 +107,7 @@ fn belong(agent: &Agent, mut one: Admitted) {
             let pass = session.pass.as_ref();
             pass.is_some_and(|pass| pass.is_presented_by(&one))
         }),
-        ConnectionClass::Question(id) => agent
-            .sessions
-            .find(|session| session.control.is_asked_about_by(&id)),
+        ConnectionClass::Question(id) => agent.sessions.find(|session| session.control.has_id(&id)),
         _ => None,
     };
     let peer = one.stream.peer_host();
@@ -152,14 +150,20 @@ mod tests {
             let (near, mut far) = connection();
             writeln!(far, "{hello}").unwrap();
             let mut conversation = Conversation::new(near);
-            let said = loop {
+            let request = loop {
                 match receive(&mut conversation) {
                     Ok(None) => {}
                     Ok(Some(_)) => panic!("{hello} is taken"),
                     Err(error) => break Err(error.into()),
                 }
             };
-            take(&agent, Call { conversation, said });
+            take(
+                &agent,
+                Call {
+                    conversation,
+                    request,
+                },
+            );
             let mut answer = String::new();
             BufReader::new(far).read_line(&mut answer).unwrap();
             match serde_json::from_str(&answer).unwrap() {

@@ -199,7 +199,7 @@ impl<'a> Router<'a> {
     fn poll(&mut self, now: Instant) {
         self.sessions
             .retain(|_, session| session.strong_count() > 0);
-        while let Some(number) = self.waiting.next_news() {
+        while let Some(number) = self.waiting.next_ready() {
             if let Some(waiting) = self.waiting.get(number) {
                 waiting.one.classify();
             }
@@ -389,7 +389,7 @@ mod tests {
         assert_eq!(
             kind(false, false, true, false),
             None,
-            "it may still say something"
+            "it may still send something"
         );
         assert_eq!(kind(false, false, false, true), Some(Kind::Tunnel));
         assert_eq!(kind(false, false, true, true), Some(Kind::Tunnel));

@@ -164,16 +164,18 @@ fn open(to: SocketAddr) -> io::Result<OwnedFd> {
 fn places(config: &Config) -> io::Result<Vec<SocketAddr>> {
     let own = own_networks()?;
     let mut addresses: Vec<IpAddr> = Vec::new();
-    let beside = own
+    let neighbour_address = own
         .iter()
-        .filter_map(|(address, mask)| beside(*address, *mask));
+        .filter_map(|(address, mask)| neighbour_address(*address, *mask));
     let by_gateway = own.iter().any(|(address, _)| address.is_ipv4());
     let candidates: Vec<_> = match config.destinations.as_slice() {
-        [] => beside.chain(by_gateway.then_some(ELSEWHERE)).collect(),
+        [] => neighbour_address
+            .chain(by_gateway.then_some(ELSEWHERE))
+            .collect(),
         these => {
             let is_there = |address: &IpAddr| these.iter().any(|one| one.contains(*address));
             let hosts = these.iter().map(Prefix::host);
-            beside.filter(is_there).chain(hosts).collect()
+            neighbour_address.filter(is_there).chain(hosts).collect()
         }
     };
     for candidate in candidates {
@@ -205,7 +207,7 @@ fn own_networks() -> io::Result<Vec<(IpAddr, IpAddr)>> {
 }
 
 /// Returns another possible host address in the network of `address`.
-fn beside(address: IpAddr, mask: IpAddr) -> Option<IpAddr> {
+fn neighbour_address(address: IpAddr, mask: IpAddr) -> Option<IpAddr> {
     let others = |address: u128, mask: u128, width: u32| {
         let all = u128::MAX >> (128 - width);
         let of_hosts = !mask & all;
@@ -244,7 +246,7 @@ mod tests {
             ("2001:db8::1", "ffff:ffff:ffff:ffff::", Some("2001:db8::3")),
             ("fe80::1", "ffff:ffff:ffff:ffff::", None),
         ] {
-            let found = beside(address.parse().unwrap(), mask.parse().unwrap());
+            let found = neighbour_address(address.parse().unwrap(), mask.parse().unwrap());
             assert_eq!(found, expected.map(|it| it.parse().unwrap()), "{address}");
         }
     }

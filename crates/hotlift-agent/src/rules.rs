@@ -239,8 +239,8 @@ fn user_id(user: &str) -> Result<Option<u32>, RulesError> {
         package: "coreutils",
         source,
     })?;
-    let said = String::from_utf8_lossy(&output.stdout);
-    let id = output.status.success().then(|| said.trim().parse().ok());
+    let text = String::from_utf8_lossy(&output.stdout);
+    let id = output.status.success().then(|| text.trim().parse().ok());
     Ok(id.flatten())
 }
 
@@ -254,7 +254,7 @@ mod tests {
             users: vec![
                 "root".to_owned(),
                 "4711".to_owned(),
-                "nobody-of-that-name".to_owned(),
+                "no-such-user".to_owned(),
             ],
             ..Config::default()
         };
@@ -269,7 +269,7 @@ mod tests {
         );
         assert!(text.starts_with("table inet hotlift_agent\ndelete table inet hotlift_agent\n"));
         assert_eq!(users, [0, 4711]);
-        assert_eq!(passed_over, ["nobody-of-that-name"]);
+        assert_eq!(passed_over, ["no-such-user"]);
     }
 
     #[test]
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn rules_for_users_that_the_host_does_not_have_are_refused() {
         let config = Config {
-            users: vec!["nobody-of-that-name".to_owned()],
+            users: vec!["no-such-user".to_owned()],
             ..Config::default()
         };
         assert!(matches!(rules(&config), Err(RulesError::NoUser { .. })));

@@ -76,7 +76,7 @@ pub fn check(file: &Path) -> Result<Checked, AgentError> {
 pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let config = Config::read(file).inspect_err(|error| {
         // Without a configuration file, this host is not set up for the agent.
-        if redirect && !error.is_no_file() {
+        if redirect && !error.is_missing() {
             let (config, log) = (Config::of_good_keys(file), Log::new(LogLevel::Info));
             if let Err(error) = table::refuse_all(&config, &log) {
                 log.write(LogLevel::Error, &error_line(&error));
@@ -117,10 +117,10 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let of_parts = Arc::clone(&agent);
     let mut parts = CriticalThreads::new(move || of_parts.sessions.is_ending());
     let served = (|| {
-        let of_door = Arc::clone(&agent);
-        parts.start("agent/door", move || {
-            if let Err(error) = peer_port::serve(&of_door, &listener) {
-                of_door.log.write(LogLevel::Error, &error_line(&error));
+        let of_port = Arc::clone(&agent);
+        parts.start("agent/accept", move || {
+            if let Err(error) = peer_port::serve(&of_port, &listener) {
+                of_port.log.write(LogLevel::Error, &error_line(&error));
             }
         })?;
         let (of_redirect, redirected) = (Arc::clone(&agent), Arc::clone(&redirected));

@@ -253,13 +253,13 @@ impl Sessions {
         self.changed.notify_all();
     }
 
-    /// Waits until `is_so` holds for the running sessions, for up to `time`; returns true if it does.
-    pub fn wait_until(&self, time: Duration, is_so: impl Fn(&[Arc<Session>]) -> bool) -> bool {
+    /// Waits until `condition` holds for the running sessions, for up to `time`; returns true if it does.
+    pub fn wait_until(&self, time: Duration, condition: impl Fn(&[Arc<Session>]) -> bool) -> bool {
         let all = self.lock();
-        let is_not = |all: &mut SessionTable| !is_so(&all.under_way);
+        let is_not = |all: &mut SessionTable| !condition(&all.under_way);
         let waited = self.changed.wait_timeout_while(all, time, is_not);
         let (all, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        is_so(&all.under_way)
+        condition(&all.under_way)
     }
 
     /// Waits until a session shares the budget; returns false once new sessions are refused and none shares it.
@@ -336,10 +336,10 @@ mod tests {
                     }
                     // Any of them may check at any time.
                     3..6 if !waits.is_empty() => {
-                        let looks = waits[rng.usize(0..waits.len())];
+                        let checked = waits[rng.usize(0..waits.len())];
                         let before = places.taken;
-                        let is_next = looks == waits[0] && (most == 0 || before < most);
-                        assert_eq!(places.take(looks, most), is_next, "seed {seed}");
+                        let is_next = checked == waits[0] && (most == 0 || before < most);
+                        assert_eq!(places.take(checked, most), is_next, "seed {seed}");
                         assert_eq!(places.taken, before + u32::from(is_next));
                         if is_next {
                             waits.pop_front();
@@ -440,6 +440,9 @@ mod tests {
         assert!(at_once.is_ok(), "a small VM may be whole in the socket");
         drop(at_once);
         let (third, _listener) = outgoing(3);
-        assert!(sessions.place(&third, || 1).is_ok(), "it holds up nobody");
+        assert!(
+            sessions.place(&third, || 1).is_ok(),
+            "it blocks no other session"
+        );
     }
 }

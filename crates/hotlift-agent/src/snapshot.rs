@@ -216,7 +216,7 @@ impl Snapshot {
 
     /// Returns the guest's pause so far.
     #[must_use]
-    pub fn still(&self, now: Instant) -> Duration {
+    pub fn paused_time(&self, now: Instant) -> Duration {
         let stands = self.stopped.map(|at| now.saturating_duration_since(at));
         self.downtime.or(stands).unwrap_or_default()
     }
@@ -351,7 +351,7 @@ mod tests {
                     _ => moment.follow(*rng.choice(&Status::ALL).unwrap(), now),
                 };
                 assert_eq!(is_new, before != moment.state, "seed {seed}");
-                assert!(moment.still(now) <= now - begun, "seed {seed}");
+                assert!(moment.paused_time(now) <= now - begun, "seed {seed}");
                 if let Some(state) = ended {
                     assert_eq!(moment.state, state, "seed {seed}");
                 }

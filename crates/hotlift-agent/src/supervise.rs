@@ -26,23 +26,23 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Returns true if a relay of this age must be cancelled: it has not begun within `patience`, or it `follows` the other
+    /// Returns true if a relay of this age must be cancelled: it has not begun within `timeout`, or it `follows` the other
     /// agent, which has disconnected, and the guest cannot run at the destination.
     fn must_end(
         &self,
         age: Duration,
-        (patience, follows): (Duration, bool),
+        (timeout, follows): (Duration, bool),
         is_there: bool,
     ) -> bool {
-        let is_late = age > patience && !self.has_begun.load(Ordering::Acquire);
+        let is_late = age > timeout && !self.has_begun.load(Ordering::Acquire);
         is_late || follows && !is_there && !self.is_committed.load(Ordering::Acquire)
     }
 
     /// Returns the time until [`Self::must_end`] must be checked again for a relay of this age, without other events.
-    fn until_late(&self, age: Duration, patience: Duration) -> Duration {
-        match self.has_begun.load(Ordering::Acquire) || age > patience {
+    fn until_late(&self, age: Duration, timeout: Duration) -> Duration {
+        match self.has_begun.load(Ordering::Acquire) || age > timeout {
             true => Duration::MAX,
-            false => patience.saturating_sub(age),
+            false => timeout.saturating_sub(age),
         }
     }
 }
@@ -74,7 +74,7 @@ pub fn relay(
         .wake_fd()
         .map_err(CarryError::system("descriptor"))?;
     let has_ended = AtomicBool::new(false);
-    let mut said = None;
+    let mut final_message = None;
     let outcome = thread::scope(|scope| {
         let running = thread::Builder::new()
             .name("agent/relay".to_owned())
@@ -95,7 +95,7 @@ pub fn relay(
                 true => match conversation.receive::<Message>(Duration::ZERO) {
                     Ok(None) => wake_fd.wait_readable(conversation.stream(), wait),
                     Ok(Some(message)) => {
-                        said.get_or_insert(message);
+                        final_message.get_or_insert(message);
                         continue;
                     }
                     Err(_) => {
@@ -124,14 +124,14 @@ pub fn relay(
             reason: error.chain(),
         },
     };
-    let told = conversation.send(&message).is_ok();
-    if said.is_none() && told {
-        said = conversation
+    let is_sent = conversation.send(&message).is_ok();
+    if final_message.is_none() && is_sent {
+        final_message = conversation
             .receive::<Message>(FINAL_MESSAGE_TIMEOUT)
             .ok()
             .flatten();
     }
-    match (outcome, said) {
+    match (outcome, final_message) {
         (Ok(report), Some(Message::Failed { reason })) => {
             session.log(
                 crate::config::LogLevel::Warning,
@@ -155,17 +155,17 @@ mod tests {
     #[test]
     fn a_relay_is_cancelled_at_its_limit_or_with_the_peer_agent_but_not_after_the_commit() {
         const MS: Duration = Duration::from_millis(1);
-        let patience = Duration::from_secs(150);
+        let timeout = Duration::from_secs(150);
         for follows in [false, true] {
             let progress = Progress::default();
-            let ends = |age, is_there| progress.must_end(age, (patience, follows), is_there);
-            assert!(!ends(patience, true));
-            assert!(ends(patience + MS, true));
-            assert_eq!(progress.until_late(patience - MS, patience), MS);
-            assert_eq!(progress.until_late(patience + MS, patience), Duration::MAX);
+            let ends = |age, is_there| progress.must_end(age, (timeout, follows), is_there);
+            assert!(!ends(timeout, true));
+            assert!(ends(timeout + MS, true));
+            assert_eq!(progress.until_late(timeout - MS, timeout), MS);
+            assert_eq!(progress.until_late(timeout + MS, timeout), Duration::MAX);
             progress.has_begun.store(true, Ordering::Release);
-            assert_eq!(progress.until_late(MS, patience), Duration::MAX);
-            assert!(!ends(patience * 100, true));
+            assert_eq!(progress.until_late(MS, timeout), Duration::MAX);
+            assert!(!ends(timeout * 100, true));
             assert_eq!(ends(MS, false), follows);
             progress.is_committed.store(true, Ordering::Release);
             assert!(!ends(MS, false), "it may run there");

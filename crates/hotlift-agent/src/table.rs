@@ -178,7 +178,7 @@ fn output_of(arguments: &[&str], text: &str) -> Result<String, RulesError> {
     match output.status.success() {
         true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         false => Err(RulesError::Refused {
-            said: one_line(&String::from_utf8_lossy(&output.stderr)),
+            message: one_line(&String::from_utf8_lossy(&output.stderr)),
         }),
     }
 }
@@ -232,7 +232,7 @@ impl Changes {
     }
 
     /// Discards all received reports; returns true if the agent's table may have changed.
-    pub(crate) fn concern_table(&self) -> bool {
+    pub(crate) fn table_changed(&self) -> bool {
         let mut room = vec![0; ROOM];
         let mut concern = false;
         loop {

@@ -71,7 +71,7 @@ pub fn keep(agent: &Agent, changes: &Changes) {
         agent.wait(fds, schedule.wait(Instant::now()));
         let now = Instant::now();
         let came = packets.as_ref().is_some_and(MissReports::drain);
-        let (logs, restores) = schedule.due(now, came, changes.concern_table());
+        let (logs, restores) = schedule.due(now, came, changes.table_changed());
         if logs {
             // The kernel limits the rate of its reports: packets after the last one may have none.
             schedule.log = later(log_past(agent, &mut logged, now) || came, now);

@@ -15,7 +15,7 @@ pub const DIRECTIONS: [Direction; 2] = [Direction::Outgoing, Direction::Incoming
 
 /// Names of a relay's threads, without numbers.
 const THREADS: [&str; 5] = [
-    "relay/door",
+    "relay/accept",
     "relay/main",
     "relay/recv",
     "relay/return",

@@ -181,10 +181,10 @@ fn end_silent(
     ends.retain(|end| end.pair.strong_count() > 0);
     let stalls = ends.iter_mut().filter_map(|end| {
         let pair = end.pair.upgrade()?;
-        let looked = end
+        let found = end
             .liveness
             .poll([&pair.0, &pair.1].into_iter(), now, false);
-        looked.unwrap_or_else(|error| {
+        found.unwrap_or_else(|error| {
             session.log(LogLevel::Warning, &error.chain());
             pair.0.shutdown(std::net::Shutdown::Both);
             pair.1.shutdown(std::net::Shutdown::Both);

@@ -38,7 +38,7 @@ impl<'a> MethodRuns<'a> {
     }
 
     /// Returns this method's run in the same turn as `record`.
-    fn beside(&self, record: &Record) -> Option<&'a Completed> {
+    fn run_in_same_turn(&self, record: &Record) -> Option<&'a Completed> {
         let same = |run: &Record| run.repeat == record.repeat && run.series == record.series;
         let (_, run) = self.runs.iter().find(|(run, _)| same(run))?;
         Some(run)
@@ -51,7 +51,7 @@ fn comparisons(records: &[Record]) -> Vec<Comparison<'_>> {
     for (row, who) in series(records) {
         let runs = records
             .iter()
-            .filter(|run| run.row == row && run.who() == who);
+            .filter(|run| run.row == row && run.program_name() == who);
         let way = MethodRuns {
             name: row.method_and_level(),
             runs: runs
@@ -70,7 +70,7 @@ fn comparisons(records: &[Record]) -> Vec<Comparison<'_>> {
                     row.options.clone(),
                 )
             };
-            *whose == who && other.stands_beside(&row) && how(other) == how(&row)
+            *whose == who && other.is_comparable(&row) && how(other) == how(&row)
         };
         let place = all.iter().position(is_it).unwrap_or_else(|| {
             let empty = Comparison {
@@ -107,7 +107,7 @@ impl Comparison<'_> {
         let (best, _) = self.best()?;
         let runs = self.auto.iter().flat_map(|auto| &auto.runs);
         spread(runs.filter_map(|(record, run)| {
-            Some(run.source.total_ms / best.beside(record)?.source.total_ms)
+            Some(run.source.total_ms / best.run_in_same_turn(record)?.source.total_ms)
         }))
     }
 
@@ -128,7 +128,10 @@ impl Comparison<'_> {
     /// Returns the total time of the best schedule of the fixed runs of the same turn as `record`, in ms.
     fn schedule_of(&self, record: &Record) -> Option<f64> {
         let starts = phases(&self.row)?;
-        let runs = self.fixed.iter().filter_map(|way| way.beside(record));
+        let runs = self
+            .fixed
+            .iter()
+            .filter_map(|way| way.run_in_same_turn(record));
         best_schedule(&starts, &runs.collect::<Vec<_>>())
     }
 }

@@ -28,7 +28,7 @@ pub fn run(
     remote: Option<&RemoteHost>,
     limit: Duration,
     interrupt: &Interrupt,
-    tell: &mut dyn FnMut(&ProgressSnapshot),
+    report: &mut dyn FnMut(&ProgressSnapshot),
 ) -> Result<Outcome, BenchError> {
     let pair = Pair {
         kind: cell.kind,
@@ -63,7 +63,7 @@ pub fn run(
         }
         PairEvent::Filled => held = None,
         PairEvent::Progress(moment) => {
-            tell(moment);
+            report(moment);
             timeline.push((*moment).clone());
         }
     })?;

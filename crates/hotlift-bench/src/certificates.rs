@@ -42,8 +42,8 @@ impl Certificates {
                 .output()
                 .map_err(failed)?;
             if !made.status.success() {
-                let said = String::from_utf8_lossy(&made.stderr);
-                let line = said.lines().last().unwrap_or_default();
+                let output = String::from_utf8_lossy(&made.stderr);
+                let line = output.lines().last().unwrap_or_default();
                 return Err(failed(std::io::Error::other(line)).into());
             }
         }

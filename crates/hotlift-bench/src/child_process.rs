@@ -39,8 +39,8 @@ impl ChildProcess {
 
     /// Returns the last non-empty line of its standard error.
     pub fn last_line(&self) -> Option<String> {
-        let said = std::fs::read_to_string(&self.errors).ok()?;
-        let line = said.lines().rfind(|line| !line.trim().is_empty())?;
+        let output = std::fs::read_to_string(&self.errors).ok()?;
+        let line = output.lines().rfind(|line| !line.trim().is_empty())?;
         Some(line.to_owned())
     }
 }

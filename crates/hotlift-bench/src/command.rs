@@ -31,8 +31,11 @@ impl Hotlift {
         };
         match Command::new(&path).arg("--version").output() {
             Ok(output) => {
-                let said = String::from_utf8_lossy(&output.stdout);
-                let version = said.trim_end().strip_prefix("hotlift ").map(str::to_owned);
+                let output = String::from_utf8_lossy(&output.stdout);
+                let version = output
+                    .trim_end()
+                    .strip_prefix("hotlift ")
+                    .map(str::to_owned);
                 let version =
                     version.ok_or_else(|| BenchError::NotHotlift { path: path.clone() })?;
                 Ok(Self { path, version })

@@ -32,16 +32,16 @@ pub const DOWN_MS: Figure = figure("down ms", |run| Some(run.source.downtime_ms)
 /// Passes over the dirty pages.
 pub const ROUNDS: Figure = figure("rounds", |run| Some(run.source.rounds as f64), false);
 /// Throughput on the wire.
-pub const MBPS: Figure = figure("Mbit/s", |run| told(run.source.throughput_mbps), false);
+pub const MBPS: Figure = figure("Mbit/s", |run| reported(run.source.throughput_mbps), false);
 /// Settled pages, zero pages included.
 pub const PAGES_PER_SECOND: Figure =
     figure("pages/s", |run| Some(run.source.pages_per_second), false);
 /// Bytes of pages with content over bytes sent.
-pub const RATIO: Figure = figure("ratio", |run| told(run.source.ratio), true);
+pub const RATIO: Figure = figure("ratio", |run| reported(run.source.ratio), true);
 /// Bytes sent.
 pub const BYTES: Figure = figure(
     "bytes sent",
-    |run| told(run.source.transferred_bytes as f64),
+    |run| reported(run.source.transferred_bytes as f64),
     true,
 );
 /// Source's CPU over total time.
@@ -139,7 +139,7 @@ impl Figure {
 }
 
 /// Returns those of `figures` that have a meaning for at least one of `runs`; all figures without runs.
-pub fn meant(figures: &[Figure], runs: &[&Completed]) -> Vec<Figure> {
+pub fn meaningful(figures: &[Figure], runs: &[&Completed]) -> Vec<Figure> {
     let mut meant = figures.to_vec();
     meant.retain(|figure| runs.is_empty() || runs.iter().any(|run| (figure.of)(run).is_some()));
     meant
@@ -157,7 +157,7 @@ fn of_all(run: &Completed, cpu_s: f64) -> Option<f64> {
 }
 
 /// Returns `None` for 0: a side that does not report a figure has 0.
-fn told(figure: f64) -> Option<f64> {
+fn reported(figure: f64) -> Option<f64> {
     (figure > 0.0).then_some(figure)
 }
 
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(SOURCE_CPU.text([]), "-");
         let names = |runs: &[&Completed]| {
             let both = [SOURCE_CPU, SOURCE_CPU_OF_ALL];
-            meant(&both, runs)
+            meaningful(&both, runs)
                 .iter()
                 .map(|one| one.name)
                 .collect::<Vec<_>>()

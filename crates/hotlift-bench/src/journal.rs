@@ -16,7 +16,7 @@ pub struct Journal {
     path: PathBuf,
     file: File,
     pending: Vec<Vec<u8>>,
-    told: bool,
+    has_warned: bool,
 }
 
 impl Journal {
@@ -35,7 +35,7 @@ impl Journal {
             path,
             file,
             pending: Vec::new(),
-            told: false,
+            has_warned: false,
         })
     }
 
@@ -52,9 +52,9 @@ impl Journal {
             self.pending.push(line);
         }
         if let Err(error) = self.write_pending()
-            && !self.told
+            && !self.has_warned
         {
-            self.told = true;
+            self.has_warned = true;
             super::warn(format!(
                 "cannot write {}: {error}; the bench continues, and retries after each run",
                 self.path.display()
@@ -112,7 +112,7 @@ mod tests {
             path: "/dev/full".into(),
             file: OpenOptions::new().append(true).open("/dev/full").unwrap(),
             pending: Vec::new(),
-            told: false,
+            has_warned: false,
         };
         journal.keep(&example());
         journal.keep(&example());

@@ -301,7 +301,7 @@ fn only(texts: &[String], mut cells: Vec<Cell>) -> Result<Vec<Cell>, BenchError>
 fn lines(cells: &[Cell]) -> Result<Vec<String>, BenchError> {
     let rows = cells.iter().map(Cell::row).collect::<Result<Vec<_>, _>>()?;
     let labels = table::Labels::of(&rows);
-    let line = |row: &record::Row| labels.text(row, row.who());
+    let line = |row: &record::Row| labels.text(row, row.program_name());
     Ok(rows.iter().map(line).collect())
 }
 

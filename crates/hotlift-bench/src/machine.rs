@@ -15,7 +15,7 @@ const LEFT_FREE: u64 = 512 << 20;
 const MIN_RAM: u64 = 64 << 20;
 
 /// Returns the machine's present state, with the versions that the caller has found.
-pub fn look(versions: BTreeMap<String, String>, destination: Option<String>) -> Machine {
+pub fn current_state(versions: BTreeMap<String, String>, destination: Option<String>) -> Machine {
     let cpus = read("/proc/cpuinfo");
     let cpu = cpus
         .lines()
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn the_description_of_the_machine_is_complete() {
-        let machine = look(BTreeMap::new(), None);
+        let machine = current_state(BTreeMap::new(), None);
         assert!(machine.cores > 0 && machine.memory_bytes > 0, "{machine:?}");
         assert!(!machine.kernel.is_empty() && !machine.command.is_empty());
     }

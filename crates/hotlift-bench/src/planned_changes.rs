@@ -51,7 +51,7 @@ impl PlannedChanges {
             .unwrap_or_else(Instant::now);
         let (stop, stopped) = channel();
         let (events, ends) = (self.events.clone(), self.ends.clone());
-        let thread = thread::spawn(move || go_on(&events, ends.as_ref(), start, &stopped));
+        let thread = thread::spawn(move || apply_events(&events, ends.as_ref(), start, &stopped));
         self.under_way = Some((stop, thread));
     }
 }
@@ -76,7 +76,7 @@ fn events(cell: &Cell) -> Vec<(Duration, Event)> {
 }
 
 /// Makes each of `events` at its time after `start`, until the sender of `stopped` is dropped.
-fn go_on(
+fn apply_events(
     events: &[(Duration, Event)],
     ends: Option<&Ends>,
     start: Instant,

@@ -231,10 +231,10 @@ impl Record {
     }
 
     /// Returns the program and its version: "Hotlift", "QEMU 10.0.2".
-    pub fn who(&self) -> String {
+    pub fn program_name(&self) -> String {
         let version = self.machine.versions.get("qemu");
         let number = version.and_then(|text| text.split([' ', '(']).next());
-        match (self.row.who(), number) {
+        match (self.row.program_name(), number) {
             (who, Some(number)) if self.row.engine != Engine::Hotlift => format!("{who} {number}"),
             (who, _) => who.to_owned(),
         }
@@ -242,15 +242,15 @@ impl Record {
 }
 
 /// Returns the programs of `records`: Hotlift first, then QEMUs in order, then relays.
-pub fn whos<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<String> {
-    let of = |record: &Record| (record.row.engine, record.who());
-    let whos: BTreeSet<_> = records.into_iter().map(of).collect();
-    whos.into_iter().map(|(_, who)| who).collect()
+pub fn program_names<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<String> {
+    let of = |record: &Record| (record.row.engine, record.program_name());
+    let program_names: BTreeSet<_> = records.into_iter().map(of).collect();
+    program_names.into_iter().map(|(_, who)| who).collect()
 }
 
 impl Row {
     /// Returns the program that migrates: "Hotlift", "QEMU", "relayed QEMU".
-    pub fn who(&self) -> &'static str {
+    pub fn program_name(&self) -> &'static str {
         match self.engine {
             Engine::Hotlift => "Hotlift",
             Engine::Qemu => "QEMU",
@@ -265,7 +265,7 @@ impl Row {
 
     /// Returns true if `other` has the same guest under the same conditions, so that they differ only in their migration
     /// options. The kind of guest is not compared: QEMU's guests are always of another kind than Hotlift's.
-    pub fn stands_beside(&self, other: &Self) -> bool {
+    pub fn is_comparable(&self, other: &Self) -> bool {
         fn wire(row: &Row) -> (&Option<String>, u64, &Option<String>) {
             (&row.link, row.max_bandwidth, &row.neighbour)
         }
@@ -368,7 +368,7 @@ pub mod tests {
             run(Engine::Qemu, Some("7.2.22 (another build)")),
         ];
         assert_eq!(
-            whos(&records),
+            program_names(&records),
             ["Hotlift", "QEMU", "QEMU 2.11.1", "QEMU 7.2.22"]
         );
     }

@@ -130,8 +130,8 @@ impl RemoteHost {
             vcpus: cell.guest.vcpus,
             options: given.collect(),
         };
-        let said = conversation.send_hello(&wanted);
-        said.map_err(|error| BenchError::NoRemoteHost(error.into()))?;
+        let sent = conversation.send_hello(&wanted);
+        sent.map_err(|error| BenchError::NoRemoteHost(error.into()))?;
         Ok(conversation)
     }
 }
@@ -144,9 +144,9 @@ fn receive<T: DeserializeOwned>(
 ) -> Result<Option<T>, ConversationError> {
     let end = Instant::now() + limit;
     loop {
-        let heard = conversation.receive_until(&[interrupt.wake_fd()], Some(end))?;
-        if heard.is_some() || interrupt.is_raised() || Instant::now() >= end {
-            return Ok(heard);
+        let received = conversation.receive_until(&[interrupt.wake_fd()], Some(end))?;
+        if received.is_some() || interrupt.is_raised() || Instant::now() >= end {
+            return Ok(received);
         }
     }
 }
@@ -201,7 +201,7 @@ fn serve_one(
     let mut conversation = call.conversation;
     let here = conversation.stream().local_ip();
     let here = here.ok_or(ConversationError::Closed)?;
-    let checked = match call.said {
+    let checked = match call.request {
         Ok(wanted) => flags(&wanted).map(|flags| (wanted, flags)),
         Err(error) => Err(error.to_string()),
     };
@@ -235,7 +235,7 @@ fn serve_one(
         .stdout(Stdio::piped())
         .spawn()?;
     let events = child.stdout.take().map(events::read);
-    let speaker = conversation.speaker();
+    let speaker = conversation.sender();
     let (done, is_done) = io::pipe()?;
     thread::scope(|scope| {
         let child = &mut child;
@@ -347,10 +347,10 @@ mod tests {
             while theirs.write_all(&[b'x'; 4096]).is_ok() {}
         });
         let interrupt = Interrupt::catch().unwrap();
-        let heard = receive::<Event>(&mut ours, day, &interrupt);
+        let received = receive::<Event>(&mut ours, day, &interrupt);
         assert!(
-            matches!(heard, Err(ConversationError::TooLong)),
-            "{heard:?}"
+            matches!(received, Err(ConversationError::TooLong)),
+            "{received:?}"
         );
         drop(ours);
         writer.join().unwrap();

@@ -64,11 +64,11 @@ impl Bench<'_> {
         let labels = Labels::of(&rows);
         let mut random = fastrand::Rng::with_seed(self.seed);
         let mut display = Display::new(cells.len(), self.repeats);
-        let mut said: BTreeMap<usize, String> = BTreeMap::new();
+        let mut printed: BTreeMap<usize, String> = BTreeMap::new();
         let mut records = Vec::new();
         for repeat in 1..=self.repeats {
             for index in order(&rows, &mut random) {
-                let label = labels.text(&rows[index], rows[index].who());
+                let label = labels.text(&rows[index], rows[index].program_name());
                 display.begin(index, &label);
                 let time = now();
                 let machine = self.machine(&cells[index]);
@@ -85,10 +85,10 @@ impl Bench<'_> {
                 }
                 display.end(index, started.elapsed(), &outcome);
                 if let Outcome::Failed { error: why } | Outcome::Skipped { reason: why } = &outcome
-                    && said.get(&index) != Some(why)
+                    && printed.get(&index) != Some(why)
                 {
                     super::warn(format!("{label}: {why}"));
-                    said.insert(index, why.clone());
+                    printed.insert(index, why.clone());
                 }
                 let record = Record {
                     suite: self.suite.clone(),
@@ -123,7 +123,7 @@ impl Bench<'_> {
         let cipher = certificates::wants(&cell.migration).then(CipherSpeed::measure);
         Machine {
             cipher: cipher.flatten(),
-            ..machine::look(versions, self.remote.as_ref().map(RemoteHost::name))
+            ..machine::current_state(versions, self.remote.as_ref().map(RemoteHost::name))
         }
     }
 
@@ -152,7 +152,7 @@ impl Bench<'_> {
     fn run_cell(
         &self,
         cell: &Cell,
-        tell: &mut dyn FnMut(&ProgressSnapshot),
+        report: &mut dyn FnMut(&ProgressSnapshot),
     ) -> Result<Outcome, BenchError> {
         let (needed, free) = (cell.memory(self.remote.is_none()), machine::available());
         if needed > free {
@@ -185,11 +185,16 @@ impl Bench<'_> {
                 self.remote.as_ref(),
                 self.limit,
                 self.interrupt,
-                tell,
+                report,
             ),
-            (_, Some(program)) => {
-                Ok(program.run(cell, place, certificates, self.limit, self.interrupt, tell))
-            }
+            (_, Some(program)) => Ok(program.run(
+                cell,
+                place,
+                certificates,
+                self.limit,
+                self.interrupt,
+                report,
+            )),
             (_, None) => Ok(Outcome::Skipped {
                 reason: "no QEMU was given: use --with-qemu".to_owned(),
             }),
@@ -204,7 +209,7 @@ fn order(rows: &[Row], random: &mut fastrand::Rng) -> Vec<usize> {
     for (i, row) in rows.iter().enumerate() {
         match groups
             .iter_mut()
-            .find(|group| rows[group[0]].stands_beside(row))
+            .find(|group| rows[group[0]].is_comparable(row))
         {
             Some(group) => group.push(i),
             None => groups.push(vec![i]),

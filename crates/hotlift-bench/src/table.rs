@@ -8,7 +8,7 @@ use hotlift_terminal::table::{align, align_with_words};
 use hotlift_terminal::width;
 
 use super::figures::{self, Figure};
-use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, whos};
+use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, program_names};
 use super::report::{neighbour, rate};
 
 /// A table for the terminal and for the report.
@@ -69,9 +69,10 @@ impl Labels {
         let all: Vec<_> = rows.iter().map(parts).collect();
         let differs = (0..all.first().map_or(0, Vec::len))
             .map(|part| {
-                let mut said = all.iter().filter_map(|row| row[part].1.as_ref());
-                said.next()
-                    .is_some_and(|first| said.any(|other| other != first))
+                let mut reported = all.iter().filter_map(|row| row[part].1.as_ref());
+                reported
+                    .next()
+                    .is_some_and(|first| reported.any(|other| other != first))
             })
             .collect();
         let names = rows.iter().flat_map(|row| row.options.keys());
@@ -91,21 +92,21 @@ impl Labels {
             words.insert(0, who.to_owned());
         }
         words.extend(self.words(row, About::Channels, true));
-        words.extend(self.way(row));
+        words.extend(self.differing_options(row));
         words.extend(self.words(row, About::Wire, true));
         words.extend(self.work(row));
         words.join(" ")
     }
 
     /// Returns the migration options that differ between the rows, without method, level and channels.
-    pub fn way(&self, row: &Row) -> Vec<String> {
+    pub fn differing_options(&self, row: &Row) -> Vec<String> {
         let mut words = self.words(row, About::Way, true);
         words.extend(self.options(row, true));
         words
     }
 
     /// Returns the migration options that all rows share, without defaults.
-    pub fn common_way(&self, row: &Row) -> Vec<String> {
+    pub fn shared_options(&self, row: &Row) -> Vec<String> {
         let mut words = self.words(row, About::Way, false);
         words.retain(|word| !["zero pages: multifd", &row.guest.kind].contains(&word.as_str()));
         words.extend(self.options(row, false));
@@ -227,12 +228,12 @@ pub fn matrix(records: &[Record]) -> String {
     let rows: Vec<Row> = series.iter().map(|(row, _)| row.clone()).collect();
     let labels = Labels::of(&rows);
     let all: Vec<&Completed> = records.iter().filter_map(Record::completed).collect();
-    let columns = figures::meant(COLUMNS, &all);
+    let columns = figures::meaningful(COLUMNS, &all);
     let names = columns.iter().map(|figure| figure.name);
     let header = ["", "runs"].into_iter().chain(names).chain(["verified"]);
     let mut table = Grid::new(header, 0);
     for (row, who) in &series {
-        let of = |run: &&Record| run.row == *row && run.who() == *who;
+        let of = |run: &&Record| run.row == *row && run.program_name() == *who;
         let runs: Vec<&Record> = records.iter().filter(of).collect();
         let completed: Vec<&Completed> = runs.iter().filter_map(|run| run.completed()).collect();
         let mut line = vec![labels.text(row, who), completed.len().to_string()];
@@ -269,8 +270,10 @@ pub fn series<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<(Row, St
     let rows = rows(records.iter().copied()).into_iter();
     rows.flat_map(|row| {
         let runs = records.iter().copied().filter(|run| run.row == row);
-        let whos = whos(runs).into_iter();
-        whos.map(|who| (row.clone(), who)).collect::<Vec<_>>()
+        let program_names = program_names(runs).into_iter();
+        program_names
+            .map(|who| (row.clone(), who))
+            .collect::<Vec<_>>()
     })
     .collect()
 }
@@ -333,7 +336,7 @@ pub fn pairs<'a>(
         .filter_map(|run| {
             let other = records.iter().find(|other| {
                 let same = other.repeat == run.repeat && other.series == run.series;
-                same && other.row == *theirs && other.who() == who
+                same && other.row == *theirs && other.program_name() == who
             })?;
             Some((run.completed()?, other.completed()?))
         })
@@ -342,7 +345,7 @@ pub fn pairs<'a>(
 
 /// Returns "yes" if all runs were verified, else the first other result and its count.
 pub fn verified(runs: &[&Record]) -> String {
-    let said: Vec<&str> = runs
+    let reported: Vec<&str> = runs
         .iter()
         .map(|run| match &run.outcome {
             Outcome::Completed(completed) => match completed.verified {
@@ -354,11 +357,11 @@ pub fn verified(runs: &[&Record]) -> String {
             Outcome::Skipped { .. } => "skipped",
         })
         .collect();
-    match said.iter().find(|word| **word != "yes") {
+    match reported.iter().find(|word| **word != "yes") {
         None => "yes".to_owned(),
-        Some(worst) if said.iter().all(|word| word == worst) => (*worst).to_owned(),
+        Some(worst) if reported.iter().all(|word| word == worst) => (*worst).to_owned(),
         Some(worst) => {
-            let number = said.iter().filter(|word| *word == worst).count();
+            let number = reported.iter().filter(|word| *word == worst).count();
             format!("{number} {worst}")
         }
     }

@@ -32,13 +32,13 @@ impl Sampler {
     pub fn start(processes: &[u32]) -> Self {
         let processes = processes.to_vec();
         let mut watched: Vec<Threads> = processes.iter().map(|_| Threads::new()).collect();
-        look(&processes, &mut watched, true);
+        sample_all(&processes, &mut watched, true);
         let (stop, stopped) = channel();
         let worker = std::thread::spawn(move || {
             while stopped.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
-                look(&processes, &mut watched, false);
+                sample_all(&processes, &mut watched, false);
             }
-            look(&processes, &mut watched, false);
+            sample_all(&processes, &mut watched, false);
             watched.into_iter().map(counted).collect()
         });
         Self { stop, worker }
@@ -70,7 +70,7 @@ pub fn process_cpu(process: u32) -> Duration {
 
 /// Samples all threads of all processes once. Threads of the first sample count from that sample on,
 /// later ones from their own start.
-fn look(processes: &[u32], watched: &mut [Threads], begin: bool) {
+fn sample_all(processes: &[u32], watched: &mut [Threads], begin: bool) {
     for (process, threads) in processes.iter().zip(watched) {
         let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else {
             continue;

@@ -50,10 +50,10 @@ fn threads(list: &Value) -> Vec<(&str, f64)> {
 fn assert_threads_are_the_kernels(reported: &[(&str, f64)], counted: &[(&str, f64)]) {
     for (name, seconds) in counted {
         let same = reported.iter().find(|(other, _)| other == name);
-        let (_, said) = same.unwrap_or_else(|| panic!("{name} is not among {reported:?}"));
+        let (_, output) = same.unwrap_or_else(|| panic!("{name} is not among {reported:?}"));
         assert!(
-            *seconds <= said * 1.05 + 0.005,
-            "{name}: {said} s, and the kernel has {seconds}"
+            *seconds <= output * 1.05 + 0.005,
+            "{name}: {output} s, and the kernel has {seconds}"
         );
     }
     // A loaded machine samples less often; half a second is always seen in part.
@@ -122,9 +122,9 @@ fn a_matrix_runs_every_cell_as_often_as_asked_and_its_figures_add_up() {
         "--workload=idle,random",
         "--repeats=2",
     ];
-    let (status, said) = bench(folder.path(), &flags).wait();
-    let said = said.join("\n");
-    assert!(status.success(), "{said}");
+    let (status, output) = bench(folder.path(), &flags).wait();
+    let output = output.join("\n");
+    assert!(status.success(), "{output}");
     let runs = kept(folder.path());
     assert_eq!(runs.len(), 8);
     for (index, run) in runs.iter().enumerate() {
@@ -135,9 +135,9 @@ fn a_matrix_runs_every_cell_as_often_as_asked_and_its_figures_add_up() {
         }
     }
     // Interleaved: all cells of a repeat run before any of the next.
-    assert!(runs[..4].iter().all(|run| run["repeat"] == 1), "{said}");
+    assert!(runs[..4].iter().all(|run| run["repeat"] == 1), "{output}");
     for words in ["[8/8]", "left", "zstd 1 random", "none idle", "median"] {
-        assert!(said.contains(words), "no {words} in\n{said}");
+        assert!(output.contains(words), "no {words} in\n{output}");
     }
     // The file alone gives the same runs, table and report.
     let report = folder.path().join("report.html");
@@ -148,7 +148,7 @@ fn a_matrix_runs_every_cell_as_often_as_asked_and_its_figures_add_up() {
     let (status, again) = Running::start(PROGRAM, &[&file, &out], &[]).wait();
     assert!(status.success());
     for line in &again {
-        assert!(said.contains(line.as_str()), "{line} is not in\n{said}");
+        assert!(output.contains(line.as_str()), "{line} is not in\n{output}");
     }
     assert!(std::fs::read(&report).unwrap() == first);
 }
@@ -163,9 +163,9 @@ fn the_command_is_found_next_to_the_program_or_on_path_or_by_its_flag() {
         let flags = [SMALL, &["--method=none", "--repeats=1", &out], flags].concat();
         Running::start(alone.to_str().unwrap(), &flags, &[("PATH", path)]).wait()
     };
-    let (status, said) = start(&[], "/nonexistent");
-    assert_eq!(status.code(), Some(1), "{said:?}");
-    let why = errors(&said);
+    let (status, output) = start(&[], "/nonexistent");
+    assert_eq!(status.code(), Some(1), "{output:?}");
+    let why = errors(&output);
     assert!(why[0].contains("no program 'hotlift'"), "{why:?}");
     assert!(why[1].contains("--hotlift PATH"), "{why:?}");
     for (flag, problem) in [
@@ -178,15 +178,15 @@ fn the_command_is_found_next_to_the_program_or_on_path_or_by_its_flag() {
             "/bin/true does not print the version",
         ),
     ] {
-        let (status, said) = start(&[flag], "/nonexistent");
-        assert_eq!(status.code(), Some(1), "{said:?}");
-        assert!(errors(&said)[0].contains(problem), "{said:?}");
+        let (status, output) = start(&[flag], "/nonexistent");
+        assert_eq!(status.code(), Some(1), "{output:?}");
+        assert!(errors(&output)[0].contains(problem), "{output:?}");
     }
     let beside = Path::new(PROGRAM).parent().unwrap().to_str().unwrap();
     let by_flag = format!("--hotlift={beside}/hotlift");
     for (flags, path) in [(&[][..], beside), (&[&*by_flag], "/nonexistent")] {
-        let (status, said) = start(flags, path);
-        assert!(status.success(), "{said:#?}");
+        let (status, output) = start(flags, path);
+        assert!(status.success(), "{output:#?}");
     }
 }
 
@@ -196,12 +196,12 @@ fn help_has_every_flag_and_the_manual_page_and_completions_too() {
     assert!(status.success(), "{long:?}");
     let (_, short) = Running::start(PROGRAM, &["-h"], &[]).wait();
     assert!(short.len() < long.len());
-    let more = |said: &[String]| said.iter().any(|line| line.contains("shows all options"));
+    let more = |output: &[String]| output.iter().any(|line| line.contains("shows all options"));
     assert!(more(&short) && !more(&long), "{short:#?}");
     let folder = tempfile::tempdir().unwrap();
     let manual = format!("--manual={}", folder.path().display());
-    let (status, said) = Running::start(PROGRAM, &[&manual], &[]).wait();
-    assert!(status.success() && said.is_empty(), "{said:?}");
+    let (status, output) = Running::start(PROGRAM, &[&manual], &[]).wait();
+    assert!(status.success() && output.is_empty(), "{output:?}");
     let flags = long.iter().filter_map(|line| {
         let flag = line.trim_start().strip_prefix("--")?;
         flag.split([' ', '[']).next()
@@ -226,20 +226,20 @@ fn help_has_every_flag_and_the_manual_page_and_completions_too() {
 #[test]
 fn pause_before_switchover_is_refused_where_no_client_can_continue() {
     let flag = "--with=pause-before-switchover=off,on";
-    let (status, said) = Running::start(PROGRAM, &[flag], &[]).wait();
-    assert_eq!(status.code(), Some(2), "{said:?}");
-    assert!(errors(&said)[0].contains("needs a monitor"), "{said:?}");
+    let (status, output) = Running::start(PROGRAM, &[flag], &[]).wait();
+    assert_eq!(status.code(), Some(2), "{output:?}");
+    assert!(errors(&output)[0].contains("needs a monitor"), "{output:?}");
     let help = "'hotlift-bench --help'";
-    assert!(said.iter().any(|line| line.contains(help)), "{said:?}");
+    assert!(output.iter().any(|line| line.contains(help)), "{output:?}");
 }
 
 #[test]
 fn a_dry_run_lists_cells_and_memory_and_runs_none() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("none");
-    let (status, said) = bench(&out, &["--dry-run", "--channels=1,2"]).wait();
-    assert!(status.success() && !out.exists(), "{said:?}");
-    let last = said.last().expect("a sum");
+    let (status, output) = bench(&out, &["--dry-run", "--channels=1,2"]).wait();
+    assert!(status.success() && !out.exists(), "{output:?}");
+    let last = output.last().expect("a sum");
     assert!(
         last.contains("8 cells, 24 runs") && last.contains("free"),
         "{last}"
@@ -254,14 +254,14 @@ fn a_failed_cell_is_one_line_and_the_others_run() {
         "--fill=generated,/nonexistent",
         "--repeats=2",
     ];
-    let (status, said) = bench(folder.path(), &flags).wait();
+    let (status, output) = bench(folder.path(), &flags).wait();
     assert_eq!(status.code(), Some(1));
-    let why = errors(&said);
+    let why = errors(&output);
     let failed: Vec<_> = why
         .iter()
         .filter(|line| line.contains("/nonexistent"))
         .collect();
-    assert_eq!(failed.len(), 1, "said once: {said:#?}");
+    assert_eq!(failed.len(), 1, "printed once: {output:#?}");
     let runs = kept(folder.path());
     let good = runs
         .iter()
@@ -275,12 +275,12 @@ fn a_signal_keeps_and_shows_the_finished_runs() {
     let mut bench = bench(folder.path(), &["--method=none,zlib", "--repeats=1000"]);
     bench.wait_for("[3/2000]");
     bench.signal(rustix::process::Signal::INT);
-    let (status, said) = bench.wait();
-    assert_eq!(status.code(), Some(130), "{said:?}");
+    let (status, output) = bench.wait();
+    assert_eq!(status.code(), Some(130), "{output:?}");
     assert!(kept(folder.path()).len() >= 3);
     // In the table, not only in the progress.
     let shown = |line: &String| line.starts_with('│') && line.contains("zlib 1");
-    assert!(said.iter().any(shown), "{said:#?}");
+    assert!(output.iter().any(shown), "{output:#?}");
     assert!(folder.path().join("report.html").exists());
 }
 
@@ -315,14 +315,17 @@ fn a_full_disk_loses_one_line_and_leaves_no_partial_line() {
     let Some(_tmpfs) = Tmpfs::mount(folder.path(), "8k") else {
         return;
     };
-    let (status, said) = bench(folder.path(), &["--method=none", "--repeats=6"]).wait();
+    let (status, output) = bench(folder.path(), &["--method=none", "--repeats=6"]).wait();
     assert_eq!(status.code(), Some(1));
-    let full = said
+    let full = output
         .iter()
         .filter(|line| line.contains("the bench continues"));
-    assert_eq!(full.count(), 1, "{said:#?}");
+    assert_eq!(full.count(), 1, "{output:#?}");
     assert!(kept(folder.path()).len() < 6);
-    assert!(said.iter().any(|line| line.contains("[6/6]")), "{said:#?}");
+    assert!(
+        output.iter().any(|line| line.contains("[6/6]")),
+        "{output:#?}"
+    );
 }
 
 /// Writes a memory image of 16 MiB, in which every other page is zero.
@@ -342,8 +345,8 @@ fn a_memory_image_keeps_its_own_zero_pages_and_runs_and_report_mention_it() {
     image(&path);
     let fill = format!("--fill={}", path.display());
     let flags = ["--method=none", "--repeats=1", &fill];
-    let (status, said) = bench(folder.path(), &flags).wait();
-    assert!(status.success(), "{said:#?}");
+    let (status, output) = bench(folder.path(), &flags).wait();
+    assert!(status.success(), "{output:#?}");
     let run = &kept(folder.path())[0];
     assert_adds_up(run);
     let guest = &run["row"]["guest"];
@@ -359,14 +362,14 @@ fn a_memory_image_keeps_its_own_zero_pages_and_runs_and_report_mention_it() {
     }
     // With a given share of zero pages, the image is treated as the files of a folder.
     let flags = ["--method=none", "--repeats=1", &fill, "--zero-share=0.75"];
-    let (status, said) = bench(folder.path(), &flags).wait();
-    assert!(status.success(), "{said:#?}");
+    let (status, output) = bench(folder.path(), &flags).wait();
+    assert!(status.success(), "{output:#?}");
     let filled = &kept(folder.path())[1]["outcome"]["completed"]["filled"];
     assert!(number(&filled["zero_pages"]) > 3.0 * number(&filled["data_pages"]));
     std::fs::write(&path, "").unwrap();
-    let (status, said) = bench(folder.path(), &["--method=none", &fill]).wait();
+    let (status, output) = bench(folder.path(), &["--method=none", &fill]).wait();
     assert_eq!(status.code(), Some(1));
-    let why = errors(&said);
+    let why = errors(&output);
     assert!(
         why[0].contains("ram.img") && why[0].contains("is empty"),
         "{why:?}"
@@ -407,16 +410,16 @@ fn a_signal_ends_the_wait_for_a_host_that_does_not_answer() {
         std::thread::yield_now();
     }
     bench.signal(rustix::process::Signal::INT);
-    let (status, said) = bench.wait();
-    assert_eq!(status.code(), Some(130), "{said:?}");
+    let (status, output) = bench.wait();
+    assert_eq!(status.code(), Some(130), "{output:?}");
 }
 
 #[test]
 fn the_dsa_suite_compares_threads_with_published_ones_and_marks_rows_without_device() {
     let folder = tempfile::tempdir().unwrap();
-    let (status, said) = bench(folder.path(), &["--suite=dsa", "--repeats=1"]).wait();
-    let said = said.join("\n");
-    assert!(status.success(), "{said}");
+    let (status, output) = bench(folder.path(), &["--suite=dsa", "--repeats=1"]).wait();
+    let output = output.join("\n");
+    assert!(status.success(), "{output}");
     for words in [
         "live_migration",
         "multifdsend_7",
@@ -424,15 +427,15 @@ fn the_dsa_suite_compares_threads_with_published_ones_and_marks_rows_without_dev
         "saving",
         "22 %",
     ] {
-        assert!(said.contains(words), "no {words} in\n{said}");
+        assert!(output.contains(words), "no {words} in\n{output}");
     }
     if !Path::new("/dev/dsa").exists() {
-        assert!(said.contains("no DSA device here"), "{said}");
+        assert!(output.contains("no DSA device here"), "{output}");
     }
     let model = ["--suite=dsa", "--repeats=1", "--with=accel-path=dsa-model:"];
-    let (status, said) = bench(folder.path(), &model).wait();
-    let said = said.join("\n");
-    assert!(status.success() && said.contains("simulated"), "{said}");
+    let (status, output) = bench(folder.path(), &model).wait();
+    let output = output.join("\n");
+    assert!(status.success() && output.contains("simulated"), "{output}");
     kept(folder.path()).iter().for_each(assert_adds_up);
 }
 
@@ -446,21 +449,21 @@ fn the_other_suites_run_at_a_small_size() {
     ] {
         let suite = format!("--suite={suite}");
         let flags = [&*suite, "--repeats=1", "--rate=200"];
-        let (status, said) = bench(folder.path(), &flags).wait();
-        let said = said.join("\n");
-        assert!(status.success() && said.contains(words), "{said}");
+        let (status, output) = bench(folder.path(), &flags).wait();
+        let output = output.join("\n");
+        assert!(status.success() && output.contains(words), "{output}");
     }
     kept(folder.path()).iter().for_each(assert_adds_up);
     let cells = |suite: &str| {
         let suite = format!("--suite={suite}");
-        let (status, said) = bench(folder.path(), &[&suite, "--dry-run"]).wait();
-        assert!(status.success(), "{said:#?}");
+        let (status, output) = bench(folder.path(), &[&suite, "--dry-run"]).wait();
+        assert!(status.success(), "{output:#?}");
         // Lines of standard error are mixed in at any place.
-        let count = said.iter().find_map(|line| {
+        let count = output.iter().find_map(|line| {
             let (count, _) = line.split_once(" cells, ")?;
             count.parse::<usize>().ok()
         });
-        count.unwrap_or_else(|| panic!("no number of cells in {said:#?}"))
+        count.unwrap_or_else(|| panic!("no number of cells in {output:#?}"))
     };
     let each = ["dsa", "multithread", "iaa", "qat", "legacy-rework", "tls"].map(cells);
     assert!(each.iter().all(|count| *count > 0), "{each:?}");
@@ -479,16 +482,16 @@ fn a_remote_host_takes_the_guests_and_a_lost_host_is_one_line() {
         .expect("a port");
     let to = format!("--to=tcp:127.0.0.1:{port}");
     let flags = ["--method=none,zstd", "--repeats=1", &to];
-    let (status, said) = bench(folder.path(), &flags).wait();
-    assert!(status.success(), "{said:#?}");
+    let (status, output) = bench(folder.path(), &flags).wait();
+    assert!(status.success(), "{output:#?}");
     let runs = kept(folder.path());
     assert_eq!(runs.len(), 2);
     runs.iter().for_each(assert_adds_up);
     serve.wait_for("a run with");
     drop(serve);
-    let (status, said) = bench(folder.path(), &flags).wait();
+    let (status, output) = bench(folder.path(), &flags).wait();
     assert_eq!(status.code(), Some(1));
-    let why = errors(&said);
+    let why = errors(&output);
     assert!(
         why[0].contains("cannot reach 'hotlift-bench --serve'"),
         "{why:?}"
@@ -499,12 +502,12 @@ fn a_remote_host_takes_the_guests_and_a_lost_host_is_one_line() {
 fn a_link_is_no_faster_than_its_configured_rate() {
     let folder = tempfile::tempdir().unwrap();
     let flags = ["--method=none", "--repeats=1", "--link=200mbit"];
-    let (status, said) = bench(folder.path(), &flags).wait();
-    if said.iter().any(|line| line.contains("--link needs root")) {
+    let (status, output) = bench(folder.path(), &flags).wait();
+    if output.iter().any(|line| line.contains("--link needs root")) {
         hotlift_testkit::skip!("root", "network namespaces need it");
         return;
     }
-    assert!(status.success(), "{said:#?}");
+    assert!(status.success(), "{output:#?}");
     let run = &kept(folder.path())[0];
     assert_adds_up(run);
     let source = &run["outcome"]["completed"]["source"];
@@ -518,8 +521,8 @@ fn a_link_is_no_faster_than_its_configured_rate() {
         "--neighbour=100ms",
         "--only=none",
     ];
-    let (status, said) = bench(folder.path(), &flags).wait();
-    assert!(status.success(), "{said:#?}");
+    let (status, output) = bench(folder.path(), &flags).wait();
+    assert!(status.success(), "{output:#?}");
     let runs = kept(folder.path());
     assert_eq!(runs.len(), 2, "zstd was not asked for");
     assert_eq!(runs[1]["outcome"]["completed"]["verified"], true);
@@ -529,12 +532,12 @@ fn a_link_is_no_faster_than_its_configured_rate() {
         [&row["neighbour"], &row["guest"]["fill"]],
         ["100ms", "mixed"]
     );
-    let (status, said) = bench(folder.path(), &["--method=none", "--link=1gbit,2ms"]).wait();
-    if said.iter().any(|line| line.contains("no netem")) {
+    let (status, output) = bench(folder.path(), &["--method=none", "--link=1gbit,2ms"]).wait();
+    if output.iter().any(|line| line.contains("no netem")) {
         hotlift_testkit::skip!("netem", "the kernel has none");
         return;
     }
-    assert!(status.success(), "{said:#?}");
+    assert!(status.success(), "{output:#?}");
 }
 
 #[test]
@@ -553,14 +556,14 @@ fn a_real_qemu_does_the_same_work_and_missing_features_are_reported() {
             "--repeats=1",
             &qemu,
         ];
-        let (status, said) = bench(folder.path(), &flags).wait();
-        assert!(status.success(), "{}: {said:#?}", program.display());
+        let (status, output) = bench(folder.path(), &flags).wait();
+        assert!(status.success(), "{}: {output:#?}", program.display());
         let runs = kept(folder.path());
         assert_eq!(runs.len(), 16);
         let of_qemu = |run: &&Value| run["row"]["engine"] == "qemu";
         let completed = |run: &&Value| !run["outcome"]["completed"].is_null();
         let good: Vec<&Value> = runs.iter().filter(of_qemu).filter(completed).collect();
-        assert!(good.len() >= 4, "{said:#?}");
+        assert!(good.len() >= 4, "{output:#?}");
         for run in good {
             assert_eq!(run["outcome"]["completed"]["verified"], true, "{run}");
             let side = &run["outcome"]["completed"]["source"]["side"];
@@ -568,18 +571,18 @@ fn a_real_qemu_does_the_same_work_and_missing_features_are_reported() {
             let sum: f64 = threads.iter().map(|one| number(&one["cpu_s"])).sum();
             assert!((sum - number(&side["cpu_s"])).abs() < 1e-6, "{side}");
         }
-        let lacks = errors(&said).iter().any(|line| line.contains("lz4"));
-        assert!(lacks, "{said:#?}");
+        let lacks = errors(&output).iter().any(|line| line.contains("lz4"));
+        assert!(lacks, "{output:#?}");
         assert!(
-            said.iter().any(|line| line.contains("Hotlift / QEMU")),
-            "{said:#?}"
+            output.iter().any(|line| line.contains("Hotlift / QEMU")),
+            "{output:#?}"
         );
         let path = folder.path().join("ram.img");
         image(&path);
         let fill = format!("--fill={}", path.display());
         let flags = ["--method=none", "--repeats=1", &fill, &qemu];
-        let (status, said) = bench(folder.path(), &flags).wait();
-        assert!(status.success(), "{said:#?}");
+        let (status, output) = bench(folder.path(), &flags).wait();
+        assert!(status.success(), "{output:#?}");
         let runs = kept(folder.path()).split_off(16);
         let filled = |run: &Value| run["outcome"]["completed"]["filled"].clone();
         assert_eq!(filled(&runs[0]), filled(&runs[1]));
@@ -600,12 +603,12 @@ fn relays_between_two_qemus_do_the_same_work() {
         let folder = tempfile::tempdir().unwrap();
         let qemu = format!("--with-qemu={}", program.display());
         let flags = ["--method=none,zstd", "--relays", "--repeats=1", &qemu];
-        let (status, said) = bench(folder.path(), &flags).wait();
-        assert!(status.success(), "{}: {said:#?}", program.display());
+        let (status, output) = bench(folder.path(), &flags).wait();
+        assert!(status.success(), "{}: {output:#?}", program.display());
         let runs = kept(folder.path());
         let relayed = |run: &&Value| run["row"]["engine"] == "relay";
         let relayed: Vec<&Value> = runs.iter().filter(relayed).collect();
-        assert_eq!((runs.len(), relayed.len()), (6, 2), "{said:#?}");
+        assert_eq!((runs.len(), relayed.len()), (6, 2), "{output:#?}");
         for run in relayed {
             let completed = &run["outcome"]["completed"];
             assert_eq!(completed["verified"], true, "{run}");
@@ -617,7 +620,10 @@ fn relays_between_two_qemus_do_the_same_work() {
             assert_eq!(sent < content * 0.75, packed, "{sent} of {content}: {run}");
         }
         for words in ["relayed QEMU", "zstd"] {
-            assert!(said.iter().any(|line| line.contains(words)), "{said:#?}");
+            assert!(
+                output.iter().any(|line| line.contains(words)),
+                "{output:#?}"
+            );
         }
     }
 }

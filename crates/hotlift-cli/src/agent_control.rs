@@ -42,7 +42,7 @@ pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
 /// Returns the configuration of this host's agent in `file`; without a file, the default.
 pub fn config_in(file: &Path) -> Result<Config, CommandError> {
     match Config::read(file) {
-        Err(error) if error.is_no_file() => Ok(Config::default()),
+        Err(error) if error.is_missing() => Ok(Config::default()),
         read => read.map_err(|error| agent_error(error.into())),
     }
 }

@@ -111,21 +111,22 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
         if let MoveState::Stayed { reason }
         | MoveState::Ended { reason }
         | MoveState::NotBegun { reason }
-        | MoveState::Unknown { reason } = &outcome.fate
+        | MoveState::Unknown { reason } = &outcome.move_state
         {
             warn!("hotlift: {}: {reason}", outcome.step.domain.name);
         }
     }
-    verdict(&outcomes, interrupt.is_raised())
+    summarize(&outcomes, interrupt.is_raised())
 }
 
 /// Returns the result of the drain, by its worst outcome.
-fn verdict(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandError> {
+fn summarize(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandError> {
     let of = outcomes.len();
-    let count = |is: fn(&MoveState) -> bool| outcomes.iter().filter(|one| is(&one.fate)).count();
-    let unknown = count(|fate| matches!(fate, MoveState::Unknown { .. }));
-    let moved = count(|fate| matches!(fate, MoveState::Moved { .. }));
-    let ended = count(|fate| matches!(fate, MoveState::Ended { .. }));
+    let count =
+        |is: fn(&MoveState) -> bool| outcomes.iter().filter(|one| is(&one.move_state)).count();
+    let unknown = count(|move_state| matches!(move_state, MoveState::Unknown { .. }));
+    let moved = count(|move_state| matches!(move_state, MoveState::Moved { .. }));
+    let ended = count(|move_state| matches!(move_state, MoveState::Ended { .. }));
     match (unknown, of - unknown - moved - ended, ended) {
         (1.., _, _) => Err(CommandError::DomainsInDoubt { domains: unknown }),
         (0, 1.., _) if is_interrupted => Err(TerminalError::Interrupted.into()),
@@ -136,13 +137,13 @@ fn verdict(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandErro
 }
 
 fn not_begun(step: Step) -> Outcome {
-    let fate = match step.stays {
+    let move_state = match step.stays {
         None => MoveState::Waiting,
         Some(stays) => MoveState::NotBegun {
             reason: stays.reason().to_owned(),
         },
     };
-    Outcome { step, fate }
+    Outcome { step, move_state }
 }
 
 /// Running drain.
@@ -198,9 +199,9 @@ impl<'a> Drain<'a> {
         interrupt.watching(None, signal, || self.move_all());
         if let Some(reason) = &self.stop {
             for outcome in &mut self.outcomes {
-                if matches!(outcome.fate, MoveState::Waiting) {
+                if matches!(outcome.move_state, MoveState::Waiting) {
                     let reason = reason.clone();
-                    outcome.fate = MoveState::NotBegun { reason };
+                    outcome.move_state = MoveState::NotBegun { reason };
                 }
             }
         }
@@ -223,7 +224,7 @@ impl<'a> Drain<'a> {
             let mut news = self.news.recv_timeout(wait).ok();
             while let Some(one) = news {
                 match one {
-                    DrainEvent::Move(index, told) => self.take(index, told),
+                    DrainEvent::Move(index, event) => self.take(index, event),
                     DrainEvent::Lost(UnreachableHost { uri, reason }) => {
                         self.abort(reason, Some(&uri))
                     }
@@ -239,13 +240,13 @@ impl<'a> Drain<'a> {
     }
 
     fn under_way(&self) -> Vec<&Step> {
-        let is_under_way = |one: &&Outcome| matches!(one.fate, MoveState::UnderWay { .. });
+        let is_under_way = |one: &&Outcome| matches!(one.move_state, MoveState::UnderWay { .. });
         let all = self.outcomes.iter().filter(is_under_way);
         all.map(|one| &one.step).collect()
     }
 
     fn next(&self) -> Option<usize> {
-        let waits = |outcome: &Outcome| matches!(outcome.fate, MoveState::Waiting);
+        let waits = |outcome: &Outcome| matches!(outcome.move_state, MoveState::Waiting);
         self.outcomes.iter().position(waits)
     }
 
@@ -299,28 +300,28 @@ impl<'a> Drain<'a> {
             here: self.here.clone(),
             step: self.outcomes[index].step.clone(),
             options,
-            is_looked_at: self.display.is_table(),
+            is_displayed: self.display.is_table(),
             abort,
         };
         let to_news = self.to_news.clone();
-        one.start(move |told| _ = to_news.send(DrainEvent::Move(index, told)));
+        one.start(move |event| _ = to_news.send(DrainEvent::Move(index, event)));
         self.enter(index, MoveState::UnderWay { job: None });
     }
 
-    fn take(&mut self, index: usize, told: MoveEvent) {
-        match told {
+    fn take(&mut self, index: usize, event: MoveEvent) {
+        match event {
             MoveEvent::Job(job) => {
-                self.outcomes[index].fate = MoveState::UnderWay { job: Some(job) }
+                self.outcomes[index].move_state = MoveState::UnderWay { job: Some(job) }
             }
-            MoveEvent::Ended { fate, lost } => {
-                self.enter(index, fate);
+            MoveEvent::Ended { move_state, lost } => {
+                self.enter(index, move_state);
                 self.stop = self.stop.take().or(lost);
             }
         }
     }
 
-    fn enter(&mut self, index: usize, fate: MoveState) {
-        self.outcomes[index].fate = fate;
+    fn enter(&mut self, index: usize, move_state: MoveState) {
+        self.outcomes[index].move_state = move_state;
         self.display.note(&self.outcomes[index]);
     }
 }

@@ -47,7 +47,7 @@ fn stopped(qmp: &str) -> String {
 }
 
 /// Exit code if the owner of the guest is unknown, or the guest may be paused.
-pub const STANDS_STILL: u8 = 3;
+pub const GUEST_UNCERTAIN: u8 = 3;
 
 /// Next step for a damaged file.
 const SALVAGE: &str = "restore from another copy of the file, or replace its damaged pages with zero pages: --salvage, which \
@@ -355,8 +355,8 @@ impl CommandError {
             Self::AgentSilent { .. } => {
                 Some("read the agent's log on that host: journalctl -u hotlift-agent")
             }
-            Self::Virsh(VirshError::Refused { said, .. })
-                if said.contains("connect to the hypervisor") =>
+            Self::Virsh(VirshError::Refused { output, .. })
+                if output.contains("connect to the hypervisor") =>
             {
                 Some(
                     "check that libvirt runs there, and that this user may use it: virsh --connect URI list",
@@ -374,7 +374,7 @@ impl CommandError {
                 )
             }
             // QEMU's message for RAM in a file on disk.
-            Self::Qemu(QemuError::NoPostcopy { said }) if said.contains("TMPFS") => Some(
+            Self::Qemu(QemuError::NoPostcopy { message }) if message.contains("TMPFS") => Some(
                 "give that QEMU its RAM in anonymous memory, memfd, tmpfs or hugetlbfs; or restore without --lazy",
             ),
             Self::Qemu(QemuError::NoPostcopy { .. }) => Some(
@@ -465,7 +465,7 @@ impl CommandError {
             | Self::DomainsInDoubt { .. }
             | Self::PagesMissing { .. }
             | Self::StillWaits { .. }
-            | Self::EndedCopy => STANDS_STILL,
+            | Self::EndedCopy => GUEST_UNCERTAIN,
             // The guest is at its target.
             Self::Qemu(QemuError::MovedAnyway { .. }) => 0,
             Self::Migration(MigrationError::Cancelled)
@@ -583,15 +583,15 @@ mod tests {
 
     #[test]
     fn hints_name_the_sysctl_for_postcopy_and_the_option_for_a_blocked_port() {
-        let said = "Postcopy is not supported".to_owned();
-        let (line, advice) = of(QemuError::NoPostcopy { said });
+        let message = "Postcopy is not supported".to_owned();
+        let (line, advice) = of(QemuError::NoPostcopy { message });
         assert!(line.ends_with("cannot use postcopy: Postcopy is not supported"));
         assert!(advice.contains("vm.unprivileged_userfaultfd=1"), "{advice}");
         let reasons = "its QEMU: Failed to get \"write\" lock".to_owned();
         let (_, advice) = of(QemuError::Failed { reasons });
         assert!(advice.contains("another process uses a disk"), "{advice}");
-        let said = "Host backend files need to be TMPFS or HUGETLBFS only".to_owned();
-        let (_, advice) = of(QemuError::NoPostcopy { said });
+        let message = "Host backend files need to be TMPFS or HUGETLBFS only".to_owned();
+        let (_, advice) = of(QemuError::NoPostcopy { message });
         assert!(advice.contains("without --lazy"), "{advice}");
         let reasons = "cannot reach the other side".to_owned();
         let blocked = CommandError::DataPort(QemuError::Failed { reasons });

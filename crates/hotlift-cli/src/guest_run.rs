@@ -9,7 +9,7 @@ use hotlift::options::OptionError;
 use hotlift::{Address, Control, MigrationError, Options};
 use hotlift_command::args::{GuestArgs, seconds};
 use hotlift_command::error::SharedError;
-use hotlift_command::events::{Check, Event, Filling, tell};
+use hotlift_command::events::{Check, Event, Filling, send_to_parent};
 use hotlift_command::migration_args::{RoleArgs, role};
 use hotlift_command::security;
 use hotlift_methods::AUTO;
@@ -171,7 +171,7 @@ impl Session<'_> {
     fn boot(&self) -> Result<(), CommandError> {
         let filled = self.guest.fill(&self.args.guest.fill_settings())?;
         let filling = Filling::from(&filled);
-        self.tell(&Event::Filled(filling));
+        self.send_event(&Event::Filled(filling));
         self.print(&format!(
             "{} guest, {} pages with data, {} zero: {}",
             self.guest.kind(),
@@ -194,7 +194,7 @@ impl Session<'_> {
         let outcome = self.interrupt.cancelling(&control, || {
             hotlift::migrate(&*self.guest, uri, &self.options, &control, &|progress| {
                 display.show(progress);
-                self.tell(&Event::Progress {
+                self.send_event(&Event::Progress {
                     moment: progress.into(),
                 });
             })
@@ -202,7 +202,7 @@ impl Session<'_> {
         display.finish();
         match outcome {
             Ok(sent) => {
-                self.tell(&Event::Sent {
+                self.send_event(&Event::Sent {
                     report: Box::new(sent.clone()),
                 });
                 let mut run = self.new_run();
@@ -212,7 +212,7 @@ impl Session<'_> {
                 self.write_json(&runs)
             }
             Err(error) => {
-                self.tell(&Event::Failed {
+                self.send_event(&Event::Failed {
                     error: error_line(&error),
                 });
                 match error {
@@ -273,7 +273,7 @@ impl Session<'_> {
     /// Shows that the guest runs here after a failed migration, and lets it run.
     fn stayed(&self) -> Result<(), CommandError> {
         let check = self.check();
-        self.tell(&Event::Checked(check.clone()));
+        self.send_event(&Event::Checked(check.clone()));
         match check.problem {
             None => self.print(&format!(
                 "the guest runs here again: {} writes, {} pages checked, none lost",
@@ -297,7 +297,7 @@ impl Session<'_> {
         let address = listener
             .address()
             .map_err(TerminalError::process("listener"))?;
-        self.tell(&Event::Listening {
+        self.send_event(&Event::Listening {
             uri: address.to_string(),
         });
         self.print(&format!("waiting for a source at {address}"));
@@ -308,7 +308,7 @@ impl Session<'_> {
         let received = match received {
             Ok(received) => received,
             Err(error) => {
-                self.tell(&Event::Failed {
+                self.send_event(&Event::Failed {
                     error: error_line(&error),
                 });
                 return Err(error.into());
@@ -337,11 +337,11 @@ impl Session<'_> {
                 ));
             }
         }
-        self.tell(&Event::Received {
+        self.send_event(&Event::Received {
             report: received.clone(),
         });
         let check = self.check();
-        self.tell(&Event::Checked(check.clone()));
+        self.send_event(&Event::Checked(check.clone()));
         let mut run = self.new_run();
         run.received(received);
         run.checked(&check);
@@ -508,9 +508,9 @@ impl Session<'_> {
     }
 
     /// Sends an event to the parent process.
-    fn tell(&self, event: &Event) {
+    fn send_event(&self, event: &Event) {
         if self.args.tell_events {
-            tell(event);
+            send_to_parent(event);
         }
     }
 

@@ -22,7 +22,7 @@ use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::compare::{Outcome, compare};
 use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::outgoing::{self, LimitArgs, OutgoingMigration};
-use hotlift_qemu::run_state::words;
+use hotlift_qemu::run_state::state_clause;
 use hotlift_qemu::source::{DestinationKnowledge, Source};
 use hotlift_qemu::vm::{self, Vm};
 use hotlift_qemu::{settings, shared_memory};
@@ -204,7 +204,7 @@ fn to_serve(
     // The outcome is printed even if no process reads the figures.
     warn!(
         "the guest {} at the destination; this QEMU keeps a paused copy and can be ended",
-        words(&migration.state)
+        state_clause(&migration.state)
     );
     Ok(args.output.print(&migration, || migration.table())?)
 }
@@ -451,8 +451,8 @@ impl Move<'_> {
         let changed = outgoing::change_settings(source, self.purpose, settings, limit);
         let relayed = changed.and_then(|ramp| {
             moving.run(ramp, &mut |wakes, until, control| {
-                let heard = self.receive(destination, &mut final_message, wakes, until);
-                if heard.is_err() {
+                let received = self.receive(destination, &mut final_message, wakes, until);
+                if received.is_err() {
                     // The destination's host may be lost, and the relay's connections with it.
                     control.suspect_peer();
                 }
@@ -481,7 +481,7 @@ impl Move<'_> {
                     (MigrationError::Destination { .. }, None) => {}
                     (error, None) => send_failure(destination, error.chain()),
                 }
-                Err(self.stayed(destination, final_message, &error, relayed.is_told))
+                Err(self.stayed(destination, final_message, &error, relayed.may_run_there))
             }
         }
     }
@@ -635,12 +635,12 @@ impl Move<'_> {
         destination: &mut Conversation,
         final_message: Option<FinalMessage>,
         error: &MigrationError,
-        is_told: bool,
+        may_run_there: bool,
     ) -> CommandError {
-        let mut heard = final_message;
-        let settled = self.source.settle(error, is_told, || {
-            heard = self.final_message(self.settle_time(), destination, heard.take());
-            match &heard {
+        let mut received = final_message;
+        let settled = self.source.settle(error, may_run_there, || {
+            received = self.final_message(self.settle_time(), destination, received.take());
+            match &received {
                 Some(FinalMessage::Completed { .. }) => DestinationKnowledge::Here,
                 Some(FinalMessage::Failed { guest, .. }) => *guest,
                 // A relay refuses a guest only if its QEMU never ran it, and never will.
@@ -652,11 +652,11 @@ impl Move<'_> {
         });
         // If the destination's relay reported the cause, its QEMU's output follows. Otherwise the cause is known here, and only
         // a message already sent is read.
-        let patience = match error {
+        let timeout = match error {
             MigrationError::Destination { .. } => EXPLANATION,
             _ => ARRIVAL_TIME,
         };
-        let theirs = match self.final_message(patience, destination, heard) {
+        let theirs = match self.final_message(timeout, destination, received) {
             Some(FinalMessage::Failed { reason, .. } | FinalMessage::Lost { reason }) => {
                 Some(format!("the destination: {reason}"))
             }

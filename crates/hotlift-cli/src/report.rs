@@ -205,7 +205,7 @@ pub const RESULTS: &[&str] = &[
 /// Returns the result table.
 pub fn results(runs: &[Run]) -> String {
     let rows: Vec<_> = runs.iter().map(row).collect();
-    let mut lines = ways(runs);
+    let mut lines = option_lines(runs);
     lines.push(width::fitted(RESULTS, &rows, align));
     lines.extend(runs.iter().filter_map(shares));
     lines.extend(runs.iter().filter_map(throttled));
@@ -249,7 +249,7 @@ fn row(run: &Run) -> Vec<String> {
 }
 
 /// Returns the options that differ from the usual ones, a line per setting.
-fn ways(runs: &[Run]) -> Vec<String> {
+fn option_lines(runs: &[Run]) -> Vec<String> {
     let words = |run: &Run| {
         let words = run
             .options
@@ -387,7 +387,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
     let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
     for (method, side, jobs) in rows {
         if let Some(why) = &jobs.fallback {
-            match reasons.iter_mut().find(|(said, _)| said == why) {
+            match reasons.iter_mut().find(|(known, _)| known == why) {
                 Some((_, methods)) if methods.contains(&method) => {}
                 Some((_, methods)) => methods.push(method.clone()),
                 None => reasons.push((why, vec![method.clone()])),
@@ -400,7 +400,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
             jobs.software.to_string(),
             jobs.retries.to_string(),
             jobs.raw_pages.to_string(),
-            doer(jobs),
+            devices_text(jobs),
         ]);
     }
     align_with_words(&mut table, 6);
@@ -413,7 +413,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
 }
 
 /// Returns the devices, and the CPU.
-fn doer(jobs: &JobFigures) -> String {
+fn devices_text(jobs: &JobFigures) -> String {
     let devices = jobs.devices.join(", ");
     match &jobs.fallback {
         None if !devices.is_empty() => devices,
@@ -424,16 +424,16 @@ fn doer(jobs: &JobFigures) -> String {
 
 /// Returns the devices and the CPU, with the reason for a fallback to the CPU.
 pub fn done_by(jobs: &JobFigures) -> String {
-    let doer = doer(jobs);
+    let devices = devices_text(jobs);
     match &jobs.fallback {
-        None => doer,
+        None => devices,
         Some(why) => {
             // The reason begins with its device.
             let of_the_one = match jobs.hardware {
                 0 => None,
                 _ => why.strip_prefix(&format!("{}: ", jobs.devices.join(", "))),
             };
-            format!("{doer}: {}", of_the_one.unwrap_or(why))
+            format!("{devices}: {}", of_the_one.unwrap_or(why))
         }
     }
 }
@@ -461,7 +461,7 @@ mod tests {
     #[test]
     fn a_result_names_only_options_that_differ_from_the_default() {
         assert_eq!(
-            ways(&[run(&[]), run(&[("multifd-compression", "zstd")])]),
+            option_lines(&[run(&[]), run(&[("multifd-compression", "zstd")])]),
             [""; 0]
         );
         for (given, words) in [
@@ -478,7 +478,7 @@ mod tests {
             assert_eq!(json[0]["options"][given.0], given.1, "{json}");
         }
         let mixed = [run(&[("mem-prealloc", "on")]), run(&[])];
-        assert_eq!(ways(&mixed), ["none with mem-prealloc=on"]);
+        assert_eq!(option_lines(&mixed), ["none with mem-prealloc=on"]);
     }
 
     #[test]
@@ -507,7 +507,7 @@ mod tests {
             fallback: Some("IAA: status 0x20".to_owned()),
             ..jobs
         };
-        assert_eq!(doer(&lost), "IAA; then the CPU");
+        assert_eq!(devices_text(&lost), "IAA; then the CPU");
         assert_eq!(done_by(&lost), "IAA; then the CPU: status 0x20");
     }
 

@@ -22,7 +22,7 @@ use hotlift_qemu::compare::{self, compare};
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::error::at_destination;
 use hotlift_qemu::incoming;
-use hotlift_qemu::run_state::words;
+use hotlift_qemu::run_state::state_clause;
 use hotlift_qemu::unused_ram::unused_ram;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::QmpAddress;
@@ -138,13 +138,13 @@ impl RestoreArgs {
 pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let restored = restore(args).map_err(|error| named(error, &args.file));
     match args.resume {
-        true => restored.map_err(still_waits),
+        true => restored.map_err(as_still_waiting),
         false => restored,
     }
 }
 
 /// Turns the error of a failed `--resume`: the guest still waits, unless QEMU reports otherwise.
-fn still_waits(error: CommandError) -> CommandError {
+fn as_still_waiting(error: CommandError) -> CommandError {
     match error {
         CommandError::Qemu(QemuError::NotPaused { .. })
         | CommandError::NotTaken { .. }
@@ -220,8 +220,8 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
         Ok(report) => report,
         Err(error) => return failed(&error, destination, clock, settle_timeout, &interrupt),
     };
-    report.lost.iter().for_each(say_lost);
-    taken(destination, &clock, settle_timeout, &interrupt)?;
+    report.lost.iter().for_each(print_lost_pages);
+    await_load(destination, &clock, settle_timeout, &interrupt)?;
     let table = || relay_table("restore", &report);
     let printed = args.output.print(&report, table);
     clock.report();
@@ -258,7 +258,7 @@ fn compare_saved(
 }
 
 /// Waits until QEMU confirms the load, and reports it, even if no process reads the figures.
-fn taken(
+fn await_load(
     destination: Destination,
     clock: &GuestClock,
     settle_timeout: Duration,
@@ -289,7 +289,11 @@ fn conclude(
             if let Some(trouble) = trouble {
                 warn!("hotlift: the guest is restored, with errors on the way: {trouble}");
             }
-            warn!("the guest {}: {}", words(&state), destination.leave());
+            warn!(
+                "the guest {}: {}",
+                state_clause(&state),
+                destination.leave()
+            );
             clock.is_here(&state);
             Ok(())
         }
@@ -359,7 +363,7 @@ fn failed(
 }
 
 /// Prints the damaged parts, which are zero in the guest.
-fn say_lost(lost: &LostPages) {
+fn print_lost_pages(lost: &LostPages) {
     warn!("hotlift: lost: {lost}");
 }
 
@@ -431,7 +435,7 @@ fn relay(
             });
         }
     };
-    let on_commit = || destination.custody().give_up();
+    let on_commit = || destination.custody().release();
     let has_taken = |was: Option<&str>| destination.has_taken(was);
     let hooks = Hooks {
         on_progress: Some(&show),

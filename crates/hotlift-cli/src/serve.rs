@@ -23,7 +23,7 @@ use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::error::Side;
 use hotlift_qemu::process::{self, Custody};
-use hotlift_qemu::run_state::words;
+use hotlift_qemu::run_state::state_clause;
 use hotlift_qemu::source::DestinationKnowledge;
 use hotlift_qemu::vm::{self, Vm};
 use hotlift_qemu::{QemuError, compare, incoming, shared_memory};
@@ -32,7 +32,7 @@ use hotlift_qmp::{QmpAddress, RunState, Uuid, one_line};
 use hotlift_terminal::error::{TerminalError, error_line};
 use hotlift_terminal::output::{print_line, print_rejected_connections, warn};
 use hotlift_terminal::progress::bytes;
-use hotlift_terminal::signals::{Interrupt, beside};
+use hotlift_terminal::signals::{Interrupt, run_alongside};
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
@@ -181,13 +181,14 @@ impl Host<'_> {
             if self.interrupt.is_raised() {
                 return Err(TerminalError::Interrupted.into());
             }
-            let mut hear =
+            let mut receive_request =
                 |source: &mut Conversation| source.receive_hello::<Hello>(Duration::ZERO);
-            let Some(call) = callers.next(None, &[self.interrupt.wake_fd()], &mut hear) else {
+            let Some(call) = callers.next(None, &[self.interrupt.wake_fd()], &mut receive_request)
+            else {
                 continue;
             };
             let mut source = call.conversation;
-            let sent_away = match call.said {
+            let sent_away = match call.request {
                 Ok(hello) => match self.receive(&mut source, &hello, held) {
                     SourceResult::Over(outcome) => return outcome,
                     SourceResult::SentAway(error) => error,
@@ -307,13 +308,13 @@ impl Host<'_> {
             vm,
         };
         source.send(&ready)?;
-        let (relayed, source_said) =
+        let (relayed, source_failure) =
             self.relay(source, &destination, &settings, &listener, &socket)?;
         drop(listener);
         let settle_timeout = settings.limits.settle_timeout;
         match relayed {
-            Ok(report) => self.taken(source, destination, settle_timeout, report),
-            Err(error) => self.failed(source, source_said, destination, settle_timeout, &error),
+            Ok(report) => self.await_load(source, destination, settle_timeout, report),
+            Err(error) => self.failed(source, source_failure, destination, settle_timeout, &error),
         }
     }
 
@@ -365,7 +366,7 @@ impl Host<'_> {
                 *latest = *progress;
             }
         };
-        let on_commit = || destination.custody().give_up();
+        let on_commit = || destination.custody().release();
         let has_taken = |was: Option<&str>| destination.has_taken(was);
         let hooks = Hooks {
             on_progress: Some(&note),
@@ -378,13 +379,13 @@ impl Host<'_> {
             hotlift::relay::relay(incoming, &outgoing, settings, &control, hooks)
         };
         let custody = destination.custody();
-        let (outcome, source_said) = beside(relay, |ended| {
+        let (outcome, source_failure) = run_alongside(relay, |ended| {
             let received = || latest.lock().map_or(0, |latest| latest.received_bytes);
             self.serve_source(source, ended, &control, custody, &received)
         })?;
         print_rejected_connections(&control);
         self.monitor.ended(&outcome);
-        Ok((outcome, source_said))
+        Ok((outcome, source_failure))
     }
 
     /// Serves the source until `ended` is readable. Returns its reason for a failure.
@@ -396,8 +397,8 @@ impl Host<'_> {
         custody: &Custody,
         received: &dyn Fn() -> u64,
     ) -> Option<String> {
-        let mut said = None;
-        let mut told = Instant::now();
+        let mut failure = None;
+        let mut last_progress = Instant::now();
         let mut source_is_there = true;
         while !is_readable(ended) {
             let mut wakes = vec![ended];
@@ -409,30 +410,32 @@ impl Host<'_> {
                 wait_readable(&wakes, None);
                 continue;
             }
-            let mut heard = receive_failure(source, &wakes, told + PROGRESS, &mut said);
-            if told.elapsed() >= PROGRESS {
-                told = Instant::now();
+            let mut from_source =
+                receive_failure(source, &wakes, last_progress + PROGRESS, &mut failure);
+            if last_progress.elapsed() >= PROGRESS {
+                last_progress = Instant::now();
                 let received_bytes = received();
                 if !self.args.quiet {
                     let stall = control.stall();
                     let stall = stall.map_or_else(String::new, |stall| format!(", {stall}"));
                     warn!("receiving: {} arrived{stall}", bytes(received_bytes));
                 }
-                heard = heard.and_then(|()| source.send(&Answer::Progress { received_bytes }));
+                from_source =
+                    from_source.and_then(|()| source.send(&Answer::Progress { received_bytes }));
             }
-            if heard.is_err() || said.is_some() {
-                source_is_there = heard.is_ok();
+            if from_source.is_err() || failure.is_some() {
+                source_is_there = from_source.is_ok();
                 // After the commit its other connections may also be lost, and it queries the outcome.
-                if !custody.is_given_up() {
+                if !custody.is_released() {
                     control.cancel();
                 }
             }
         }
-        said
+        failure
     }
 
     /// Waits for QEMU to run the guest after a complete stream, and leaves it running.
-    fn taken(
+    fn await_load(
         &self,
         source: &mut Conversation,
         destination: Destination,
@@ -449,7 +452,7 @@ impl Host<'_> {
                     state: state.clone(),
                     report,
                 });
-                say_taken(&state, destination);
+                print_arrival(&state, destination);
                 Ok(())
             }
             Statement::Stopped { reason, can_run } => {
@@ -460,7 +463,7 @@ impl Host<'_> {
                 let _ = source.send(&failed(reason.clone(), DestinationKnowledge::NotHere));
                 Err(QemuError::Failed { reasons: reason }.into())
             }
-            Statement::GuestEnded { how, by_itself } => had_guest(source, how, by_itself),
+            Statement::GuestEnded { how, by_itself } => report_ended(source, how, by_itself),
             // QEMU accepted the guest on the stream, so its current state does not prove that the guest never ran.
             Statement::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
@@ -475,7 +478,7 @@ impl Host<'_> {
     fn failed(
         &self,
         source: &mut Conversation,
-        source_said: Option<String>,
+        source_failure: Option<String>,
         destination: Destination,
         settle_timeout: Duration,
         error: &MigrationError,
@@ -497,10 +500,10 @@ impl Host<'_> {
                 let reason = error.chain();
                 let _ = source.send(&failed(reason.clone(), DestinationKnowledge::Here));
                 warn!("hotlift: the guest is here, with errors on the way: {reason}");
-                say_taken(&state, destination);
+                print_arrival(&state, destination);
                 Ok(())
             }
-            Statement::GuestEnded { how, by_itself } => had_guest(source, how, by_itself),
+            Statement::GuestEnded { how, by_itself } => report_ended(source, how, by_itself),
             Statement::Stopped { reason, can_run } => Err(not_running(
                 source,
                 destination,
@@ -514,14 +517,14 @@ impl Host<'_> {
                 if is_interrupted {
                     return Err(TerminalError::Interrupted.into());
                 }
-                let mut said = source_said;
-                if said.is_none() {
-                    let _ = receive_failure(source, &[], Instant::now() + REASON, &mut said);
+                let mut failure = source_failure;
+                if failure.is_none() {
+                    let _ = receive_failure(source, &[], Instant::now() + REASON, &mut failure);
                 }
-                let reasons = match (said, error) {
+                let reasons = match (failure, error) {
                     // The source ended this relay.
-                    (Some(said), MigrationError::Cancelled) => format!("the source: {said}"),
-                    (Some(said), _) => format!("{reasons}; the source: {said}"),
+                    (Some(failure), MigrationError::Cancelled) => format!("the source: {failure}"),
+                    (Some(failure), _) => format!("{reasons}; the source: {failure}"),
                     (None, _) => reasons,
                 };
                 Err(QemuError::Failed { reasons }.into())
@@ -554,10 +557,10 @@ fn receive_failure(
     source: &mut Conversation,
     others: &[BorrowedFd<'_>],
     until: Instant,
-    said: &mut Option<String>,
+    failure: &mut Option<String>,
 ) -> Result<(), ConversationError> {
     if let Some(SourceMessage::Failed { reason }) = source.receive_until(others, Some(until))? {
-        said.get_or_insert_with(|| one_line(&reason));
+        failure.get_or_insert_with(|| one_line(&reason));
     }
     Ok(())
 }
@@ -567,8 +570,12 @@ fn failed(reason: String, guest: DestinationKnowledge) -> Answer {
 }
 
 /// Prints that the guest is here, and leaves its QEMU running.
-fn say_taken(state: &RunState, destination: Destination) {
-    print_line!("the guest {} here: {}", words(state), destination.leave());
+fn print_arrival(state: &RunState, destination: Destination) {
+    print_line!(
+        "the guest {} here: {}",
+        state_clause(state),
+        destination.leave()
+    );
 }
 
 /// Leaves a QEMU running that has the guest and does not run it.
@@ -589,7 +596,11 @@ fn not_running(
 
 /// Reports that the guest was here, and ended: the source must not run it again. An end of QEMU other than the guest's own is a
 /// failure.
-fn had_guest(source: &mut Conversation, how: String, by_itself: bool) -> Result<(), CommandError> {
+fn report_ended(
+    source: &mut Conversation,
+    how: String,
+    by_itself: bool,
+) -> Result<(), CommandError> {
     let reason = format!("the guest was received, then its QEMU ended: {how}");
     let _ = source.send(&failed(reason.clone(), DestinationKnowledge::Here));
     if !by_itself {

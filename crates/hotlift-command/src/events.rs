@@ -141,7 +141,7 @@ pub struct Check {
 }
 
 /// Sends `event` to the parent process.
-pub fn tell(event: &Event) {
+pub fn send_to_parent(event: &Event) {
     if let Ok(line) = serde_json::to_string(event) {
         // A dead or sleeping parent gets nothing; the guest keeps running.
         match event {

@@ -215,7 +215,7 @@ impl MigrationArgs {
 
 fn help(option: &OptionInfo, role: Role) -> String {
     let default = match option.role_default(role) {
-        Some(row) => row.words.to_owned(),
+        Some(row) => row.help_text.to_owned(),
         None => option.default(),
     };
     let unit = match option.unit {
@@ -485,9 +485,9 @@ mod tests {
     #[test]
     fn common_options_come_first_in_help_and_the_method_before_all() {
         let [_, long] = helps::<role::Guest>();
-        let at = |words: &str| {
-            long.find(words)
-                .unwrap_or_else(|| panic!("{words}: {long}"))
+        let at = |help_text: &str| {
+            long.find(help_text)
+                .unwrap_or_else(|| panic!("{help_text}: {long}"))
         };
         let order = [
             "Migration:",
@@ -551,7 +551,7 @@ mod tests {
 
     #[test]
     fn a_value_that_is_refused_is_named_by_its_flag_and_its_option() {
-        for (flags, words) in [
+        for (flags, help_text) in [
             (
                 &["--method=zst"][..],
                 "--method (parameter 'multifd-compression') expects one of",
@@ -578,7 +578,7 @@ mod tests {
             ),
         ] {
             let error = parse(flags).unwrap_err().to_string();
-            assert!(error.contains(&format!("error: {words}")), "{error}");
+            assert!(error.contains(&format!("error: {help_text}")), "{error}");
         }
     }
 
@@ -586,13 +586,13 @@ mod tests {
     fn a_switch_without_a_value_does_not_consume_the_next_argument() {
         let command = RoleArgs::<role::Restore>::augment_args(Command::new("t"));
         let command = command.arg(Arg::new("file").required(true));
-        let parsed = |words: &[&str]| {
+        let parsed = |help_text: &[&str]| {
             let matches = command
                 .clone()
-                .try_get_matches_from([&["t"], words].concat());
+                .try_get_matches_from([&["t"], help_text].concat());
             RoleArgs::<role::Restore>::from_arg_matches(&matches.unwrap()).unwrap()
         };
-        let insecure = |words: &[&str]| parsed(words).values().tls.insecure;
+        let insecure = |help_text: &[&str]| parsed(help_text).values().tls.insecure;
         assert!(insecure(&["--insecure", "vm.save"]));
         assert!(insecure(&["--insecure=on", "vm.save"]));
         assert!(!insecure(&["--insecure=off", "vm.save"]));
@@ -600,7 +600,7 @@ mod tests {
 
     #[test]
     fn an_option_without_effect_is_refused_where_no_monitor_can_change_that() {
-        for (flags, words) in [
+        for (flags, help_text) in [
             (
                 &["--compress=on", "--channels=4"][..],
                 "multifd-channels=4 needs multifd=on, which excludes compress=on",
@@ -616,7 +616,7 @@ mod tests {
             (&["--cpu-throttle-initial=30"], "needs auto-converge=on"),
         ] {
             let error = parse_as::<role::Pair>(flags).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains(help_text), "{error}");
             let kept = parse(flags).unwrap();
             assert!(kept.refuse_idle().is_err(), "{flags:?}");
             let rest = kept.without_idle().unwrap();

@@ -149,7 +149,7 @@ impl Pair<'_> {
         &self,
         destination: Destination,
         interrupt: &Interrupt,
-        tell: &mut dyn FnMut(&PairEvent<'_>),
+        report: &mut dyn FnMut(&PairEvent<'_>),
     ) -> Result<PairResult, TerminalError> {
         let mut moved = PairResult::default();
         let Destination {
@@ -185,7 +185,7 @@ impl Pair<'_> {
         }
         let (mut source, source_events) = source?;
         let pid = process.as_ref().map(Process::id);
-        tell(&PairEvent::Begun {
+        report(&PairEvent::Begun {
             source: source.id(),
             destination: pid,
         });
@@ -193,10 +193,10 @@ impl Pair<'_> {
         let late = self.watched(&watched, interrupt, || {
             for event in source_events {
                 match event {
-                    Event::Progress { moment } => tell(&PairEvent::Progress(&moment)),
+                    Event::Progress { moment } => report(&PairEvent::Progress(&moment)),
                     Event::Filled(filling) => {
                         moved.filled = Some(filling);
-                        tell(&PairEvent::Filled);
+                        report(&PairEvent::Filled);
                     }
                     Event::Sent { report } => moved.source = Some(*report),
                     Event::Failed { error } => moved.failed(&error),
@@ -278,7 +278,7 @@ impl Pair<'_> {
             .stdout(Stdio::piped())
             // Ctrl-C goes to the parent, which ends this process: one message suffices.
             .process_group(0);
-        let mut said = None;
+        let mut stderr = None;
         match self.errors {
             StderrHandling::Shown { quiet } => {
                 command.args(quiet.then_some("--quiet"));
@@ -288,7 +288,7 @@ impl Pair<'_> {
                 command
                     .arg("--quiet")
                     .stderr(file.try_clone().map_err(failed)?);
-                said = Some(file);
+                stderr = Some(file);
             }
         }
         let mut child = command.spawn().map_err(failed)?;
@@ -296,7 +296,7 @@ impl Pair<'_> {
             Some(stdout) => events::read(stdout),
             None => Box::new(std::iter::empty()),
         };
-        Ok((Process { child, said }, events))
+        Ok((Process { child, stderr }, events))
     }
 
     /// Runs `work`; kills `processes` on an interrupt or past the time limit. Returns true if the limit was the cause.
@@ -338,7 +338,7 @@ pub struct Destination {
 /// Child process that does not outlive its owner.
 pub struct Process {
     child: Child,
-    said: Option<File>,
+    stderr: Option<File>,
 }
 
 impl Process {
@@ -356,10 +356,13 @@ impl Process {
     fn last_error_line(&mut self) -> Option<String> {
         /// Far more than one line of Hotlift.
         const MAX_KEPT_STDERR: u64 = 64 << 10;
-        let said = self.said.as_mut()?;
+        let stderr = self.stderr.as_mut()?;
         let mut text = String::new();
-        said.seek(SeekFrom::Start(0)).ok()?;
-        said.take(MAX_KEPT_STDERR).read_to_string(&mut text).ok()?;
+        stderr.seek(SeekFrom::Start(0)).ok()?;
+        stderr
+            .take(MAX_KEPT_STDERR)
+            .read_to_string(&mut text)
+            .ok()?;
         let error = text.lines().find_map(|line| line.strip_prefix("hotlift: "));
         let last = || text.lines().rfind(|line| !line.trim().is_empty());
         Some(error.or_else(last)?.to_owned())

@@ -29,7 +29,7 @@ pub fn rules(devices: &Devices) -> Vec<Rule> {
     let only_qat_is_fast = has_iaa && has_qat && !devices.shared_virtual_memory;
     let iaa_is_fast = has_iaa && devices.shared_virtual_memory;
     let more_qat = devices.qat > devices.iaa && !only_qat_is_fast;
-    let else_it_is = if more_qat { "otherwise" } else { "in any case" };
+    let fallback_condition = if more_qat { "otherwise" } else { "in any case" };
     vec![
         Rule {
             set: "--method qatzip",
@@ -47,14 +47,14 @@ pub fn rules(devices: &Devices) -> Vec<Rule> {
         },
         Rule {
             set: "--method qpl",
-            when: else_it_is,
+            when: fallback_condition,
             reason: "in all other cases prefer IAA",
             from: QEMU,
             applies: iaa_is_fast,
         },
         Rule {
             set: "--method auto",
-            when: else_it_is,
+            when: fallback_condition,
             reason: "it chooses a method for each packet during the migration",
             from: "Hotlift: no published rule applies",
             applies: !only_qat_is_fast && !iaa_is_fast,

@@ -187,7 +187,7 @@ fn detection() -> Result<(), Failure> {
     });
     let plain = median(seconds.iter().copied());
     println!(
-        "pages with content: sending {plain:.3} CPU s/GiB; a look at each first adds {:.1} % ({PASSES} pairs), alone it is {:.1} %",
+        "pages with content: sending {plain:.3} CPU s/GiB; a check of each first adds {:.1} % ({PASSES} pairs), alone it is {:.1} %",
         100.0 * median(added.iter().copied()),
         100.0 * looks / plain
     );

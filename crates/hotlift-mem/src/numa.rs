@@ -19,7 +19,7 @@ impl RamBlock {
         let mut nodes: Vec<libc::c_int> = vec![-1; pages.len()];
         // SAFETY: `move_pages` without target nodes moves nothing and touches no page; it reads as many addresses as it writes
         // results.
-        let told = unsafe {
+        let result = unsafe {
             libc::syscall(
                 libc::SYS_move_pages,
                 0,
@@ -30,7 +30,7 @@ impl RamBlock {
                 0,
             )
         };
-        if told != 0 {
+        if result != 0 {
             return None;
         }
         let mut count = BTreeMap::new();

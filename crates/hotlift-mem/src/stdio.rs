@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static STDOUT_WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
-// SAFETY: The C library calls the functions of this section once each, before `main` and Rust's runtime. `look` has the C ABI,
-// reads none of the arguments that it may get, and does not use that runtime.
+// SAFETY: The C library calls the functions of this section once each, before `main` and Rust's runtime. `check_stdout` has the
+// C ABI, reads none of the arguments that it may get, and does not use that runtime.
 #[used]
 #[unsafe(link_section = ".init_array")]
-static LOOK: extern "C" fn() = look;
+static CHECK_STDOUT: extern "C" fn() = check_stdout;
 
-extern "C" fn look() {
+extern "C" fn check_stdout() {
     // SAFETY: F_GETFD takes no pointer, and changes nothing.
     let flags = unsafe { libc::fcntl(libc::STDOUT_FILENO, libc::F_GETFD) };
     // EBADF is its only error.

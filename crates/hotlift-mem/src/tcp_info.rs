@@ -26,7 +26,7 @@ pub struct TcpSending {
     /// Bytes waiting to be sent.
     pub not_sent: u32,
     /// Time since the last acknowledgement or data from the peer.
-    pub unheard: Duration,
+    pub since_last_packet: Duration,
 }
 
 /// The kernel's `struct tcp_info` up to `tcpi_rwnd_limited`; unused fields have no name.
@@ -98,7 +98,9 @@ impl TcpSending {
             probes: info.probes,
             not_sent: info.not_sent,
             // A segment with data and no new acknowledgement only counts as data.
-            unheard: Duration::from_millis(info.last_ack_recv.min(info.last_data_recv).into()),
+            since_last_packet: Duration::from_millis(
+                info.last_ack_recv.min(info.last_data_recv).into(),
+            ),
         })
     }
 }
@@ -153,11 +155,11 @@ mod tests {
             // The window may have grown in the meantime.
             written += sender.write(&[0; 1 << 16]).unwrap_or(0);
             let now = TcpSending::of(sender.as_fd()).unwrap();
-            if now.in_flight == 0 && now.not_sent > 0 && now.unheard > Duration::ZERO {
+            if now.in_flight == 0 && now.not_sent > 0 && now.since_last_packet > Duration::ZERO {
                 break now;
             }
         };
-        assert!(full.unheard < Duration::from_secs(60), "{full:?}");
+        assert!(full.since_last_packet < Duration::from_secs(60), "{full:?}");
         assert!(limited.busy >= limited.receiver_limited);
 
         sender.shutdown(std::net::Shutdown::Write).unwrap();

@@ -37,15 +37,15 @@ pub(crate) fn in_page_tables(start: usize, pages: usize, out: &mut [u64]) -> boo
             read_entries(pagemap, start, pages, out)
         })
         .is_ok()
-        || give_up(out)
+        || mark_touched(out)
 }
 
 /// Does the same as [`in_page_tables`], for shared memory that maps `file` from byte `start` on.
 pub(crate) fn in_file(file: BorrowedFd<'_>, start: u64, pages: usize, out: &mut [u64]) -> bool {
-    holes(file, start, pages, out).is_ok() || give_up(out)
+    holes(file, start, pages, out).is_ok() || mark_touched(out)
 }
 
-fn give_up(out: &mut [u64]) -> bool {
+fn mark_touched(out: &mut [u64]) -> bool {
     out.fill(0);
     false
 }

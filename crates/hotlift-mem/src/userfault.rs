@@ -127,7 +127,7 @@ fn update<const OPCODE: Opcode, T>(fd: &OwnedFd, argument: &mut T) -> rustix::io
 }
 
 /// Calls an ioctl on a range, which the kernel only reads.
-fn tell<const OPCODE: Opcode>(fd: &OwnedFd, range: sys::uffdio_range) -> rustix::io::Result<()> {
+fn control<const OPCODE: Opcode>(fd: &OwnedFd, range: sys::uffdio_range) -> rustix::io::Result<()> {
     // SAFETY: all callers are in this file, with requests that take a range.
     unsafe { ioctl(fd, Setter::<OPCODE, sys::uffdio_range>::new(range)) }
 }
@@ -311,7 +311,7 @@ impl MissingPages {
                 Err(Errno::AGAIN) => {}
                 Err(Errno::EXIST) => {
                     // The thread that touched it may not have noticed its arrival.
-                    let _ = tell::<{ opcode(request::UFFDIO_WAKE) }>(&self.fd, range);
+                    let _ = control::<{ opcode(request::UFFDIO_WAKE) }>(&self.fd, range);
                     return Ok(Placed::Before);
                 }
                 // After the end untouched memory is zero by itself, and no thread waits.
@@ -338,7 +338,7 @@ impl MissingPages {
         for block in &self.blocks {
             // Fails only for an unregistered block.
             if let Ok(range) = range(block, 0, block.len()) {
-                let _ = tell::<{ opcode(request::UFFDIO_UNREGISTER) }>(&self.fd, range);
+                let _ = control::<{ opcode(request::UFFDIO_UNREGISTER) }>(&self.fd, range);
             }
             block.advise_huge_pages(true);
         }
@@ -399,8 +399,8 @@ mod tests {
         let mut faults = Vec::new();
         while faults.is_empty() {
             let mut fds = [PollFd::new(missing, PollFlags::IN)];
-            let patience = Timespec::try_from(Duration::from_secs(30)).expect("short");
-            assert_ne!(poll(&mut fds, Some(&patience)).expect("poll"), 0, "a fault");
+            let timeout = Timespec::try_from(Duration::from_secs(30)).expect("short");
+            assert_ne!(poll(&mut fds, Some(&timeout)).expect("poll"), 0, "a fault");
             missing.faults(&mut faults).expect("read");
         }
         faults[0]

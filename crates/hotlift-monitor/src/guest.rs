@@ -758,7 +758,7 @@ mod tests {
             thread::spawn(move || answer.send(other.execute(command, &arguments)));
             answered
                 .recv_timeout(Duration::from_secs(60))
-                .expect("an answer meanwhile")
+                .expect("an answer during the preparation")
         };
         let at = monitor.receive_as(&anywhere, false, |_, _| {
             let status = ask("query-status", Value::Null).unwrap();

@@ -382,7 +382,7 @@ mod tests {
 
     #[test]
     fn blocktime_is_reported_in_qemus_members_and_units_if_measured() {
-        let told = |blocktime| {
+        let shown = |blocktime| {
             let report = DestinationReport {
                 postcopy: Some(Box::new(PostcopyFigures {
                     blocktime,
@@ -403,7 +403,7 @@ mod tests {
             by_time: vec![0, 3, 5],
         };
         assert_eq!(
-            told(Some(blocktime)),
+            shown(Some(blocktime)),
             json!({
                 "status": "completed",
                 "postcopy-blocktime": 1,
@@ -417,7 +417,7 @@ mod tests {
             })
         );
         let plain = json!({ "status": "completed", "x-hotlift-threads": [] });
-        assert_eq!(told(None), plain);
+        assert_eq!(shown(None), plain);
     }
 
     #[test]
@@ -427,13 +427,13 @@ mod tests {
             peer: std::net::Ipv4Addr::new(192, 0, 2, 2).into(),
             time: Duration::from_secs(12),
         };
-        let told = |stall| {
+        let shown = |stall| {
             let info = with_stall(only_status(Status::Active), stall);
             serde_json::to_value(info).unwrap()
         };
-        assert_eq!(told(None), json!({ "status": "active" }));
+        assert_eq!(shown(None), json!({ "status": "active" }));
         assert_eq!(
-            told(Some(stall)),
+            shown(Some(stall)),
             json!({ "status": "active", "x-hotlift-stall": "192.0.2.2 silent for 12 s" })
         );
     }
@@ -443,7 +443,7 @@ mod tests {
         let mut options = Options::default();
         assert!(Compression::of(&options).is_none());
         options.set("compress", "on").unwrap();
-        let told = |options: &Options| {
+        let shown = |options: &Options| {
             let progress = Progress {
                 normal_pages: 1000,
                 zero_pages: 10,
@@ -468,7 +468,7 @@ mod tests {
             serde_json::to_value(info.compression).unwrap()
         };
         assert_eq!(
-            told(&options),
+            shown(&options),
             json!({
                 "pages": 1000,
                 "busy": 0,
@@ -478,6 +478,6 @@ mod tests {
             })
         );
         options.set("compress-wait-thread", "off").unwrap();
-        assert_eq!(told(&options).get("busy"), None);
+        assert_eq!(shown(&options).get("busy"), None);
     }
 }

@@ -14,7 +14,7 @@ use crate::error::MonitorError;
 use crate::{hmp, introspection};
 
 /// Message to a person above the limit of clients.
-const TOO_MANY_PEOPLE: &[u8] = b"too many clients: end another one first\r\n";
+const TOO_MANY_HMP_CLIENTS: &[u8] = b"too many clients: end another one first\r\n";
 
 /// Permissions of a UNIX socket that only its owner can use.
 const OWNER_ONLY: u32 = 0o600;
@@ -97,9 +97,12 @@ impl Sockets {
             None => {}
             Some(HmpAddress::Socket(address)) => {
                 let commands = Arc::clone(commands);
-                self.listen(address, TOO_MANY_PEOPLE, &mut monitors, move |socket| {
-                    hmp::serve_client(&*commands, socket)
-                })?;
+                self.listen(
+                    address,
+                    TOO_MANY_HMP_CLIENTS,
+                    &mut monitors,
+                    move |socket| hmp::serve_client(&*commands, socket),
+                )?;
             }
             Some(HmpAddress::Stdio) => {
                 monitors._terminal = Some(hmp::TerminalSettings::keep());

@@ -24,15 +24,15 @@
 //! use hotlift_net::admission::{Admission, Admitted, ConnectionClass};
 //! use hotlift_net::transport::Address;
 //!
-//! let patience = Duration::from_secs(10);
+//! let max_wait = Duration::from_secs(10);
 //! let listener = "tcp:127.0.0.1:0".parse::<Address>()?.listen()?;
-//! let client = listener.address()?.connect(patience)?;
+//! let client = listener.address()?.connect(max_wait)?;
 //! (&client).write_all(b"{")?; // a conversation: a line of JSON
 //!
-//! let mut admission = Admission::new(&listener, None, Limits { most: 64, patience })?;
+//! let mut admission = Admission::new(&listener, None, Limits { most: 64, max_wait })?;
 //! let class = loop {
 //!     let now = Instant::now();
-//!     let until = now + admission.shortened(patience, now);
+//!     let until = now + admission.shortened(max_wait, now);
 //!     wait_readable(&admission.polled(now).collect::<Vec<_>>(), Some(until));
 //!     admission.accept(Instant::now(), |one| one)?;
 //!     assert!(admission.room.take_late(Instant::now()).is_none());

@@ -14,7 +14,7 @@ pub const QUERY_INTERVAL: Duration = Duration::from_millis(50);
 /// # Errors
 /// As [`Qemu::connect`].
 pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Qemu, QmpError> {
-    let client = Client::connect_telling(address, timeout, |error| {
+    let client = Client::connect_with_notice(address, timeout, |error| {
         warn!("waiting for the QMP socket {address}: {error}");
     });
     Qemu::over(client?)

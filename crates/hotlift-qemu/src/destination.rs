@@ -19,7 +19,7 @@ use serde_json::{Map, Value};
 use crate::connect::{QUERY_INTERVAL, connect};
 use crate::error::{QemuError, Side, at_destination};
 use crate::process::{self, Custody, Started, waits_for_cont};
-use crate::run_state::{PreviousState, RunStateCheck, judge};
+use crate::run_state::{PreviousState, RunStateCheck, check};
 use crate::settings::{self, Changed};
 use crate::vm::Vm;
 use hotlift_mem::lock;
@@ -43,7 +43,7 @@ const REASON: Duration = Duration::from_secs(5);
 
 /// Number of consecutive polls in which a QEMU that has loaded a guest's devices must not have started the guest. QEMU starts
 /// it in its main loop after the devices, as it answers QMP; the answer may come first.
-const LOOKS: u32 = 20;
+const START_POLLS: u32 = 20;
 
 /// Interval between these polls.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -116,7 +116,7 @@ pub enum Statement {
 fn without_postcopy(error: QmpError) -> QemuError {
     match error {
         QmpError::Command { desc, .. } if desc.contains("Postcopy is not supported") => {
-            QemuError::NoPostcopy { said: desc }
+            QemuError::NoPostcopy { message: desc }
         }
         error => at_destination(error),
     }
@@ -409,7 +409,7 @@ impl Destination {
     /// Waits up to `time` until it is known if QEMU runs a guest whose devices it has loaded, and whose pages follow.
     pub fn wait_for_start(&self, time: Duration) -> Statement {
         let deadline = Instant::now() + time;
-        let mut looks = 0;
+        let mut polls = 0;
         loop {
             let answer = {
                 let mut qemu = self.qemu();
@@ -427,13 +427,13 @@ impl Destination {
                     return Statement::Never { reason };
                 }
                 Ok((info, RunState::InMigrate)) => {
-                    looks += 1;
-                    if looks >= LOOKS && info.status() != "postcopy-device" {
-                        return self.judged(RunState::InMigrate);
+                    polls += 1;
+                    if polls >= START_POLLS && info.status() != "postcopy-device" {
+                        return self.statement_on(RunState::InMigrate);
                     }
                     "it has not started to load the guest".to_owned()
                 }
-                Ok((_, state)) => return self.judged(state),
+                Ok((_, state)) => return self.statement_on(state),
                 Err(error) => {
                     if let Some(ended) = self.guest_end() {
                         return ended;
@@ -451,7 +451,7 @@ impl Destination {
                 }
             };
             if Instant::now() >= deadline {
-                let answers = looks > 0;
+                let answers = polls > 0;
                 return Statement::Unknown { answers, reason };
             }
             std::thread::sleep(POLL_INTERVAL);
@@ -485,7 +485,7 @@ impl Destination {
     }
 
     /// Returns the statement on a guest in this state.
-    fn judged(&self, state: RunState) -> Statement {
+    fn statement_on(&self, state: RunState) -> Statement {
         let before = self.before();
         let has_run = match self.qemu().client().has_run() {
             Ok(has_run) => has_run || self.had_guest,
@@ -494,7 +494,7 @@ impl Destination {
                 return Statement::Unknown { answers, reason };
             }
         };
-        let judgement = judge(&before, &state, has_run, self.waits);
+        let check_result = check(&before, &state, has_run, self.waits);
         let states = format!(
             "the guest was '{}' before, and is '{}' in this QEMU",
             before.state.name(),
@@ -502,7 +502,7 @@ impl Destination {
         );
         let is_last = before.is_last;
         drop(before);
-        let reason = match judgement {
+        let reason = match check_result {
             RunStateCheck::Right => return Statement::Here { state },
             RunStateCheck::DoesNotRun => states,
             RunStateCheck::MayNotRun if is_last => {
@@ -513,7 +513,7 @@ impl Destination {
             ),
         };
         // A state that may be intended is left to the operator.
-        if judgement == RunStateCheck::DoesNotRun
+        if check_result == RunStateCheck::DoesNotRun
             && let Some(process) = self.process()
         {
             let ended = self.end(process, &reason);
@@ -630,7 +630,7 @@ impl Destination {
         // For a guest that has run, nothing proves that it never will.
         let has_run = self.had_guest || self.qemu().client().guest_events().has_run;
         match answer {
-            Ok((_, Some(state))) => self.judged(state),
+            Ok((_, Some(state))) => self.statement_on(state),
             Ok((info, _)) if info.has_failed() && !has_run => Statement::Never {
                 reason: info.error_desc.unwrap_or_else(|| "it failed".to_owned()),
             },
@@ -703,8 +703,8 @@ impl Destination {
         settle_timeout: Duration,
         interrupt: &Interrupt,
     ) -> Statement {
-        if in_doubt || self.custody.is_given_up() {
-            self.custody.give_up();
+        if in_doubt || self.custody.is_released() {
+            self.custody.release();
             let statement = match in_doubt {
                 true => self.ask(),
                 false => self.statement_in_time(settle_timeout, interrupt),

@@ -72,10 +72,10 @@ pub enum QemuError {
         reasons: String,
     },
     /// The destination does not support postcopy.
-    #[error("QEMU at the destination cannot use postcopy: {said}")]
+    #[error("QEMU at the destination cannot use postcopy: {message}")]
     NoPostcopy {
         /// QEMU's error message.
-        said: String,
+        message: String,
     },
     /// The destination's QEMU does not wait for a migration.
     #[error(

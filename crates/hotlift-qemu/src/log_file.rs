@@ -201,7 +201,7 @@ mod tests {
         others.write_all(b"another's\n").unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         while log.seen.lock().unwrap().end == 0 {
-            assert!(Instant::now() < deadline, "nobody looks");
+            assert!(Instant::now() < deadline, "no check is due");
             thread::yield_now();
         }
         qemu.write_all(b"own\n").unwrap();

@@ -13,7 +13,7 @@ use hotlift_mem::is_readable;
 use hotlift_qmp::MigrationInfo;
 use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::{Display, jobs, rounded};
-use hotlift_terminal::signals::{Interrupt, OwnFolder, beside};
+use hotlift_terminal::signals::{Interrupt, OwnFolder, run_alongside};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -62,7 +62,7 @@ pub struct Relayed {
     /// The relay's report, or its error.
     pub outcome: Result<RelayReport, MigrationError>,
     /// The destination may have received the order to run the guest; if false, it never will.
-    pub is_told: bool,
+    pub may_run_there: bool,
     /// Run state of the guest at the destination, as its relay reports it.
     pub doing: GuestActivity,
     /// Downtime limit at the end, if it began below the operator's.
@@ -157,7 +157,7 @@ fn ramp_to(source: &Source, most: Option<u64>) -> Result<Option<DowntimeRamp>, Q
 }
 
 impl OutgoingMigration<'_> {
-    /// Runs relay and migration to their end. `attend` does all waits: until the given time, or until a descriptor is readable.
+    /// Runs relay and migration to their end. `wait` does all waits: until the given time, or until a descriptor is readable.
     /// It may return earlier. `ramp` decides the downtime limit.
     ///
     /// # Errors
@@ -165,7 +165,7 @@ impl OutgoingMigration<'_> {
     pub fn run(
         &self,
         mut ramp: Option<DowntimeRamp>,
-        attend: WaitFn<'_>,
+        wait: WaitFn<'_>,
     ) -> Result<Relayed, QemuError> {
         let folder = OwnFolder::private()?;
         let path = folder.path().join("outgoing");
@@ -179,8 +179,8 @@ impl OutgoingMigration<'_> {
             }
         };
         let ownership = || self.source.ownership();
-        let is_told = AtomicBool::new(false);
-        let on_commit = || is_told.store(true, Ordering::SeqCst);
+        let may_run_there = AtomicBool::new(false);
+        let on_commit = || may_run_there.store(true, Ordering::SeqCst);
         let doing = OnceLock::new();
         let on_taken = |does: GuestActivity| {
             let _ = doing.set(does);
@@ -196,7 +196,7 @@ impl OutgoingMigration<'_> {
             let incoming = Incoming::Listener(&listener);
             hotlift::relay::relay(incoming, &self.outgoing, self.settings, &control, hooks)
         };
-        let (outcome, started) = beside(relay, |ended| {
+        let (outcome, started) = run_alongside(relay, |ended| {
             let started = self.source.migrate(&uri);
             if started.is_err() {
                 control.cancel();
@@ -206,16 +206,16 @@ impl OutgoingMigration<'_> {
                     .lock()
                     .map_or_else(|_| RelayProgress::default(), |it| *it)
             };
-            self.watch(ended, &control, &latest, ramp.as_mut(), attend);
+            self.watch(ended, &control, &latest, ramp.as_mut(), wait);
             started
         })?;
-        let is_told = is_told.load(Ordering::SeqCst);
+        let may_run_there = may_run_there.load(Ordering::SeqCst);
         match started {
             // QMP's error counts only if the relay failed before the commit.
-            Err(error) if outcome.is_err() && !is_told => Err(error),
+            Err(error) if outcome.is_err() && !may_run_there => Err(error),
             _ => Ok(Relayed {
                 outcome,
-                is_told,
+                may_run_there,
                 doing: doing.get().copied().unwrap_or_default(),
                 downtime_limit: ramp.as_ref().map(DowntimeLimit::from),
             }),
@@ -229,14 +229,14 @@ impl OutgoingMigration<'_> {
         control: &Control,
         latest: &dyn Fn() -> RelayProgress,
         mut ramp: Option<&mut DowntimeRamp>,
-        attend: WaitFn<'_>,
+        wait: WaitFn<'_>,
     ) {
         let display = Display::new("migration", self.quiet, control);
         let mut watch = match self.outgoing {
             Outgoing::File { .. } => Watch::of_save(),
             Outgoing::Address(_) => Watch::default(),
         };
-        let mut look_at = Instant::now() + POLL_INTERVAL;
+        let mut poll_at = Instant::now() + POLL_INTERVAL;
         let mut given_up_at: Option<Instant> = None;
         let mut wakes = vec![ended, self.interrupt.wake_fd()];
         // Events report the end of each round. Without the descriptor the limit still rises, more slowly.
@@ -257,14 +257,14 @@ impl OutgoingMigration<'_> {
             let is_ramping = ramp.as_ref().is_some_and(|ramp| !ramp.has_ended());
             let event = qmp.as_ref().filter(|_| is_ramping).map(AsFd::as_fd);
             let (until, event) = match event {
-                Some(_) if Instant::now() < events_at => (look_at.min(events_at), None),
-                event => (look_at, event),
+                Some(_) if Instant::now() < events_at => (poll_at.min(events_at), None),
+                event => (poll_at, event),
             };
             let others: Vec<_> = wakes.iter().copied().chain(event).collect();
-            attend(&others, until, control);
+            wait(&others, until, control);
             let is_event = event.is_some_and(is_readable);
             let now = Instant::now();
-            if now < look_at && !is_event {
+            if now < poll_at && !is_event {
                 continue;
             }
             events_at = now + AFTER_EVENT;
@@ -275,10 +275,10 @@ impl OutgoingMigration<'_> {
                 // A closed connection is always readable.
                 (Err(_), _) => qmp = None,
             }
-            if now < look_at {
+            if now < poll_at {
                 continue;
             }
-            look_at = now + POLL_INTERVAL;
+            poll_at = now + POLL_INTERVAL;
             if let Ok(info) = info {
                 let mut line = match control.connecting() {
                     Some((address, time)) if time >= UNCONNECTED => not_connected(&address, time),

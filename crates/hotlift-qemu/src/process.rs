@@ -31,7 +31,7 @@ use hotlift_mem::{end_of_process, lock, wait_readable};
 pub(crate) const END: Duration = Duration::from_secs(20);
 
 /// A QEMU process. Dropping it kills QEMU, and the guard ends it if this process is killed, unless it may have its guest
-/// ([`Custody::give_up`]) or was left running.
+/// ([`Custody::release`]) or was left running.
 #[derive(Debug)]
 pub struct Started {
     child: Child,
@@ -48,27 +48,27 @@ pub struct Custody(Arc<GuardState>);
 
 #[derive(Debug, Default)]
 struct GuardState {
-    is_given_up: AtomicBool,
+    is_released: AtomicBool,
     guard: Mutex<Option<Guard>>,
 }
 
 impl Custody {
     /// Ends the custody, so that QEMU may run its guest: from now on neither this process nor the guard ever ends it.
-    pub fn give_up(&self) {
-        self.0.is_given_up.store(true, Ordering::SeqCst);
+    pub fn release(&self) {
+        self.0.is_released.store(true, Ordering::SeqCst);
         if let Some(guard) = &mut *self.guard() {
             guard.dismiss();
         }
     }
 
     /// Returns true if the custody was given up.
-    pub fn is_given_up(&self) -> bool {
-        self.0.is_given_up.load(Ordering::SeqCst)
+    pub fn is_released(&self) -> bool {
+        self.0.is_released.load(Ordering::SeqCst)
     }
 
     /// Takes the custody back: QEMU itself has reported that it has no guest and never will.
     fn take_back(&self) {
-        self.0.is_given_up.store(false, Ordering::SeqCst);
+        self.0.is_released.store(false, Ordering::SeqCst);
     }
 
     fn guard(&self) -> MutexGuard<'_, Option<Guard>> {
@@ -151,7 +151,7 @@ impl Started {
     /// Leaves QEMU running for good and returns its location. Keeps its QMP socket for the operator if the command line has
     /// none.
     pub fn leave(self) -> String {
-        self.custody.give_up();
+        self.custody.release();
         if self.has_own_qmp {
             self.remove_socket();
         }
@@ -201,7 +201,7 @@ impl Started {
 
 impl Drop for Started {
     fn drop(&mut self) {
-        if !self.custody.is_given_up() {
+        if !self.custody.is_released() {
             let _ = self.child.kill();
             let _ = self.child.wait();
             self.remove_socket();

@@ -328,7 +328,7 @@ mod tests {
         assert!(line.text.starts_with("nothing sent for 10 s"), "{line}");
         assert!(!line.text.contains(" left"), "{line}");
         assert!(line.remark.is_some());
-        assert!(!look(30, 20).text.contains("nothing"), "it goes on");
+        assert!(!look(30, 20).text.contains("nothing"), "it continues");
     }
 
     #[test]

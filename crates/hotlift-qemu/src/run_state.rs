@@ -29,7 +29,7 @@ pub enum RunStateCheck {
 /// A QEMU that cannot lock the disks leaves a guest that ran `paused` (before 10.0) or `inmigrate`. The guest itself causes all
 /// other states.
 #[must_use]
-pub fn judge(
+pub fn check(
     before: &PreviousState,
     now: &RunState,
     has_run: bool,
@@ -48,7 +48,7 @@ pub fn judge(
 
 /// Returns a clause for this state, to follow "the guest".
 #[must_use]
-pub fn words(state: &RunState) -> String {
+pub fn state_clause(state: &RunState) -> String {
     match state {
         RunState::Running => "runs".to_owned(),
         RunState::Paused => "is paused".to_owned(),
@@ -72,7 +72,7 @@ mod tests {
         let judge = |was: &RunState, now: &RunState, has_run, waits| {
             let [last, first] = [true, false].map(|is_last| {
                 let state = was.clone();
-                super::judge(&PreviousState { state, is_last }, now, has_run, waits)
+                super::check(&PreviousState { state, is_last }, now, has_run, waits)
             });
             // If the guest may have been stopped since, 'paused' proves nothing.
             match last {

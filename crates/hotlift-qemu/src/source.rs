@@ -307,15 +307,15 @@ impl Source {
 
     /// Settles a migration whose relay has ended with `error`: ensures that it has ended, and that the guest runs here again if
     /// it ran before. Calls `at_destination` for the guest's location if QEMU has given it up and the relay reports that the
-    /// destination `is_told` to run it.
+    /// destination `may_run_there` to run it.
     pub fn settle(
         &self,
         error: &MigrationError,
-        is_told: bool,
+        may_run_there: bool,
         at_destination: impl FnOnce() -> DestinationKnowledge,
     ) -> Settled {
-        let is_told = is_told || matches!(error, MigrationError::InDoubt);
-        let at_destination = || match is_told {
+        let may_run_there = may_run_there || matches!(error, MigrationError::InDoubt);
+        let at_destination = || match may_run_there {
             true => at_destination(),
             false => DestinationKnowledge::NotHere,
         };
@@ -326,7 +326,7 @@ impl Source {
         };
         let location = self.bring_back(at_destination).unwrap_or_else(|problem| {
             reasons.push(format!("QEMU at the source: {}", error_line(&problem)));
-            match is_told {
+            match may_run_there {
                 true => GuestLocation::InDoubt,
                 false if problem.is_disconnected() => match self.guest_end() {
                     Some(how) => GuestLocation::Ended(how),

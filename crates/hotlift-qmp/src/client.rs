@@ -78,14 +78,14 @@ impl Client {
     /// # Errors
     /// [`QmpError::Connect`], and [`QmpError::Timeout`] if no greeting comes (another client is connected, or QEMU hangs).
     pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Self, QmpError> {
-        Self::connect_telling(address, timeout, |_| ())
+        Self::connect_with_notice(address, timeout, |_| ())
     }
 
     /// Does the same. `waits` is called once with the reason why the socket is not available yet, before the retries.
     ///
     /// # Errors
     /// As [`Client::connect`].
-    pub fn connect_telling(
+    pub fn connect_with_notice(
         address: &QmpAddress,
         timeout: Duration,
         waits: impl FnOnce(&io::Error),

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::error::QmpError;
 use crate::objects::{PERIPHERALS, Plugged};
-use crate::qemu::{Qemu, if_told};
+use crate::qemu::{Qemu, optional_answer};
 use crate::qtree::{self, MachineDevice};
 
 /// Boolean CPU properties that are not flags, or that only some releases of QEMU show for the same CPU of a machine type (found
@@ -163,7 +163,7 @@ impl Qemu {
             vcpus_count: usize,
         }
         let slots = self.ask::<Vec<Slot>>("query-hotpluggable-cpus", &Value::Null);
-        let slots = if_told(slots)?;
+        let slots = optional_answer(slots)?;
         Ok(slots.map(|slots| slots.iter().map(|slot| slot.vcpus_count).sum()))
     }
 
@@ -192,7 +192,8 @@ impl Qemu {
             qom_path: String,
         }
         let vcpus = self.ask::<Vec<Vcpu>>("query-cpus-fast", &Value::Null);
-        let Some(path) = if_told(vcpus)?.and_then(|vcpus| Some(vcpus.into_iter().next()?.qom_path))
+        let Some(path) =
+            optional_answer(vcpus)?.and_then(|vcpus| Some(vcpus.into_iter().next()?.qom_path))
         else {
             return Ok(None);
         };
@@ -367,6 +368,6 @@ impl Qemu {
                 read_only: inserted.ro,
             })
         };
-        Ok(if_told(blocks)?.map(|blocks| blocks.into_iter().filter_map(of).collect()))
+        Ok(optional_answer(blocks)?.map(|blocks| blocks.into_iter().filter_map(of).collect()))
     }
 }

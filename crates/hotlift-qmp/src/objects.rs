@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::error::QmpError;
-use crate::qemu::{Qemu, if_told};
+use crate::qemu::{Qemu, optional_answer};
 
 /// A memory backend that other processes can also map.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,13 +61,13 @@ impl Qemu {
         property: &str,
     ) -> Result<Option<T>, QmpError> {
         let arguments = json!({ "path": path, "property": property });
-        if_told(self.ask("qom-get", &arguments))
+        optional_answer(self.ask("qom-get", &arguments))
     }
 
     /// Lists children and properties of an object (`qom-list`); empty if QEMU does not list them.
     pub(crate) fn entries(&mut self, path: &str) -> Result<Vec<Entry>, QmpError> {
         let entries = self.ask("qom-list", &json!({ "path": path }));
-        Ok(if_told(entries)?.unwrap_or_default())
+        Ok(optional_answer(entries)?.unwrap_or_default())
     }
 
     /// Reads an object's properties by name (`qom-list-get`, QEMU 10.1 and newer); `None` if QEMU does not list them.
@@ -83,7 +83,7 @@ impl Qemu {
             value: Value,
         }
         let objects = self.ask::<Vec<Object>>("qom-list-get", &json!({ "paths": [path] }));
-        let object = if_told(objects)?.and_then(|objects| objects.into_iter().next());
+        let object = optional_answer(objects)?.and_then(|objects| objects.into_iter().next());
         let properties = object.map(|object| object.properties.into_iter());
         Ok(properties.map(|all| all.map(|it| (it.name, it.value)).collect()))
     }
@@ -95,7 +95,7 @@ impl Qemu {
     /// As [`crate::Client::execute`], also if an object with this id exists.
     pub fn keep_text(&mut self, id: &str, text: &str) -> Result<bool, QmpError> {
         let arguments = json!({ "qom-type": "secret", "id": id, "data": text });
-        match self.tell("object-add", &arguments) {
+        match self.command("object-add", &arguments) {
             Ok(()) => Ok(true),
             Err(QmpError::Command { class, .. }) if class == "CommandNotFound" => Ok(false),
             Err(error) => Err(error),
@@ -107,7 +107,7 @@ impl Qemu {
     /// # Errors
     /// As [`crate::Client::execute`].
     pub fn delete_object(&mut self, id: &str) -> Result<(), QmpError> {
-        self.tell("object-del", &json!({ "id": id }))
+        self.command("object-del", &json!({ "id": id }))
     }
 
     /// Lists the memory backends that other processes can map, by id.
@@ -136,7 +136,7 @@ impl Qemu {
 
     /// Lists all memory devices in QEMU's order; `None` if QEMU does not list them.
     pub(crate) fn plugged(&mut self) -> Result<Option<Vec<Plugged>>, QmpError> {
-        if_told(self.ask("query-memory-devices", &Value::Null))
+        optional_answer(self.ask("query-memory-devices", &Value::Null))
     }
 
     /// Lists the virtio-mem devices; empty if QEMU does not list them.
@@ -184,7 +184,7 @@ impl Qemu {
         }
         let arguments = json!({ "typename": "migration" });
         let properties = self.ask::<Vec<Property>>("device-list-properties", &arguments);
-        let properties = if_told(properties)?.unwrap_or_default();
+        let properties = optional_answer(properties)?.unwrap_or_default();
         Ok(properties
             .into_iter()
             .filter_map(|property| Some((property.name, property.default_value?)))

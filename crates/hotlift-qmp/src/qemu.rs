@@ -93,7 +93,7 @@ impl Qemu {
     /// If the connection fails.
     pub fn machine_type(&mut self) -> Result<Option<String>, QmpError> {
         let arguments = json!({ "path": "/machine", "property": "type" });
-        let name = if_told(self.ask::<String>("qom-get", &arguments))?;
+        let name = optional_answer(self.ask::<String>("qom-get", &arguments))?;
         Ok(name.map(|name| name.strip_suffix("-machine").unwrap_or(&name).to_owned()))
     }
 
@@ -128,7 +128,7 @@ impl Qemu {
         }
         // The query costs 500 KB and 60 ms in QEMU 10.0: only for machines whose name does not decide it.
         let arguments = json!({ "compat-props": true });
-        let machines = if_told(self.ask::<Vec<Machine>>("query-machines", &arguments))?;
+        let machines = optional_answer(self.ask::<Vec<Machine>>("query-machines", &arguments))?;
         let (Some(machines), Some(running)) = (machines, running) else {
             return Ok(None);
         };
@@ -156,7 +156,7 @@ impl Qemu {
             base_memory: u64,
         }
         let answer = self.ask::<Answer>("query-memory-size-summary", &Value::Null);
-        if_told(answer.map(|answer| answer.base_memory))
+        optional_answer(answer.map(|answer| answer.base_memory))
     }
 
     /// Returns the number of vCPUs (`query-cpus-fast`); `None` if this QEMU does not report it.
@@ -165,7 +165,7 @@ impl Qemu {
     /// If the connection fails.
     pub fn vcpus(&mut self) -> Result<Option<usize>, QmpError> {
         let answer = self.ask::<Vec<Value>>("query-cpus-fast", &Value::Null);
-        if_told(answer.map(|vcpus| vcpus.len()))
+        optional_answer(answer.map(|vcpus| vcpus.len()))
     }
 
     /// Returns the RAM blocks that a migration transfers (`info ramblock` of the human monitor); `None` if this QEMU does not
@@ -192,7 +192,7 @@ impl Qemu {
 
     /// Runs a line of the human monitor; `None` if this QEMU does not support it.
     pub(crate) fn monitor(&mut self, line: &str) -> Result<Option<String>, QmpError> {
-        if_told(self.ask("human-monitor-command", &json!({ "command-line": line })))
+        optional_answer(self.ask("human-monitor-command", &json!({ "command-line": line })))
     }
 
     /// Executes `query-migrate-capabilities`; in QEMU's order.
@@ -225,7 +225,7 @@ impl Qemu {
                 });
             }
         }
-        self.tell("migrate-set-capabilities", &json!({ "capabilities": list }))
+        self.command("migrate-set-capabilities", &json!({ "capabilities": list }))
     }
 
     /// Executes `query-migrate-parameters`.
@@ -241,7 +241,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn set_parameters(&mut self, parameters: &Value) -> Result<(), QmpError> {
-        self.tell("migrate-set-parameters", parameters)
+        self.command("migrate-set-parameters", parameters)
     }
 
     /// Executes `migrate`: starts an outgoing migration. [`Qemu::query_migrate`] returns its result.
@@ -249,7 +249,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn migrate(&mut self, uri: &str) -> Result<(), QmpError> {
-        self.tell("migrate", &json!({ "uri": uri }))
+        self.command("migrate", &json!({ "uri": uri }))
     }
 
     /// Executes `migrate-incoming`: a QEMU started with `-incoming defer` listens on `uri`. With `stay_on_error` (from 9.1 on)
@@ -262,7 +262,7 @@ impl Qemu {
         if stay_on_error && (self.version.major, self.version.minor) >= (9, 1) {
             arguments["exit-on-error"] = false.into();
         }
-        self.tell("migrate-incoming", &arguments)
+        self.command("migrate-incoming", &arguments)
     }
 
     /// Executes `migrate-recover`: a QEMU whose postcopy was interrupted listens on `uri` for the rest.
@@ -270,7 +270,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn migrate_recover(&mut self, uri: &str) -> Result<(), QmpError> {
-        self.tell("migrate-recover", &json!({ "uri": uri }))
+        self.command("migrate-recover", &json!({ "uri": uri }))
     }
 
     /// Executes `migrate_cancel`: succeeds even without an active migration.
@@ -278,7 +278,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn migrate_cancel(&mut self) -> Result<(), QmpError> {
-        self.tell("migrate_cancel", &Value::Null)
+        self.command("migrate_cancel", &Value::Null)
     }
 
     /// Executes `query-migrate`.
@@ -307,7 +307,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn stop(&mut self) -> Result<(), QmpError> {
-        self.tell("stop", &Value::Null)
+        self.command("stop", &Value::Null)
     }
 
     /// Executes `cont`: runs the vCPUs.
@@ -315,7 +315,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn cont(&mut self) -> Result<(), QmpError> {
-        self.tell("cont", &Value::Null)
+        self.command("cont", &Value::Null)
     }
 
     /// Executes `quit`: QEMU ends. It is no error if it closes the connection before it has answered.
@@ -323,7 +323,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn quit(&mut self) -> Result<(), QmpError> {
-        match self.tell("quit", &Value::Null) {
+        match self.command("quit", &Value::Null) {
             Err(QmpError::Closed { .. }) => Ok(()),
             outcome => outcome,
         }
@@ -349,13 +349,13 @@ impl Qemu {
         })
     }
 
-    pub(crate) fn tell(&mut self, command: &str, arguments: &Value) -> Result<(), QmpError> {
+    pub(crate) fn command(&mut self, command: &str, arguments: &Value) -> Result<(), QmpError> {
         self.client.execute(command, arguments).map(|_| ())
     }
 }
 
 /// Returns `None` if QEMU lacks the command or its answer has another format.
-pub(crate) fn if_told<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
+pub(crate) fn optional_answer<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
     match answer {
         Ok(answer) => Ok(Some(answer)),
         Err(QmpError::Command { .. } | QmpError::Answer { .. }) => Ok(None),

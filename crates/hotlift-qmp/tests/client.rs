@@ -28,13 +28,13 @@ struct Peer {
 }
 
 impl Peer {
-    fn say(&mut self, line: &str) {
+    fn send(&mut self, line: &str) {
         let _ = self.stream.write_all(line.as_bytes());
         let _ = self.stream.write_all(b"\r\n");
     }
 
     /// Reads the next command and its id.
-    fn hear(&mut self) -> (String, Value, Value) {
+    fn receive(&mut self) -> (String, Value, Value) {
         let mut line = String::new();
         self.reader.read_line(&mut line).unwrap();
         let value: Value = serde_json::from_str(&line).unwrap_or_default();
@@ -43,13 +43,13 @@ impl Peer {
     }
 
     fn answer(&mut self, id: &Value, value: &Value) {
-        self.say(&json!({ "return": value, "id": id }).to_string());
+        self.send(&json!({ "return": value, "id": id }).to_string());
     }
 
     /// Greets and negotiates as QEMU does.
     fn greet(&mut self) {
-        self.say(GREETING);
-        let (command, id, _) = self.hear();
+        self.send(GREETING);
+        let (command, id, _) = self.receive();
         assert_eq!(command, "qmp_capabilities");
         self.answer(&id, &json!({}));
     }
@@ -92,15 +92,15 @@ impl Drop for Fake {
 fn a_reply_is_distinguished_from_earlier_events_which_are_kept() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        let (command, id, arguments) = peer.hear();
+        let (command, id, arguments) = peer.receive();
         assert_eq!(
             (command.as_str(), &arguments["uri"]),
             ("migrate", &json!("unix:/a"))
         );
-        peer.say(
+        peer.send(
             r#"{"timestamp":{"seconds":7,"microseconds":500000},"event":"MIGRATION","data":{"status":"setup"}}"#,
         );
-        peer.say(r#"{"timestamp":{"seconds":-1,"microseconds":-1},"event":"STOP"}"#);
+        peer.send(r#"{"timestamp":{"seconds":-1,"microseconds":-1},"event":"STOP"}"#);
         peer.answer(&id, &json!({"a": 1}));
     });
     let mut client = fake.connect().unwrap();
@@ -125,13 +125,13 @@ fn a_wait_ends_with_an_event_after_the_latest_reply_or_another_descriptor() {
     let (other, ends) = io::pipe().unwrap();
     let fake = Fake::new(move |peer| {
         peer.greet();
-        let (_, id, _) = peer.hear();
-        peer.say(r#"{"event":"STOP"}"#);
+        let (_, id, _) = peer.receive();
+        peer.send(r#"{"event":"STOP"}"#);
         peer.answer(&id, &json!(1));
         drop(ends);
-        let (_, id, _) = peer.hear();
+        let (_, id, _) = peer.receive();
         peer.answer(&id, &json!(2));
-        peer.say(r#"{"event":"RESUME"}"#);
+        peer.send(r#"{"event":"RESUME"}"#);
     });
     let mut client = fake.connect().unwrap();
     let never = Instant::now() + Duration::from_secs(365 * 86_400);
@@ -152,12 +152,12 @@ fn a_wait_ends_with_an_event_after_the_latest_reply_or_another_descriptor() {
 fn a_command_with_many_arguments_is_sent_before_its_first_answer_is_read() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        let asked: Vec<_> = (0..3).map(|_| peer.hear()).collect();
-        peer.say(r#"{"event":"STOP"}"#);
+        let asked: Vec<_> = (0..3).map(|_| peer.receive()).collect();
+        peer.send(r#"{"event":"STOP"}"#);
         for (command, id, arguments) in asked {
             assert_eq!(command, "qom-get");
             match arguments["property"].as_str() {
-                Some("b") => peer.say(
+                Some("b") => peer.send(
                     &json!({"error": {"class": "GenericError", "desc": "none"}, "id": id})
                         .to_string(),
                 ),
@@ -178,8 +178,8 @@ fn a_command_with_many_arguments_is_sent_before_its_first_answer_is_read() {
 fn the_cause_of_a_shutdown_is_known_after_qemu_closed_the_connection() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        peer.say(r#"{"event":"RESUME"}"#);
-        peer.say(r#"{"event":"SHUTDOWN","data":{"guest":true,"reason":"guest-shutdown"}}"#);
+        peer.send(r#"{"event":"RESUME"}"#);
+        peer.send(r#"{"event":"SHUTDOWN","data":{"guest":true,"reason":"guest-shutdown"}}"#);
     });
     let mut client = fake.connect().unwrap();
     drop(fake);
@@ -195,10 +195,10 @@ fn the_cause_of_a_shutdown_is_known_after_qemu_closed_the_connection() {
 fn received_events_are_found_after_the_connection_ended() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        let (_, id, _) = peer.hear();
-        peer.say(r#"{"event": "RESUME"}"#);
+        let (_, id, _) = peer.receive();
+        peer.send(r#"{"event": "RESUME"}"#);
         peer.answer(&id, &json!({}));
-        peer.say(r#"{"event": "STOP"}"#);
+        peer.send(r#"{"event": "STOP"}"#);
     });
     let mut client = fake.connect().unwrap();
     assert_eq!(client.peer(), Some(std::process::id()));
@@ -212,13 +212,13 @@ fn received_events_are_found_after_the_connection_ended() {
 #[test]
 fn events_may_precede_the_greeting_and_replies_may_not() {
     let fake = Fake::new(|peer| {
-        peer.say(r#"{"timestamp":{"seconds":7,"microseconds":0},"event":"RESUME"}"#);
+        peer.send(r#"{"timestamp":{"seconds":7,"microseconds":0},"event":"RESUME"}"#);
         peer.greet();
     });
     let mut client = fake.connect().unwrap();
     assert_eq!(client.greeting()["version"]["qemu"]["major"], 10);
     assert_eq!(client.poll_event().unwrap().unwrap().name, "RESUME");
-    let fake = Fake::new(|peer| peer.say(r#"{"return": {}}"#));
+    let fake = Fake::new(|peer| peer.send(r#"{"return": {}}"#));
     let error = fake.connect().unwrap_err();
     assert!(matches!(error, QmpError::Protocol { .. }), "{error}");
 }
@@ -227,10 +227,10 @@ fn events_may_precede_the_greeting_and_replies_may_not() {
 fn a_refusal_has_command_class_and_text_in_one_line() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        let (_, id, _) = peer.hear();
+        let (_, id, _) = peer.receive();
         let error = json!({"class": "GenericError", "desc": "no\nuri\u{1b}[2J"});
-        peer.say(&json!({"id": id, "error": error}).to_string());
-        let (_, id, _) = peer.hear();
+        peer.send(&json!({"id": id, "error": error}).to_string());
+        let (_, id, _) = peer.receive();
         peer.answer(&id, &json!({}));
     });
     let mut client = fake.connect().unwrap();
@@ -247,8 +247,8 @@ fn a_refusal_has_command_class_and_text_in_one_line() {
 fn a_late_reply_is_not_taken_for_that_of_the_next_command() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        let (_, late, _) = peer.hear();
-        let (_, id, _) = peer.hear();
+        let (_, late, _) = peer.receive();
+        let (_, id, _) = peer.receive();
         peer.answer(&late, &json!("late"));
         peer.answer(&id, &json!("in time"));
     });
@@ -284,8 +284,8 @@ fn every_protocol_violation_is_an_error_with_its_cause() {
         let line = line.to_owned();
         let fake = Fake::new(move |peer| {
             peer.greet();
-            peer.hear();
-            peer.say(&line);
+            peer.receive();
+            peer.send(&line);
         });
         let mut client = fake.connect().unwrap();
         let error = client.execute("query-status", &Value::Null).unwrap_err();
@@ -299,7 +299,7 @@ fn every_protocol_violation_is_an_error_with_its_cause() {
 fn a_line_without_end_is_refused_at_the_limit() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        peer.hear();
+        peer.receive();
         let chunk = vec![b'x'; 1 << 20];
         // Ends when the client has disconnected.
         while peer.stream.write_all(&chunk).is_ok() {}
@@ -314,9 +314,9 @@ fn a_line_without_end_is_refused_at_the_limit() {
 fn of_a_flood_of_events_the_newest_are_kept() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        let (_, id, _) = peer.hear();
+        let (_, id, _) = peer.receive();
         for number in 0..MAX_QUEUED_EVENTS + 5 {
-            peer.say(&json!({"event": "E", "data": number}).to_string());
+            peer.send(&json!({"event": "E", "data": number}).to_string());
         }
         peer.answer(&id, &json!({}));
     });
@@ -329,7 +329,7 @@ fn of_a_flood_of_events_the_newest_are_kept() {
 fn a_qemu_that_exits_is_distinguished_from_a_silent_one() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        peer.hear();
+        peer.receive();
     });
     let mut client = fake.connect().unwrap();
     let error = client.execute("query-status", &Value::Null).unwrap_err();
@@ -342,8 +342,9 @@ fn a_qemu_that_exits_is_distinguished_from_a_silent_one() {
     assert!(matches!(error, QmpError::Timeout { .. }), "{error}");
     let nowhere = QmpAddress::Unix(folder.path().join("none"));
     let mut why = None;
-    let told = |error: &io::Error| why = Some(error.kind());
-    let error = Client::connect_telling(&nowhere, Duration::from_secs(1), told).unwrap_err();
+    let on_retry = |error: &io::Error| why = Some(error.kind());
+    let error =
+        Client::connect_with_notice(&nowhere, Duration::from_secs(1), on_retry).unwrap_err();
     assert!(matches!(error, QmpError::Connect { .. }), "{error}");
     assert_eq!(why, Some(io::ErrorKind::NotFound));
 }
@@ -352,14 +353,14 @@ fn a_qemu_that_exits_is_distinguished_from_a_silent_one() {
 fn a_capability_an_old_qemu_lacks_may_be_switched_off_but_not_on() {
     let fake = Fake::new(|peer| {
         peer.greet();
-        let (_, id, _) = peer.hear();
+        let (_, id, _) = peer.receive();
         peer.answer(
             &id,
             &json!({"qemu": {"major": 7, "minor": 2, "micro": 22}, "package": ""}),
         );
         let known = json!([{"capability": "multifd", "state": false}]);
         for _ in 0..2 {
-            let (command, id, arguments) = peer.hear();
+            let (command, id, arguments) = peer.receive();
             match command.as_str() {
                 "query-migrate-capabilities" => peer.answer(&id, &known),
                 _ => {
@@ -371,7 +372,7 @@ fn a_capability_an_old_qemu_lacks_may_be_switched_off_but_not_on() {
                 }
             }
         }
-        let (_, id, _) = peer.hear();
+        let (_, id, _) = peer.receive();
         peer.answer(&id, &known);
     });
     let mut qemu = Qemu::connect(&fake.address, LONG).unwrap();

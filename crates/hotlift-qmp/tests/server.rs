@@ -50,10 +50,15 @@ impl Served {
         let folder = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(folder.path().join("s")).unwrap();
         let events = Events::new();
-        let (told, commands) = (events.clone(), Arc::new(Echo::default()));
+        let (for_clients, commands) = (events.clone(), Arc::new(Echo::default()));
         let echo = Arc::clone(&commands);
         let serve = Arc::new(move |socket| {
-            let _ = serve_client(socket, &json!({ "package": "test" }), &*commands, &told);
+            let _ = serve_client(
+                socket,
+                &json!({ "package": "test" }),
+                &*commands,
+                &for_clients,
+            );
         });
         let clients = Clients::serve(BoundSocket::Unix(listener), TOO_MANY_CLIENTS, serve);
         Self {
@@ -71,7 +76,7 @@ impl Served {
     /// Connects a client that has negotiated.
     fn client(&self) -> Conversation {
         let mut client = Conversation::new(&self.path());
-        assert_eq!(client.hear()["QMP"]["version"]["package"], "test");
+        assert_eq!(client.receive()["QMP"]["version"]["package"], "test");
         let answer = client.ask(r#"{"execute":"qmp_capabilities"}"#);
         assert_eq!(answer, json!({ "return": {} }));
         client
@@ -82,10 +87,10 @@ impl Served {
         let start = Instant::now();
         loop {
             let mut client = Conversation::new(&self.path());
-            if client.hear().get("QMP").is_some() {
+            if client.receive().get("QMP").is_some() {
                 return;
             }
-            assert!(start.elapsed() < DEADLINE, "nobody is served any more");
+            assert!(start.elapsed() < DEADLINE, "no client is served any more");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -101,19 +106,19 @@ impl Conversation {
         Self(BufReader::new(stream))
     }
 
-    fn say(&mut self, bytes: &[u8]) {
+    fn send(&mut self, bytes: &[u8]) {
         self.0.get_mut().write_all(bytes).unwrap();
     }
 
-    fn hear(&mut self) -> Value {
+    fn receive(&mut self) -> Value {
         let mut line = String::new();
         self.0.read_line(&mut line).unwrap();
         serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line:?}"))
     }
 
     fn ask(&mut self, text: &str) -> Value {
-        self.say(text.as_bytes());
-        self.hear()
+        self.send(text.as_bytes());
+        self.receive()
     }
 
     /// Returns true if the other side has closed, after any last message.
@@ -134,7 +139,7 @@ fn error(class: &str, desc: &str) -> Value {
 fn the_negotiation_comes_first_and_once() {
     let served = Served::new();
     let mut client = Conversation::new(&served.path());
-    assert_eq!(client.hear()["QMP"]["capabilities"], json!([]));
+    assert_eq!(client.receive()["QMP"]["capabilities"], json!([]));
     let answer = client.ask(r#"{"execute":"echo","id":7}"#);
     let expecting = "Expecting capabilities negotiation with 'qmp_capabilities'";
     assert_eq!(
@@ -230,7 +235,7 @@ fn every_negotiated_client_receives_every_event_with_its_time() {
     let served = Served::new();
     let mut two = [served.client(), served.client()];
     let mut silent = Conversation::new(&served.path());
-    silent.hear();
+    silent.receive();
     // A second answer proves that the client is registered.
     for client in &mut two {
         client.ask(r#"{"execute":"echo"}"#);
@@ -240,12 +245,12 @@ fn every_negotiated_client_receives_every_event_with_its_time() {
         .events
         .send("MIGRATION", Some(&json!({ "status": "setup" })));
     for client in &mut two {
-        let stop = client.hear();
+        let stop = client.receive();
         assert_eq!(stop["event"], "STOP");
         assert!(stop["timestamp"]["seconds"].as_u64().unwrap() > 1_700_000_000);
         assert!(stop["timestamp"]["microseconds"].as_u64().unwrap() < 1_000_000);
         assert!(stop.get("data").is_none());
-        assert_eq!(client.hear()["data"]["status"], "setup");
+        assert_eq!(client.receive()["data"]["status"], "setup");
     }
     let first = silent.ask(r#"{"execute":"qmp_capabilities"}"#);
     assert_eq!(first, json!({ "return": {} }), "an event came before");
@@ -263,7 +268,7 @@ fn events_keep_their_order_however_late_a_client_reads_them() {
         served.events.send("E", Some(&data));
     }
     for number in 0..count {
-        assert_eq!(client.hear()["data"]["number"], number);
+        assert_eq!(client.receive()["data"]["number"], number);
     }
 }
 
@@ -272,7 +277,7 @@ fn no_event_precedes_the_reply_to_the_negotiation() {
     let served = Served::new();
     for _ in 0..40 {
         let mut client = Conversation::new(&served.path());
-        client.hear();
+        client.receive();
         std::thread::scope(|scope| {
             // Fewer than the number that disconnects a client that has not read yet.
             scope.spawn(|| (0..MAX_EVENTS_WAITING / 2).for_each(|_| served.events.send("E", None)));
@@ -310,7 +315,7 @@ fn a_client_that_does_not_read_is_dropped_and_senders_never_block() {
     let (count, before) = (4 * MAX_EVENTS_WAITING, resident());
     for _ in 0..count {
         served.events.send("E", Some(&data));
-        assert_eq!(other.hear()["event"], "E");
+        assert_eq!(other.receive()["event"], "E");
     }
     assert!(resident() < before + (32 << 20));
     assert!(deaf.is_closed());
@@ -352,9 +357,9 @@ fn a_request_of_a_hundred_megabytes_is_refused_with_bounded_memory() {
         }
         assert!(taken < 100, "all of it was read");
         assert!(resident() < before + (32 << 20));
-        let said = client.hear();
+        let output = client.receive();
         assert_eq!(
-            said["error"],
+            output["error"],
             error("GenericError", "JSON token size limit exceeded")
         );
         served.lives();
@@ -365,18 +370,18 @@ fn a_request_of_a_hundred_megabytes_is_refused_with_bounded_memory() {
 fn deep_json_and_truncated_characters_are_refused() {
     let served = Served::new();
     let mut client = served.client();
-    client.say(&b"[".repeat(100_000));
-    let said = client.hear();
+    client.send(&b"[".repeat(100_000));
+    let output = client.receive();
     assert_eq!(
-        said["error"],
+        output["error"],
         error("GenericError", "JSON nesting depth limit exceeded")
     );
     assert!(client.is_closed());
     let mut client = served.client();
-    client.say(b"{\"execute\":\"echo\",\"id\":\"\xc3\"}");
-    let said = client.hear();
+    client.send(b"{\"execute\":\"echo\",\"id\":\"\xc3\"}");
+    let output = client.receive();
     let invalid = "JSON parse error, invalid UTF-8 sequence in string";
-    assert_eq!(said["error"], error("GenericError", invalid));
+    assert_eq!(output["error"], error("GenericError", invalid));
     assert_eq!(
         client.ask(r#"{"execute":"echo"}"#),
         json!({ "return": null })
@@ -390,9 +395,9 @@ fn a_client_may_disconnect_at_any_byte() {
         "{\"execute\":\"qmp_capabilities\"}{\"execute\":\"echo\",\"arguments\":{\"é\":1}}";
     for end in 0..conversation.len() {
         let mut client = Conversation::new(&served.path());
-        client.say(&conversation.as_bytes()[..end]);
+        client.send(&conversation.as_bytes()[..end]);
         if end % 2 == 0 {
-            client.hear();
+            client.receive();
         }
     }
     served.lives();
@@ -407,7 +412,7 @@ fn a_thousand_connections_are_served_up_to_the_limit_and_the_others_get_an_error
     let mut refused = 0;
     for _ in 0..1000 {
         let mut client = Conversation::new(&served.path());
-        if client.hear().get("QMP").is_some() {
+        if client.receive().get("QMP").is_some() {
             kept.push(client);
         } else {
             assert!(client.is_closed());
@@ -431,7 +436,7 @@ fn a_thousand_connections_are_served_up_to_the_limit_and_the_others_get_an_error
 fn a_client_can_read_replies_after_the_server_ended() {
     let mut served = Served::new();
     let mut client = served.client();
-    client.say(br#"{"execute":"long"}"#);
+    client.send(br#"{"execute":"long"}"#);
     let start = Instant::now();
     while served.commands.0.load(Ordering::Relaxed) == 0 {
         assert!(start.elapsed() < DEADLINE, "it is not executed");
@@ -442,7 +447,7 @@ fn a_client_can_read_replies_after_the_server_ended() {
     while UnixStream::connect(served.path()).is_ok() {
         assert!(start.elapsed() < DEADLINE, "it still listens");
     }
-    let text = client.hear()["return"].as_str().map(str::len);
+    let text = client.receive()["return"].as_str().map(str::len);
     assert_eq!(text, Some(LONG));
     assert!(client.is_closed());
     ending.join().unwrap();
@@ -520,8 +525,8 @@ fn an_http_request_is_not_obeyed_on_either_kind_of_socket() {
         answer_to(stream, bytes).expect("the connection is closed");
         let stream = UnixStream::connect(served.path()).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
-        let said = answer_to(stream, bytes).expect("the connection is closed");
-        assert!(!said.contains("return"), "{said}");
+        let output = answer_to(stream, bytes).expect("the connection is closed");
+        assert!(!output.contains("return"), "{output}");
     }
     for commands in [&echo, &served.commands] {
         assert_eq!(

@@ -102,7 +102,7 @@ pub fn result(text: &str) -> io::Result<()> {
     loop {
         match is_done.recv_timeout(POLL_INTERVAL) {
             Ok(outcome) => return outcome,
-            Err(RecvTimeoutError::Timeout) if STDOUT.stands_still(RESULT) => {
+            Err(RecvTimeoutError::Timeout) if STDOUT.is_stalled(RESULT) => {
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
                     "the reader of standard output reads nothing",
@@ -143,10 +143,10 @@ pub fn take_panics() {
     }));
 }
 
-fn drain(patience: Duration) {
+fn drain(timeout: Duration) {
     for stream in [&STDOUT, &STDERR] {
-        while !stream.is_empty() && !stream.stands_still(patience) {
-            thread::sleep(POLL_INTERVAL.min(patience / 10));
+        while !stream.is_empty() && !stream.is_stalled(timeout) {
+            thread::sleep(POLL_INTERVAL.min(timeout / 10));
         }
     }
 }
@@ -224,7 +224,7 @@ impl Stream {
     }
 
     /// Returns true if the reader has taken nothing for `time`.
-    fn stands_still(&self, time: Duration) -> bool {
+    fn is_stalled(&self, time: Duration) -> bool {
         self.0.lock().moved.elapsed() >= time
     }
 }
@@ -310,12 +310,12 @@ mod tests {
         assert!(stream.0.lock().bytes <= WAITING_PROGRESS + CHUNK);
         // Earlier progress must not suppress a message.
         stream.put("message\n".to_owned(), WAITING_MESSAGES, None);
-        let mut said = String::new();
+        let mut output = String::new();
         let mut reader = std::fs::File::from(reader);
-        while !said.ends_with("message\n") {
+        while !output.ends_with("message\n") {
             let mut chunk = [0; 4096];
             let length = reader.read(&mut chunk).expect("it is open");
-            said.push_str(std::str::from_utf8(&chunk[..length]).expect("text"));
+            output.push_str(std::str::from_utf8(&chunk[..length]).expect("text"));
         }
     }
 
@@ -328,7 +328,7 @@ mod tests {
         stream.put("result\n".to_owned(), usize::MAX, Some(done));
         let outcome = is_done.recv().expect("the thread lives");
         assert_eq!(
-            outcome.expect_err("nobody reads").kind(),
+            outcome.expect_err("no process reads").kind(),
             io::ErrorKind::BrokenPipe
         );
     }

@@ -350,13 +350,13 @@ mod tests {
         };
         let line = line("none", &progress, None);
         assert!(line.text.ends_with(", throttled by 40 %"), "{line}");
-        let said = line.to_string();
+        let output = line.to_string();
         assert!(
-            said.contains("raise max-bandwidth or downtime-limit"),
-            "{said}"
+            output.contains("raise max-bandwidth or downtime-limit"),
+            "{output}"
         );
         for wrong in ["channels", "auto-converge"] {
-            assert!(!said.contains(wrong), "{said}");
+            assert!(!output.contains(wrong), "{output}");
         }
     }
 }

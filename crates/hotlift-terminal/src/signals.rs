@@ -75,8 +75,8 @@ fn end() -> ! {
         let _ = std::fs::remove_dir_all(folder);
     }
     drop(folders);
-    let mut last_words = lock(&FINAL_WRITE_TIMEOUT);
-    let Some((code, words)) = last_words.take() else {
+    let mut final_message = lock(&FINAL_WRITE_TIMEOUT);
+    let Some((code, words)) = final_message.take() else {
         signal_hook::low_level::exit(130);
     };
     warn!("{words}");
@@ -216,8 +216,8 @@ impl Interrupt {
 
     /// Sets the message on standard error and the exit code with which a second signal ends the process: now the process leaves
     /// something behind. `None` restores the default.
-    pub fn insisted(&self, last_words: Option<(u8, String)>) {
-        *lock(&FINAL_WRITE_TIMEOUT) = last_words;
+    pub fn set_second_signal(&self, final_message: Option<(u8, String)>) {
+        *lock(&FINAL_WRITE_TIMEOUT) = final_message;
     }
 
     /// Acts as if a signal had arrived.
@@ -261,13 +261,13 @@ impl Interrupt {
     }
 }
 
-/// Runs `work` in a new thread, and `attend` in this one, with a descriptor that is readable once `work` has ended.
+/// Runs `work` in a new thread, and `watch` in this one, with a descriptor that is readable once `work` has ended.
 ///
 /// # Errors
 /// The system cannot create a pipe.
-pub fn beside<R: Send, T>(
+pub fn run_alongside<R: Send, T>(
     work: impl FnOnce() -> R + Send,
-    attend: impl FnOnce(BorrowedFd<'_>) -> T,
+    watch: impl FnOnce(BorrowedFd<'_>) -> T,
 ) -> Result<(R, T), TerminalError> {
     let (ended, ends) = end_of_thread()?;
     Ok(thread::scope(|scope| {
@@ -275,9 +275,9 @@ pub fn beside<R: Send, T>(
             let _ends = ends;
             work()
         });
-        let attended = attend(ended.as_fd());
+        let watched = watch(ended.as_fd());
         let worked = worker.join().unwrap_or_else(|panic| resume_unwind(panic));
-        (worked, attended)
+        (worked, watched)
     }))
 }
 
@@ -313,16 +313,16 @@ mod tests {
             (Some(Duration::ZERO), Cause::Deadline),
             (None, Cause::Signal),
         ] {
-            let (told, hears) = channel();
-            let act = move |cause| told.send(cause).unwrap();
+            let (sender, receiver) = channel();
+            let act = move |cause| sender.send(cause).unwrap();
             if expected == Cause::Signal {
                 interrupt.raise();
             }
-            let cause = interrupt.watching(limit, act, || hears.recv());
+            let cause = interrupt.watching(limit, act, || receiver.recv());
             assert_eq!(cause, Ok(expected));
         }
         interrupt.watching(None, |_| (), || assert!(interrupt.wait(&[], None)));
-        let seen = beside(|| 7, |ended| wait_readable(&[ended], None));
+        let seen = run_alongside(|| 7, |ended| wait_readable(&[ended], None));
         assert_eq!(seen.unwrap(), (7, true));
     }
 }

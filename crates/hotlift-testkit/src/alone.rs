@@ -41,12 +41,13 @@ pub fn has_run_elsewhere(here: &str) -> bool {
     command.args(["--exact", test, "--nocapture"]);
     let output = command.env(VARIABLE, "1").output();
     let output = output.unwrap_or_else(|error| panic!("{test}: {error}"));
-    let [said, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    let [printed, errors] =
+        [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     // A filter without a matching test succeeds too.
-    let has_run = said.contains("test result: ok. 1 passed");
+    let has_run = printed.contains("test result: ok. 1 passed");
     assert!(
         output.status.success() && has_run,
-        "{test}: {said}\n{errors}"
+        "{test}: {printed}\n{errors}"
     );
     true
 }

@@ -120,7 +120,7 @@ pub struct Net {
     pub orphan_retries: u8,
     /// A proxy before the destination.
     pub proxy: Option<Turns>,
-    /// Rate of the link from the switchover on, in kbit/s, which slows the hand-over down.
+    /// Rate of the link from the switchover on, in kbit/s, which slows the handover down.
     pub slow: Option<u32>,
     /// TLS between the two sides.
     #[serde(default)]
@@ -483,7 +483,7 @@ pub enum Moment {
     Round,
     /// The guest is paused for the last round.
     Switchover,
-    /// A message of the hand-over is lost.
+    /// A message of the handover is lost.
     Lost(Message),
     /// The guest runs at the destination; its commands may not know yet.
     Arrived,
@@ -552,7 +552,7 @@ impl Case {
             slow: None,
             tls: false,
         };
-        // Most hand-overs are spread over some hundred milliseconds.
+        // Most handovers are spread over some hundred milliseconds.
         if rng.u8(0..4) > 0 {
             net.slow = Some(*rng.choice(&[4000, 8000, 16_000, 32_000]).unwrap_or(&8000));
         }
@@ -699,7 +699,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
         ],
     ) {
         fault @ (0 | 10) => {
-            // Bare relays and monitored guests wait for their driver before the hand-over.
+            // Bare relays and monitored guests wait for their driver before the handover.
             if moment == Moment::Switchover && pair.is_held_before_switchover() && rng.bool() {
                 let messages = [
                     Message::Pong,
@@ -809,7 +809,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
             ),
         },
     };
-    let kind = heard(kind, pair);
+    let kind = with_reader_of_standard_output(kind, pair);
     match (kind, moment) {
         // Later the destination already has its disk.
         (Kind::LockedDisk, Moment::Arrived | Moment::After) => moment = Moment::Round,
@@ -832,7 +832,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
 }
 
 /// Keeps the standard output of a source without a monitor, which reports the guest's location.
-fn heard(kind: Kind, pair: &Pair) -> Kind {
+fn with_reader_of_standard_output(kind: Kind, pair: &Pair) -> Kind {
     match kind {
         Kind::Output {
             party: Party::SourceGuest,

@@ -263,8 +263,8 @@ impl Drive<'_> {
             }
             | Pair::Agents { .. } => is_final(&mut self.rig.here),
             Pair::BuiltIn { .. } => {
-                let said = self.rig.here.said();
-                if said.iter().any(|line| line.starts_with("hotlift: ")) {
+                let printed = self.rig.here.said();
+                if printed.iter().any(|line| line.starts_with("hotlift: ")) {
                     self.failed.get_or_insert_with(Instant::now);
                 }
                 self.rig.here.has_ended()

@@ -217,8 +217,8 @@ impl Host {
     /// Returns the last output lines of a domain's QEMU on this host, which has probably ended.
     fn last_words(&self, domain: &Domain) -> String {
         let path = self.path(&format!("/var/log/libvirt/qemu/{}.log", domain.name));
-        let said = fs::read_to_string(path).unwrap_or_default();
-        let lines: Vec<_> = said.lines().collect();
+        let output = fs::read_to_string(path).unwrap_or_default();
+        let lines: Vec<_> = output.lines().collect();
         lines[lines.len().saturating_sub(4)..].join("\n")
     }
 }
@@ -416,7 +416,7 @@ impl Hosts {
         program.fill(&self.memory(source, &domain, domain.ram)?)?;
         source.virsh(&["resume", name])?;
         let deadline = Instant::now() + PATIENCE;
-        while !fs::read_to_string(&domain.console).is_ok_and(|said| said.contains("writes=")) {
+        while !fs::read_to_string(&domain.console).is_ok_and(|output| output.contains("writes=")) {
             if Instant::now() >= deadline {
                 return Err(KitError::Late {
                     process: name.to_owned(),
@@ -517,9 +517,9 @@ impl Hosts {
             [Some("running"), None] => Ok(End::Source),
             [None, Some("running")] => Ok(End::Destination),
             _ => {
-                let said = [&self.source, &self.destination].map(|host| host.last_words(domain));
+                let output = [&self.source, &self.destination].map(|host| host.last_words(domain));
                 let problem = format!(
-                    "{} is {states:?} at source and destination; output of their QEMUs: {said:?}",
+                    "{} is {states:?} at source and destination; output of their QEMUs: {output:?}",
                     domain.name
                 );
                 Err(KitError::Memory { problem })

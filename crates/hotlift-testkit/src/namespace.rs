@@ -141,7 +141,7 @@ pub enum End {
     Destination,
 }
 
-/// A message of the hand-over between two Hotlifts, at the start of a TCP segment.
+/// A message of the handover between two Hotlifts, at the start of a TCP segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Message {
@@ -290,7 +290,7 @@ impl Link {
         })
     }
 
-    /// Limits both directions to `kbits` kbit/s from now on. (A token bucket spreads the steps of a hand-over in time, which
+    /// Limits both directions to `kbits` kbit/s from now on. (A token bucket spreads the steps of a handover in time, which
     /// are some hundred microseconds apart otherwise.)
     ///
     /// # Errors
@@ -358,10 +358,10 @@ impl Link {
     /// # Errors
     /// If `nft` fails.
     pub fn has_lost(&self) -> Result<bool, KitError> {
-        let said = self
+        let listed = self
             .destination
             .tool("nft", &["list", "counter", "ip", "lose", "lost"])?;
-        Ok(!said.contains("packets 0 "))
+        Ok(!listed.contains("packets 0 "))
     }
 
     /// Ends [`Link::lose`].

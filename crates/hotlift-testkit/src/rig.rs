@@ -35,7 +35,7 @@ const DISK: u64 = 1 << 20;
 /// Bytes per second of page transfer: a migration takes about a second.
 const BANDWIDTH: &str = "64M";
 
-/// Milliseconds: at [`BANDWIDTH`] the last round, which the slow link of a hand-over carries, is short.
+/// Milliseconds: at [`BANDWIDTH`] the last round, which the slow link of a handover carries, is short.
 const DOWNTIME: u32 = 10;
 
 /// Resources of every case.
@@ -266,9 +266,9 @@ fn security(tools: &Tools, case: &Case, folder: &Path) -> Result<Vec<String>, Ki
             .output()
             .map_err(KitError::system("run 'hotlift certs'"))?;
         if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            let said = std::io::Error::other(said);
-            return Err(KitError::system("make certificates")(said));
+            let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+            let printed = std::io::Error::other(printed);
+            return Err(KitError::system("make certificates")(printed));
         }
     }
     Ok(vec![

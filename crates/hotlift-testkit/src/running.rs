@@ -104,19 +104,19 @@ impl Running {
     /// If the program does not end in time.
     pub fn wait(mut self) -> (ExitStatus, Vec<String>) {
         let deadline = Instant::now() + DEADLINE;
-        let mut said = std::mem::take(&mut self.said);
+        let mut output = std::mem::take(&mut self.said);
         loop {
             // The streams end with the process (or with its last child).
             let left = deadline.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left) {
-                Ok(line) => said.push(line),
+                Ok(line) => output.push(line),
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => break,
                 Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
-                    panic!("did not end; its output:\n{}", said.join("\n"))
+                    panic!("did not end; its output:\n{}", output.join("\n"))
                 }
             }
         }
-        (self.child.wait().expect("it was started"), said)
+        (self.child.wait().expect("it was started"), output)
     }
 }
 
@@ -129,9 +129,10 @@ impl Drop for Running {
 
 /// Returns the lines in which a program reports why it failed.
 #[must_use]
-pub fn errors(said: &[String]) -> Vec<&String> {
+pub fn errors(output: &[String]) -> Vec<&String> {
     let starts = ["hotlift: ", "hotlift-bench: ", "error: "];
-    said.iter()
+    output
+        .iter()
         .filter(|line| starts.iter().any(|start| line.starts_with(start)))
         .collect()
 }

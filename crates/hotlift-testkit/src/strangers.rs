@@ -72,7 +72,7 @@ fn connect(port: u16) -> Option<TcpStream> {
 }
 
 fn speak(to: &mut TcpStream, who: Stranger, rng: &mut Rng) {
-    let said: Vec<u8> = match who {
+    let bytes: Vec<u8> = match who {
         Stranger::Idle => return,
         Stranger::Garbage => (0..rng.usize(1..200)).map(|_| rng.u8(..)).collect(),
         // The first bytes of QEMU's main stream, or of a multifd channel (magic and version).
@@ -82,7 +82,7 @@ fn speak(to: &mut TcpStream, who: Stranger, rng: &mut Rng) {
         },
     };
     // It may have been rejected.
-    let _ = to.write_all(&said);
+    let _ = to.write_all(&bytes);
 }
 
 impl Drop for Strangers {

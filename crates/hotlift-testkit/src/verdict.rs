@@ -382,8 +382,8 @@ impl Record {
             || self.faults().any(|kind| kind.asks(Party::DestinationGuest))
     }
 
-    /// Returns true if foreign rules hid the end of the source's connection from its agent, so that the destination's QEMU never
-    /// received the end of the stream. libvirt resumes it at the source when that QEMU has ended.
+    /// Returns true if foreign rules hid the end of the source's connection from its agent, so that the destination's QEMU
+    /// never received the end of the stream. libvirt resumes it at the source when that QEMU has ended.
     fn was_bypassed(&self, seen: &Seen) -> bool {
         let is_bypass =
             |kind: &Kind| matches!(kind, Kind::Foreign { rules } if rules.bypass_redirect());
@@ -581,8 +581,8 @@ fn words(rig: &mut Rig) -> Vec<String> {
         let Some(process) = rig.process(party) else {
             continue;
         };
-        let said = process.said();
-        let worth = said
+        let printed = process.said();
+        let worth = printed
             .iter()
             .filter(|line| !line.contains("host doesn't support requested feature"));
         let lines: Vec<&String> = worth.collect();

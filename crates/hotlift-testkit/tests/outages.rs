@@ -1,9 +1,9 @@
-//! Outages of the link at every step of the hand-over: exactly one guest, and every write of it.
+//! Outages of the link at every step of the handover: exactly one guest, and every write of it.
 
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "a test says what it does"
+    reason = "a test prints its progress"
 )]
 
 use std::path::{Path, PathBuf};
@@ -41,11 +41,11 @@ fn run(cases: &[Case]) {
             .arg(serde_json::to_string(case).expect("JSON"));
     }
     let output = command.output().expect("it was built");
-    let said = String::from_utf8_lossy(&output.stdout);
-    println!("{said}");
+    let printed = String::from_utf8_lossy(&output.stdout);
+    println!("{printed}");
     assert!(
         output.status.success(),
-        "{}\n{said}",
+        "{}\n{printed}",
         String::from_utf8_lossy(&output.stderr)
     );
 }

@@ -113,7 +113,7 @@ pub(crate) fn drive<C: Connection>(
                 is_first = false;
             }
             Next::Failed(error) => {
-                say_why(connection, &mut to_send, socket);
+                send_alert(connection, &mut to_send, socket);
                 return Err(TlsError::Handshake(error));
             }
         }
@@ -168,7 +168,7 @@ fn read_exact(socket: &mut BoundedSocket<'_>, to: &mut [u8]) -> Result<(), TlsEr
 }
 
 /// Sends rustls's alert to the other side, which may be gone.
-fn say_why<C: Connection>(
+fn send_alert<C: Connection>(
     connection: &mut C,
     to_send: &mut Vec<u8>,
     socket: &mut BoundedSocket<'_>,

@@ -31,7 +31,7 @@ pub(crate) struct BoundedSocket<'a> {
     /// Bytes of `bytes` that may still be read.
     left: usize,
     wake_fd: Option<BorrowedFd<'a>>,
-    is_called_off: &'a dyn Fn() -> bool,
+    is_cancelled: &'a dyn Fn() -> bool,
     has_sent: bool,
 }
 
@@ -45,13 +45,13 @@ fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
 }
 
 impl<'a> BoundedSocket<'a> {
-    /// Creates it. Reads and writes fail once `is_called_off`, which may become true when `wake_fd` is readable.
+    /// Creates it. Reads and writes fail once `is_cancelled`, which may become true when `wake_fd` is readable.
     pub(crate) fn new(
         fd: BorrowedFd<'a>,
         time: Duration,
         bytes: usize,
         wake_fd: Option<BorrowedFd<'a>>,
-        is_called_off: &'a dyn Fn() -> bool,
+        is_cancelled: &'a dyn Fn() -> bool,
     ) -> Self {
         Self {
             fd,
@@ -60,7 +60,7 @@ impl<'a> BoundedSocket<'a> {
             bytes,
             left: bytes,
             wake_fd,
-            is_called_off,
+            is_cancelled,
             has_sent: false,
         }
     }
@@ -91,7 +91,7 @@ impl<'a> BoundedSocket<'a> {
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            if (self.is_called_off)() {
+            if (self.is_cancelled)() {
                 return Err(io::Error::other(Cancelled));
             }
             let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
@@ -181,14 +181,14 @@ mod tests {
     #[test]
     fn a_wait_ends_by_its_wake_fd_or_by_arriving_bytes() {
         let year = Duration::from_secs(365 * 86_400);
-        let is_called_off = AtomicBool::new(false);
+        let is_cancelled = AtomicBool::new(false);
         let (wake_fd, ends) = io::pipe().unwrap();
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         thread::scope(|scope| {
             let wait = || {
-                let is_called_off = || is_called_off.load(Ordering::Acquire);
+                let is_cancelled = || is_cancelled.load(Ordering::Acquire);
                 let wake_fd = Some(wake_fd.as_fd());
-                let mut socket = BoundedSocket::new(ours.as_fd(), year, 2, wake_fd, &is_called_off);
+                let mut socket = BoundedSocket::new(ours.as_fd(), year, 2, wake_fd, &is_cancelled);
                 [socket.read(&mut [0; 1]), socket.read(&mut [0; 1])].map(Result::ok)
             };
             let waits = scope.spawn(wait);
@@ -197,7 +197,7 @@ mod tests {
             while is_readable(ours.as_fd()) {
                 thread::yield_now();
             }
-            is_called_off.store(true, Ordering::Release);
+            is_cancelled.store(true, Ordering::Release);
             drop(ends);
             assert_eq!(waits.join().unwrap(), [Some(1), None]);
         });

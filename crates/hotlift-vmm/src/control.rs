@@ -130,16 +130,16 @@ impl Control {
             if percent == 0 {
                 return;
             }
-            if self.stays_for(SLICE, percent) {
+            if self.is_unchanged_for(SLICE, percent) {
                 self.slices.fetch_add(1, Ordering::Relaxed);
                 kick();
-                self.stays_for(sleep_after_slice(percent), percent);
+                self.is_unchanged_for(sleep_after_slice(percent), percent);
             }
         }
     }
 
     /// Waits for `time`; returns false as soon as the throttle changes.
-    fn stays_for(&self, time: Duration, percent: u8) -> bool {
+    fn is_unchanged_for(&self, time: Duration, percent: u8) -> bool {
         let (_state, timeout) = self
             .changed
             .wait_timeout_while(self.lock(), time, |state| state.throttle == percent)

@@ -416,7 +416,7 @@ fn the_dirty_log_misses_no_page() {
             let dirty = take_dirty(&*source);
             assert!(
                 dirty.len() < ram(&*source).pages() / 2,
-                "the log says more than was written"
+                "the log has more pages than were written"
             );
             copy_pages(&*source, &*to, &dirty);
             assert!(all_of(&*source) == all_of(&*to), "{kind} {workload}");

@@ -89,7 +89,7 @@ fn zero_pages_are_touched_only_if_asked_for() {
         let pages = ram.pages() - first;
         let mut untouched = vec![0; pages.div_ceil(64)];
         if !ram.untouched(first, pages, &mut untouched).unwrap() {
-            hotlift_testkit::skip!("pagemap", "this kernel does not tell untouched pages");
+            hotlift_testkit::skip!("pagemap", "this kernel does not report untouched pages");
             return;
         }
         let untouched: u32 = untouched.iter().map(|word| word.count_ones()).sum();

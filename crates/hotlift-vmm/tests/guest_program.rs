@@ -35,8 +35,8 @@ fn counts_up_under(accelerator: &str) {
     let mut qemu = Launched::start(&program, &line, folder).unwrap();
     let deadline = Instant::now() + PATIENCE;
     let counts = loop {
-        let said = qemu.process().said();
-        let lines = said
+        let output = qemu.process().said();
+        let lines = output
             .iter()
             .filter_map(|line| Some((line, value(line, "writes")?)));
         let counts: Vec<_> = lines.collect();
@@ -48,7 +48,7 @@ fn counts_up_under(accelerator: &str) {
             break counts.iter().map(|(_, count)| *count).collect::<Vec<_>>();
         }
         let ended = qemu.process_mut().ended();
-        assert!(ended.is_none() && Instant::now() < deadline, "{said:?}");
+        assert!(ended.is_none() && Instant::now() < deadline, "{output:?}");
         std::thread::sleep(Duration::from_millis(5));
     };
     assert!(counts.is_sorted_by(|a, b| a < b), "{counts:?}");

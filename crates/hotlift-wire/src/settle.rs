@@ -29,7 +29,7 @@ pub const TOKEN_MAGIC: [u8; 4] = *b"HLTK";
 pub const QUESTION_MAGIC: [u8; 4] = *b"HLQU";
 /// Magic of an answer.
 pub const ANSWER_MAGIC: [u8; 4] = *b"HLAN";
-const HEARD_MAGIC: [u8; 4] = *b"HLOK";
+const CONFIRMATION_MAGIC: [u8; 4] = *b"HLOK";
 
 /// Length of a token with its magic in bytes.
 pub const TOKEN_LEN: usize = 20;
@@ -38,7 +38,7 @@ pub const QUESTION_LEN: usize = 24;
 /// Length of an answer in bytes.
 pub const ANSWER_LEN: usize = 25;
 /// Length of the confirmation of an answer in bytes.
-pub const HEARD_LEN: usize = 20;
+pub const CONFIRMATION_LEN: usize = 20;
 
 /// Statement of a destination on a migration's guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -95,15 +95,15 @@ pub fn read_token(bytes: &[u8; TOKEN_LEN]) -> Option<[u8; 16]> {
 
 /// Returns the confirmation that the outcome of `id` has arrived.
 #[must_use]
-pub fn heard(id: MigrationId) -> [u8; HEARD_LEN] {
-    with_magic(HEARD_MAGIC, id.0)
+pub fn confirmation(id: MigrationId) -> [u8; CONFIRMATION_LEN] {
+    with_magic(CONFIRMATION_MAGIC, id.0)
 }
 
 /// Returns a question about `id`.
 #[must_use]
 pub fn question(id: MigrationId) -> [u8; QUESTION_LEN] {
     let mut bytes = [0; QUESTION_LEN];
-    bytes[..HEARD_LEN].copy_from_slice(&with_magic(QUESTION_MAGIC, id.0));
+    bytes[..CONFIRMATION_LEN].copy_from_slice(&with_magic(QUESTION_MAGIC, id.0));
     seal(&mut bytes);
     bytes
 }
@@ -121,8 +121,8 @@ pub fn read_question(bytes: &[u8; QUESTION_LEN]) -> Result<MigrationId, WireErro
 #[must_use]
 pub fn answer(id: MigrationId, outcome: Outcome, doing: GuestActivity) -> [u8; ANSWER_LEN] {
     let mut bytes = [0; ANSWER_LEN];
-    bytes[..HEARD_LEN].copy_from_slice(&with_magic(ANSWER_MAGIC, id.0));
-    bytes[HEARD_LEN] = outcome as u8 | (doing as u8) << 4;
+    bytes[..CONFIRMATION_LEN].copy_from_slice(&with_magic(ANSWER_MAGIC, id.0));
+    bytes[CONFIRMATION_LEN] = outcome as u8 | (doing as u8) << 4;
     seal(&mut bytes);
     bytes
 }
@@ -161,8 +161,8 @@ pub fn read_answer(
         })
 }
 
-fn with_magic(magic: [u8; 4], id: [u8; 16]) -> [u8; HEARD_LEN] {
-    let mut bytes = [0; HEARD_LEN];
+fn with_magic(magic: [u8; 4], id: [u8; 16]) -> [u8; CONFIRMATION_LEN] {
+    let mut bytes = [0; CONFIRMATION_LEN];
     bytes[..4].copy_from_slice(&magic);
     bytes[4..].copy_from_slice(&id);
     bytes
@@ -230,11 +230,11 @@ mod tests {
         }
         // An older source reads an answer with an unknown guest state.
         assert_eq!(
-            answer(ID, Outcome::Runs, GuestActivity::Unknown)[HEARD_LEN],
+            answer(ID, Outcome::Runs, GuestActivity::Unknown)[CONFIRMATION_LEN],
             1
         );
         assert_eq!(read_token(&token(ID.0)), Some(ID.0));
-        assert_eq!(read_token(&heard(ID)), None);
+        assert_eq!(read_token(&confirmation(ID)), None);
     }
 
     #[test]

@@ -454,7 +454,7 @@ fn the_method_of_a_channel_is_that_of_its_first_packet_with_pages() {
         ..PacketFields::default()
     };
     let mut bytes = writer.header(&barrier).unwrap().to_vec();
-    assert_eq!(first_method(&bytes), None, "a barrier says nothing");
+    assert_eq!(first_method(&bytes), None, "a barrier has no method");
     bytes.extend_from_slice(writer.header(&pages).unwrap());
     assert_eq!(first_method(&bytes), Some(Method::Zstd));
     for length in 0..=HEADER_LEN {

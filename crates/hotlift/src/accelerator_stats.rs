@@ -58,22 +58,22 @@ impl AcceleratorStats {
 /// One channel's part of [`AcceleratorStats`].
 #[derive(Debug, Default)]
 pub(crate) struct ChannelStats {
-    told: Jobs,
+    reported: Jobs,
     runs_on: RunsOn,
 }
 
 impl ChannelStats {
     /// Adds the difference to the call before.
     pub(crate) fn report(&mut self, stats: &AcceleratorStats, jobs: Jobs, runs_on: RunsOn) {
-        if jobs != self.told {
+        if jobs != self.reported {
             let add = |counter: &AtomicU64, now: u64, before: u64| {
                 counter.fetch_add(now - before, Ordering::Relaxed);
             };
-            add(&stats.hardware, jobs.hardware, self.told.hardware);
-            add(&stats.software, jobs.software, self.told.software);
-            add(&stats.retries, jobs.retries, self.told.retries);
-            add(&stats.raw_pages, jobs.raw_pages, self.told.raw_pages);
-            self.told = jobs;
+            add(&stats.hardware, jobs.hardware, self.reported.hardware);
+            add(&stats.software, jobs.software, self.reported.software);
+            add(&stats.retries, jobs.retries, self.reported.retries);
+            add(&stats.raw_pages, jobs.raw_pages, self.reported.raw_pages);
+            self.reported = jobs;
         }
         if runs_on != self.runs_on {
             let mut notes = stats.lock();

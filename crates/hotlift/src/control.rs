@@ -132,7 +132,7 @@ impl Control {
 
     /// Returns true if a source asks about this migration by `id`.
     #[must_use]
-    pub fn is_asked_about_by(&self, id: &[u8; 16]) -> bool {
+    pub fn has_id(&self, id: &[u8; 16]) -> bool {
         self.0.id.get().is_some_and(|own| own.0 == *id)
     }
 

@@ -70,9 +70,9 @@ struct ConnectionSamples {
 impl ConnectionSamples {
     /// Judges the facts at `now`.
     fn take(&mut self, now: Instant, facts: &TcpSending) -> PeerState {
-        let heard = now.checked_sub(facts.unheard).unwrap_or(now);
+        let last_packet = now.checked_sub(facts.since_last_packet).unwrap_or(now);
         let is_asked = facts.in_flight > 0 || facts.probes > 0;
-        self.asked = is_asked.then(|| self.asked.map_or(now, |asked| asked.max(heard)));
+        self.asked = is_asked.then(|| self.asked.map_or(now, |asked| asked.max(last_packet)));
         let is_probed_again = facts.probes > 1;
         self.probed_again = is_probed_again.then(|| self.probed_again.unwrap_or(now));
         let waits = facts.in_flight > 0 || facts.not_sent > 0;
@@ -93,7 +93,7 @@ impl ConnectionSamples {
         let is_due = |since: Instant| now.duration_since(since) >= REPORTED;
         match self.asked {
             Some(asked) if question.is_some_and(is_due) => {
-                PeerState::Silent(if waits { asked } else { heard })
+                PeerState::Silent(if waits { asked } else { last_packet })
             }
             _ if has_no_room && is_due(moved) => PeerState::NotReading(moved),
             _ => PeerState::Fine,
@@ -106,8 +106,8 @@ impl ConnectionSamples {
 pub struct Liveness {
     /// Longest silence; zero for no limit.
     limit: Duration,
-    judges: Vec<ConnectionSamples>,
-    looked: Option<Instant>,
+    samples: Vec<ConnectionSamples>,
+    last_sample: Option<Instant>,
     stall: Option<Stall>,
     /// Time from the last sample to the next; `None` if no connection is to another host.
     interval: Option<Duration>,
@@ -116,14 +116,14 @@ pub struct Liveness {
 impl Liveness {
     /// Prepares `streams`. A peer is lost after a silence of `limit`; zero means never.
     pub fn new<'s>(limit: Duration, streams: impl Iterator<Item = &'s Stream>) -> Self {
-        let judges = streams.map(|stream| {
+        let samples = streams.map(|stream| {
             stream.set_silence_limit(limit);
             ConnectionSamples::default()
         });
         Self {
             limit,
-            judges: judges.collect(),
-            looked: None,
+            samples: samples.collect(),
+            last_sample: None,
             stall: None,
             interval: Some(INTERVAL),
         }
@@ -140,8 +140,8 @@ impl Liveness {
         now: Instant,
         is_suspect: bool,
     ) -> Result<Option<Stall>, MigrationError> {
-        let is_due = |looked| now.duration_since(looked) >= INTERVAL;
-        if self.looked.is_none_or(is_due) {
+        let is_due = |last_sample| now.duration_since(last_sample) >= INTERVAL;
+        if self.last_sample.is_none_or(is_due) {
             let facts = streams.map(|stream| stream.tcp_sending().zip(stream.peer_ip()));
             self.sample(facts, now);
         }
@@ -156,16 +156,16 @@ impl Liveness {
 
     /// Takes the facts of all connections at `now`.
     fn sample(&mut self, facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>, now: Instant) {
-        let is_stale = |looked| now.duration_since(looked) >= REPORTED;
-        if self.looked.is_some_and(is_stale) {
+        let is_stale = |last_sample| now.duration_since(last_sample) >= REPORTED;
+        if self.last_sample.is_some_and(is_stale) {
             // This process itself was stopped. The activity of its peers in that time is unknown.
-            self.judges.fill_with(ConnectionSamples::default);
+            self.samples.fill_with(ConnectionSamples::default);
         }
-        self.looked = Some(now);
+        self.last_sample = Some(now);
         let mut is_remote = false;
         let facts = facts.inspect(|facts| is_remote |= facts.is_some());
-        self.stall = worst(&mut self.judges, facts, now);
-        let is_active = self.judges.iter().any(|judge| judge.is_active);
+        self.stall = worst(&mut self.samples, facts, now);
+        let is_active = self.samples.iter().any(|judge| judge.is_active);
         self.interval = is_remote.then_some(match self.limit {
             _ if is_active => INTERVAL,
             Duration::ZERO => IDLE_INTERVAL,
@@ -176,31 +176,31 @@ impl Liveness {
     /// Returns the time of the next sample; `None` means never.
     #[must_use]
     pub fn next(&self, now: Instant) -> Option<Instant> {
-        match self.looked {
-            Some(looked) => Some(looked + self.interval?),
+        match self.last_sample {
+            Some(last_sample) => Some(last_sample + self.interval?),
             None => Some(now),
         }
     }
 
     /// Does the same for the migration of `control`, and shows the peer there.
-    pub(crate) fn look_for<'s>(
+    pub(crate) fn poll_for<'s>(
         &mut self,
         control: &Control,
         streams: impl Iterator<Item = &'s Stream>,
     ) -> Result<(), MigrationError> {
-        let looked = self.poll(streams, control.life().now(), control.is_peer_suspect());
+        let last_sample = self.poll(streams, control.life().now(), control.is_peer_suspect());
         control.set_stall(self.stall);
-        looked.map(drop)
+        last_sample.map(drop)
     }
 }
 
 /// Returns the longest silence; without one the longest time without reading.
 fn worst(
-    judges: &mut [ConnectionSamples],
+    samples: &mut [ConnectionSamples],
     facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>,
     now: Instant,
 ) -> Option<Stall> {
-    let stalls = judges.iter_mut().zip(facts).filter_map(|(judge, facts)| {
+    let stalls = samples.iter_mut().zip(facts).filter_map(|(judge, facts)| {
         let (facts, peer) = facts?;
         let (kind, since) = match judge.take(now, &facts) {
             PeerState::Fine => return None,
@@ -238,25 +238,30 @@ mod tests {
     /// A connection in virtual time.
     struct Virtual {
         begun: Instant,
-        judges: [ConnectionSamples; 1],
+        samples: [ConnectionSamples; 1],
     }
 
     impl Virtual {
         fn new() -> Self {
             Self {
                 begun: Instant::now() + Duration::from_secs(3600),
-                judges: [ConnectionSamples::default()],
+                samples: [ConnectionSamples::default()],
             }
         }
 
         /// Judges `facts`, with the time of the sample and that of the peer's last packet, both since the start.
-        fn at(&mut self, time: Duration, heard: Duration, facts: TcpSending) -> Option<Stall> {
+        fn at(
+            &mut self,
+            time: Duration,
+            last_packet: Duration,
+            facts: TcpSending,
+        ) -> Option<Stall> {
             let facts = TcpSending {
-                unheard: time - heard,
+                since_last_packet: time - last_packet,
                 ..facts
             };
             let facts = std::iter::once(Some((facts, PEER)));
-            worst(&mut self.judges, facts, self.begun + time)
+            worst(&mut self.samples, facts, self.begun + time)
         }
     }
 
@@ -352,8 +357,8 @@ mod tests {
         let stall = peer.at(secs(6), secs(5), no_room(0));
         assert_eq!(stall, Some(not_reading(secs(5))));
         // Two probes 100 s apart, each seen before its answer.
-        for (time, heard) in [(60, 10), (110, 60), (160, 111)] {
-            let stall = peer.at(secs(time), secs(heard), no_room(1)).unwrap();
+        for (time, last_packet) in [(60, 10), (110, 60), (160, 111)] {
+            let stall = peer.at(secs(time), secs(last_packet), no_room(1)).unwrap();
             assert_eq!(stall, not_reading(secs(time - 1)));
             assert!(!is_lost(&stall, LIMIT, true));
             peer.at(secs(time + 1), secs(time), no_room(0));
@@ -416,7 +421,7 @@ mod tests {
         while control.stall().is_none() {
             // Data that fits after an acknowledgement is no progress of the reader.
             let _ = sender.write(&[0; 1 << 16]);
-            liveness.look_for(&control, streams()).unwrap();
+            liveness.poll_for(&control, streams()).unwrap();
             std::thread::sleep(INTERVAL);
         }
         let stall = control.stall().unwrap();
@@ -433,14 +438,14 @@ mod tests {
         let begun = Instant::now() + secs(3600);
         let mut liveness = Liveness {
             limit: LIMIT,
-            judges: vec![ConnectionSamples::default()],
-            looked: None,
+            samples: vec![ConnectionSamples::default()],
+            last_sample: None,
             stall: None,
             interval: Some(INTERVAL),
         };
         let mut at = |time: Duration| {
             let facts = TcpSending {
-                unheard: time,
+                since_last_packet: time,
                 ..in_flight()
             };
             liveness.sample(std::iter::once(Some((facts, PEER))), begun + time);
@@ -458,20 +463,27 @@ mod tests {
     #[test]
     fn a_silence_takes_precedence_over_a_stopped_reader() {
         let now = Instant::now() + Duration::from_secs(3600);
-        let mut judges = [
+        let mut samples = [
             ConnectionSamples::default(),
             ConnectionSamples::default(),
             ConnectionSamples::default(),
         ];
-        let facts = |unheard| {
-            [no_room(0), in_flight(), idle(0)]
-                .map(|facts| Some((TcpSending { unheard, ..facts }, PEER)))
+        let facts = |since_last_packet| {
+            [no_room(0), in_flight(), idle(0)].map(|facts| {
+                Some((
+                    TcpSending {
+                        since_last_packet,
+                        ..facts
+                    },
+                    PEER,
+                ))
+            })
         };
         assert_eq!(
-            worst(&mut judges, facts(Duration::ZERO).into_iter(), now),
+            worst(&mut samples, facts(Duration::ZERO).into_iter(), now),
             None
         );
-        let stall = worst(&mut judges, facts(secs(20)).into_iter(), now + secs(20));
+        let stall = worst(&mut samples, facts(secs(20)).into_iter(), now + secs(20));
         assert_eq!(stall, Some(silent(secs(20))));
     }
 }

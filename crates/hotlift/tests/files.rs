@@ -120,7 +120,9 @@ impl Saved {
             let at = |position: u64| usize::try_from(position).expect("small");
             let step = decoder.next(&bytes[at(decoder.position())..]);
             match step.expect("a good file") {
-                MappedStep::Event(MappedEvent::Configuration(said)) => saved.configuration = said,
+                MappedStep::Event(MappedEvent::Configuration(output)) => {
+                    saved.configuration = output
+                }
                 MappedStep::Event(MappedEvent::Command(Command::SwitchoverStart)) => {
                     saved.switchover_start = true;
                 }

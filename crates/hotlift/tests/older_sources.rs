@@ -302,10 +302,10 @@ fn a_record_that_does_not_decode_is_refused_with_its_page() {
 fn a_channel_of_another_version_is_refused_with_both_values() {
     let bytes = recording::opening_of_another_version();
     let (guest, outcome) = receive_bytes(&Options::default(), &bytes);
-    let said = outcome.expect_err("another version").chain();
+    let output = outcome.expect_err("another version").chain();
     assert!(
-        said.contains("the source has 255, the destination has "),
-        "{said}"
+        output.contains("the source has 255, the destination has "),
+        "{output}"
     );
     assert!(!guest.runs.load(Ordering::SeqCst));
 }

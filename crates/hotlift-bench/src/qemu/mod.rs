@@ -97,8 +97,8 @@ impl Program {
             .arg("--version")
             .output()
             .map_err(TerminalError::process("the QEMU of --with-qemu"))?;
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        let line = said.lines().next().unwrap_or_default();
+        let output = String::from_utf8_lossy(&output.stdout).into_owned();
+        let line = output.lines().next().unwrap_or_default();
         match line.split_once("version ") {
             Some((name, version)) if name.contains("QEMU") => Ok(Self {
                 path: path.to_owned(),
@@ -126,9 +126,9 @@ impl Program {
         certificates: Option<&Certificates>,
         limit: Duration,
         interrupt: &Interrupt,
-        tell: &mut dyn FnMut(&ProgressSnapshot),
+        report: &mut dyn FnMut(&ProgressSnapshot),
     ) -> Outcome {
-        match self.migrate(cell, place, certificates, limit, interrupt, tell) {
+        match self.migrate(cell, place, certificates, limit, interrupt, report) {
             Ok(completed) => Outcome::Completed(Box::new(completed)),
             Err(Stop::Lacks(reason)) => Outcome::Skipped {
                 reason: format!("QEMU {}: {reason}", self.version),
@@ -167,7 +167,7 @@ impl Program {
         certificates: Option<&Certificates>,
         limit: Duration,
         interrupt: &Interrupt,
-        tell: &mut dyn FnMut(&ProgressSnapshot),
+        report: &mut dyn FnMut(&ProgressSnapshot),
     ) -> Result<Completed, Stop> {
         let asked = cell;
         let relayed = cell.engine == Engine::Relay;
@@ -240,7 +240,7 @@ impl Program {
             limit,
             interrupt,
             &mut |moment| {
-                tell(moment);
+                report(moment);
                 timeline.push(moment.clone());
             },
         );
@@ -253,7 +253,7 @@ impl Program {
             relays.await_end();
         }
         let [source_used, destination_used] = meter.finish();
-        ended.map_err(|stop| stop.with(relays.as_ref().map(Relays::said)))?;
+        ended.map_err(|stop| stop.with(relays.as_ref().map(Relays::output)))?;
         let info = query(&mut source)?;
         let verified = destination.holds(&image, &layout, writes)?;
         let total = Duration::from_millis(number(&info, "total-time"));
@@ -331,7 +331,7 @@ fn await_end(
     destination: &mut Process,
     limit: Duration,
     interrupt: &Interrupt,
-    tell: &mut dyn FnMut(&ProgressSnapshot),
+    report: &mut dyn FnMut(&ProgressSnapshot),
 ) -> Result<(), Stop> {
     let started = Instant::now();
     let mut last: Option<(f64, u64)> = None;
@@ -340,7 +340,7 @@ fn await_end(
         let elapsed_ms = started.elapsed().as_secs_f64() * 1e3;
         let moment = moment(&info, elapsed_ms, last);
         last = Some((elapsed_ms, moment.transferred_bytes));
-        tell(&moment);
+        report(&moment);
         match moment.status.as_str() {
             "completed" => break,
             "failed" | "cancelled" => {

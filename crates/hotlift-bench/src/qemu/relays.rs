@@ -122,12 +122,12 @@ impl Relays {
     }
 
     /// Returns their last messages on standard error, if any.
-    pub fn said(&self) -> String {
-        let said = [&self.source, &self.destination].map(|relay| {
+    pub fn output(&self) -> String {
+        let output = [&self.source, &self.destination].map(|relay| {
             let line = relay.process.last_line()?;
             Some(format!("relay {}: {line}", relay.side))
         });
-        said.into_iter().flatten().collect::<Vec<_>>().join("; ")
+        output.into_iter().flatten().collect::<Vec<_>>().join("; ")
     }
 
     /// Returns the bytes that the source's relay has sent; must be called after its end.
@@ -160,7 +160,7 @@ fn of_relay(all: &MigrationArgs) -> MigrationArgs {
 struct Relay {
     side: &'static str,
     process: ChildProcess,
-    said: BufReader<ChildStdout>,
+    output: BufReader<ChildStdout>,
     address: String,
 }
 
@@ -195,16 +195,16 @@ impl Relay {
         let errors = folder.join(side).with_extension("stderr");
         let mut process =
             ChildProcess::start(prefix, all, Stdio::piped(), &errors).map_err(failed)?;
-        let said = process.child.stdout.take().map(BufReader::new);
-        let said = said.ok_or_else(|| failed(std::io::ErrorKind::BrokenPipe.into()))?;
+        let output = process.child.stdout.take().map(BufReader::new);
+        let output = output.ok_or_else(|| failed(std::io::ErrorKind::BrokenPipe.into()))?;
         let mut relay = Self {
             side,
             process,
-            said,
+            output,
             address: String::new(),
         };
         let mut line = String::new();
-        relay.said.read_line(&mut line).map_err(failed)?;
+        relay.output.read_line(&mut line).map_err(failed)?;
         match line.trim_end().strip_prefix(LISTENS) {
             Some(address) => relay.address = address.to_owned(),
             None => return Err(relay.problem()),
@@ -213,11 +213,11 @@ impl Relay {
     }
 
     fn report(&mut self) -> Result<Report, BenchError> {
-        let mut said = String::new();
+        let mut output = String::new();
         // A relay that has not ended by now will not end: it is killed.
         let _ = self.process.child.kill();
-        let read = self.said.read_to_string(&mut said);
-        let line = said.lines().last().unwrap_or_default();
+        let read = self.output.read_to_string(&mut output);
+        let line = output.lines().last().unwrap_or_default();
         match (read, serde_json::from_str(line)) {
             (Ok(_), Ok(report)) => Ok(report),
             _ => Err(self.problem()),

@@ -99,7 +99,7 @@ fn fastest(crossover: &Crossover<'_>) -> String {
     let mut spans: Vec<(&str, Option<f64>, Option<f64>)> = Vec::new();
     let ours = || {
         crossover
-            .ways
+            .variants
             .iter()
             .filter(|way| way.engine == Engine::Hotlift)
     };

@@ -48,7 +48,7 @@ impl<'a> Series<'a> {
         if row.engine != Engine::Hotlift {
             name[0].insert_str(0, &format!("{who} "));
         }
-        name.extend(labels.way(&row));
+        name.extend(labels.differing_options(&row));
         let mut series = Self {
             row,
             who,
@@ -58,7 +58,7 @@ impl<'a> Series<'a> {
         };
         let runs = records
             .iter()
-            .filter(|run| run.row == series.row && run.who() == series.who);
+            .filter(|run| run.row == series.row && run.program_name() == series.who);
         for record in runs.collect::<Vec<_>>() {
             let (why, failed) = match &record.outcome {
                 Outcome::Completed(_) => {
@@ -127,7 +127,7 @@ impl<'a> Condition<'a> {
                 link: a.link.clone(),
                 ..b
             };
-            a.stands_beside(&b)
+            a.is_comparable(&b)
         })
     }
 }
@@ -205,7 +205,7 @@ pub fn conditions(records: &[Record]) -> Vec<Condition<'_>> {
         let row = &series.row;
         let same = |condition: &&mut Condition<'_>| {
             let first = condition.series.first();
-            first.is_some_and(|other| other.row.stands_beside(row))
+            first.is_some_and(|other| other.row.is_comparable(row))
         };
         if let Some(condition) = all.iter_mut().find(same) {
             condition.series.push(series);
@@ -214,7 +214,7 @@ pub fn conditions(records: &[Record]) -> Vec<Condition<'_>> {
         let mut title = vec![format!("Wire: {}", wire_text(row))];
         title.extend(labels.work(row));
         let mut note = vec![guest(row)];
-        note.extend(labels.common_way(row));
+        note.extend(labels.shared_options(row));
         all.push(Condition {
             title: title.join(", "),
             note: note.join("; "),

@@ -97,7 +97,7 @@ pub struct MigrationVariant<'a> {
 pub struct Crossover<'a> {
     guest: String,
     /// The ways that ran at two rates or more.
-    pub ways: Vec<MigrationVariant<'a>>,
+    pub variants: Vec<MigrationVariant<'a>>,
     /// Rates, the slowest first.
     pub rates: Vec<Option<f64>>,
 }
@@ -114,20 +114,20 @@ pub fn crossovers<'a>(conditions: &'a [Condition<'a>]) -> Vec<Crossover<'a>> {
         }
     }
     let mut all: Vec<_> = guests.iter().map(|guest| crossover(guest)).collect();
-    all.retain(|crossover| !crossover.ways.is_empty());
+    all.retain(|crossover| !crossover.variants.is_empty());
     all.sort_by_key(|crossover| std::cmp::Reverse(crossover.rates.len()));
     all
 }
 
 fn crossover<'a>(guest: &[&'a Condition<'a>]) -> Crossover<'a> {
-    let mut ways: Vec<MigrationVariant<'_>> = Vec::new();
+    let mut variants: Vec<MigrationVariant<'_>> = Vec::new();
     for condition in guest {
         let ran = condition.series.iter();
         for series in ran.filter(|series| !series.runs.is_empty()) {
             let point = (condition.rate(), series);
-            match ways.iter_mut().find(|way| way.name == series.name) {
+            match variants.iter_mut().find(|way| way.name == series.name) {
                 Some(way) => way.points.push(point),
-                None => ways.push(MigrationVariant {
+                None => variants.push(MigrationVariant {
                     name: &series.name,
                     method: match series.row.engine {
                         Engine::Hotlift => &series.name,
@@ -140,14 +140,14 @@ fn crossover<'a>(guest: &[&'a Condition<'a>]) -> Crossover<'a> {
             }
         }
     }
-    ways.retain(|way| way.points.len() > 1);
+    variants.retain(|way| way.points.len() > 1);
     // The last line is drawn on top of the others.
-    ways.sort_by_key(|way| way.is_auto);
+    variants.sort_by_key(|way| way.is_auto);
     let mut rates: Vec<_> = guest.iter().map(|condition| condition.rate()).collect();
     rates.dedup();
     Crossover {
         guest: group::guest(&guest[0].series[0].row),
-        ways,
+        variants,
         rates,
     }
 }
@@ -160,7 +160,7 @@ pub fn seconds(series: &Series<'_>) -> Option<f64> {
 impl Crossover<'_> {
     /// Draws total time and CPU against the link's rate.
     pub fn picture(&self, id: &str) -> Markup {
-        let points = || self.ways.iter().flat_map(|way| &way.points);
+        let points = || self.variants.iter().flat_map(|way| &way.points);
         let rates = || points().filter_map(|(rate, _)| *rate);
         let (slowest, fastest) = (
             rates().fold(f64::INFINITY, f64::min),
@@ -181,7 +181,7 @@ impl Crossover<'_> {
             }
             x
         };
-        let mut methods: Vec<&str> = self.ways.iter().map(|way| way.method).collect();
+        let mut methods: Vec<&str> = self.variants.iter().map(|way| way.method).collect();
         methods.dedup();
         let ([source, destination], of_what) =
             cpu(points().flat_map(|(_, series)| series.completed()));
@@ -204,7 +204,7 @@ impl Crossover<'_> {
                         .collect(),
                 }
             };
-            let all: Vec<Line> = self.ways.iter().map(line).collect();
+            let all: Vec<Line> = self.variants.iter().map(line).collect();
             let values = all.iter().flat_map(|line| &line.points);
             lines(&Plot {
                 id: &format!("{id}-{name}"),
@@ -216,7 +216,7 @@ impl Crossover<'_> {
                 markers: true,
             })
         };
-        let dashes = match self.ways.iter().any(|way| way.engine == Engine::Qemu) {
+        let dashes = match self.variants.iter().any(|way| way.engine == Engine::Qemu) {
             true => "; dashed: QEMU",
             false => "",
         };
@@ -234,7 +234,7 @@ impl Crossover<'_> {
         let rates: Vec<String> = self.rates.iter().map(|rate| rate_text(*rate)).collect();
         let names = rates.iter().map(String::as_str);
         let mut table = Grid::new(["row"].into_iter().chain(names), 0);
-        for way in &self.ways {
+        for way in &self.variants {
             let at = |rate: &Option<f64>| {
                 let (_, series) = way.points.iter().find(|(other, _)| other == rate)?;
                 Some(format!(

@@ -49,7 +49,7 @@ pub fn details(summary: &str, inner: &Markup) -> Markup {
 /// Returns a table of medians and spread of all figures.
 pub fn figures(series: &[Series<'_>]) -> Markup {
     let all: Vec<&Completed> = series.iter().flat_map(Series::completed).collect();
-    let columns = figures::meant(figures::ALL, &all);
+    let columns = figures::meaningful(figures::ALL, &all);
     let names = columns.iter().map(|figure| figure.name);
     let header = ["row", "runs"].into_iter().chain(names).chain(["verified"]);
     let mut table = Grid::new(header, 0);

@@ -268,12 +268,12 @@ fn a_browser_shows_the_report_without_errors() {
             .arg(format!("file://{}", page.display()))
             .output()
             .expect("the browser starts");
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{said}");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{printed}");
         // A page that breaks its own policy, or requests a missing file, logs it on the console.
         let complaint =
             |line: &&str| line.contains(":CONSOLE") && !line.contains("source: chrome://");
-        assert_eq!(said.lines().find(complaint), None);
+        assert_eq!(printed.lines().find(complaint), None);
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     let dom = run(&["--dump-dom"]);

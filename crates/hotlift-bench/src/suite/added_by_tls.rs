@@ -89,11 +89,11 @@ fn pairs<'a>(
     let without = plain(row);
     let runs = records
         .iter()
-        .filter(|run| run.row == *row && run.who() == who);
+        .filter(|run| run.row == *row && run.program_name() == who);
     runs.filter_map(|run| {
         let other = records.iter().find(|other| {
             let same = other.repeat == run.repeat && other.series == run.series;
-            same && other.row == without && other.who() == who
+            same && other.row == without && other.program_name() == who
         })?;
         Some((run, run.completed()?, other.completed()?))
     })

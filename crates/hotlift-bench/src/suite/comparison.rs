@@ -103,7 +103,7 @@ impl Suite {
         let labels = Labels::of(&rows);
         let mut lines = Vec::new();
         for (row, who) in &series {
-            let of = |run: &&Record| run.row == *row && run.who() == *who;
+            let of = |run: &&Record| run.row == *row && run.program_name() == *who;
             let mine: Vec<&Record> = runs.iter().copied().filter(of).collect();
             let completed: Vec<_> = mine
                 .iter()
@@ -111,7 +111,7 @@ impl Suite {
                 .collect();
             let mut name = vec![who.clone()];
             name.extend(is_simulated(row).then(|| "simulated device".to_owned()));
-            name.extend(labels.way(row));
+            name.extend(labels.differing_options(row));
             let figures = match completed.is_empty() {
                 true => {
                     let mut figures = vec!["not run".to_owned()];
@@ -223,7 +223,7 @@ mod tests {
         let cells = cells(iaa, &[]);
         let mut record = crate::record::tests::example();
         record.row = cells[0].row().unwrap();
-        let said = iaa.differences(&[record]).join("\n");
-        assert!(said.contains("rows were not run") && !said.contains("need an accelerator"));
+        let output = iaa.differences(&[record]).join("\n");
+        assert!(output.contains("rows were not run") && !output.contains("need an accelerator"));
     }
 }

@@ -1,7 +1,7 @@
 //! The kernel's counts for kinds of threads: waits, page faults, CPU.
 
 use super::load::{Kind, Side, Suite};
-use crate::record::{Completed, Record, ThreadCounts, whos};
+use crate::record::{Completed, Record, ThreadCounts, program_names};
 use crate::stats;
 use crate::table::Grid;
 
@@ -30,8 +30,8 @@ pub fn table(suite: &Suite, records: &[Record]) -> Option<(String, Grid)> {
             .collect();
         for kind in &suite.kinds {
             let mut name = format!("{}, {}", block.title, kind.name);
-            for who in whos(runs.iter().copied()) {
-                let of_who = runs.iter().copied().filter(|run| run.who() == who);
+            for who in program_names(runs.iter().copied()) {
+                let of_who = runs.iter().copied().filter(|run| run.program_name() == who);
                 let sums = sums(of_who, kind);
                 if sums.is_empty() {
                     continue;

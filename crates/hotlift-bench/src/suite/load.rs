@@ -264,7 +264,7 @@ rows = [{ name = "a row", options = { accel-path = "devices" }, published = [nan
         let (block, row) = good.rows().next().unwrap();
         assert_eq!(block.workload, Workload::Random);
         assert!(row.published[0].is_nan() && row.published[1] == 2.0);
-        for (line, other, says) in [
+        for (line, other, expected) in [
             (
                 "published = [nan, 2]",
                 "published = [2]",
@@ -297,7 +297,7 @@ rows = [{ name = "a row", options = { accel-path = "devices" }, published = [nan
         ] {
             let error = with(line, other).expect_err(other);
             let error = hotlift_terminal::error::error_line(&error);
-            assert!(error.contains(says), "{other}: {error}");
+            assert!(error.contains(expected), "{other}: {error}");
         }
     }
 }

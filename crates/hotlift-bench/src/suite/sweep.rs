@@ -243,7 +243,7 @@ mod tests {
         );
         // Each of them has the same conditions with each method.
         let rows: Vec<_> = with.iter().map(|cell| cell.row().unwrap()).collect();
-        let beside = rows.iter().filter(|row| row.stands_beside(&rows[0]));
+        let beside = rows.iter().filter(|row| row.is_comparable(&rows[0]));
         let methods: Vec<_> = beside.map(crate::record::Row::method_and_level).collect();
         assert!(
             methods.contains(&"zstd 3".to_owned()) && methods.len() >= 5,

@@ -116,7 +116,7 @@ fn alone(here: &Libvirt, domain: &Domain, deadline: Instant) -> Result<Memory, V
     of_it.ok_or_else(|| VirshError::Garbage {
         at: here.uri().to_owned(),
         what: "the memory of a domain",
-        said: String::new(),
+        output: String::new(),
     })
 }
 

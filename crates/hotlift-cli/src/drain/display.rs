@@ -39,14 +39,14 @@ pub struct Outcome {
     #[serde(flatten)]
     pub step: Step,
     #[serde(flatten)]
-    pub fate: MoveState,
+    pub move_state: MoveState,
 }
 
 /// Returns the table of their states.
 pub fn table(outcomes: &[Outcome]) -> String {
     let mut table = new_table(&["domain", "to", "memory", "state", "seconds", "down ms"]);
-    for Outcome { step, fate } in outcomes {
-        let (state, job) = match fate {
+    for Outcome { step, move_state } in outcomes {
+        let (state, job) = match move_state {
             MoveState::Waiting => ("waiting", None),
             MoveState::UnderWay { .. } => ("under way", None),
             MoveState::Moved { job } => ("moved", *job),
@@ -99,7 +99,7 @@ impl Display {
         }
         let domain = &outcome.step.domain.name;
         let to = outcome.step.to.as_deref().map_or("-".to_owned(), short);
-        let text = match &outcome.fate {
+        let text = match &outcome.move_state {
             MoveState::Waiting => return,
             MoveState::UnderWay { .. } => "under way".to_owned(),
             MoveState::Moved { .. } => "moved".to_owned(),
@@ -118,8 +118,8 @@ impl Display {
         }
         self.finish();
         let mut text = table(outcomes);
-        for Outcome { step, fate } in outcomes {
-            if let MoveState::UnderWay { job: Some(job) } = fate
+        for Outcome { step, move_state } in outcomes {
+            if let MoveState::UnderWay { job: Some(job) } = move_state
                 // At the start of a migration, libvirt does not know its size.
                 && job.memory_bytes > 0
             {

@@ -27,7 +27,7 @@ pub struct Move {
     /// Options of `virsh migrate`.
     pub options: Vec<OsString>,
     /// True if the operator sees its statistics during the migration.
-    pub is_looked_at: bool,
+    pub is_displayed: bool,
     /// Readable once it must not start any more, or must abort.
     pub abort: PipeReader,
 }
@@ -40,7 +40,7 @@ pub enum MoveEvent {
     /// The move ended.
     Ended {
         /// State of the domain.
-        fate: MoveState,
+        move_state: MoveState,
         /// Reason if its destination is lost.
         lost: Option<String>,
     },
@@ -48,30 +48,33 @@ pub enum MoveEvent {
 
 impl Move {
     /// Starts the move, and sends its events; its end comes last.
-    pub fn start(self, tell: impl Fn(MoveEvent) + Send + 'static) {
+    pub fn start(self, report: impl Fn(MoveEvent) + Send + 'static) {
         thread::spawn(move || {
             // A drain waits for the end of each move, also after a panic of its thread.
-            let ended = catch_unwind(AssertUnwindSafe(|| self.follow(&tell)));
-            tell(ended.unwrap_or_else(|_| {
+            let ended = catch_unwind(AssertUnwindSafe(|| self.follow(&report)));
+            report(ended.unwrap_or_else(|_| {
                 let reason = "the thread that watches its migration panicked".to_owned();
-                let fate = MoveState::Unknown { reason };
-                MoveEvent::Ended { fate, lost: None }
+                let move_state = MoveState::Unknown { reason };
+                MoveEvent::Ended {
+                    move_state,
+                    lost: None,
+                }
             }));
         });
     }
 
-    fn follow(&self, tell: &impl Fn(MoveEvent)) -> MoveEvent {
+    fn follow(&self, report: &impl Fn(MoveEvent)) -> MoveEvent {
         let to = Libvirt::at(self.step.to.as_deref().unwrap_or_default());
-        let fate = self.run(&to, |job| tell(MoveEvent::Job(job)));
-        let answers = match fate {
+        let move_state = self.run(&to, |job| report(MoveEvent::Job(job)));
+        let answers = match move_state {
             MoveState::Moved { .. } | MoveState::Waiting => Ok(()),
             _ => to.ask(&["uri"]).map(drop),
         };
         let lost = answers.err().map(|error| lost_for(&to, &error));
-        MoveEvent::Ended { fate, lost }
+        MoveEvent::Ended { move_state, lost }
     }
 
-    fn run(&self, to: &Libvirt, tell: impl Fn(Job)) -> MoveState {
+    fn run(&self, to: &Libvirt, report: impl Fn(Job)) -> MoveState {
         let domain = &self.step.domain;
         let mut migrating = match self.begin(to) {
             Ok(Some(migrating)) => migrating,
@@ -86,7 +89,7 @@ impl Move {
                 };
             }
         };
-        let mut look_at = Instant::now() + POLL_INTERVAL;
+        let mut poll_at = Instant::now() + POLL_INTERVAL;
         let mut is_aborted = false;
         loop {
             let abort = self.abort.as_fd();
@@ -95,18 +98,18 @@ impl Move {
             if to_abort && !is_aborted {
                 is_aborted = self.here.abort(domain).is_ok();
             }
-            let until = match (to_abort && !is_aborted, self.is_looked_at) {
+            let until = match (to_abort && !is_aborted, self.is_displayed) {
                 (true, _) => Some(Instant::now() + ABORT_AGAIN),
-                (false, true) => Some(look_at),
+                (false, true) => Some(poll_at),
                 (false, false) => None,
             };
             let wakes = &[abort][usize::from(to_abort)..];
             match migrating.wait(wakes, until) {
-                Ok(Some(ended)) => return fate(&self.here, to, domain, ended),
-                Err(error) => return fate(&self.here, to, domain, Err(error_line(&error))),
-                Ok(None) if self.is_looked_at && Instant::now() >= look_at => {
-                    look_at = Instant::now() + POLL_INTERVAL;
-                    self.here.job(domain, false).into_iter().for_each(&tell);
+                Ok(Some(ended)) => return move_state(&self.here, to, domain, ended),
+                Err(error) => return move_state(&self.here, to, domain, Err(error_line(&error))),
+                Ok(None) if self.is_displayed && Instant::now() >= poll_at => {
+                    poll_at = Instant::now() + POLL_INTERVAL;
+                    self.here.job(domain, false).into_iter().for_each(&report);
                 }
                 Ok(None) => {}
             }
@@ -128,7 +131,12 @@ impl Move {
 }
 
 /// Returns the state of a domain whose migration has ended.
-fn fate(here: &Libvirt, to: &Libvirt, domain: &Domain, ended: Result<(), String>) -> MoveState {
+fn move_state(
+    here: &Libvirt,
+    to: &Libvirt,
+    domain: &Domain,
+    ended: Result<(), String>,
+) -> MoveState {
     let Err(reason) = ended else {
         return MoveState::Moved {
             job: to.job(domain, true),

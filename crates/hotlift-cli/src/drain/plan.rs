@@ -122,7 +122,7 @@ pub enum StayReason {
 }
 
 impl StayReason {
-    fn word(self) -> &'static str {
+    fn label(self) -> &'static str {
         match self {
             Self::NoRoom => "no room",
             Self::Still => "paused",
@@ -218,7 +218,7 @@ impl Plan {
         let mut table = new_table(&["domain", "to", "memory", "written/s", "alone"]);
         for step in &self.steps {
             let to = step.to.as_deref().map(short);
-            let stays = step.stays.map_or("-", StayReason::word);
+            let stays = step.stays.map_or("-", StayReason::label);
             table.add_row([
                 step.domain.name.clone(),
                 to.unwrap_or(stays.to_owned()),

@@ -33,7 +33,7 @@ pub fn guest_location(
     was: State,
     reason: &str,
 ) -> GuestLocation {
-    verdict(
+    location_from(
         was,
         &here.settled_state(domain),
         &to.settled_state(domain),
@@ -49,7 +49,7 @@ fn is_ended_here(reason: &str) -> bool {
     words.any(|words| reason.contains(words))
 }
 
-fn verdict(
+fn location_from(
     was: State,
     here: &Result<State, VirshError>,
     there: &Result<State, VirshError>,
@@ -69,12 +69,12 @@ fn verdict(
             seen: "it runs on both hosts, and both guests write to its disks".to_owned(),
         },
         (here, there) => GuestLocation::Unknown {
-            seen: format!("here it {}, there it {}", said(here), said(there)),
+            seen: format!("here it {}, there it {}", describe(here), describe(there)),
         },
     }
 }
 
-fn said(state: &Result<State, VirshError>) -> &'static str {
+fn describe(state: &Result<State, VirshError>) -> &'static str {
     match state {
         Ok(State::Running) => "runs",
         Ok(State::Paused) => "is paused",
@@ -90,7 +90,7 @@ mod tests {
 
     const NO_ANSWER: Option<State> = None;
 
-    fn verdict_of(
+    fn located(
         was: State,
         here: Option<State>,
         there: Option<State>,
@@ -101,7 +101,7 @@ mod tests {
                 at: "qemu:///system".to_owned(),
             })
         };
-        verdict(was, &answer(here), &answer(there), is_ended_here)
+        location_from(was, &answer(here), &answer(there), is_ended_here)
     }
 
     #[test]
@@ -126,7 +126,7 @@ mod tests {
             (Paused, Some(Paused), Some(Running), None),
             (Paused, Some(Paused), NO_ANSWER, None),
         ] {
-            let found = verdict_of(was, here, there, true);
+            let found = located(was, here, there, true);
             let is_expected = match &expected {
                 Some(expected) => found == *expected,
                 None => matches!(found, GuestLocation::Unknown { .. }),
@@ -157,7 +157,7 @@ mod tests {
             ),
             ("End of file while reading data: Input/output error", false),
         ] {
-            let of = |there| verdict_of(Running, Some(Running), there, is_ended_here(reason));
+            let of = |there| located(Running, Some(Running), there, is_ended_here(reason));
             for there in [NO_ANSWER, Some(Paused)] {
                 let found = of(there);
                 assert_eq!(
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn two_guests_are_reported_as_two() {
         let running = Some(State::Running);
-        let found = verdict_of(State::Running, running, running, true);
+        let found = located(State::Running, running, running, true);
         let GuestLocation::Unknown { seen } = found else {
             panic!("{found:?}")
         };

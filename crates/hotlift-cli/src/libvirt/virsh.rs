@@ -38,8 +38,8 @@ pub enum VirshError {
     #[error("cannot run 'virsh'")]
     Run(#[source] io::Error),
     /// The answer is an error.
-    #[error("libvirt at {at}: {said}")]
-    Refused { at: String, said: String },
+    #[error("libvirt at {at}: {output}")]
+    Refused { at: String, output: String },
     /// There is no answer.
     #[error("libvirt at {at} did not answer within {ANSWER:?}")]
     Silent { at: String },
@@ -47,11 +47,11 @@ pub enum VirshError {
     #[error("libvirt at {at} answered with more than {MAX_OUTPUT} bytes")]
     TooLong { at: String },
     /// The answer is invalid.
-    #[error("libvirt at {at} sent '{said}' instead of {what}")]
+    #[error("libvirt at {at} sent '{output}' instead of {what}")]
     Garbage {
         at: String,
         what: &'static str,
-        said: String,
+        output: String,
     },
 }
 
@@ -187,7 +187,7 @@ impl Libvirt {
                 at: self.uri.clone(),
             });
         };
-        let (out, err) = run.said();
+        let (out, err) = run.output();
         if out.len() >= MAX_OUTPUT {
             return Err(VirshError::TooLong {
                 at: self.uri.clone(),
@@ -197,7 +197,7 @@ impl Libvirt {
             true => Ok(out),
             false => Err(VirshError::Refused {
                 at: self.uri.clone(),
-                said: errors(&err),
+                output: errors(&err),
             }),
         }
     }
@@ -208,7 +208,7 @@ impl Libvirt {
     /// [`VirshError`]; a missing domain is no error.
     pub fn state(&self, domain: &Domain) -> Result<State, VirshError> {
         match self.ask(&["domstate", "--reason", "--domain", &domain.uuid]) {
-            Ok(said) => Ok(state(said.trim())),
+            Ok(output) => Ok(state(output.trim())),
             // virsh prints the same for a missing domain, for missing permission and for a broken connection: only a list
             // without the domain proves that it is gone.
             Err(refused @ VirshError::Refused { .. }) => {
@@ -239,7 +239,7 @@ impl Libvirt {
     /// Returns `reason` with the cause of the domain's end as a prefix, if libvirt has it.
     pub fn with_end(&self, domain: &Domain, reason: String) -> String {
         let words = ["domstate", "--reason", "--domain", &domain.uuid];
-        match self.ask(&words).ok().and_then(|said| end(said.trim())) {
+        match self.ask(&words).ok().and_then(|output| end(output.trim())) {
             Some(how) => format!("{how}: {reason}"),
             None => reason,
         }
@@ -260,8 +260,8 @@ impl Libvirt {
     /// # Errors
     /// [`VirshError`].
     pub fn domains(&self, which: &[&str]) -> Result<Vec<Domain>, VirshError> {
-        let said = self.ask(&[&["list", "--uuid", "--name"], which].concat())?;
-        let lines = said.lines().filter(|line| !line.is_empty());
+        let output = self.ask(&[&["list", "--uuid", "--name"], which].concat())?;
+        let lines = output.lines().filter(|line| !line.is_empty());
         let domain = |line| {
             Domain::of_line(line).ok_or_else(|| self.garbage("UUIDs and names of domains", line))
         };
@@ -296,9 +296,9 @@ impl Libvirt {
     /// [`VirshError`], also if the domain does not exist.
     pub fn memory(&self, of: Option<&Domain>) -> Result<BTreeMap<String, Memory>, VirshError> {
         let which = of.map_or("--list-active", |domain| &domain.uuid);
-        let said = self.ask(&["domstats", "--balloon", "--dirtyrate", which])?;
-        let found = memory(&said);
-        found.ok_or_else(|| self.garbage("the memory of domains", &said))
+        let output = self.ask(&["domstats", "--balloon", "--dirtyrate", which])?;
+        let found = memory(&output);
+        found.ok_or_else(|| self.garbage("the memory of domains", &output))
     }
 
     /// Returns the bytes of this host's memory that are available for guests.
@@ -306,13 +306,13 @@ impl Libvirt {
     /// # Errors
     /// [`VirshError`].
     pub fn free_memory(&self) -> Result<u64, VirshError> {
-        let said = self.ask(&["nodememstats"])?;
+        let output = self.ask(&["nodememstats"])?;
         let of = |name| {
-            value(&said, name).and_then(|value| value.split_whitespace().next()?.parse().ok())
+            value(&output, name).and_then(|value| value.split_whitespace().next()?.parse().ok())
         };
         let kib: Option<u64> = of("free");
         let cached: u64 = of("cached").unwrap_or(0);
-        let kib = kib.ok_or_else(|| self.garbage("free memory", &said))?;
+        let kib = kib.ok_or_else(|| self.garbage("free memory", &output))?;
         Ok(kib.saturating_add(cached).saturating_mul(1 << 10))
     }
 
@@ -323,8 +323,8 @@ impl Libvirt {
             // Keeps them for other clients.
             line.extend(["--completed", "--keep-completed"]);
         }
-        let said = self.ask(&line).ok()?;
-        let of = |name| value(&said, name).and_then(|value| value.parse().ok());
+        let output = self.ask(&line).ok()?;
+        let of = |name| value(&output, name).and_then(|value| value.parse().ok());
         Some(Job {
             total_ms: of("time_elapsed:")?,
             downtime_ms: of("downtime:"),
@@ -370,11 +370,11 @@ impl Libvirt {
             .map(drop)
     }
 
-    fn garbage(&self, what: &'static str, said: &str) -> VirshError {
+    fn garbage(&self, what: &'static str, output: &str) -> VirshError {
         VirshError::Garbage {
             at: self.uri.clone(),
             what,
-            said: one_line(said),
+            output: one_line(output),
         }
     }
 }
@@ -397,16 +397,16 @@ impl Migrating {
         let status = self.0.wait(others, deadline).map_err(VirshError::Run)?;
         Ok(status.map(|status| match status.success() {
             true => Ok(()),
-            false => Err(errors(&self.0.said().1)),
+            false => Err(errors(&self.0.output().1)),
         }))
     }
 }
 
 /// Parses the state in the output of `virsh domstate --reason`.
-fn state(said: &str) -> State {
-    let (state, _) = said.split_once(" (").unwrap_or((said, ""));
+fn state(output: &str) -> State {
+    let (state, _) = output.split_once(" (").unwrap_or((output, ""));
     match state {
-        _ if ENDING.iter().any(|ending| said.starts_with(ending)) => State::Ending,
+        _ if ENDING.iter().any(|ending| output.starts_with(ending)) => State::Ending,
         "running" | "idle" => State::Running,
         "shut off" | "crashed" => State::Gone,
         _ => State::Paused,
@@ -414,19 +414,21 @@ fn state(said: &str) -> State {
 }
 
 /// Parses the end in the output of `virsh domstate --reason`.
-fn end(said: &str) -> Option<&'static str> {
-    match said {
+fn end(output: &str) -> Option<&'static str> {
+    match output {
         "shut off (shutdown)" => Some("the guest powered off"),
         "shut off (crashed)" => Some("its QEMU crashed"),
         "shut off (destroyed)" => Some("it was destroyed"),
-        _ if said.starts_with("crashed") => Some("the guest panicked"),
+        _ if output.starts_with("crashed") => Some("the guest panicked"),
         _ => None,
     }
 }
 
 /// Returns the errors in the output of `virsh` in one line.
-fn errors(said: &str) -> String {
-    let lines = said.lines().map(|line| line.trim_start_matches("error: "));
+fn errors(output: &str) -> String {
+    let lines = output
+        .lines()
+        .map(|line| line.trim_start_matches("error: "));
     let lines: Vec<_> = lines.filter(|line| !line.is_empty()).collect();
     match lines.is_empty() {
         true => "it reports no reason".to_owned(),
@@ -435,16 +437,16 @@ fn errors(said: &str) -> String {
 }
 
 /// Returns the text after `name` on its line.
-fn value<'a>(said: &'a str, name: &str) -> Option<&'a str> {
-    let rest = said
+fn value<'a>(output: &'a str, name: &str) -> Option<&'a str> {
+    let rest = output
         .lines()
         .find_map(|line| line.trim().strip_prefix(name))?;
     Some(rest.trim_start_matches([' ', ':']).trim())
 }
 
 /// Parses the output of `virsh domstats` by name; `None` if a domain has none.
-fn memory(said: &str) -> Option<BTreeMap<String, Memory>> {
-    let mut domains = said.split("Domain: '");
+fn memory(output: &str) -> Option<BTreeMap<String, Memory>> {
+    let mut domains = output.split("Domain: '");
     domains.next()?;
     let domain = |text: &str| {
         let (name, figures) = text.split_once("'\n")?;
@@ -461,8 +463,8 @@ fn memory(said: &str) -> Option<BTreeMap<String, Memory>> {
     domains.map(domain).collect()
 }
 
-fn number(said: &str, name: &str) -> Option<u64> {
-    value(said, name)?.parse().ok()
+fn number(output: &str, name: &str) -> Option<u64> {
+    value(output, name)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -471,8 +473,8 @@ mod tests {
 
     #[test]
     fn figures_are_parsed_from_the_output_of_virsh() {
-        let said = "total  :  24684096 KiB\nfree   :  20000000 KiB\ncached :         17 KiB";
-        assert_eq!(value(said, "free"), Some("20000000 KiB"));
+        let output = "total  :  24684096 KiB\nfree   :  20000000 KiB\ncached :         17 KiB";
+        assert_eq!(value(output, "free"), Some("20000000 KiB"));
         assert_eq!(value("Persistent:     yes", "Persistent:"), Some("yes"));
     }
 
@@ -482,7 +484,7 @@ mod tests {
             let rate = "dirtyrate.megabytes_per_second=3";
             format!("  balloon.current=64\n  dirtyrate.calc_status={status}\n  {rate}\n")
         };
-        let said = format!(
+        let output = format!(
             "Domain: 'a's'\n{}\nDomain: ' b'\n{}\n",
             figures(2),
             figures(1)
@@ -492,7 +494,7 @@ mod tests {
             written,
             is_sampled_now: written.is_none(),
         };
-        let found = memory(&said).unwrap();
+        let found = memory(&output).unwrap();
         let expected = [("a's", of(Some(3 << 20))), (" b", of(None))];
         assert_eq!(
             found,
@@ -543,7 +545,7 @@ mod tests {
 
     #[test]
     fn states_and_ends_are_found_with_and_without_a_reason() {
-        for (said, expected, how) in [
+        for (output, expected, how) in [
             ("running (booted)", State::Running, None),
             ("idle", State::Running, None),
             ("paused (user)", State::Paused, None),
@@ -563,14 +565,14 @@ mod tests {
                 Some("the guest panicked"),
             ),
         ] {
-            assert_eq!((state(said), end(said)), (expected, how), "{said}");
+            assert_eq!((state(output), end(output)), (expected, how), "{output}");
         }
     }
 
     #[test]
     fn errors_are_one_line_without_the_prefix() {
-        let said = "error: failed to connect\nerror: no route\n\n";
-        assert_eq!(errors(said), "failed to connect; no route");
+        let output = "error: failed to connect\nerror: no route\n\n";
+        assert_eq!(errors(output), "failed to connect; no route");
         assert_eq!(errors(""), "it reports no reason");
     }
 }

@@ -78,7 +78,7 @@ impl Run {
     }
 
     /// Returns the output of an ended command.
-    pub fn said(&self) -> (String, String) {
+    pub fn output(&self) -> (String, String) {
         let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
         (text(&self.out.bytes), text(&self.err.bytes))
     }
@@ -159,7 +159,7 @@ mod tests {
         let mut run = shell("head -c 100000 /dev/zero; echo why >&2; exit 3");
         let status = end(&mut run);
         assert_eq!(status.code(), Some(3));
-        let (out, err) = run.said();
+        let (out, err) = run.output();
         assert_eq!((out.len(), err.as_str()), (100_000, "why\n"));
     }
 
@@ -167,7 +167,7 @@ mod tests {
     fn a_process_that_ended_is_not_awaited_though_another_holds_its_pipes() {
         let mut run = shell("sleep 600 & echo $!");
         end(&mut run);
-        let other = run.said().0.trim().parse().ok();
+        let other = run.output().0.trim().parse().ok();
         let other = other.and_then(Pid::from_raw).expect("the other");
         rustix::process::kill_process(other, rustix::process::Signal::KILL).expect("it runs");
     }
@@ -186,6 +186,6 @@ mod tests {
     fn no_more_output_is_kept_than_requested() {
         let mut run = shell("cat /dev/zero");
         end(&mut run);
-        assert_eq!(run.said().0.len(), 1 << 17);
+        assert_eq!(run.output().0.len(), 1 << 17);
     }
 }

@@ -26,7 +26,7 @@ use hotlift_qmp::one_line;
 use hotlift_terminal::error::TerminalError;
 use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::Display;
-use hotlift_terminal::signals::{Interrupt, beside};
+use hotlift_terminal::signals::{Interrupt, run_alongside};
 
 use crate::agent_control::config_in;
 use crate::error::CommandError;
@@ -254,7 +254,7 @@ impl Move<'_> {
                 *latest = Some(*progress);
             }
         };
-        let speaker = conversation.speaker();
+        let speaker = conversation.sender();
         let on_source = |source: &SourceStream| {
             // If this message is lost, the other relay does not start, and this one fails for that reason.
             let _ = speaker.send(&Message::Source {
@@ -273,7 +273,7 @@ impl Move<'_> {
                 (Incoming::Listener(listener), Outgoing::Address(self.agent));
             hotlift::relay::relay(incoming, &outgoing, &settings, &control, hooks)
         };
-        let (relay, libvirt) = beside(relay, |ended| {
+        let (relay, libvirt) = run_alongside(relay, |ended| {
             let mut is_heard = true;
             let libvirt = self.libvirt(port, ended, &mut |migrating, wakes, until| {
                 let mut wakes = wakes.to_vec();

@@ -11,16 +11,16 @@ use hotlift::lazy::{self, Hooks, LazyProgress, LazyReport};
 use hotlift::{Address, Control, MigrationError, Options};
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
-use hotlift_qemu::run_state::words;
+use hotlift_qemu::run_state::state_clause;
 use hotlift_qmp::ANSWER_TIMEOUT;
 use hotlift_terminal::output::warn;
 use hotlift_terminal::progress::{Display, bytes};
 use hotlift_terminal::signals::Interrupt;
 use hotlift_terminal::table::{align, new_table};
 
-use super::{RestoreArgs, conclude, failed, say_lost, taken};
+use super::{RestoreArgs, await_load, conclude, failed, print_lost_pages};
 use crate::clock::GuestClock;
-use crate::error::{CommandError, MissingPagesFrom, STANDS_STILL};
+use crate::error::{CommandError, GUEST_UNCERTAIN, MissingPagesFrom};
 
 /// Timeout of the statement of a QEMU whose connection was lost.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -41,7 +41,7 @@ pub fn run(
         preempt: incoming::preempt(&destination)?,
         page_sizes: &page_sizes,
         salvage: args.salvage,
-        on_lost: Some(&say_lost),
+        on_lost: Some(&print_lost_pages),
         ..Hooks::default()
     };
     let at = (&destination, &clock);
@@ -54,8 +54,8 @@ pub fn run(
         }
         Err(error) => return failed(&error, destination, clock, settle_timeout, interrupt),
     };
-    interrupt.insisted(None);
-    taken(destination, &clock, settle_timeout, interrupt)?;
+    interrupt.set_second_signal(None);
+    await_load(destination, &clock, settle_timeout, interrupt)?;
     let printed = args.output.print(&report, || table(&report).to_string());
     clock.report();
     Ok(printed?)
@@ -150,11 +150,11 @@ fn restore(
     let does = OnceLock::new();
     let control = Control::new();
     let display = Mutex::new(Display::new("restore", args.output.quiet, &control));
-    let told = AtomicBool::new(false);
+    let is_reported = AtomicBool::new(false);
     let was_lost = AtomicBool::new(false);
     let knows_damage = AtomicBool::new(false);
     let show = |progress: &LazyProgress| {
-        if interrupt.is_raised() && !told.swap(true, Ordering::Relaxed) {
+        if interrupt.is_raised() && !is_reported.swap(true, Ordering::Relaxed) {
             warn!(
                 "the guest {}, and its remaining pages follow; Ctrl-C again stops them and leaves the guest waiting",
                 does.get().map_or("is being loaded", String::as_str)
@@ -193,13 +193,13 @@ fn restore(
     let may_run = || {
         let resume = args.to_resume(&file.to_string(), destination.later_qmp().as_ref());
         let words = format!("the guest waits for the rest of its pages; to resume: {resume}");
-        interrupt.insisted(Some((STANDS_STILL, words)));
+        interrupt.set_second_signal(Some((GUEST_UNCERTAIN, words)));
     };
     if args.resume {
         may_run();
     }
     let on_commit = || {
-        destination.custody().give_up();
+        destination.custody().release();
         may_run();
     };
     let on_loaded = |connected: Instant| {
@@ -213,7 +213,7 @@ fn restore(
             Statement::Here { state } => {
                 has_run.store(true, Ordering::Relaxed);
                 let ms = connected.elapsed().as_secs_f64() * 1e3;
-                let does = does.get_or_init(|| words(&state));
+                let does = does.get_or_init(|| state_clause(&state));
                 warn!("the guest {does} after {ms:.1} ms; its pages follow{place}");
                 clock.is_here(&state);
             }

@@ -68,7 +68,7 @@ impl Event {
         matches!(self, Self::Begun { .. } | Self::Ended { .. })
     }
 
-    fn tell(&self, as_json: bool) {
+    fn print(&self, as_json: bool) {
         if as_json {
             // Serialization fails only for maps and for numbers without JSON form; neither is here.
             if let Ok(line) = serde_json::to_string(self) {
@@ -105,7 +105,7 @@ pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(),
     let tls = security::tls(&args.limits.tls, &args.listen)?;
     let listener = args.listen.listen()?;
     let address = address_of(&listener)?.to_string();
-    Event::Listening { address }.tell(args.json);
+    Event::Listening { address }.print(args.json);
     // Last printed reason for a failed accept.
     let trouble = Mutex::new(String::new());
     let on_event = |event: ServerEvent| {
@@ -114,12 +114,12 @@ pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(),
             return;
         };
         if let Event::Trouble { reason } = &event
-            && let Ok(mut said) = trouble.lock()
-            && std::mem::replace(&mut *said, reason.clone()) == *reason
+            && let Ok(mut last) = trouble.lock()
+            && std::mem::replace(&mut *last, reason.clone()) == *reason
         {
             return;
         }
-        event.tell(args.json);
+        event.print(args.json);
     };
     let control = Control::new();
     let served = interrupt.cancelling(&control, || {

@@ -101,9 +101,9 @@ impl Host {
 
     fn text(&self) -> String {
         let root = self.path().to_str().expect("UTF-8");
-        let (status, said) = Hotlift::start(&["accel", "--root", root]).wait();
-        assert!(status.success(), "{said:?}");
-        said.join("\n")
+        let (status, output) = Hotlift::start(&["accel", "--root", root]).wait();
+        assert!(status.success(), "{output:?}");
+        output.join("\n")
     }
 
     /// Returns the JSON of an accelerator.
@@ -124,9 +124,9 @@ struct Found {
 
 impl Found {
     fn new(args: &[&str], name: &str) -> Self {
-        let (status, said) = Hotlift::start(args).wait();
-        assert!(status.success(), "{said:?}");
-        let all: Vec<Value> = serde_json::from_str(&said.join("\n")).expect("JSON");
+        let (status, output) = Hotlift::start(args).wait();
+        assert!(status.success(), "{output:?}");
+        let all: Vec<Value> = serde_json::from_str(&output.join("\n")).expect("JSON");
         let one = all.iter().find(|one| one["name"] == name).expect(name);
         let text = |value: &Value| value.as_str().expect("text").to_owned();
         let parts = one["parts"].as_array().expect("parts");
@@ -379,9 +379,9 @@ fn an_attribute_that_makes_no_sense_is_an_error_that_names_it() {
     host.idxd("iax1");
     host.put("sys/bus/dsa/devices/iax1/wq1.0/size", "many");
     let root = host.path().to_str().expect("UTF-8");
-    let (status, said) = Hotlift::start(&["accel", "--root", root]).wait();
+    let (status, output) = Hotlift::start(&["accel", "--root", root]).wait();
     assert_eq!(status.code(), Some(1));
-    assert!(said[0].contains("wq1.0/size holds 'many'"), "{said:?}");
+    assert!(output[0].contains("wq1.0/size holds 'many'"), "{output:?}");
 }
 
 const PF: &str = "sys/bus/pci/devices/0000:6b:00.0";

@@ -39,14 +39,14 @@ fn demo(method: &str, variables: &[(&str, &str)], flags: &[&str]) -> (Value, Str
         args.push("--rate=2000");
     }
     args.extend(flags);
-    let (status, said) = Hotlift::start_with(&args, variables).wait();
-    let said = said.join("\n");
-    assert!(status.success(), "{said}");
+    let (status, output) = Hotlift::start_with(&args, variables).wait();
+    let output = output.join("\n");
+    assert!(status.success(), "{output}");
     let text = std::fs::read_to_string(&file).expect("the JSON was written");
     let mut runs: Vec<Value> = serde_json::from_str(&text).expect("runs");
     let run = runs.pop().expect("a run");
-    assert_eq!(run["verified"], true, "{said}");
-    (run, said)
+    assert_eq!(run["verified"], true, "{output}");
+    (run, output)
 }
 
 fn count(run: &Value, side: &str, what: &str) -> u64 {
@@ -58,20 +58,20 @@ fn a_working_device_does_all_jobs_and_is_named() {
     let library = simulated();
     let library = library.to_str().expect("a path");
     for (method, variable) in accelerated() {
-        let (run, said) = demo(method.name, &[(variable, library)], &[]);
+        let (run, output) = demo(method.name, &[(variable, library)], &[]);
         for side in ["source", "destination"] {
-            assert!(count(&run, side, "hardware") > 100, "{side}: {said}");
+            assert!(count(&run, side, "hardware") > 100, "{side}: {output}");
             // The receiver copies a page that arrives uncompressed.
             let raw = match side {
                 "source" => 0,
                 _ => count(&run, side, "raw_pages"),
             };
-            assert_eq!(count(&run, side, "software"), raw, "{side}: {said}");
-            assert_eq!(run[side]["jobs"]["fallback"], Value::Null, "{said}");
+            assert_eq!(count(&run, side, "software"), raw, "{side}: {output}");
+            assert_eq!(run[side]["jobs"]["fallback"], Value::Null, "{output}");
             let devices = run[side]["jobs"]["devices"].to_string();
             assert!(devices.contains("simulated"), "{side}: {devices}");
         }
-        assert!(!said.contains("CPU is used instead"), "{said}");
+        assert!(!output.contains("CPU is used instead"), "{output}");
     }
 }
 
@@ -87,13 +87,13 @@ fn a_device_lost_in_a_round_falls_back_to_software_without_losing_pages() {
                 _ => how.to_owned(),
             };
             let variables = [(variable, library), ("HOTLIFT_SIMULATED", &how)];
-            let (run, said) = demo(method.name, &variables, &[]);
+            let (run, output) = demo(method.name, &variables, &[]);
             for side in ["source", "destination"] {
                 let hardware = count(&run, side, "hardware");
                 let software = count(&run, side, "software");
                 assert!(
                     hardware > 0 && software > 0,
-                    "{} {how} {side}: {said}",
+                    "{} {how} {side}: {output}",
                     method.name
                 );
             }
@@ -101,8 +101,8 @@ fn a_device_lost_in_a_round_falls_back_to_software_without_losing_pages() {
                 let why = run["source"]["jobs"]["fallback"]
                     .as_str()
                     .expect("a reason");
-                assert!(said.contains("accelerator failed"), "{said}");
-                assert!(said.contains(why), "{said}");
+                assert!(output.contains("accelerator failed"), "{output}");
+                assert!(output.contains(why), "{output}");
             }
         }
     }
@@ -112,19 +112,19 @@ fn a_device_lost_in_a_round_falls_back_to_software_without_losing_pages() {
 fn without_a_device_the_cpu_is_used_and_this_is_reported_once() {
     for (method, variable) in accelerated() {
         let variables = [(variable, "/nonexistent/library.so")];
-        let (run, said) = demo(method.name, &variables, &[]);
+        let (run, output) = demo(method.name, &variables, &[]);
         assert_eq!(count(&run, "source", "hardware"), 0);
         assert!(count(&run, "source", "software") > 100);
-        let warnings = said
+        let warnings = output
             .lines()
             .filter(|line| line.contains("CPU is used instead"));
         let warnings: Vec<_> = warnings.collect();
-        assert_eq!(warnings.len(), 1, "{said}");
-        assert!(warnings[0].contains("/nonexistent/library.so"), "{said}");
+        assert_eq!(warnings.len(), 1, "{output}");
+        assert!(warnings[0].contains("/nonexistent/library.so"), "{output}");
 
-        let (run, said) = demo(method.name, &variables, &["--accelerator=off"]);
+        let (run, output) = demo(method.name, &variables, &["--accelerator=off"]);
         assert_eq!(run["source"]["jobs"]["fallback"], Value::Null);
-        assert!(!said.contains("CPU is used instead"), "{said}");
+        assert!(!output.contains("CPU is used instead"), "{output}");
     }
 }
 
@@ -134,11 +134,11 @@ fn a_required_device_that_is_missing_is_refused_before_anything_is_opened() {
         let method = format!("--method={}", method.name);
         let args = ["demo", "--ram=64M", "--accelerator=required", &method];
         let variables = [(variable, "/nonexistent/library.so")];
-        let (status, said) = Hotlift::start_with(&args, &variables).wait();
-        assert_eq!(status.code(), Some(2), "{}", said.join("\n"));
-        let said = said.join("\n");
-        assert!(said.contains("/nonexistent/library.so"), "{said}");
-        assert!(said.contains("hotlift accel"), "{said}");
+        let (status, output) = Hotlift::start_with(&args, &variables).wait();
+        assert_eq!(status.code(), Some(2), "{}", output.join("\n"));
+        let output = output.join("\n");
+        assert!(output.contains("/nonexistent/library.so"), "{output}");
+        assert!(output.contains("hotlift accel"), "{output}");
     }
     let args = [
         "demo",
@@ -146,10 +146,10 @@ fn a_required_device_that_is_missing_is_refused_before_anything_is_opened() {
         "--accelerator=required",
         "--method=zstd",
     ];
-    let (status, said) = Hotlift::start(&args).wait();
-    assert_eq!(status.code(), Some(2), "{}", said.join("\n"));
-    let said = said.join("\n");
-    assert!(said.contains("hotlift methods"), "{said}");
+    let (status, output) = Hotlift::start(&args).wait();
+    assert_eq!(status.code(), Some(2), "{}", output.join("\n"));
+    let output = output.join("\n");
+    assert!(output.contains("hotlift methods"), "{output}");
 }
 
 /// Checks that simulated devices and the CPU find the same zero pages in the same guest.
@@ -171,13 +171,13 @@ fn devices_find_the_same_zero_pages_as_the_cpu() {
         let path = format!("--accel-path={paths}");
         let mut flags = vec!["--zero-page-detection=dsa-accel", &path];
         flags.extend(still);
-        let (run, said) = demo("zstd", &[], &flags);
-        assert_eq!(run["zero_pages"], by_cpu["zero_pages"], "{paths}: {said}");
+        let (run, output) = demo("zstd", &[], &flags);
+        assert_eq!(run["zero_pages"], by_cpu["zero_pages"], "{paths}: {output}");
         let jobs = &run["source"]["zero_jobs"];
-        assert!(jobs["hardware"].as_u64() > Some(0), "{paths}: {said}");
-        assert_eq!(jobs["software"] == 0, all_by_devices, "{paths}: {said}");
-        assert!(said.contains("simulated DSA"), "{said}");
-        assert!(said.contains("dsa_completion"), "{said}");
+        assert!(jobs["hardware"].as_u64() > Some(0), "{paths}: {output}");
+        assert_eq!(jobs["software"] == 0, all_by_devices, "{paths}: {output}");
+        assert!(output.contains("simulated DSA"), "{output}");
+        assert!(output.contains("dsa_completion"), "{output}");
     }
 }
 
@@ -241,10 +241,10 @@ fn faults_at_random_change_neither_the_zero_pages_nor_the_guest() {
         println!("{path}");
         let method = ["none", "zstd", "lz4"][turn % 3];
         let mut flags = vec!["--zero-page-detection=dsa-accel", &path];
-        let (run, said) = demo(method, &[], &[&flags[..], &still].concat());
-        assert_eq!(run["zero_pages"], by_cpu["zero_pages"], "{path}: {said}");
+        let (run, output) = demo(method, &[], &[&flags[..], &still].concat());
+        assert_eq!(run["zero_pages"], by_cpu["zero_pages"], "{path}: {output}");
         let jobs = &run["source"]["zero_jobs"];
-        assert!(jobs["software"].as_u64() > Some(0), "{path}: {said}");
+        assert!(jobs["software"].as_u64() > Some(0), "{path}: {output}");
         flags.push("--rate=20000");
         demo(method, &[], &flags);
     }
@@ -254,13 +254,13 @@ fn faults_at_random_change_neither_the_zero_pages_nor_the_guest() {
 fn a_failing_device_is_dropped_and_the_others_continue() {
     let path = "--accel-path=dsa-model:fail=1000 dsa-model:";
     let flags = ["--zero-page-detection=dsa-accel", path, "--rate=20000"];
-    let (run, said) = demo("none", &[], &flags);
+    let (run, output) = demo("none", &[], &flags);
     let jobs = &run["source"]["zero_jobs"];
-    assert_eq!(jobs["fallback"], "simulated DSA: status 0x20", "{said}");
+    assert_eq!(jobs["fallback"], "simulated DSA: status 0x20", "{output}");
     let count = |what: &str| jobs[what].as_u64().expect("a count");
     // Jobs that were in the device when it was abandoned.
-    assert!(count("software") <= 4 * 128, "{said}");
-    assert!(count("hardware") > 10 * count("software"), "{said}");
+    assert!(count("software") <= 4 * 128, "{output}");
+    assert!(count("hardware") > 10 * count("software"), "{output}");
 }
 
 #[test]
@@ -283,12 +283,12 @@ fn a_missing_work_queue_means_the_cpu_or_an_error_as_configured() {
         "--zero-page-detection=dsa-accel",
         "--accel-path=dsa:/dev/dsa/wq99.0",
     ];
-    let (run, said) = demo("none", &[], &flags);
-    assert!(run["zero_pages"].as_u64() > Some(1000), "{said}");
-    assert!(said.contains("wq99.0 is not a work queue"), "{said}");
+    let (run, output) = demo("none", &[], &flags);
+    assert!(run["zero_pages"].as_u64() > Some(1000), "{output}");
+    assert!(output.contains("wq99.0 is not a work queue"), "{output}");
     let jobs = &run["source"]["zero_jobs"];
-    assert_eq!(jobs["hardware"], 0, "{said}");
-    assert!(jobs["software"].as_u64() > Some(1000), "{said}");
+    assert_eq!(jobs["hardware"], 0, "{output}");
+    assert!(jobs["software"].as_u64() > Some(1000), "{output}");
 
     let required = [
         "demo",
@@ -297,13 +297,13 @@ fn a_missing_work_queue_means_the_cpu_or_an_error_as_configured() {
         flags[1],
         "--accelerator=required",
     ];
-    let (status, said) = Hotlift::start(&required).wait();
-    assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
-    assert!(said.join("\n").contains("wq99.0 is not a work queue"));
+    let (status, output) = Hotlift::start(&required).wait();
+    assert_eq!(status.code(), Some(1), "{}", output.join("\n"));
+    assert!(output.join("\n").contains("wq99.0 is not a work queue"));
 
-    let (status, said) = Hotlift::start(&required[..3]).wait();
-    assert_eq!(status.code(), Some(2), "{}", said.join("\n"));
-    assert!(said.join("\n").contains("accel-path"));
+    let (status, output) = Hotlift::start(&required[..3]).wait();
+    assert_eq!(status.code(), Some(2), "{}", output.join("\n"));
+    assert!(output.join("\n").contains("accel-path"));
 }
 
 #[test]
@@ -332,19 +332,19 @@ fn a_relay_refuses_options_that_need_access_to_guest_memory() {
             &["--multifd-normal-page-ratio=50"],
         ] {
             let args = [command, asked].concat();
-            let (status, said) = Hotlift::start(&args).wait();
-            let said = said.join("\n");
-            assert_eq!(status.code(), Some(2), "{args:?}: {said}");
+            let (status, output) = Hotlift::start(&args).wait();
+            let output = output.join("\n");
+            assert_eq!(status.code(), Some(2), "{args:?}: {output}");
             assert!(
-                said.contains("' does not take --")
-                    || said.contains("this command does not accept"),
-                "{args:?}: {said}"
+                output.contains("' does not take --")
+                    || output.contains("this command does not accept"),
+                "{args:?}: {output}"
             );
             let name = args.iter().take_while(|word| !word.starts_with("--"));
             let name: Vec<_> = name.copied().take(2).collect();
             assert!(
-                said.contains(&format!("hotlift {} --help", name.join(" "))),
-                "{said}"
+                output.contains(&format!("hotlift {} --help", name.join(" "))),
+                "{output}"
             );
         }
     }
@@ -360,10 +360,10 @@ fn auto_uses_the_available_devices() {
         let flags: Vec<&str> = slow.iter().chain(flags).copied().collect();
         demo("auto", &variables, &flags)
     };
-    let (run, said) = moved(&[]);
+    let (run, output) = moved(&[]);
     let devices = run["source"]["jobs"]["devices"].to_string();
     for device in METHODS.iter().filter_map(|method| method.hardware) {
-        assert!(devices.contains(device), "{devices}: {said}");
+        assert!(devices.contains(device), "{devices}: {output}");
     }
     let (run, _) = moved(&["--accelerator=off"]);
     assert_eq!(count(&run, "source", "hardware"), 0);

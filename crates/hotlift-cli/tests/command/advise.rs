@@ -6,9 +6,9 @@ use crate::accel::Host;
 use crate::hotlift::Hotlift;
 
 fn advise(flags: &[&str]) -> Vec<String> {
-    let (status, said) = Hotlift::start(&[&["advise"], flags].concat()).wait();
-    assert!(status.success(), "{said:?}");
-    said
+    let (status, output) = Hotlift::start(&[&["advise"], flags].concat()).wait();
+    assert!(status.success(), "{output:?}");
+    output
 }
 
 #[test]

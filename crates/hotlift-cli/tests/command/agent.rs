@@ -23,10 +23,10 @@ fn a_missing_agent_is_reported_at_once() {
         ] {
             let begun = Instant::now();
             let words = [&["agent"], command, &["--control", &socket]].concat();
-            let (status, said) = Hotlift::start(&words).wait();
+            let (status, output) = Hotlift::start(&words).wait();
             assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
-            assert_eq!(status.code(), Some(1), "{said:?}");
-            let errors = errors(&said);
+            assert_eq!(status.code(), Some(1), "{output:?}");
+            let errors = errors(&output);
             let expected = format!("hotlift: no agent listens at {socket}: ");
             assert!(errors[0].starts_with(&expected), "{errors:?}");
             assert!(errors[1].contains("--control PATH"), "{errors:?}");
@@ -39,9 +39,9 @@ fn without_a_configuration_file_the_option_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("agent.toml").display().to_string();
     for command in ["check", "rules", "run"] {
-        let (status, said) = Hotlift::start(&["agent", command, "--config", &file]).wait();
-        assert_eq!(status.code(), Some(1), "{said:?}");
-        let errors = errors(&said);
+        let (status, output) = Hotlift::start(&["agent", command, "--config", &file]).wait();
+        assert_eq!(status.code(), Some(1), "{output:?}");
+        let errors = errors(&output);
         let expected = format!("hotlift: invalid configuration: cannot read {file}: ");
         assert!(errors[0].starts_with(&expected), "{errors:?}");
         assert!(errors[1].contains("--config FILE"), "{errors:?}");

@@ -13,15 +13,15 @@ use crate::hotlift::{Hotlift, errors};
 
 /// Runs `hotlift certs`, and returns its exit code and output.
 fn certs(arguments: &[&str]) -> (Option<i32>, Vec<String>) {
-    let (status, said) = Hotlift::start(&[&["certs"], arguments].concat()).wait();
-    (status.code(), said)
+    let (status, output) = Hotlift::start(&[&["certs"], arguments].concat()).wait();
+    (status.code(), output)
 }
 
 /// Runs `hotlift certs`, which must succeed.
 fn made(arguments: &[&str]) -> String {
-    let (code, said) = certs(arguments);
-    assert_eq!(code, Some(0), "{arguments:?}: {said:#?}");
-    said.join("\n")
+    let (code, output) = certs(arguments);
+    assert_eq!(code, Some(0), "{arguments:?}: {output:#?}");
+    output.join("\n")
 }
 
 fn text(path: &Path) -> &str {
@@ -42,7 +42,7 @@ fn three_commands_create_certificates_for_two_hosts() {
     let (a, b) = (place.path().join("pki/a"), place.path().join("b"));
     made(&["init", "--dir", text(&a)]);
     made(&["host", "a.example", "192.0.2.1", "--dir", text(&a)]);
-    let said = made(&[
+    let output = made(&[
         "host",
         "b.example",
         "192.0.2.2",
@@ -52,8 +52,8 @@ fn three_commands_create_certificates_for_two_hosts() {
         text(&b),
     ]);
     assert!(
-        said.contains(&format!("tar cC {} . | ssh root@b.example ", b.display())),
-        "{said}"
+        output.contains(&format!("tar cC {} . | ssh root@b.example ", b.display())),
+        "{output}"
     );
 
     for dir in [&a, &b] {
@@ -109,11 +109,11 @@ fn nothing_is_overwritten_without_force() {
     };
     let before = all();
     for again in [&["init", "--dir", dir][..], &["host", "a", "--dir", dir]] {
-        let (code, said) = certs(again);
-        assert_eq!(code, Some(1), "{said:?}");
+        let (code, output) = certs(again);
+        assert_eq!(code, Some(1), "{output:?}");
         assert!(
-            errors(&said)[0].contains("already exists: --force replaces it"),
-            "{said:?}"
+            errors(&output)[0].contains("already exists: --force replaces it"),
+            "{output:?}"
         );
         assert_eq!(all(), before);
     }
@@ -151,8 +151,8 @@ fn renew_makes_new_keys_for_the_same_names_when_due() {
         "20",
     ]);
     let show = || -> Value {
-        let said = made(&["show", "--dir", text(&host), "--json"]);
-        serde_json::from_str(&said).expect("JSON")
+        let output = made(&["show", "--dir", text(&host), "--json"]);
+        serde_json::from_str(&output).expect("JSON")
     };
     let key = || fs::read(host.join("server-key.pem")).unwrap();
     let (before, old_key) = (show(), key());
@@ -178,17 +178,17 @@ fn renew_makes_new_keys_for_the_same_names_when_due() {
         assert!(old["days-left"].as_i64().unwrap() <= 20, "{old}");
         assert!(new["days-left"].as_i64().unwrap() >= 364, "{new}");
     }
-    let (code, said) = certs(&["renew", "--dir", text(&host)]);
+    let (code, output) = certs(&["renew", "--dir", text(&host)]);
     assert_eq!(code, Some(1));
     assert!(
-        errors(&said)[0].contains("has no CA (ca-key.pem is missing)"),
-        "{said:?}"
+        errors(&output)[0].contains("has no CA (ca-key.pem is missing)"),
+        "{output:?}"
     );
-    let (code, said) = certs(&["renew", "--dir", text(&ca)]);
+    let (code, output) = certs(&["renew", "--dir", text(&ca)]);
     assert_eq!(code, Some(1));
     assert!(
-        errors(&said)[0].contains("has no certificate to renew"),
-        "{said:?}"
+        errors(&output)[0].contains("has no certificate to renew"),
+        "{output:?}"
     );
 }
 
@@ -202,7 +202,7 @@ fn show_prints_names_expiry_and_problems_in_80_columns() {
         .collect();
     let names: Vec<_> = names.iter().map(String::as_str).collect();
     made(&[&["host"], &names[..], &["--dir", dir, "--days", "10"]].concat());
-    let said = made(&["show", "--dir", dir]);
+    let output = made(&["show", "--dir", dir]);
     for words in [
         "ca-cert.pem (CA): CN=Our CA",
         "server-cert.pem (server)",
@@ -210,9 +210,9 @@ fn show_prints_names_expiry_and_problems_in_80_columns() {
         "signed by CN=Our CA",
         "note: ",
     ] {
-        assert!(said.contains(words), "{words}: {said}");
+        assert!(output.contains(words), "{words}: {output}");
     }
-    for line in said
+    for line in output
         .lines()
         .filter(|line| line.split_whitespace().count() > 1)
     {
@@ -227,28 +227,31 @@ fn show_prints_names_expiry_and_problems_in_80_columns() {
         place.path().join("ca-cert.pem"),
     )
     .unwrap();
-    let (code, said) = certs(&["show", "--dir", dir]);
-    assert_eq!(code, Some(1), "{said:?}");
+    let (code, output) = certs(&["show", "--dir", dir]);
+    assert_eq!(code, Some(1), "{output:?}");
     let problem = "    problem: it is signed by a CA that this side does not trust";
     assert_eq!(
-        said.iter().filter(|line| line.starts_with(problem)).count(),
+        output
+            .iter()
+            .filter(|line| line.starts_with(problem))
+            .count(),
         2,
-        "{said:#?}"
+        "{output:#?}"
     );
-    let all = said.join("\n");
+    let all = output.join("\n");
     assert!(
         all.contains("libvirt") && all.contains("cert-manager"),
         "{all}"
     );
-    assert!(errors(&said)[0].contains("has a problem"), "{said:?}");
+    assert!(errors(&output)[0].contains("has a problem"), "{output:?}");
 
     // A host without a client certificate.
     fs::remove_file(place.path().join("client-cert.pem")).unwrap();
     fs::remove_file(place.path().join("client-key.pem")).unwrap();
-    let (code, said) = certs(&["show", "--dir", dir, "--json"]);
+    let (code, output) = certs(&["show", "--dir", dir, "--json"]);
     assert_eq!(code, Some(1));
     // The error's line is on the other stream: it may come before or within the JSON.
-    let json: String = said
+    let json: String = output
         .iter()
         .filter(|line| !line.starts_with("hotlift:"))
         .cloned()
@@ -263,31 +266,32 @@ fn show_prints_names_expiry_and_problems_in_80_columns() {
 fn a_folder_without_certificates_and_a_bad_name_are_errors() {
     let place = tempfile::tempdir().unwrap();
     let dir = text(place.path());
-    let (code, said) = certs(&["host", "a", "--dir", dir]);
+    let (code, output) = certs(&["host", "a", "--dir", dir]);
     assert_eq!(code, Some(1));
     assert!(
-        errors(&said)[0].contains("has no CA (ca-cert.pem is missing)"),
-        "{said:?}"
+        errors(&output)[0].contains("has no CA (ca-cert.pem is missing)"),
+        "{output:?}"
     );
     assert!(
-        errors(&said)[1].contains("make a CA with 'hotlift certs init'"),
-        "{said:?}"
+        errors(&output)[1].contains("make a CA with 'hotlift certs init'"),
+        "{output:?}"
     );
-    let (code, said) = certs(&["show", "--dir", dir]);
+    let (code, output) = certs(&["show", "--dir", dir]);
     assert_eq!(code, Some(1));
     assert!(
-        said.iter()
+        output
+            .iter()
             .any(|line| line.contains("has no ca-cert.pem (nor ca.crt)")),
-        "{said:?}"
+        "{output:?}"
     );
     made(&["init", "--dir", dir]);
     for (name, words) in [
         ("*.example", "is a wildcard: name each host"),
         ("a b", "is neither a DNS name nor an IP address"),
     ] {
-        let (code, said) = certs(&["host", name, "--dir", dir]);
-        assert_eq!(code, Some(2), "{said:?}");
-        assert!(errors(&said)[0].contains(words), "{said:?}");
+        let (code, output) = certs(&["host", name, "--dir", dir]);
+        assert_eq!(code, Some(2), "{output:?}");
+        assert!(errors(&output)[0].contains(words), "{output:?}");
     }
     assert!(!place.path().join("server-key.pem").exists());
 }

@@ -42,8 +42,8 @@ fn without_flags_every_method_migrates_and_the_figures_are_kept() {
     let json = folder.path().join("runs.json");
     let flags = format!("--json={}", json.display());
     let demo = Hotlift::start(&["demo", "--ram=64M", "--quiet", &flags]);
-    let (status, said) = demo.wait();
-    assert!(status.success(), "{}", said.join("\n"));
+    let (status, output) = demo.wait();
+    assert!(status.success(), "{}", output.join("\n"));
     let runs = runs(&json);
     let methods: Vec<_> = runs.iter().map(|run| run["method"].clone()).collect();
     let known: Vec<_> = METHODS
@@ -69,7 +69,7 @@ fn without_flags_every_method_migrates_and_the_figures_are_kept() {
         assert!(pages >= (64 << 20) / 4096, "{pages} pages");
         assert!(run["rounds"].as_u64().unwrap() >= 2);
     }
-    let table = said.join("\n");
+    let table = output.join("\n");
     for words in ["mig/src/send_0", "mig/dst/recv_1", "core-s/GiB", "verified"] {
         assert!(table.contains(words), "no {words} in\n{table}");
     }
@@ -98,8 +98,8 @@ fn one_setting_migrates_as_often_as_asked_with_either_guest() {
             &guest,
             &file,
         ]);
-        let (status, said) = demo.wait();
-        assert!(status.success(), "{}", said.join("\n"));
+        let (status, output) = demo.wait();
+        assert!(status.success(), "{}", output.join("\n"));
         let runs = runs(&json);
         assert_eq!(runs.len(), 2);
         for run in runs {
@@ -110,8 +110,8 @@ fn one_setting_migrates_as_often_as_asked_with_either_guest() {
             assert_eq!(run["options"], json!({ "mem-prealloc": "on" }));
         }
         assert!(
-            said.contains(&"with mem-prealloc=on".to_owned()),
-            "{said:?}"
+            output.contains(&"with mem-prealloc=on".to_owned()),
+            "{output:?}"
         );
     }
 }
@@ -139,11 +139,11 @@ fn values_out_of_range_are_refused_with_the_range() {
             "needs zero-page-detection=dsa-accel",
         ),
     ] {
-        let (status, said) = Hotlift::start(&["demo", flag]).wait();
-        assert_eq!(status.code(), Some(2), "{flag}: {said:?}");
-        let line = errors(&said)[0];
+        let (status, output) = Hotlift::start(&["demo", flag]).wait();
+        assert_eq!(status.code(), Some(2), "{flag}: {output:?}");
+        let line = errors(&output)[0];
         assert!(line.contains(expected), "{flag}: {line}");
-        let text = said.join("\n");
+        let text = output.join("\n");
         assert!(text.contains("'hotlift demo --help'"), "{flag}: {text}");
         assert!(!text.contains("verified"), "{flag}: {text}");
     }
@@ -168,14 +168,17 @@ fn an_interrupted_demo_shows_measured_values_and_the_reason() {
         demo.wait_for("none active: round 1");
     }
     demo.signal(Signal::INT);
-    let (status, said) = demo.wait();
-    assert_eq!(status.code(), Some(130), "{said:?}");
-    assert_eq!(errors(&said), ["hotlift: interrupted"]);
-    let row = said
+    let (status, output) = demo.wait();
+    assert_eq!(status.code(), Some(130), "{output:?}");
+    assert_eq!(errors(&output), ["hotlift: interrupted"]);
+    let row = output
         .iter()
         .find(|line| line.contains("interrupted "))
         .unwrap();
-    assert!(!said.iter().any(|line| line.contains("failed")), "{said:?}");
+    assert!(
+        !output.iter().any(|line| line.contains("failed")),
+        "{output:?}"
+    );
     let shown: Vec<_> = row.split('┆').map(str::trim).collect();
     assert_eq!(shown[3], "-", "no downtime: {row}");
     let runs = runs(&json);
@@ -193,9 +196,9 @@ fn a_demo_that_cannot_start_fails_with_the_reason() {
         ),
     ] {
         let args = ["demo", "--method=none", flags[0], flags[1]];
-        let (status, said) = Hotlift::start(&args).wait();
+        let (status, output) = Hotlift::start(&args).wait();
         assert_eq!(status.code(), Some(1), "{flags:?}");
-        let errors = errors(&said);
+        let errors = errors(&output);
         assert!(
             errors.iter().any(|line| line.contains(expected)),
             "{flags:?}: {errors:?}"

@@ -9,10 +9,10 @@ fn a_domain_named_like_the_id_of_another_is_moved_and_the_other_stays() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(101, "other", "running");
     hosts.domain(7, "101", "running");
-    let (code, said) = hosts.hotlift(&["drain", "--to=b", "--domain=101"]);
-    assert_eq!(code, Some(0), "{said}");
-    assert_eq!(hosts.names(B), ["101"], "{said}");
-    assert_eq!(hosts.names(HERE), ["other"], "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=b", "--domain=101"]);
+    assert_eq!(code, Some(0), "{output}");
+    assert_eq!(hosts.names(B), ["101"], "{output}");
+    assert_eq!(hosts.names(HERE), ["other"], "{output}");
 }
 
 #[test]
@@ -22,8 +22,8 @@ fn persistent_domains_stay_persistent_and_transient_ones_transient() {
     hosts.define(1);
     hosts.domain(2, "transient", "running");
     hosts.on(HERE, "migrate", r#"echo "$flags" > "$dir/options""#);
-    let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
-    assert_eq!(code, Some(0), "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(0), "{output}");
     for (id, is_defined) in [(1, true), (2, false)] {
         let options = hosts.of(B, id, "options");
         for option in ["--persistent", "--undefinesource"] {
@@ -43,9 +43,9 @@ fn failed(lines: &str) -> (Option<i32>, String) {
 
 #[test]
 fn a_domain_that_runs_on_both_hosts_is_not_reported_as_stayed() {
-    let (code, said) = failed(r#"cp -r "$dir" "$there""#);
-    assert_eq!(code, Some(3), "{said}");
-    assert!(said.contains("it runs on both hosts"), "{said}");
+    let (code, output) = failed(r#"cp -r "$dir" "$there""#);
+    assert_eq!(code, Some(3), "{output}");
+    assert!(output.contains("it runs on both hosts"), "{output}");
 }
 
 #[test]
@@ -56,17 +56,17 @@ fn a_domain_that_libvirt_does_not_list_is_not_taken_to_be_gone() {
         "cp -r \"$dir\" \"$there\"; echo '{refuse}' > \"$host/on-domstate\"",
         refuse = refuse.replace('\'', r"'\''")
     );
-    let (code, said) = failed(&lines);
-    assert_eq!(code, Some(3), "{said}");
-    assert!(said.contains("here it is unknown"), "{said}");
+    let (code, output) = failed(&lines);
+    assert_eq!(code, Some(3), "{output}");
+    assert!(output.contains("here it is unknown"), "{output}");
 }
 
 #[test]
 fn a_domain_that_ends_while_it_moves_is_reported_as_ended() {
-    let (code, said) = failed(r#"rm -r "$dir""#);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("web1 to b: ended: it failed"), "{said}");
-    assert!(said.contains("1 of 1 domains ended"), "{said}");
+    let (code, output) = failed(r#"rm -r "$dir""#);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("web1 to b: ended: it failed"), "{output}");
+    assert!(output.contains("1 of 1 domains ended"), "{output}");
 }
 
 #[test]
@@ -82,11 +82,14 @@ fn a_domain_whose_guest_powers_off_while_it_moves_is_ended_once_its_qemu_exits()
         // The first answer is that of a QEMU that has not ended.
         let ends = r#"cat "$dir/state"; echo "shut off (shutdown)" > "$dir/state"; exit"#;
         hosts.on(HERE, "domstate", ends);
-        let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
-        assert_eq!(code, Some(1), "{ending}: {said}");
+        let (code, output) = hosts.hotlift(&["drain", "--to=b"]);
+        assert_eq!(code, Some(1), "{ending}: {output}");
         let words = "web1 to b: ended: the guest powered off: domain is not running";
-        assert!(said.contains(words), "{ending}: {said}");
-        assert!(said.contains("1 of 1 domains ended"), "{ending}: {said}");
+        assert!(output.contains(words), "{ending}: {output}");
+        assert!(
+            output.contains("1 of 1 domains ended"),
+            "{ending}: {output}"
+        );
     }
 }
 
@@ -99,10 +102,10 @@ fn a_domain_that_ends_during_planning_is_skipped_and_the_others_move() {
     hosts.domain(2, "web2", "running");
     let ends = r#"[ "$(cat "$dir/name")" = web1 ] && rm -r "$dir" && exit 1"#;
     hosts.on(HERE, "domstats", ends);
-    let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
-    assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("skipped web1: it has ended"), "{said}");
-    assert_eq!(hosts.names(B), ["web2"], "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(0), "{output}");
+    assert!(output.contains("skipped web1: it has ended"), "{output}");
+    assert_eq!(hosts.names(B), ["web2"], "{output}");
 }
 
 #[test]
@@ -117,28 +120,28 @@ fn a_domain_that_libvirt_cannot_measure_stays_and_the_others_move() {
     let of_web2 = plan.lines().find(|line| line.contains("web2"));
     // The command waited for its sample.
     assert!(of_web2.is_some_and(|line| !line.contains('?')), "{plan}");
-    let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("1 of 2 domains stayed"), "{said}");
-    assert_eq!(hosts.names(B), ["web2"], "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("1 of 2 domains stayed"), "{output}");
+    assert_eq!(hosts.names(B), ["web2"], "{output}");
 }
 
 #[test]
 fn an_unreachable_destination_is_skipped_if_another_answers() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(1, "web1", "running");
-    let (code, said) = hosts.hotlift(&["drain", "--to=c,b"]);
-    assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("skipped c: "), "{said}");
-    assert_eq!(hosts.names(B), ["web1"], "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=c,b"]);
+    assert_eq!(code, Some(0), "{output}");
+    assert!(output.contains("skipped c: "), "{output}");
+    assert_eq!(hosts.names(B), ["web1"], "{output}");
     hosts.domain(1, "web1", "running");
-    let (code, said) = hosts.hotlift(&["drain", "--to=c"]);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains(&format!("libvirt at {C}")), "{said}");
-    let (code, said) = hosts.hotlift(&["drain", "--to=c,d"]);
-    assert_eq!(code, Some(1), "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=c"]);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains(&format!("libvirt at {C}")), "{output}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=c,d"]);
+    assert_eq!(code, Some(1), "{output}");
     for uri in [C, "qemu+ssh://d/system"] {
-        assert!(said.contains(&format!("libvirt at {uri}: ")), "{said}");
+        assert!(output.contains(&format!("libvirt at {uri}: ")), "{output}");
     }
 }
 
@@ -146,10 +149,10 @@ fn an_unreachable_destination_is_skipped_if_another_answers() {
 fn a_missing_local_libvirt_is_named_and_no_destination_is_contacted() {
     let hosts = Hosts::new(&[B]);
     let here = "--connect=qemu:///missing";
-    let (code, said) = hosts.hotlift(&["drain", "--to=c,b", here]);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("libvirt at qemu:///missing: "), "{said}");
-    assert!(!said.contains("qemu+ssh"), "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=c,b", here]);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("libvirt at qemu:///missing: "), "{output}");
+    assert!(!output.contains("qemu+ssh"), "{output}");
 }
 
 #[test]
@@ -157,11 +160,11 @@ fn a_paused_domain_is_named_and_the_host_is_not_reported_empty() {
     let hosts = Hosts::new(&[B]);
     hosts.domain(1, "web1", "running");
     hosts.domain(2, "web2", "paused");
-    let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("web2: it is paused here"), "{said}");
-    assert_eq!(hosts.names(B), ["web1"], "{said}");
-    assert_eq!(hosts.names(HERE), ["web2"], "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("web2: it is paused here"), "{output}");
+    assert_eq!(hosts.names(B), ["web1"], "{output}");
+    assert_eq!(hosts.names(HERE), ["web2"], "{output}");
 }
 
 #[test]
@@ -170,15 +173,15 @@ fn names_are_literal_and_an_unknown_one_stops_the_drain_before_it_starts() {
     for (id, name) in [(1, "web1"), (2, " a,b "), (3, "a"), (4, "off")] {
         hosts.domain(id, name, if name == "off" { "shut off" } else { "running" });
     }
-    let (code, said) = hosts.hotlift(&["drain", "--to=b", "--domain= a,b ", "--domain=wbe1"]);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("no domain is named 'wbe1'"), "{said}");
-    assert_eq!(hosts.names(HERE).len(), 4, "{said}");
+    let (code, output) = hosts.hotlift(&["drain", "--to=b", "--domain= a,b ", "--domain=wbe1"]);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("no domain is named 'wbe1'"), "{output}");
+    assert_eq!(hosts.names(HERE).len(), 4, "{output}");
     let line = ["drain", "--to=b", "--domain= a,b ", "--domain=off"];
     // The second run finds no domain left.
     for _ in 0..2 {
-        let (code, said) = hosts.hotlift(&line);
-        assert_eq!(code, Some(0), "{said}");
-        assert_eq!(hosts.names(B), [" a,b "], "{said}");
+        let (code, output) = hosts.hotlift(&line);
+        assert_eq!(code, Some(0), "{output}");
+        assert_eq!(hosts.names(B), [" a,b "], "{output}");
     }
 }

@@ -86,15 +86,15 @@ fn only_a_command_without_capabilities_loads_libraries_from_the_environment() {
             .expect("it runs");
         let trace = fs::read_to_string(open.join("trace")).unwrap_or_default();
         let _ = fs::remove_file(open.join("trace"));
-        let said = String::from_utf8_lossy(&ran.stdout);
+        let output = String::from_utf8_lossy(&ran.stdout);
         if privileged {
-            assert_eq!(trace, "", "a stranger's code has run\n{said}");
-            assert!(!said.contains("evil.so"), "{said}");
+            assert_eq!(trace, "", "code of another user has run\n{output}");
+            assert!(!output.contains("evil.so"), "{output}");
         } else {
             // Control: without privileges, the same library is loaded.
             assert!(
                 trace.contains(&format!("uid {STRANGER} secure 0")),
-                "{trace:?}\n{said}"
+                "{trace:?}\n{output}"
             );
         }
     }
@@ -113,8 +113,11 @@ fn a_library_is_named_by_an_absolute_path() {
             .current_dir(folder.path())
             .output()
             .expect("it runs");
-        let said = String::from_utf8_lossy(&ran.stdout);
-        assert!(said.contains("not an absolute path"), "{relative}: {said}");
+        let output = String::from_utf8_lossy(&ran.stdout);
+        assert!(
+            output.contains("not an absolute path"),
+            "{relative}: {output}"
+        );
         assert!(!folder.path().join("open/trace").exists(), "{relative}");
     }
 }

@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use crate::hotlift::{Hotlift, errors};
 
 fn show(at: &str) -> (Option<i32>, String) {
-    let (status, said) = Hotlift::start(&["show", at]).wait();
-    let errors: Vec<_> = errors(&said).into_iter().cloned().collect();
+    let (status, output) = Hotlift::start(&["show", at]).wait();
+    let errors: Vec<_> = errors(&output).into_iter().cloned().collect();
     (status.code(), errors.join("\n"))
 }
 
@@ -25,14 +25,14 @@ fn a_server_prints_its_events_as_lines_of_json() {
     let listen = format!("--listen={uri}");
     let mut serve = Hotlift::start(&["serve", &listen, &files, "--json"]);
     serve.wait_for("listening");
-    let (code, said) = show(&format!("{uri}/missing"));
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("no save file has that name"), "{said}");
+    let (code, output) = show(&format!("{uri}/missing"));
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("no save file has that name"), "{output}");
     serve.wait_for("refused");
     serve.signal(Signal::TERM);
-    let (status, said) = serve.wait();
-    assert!(status.success(), "{said:?}");
-    let events: Vec<Value> = said
+    let (status, output) = serve.wait();
+    assert!(status.success(), "{output:?}");
+    let events: Vec<Value> = output
         .iter()
         .map(|line| serde_json::from_str(line).expect("a line of JSON"))
         .collect();
@@ -72,10 +72,10 @@ fn a_server_without_its_folder_does_not_listen() {
     fs::write(&file, "").expect("a file");
     for folder in [place.path().join("missing"), file] {
         let files = format!("--files={}", folder.display());
-        let (status, said) = Hotlift::start(&["serve", &listen, &files]).wait();
-        assert_eq!(status.code(), Some(1), "{said:?}");
+        let (status, output) = Hotlift::start(&["serve", &listen, &files]).wait();
+        assert_eq!(status.code(), Some(1), "{output:?}");
         let expected = format!("hotlift: cannot inspect {}: ", folder.display());
-        assert!(said[0].starts_with(&expected), "{said:?}");
+        assert!(output[0].starts_with(&expected), "{output:?}");
     }
 }
 
@@ -115,12 +115,12 @@ fn a_server_short_of_file_descriptors_does_not_report_a_missing_file() {
     let pid = Pid::from_raw(serve.pid());
     let before = prlimit(pid, Resource::Nofile, limit).expect("a limit");
     let missing = format!("{uri}/missing");
-    let (_, said) = show(&missing);
-    assert!(said.contains("cannot serve it now"), "{said}");
-    assert!(said.contains("Too many open files"), "{said}");
+    let (_, output) = show(&missing);
+    assert!(output.contains("cannot serve it now"), "{output}");
+    assert!(output.contains("Too many open files"), "{output}");
     prlimit(pid, Resource::Nofile, before).expect("a limit");
-    let (_, said) = show(&missing);
-    assert!(said.contains("no save file has that name"), "{said}");
+    let (_, output) = show(&missing);
+    assert!(output.contains("no save file has that name"), "{output}");
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn ctrl_c_ends_commands_that_wait_for_a_silent_file_server() {
         let (mut stream, _) = silent.accept().expect("it connects");
         stream.read_exact(&mut [0]).expect("it asks");
         waiting.signal(Signal::INT);
-        let (status, said) = waiting.wait();
-        assert_eq!(status.code(), Some(130), "{command:?}: {said:?}");
+        let (status, output) = waiting.wait();
+        assert_eq!(status.code(), Some(130), "{command:?}: {output:?}");
     }
 }

@@ -50,14 +50,14 @@ const SLOW: &str = "--max-bandwidth=1M";
 #[test]
 fn a_guest_moves_from_one_process_to_the_other_and_runs_until_it_is_stopped() {
     let mut pair = Pair::new(&[]);
-    let (status, said) = pair.start_source(&["--max-bandwidth=0"]).wait();
-    assert!(status.success(), "{}", said.join("\n"));
+    let (status, output) = pair.start_source(&["--max-bandwidth=0"]).wait();
+    assert!(status.success(), "{}", output.join("\n"));
     pair.destination.wait_for("no write was lost");
     pair.assert_clean();
     pair.destination.signal(Signal::INT);
     pair.destination.wait_for("no write was lost");
-    let (status, said) = pair.destination.wait();
-    assert!(status.success(), "{}", said.join("\n"));
+    let (status, output) = pair.destination.wait();
+    assert!(status.success(), "{}", output.join("\n"));
 }
 
 #[test]
@@ -76,9 +76,9 @@ fn a_killed_destination_leaves_the_guest_running_at_the_source() {
         }
         pair.destination.signal(Signal::KILL);
         source.wait_for("the guest runs here again");
-        let (status, said) = source.wait();
-        assert_eq!(status.code(), Some(1), "{phase}: {}", said.join("\n"));
-        let errors = errors(&said);
+        let (status, output) = source.wait();
+        assert_eq!(status.code(), Some(1), "{phase}: {}", output.join("\n"));
+        let errors = errors(&output);
         assert!(
             !errors.is_empty() && errors[0].contains("migration failed"),
             "{phase}: {errors:?}"
@@ -96,9 +96,9 @@ fn a_killed_source_ends_the_destination_with_one_line_and_no_files() {
         destination,
         folder,
     } = pair;
-    let (status, said) = destination.wait();
-    assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
-    let errors = errors(&said);
+    let (status, output) = destination.wait();
+    assert_eq!(status.code(), Some(1), "{}", output.join("\n"));
+    let errors = errors(&output);
     assert_eq!(errors.len(), 1, "{errors:?}");
     // Between two packets, or within one.
     let ends = ["closed by the other side", "unexpected end of file"];
@@ -113,9 +113,9 @@ fn ctrl_c_cancels_and_the_guest_keeps_running() {
     source.wait_for("active: round 1");
     source.signal(Signal::INT);
     source.wait_for("the guest runs here again");
-    let (status, said) = source.wait();
-    assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
-    assert!(errors(&said)[0].contains("cancelled"), "{said:?}");
+    let (status, output) = source.wait();
+    assert_eq!(status.code(), Some(130), "{}", output.join("\n"));
+    assert!(errors(&output)[0].contains("cancelled"), "{output:?}");
     let (status, _) = pair.destination.wait();
     assert_eq!(status.code(), Some(1));
 }
@@ -153,12 +153,12 @@ fn settings_that_differ_are_refused_with_both_values_on_both_sides() {
         } else {
             "--guest=auto"
         };
-        let (status, said) = pair.start_source(&["--max-bandwidth=0", guest]).wait();
-        assert_eq!(status.code(), Some(1), "{flags:?}: {}", said.join("\n"));
+        let (status, output) = pair.start_source(&["--max-bandwidth=0", guest]).wait();
+        assert_eq!(status.code(), Some(1), "{flags:?}: {}", output.join("\n"));
         let (status, theirs) = pair.destination.wait();
         assert_eq!(status.code(), Some(1), "{flags:?}");
-        for said in [said, theirs] {
-            let line = errors(&said)[0];
+        for output in [output, theirs] {
+            let line = errors(&output)[0];
             for value in values {
                 assert!(line.contains(value), "{flags:?}: {line}");
             }
@@ -170,10 +170,10 @@ fn settings_that_differ_are_refused_with_both_values_on_both_sides() {
 fn a_source_without_destination_prints_what_to_start() {
     let folder = tempfile::tempdir().unwrap();
     let uri = format!("--migrate-to=unix:{}", folder.path().join("none").display());
-    let (status, said) =
+    let (status, output) =
         Hotlift::start(&["guest", "run", "--ram=16M", "--migrate-after=0", &uri]).wait();
     assert_eq!(status.code(), Some(1));
-    let errors = errors(&said);
+    let errors = errors(&output);
     assert!(errors[0].contains("failed to connect"), "{errors:?}");
     assert!(errors[1].contains("--incoming"), "{errors:?}");
 }
@@ -189,11 +189,11 @@ fn pause_before_switchover_is_refused_where_no_client_can_continue() {
         ][..],
         &["demo", "--pause-before-switchover=on"],
     ] {
-        let (status, said) = Hotlift::start(args).wait();
-        assert_eq!(status.code(), Some(2), "{args:?}: {said:?}");
+        let (status, output) = Hotlift::start(args).wait();
+        assert_eq!(status.code(), Some(2), "{args:?}: {output:?}");
         assert!(
-            errors(&said)[0].contains("needs a monitor"),
-            "{args:?}: {said:?}"
+            errors(&output)[0].contains("needs a monitor"),
+            "{args:?}: {output:?}"
         );
     }
 }
@@ -215,10 +215,10 @@ fn invalid_times_and_impossible_guests_are_usage_errors() {
         ),
     ] {
         let args = [&["guest", "run"][..], flags].concat();
-        let (status, said) = Hotlift::start(&args).wait();
-        assert_eq!(status.code(), Some(2), "{args:?}: {said:?}");
-        assert!(errors(&said)[0].contains(words), "{args:?}: {said:?}");
+        let (status, output) = Hotlift::start(&args).wait();
+        assert_eq!(status.code(), Some(2), "{args:?}: {output:?}");
+        assert!(errors(&output)[0].contains(words), "{args:?}: {output:?}");
         let help = "'hotlift guest run --help'";
-        assert!(said.iter().any(|line| line.contains(help)), "{said:?}");
+        assert!(output.iter().any(|line| line.contains(help)), "{output:?}");
     }
 }

@@ -20,9 +20,9 @@ const COMMANDS: &[(&[&str], Role)] = &[
 const SHORT: usize = 68;
 
 fn help(command: &[&str], flag: &str) -> Vec<String> {
-    let (status, said) = Hotlift::start(&[command, &[flag]].concat()).wait();
-    assert!(status.success(), "{said:?}");
-    said
+    let (status, output) = Hotlift::start(&[command, &[flag]].concat()).wait();
+    assert!(status.success(), "{output:?}");
+    output
 }
 
 #[test]
@@ -70,10 +70,10 @@ fn short_help_is_short_and_names_the_long_help() {
 #[test]
 fn bench_names_the_separate_program() {
     for flag in ["--method=none", "--help"] {
-        let (status, said) = Hotlift::start(&["bench", flag]).wait();
-        assert_eq!(status.code(), Some(2), "{said:?}");
-        assert_eq!(said.len(), 1, "{said:?}");
-        assert!(said[0].contains("hotlift-bench"), "{said:?}");
+        let (status, output) = Hotlift::start(&["bench", flag]).wait();
+        assert_eq!(status.code(), Some(2), "{output:?}");
+        assert_eq!(output.len(), 1, "{output:?}");
+        assert!(output[0].contains("hotlift-bench"), "{output:?}");
     }
     let listed = help(&[], "--help");
     assert!(
@@ -97,14 +97,14 @@ fn every_option_that_a_command_lacks_is_refused_with_an_alternative() {
                 continue;
             }
             let flag = format!("--{}={}", option.name, option.default());
-            let (status, said) = Hotlift::start(&[command, &[flag.as_str()][..]].concat()).wait();
-            assert_eq!(status.code(), Some(2), "{said:?}");
+            let (status, output) = Hotlift::start(&[command, &[flag.as_str()][..]].concat()).wait();
+            assert_eq!(status.code(), Some(2), "{output:?}");
             let name = command.join(" ");
             let line = format!(
                 "error: 'hotlift {name}' does not take --{}: {instead}",
                 option.name
             );
-            assert!(said.contains(&line), "{line}\n{said:?}");
+            assert!(output.contains(&line), "{line}\n{output:?}");
         }
     }
 }
@@ -130,8 +130,8 @@ fn flags_of_qemus_tls_need_the_relay_and_the_folder_that_they_are_for() {
         ),
     ] {
         let all = [&["relay", side][..], &addresses, flags].concat();
-        let (status, said) = Hotlift::start(&all).wait();
-        assert_eq!(status.code(), Some(2), "{said:?}");
-        assert!(said.join("\n").contains(reason), "{said:?}");
+        let (status, output) = Hotlift::start(&all).wait();
+        assert_eq!(status.code(), Some(2), "{output:?}");
+        assert!(output.join("\n").contains(reason), "{output:?}");
     }
 }

@@ -27,29 +27,29 @@ impl Person {
         };
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         let mut person = Self(stream);
-        let greeting = person.hear();
+        let greeting = person.read_reply();
         assert!(greeting.starts_with("Hotlift "), "{greeting}");
         person
     }
 
     /// Returns the output until the next prompt.
-    fn hear(&mut self) -> String {
-        let mut heard = Vec::new();
-        while !heard.ends_with(PROMPT.as_bytes()) {
+    fn read_reply(&mut self) -> String {
+        let mut received = Vec::new();
+        while !received.ends_with(PROMPT.as_bytes()) {
             let mut byte = [0];
             self.0.read_exact(&mut byte).unwrap_or_else(|error| {
-                panic!("{error} after {}", String::from_utf8_lossy(&heard))
+                panic!("{error} after {}", String::from_utf8_lossy(&received))
             });
-            heard.extend(byte);
+            received.extend(byte);
         }
-        heard.truncate(heard.len() - PROMPT.len());
-        String::from_utf8(heard).unwrap().replace("\r\n", "\n")
+        received.truncate(received.len() - PROMPT.len());
+        String::from_utf8(received).unwrap().replace("\r\n", "\n")
     }
 
     /// Types a line, and returns its output.
     fn types(&mut self, line: &str) -> String {
         self.0.write_all(format!("{line}\n").as_bytes()).unwrap();
-        self.hear()
+        self.read_reply()
     }
 
     /// Types lines that print nothing.
@@ -143,11 +143,13 @@ fn moves(at_source: &[&str], at_destination: &[&str]) -> Printed {
     assert_eq!(destination.types("info status"), "VM status: running\n");
     for (mut person, process) in [(source, here), (destination, there)] {
         person.0.write_all(b"quit\n").unwrap();
-        let (status, said) = process.wait();
-        assert!(status.success(), "{said:?}");
+        let (status, output) = process.wait();
+        assert!(status.success(), "{output:?}");
         assert!(
-            said.iter().any(|line| line.ends_with("no write was lost")),
-            "{said:?}"
+            output
+                .iter()
+                .any(|line| line.ends_with("no write was lost")),
+            "{output:?}"
         );
     }
     printed
@@ -271,6 +273,6 @@ fn a_foreground_migration_returns_to_the_prompt_and_a_failed_one_keeps_the_guest
     source.types_all(&["c"]);
     assert_eq!(source.types("info status"), "VM status: running\n");
     source.0.write_all(b"q\n").unwrap();
-    let (status, said) = process.wait();
-    assert!(status.success(), "{said:?}");
+    let (status, output) = process.wait();
+    assert!(status.success(), "{output:?}");
 }

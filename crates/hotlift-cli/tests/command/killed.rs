@@ -61,9 +61,9 @@ fn a_destination_killed_in_the_last_round_leaves_the_guest_at_the_source() {
         destination.signal(Signal::KILL);
         source.wait_for("the guest runs here again");
         proxy.release();
-        let (status, said) = source.wait();
-        assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));
-        let errors = errors(&said);
+        let (status, output) = source.wait();
+        assert_eq!(status.code(), Some(1), "{name}: {}", output.join("\n"));
+        let errors = errors(&output);
         assert_eq!(errors.len(), 1, "{name}: {errors:?}");
         assert!(errors[0].contains("migration failed"), "{name}: {errors:?}");
         let _ = proxy.finish();
@@ -76,13 +76,13 @@ fn a_source_killed_in_the_last_round_starts_no_partial_guest() {
         let (source, proxy, destination) = held_before(name);
         source.signal(Signal::KILL);
         proxy.release();
-        let (status, said) = destination.wait();
-        assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));
-        let errors = errors(&said);
+        let (status, output) = destination.wait();
+        assert_eq!(status.code(), Some(1), "{name}: {}", output.join("\n"));
+        let errors = errors(&output);
         assert_eq!(errors.len(), 1, "{name}: {errors:?}");
         assert!(
-            !said.iter().any(|line| line.contains("runs here")),
-            "{name}: {said:?}"
+            !output.iter().any(|line| line.contains("runs here")),
+            "{name}: {output:?}"
         );
         drop(source);
         let _ = proxy.finish();
@@ -117,7 +117,7 @@ fn a_killed_demo_leaves_no_process() {
     let left = children(demo.pid());
     assert_eq!(left.len(), 2, "{left:?}");
     demo.signal(Signal::KILL);
-    until("a child goes on", || {
+    until("a child keeps running", || {
         left.iter().all(|pid| {
             let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
             // There may be no parent to reap them.

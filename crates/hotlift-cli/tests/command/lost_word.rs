@@ -23,10 +23,10 @@ pub fn loses_the_last_word(to: &str) -> String {
             let _ = std::io::copy(&mut near, &mut far);
         });
         let [mut near, mut far] = both;
-        let (mut said, mut chunk) = (Vec::new(), [0; 4096]);
+        let (mut output, mut chunk) = (Vec::new(), [0; 4096]);
         while let Ok(length @ 1..) = far.read(&mut chunk) {
-            said.extend_from_slice(&chunk[..length]);
-            if said.windows(SHUT.len()).any(|words| words == SHUT) {
+            output.extend_from_slice(&chunk[..length]);
+            if output.windows(SHUT.len()).any(|words| words == SHUT) {
                 break;
             }
             near.write_all(&chunk[..length]).expect("it listens");

@@ -3,7 +3,7 @@
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "a test says what it does"
+    reason = "a test prints its progress"
 )]
 
 mod accel;

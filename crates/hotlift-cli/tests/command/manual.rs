@@ -11,10 +11,10 @@ use crate::hotlift::Hotlift;
 fn commands(of: &[String]) -> Vec<Vec<String>> {
     let mut args: Vec<&str> = of.iter().map(String::as_str).collect();
     args.push("--help");
-    let (status, said) = Hotlift::start(&args).wait();
-    assert!(status.success(), "{said:?}");
+    let (status, output) = Hotlift::start(&args).wait();
+    assert!(status.success(), "{output:?}");
     let mut all = vec![of.to_vec()];
-    let listed = said
+    let listed = output
         .iter()
         .skip_while(|line| *line != "Commands:")
         .skip(1)
@@ -45,8 +45,8 @@ fn read(file: &Path) -> String {
 fn every_command_has_its_page_with_its_options_and_three_shells_complete_them() {
     let dir = tempfile::tempdir().unwrap();
     let share = dir.path().to_str().unwrap();
-    let (status, said) = Hotlift::start(&["manual", share]).wait();
-    assert!(status.success(), "{said:?}");
+    let (status, output) = Hotlift::start(&["manual", share]).wait();
+    assert!(status.success(), "{output:?}");
     let all = commands(&[]);
     assert!(all.len() > 8, "{all:?}");
     for command in &all {

@@ -15,21 +15,21 @@ use tempfile::TempDir;
 use crate::hotlift::Hotlift;
 
 fn methods(flags: &[&str]) -> Vec<String> {
-    let (status, said) = Hotlift::start(&[&["methods"], flags].concat()).wait();
-    assert!(status.success(), "{said:?}");
-    said
+    let (status, printed) = Hotlift::start(&[&["methods"], flags].concat()).wait();
+    assert!(status.success(), "{printed:?}");
+    printed
 }
 
 fn json(flags: &[&str]) -> Value {
-    let said = methods(&[&["--json"], flags].concat());
-    serde_json::from_str(&said.join("\n")).expect("JSON")
+    let printed = methods(&[&["--json"], flags].concat());
+    serde_json::from_str(&printed.join("\n")).expect("JSON")
 }
 
 /// Returns the output of a failed command.
 fn refused(flags: &[&str], code: i32) -> String {
-    let (status, said) = Hotlift::start(&[&["methods"], flags].concat()).wait();
-    assert_eq!(status.code(), Some(code), "{said:?}");
-    said.join("\n")
+    let (status, printed) = Hotlift::start(&[&["methods"], flags].concat()).wait();
+    assert_eq!(status.code(), Some(code), "{printed:?}");
+    printed.join("\n")
 }
 
 fn file(folder: &TempDir, name: &str, bytes: &[u8]) -> PathBuf {
@@ -56,17 +56,17 @@ fn working() -> impl Iterator<Item = &'static str> {
 #[test]
 fn every_method_is_listed_with_its_hardware_and_the_table_fits_80_columns() {
     // Without a terminal and without COLUMNS.
-    let (_, said) = Hotlift::start_with(&["methods"], &[("COLUMNS", "")]).wait();
+    let (_, printed) = Hotlift::start_with(&["methods"], &[("COLUMNS", "")]).wait();
     for method in METHODS {
-        let row = said
+        let row = printed
             .iter()
             .find(|line| line.starts_with(&format!("│ {} ", method.name)));
-        let row = row.unwrap_or_else(|| panic!("{} is missing: {said:#?}", method.name));
+        let row = row.unwrap_or_else(|| panic!("{} is missing: {printed:#?}", method.name));
         let device = method.hardware.unwrap_or("-");
         assert!(row.contains(device), "{row}");
-        assert!(said.iter().any(|line| line.ends_with(method.summary)));
+        assert!(printed.iter().any(|line| line.ends_with(method.summary)));
     }
-    let widest = said.iter().map(|line| line.chars().count()).max();
+    let widest = printed.iter().map(|line| line.chars().count()).max();
     assert!(widest <= Some(80), "{widest:?}");
     let list = json(&[]);
     let names = list.as_array().expect("a list").iter();
@@ -79,15 +79,15 @@ fn every_method_is_listed_with_its_hardware_and_the_table_fits_80_columns() {
 fn every_method_is_measured_both_ways_and_the_table_fits_a_terminal() {
     let folder = TempDir::new().expect("a folder");
     let image = file(&folder, "image", &lines(2 << 20));
-    let said = methods(&["--measure", text(&image)]);
+    let printed = methods(&["--measure", text(&image)]);
     for name in working() {
         let is_row = |line: &String| line.starts_with(&format!("│ {name} "));
-        assert!(said.iter().any(is_row), "{name}: {said:#?}");
+        assert!(printed.iter().any(is_row), "{name}: {printed:#?}");
         let has_done = |line: &String| line.starts_with(&format!("{name:8}"));
-        assert!(said.iter().any(has_done), "{name}: {said:#?}");
+        assert!(printed.iter().any(has_done), "{name}: {printed:#?}");
     }
-    let widest = said.iter().map(|line| line.chars().count()).max();
-    assert!(widest <= Some(80), "{said:#?}");
+    let widest = printed.iter().map(|line| line.chars().count()).max();
+    assert!(widest <= Some(80), "{printed:#?}");
     let result = json(&["--no-accelerators", "--measure", text(&image)]);
     assert_eq!(result["sample"]["memory_bytes"], 2 << 20);
     let methods = result["methods"].as_array().expect("methods");
@@ -126,9 +126,9 @@ fn the_files_of_a_folder_are_measured_too() {
 fn memory_of_zeros_is_not_measured() {
     let folder = TempDir::new().expect("a folder");
     let zeros = file(&folder, "zeros", &vec![0; 4 << 20]);
-    let said = methods(&["--measure", text(&zeros)]).join("\n");
-    assert!(said.contains("100 % zero"), "{said}");
-    assert!(said.contains("nothing to compress"), "{said}");
+    let printed = methods(&["--measure", text(&zeros)]).join("\n");
+    assert!(printed.contains("100 % zero"), "{printed}");
+    assert!(printed.contains("nothing to compress"), "{printed}");
     let result = json(&["--measure", text(&zeros)]);
     assert_eq!(result["sample"]["zero"], 1024);
     assert_eq!(result["methods"].as_array().map(Vec::len), Some(0));
@@ -185,8 +185,8 @@ fn a_target_that_cannot_be_measured_is_a_one_line_error() {
         ),
         (vec!["--sample=1M"], 2, "--measure <PATH>"),
     ] {
-        let said = refused(&flags, code);
-        assert!(said.contains(words), "{flags:?}: {said}");
+        let printed = refused(&flags, code);
+        assert!(printed.contains(words), "{flags:?}: {printed}");
     }
 }
 
@@ -196,18 +196,21 @@ fn a_qmp_socket_of_something_else_is_not_taken_for_a_qemu() {
     let path = folder.path().join("some.qmp");
     // The kernel reports the listener, which is this test: its name is cut to 15 bytes, and begins with "command".
     let listener = UnixListener::bind(&path).expect("bind");
-    let said = refused(&["--qmp", text(&path)], 1);
-    assert!(said.contains("which is not a QEMU: give --pid"), "{said}");
+    let printed = refused(&["--qmp", text(&path)], 1);
+    assert!(
+        printed.contains("which is not a QEMU: give --pid"),
+        "{printed}"
+    );
     drop(listener);
-    let said = refused(&["--qmp", text(&path)], 1);
-    assert!(said.contains("Connection refused"), "{said}");
+    let printed = refused(&["--qmp", text(&path)], 1);
+    assert!(printed.contains("Connection refused"), "{printed}");
 }
 
 #[test]
 fn a_process_of_another_user_is_refused_with_a_hint() {
     const NOBODY: u32 = 65_534;
     if !rustix::process::geteuid().is_root() {
-        hotlift_testkit::skip!("root", "only root can become somebody else");
+        hotlift_testkit::skip!("root", "only root can become another user");
         return;
     }
     // In a place where it cannot be started.
@@ -228,13 +231,13 @@ fn a_process_of_another_user_is_refused_with_a_hint() {
         .gid(NOBODY)
         .output()
         .expect("hotlift starts");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{printed}");
     assert!(
-        said.contains("not allowed to read the memory of process"),
-        "{said}"
+        printed.contains("not allowed to read the memory of process"),
+        "{printed}"
     );
-    assert!(said.contains("CAP_SYS_PTRACE"), "{said}");
+    assert!(printed.contains("CAP_SYS_PTRACE"), "{printed}");
 }
 
 #[test]

@@ -27,10 +27,10 @@ fn serve() -> (Running, String) {
 #[test]
 fn a_serve_without_its_qemu_does_not_listen() {
     let listen = ["serve", "--listen", "tcp:127.0.0.1:0", "--", "no-such-qemu"];
-    let (status, said) = Hotlift::start(&listen).wait();
-    assert_eq!(status.code(), Some(1), "{said:?}");
+    let (status, output) = Hotlift::start(&listen).wait();
+    assert_eq!(status.code(), Some(1), "{output:?}");
     let expected = "hotlift: cannot run QEMU as 'no-such-qemu': ";
-    assert!(said[0].starts_with(expected), "{said:?}");
+    assert!(output[0].starts_with(expected), "{output:?}");
 }
 
 #[test]
@@ -45,17 +45,17 @@ fn a_serve_prints_the_port_of_the_pages_and_fails_if_it_is_in_use() {
         "--",
         "false",
     ];
-    let (status, said) = Hotlift::start(&line).wait();
-    assert_eq!(status.code(), Some(1), "{said:?}");
+    let (status, output) = Hotlift::start(&line).wait();
+    assert_eq!(status.code(), Some(1), "{output:?}");
     let expected = format!("hotlift: failed to listen on 'tcp:127.0.0.1:{port}': ");
-    assert!(said[0].starts_with(&expected), "{said:?}");
-    assert!(said[1].contains("choose another port"), "{said:?}");
+    assert!(output[0].starts_with(&expected), "{output:?}");
+    assert!(output[1].contains("choose another port"), "{output:?}");
     drop(taken);
     Hotlift::start(&line).wait_for(&format!("pages arrive at port {port}"));
 }
 
 /// Sends `words` to a `serve`, and returns the answer.
-fn tell(address: &str, words: &[u8]) -> String {
+fn exchange(address: &str, words: &[u8]) -> String {
     let stream = TcpStream::connect(address).expect("it listens");
     // `serve` may close the connection before it has read everything, with or without an answer.
     let _ = (&stream).write_all(words);
@@ -89,33 +89,33 @@ fn a_serve_answers_a_hello_before_it_starts_its_qemu() {
 #[test]
 fn a_serve_refuses_hostile_sources_with_the_reason_and_keeps_listening() {
     let (mut serve, address) = serve();
-    let answer = tell(&address, b"GET / HTTP/1.1\r\n\r\n");
+    let answer = exchange(&address, b"GET / HTTP/1.1\r\n\r\n");
     assert!(
         answer.contains("refused") && answer.contains("unknown message"),
         "{answer}"
     );
-    let answer = tell(&address, b"{\"hotlift-control\": 99}\n");
+    let answer = exchange(&address, b"{\"hotlift-control\": 99}\n");
     assert!(answer.contains("version 99"), "{answer}");
-    let answer = tell(&address, b"{\"hotlift\": 6, \"role\": \"serve\"}\n");
+    let answer = exchange(&address, b"{\"hotlift\": 6, \"role\": \"serve\"}\n");
     assert!(answer.contains("missing field"), "{answer}");
     // Megabytes without a line end: refused at a limit.
-    tell(&address, &vec![b'x'; 8 << 20]);
+    exchange(&address, &vec![b'x'; 8 << 20]);
     serve.wait_for("a message of more than");
     // Closed without a message.
     drop(TcpStream::connect(&address).expect("it listens"));
     serve.wait_for("closed the connection");
 
-    let answer = tell(&address, HELLO.as_bytes());
+    let answer = exchange(&address, HELLO.as_bytes());
     assert!(
         answer.contains("refused") && answer.contains("QEMU ended before"),
         "{answer}"
     );
     serve.signal(Signal::INT);
-    let (status, said) = serve.wait();
-    assert_eq!(status.code(), Some(130), "{said:?}");
+    let (status, output) = serve.wait();
+    assert_eq!(status.code(), Some(130), "{output:?}");
     assert!(
-        !said.iter().any(|line| line.contains("panicked")),
-        "{said:?}"
+        !output.iter().any(|line| line.contains("panicked")),
+        "{output:?}"
     );
 }
 
@@ -127,7 +127,7 @@ fn a_serve_without_tls_reports_a_source_that_starts_tls() {
         &[0x16, 3, 1, 0, 5, 1, 0, 0, 1, 3][..],
         b"\x16\x03\x01\x00\x02\x01\n",
     ] {
-        let answer = tell(&address, hello);
+        let answer = exchange(&address, hello);
         assert!(answer.contains("this side does not"), "{answer}");
         serve.wait_for("the other side uses TLS, but this side does not");
     }
@@ -147,7 +147,9 @@ fn a_serve_answers_a_source_while_many_clients_are_silent() {
         .collect();
     let source = TcpStream::connect(&address).expect("it listens");
     source.set_read_timeout(Some(ANSWER)).expect("a time-out");
-    (&source).write_all(HELLO.as_bytes()).expect("it is heard");
+    (&source)
+        .write_all(HELLO.as_bytes())
+        .expect("the message is accepted");
     let answer = answer_on(&source).expect("it answers");
     assert!(answer.contains("QEMU ended before"), "{answer}");
     drop((silent, serve));
@@ -159,7 +161,7 @@ fn a_serve_with_too_many_silent_clients_answers_the_latest() {
     let silent: Vec<_> = (0..200)
         .map(|_| TcpStream::connect(&address).expect("it listens"))
         .collect();
-    let answer = tell(&address, HELLO.as_bytes());
+    let answer = exchange(&address, HELLO.as_bytes());
     assert!(answer.contains("QEMU ended before"), "{answer}");
     drop((silent, serve));
 }
@@ -175,8 +177,8 @@ fn a_migration_without_its_other_ends_prints_what_to_start() {
         let mut command = Hotlift::start(command);
         // The QEMU may still be starting.
         command.wait_for(&format!("waiting for the QMP socket unix:{nowhere}: "));
-        let (status, said) = command.wait();
-        let errors = errors(&said);
+        let (status, output) = command.wait();
+        let errors = errors(&output);
         assert_eq!(status.code(), Some(1), "{errors:?}");
         assert!(
             errors[0].contains("QEMU at the source: cannot connect"),
@@ -205,8 +207,8 @@ fn a_save_file_that_is_not_one_is_named() {
             &["restore", &path, "--qmp=/nowhere"],
             &["restore", "--lazy", &path, "--qmp=/nowhere"],
         ] {
-            let (status, said) = Hotlift::start(command).wait();
-            let errors = errors(&said);
+            let (status, output) = Hotlift::start(command).wait();
+            let errors = errors(&output);
             assert_eq!(status.code(), Some(1), "{errors:?}");
             assert!(errors[0].contains(words), "{command:?}: {errors:?}");
             assert_eq!(
@@ -222,10 +224,10 @@ fn a_save_file_that_is_not_one_is_named() {
 fn a_save_into_a_missing_folder_is_refused_before_qemu_is_contacted() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("missing/vm").display().to_string();
-    let (status, said) = Hotlift::start(&["save", "--qmp=/nowhere", &file]).wait();
-    assert_eq!(status.code(), Some(1), "{said:?}");
+    let (status, output) = Hotlift::start(&["save", "--qmp=/nowhere", &file]).wait();
+    assert_eq!(status.code(), Some(1), "{output:?}");
     let expected = format!("hotlift: the guest was not saved: cannot write {file}: No such file");
-    assert!(said[0].starts_with(&expected), "{said:?}");
+    assert!(output[0].starts_with(&expected), "{output:?}");
 }
 
 #[test]
@@ -242,8 +244,8 @@ fn a_fifo_in_place_of_a_save_file_is_refused_without_waiting() {
         &["restore", "--lazy", &fifo, "--qmp", &nowhere],
         &["save", "--qmp", &nowhere, &fifo],
     ] {
-        let (status, said) = Hotlift::start(command).wait();
-        let errors = errors(&said);
+        let (status, output) = Hotlift::start(command).wait();
+        let errors = errors(&output);
         assert_eq!(status.code(), Some(1), "{errors:?}");
         let words = format!("{fifo} is a FIFO, ");
         assert!(errors[0].contains(&words), "{command:?}: {errors:?}");
@@ -415,11 +417,11 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
             "parameter 'cpu-limit' expects",
         ),
     ] {
-        let (status, said) = Hotlift::start(command).wait();
-        assert_eq!(status.code(), Some(2), "{command:?}: {said:?}");
+        let (status, output) = Hotlift::start(command).wait();
+        assert_eq!(status.code(), Some(2), "{command:?}: {output:?}");
         assert!(
-            said.iter().any(|line| line.contains(words)),
-            "{command:?}: {said:?}"
+            output.iter().any(|line| line.contains(words)),
+            "{command:?}: {output:?}"
         );
     }
 }
@@ -466,8 +468,8 @@ fn a_relay_that_is_interrupted_leaves_no_socket_file() {
             relay.wait_for(&format!("listening on {uri}"));
             assert!(path.exists());
             relay.signal(signal);
-            let (status, said) = relay.wait();
-            assert_eq!(status.code(), Some(130), "{said:?}");
+            let (status, output) = relay.wait();
+            assert_eq!(status.code(), Some(130), "{output:?}");
             assert!(!path.exists());
         }
     }
@@ -483,8 +485,8 @@ fn a_restore_refuses_a_file_that_is_no_save_before_it_starts_qemu() {
     ] {
         std::fs::write(&file, content).expect("a file");
         let path = file.display().to_string();
-        let (status, said) = Hotlift::start(&["restore", &path, "--", "no-such-qemu"]).wait();
-        let errors = errors(&said);
+        let (status, output) = Hotlift::start(&["restore", &path, "--", "no-such-qemu"]).wait();
+        let errors = errors(&output);
         assert_eq!(status.code(), Some(1), "{errors:?}");
         assert!(errors[0].contains(words), "{errors:?}");
     }
@@ -513,7 +515,7 @@ fn the_error_of_a_qemu_that_cannot_start_is_printed_and_no_folder_stays() {
         &[("TMPDIR", &tmpdir)],
     );
     let line = serve.wait_for("listening on tcp:");
-    let answer = tell(
+    let answer = exchange(
         line.rsplit("tcp:").next().unwrap_or_default(),
         HELLO.as_bytes(),
     );
@@ -523,14 +525,14 @@ fn the_error_of_a_qemu_that_cannot_start_is_printed_and_no_folder_stays() {
         "{answer}"
     );
     serve.signal(Signal::INT);
-    let (status, said) = serve.wait();
-    assert_eq!(status.code(), Some(130), "{said:?}");
+    let (status, output) = serve.wait();
+    assert_eq!(status.code(), Some(130), "{output:?}");
     for words in [
         "printed the reason",
         "and errors",
         "qemu-kvm: no such machine",
     ] {
-        assert!(said.iter().any(|line| line == words), "{said:?}");
+        assert!(output.iter().any(|line| line == words), "{output:?}");
     }
     let left = folders(place.path());
     assert!(left.is_empty(), "{left:?}");
@@ -618,10 +620,10 @@ fn the_reported_reason_comes_from_this_qemu_though_others_share_its_log() {
         .expect("hotlift runs");
     let log = std::fs::read_to_string(path("log")).expect("the log");
     assert_eq!(status.code(), Some(1), "{log}");
-    let said: Vec<_> = log.lines().collect();
-    assert_eq!(said.len(), 3, "nothing is written over: {log}");
+    let output: Vec<_> = log.lines().collect();
+    assert_eq!(output.len(), 3, "nothing is written over: {log}");
     assert!(
-        said[2].starts_with("hotlift: QEMU ended") && said[2].ends_with(": why it ends"),
+        output[2].starts_with("hotlift: QEMU ended") && output[2].ends_with(": why it ends"),
         "{log}"
     );
 }

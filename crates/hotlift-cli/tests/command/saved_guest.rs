@@ -33,13 +33,13 @@ fn a_built_in_guest_is_saved_and_runs_again_from_its_file() {
     };
     let _from = run("there", &[]);
     let save = ["save", &file, "--qmp", &sockets[0], "--method", "zstd"];
-    let (status, said) = Hotlift::start(&save).wait();
-    assert!(status.success(), "{said:?}");
+    let (status, output) = Hotlift::start(&save).wait();
+    assert!(status.success(), "{output:?}");
 
     let mut to = run("here", &["--incoming", "defer"]);
     let restore = ["restore", "--lazy", &file, "--qmp", &sockets[1]];
-    let (status, said) = Hotlift::start(&restore).wait();
-    assert!(status.success(), "{said:?}");
+    let (status, output) = Hotlift::start(&restore).wait();
+    assert!(status.success(), "{output:?}");
     to.signal(rustix::process::Signal::TERM);
     to.wait_for("no write was lost");
 }

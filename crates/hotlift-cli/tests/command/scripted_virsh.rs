@@ -162,7 +162,7 @@ impl Hosts {
     pub fn hotlift(&self, args: &[&str]) -> (Option<i32>, String) {
         let path = std::env::var("PATH").unwrap_or_default();
         let path = format!("{}:{path}", self.folder.path().display());
-        let (status, said) = Hotlift::start_with(args, &[("PATH", &path)]).wait();
-        (status.code(), said.join("\n"))
+        let (status, output) = Hotlift::start_with(args, &[("PATH", &path)]).wait();
+        (status.code(), output.join("\n"))
     }
 }

@@ -38,8 +38,8 @@ fn in_doubt() -> (Running, Running, String) {
 }
 
 fn settle(qmp: &str, how: &str) {
-    let (status, said) = Hotlift::start(&["settle", "--qmp", qmp, how]).wait();
-    assert!(status.success(), "{how}: {}", said.join("\n"));
+    let (status, output) = Hotlift::start(&["settle", "--qmp", qmp, how]).wait();
+    assert!(status.success(), "{how}: {}", output.join("\n"));
 }
 
 #[test]
@@ -49,8 +49,8 @@ fn a_guest_in_doubt_is_kept_and_its_copy_ends_by_hotlift_settle() {
     source.signal(Signal::HUP);
     source.signal(Signal::HUP);
     settle(&qmp, "--there");
-    let (status, said) = source.wait();
-    assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
+    let (status, output) = source.wait();
+    assert_eq!(status.code(), Some(3), "{}", output.join("\n"));
     destination.signal(Signal::INT);
     assert!(destination.wait().0.success());
 }
@@ -63,12 +63,12 @@ fn a_guest_in_doubt_continues_intact_once_its_copy_is_declared_absent() {
     settle(&qmp, "--here");
     source.wait_for("the guest runs here again");
     // It runs: there is nothing left to settle.
-    let (status, said) = Hotlift::start(&["settle", "--qmp", &qmp, "--there"]).wait();
-    assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
+    let (status, output) = Hotlift::start(&["settle", "--qmp", &qmp, "--there"]).wait();
+    assert_eq!(status.code(), Some(1), "{}", output.join("\n"));
     source.signal(Signal::INT);
     source.wait_for("no write was lost");
-    let (status, said) = source.wait();
-    assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
+    let (status, output) = source.wait();
+    assert_eq!(status.code(), Some(1), "{}", output.join("\n"));
     let folder = std::path::Path::new(&qmp).parent().expect("a folder");
     assert!(!folder.exists(), "{} is left", folder.display());
 }
@@ -77,8 +77,8 @@ fn a_guest_in_doubt_continues_intact_once_its_copy_is_declared_absent() {
 fn a_signal_ends_a_process_whose_guest_is_in_doubt_with_its_exit_code() {
     let (source, destination, _) = in_doubt();
     source.signal(Signal::TERM);
-    let (status, said) = source.wait();
-    assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
+    let (status, output) = source.wait();
+    assert_eq!(status.code(), Some(3), "{}", output.join("\n"));
     drop(destination);
 }
 
@@ -120,10 +120,13 @@ fn continuing_a_guest_whose_migration_completed_warns_of_two_guests() {
         let socket = folder.path().join(migration);
         left_paused(&socket, migration);
         let qmp = socket.display().to_string();
-        let (status, said) = Hotlift::start(&["settle", "--qmp", &qmp, "--here"]).wait();
-        assert!(status.success(), "{said:?}");
+        let (status, output) = Hotlift::start(&["settle", "--qmp", &qmp, "--here"]).wait();
+        assert!(status.success(), "{output:?}");
         let is_warning = |line: &String| line.contains("both write to the same disks");
-        assert_eq!(said.iter().any(is_warning), warns, "{said:?}");
-        assert_eq!(said.last().map(String::as_str), Some("the guest runs here"));
+        assert_eq!(output.iter().any(is_warning), warns, "{output:?}");
+        assert_eq!(
+            output.last().map(String::as_str),
+            Some("the guest runs here")
+        );
     }
 }

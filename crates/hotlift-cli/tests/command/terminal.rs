@@ -22,7 +22,7 @@ const NO_LINES: u16 = 0;
 struct OnTerminal {
     child: Child,
     terminal: File,
-    said: Vec<u8>,
+    bytes_read: Vec<u8>,
 }
 
 impl OnTerminal {
@@ -58,7 +58,7 @@ impl OnTerminal {
         Self {
             child,
             terminal: terminal.into(),
-            said: Vec::new(),
+            bytes_read: Vec::new(),
         }
     }
 
@@ -67,12 +67,12 @@ impl OnTerminal {
         let mut bytes = [0; 4096];
         // Reading a terminal that no process has open fails.
         let length = self.terminal.read(&mut bytes).unwrap_or(0);
-        self.said.extend_from_slice(&bytes[..length]);
+        self.bytes_read.extend_from_slice(&bytes[..length]);
         length > 0
     }
 
-    fn said(&self) -> String {
-        String::from_utf8_lossy(&self.said).into_owned()
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes_read).into_owned()
     }
 }
 
@@ -88,18 +88,18 @@ fn a_line_of_progress_is_cut_to_the_terminal_and_never_scrolls() {
     // It does not end by itself.
     let slow = ["--ram=64M", "--method=none", "--max-bandwidth=2M"];
     let mut demo = OnTerminal::start(&[&["demo", "--guest=threads"][..], &slow].concat());
-    while demo.said().matches("round 1").count() < 3 {
-        assert!(demo.read(), "it has ended: {}", demo.said());
+    while demo.text().matches("round 1").count() < 3 {
+        assert!(demo.read(), "it has ended: {}", demo.text());
     }
     let pid = Pid::from_raw(demo.child.id().try_into().unwrap()).unwrap();
     kill_process(pid, Signal::INT).unwrap();
     while demo.read() {}
-    let said = demo.said();
-    let lines: Vec<_> = said
+    let output = demo.text();
+    let lines: Vec<_> = output
         .split(CLEAR)
         .filter(|line| line.contains("round "))
         .collect();
-    assert!(lines.len() >= 3, "{said:?}");
+    assert!(lines.len() >= 3, "{output:?}");
     for line in lines {
         assert!(line.ends_with('…'), "all of it fits: {line:?}");
         // The last column stays free, since some terminals wrap there.
@@ -114,10 +114,10 @@ fn help_fits_a_terminal_that_reports_only_its_columns() {
         command.stdout(terminal).stderr(Stdio::null())
     });
     while help.read() {}
-    let said = help.said();
-    assert!(said.contains("--multifd-compression"), "{said}");
+    let output = help.text();
+    assert!(output.contains("--multifd-compression"), "{output}");
     // A word that cannot be broken stays whole.
     let is_long = |line: &&str| line.chars().count() > COLUMNS.into() && line.trim().contains(' ');
-    let long: Vec<_> = said.lines().filter(is_long).collect();
+    let long: Vec<_> = output.lines().filter(is_long).collect();
     assert!(long.is_empty(), "{long:#?}");
 }

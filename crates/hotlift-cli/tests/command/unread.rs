@@ -99,11 +99,11 @@ fn a_result_for_a_closed_standard_output_is_a_failure() {
             .args(["-c", &line, env!("CARGO_BIN_EXE_hotlift")])
             .output()
             .expect("a shell");
-        let said = String::from_utf8_lossy(&ran.stderr);
-        assert_eq!(ran.status.code(), Some(1), "{command}: {said}");
+        let output = String::from_utf8_lossy(&ran.stderr);
+        assert_eq!(ran.status.code(), Some(1), "{command}: {output}");
         assert!(
-            said.contains("hotlift: cannot write the result: Bad file descriptor"),
-            "{command}: {said}"
+            output.contains("hotlift: cannot write the result: Bad file descriptor"),
+            "{command}: {output}"
         );
     }
     // Discarded output is the operator's choice.
@@ -139,8 +139,8 @@ fn a_source_whose_output_is_not_read_moves_its_guest() {
         let source = ["guest", "run", "--ram=32M", "--max-bandwidth=0", &to];
         let status = Unread::start(&source, reader).wait(&format!("{reader:?}: the source"));
         assert_eq!(status.code(), Some(0), "{reader:?}");
-        let (status, said) = destination.wait();
-        assert!(status.success(), "{reader:?}: {}", said.join("\n"));
+        let (status, output) = destination.wait();
+        assert!(status.success(), "{reader:?}: {}", output.join("\n"));
     }
 }
 
@@ -158,8 +158,8 @@ fn a_destination_whose_output_is_not_read_gets_its_guest() {
         }
         let to = format!("--migrate-to={uri}");
         let source = ["guest", "run", "--ram=32M", "--max-bandwidth=0", &to];
-        let (status, said) = Hotlift::start(&source).wait();
-        assert!(status.success(), "{reader:?}: {}", said.join("\n"));
+        let (status, output) = Hotlift::start(&source).wait();
+        assert!(status.success(), "{reader:?}: {}", output.join("\n"));
         let status = destination.wait(&format!("{reader:?}: the destination"));
         assert_eq!(status.code(), Some(0), "{reader:?}");
     }

@@ -58,10 +58,10 @@ impl<'a> Agent<'a> {
     /// Returns its report of running and ended migrations and tunnels.
     pub fn rows(&self) -> Vec<Value> {
         let control = format!("--control={CONTROL}");
-        let said = self
+        let output = self
             .host
             .tool(HOTLIFT, &["agent", "list", "--json", &control]);
-        serde_json::from_str(&said.expect("an answer")).expect("JSON")
+        serde_json::from_str(&output.expect("an answer")).expect("JSON")
     }
 
     /// Returns the number of successful ones of a kind.

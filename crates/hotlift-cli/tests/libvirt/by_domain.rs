@@ -48,12 +48,15 @@ fn a_domain_moves_by_the_ports_that_the_agents_allow() {
     let agents = agents_with(&hosts, &format!("{BARE}\nports = \"50000-50063\""));
     let one = domain(&hosts, "web1");
     let (source, destination) = (&hosts.source, &hosts.destination);
-    let (code, said) = ended(migrate(&hosts, source, destination, &one, &[]));
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("its port is none of 50000-50063"), "{said}");
+    let (code, output) = ended(migrate(&hosts, source, destination, &one, &[]));
+    assert_eq!(code, Some(1), "{output}");
+    assert!(
+        output.contains("its port is none of 50000-50063"),
+        "{output}"
+    );
     let flags = ["--ports=50010-50040"];
-    let (code, said) = ended(migrate(&hosts, source, destination, &one, &flags));
-    assert_eq!(code, Some(0), "{said}");
+    let (code, output) = ended(migrate(&hosts, source, destination, &one, &flags));
+    assert_eq!(code, Some(0), "{output}");
     is_at(&hosts, End::Destination, &one);
     end(agents);
 }
@@ -67,10 +70,10 @@ fn a_domain_moves_by_loopback_and_the_agent_there_and_back() {
     let mut from = End::Source;
     for flags in ways {
         let (here, there) = (hosts.host(from), hosts.host(other(from)));
-        let (code, said) = ended(migrate(&hosts, here, there, &one, flags));
-        assert_eq!(code, Some(0), "{said}");
-        assert!(said.contains(r#""normal_pages":"#), "{said}");
-        assert!(said.contains(r#""total-ms":"#), "{said}");
+        let (code, output) = ended(migrate(&hosts, here, there, &one, flags));
+        assert_eq!(code, Some(0), "{output}");
+        assert!(output.contains(r#""normal_pages":"#), "{output}");
+        assert!(output.contains(r#""total-ms":"#), "{output}");
         from = other(from);
         is_at(&hosts, from, &one);
     }
@@ -91,8 +94,8 @@ fn a_domain_stays_when_its_migration_is_interrupted() {
     let command = migrate(&hosts, source, destination, &one, &flags);
     carries(&agents[1]);
     source.signal(&command, Signal::INT).expect("it runs");
-    let (code, said) = ended(command);
-    assert_eq!(code, Some(130), "{said}");
+    let (code, output) = ended(command);
+    assert_eq!(code, Some(130), "{output}");
     is_at(&hosts, End::Source, &one);
     end(agents);
 }
@@ -108,19 +111,19 @@ fn a_domain_stays_when_the_agent_is_killed_or_missing() {
     let command = migrate(&hosts, source, destination, &one, &[]);
     carries(&at_destination);
     at_destination.kill();
-    let (code, said) = ended(command);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("the domain stayed here: "), "{said}");
+    let (code, output) = ended(command);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("the domain stayed here: "), "{output}");
     until("the guest is at the source alone", || {
         matches!(hosts.whereabouts(&one), Ok(End::Source)).then_some(())
     });
     is_at(&hosts, End::Source, &one);
     let command = migrate(&hosts, source, destination, &one, &[]);
-    let (code, said) = ended(command);
-    assert_eq!(code, Some(1), "{said}");
+    let (code, output) = ended(command);
+    assert_eq!(code, Some(1), "{output}");
     assert!(
-        said.contains("cannot reach the agent at tcp:b:16520"),
-        "{said}"
+        output.contains("cannot reach the agent at tcp:b:16520"),
+        "{output}"
     );
     is_at(&hosts, End::Source, &one);
     at_source.end();

@@ -93,8 +93,8 @@ fn disks_that_are_copied_go_through_the_agents_too() {
     assert!(copy.starts_with(&content), "the disk's content");
     for agent in &agents {
         agent.has_carried(1);
-        let said = agent.said();
-        assert!(said.contains("state=completed kind=tunnel"), "{said}");
+        let output = agent.said();
+        assert!(output.contains("state=completed kind=tunnel"), "{output}");
     }
     end(agents);
 }

@@ -40,14 +40,14 @@ fn a_drain_moves_every_domain_as_planned_and_a_second_one_finds_none() {
         assert!(plan.contains(&one.name), "{plan}");
         is_at(&hosts, End::Source, one);
     }
-    let (code, said) = ended(drain(&hosts, &["--json"]));
-    assert_eq!(code, Some(0), "{said}");
-    assert_eq!(said.matches(r#""state":"moved""#).count(), 3, "{said}");
+    let (code, output) = ended(drain(&hosts, &["--json"]));
+    assert_eq!(code, Some(0), "{output}");
+    assert_eq!(output.matches(r#""state":"moved""#).count(), 3, "{output}");
     for one in &all {
         is_at(&hosts, End::Destination, one);
     }
-    let (code, said) = ended(drain(&hosts, &["--json"]));
-    assert_eq!((code, said.as_str()), (Some(0), "[]"));
+    let (code, output) = ended(drain(&hosts, &["--json"]));
+    assert_eq!((code, output.as_str()), (Some(0), "[]"));
 }
 
 #[test]
@@ -79,13 +79,13 @@ fn a_drain_starts_no_move_once_a_destination_is_lost_and_continues_later() {
     let stopped = hosts.destination.signal_qemu(&all[0], "STOP");
     stopped.expect("it runs");
     hosts.destination.signal_libvirtd("KILL").expect("it runs");
-    let (code, said) = ended(first);
+    let (code, output) = ended(first);
     let continued = hosts.destination.signal_qemu(&all[0], "CONT");
     continued.expect("it is stopped");
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("lost b: "), "{said}");
-    assert!(said.contains("web1 to b: stayed"), "{said}");
-    assert!(!said.contains("web2 to b: under way"), "{said}");
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("lost b: "), "{output}");
+    assert!(output.contains("web1 to b: stayed"), "{output}");
+    assert!(!output.contains("web2 to b: under way"), "{output}");
     hosts.destination.start_libvirtd().expect("it starts");
     // Running moves end on both hosts.
     until("one guest of each", || {
@@ -98,8 +98,8 @@ fn a_drain_starts_no_move_once_a_destination_is_lost_and_continues_later() {
         is_at(&hosts, End::Source, one);
     }
     hosts.limit(1000).expect("a fast link");
-    let (code, said) = ended(drain(&hosts, &[]));
-    assert_eq!(code, Some(0), "{said}");
+    let (code, output) = ended(drain(&hosts, &[]));
+    assert_eq!(code, Some(0), "{output}");
     for one in &all {
         is_at(&hosts, End::Destination, one);
     }
@@ -114,9 +114,9 @@ fn an_interrupted_drain_leaves_its_domains_running_here() {
     is_under_way(&hosts.source, &all[0]);
     let interrupted = hosts.source.signal(&drain, Signal::INT);
     interrupted.expect("it runs");
-    let (code, said) = ended(drain);
-    assert_eq!(code, Some(130), "{said}");
-    assert!(!said.contains("web2 to b: under way"), "{said}");
+    let (code, output) = ended(drain);
+    assert_eq!(code, Some(130), "{output}");
+    assert!(!output.contains("web2 to b: under way"), "{output}");
     for one in &all {
         is_at(&hosts, End::Source, one);
     }

@@ -14,7 +14,7 @@
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "a test says what it does"
+    reason = "a test prints its progress"
 )]
 
 mod agents;
@@ -95,8 +95,8 @@ const SLOW_MBITS: u32 = 40;
 /// Waits until libvirt reports a running migration of a domain.
 fn is_under_way(host: &Host, domain: &Domain) {
     until("a migration is under way", || {
-        let said = host.virsh(&["domjobinfo", &domain.name]).ok()?;
-        said.contains("Memory remaining").then_some(())
+        let output = host.virsh(&["domjobinfo", &domain.name]).ok()?;
+        output.contains("Memory remaining").then_some(())
     });
 }
 

@@ -212,14 +212,14 @@ fn fails(program: Program) -> Vec<(String, Shape)> {
     let mut source = Machine::start(program, &[]);
     source.set_capabilities(&["events"]);
     // No process listens on port 1, which needs root rights.
-    source.tell("migrate", &json!({ "uri": "tcp:127.0.0.1:1" }));
+    source.execute("migrate", &json!({ "uri": "tcp:127.0.0.1:1" }));
     let info = source.reaches("failed");
     let words = info["error-desc"].as_str().unwrap_or_default().to_owned();
-    let said = Shape::from_iter([("error-desc".to_owned(), words)]);
+    let output = Shape::from_iter([("error-desc".to_owned(), words)]);
     let status = source.ask("query-status", &json!({}));
     vec![
         ("failed: query-migrate".to_owned(), shape(&Ok(info))),
-        ("failed: words".to_owned(), said),
+        ("failed: words".to_owned(), output),
         ("failed: query-status".to_owned(), shape(&status)),
         ("failed: events".to_owned(), order(&mut source)),
     ]
@@ -229,16 +229,16 @@ fn cancels(program: Program) -> Vec<(String, Shape)> {
     let mut source = Machine::start(program, &[]);
     let mut destination = Machine::waiting(program);
     source.set_capabilities(&["events"]);
-    source.tell(
+    source.execute(
         "migrate-set-parameters",
         &json!({ "max-bandwidth": FIRST_PASS_LASTS }),
     );
     let uri = destination.listen();
-    source.tell("migrate", &json!({ "uri": uri }));
+    source.execute("migrate", &json!({ "uri": uri }));
     source.reaches("active");
-    source.tell("migrate_cancel", &json!({}));
+    source.execute("migrate_cancel", &json!({}));
     let info = source.reaches("cancelled");
-    let run_state = source.tell("query-status", &json!({}));
+    let run_state = source.execute("query-status", &json!({}));
     assert_eq!(run_state["status"], "running");
     vec![
         ("cancelled: query-migrate".to_owned(), shape(&Ok(info))),
@@ -265,7 +265,7 @@ fn completes(program: Program) -> Vec<(String, Shape)> {
     );
     source.set_capabilities(&["events", "pause-before-switchover"]);
     destination.set_capabilities(&["events"]);
-    source.tell(
+    source.execute(
         "migrate-set-parameters",
         &json!({ "max-bandwidth": FIRST_PASS_LASTS }),
     );
@@ -279,7 +279,7 @@ fn completes(program: Program) -> Vec<(String, Shape)> {
         "listening: migrate-incoming",
         shape(&destination.ask("migrate-incoming", &again)),
     );
-    source.tell("migrate", &json!({ "uri": uri }));
+    source.execute("migrate", &json!({ "uri": uri }));
     let info = source.reaches("active");
     note("active: query-migrate", shape(&Ok(info)));
     for (command, arguments) in [
@@ -311,7 +311,7 @@ fn completes(program: Program) -> Vec<(String, Shape)> {
         "pre-switchover: cont",
         shape(&source.ask("cont", &json!({}))),
     );
-    source.tell("migrate-continue", &json!({ "state": "pre-switchover" }));
+    source.execute("migrate-continue", &json!({ "state": "pre-switchover" }));
     let info = source.reaches("completed");
     note("completed: query-migrate", shape(&Ok(info)));
     let info = destination.reaches("completed");
@@ -325,13 +325,13 @@ fn completes(program: Program) -> Vec<(String, Shape)> {
     ] {
         // QEMU's main loop stops and starts the machine slightly after its migration ends.
         let start = std::time::Instant::now();
-        while machine.tell("query-status", &json!({}))["status"] != state {
+        while machine.execute("query-status", &json!({}))["status"] != state {
             assert!(start.elapsed() < crate::machine::DEADLINE, "not {state}");
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         note(&format!("completed: events of the {whose}"), order(machine));
         machine.events.clear();
-        machine.tell("quit", &json!({}));
+        machine.execute("quit", &json!({}));
         assert_eq!(machine.wait_end(), Some(0));
     }
     seen

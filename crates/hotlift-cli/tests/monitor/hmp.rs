@@ -7,7 +7,7 @@ use crate::machine::{Machine, Program};
 
 /// Returns the output of a line.
 fn types(machine: &mut Machine, line: &str) -> String {
-    let printed = machine.tell("human-monitor-command", &json!({ "command-line": line }));
+    let printed = machine.execute("human-monitor-command", &json!({ "command-line": line }));
     printed.as_str().expect("text").replace("\r\n", "\n")
 }
 

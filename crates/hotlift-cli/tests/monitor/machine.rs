@@ -80,7 +80,7 @@ impl Machine {
         }
     }
 
-    pub fn tell(&mut self, command: &str, arguments: &Value) -> Value {
+    pub fn execute(&mut self, command: &str, arguments: &Value) -> Value {
         self.ask(command, arguments)
             .unwrap_or_else(|(_, desc)| panic!("{command} {arguments}: {desc}"))
     }
@@ -91,20 +91,20 @@ impl Machine {
             .map(|name| json!({ "capability": name, "state": true }))
             .collect();
         let arguments = json!({ "capabilities": capabilities });
-        self.tell("migrate-set-capabilities", &arguments);
+        self.execute("migrate-set-capabilities", &arguments);
     }
 
     /// Lets it wait for a guest; returns the address.
     pub fn listen(&mut self) -> String {
         let arguments = json!({ "uri": "tcp:127.0.0.1:0", "exit-on-error": false });
-        self.tell("migrate-incoming", &arguments);
-        let info = self.tell("query-migrate", &json!({}));
+        self.execute("migrate-incoming", &arguments);
+        let info = self.execute("query-migrate", &json!({}));
         let port = info["socket-address"][0]["port"].as_str();
         format!("tcp:127.0.0.1:{}", port.expect("a port"))
     }
 
     pub fn status(&mut self) -> String {
-        let info = self.tell("query-migrate", &json!({}));
+        let info = self.execute("query-migrate", &json!({}));
         info["status"].as_str().unwrap_or("none").to_owned()
     }
 
@@ -112,7 +112,7 @@ impl Machine {
     pub fn reaches(&mut self, status: &str) -> Value {
         let start = Instant::now();
         loop {
-            let info = self.tell("query-migrate", &json!({}));
+            let info = self.execute("query-migrate", &json!({}));
             if info["status"] == status {
                 return info;
             }

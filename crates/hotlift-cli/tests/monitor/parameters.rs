@@ -55,30 +55,30 @@ fn value(text: &str) -> Value {
 #[test]
 fn all_parameters_are_set_while_idle_and_the_live_ones_alone_during_a_migration() {
     let mut source = Machine::start(Program::Hotlift, &[]);
-    let defaults = source.tell("query-migrate-parameters", &json!({}));
+    let defaults = source.execute("query-migrate-parameters", &json!({}));
     let named: Vec<_> = OTHERS.iter().map(|(name, ..)| *name).collect();
     for name in defaults.as_object().unwrap().keys() {
         assert!(named.contains(&name.as_str()), "{name} is not tried");
     }
     for (name, other, _) in OTHERS {
         for value in [value(other), defaults[name].clone()] {
-            source.tell("migrate-set-parameters", &json!({ *name: value }));
-            let now = source.tell("query-migrate-parameters", &json!({}));
+            source.execute("migrate-set-parameters", &json!({ *name: value }));
+            let now = source.execute("query-migrate-parameters", &json!({}));
             assert_eq!(now[name], value, "{name}");
         }
     }
     let mut destination = Machine::waiting(Program::Hotlift);
     let uri = destination.listen();
-    source.tell(
+    source.execute(
         "migrate-set-parameters",
         &json!({ "max-bandwidth": 10_000 }),
     );
-    source.tell("migrate", &json!({ "uri": uri }));
+    source.execute("migrate", &json!({ "uri": uri }));
     source.reaches("active");
     for (name, other, live) in OTHERS {
-        let before = source.tell("query-migrate-parameters", &json!({}));
+        let before = source.execute("query-migrate-parameters", &json!({}));
         let answer = source.ask("migrate-set-parameters", &json!({ *name: value(other) }));
-        let now = source.tell("query-migrate-parameters", &json!({}));
+        let now = source.execute("query-migrate-parameters", &json!({}));
         if *live {
             assert_eq!(answer, Ok(json!({})), "{name}");
             assert_eq!(now[name], value(other));
@@ -89,7 +89,7 @@ fn all_parameters_are_set_while_idle_and_the_live_ones_alone_during_a_migration(
             assert_eq!(now[name], before[name]);
         }
     }
-    source.tell("migrate-set-parameters", &json!({ "max-bandwidth": 0 }));
+    source.execute("migrate-set-parameters", &json!({ "max-bandwidth": 0 }));
     source.reaches("completed");
 }
 
@@ -97,10 +97,10 @@ fn all_parameters_are_set_while_idle_and_the_live_ones_alone_during_a_migration(
 fn flags_of_the_command_line_are_the_values_at_the_start() {
     let flags = ["--multifd=on", "--method=zlib", "--max-bandwidth=5M"];
     let mut machine = Machine::start(Program::Hotlift, &flags);
-    let parameters = machine.tell("query-migrate-parameters", &json!({}));
+    let parameters = machine.execute("query-migrate-parameters", &json!({}));
     assert_eq!(parameters["multifd-compression"], "zlib");
     assert_eq!(parameters["max-bandwidth"], 5 << 20);
-    let capabilities = machine.tell("query-migrate-capabilities", &json!({}));
+    let capabilities = machine.execute("query-migrate-capabilities", &json!({}));
     for item in capabilities.as_array().unwrap() {
         assert_eq!(item["state"], item["capability"] == "multifd", "{item}");
     }

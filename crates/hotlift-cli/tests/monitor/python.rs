@@ -30,9 +30,9 @@ fn pythons_qemu_qmp_connects_sets_migrates_follows_events_and_queries() {
         .arg(&uri)
         .output()
         .expect("python3");
-    let said = String::from_utf8_lossy(&run.stderr);
-    assert!(run.status.success(), "{said}");
+    let output = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success(), "{output}");
     destination.reaches("completed");
-    let status = destination.tell("query-status", &json!({}));
+    let status = destination.execute("query-status", &json!({}));
     assert_eq!(status["running"], true);
 }

@@ -42,12 +42,12 @@ fn a_relay_can_be_queried_throttled_and_cancelled_and_names_unsupported_commands
 
     let mut destination = Machine::start(Program::Qemu, &["-incoming", "defer"]);
     let incoming = json!({ "uri": format!("unix:{}", path("out")), "exit-on-error": false });
-    destination.tell("migrate-incoming", &incoming);
+    destination.execute("migrate-incoming", &incoming);
     let mut source = Machine::start(Program::Qemu, &[]);
     // All of this machine fits into sockets and the relay: at full speed the migration may end before the cancel.
     let slowly = json!({ "max-bandwidth": 10_000 });
-    source.tell("migrate-set-parameters", &slowly);
-    source.tell("migrate", &json!({ "uri": format!("unix:{}", path("in")) }));
+    source.execute("migrate-set-parameters", &slowly);
+    source.execute("migrate", &json!({ "uri": format!("unix:{}", path("in")) }));
     let start = std::time::Instant::now();
     let reaches = |qmp: &mut Client, status: &str| {
         loop {
@@ -65,10 +65,13 @@ fn a_relay_can_be_queried_throttled_and_cancelled_and_names_unsupported_commands
     // By then it waits for the next migration, or has reported the end of this one.
     relay.wait_for("cancelled");
     source.reaches("failed");
-    assert_eq!(source.tell("query-status", &json!({}))["status"], "running");
+    assert_eq!(
+        source.execute("query-status", &json!({}))["status"],
+        "running"
+    );
     qmp.execute("quit", &nothing).unwrap();
-    let (status, said) = relay.wait();
-    assert!(status.success(), "{said:?}");
+    let (status, output) = relay.wait();
+    assert!(status.success(), "{output:?}");
     assert_eq!(
         std::fs::read_dir(folder.path())
             .unwrap()

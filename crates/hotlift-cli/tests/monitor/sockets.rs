@@ -17,7 +17,7 @@ fn a_socket_is_private_to_its_owner_by_default_and_removed_with_the_process() {
         let socket = machine.folder.path().join("qmp");
         let found = std::fs::metadata(&socket).unwrap().permissions().mode();
         assert_eq!(found & 0o777, mode);
-        machine.tell("quit", &json!({}));
+        machine.execute("quit", &json!({}));
         assert_eq!(machine.wait_end(), Some(0));
         assert!(!socket.exists());
     }
@@ -32,17 +32,20 @@ fn a_stale_socket_is_replaced_and_one_in_use_is_not() {
     drop(UnixListener::bind(&path).unwrap());
     let mut first = Hotlift::start(&args);
     first.wait_for("pages with data");
-    let (status, said) = {
+    let (status, output) = {
         // The server may not listen yet.
         let start = std::time::Instant::now();
         while UnixStream::connect(&path).is_err() {
-            assert!(start.elapsed() < crate::machine::DEADLINE, "nobody listens");
+            assert!(
+                start.elapsed() < crate::machine::DEADLINE,
+                "no process listens"
+            );
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         Hotlift::start(&args).wait()
     };
     assert_eq!(status.code(), Some(1));
-    assert!(errors(&said)[0].contains("cannot serve"), "{said:?}");
+    assert!(errors(&output)[0].contains("cannot serve"), "{output:?}");
 }
 
 #[test]
@@ -54,13 +57,13 @@ fn other_hosts_are_admitted_only_with_two_options() {
         "--ram=16M",
         "--qmp=tcp:0.0.0.0:0",
     ];
-    let (status, said) = Hotlift::start(&args).wait();
+    let (status, output) = Hotlift::start(&args).wait();
     assert_eq!(status.code(), Some(1));
-    let line = errors(&said)[0];
+    let line = errors(&output)[0];
     assert!(line.contains("--control-from-other-hosts"), "{line}");
     let twice = [&args[..], &["--control-from-other-hosts", "--run-for=0"]].concat();
-    let (status, said) = Hotlift::start(&twice).wait();
-    assert!(status.success(), "{said:?}");
+    let (status, output) = Hotlift::start(&twice).wait();
+    assert!(status.success(), "{output:?}");
 }
 
 #[test]
@@ -68,11 +71,11 @@ fn hostile_clients_do_not_affect_a_migration() {
     let mut source = Machine::start(Program::Hotlift, &[]);
     let mut destination = Machine::waiting(Program::Hotlift);
     let uri = destination.listen();
-    source.tell(
+    source.execute(
         "migrate-set-parameters",
         &json!({ "max-bandwidth": 10_000 }),
     );
-    source.tell("migrate", &json!({ "uri": uri }));
+    source.execute("migrate", &json!({ "uri": uri }));
     source.reaches("active");
     let path = source.folder.path().join("qmp");
     let mut crowd = Vec::new();
@@ -93,11 +96,11 @@ fn hostile_clients_do_not_affect_a_migration() {
     let taken = (0..100).take_while(|_| flood.write_all(&megabyte).is_ok());
     assert!(taken.count() < 100);
     assert_eq!(source.status(), "active");
-    source.tell("migrate-set-parameters", &json!({ "max-bandwidth": 0 }));
+    source.execute("migrate-set-parameters", &json!({ "max-bandwidth": 0 }));
     source.reaches("completed");
     destination.reaches("completed");
     // It checks its guest's memory at its end.
-    destination.tell("quit", &json!({}));
+    destination.execute("quit", &json!({}));
     assert_eq!(destination.wait_end(), Some(0));
 }
 
@@ -108,24 +111,24 @@ fn free_address() -> SocketAddr {
 }
 
 /// Returns the data from a connection until it closes, or until `end` arrives.
-fn hear(stream: &TcpStream, end: &str) -> String {
+fn read_until(stream: &TcpStream, end: &str) -> String {
     let mut stream = stream;
     stream
         .set_read_timeout(Some(crate::machine::DEADLINE))
         .unwrap();
-    let (mut said, mut chunk) = (Vec::new(), [0; 4096]);
+    let (mut output, mut chunk) = (Vec::new(), [0; 4096]);
     loop {
         match stream.read(&mut chunk) {
             Ok(0) => break,
-            Ok(length) => said.extend_from_slice(&chunk[..length]),
+            Ok(length) => output.extend_from_slice(&chunk[..length]),
             Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
             Err(error) => panic!("{error}"),
         }
-        if !end.is_empty() && String::from_utf8_lossy(&said).contains(end) {
+        if !end.is_empty() && String::from_utf8_lossy(&output).contains(end) {
             break;
         }
     }
-    String::from_utf8_lossy(&said).into_owned()
+    String::from_utf8_lossy(&output).into_owned()
 }
 
 #[test]
@@ -160,14 +163,14 @@ fn a_web_page_that_posts_to_a_monitor_on_tcp_is_not_obeyed() {
         );
         // It may have closed before all was written.
         let _ = page.write_all(post.as_bytes());
-        hear(&page, "");
+        read_until(&page, "");
         guest.wait_for("HTTP");
         // It still serves its clients.
         let client = TcpStream::connect(address).unwrap();
-        assert!(hear(&client, greeting).contains(greeting));
+        assert!(read_until(&client, greeting).contains(greeting));
     }
     let mut client = TcpStream::connect(hmp).unwrap();
     client.write_all(b"quit\n").unwrap();
-    let (status, said) = guest.wait();
-    assert_eq!(status.code(), Some(0), "{said:?}");
+    let (status, output) = guest.wait();
+    assert_eq!(status.code(), Some(0), "{output:?}");
 }

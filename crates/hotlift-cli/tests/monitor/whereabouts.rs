@@ -8,7 +8,7 @@ use crate::lost_word::loses_the_last_word;
 use crate::machine::{Machine, Program};
 
 fn running(machine: &mut Machine) -> Value {
-    machine.tell("query-status", &json!({}))["running"].clone()
+    machine.execute("query-status", &json!({}))["running"].clone()
 }
 
 #[test]
@@ -17,9 +17,9 @@ fn a_guest_in_doubt_is_not_continued_without_confirmation() {
     let mut destination = Machine::waiting(Program::Hotlift);
     let uri = loses_the_last_word(&destination.listen());
     // Its query gets no answer.
-    let patience = json!({ "x-hotlift-settle-timeout": 1 });
-    source.tell("migrate-set-parameters", &patience);
-    source.tell("migrate", &json!({ "uri": uri }));
+    let ten_minutes = json!({ "x-hotlift-settle-timeout": 1 });
+    source.execute("migrate-set-parameters", &ten_minutes);
+    source.execute("migrate", &json!({ "uri": uri }));
     source.reaches("failed");
     // Its migration is active as long as the source may query it.
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -38,7 +38,7 @@ fn a_guest_in_doubt_is_not_continued_without_confirmation() {
         assert_eq!(running(&mut source), false);
     }
     // A client that sends 'stop' has checked the other side.
-    source.tell("stop", &json!({}));
-    source.tell("cont", &json!({}));
+    source.execute("stop", &json!({}));
+    source.execute("cont", &json!({}));
     assert_eq!(running(&mut source), true);
 }

@@ -138,9 +138,9 @@ impl Host<'_> {
     pub fn ask(&self, question: &[&str]) -> Value {
         let control = format!("--control={}", self.folder.join("sock").display());
         let all = [&["agent"], question, &[&control, "--json"]].concat();
-        let (status, said) = Hotlift::start(&all).wait();
-        assert!(status.success(), "{said:?}");
-        serde_json::from_str(&said[0]).expect("JSON")
+        let (status, output) = Hotlift::start(&all).wait();
+        assert!(status.success(), "{output:?}");
+        serde_json::from_str(&output[0]).expect("JSON")
     }
 
     /// Returns the metrics for Prometheus.
@@ -157,24 +157,28 @@ impl Host<'_> {
     }
 
     /// Sends a command to the agent.
-    fn tell(&self, words: &[&str]) -> (bool, String) {
+    fn command(&self, words: &[&str]) -> (bool, String) {
         let control = format!("--control={}", self.folder.join("sock").display());
-        let (status, said) = Hotlift::start(&[&["agent"], words, &[&control]].concat()).wait();
-        (status.success(), said.join("\n"))
+        let (status, output) = Hotlift::start(&[&["agent"], words, &[&control]].concat()).wait();
+        (status.success(), output.join("\n"))
     }
 
     /// Ends the agent, which must leave only the table that blocks plaintext; returns all its output.
     pub fn end(self) -> String {
         self.agent.signal(Signal::TERM);
-        let (status, said) = self.agent.wait();
-        let said = said.join("\n");
-        assert!(status.success(), "{said}");
-        assert_eq!(table(self.namespace).is_some(), self.table_stays, "{said}");
+        let (status, output) = self.agent.wait();
+        let output = output.join("\n");
+        assert!(status.success(), "{output}");
+        assert_eq!(
+            table(self.namespace).is_some(),
+            self.table_stays,
+            "{output}"
+        );
         if self.table_stays {
             remove_table(self.namespace);
         }
         assert!(!self.folder.join("sock").exists(), "the socket is left");
-        said
+        output
     }
 }
 
@@ -187,8 +191,8 @@ pub fn table(namespace: &Namespace) -> Option<String> {
 /// Removes the table as an operator does.
 pub fn remove_table(namespace: &Namespace) {
     let remove = || Hotlift::start(&["agent", "rules", "--remove"]).wait();
-    let (status, said) = namespace.within(remove).expect("the host");
-    assert!(status.success(), "{said:?}");
+    let (status, output) = namespace.within(remove).expect("the host");
+    assert!(status.success(), "{output:?}");
     assert_eq!(table(namespace), None);
 }
 
@@ -326,11 +330,11 @@ fn an_unchanged_migrate_command_goes_through_the_agents() {
         assert!(metrics.contains(line), "{line} is missing in\n{metrics}");
     }
     let (here, there) = (source.end(), destination.end());
-    for (said, direction) in [(&here, "outgoing"), (&there, "incoming")] {
-        let over = said.lines().filter(|line| {
+    for (output, direction) in [(&here, "outgoing"), (&there, "incoming")] {
+        let over = output.lines().filter(|line| {
             line.contains("state=completed kind=migration") && line.contains(direction)
         });
-        assert_eq!(over.count(), 6, "{said}");
+        assert_eq!(over.count(), 6, "{output}");
     }
     // Source and destination log the same id, which connects their entries.
     let ids = here
@@ -369,9 +373,11 @@ fn server(link: &Link, port: u16) -> thread::JoinHandle<SocketAddr> {
     thread::spawn(move || {
         let (mut stream, from) = listener.accept().expect("a client");
         stream.write_all(b"NBDMAGIC").expect("the greeting");
-        let mut said = Vec::new();
-        stream.read_to_end(&mut said).expect("what the client says");
-        assert_eq!(said, b"option");
+        let mut output = Vec::new();
+        stream
+            .read_to_end(&mut output)
+            .expect("the output of the client");
+        assert_eq!(output, b"option");
         stream.write_all(b"reply").expect("the reply");
         from
     })
@@ -404,8 +410,8 @@ fn a_protocol_whose_server_speaks_first_is_carried_as_it_is() {
         DESTINATION,
         "its own host's agent connects"
     );
-    for said in [source.end(), destination.end()] {
-        assert!(said.contains("state=completed kind=tunnel"), "{said}");
+    for output in [source.end(), destination.end()] {
+        assert!(output.contains("state=completed kind=tunnel"), "{output}");
     }
 }
 
@@ -464,8 +470,11 @@ fn plaintext_to_a_host_without_agent_is_sent_only_if_allowed() {
     client(&hosts.link, PORT + 7).expect("a connection");
     let from = served.join().expect("the server");
     assert_eq!(from.ip().to_string(), SOURCE);
-    let said = source.end();
-    assert!(said.contains("the migration is not encrypted"), "{said}");
+    let output = source.end();
+    assert!(
+        output.contains("the migration is not encrypted"),
+        "{output}"
+    );
 }
 
 #[test]
@@ -552,7 +561,7 @@ fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_th
         // Its socket buffers the devices, and it loads none of them.
         there.signal(Signal::STOP);
         here.start_postcopy();
-        here.says("postcopy-device");
+        here.wait_for_status("postcopy-device");
         // The source's agent reads no more, so that the source's QEMU still has data to send when the agent is killed.
         let to_agent = format!("dport = :{port}");
         until(
@@ -568,7 +577,7 @@ fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_th
             _ => &destination,
         };
         killed.agent.signal(Signal::KILL);
-        here.says("failed");
+        here.wait_for_status("failed");
         assert!(here.is_running(), "the guest runs nowhere");
         here.counts_on_from(before);
     }
@@ -600,8 +609,8 @@ fn an_agent_connects_only_to_its_own_host() {
         assert!(answer.is_empty());
         source.agent.wait_for(why);
     }
-    let said = destination.end();
-    assert_eq!(said.matches("state=refused").count(), 2, "{said}");
+    let output = destination.end();
+    assert_eq!(output.matches("state=refused").count(), 2, "{output}");
 }
 
 #[test]
@@ -681,8 +690,8 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_slot() {
         },
     );
     let id = rows[0]["id"].as_str().expect("an id").to_owned();
-    let (is_done, said) = source.tell(&["limit", &id, "--weight", "300"]);
-    assert!(is_done, "{said}");
+    let (is_done, output) = source.command(&["limit", &id, "--weight", "300"]);
+    assert!(is_done, "{output}");
     until(
         || "three quarters go to the one with weight 300".to_owned(),
         || {
@@ -692,8 +701,8 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_slot() {
             (share.abs_diff(u64::from(whole) / 4 * 3) <= 2).then_some(())
         },
     );
-    let (is_done, said) = source.tell(&["limit", &id, "--max-bandwidth", "100K"]);
-    assert!(is_done, "{said}");
+    let (is_done, output) = source.command(&["limit", &id, "--max-bandwidth", "100K"]);
+    assert!(is_done, "{output}");
     until(
         || "what it may not use goes to the other".to_owned(),
         || {
@@ -708,17 +717,17 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_slot() {
         },
     );
     // An ended migration makes room for the waiting one.
-    let (is_done, said) = source.tell(&["cancel", &id]);
-    assert!(is_done, "{said}");
+    let (is_done, output) = source.command(&["cancel", &id]);
+    assert!(is_done, "{output}");
     source.agent.wait_for("state=cancelled");
     source.agent.wait_for("state=active");
     for (here, _) in &mut pairs {
         assert!(here.is_running(), "the guests stay until they are there");
     }
-    let (is_done, said) = source.tell(&["cancel", "00000000"]);
+    let (is_done, output) = source.command(&["cancel", "00000000"]);
     assert!(
-        !is_done && said.contains("no migration with id 00000000"),
-        "{said}"
+        !is_done && output.contains("no migration with id 00000000"),
+        "{output}"
     );
 }
 
@@ -765,9 +774,9 @@ fn is_tried_again(hosts: &Hosts, multifd: Multifd) {
     fs::write(&file, fast).expect("a file");
     source.agent.signal(Signal::HUP);
     source.agent.wait_for("was read again");
-    let (is_done, said) = source.tell(&["cancel", &id]);
+    let (is_done, output) = source.command(&["cancel", &id]);
     // The first may have ended by now.
-    assert!(is_done || said.contains("is under way"), "{said}");
+    assert!(is_done || output.contains("is under way"), "{output}");
     here.reaches("completed");
     there.reaches("completed");
     there.counts_on_from(before);
@@ -793,8 +802,8 @@ fn a_stopping_agent_finishes_running_migrations_and_takes_no_new_ones() {
     here.reaches("completed");
     there.reaches("completed");
     there.prove();
-    let (status, said) = source.agent.wait();
-    assert!(status.success(), "{said:?}");
+    let (status, output) = source.agent.wait();
+    assert!(status.success(), "{output:?}");
 }
 
 #[test]
@@ -803,41 +812,41 @@ fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
     let file = folder.path().join("agent.toml");
     let check = || {
         let flag = format!("--config={}", file.display());
-        let (status, said) = Hotlift::start(&["agent", "check", &flag]).wait();
-        (status.code(), said.join("\n"))
+        let (status, output) = Hotlift::start(&["agent", "check", &flag]).wait();
+        (status.code(), output.join("\n"))
     };
     fs::write(&file, "# nothing\nplaintext = \"perhaps\"\n").expect("a file");
-    let (code, said) = check();
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("agent.toml line 2: plaintext"), "{said}");
-    assert!(said.contains("`allow` or `refuse`"), "{said}");
+    let (code, output) = check();
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("agent.toml line 2: plaintext"), "{output}");
+    assert!(output.contains("`allow` or `refuse`"), "{output}");
     let pki = Pki::new();
     let good = format!("tls = \"{}\"\n", pki.host("a.example").display());
     fs::write(&file, "tls = \"/nowhere\"\n").expect("a file");
-    let (code, said) = check();
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("hotlift certs"), "{said}");
+    let (code, output) = check();
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("hotlift certs"), "{output}");
     // A certificate of another CA.
     let other = Pki::new();
     let mixed = pki.host("c.example");
     let ca = other.host("d.example").join("ca-cert.pem");
     fs::copy(ca, mixed.join("ca-cert.pem")).expect("a file");
     fs::write(&file, format!("tls = \"{}\"\n", mixed.display())).expect("a file");
-    let (code, said) = check();
-    assert_eq!(code, Some(1), "{said}");
+    let (code, output) = check();
+    assert_eq!(code, Some(1), "{output}");
     for words in [
         "server-cert.pem: it is signed by a CA that this side does not trust",
         "client-cert.pem: it is signed by a CA that this side does not trust",
         "have 2 problem(s)",
     ] {
-        assert!(said.contains(words), "{words}: {said}");
+        assert!(output.contains(words), "{words}: {output}");
     }
     fs::write(&file, good).expect("a file");
-    let (code, said) = check();
-    assert!(said.contains("a.example, which is neither"), "{said}");
+    let (code, output) = check();
+    assert!(output.contains("a.example, which is neither"), "{output}");
     assert_eq!(
-        (code, said.contains("no problem found")),
+        (code, output.contains("no problem found")),
         (Some(0), true),
-        "{said}"
+        "{output}"
     );
 }

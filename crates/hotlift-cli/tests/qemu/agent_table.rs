@@ -64,9 +64,9 @@ fn cannot_run(hosts: &Hosts, name: &str, config: &str) -> String {
     fs::write(&file, config).expect("a configuration");
     let flag = format!("--config={}", file.display());
     let run = || Hotlift::start(&["agent", "run", &flag]).wait();
-    let (status, said) = hosts.link.source.within(run).expect("the host");
-    assert!(!status.success(), "{said:?}");
-    said.join("\n")
+    let (status, printed) = hosts.link.source.within(run).expect("the host");
+    assert!(!status.success(), "{printed:?}");
+    printed.join("\n")
 }
 
 /// Reloads the agent with a new configuration.
@@ -106,8 +106,8 @@ fn a_flushed_or_changed_table_is_restored() {
         let done = source.namespace.tool_with("nft", &["-f", "-"], change);
         done.expect("nft takes it");
     }
-    let said = source.end();
-    assert_eq!(said.matches("it is restored").count(), 5, "{said}");
+    let printed = source.end();
+    assert_eq!(printed.matches("it is restored").count(), 5, "{printed}");
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn a_process_that_takes_the_port_of_a_killed_agent_gets_no_connection() {
         let bound = || hosts.link.source.within(bind).expect("the host").ok();
         let taken = until(|| "the port is free".to_owned(), bound);
         taken.set_nonblocking(true).expect("a listener");
-        let error = connect(&hosts).expect_err("nobody answers");
+        let error = connect(&hosts).expect_err("no process answers");
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{error}");
         for listener in [&taken, &destination] {
             let error = listener.accept().expect_err("no connection came");
@@ -150,21 +150,25 @@ fn where_plaintext_is_refused_the_table_outlives_the_agent_and_a_start_that_fail
     for (policy, stays) in [("refuse", true), ("allow", false)] {
         let policy = format!("plaintext = \"{policy}\"\nusers = [\"root\"]\n");
         let failing = format!("{policy}tls = \"/nowhere\"\n");
-        let said = cannot_run(&hosts, "failing.toml", &failing);
-        assert_eq!(said.contains("the nftables table stays"), stays, "{said}");
+        let printed = cannot_run(&hosts, "failing.toml", &failing);
+        assert_eq!(
+            printed.contains("the nftables table stays"),
+            stays,
+            "{printed}"
+        );
         assert_eq!(table(host).is_some(), stays, "after a start that failed");
         assert_eq!(connect(&hosts).is_err(), stays, "no way past the agent");
         remove_table(host);
-        let said = cannot_run(&hosts, "bad.toml", &format!("{policy}bandwidth = 1\n"));
-        assert!(said.contains("invalid configuration"), "{said}");
+        let printed = cannot_run(&hosts, "bad.toml", &format!("{policy}bandwidth = 1\n"));
+        assert!(printed.contains("invalid configuration"), "{printed}");
         assert_eq!(table(host).is_some(), stays, "without a configuration");
         assert_eq!(connect(&hosts).is_err(), stays, "no way past the agent");
         remove_table(host);
     }
     let source = hosts.source("");
     source.agent.signal(Signal::TERM);
-    let (status, said) = source.agent.wait();
-    assert!(status.success(), "{said:?}");
+    let (status, printed) = source.agent.wait();
+    assert!(status.success(), "{printed:?}");
     assert!(connect(&hosts).is_err(), "no way past the agent");
     remove_table(host);
     assert!(connect(&hosts).is_ok(), "as without an agent");
@@ -219,14 +223,12 @@ fn users_are_looked_up_at_each_reload_and_those_that_are_missing_are_named() {
     let mut source = hosts.source("");
     let file = source.folder.join("agent.toml");
     let text = text(&source.folder, &hosts.source_pki(), "");
-    for (user, number) in [("nobody-of-that-name", None), ("nobody", Some("65534"))] {
+    for (user, number) in [("no-such-user", None), ("nobody", Some("65534"))] {
         let users = format!("[\"root\", \"{user}\"]");
         fs::write(&file, text.replace("[\"root\"]", &users)).expect("a configuration");
         source.agent.signal(Signal::HUP);
         if number.is_none() {
-            source
-                .agent
-                .wait_for("lacks these users: nobody-of-that-name");
+            source.agent.wait_for("lacks these users: no-such-user");
         }
         source.agent.wait_for("was read again");
         let made = table(source.namespace).expect("a table");
@@ -261,8 +263,8 @@ fn count_arrivals(hosts: &Hosts) {
 /// Returns true if anything has arrived since the last call.
 fn has_arrived(hosts: &Hosts) -> bool {
     let line = ["reset", "counter", "inet", "arrivals", "arrived"];
-    let said = hosts.link.destination.tool("nft", &line);
-    !said.expect("a counter").contains("packets 0 ")
+    let printed = hosts.link.destination.tool("nft", &line);
+    !printed.expect("a counter").contains("packets 0 ")
 }
 
 /// Returns the count of the source's table for an address, read without an agent.
@@ -348,7 +350,7 @@ fn connections_that_miss_the_redirect_are_reset_and_counted() {
         load(host, rules);
         for to in [DESTINATION, DESTINATION_6] {
             let before = counted(host, to).expect("it was counted");
-            let error = connect_to(&hosts, to, PORT).expect_err("nobody carries it");
+            let error = connect_to(&hosts, to, PORT).expect_err("no agent carries it");
             assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{to} {rules}");
             // Without other rules, it is redirected to a port without a listener.
             let is_counted = counted(host, to) > Some(before);
@@ -518,12 +520,12 @@ fn unsent_data_of_a_closed_connection_does_not_leave_the_host() {
                 || {
                     let sending = TcpSending::of(second.as_fd()).expect("a connection");
                     let there = rustix::io::ioctl_fionread(&far).expect("a size");
-                    let is_answered = sending.in_flight == 0 && sending.unheard < last.0;
+                    let is_answered = sending.in_flight == 0 && sending.since_last_packet < last.0;
                     let is_full = is_answered && there == last.1;
                     if is_answered || last.1 == 0 {
                         last.1 = there;
                     }
-                    last.0 = sending.unheard;
+                    last.0 = sending.since_last_packet;
                     is_full.then_some(there)
                 },
             );
@@ -563,8 +565,8 @@ fn where_plaintext_is_allowed_connections_that_miss_the_redirect_pass_and_are_co
     let listeners = listeners(&hosts);
     let goes_on = |(mut near, mut far): (TcpStream, TcpStream)| {
         let mut word = [0; 4];
-        near.write_all(b"word").expect("it goes on");
-        far.read_exact(&mut word).expect("it goes on");
+        near.write_all(b"word").expect("it continues");
+        far.read_exact(&mut word).expect("it continues");
         assert_eq!(&word, b"word");
     };
     let [(_, listener), (_, listener_6)] = listeners.as_slice() else {
@@ -603,11 +605,11 @@ fn where_plaintext_is_allowed_connections_that_miss_the_redirect_pass_and_are_co
 fn without_rights(host: &Namespace, command: &[&str]) -> Result<String, String> {
     let run = || Command::new("unshare").arg("--user").args(command).output();
     let output = host.within(run).expect("the host").expect("unshare runs");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     if output.status.success() {
-        Ok(said)
+        Ok(printed)
     } else {
-        Err(said)
+        Err(printed)
     }
 }
 
@@ -621,14 +623,14 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
         let flag = format!("--config={}", source.folder.join("agent.toml").display());
         let check = || {
             let checked = host.within(|| Hotlift::start(&["agent", "check", &flag]).wait());
-            let (status, said) = checked.expect("the host");
-            (status.success(), said.join("\n"))
+            let (status, printed) = checked.expect("the host");
+            (status.success(), printed.join("\n"))
         };
         let problems = || source.ask(&["status"])["last-check"]["problems"].clone();
         assert!(problems().is_null(), "there was no check");
-        let (is_good, said) = check();
-        assert!(is_good && said.contains("no problem found"), "{said}");
-        assert!(!said.contains("not checked"), "{said}");
+        let (is_good, printed) = check();
+        assert!(is_good && printed.contains("no problem found"), "{printed}");
+        assert!(!printed.contains("not checked"), "{printed}");
         assert_eq!(problems().as_array().map(Vec::len), Some(0));
         for (rules, words, is_shown) in [
             (NOTRACK, "chain o, handle 2: notrack", true),
@@ -639,20 +641,20 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
             ),
         ] {
             load(host, rules);
-            let (is_good, said) = check();
-            assert!(!is_good && said.contains(words), "{said}");
+            let (is_good, printed) = check();
+            assert!(!is_good && printed.contains(words), "{printed}");
             // Only other addresses than that of the probe are translated.
             assert_eq!(
-                said.contains("is not redirected (users: 0)"),
+                printed.contains("is not redirected (users: 0)"),
                 is_shown,
-                "{said}"
+                "{printed}"
             );
             let problems = problems().to_string();
             assert!(problems.contains(words), "{problems}");
             unload(host);
         }
-        let (is_good, said) = check();
-        assert!(is_good, "{said}");
+        let (is_good, printed) = check();
+        assert!(is_good, "{printed}");
         assert!(
             counted(host, DESTINATION).is_none(),
             "a proof is no migration"
@@ -661,21 +663,24 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
         let hotlift = [env!("CARGO_BIN_EXE_hotlift"), "agent", "check", &flag];
         match without_rights(host, &["true"]) {
             Ok(_) => {
-                let said = without_rights(host, &hotlift).expect("no problem is found");
-                assert!(said.contains("not checked, as this needs root"), "{said}");
+                let printed = without_rights(host, &hotlift).expect("no problem is found");
+                assert!(
+                    printed.contains("not checked, as this needs root"),
+                    "{printed}"
+                );
             }
-            Err(said) => skip!("user-namespaces", "unshare --user: {said}"),
+            Err(printed) => skip!("user-namespaces", "unshare --user: {printed}"),
         }
         let folder = source.folder.clone();
         source.end();
         // Before an agent runs, there is nothing to check.
         let flag = format!("--config={}", folder.join("agent.toml").display());
         let checked = host.within(|| Hotlift::start(&["agent", "check", &flag]).wait());
-        let (status, said) = checked.expect("the host");
-        let said = said.join("\n");
+        let (status, printed) = checked.expect("the host");
+        let printed = printed.join("\n");
         assert!(
-            status.success() && said.contains("not checked, as this needs a running agent"),
-            "{said}"
+            status.success() && printed.contains("not checked, as this needs a running agent"),
+            "{printed}"
         );
     }
     assert!(!has_arrived(&hosts), "a packet has left the host");

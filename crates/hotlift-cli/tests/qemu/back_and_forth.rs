@@ -108,8 +108,8 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
     }
     for relay in ways.into_iter().flat_map(|(.., relays)| relays) {
         relay.signal(Signal::INT);
-        let (status, said) = relay.wait();
-        assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+        let (status, output) = relay.wait();
+        assert_eq!(status.code(), Some(130), "{}", output.join("\n"));
     }
     assert_eq!(
         fs::read_dir(folder.path())

@@ -61,16 +61,16 @@ fn a_restored_guests_clock_is_set_by_its_agent_or_a_warning() {
         let mut there = need!(Vm::waiting(Release::V10, &machine(PC_10)));
         let qmp = there.free_qmp();
         let sync = format!("--sync-time={socket}");
-        let said = thread::scope(|scope| {
+        let output = thread::scope(|scope| {
             let agent = scope.spawn(|| agent(&listener, set));
-            let said = succeeds(Hotlift::start(&[
+            let output = succeeds(Hotlift::start(&[
                 "restore", &file, "--qmp", &qmp, mode, &sync,
             ]));
             let time = agent.join().expect("the agent") / 1_000_000_000;
             assert!(time >= paused, "{time} is before the save at {paused}");
-            said
+            output
         });
-        assert!(said.contains(words), "{mode}: {said}");
+        assert!(output.contains(words), "{mode}: {output}");
         has_moved(&mut here, &mut there);
     }
 }

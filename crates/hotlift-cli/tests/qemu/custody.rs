@@ -20,16 +20,16 @@ const WATCHED: Duration = Duration::from_secs(2);
 impl Adopted {
     fn qmp(&self) -> Qemu {
         let address = QmpAddress::Unix(self.folder.path().join("test.qmp"));
-        Qemu::connect(&address, DEADLINE).expect("it runs on")
+        Qemu::connect(&address, DEADLINE).expect("it keeps running")
     }
 
     /// Checks that the guest runs and its count exceeds `before`, and ends its QEMU.
     pub fn has_the_guest(&self, before: u64) {
         let console = self.path("console");
-        let said = || std::fs::read_to_string(&console).unwrap_or_default();
+        let output = || std::fs::read_to_string(&console).unwrap_or_default();
         until(
             || format!("it does not count on from {before}"),
-            || count_in(&said(), &self.machine.guest).filter(|&count| count > before),
+            || count_in(&output(), &self.machine.guest).filter(|&count| count > before),
         );
         let mut qmp = self.qmp();
         assert!(qmp.query_status().expect("a status").running);
@@ -79,12 +79,12 @@ fn a_qemu_without_qmp_replies_after_the_handover_keeps_its_guest() {
     let qmp = here.free_qmp();
     let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]);
     serve.wait_for("cannot determine whether the guest runs here");
-    let (status, said) = migrate.wait();
-    assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
+    let (status, output) = migrate.wait();
+    assert_eq!(status.code(), Some(3), "{}", output.join("\n"));
     there.lives_on("serve");
     there.has_the_guest(here.count().expect("the guest has counted"));
-    let (status, said) = serve.wait();
-    assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
+    let (status, output) = serve.wait();
+    assert_eq!(status.code(), Some(3), "{}", output.join("\n"));
 }
 
 #[test]
@@ -96,8 +96,8 @@ fn a_restored_qemu_without_qmp_replies_keeps_its_guest() {
     restore.wait_for("cannot determine whether the guest runs here");
     there.lives_on("restore");
     there.has_the_guest(here.count().expect("the guest has counted"));
-    let (status, said) = restore.wait();
-    assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
+    let (status, output) = restore.wait();
+    assert_eq!(status.code(), Some(3), "{}", output.join("\n"));
 }
 
 /// Event that comes too late once EOF has been sent.
@@ -144,8 +144,12 @@ fn nothing_ends_a_qemu_that_still_reads_the_end_of_its_stream() {
             succeeds(migrate);
         }
         there.has_the_guest(here.count().expect("the guest has counted"));
-        let (status, said) = serve.wait();
-        assert!(status.success(), "{late:?}: {status}\n{}", said.join("\n"));
+        let (status, output) = serve.wait();
+        assert!(
+            status.success(),
+            "{late:?}: {status}\n{}",
+            output.join("\n")
+        );
     }
 }
 
@@ -208,10 +212,12 @@ fn a_closed_stderr_and_stdout_of_serve_end_neither_the_migration_nor_the_guest()
             .spawn()
             .expect("hotlift starts"),
     );
-    let mut said = String::new();
+    let mut output = String::new();
     let stdout = serve.0.stdout.take().expect("it is piped");
-    BufReader::new(stdout).read_line(&mut said).expect("a line");
-    let uri = said.trim().rsplit(' ').next().expect("an address");
+    BufReader::new(stdout)
+        .read_line(&mut output)
+        .expect("a line");
+    let uri = output.trim().rsplit(' ').next().expect("an address");
     let qmp = here.free_qmp();
     let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", uri, "--max-bandwidth=2M"]);
     // It does not converge until `serve` has printed several lines of progress.
@@ -247,12 +253,12 @@ fn a_qemu_that_was_left_running_leaves_nothing_behind_when_it_ends() {
     let variable = [("TMPDIR", temporary.path().to_str().expect("a name"))];
     let arguments = with(&["serve", "--listen=tcp:127.0.0.1:0"], &line);
     let mut serve = Hotlift::start_with(&words(&arguments), &variable);
-    let said = serve.wait_for("listening on ");
-    let uri = said.rsplit(' ').next().expect("an address").to_owned();
+    let output = serve.wait_for("listening on ");
+    let uri = output.rsplit(' ').next().expect("an address").to_owned();
     let qmp = here.free_qmp();
     succeeds(Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]));
-    let said = serve.wait_for("the guest runs here");
-    let kept = said.rsplit(' ').next().expect("a path");
+    let output = serve.wait_for("the guest runs here");
+    let kept = output.rsplit(' ').next().expect("a path");
     let mut kept = Qemu::connect(&kept.parse().expect("an address"), DEADLINE).expect("it is kept");
     assert!(kept.query_status().expect("a status").running);
     there.has_the_guest(here.count().expect("the guest has counted"));
@@ -266,8 +272,8 @@ fn a_qemu_that_was_left_running_leaves_nothing_behind_when_it_ends() {
             left.next().is_none().then_some(())
         },
     );
-    let (status, said) = serve.wait();
-    assert!(status.success(), "{}", said.join("\n"));
+    let (status, output) = serve.wait();
+    assert!(status.success(), "{}", output.join("\n"));
 }
 
 #[test]
@@ -293,8 +299,8 @@ fn a_save_that_loses_its_terminal_leaves_the_guest_running_and_nothing_else() {
     for _ in 0..2 {
         let _ = kill_process(pid, Signal::HUP);
     }
-    let (status, said) = save.wait();
-    assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+    let (status, output) = save.wait();
+    assert_eq!(status.code(), Some(130), "{}", output.join("\n"));
     assert!(here.is_running(), "the guest was not left running");
     for folder in [&temporary, &files] {
         let left: Vec<_> = std::fs::read_dir(folder.path())

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use crate::guest::Guest;
 use crate::hotlift::Hotlift;
 use crate::machine_types::{MICROVM, WITHOUT_A_NAME};
-use crate::matrix::{Results, said};
+use crate::matrix::{Results, panic_message};
 use crate::operator::{has_moved, serve, succeeds};
 use crate::route::{Multifd, RelayOptions, Relays, Side, differ};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, PC_11, Release, Vm, folder};
@@ -306,7 +306,7 @@ impl Cell {
                 let pages = content.len() / 4096 + machine.guest.compared_pages();
                 Some(format!("moved, {pages} pages compared"))
             }
-            (Err(panic), Some(reason)) if said(&*panic).contains(reason) => {
+            (Err(panic), Some(reason)) if panic_message(&*panic).contains(reason) => {
                 assert!(!there.is_running(), "it runs at the destination");
                 // A saved guest is in its file, and paused at the source.
                 let is_saved = here.migration().status() == "completed";

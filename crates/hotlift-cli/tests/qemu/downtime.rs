@@ -54,11 +54,11 @@ fn the_limit_starts_low_for_a_guest_that_writes_little_and_is_restored() {
         // 64 MiB in two seconds, of which the guest dirties 2 MiB a second.
         let (serve, migrate) = moves(&mut here, &there, &["--max-bandwidth=32M"]);
         assert_eq!(limit(&mut here), LOW);
-        let said = succeeds(migrate);
+        let output = succeeds(migrate);
         succeeds(serve);
         assert!(
-            said.contains("9 of 300 ms, low while rounds get shorter"),
-            "{said}"
+            output.contains("9 of 300 ms, low while rounds get shorter"),
+            "{output}"
         );
         assert_eq!(limit(&mut here), MOST);
         has_moved(&mut here, &mut there);
@@ -76,9 +76,9 @@ fn without_the_ramp_the_limit_is_the_operators_from_the_start() {
     ];
     let (serve, migrate) = moves(&mut here, &there, &options);
     assert_eq!(limit(&mut here), 200);
-    let said = succeeds(migrate);
+    let output = succeeds(migrate);
     succeeds(serve);
-    assert!(!said.contains("of 200 ms"), "{said}");
+    assert!(!output.contains("of 200 ms"), "{output}");
     assert_eq!(limit(&mut here), MOST);
 }
 
@@ -96,8 +96,8 @@ fn the_limit_rises_to_the_operators_for_a_guest_that_writes_faster_than_the_link
     migrate.wait_for("300 of 300 ms, raised because the guest writes as fast");
     assert_eq!(limit(&mut here), MOST);
     migrate.signal(Signal::INT);
-    let (status, said) = migrate.wait();
-    assert!(!status.success(), "{said:?}");
+    let (status, output) = migrate.wait();
+    assert!(!status.success(), "{output:?}");
     assert!(here.is_running());
     assert_eq!(limit(&mut here), MOST);
 }
@@ -136,11 +136,11 @@ fn a_limit_of_a_killed_migrate_is_restored_by_the_next_command() {
         let later = json!({ "downtime-limit": raised });
         here.qmp.set_parameters(&later).expect("a limit");
         let next = ["migrate", "--qmp", &qmp, "--to", "tcp:127.0.0.1:9"];
-        let (status, said) = Hotlift::start(&next).wait();
-        let said = said.join("\n");
+        let (status, output) = Hotlift::start(&next).wait();
+        let output = output.join("\n");
         assert!(
-            !status.success() && said.contains("downtime-limit 300"),
-            "{said}"
+            !status.success() && output.contains("downtime-limit 300"),
+            "{output}"
         );
         assert_eq!(limit(&mut here), MOST);
     }

@@ -269,11 +269,11 @@ impl Rig {
                 // It dies slowly: if the destination loads everything before its sockets close, this equals a normal release by
                 // the source, and the guest runs there.
                 let relay = self.source.take().expect("it was started");
-                let (status, said) = relay.wait();
+                let (status, output) = relay.wait();
                 if status.success() {
                     return self.has_moved();
                 }
-                assert_eq!(errors(&said).len(), 1, "{}", said.join("\n"));
+                assert_eq!(errors(&output).len(), 1, "{}", output.join("\n"));
             }
         }
         if let Some(info) = ended {
@@ -289,8 +289,8 @@ impl Rig {
             // 7.2 reports no error after the last page.
             let why = info.error_desc.unwrap_or_else(|| self.here.stderr());
             let has_words = !why.is_empty() || self.here.release == Release::V7;
-            assert!(has_words, "the source does not say why");
-            let count = self.here.count().expect("it has said something");
+            assert!(has_words, "the source reports no reason");
+            let count = self.here.count().expect("it has printed something");
             self.here.counts_on_from(count);
             let proven = self.here.prove();
             self.here.qmp.cont().expect("cont");
@@ -306,9 +306,9 @@ impl Rig {
             } else if phase == Phase::Setup {
                 // It may be waiting for a first connection.
                 relay.signal(Signal::INT);
-                let (status, said) = relay.wait();
+                let (status, output) = relay.wait();
                 let ends = [Some(1), Some(130)].contains(&status.code());
-                assert!(ends, "{party:?}: {status}\n{}", said.join("\n"));
+                assert!(ends, "{party:?}: {status}\n{}", output.join("\n"));
             } else {
                 let why = failed(&format!("{party:?}"), relay);
                 assert!(why.contains("relay failed"), "{party:?}: {why}");
@@ -321,7 +321,7 @@ impl Rig {
                 || "the destination does not end".to_owned(),
                 || how_it_ended(&mut self.there, phase, may_hang),
             );
-            assert!(!how.is_empty(), "the destination does not say why");
+            assert!(!how.is_empty(), "the destination reports no reason");
             assert_eq!(self.there.count(), None, "the guest has run there");
         }
         self.proxies.clear();
@@ -403,12 +403,12 @@ impl Rig {
     fn has_moved(mut self) {
         let relays = [self.source.take(), self.destination.take()];
         for relay in relays.into_iter().flatten() {
-            let (status, said) = relay.wait();
-            assert!(status.success(), "{status}\n{}", said.join("\n"));
+            let (status, output) = relay.wait();
+            assert!(status.success(), "{status}\n{}", output.join("\n"));
         }
         self.there.reaches("completed");
         assert!(!self.here.is_running(), "the source runs, too");
-        let before = self.here.count().expect("it has said something");
+        let before = self.here.count().expect("it has printed something");
         self.there.counts_on_from(before);
         self.there.prove();
     }
@@ -593,13 +593,13 @@ fn an_interrupted_relay_ends_the_migration_and_reports_it() {
             Party::SourceRelay => &mut rig.source,
             _ => &mut rig.destination,
         };
-        let (status, said) = relay.take().expect("it runs").wait();
-        assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+        let (status, output) = relay.take().expect("it runs").wait();
+        assert_eq!(status.code(), Some(130), "{}", output.join("\n"));
         until(
             || "the source does not go on".to_owned(),
             || (rig.here.is_running() && rig.here.migration().has_failed()).then_some(()),
         );
-        let count = rig.here.count().expect("it has said something");
+        let count = rig.here.count().expect("it has printed something");
         rig.here.counts_on_from(count);
         Some(())
     });

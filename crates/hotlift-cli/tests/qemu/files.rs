@@ -70,7 +70,7 @@ pub fn save(
     });
     let report = report.unwrap_or_else(|error| panic!("save: {}", error.chain()));
     vm.reaches("completed");
-    assert!(!vm.is_running(), "it runs on beside its file");
+    assert!(!vm.is_running(), "it keeps running after the save");
     report
 }
 
@@ -289,11 +289,11 @@ fn older_sources_are_saved() {
                 .parameters(parameters.clone());
             let settings = settings(method, Multifd::Channels(2));
             save(&mut here, source, &file, format, &settings);
-            let said = here.qmp.client().execute("query-migrate", &Value::Null);
-            let said = said.expect("query-migrate");
+            let output = here.qmp.client().execute("query-migrate", &Value::Null);
+            let output = output.expect("query-migrate");
             assert!(
-                said[figures]["pages"].as_u64() > Some(0),
-                "no such page was sent: {said}"
+                output[figures]["pages"].as_u64() > Some(0),
+                "no such page was sent: {output}"
             );
             let (mut there, report) =
                 need!(restore(&file, Release::V10, &machine, Multifd::Channels(2)));
@@ -345,7 +345,7 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
                 error.chain()
             );
             until(
-                || format!("{what} at {at}: the destination does not give up"),
+                || format!("{what} at {at}: the destination does not abort"),
                 || {
                     let info = vm.migration();
                     // All but the pages is read first: QEMU has received nothing.
@@ -410,7 +410,7 @@ fn a_failed_save_leaves_the_guest_running_and_no_file() {
         });
         assert!(matches!(error, MigrationError::Cancelled), "{error}");
         until(
-            || "the source does not give up".to_owned(),
+            || "the source does not abort".to_owned(),
             || here.migration().has_failed().then_some(()),
         );
         let count = here.count().expect("the guest counts");

@@ -204,7 +204,7 @@ impl Guest {
                 let proven = program.prove(&registers, &vm.ram());
                 proven.map_err(|error| error.to_string())
             }
-            Self::Linux { .. } => vm.count().ok_or_else(|| "it says nothing".to_owned()),
+            Self::Linux { .. } => vm.count().ok_or_else(|| "it prints nothing".to_owned()),
             Self::Firmware => Err("the firmware's writes cannot be replayed".to_owned()),
         }
     }

@@ -87,7 +87,7 @@ fn large_devices_switch_over_in_postcopy_within_the_memory_limit() {
     here.qmp.migrate(relays.uri()).expect("migrate");
     here.reaches("active");
     here.start_postcopy();
-    there.says("postcopy-active");
+    there.wait_for_status("postcopy-active");
     let fast = json!({ "max-bandwidth": 1_u64 << 40, "max-postcopy-bandwidth": 1_u64 << 40 });
     here.qmp.set_parameters(&fast).expect("parameters");
     here.reaches("completed");

@@ -115,10 +115,10 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
         there.counts_on_from(before);
         restore.signal(Signal::KILL);
         let _ = restore.wait();
-        there.says("postcopy-paused");
-        let (status, said) = Hotlift::start(&lazy).wait();
-        assert_eq!(status.code(), Some(1), "{said:?}");
-        assert!(said.join("\n").contains("--lazy --resume"), "{said:?}");
+        there.wait_for_status("postcopy-paused");
+        let (status, output) = Hotlift::start(&lazy).wait();
+        assert_eq!(status.code(), Some(1), "{output:?}");
+        assert!(output.join("\n").contains("--lazy --resume"), "{output:?}");
 
         // Again, and then to the end.
         let resume = [&lazy[..], &["--resume"]].concat();
@@ -127,13 +127,13 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
         again.signal(Signal::INT);
         again.wait_for("leaves the guest waiting");
         again.signal(Signal::INT);
-        let (status, said) = again.wait();
-        assert_eq!(status.code(), Some(3), "{said:?}");
+        let (status, output) = again.wait();
+        assert_eq!(status.code(), Some(3), "{output:?}");
         let line = format!("hotlift restore --lazy --resume {file} --qmp unix:{qmp}");
-        assert!(said.join("\n").contains(&line), "{said:?}");
-        there.says("postcopy-paused");
-        let said = succeeds(Hotlift::start(&resume));
-        assert!(said.contains("has all pages"), "{said:?}");
+        assert!(output.join("\n").contains(&line), "{output:?}");
+        there.wait_for_status("postcopy-paused");
+        let output = succeeds(Hotlift::start(&resume));
+        assert!(output.contains("has all pages"), "{output:?}");
         goes_on(&mut there, before);
         let refused = Hotlift::start(&resume).wait();
         assert_eq!(refused.0.code(), Some(1), "{:?}", refused.1);
@@ -149,17 +149,17 @@ fn a_damaged_page_pauses_the_guest_until_a_good_file_is_available() {
     assert!(shown.contains("no damage"), "{shown:?}");
     let whole = std::fs::read(&file).expect("the file");
     std::fs::write(&file, altered(&whole).0).expect("a damaged file");
-    let (status, said) = Hotlift::start(&["show", &file, "--verify"]).wait();
-    assert_eq!(status.code(), Some(1), "{said:?}");
+    let (status, output) = Hotlift::start(&["show", &file, "--verify"]).wait();
+    assert_eq!(status.code(), Some(1), "{output:?}");
 
     let mut there = need!(Vm::waiting(Release::V10, &machine));
     let qmp = there.free_qmp();
     let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
-    let (status, said) = Hotlift::start(&lazy).wait();
-    assert_eq!(status.code(), Some(3), "{said:?}");
-    let words = said.join("\n");
+    let (status, output) = Hotlift::start(&lazy).wait();
+    assert_eq!(status.code(), Some(3), "{output:?}");
+    let words = output.join("\n");
     assert!(words.contains("a block of pages at byte"), "{words}");
-    there.says("postcopy-paused");
+    there.wait_for_status("postcopy-paused");
 
     // Another VM's pages do not help.
     let [other, resume] = ["other.save", "vm.save"].map(|name| {
@@ -169,11 +169,11 @@ fn a_damaged_page_pauses_the_guest_until_a_good_file_is_available() {
     std::fs::write(&file, &whole).expect("the good file");
     let _ = need!(saved_as(files.path(), "other.save", &machine));
     let arguments: Vec<&str> = other.iter().map(String::as_str).collect();
-    let (status, said) = Hotlift::start(&arguments).wait();
-    assert_eq!(status.code(), Some(3), "{said:?}");
+    let (status, output) = Hotlift::start(&arguments).wait();
+    assert_eq!(status.code(), Some(3), "{output:?}");
     assert!(
-        said.join("\n").contains("pages of a different file"),
-        "{said:?}"
+        output.join("\n").contains("pages of a different file"),
+        "{output:?}"
     );
 
     let arguments: Vec<&str> = resume.iter().map(String::as_str).collect();
@@ -197,10 +197,10 @@ fn a_file_that_cannot_be_restored_lazily_is_refused_before_the_guest_runs() {
     ] {
         let there = need!(Vm::waiting(Release::V10, &machine));
         let file = file.display().to_string();
-        let (status, said) =
+        let (status, output) =
             Hotlift::start(&["restore", "--lazy", &file, "--qmp", &there.free_qmp()]).wait();
-        assert_eq!(status.code(), Some(1), "{said:?}");
-        assert!(said.join("\n").contains(reason), "{said:?}");
+        assert_eq!(status.code(), Some(1), "{output:?}");
+        assert!(output.join("\n").contains(reason), "{output:?}");
         assert_eq!(there.count(), None, "the guest has run");
     }
 }
@@ -230,12 +230,12 @@ fn a_restore_whose_devices_qemu_refuses_quotes_qemu_and_does_not_advise_to_resum
         let qmp = there.free_qmp();
         let accepted = "--ignore-differences";
         let lazy = ["restore", "--lazy", &file, accepted, "--qmp", &qmp];
-        let (status, said) = Hotlift::start(&lazy).wait();
-        let said = said.join("\n");
-        assert_eq!(status.code(), Some(1), "{said}");
-        assert!(words.iter().any(|words| said.contains(words)), "{said}");
-        assert!(!said.contains("--resume"), "{said}");
-        assert!(!said.contains("the guest runs"), "{said}");
+        let (status, output) = Hotlift::start(&lazy).wait();
+        let output = output.join("\n");
+        assert_eq!(status.code(), Some(1), "{output}");
+        assert!(words.iter().any(|words| output.contains(words)), "{output}");
+        assert!(!output.contains("--resume"), "{output}");
+        assert!(!output.contains("the guest runs"), "{output}");
         assert_eq!(there.count(), None, "the guest has run");
     }
 }
@@ -262,10 +262,10 @@ fn a_restore_resumes_though_another_client_has_started_a_migration() {
         assert_eq!(there.migration().status(), "setup");
         restore.signal(Signal::KILL);
         let _ = restore.wait();
-        there.says("postcopy-paused");
-        let said = succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
-        assert!(said.contains("has all pages"), "{said}");
-        there.says("completed");
+        there.wait_for_status("postcopy-paused");
+        let output = succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
+        assert!(output.contains("has all pages"), "{output}");
+        there.wait_for_status("completed");
         there.counts_on_from(before);
         let proven = there.prove();
         there.qmp.cont().expect("cont");
@@ -294,11 +294,11 @@ fn a_smaller_machines_refusal_of_a_file_is_quoted_and_no_running_guest_is_report
         "-display",
         "none",
     ];
-    let (status, said) = Hotlift::start(&[&restore[..], &smaller].concat()).wait();
-    assert_eq!(status.code(), Some(1), "{said:?}");
-    let said = said.join("\n");
-    assert!(said.contains("mismatch: pc.ram: "), "{said}");
-    assert!(!said.contains("the guest runs"), "{said}");
+    let (status, output) = Hotlift::start(&[&restore[..], &smaller].concat()).wait();
+    assert_eq!(status.code(), Some(1), "{output:?}");
+    let output = output.join("\n");
+    assert!(output.contains("mismatch: pc.ram: "), "{output}");
+    assert!(!output.contains("the guest runs"), "{output}");
 }
 
 /// Starts a server of the save files in a folder, and returns its address.
@@ -339,14 +339,14 @@ fn a_guest_restored_from_another_host_waits_while_that_host_is_down() {
         restore.wait_for(&format!("lost {at}; trying again"));
         (server, _) = serve(files.path(), &at, &tls);
         restore.wait_for(&format!("{at} is back"));
-        let (status, said) = restore.wait();
-        assert!(status.success(), "{said:?}");
+        let (status, output) = restore.wait();
+        assert!(status.success(), "{output:?}");
         goes_on(&mut there, before);
     }
     server.signal(Signal::TERM);
-    let (status, said) = server.wait();
-    assert!(status.success(), "{said:?}");
-    assert!(said.join("\n").contains("127.0.0.1 read "), "{said:?}");
+    let (status, output) = server.wait();
+    assert!(status.success(), "{output:?}");
+    assert!(output.join("\n").contains("127.0.0.1 read "), "{output:?}");
 }
 
 #[test]
@@ -370,10 +370,10 @@ fn pages_of_a_file_that_replaced_the_first_do_not_reach_the_guest() {
     std::fs::rename(&file, &aside).expect("the file");
     let _ = need!(saved(files.path(), &machine));
     let (_server, _) = serve(files.path(), &at, &tls);
-    let (status, said) = restore.wait();
-    assert_eq!(status.code(), Some(3), "{said:?}");
-    assert!(said.join("\n").contains("another file"), "{said:?}");
-    there.says("postcopy-paused");
+    let (status, output) = restore.wait();
+    assert_eq!(status.code(), Some(3), "{output:?}");
+    assert!(output.join("\n").contains("another file"), "{output:?}");
+    there.wait_for_status("postcopy-paused");
 
     std::fs::rename(&aside, &file).expect("the file");
     succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));

@@ -55,7 +55,7 @@ fn a_guest_in_huge_pages_runs_before_it_has_them_and_gets_them_all() {
             }
             let address = listens_for_pages(&mut there);
             let page_sizes = there.qmp.page_sizes().expect("it answers");
-            let page_sizes = page_sizes.expect("it tells");
+            let page_sizes = page_sizes.expect("reported page sizes");
             let moment = match to {
                 Release::V7 => Preempt::First,
                 Release::V10 | Release::V11 => Preempt::BeforeRun,
@@ -118,9 +118,9 @@ fn a_guest_in_huge_pages_whose_restore_is_killed_gets_the_rest_of_them() {
         there.counts_on_from(before);
         restore.signal(Signal::KILL);
         let _ = restore.wait();
-        there.says("postcopy-paused");
-        let said = succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
-        assert!(said.contains("has all pages"), "{said:?}");
+        there.wait_for_status("postcopy-paused");
+        let output = succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
+        assert!(output.contains("has all pages"), "{output:?}");
         goes_on(&mut there, before);
     }
 }
@@ -137,13 +137,13 @@ fn a_partly_damaged_huge_page_pauses_the_guest_until_a_good_file_is_available() 
         let mut there = need!(Vm::waiting(to, &with(HugePages)));
         let qmp = there.free_qmp();
         let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
-        let (status, said) = Hotlift::start(&lazy).wait();
-        assert_eq!(status.code(), Some(3), "{said:?}");
+        let (status, output) = Hotlift::start(&lazy).wait();
+        assert_eq!(status.code(), Some(3), "{output:?}");
         assert!(
-            said.join("\n").contains("a block of pages at byte"),
-            "{said:?}"
+            output.join("\n").contains("a block of pages at byte"),
+            "{output:?}"
         );
-        there.says("postcopy-paused");
+        there.wait_for_status("postcopy-paused");
         fs::write(&file, &whole).expect("the good file");
         succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
         goes_on(&mut there, before);
@@ -181,7 +181,7 @@ fn a_linux_in_zero_huge_pages_gets_them_on_demand() {
         let address = listens_for_pages(&mut there);
         let page_sizes = there.qmp.page_sizes().expect("it answers");
         let hooks = Hooks {
-            page_sizes: &page_sizes.expect("it tells"),
+            page_sizes: &page_sizes.expect("reported page sizes"),
             ..Hooks::default()
         };
         // Requested pages come at once, all others much later.
@@ -196,7 +196,7 @@ fn a_linux_in_zero_huge_pages_gets_them_on_demand() {
         let report = thread::scope(|scope| {
             let restoring =
                 scope.spawn(|| restore(&file, &address, false, &options, &control, hooks));
-            there.says("postcopy-active");
+            there.wait_for_status("postcopy-active");
             there.counts_on_from(before);
             // The page arrives only on request: QEMU's main thread waits until it is there.
             let there_is = there.hmp(&format!("xp /2gx {zero:#x}"));

@@ -222,7 +222,7 @@ pub const LINUX: (Release, [Release; 3]) = {
 };
 
 /// Returns the last number that the guest printed after `name`.
-pub fn said(vm: &Vm, name: &str) -> Option<u64> {
+pub fn reported_count(vm: &Vm, name: &str) -> Option<u64> {
     let console = vm.console();
     let (lines, _) = console.rsplit_once('\n')?;
     let numbers = lines.split_whitespace().rev();
@@ -237,11 +237,11 @@ fn answers(port: &Path, word: &str) {
     stream.set_read_timeout(Some(DEADLINE)).expect("a time-out");
     writeln!(stream, "{word}").expect("it is taken");
     let answer = format!("heard {word}");
-    let heard = BufReader::new(stream)
+    let received = BufReader::new(stream)
         .lines()
         .map(|line| line.expect("an answer"))
         .any(|line| line.trim_end() == answer);
-    assert!(heard, "no answer");
+    assert!(received, "no answer");
 }
 
 #[test]
@@ -270,7 +270,7 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
     let source = Side::new(Multifd::Off);
     save(&mut here, source, &file, FileFormat::Hotlift, &settings);
     let before = here.count().expect("the guest has counted");
-    let read = said(&here, "disk").expect("it has a disk");
+    let read = reported_count(&here, "disk").expect("it has a disk");
     assert!(read > 0, "it has not used its disk");
     for to in LINUX.1 {
         println!("{to:?}");
@@ -287,10 +287,13 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
         let report = thread::scope(|scope| {
             let restoring =
                 scope.spawn(|| restore(&file, &address, false, &slow, &control, Hooks::default()));
-            there.says("postcopy-active");
-            answers(&port, "what is said before the pages are there");
+            there.wait_for_status("postcopy-active");
+            answers(&port, "the question before the pages have arrived");
             there.counts_on_from(before);
-            assert!(said(&there, "disk") > Some(read), "no use of the disk");
+            assert!(
+                reported_count(&there, "disk") > Some(read),
+                "no use of the disk"
+            );
             let state = there.migration();
             assert!(state.is_running(), "it has all pages: {state:?}");
             control.change(&options(0));
@@ -298,6 +301,6 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
         });
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
         goes_on(&mut there, before);
-        answers(&port, "what is said behind them");
+        answers(&port, "the question after they have arrived");
     }
 }

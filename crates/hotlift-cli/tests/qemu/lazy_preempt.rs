@@ -138,7 +138,7 @@ fn a_restore_enables_the_preempt_channel_and_restores_the_capability() {
         assert!(preempt(&mut there), "{release:?}");
         restore.signal(Signal::KILL);
         let _ = restore.wait();
-        there.says("postcopy-paused");
+        there.wait_for_status("postcopy-paused");
         succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
         assert!(!preempt(&mut there), "{release:?}");
         goes_on(&mut there, before);

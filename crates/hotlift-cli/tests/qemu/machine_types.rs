@@ -76,8 +76,8 @@ fn the_name_of_a_machine_type_predicts_its_sync_points() {
         let flushes = properties.expect("properties").iter().any(|one| {
             one["property"] == "multifd-flush-after-each-section" && one["value"] == "on"
         });
-        let told = vm.qmp.flushes_after_each_section().expect("it answers");
-        assert_eq!(told, Some(flushes), "{release:?} {name}");
+        let flushes_reported = vm.qmp.flushes_after_each_section().expect("it answers");
+        assert_eq!(flushes_reported, Some(flushes), "{release:?} {name}");
     }
 }
 
@@ -133,9 +133,9 @@ fn a_machine_without_a_name_in_its_stream_moves_and_restores() {
         let mut again = need!(Vm::running(Release::V7, &machine));
         let qmp = again.free_qmp();
         let save = ["save", "--qmp", &qmp, &mapped, "--format=mapped-ram"];
-        let (status, said) = Hotlift::start(&save).wait();
-        assert_eq!(status.code(), Some(1), "{said:?}");
-        assert!(said.join("\n").contains("up to 2.3"), "{said:?}");
+        let (status, output) = Hotlift::start(&save).wait();
+        assert_eq!(status.code(), Some(1), "{output:?}");
+        assert!(output.join("\n").contains("up to 2.3"), "{output:?}");
         assert!(!Path::new(&mapped).exists());
         assert!(again.is_running());
     }

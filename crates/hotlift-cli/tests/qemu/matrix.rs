@@ -243,7 +243,7 @@ fn outcome(name: &str, take: impl FnOnce() -> Option<String>) -> String {
     let outcome = match catch_unwind(AssertUnwindSafe(take)) {
         Ok(Some(moved)) => moved,
         Ok(None) => "skipped".to_owned(),
-        Err(panic) => format!("failed: {}", said(&*panic).replace('\n', " | ")),
+        Err(panic) => format!("failed: {}", panic_message(&*panic).replace('\n', " | ")),
     };
     format!("{name}: {outcome}, {:.1} s", start.elapsed().as_secs_f64())
 }
@@ -295,7 +295,7 @@ impl Results {
 }
 
 /// Returns the message of a panic.
-pub fn said(panic: &(dyn Any + Send)) -> &str {
+pub fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied())
         .unwrap_or_default()

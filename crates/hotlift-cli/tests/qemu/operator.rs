@@ -35,10 +35,10 @@ pub fn serve(arguments: &[&str]) -> (Running, String) {
 }
 
 pub fn succeeds(command: Running) -> String {
-    let (status, said) = command.wait();
-    let said = said.join("\n");
-    assert!(status.success(), "{status}\n{said}");
-    said
+    let (status, output) = command.wait();
+    let output = output.join("\n");
+    assert!(status.success(), "{status}\n{output}");
+    output
 }
 
 /// Checks that the guest of `here` has moved to `there` and counts on.
@@ -117,12 +117,12 @@ impl Adopted {
         command.wait_for("the guest runs");
         succeeds(command);
         let address = QmpAddress::Unix(self.folder.path().join("test.qmp"));
-        let mut qmp = Qemu::connect(&address, DEADLINE).expect("it runs on");
+        let mut qmp = Qemu::connect(&address, DEADLINE).expect("it keeps running");
         let console = self.path("console");
-        let said = || fs::read_to_string(&console).unwrap_or_default();
+        let output = || fs::read_to_string(&console).unwrap_or_default();
         until(
             || format!("it does not count on from {before}"),
-            || count_in(&said(), &self.machine.guest).filter(|&count| count > before),
+            || count_in(&output(), &self.machine.guest).filter(|&count| count > before),
         );
         assert!(qmp.query_status().expect("a status").running);
         qmp.quit().expect("quit");
@@ -172,16 +172,16 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
             },
         );
         migrate.signal(Signal::INT);
-        let (status, said) = migrate.wait();
-        assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+        let (status, output) = migrate.wait();
+        assert_eq!(status.code(), Some(130), "{}", output.join("\n"));
         assert!(here.is_running(), "the guest was not left running");
         let proven = here.prove();
         here.qmp.cont().expect("cont");
         here.counts_on_from(proven);
-        let (status, said) = serve.wait();
-        let said = said.join("\n");
-        assert_eq!(status.code(), Some(1), "{said}");
-        assert!(said.contains("the source: interrupted"), "{said}");
+        let (status, output) = serve.wait();
+        let output = output.join("\n");
+        assert_eq!(status.code(), Some(1), "{output}");
+        assert!(output.contains("the source: interrupted"), "{output}");
         assert_eq!(there.count(), None, "the guest has run at the destination");
         if there.ended().is_none() {
             assert!(!there.is_running());
@@ -226,17 +226,20 @@ fn a_guest_that_powers_off_while_it_moves_or_is_saved_is_reported_as_ended() {
         let there = need!(Vm::waiting(release, &machine));
         let (serve, migrate) = moves_at(&mut here, &there, "2M");
         power_off(&mut here);
-        let (status, said) = migrate.wait();
-        let said = said.join("\n");
-        assert_eq!(status.code(), Some(1), "{said}");
+        let (status, output) = migrate.wait();
+        let output = output.join("\n");
+        assert_eq!(status.code(), Some(1), "{output}");
         assert!(
-            said.contains("the guest powered off during the migration"),
-            "{said}"
+            output.contains("the guest powered off during the migration"),
+            "{output}"
         );
-        let (status, said) = serve.wait();
-        let said = said.join("\n");
-        assert_eq!(status.code(), Some(1), "{said}");
-        assert!(said.contains("the source: the guest powered off"), "{said}");
+        let (status, output) = serve.wait();
+        let output = output.join("\n");
+        assert_eq!(status.code(), Some(1), "{output}");
+        assert!(
+            output.contains("the source: the guest powered off"),
+            "{output}"
+        );
         assert_eq!(there.count(), None, "the guest has run at the destination");
 
         let mut here = need!(Vm::running(release, &machine));
@@ -250,10 +253,10 @@ fn a_guest_that_powers_off_while_it_moves_or_is_saved_is_reported_as_ended() {
         let save = Hotlift::start(&save);
         sends_pages(&mut here);
         power_off(&mut here);
-        let (status, said) = save.wait();
-        let said = said.join("\n");
-        assert_eq!(status.code(), Some(1), "{said}");
-        assert!(said.contains("the guest powered off"), "{said}");
+        let (status, output) = save.wait();
+        let output = output.join("\n");
+        assert_eq!(status.code(), Some(1), "{output}");
+        assert!(output.contains("the guest powered off"), "{output}");
         let left = fs::read_dir(files.path()).expect("it is there").count();
         assert_eq!(left, 0, "a file is left");
     }
@@ -271,12 +274,12 @@ fn a_cancel_does_not_continue_a_powered_off_guest() {
         power_off(&mut here);
         let cancel = here.qmp.client().execute("migrate_cancel", &Value::Null);
         cancel.expect("it is cancelled");
-        let (status, said) = migrate.wait();
-        let said = said.join("\n");
-        assert_eq!(status.code(), Some(1), "{said}");
-        assert!(said.contains("the guest powered off"), "{said}");
-        let (status, said) = serve.wait();
-        assert_eq!(status.code(), Some(1), "{said:?}");
+        let (status, output) = migrate.wait();
+        let output = output.join("\n");
+        assert_eq!(status.code(), Some(1), "{output}");
+        assert!(output.contains("the guest powered off"), "{output}");
+        let (status, output) = serve.wait();
+        assert_eq!(status.code(), Some(1), "{output:?}");
         let state = here.qmp.query_status().expect("QEMU answers");
         assert_eq!(state.run_state().name(), "shutdown");
     }
@@ -290,8 +293,8 @@ fn a_guest_that_is_reset_while_it_moves_runs_at_the_destination() {
     let (serve, migrate) = moves_at(&mut here, &there, "20M");
     let reset = here.qmp.client().execute("system_reset", &Value::Null);
     reset.expect("a reset");
-    let said = succeeds(migrate);
-    assert!(!said.contains("during the migration"), "{said}");
+    let output = succeeds(migrate);
+    assert!(!output.contains("during the migration"), "{output}");
     succeeds(serve);
     // A reset within a write leaves the page and the guest's table different, which the guest detects once.
     let errors_of_last_line = || {
@@ -329,9 +332,13 @@ fn a_save_that_is_interrupted_at_once_leaves_no_folder() {
     here.signal(Signal::STOP);
     save.signal(Signal::INT);
     save.signal(Signal::TERM);
-    let (status, said) = save.wait();
-    assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
-    assert!(errors(&said).is_empty(), "it waited: {}", said.join("\n"));
+    let (status, output) = save.wait();
+    assert_eq!(status.code(), Some(130), "{}", output.join("\n"));
+    assert!(
+        errors(&output).is_empty(),
+        "it waited: {}",
+        output.join("\n")
+    );
     assert_eq!(count(), 0, "left behind");
     here.signal(Signal::CONT);
 }
@@ -344,12 +351,12 @@ fn fails_to_move(here: &Vm, line: &[String], options: &[&str]) -> String {
     let qmp = here.free_qmp();
     let migrate = [&["migrate", "--qmp", &qmp, "--to", &uri][..], options].concat();
     let migrate = Hotlift::start(&migrate);
-    let (status, said) = migrate.wait();
-    let said = said.join("\n");
-    assert_eq!(status.code(), Some(1), "{said}");
+    let (status, output) = migrate.wait();
+    let output = output.join("\n");
+    assert_eq!(status.code(), Some(1), "{output}");
     serve.signal(Signal::INT);
     serve.wait();
-    said
+    output
 }
 
 /// Returns `line` with `from` replaced in one argument.
@@ -372,18 +379,18 @@ fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
         &format!("{}k", bytes >> 10),
         &format!("{}k", bytes >> 9),
     );
-    let said = fails_to_move(&here, &more, &[]);
+    let output = fails_to_move(&here, &more, &[]);
     let words = format!(
         "RAM size: the source has {bytes} bytes, the destination has {} bytes",
         2 * bytes
     );
-    assert!(said.contains(&words), "{said}");
+    assert!(output.contains(&words), "{output}");
 
     let mut more = line;
     more.extend(["-smp", "2"].map(str::to_owned));
-    let said = fails_to_move(&here, &more, &[]);
+    let output = fails_to_move(&here, &more, &[]);
     let words = "number of vCPUs: the source has 1, the destination has 2";
-    assert!(said.contains(words), "{said}");
+    assert!(output.contains(words), "{output}");
     assert_eq!(here.migration().status(), "none");
     assert!(here.is_running());
 }
@@ -396,10 +403,10 @@ fn the_error_of_the_destinations_qemu_is_reported_at_the_source() {
         let there = Adopted::new(machine);
         let line = need!(there.line(release));
         let line = with(&line, "graphics=off", "graphics=off,hpet=off");
-        let said = fails_to_move(&here, &line, &["--ignore-differences"]);
+        let output = fails_to_move(&here, &line, &["--ignore-differences"]);
         let warning = "warning: device hpet: the source has hpet, the destination has none";
-        assert!(said.contains(warning), "{said}");
-        assert!(said.contains("'hpet'"), "{said}");
+        assert!(output.contains(warning), "{output}");
+        assert!(output.contains("'hpet'"), "{output}");
         assert!(here.is_running());
     }
 }
@@ -420,7 +427,7 @@ fn a_saved_guest_continues_from_its_file_and_a_damaged_file_is_refused() {
         "--method=zstd",
         "--channels=2",
     ]));
-    assert!(!here.is_running(), "it runs on beside its file");
+    assert!(!here.is_running(), "it keeps running after the save");
     let before = here.count().expect("the guest has counted");
 
     // One byte shorter; a changed byte in the middle.
@@ -430,13 +437,20 @@ fn a_saved_guest_continues_from_its_file_and_a_damaged_file_is_refused() {
         fs::write(path(name), bytes).expect("a damaged file");
         let mut there = need!(Vm::waiting(Release::V10, &machine));
         let restore = Hotlift::start(&["restore", &path(name), "--qmp", &there.free_qmp()]);
-        let (status, said) = restore.wait();
-        assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));
+        let (status, output) = restore.wait();
+        assert_eq!(status.code(), Some(1), "{name}: {}", output.join("\n"));
         // One line has the cause; if only pages are damaged, another has the way to continue without them.
-        let salvage = errors(&said).iter().any(|line| line.contains("--salvage"));
-        assert_eq!(salvage, name == "altered", "{}", said.join("\n"));
+        let salvage = errors(&output)
+            .iter()
+            .any(|line| line.contains("--salvage"));
+        assert_eq!(salvage, name == "altered", "{}", output.join("\n"));
         let lines = 1 + usize::from(salvage);
-        assert_eq!(errors(&said).len(), lines, "{name}: {}", said.join("\n"));
+        assert_eq!(
+            errors(&output).len(),
+            lines,
+            "{name}: {}",
+            output.join("\n")
+        );
         assert!(
             there.ended().is_some() || !there.is_running(),
             "{name}: the guest runs"

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::guest::Guest;
 use crate::hotlift::Hotlift;
-use crate::lazy_machines::said;
+use crate::lazy_machines::reported_count;
 use crate::need;
 use crate::operator::{serve, succeeds};
 use crate::route::{Multifd, RelayOptions, Relays, Route, Side};
@@ -171,7 +171,7 @@ fn switches_over(here: &mut Vm, there: &mut Vm) {
     here.qmp.migrate(relays.uri()).expect("migrate");
     here.reaches("active");
     here.start_postcopy();
-    there.says("postcopy-active");
+    there.wait_for_status("postcopy-active");
     let fast = json!({ "max-bandwidth": 1_u64 << 40, "max-postcopy-bandwidth": 1_u64 << 40 });
     here.qmp.set_parameters(&fast).expect("parameters");
     here.reaches("completed");
@@ -214,13 +214,16 @@ fn moves((name, ways): (&'static str, &[(Release, Way)])) -> Option<()> {
     };
     let mut here = Vm::running_with(STARTS_IN, &machine, &devices(PLUGGED))?;
     has_plugged(&mut here, PLUGGED);
-    let used = said(&here, "plugged").expect("it uses plugged memory") * 4096;
+    let used = reported_count(&here, "plugged").expect("it uses plugged memory") * 4096;
     assert!(used > PLUGGED / 2, "it uses {used} bytes of it");
     for &(to, way) in ways {
         println!("{way:?} -> {to:?}");
         here = way.take(here, to)?;
         has_plugged(&mut here, PLUGGED);
-        assert_eq!(said(&here, "plugged").map(|pages| pages * 4096), Some(used));
+        assert_eq!(
+            reported_count(&here, "plugged").map(|pages| pages * 4096),
+            Some(used)
+        );
     }
     // The device also continues.
     let more = PLUGGED + 32 * MIB;

@@ -121,7 +121,7 @@ impl Way {
         strangers.extend(in_front.then(|| silent(relays.uri())));
         let before = here.count().expect("the guest has counted");
         here.start_postcopy();
-        there.says("postcopy-active");
+        there.wait_for_status("postcopy-active");
         // It runs there while its pages are here.
         there.counts_on_from(before);
         if takes_strangers {
@@ -165,14 +165,14 @@ impl Way {
             }
         }
         if self.tls.is_some() {
-            let (_, said) = ended.last().expect("two relays");
+            let (_, output) = ended.last().expect("two relays");
             let other = match self.is_passed_through() {
                 true => "another host",
                 // It accepts none: requested pages arrive on main from the source's relay.
                 false => "as a migration stream",
             };
             for why in ["does not use TLS", other] {
-                assert!(said.contains(why), "{said}");
+                assert!(output.contains(why), "{output}");
             }
         }
         proven_and_goes_on(&mut there);
@@ -298,13 +298,13 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
             relays,
             _strangers,
         } = need!(way.begin());
-        let said = relays.kill(killed);
+        let output = relays.kill(killed);
         assert!(
-            said.contains("some of its pages have not arrived"),
-            "{said}"
+            output.contains("some of its pages have not arrived"),
+            "{output}"
         );
-        here.says("postcopy-paused");
-        there.says("postcopy-paused");
+        here.wait_for_status("postcopy-paused");
+        there.wait_for_status("postcopy-paused");
         assert!(!here.is_running(), "the source runs, too");
 
         let again = there.uri("again");
@@ -352,14 +352,14 @@ fn a_guest_whose_relay_is_killed_while_its_devices_load_runs_again_at_the_source
         // Its socket buffers the devices, and it loads none of them.
         there.signal(Signal::STOP);
         here.start_postcopy();
-        here.says("postcopy-device");
-        let said = relays.kill(killed);
+        here.wait_for_status("postcopy-device");
+        let output = relays.kill(killed);
         // Even if the devices have reached the remaining relay, the guest runs nowhere else.
         assert!(
-            !said.contains("some of its pages have not arrived"),
-            "{said}"
+            !output.contains("some of its pages have not arrived"),
+            "{output}"
         );
-        here.says("failed");
+        here.wait_for_status("failed");
         assert!(here.is_running(), "the guest runs nowhere");
         here.counts_on_from(before);
     }

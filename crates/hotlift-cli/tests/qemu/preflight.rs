@@ -34,8 +34,8 @@ fn waits(there: &mut Vm) -> bool {
 
 /// Runs a command to its end, and returns its exit code and all output.
 fn run(arguments: &[&str]) -> (Option<i32>, String) {
-    let (status, said) = Hotlift::start(arguments).wait();
-    (status.code(), said.join("\n"))
+    let (status, output) = Hotlift::start(arguments).wait();
+    (status.code(), output.join("\n"))
 }
 
 #[test]
@@ -77,26 +77,26 @@ fn a_difference_that_qemu_refuses_is_refused_before_the_first_page() {
             let (mut serve, uri) = serve(&["--qmp", &there.free_qmp()]);
             let check = ["migrate", "--qmp", &qmp, "--to", &uri, "--check"];
             let (status, lines) = Hotlift::start_with(&check, &[("COLUMNS", "")]).wait();
-            let said = lines.join("\n");
-            assert_eq!(status.code(), Some(1), "{said}");
-            assert!(said.contains("of the differences above"), "{said}");
-            let table: Vec<_> = said
+            let output = lines.join("\n");
+            assert_eq!(status.code(), Some(1), "{output}");
+            assert!(output.contains("of the differences above"), "{output}");
+            let table: Vec<_> = output
                 .lines()
                 .filter(|line| line.contains(['│', '┆']))
                 .collect();
-            assert!(table.len() > 10, "{said}");
+            assert!(table.len() > 10, "{output}");
             assert!(
                 table.iter().all(|line| line.chars().count() <= 80),
-                "{said}"
+                "{output}"
             );
             for result in ["same", "refused"] {
-                assert!(table.iter().any(|line| line.contains(result)), "{said}");
+                assert!(table.iter().any(|line| line.contains(result)), "{output}");
             }
             serve.wait_for("compared its VM");
 
-            let (code, said) = run(&["migrate", "--qmp", &qmp, "--to", &uri]);
-            assert_eq!(code, Some(1), "{said}");
-            assert!(said.contains(expected), "{said}");
+            let (code, output) = run(&["migrate", "--qmp", &qmp, "--to", &uri]);
+            assert_eq!(code, Some(1), "{output}");
+            assert!(output.contains(expected), "{output}");
             assert!(waits(&mut there));
             serve.signal(Signal::INT);
             serve.wait();
@@ -130,14 +130,14 @@ fn a_difference_that_qemu_accepts_is_a_warning_and_the_guest_moves() {
         if !smp.is_empty() {
             expected.push("number of possible vCPUs: the source has 1, the destination has 2");
         }
-        let (code, said) = run(&["migrate", "--qmp", &qmp, "--to", &uri, "--check", "--json"]);
-        assert_eq!(code, Some(0), "{said}");
-        assert!(said.contains(r#""outcome":"different""#), "{said}");
+        let (code, output) = run(&["migrate", "--qmp", &qmp, "--to", &uri, "--check", "--json"]);
+        assert_eq!(code, Some(0), "{output}");
+        assert!(output.contains(r#""outcome":"different""#), "{output}");
         assert!(waits(&mut there) && here.is_running());
-        let said = succeeds(Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]));
+        let output = succeeds(Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]));
         for words in expected {
             let is_warned = |line: &str| line.starts_with("warning: ") && line.contains(words);
-            assert!(said.lines().any(is_warned), "{words}\n{said}");
+            assert!(output.lines().any(is_warned), "{words}\n{output}");
         }
         succeeds(serve);
         has_moved(&mut here, &mut there);
@@ -159,21 +159,21 @@ fn a_saved_vm_is_compared_with_the_one_that_gets_its_guest() {
         let mut there = need!(Vm::waiting_with(release, &machine, &fewer));
         for how in [&[][..], &["--lazy"]] {
             let qmp = there.free_qmp();
-            let (code, said) = run(&[&["restore", &file, "--qmp", &qmp][..], how].concat());
-            assert_eq!(code, Some(1), "{said}");
+            let (code, output) = run(&[&["restore", &file, "--qmp", &qmp][..], how].concat());
+            assert_eq!(code, Some(1), "{output}");
             for words in [
                 "number of vCPUs: the source has 2, the destination has 1",
                 "device i440FX-pcihost/07.0: the source has virtio-rng-pci",
             ] {
-                assert!(said.contains(words), "{said}");
+                assert!(output.contains(words), "{output}");
             }
             assert!(waits(&mut there), "{how:?}");
         }
 
         let mut there = need!(Vm::waiting_with(release, &machine, &devices));
         let restore = ["restore", &file, "--qmp", &there.free_qmp()];
-        let said = succeeds(Hotlift::start(&restore));
-        assert!(!said.contains("warning: "), "{said}");
+        let output = succeeds(Hotlift::start(&restore));
+        assert!(!output.contains("warning: "), "{output}");
         has_moved(&mut here, &mut there);
         until(
             || "it does not run".to_owned(),
@@ -205,17 +205,17 @@ fn a_vm_that_qemu_does_not_migrate_is_refused_before_the_destination_is_asked() 
             &migrate,
             &["save", "--qmp", &qmp, &file],
         ] {
-            let (code, said) = run(line);
-            assert_eq!(code, Some(1), "{line:?}: {said}");
+            let (code, output) = run(line);
+            assert_eq!(code, Some(1), "{line:?}: {output}");
             let expected = "cannot migrate this VM: Migration is disabled when using feature 'peer mode' in device 'ivshmem'";
-            assert!(said.contains(expected), "{line:?}: {said}");
+            assert!(output.contains(expected), "{line:?}: {output}");
             assert!(here.is_running());
         }
         assert!(waits(&mut there));
         assert!(!Path::new(&file).exists());
         serve.signal(Signal::INT);
-        let (_, said) = serve.wait();
-        assert!(!said.join("\n").contains("the source"), "{said:?}");
+        let (_, output) = serve.wait();
+        assert!(!output.join("\n").contains("the source"), "{output:?}");
     }
 }
 
@@ -231,9 +231,12 @@ fn the_vm_is_described_before_the_destination_is_connected() {
     here.connect().expect("it answers");
     let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
     let uri = format!("tcp:{}", listener.local_addr().expect("its address"));
-    let (code, said) = run(&["migrate", "--ignore-shared", "--qmp", &qmp, "--to", &uri]);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("no memory backend with share=on"), "{said}");
+    let (code, output) = run(&["migrate", "--ignore-shared", "--qmp", &qmp, "--to", &uri]);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(
+        output.contains("no memory backend with share=on"),
+        "{output}"
+    );
     listener.set_nonblocking(true).expect("a listener");
     let connected = listener.accept().map_err(|error| error.kind());
     assert_eq!(connected.err(), Some(ErrorKind::WouldBlock));

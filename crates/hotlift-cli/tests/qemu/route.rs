@@ -251,13 +251,13 @@ impl Relays {
             .into_iter()
             .filter_map(|(side, relay)| Some((side, relay?)));
         let reports = there.map(|(side, relay)| {
-            let (status, said) = relay.wait();
-            let said = said.join("\n");
-            assert!(status.success(), "relay {side}: {status}\n{said}");
-            let line = said.lines().rev().find(|line| line.starts_with('{'));
-            let line = line.unwrap_or_else(|| panic!("relay {side} reports nothing:\n{said}"));
+            let (status, output) = relay.wait();
+            let output = output.join("\n");
+            assert!(status.success(), "relay {side}: {status}\n{output}");
+            let line = output.lines().rev().find(|line| line.starts_with('{'));
+            let line = line.unwrap_or_else(|| panic!("relay {side} reports nothing:\n{output}"));
             let report = serde_json::from_str(line).expect("a report");
-            (report, said)
+            (report, output)
         });
         reports.collect()
     }
@@ -265,17 +265,17 @@ impl Relays {
 
 /// Waits for a relay that fails, and returns its error.
 pub fn failed(side: &str, relay: Running) -> String {
-    let (status, said) = relay.wait();
-    let reasons = errors(&said);
+    let (status, output) = relay.wait();
+    let reasons = errors(&output);
     assert_eq!(
         status.code(),
         Some(1),
         "relay {side}: {status}\n{}",
-        said.join("\n")
+        output.join("\n")
     );
     // The error, and the next step if there is one.
     let is_short = matches!(reasons.len(), 1 | 2);
-    assert!(is_short, "relay {side}: {}", said.join("\n"));
+    assert!(is_short, "relay {side}: {}", output.join("\n"));
     reasons[0].clone()
 }
 
@@ -347,7 +347,7 @@ impl Route {
             there.qmp.cont().expect("cont");
             before
         };
-        let before = before.expect("the guest has said something");
+        let before = before.expect("the guest has printed something");
         there.counts_on_from(before);
         let proven = there.prove();
         there.qmp.cont().expect("cont");

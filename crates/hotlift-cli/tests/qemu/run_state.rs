@@ -46,8 +46,8 @@ fn status(qmp: &mut Qemu) -> String {
 
 /// Returns the exit code of a command, and its output.
 fn ends(command: Running) -> (Option<i32>, String) {
-    let (status, said) = command.wait();
-    (status.code(), said.join("\n"))
+    let (status, output) = command.wait();
+    (status.code(), output.join("\n"))
 }
 
 /// Checks that the guest of `here` runs and counts.
@@ -83,7 +83,7 @@ impl Adopted {
 
     fn own_qmp(&self) -> Qemu {
         let address = QmpAddress::Unix(self.folder.path().join("test.qmp"));
-        Qemu::connect(&address, DEADLINE).expect("it runs on")
+        Qemu::connect(&address, DEADLINE).expect("it keeps running")
     }
 }
 
@@ -139,10 +139,10 @@ fn a_guest_whose_disk_is_locked_at_the_destination_keeps_running_at_the_source()
         let line = need!(there.arguments(release, &locked_disk));
         let (serving, uri) = serve(&words(&line));
         let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &uri]);
-        for (code, said) in [ends(migrate), ends(serving)] {
-            assert_eq!(code, Some(1), "{said}");
-            assert!(said.contains(LOCKED), "{said}");
-            assert!(said.contains(stopped(release)), "{said}");
+        for (code, output) in [ends(migrate), ends(serving)] {
+            assert_eq!(code, Some(1), "{output}");
+            assert!(output.contains(LOCKED), "{output}");
+            assert!(output.contains(stopped(release)), "{output}");
         }
         assert!(there.has_ended(), "its QEMU lives on");
         runs_on(&mut here);
@@ -151,16 +151,16 @@ fn a_guest_whose_disk_is_locked_at_the_destination_keeps_running_at_the_source()
         let there = need!(Vm::waiting_with(release, &machine, &locked_disk));
         let (serving, uri) = serve(&["--qmp", &there.free_qmp()]);
         let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &uri]);
-        let (code, said) = ends(migrate);
-        assert_eq!(code, Some(3), "{said}");
+        let (code, output) = ends(migrate);
+        assert_eq!(code, Some(3), "{output}");
         let line = format!("hotlift settle --qmp unix:{} --here", here.free_qmp());
         for word in ["'running'", stopped(release), &line] {
-            assert!(said.contains(word), "{word}: {said}");
+            assert!(output.contains(word), "{word}: {output}");
         }
-        let (code, said) = ends(serving);
-        assert_eq!(code, Some(3), "{said}");
+        let (code, output) = ends(serving);
+        assert_eq!(code, Some(3), "{output}");
         for word in ["'running'", stopped(release), "--here"] {
-            assert!(said.contains(word), "{word}: {said}");
+            assert!(output.contains(word), "{word}: {output}");
         }
         assert_eq!(there.count(), None, "the guest has run at the destination");
         assert!(!here.is_running(), "the guest runs at the source");
@@ -187,20 +187,20 @@ fn a_guest_is_not_restored_into_a_qemu_that_cannot_lock_its_disk() {
             let restore = [&["restore", &file][..], lazy].concat();
             let there = Adopted::new(machine.clone());
             let line = need!(there.arguments(release, &disk));
-            let (code, said) = ends(Hotlift::start(&[&restore[..], &words(&line)].concat()));
-            assert_eq!(code, Some(1), "{said}");
-            assert!(said.contains(LOCKED), "{said}");
-            assert!(!said.contains("the guest runs"), "{said}");
+            let (code, output) = ends(Hotlift::start(&[&restore[..], &words(&line)].concat()));
+            assert_eq!(code, Some(1), "{output}");
+            assert!(output.contains(LOCKED), "{output}");
+            assert!(!output.contains("the guest runs"), "{output}");
             assert!(there.has_ended(), "its QEMU lives on");
 
             let there = need!(Vm::waiting_with(release, &machine, &disk));
             let held = ["--qmp", &there.free_qmp()];
-            let (code, said) = ends(Hotlift::start(&[&restore[..], &held].concat()));
+            let (code, output) = ends(Hotlift::start(&[&restore[..], &held].concat()));
             // Only the former's 'cont' can run the guest.
             let expected = if release == Release::V7 { 3 } else { 1 };
-            assert_eq!(code, Some(expected), "{said}");
-            assert!(said.contains(stopped(release)), "{said}");
-            assert!(!said.contains("the guest runs"), "{said}");
+            assert_eq!(code, Some(expected), "{output}");
+            assert!(output.contains(stopped(release)), "{output}");
+            assert!(!output.contains("the guest runs"), "{output}");
             assert_eq!(there.count(), None, "the guest has run");
         }
         runs_on(&mut here);
@@ -221,15 +221,15 @@ fn a_guest_that_should_be_paused_stays_paused_and_is_reported_so() {
             let line = need!(there.arguments(release, option));
             let (serving, uri) = serve(&words(&line));
             let qmp = here.free_qmp();
-            let said = succeeds(Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]));
+            let output = succeeds(Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]));
             assert!(
-                said.contains("the guest is paused at the destination"),
-                "{said}"
+                output.contains("the guest is paused at the destination"),
+                "{output}"
             );
-            let said = succeeds(serving);
-            assert!(said.contains("the guest is paused here"), "{said}");
+            let output = succeeds(serving);
+            assert!(output.contains("the guest is paused here"), "{output}");
             let address = QmpAddress::Unix(there.folder.path().join("test.qmp"));
-            let mut qmp = Qemu::connect(&address, DEADLINE).expect("it runs on");
+            let mut qmp = Qemu::connect(&address, DEADLINE).expect("it keeps running");
             assert_eq!(status(&mut qmp), "paused");
             assert!(!here.is_running());
 
@@ -242,10 +242,10 @@ fn a_guest_that_should_be_paused_stays_paused_and_is_reported_so() {
             drop(qmp);
             let there_qmp = there.path("test.qmp");
             let migrate = ["migrate", "--qmp", &there_qmp, "--to", &uri];
-            let said = succeeds(Hotlift::start(&migrate));
+            let output = succeeds(Hotlift::start(&migrate));
             assert!(
-                said.contains("the guest is paused at the destination"),
-                "{said}"
+                output.contains("the guest is paused at the destination"),
+                "{output}"
             );
             succeeds(serving);
             assert_eq!(status(&mut back.qmp), "paused");
@@ -273,14 +273,14 @@ fn a_lost_final_message_of_serve_does_not_change_where_the_guest_is() {
         let (serving, uri) = serve(&words(&line));
         let to = losing(&uri, "completed");
         let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &to]);
-        let (code, said) = ends(migrate);
-        assert_eq!(code, Some(0), "{said}");
+        let (code, output) = ends(migrate);
+        assert_eq!(code, Some(0), "{output}");
         for word in [
             "the guest is at the destination",
             "lost the connection to 'hotlift serve'",
             word,
         ] {
-            assert!(said.contains(word), "{word}: {said}");
+            assert!(output.contains(word), "{word}: {output}");
         }
         succeeds(serving);
         assert!(!here.is_running(), "the guest runs at the source");
@@ -299,10 +299,10 @@ fn a_lost_final_message_of_serve_does_not_change_where_the_guest_is() {
     let (serving, uri) = serve(&words(&line));
     let to = losing(&uri, "failed");
     let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &to]);
-    let (code, said) = ends(migrate);
-    assert_eq!(code, Some(1), "{said}");
-    let (code, said) = ends(serving);
-    assert_eq!(code, Some(1), "{said}");
+    let (code, output) = ends(migrate);
+    assert_eq!(code, Some(1), "{output}");
+    let (code, output) = ends(serving);
+    assert_eq!(code, Some(1), "{output}");
     assert!(there.has_ended(), "its QEMU lives on");
     runs_on(&mut here);
 
@@ -311,14 +311,14 @@ fn a_lost_final_message_of_serve_does_not_change_where_the_guest_is() {
     let (serving, uri) = serve(&["--qmp", &there.free_qmp()]);
     let to = losing(&uri, "failed");
     let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &to]);
-    let (code, said) = ends(migrate);
-    assert_eq!(code, Some(3), "{said}");
+    let (code, output) = ends(migrate);
+    assert_eq!(code, Some(3), "{output}");
     assert!(
-        said.contains("the destination's QEMU has the guest, but does not run it"),
-        "{said}"
+        output.contains("the destination's QEMU has the guest, but does not run it"),
+        "{output}"
     );
-    let (code, said) = ends(serving);
-    assert_eq!(code, Some(3), "{said}");
+    let (code, output) = ends(serving);
+    assert_eq!(code, Some(3), "{output}");
     assert!(!here.is_running(), "the guest runs at the source");
 }
 
@@ -351,9 +351,9 @@ fn a_guest_that_is_stopped_while_its_stream_is_passed_through_keeps_its_qemu() {
         },
     );
     here.qmp.stop().expect("stop");
-    for (code, said) in [ends(migrate), ends(serving)] {
-        assert_eq!(code, Some(3), "{said}");
-        assert!(said.contains("passed through unread"), "{said}");
+    for (code, output) in [ends(migrate), ends(serving)] {
+        assert_eq!(code, Some(3), "{output}");
+        assert!(output.contains("passed through unread"), "{output}");
     }
     // Only its operator knows that this is the expected state.
     let before = here.count().expect("the guest has counted");
@@ -380,9 +380,9 @@ fn a_qemu_in_a_wrapper_that_cannot_lock_its_disk_is_ended_with_it() {
     line.splice(1..1, wrapper);
     let (serving, uri) = serve(&words(&line));
     let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &uri]);
-    for (code, said) in [ends(migrate), ends(serving)] {
-        assert_eq!(code, Some(1), "{said}");
-        assert!(said.contains(LOCKED), "{said}");
+    for (code, output) in [ends(migrate), ends(serving)] {
+        assert_eq!(code, Some(1), "{output}");
+        assert!(output.contains(LOCKED), "{output}");
     }
     assert!(there.has_ended(), "its QEMU lives on");
     runs_on(&mut here);
@@ -405,9 +405,9 @@ fn a_guest_that_should_stay_paused_is_restored_lazily_and_not_reported_running()
         let there = Adopted::new(machine(name));
         let line = need!(there.arguments(release, &["-S".to_owned()]));
         let restore = [&["restore", "--lazy", &file][..], &words(&line)].concat();
-        let said = succeeds(Hotlift::start(&restore));
-        assert!(said.contains("the guest is paused after"), "{said}");
-        assert!(!said.contains("guest runs"), "{said}");
+        let output = succeeds(Hotlift::start(&restore));
+        assert!(output.contains("the guest is paused after"), "{output}");
+        assert!(!output.contains("guest runs"), "{output}");
         let mut qmp = there.own_qmp();
         assert_eq!(status(&mut qmp), "paused");
         qmp.quit().expect("quit");
@@ -426,7 +426,7 @@ fn a_qemu_that_quits_after_it_has_the_guest_is_a_failure() {
     let mut restore = Hotlift::start(&[&restore[..], &words(&line)].concat());
     restore.wait_for("the guest runs after");
     there.own_qmp().quit().expect("quit");
-    let (code, said) = ends(restore);
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("ended by 'quit'"), "{said}");
+    let (code, output) = ends(restore);
+    assert_eq!(code, Some(1), "{output}");
+    assert!(output.contains("ended by 'quit'"), "{output}");
 }

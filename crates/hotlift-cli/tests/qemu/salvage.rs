@@ -19,10 +19,10 @@ fn damaged(files: &Path, name: &'static str) -> Option<(String, Vec<u8>)> {
     Some((file, here.ram()))
 }
 
-/// Checks that the pages named in `said` have changed to zero, except for at most one record of the guest.
-fn are_zero(said: &str, before: &[u8], now: &[u8]) {
-    let line = said.lines().find(|line| line.contains("lost: "));
-    let line = line.unwrap_or_else(|| panic!("no page is named: {said}"));
+/// Checks that the pages named in `output` have changed to zero, except for at most one record of the guest.
+fn are_zero(output: &str, before: &[u8], now: &[u8]) {
+    let line = output.lines().find(|line| line.contains("lost: "));
+    let line = line.unwrap_or_else(|| panic!("no page is named: {output}"));
     let of =
         |text: &str| usize::from_str_radix(text.trim_start_matches("0x"), 16).expect("an address");
     let places = line
@@ -51,17 +51,17 @@ fn damage_found_before_the_guest_runs_is_named_and_refused_or_replaced_by_zeros(
     let (file, before) = need!(damaged(files.path(), PC_10));
     let machine = machine(PC_10, Accelerator::Kvm);
     let there = need!(Vm::waiting(Release::V10, &machine));
-    let (status, said) = Hotlift::start(&["restore", &file, "--qmp", &there.free_qmp()]).wait();
-    assert_eq!(status.code(), Some(1), "{said:?}");
-    let said = said.join("\n");
+    let (status, output) = Hotlift::start(&["restore", &file, "--qmp", &there.free_qmp()]).wait();
+    assert_eq!(status.code(), Some(1), "{output:?}");
+    let output = output.join("\n");
     assert!(
-        said.contains("a block of pages at byte") && said.contains("--salvage"),
-        "{said}"
+        output.contains("a block of pages at byte") && output.contains("--salvage"),
+        "{output}"
     );
     assert_eq!(there.count(), None, "the guest has run");
 
     let mut there = need!(Vm::waiting(Release::V10, &machine));
-    let said = succeeds(Hotlift::start(&[
+    let output = succeeds(Hotlift::start(&[
         "restore",
         "--salvage",
         &file,
@@ -69,7 +69,7 @@ fn damage_found_before_the_guest_runs_is_named_and_refused_or_replaced_by_zeros(
         &there.free_qmp(),
     ]));
     there.reaches("completed");
-    are_zero(&said, &before, &there.ram());
+    are_zero(&output, &before, &there.ram());
 }
 
 #[test]
@@ -89,20 +89,20 @@ fn damage_found_while_the_guest_runs_pauses_it_until_it_is_continued() {
         let mut there = need!(Vm::waiting(release, &machine));
         let qmp = there.free_qmp();
         let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
-        let (status, said) = Hotlift::start(&lazy).wait();
-        assert_eq!(status.code(), Some(3), "{said:?}");
-        let said = said.join("\n");
+        let (status, output) = Hotlift::start(&lazy).wait();
+        assert_eq!(status.code(), Some(3), "{output:?}");
+        let output = output.join("\n");
         assert!(
-            said.contains("a block of pages at byte") && said.contains("--salvage"),
-            "{said}"
+            output.contains("a block of pages at byte") && output.contains("--salvage"),
+            "{output}"
         );
-        there.says("postcopy-paused");
+        there.wait_for_status("postcopy-paused");
 
-        let said = succeeds(Hotlift::start(
+        let output = succeeds(Hotlift::start(
             &[&lazy[..], &["--resume", "--salvage"]].concat(),
         ));
         there.reaches("completed");
-        are_zero(&said, &before, &there.ram());
+        are_zero(&output, &before, &there.ram());
 
         // Again from the beginning.
         let mut there = need!(Vm::waiting(release, &machine));
@@ -114,8 +114,8 @@ fn damage_found_while_the_guest_runs_pauses_it_until_it_is_continued() {
             "--qmp",
             &there.free_qmp(),
         ];
-        let said = succeeds(Hotlift::start(&lazy));
+        let output = succeeds(Hotlift::start(&lazy));
         there.reaches("completed");
-        are_zero(&said, &before, &there.ram());
+        are_zero(&output, &before, &there.ram());
     }
 }

@@ -34,8 +34,8 @@ impl Certificates {
 
     fn certs(&self, arguments: &[&str]) {
         let dir = flag("dir", &self.dir());
-        let (status, said) = Hotlift::start(&[&["certs"], arguments, &[&dir]].concat()).wait();
-        assert!(status.success(), "{}", said.join("\n"));
+        let (status, output) = Hotlift::start(&[&["certs"], arguments, &[&dir]].concat()).wait();
+        assert!(status.success(), "{}", output.join("\n"));
     }
 }
 
@@ -184,8 +184,8 @@ fn a_relay_with_foreign_or_missing_tls_is_refused_with_the_reason() {
         here.reaches("failed");
         assert!(here.is_running(), "the guest stays");
         destination.signal(rustix::process::Signal::INT);
-        let (_, said) = destination.wait();
-        assert!(said.join(" ").contains(destination_says), "{said:?}");
+        let (_, output) = destination.wait();
+        assert!(output.join(" ").contains(destination_says), "{output:?}");
     }
 }
 
@@ -206,15 +206,18 @@ fn migrate_and_serve_use_tls_for_messages_and_pages() {
     let qmp = format!("--qmp={}", here.free_qmp());
     let to = format!("--to={to}");
     // Without TLS nothing starts.
-    let (status, said) = Hotlift::start(&["migrate", &qmp, &to, "--quiet"]).wait();
-    assert_eq!(status.code(), Some(1), "{said:?}");
-    assert!(errors(&said)[0].contains("accepts only TLS"), "{said:?}");
+    let (status, output) = Hotlift::start(&["migrate", &qmp, &to, "--quiet"]).wait();
+    assert_eq!(status.code(), Some(1), "{output:?}");
+    assert!(
+        errors(&output)[0].contains("accepts only TLS"),
+        "{output:?}"
+    );
     let before = here.count();
-    let (status, said) =
+    let (status, output) =
         Hotlift::start(&["migrate", &qmp, &to, &tls, "--method=zstd", "--quiet"]).wait();
-    assert!(status.success(), "{said:?}");
-    let (status, said) = serve.wait();
-    assert!(status.success(), "{said:?}");
+    assert!(status.success(), "{output:?}");
+    let (status, output) = serve.wait();
+    assert!(status.success(), "{output:?}");
     there.counts_on_from(before.expect("it counts"));
     assert!(!here.is_running(), "the source runs, too");
 }

@@ -134,7 +134,7 @@ impl Vm {
             release,
         };
         if !waits {
-            until(|| vm.explain("the guest says nothing"), || vm.begins());
+            until(|| vm.explain("the guest prints nothing"), || vm.begins());
         }
         Some(vm)
     }
@@ -259,9 +259,9 @@ impl Vm {
     }
 
     /// Waits until the migration has had a status: an event reports it, so a past one is not missed.
-    pub fn says(&mut self, status: &str) {
+    pub fn wait_for_status(&mut self, status: &str) {
         let start = Instant::now();
-        let mut said = Vec::new();
+        let mut output = Vec::new();
         while start.elapsed() < DEADLINE {
             let event = self
                 .qmp
@@ -269,15 +269,15 @@ impl Vm {
                 .unwrap_or_else(|error| panic!("{error}: {}", self.stderr()));
             let event = event.unwrap_or_else(|| panic!("{}", self.explain("no event")));
             if event.name == "MIGRATION" {
-                said.push(event.data["status"].as_str().unwrap_or_default().to_owned());
+                output.push(event.data["status"].as_str().unwrap_or_default().to_owned());
             }
-            if said.last().is_some_and(|last| last == status) {
+            if output.last().is_some_and(|last| last == status) {
                 return;
             }
         }
         panic!(
             "{}",
-            self.explain(&format!("waited for '{status}', got {said:?}"))
+            self.explain(&format!("waited for '{status}', got {output:?}"))
         );
     }
 
@@ -313,9 +313,10 @@ impl Vm {
 
     /// Returns QEMU's output on stderr, except for messages about this machine's CPU.
     pub fn stderr(&self) -> String {
-        let said = self.process.process().said();
-        let said = said.into_iter();
-        said.filter(|line| !line.contains("host doesn't support requested feature"))
+        let output = self.process.process().said();
+        let output = output.into_iter();
+        output
+            .filter(|line| !line.contains("host doesn't support requested feature"))
             .collect::<Vec<_>>()
             .join("\n")
     }

@@ -114,13 +114,13 @@ fn a_serve_ended_by_a_monitor_client_leaves_the_guest_at_the_source() {
         let mut watched = need!(Watched::crawling());
         let migrate = watched.migrate();
         watched.ask(command, &Value::Null);
-        let (status, said) = migrate.wait();
-        let said = said.join("\n");
-        assert_eq!(status.code(), Some(1), "{command}: {said}");
-        assert!(said.contains("cancelled"), "{command}: {said}");
+        let (status, output) = migrate.wait();
+        let output = output.join("\n");
+        assert_eq!(status.code(), Some(1), "{command}: {output}");
+        assert!(output.contains("cancelled"), "{command}: {output}");
         watched.says_goodbye();
-        let (status, said) = watched.serve.wait();
-        assert_eq!(status.code(), Some(code), "{command}: {said:?}");
+        let (status, output) = watched.serve.wait();
+        assert_eq!(status.code(), Some(code), "{command}: {output:?}");
 
         assert!(watched.here.is_running(), "{command}");
         let before = watched.here.count().expect("the guest has counted");

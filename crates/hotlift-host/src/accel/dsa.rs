@@ -13,8 +13,8 @@ const BATCH: u32 = 128;
 /// Size of a huge page, in one descriptor.
 const TRANSFER: u64 = 2 << 20;
 
-pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
-    let wish = QueueRequirement {
+pub fn detect(host: &Host) -> Result<Accelerator, AccelError> {
+    let requirement = QueueRequirement {
         kind: DeviceKind::Dsa,
         dedicated_too: true,
         // Faults are slow to handle: the CPU finishes the page instead.
@@ -22,7 +22,7 @@ pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
         batch: Some(BATCH),
         transfer: TRANSFER,
     };
-    let parts = queues::parts(host, &wish)?;
+    let parts = queues::parts(host, &requirement)?;
     let mut gaps = Vec::new();
     if !parts.is_empty() {
         // Without either instruction, descriptors go through the kernel, one system call per group.

@@ -41,8 +41,8 @@ pub struct Host {
 
 impl Host {
     pub fn new(root: &Path) -> Result<Self, AccelError> {
-        let looked = root.canonicalize();
-        let root = looked.map_err(FileError::of("inspect", root))?;
+        let found = root.canonicalize();
+        let root = found.map_err(FileError::of("inspect", root))?;
         let mut host = Self {
             live: root == Path::new("/"),
             root,

@@ -11,8 +11,8 @@ use super::{AccelError, Accelerator, Gap};
 /// A page in each direction, with room for libqpl's own tables.
 const TRANSFER: u64 = 16 * PAGE_SIZE as u64;
 
-pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
-    let wish = QueueRequirement {
+pub fn detect(host: &Host) -> Result<Accelerator, AccelError> {
+    let requirement = QueueRequirement {
         kind: DeviceKind::Iaa,
         dedicated_too: false,
         // The device waits for a missing page; without this, libqpl touches the page and retries.
@@ -20,7 +20,7 @@ pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
         batch: None,
         transfer: TRANSFER,
     };
-    let parts = queues::parts(host, &wish)?;
+    let parts = queues::parts(host, &requirement)?;
     let library = Library::of(host, "qpl");
     let mut gaps = Vec::new();
     if !parts.is_empty() {

@@ -175,9 +175,9 @@ pub fn devices(root: &Path) -> Result<Devices, AccelError> {
         }
     };
     Ok(Devices {
-        iaa: usable(&iaa::look(&host)?),
-        qat: usable(&qat::look(&host)),
-        dsa: dsa::look(&host)?.usable,
+        iaa: usable(&iaa::detect(&host)?),
+        qat: usable(&qat::detect(&host)),
+        dsa: dsa::detect(&host)?.usable,
         shared_virtual_memory: idxd.iter().any(|device| device.pasid_enabled == Some(true)),
     })
 }
@@ -189,9 +189,9 @@ pub fn devices(root: &Path) -> Result<Devices, AccelError> {
 pub fn serves(method: &str) -> Result<bool, AccelError> {
     let host = Host::new(Path::new("/"))?;
     Ok(match method {
-        "qpl" => iaa::look(&host)?.usable,
-        "qatzip" => qat::look(&host).usable,
-        "uadk" => uadk::look(&host).usable,
+        "qpl" => iaa::detect(&host)?.usable,
+        "qatzip" => qat::detect(&host).usable,
+        "uadk" => uadk::detect(&host).usable,
         _ => false,
     })
 }
@@ -203,9 +203,9 @@ pub fn serves(method: &str) -> Result<bool, AccelError> {
 pub fn accelerators(root: &Path) -> Result<[Accelerator; 4], AccelError> {
     let host = Host::new(root)?;
     Ok([
-        iaa::look(&host)?,
-        qat::look(&host),
-        uadk::look(&host),
-        dsa::look(&host)?,
+        iaa::detect(&host)?,
+        qat::detect(&host),
+        uadk::detect(&host),
+        dsa::detect(&host)?,
     ])
 }

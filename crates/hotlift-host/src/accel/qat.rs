@@ -30,7 +30,7 @@ const START_SERVICE: &str = "systemctl enable --now qat";
 /// Locked memory for eight channels and a reserve. QEMU's authors measured 10 to 20 MB for 2 to 8 channels on one PF.
 const MEMORY_LOCK: u64 = 64 << 20;
 
-pub fn look(host: &Host) -> Accelerator {
+pub fn detect(host: &Host) -> Accelerator {
     let ids = |pick: fn(&(u16, u16, &str)) -> u16| -> Vec<_> {
         MODELS.iter().map(|model| (INTEL, pick(model))).collect()
     };

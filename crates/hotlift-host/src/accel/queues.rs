@@ -35,16 +35,16 @@ pub struct QueueRequirement {
 }
 
 /// Returns all devices of a kind, and their configured queues.
-pub fn parts(host: &Host, wish: &QueueRequirement) -> Result<Vec<Part>, AccelError> {
+pub fn parts(host: &Host, requirement: &QueueRequirement) -> Result<Vec<Part>, AccelError> {
     let all = devices(host.root())?;
     let mut parts = Vec::new();
-    for device in all.iter().filter(|device| device.kind == wish.kind) {
-        device_parts(host, wish, device, &mut parts);
+    for device in all.iter().filter(|device| device.kind == requirement.kind) {
+        device_parts(host, requirement, device, &mut parts);
     }
     // A device without a driver appears only on its bus.
     let ids: Vec<_> = PCI_IDS
         .iter()
-        .filter(|(_, kind)| *kind == wish.kind)
+        .filter(|(_, kind)| *kind == requirement.kind)
         .map(|(id, _)| (INTEL, *id))
         .collect();
     let unbound = pci::functions(host, &ids)
@@ -70,7 +70,12 @@ fn without_driver(host: &Host, function: &Function) -> Part {
     Part::new(&function.address, what, vec![gap])
 }
 
-fn device_parts(host: &Host, wish: &QueueRequirement, device: &Device, parts: &mut Vec<Part>) {
+fn device_parts(
+    host: &Host,
+    requirement: &QueueRequirement,
+    device: &Device,
+    parts: &mut Vec<Part>,
+) {
     let mut gaps = Vec::new();
     if device.pasid_enabled == Some(false) {
         let commands = match host.kernel_has_option(SCALABLE_MODE) {
@@ -95,7 +100,7 @@ fn device_parts(host: &Host, wish: &QueueRequirement, device: &Device, parts: &m
     let queues: Vec<_> = device.queues.iter().filter(set_up).collect();
     if queues.is_empty() && gaps.is_empty() {
         let problem = format!("{} has no work queue", device.name);
-        gaps.push(Gap::new(problem, new_queue(device, wish)));
+        gaps.push(Gap::new(problem, new_queue(device, requirement)));
     }
     // Only the queues of a device are used.
     let missing = gaps.clone();
@@ -104,7 +109,7 @@ fn device_parts(host: &Host, wish: &QueueRequirement, device: &Device, parts: &m
     parts.push(part);
     parts.extend(queues.into_iter().map(|queue| {
         let mut gaps = missing.clone();
-        gaps.extend(queue_gaps(host, wish, device, queue));
+        gaps.extend(queue_gaps(host, requirement, device, queue));
         let name = full_name(device, queue);
         Part::new(name, about_queue(queue), gaps)
     }));
@@ -115,7 +120,7 @@ fn full_name(device: &Device, queue: &WorkQueue) -> String {
 }
 
 fn about_device(device: &Device) -> String {
-    let mut words = vec![word(&device.state)];
+    let mut words = vec![state_text(&device.state)];
     if let Some(version) = device.version {
         words.push(format!("version {}.{}", version >> 8, version & 0xff));
     }
@@ -128,7 +133,7 @@ fn about_device(device: &Device) -> String {
 }
 
 fn about_queue(queue: &WorkQueue) -> String {
-    let mut words = vec![word(&queue.state)];
+    let mut words = vec![state_text(&queue.state)];
     words.extend(queue.mode.map(|mode| match mode {
         Mode::Shared => "shared".to_owned(),
         Mode::Dedicated => "dedicated".to_owned(),
@@ -149,7 +154,7 @@ fn about_queue(queue: &WorkQueue) -> String {
     words.join(", ")
 }
 
-fn word(state: &Option<State>) -> String {
+fn state_text(state: &Option<State>) -> String {
     match state {
         None => "state unknown".to_owned(),
         Some(State::Disabled) => "disabled".to_owned(),
@@ -160,14 +165,14 @@ fn word(state: &Option<State>) -> String {
 
 fn queue_gaps(
     host: &Host,
-    wish: &QueueRequirement,
+    requirement: &QueueRequirement,
     device: &Device,
     queue: &WorkQueue,
 ) -> Vec<Gap> {
     let name = full_name(device, queue);
     let enabled = queue.state == Some(State::Enabled);
     let is_users = queue.queue_type.as_deref() == Some("user");
-    let wrong_mode = queue.mode == Some(Mode::Dedicated) && !wish.dedicated_too;
+    let wrong_mode = queue.mode == Some(Mode::Dedicated) && !requirement.dedicated_too;
     if !is_users || wrong_mode {
         let problem = if is_users {
             format!("{name} is dedicated, and libqpl uses shared queues only")
@@ -214,7 +219,7 @@ fn queue_gaps(
 }
 
 /// Returns the commands that set up one queue over a whole unconfigured device.
-fn new_queue(device: &Device, wish: &QueueRequirement) -> Vec<String> {
+fn new_queue(device: &Device, requirement: &QueueRequirement) -> Vec<String> {
     let name = &device.name;
     let Some(queue) = device.queues.first() else {
         return vec![format!("accel-config list -i -d {name}")];
@@ -231,17 +236,17 @@ fn new_queue(device: &Device, wish: &QueueRequirement) -> Vec<String> {
         ));
     }
     let size = device.max_work_queues_size.unwrap_or(1);
-    let block = u8::from(wish.block_on_fault);
+    let block = u8::from(requirement.block_on_fault);
     let transfer = device
         .max_transfer_size
         .unwrap_or(u64::MAX)
-        .min(wish.transfer);
+        .min(requirement.transfer);
     let mut config = format!(
         "accel-config config-wq {} -g 0 -s {size} -t {size} -p 10 -b {block} -m shared -y user -d user \
          -n hotlift --max-transfer-size={transfer}",
         full_name(device, queue)
     );
-    if let Some((wanted, most)) = wish.batch.zip(device.max_batch_size) {
+    if let Some((wanted, most)) = requirement.batch.zip(device.max_batch_size) {
         config.push_str(&format!(" --max-batch-size={}", wanted.min(most)));
     }
     commands.push(config);

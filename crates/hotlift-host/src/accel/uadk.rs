@@ -14,7 +14,7 @@ const SVA: u64 = 1;
 /// Commands that load the driver so that it registers devices for programs.
 const LOAD: [&str; 2] = ["modprobe -r hisi_zip", "modprobe hisi_zip uacce_mode=1"];
 
-pub fn look(host: &Host) -> Accelerator {
+pub fn detect(host: &Host) -> Accelerator {
     let class = "/sys/class/uacce";
     let devices: Vec<_> = host
         .names(class)

@@ -43,7 +43,7 @@ pub fn greeting() -> String {
 /// I/O errors of the connection; [`io::ErrorKind::InvalidData`] if it comes from a browser.
 pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
     let mut client = Client(Lines::new(socket, MAX_LINE));
-    client.say(&greeting())?;
+    client.write_line(&greeting())?;
     loop {
         client.write(PROMPT)?;
         let line = loop {
@@ -52,12 +52,12 @@ pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
                 Line::Late => {}
                 Line::Closed => return Ok(()),
                 Line::Whole(_) | Line::TooLong => {
-                    return client.say(&format!("a line has at most {MAX_LINE} bytes"));
+                    return client.write_line(&format!("a line has at most {MAX_LINE} bytes"));
                 }
             }
         };
         if is_http(&line) {
-            client.say(HTTP)?;
+            client.write_line(HTTP)?;
             return Err(io::Error::new(io::ErrorKind::InvalidData, HTTP));
         }
         match run(commands, &String::from_utf8_lossy(&line)) {
@@ -68,7 +68,7 @@ pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
                 wait(commands, &mut |info| {
                     if Instant::now() >= next {
                         next = Instant::now() + PROGRESS;
-                        client.say(&show::progress_line(info))?;
+                        client.write_line(&show::progress_line(info))?;
                     }
                     thread::sleep(POLL_INTERVAL);
                     Ok(())
@@ -82,7 +82,7 @@ pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
 struct Client(Lines);
 
 impl Client {
-    fn say(&mut self, line: &str) -> io::Result<()> {
+    fn write_line(&mut self, line: &str) -> io::Result<()> {
         self.write(&format!("{line}\n"))
     }
 
@@ -99,14 +99,14 @@ impl Client {
     }
 }
 
-/// Waits for the end of a migration, and returns the final output. Calls `meanwhile` between polls, which blocks for a while
-/// and may end the wait.
+/// Waits for the end of a migration, and returns the final output. Calls `between_polls` between polls, which blocks for a
+/// while and may end the wait.
 ///
 /// # Errors
-/// Errors of `meanwhile`; the migration continues.
+/// Errors of `between_polls`; the migration continues.
 pub fn wait(
     commands: &dyn Commands,
-    meanwhile: &mut dyn FnMut(&Json) -> io::Result<()>,
+    between_polls: &mut dyn FnMut(&Json) -> io::Result<()>,
 ) -> io::Result<String> {
     loop {
         let info = match commands.execute("query-migrate", &Json::Null) {
@@ -119,6 +119,6 @@ pub fn wait(
         ) {
             return Ok(show::status_line(&info).unwrap_or_default());
         }
-        meanwhile(&info)?;
+        between_polls(&info)?;
     }
 }

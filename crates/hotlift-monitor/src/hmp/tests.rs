@@ -187,7 +187,7 @@ fn every_command_reaches_qmp_with_its_arguments() {
     ] {
         let fake = Fake::default();
         assert_eq!(run_line(&fake, line), "", "{line}");
-        assert_eq!(fake.told(), [(command.to_owned(), arguments)], "{line}");
+        assert_eq!(fake.executed(), [(command.to_owned(), arguments)], "{line}");
     }
 }
 
@@ -423,19 +423,19 @@ fn client(fake: &Fake, lines: &[u8]) -> String {
     let (ours, theirs) = UnixStream::pair().unwrap();
     std::thread::scope(|scope| {
         let server = scope.spawn(|| serve_client(fake, Socket::Unix(theirs)));
-        let mut heard = String::new();
+        let mut received = String::new();
         (&ours).write_all(lines).unwrap();
         ours.shutdown(std::net::Shutdown::Write).unwrap();
-        (&ours).read_to_string(&mut heard).unwrap();
+        (&ours).read_to_string(&mut received).unwrap();
         server.join().unwrap().unwrap();
-        heard
+        received
     })
 }
 
 #[test]
 fn a_socket_has_a_greeting_and_a_prompt_before_each_line_and_ends_with_quit() {
-    let heard = client(&Fake::default(), b"info status\r\nfoo\nquit\ninfo status\n");
-    let (greeting, rest) = heard.split_once("\r\n").unwrap();
+    let received = client(&Fake::default(), b"info status\r\nfoo\nquit\ninfo status\n");
+    let (greeting, rest) = received.split_once("\r\n").unwrap();
     assert!(
         greeting.starts_with("Hotlift ") && greeting.ends_with("type 'help' for more information")
     );
@@ -447,7 +447,7 @@ fn a_socket_has_a_greeting_and_a_prompt_before_each_line_and_ends_with_quit() {
 
 #[test]
 fn migrate_without_d_waits_for_the_end_at_a_socket_and_in_a_pipe() {
-    for (end, said) in [
+    for (end, output) in [
         (
             json!({"status": "completed"}),
             "Migration status: completed",
@@ -462,49 +462,49 @@ fn migrate_without_d_waits_for_the_end_at_a_socket_and_in_a_pipe() {
         ),
     ] {
         let looks = [json!({"status": "setup"}), json!({"status": "active"}), end];
-        let heard = client(&Fake::migrating(&looks), b"migrate tcp:h:1\n");
+        let received = client(&Fake::migrating(&looks), b"migrate tcp:h:1\n");
         assert!(
-            heard.ends_with(&format!("(qemu) {said}\r\n(qemu) ")),
-            "{heard}"
+            received.ends_with(&format!("(qemu) {output}\r\n(qemu) ")),
+            "{received}"
         );
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         serve_pipe(
             &Fake::migrating(&looks),
             &mut &b"migrate tcp:h:1"[..],
-            &mut heard,
+            &mut received,
         )
         .unwrap();
-        let heard = String::from_utf8(heard).unwrap();
+        let received = String::from_utf8(received).unwrap();
         assert!(
-            heard.ends_with(&format!("(qemu) {said}\n(qemu) ")),
-            "{heard}"
+            received.ends_with(&format!("(qemu) {output}\n(qemu) ")),
+            "{received}"
         );
     }
     // human-monitor-command does not wait.
     let fake = Fake::migrating(&[json!({"status": "active"})]);
-    let said = run_line(&fake, "migrate tcp:h:1");
-    assert!(said.contains("continuing detached"), "{said}");
-    assert_eq!(fake.told().len(), 1);
+    let output = run_line(&fake, "migrate tcp:h:1");
+    assert!(output.contains("continuing detached"), "{output}");
+    assert_eq!(fake.executed().len(), 1);
 }
 
 #[test]
 fn an_endless_line_and_invalid_text_end_in_an_error_without_using_memory() {
     let endless = vec![b'x'; 1 << 20];
-    let mut heard = Vec::new();
-    serve_pipe(&Fake::default(), &mut &endless[..], &mut heard).unwrap();
+    let mut received = Vec::new();
+    serve_pipe(&Fake::default(), &mut &endless[..], &mut received).unwrap();
     assert!(
-        String::from_utf8(heard)
+        String::from_utf8(received)
             .unwrap()
             .ends_with("a line has at most 4095 bytes\n")
     );
-    let heard = client(&Fake::default(), &[b'x'; 8000]);
+    let received = client(&Fake::default(), &[b'x'; 8000]);
     assert!(
-        heard.ends_with("a line has at most 4095 bytes\r\n"),
-        "{heard}"
+        received.ends_with("a line has at most 4095 bytes\r\n"),
+        "{received}"
     );
-    let heard = client(
+    let received = client(
         &Fake::default(),
         b"\xff\xc3(\0\n\"\\\nmigrate_set_parameter \"\n",
     );
-    assert!(heard.contains("unknown command"), "{heard}");
+    assert!(received.contains("unknown command"), "{received}");
 }

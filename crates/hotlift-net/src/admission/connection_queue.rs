@@ -180,10 +180,10 @@ mod tests {
     #[test]
     fn a_listener_whose_queued_connections_all_closed_is_deserted() {
         let (listener, sender) = Listener::queue(true).unwrap();
-        assert!(!sender.is_deserted(&|_| false), "nobody was there");
+        assert!(!sender.is_deserted(&|_| false), "no caller was waiting");
         let (one, first) = pair();
         let (two, second) = pair();
-        std::io::Write::write_all(&mut &first, b"said before it left").unwrap();
+        std::io::Write::write_all(&mut &first, b"sent before it closed").unwrap();
         sender.send(one).unwrap();
         sender.send(two).unwrap();
         drop(first);
@@ -193,7 +193,7 @@ mod tests {
         drop(listener.accept(Instant::now()).unwrap().unwrap());
         assert!(
             !sender.is_deserted(&|_| false),
-            "whoever accepts finds out himself"
+            "the caller of accept finds out"
         );
     }
 

@@ -9,7 +9,7 @@ use super::limits::HANDSHAKES;
 const PROTECTED_TIME: Duration = Duration::from_secs(1);
 
 /// The same if one host has more than half of the slots. A Hotlift connects sequentially.
-const PROTECTED_TIME_IN_A_CROWD: Duration = Duration::from_millis(100);
+const PROTECTED_TIME_CROWDED: Duration = Duration::from_millis(100);
 
 /// Running handshakes, each with a handle to interrupt it.
 pub(super) struct HandshakeSlots<T> {
@@ -60,21 +60,22 @@ impl<T> HandshakeSlots<T> {
             return None;
         }
         let may_go = |place: &HandshakeSlot<T>| self.protected_until(place) <= now;
-        let of_a_crowd = |place: &HandshakeSlot<T>| self.is_of_a_crowd(place) && may_go(place);
-        let crowd = self.taken.iter().position(of_a_crowd);
+        let of_crowded_host =
+            |place: &HandshakeSlot<T>| self.is_of_crowded_host(place) && may_go(place);
+        let crowd = self.taken.iter().position(of_crowded_host);
         let place = crowd.or_else(|| self.taken.iter().position(may_go));
         Some(self.taken.remove(place.unwrap_or(0)).handshake)
     }
 
     fn protected_until(&self, place: &HandshakeSlot<T>) -> Instant {
-        let patience = match self.is_of_a_crowd(place) {
-            true => PROTECTED_TIME_IN_A_CROWD,
+        let max_wait = match self.is_of_crowded_host(place) {
+            true => PROTECTED_TIME_CROWDED,
             false => PROTECTED_TIME,
         };
-        place.since + patience
+        place.since + max_wait
     }
 
-    fn is_of_a_crowd(&self, place: &HandshakeSlot<T>) -> bool {
+    fn is_of_crowded_host(&self, place: &HandshakeSlot<T>) -> bool {
         let same = self.taken.iter().filter(|other| other.from == place.from);
         same.count() > HANDSHAKES / 2
     }
@@ -111,24 +112,24 @@ impl<T> HandshakeSlots<T> {
 mod tests {
     use super::*;
 
-    fn enter(places: &mut HandshakeSlots<u64>, from: &str, now: Instant) -> Option<u64> {
-        let gone = places.make_room(now);
-        let number = places.number();
-        places.take(number, from.to_owned(), now, number);
+    fn enter(slots: &mut HandshakeSlots<u64>, from: &str, now: Instant) -> Option<u64> {
+        let gone = slots.make_room(now);
+        let number = slots.number();
+        slots.take(number, from.to_owned(), now, number);
         gone
     }
 
     #[test]
     fn ten_thousand_stalled_handshakes_never_exceed_the_slots() {
         for hosts in [1, 2, 10_000] {
-            let mut places = HandshakeSlots::new();
+            let mut slots = HandshakeSlots::new();
             let mut now = Instant::now();
             for stranger in 0..10_000 {
                 // As the caller: it waits until there is room.
-                now += places.until_room(now);
-                assert!(places.has_room(now));
-                enter(&mut places, &format!("host {}", stranger % hosts), now);
-                assert!(places.taken.len() <= HANDSHAKES);
+                now += slots.until_room(now);
+                assert!(slots.has_room(now));
+                enter(&mut slots, &format!("host {}", stranger % hosts), now);
+                assert!(slots.taken.len() <= HANDSHAKES);
                 now += Duration::from_millis(1);
             }
         }
@@ -136,40 +137,40 @@ mod tests {
 
     #[test]
     fn no_handshake_is_evicted_early_and_hosts_with_many_lose_theirs_first() {
-        let mut places = HandshakeSlots::new();
+        let mut slots = HandshakeSlots::new();
         let begun = Instant::now();
         let long = Duration::from_secs(600);
         for place in 0..HANDSHAKES {
-            assert!(places.until_room(begun).is_zero());
+            assert!(slots.until_room(begun).is_zero());
             let from = if place == 0 {
                 "alone".to_owned()
             } else {
                 format!("host {place}")
             };
-            assert_eq!(enter(&mut places, &from, begun), None);
+            assert_eq!(enter(&mut slots, &from, begun), None);
         }
-        assert_eq!(places.until_room(begun), PROTECTED_TIME);
+        assert_eq!(slots.until_room(begun), PROTECTED_TIME);
         assert_eq!(
-            places.until_room(begun + PROTECTED_TIME / 2),
+            slots.until_room(begun + PROTECTED_TIME / 2),
             PROTECTED_TIME / 2
         );
-        assert!(places.has_room(begun + long));
+        assert!(slots.has_room(begun + long));
         assert_eq!(
-            enter(&mut places, "late", begun + PROTECTED_TIME),
+            enter(&mut slots, "late", begun + PROTECTED_TIME),
             Some(1),
             "the oldest"
         );
-        assert_eq!(places.free(2), Some(2));
-        assert_eq!(places.free(1), None, "it had to give way");
-        assert!(places.has_room(begun));
+        assert_eq!(slots.free(2), Some(2));
+        assert_eq!(slots.free(1), None, "it had to give way");
+        assert!(slots.has_room(begun));
 
-        let mut places = HandshakeSlots::new();
+        let mut slots = HandshakeSlots::new();
         for place in 0..HANDSHAKES {
             let from = if place == 0 { "alone" } else { "crowd" };
-            enter(&mut places, from, begun);
+            enter(&mut slots, from, begun);
         }
-        assert_eq!(places.until_room(begun), PROTECTED_TIME_IN_A_CROWD);
-        assert_eq!(enter(&mut places, "late", begun + long), Some(2));
-        assert_eq!(places.taken[0].from, "alone");
+        assert_eq!(slots.until_room(begun), PROTECTED_TIME_CROWDED);
+        assert_eq!(enter(&mut slots, "late", begun + long), Some(2));
+        assert_eq!(slots.taken[0].from, "alone");
     }
 }

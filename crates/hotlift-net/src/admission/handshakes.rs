@@ -35,7 +35,7 @@ pub(super) type Accepted = Result<Admitted, Refused>;
 /// Running handshakes.
 pub(super) struct Handshakes {
     tls: Arc<Tls>,
-    pub(super) places: HandshakeSlots<RunningHandshake>,
+    pub(super) slots: HandshakeSlots<RunningHandshake>,
     ended: (Sender<Ended>, Receiver<Ended>),
     /// Readable after the end of a handshake.
     wake: (UnixStream, UnixStream),
@@ -54,7 +54,7 @@ impl Handshakes {
         wake.1.set_nonblocking(true)?;
         Ok(Self {
             tls,
-            places: HandshakeSlots::new(),
+            slots: HandshakeSlots::new(),
             ended: channel(),
             wake,
         })
@@ -71,10 +71,10 @@ impl Handshakes {
     /// If the system has no file descriptor or thread left.
     pub(super) fn begin(&mut self, one: Admitted, now: Instant) -> io::Result<()> {
         let Admitted { stream, since, .. } = one;
-        if let Some(oldest) = self.places.make_room(now) {
+        if let Some(oldest) = self.slots.make_room(now) {
             oldest.end();
         }
-        let number = self.places.number();
+        let number = self.slots.number();
         let socket = rustix::io::dup(&stream)?;
         let from = stream.peer_host();
         let (tls, ended) = (Arc::clone(&self.tls), self.ended.0.clone());
@@ -86,7 +86,7 @@ impl Handshakes {
                 let socket = rustix::io::dup(&stream);
                 let secured = stream.accept_secured(&tls).map_err(|source| {
                     if let Ok(socket) = &socket {
-                        let_read(socket);
+                        linger(socket);
                     }
                     Refused { from, source }
                 });
@@ -95,7 +95,7 @@ impl Handshakes {
                 // A full pipe wakes the reader as well.
                 let _ = (&wake).write(&[0]);
             })?;
-        self.places
+        self.slots
             .take(number, from, since, RunningHandshake { socket, thread });
         Ok(())
     }
@@ -106,7 +106,7 @@ impl Handshakes {
         while matches!((&self.wake.0).read(&mut bytes), Ok(1..)) {}
         let mut ended = Vec::new();
         while let Ok((number, accepted)) = self.ended.1.try_recv() {
-            match self.places.free(number) {
+            match self.slots.free(number) {
                 Some(handshake) => drop(handshake.thread.join()),
                 // It succeeded while it was being interrupted to make room: its socket is shut down.
                 None if accepted.is_ok() => continue,
@@ -128,7 +128,7 @@ impl RunningHandshake {
 
 impl Drop for Handshakes {
     fn drop(&mut self) {
-        self.places.free_all().for_each(RunningHandshake::end);
+        self.slots.free_all().for_each(RunningHandshake::end);
     }
 }
 
@@ -136,7 +136,7 @@ impl Drop for Handshakes {
 const READING: Duration = Duration::from_millis(500);
 
 /// Lets the peer of a refused connection read the reason: closing a socket with unread data discards what was sent.
-fn let_read(socket: &OwnedFd) {
+fn linger(socket: &OwnedFd) {
     let deadline = Instant::now() + READING;
     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
     let mut unread = [0; 4096];
@@ -165,7 +165,7 @@ mod tests {
         let long_ago = now.checked_sub(Duration::from_secs(60)).unwrap();
         let mut others = Vec::new();
         for number in 0..=HANDSHAKES {
-            assert!(handshakes.places.has_room(now));
+            assert!(handshakes.slots.has_room(now));
             let (here, there) = UnixStream::pair().unwrap();
             others.push(there);
             let since = if number == 0 { long_ago } else { now };
@@ -174,6 +174,6 @@ mod tests {
         }
         let ended = handshakes.take_ended();
         assert!(matches!(ended[..], [Err(_)]));
-        assert!(!handshakes.places.has_room(now), "all others are new");
+        assert!(!handshakes.slots.has_room(now), "all others are new");
     }
 }

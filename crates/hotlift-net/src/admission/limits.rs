@@ -23,7 +23,7 @@ pub struct Limits {
     /// Number of waiting connections. A further one replaces the oldest.
     pub most: usize,
     /// Time that each may wait; [`Duration::MAX`] is no limit.
-    pub patience: Duration,
+    pub max_wait: Duration,
 }
 
 /// Limit of concurrent handshakes. Further connections wait in the listener's queue, at no cost to this process.
@@ -33,10 +33,10 @@ pub(super) const HANDSHAKES: usize = 64;
 /// it connects, so a further connection replaces the one that is silent for longest.
 pub const CHANNELS: usize = 64;
 
-/// Returns the limits of a migration's unclassified connections, with the time `patience` for each.
-pub const fn channels(patience: Duration) -> Limits {
+/// Returns the limits of a migration's unclassified connections, with the time `max_wait` for each.
+pub const fn channels(max_wait: Duration) -> Limits {
     let most = CHANNELS;
-    Limits { most, patience }
+    Limits { most, max_wait }
 }
 
 /// Time for a peer to confirm an outcome.
@@ -45,7 +45,7 @@ const CONFIRMATION: Duration = Duration::from_secs(5);
 /// Limits of connections that received an outcome and have not confirmed it.
 pub const CONFIRMATIONS: Limits = Limits {
     most: 64,
-    patience: CONFIRMATION,
+    max_wait: CONFIRMATION,
 };
 
 /// Time for a caller to send its hello.
@@ -54,7 +54,7 @@ const HELLO: Duration = Duration::from_secs(10);
 /// Limits of callers before their hello. A client sends it immediately.
 pub(crate) const CALLERS: Limits = Limits {
     most: 64,
-    patience: HELLO,
+    max_wait: HELLO,
 };
 
 /// Silence after which a local client counts as waiting for the server. A slower migration is passed through; an NBD client
@@ -64,7 +64,7 @@ pub const SILENCE: Duration = Duration::from_secs(1);
 /// Limits of an agent's unclassified connections: of migrations, and of libvirt's copies of disks.
 pub const REDIRECTED: Limits = Limits {
     most: 1024,
-    patience: SILENCE,
+    max_wait: SILENCE,
 };
 
 /// Limit of connections that wait for a migration to accept them: the most channels, a main channel, and some of the next
@@ -74,7 +74,7 @@ pub(super) const QUEUED: usize = 320;
 /// Limits of possible preempt channels, for the whole migration. A QEMU makes one.
 pub const CANDIDATES: Limits = Limits {
     most: 64,
-    patience: Duration::MAX,
+    max_wait: Duration::MAX,
 };
 
 /// Time for a client to name a file.
@@ -83,7 +83,7 @@ const OPENING: Duration = Duration::from_secs(10);
 /// Limits of a file server's connections before the name of a file.
 pub const VISITORS: Limits = Limits {
     most: 256,
-    patience: OPENING,
+    max_wait: OPENING,
 };
 
 /// Limit of concurrent connections that read files: 32 visitors with all of theirs, which bounds buffers to 1 GiB.

@@ -79,7 +79,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
     /// Returns the descriptors to poll for reading.
     pub fn polled(&self, now: Instant) -> impl Iterator<Item = BorrowedFd<'_>> {
         // Without a free handshake slot, a connection waits in the kernel's queue.
-        let listener = self.has_place(now).then(|| self.listener.as_fd());
+        let listener = self.can_accept(now).then(|| self.listener.as_fd());
         let ended = self.handshakes.iter().map(|all| all.wake().as_fd());
         listener
             .into_iter()
@@ -91,7 +91,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
     #[must_use]
     pub fn shortened(&self, wait: Duration, now: Instant) -> Duration {
         let wait = match &self.handshakes {
-            Some(all) if !self.has_place(now) => wait.min(all.places.until_room(now)),
+            Some(all) if !self.can_accept(now) => wait.min(all.slots.until_room(now)),
             _ if self.listener.has_returned() => Duration::ZERO,
             _ => wait,
         };
@@ -101,14 +101,14 @@ impl<'a, S: AsFd> Admission<'a, S> {
     /// Returns the times at which the unclassified connections were accepted.
     pub fn since(&self) -> impl Iterator<Item = Instant> + '_ {
         let waiting = self.room.iter().map(|(_, since)| since);
-        let under_way = self.handshakes.iter().flat_map(|all| all.places.since());
+        let under_way = self.handshakes.iter().flat_map(|all| all.slots.since());
         waiting.chain(under_way)
     }
 
     /// Returns true if a new connection can be accepted now. Otherwise it waits in the kernel's queue until a handshake ends or
     /// can be interrupted.
-    fn has_place(&self, now: Instant) -> bool {
-        let has_room = |all: &Handshakes| all.places.has_room(now);
+    fn can_accept(&self, now: Instant) -> bool {
+        let has_room = |all: &Handshakes| all.slots.has_room(now);
         self.handshakes.as_ref().is_none_or(has_room)
     }
 
@@ -141,7 +141,7 @@ impl<'a, S: AsFd> Admission<'a, S> {
             Some(handshakes) => handshakes.take_ended(),
             None => Vec::new(),
         };
-        if !self.has_place(now) {
+        if !self.can_accept(now) {
             return Ok(accepted);
         }
         // Also after a finished one: QEMU 7.2 sends nothing more on main until its channels have finished their handshakes.

@@ -23,7 +23,7 @@ pub struct PendingConnections<S> {
 struct Waiting<S> {
     number: u64,
     since: Instant,
-    has_news: bool,
+    is_ready: bool,
     connection: S,
 }
 
@@ -65,7 +65,7 @@ impl<S: AsFd> PendingConnections<S> {
             number,
             since,
             // Bytes received together with a TLS handshake show at no descriptor.
-            has_news: true,
+            is_ready: true,
             connection,
         });
         Ok(left.map(|(connection, _)| connection))
@@ -78,25 +78,25 @@ impl<S: AsFd> PendingConnections<S> {
 
     /// Shortens `wait` to the next timeout of a connection; to zero if one must be checked.
     pub fn shortened(&self, wait: Duration, now: Instant) -> Duration {
-        if self.waiting.iter().any(|one| one.has_news) {
+        if self.waiting.iter().any(|one| one.is_ready) {
             return Duration::ZERO;
         }
-        let patience = self.limits.patience;
+        let max_wait = self.limits.max_wait;
         let waited = self
             .waiting
             .iter()
             .map(|one| now.saturating_duration_since(one.since));
-        let left = waited.map(|waited| patience.saturating_sub(waited));
+        let left = waited.map(|waited| max_wait.saturating_sub(waited));
         left.fold(wait, Duration::min)
     }
 
     /// Returns the number of the first connection that has received something since its last check.
-    pub fn next_news(&mut self) -> Option<u64> {
-        if !self.waiting.iter().any(|one| one.has_news) {
+    pub fn next_ready(&mut self) -> Option<u64> {
+        if !self.waiting.iter().any(|one| one.is_ready) {
             self.take_events();
         }
-        let one = self.waiting.iter_mut().find(|one| one.has_news)?;
-        one.has_news = false;
+        let one = self.waiting.iter_mut().find(|one| one.is_ready)?;
+        one.is_ready = false;
         Some(one.number)
     }
 
@@ -109,14 +109,14 @@ impl<S: AsFd> PendingConnections<S> {
         // A failure counts as no events: the next wait returns immediately.
         let taken = epoll::wait(&self.news, &mut events, Some(&Timespec::default()));
         for event in &events[..taken.unwrap_or(0)] {
-            self.look_again(event.data.u64());
+            self.recheck(event.data.u64());
         }
     }
 
     /// Marks the connection `number` for another check: the last one consumed bytes, and further ones may be there.
-    pub fn look_again(&mut self, number: u64) {
+    pub fn recheck(&mut self, number: u64) {
         if let Some(one) = self.waiting.iter_mut().find(|one| one.number == number) {
-            one.has_news = true;
+            one.is_ready = true;
         }
     }
 
@@ -137,17 +137,17 @@ impl<S: AsFd> PendingConnections<S> {
         Some(self.take(place))
     }
 
-    /// Removes the first connection that `is_it` accepts.
-    pub fn take_first(&mut self, is_it: impl Fn(&S, Instant) -> bool) -> Option<(S, Instant)> {
+    /// Removes the first connection that `accepts` accepts.
+    pub fn take_first(&mut self, accepts: impl Fn(&S, Instant) -> bool) -> Option<(S, Instant)> {
         let mut waiting = self.waiting.iter();
-        let place = waiting.position(|one| is_it(&one.connection, one.since))?;
+        let place = waiting.position(|one| accepts(&one.connection, one.since))?;
         Some(self.take(place))
     }
 
     /// Removes a connection whose time is over.
     pub fn take_late(&mut self, now: Instant) -> Option<S> {
-        let patience = self.limits.patience;
-        let late = self.take_first(|_, since| now.saturating_duration_since(since) >= patience);
+        let max_wait = self.limits.max_wait;
+        let late = self.take_first(|_, since| now.saturating_duration_since(since) >= max_wait);
         late.map(|(connection, _)| connection)
     }
 
@@ -170,10 +170,10 @@ mod tests {
 
     const LIMITS: Limits = Limits {
         most: 2,
-        patience: Duration::from_secs(10),
+        max_wait: Duration::from_secs(10),
     };
 
-    fn has_news(room: &PendingConnections<UnixStream>) -> bool {
+    fn is_ready(room: &PendingConnections<UnixStream>) -> bool {
         let mut fds = [PollFd::from_borrowed_fd(room.polled(), PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())) == Ok(1)
     }
@@ -185,16 +185,16 @@ mod tests {
         let (here, mut there) = UnixStream::pair().unwrap();
         assert!(room.enter(here, now).unwrap().is_none());
         assert_eq!(room.shortened(Duration::MAX, now), Duration::ZERO);
-        assert_eq!((room.next_news(), room.next_news()), (Some(0), None));
-        assert_eq!(room.shortened(Duration::MAX, now), LIMITS.patience);
+        assert_eq!((room.next_ready(), room.next_ready()), (Some(0), None));
+        assert_eq!(room.shortened(Duration::MAX, now), LIMITS.max_wait);
         for part in [b"HL", b"TK"] {
-            assert!(!has_news(&room));
+            assert!(!is_ready(&room));
             there.write_all(part).unwrap();
-            assert!(has_news(&room));
-            assert_eq!((room.next_news(), room.next_news()), (Some(0), None));
+            assert!(is_ready(&room));
+            assert_eq!((room.next_ready(), room.next_ready()), (Some(0), None));
         }
         drop(there);
-        assert!(has_news(&room), "an end is news");
+        assert!(is_ready(&room), "an end is news");
     }
 
     #[test]
@@ -211,7 +211,7 @@ mod tests {
             assert!(room.iter().count() <= LIMITS.most);
         }
         assert_eq!(left, 1000 - LIMITS.most);
-        let end = now + LIMITS.patience;
+        let end = now + LIMITS.max_wait;
         assert!(room.take_late(end - Duration::from_nanos(1)).is_none());
         assert!(room.take_late(end).is_some() && room.take_late(end).is_some());
         assert!(room.take_late(end).is_none());
@@ -225,6 +225,6 @@ mod tests {
         room.enter(here, Instant::now()).unwrap();
         drop(room.remove(0));
         there.write_all(b"x").unwrap();
-        assert!(!has_news(&room) && room.next_news().is_none());
+        assert!(!is_ready(&room) && room.next_ready().is_none());
     }
 }

@@ -60,7 +60,7 @@ pub struct Call<T> {
     /// The conversation with the caller.
     pub conversation: Conversation,
     /// The request.
-    pub said: Result<T, DropReason>,
+    pub request: Result<T, DropReason>,
 }
 
 impl<'a> Callers<'a> {
@@ -94,35 +94,44 @@ impl<'a> Callers<'a> {
             return Some(call);
         }
         if let Some(conversation) = self.admission.room.take_late(Instant::now()) {
-            let waited = CALLERS.patience;
-            let said = Err(DropReason::Silent { waited });
-            return Some(Call { conversation, said });
+            let waited = CALLERS.max_wait;
+            let request = Err(DropReason::Silent { waited });
+            return Some(Call {
+                conversation,
+                request,
+            });
         }
         self.accept();
         let conversation = self.left.pop()?;
-        let said = Err(DropReason::Crowd { most: CALLERS.most });
-        Some(Call { conversation, said })
+        let request = Err(DropReason::Crowd { most: CALLERS.most });
+        Some(Call {
+            conversation,
+            request,
+        })
     }
 
     /// Returns the first caller with a complete request or an error.
     fn read_request<T>(&mut self, read_request: ReadRequest<'_, T>) -> Option<Call<T>> {
         let room = &mut self.admission.room;
         loop {
-            let number = room.next_news()?;
+            let number = room.next_ready()?;
             let conversation = room.get(number)?;
             let begun = conversation.begun();
-            let said = match read_request(conversation) {
-                Ok(Some(said)) => Ok(said),
+            let request = match read_request(conversation) {
+                Ok(Some(request)) => Ok(request),
                 Ok(None) => {
                     if conversation.begun() != begun {
-                        room.look_again(number);
+                        room.recheck(number);
                     }
                     continue;
                 }
                 Err(error) => Err(error.into()),
             };
             let (conversation, _) = room.remove(number)?;
-            return Some(Call { conversation, said });
+            return Some(Call {
+                conversation,
+                request,
+            });
         }
     }
 

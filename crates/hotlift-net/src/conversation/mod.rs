@@ -93,7 +93,7 @@ struct Hello<'a, T> {
     hotlift: u32,
     role: &'static str,
     #[serde(flatten)]
-    wish: &'a T,
+    request: &'a T,
 }
 
 /// The connection of a conversation. Cheap to clone.
@@ -157,7 +157,7 @@ impl Conversation {
 
     /// Returns a handle for sending.
     #[must_use]
-    pub fn speaker(&self) -> ConversationSender {
+    pub fn sender(&self) -> ConversationSender {
         ConversationSender(Lines::new(self.0.connection().clone(), MAX_MESSAGE))
     }
 
@@ -238,11 +238,11 @@ impl Conversation {
     }
 
     /// Sends the first message.
-    pub fn send_hello<T: OpeningRequest>(&mut self, wish: &T) -> Result<(), ConversationError> {
+    pub fn send_hello<T: OpeningRequest>(&mut self, request: &T) -> Result<(), ConversationError> {
         self.send(&Hello {
             hotlift: VERSION,
             role: T::ROLE,
-            wish,
+            request,
         })
     }
 
@@ -342,8 +342,8 @@ mod tests {
         let mut here = Conversation::new(here);
         here.send_hello(&Tea { cups: 3 }).unwrap();
         let long = Duration::from_secs(30);
-        let heard = Conversation::new(there).receive_hello::<Tea>(long).unwrap();
-        assert_eq!(heard, Some(Tea { cups: 3 }));
+        let received = Conversation::new(there).receive_hello::<Tea>(long).unwrap();
+        assert_eq!(received, Some(Tea { cups: 3 }));
 
         let read = |hello: serde_json::Value| read_hello::<Tea>(hello).map_err(|it| it.to_string());
         let later = json!({ "hotlift": VERSION, "role": "kitchen", "cups": 1, "sugar": true });

@@ -28,7 +28,7 @@ pub fn carry(from: &Stream, to: &Stream, each: &mut dyn FnMut(&[u8])) -> bool {
             break;
         }
     }
-    from.break_off();
-    to.break_off();
+    from.shut_down_abruptly();
+    to.shut_down_abruptly();
     false
 }

@@ -500,7 +500,7 @@ impl Stream {
     }
 
     /// Shuts down both directions without `close_notify`.
-    pub fn break_off(&self) {
+    pub fn shut_down_abruptly(&self) {
         let _ = match &self.socket {
             Socket::Tcp(stream) => stream.shutdown(Shutdown::Both),
             Socket::Unix(stream) => stream.shutdown(Shutdown::Both),

@@ -294,20 +294,20 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         prepare(&stream).unwrap();
-        let patience = || {
+        let timeout = || {
             let interval = sockopt::tcp_keepintvl(&stream).unwrap();
             sockopt::tcp_keepidle(&stream).unwrap() + KEEPALIVE_PROBES * interval
         };
         for seconds in [1, 5, 40, 86_400] {
             let limit = Duration::from_secs(seconds);
             set_silence_limit(&stream, limit).unwrap();
-            assert!(patience() > limit, "{limit:?}");
-            assert!(patience() <= limit + 7 * SECOND, "{limit:?}");
+            assert!(timeout() > limit, "{limit:?}");
+            assert!(timeout() <= limit + 7 * SECOND, "{limit:?}");
         }
         set_silence_limit(&stream, Duration::ZERO).unwrap();
         assert!(!sockopt::socket_keepalive(&stream).unwrap());
         notice_loss(&stream);
         assert!(sockopt::socket_keepalive(&stream).unwrap());
-        assert_eq!(patience(), 4 * KEEPALIVE);
+        assert_eq!(timeout(), 4 * KEEPALIVE);
     }
 }

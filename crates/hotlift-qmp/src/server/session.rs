@@ -94,15 +94,15 @@ impl Session<'_> {
             while let Some(found) = framing.next() {
                 let was_negotiated = self.negotiated;
                 let must_be_qmp = is_tcp && !was_negotiated;
-                let stranger = |why: &'static str| {
+                let reject = |why: &'static str| {
                     outbox.answer(line(&refused(None, &Refusal::generic(why))));
                     Err(io::Error::new(io::ErrorKind::InvalidData, why))
                 };
                 let (answer, is_end) = match found {
-                    Found::Http => return stranger(HTTP),
-                    Found::Nonsense(_) if must_be_qmp => return stranger(NO_QMP),
+                    Found::Http => return reject(HTTP),
+                    Found::Nonsense(_) if must_be_qmp => return reject(NO_QMP),
                     Found::Value(value) if must_be_qmp && !value.is_object() => {
-                        return stranger(NO_QMP);
+                        return reject(NO_QMP);
                     }
                     Found::Value(request) => (self.answer(&request), false),
                     Found::Nonsense(why) => (refused(None, &Refusal::generic(why)), false),

@@ -590,12 +590,12 @@ mod tests {
         client.write_all(b"forth").unwrap();
         server.read_exact(&mut [0; 5]).unwrap();
         server.write_all(b"back, and more").unwrap();
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         client
             .set_read_timeout(Some(Duration::from_secs(60)))
             .unwrap();
-        client.read_to_end(&mut heard).unwrap();
-        assert_eq!(heard, b"back, ");
+        client.read_to_end(&mut received).unwrap();
+        assert_eq!(received, b"back, ");
     }
 
     #[test]
@@ -660,19 +660,19 @@ mod tests {
             mask: 0x81,
         };
         let (_listener, proxy, mut client, mut server) = before(Bytes::new(Some(flip)));
-        let mut said = opening(7);
-        said.extend([1, 2, 3, 4]);
-        client.write_all(&said).unwrap();
+        let mut output = opening(7);
+        output.extend([1, 2, 3, 4]);
+        client.write_all(&output).unwrap();
         server.write_all(b"answer").unwrap();
         drop(client);
-        let mut heard = Vec::new();
-        server.read_to_end(&mut heard).unwrap();
+        let mut received = Vec::new();
+        server.read_to_end(&mut received).unwrap();
         drop(server);
         let carried = proxy.finish().into_carried();
-        assert_eq!(carried[&direction], said);
+        assert_eq!(carried[&direction], output);
         assert_eq!(carried[&Direction::Back], b"answer");
-        said[at] ^= 0x81;
-        assert_eq!(heard, said);
+        output[at] ^= 0x81;
+        assert_eq!(received, output);
     }
 
     /// A rule controlled by the received bytes.
@@ -706,9 +706,9 @@ mod tests {
                 server.write_all(b"back").unwrap();
             }
             drop(server);
-            let mut heard = Vec::new();
-            client.read_to_end(&mut heard).unwrap();
-            assert_eq!(heard.is_empty(), !goes_back, "{word}");
+            let mut received = Vec::new();
+            client.read_to_end(&mut received).unwrap();
+            assert_eq!(received.is_empty(), !goes_back, "{word}");
         }
     }
 
@@ -728,9 +728,9 @@ mod tests {
                 proxy.release();
             }
             drop(client);
-            let mut heard = String::new();
-            server.read_to_string(&mut heard).unwrap();
-            assert_eq!(heard, word);
+            let mut received = String::new();
+            server.read_to_string(&mut received).unwrap();
+            assert_eq!(received, word);
         }
     }
 

@@ -7,12 +7,12 @@ use std::sync::{Mutex, PoisonError};
 use hotlift_wire::main_channel::{Command, DeviceLengths, MainDecoder, MainEvent, Step};
 use hotlift_wire::multifd::{HEADER_LEN, INITIAL_PACKET_LEN};
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::HEARD_LEN;
+use hotlift_wire::settle::CONFIRMATION_LEN;
 
 use super::rule::{Flow, Rule, Socket, Stop};
 
 /// First bytes of the source's message that it knows the outcome.
-const HEARD: [u8; 4] = *b"HLOK";
+const CONFIRMATION: [u8; 4] = *b"HLOK";
 
 /// One unit on the wire.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -128,7 +128,7 @@ impl Rule for Units {
             let bytes = &mut came[done..done + length];
             done += length;
             // Not part of the counted answers.
-            let is_counted = !flow.is_back() && !name.starts_with("heard");
+            let is_counted = !flow.is_back() && !name.starts_with("confirmation");
             let unit = Unit {
                 socket: flow.socket().filter(|_| !name.starts_with("data")),
                 back: flow.is_back(),
@@ -228,10 +228,10 @@ impl Splitter {
                     bytes.get(..length)?;
                     *payload = 0;
                     (format!("data payload of round {syncs}"), length)
-                } else if bytes.starts_with(&HEARD) {
+                } else if bytes.starts_with(&CONFIRMATION) {
                     // Sent by another thread than the packets: before or after the last SYNC.
-                    bytes.get(..HEARD_LEN)?;
-                    ("heard".to_owned(), HEARD_LEN)
+                    bytes.get(..CONFIRMATION_LEN)?;
+                    ("confirmation".to_owned(), CONFIRMATION_LEN)
                 } else {
                     let header = bytes.get(..HEADER_LEN)?;
                     let be32 = |at: usize| u32::from_be_bytes(*header[at..].first_chunk().unwrap());

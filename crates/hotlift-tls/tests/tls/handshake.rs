@@ -71,8 +71,8 @@ fn tls_hostname_replaces_the_name_of_the_address() {
         (Some("a b"), "'a b'"),
     ] {
         let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-        let said = failure(nameless.connect(&socket, host));
-        assert!(said.contains(error), "{said}");
+        let output = failure(nameless.connect(&socket, host));
+        assert!(output.contains(error), "{output}");
     }
 }
 
@@ -90,9 +90,9 @@ fn bad_client(dir: &Path, pki: &Pki, settings: Settings) -> (String, String) {
     (failure(client), failure(server))
 }
 
-fn assert_says(said: &str, words: &[&str]) {
+fn assert_contains(output: &str, words: &[&str]) {
     for word in words {
-        assert!(said.contains(word), "'{word}' in: {said}");
+        assert!(output.contains(word), "'{word}' in: {output}");
     }
 }
 
@@ -105,24 +105,24 @@ fn a_certificate_of_another_ca_is_refused_by_either_side() {
         let dir = other.host(&["b"]);
         fs::write(dir.join("ca-cert.pem"), &pki.ca().certificate).unwrap();
         let (client, server) = bad_server(&dir, &pki, hotlift());
-        assert_says(
+        assert_contains(
             &client,
             &[
                 "other side's certificate (CN=b: b)",
                 "CA that this side does not trust",
             ],
         );
-        assert_says(&client, &[&format!("CN={name}")]);
-        assert_says(&server, &["does not accept our certificate", "CA"]);
+        assert_contains(&client, &[&format!("CN={name}")]);
+        assert_contains(&server, &["does not accept our certificate", "CA"]);
         let (client, server) = bad_client(&dir, &pki, hotlift());
-        assert_says(
+        assert_contains(
             &server,
             &[
                 "other side's certificate",
                 "CA that this side does not trust",
             ],
         );
-        assert_says(&client, &["does not accept our certificate"]);
+        assert_contains(&client, &["does not accept our certificate"]);
     }
 }
 
@@ -131,8 +131,8 @@ fn a_certificate_that_is_not_for_the_host_names_those_that_it_is_for() {
     let pki = Pki::new("CA");
     let dir = pki.host(&["c.example", "192.0.2.3"]);
     let (client, server) = bad_server(&dir, &pki, hotlift());
-    assert_says(&client, &["is not for 'b' but for c.example, 192.0.2.3"]);
-    assert_says(&server, &["does not accept our certificate", "name"]);
+    assert_contains(&client, &["is not for 'b' but for c.example, 192.0.2.3"]);
+    assert_contains(&server, &["does not accept our certificate", "name"]);
 }
 
 #[test]
@@ -140,17 +140,17 @@ fn a_name_that_is_on_no_list_is_refused_by_either_side() {
     let pki = Pki::new("CA");
     let (dir_a, dir_b) = (pki.host(&["a"]), pki.host(&["b"]));
     let (client, server) = bad_client(&dir_a, &pki, allow(&["c", "d.*"]));
-    assert_says(
+    assert_contains(
         &server,
         &["(CN=a: a)", "is not on the list of allowed names (c d.*)"],
     );
-    assert_says(
+    assert_contains(
         &client,
         &["does not accept our certificate", "not on the list"],
     );
     let (client, server) = bad_server(&dir_b, &pki, allow(&["c"]));
-    assert_says(&client, &["is not on the list of allowed names"]);
-    assert_says(
+    assert_contains(&client, &["is not on the list of allowed names"]);
+    assert_contains(
         &server,
         &["does not accept our certificate", "not on the list"],
     );
@@ -181,7 +181,7 @@ fn an_expired_or_future_certificate_is_named_with_its_dates_and_not_sent() {
             "b",
             &tls(&pki.host(&["b"]), hotlift()),
         );
-        assert_says(
+        assert_contains(
             &failure(client),
             &["our certificate", "client-cert.pem", words],
         );
@@ -190,8 +190,8 @@ fn an_expired_or_future_certificate_is_named_with_its_dates_and_not_sent() {
             "b",
             &tls(&dir, hotlift()),
         );
-        assert_says(&failure(server), &["our certificate", "server-cert.pem"]);
-        assert_says(&failure(client), &["closed the connection"]);
+        assert_contains(&failure(server), &["our certificate", "server-cert.pem"]);
+        assert_contains(&failure(client), &["closed the connection"]);
     }
 }
 
@@ -206,8 +206,8 @@ fn a_certificate_for_the_other_role_is_refused() {
         fs::copy(dir.join(from), dir.join(to)).unwrap();
     }
     let (client, server) = bad_server(&dir, &pki, hotlift());
-    assert_says(&client, &["is not valid for a TLS server"]);
-    assert_says(
+    assert_contains(&client, &["is not valid for a TLS server"]);
+    assert_contains(
         &server,
         &["does not accept our certificate", "not valid for"],
     );
@@ -247,8 +247,8 @@ fn a_revoked_certificate_is_refused_by_either_side_and_others_are_not() {
     )
     .unwrap();
     let (client, server) = meet(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
-    assert_says(&failure(server), &["(CN=a: a)", "is revoked"]);
-    assert_says(
+    assert_contains(&failure(server), &["(CN=a: a)", "is revoked"]);
+    assert_contains(
         &failure(client),
         &["does not accept our certificate: it is revoked"],
     );
@@ -263,7 +263,7 @@ fn a_revoked_certificate_is_refused_by_either_side_and_others_are_not() {
     .unwrap();
     fs::remove_file(b.join("ca-crl.pem")).unwrap();
     let (client, _) = meet(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
-    assert_says(&failure(client), &["(CN=b: b)", "is revoked"]);
+    assert_contains(&failure(client), &["(CN=b: b)", "is revoked"]);
 }
 
 #[test]
@@ -278,7 +278,7 @@ fn an_expired_revocation_list_admits_no_peer() {
     );
     fs::write(b.join("ca-crl.pem"), list).unwrap();
     let (_, server) = meet(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
-    assert_says(
+    assert_contains(
         &failure(server),
         &["list of revoked certificates here expired on"],
     );
@@ -293,9 +293,9 @@ fn a_qemu_profile_has_no_alpn_and_a_hotlift_profile_requires_its_own() {
     client.unwrap();
     server.unwrap();
     let (_, server) = meet(&of(Profile::Qemu), "b", &of(Profile::Hotlift));
-    assert_says(&failure(server), &["is not a Hotlift", "hotlift/1"]);
+    assert_contains(&failure(server), &["is not a Hotlift", "hotlift/1"]);
     let (client, _) = meet(&of(Profile::Hotlift), "b", &of(Profile::Qemu));
-    assert_says(&failure(client), &["is not a Hotlift"]);
+    assert_contains(&failure(client), &["is not a Hotlift"]);
 }
 
 #[test]
@@ -317,17 +317,17 @@ fn a_server_without_verify_peer_takes_a_client_without_a_certificate() {
     assert_eq!(session.unwrap().peer, None);
     // A server that requests one refuses; so does a client that needs one and has none.
     let (_, session) = meet(&anonymous, "b", &of(&server, true));
-    assert_says(&failure(session), &["sent no certificate"]);
+    assert_contains(&failure(session), &["sent no certificate"]);
     let (client, _) = meet(&of(of_client.path(), true), "b", &of(&server, false));
-    assert_says(&failure(client), &["client-cert.pem is missing"]);
+    assert_contains(&failure(client), &["client-cert.pem is missing"]);
     // A certificate that is not requested is not sent; the server's is verified nevertheless.
     let (_, session) = meet(&of(&pki.host(&["a"]), true), "b", &of(&server, false));
     assert_eq!(session.unwrap().peer, None);
     let (client, _) = meet(&anonymous, "c", &of(&server, false));
-    assert_says(&failure(client), &["is not for 'c' but for b"]);
+    assert_contains(&failure(client), &["is not for 'c' but for b"]);
     let other = Pki::new("other");
     let (client, _) = meet(&anonymous, "b", &of(&other.host(&["b"]), false));
-    assert_says(&failure(client), &["does not trust"]);
+    assert_contains(&failure(client), &["does not trust"]);
 }
 
 #[test]
@@ -345,7 +345,7 @@ fn a_client_of_qemu_gets_a_refusal_at_its_first_read() {
         let mut session = client.connect(&here, Some("b")).unwrap();
         assert!(accepted.join().unwrap().is_err());
         let error = session.reader.plaintext(&mut here).unwrap_err();
-        assert_says(
+        assert_contains(
             &error.to_string(),
             &["does not accept our certificate", "not on the list"],
         );
@@ -358,7 +358,7 @@ fn a_missing_file_of_a_folder_is_named() {
     let dir = pki.host(&["b"]);
     let open = |dir: &Path| failure(hotlift_tls::Credentials::open(dir).map_err(TlsError::from));
     fs::remove_file(dir.join("server-cert.pem")).unwrap();
-    assert_says(
+    assert_contains(
         &open(&dir),
         &["cannot read", "server-cert.pem", "No such file"],
     );
@@ -368,7 +368,7 @@ fn a_missing_file_of_a_folder_is_named() {
         "b",
         &tls(&dir, hotlift()),
     );
-    assert_says(
+    assert_contains(
         &failure(server),
         &["server-cert.pem is missing: a TLS server needs it"],
     );
@@ -377,14 +377,14 @@ fn a_missing_file_of_a_folder_is_named() {
         dir.join("client-key.pem"),
     )
     .unwrap();
-    assert_says(
+    assert_contains(
         &open(&dir),
         &["client-cert.pem and", "client-key.pem do not match"],
     );
     fs::write(dir.join("client-key.pem"), "no key").unwrap();
-    assert_says(&open(&dir), &["client-key.pem holds no private key in PEM"]);
+    assert_contains(&open(&dir), &["client-key.pem holds no private key in PEM"]);
     fs::remove_file(dir.join("ca-cert.pem")).unwrap();
-    assert_says(&open(&dir), &["has no ca-cert.pem (nor ca.crt)"]);
+    assert_contains(&open(&dir), &["has no ca-cert.pem (nor ca.crt)"]);
 }
 
 #[test]
@@ -409,12 +409,12 @@ fn a_ca_signs_only_with_its_own_key_and_not_beyond_its_end() {
     let pki = Pki::new("CA");
     let other = Pki::new("CA");
     let error = Authority::open(&pki.ca().certificate, &other.ca().key).unwrap_err();
-    assert_says(&error.to_string(), &["do not match"]);
+    assert_contains(&error.to_string(), &["do not match"]);
     let now = SystemTime::now();
     let authority = Authority::open(&pki.ca().certificate, &pki.ca().key).unwrap();
     let host = authority.issue(&["b"], Role::Server, 365, now).unwrap();
     let error = Authority::open(&host.certificate, &host.key).unwrap_err();
-    assert_says(&error.to_string(), &["is not that of a CA"]);
+    assert_contains(&error.to_string(), &["is not that of a CA"]);
     let dir = pki.host(&["b"]);
     put(&dir, Role::Server, &host);
     let read = hotlift_tls::Listing::read(&dir, now);
@@ -425,19 +425,19 @@ fn a_ca_signs_only_with_its_own_key_and_not_beyond_its_end() {
         .unwrap();
     assert_eq!(server.identity.ends, authority.identity().ends);
     assert!(read.is_usable(), "{read:?}");
-    for (bad, says) in [
+    for (bad, expected) in [
         ("*.example", "is a wildcard: name each host"),
         ("a b", "neither a DNS name nor an IP address"),
         ("", "neither a DNS name nor an IP address"),
         ("-", "neither a DNS name nor an IP address"),
     ] {
         let error = authority.issue(&[bad], Role::Server, 1, now).unwrap_err();
-        assert_says(&error.to_string(), &[says]);
+        assert_contains(&error.to_string(), &[expected]);
     }
     let over = authority
         .issue(&["b"], Role::Server, 1, now + 11 * DAY)
         .unwrap_err();
-    assert_says(&over.to_string(), &["has expired"]);
+    assert_contains(&over.to_string(), &["has expired"]);
 }
 
 #[test]

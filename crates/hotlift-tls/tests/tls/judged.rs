@@ -40,8 +40,8 @@ impl Maker {
         let mut command = Command::new("openssl");
         command.current_dir(self.0.path()).args(words.split(' '));
         let output = command.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{words}: {said}");
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{words}: {printed}");
     }
 
     /// Makes NAME.key and NAME.crt, signed by `issuer`; self-signed if that is empty.

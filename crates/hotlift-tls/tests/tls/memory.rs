@@ -13,7 +13,7 @@ fn buffers_of_both_directions_stay_within_the_limit_under_load() {
         <[_; 2]>::from(connected(&hotlift()));
     assert!(
         client.reader.memory() + client.writer.memory() < 4096,
-        "nothing was said yet"
+        "nothing was sent yet"
     );
     let data = vec![7; 3 << 20];
     thread::scope(|scope| {

@@ -37,7 +37,7 @@ impl OpenSsl {
         Self(child, String::new())
     }
 
-    fn say(&mut self, text: &str) {
+    fn send(&mut self, text: &str) {
         self.0
             .stdin
             .as_mut()
@@ -48,7 +48,7 @@ impl OpenSsl {
 
     /// Sends it a command, which must be a read of its own, and waits for `words` on its standard error.
     fn command(&mut self, letter: &str, words: &str) {
-        self.say(letter);
+        self.send(letter);
         wait_for(words, self.0.stderr.as_mut().unwrap(), &mut self.1);
         self.1.clear();
     }
@@ -60,21 +60,21 @@ impl OpenSsl {
 
     /// Reads its output to the end. The end of its input would end the process early.
     fn rest(mut self) -> String {
-        let mut said = std::mem::take(&mut self.1);
+        let mut output = std::mem::take(&mut self.1);
         let out = self.0.stdout.as_mut().unwrap();
-        out.read_to_string(&mut said).unwrap();
+        out.read_to_string(&mut output).unwrap();
         let errors = self.0.stderr.as_mut().unwrap();
-        errors.read_to_string(&mut said).unwrap();
-        said
+        errors.read_to_string(&mut output).unwrap();
+        output
     }
 }
 
-/// Reads `from` until `words` appear, and appends it to `said`.
-fn wait_for(words: &str, from: &mut impl Read, said: &mut String) {
-    while !said.contains(words) {
+/// Reads `from` until `words` appear, and appends it to `output`.
+fn wait_for(words: &str, from: &mut impl Read, output: &mut String) {
+    while !output.contains(words) {
         let mut byte = [0];
         from.read_exact(&mut byte).unwrap();
-        said.push(byte[0].into());
+        output.push(byte[0].into());
     }
 }
 
@@ -145,21 +145,22 @@ fn a_client_of_openssl_works_with_each_cipher_and_sees_the_close() {
         "TLS_CHACHA20_POLY1305_SHA256",
     ] {
         let arguments = ["-alpn", "hotlift/1", "-ciphersuites", cipher];
-        let (error, said) = s_client(&arguments, hotlift(), |mut session, mut socket, openssl| {
-            assert_eq!(session.peer.as_ref().unwrap().dns, ["a"]);
-            openssl.say("a line\n");
-            assert_eq!(line_of(&mut session, &mut socket), "a line\n");
-            // More than a record.
-            let text = "0123456789".repeat(5000);
-            session
-                .writer
-                .send(&mut socket, &mut Slices::new(&[&text, "the end\n"]))
-                .unwrap();
-            session.writer.close(&mut socket).unwrap();
-        });
-        assert!(error.is_none(), "{error:?}: {said}");
-        assert!(said.contains(&"0123456789".repeat(5000)), "{said}");
-        assert!(said.contains("the end"), "{said}");
+        let (error, output) =
+            s_client(&arguments, hotlift(), |mut session, mut socket, openssl| {
+                assert_eq!(session.peer.as_ref().unwrap().dns, ["a"]);
+                openssl.send("a line\n");
+                assert_eq!(line_of(&mut session, &mut socket), "a line\n");
+                // More than a record.
+                let text = "0123456789".repeat(5000);
+                session
+                    .writer
+                    .send(&mut socket, &mut Slices::new(&[&text, "the end\n"]))
+                    .unwrap();
+                session.writer.close(&mut socket).unwrap();
+            });
+        assert!(error.is_none(), "{error:?}: {output}");
+        assert!(output.contains(&"0123456789".repeat(5000)), "{output}");
+        assert!(output.contains("the end"), "{output}");
         for words in [
             cipher,
             "TLSv1.3",
@@ -167,7 +168,7 @@ fn a_client_of_openssl_works_with_each_cipher_and_sees_the_close() {
             "Verification: OK",
             "Verified peername: b",
         ] {
-            assert!(said.contains(words), "{words}: {said}");
+            assert!(output.contains(words), "{words}: {output}");
         }
     }
 }
@@ -177,20 +178,20 @@ fn there_are_no_tickets_and_no_early_data() {
     if is_missing() {
         return;
     }
-    let (error, said) = s_client(
+    let (error, output) = s_client(
         &["-alpn", "hotlift/1"],
         hotlift(),
         |mut session, mut socket, _| {
             session.writer.close(&mut socket).unwrap();
         },
     );
-    assert!(error.is_none(), "{error:?}: {said}");
+    assert!(error.is_none(), "{error:?}: {output}");
     assert!(
-        !said.contains("New Session Ticket") && !said.contains("TLS session ticket:"),
-        "{said}"
+        !output.contains("New Session Ticket") && !output.contains("TLS session ticket:"),
+        "{output}"
     );
-    assert!(said.contains("Early data was not sent"), "{said}");
-    assert!(said.contains("New, TLSv1.3"), "{said}");
+    assert!(output.contains("Early data was not sent"), "{output}");
+    assert!(output.contains("New, TLSv1.3"), "{output}");
 }
 
 #[test]
@@ -201,14 +202,14 @@ fn older_versions_and_clients_without_certificate_are_refused() {
     for version in ["-tls1_2", "-tls1_1"] {
         // By default OpenSSL does not use the old versions any more.
         let arguments = [version, "-alpn", "hotlift/1", "-cipher", "ALL:@SECLEVEL=0"];
-        let (error, said) = s_client(&arguments, hotlift(), |_, _, _| {});
+        let (error, output) = s_client(&arguments, hotlift(), |_, _, _| {});
         assert!(
             matches!(error, Some(TlsError::Version)),
-            "{error:?}: {said}"
+            "{error:?}: {output}"
         );
         assert!(
-            version == "-tls1_1" || said.contains("protocol version"),
-            "{said}"
+            version == "-tls1_1" || output.contains("protocol version"),
+            "{output}"
         );
     }
     let pki = Pki::new("CA");
@@ -223,14 +224,14 @@ fn older_versions_and_clients_without_certificate_are_refused() {
         .spawn()
         .unwrap();
     let (socket, _) = listener.accept().unwrap();
-    let said = failure(server.accept(&socket));
+    let output = failure(server.accept(&socket));
     assert!(
-        said.starts_with("the other side sent no certificate"),
-        "{said}"
+        output.starts_with("the other side sent no certificate"),
+        "{output}"
     );
     drop(socket);
-    let said = OpenSsl(child, String::new()).rest();
-    assert!(said.contains("certificate required"), "{said}");
+    let output = OpenSsl(child, String::new()).rest();
+    assert!(output.contains("certificate required"), "{output}");
 }
 
 #[test]
@@ -239,12 +240,12 @@ fn another_protocol_is_refused() {
         return;
     }
     for arguments in [&["-alpn", "h2"][..], &[]] {
-        let (error, said) = s_client(arguments, hotlift(), |_, _, _| {});
+        let (error, output) = s_client(arguments, hotlift(), |_, _, _| {});
         assert!(
             matches!(error, Some(TlsError::OtherProtocol { .. })),
-            "{error:?}: {said}"
+            "{error:?}: {output}"
         );
-        assert!(said.contains("no application protocol"), "{said}");
+        assert!(output.contains("no application protocol"), "{output}");
     }
 }
 
@@ -253,16 +254,16 @@ fn key_updates_and_update_requests_of_openssl_are_followed() {
     if is_missing() {
         return;
     }
-    let (error, said) = s_client(
+    let (error, output) = s_client(
         &["-alpn", "hotlift/1", "-msg"],
         hotlift(),
         |mut session, mut socket, openssl| {
-            openssl.say("one\n");
+            openssl.send("one\n");
             assert_eq!(line_of(&mut session, &mut socket), "one\n");
             // Commands of s_client: a KeyUpdate, and one that requests ours.
             for (command, word) in [("k\n", "two\n"), ("K\n", "three\n")] {
                 openssl.command(command, "KEYUPDATE");
-                openssl.say(word);
+                openssl.send(word);
                 assert_eq!(line_of(&mut session, &mut socket), word);
             }
             session
@@ -272,12 +273,12 @@ fn key_updates_and_update_requests_of_openssl_are_followed() {
             session.writer.close(&mut socket).unwrap();
         },
     );
-    assert!(error.is_none(), "{error:?}: {said}");
-    assert!(said.contains("under new keys"), "{said}");
-    let received = said
+    assert!(error.is_none(), "{error:?}: {output}");
+    assert!(output.contains("under new keys"), "{output}");
+    let received = output
         .lines()
         .filter(|line| line.starts_with("<<<") && line.contains("KeyUpdate"));
-    assert_eq!(received.count(), 1, "{said}");
+    assert_eq!(received.count(), 1, "{output}");
 }
 
 /// Starts an `openssl s_server` with these arguments, and returns it with its address.
@@ -312,7 +313,7 @@ fn a_server_of_openssl_works_and_its_tickets_are_ignored() {
     let mut socket = TcpStream::connect(&address).unwrap();
     let mut session = client.connect(&socket, Some("127.0.0.1")).unwrap();
     // Its tickets come first.
-    openssl.say("from openssl\n");
+    openssl.send("from openssl\n");
     assert_eq!(line_of(&mut session, &mut socket), "from openssl\n");
     session
         .writer
@@ -331,8 +332,8 @@ fn a_server_with_older_versions_only_is_refused() {
     let (openssl, address) = s_server(&["-tls1_2"], &pki.host(&["b"]));
     let client = tls(&pki.host(&["a"]), Settings::new(Profile::Qemu));
     let socket = TcpStream::connect(&address).unwrap();
-    let said = failure(client.connect(&socket, Some("b")));
-    assert!(said.contains("does not support TLS 1.3"), "{said}");
+    let output = failure(client.connect(&socket, Some("b")));
+    assert!(output.contains("does not support TLS 1.3"), "{output}");
     drop(openssl);
 }
 
@@ -341,16 +342,16 @@ fn renegotiation_does_not_exist() {
     if is_missing() {
         return;
     }
-    let (_, said) = s_client(
+    let (_, output) = s_client(
         &["-alpn", "hotlift/1"],
         hotlift(),
         |mut session, mut socket, openssl| {
             openssl.command("R\n", "RENEGOTIATING");
-            openssl.say("Q\n");
+            openssl.send("Q\n");
             // It cannot, and closes.
             let end = session.reader.plaintext(&mut socket);
             assert!(end.is_ok_and(<[u8]>::is_empty));
         },
     );
-    assert!(said.contains("wrong ssl version"), "{said}");
+    assert!(output.contains("wrong ssl version"), "{output}");
 }

@@ -82,8 +82,8 @@ fn a_waiting_qemu_takes_a_client_with_a_certificate() {
         let client = tls(&pki.host(&["a"]), of_qemu());
         // First a name that the certificate lacks, then one that it has: QEMU accepts again.
         let socket = UnixStream::connect(&path).unwrap();
-        let said = failure(client.connect(&socket, Some("c")));
-        assert!(said.contains("is not for 'c' but for b"), "{said}");
+        let output = failure(client.connect(&socket, Some("c")));
+        assert!(output.contains("is not for 'c' but for b"), "{output}");
         drop(socket);
         let mut socket = UnixStream::connect(&path).unwrap();
         let mut session = client.connect(&socket, Some("b")).unwrap();
@@ -115,10 +115,10 @@ fn a_migrating_qemu_takes_a_server_with_a_certificate_for_its_name() {
         };
         qmp.migrate(&uri).unwrap();
         let (socket, _) = listener.accept().unwrap();
-        let said = failure(tls(&ours, strict).accept(&socket));
+        let output = failure(tls(&ours, strict).accept(&socket));
         assert!(
-            said.contains("(CN=a: a) is not on the list of allowed names"),
-            "{said}"
+            output.contains("(CN=a: a) is not on the list of allowed names"),
+            "{output}"
         );
         drop(socket);
         assert_eq!(outcome(&mut qmp), "failed");
@@ -131,7 +131,7 @@ fn a_migrating_qemu_takes_a_server_with_a_certificate_for_its_name() {
         let (received, end) = read_all(&mut session, &mut socket);
         assert!(
             received.is_empty() && end.is_err(),
-            "it looks at the name behind the handshake"
+            "it checks the name after the handshake"
         );
         drop(socket);
         assert_eq!(outcome(&mut qmp), "failed");

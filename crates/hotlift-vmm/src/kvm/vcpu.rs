@@ -182,7 +182,7 @@ impl Vcpu {
             }
             match fd.run() {
                 Err(error) if error.errno() == libc::EINTR => {
-                    if self.is_told_to_stop() {
+                    if self.must_stop() {
                         return Ok(Stop::Kicked);
                     }
                 }
@@ -229,7 +229,7 @@ impl Vcpu {
         }
     }
 
-    fn is_told_to_stop(&self) -> bool {
+    fn must_stop(&self) -> bool {
         // SAFETY: see `ImmediateExit::set`.
         unsafe { AtomicU8::from_ptr(self.immediate_exit.0) }.load(Ordering::SeqCst) != 0
     }

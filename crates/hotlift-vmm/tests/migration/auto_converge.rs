@@ -100,7 +100,7 @@ fn a_guest_that_does_not_converge_is_throttled_until_it_does() {
     for kind in rig::kinds() {
         let [source, destination] = pair(kind, Quirks::default());
         let (listener, to) = rig::listen();
-        let told = AtomicU8::new(0);
+        let highest = AtomicU8::new(0);
         let ended = rig::run(
             &source,
             &destination,
@@ -109,11 +109,11 @@ fn a_guest_that_does_not_converge_is_throttled_until_it_does() {
             [&options(), &options()],
             &[Control::new(), Control::new()],
             &|progress| {
-                told.fetch_max(progress.throttle_percent, Ordering::Relaxed);
+                highest.fetch_max(progress.throttle_percent, Ordering::Relaxed);
             },
         );
         let (report, _) = ended.arrived(&source, &destination, &kind.to_string());
-        assert_eq!((report.throttle_percent, told.into_inner()), (99, 99));
+        assert_eq!((report.throttle_percent, highest.into_inner()), (99, 99));
         assert_eq!(source.throttles(), [99, 0]);
         expect_throttling(0, kind);
         assert!(destination.throttles().is_empty());

@@ -17,12 +17,14 @@ use hotlift_testkit::alone;
 
 /// All events of one side.
 #[derive(Clone, Default)]
-pub struct Heard(Arc<Mutex<Vec<MigrationEvent>>>);
+pub struct ReceivedEvents(Arc<Mutex<Vec<MigrationEvent>>>);
 
-impl Heard {
+impl ReceivedEvents {
     pub fn control(&self) -> Control {
-        let heard = self.clone();
-        Control::watched(Box::new(move |event| heard.0.lock().unwrap().push(event)))
+        let received = self.clone();
+        Control::watched(Box::new(move |event| {
+            received.0.lock().unwrap().push(event)
+        }))
     }
 
     pub fn read(&self) -> Vec<MigrationEvent> {
@@ -31,15 +33,15 @@ impl Heard {
 }
 
 /// Runs one migration with three rounds; returns the events of each side.
-fn heard(
+fn run_with_events(
     source: &Probe,
     destination: &Probe,
     options: &Options,
     on_progress: &(dyn Fn(&[Control; 2], &Progress) + Sync),
 ) -> (Ended, [Vec<MigrationEvent>; 2]) {
     let (listener, to) = rig::listen();
-    let heard = [Heard::default(), Heard::default()];
-    let controls = heard.each_ref().map(Heard::control);
+    let received = [ReceivedEvents::default(), ReceivedEvents::default()];
+    let controls = received.each_ref().map(ReceivedEvents::control);
     let ended = rig::run(
         source,
         destination,
@@ -49,7 +51,7 @@ fn heard(
         &controls,
         &|progress| on_progress(&controls, progress),
     );
-    (ended, heard.map(|heard| heard.read()))
+    (ended, received.map(|received| received.read()))
 }
 
 fn options(multifd: bool) -> Options {
@@ -112,7 +114,7 @@ fn a_migration_reports_the_same_events_as_qemu() {
     for multifd in [true, false] {
         let (source, destination) = (guest(), room(Quirks::default()));
         let (ended, [here, there]) =
-            heard(&source, &destination, &options(multifd), &|_, progress| {
+            run_with_events(&source, &destination, &options(multifd), &|_, progress| {
                 assert_eq!(progress.transferred_bytes, progress.bytes.sum());
             });
         assert_eq!(here, and_then(&[State(Completed)]));
@@ -133,7 +135,8 @@ fn the_event_of_a_resumed_guest_follows_that_of_the_failure() {
             ..Quirks::default()
         };
         let (source, destination) = (guest(), room(fails_to_load));
-        let (ended, [here, there]) = heard(&source, &destination, &options(multifd), &|_, _| {});
+        let (ended, [here, there]) =
+            run_with_events(&source, &destination, &options(multifd), &|_, _| {});
         assert!(ended.source.is_err() && source.runs());
         assert_eq!(here, and_then(&[State(Failed), Resumed]));
         assert_eq!(there, [State(Setup), State(Active), State(Failed)]);
@@ -151,16 +154,17 @@ fn a_cancel_is_reported_before_and_after_it_takes_effect() {
         ..options(true)
     };
     let (source, destination) = (guest(), room(Quirks::default()));
-    let (_, [here, there]) = heard(&source, &destination, &slow, &|controls, progress| {
-        // A long setup is also reported.
-        if progress.status == Setup {
-            return;
-        }
-        assert_eq!(progress.dirty_syncs, 1);
-        assert!(progress.setup.is_some_and(|setup| setup < progress.elapsed));
-        controls[0].cancel();
-        assert_eq!(controls[0].status(), Cancelling);
-    });
+    let (_, [here, there]) =
+        run_with_events(&source, &destination, &slow, &|controls, progress| {
+            // A long setup is also reported.
+            if progress.status == Setup {
+                return;
+            }
+            assert_eq!(progress.dirty_syncs, 1);
+            assert!(progress.setup.is_some_and(|setup| setup < progress.elapsed));
+            controls[0].cancel();
+            assert_eq!(controls[0].status(), Cancelling);
+        });
     assert_eq!(
         here,
         [
@@ -174,15 +178,15 @@ fn a_cancel_is_reported_before_and_after_it_takes_effect() {
     assert_eq!(there, [State(Setup), State(Active), State(Failed)]);
 
     // Before the start there are no other events.
-    let heard = Heard::default();
-    let control = heard.control();
+    let received = ReceivedEvents::default();
+    let control = received.control();
     control.cancel();
     let (listener, to) = rig::listen();
     let error = hotlift::migrate(&source, &to, &options(true), &control, &|_| {});
     assert!(error.is_err() && source.runs());
     drop(listener);
     assert_eq!(
-        heard.read(),
+        received.read(),
         [State(Setup), State(Cancelling), State(Cancelled)]
     );
 }
@@ -202,12 +206,13 @@ fn with_pause_before_switchover_the_guest_is_paused_until_continued() {
     let after = |more: &[MigrationEvent]| [&to_the_pause[..], more].concat();
 
     let (source, destination) = (guest(), room(Quirks::default()));
-    let (ended, [here, _]) = heard(&source, &destination, &paused, &|controls, progress| {
-        controls[0].proceed();
-        if progress.status == PreSwitchover {
-            assert!(!source.runs() && !destination.runs());
-        }
-    });
+    let (ended, [here, _]) =
+        run_with_events(&source, &destination, &paused, &|controls, progress| {
+            controls[0].proceed();
+            if progress.status == PreSwitchover {
+                assert!(!source.runs() && !destination.runs());
+            }
+        });
     assert!(ended.source.is_ok() && destination.runs());
     assert_eq!(
         here,
@@ -217,23 +222,24 @@ fn with_pause_before_switchover_the_guest_is_paused_until_continued() {
     );
 
     // Cancelled there, or left by the destination: the guest runs again.
-    for (who, told) in [
+    for (who, expected) in [
         (0, [State(Cancelling), Resumed, State(Cancelled)].as_slice()),
         (1, &[State(Failed), Resumed]),
     ] {
         let (source, destination) = (guest(), room(Quirks::default()));
-        let (ended, [here, _]) = heard(&source, &destination, &paused, &|controls, progress| {
-            if progress.status == PreSwitchover {
-                controls[who].cancel();
-            }
-        });
+        let (ended, [here, _]) =
+            run_with_events(&source, &destination, &paused, &|controls, progress| {
+                if progress.status == PreSwitchover {
+                    controls[who].cancel();
+                }
+            });
         assert_eq!(
             ended.holder(&source, &destination),
             Ok(rig::Holder::Source),
             "{:?}",
             ended.errors()
         );
-        assert_eq!(here, after(told));
+        assert_eq!(here, after(expected));
     }
 }
 
@@ -261,7 +267,7 @@ fn a_guest_is_announced_at_its_new_host_without_delaying_the_result() {
             ..options(true)
         };
         let (source, destination) = (guest(), room(quirks));
-        let (ended, _) = heard(&source, &destination, &options, &|_, _| {});
+        let (ended, _) = run_with_events(&source, &destination, &options, &|_, _| {});
         assert_eq!(ended.destination.is_err(), destination_fails);
         drop(destination);
         announcements

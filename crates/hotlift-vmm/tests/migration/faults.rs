@@ -19,7 +19,7 @@ use crate::census::Census;
 use crate::probe::{Probe, Quirks, three_rounds};
 use crate::rig::{self, Ended, Holder, settings};
 
-/// Attempts of a fault whose unit did not occur: once one connection has brought the message of the hand-over, the others may
+/// Attempts of a fault whose unit did not occur: once one connection has brought the message of the handover, the others may
 /// end without it.
 const ATTEMPTS: usize = 50;
 

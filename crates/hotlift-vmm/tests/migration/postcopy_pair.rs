@@ -215,7 +215,7 @@ fn a_paused_postcopy_resumes_with_its_source_after_other_connections() {
                     stranger.write_all(words).unwrap();
                     let mut rest = Vec::new();
                     let _ = stranger.read_to_end(&mut rest);
-                    assert_eq!(rest, b"", "it is told nothing");
+                    assert_eq!(rest, b"", "it receives nothing");
                 }
                 assert!(controls[0].resume(&to));
                 reaches(&controls[0], Status::PostcopyActive);

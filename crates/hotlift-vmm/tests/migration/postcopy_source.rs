@@ -98,7 +98,7 @@ impl Script {
         self
     }
 
-    fn say(&mut self, message: ReturnMessage<'_>) {
+    fn send(&mut self, message: ReturnMessage<'_>) {
         let mut bytes = Vec::new();
         message.encode(&mut bytes).unwrap();
         self.stream.write_all(&bytes).unwrap();
@@ -186,7 +186,7 @@ impl Script {
             }
             match seen {
                 Seen::Closed => panic!("closed"),
-                Seen::Ping(value) => self.say(ReturnMessage::Pong(value)),
+                Seen::Ping(value) => self.send(ReturnMessage::Pong(value)),
                 _ => {}
             }
         }
@@ -212,7 +212,7 @@ impl Script {
 
     fn ask_for(&mut self, (block, page): (usize, usize)) {
         let name = self.blocks[block].clone();
-        self.say(ReturnMessage::ReqPagesId {
+        self.send(ReturnMessage::ReqPagesId {
             start: (page * PAGE_SIZE) as u64,
             length: 4096,
             block: &name,
@@ -222,7 +222,7 @@ impl Script {
     /// Reports completion, once all pages are there, and compares them with the source's.
     fn completes(mut self, source: &Probe) {
         self.until(|seen| seen == Seen::Eof);
-        self.say(ReturnMessage::Shut(0));
+        self.send(ReturnMessage::Shut(0));
         assert_eq!(self.missing(), []);
         for (block, ram) in source.ram().iter().zip(&self.ram) {
             for (page, has) in ram.iter().enumerate() {
@@ -239,7 +239,7 @@ impl Script {
             match self.next() {
                 Seen::RecvBitmap(block) => {
                     let name = self.blocks[block].clone();
-                    self.say(ReturnMessage::RecvBitmap { block: &name });
+                    self.send(ReturnMessage::RecvBitmap { block: &name });
                     let pages = &self.ram[block];
                     let word = |word: usize| {
                         let bits = pages[word * 64..].iter().take(64).enumerate();
@@ -252,7 +252,7 @@ impl Script {
                     self.stream.write_all(&bitmap).unwrap();
                 }
                 Seen::Resume => {
-                    self.say(ReturnMessage::ResumeAck(1));
+                    self.send(ReturnMessage::ResumeAck(1));
                     return;
                 }
                 other => panic!("{other:?}"),
@@ -378,7 +378,7 @@ fn requested_pages_arrive_while_devices_load_and_each_page_once() {
                 script.ask_for(there);
                 script.until(|seen| seen == Seen::Page);
             }
-            script.say(ReturnMessage::Pong(loaded));
+            script.send(ReturnMessage::Pong(loaded));
             script.completes(source);
         });
         let report = report.unwrap();
@@ -486,7 +486,7 @@ fn abandoning_a_paused_postcopy_leaves_the_guest_stopped() {
             let mut script = Script::accept(&listener);
             script.up_to_run();
             // A QEMU also reports this for a guest that has run.
-            script.say(ReturnMessage::Shut(1));
+            script.send(ReturnMessage::Shut(1));
             if is_known_to_run {
                 drop(script.stream.shutdown(Shutdown::Both));
                 reaches(control, Status::PostcopyPaused);

@@ -34,8 +34,8 @@ impl Obeys {
     fn check(self, what: &'static str) -> Result<(), GuestError> {
         match self {
             Self::Yes => Ok(()),
-            Self::No => Err(GuestError::new(what, "it was told not to")),
-            Self::Panics => panic!("{what}: it was told to panic"),
+            Self::No => Err(GuestError::new(what, "it was configured to fail")),
+            Self::Panics => panic!("{what}: it was configured to panic"),
         }
     }
 }

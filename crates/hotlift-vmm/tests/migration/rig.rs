@@ -249,7 +249,7 @@ impl Ended {
             (true, false) => (Holder::Source, source, destination),
             (false, true) => (Holder::Destination, destination, source),
             (true, true) => return Err("both run the guest".to_owned()),
-            (false, false) => return Err("nobody runs the guest".to_owned()),
+            (false, false) => return Err("the guest runs nowhere".to_owned()),
         };
         let still = has_not.guest.writes();
         has.let_write(50)?;

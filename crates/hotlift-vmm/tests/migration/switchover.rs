@@ -68,7 +68,7 @@ fn the_guest_is_not_paused_before_the_destination_received_all_sent_pages() {
         );
         ended.arrived(&source, &destination, "with an answer that came late");
         assert!(reports.into_inner() > REPORTS, "it did not wait");
-        assert_eq!(stopped.into_inner(), 0, "it was stopped meanwhile");
+        assert_eq!(stopped.into_inner(), 0, "it was paused too early");
         let _ = proxy.finish();
     }
 }

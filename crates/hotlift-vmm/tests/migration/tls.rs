@@ -336,8 +336,8 @@ fn a_channel_that_never_comes_is_named_by_both_sides() {
         );
         let (here, there) = ended.stayed(&source, &destination);
         println!("{here}\n    {there}");
-        for said in [here, there] {
-            assert!(said.contains("multifd channel 1"), "{said}");
+        for output in [here, there] {
+            assert!(output.contains("multifd channel 1"), "{output}");
         }
         assert!(ended.took >= patience, "{:?}", ended.took);
     }
@@ -382,8 +382,8 @@ fn a_refusal_over_tls_is_received_while_channels_connect() {
         let destination = rig::destination(kind, &settings(), Quirks::default());
         let ended = rig::between(&source, &destination, [&ours, &theirs]);
         let (here, there) = ended.stayed(&source, &destination);
-        for said in [here, there] {
-            assert!(said.contains(name) && said.contains(value), "{said}");
+        for output in [here, there] {
+            assert!(output.contains(name) && output.contains(value), "{output}");
         }
     }
 }
@@ -541,9 +541,9 @@ fn unfinished_handshakes_of_unknown_clients_do_not_affect_a_migration() {
             }
             // A record header that announces a ClientHello, without data after it.
             let hello = [0x16, 0x03, 0x01, 0x02, 0x00, 0x01];
-            let said = TcpStream::connect(("127.0.0.1", port))
+            let output = TcpStream::connect(("127.0.0.1", port))
                 .and_then(|mut stranger| stranger.write_all(&hello));
-            came += usize::from(said.is_ok());
+            came += usize::from(output.is_ok());
         }
         came
     };

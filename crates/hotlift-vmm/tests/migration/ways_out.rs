@@ -199,8 +199,8 @@ fn a_destination_guest_that_does_not_load_or_resume_leaves_the_guest_with_the_so
             let (listener, to) = rig::listen();
             let ended = rig::migrate(&source, &destination, listener, &to, &options());
             let (here, there) = ended.stayed(&source, &destination);
-            assert!(there.contains("it was told not to"), "{there}");
-            assert!(here.contains("it was told not to"), "{here}");
+            assert!(there.contains("it was configured to fail"), "{there}");
+            assert!(here.contains("it was configured to fail"), "{here}");
         }
     }
     census.expect_unchanged();
@@ -220,7 +220,7 @@ fn a_source_guest_whose_devices_cannot_be_saved_keeps_running() {
     let (listener, to) = rig::listen();
     let ended = rig::migrate(&source, &destination, listener, &to, &options());
     let (here, _) = ended.stayed(&source, &destination);
-    assert!(here.contains("it was told not to"), "{here}");
+    assert!(here.contains("it was configured to fail"), "{here}");
     drop((source, destination));
     census.expect_unchanged();
 }
@@ -247,7 +247,7 @@ fn a_panic_on_either_side_ends_the_migration_and_not_the_source() {
         let panicked = match save {
             Obeys::Panics => here,
             _ => {
-                assert!(here.contains("panicked"), "the source is told: {here}");
+                assert!(here.contains("panicked"), "the source received: {here}");
                 there
             }
         };

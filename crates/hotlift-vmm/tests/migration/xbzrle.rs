@@ -84,7 +84,7 @@ fn the_first_round_sends_whole_pages_and_the_last_deltas() {
         let source = rig::source(kind, &settings(), quirks);
         let destination = rig::destination(kind, &settings(), Quirks::default());
         let (listener, to) = rig::listen();
-        let told = Mutex::new(Vec::new());
+        let figures = Mutex::new(Vec::new());
         let ended = rig::run(
             &source,
             &destination,
@@ -92,7 +92,7 @@ fn the_first_round_sends_whole_pages_and_the_last_deltas() {
             &to,
             [&options(), &options()],
             &[Control::new(), Control::new()],
-            &|progress| told.lock().unwrap().push(progress.xbzrle),
+            &|progress| figures.lock().unwrap().push(progress.xbzrle),
         );
         let (report, _) = ended.arrived(&source, &destination, &kind.to_string());
         let figures = report.xbzrle.unwrap();

@@ -36,14 +36,14 @@ impl CostEstimate {
     /// Returns the CPU time in ns to encode a byte of content that a fast codec reduces to the share `left`. The larger the
     /// share, the longer the search, up to content where codecs soon abort it.
     pub(crate) fn encode(&self, left: f64) -> f64 {
-        const GIVES_UP: f64 = 0.75;
+        const ABORT_SHARE: f64 = 0.75;
         let [hopeless, usual] = self.encode;
-        let looks = |left: f64| usual * (0.5 + 1.25 * left);
-        if left <= GIVES_UP {
-            return looks(left);
+        let search = |left: f64| usual * (0.5 + 1.25 * left);
+        if left <= ABORT_SHARE {
+            return search(left);
         }
-        let beyond = ((left - GIVES_UP) / (1.0 - GIVES_UP)).min(1.0);
-        looks(GIVES_UP) + (hopeless - looks(GIVES_UP)) * beyond
+        let beyond = ((left - ABORT_SHARE) / (1.0 - ABORT_SHARE)).min(1.0);
+        search(ABORT_SHARE) + (hopeless - search(ABORT_SHARE)) * beyond
     }
 
     /// Returns the share that this candidate leaves.

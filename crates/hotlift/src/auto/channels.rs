@@ -83,7 +83,7 @@ pub(crate) struct EncodingCost {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sent {
     pub candidate: usize,
-    pub look: PacketProbe,
+    pub probe: PacketProbe,
     /// Cost of the encoding, if the packet was encoded.
     pub encode: Option<EncodingCost>,
     pub pages: usize,
@@ -180,8 +180,8 @@ impl Auto {
         self.controller().resumed(now);
     }
 
-    pub(crate) fn choose(&self, look: PacketProbe) -> Choice {
-        self.controller().choose(look)
+    pub(crate) fn choose(&self, probe: PacketProbe) -> Choice {
+        self.controller().choose(probe)
     }
 
     /// Returns how many of a channel's `unacknowledged` bytes wait for the wire: excludes those in transit, and those that wait
@@ -215,7 +215,7 @@ impl Auto {
         let seen = self.sample_link(sent, sockets, paced);
         let [for_wire, for_destination] = seen.waits_for;
         let spent = PacketTime {
-            look: sent.look,
+            probe: sent.probe,
             candidate: sent.candidate,
             elapsed: nanos(sent.elapsed),
             waited: nanos(sent.paced) + nanos(sent.blocked) * for_wire,
@@ -228,7 +228,7 @@ impl Auto {
         controller.wire(seen.nanos_per_byte);
         let costs = controller.costs();
         costs.sent(per_byte(sent.send, bytes_out));
-        if let (Some(class), Some(took)) = (sent.look.class, sent.encode) {
+        if let (Some(class), Some(took)) = (sent.probe.class, sent.encode) {
             let left = to_f64(bytes_out) / to_f64(bytes_in.max(1));
             costs.encoded(sent.candidate, class, per_byte(took.thread, bytes_in), left);
         }

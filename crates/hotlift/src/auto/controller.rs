@@ -42,14 +42,14 @@ const MAX_WINDOWS: f64 = 5.0;
 const SPEED: f64 = 0.4;
 
 /// Remaining share of the evidence after a window: it covers about 10 windows, longer than most runs of equal content.
-const FADE: f64 = 0.9;
+const EVIDENCE_DECAY: f64 = 0.9;
 
 /// Share of the time that counts as evidence of an idle wire. Without other evidence the price falls: time that is neither
 /// waited nor idle is CPU time that can be saved.
-const THRIFT: f64 = 0.01;
+const IDLE_EVIDENCE: f64 = 0.01;
 
 /// Evidence below this share of the time changes the price less.
-const FAINT: f64 = 0.05;
+const WEAK_EVIDENCE: f64 = 0.05;
 
 /// Increase of the price for a packet behind a full queue, and decrease behind an empty one, in powers of e.
 const QUEUE: f64 = 0.7;
@@ -98,15 +98,15 @@ const TOO_SLOW: f64 = 2.0;
 /// Highest useful share: content that leaves more is sent uncompressed.
 const USELESS: f64 = 0.98;
 
-/// After this many uncompressed packets in a row, sampling is limited to the share `LOOKING` of the time: one packet in
-/// `MIN_RETRY_INTERVAL` if packets take long, down to one in `SELDOM`.
-const SAME: u64 = 16;
-const LOOKING: f64 = 0.01;
+/// After this many uncompressed packets in a row, sampling is limited to the share `SAMPLING_SHARE` of the time: one packet in
+/// `MIN_RETRY_INTERVAL` if packets take long, down to one in `MAX_RETRY_INTERVAL`.
+const RAW_STREAK: u64 = 16;
+const SAMPLING_SHARE: f64 = 0.01;
 const MIN_RETRY_INTERVAL: f64 = 2.0;
-const SELDOM: f64 = 16.0;
+const MAX_RETRY_INTERVAL: f64 = 16.0;
 
 /// Time of a sample, in ns: lz4 of 4 pages on a core that takes 1.6 ns per byte.
-const LOOK: f64 = 30_000.0;
+const SAMPLE_NANOS: f64 = 30_000.0;
 
 /// Properties of a packet before its selection.
 #[derive(Debug, Clone, Copy)]
@@ -121,7 +121,7 @@ pub(crate) struct PacketProbe {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Choice {
     /// Determine its class, and ask again.
-    LookFirst,
+    SampleFirst,
     /// Send it with that candidate.
     Send(usize),
 }
@@ -130,7 +130,7 @@ pub(crate) enum Choice {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PacketTime {
     /// Properties that determined the selection.
-    pub look: PacketProbe,
+    pub probe: PacketProbe,
     /// Selected candidate.
     pub candidate: usize,
     /// Elapsed time, without that in which there were no pages to send.
@@ -193,7 +193,7 @@ impl ThreadActivity {
             &mut self.too_dear,
             &mut self.may_fall,
         ] {
-            *time *= FADE;
+            *time *= EVIDENCE_DECAY;
         }
     }
 
@@ -300,26 +300,26 @@ impl Controller {
     }
 
     /// Selects the encoding of the next packet.
-    pub(crate) fn choose(&mut self, look: PacketProbe) -> Choice {
+    pub(crate) fn choose(&mut self, probe: PacketProbe) -> Choice {
         // Multiples of the golden ratio are distributed most evenly.
         let even = (to_f64(self.turn) * 0.618_033_988_749_895).fract() * 2.0 - 1.0;
         // A half full queue, the usual case, has little effect: one packet each of lz4's two neighbours, uncompressed and zstd
         // 1, is worse than two of lz4.
-        let full = (look.queued.clamp(0.0, 1.0) * 2.0 - 1.0).powi(3);
+        let full = (probe.queued.clamp(0.0, 1.0) * 2.0 - 1.0).powi(3);
         let price = (self.price + even * SPREAD + full * QUEUE).exp();
-        let worth = self.worth(price, look.queued);
-        let Some(class) = look.class else {
-            return match self.raw.filter(|raw| self.sends_raw_anyway(*raw, worth)) {
+        let worth = self.worth(price, probe.queued);
+        let Some(class) = probe.class else {
+            return match self.raw.filter(|raw| self.sends_raw_unsampled(*raw, worth)) {
                 Some(raw) => {
                     self.turn += 1;
-                    self.found(look);
+                    self.found(probe);
                     Choice::Send(raw)
                 }
-                None => Choice::LookFirst,
+                None => Choice::SampleFirst,
             };
         };
         self.turn += 1;
-        self.found(look);
+        self.found(probe);
         let best = self.best(class, worth);
         self.same = if Some(best) == self.raw {
             self.same + 1
@@ -335,13 +335,13 @@ impl Controller {
         Choice::Send(best)
     }
 
-    fn found(&mut self, look: PacketProbe) {
-        self.empty.add(if look.queued <= 0.0 { 1.0 } else { 0.0 });
+    fn found(&mut self, probe: PacketProbe) {
+        self.empty.add(if probe.queued <= 0.0 { 1.0 } else { 0.0 });
     }
 
     /// Returns true if a packet is sent uncompressed in any case, or very likely.
-    fn sends_raw_anyway(&self, raw: usize, worth: CostWeights) -> bool {
-        self.is_tired() && !self.turn.is_multiple_of(self.seldom())
+    fn sends_raw_unsampled(&self, raw: usize, worth: CostWeights) -> bool {
+        self.is_streak_of_raw() && !self.turn.is_multiple_of(self.sampling_interval())
             || Class::all().all(|class| self.best(class, worth) == raw)
     }
 
@@ -351,13 +351,14 @@ impl Controller {
         clippy::cast_sign_loss,
         reason = "clamped"
     )]
-    fn seldom(&self) -> u64 {
+    fn sampling_interval(&self) -> u64 {
         let pace = self.pace.or(0.0);
-        (LOOK / (LOOKING * pace).max(1.0)).clamp(MIN_RETRY_INTERVAL, SELDOM) as u64
+        (SAMPLE_NANOS / (SAMPLING_SHARE * pace).max(1.0))
+            .clamp(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL) as u64
     }
 
-    fn is_tired(&self) -> bool {
-        self.same >= SAME
+    fn is_streak_of_raw(&self) -> bool {
+        self.same >= RAW_STREAK
     }
 
     fn worth(&self, price: f64, queued: f64) -> CostWeights {
@@ -428,12 +429,12 @@ impl Controller {
 
     /// Returns true for each direction, higher and lower, in which another price would have changed the packet.
     fn would_change(&self, spent: &PacketTime) -> [bool; 2] {
-        let Some(class) = spent.look.class else {
-            return [!self.is_tired(), false];
+        let Some(class) = spent.probe.class else {
+            return [!self.is_streak_of_raw(), false];
         };
         let [least, most] = PRICES;
         [most, least]
-            .map(|price| self.best(class, self.worth(price, spent.look.queued)) != spent.candidate)
+            .map(|price| self.best(class, self.worth(price, spent.probe.queued)) != spent.candidate)
     }
 
     /// Records the time of a thread for a packet; changes the prices when a window is over.
@@ -485,13 +486,13 @@ impl Controller {
         }
         let up = evidence.too_cheap;
         let down = evidence.too_dear * self.price() / fair;
-        let direction = (up - down - THRIFT * evidence.may_fall)
-            / (up + down + FAINT * evidence.elapsed).max(1.0);
+        let direction = (up - down - IDLE_EVIDENCE * evidence.may_fall)
+            / (up + down + WEAK_EVIDENCE * evidence.elapsed).max(1.0);
         let [least, most] = PRICES;
         self.price = (self.price + SPEED * windows * direction).clamp(least.ln(), most.ln());
 
         let held = evidence.held / evidence.elapsed.max(1.0);
-        let direction = (held - WAITING) / (held + FAINT);
+        let direction = (held - WAITING) / (held + WEAK_EVIDENCE);
         let [least, most] = FAR_PRICES;
         self.far = (self.far + FAR_SPEED * windows * direction).clamp(least.ln(), most.ln());
 

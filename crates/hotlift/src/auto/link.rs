@@ -48,7 +48,7 @@ pub(crate) struct LinkMeter {
     seen: Seen,
     /// Total time of the samples, in s.
     watched: f64,
-    tells: bool,
+    reports_load: bool,
     /// Share of the time in which the destination's threads had nothing to read, by its reports.
     starved: Option<f64>,
     /// Bytes per second of the last intervals, the newest at the end; then bytes and time in s of the current interval.
@@ -87,7 +87,7 @@ impl LinkMeter {
             return false;
         }
         let states: Option<Vec<_>> = sockets.map(Stream::tcp_sending).collect();
-        self.tells = states.as_ref().is_some_and(|states| !states.is_empty());
+        self.reports_load = states.as_ref().is_some_and(|states| !states.is_empty());
         let Some(states) = states else {
             self.last = Some((now, Vec::new()));
             return true;
@@ -136,7 +136,7 @@ impl LinkMeter {
     /// of the senders' waits, while the rest was due to its threads, too. So with reports from the destination, the wire is the
     /// limit at most while both ends are idle: the destination has nothing to read, and the socket has data to deliver.
     pub(crate) fn waits_for(&self) -> [f64; 2] {
-        if !self.tells {
+        if !self.reports_load {
             return [1.0, 0.0];
         }
         if self.watched < CERTAIN {

@@ -8,10 +8,10 @@ use crate::auto::controller::Bottleneck;
 use crate::figures::{MethodFigures, MethodMoment, ratio, to_f64};
 
 /// Initial length of an interval.
-const MOMENT: Duration = Duration::from_millis(100);
+const FIRST_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Maximum count of intervals: beyond it, pairs are merged.
-const MOMENTS: usize = 600;
+const MAX_INTERVALS: usize = 600;
 
 /// Recent distribution of packets over the methods.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -52,7 +52,7 @@ pub(crate) struct Timeline {
 impl Timeline {
     pub(crate) fn new() -> Self {
         Self {
-            length: MOMENT,
+            length: FIRST_INTERVAL,
             last: (Duration::ZERO, Vec::new()),
             moments: Vec::new(),
         }
@@ -69,7 +69,7 @@ impl Timeline {
                 shares: shares.iter().cloned().collect(),
             });
             self.last = (now, figures);
-            if self.moments.len() > MOMENTS {
+            if self.moments.len() > MAX_INTERVALS {
                 self.halve();
             }
         }

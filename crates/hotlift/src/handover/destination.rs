@@ -1,4 +1,4 @@
-//! The destination's side of the hand-over, and the state that a migration's threads share.
+//! The destination's side of the handover, and the state that a migration's threads share.
 
 use std::convert::Infallible;
 use std::sync::MutexGuard;
@@ -20,7 +20,7 @@ pub(crate) enum DestinationSide {
     /// The source has committed; the guest is being started.
     Starting,
     /// The guest runs here.
-    Taken,
+    Runs,
     /// The guest does not run here, and never will.
     Never,
     /// The thread or QEMU that had to start the guest ended without a report. The guest may run; this side makes no statement.
@@ -39,8 +39,8 @@ impl DestinationSide {
     }
 
     /// Records that the guest runs.
-    pub(crate) fn taken(&mut self) -> bool {
-        self.step(&[Self::Starting, Self::Unsure], Self::Taken)
+    pub(crate) fn record_run(&mut self) -> bool {
+        self.step(&[Self::Starting, Self::Unsure], Self::Runs)
     }
 
     /// Records that the guest cannot be started, for good.
@@ -63,7 +63,7 @@ impl DestinationSide {
     pub(crate) fn ask(&mut self) -> Outcome {
         self.abandon();
         match self {
-            Self::Taken => Outcome::Runs,
+            Self::Runs => Outcome::Runs,
             Self::Never => Outcome::Never,
             Self::Loading | Self::Loaded | Self::Starting | Self::Unsure => Outcome::Undecided,
         }
@@ -97,8 +97,8 @@ struct State {
     /// Postcopy only: all pages are here.
     has_all: bool,
     /// True if the source has confirmed that it knows the outcome.
-    heard: bool,
-    taken_at: Option<Instant>,
+    is_confirmed: bool,
+    run_since: Option<Instant>,
 }
 
 impl DestinationHandover {
@@ -110,8 +110,8 @@ impl DestinationHandover {
             open: connections,
             source_may_ask: false,
             has_all: false,
-            heard: false,
-            taken_at: None,
+            is_confirmed: false,
+            run_since: None,
         };
         Self {
             state: WaitMutex::new(life, state),
@@ -128,8 +128,8 @@ impl DestinationHandover {
         let (outcome, is_new) = self.state.change(|state| {
             let before = state.side;
             let outcome = step(&mut state.side);
-            if state.side == DestinationSide::Taken {
-                state.taken_at.get_or_insert_with(|| self.life.now());
+            if state.side == DestinationSide::Runs {
+                state.run_since.get_or_insert_with(|| self.life.now());
             }
             (outcome, state.side != before)
         });
@@ -145,8 +145,8 @@ impl DestinationHandover {
     }
 
     /// Returns the time at which the guest ran here.
-    pub(crate) fn taken_at(&self) -> Option<Instant> {
-        self.lock().taken_at
+    pub(crate) fn run_since(&self) -> Option<Instant> {
+        self.lock().run_since
     }
 
     /// Allows questions from here on: the source of a postcopy commits before it sends the devices.
@@ -164,7 +164,7 @@ impl DestinationHandover {
     pub(crate) fn all_pages_arrived(&self) {
         let mut state = self.lock();
         state.has_all = true;
-        state.heard = false;
+        state.is_confirmed = false;
     }
 
     /// See [`DestinationSide::commit`].
@@ -172,12 +172,12 @@ impl DestinationHandover {
         self.step(DestinationSide::commit)
     }
 
-    /// See [`DestinationSide::taken`].
-    pub(crate) fn taken(&self) {
-        self.step(DestinationSide::taken);
+    /// See [`DestinationSide::record_run`].
+    pub(crate) fn record_run(&self) {
+        self.step(DestinationSide::record_run);
     }
 
-    /// Sets the state of the guest here, which the source may learn. Called before [`DestinationHandover::taken`].
+    /// Sets the state of the guest here, which the source may learn. Called before [`DestinationHandover::record_run`].
     pub(crate) fn record_activity(&self, doing: GuestActivity) {
         self.lock().doing = doing;
     }
@@ -212,13 +212,13 @@ impl DestinationHandover {
 
     /// Records the source's confirmation that it knows the outcome.
     pub(crate) fn record_confirmation(&self) {
-        self.lock().heard = true;
+        self.lock().is_confirmed = true;
     }
 
     /// Returns true if a source may still ask: it may know that all is loaded, and has not confirmed the outcome.
     pub(crate) fn may_be_asked(&self) -> bool {
         let state = self.lock();
-        state.source_may_ask && !state.heard
+        state.source_may_ask && !state.is_confirmed
     }
 
     /// Records the end of a connection, which can bring no commit any more.
@@ -226,17 +226,17 @@ impl DestinationHandover {
         self.state.change(|state| state.open -= 1);
     }
 
-    /// Waits until the guest runs here, or never will. Returns true if it runs. `called_off` ends only the wait for a source
+    /// Waits until the guest runs here, or never will. Returns true if it runs. `is_cancelled` ends only the wait for a source
     /// that has not committed.
-    pub(crate) fn wait_for_decision(&self, called_off: impl Fn() -> bool) -> bool {
-        let goes_on = || Ok::<_, Infallible>(());
-        let Ok(taken) = self.state.wait_until(None, goes_on, |state| {
-            if state.side == DestinationSide::Loaded && (state.open == 0 || called_off()) {
+    pub(crate) fn wait_for_decision(&self, is_cancelled: impl Fn() -> bool) -> bool {
+        let keep_waiting = || Ok::<_, Infallible>(());
+        let Ok(taken) = self.state.wait_until(None, keep_waiting, |state| {
+            if state.side == DestinationSide::Loaded && (state.open == 0 || is_cancelled()) {
                 state.side.abandon();
             }
             match state.side {
                 DestinationSide::Loaded | DestinationSide::Starting => None,
-                side => Some(side == DestinationSide::Taken),
+                side => Some(side == DestinationSide::Runs),
             }
         });
         taken.unwrap_or_default()
@@ -265,9 +265,9 @@ mod tests {
             assert_eq!(destination_handover.ask(), Outcome::Undecided);
             (0..4).for_each(|_| destination_handover.connection_ended());
             assert_eq!(destination_handover.side(), DestinationSide::Starting);
-            destination_handover.taken();
+            destination_handover.record_run();
             assert!(waiting.join().unwrap());
-            assert!(destination_handover.taken_at().is_some());
+            assert!(destination_handover.run_since().is_some());
         });
     }
 
@@ -280,7 +280,7 @@ mod tests {
             "before anything is loaded"
         );
         assert!(destination_handover.loaded() && destination_handover.commit());
-        destination_handover.taken();
+        destination_handover.record_run();
         assert_eq!(destination_handover.ask(), Outcome::Runs);
         destination_handover.record_confirmation();
         assert!(!destination_handover.may_be_asked());
@@ -314,6 +314,9 @@ mod tests {
         let destination_handover = DestinationHandover::new(1, &Life::default());
         assert!(destination_handover.loaded());
         assert_eq!(destination_handover.ask(), Outcome::Never);
-        assert!(!destination_handover.commit(), "it said that it never will");
+        assert!(
+            !destination_handover.commit(),
+            "it answered that it never will"
+        );
     }
 }

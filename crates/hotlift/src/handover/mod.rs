@@ -1,4 +1,4 @@
-//! Ownership of the guest: the one state machine of the hand-over, without I/O and without clocks.
+//! Ownership of the guest: the one state machine of the handover, without I/O and without clocks.
 //!
 //! The source's side ([`SourceSide`]) belongs to a guest's own migration, or to the relay beside the source's QEMU. The
 //! destination's side ([`DestinationSide`]) belongs to an arriving guest, or to the relay beside the destination's QEMU. Both

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_net::transport::Stream;
-use hotlift_wire::settle::{ANSWER_LEN, GuestActivity, MigrationId, heard, question};
+use hotlift_wire::settle::{ANSWER_LEN, GuestActivity, MigrationId, confirmation, question};
 
 use crate::handover::DestinationStatement;
 use crate::handover::settle::{Question, Step, statement};
@@ -14,15 +14,15 @@ use crate::remote::Remote;
 /// Time limit for informing a destination of a migration that ended before the commit.
 const NOT_COMMITTED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Waits for `patience` for the destination's statement, and for the guest's run state there. The statement comes on the
+/// Waits for `timeout` for the destination's statement, and for the guest's run state there. The statement comes on the
 /// stream, or as the answer to a question, where `to_ask` names a peer. `on_stream` waits for the stream up to a time, and less
 /// if the stream has ended. Nothing cancels this wait: the guest may run.
 pub(crate) fn await_statement(
-    patience: Duration,
+    timeout: Duration,
     to_ask: Option<(&Remote, MigrationId)>,
     on_stream: &mut dyn FnMut(Duration) -> Option<(DestinationStatement, GuestActivity)>,
 ) -> Option<(DestinationStatement, GuestActivity)> {
-    let mut question = Question::after_commit(Instant::now(), patience, to_ask.is_some());
+    let mut question = Question::after_commit(Instant::now(), timeout, to_ask.is_some());
     while let Some(step) = question.next(Instant::now()) {
         let statement = match step {
             Step::Listen(wait) => on_stream(wait),
@@ -49,12 +49,12 @@ pub(crate) fn notify_not_committed(to: &Remote, id: MigrationId) {
 pub(crate) fn query_once(
     to: &Remote,
     id: MigrationId,
-    patience: Duration,
+    timeout: Duration,
 ) -> Option<(DestinationStatement, GuestActivity)> {
-    let stream = to.connect(patience).ok()?;
-    stream.set_timeouts(patience).ok()?;
+    let stream = to.connect(timeout).ok()?;
+    stream.set_timeouts(timeout).ok()?;
     (&stream).write_all(&question(id)).ok()?;
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + timeout;
     let (mut answer, mut length) = ([0; ANSWER_LEN], 0);
     while length < ANSWER_LEN {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -72,5 +72,5 @@ pub(crate) fn query_once(
 
 /// Confirms to the destination that its statement arrived. Otherwise the destination waits for a question in vain.
 pub(crate) fn confirm_outcome(mut stream: &Stream, id: MigrationId) {
-    let _ = stream.write_all(&heard(id));
+    let _ = stream.write_all(&confirmation(id));
 }

@@ -31,24 +31,24 @@ pub enum QemuGuestState {
 #[derive(Debug)]
 pub(crate) struct OwnershipWait {
     committed: Instant,
-    patience: Duration,
+    timeout: Duration,
     /// First statement of the QEMU on the stream.
     statement: Option<DestinationStatement>,
 }
 
 impl OwnershipWait {
-    /// Waits for `patience` at most.
-    pub(crate) fn new(committed: Instant, patience: Duration) -> Self {
+    /// Waits for `timeout` at most.
+    pub(crate) fn new(committed: Instant, timeout: Duration) -> Self {
         Self {
             committed,
-            patience,
+            timeout,
             statement: None,
         }
     }
 
     /// Returns how long to listen on the stream before QMP is asked for the first time.
     pub(crate) fn first_wait(&self) -> Duration {
-        self.patience.min(QMP_DELAY)
+        self.timeout.min(QMP_DELAY)
     }
 
     /// Takes a statement of the stream, if there is one; the first one counts.
@@ -65,14 +65,14 @@ impl OwnershipWait {
     pub(crate) fn keeps_waiting(&self, now: Instant) -> bool {
         let waited = now.saturating_duration_since(self.committed);
         let limit = match self.statement {
-            Some(_) => CONFIRMING.min(self.patience / 2),
-            None => self.patience,
+            Some(_) => CONFIRMING.min(self.timeout / 2),
+            None => self.timeout,
         };
         waited < limit
     }
 
     /// Returns the combined result of both sources; `None` while it is open.
-    pub(crate) fn judge(
+    pub(crate) fn combine(
         &self,
         taken: QemuGuestState,
     ) -> Option<(DestinationStatement, GuestActivity)> {
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     #[test]
     fn qmp_and_the_stream_yield_one_statement() {
@@ -139,9 +139,9 @@ mod tests {
             (Unknown, None, None),
         ];
         for (taken, statement, expected) in cases {
-            let mut wait = OwnershipWait::new(Instant::now(), PATIENCE);
+            let mut wait = OwnershipWait::new(Instant::now(), TIMEOUT);
             wait.state(statement);
-            let judged = wait.judge(taken);
+            let judged = wait.combine(taken);
             assert_eq!(judged.map(|it| it.0), expected, "{taken:?} {statement:?}");
             if let (Yes(_), Some((_, doing))) = (taken, judged) {
                 assert_eq!(doing, GuestActivity::Stopped);
@@ -152,11 +152,11 @@ mod tests {
     #[test]
     fn a_statement_is_confirmed_within_its_timeout_and_silence_is_awaited_longer() {
         let now = Instant::now();
-        for (patience, confirmed) in [(PATIENCE, CONFIRMING), (4000 * MS, 2000 * MS)] {
-            let mut wait = OwnershipWait::new(now, patience);
-            assert_eq!(wait.first_wait(), patience.min(QMP_DELAY));
-            assert!(wait.keeps_waiting(now + patience - MS));
-            assert!(!wait.keeps_waiting(now + patience));
+        for (timeout, confirmed) in [(TIMEOUT, CONFIRMING), (4000 * MS, 2000 * MS)] {
+            let mut wait = OwnershipWait::new(now, timeout);
+            assert_eq!(wait.first_wait(), timeout.min(QMP_DELAY));
+            assert!(wait.keeps_waiting(now + timeout - MS));
+            assert!(!wait.keeps_waiting(now + timeout));
             wait.state(Some(DestinationStatement::Runs));
             wait.state(Some(DestinationStatement::Never));
             assert_eq!(

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use hotlift_wire::settle::{
-    ANSWER_LEN, GuestActivity, HEARD_LEN, MigrationId, Outcome, heard, read_answer,
+    ANSWER_LEN, CONFIRMATION_LEN, GuestActivity, MigrationId, Outcome, confirmation, read_answer,
 };
 
 use crate::handover::DestinationStatement;
@@ -50,24 +50,24 @@ pub(crate) struct Question {
 }
 
 impl Question {
-    /// Waits for `patience` from the commit on; a QEMU takes no questions.
-    pub(crate) fn after_commit(now: Instant, patience: Duration, takes_questions: bool) -> Self {
+    /// Waits for `timeout` from the commit on; a QEMU takes no questions.
+    pub(crate) fn after_commit(now: Instant, timeout: Duration, takes_questions: bool) -> Self {
         let silence = match takes_questions {
-            true => patience.min(QUERY_DELAY),
-            false => patience,
+            true => timeout.min(QUERY_DELAY),
+            false => timeout,
         };
         Self {
-            until: now + patience,
+            until: now + timeout,
             attempt: ATTEMPT,
             next: Some(Step::Listen(silence)),
             takes_questions,
         }
     }
 
-    /// Asks for `patience` about a guest whose postcopy is paused.
-    pub(crate) fn while_paused(now: Instant, patience: Duration) -> Self {
+    /// Asks for `timeout` about a guest whose postcopy is paused.
+    pub(crate) fn while_paused(now: Instant, timeout: Duration) -> Self {
         Self {
-            until: now + patience,
+            until: now + timeout,
             attempt: PAUSED_ATTEMPT,
             next: Some(Step::Pause(PAUSE)),
             takes_questions: true,
@@ -119,10 +119,10 @@ pub(crate) struct AnswerPeriod {
 }
 
 impl AnswerPeriod {
-    /// Starts the time in which the source may ask for `patience`.
-    pub(crate) fn new(now: Instant, patience: Duration) -> Self {
+    /// Starts the time in which the source may ask for `timeout`.
+    pub(crate) fn new(now: Instant, timeout: Duration) -> Self {
         Self {
-            until: now + patience,
+            until: now + timeout,
             is_cancelled: false,
         }
     }
@@ -145,9 +145,9 @@ impl Confirmation {
     /// Takes bytes; true once they end with the confirmation, which is the last message of a source.
     pub(crate) fn take(&mut self, bytes: &[u8], id: MigrationId) -> bool {
         self.0.extend_from_slice(bytes);
-        let excess = self.0.len().saturating_sub(HEARD_LEN);
+        let excess = self.0.len().saturating_sub(CONFIRMATION_LEN);
         self.0.drain(..excess);
-        self.0 == heard(id)
+        self.0 == confirmation(id)
     }
 }
 

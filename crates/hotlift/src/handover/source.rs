@@ -1,4 +1,4 @@
-//! The source's side of the hand-over.
+//! The source's side of the handover.
 
 /// State of the source's side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -19,7 +19,7 @@ pub(crate) enum SourceSide {
     Ended(SourceOutcome),
 }
 
-/// Outcome of a hand-over for the source.
+/// Outcome of a handover for the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum SourceOutcome {
     /// The source never released the guest.
@@ -119,7 +119,7 @@ impl SourceSide {
     }
 
     /// Ends the wait: no statement came within the time limit or, in postcopy, the migration was cancelled.
-    pub(crate) fn give_up(&mut self) -> bool {
+    pub(crate) fn end_wait(&mut self) -> bool {
         let unsure = [Self::Committed, Self::Serving { runs: false }];
         self.step(&unsure, Self::Ended(SourceOutcome::Doubt))
             || self.step(
@@ -146,9 +146,9 @@ impl SourceSide {
     }
 
     /// Returns the outcome, once there is one.
-    pub(crate) fn verdict(self) -> Option<SourceOutcome> {
+    pub(crate) fn outcome(self) -> Option<SourceOutcome> {
         match self {
-            Self::Ended(verdict) => Some(verdict),
+            Self::Ended(outcome) => Some(outcome),
             _ => None,
         }
     }

@@ -1,4 +1,4 @@
-//! The source's side of the hand-over, as a migration's threads share it.
+//! The source's side of the handover, as a migration's threads share it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -33,7 +33,7 @@ impl SourceHandover {
     pub(crate) fn fail(&self, error: MigrationError) -> bool {
         let mut failure = self.failure.lock();
         let mut side = self.side();
-        let ends = side.fail() || side.verdict() == Some(SourceOutcome::Kept) || failure.is_set();
+        let ends = side.fail() || side.outcome() == Some(SourceOutcome::Kept) || failure.is_set();
         if ends && !side.is_committed() {
             failure.keep(error);
             return true;
@@ -41,7 +41,7 @@ impl SourceHandover {
         false
     }
 
-    /// Keeps the error of the thread that decides about the hand-over, before or after the commit. Returns false if the
+    /// Keeps the error of the thread that decides about the handover, before or after the commit. Returns false if the
     /// destination may run the guest.
     pub(crate) fn end(&self, error: MigrationError) -> bool {
         let mut failure = self.failure.lock();
@@ -97,7 +97,7 @@ impl SourceHandover {
         let mut side = self.side();
         match statement {
             Some(statement) => side.receive(statement),
-            None => side.give_up(),
+            None => side.end_wait(),
         };
     }
 
@@ -111,9 +111,9 @@ impl SourceHandover {
         self.side().is_committed()
     }
 
-    /// Returns the outcome of the hand-over, once there is one.
-    pub(crate) fn verdict(&self) -> Option<SourceOutcome> {
-        self.side().verdict()
+    /// Returns the outcome of the handover, once there is one.
+    pub(crate) fn outcome(&self) -> Option<SourceOutcome> {
+        self.side().outcome()
     }
 }
 
@@ -125,7 +125,7 @@ mod tests {
     fn a_failure_prevents_the_commit_and_a_commit_prevents_failures() {
         let source_handover = SourceHandover::new(&Life::default());
         assert!(source_handover.fail(MigrationError::Cancelled));
-        assert_eq!(source_handover.verdict(), Some(SourceOutcome::Kept));
+        assert_eq!(source_handover.outcome(), Some(SourceOutcome::Kept));
         assert!(!source_handover.commit(|| true));
 
         let source_handover = SourceHandover::new(&Life::default());
@@ -135,7 +135,7 @@ mod tests {
         source_handover.settle(Some(DestinationStatement::Never));
         assert!(!source_handover.fail(MigrationError::Cancelled));
         assert!(!source_handover.failure.is_set());
-        assert_eq!(source_handover.verdict(), Some(SourceOutcome::Refused));
+        assert_eq!(source_handover.outcome(), Some(SourceOutcome::Refused));
     }
 
     #[test]
@@ -159,7 +159,7 @@ mod tests {
             words
                 .iter()
                 .for_each(|statement| source_handover.settle(Some(*statement)));
-            assert_eq!(source_handover.verdict(), verdict, "{words:?}");
+            assert_eq!(source_handover.outcome(), verdict, "{words:?}");
         }
 
         let source_handover = SourceHandover::new(&Life::default());
@@ -167,7 +167,7 @@ mod tests {
         source_handover.settle(Some(DestinationStatement::Runs));
         assert!(source_handover.is_committed(), "its pages are still here");
         source_handover.settle(None);
-        assert_eq!(source_handover.verdict(), Some(SourceOutcome::PagesLost));
+        assert_eq!(source_handover.outcome(), Some(SourceOutcome::PagesLost));
     }
 
     #[test]
@@ -175,7 +175,7 @@ mod tests {
         let source_handover = SourceHandover::new(&Life::default());
         assert!(source_handover.offer());
         assert!(source_handover.fail(MigrationError::Cancelled));
-        assert_eq!(source_handover.verdict(), Some(SourceOutcome::Refused));
+        assert_eq!(source_handover.outcome(), Some(SourceOutcome::Refused));
         assert!(
             source_handover.fail(MigrationError::InDoubt),
             "a consequence"

@@ -101,14 +101,14 @@ pub(crate) fn lower_priority() {
 /// A thread whose remaining work no other thread waits for, from some moment on.
 #[derive(Debug, Default)]
 pub(crate) struct DetachableThread {
-    gives_way: bool,
+    is_lowered: bool,
 }
 
 impl DetachableThread {
     /// Lowers the priority the first time that `unawaited` is true.
     pub(crate) fn once(&mut self, unawaited: bool) {
-        if unawaited && !self.gives_way {
-            self.gives_way = true;
+        if unawaited && !self.is_lowered {
+            self.is_lowered = true;
             lower_priority();
         }
     }

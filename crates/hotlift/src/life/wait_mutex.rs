@@ -75,40 +75,40 @@ impl<T: Send + 'static> WaitMutex<T> {
         self.changes.now()
     }
 
-    /// Waits as [`WaitMutex::wait_until`] does. Returns `None` once `patience` is over since the beginning, and since the time
+    /// Waits as [`WaitMutex::wait_until`] does. Returns `None` once `timeout` is over since the beginning, and since the time
     /// that `latest` returns for the state.
     ///
     /// # Errors
-    /// The error of `goes_on`.
-    pub(crate) fn wait_patiently<R, E>(
+    /// The error of `keep_waiting`.
+    pub(crate) fn wait_with_progress<R, E>(
         &self,
-        patience: Duration,
+        timeout: Duration,
         latest: impl Fn(&T) -> Option<Instant>,
-        mut goes_on: impl FnMut() -> Result<(), E>,
+        mut keep_waiting: impl FnMut() -> Result<(), E>,
         mut done: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<Option<R>, E> {
-        let mut deadline = self.now() + patience;
+        let mut deadline = self.now() + timeout;
         loop {
-            let value = self.wait_until(Some(deadline), &mut goes_on, &mut done)?;
+            let value = self.wait_until(Some(deadline), &mut keep_waiting, &mut done)?;
             if value.is_some() {
                 return Ok(value);
             }
-            match later(deadline, latest(&self.lock()), patience) {
+            match later(deadline, latest(&self.lock()), timeout) {
                 Some(later) => deadline = later,
                 None => return Ok(None),
             }
         }
     }
 
-    /// Waits until `done` returns a value for the state; `None` once `deadline` is over. Calls `goes_on` without the lock
+    /// Waits until `done` returns a value for the state; `None` once `deadline` is over. Calls `keep_waiting` without the lock
     /// before it sleeps, and at each change of the lifetime: a state that is reached already counts first.
     ///
     /// # Errors
-    /// The error of `goes_on`.
+    /// The error of `keep_waiting`.
     pub(crate) fn wait_until<R, E>(
         &self,
         deadline: Option<Instant>,
-        mut goes_on: impl FnMut() -> Result<(), E>,
+        mut keep_waiting: impl FnMut() -> Result<(), E>,
         mut done: impl FnMut(&mut T) -> Option<R>,
     ) -> Result<Option<R>, E> {
         loop {
@@ -116,7 +116,7 @@ impl<T: Send + 'static> WaitMutex<T> {
             if let Some(value) = done(&mut self.lock()) {
                 return Ok(Some(value));
             }
-            goes_on()?;
+            keep_waiting()?;
             let mut state = self.lock();
             while self.changes.count() == seen {
                 if let Some(value) = done(&mut state) {
@@ -138,8 +138,8 @@ impl<T: Send + 'static> WaitMutex<T> {
 }
 
 /// Returns the deadline that follows `deadline` where the latest progress was at `latest`; `None` if that was too long ago.
-fn later(deadline: Instant, latest: Option<Instant>, patience: Duration) -> Option<Instant> {
-    let later = latest.map(|latest| latest + patience);
+fn later(deadline: Instant, latest: Option<Instant>, timeout: Duration) -> Option<Instant> {
+    let later = latest.map(|latest| latest + timeout);
     later.filter(|later| *later > deadline)
 }
 
@@ -156,17 +156,17 @@ mod tests {
         let life = Life::default();
         let wait_mutex = WaitMutex::new(&life, 0);
         let is_one = |state: &mut i32| (*state == 1).then_some("one");
-        let goes_on = || life.check_open();
+        let keep_waiting = || life.check_open();
         assert_eq!(
-            wait_mutex.wait_until(Some(Instant::now()), goes_on, is_one),
+            wait_mutex.wait_until(Some(Instant::now()), keep_waiting, is_one),
             Ok(None)
         );
         thread::scope(|scope| {
-            let waits = scope.spawn(|| wait_mutex.wait_until(None, goes_on, is_one));
+            let waits = scope.spawn(|| wait_mutex.wait_until(None, keep_waiting, is_one));
             wait_mutex.change(|state| *state = 1);
             assert_eq!(waits.join().unwrap(), Ok(Some("one")));
             wait_mutex.change(|state| *state = 2);
-            let waits = scope.spawn(|| wait_mutex.wait_until(None, goes_on, is_one));
+            let waits = scope.spawn(|| wait_mutex.wait_until(None, keep_waiting, is_one));
             // A change that ends nothing is checked, and the wait continues.
             life.wake();
             life.close();
@@ -174,17 +174,17 @@ mod tests {
         });
         wait_mutex.change(|state| *state = 1);
         assert_eq!(
-            wait_mutex.wait_until(None, goes_on, is_one),
+            wait_mutex.wait_until(None, keep_waiting, is_one),
             Ok(Some("one"))
         );
     }
 
     #[test]
     fn a_deadline_moves_with_progress_to_the_millisecond() {
-        let (patience, ms) = (Duration::from_secs(60), Duration::from_millis(1));
+        let (timeout, ms) = (Duration::from_secs(60), Duration::from_millis(1));
         let begun = Instant::now();
-        let deadline = begun + patience;
-        let later = |latest| later(deadline, latest, patience);
+        let deadline = begun + timeout;
+        let later = |latest| later(deadline, latest, timeout);
         assert_eq!(later(None), None);
         assert_eq!(later(Some(begun - ms)), None);
         assert_eq!(later(Some(begun)), None);
@@ -193,29 +193,29 @@ mod tests {
 
     #[test]
     fn a_timeout_starts_at_the_latest_progress() {
-        let patience = Duration::from_secs(1 << 30);
+        let timeout = Duration::from_secs(1 << 30);
         let life = &Life::default();
-        let latest = life.now() + patience / 2;
+        let latest = life.now() + timeout / 2;
         let wait_mutex = &WaitMutex::new(life, Some(latest));
         let (calls, seen) = mpsc::channel();
         let looks = calls.clone();
         thread::scope(|scope| {
             let waits = scope.spawn(move || {
-                let goes_on = || {
-                    let _ = calls.send("goes on");
+                let keep_waiting = || {
+                    let _ = calls.send("continues");
                     life.check_open()
                 };
                 let latest = |it: &Option<Instant>| {
                     let _ = looks.send("latest");
                     *it
                 };
-                wait_mutex.wait_patiently(patience, latest, goes_on, |_| None::<()>)
+                wait_mutex.wait_with_progress(timeout, latest, keep_waiting, |_| None::<()>)
             });
-            assert_eq!(seen.recv(), Ok("goes on"));
-            life.advance(patience);
+            assert_eq!(seen.recv(), Ok("continues"));
+            life.advance(timeout);
             assert!(seen.iter().any(|call| call == "latest"));
-            assert_eq!(seen.recv(), Ok("goes on"));
-            life.advance(patience / 2);
+            assert_eq!(seen.recv(), Ok("continues"));
+            life.advance(timeout / 2);
             assert_eq!(waits.join().unwrap(), Ok(None));
         });
     }
@@ -249,9 +249,9 @@ mod tests {
         thread::scope(|scope| {
             let deadline = Some(life.now() + hours);
             let wait_mutex = &wait_mutex;
-            let goes_on = || life.check_open();
+            let keep_waiting = || life.check_open();
             let waits =
-                scope.spawn(move || wait_mutex.wait_until(deadline, goes_on, |()| None::<()>));
+                scope.spawn(move || wait_mutex.wait_until(deadline, keep_waiting, |()| None::<()>));
             life.advance(hours);
             assert_eq!(waits.join().unwrap(), Ok(None));
         });

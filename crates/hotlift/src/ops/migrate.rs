@@ -319,10 +319,10 @@ impl Migration<'_> {
                 let rests = |before| pending > before / 2;
                 // The pages have fitted in each of those rounds.
                 let tries = self.round - *first_fit.get_or_insert(self.round);
-                let goes_on = live.stream.goal == Goal::ShortestDowntime
+                let keep_waiting = live.stream.goal == Goal::ShortestDowntime
                     && !before.is_some_and(rests)
                     && tries < SHORTENING_ROUNDS;
-                if !goes_on {
+                if !keep_waiting {
                     return Ok(SwitchoverKind::Whole);
                 }
             }
@@ -475,7 +475,7 @@ impl Migration<'_> {
     }
 }
 
-/// Kind of the hand-over.
+/// Kind of the handover.
 enum SwitchoverKind {
     /// With all of its pages.
     Whole,

@@ -122,7 +122,7 @@ fn run(
     drop(listener);
     let end = session
         .destination_handover
-        .taken_at()
+        .run_since()
         .unwrap_or_else(|| control.life().now());
     let total = end.saturating_duration_since(since);
     let counts = session.received();

@@ -1,6 +1,6 @@
-//! The options of a migration by subject: fields, defaults, and the checks that they go together. A role has the subjects that it
-//! uses: a relay [`StreamOptions`] and [`Limits`], a side whose source decides all else [`Limits`] and [`TlsOptions`], a guest
-//! all ([`Options`]).
+//! The options of a migration by subject: fields, defaults, and the checks that they go together. A role has the subjects that
+//! it uses: a relay [`StreamOptions`] and [`Limits`], a side whose source decides all else [`Limits`] and [`TlsOptions`], a
+//! guest all ([`Options`]).
 
 use std::time::Duration;
 
@@ -282,7 +282,7 @@ impl StreamOptions {
         refuse(
             packs && !multifd,
             format!("multifd-compression={}", method.name),
-            With::Multifd.words(self),
+            With::Multifd.help_text(self),
         )?;
         refuse(
             !Method::from_flag(self.qemu_reads.flag).is_some_and(Method::is_qemus),

@@ -56,7 +56,7 @@ pub enum Group {
     Devices,
     /// Auto-converge.
     Throttle,
-    /// The hand-over of the guest.
+    /// The handover of the guest.
     Switchover,
     /// Encryption.
     Tls,
@@ -128,10 +128,10 @@ impl NotFor {
 pub struct RoleDefault {
     /// Roles that have it; of several rows, the first with the role counts.
     pub roles: &'static [Role],
-    /// Value that is set where the option is not given; `None` sets nothing, and `words` describe the effect.
+    /// Value that is set where the option is not given; `None` sets nothing, and `help_text` describe the effect.
     pub value: Option<&'static str>,
     /// Text in help.
-    pub words: &'static str,
+    pub help_text: &'static str,
 }
 
 /// Option without which another has no effect.
@@ -163,7 +163,7 @@ impl With {
         }
     }
 
-    pub(super) fn words(self, stream: &StreamOptions) -> &'static str {
+    pub(super) fn help_text(self, stream: &StreamOptions) -> &'static str {
         match self {
             Self::Multifd if stream.compress => "multifd=on, which excludes compress=on",
             Self::Multifd if stream.xbzrle => "multifd=on, which excludes xbzrle=on",
@@ -225,7 +225,7 @@ impl OptionInfo {
     #[must_use]
     pub fn lacks(&self, options: &Options) -> Option<&'static str> {
         let with = self.with.filter(|with| !with.is_on(options))?;
-        Some(with.words(&options.stream))
+        Some(with.help_text(&options.stream))
     }
 }
 
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn a_relay_has_no_options_of_its_qemu() {
-        for (name, says) in [
+        for (name, expected) in [
             ("xbzrle", "a relay keeps no earlier pages"),
             ("xbzrle-cache-size", "a relay has no xbzrle"),
             ("auto-converge", "source's QEMU"),
@@ -307,7 +307,7 @@ mod tests {
             ("mem-prealloc", "destination's QEMU"),
         ] {
             let refusal = option(name).unwrap().refusal(Role::Relay).unwrap();
-            assert!(refusal.contains(says), "{name}: {refusal}");
+            assert!(refusal.contains(expected), "{name}: {refusal}");
         }
         let detection = option("zero-page-detection").unwrap();
         let refusal = detection.value_refusal(Role::Relay, "dsa-accel").unwrap();

@@ -189,12 +189,12 @@ pub static OPTIONS: &[OptionInfo] = &[
             RoleDefault {
                 roles: &[Role::Guest],
                 value: None,
-                words: "on; off with a monitor, as in QEMU, and with compress or xbzrle",
+                help_text: "on; off with a monitor, as in QEMU, and with compress or xbzrle",
             },
             RoleDefault {
                 roles: Role::ALL,
                 value: None,
-                words: "on; off with compress or xbzrle",
+                help_text: "on; off with compress or xbzrle",
             },
         ],
         ..capability(
@@ -385,7 +385,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         defaults: &[RoleDefault {
             roles: &[Role::Pair, Role::Relay, Role::Migrate, Role::Save],
             value: Some("0"),
-            words: "unlimited",
+            help_text: "unlimited",
         }],
         ..parameter("max-bandwidth", number!(stream.max_bandwidth))
     },
@@ -411,7 +411,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         defaults: &[RoleDefault {
             roles: &[Role::Migrate, Role::Save],
             value: None,
-            words: "as the source's QEMU has it",
+            help_text: "as the source's QEMU has it",
         }],
         ..parameter("downtime-limit", time!(1, switchover.downtime_limit))
     },
@@ -432,17 +432,17 @@ pub static OPTIONS: &[OptionInfo] = &[
             RoleDefault {
                 roles: &[Role::Pair],
                 value: Some("auto"),
-                words: "auto",
+                help_text: "auto",
             },
             RoleDefault {
                 roles: &[Role::Guest],
                 value: None,
-                words: "auto; none with a monitor, as in QEMU",
+                help_text: "auto; none with a monitor, as in QEMU",
             },
             RoleDefault {
                 roles: &[Role::Relay, Role::Migrate],
                 value: Some("auto"),
-                words: "auto; none towards a QEMU",
+                help_text: "auto; none towards a QEMU",
             },
         ],
         ..parameter(
@@ -481,7 +481,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         defaults: &[RoleDefault {
             roles: RELAYS,
             value: None,
-            words: "where the source detects none",
+            help_text: "where the source detects none",
         }],
         ..parameter(
             "zero-page-detection",
@@ -590,7 +590,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         defaults: &[RoleDefault {
             roles: &[Role::Relay, Role::Migrate],
             value: None,
-            words: "zstd where method auto is given, else none",
+            help_text: "zstd where method auto is given, else none",
         }],
         ..ours("qemu-reads", plain!(Method, stream.qemu_reads))
     },
@@ -635,7 +635,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         ..ours("memory-limit", number!(limits.memory_limit))
     },
     OptionInfo {
-        help: "Time in which a source that lost its connections at the hand-over asks the destination which host runs the \
+        help: "Time in which a source that lost its connections at the handover asks the destination which host runs the \
                guest",
         group: Group::Limits,
         values: number(1, 86_400),

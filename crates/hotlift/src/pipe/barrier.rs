@@ -48,10 +48,10 @@ impl Barrier {
     }
 
     /// Waits, after main's multifd flush, until every channel waits. Returns false if the migration failed, a channel has
-    /// ended, or `called_off` returns true.
-    pub(crate) fn wait_for_channels(&self, called_off: impl Fn() -> bool) -> bool {
+    /// ended, or `is_cancelled` returns true.
+    pub(crate) fn wait_for_channels(&self, is_cancelled: impl Fn() -> bool) -> bool {
         self.wait(|state| match state.arrived < self.channels {
-            true if state.ended > 0 || called_off() => Some(false),
+            true if state.ended > 0 || is_cancelled() => Some(false),
             true => None,
             false => Some(true),
         })

@@ -44,7 +44,7 @@ struct State<B> {
 impl<B: Send + std::fmt::Debug> Wake for Flow<B> {
     fn wake(&self, is_closed: bool) {
         if is_closed {
-            self.break_up();
+            self.break_flow();
         }
     }
 }
@@ -184,7 +184,7 @@ impl<B> Flow<B> {
     }
 
     /// Breaks the flow: ends all waits, now and later.
-    pub(crate) fn break_up(&self) {
+    pub(crate) fn break_flow(&self) {
         self.lock().broken = true;
         self.freed.notify_all();
         self.readied.notify_all();
@@ -268,7 +268,7 @@ mod tests {
         });
         flow.release(batch);
         assert_eq!(flow.take_while(|| true), Ok(Some(batch)));
-        flow.break_up();
+        flow.break_flow();
         assert_eq!(flow.take_while(|| true), Err(FlowBroken));
     }
 
@@ -280,7 +280,7 @@ mod tests {
         std::thread::scope(|scope| {
             let reader = scope.spawn(|| flow.take().is_none());
             let drainer = scope.spawn(|| !flow.drain());
-            flow.break_up();
+            flow.break_flow();
             assert!(reader.join().unwrap());
             assert!(drainer.join().unwrap());
             assert!(flow.next().is_none());

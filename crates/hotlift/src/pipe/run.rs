@@ -42,7 +42,7 @@ pub(crate) fn run_threads(
             source.shut_down();
         }
     };
-    let has_door = accept_loop.is_some();
+    let has_accept_loop = accept_loop.is_some();
     // Its thread holds the lock until it ends.
     let accept_loop = Mutex::new(accept_loop);
     thread::scope(|scope| {
@@ -73,7 +73,7 @@ pub(crate) fn run_threads(
             if !session.sink.is_guest() {
                 threads.spawn(scope, source.name("return"), &failed, listen)?;
             }
-            if has_door {
+            if has_accept_loop {
                 let answer = || {
                     let further = |accept_loop: &mut AcceptLoop<'_>,
                                    arrivals: &mut Vec<Admitted>| {
@@ -85,7 +85,7 @@ pub(crate) fn run_threads(
                     }
                     Ok(())
                 };
-                threads.spawn(scope, source.name("door"), &failed, answer)?;
+                threads.spawn(scope, source.name("accept"), &failed, answer)?;
             }
             let watch = || watch.run(total_bytes, hooks.on_progress);
             threads.spawn(scope, source.name("watch"), &failed, watch)?;

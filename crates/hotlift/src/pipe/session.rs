@@ -81,7 +81,7 @@ pub(crate) struct Session<'a> {
     /// Longest silence of another host; zero for no limit.
     pub silence_timeout: Duration,
     /// Period in which a source may query the outcome.
-    pub patience: Duration,
+    pub query_period: Duration,
     /// Name of the migration at this side.
     pub id: MigrationId,
     /// Handover from a source that is a relay.
@@ -136,7 +136,7 @@ impl<'a> Session<'a> {
             threads: ThreadTimes::default(),
             since,
             silence_timeout: settings.limits.silence_timeout,
-            patience: settings.limits.time_for_questions(),
+            query_period: settings.limits.time_for_questions(),
             id,
             destination_handover: DestinationHandover::new(words, control.life()),
             source_handover: SourceHandover::new(control.life()),
@@ -189,8 +189,8 @@ impl<'a> Session<'a> {
 
     /// Waits until every reader is paused: before its first page, at a sync point, or after its last page.
     pub(crate) fn await_readers(&self) -> Result<(), MigrationError> {
-        let called_off = || self.call().check().is_err();
-        if self.barrier.wait_for_channels(called_off) {
+        let is_cancelled = || self.call().check().is_err();
+        if self.barrier.wait_for_channels(is_cancelled) {
             return Ok(());
         }
         self.call().check()?;
@@ -297,7 +297,7 @@ impl<'a> Session<'a> {
     /// Records the outcome by the destination's statement, or by its absence.
     pub(crate) fn settle(&self, statement: Option<DestinationStatement>) {
         self.source_handover.settle(statement);
-        if self.source_handover.verdict() == Some(SourceOutcome::Moved) {
+        if self.source_handover.outcome() == Some(SourceOutcome::Moved) {
             // An observer need not wait until the source knows it.
             self.control.set_status(Status::Completed);
             let _ = self.moved_at.set(self.control.life().now());

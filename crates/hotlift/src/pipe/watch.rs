@@ -81,7 +81,7 @@ impl<'a> Watch<'a> {
         while !self.is_over.load(Ordering::Acquire) {
             let now = life.now();
             let is_over = |until: &Option<Instant>| until.is_some_and(|until| now >= until);
-            let answers = liveness.look_for(&session.control, streams());
+            let answers = liveness.poll_for(&session.control, streams());
             if session.may_fail()
                 && let Err(error) = self.check(now, &mut lost_until, answers)
             {

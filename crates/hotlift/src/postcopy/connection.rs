@@ -25,7 +25,7 @@ const THREADS: usize = 4;
 /// Connection for requested pages.
 struct Preempt {
     channel: PreemptOut,
-    ends_by_word: bool,
+    ends_by_message: bool,
 }
 
 /// State that all threads of one connection share.
@@ -65,13 +65,13 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// Sends requested pages over this connection from now on. `ends_by_word`: the destination waits for the end message, as
+    /// Sends requested pages over this connection from now on. `ends_by_message`: the destination waits for the end message, as
     /// QEMU 7.2 does.
-    pub(crate) fn answer_on(&self, stream: Stream, ends_by_word: bool) {
+    pub(crate) fn answer_on(&self, stream: Stream, ends_by_message: bool) {
         let channel = PreemptOut::new(stream, Arc::clone(&self.link.counters));
         let _ = self.preempt.set(Preempt {
             channel,
-            ends_by_word,
+            ends_by_message,
         });
     }
 
@@ -244,8 +244,8 @@ impl<'a, P: Pages> Connection<'a, P> {
         let mut share = Vec::new().into_iter();
         while !self.is_over() {
             let sent = match self.ledger.next_of(&mut share) {
-                Some(Next::Beside(block, beside)) => {
-                    batch = beside;
+                Some(Next::Neighbours(block, neighbours)) => {
+                    batch = neighbours;
                     let mut way = OutputPath::Main(self.main.take_after_urgent());
                     batch.claim(block, &self.ledger);
                     self.write(&mut way, block, &batch)
@@ -337,7 +337,11 @@ impl<'a, P: Pages> Connection<'a, P> {
     /// ended. If so, the thread exits, and waits for pages never end. Once it reads, it stays until no page is awaited. To make
     /// its reading visible, it is sent a page if there was none. Over TCP this only shows that the page has reached its kernel.
     pub(crate) fn wait_for_reader(&self) -> Result<(), MigrationError> {
-        let Some(preempt) = self.preempt.get().filter(|preempt| !preempt.ends_by_word) else {
+        let Some(preempt) = self
+            .preempt
+            .get()
+            .filter(|preempt| !preempt.ends_by_message)
+        else {
             return Ok(());
         };
         let channel = &preempt.channel;
@@ -369,7 +373,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     pub(crate) fn end(&self) -> Result<(), MigrationError> {
         match self.preempt.get() {
             // The destination ends this connection itself, once it has all requested pages.
-            Some(preempt) if !preempt.ends_by_word => {}
+            Some(preempt) if !preempt.ends_by_message => {}
             preempt => {
                 // An answer in progress is finished first. All pages requested later are zero, which the end message implies.
                 self.ledger.end_and_drain();

@@ -34,7 +34,7 @@ pub(crate) struct Ledger {
 #[derive(Debug)]
 pub(crate) enum Next {
     /// Neighbours of a requested page of this RAM block, read together with it.
-    Beside(usize, Batch),
+    Neighbours(usize, Batch),
     /// Pages from this one on.
     From(Place),
 }
@@ -123,8 +123,8 @@ impl Ledger {
     /// Returns the next pages of the background: neighbours of requested pages, then the unsent pages of its `share`; `None` at
     /// the end of the share.
     pub(crate) fn next_of(&self, share: &mut impl Iterator<Item = Place>) -> Option<Next> {
-        if let Some((block, batch)) = self.order.lock().beside.pop_back() {
-            return Some(Next::Beside(block, batch));
+        if let Some((block, batch)) = self.order.lock().neighbours.pop_back() {
+            return Some(Next::Neighbours(block, batch));
         }
         // Only one thread examines a huge page, and only once.
         let is_seen = |block: usize, page| {

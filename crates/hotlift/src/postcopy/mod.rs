@@ -34,7 +34,7 @@ pub(crate) use connection::Connection;
 pub(crate) use ledger::{Ledger, Next};
 pub(crate) use output_path::OutputPath;
 pub(crate) use prefetch_queue::PrefetchQueue;
-pub(crate) use recovery::go_on;
+pub(crate) use recovery::resume_postcopy;
 
 pub(crate) use crate::stream::main_channel::LARGEST_PAGE;
 

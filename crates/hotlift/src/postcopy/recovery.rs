@@ -1,5 +1,5 @@
 //! Source of a postcopy that resumes on another connection: it queries the destination's pages, and lets it continue.
-//! [`Recovery`] decides, without I/O and without a clock; [`go_on`] reads and writes.
+//! [`Recovery`] decides, without I/O and without a clock; [`resume_postcopy`] reads and writes.
 //!
 //! ```text
 //! RECV_BITMAP  for each RAM block     ---->
@@ -27,7 +27,7 @@ const ANSWERS: Duration = Duration::from_secs(60);
 
 /// Resumes over `main`, and calls `ready` for the preparations before the destination continues. Returns the bytes after the
 /// answers, unprocessed.
-pub(crate) fn go_on(
+pub(crate) fn resume_postcopy(
     mut main: &Stream,
     ledger: &Ledger,
     life: &Life,

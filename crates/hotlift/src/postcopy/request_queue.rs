@@ -34,7 +34,7 @@ pub(crate) struct RequestQueue {
     /// No further request is added.
     pub(super) ended: bool,
     /// Neighbours of requested pages, with their RAM block. The background reads dropped ones again.
-    pub(super) beside: VecDeque<(usize, Batch)>,
+    pub(super) neighbours: VecDeque<(usize, Batch)>,
     /// Requests that were answered with a page.
     pub(crate) served: u64,
     latencies: LatestTimes,
@@ -73,10 +73,10 @@ impl RequestQueue {
     /// Stores neighbours of a requested page of RAM block `block` for the background. They stay unclaimed, so that no request
     /// waits for them.
     pub(crate) fn queue_neighbours(&mut self, block: usize, batch: Batch) {
-        if self.beside.len() == MAX_QUEUED_NEIGHBOURS {
-            self.beside.pop_front();
+        if self.neighbours.len() == MAX_QUEUED_NEIGHBOURS {
+            self.neighbours.pop_front();
         }
-        self.beside.push_back((block, batch));
+        self.neighbours.push_back((block, batch));
     }
 
     /// Ends the queue: no further request is added.
@@ -169,7 +169,7 @@ mod tests {
         for block in 0..=MAX_QUEUED_NEIGHBOURS {
             order.queue_neighbours(block, Batch::default());
         }
-        let blocks = std::iter::from_fn(|| order.beside.pop_back()).map(|(block, _)| block);
+        let blocks = std::iter::from_fn(|| order.neighbours.pop_back()).map(|(block, _)| block);
         assert!(blocks.eq((1..=MAX_QUEUED_NEIGHBOURS).rev()));
     }
 

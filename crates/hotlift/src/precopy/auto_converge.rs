@@ -15,7 +15,7 @@ use crate::options::AutoConvergeOptions;
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Count of periods against the guest before it is throttled (more).
-const PATIENCE: u32 = 2;
+const PERIODS_BEFORE_THROTTLING: u32 = 2;
 
 /// Throttles a guest, and releases it on drop.
 pub(crate) struct AutoConverge<'a> {
@@ -77,7 +77,7 @@ impl<'a> AutoConverge<'a> {
         };
         if dirtied > allowed {
             self.too_fast += 1;
-            if self.too_fast == PATIENCE {
+            if self.too_fast == PERIODS_BEFORE_THROTTLING {
                 self.too_fast = 0;
                 self.set(next(self.percent, allowed / dirtied, options));
             }

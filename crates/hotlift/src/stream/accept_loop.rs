@@ -14,7 +14,7 @@ use hotlift_net::admission::{
 };
 use hotlift_net::transport::{Host, Stream};
 use hotlift_wire::settle::{
-    GuestActivity, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, answer, heard,
+    CONFIRMATION_LEN, GuestActivity, MigrationId, Outcome, QUESTION_LEN, answer, confirmation,
 };
 use rustix::event::{PollFd, PollFlags};
 
@@ -45,13 +45,13 @@ pub(crate) struct AcceptLoop<'a> {
     /// Token that opens each connection of a migration which a conversation has announced.
     pass: Option<ConnectionToken>,
     /// Peers that received an outcome and have not confirmed it yet.
-    told: PendingConnections<Stream>,
+    unconfirmed: PendingConnections<Stream>,
     /// Connections of a later migration.
     others: Vec<Admitted>,
 }
 
 impl<'a> AcceptLoop<'a> {
-    /// Creates the classifier for connections of `listener` (with TLS if `tls` is given), which have `patience` to identify
+    /// Creates the classifier for connections of `listener` (with TLS if `tls` is given), which have `timeout` to identify
     /// themselves. Changes of `life` end its waits.
     ///
     /// # Errors
@@ -60,17 +60,17 @@ impl<'a> AcceptLoop<'a> {
         listener: &'a Listener,
         tls: Option<Arc<Tls>>,
         pass: Option<ConnectionToken>,
-        patience: Duration,
+        timeout: Duration,
         (rejections, life): (&Rejections, &Life),
     ) -> Result<Self, MigrationError> {
         let made = || {
             Ok(Self {
-                admission: Admission::new(listener, tls, channels(patience))?,
+                admission: Admission::new(listener, tls, channels(timeout))?,
                 rejections: rejections.clone(),
                 life: life.clone(),
                 wake_fd: WakeFd::new(life)?,
                 pass,
-                told: PendingConnections::new(CONFIRMATIONS)?,
+                unconfirmed: PendingConnections::new(CONFIRMATIONS)?,
                 others: Vec::new(),
             })
         };
@@ -86,7 +86,7 @@ impl<'a> AcceptLoop<'a> {
     }
 
     /// Returns true if a connection was accepted within `time` and has not identified itself yet.
-    pub(crate) fn has_newcomer(&self, time: Duration) -> bool {
+    pub(crate) fn has_unidentified(&self, time: Duration) -> bool {
         let now = self.life.now();
         let mut since = self.admission.since();
         since.any(|since| now.saturating_duration_since(since) < time)
@@ -105,7 +105,7 @@ impl<'a> AcceptLoop<'a> {
         self.accept()?;
         // Connections that need a pass must show it, or are rejected.
         while self.pass.is_some()
-            && let Some(number) = self.admission.room.next_news()
+            && let Some(number) = self.admission.room.next_ready()
         {
             self.poll(number, None, &mut Vec::new());
             let one = self.admission.room.get(number);
@@ -149,12 +149,12 @@ impl<'a> AcceptLoop<'a> {
         let watched = watched.iter();
         fds.extend(watched.map(|(stream, flags)| PollFd::new(*stream, *flags)));
         let on_watched = self.wait(fds, wait)?;
-        while let Some(number) = self.told.next_news() {
+        while let Some(number) = self.unconfirmed.next_ready() {
             self.receive(number, asked);
         }
         let mut arrivals = Vec::new();
         // In the order of arrival: the first connection of a migration determines the host of the others.
-        while let Some(number) = self.admission.room.next_news() {
+        while let Some(number) = self.admission.room.next_ready() {
             self.poll(number, asked, &mut arrivals);
         }
         self.accept()?;
@@ -165,10 +165,13 @@ impl<'a> AcceptLoop<'a> {
     fn wait<'w>(&'w self, mut watched: Vec<PollFd<'w>>, wait: Duration) -> io::Result<bool> {
         let count = watched.len();
         let now = self.life.now();
-        let here = self.admission.polled(now).chain([self.told.polled()]);
+        let here = self
+            .admission
+            .polled(now)
+            .chain([self.unconfirmed.polled()]);
         watched.extend(here.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         let wait = self
-            .told
+            .unconfirmed
             .shortened(self.admission.shortened(wait, now), now);
         self.wake_fd.poll(&mut watched, wait)?;
         let mut watched = watched[..count].iter();
@@ -198,7 +201,7 @@ impl<'a> AcceptLoop<'a> {
             self.rejections
                 .reject("a connection that sent no complete opening in time");
         }
-        while self.told.take_late(now).is_some() {}
+        while self.unconfirmed.take_late(now).is_some() {}
     }
 
     /// Examines the first bytes of a connection.
@@ -219,7 +222,7 @@ impl<'a> AcceptLoop<'a> {
         let shows_pass =
             !one.has_passed && self.pass.as_ref().is_some_and(|it| it.is_presented_by(one));
         if shows_pass && one.consume_token() {
-            return room.look_again(number);
+            return room.recheck(number);
         }
         let Some((one, _)) = room.remove(number) else {
             return;
@@ -264,30 +267,30 @@ impl<'a> AcceptLoop<'a> {
             _ => (Outcome::Unknown, GuestActivity::Unknown),
         };
         let mut question = [0; QUESTION_LEN];
-        let told = (&stream)
+        let unconfirmed = (&stream)
             .read_exact(&mut question)
             .and_then(|()| stream.set_timeouts(ANSWERING))
             .and_then(|()| (&stream).write_all(&answer(id, outcome, doing)));
-        if told.is_ok() {
+        if unconfirmed.is_ok() {
             // A connection for which there is no room is dropped.
-            let _ = self.told.enter(stream, self.life.now());
+            let _ = self.unconfirmed.enter(stream, self.life.now());
         }
     }
 
     /// Reads from a peer that received an outcome: a confirmation, or its close.
     fn receive(&mut self, number: u64, asked: Option<&QuerySubject<'_>>) {
-        let mut bytes = [0; HEARD_LEN];
-        let stream = self.told.get(number);
+        let mut bytes = [0; CONFIRMATION_LEN];
+        let stream = self.unconfirmed.get(number);
         let seen = stream.map(|stream| stream.peek(&mut bytes));
-        let complete = matches!(seen, Some(Ok(Some(HEARD_LEN))));
+        let complete = matches!(seen, Some(Ok(Some(CONFIRMATION_LEN))));
         if complete
             && let Some(asked) = asked
-            && bytes == heard(asked.id)
+            && bytes == confirmation(asked.id)
         {
             asked.destination_handover.record_confirmation();
         }
         if complete || !matches!(seen, Some(Ok(Some(1..) | None))) {
-            self.told.remove(number);
+            self.unconfirmed.remove(number);
         }
     }
 

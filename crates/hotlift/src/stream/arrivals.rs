@@ -138,7 +138,7 @@ impl<'a> Arrivals<'a> {
     }
 
     /// Returns true if an unidentified connection matches everything known about the origin of `main`.
-    pub(crate) fn admits_beside(&self, main: &Stream, stream: &Stream) -> bool {
+    pub(crate) fn admits_with(&self, main: &Stream, stream: &Stream) -> bool {
         if !self.admits(stream) {
             return false;
         }

@@ -26,7 +26,7 @@ const MIN_EXAMINED_WAIT: Duration = Duration::from_micros(100);
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Decided {
     candidate: usize,
-    look: PacketProbe,
+    probe: PacketProbe,
     /// Time of the encoding.
     encode: Option<EncodingCost>,
 }
@@ -99,20 +99,20 @@ impl<'a> AutoEncoder<'a> {
             self.auto.resumed();
         }
         let queued = queued.map_or(0.5, |bytes| f64::from(bytes) / f64::from(MAX_UNSENT));
-        let mut look = PacketProbe {
+        let mut probe = PacketProbe {
             class: None,
             queued,
         };
         loop {
-            match self.auto.choose(look) {
+            match self.auto.choose(probe) {
                 Choice::Send(candidate) => {
                     return Decided {
                         candidate,
-                        look,
+                        probe,
                         encode: None,
                     };
                 }
-                Choice::LookFirst => look.class = Some(self.class_of(pages)),
+                Choice::SampleFirst => probe.class = Some(self.class_of(pages)),
             }
         }
     }
@@ -206,7 +206,7 @@ impl<'a> AutoEncoder<'a> {
         self.auto.sent(
             &Sent {
                 candidate: decided.candidate,
-                look: decided.look,
+                probe: decided.probe,
                 encode: decided.encode,
                 pages: bytes_in / PAGE_SIZE,
                 bytes_in,

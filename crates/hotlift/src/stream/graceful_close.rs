@@ -25,7 +25,7 @@ const CHANNELS_CLOSE: Duration = Duration::from_secs(5);
 const DROPPED: usize = 64 << 10;
 
 /// Sends `reason` on each of `streams`, whose source is a Hotlift.
-pub(crate) fn say_reason(streams: &[&Stream], reason: &str) {
+pub(crate) fn send_reason(streams: &[&Stream], reason: &str) {
     let mut words = Vec::new();
     for message in [ReturnMessage::ErrorText(reason), ReturnMessage::Shut(1)] {
         if message.encode(&mut words).is_err() {
@@ -39,7 +39,7 @@ pub(crate) fn say_reason(streams: &[&Stream], reason: &str) {
 
 /// Sends a Hotlift source the reason of its rejection on each of `streams`, and closes them.
 pub(crate) fn refuse(streams: &[&Stream], error: &MigrationError) {
-    say_reason(streams, &error.chain());
+    send_reason(streams, &error.chain());
     close(streams);
 }
 

@@ -23,17 +23,17 @@ pub(crate) struct ReceiverLoad {
     elapsed: AtomicU64,
     busy: AtomicU64,
     methods: [(AtomicU64, AtomicU64); Method::ALL.len()],
-    told: Mutex<Option<Instant>>,
+    last_report: Mutex<Option<Instant>>,
 }
 
 impl ReceiverLoad {
     /// Returns the message to the source, if one is due.
     fn due(&self) -> Option<Vec<u8>> {
-        let mut told = lock(&self.told);
-        if told.is_some_and(|told| told.elapsed() < BETWEEN_MESSAGES) {
+        let mut last_report = lock(&self.last_report);
+        if last_report.is_some_and(|last_report| last_report.elapsed() < BETWEEN_MESSAGES) {
             return None;
         }
-        *told = Some(Instant::now());
+        *last_report = Some(Instant::now());
         let read = |sum: &AtomicU64| sum.load(Ordering::Relaxed);
         let mut load = Load {
             elapsed: read(&self.elapsed),

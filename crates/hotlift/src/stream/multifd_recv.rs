@@ -31,8 +31,8 @@ pub(crate) enum ReadDecision {
 }
 
 impl From<bool> for ReadDecision {
-    fn from(goes_on: bool) -> Self {
-        match goes_on {
+    fn from(keep_waiting: bool) -> Self {
+        match keep_waiting {
             true => Self::Yes,
             false => Self::No,
         }

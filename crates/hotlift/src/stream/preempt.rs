@@ -55,26 +55,26 @@ impl PreemptIn {
         }
     }
 
-    /// Waits up to `patience` for its arrival.
+    /// Waits up to `timeout` for its arrival.
     ///
     /// # Errors
     /// The error of `waiting`; [`MigrationError::Timeout`].
     pub(crate) fn wait_for(
         &self,
-        patience: Duration,
+        timeout: Duration,
         waiting: &dyn WaitCondition,
     ) -> Result<Arc<Stream>, MigrationError> {
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         let come = |come: &mut Option<Arc<Stream>>| come.clone();
         let come = self
             .0
             .wait_until(Some(deadline), || waiting.check(), come)?;
-        come.ok_or_else(|| has_not_come(patience))
+        come.ok_or_else(|| missing_preempt(timeout))
     }
 }
 
 /// Returns the error for a connection that the peer should have made.
-pub(crate) fn has_not_come(waited: Duration) -> MigrationError {
+pub(crate) fn missing_preempt(waited: Duration) -> MigrationError {
     MigrationError::Timeout {
         waiting_for: "the preempt channel (check the source's capability postcopy-preempt)"
             .to_owned(),

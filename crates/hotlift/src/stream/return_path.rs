@@ -227,22 +227,22 @@ impl Answers {
         self.0.change(change);
     }
 
-    /// Waits up to `patience`, as long as `waits` returns true.
+    /// Waits up to `timeout`, as long as `waits` returns true.
     fn wait_while(
         &self,
-        patience: Duration,
+        timeout: Duration,
         waits: impl Fn(&ReceivedMessages) -> bool,
     ) -> MutexGuard<'_, ReceivedMessages> {
-        let deadline = Instant::now().checked_add(patience);
-        let goes_on = || Ok::<_, Infallible>(());
-        let over = |heard: &mut ReceivedMessages| (!waits(heard)).then_some(());
-        let Ok(_) = self.0.wait_until(deadline, goes_on, over);
+        let deadline = Instant::now().checked_add(timeout);
+        let keep_waiting = || Ok::<_, Infallible>(());
+        let over = |received: &mut ReceivedMessages| (!waits(received)).then_some(());
+        let Ok(_) = self.0.wait_until(deadline, keep_waiting, over);
         self.lock()
     }
 
     /// Registers a PING with this value, which is sent next.
     pub(crate) fn ask(&self, ping: u32) {
-        self.record(|heard| heard.unanswered.push_back(ping));
+        self.record(|received| received.unanswered.push_back(ping));
     }
 
     /// Returns the value of the oldest unanswered PING.
@@ -252,20 +252,20 @@ impl Answers {
 
     /// From now on accepts the destination's statement about the guest.
     pub(crate) fn commit(&self) {
-        self.record(|heard| heard.is_committed = true);
+        self.record(|received| received.is_committed = true);
     }
 
     /// Does the same for a postcopy, at whose end the destination reports that it has all pages.
     pub(crate) fn serve(&self) {
-        self.record(|heard| {
-            heard.is_committed = true;
-            heard.is_postcopy = true;
+        self.record(|received| {
+            received.is_committed = true;
+            received.is_postcopy = true;
         });
     }
 
     /// Records that no more messages follow.
     pub(crate) fn end(&self) {
-        self.record(|heard| heard.ended = true);
+        self.record(|received| received.ended = true);
     }
 
     /// Returns the destination's statement about the guest.
@@ -275,46 +275,46 @@ impl Answers {
 
     /// Ends all waits.
     pub(crate) fn abort(&self) {
-        self.record(|heard| heard.aborted = true);
+        self.record(|received| received.aborted = true);
     }
 
     /// Processes a message. Returns false if it is for another reader. `explained` is true if its connection has brought a
     /// reason to abort.
     fn take(&self, message: &ReturnMessage<'_>, explained: bool) -> Result<bool, MigrationError> {
-        let mut heard = self.lock();
+        let mut received = self.lock();
         match *message {
             ReturnMessage::Hello { version, accepted } => match accepted {
                 None => return Err(MigrationError::other_version(VERSION.into(), version)),
-                Some(_) if heard.accepted.is_some() => return Ok(false),
-                Some(accepted) => heard.accepted = Some(accepted),
+                Some(_) if received.accepted.is_some() => return Ok(false),
+                Some(accepted) => received.accepted = Some(accepted),
             },
-            ReturnMessage::Pong(value) if heard.unanswered.front() == Some(&value) => {
-                heard.unanswered.pop_front();
+            ReturnMessage::Pong(value) if received.unanswered.front() == Some(&value) => {
+                received.unanswered.pop_front();
             }
-            ReturnMessage::Shut(value) if heard.is_committed => {
-                let in_words = heard.accepted.is_some() || heard.is_postcopy;
+            ReturnMessage::Shut(value) if received.is_committed => {
+                let in_words = received.accepted.is_some() || received.is_postcopy;
                 let statement = DestinationStatement::of_shut(value, explained, in_words);
-                heard.statement = heard.statement.or(statement);
+                received.statement = received.statement.or(statement);
             }
             // Only this side ends the guest at the source: a SHUT before that is a failure, whatever its value. A refusal stays
             // valid if another thread commits at the same time.
             ReturnMessage::Shut(value) => {
                 let statement =
-                    DestinationStatement::of_shut(value, explained, heard.accepted.is_some());
-                heard.statement = heard
+                    DestinationStatement::of_shut(value, explained, received.accepted.is_some());
+                received.statement = received
                     .statement
                     .or(statement.filter(|statement| *statement == DestinationStatement::Never));
-                return Err(refusal(&heard));
+                return Err(refusal(&received));
             }
             // It decides nothing about a guest that still runs here.
-            ReturnMessage::GuestActivity(doing) if heard.is_committed => heard.doing = doing,
+            ReturnMessage::GuestActivity(doing) if received.is_committed => received.doing = doing,
             ReturnMessage::GuestActivity(_) => {}
             ReturnMessage::ErrorText(text) => {
-                heard.reason.get_or_insert_with(|| printable(text));
+                received.reason.get_or_insert_with(|| printable(text));
             }
             _ => return Ok(false),
         }
-        drop(heard);
+        drop(received);
         self.0.notify();
         Ok(true)
     }
@@ -334,9 +334,9 @@ impl Answers {
         loop {
             let left = limit.map(|(timeout, _)| timeout.saturating_sub(begun.elapsed()));
             let until = Instant::now() + left.map_or(every, |left| left.min(every));
-            let ended = self.0.wait_until(Some(until), &mut doing, |heard| {
-                let is_answered = heard.unanswered.is_empty();
-                (is_answered || heard.is_over()).then_some(is_answered)
+            let ended = self.0.wait_until(Some(until), &mut doing, |received| {
+                let is_answered = received.unanswered.is_empty();
+                (is_answered || received.is_over()).then_some(is_answered)
             })?;
             match (ended, limit) {
                 (Some(true), _) => return Ok(()),
@@ -395,30 +395,34 @@ impl Answers {
 
     /// Waits for the destination's statement about the guest, as long as a connection may bring one. Nothing cancels this wait:
     /// the guest may be running.
-    pub(crate) fn wait_statement(&self, patience: Duration) -> Option<DestinationStatement> {
-        self.wait_while(patience, |heard| heard.statement.is_none() && !heard.ended)
-            .statement
+    pub(crate) fn wait_statement(&self, timeout: Duration) -> Option<DestinationStatement> {
+        self.wait_while(timeout, |received| {
+            received.statement.is_none() && !received.ended
+        })
+        .statement
     }
 
     /// Does the same, and also returns the guest's state at the destination.
     pub(crate) fn wait_statement_and_activity(
         &self,
-        patience: Duration,
+        timeout: Duration,
     ) -> Option<(DestinationStatement, GuestActivity)> {
-        let statement = self.wait_statement(patience)?;
+        let statement = self.wait_statement(timeout)?;
         Some((statement, self.lock().doing))
     }
 
-    /// Waits up to `patience` for the destination's reason to abort.
-    pub(crate) fn wait_reason(&self, patience: Duration) -> Option<String> {
-        let heard = self.wait_while(patience, |heard| heard.reason.is_none() && !heard.ended);
-        heard.reason.clone()
+    /// Waits up to `timeout` for the destination's reason to abort.
+    pub(crate) fn wait_reason(&self, timeout: Duration) -> Option<String> {
+        let received = self.wait_while(timeout, |received| {
+            received.reason.is_none() && !received.ended
+        });
+        received.reason.clone()
     }
 
     /// Stores a reason for a destination that sends none.
     pub(crate) fn explain(&self, reason: &str) {
-        self.record(|heard| {
-            heard.reason.get_or_insert_with(|| reason.to_owned());
+        self.record(|received| {
+            received.reason.get_or_insert_with(|| reason.to_owned());
         });
     }
 
@@ -432,11 +436,11 @@ impl Answers {
     /// # Errors
     /// The destination's refusal, or `lost`, which is the cause of the connection's end.
     pub(crate) fn ended(&self, lost: MigrationError) -> Result<(), MigrationError> {
-        let heard = self.lock();
-        match heard.statement {
+        let received = self.lock();
+        match received.statement {
             Some(DestinationStatement::Runs | DestinationStatement::HasAll) => Ok(()),
-            None if heard.reason.is_none() => Err(lost),
-            Some(DestinationStatement::Never) | None => Err(refusal(&heard)),
+            None if received.reason.is_none() => Err(lost),
+            Some(DestinationStatement::Never) | None => Err(refusal(&received)),
         }
     }
 }
@@ -447,14 +451,14 @@ impl ReceivedMessages {
     }
 }
 
-fn refusal(heard: &ReceivedMessages) -> MigrationError {
-    let unexplained = match heard.accepted {
+fn refusal(received: &ReceivedMessages) -> MigrationError {
+    let unexplained = match received.accepted {
         Some(_) => "it does not run the guest and sent no reason: see the log of 'hotlift' there",
         None => {
             "its QEMU could not load the guest and sent no reason on the stream: see the log of that QEMU"
         }
     };
-    let reason = heard.reason.clone();
+    let reason = received.reason.clone();
     MigrationError::Destination {
         reason: reason.unwrap_or_else(|| unexplained.to_owned()),
     }

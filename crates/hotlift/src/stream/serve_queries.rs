@@ -56,10 +56,10 @@ pub(crate) fn linger(
     asked: &QuerySubject<'_>,
     streams: &[&Stream],
     read_ahead: &[u8],
-    patience: Duration,
+    timeout: Duration,
     life: &Life,
 ) {
-    let mut period = AnswerPeriod::new(Instant::now(), patience);
+    let mut period = AnswerPeriod::new(Instant::now(), timeout);
     let mut connections: Vec<_> = streams
         .iter()
         .map(|stream| LingeringConnection {
@@ -132,31 +132,31 @@ mod tests {
         let destination_handover = DestinationHandover::new(1, &life);
         assert!(destination_handover.loaded() && destination_handover.commit());
         destination_handover.record_activity(GuestActivity::Rests);
-        destination_handover.taken();
+        destination_handover.record_run();
         life.cancel();
         let asked = QuerySubject {
             id: MigrationId([7; 16]),
             destination_handover: &destination_handover,
             refuse: &|| (),
         };
-        let patience = Duration::from_secs(5);
+        let timeout = Duration::from_secs(5);
         let mut accept_loop = AcceptLoop::new(
             &listener,
             None,
             None,
-            patience,
+            timeout,
             (&Rejections::default(), &life),
         )
         .unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| linger(&mut accept_loop, &asked, &[], &[], patience * 12, &life));
+            scope.spawn(|| linger(&mut accept_loop, &asked, &[], &[], timeout * 12, &life));
             let to = Remote::new(&address, None);
-            let word = query_once(&to, asked.id, patience);
+            let word = query_once(&to, asked.id, timeout);
             assert_eq!(
                 word,
                 Some((DestinationStatement::Runs, GuestActivity::Rests))
             );
         });
-        assert!(!destination_handover.may_be_asked(), "it was heard");
+        assert!(!destination_handover.may_be_asked(), "it was confirmed");
     }
 }

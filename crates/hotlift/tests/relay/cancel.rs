@@ -45,18 +45,18 @@ fn cancel(relay: Relay, what: &str) {
 #[test]
 fn before_any_source_has_connected() {
     let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &patient(&[]), true);
-    cancel(relay, "nobody has come");
+    cancel(relay, "no source has connected");
 }
 
 #[test]
 fn while_a_connection_is_silent() {
     let small = Recording::small_multifd(2);
-    for said in [0, 3, 8, 40] {
+    for sent in [0, 3, 8, 40] {
         let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &patient(&[]), true);
         let mut stream = &relay.address.connect(DEADLINE).unwrap();
-        stream.write_all(&small.main[..said]).unwrap();
+        stream.write_all(&small.main[..sent]).unwrap();
         thread::sleep(Duration::from_millis(60));
-        cancel(relay, &format!("{said} bytes of main"));
+        cancel(relay, &format!("{sent} bytes of main"));
     }
 }
 
@@ -268,7 +268,7 @@ fn while_a_passed_through_stream_is_not_read() {
         let taken = accept(&listener, DEADLINE);
         // Until all buffers are full.
         thread::sleep(A_WHILE);
-        cancel(relay, "nobody reads what is passed through");
+        cancel(relay, "no process reads what is passed through");
         writing.join().unwrap();
         drop(taken);
     });

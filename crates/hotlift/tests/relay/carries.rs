@@ -57,13 +57,13 @@ fn assert_same(recording: &Recording, expected: &Guest, way: &[RelaySettings]) {
     assert!(guest.devices == expected.devices, "{what}: devices differ");
     assert_eq!(guest.switchover, expected.switchover, "{what}");
     if recording.has_return_path() {
-        assert_eq!(outcome.told.shut, Some(0), "{what}");
+        assert_eq!(outcome.received.shut, Some(0), "{what}");
         let pings: &[u32] = if recording.name.ends_with("return-path") {
             &[1]
         } else {
             &[]
         };
-        assert_eq!(outcome.told.pongs, pings, "{what}");
+        assert_eq!(outcome.received.pongs, pings, "{what}");
     }
 }
 
@@ -150,7 +150,7 @@ fn assert_small(recording: &Recording, expected: &Guest, way: &[RelaySettings]) 
         outcome.arrived.guest == *expected,
         "the small guest differs"
     );
-    assert_eq!(outcome.told.pongs, [1]);
+    assert_eq!(outcome.received.pongs, [1]);
 }
 
 /// A QEMU with `postcopy-preempt` that switches over at once waits for an answer in its set-up, before it sends its RAM blocks.
@@ -179,5 +179,5 @@ fn a_postcopy_source_is_answered_before_its_ram_is_known() {
     let (message, _) = ReturnMessage::decode(&answer).unwrap();
     assert_eq!(message, ReturnMessage::Pong(1));
     relay.control.cancel();
-    relay.outcome("nobody is there").unwrap_err();
+    relay.outcome("no process listens").unwrap_err();
 }

@@ -77,7 +77,7 @@ fn damaged_of(
             })
         });
         log.note(Event::RelaysEnded);
-        let told = playing.join().unwrap();
+        let received = playing.join().unwrap();
         let arrived = arriving.join().unwrap();
         let what = format!("{flip:?}: {outcomes:?}, {:?}", log.events());
         let devices = &arrived.guest.devices;
@@ -87,7 +87,11 @@ fn damaged_of(
             assert!(arrived.eof, "{what}: success, and no EOF");
         }
         if arrived.eof {
-            assert_eq!(told.shut, Some(0), "{what}: the source has the guest, too");
+            assert_eq!(
+                received.shut,
+                Some(0),
+                "{what}: the source has the guest, too"
+            );
             let events = log.events();
             let at = |event| events.iter().position(|&e| e == event);
             let closed = at(Event::SourceCloses);
@@ -246,9 +250,9 @@ fn a_destination_of_another_version_is_refused_with_both_values() {
     };
     let between = settings(&[("multifd", "off")]);
     let (outcome, _) = damaged(&between, Some(flip), DEADLINE, &expected());
-    let said = outcome.unwrap_err().chain();
+    let output = outcome.unwrap_err().chain();
     for words in ["version", "the source has 4", "the destination has 132"] {
-        assert!(said.contains(words), "{said}");
+        assert!(output.contains(words), "{output}");
     }
 }
 

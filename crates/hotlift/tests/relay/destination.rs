@@ -211,7 +211,7 @@ impl Destination {
             if let Some(stream) = accept(&self.listener, Duration::from_millis(50)) {
                 streams.push(stream);
             } else if self.log.has(Event::RelaysEnded) || Instant::now() > deadline {
-                return Err("nobody came".to_owned());
+                return Err("no connection arrived".to_owned());
             }
         }
         let main = streams.remove(0);
@@ -241,7 +241,7 @@ impl Destination {
         };
         match failure {
             Failure::Dies => {}
-            Failure::Refuses => say(main, ReturnMessage::Shut(1)),
+            Failure::Refuses => send(main, ReturnMessage::Shut(1)),
             Failure::Stalls | Failure::LosesChannel => {
                 if failure == Failure::LosesChannel {
                     channels[0].shutdown(Shutdown::Both);
@@ -286,7 +286,7 @@ impl Destination {
                     } else if !std::mem::replace(&mut opened, true) {
                         self.reach(Moment::Opening, main, channels)?;
                     }
-                    say(main, ReturnMessage::Pong(value));
+                    send(main, ReturnMessage::Pong(value));
                 }
                 MainEvent::Command(Command::SwitchoverStart) => {
                     shared.lock().guest.switchover = true;
@@ -359,7 +359,7 @@ impl Destination {
                     self.reach(Moment::Eof, main, channels)?;
                     buffer.drain(..at + consumed);
                     read_description(main, &mut buffer);
-                    say(main, ReturnMessage::Shut(0));
+                    send(main, ReturnMessage::Shut(0));
                     return Ok(());
                 }
                 _ => {}
@@ -397,7 +397,7 @@ fn read_description(main: &Stream, buffer: &mut Vec<u8>) {
 }
 
 /// Sends a message; the error of a closed connection is ignored.
-fn say(main: &Stream, message: ReturnMessage<'_>) {
+fn send(main: &Stream, message: ReturnMessage<'_>) {
     let mut out = main;
     let _ = out.write_all(&encode(message));
 }

@@ -293,7 +293,7 @@ fn channels_of_different_migrations_are_named() {
     let (main, channels) = (&recording.main[..], &recording.channels);
     let mut foreign = channels[1].clone();
     foreign[9] ^= 1;
-    let said = MAGIC.to_be_bytes();
+    let output = MAGIC.to_be_bytes();
     let twice = "a second channel with this id";
     assert_refused(&[
         case("an id twice", &[main, &channels[0], &channels[0]], twice),
@@ -311,7 +311,7 @@ fn channels_of_different_migrations_are_named() {
         case("a silent one", &[main, &channels[0], b""], "1 arrived)"),
         case(
             "a half-open one",
-            &[main, &channels[0], &said],
+            &[main, &channels[0], &output],
             "1 arrived)",
         ),
     ]);
@@ -489,8 +489,8 @@ fn a_client_that_only_probes_the_port_is_not_awaited() {
     // Closed or reset, without data or with the start of a stream.
     for number in 0..20 {
         let mut stream = &to.connect(Duration::from_secs(10)).unwrap();
-        let said: &[u8] = if number % 4 < 2 { b"" } else { b"\x11\x22" };
-        stream.write_all(said).unwrap();
+        let output: &[u8] = if number % 4 < 2 { b"" } else { b"\x11\x22" };
+        stream.write_all(output).unwrap();
         if number % 2 == 0 {
             set_socket_linger(stream, Some(Duration::ZERO)).unwrap();
         }

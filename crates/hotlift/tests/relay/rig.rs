@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use super::destination::{Arrived, Destination, Failure, Moment};
 use super::log::{Event, Log};
 use super::recording::Recording;
-use super::source::{Ending, Told, play};
+use super::source::{Ending, ReceivedMessages, play};
 
 /// Longer than any step takes on any machine: after it the step hangs.
 pub const DEADLINE: Duration = Duration::from_secs(40);
@@ -93,7 +93,7 @@ impl Relay {
     /// rejections.
     pub fn ended_or_turned_away(self, what: &str) -> String {
         let end = std::cell::RefCell::new(String::new());
-        until("neither an end nor a stranger", || {
+        until("neither an end nor an unknown client", || {
             let reasons: Vec<_> = self.control.rejected_connections().into_keys().collect();
             if !reasons.is_empty() {
                 self.control.cancel();
@@ -138,7 +138,7 @@ pub fn destination(
 pub struct Outcome {
     /// Results of the relays, in order from the source.
     pub relays: Vec<Result<RelayReport, MigrationError>>,
-    pub told: Told,
+    pub received: ReceivedMessages,
     pub arrived: Arrived,
     pub log: Vec<Event>,
 }
@@ -191,7 +191,7 @@ pub fn migrate_to(
     }
     thread::scope(|scope| {
         let arriving = scope.spawn(|| destination.run());
-        let told = play(recording, &to, ending, &log);
+        let received = play(recording, &to, ending, &log);
         let what = format!("{}, {fails:?}, {ending:?}, {}", recording.name, hops.len());
         let mut outcomes: Vec<Result<_, _>> = Vec::new();
         for relay in relays {
@@ -207,7 +207,7 @@ pub fn migrate_to(
         log.note(Event::RelaysEnded);
         Outcome {
             relays,
-            told,
+            received,
             arrived: arriving.join().unwrap(),
             log: log.events(),
         }
@@ -238,7 +238,7 @@ impl Outcome {
     pub fn assert_kept(&self, what: &str) {
         let brief = self.brief();
         assert!(self.relays.iter().all(Result::is_err), "{what}: {brief:?}");
-        assert_ne!(self.told.shut, Some(0), "{what}: {brief:?}");
+        assert_ne!(self.received.shut, Some(0), "{what}: {brief:?}");
         assert!(!self.arrived.eof, "{what}: {brief:?}");
     }
 
@@ -250,7 +250,7 @@ impl Outcome {
         });
         (
             lines.collect(),
-            self.told.shut,
+            self.received.shut,
             &self.arrived.ended,
             &self.log,
         )

@@ -29,13 +29,13 @@ pub enum Ending {
 
 /// Messages that a source received.
 #[derive(Debug, Default)]
-pub struct Told {
+pub struct ReceivedMessages {
     pub shut: Option<u32>,
     pub pongs: Vec<u32>,
 }
 
 /// Plays `recording` to the listener at `to`. Returns when its connections are closed.
-pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> Told {
+pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> ReceivedMessages {
     let connect = || to.connect(Duration::from_secs(10)).unwrap();
     // Channels connect only after main, as required before QEMU 8.0.
     let main = connect();
@@ -47,11 +47,11 @@ pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> T
 /// Does the same on existing connections, with the given count of bytes already sent on main.
 pub fn play_on(
     recording: &Recording,
-    (main, said): (Stream, usize),
+    (main, output): (Stream, usize),
     channels: &[Stream],
     ending: Ending,
     log: &Log,
-) -> Told {
+) -> ReceivedMessages {
     let close = || {
         for stream in std::iter::once(&main).chain(channels) {
             stream.shutdown(Shutdown::Both);
@@ -80,7 +80,7 @@ pub fn play_on(
                 Ending::CancelsAt(length) | Ending::FallsSilentAt(length) => length,
                 _ => recording.main.len(),
             };
-            let sent = out.write_all(&recording.main[said..length]);
+            let sent = out.write_all(&recording.main[output..length]);
             let lets_go = ending == Ending::LetsGo && !recording.has_return_path();
             if sent.is_ok() && (lets_go || matches!(ending, Ending::CancelsAt(_))) {
                 if lets_go {
@@ -92,34 +92,34 @@ pub fn play_on(
                 close();
             }
         });
-        let told = listen(&main, ending, log);
+        let received = listen(&main, ending, log);
         close();
-        told
+        received
     })
 }
 
 /// Reads answers until the connection ends or SHUT ends the migration.
-fn listen(main: &Stream, ending: Ending, log: &Log) -> Told {
-    let mut told = Told::default();
+fn listen(main: &Stream, ending: Ending, log: &Log) -> ReceivedMessages {
+    let mut received = ReceivedMessages::default();
     let (mut pending, mut buffer) = (Vec::new(), [0; 512]);
     loop {
         let read = main.read_some(&mut buffer).unwrap_or(0);
         if read == 0 {
-            return told;
+            return received;
         }
         pending.extend_from_slice(&buffer[..read]);
         while let Ok((message, length)) = ReturnMessage::decode(&pending) {
             match message {
-                ReturnMessage::Pong(value) => told.pongs.push(value),
+                ReturnMessage::Pong(value) => received.pongs.push(value),
                 ReturnMessage::Shut(value) => {
                     log.note(Event::SourceToldShut(value));
-                    told.shut = Some(value);
+                    received.shut = Some(value);
                     let may_close = || log.has(Event::SourceMayClose);
                     while ending == Ending::Keeps && !may_close() && !is_closed(main) {
                         thread::sleep(Duration::from_millis(2));
                     }
                     log.note(Event::SourceCloses);
-                    return told;
+                    return received;
                 }
                 other => panic!("a QEMU source was sent {other:?}"),
             }

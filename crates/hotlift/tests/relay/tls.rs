@@ -69,8 +69,8 @@ fn a_channel_of_another_host_does_not_join_a_qemus_migration() {
         // Up to its first sync point: from there on a relay waits for channels without limit.
         let main = connect(&ours);
         let is_part = |event: &MainEvent<'_>| matches!(event, MainEvent::SectionStart { kind, .. } if *kind == SectionKind::Part);
-        let said = recording.position(is_part);
-        (&main).write_all(&recording.main[..said]).unwrap();
+        let sent = recording.position(is_part);
+        (&main).write_all(&recording.main[..sent]).unwrap();
         // The answer to the PING: main is the first connection, and determines the host of the others.
         assert!(main.wait_readable(DEADLINE).unwrap());
         let _before = open_as_b(0);
@@ -79,7 +79,7 @@ fn a_channel_of_another_host_does_not_join_a_qemus_migration() {
         let _between = open_as_b(1);
         until_turned_away(&relay, ANOTHER, 2);
         let channels = [first, connect(&ours)];
-        play_on(&recording, (main, said), &channels, Ending::LetsGo, &log);
+        play_on(&recording, (main, sent), &channels, Ending::LetsGo, &log);
         relay.outcome("with its own channels").unwrap();
         let arrived = arriving.join().unwrap();
         assert_eq!(arrived.ended, Ok(()));

@@ -63,7 +63,10 @@ fn a_destination_that_fails_early_leaves_the_guest_with_the_source() {
         let outcome = migrate(recording, way, fails, Ending::LetsGo);
         let what = format!("{failure:?} at {moment:?} behind {} relays", way.len());
         outcome.assert_kept(&what);
-        assert!(outcome.told.shut.is_none_or(|value| value == 1), "{what}");
+        assert!(
+            outcome.received.shut.is_none_or(|value| value == 1),
+            "{what}"
+        );
     });
 }
 
@@ -119,7 +122,7 @@ fn a_destination_that_fails_after_the_commit_leaves_the_source_in_doubt() {
             relay.limits.handshake_timeout = Duration::from_secs(5);
         }
         let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
-        assert_eq!(outcome.told.shut, Some(0), "{failure:?}");
+        assert_eq!(outcome.received.shut, Some(0), "{failure:?}");
         for relay in &outcome.relays {
             let error = relay.as_ref().unwrap_err();
             let wanted = match failure {
@@ -156,7 +159,7 @@ fn a_source_with_return_path_that_cancels_anywhere_never_starts_the_destination(
             let way = [if at % 2 == 0 { off() } else { channels() }];
             let outcome = migrate(&recording, &way, None, Ending::CancelsAt(*at));
             // If SHUT arrives at the moment of the cancel, the source looks like one that releases the guest.
-            if *at < recording.main.len() || outcome.told.shut != Some(0) {
+            if *at < recording.main.len() || outcome.received.shut != Some(0) {
                 outcome.assert_kept(&format!("{} cut to {at}", recording.name));
             }
         });

@@ -288,13 +288,13 @@ fn migrate() -> Vec<Row> {
         row(not_waiting("postcopy-paused"), "The destination's QEMU has a guest that waits for pages."),
         row(
             QemuError::NoPostcopy {
-                said: "Postcopy is not supported: Userfaultfd not available".to_owned(),
+                message: "Postcopy is not supported: Userfaultfd not available".to_owned(),
             },
             "QEMU's user has no access to userfaultfd.",
         ),
         row(
             QemuError::NoPostcopy {
-                said: "Host backend files need to be TMPFS or HUGETLBFS only".to_owned(),
+                message: "Host backend files need to be TMPFS or HUGETLBFS only".to_owned(),
             },
             "The RAM of the destination's QEMU is a file on a disk.",
         ),
@@ -341,7 +341,7 @@ fn migrate() -> Vec<Row> {
                 reasons: reasons(),
                 qmp: qmp(),
             },
-            "The connections failed at the hand-over, and the destination did not answer in '--settle-timeout'.",
+            "The connections failed at the handover, and the destination did not answer in '--settle-timeout'.",
         ),
         row(
             QemuError::StoppedThere {
@@ -352,7 +352,7 @@ fn migrate() -> Vec<Row> {
         ),
         row(
             QemuError::RunsTwice { qmp: qmp() },
-            "Another client sent 'cont' to the source's QEMU after the hand-over.",
+            "Another client sent 'cont' to the source's QEMU after the handover.",
         ),
         row(
             QemuError::Stalled {
@@ -369,13 +369,13 @@ fn migrate() -> Vec<Row> {
             QemuError::GuestEnded {
                 how: "the guest powered off".to_owned(),
             },
-            "The guest ended before the hand-over.",
+            "The guest ended before the handover.",
         ),
         then(
             QemuError::MovedAnyway {
                 reasons: "'hotlift serve' sent no final message".to_owned(),
             },
-            "The connection to 'hotlift serve' failed after the hand-over.",
+            "The connection to 'hotlift serve' failed after the handover.",
             "none: the guest is at the destination",
         ),
         row(
@@ -664,7 +664,7 @@ fn relays() -> Vec<Row> {
         ),
         row(
             CommandError::Relay(MigrationError::InDoubt),
-            "The connections failed at the hand-over.",
+            "The connections failed at the handover.",
         ),
         row(
             CommandError::Relay(MigrationError::Released {
@@ -798,7 +798,7 @@ fn agent() -> Vec<Row> {
         ),
         then(
             ended(AgentError::Rules(RulesError::Refused {
-                said: "Operation not permitted".to_owned(),
+                message: "Operation not permitted".to_owned(),
             })),
             "The agent lacks a right, or the kernel lacks a module.",
             "run the agent by its systemd unit, or as root",
@@ -892,7 +892,7 @@ fn agent() -> Vec<Row> {
         ),
         logged(
             CarryError::Unsettled,
-            "The agent ended during the hand-over.",
+            "The agent ended during the handover.",
             "as the message states",
         ),
     ]
@@ -905,7 +905,7 @@ fn libvirt() -> Vec<Row> {
         row(
             VirshError::Refused {
                 at: uri(),
-                said: "failed to connect to the hypervisor; Cannot recv data: Connection reset by peer".to_owned(),
+                output: "failed to connect to the hypervisor; Cannot recv data: Connection reset by peer".to_owned(),
             },
             "libvirt of this host is not reachable.",
         ),
@@ -962,7 +962,7 @@ fn libvirt() -> Vec<Row> {
             CommandError::DomainStayed {
                 reason: "internal error: unable to execute QEMU command 'blockdev-add'".to_owned(),
             },
-            "libvirt or a relay failed before the hand-over.",
+            "libvirt or a relay failed before the handover.",
         ),
         row(
             CommandError::DomainInDoubt {

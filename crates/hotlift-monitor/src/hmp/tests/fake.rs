@@ -13,7 +13,7 @@ use serde_json::{Map, Value as Json, json};
 pub struct Fake {
     pub options: Mutex<Options>,
     /// All commands except queries.
-    pub told: Mutex<Vec<(String, Json)>>,
+    pub executed: Mutex<Vec<(String, Json)>>,
     /// Answers of the next `query-migrate` commands; the last one repeats.
     pub migration: Mutex<VecDeque<Json>>,
 }
@@ -25,8 +25,8 @@ impl Fake {
         fake
     }
 
-    pub fn told(&self) -> Vec<(String, Json)> {
-        self.told.lock().unwrap().clone()
+    pub fn executed(&self) -> Vec<(String, Json)> {
+        self.executed.lock().unwrap().clone()
     }
 }
 
@@ -80,8 +80,8 @@ impl Commands for Fake {
             }
             _ => {}
         }
-        let told = (command.to_owned(), arguments.clone());
-        self.told.lock().unwrap().push(told);
+        let executed = (command.to_owned(), arguments.clone());
+        self.executed.lock().unwrap().push(executed);
         Ok(json!({}))
     }
 }

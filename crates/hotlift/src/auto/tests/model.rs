@@ -154,7 +154,7 @@ struct Sender {
     blocked_by_far: f64,
     /// Share of the wire in that measurement.
     by_wire: f64,
-    look: PacketProbe,
+    probe: PacketProbe,
 }
 
 #[derive(Debug, Default)]
@@ -282,7 +282,7 @@ pub(super) fn simulate(
             blocked_by_wire: 0.0,
             blocked_by_far: 0.0,
             by_wire: 1.0,
-            look: NOTHING_KNOWN,
+            probe: NOTHING_KNOWN,
         });
         simulation.begin(index);
     }
@@ -429,11 +429,11 @@ impl Simulation<'_> {
         match sender.step {
             Step::Blocked if unsent < LOW_WATER / 2.0 + 0.5 => self.write(index),
             Step::Probe if sender.work < 0.5 => {
-                sender.look = PacketProbe {
+                sender.probe = PacketProbe {
                     class: Some(sender.packet.class),
                     queued: unsent / LOW_WATER,
                 };
-                if let Choice::Send(candidate) = self.controller.choose(sender.look) {
+                if let Choice::Send(candidate) = self.controller.choose(sender.probe) {
                     self.encode(index, candidate);
                 }
             }
@@ -475,13 +475,13 @@ impl Simulation<'_> {
             Policy::Fixed(candidate) => candidate,
             Policy::Auto(_) => {
                 let unsent = self.channels[index].backlog() - self.scenario.window;
-                self.senders[index].look = PacketProbe {
+                self.senders[index].probe = PacketProbe {
                     class: None,
                     queued: unsent / LOW_WATER,
                 };
-                match self.controller.choose(self.senders[index].look) {
+                match self.controller.choose(self.senders[index].probe) {
                     Choice::Send(candidate) => candidate,
-                    Choice::LookFirst => {
+                    Choice::SampleFirst => {
                         self.senders[index].step = Step::Probe;
                         self.senders[index].work = LOOKING;
                         return;
@@ -549,7 +549,7 @@ impl Simulation<'_> {
             sender.blocked_by_far = 0.0;
         }
         let spent = PacketTime {
-            look: sender.look,
+            probe: sender.probe,
             candidate: sender.packet.candidate,
             elapsed: self.now - sender.reported,
             waited: sender.blocked * sender.by_wire,

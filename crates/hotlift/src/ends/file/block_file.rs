@@ -124,8 +124,8 @@ impl BlockFile {
     }
 
     /// Sets the time for which reads retry after the connection to the server is lost.
-    pub(crate) fn persist(&self, patience: Duration) {
-        self.file.persist(patience);
+    pub(crate) fn persist(&self, timeout: Duration) {
+        self.file.persist(timeout);
     }
 
     /// From now on, turns damaged pages into zero pages.

@@ -417,7 +417,7 @@ impl Sink for BlockSink {
     }
 
     fn abort(&self) {
-        self.file.give_up();
+        self.file.discard();
     }
 
     fn sent_bytes(&self) -> u64 {

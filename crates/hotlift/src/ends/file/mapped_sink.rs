@@ -217,7 +217,7 @@ impl Sink for MappedRamSink {
     }
 
     fn abort(&self) {
-        self.file.give_up();
+        self.file.discard();
     }
 
     fn sent_bytes(&self) -> u64 {

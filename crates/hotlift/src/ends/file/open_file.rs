@@ -71,9 +71,9 @@ impl OpenFile {
     }
 
     /// Sets the time for which reads retry after the connection to the server is lost.
-    pub(crate) fn persist(&self, patience: Duration) {
+    pub(crate) fn persist(&self, timeout: Duration) {
         if let Some(file) = self.remote() {
-            file.persist(patience);
+            file.persist(timeout);
         }
     }
 

@@ -153,7 +153,7 @@ impl PartialFile {
     }
 
     /// Removes the file, unless it has its name.
-    pub(crate) fn give_up(&self) {
+    pub(crate) fn discard(&self) {
         *self.lock() = Name::Settled;
     }
 

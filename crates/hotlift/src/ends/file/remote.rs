@@ -36,8 +36,8 @@ pub(crate) struct RemoteReader {
     /// Control of the caller that opened the file: its cancel ends reads until [`RemoteReader::persist`].
     control: Control,
     /// Time for which reads retry after a lost connection; unset for no retry.
-    patience: OnceLock<Duration>,
-    /// Life that [`RemoteReader::give_up`] closes.
+    timeout: OnceLock<Duration>,
+    /// Life that [`RemoteReader::cancel_reads`] closes.
     waits: Life,
     is_lost: AtomicBool,
 }
@@ -67,7 +67,7 @@ impl RemoteReader {
             opened,
             idle: Mutex::new(vec![(stream, wake_fd)]),
             control: control.clone(),
-            patience: OnceLock::new(),
+            timeout: OnceLock::new(),
             waits,
             is_lost: AtomicBool::new(false),
         })
@@ -78,9 +78,9 @@ impl RemoteReader {
         self.opened.length
     }
 
-    /// Sets the retry time after a lost connection. From now on only [`RemoteReader::give_up`] cancels reads.
-    pub(super) fn persist(&self, patience: Duration) {
-        let _ = self.patience.set(patience);
+    /// Sets the retry time after a lost connection. From now on only [`RemoteReader::cancel_reads`] cancels reads.
+    pub(super) fn persist(&self, timeout: Duration) {
+        let _ = self.timeout.set(timeout);
     }
 
     /// Returns true while the connection to the server is lost and retried.
@@ -89,19 +89,19 @@ impl RemoteReader {
     }
 
     /// Cancels all current and later reads.
-    pub(crate) fn give_up(&self) {
+    pub(crate) fn cancel_reads(&self) {
         self.waits.close();
     }
 
     fn is_over(&self) -> bool {
-        self.waits.is_stopped() || self.patience.get().is_none() && self.control.life().is_stopped()
+        self.waits.is_stopped() || self.timeout.get().is_none() && self.control.life().is_stopped()
     }
 
     /// Fills ranges of the file, all requested at once.
     pub(super) fn read(&self, ranges: &mut [Range<'_>]) -> Result<(), FileError> {
         let mut since = None;
         let mut pause = Duration::ZERO;
-        let patience = self.patience.get().copied().unwrap_or_default();
+        let timeout = self.timeout.get().copied().unwrap_or_default();
         loop {
             let trouble = match self.try_read(ranges) {
                 Ok(()) => {
@@ -113,7 +113,7 @@ impl RemoteReader {
                 Err(trouble) => trouble,
             };
             let waited = since.get_or_insert_with(Instant::now).elapsed();
-            let ends = self.is_over() || patience.is_zero();
+            let ends = self.is_over() || timeout.is_zero();
             let limit = match trouble {
                 ReadFailure::Final(error) => return Err(error),
                 ReadFailure::Unread(error) if ends || waited >= UNREADABLE => return Err(error),
@@ -121,16 +121,16 @@ impl RemoteReader {
                 ReadFailure::Lost(source) if ends => {
                     return Err(FileError::server(&self.file, source));
                 }
-                ReadFailure::Lost(source) if waited >= patience => {
+                ReadFailure::Lost(source) if waited >= timeout => {
                     return Err(FileError::Lost {
                         file: self.file.to_string(),
-                        waited: patience,
+                        waited: timeout,
                         source: Box::new(source),
                     });
                 }
                 ReadFailure::Lost(_) => {
                     self.is_lost.store(true, Ordering::Release);
-                    patience
+                    timeout
                 }
             };
             let until = Instant::now() + pause.min(limit.saturating_sub(waited));

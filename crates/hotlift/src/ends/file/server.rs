@@ -173,7 +173,7 @@ struct Connection {
 impl CurrentReaders {
     /// Returns true if `visitor` may have another connection. At a limit this closes an idle connection: one of the visitor if
     /// it is at its own limit, else any.
-    fn has_place(&mut self, visitor: &str, places: ConnectionQuota, now: Instant) -> bool {
+    fn make_room(&mut self, visitor: &str, places: ConnectionQuota, now: Instant) -> bool {
         let own = self
             .connections
             .values()
@@ -262,7 +262,7 @@ impl Server<'_> {
         let polled = admission.polled(now);
         let polled = polled.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         wake_fd.poll(&mut polled.collect(), admission.shortened(LONG, now))?;
-        while let Some(number) = admission.room.next_news() {
+        while let Some(number) = admission.room.next_ready() {
             let one = admission.room.get(number);
             let Some(opening) = one.and_then(|one| opening(&one.stream)) else {
                 continue;
@@ -319,7 +319,7 @@ impl Server<'_> {
         }
         let visitor = visitor_of(&stream);
         let mut guests = lock(&self.guests);
-        if !guests.has_place(&visitor, self.places, self.control.life().now()) {
+        if !guests.make_room(&visitor, self.places, self.control.life().now()) {
             drop(guests);
             return self.refuse(&stream, name, Refusal::NotNow, "too many clients");
         }
@@ -571,7 +571,7 @@ mod tests {
     /// Returns the other end of a new connection that is being answered, if there is a place.
     fn come(guests: &mut CurrentReaders, visitor: &str) -> Option<Stream> {
         let (stream, client) = Stream::pair().unwrap();
-        if !guests.has_place(visitor, CONNECTION_QUOTA, Instant::now()) {
+        if !guests.make_room(visitor, CONNECTION_QUOTA, Instant::now()) {
             return None;
         }
         let number = guests.next;

@@ -491,11 +491,11 @@ fn a_file_has_no_name_until_complete_and_the_last_of_two_writers_gets_it() {
 fn save_beside(put: impl FnOnce(&Path, &Path)) -> (TempDir, fs::Metadata) {
     let folder = folder();
     let victim = folder.path().join("victim");
-    fs::write(&victim, "of somebody").unwrap();
+    fs::write(&victim, "of another user").unwrap();
     put(&folder.path().join("vm.partial"), &victim);
     write(&folder.path().join("vm"));
     assert_eq!(fs::read(folder.path().join("vm")).unwrap(), END);
-    assert_eq!(fs::read(&victim).unwrap(), b"of somebody");
+    assert_eq!(fs::read(&victim).unwrap(), b"of another user");
     assert_eq!(names(folder.path()), ["victim", "vm", "vm.partial"]);
     let about = fs::symlink_metadata(folder.path().join("vm")).unwrap();
     (folder, about)
@@ -547,9 +547,9 @@ fn only_a_regular_file_of_this_user_is_replaced() {
     let of_another = |put: &dyn Fn(&Path, &Path), is| {
         let folder = folder();
         let (path, other) = (folder.path().join("vm"), folder.path().join("other"));
-        fs::write(&other, "of somebody").unwrap();
+        fs::write(&other, "of another user").unwrap();
         assert_not_replaced(&path, is, || put(&path, &other));
-        assert_eq!(fs::read(&other).unwrap(), b"of somebody");
+        assert_eq!(fs::read(&other).unwrap(), b"of another user");
     };
     of_another(
         &|path, other| symlink(other, path).unwrap(),
@@ -565,7 +565,7 @@ fn only_a_regular_file_of_this_user_is_replaced() {
         return;
     }
     let give = |path: &Path, _: &Path| {
-        fs::write(path, "of somebody").unwrap();
+        fs::write(path, "of another user").unwrap();
         chown(path, Some(STRANGER), None).unwrap();
     };
     of_another(&give, "a file of another user");

@@ -63,13 +63,13 @@ mod tests {
 
     #[test]
     fn it_announces_first_and_after_each_pause() {
-        let (told, heard) = std::sync::mpsc::channel();
-        let paused = told.clone();
+        let (sender, received) = std::sync::mpsc::channel();
+        let paused = sender.clone();
         let pauses = [Duration::from_millis(1), Duration::from_millis(2)];
-        let mut announce: Announcer = Box::new(move || told.send(0).unwrap());
+        let mut announce: Announcer = Box::new(move || sender.send(0).unwrap());
         run(&mut announce, &pauses, |pause| {
             paused.send(pause.as_millis()).unwrap();
         });
-        assert_eq!(heard.try_iter().collect::<Vec<_>>(), [0, 1, 0, 2, 0]);
+        assert_eq!(received.try_iter().collect::<Vec<_>>(), [0, 1, 0, 2, 0]);
     }
 }

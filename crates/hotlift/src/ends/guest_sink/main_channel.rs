@@ -80,8 +80,8 @@ impl<'a> MainReceiver<'a> {
     pub(crate) fn run(&mut self) -> Result<(), MigrationError> {
         let (session, sink) = (self.state.session, self.state.sink);
         let decided = |error| {
-            let called_off = || session.control.life().is_stopped();
-            match session.destination_handover.wait_for_decision(called_off) {
+            let is_cancelled = || session.control.life().is_stopped();
+            match session.destination_handover.wait_for_decision(is_cancelled) {
                 true => Ok(()),
                 false => Err(error),
             }
@@ -108,7 +108,7 @@ impl<'a> MainReceiver<'a> {
                         // The source's commit may arrive on another connection; this one carries nothing more.
                         DestinationSide::Loaded
                         | DestinationSide::Starting
-                        | DestinationSide::Taken
+                        | DestinationSide::Runs
                         | DestinationSide::Unsure => {
                             session.destination_handover.connection_ended();
                             decided(error)

@@ -152,7 +152,7 @@ impl<'a> GuestSink<'a> {
         for (_, mut stream) in self.source.streams().enumerate().filter(|it| is_read(it.0)) {
             let _ = stream.write_all(&running);
         }
-        destination_handover.taken();
+        destination_handover.record_run();
         announce::start(self.guest, &self.options.announce);
         Ok(())
     }
@@ -222,8 +222,8 @@ impl<'a> GuestSink<'a> {
         // The accept loop's thread accepts the channel only from now on.
         self.control.life().wake();
         // Half of the source's timeout, so that the source receives the reason before its own timeout.
-        let patience = self.options.limits.handshake_timeout / 2;
-        self.preempt.wait_for(patience, waiting)
+        let timeout = self.options.limits.handshake_timeout / 2;
+        self.preempt.wait_for(timeout, waiting)
     }
 
     /// Takes the preempt channel out of the new connections of `accept_loop`. A Hotlift sends a header on it; a QEMU sends
@@ -242,7 +242,7 @@ impl<'a> GuestSink<'a> {
     }
 
     /// Accepts the preempt channel during precopy.
-    pub(crate) fn look_for_preempt(
+    pub(crate) fn accept_preempt(
         &self,
         accept_loop: &mut AcceptLoop<'_>,
         arrivals: &mut Vec<Admitted>,

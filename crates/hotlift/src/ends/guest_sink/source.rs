@@ -55,7 +55,7 @@ impl Source for GuestConnections<'_> {
         accept_loop: &mut AcceptLoop<'_>,
         arrivals: &mut Vec<Admitted>,
     ) {
-        self.0.look_for_preempt(accept_loop, arrivals);
+        self.0.accept_preempt(accept_loop, arrivals);
     }
 
     fn streams(&self) -> Vec<&Stream> {
@@ -75,7 +75,7 @@ impl Source for GuestConnections<'_> {
     fn refuse(&self, session: &Session<'_>, reason: &str) {
         let source = &self.0.source;
         if source.is_hotlift() && session.destination_handover.side() == DestinationSide::Never {
-            graceful_close::say_reason(&[&source.main], reason);
+            graceful_close::send_reason(&[&source.main], reason);
         }
     }
 
@@ -89,7 +89,7 @@ impl Source for GuestConnections<'_> {
                 &session.query_subject(&|| ()),
                 &streams,
                 &lock(&self.0.read_ahead),
-                session.patience,
+                session.query_period,
                 session.control.life(),
             );
         }

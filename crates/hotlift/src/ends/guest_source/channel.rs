@@ -120,7 +120,7 @@ impl<'a> ChannelSender<'a> {
                 source.ram.untouched(chunk, &mut untouched);
             }
             let ram = &source.guest.ram()[chunk.block];
-            let mut looked_at = 0;
+            let mut checked_pages = 0;
             for (page, offset) in offsets(chunk, &dirty) {
                 if source.cuts_round() {
                     source.ram.put_back(chunk.block, chunk.first_page + page);
@@ -133,9 +133,10 @@ impl<'a> ChannelSender<'a> {
                     }
                     continue;
                 }
-                let look = detect && !is_untouched;
-                looked_at += u64::from(look);
-                let is_zero = is_untouched || (look && ram.page_is_zero(chunk.first_page + page));
+                let checks_zero = detect && !is_untouched;
+                checked_pages += u64::from(checks_zero);
+                let is_zero =
+                    is_untouched || (checks_zero && ram.page_is_zero(chunk.first_page + page));
                 let list = if is_zero && !self.normal_share.takes() {
                     &mut self.zero
                 } else {
@@ -146,7 +147,9 @@ impl<'a> ChannelSender<'a> {
                     self.send_packet()?;
                 }
             }
-            source.looked_at.fetch_add(looked_at, Ordering::Relaxed);
+            source
+                .checked_pages
+                .fetch_add(checked_pages, Ordering::Relaxed);
         }
         self.dirty_words = dirty;
         self.untouched_words = untouched;

@@ -44,7 +44,7 @@ pub(crate) fn scan(
     let detection = options.zero_pages.detection;
     let detect = detection != ZeroPageDetection::None;
     // `compress` threads detect zero pages themselves.
-    let looks = detect && (!options.stream.compress || detection == ZeroPageDetection::Legacy);
+    let detects = detect && (!options.stream.compress || detection == ZeroPageDetection::Legacy);
     let mut normal_share = NormalShare::new(options.zero_pages.normal_page_ratio);
     let mut dirty = Vec::new();
     let mut untouched = Vec::new();
@@ -72,7 +72,7 @@ pub(crate) fn scan(
                     continue;
                 }
                 let is_untouched = detect && untouched[page / 64] >> (page % 64) & 1 == 1;
-                let is_zero = is_untouched || looks && ram.page_is_zero(number);
+                let is_zero = is_untouched || detects && ram.page_is_zero(number);
                 let as_zero = is_zero && !normal_share.takes();
                 if !as_zero && options.stream.multifd() {
                     source.ram.put_back(chunk.block, number);

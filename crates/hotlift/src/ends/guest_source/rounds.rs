@@ -61,8 +61,8 @@ impl Rounds {
 
     /// Waits in a channel's thread for the round after `round`, and advances `round`; returns false if there is none.
     pub(crate) fn next(&self, round: &mut u64) -> bool {
-        let goes_on = || Ok::<_, std::convert::Infallible>(());
-        let Ok(next) = self.state.wait_until(None, goes_on, |state| {
+        let keep_waiting = || Ok::<_, std::convert::Infallible>(());
+        let Ok(next) = self.state.wait_until(None, keep_waiting, |state| {
             let is_next = state.round != *round;
             (state.over || is_next).then_some((state.round, !state.over))
         });

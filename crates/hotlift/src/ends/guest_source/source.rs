@@ -42,7 +42,7 @@ pub(crate) struct GuestSource<'a> {
     /// Number of requested pages, over all connections.
     pub postcopy_requests: AtomicU64,
     /// Pages checked for zeros by channels instead of devices.
-    pub looked_at: AtomicU64,
+    pub checked_pages: AtomicU64,
     /// Bytes written while the guest is paused, and the time of their last increase.
     pub(super) moved: Mutex<(u64, Instant)>,
 }
@@ -69,7 +69,7 @@ impl<'a> GuestSource<'a> {
             lost: Failure::default(),
             asked_block: Mutex::default(),
             postcopy_requests: AtomicU64::new(0),
-            looked_at: AtomicU64::new(0),
+            checked_pages: AtomicU64::new(0),
             moved: Mutex::new((0, Instant::now())),
         }
     }
@@ -142,7 +142,7 @@ impl<'a> GuestSource<'a> {
             stats.set_zero(devices.figures());
         } else if self.options.zero_pages.devices {
             stats.set_zero(JobFigures {
-                software: self.looked_at.load(Ordering::Relaxed),
+                software: self.checked_pages.load(Ordering::Relaxed),
                 ..stats.read_zero()
             });
         }

@@ -43,7 +43,7 @@ pub(crate) struct Xbzrle {
 /// Figures at the start of a round.
 #[derive(Default)]
 struct RoundStart {
-    looked_for: u64,
+    lookups: u64,
     figures: XbzrleFigures,
 }
 
@@ -97,7 +97,7 @@ impl Xbzrle {
         self.round += 1;
         self.last = last;
         self.round_start = RoundStart {
-            looked_for: 0,
+            lookups: 0,
             figures: self.figures,
         };
     }
@@ -105,7 +105,7 @@ impl Xbzrle {
     /// Returns the statistics.
     pub(crate) fn figures(&self) -> XbzrleFigures {
         let RoundStart {
-            looked_for,
+            lookups,
             figures: before,
         } = &self.round_start;
         let sent = to_f64(self.figures.bytes - before.bytes);
@@ -113,7 +113,7 @@ impl Xbzrle {
         XbzrleFigures {
             cache_miss_rate: ratio(
                 to_f64(self.figures.cache_misses - before.cache_misses),
-                to_f64(*looked_for),
+                to_f64(*lookups),
             ),
             encoding_rate: ratio(pages, sent),
             ..self.figures
@@ -142,7 +142,7 @@ impl Xbzrle {
         // A copy, because the guest may write the page: the sent content must be the cached content.
         ram.read(page * PAGE_SIZE, &mut self.page[..])?;
         let number = self.first_pages[block] + page as u64;
-        self.round_start.looked_for += 1;
+        self.round_start.lookups += 1;
         let Some(old) = self.cache.get(number) else {
             self.figures.cache_misses += 1;
             if !self.last && self.cache.take_slot(number, self.round) {

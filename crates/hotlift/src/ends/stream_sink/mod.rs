@@ -299,16 +299,16 @@ impl<'a> StreamSink<'a> {
 
     /// Returns the connections on which the peer reports the outcome and accepts its acknowledgement. For a guest of this
     /// process these are all: the loss of one does no harm.
-    fn heard(&self) -> impl Iterator<Item = &Stream> {
+    fn outcome_streams(&self) -> impl Iterator<Item = &Stream> {
         let streams = if self.seen.is_guest { usize::MAX } else { 1 };
         self.out.streams().take(streams)
     }
 
     /// Waits for the answer to this side's own PING.
     fn await_answer(&self, timeout: Duration, waiting_for: &str) -> Result<(), MigrationError> {
-        let goes_on = || self.control.life().check();
+        let keep_waiting = || self.control.life().check();
         let limit = Some((timeout, waiting_for));
-        self.out.answers.await_answers(limit, LONG, goes_on)
+        self.out.answers.await_answers(limit, LONG, keep_waiting)
     }
 
     /// Waits for the peer's statement about the guest: on main, as the answer to a query, or from the hook `has_taken`. Also
@@ -317,16 +317,16 @@ impl<'a> StreamSink<'a> {
         &self,
         has_taken: Option<HasTaken<'_>>,
     ) -> Option<(DestinationStatement, GuestActivity)> {
-        let patience = self.settings.limits.settle_timeout;
+        let timeout = self.settings.limits.settle_timeout;
         let on_stream = &mut |wait| self.out.answers.wait_statement(wait);
         let to_ask = self.out.answers.id().map(|id| (&self.out.to, id));
         let Some(has_taken) = has_taken.filter(|_| to_ask.is_none()) else {
-            return await_statement(patience, to_ask, &mut |wait| {
+            return await_statement(timeout, to_ask, &mut |wait| {
                 self.out.answers.wait_statement_and_activity(wait)
             });
         };
         let life = self.control.life();
-        let mut wait = OwnershipWait::new(life.now(), patience);
+        let mut wait = OwnershipWait::new(life.now(), timeout);
         let was = self.run_state.get().map(String::as_str);
         wait.state(on_stream(wait.first_wait()));
         while wait.keeps_waiting(life.now()) {
@@ -338,9 +338,9 @@ impl<'a> StreamSink<'a> {
             if taken == QemuGuestState::Ended {
                 self.out.answers.explain(DID_NOT_RUN);
             }
-            let judged = wait.judge(taken);
-            if judged.is_some() {
-                return judged;
+            let combined = wait.combine(taken);
+            if combined.is_some() {
+                return combined;
             }
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -698,7 +698,8 @@ impl Sink for StreamSink<'_> {
         }
         let statement = self.await_statement(has_taken);
         if let (Some(_), Some(id)) = (statement, id) {
-            self.heard().for_each(|stream| confirm_outcome(stream, id));
+            self.outcome_streams()
+                .for_each(|stream| confirm_outcome(stream, id));
         }
         match statement {
             Some((DestinationStatement::Runs | DestinationStatement::HasAll, doing)) => Ok(doing),
@@ -722,7 +723,7 @@ impl Sink for StreamSink<'_> {
             }
             _ => forward(channel, message, bytes),
         };
-        listen(self.heard(), &self.out.answers, others, failed);
+        listen(self.outcome_streams(), &self.out.answers, others, failed);
     }
 
     fn streams(&self) -> Vec<&Stream> {
@@ -731,8 +732,8 @@ impl Sink for StreamSink<'_> {
 
     fn lost_channel(&self) -> Option<Channel> {
         // Channels of a guest have threads that detect their loss.
-        let looked_at = Some(&self.out.multifd).filter(|_| !self.seen.is_guest);
-        looked_at.and_then(MultifdSend::lost_channel)
+        let sampled = Some(&self.out.multifd).filter(|_| !self.seen.is_guest);
+        sampled.and_then(MultifdSend::lost_channel)
     }
 
     fn abort(&self) {

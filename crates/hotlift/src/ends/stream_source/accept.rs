@@ -38,7 +38,7 @@ const CHANNELS_OF_QEMU: Duration = Duration::from_millis(300);
 
 /// Age up to which a silent connection may still be a channel of a source that does not state its number of channels. A channel
 /// sends its opening packet as soon as it is connected.
-const NEWCOMER_MAX_AGE: Duration = Duration::from_secs(2);
+const UNIDENTIFIED_MAX_AGE: Duration = Duration::from_secs(2);
 
 /// Limit of connections checked for a late channel.
 const MAX_CHECKED_ARRIVALS: usize = 256;
@@ -194,7 +194,10 @@ impl<'a> QemuConnections<'a> {
             channels: self.arrivals.multifd.len(),
             highest_id: packets.map(|packet| packet.id).max(),
             stated: hello.map(|hello| hello.channels),
-            has_newcomer: self.arrivals.accept_loop.has_newcomer(NEWCOMER_MAX_AGE),
+            has_unidentified: self
+                .arrivals
+                .accept_loop
+                .has_unidentified(UNIDENTIFIED_MAX_AGE),
             main_has_ended: false,
         }
     }
@@ -206,10 +209,10 @@ impl<'a> QemuConnections<'a> {
     /// Names the missing connections for a timeout error.
     fn missing(&self) -> String {
         let packets = self.arrivals.multifd.iter().map(|(packet, _)| packet);
-        let said = packets.clone().find_map(|packet| packet.hello);
+        let hello = packets.clone().find_map(|packet| packet.hello);
         // A QEMU does not state the number, but it has all channels below the highest id.
         let highest = packets.map(|packet| packet.id).max();
-        let channels = said.map_or(highest.map_or(0, |id| id.saturating_add(1)), |hello| {
+        let channels = hello.map_or(highest.map_or(0, |id| id.saturating_add(1)), |hello| {
             hello.channels
         });
         let come = self.arrivals.multifd.len();
@@ -241,20 +244,23 @@ impl<'a> QemuConnections<'a> {
         wait: Duration,
         call: Option<&WaitCheck<'_>>,
     ) -> Result<Option<Stream>, MigrationError> {
-        let deadline = self.now() + wait + NEWCOMER_MAX_AGE;
+        let deadline = self.now() + wait + UNIDENTIFIED_MAX_AGE;
         let mut wait = wait;
         loop {
             let another = self.arrivals.accept_loop.take_any(wait);
             let another = another.map_err(MigrationError::opening)?;
             let came = another.is_some();
-            let another = another.filter(|stream| self.arrivals.admits_beside(main, stream));
+            let another = another.filter(|stream| self.arrivals.admits_with(main, stream));
             if came && another.is_none() {
                 // An unknown client may be ahead of it in the queue.
                 wait = Duration::ZERO;
                 continue;
             }
-            let may_come =
-                self.arrivals.accept_loop.has_newcomer(NEWCOMER_MAX_AGE) && self.now() < deadline;
+            let may_come = self
+                .arrivals
+                .accept_loop
+                .has_unidentified(UNIDENTIFIED_MAX_AGE)
+                && self.now() < deadline;
             match call.filter(|_| another.is_none() && may_come) {
                 Some(call) => call.check()?,
                 None => return Ok(another),
@@ -285,7 +291,12 @@ impl<'a> QemuConnections<'a> {
             self.arrivals.accept_loop.keep(arrivals);
             let listener = self.arrivals.accept_loop.listener();
             let is_quiet = !matches!(wait_readable(listener.as_fd(), Duration::ZERO), Ok(true));
-            if is_quiet && !self.arrivals.accept_loop.has_newcomer(NEWCOMER_MAX_AGE) {
+            if is_quiet
+                && !self
+                    .arrivals
+                    .accept_loop
+                    .has_unidentified(UNIDENTIFIED_MAX_AGE)
+            {
                 return false;
             }
         }
@@ -316,8 +327,8 @@ fn settle_at(listener: &Listener) -> Duration {
 /// Checks that the number of channels is within the limit.
 fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), MigrationError> {
     // Ids range from 0, and a relay states the number.
-    let said = packet.hello.map_or(0, |hello| hello.channels);
-    if packet.id >= max_channels || said > max_channels {
+    let hello = packet.hello.map_or(0, |hello| hello.channels);
+    if packet.id >= max_channels || hello > max_channels {
         return Err(stray(
             packet,
             &format!(

@@ -104,11 +104,11 @@ impl Candidates {
                 let entered = room.enter(stream, self.life.now());
                 entered.map_err(MigrationError::opening)?;
             }
-            while let Some(number) = room.next_news() {
-                let said = room
+            while let Some(number) = room.next_ready() {
+                let request = room
                     .get(number)
                     .map_or(FirstBytes::Part, |one| peek(one, &decoder));
-                let is_it = match said {
+                let is_it = match request {
                     FirstBytes::Part => continue,
                     FirstBytes::Page(block, offset) => pending_requests.has(block, offset),
                     FirstBytes::Stranger => false,
@@ -199,10 +199,12 @@ mod tests {
             block: "pc.ram",
         });
         let (candidates, control) = (Candidates::default(), Control::new());
-        let add = |says: Option<&[u8]>| {
+        let add = |first_bytes: Option<&[u8]>| {
             let (ours, theirs) = Stream::pair().unwrap();
             assert!(candidates.add(ours));
-            (&theirs).write_all(says.unwrap_or_default()).unwrap();
+            (&theirs)
+                .write_all(first_bytes.unwrap_or_default())
+                .unwrap();
             theirs
         };
         let silent = add(Some(b""));

@@ -15,7 +15,7 @@ pub(crate) struct ArrivedConnections {
     /// The number that a relay states.
     pub stated: Option<u8>,
     /// A new connection whose kind is not known yet.
-    pub has_newcomer: bool,
+    pub has_unidentified: bool,
     pub main_has_ended: bool,
 }
 
@@ -58,13 +58,13 @@ impl ChannelWait {
         if come.channels != self.channels {
             (self.channels, self.quiet_since) = (come.channels, now);
         }
-        self.left(now).is_zero() && !come.has_newcomer
+        self.left(now).is_zero() && !come.has_unidentified
     }
 
     /// Returns the time until it may be settled.
     pub(crate) fn wait(&self, come: &ArrivedConnections, now: Instant) -> Duration {
         match self.left(now) {
-            left if left.is_zero() || come.has_newcomer => POLL_INTERVAL,
+            left if left.is_zero() || come.has_unidentified => POLL_INTERVAL,
             left => left,
         }
     }
@@ -128,7 +128,7 @@ mod tests {
         assert_eq!(wait.next(&two, true, latest + SETTLE - MS), Step::Wait(MS));
         assert_eq!(wait.next(&two, true, latest + SETTLE), Step::Complete);
         let newcomer = ArrivedConnections {
-            has_newcomer: true,
+            has_unidentified: true,
             ..two
         };
         let later = latest + 2 * SETTLE;
@@ -180,7 +180,7 @@ mod tests {
             ..ArrivedConnections::default()
         };
         let newcomer = ArrivedConnections {
-            has_newcomer: true,
+            has_unidentified: true,
             ..ended
         };
         let settled = begun + SETTLE;

@@ -47,7 +47,7 @@ pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: Gu
     } else {
         encode(&[shut])
     };
-    session.destination_handover.taken();
+    session.destination_handover.record_run();
     upstream.answer(&messages);
 }
 

@@ -119,7 +119,7 @@ impl<'a> MainPages<'a> {
             Some((to, batch)) if joins(*to, batch) && batch.len() < self.most => Ok(None),
             // All batches are being written. An awaited page may follow this page, and must not wait for them.
             Some((to, batch)) if joins(*to, batch) && batch.len() < BATCH_PAGES => flow
-                .take_while(|| self.pending_requests.is_met())
+                .take_while(|| self.pending_requests.all_arrived())
                 .map_err(|FlowBroken| MigrationError::Cancelled),
             _ => {
                 self.submit();

@@ -142,12 +142,12 @@ impl<'a> MainReader<'a> {
                 relay.pages.submit();
             }
         }
-        let looking = Looking {
+        let main_wait = MainWait {
             call: relay.session.call(),
             further: Some(further).filter(|_| relay.setup.postcopy),
             switched: relay.switched,
         };
-        match input.fill(machine, needed, &looking) {
+        match input.fill(machine, needed, &main_wait) {
             // Nothing may fail after the commit: without memory for the description, the guest is handed over without it.
             Err(_) if relay.session.source_handover.is_committed() => {
                 machine.ended(EndCause::Closed)
@@ -447,13 +447,13 @@ pub(crate) trait LateConnections {
 }
 
 /// A wait for main that also accepts a preempt channel, because with TLS the source waits for its handshake.
-struct Looking<'a> {
+struct MainWait<'a> {
     call: WaitCheck<'a>,
     further: Option<&'a dyn LateConnections>,
     switched: bool,
 }
 
-impl WaitCondition for Looking<'_> {
+impl WaitCondition for MainWait<'_> {
     fn check(&self) -> Result<(), MigrationError> {
         if let Some(further) = self.further {
             further.preempt(self.switched);

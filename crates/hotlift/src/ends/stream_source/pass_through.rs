@@ -189,8 +189,8 @@ fn carry_all(
         let flow = &flow;
         let (threads, ended, has_answered) = (&threads, &ended, &has_answered);
         let backward = spawn(scope, "relay/return".to_owned(), || {
-            let heard = |_: &[u8]| has_answered.store(true, Ordering::Release);
-            let copied = copy(&first, source, &heard);
+            let on_answer = |_: &[u8]| has_answered.store(true, Ordering::Release);
+            let copied = copy(&first, source, &on_answer);
             threads.record_cpu_time("relay/return");
             ended.fetch_add(1, Ordering::AcqRel);
             control.life().wake();
@@ -228,7 +228,7 @@ fn carry_all(
             if let Err(error) = call.check() {
                 break Err(error);
             }
-            if let Err(error) = liveness.look_for(control, streams()) {
+            if let Err(error) = liveness.poll_for(control, streams()) {
                 break Err(error);
             }
             let now = control.life().now();
@@ -291,10 +291,10 @@ fn carry_all(
             return Err(MigrationError::Destination { reason });
         }
         // A destination that sends anything ends with SHUT(0) if it has the guest.
-        let says_so = back.last.ends_with(&SHUT_0);
-        let refused = !back.last.is_empty() && !says_so;
+        let has_success = back.last.ends_with(&SHUT_0);
+        let refused = !back.last.is_empty() && !has_success;
         // A source that received SHUT(0) may close with unread data, which ends its direction with a reset.
-        if (back.is_whole && says_so) || (there.is_whole && !refused) {
+        if (back.is_whole && has_success) || (there.is_whole && !refused) {
             Ok(())
         } else {
             Err(MigrationError::main_closed())

@@ -152,30 +152,33 @@ impl PendingRequests {
     }
 
     /// Returns true if all requested pages have arrived.
-    pub(crate) fn is_met(&self) -> bool {
+    pub(crate) fn all_arrived(&self) -> bool {
         self.state.lock().waiting.is_empty()
     }
 
-    /// Waits until all requested pages have arrived; `patience` limits the time between two arrivals.
+    /// Waits until all requested pages have arrived; `timeout` limits the time between two arrivals.
     ///
     /// # Errors
     /// [`MigrationError::Timeout`]; the error of `waiting`.
     pub(crate) fn wait_until_met(
         &self,
-        patience: Duration,
+        timeout: Duration,
         waiting: &dyn WaitCondition,
     ) -> Result<(), MigrationError> {
-        let is_met = |state: &mut State| state.waiting.is_empty().then_some(());
-        let goes_on = || waiting.check();
-        let met = self
-            .state
-            .wait_patiently(patience, |state| state.latest, goes_on, is_met)?;
+        let all_arrived = |state: &mut State| state.waiting.is_empty().then_some(());
+        let keep_waiting = || waiting.check();
+        let met = self.state.wait_with_progress(
+            timeout,
+            |state| state.latest,
+            keep_waiting,
+            all_arrived,
+        )?;
         met.ok_or_else(|| MigrationError::Timeout {
             waiting_for: format!(
                 "{} pages that the guest requested from its source",
                 self.state.lock().waiting.len()
             ),
-            waited: patience,
+            waited: timeout,
         })
     }
 }
@@ -252,7 +255,7 @@ mod tests {
         );
         let waited = pending_requests.wait_until_met(Duration::ZERO, &Always);
         assert!(matches!(waited, Err(MigrationError::Timeout { .. })));
-        // The patience counts from the latest page that was requested.
+        // The timeout counts from the latest page that was requested.
         assert!(!pending_requests.take(0, 4096).unwrap());
         assert_eq!(pending_requests.state.lock().latest, None);
         assert!(pending_requests.take(0, 0).unwrap());
@@ -280,6 +283,6 @@ mod tests {
         for (start, length) in [(2048, 4096), (16 * 4096, 4096)] {
             pending_requests.record(&ReturnMessage::ReqPages { start, length });
         }
-        assert!(pending_requests.is_met());
+        assert!(pending_requests.all_arrived());
     }
 }

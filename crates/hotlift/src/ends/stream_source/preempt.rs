@@ -23,7 +23,7 @@ pub(crate) fn receive(
         pass_on(session, upstream, (block, offset), content)
     });
     let is_end = match &outcome {
-        Ok(()) => upstream.pending_requests.is_met(),
+        Ok(()) => upstream.pending_requests.all_arrived(),
         Err(MigrationError::Closed { .. }) => false,
         Err(_) => return outcome,
     };

@@ -39,7 +39,7 @@ pub(crate) fn read_setup(
                 Action::PassThrough { why, is_answered } => {
                     return Ok(Some(StreamSetup::PassThrough(why, is_answered)));
                 }
-                Action::Greet { offer, takes } => greet(main, offer, takes, id)?,
+                Action::Greet { offer, takes } => answer_offer(main, offer, takes, id)?,
                 Action::Pongs(values) => {
                     let pongs: Vec<_> = values.into_iter().map(ReturnMessage::Pong).collect();
                     answer(main, &encode(&pongs))?;
@@ -63,7 +63,7 @@ pub(crate) fn other_devices(
     setup: &mut Setup,
     call: &WaitCheck<'_>,
 ) -> Result<Option<String>, MigrationError> {
-    while machine.looks_at_devices() {
+    while machine.is_unopened() {
         let refused = input.step(machine, call, |action, _| {
             Ok(match action {
                 Action::Early(section) => {
@@ -82,7 +82,7 @@ pub(crate) fn other_devices(
 }
 
 /// Answers a Hotlift's offer. For another version, or a stream that is not accepted, the answer is the rejection.
-fn greet(
+fn answer_offer(
     main: &Stream,
     offer: Offer,
     takes: Features,

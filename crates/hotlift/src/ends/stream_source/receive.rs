@@ -120,7 +120,7 @@ impl Source for Streams<'_> {
             &session.query_subject(&|| ()),
             &main,
             &[],
-            session.patience,
+            session.query_period,
             session.control.life(),
         );
     }

@@ -18,20 +18,20 @@ fn ms(ms: u64) -> Duration {
 #[test]
 fn each_limit_of_the_source_holds_to_the_millisecond() {
     let begun = Instant::now();
-    let patience = Duration::from_secs(60);
+    let timeout = Duration::from_secs(60);
     let at = |time: Duration| begun + time;
 
-    let mut question = Question::after_commit(begun, patience, true);
+    let mut question = Question::after_commit(begun, timeout, true);
     assert_eq!(question.next(begun), Some(Step::Listen(QUERY_DELAY)));
     assert_eq!(question.next(at(QUERY_DELAY)), Some(Step::Ask(ATTEMPT)));
     assert_eq!(question.next(at(QUERY_DELAY)), Some(Step::Pause(PAUSE)));
-    let late = at(patience - MS);
+    let late = at(timeout - MS);
     assert_eq!(question.next(late), Some(Step::Ask(MS)), "before the limit");
-    assert_eq!(question.next(at(patience)), None, "at the limit");
-    assert_eq!(question.next(at(patience)), None, "for good");
+    assert_eq!(question.next(at(timeout)), None, "at the limit");
+    assert_eq!(question.next(at(timeout)), None, "for good");
 
     // The stream may end early: then the source asks at once.
-    let mut question = Question::after_commit(begun, patience, true);
+    let mut question = Question::after_commit(begun, timeout, true);
     question.next(begun);
     assert_eq!(question.next(at(MS)), Some(Step::Ask(ATTEMPT)));
 
@@ -39,34 +39,34 @@ fn each_limit_of_the_source_holds_to_the_millisecond() {
     assert_eq!(question.next(begun), Some(Step::Listen(ms(50))));
     assert_eq!(question.next(at(ms(49))), Some(Step::Ask(MS)));
 
-    let mut silent = Question::after_commit(begun, patience, false);
-    assert_eq!(silent.next(begun), Some(Step::Listen(patience)));
+    let mut silent = Question::after_commit(begun, timeout, false);
+    assert_eq!(silent.next(begun), Some(Step::Listen(timeout)));
     assert_eq!(silent.next(at(MS)), None, "a QEMU takes no questions");
 
-    let mut paused = Question::while_paused(begun, patience);
+    let mut paused = Question::while_paused(begun, timeout);
     assert_eq!(paused.next(begun), Some(Step::Pause(PAUSE)));
     assert_eq!(paused.next(at(PAUSE)), Some(Step::Ask(PAUSED_ATTEMPT)));
-    assert_eq!(paused.next(at(patience - MS)), Some(Step::Pause(MS)));
-    assert_eq!(paused.next(at(patience)), None);
+    assert_eq!(paused.next(at(timeout - MS)), Some(Step::Pause(MS)));
+    assert_eq!(paused.next(at(timeout)), None);
 }
 
 #[test]
 fn a_destination_answers_as_long_as_a_source_can_query_and_less_after_a_cancel() {
     let begun = Instant::now();
-    let patience = Options::default().limits.time_for_questions();
+    let timeout = Options::default().limits.time_for_questions();
     let at = |time: Duration| begun + time;
-    let mut period = AnswerPeriod::new(begun, patience);
-    assert_eq!(period.left(at(patience - MS), false), Some(MS));
-    assert_eq!(period.left(at(patience), false), None);
+    let mut period = AnswerPeriod::new(begun, timeout);
+    assert_eq!(period.left(at(timeout - MS), false), Some(MS));
+    assert_eq!(period.left(at(timeout), false), None);
 
-    let mut period = AnswerPeriod::new(begun, patience);
+    let mut period = AnswerPeriod::new(begun, timeout);
     assert_eq!(period.left(at(MS), true), Some(CANCELLED));
     // A second cancel, or one that is seen again, gives no more time.
     assert_eq!(period.left(at(CANCELLED), true), Some(MS));
     assert_eq!(period.left(at(CANCELLED + MS), true), None);
 
-    let mut period = AnswerPeriod::new(begun, patience);
-    assert_eq!(period.left(at(patience - MS), true), Some(MS), "no longer");
+    let mut period = AnswerPeriod::new(begun, timeout);
+    assert_eq!(period.left(at(timeout - MS), true), Some(MS), "no longer");
 }
 
 /// Returns each variant of `bytes` with one bit flipped.
@@ -106,7 +106,7 @@ fn no_flipped_bit_yields_a_statement_or_another_query() {
 
 #[test]
 fn a_confirmation_counts_only_complete_and_last_in_any_fragments() {
-    let stream = [&b"pages, END, EOF"[..], &heard(ID)].concat();
+    let stream = [&b"pages, END, EOF"[..], &confirmation(ID)].concat();
     for first in 0..=stream.len() {
         for second in first..=stream.len() {
             let mut confirmation = Confirmation::default();
@@ -121,8 +121,8 @@ fn a_confirmation_counts_only_complete_and_last_in_any_fragments() {
         assert_eq!(cut, first == stream.len());
     }
     let confirms = |bytes: &[u8]| Confirmation::default().take(bytes, ID);
-    assert!(flipped(heard(ID)).all(|heard| !confirms(&heard)));
-    assert!(!confirms(&heard(MigrationId([8; 16]))));
+    assert!(flipped(confirmation(ID)).all(|received| !confirms(&received)));
+    assert!(!confirms(&confirmation(MigrationId([8; 16]))));
 }
 
 /// Event at the destination.
@@ -147,7 +147,7 @@ struct Pair {
     confirmed: bool,
     /// Time from which on the network loses nothing.
     network_is_back: Duration,
-    patience: Duration,
+    timeout: Duration,
 }
 
 /// Longest delay of one message on a working network, in milliseconds.
@@ -157,12 +157,12 @@ impl Pair {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
         let options = Options::default();
-        let (patience, all) = (
+        let (timeout, all) = (
             options.limits.settle_timeout,
             options.limits.time_for_questions(),
         );
         // The source commits at the last moment at which it may have been informed, or earlier.
-        let handshake = u64::try_from((all - patience).as_millis()).unwrap();
+        let handshake = u64::try_from((all - timeout).as_millis()).unwrap();
         let epoch = Instant::now() + all;
         let begun = epoch - ms(rng.u64(0..=handshake));
         let commit = ms(rng.u64(0..8000));
@@ -189,7 +189,7 @@ impl Pair {
                 1 => ms(rng.u64(0..60_000)),
                 _ => Duration::MAX,
             },
-            patience,
+            timeout,
             rng,
         }
     }
@@ -203,7 +203,7 @@ impl Pair {
             }
             match event {
                 There::Commit => side.commit(),
-                There::Runs => side.taken(),
+                There::Runs => side.record_run(),
                 There::Refuses => side.refused(),
                 There::Panics => side.unsure(),
             };
@@ -234,7 +234,7 @@ impl Pair {
         self.advance(came);
         let is_cancelled = self.cancelled.is_some_and(|at| at <= came);
         let left = self.period.left(self.epoch + came, is_cancelled);
-        let is_late = came >= self.patience;
+        let is_late = came >= self.timeout;
         assert!(left.is_some() || is_cancelled || is_late, "it may be asked");
         left?;
         let id = read_question(&sent).ok()?;
@@ -255,32 +255,32 @@ impl Pair {
         let statement = statement(answered.first_chunk()?, ID)?;
         self.now = back;
         if fate != 4 {
-            self.confirmed |= self.confirmation.take(&heard(ID), ID);
+            self.confirmed |= self.confirmation.take(&confirmation(ID), ID);
         }
         Some(statement)
     }
 
     /// Runs the source to its end.
     fn run(&mut self) -> Option<(DestinationStatement, GuestActivity)> {
-        let mut question = Question::after_commit(self.epoch, self.patience, true);
+        let mut question = Question::after_commit(self.epoch, self.timeout, true);
         while let Some(step) = question.next(self.epoch + self.now) {
             let before = self.now;
-            assert!(before < self.patience || matches!(step, Step::Listen(_)));
+            assert!(before < self.timeout || matches!(step, Step::Listen(_)));
             match step {
                 // The stream was cut during the wait.
                 Step::Listen(wait) => self.now += wait.mul_f64(self.rng.f64()),
                 Step::Pause(wait) => self.now += wait,
                 Step::Ask(within) => {
-                    let said = self.ask(within);
-                    if said.is_some() {
-                        return said;
+                    let output = self.ask(within);
+                    if output.is_some() {
+                        return output;
                     }
                 }
             }
-            assert!(self.now <= self.patience, "{step:?} is too long");
+            assert!(self.now <= self.timeout, "{step:?} is too long");
         }
         assert_eq!(
-            self.now, self.patience,
+            self.now, self.timeout,
             "in doubt at its limit, and not before"
         );
         None
@@ -289,7 +289,7 @@ impl Pair {
 
 #[test]
 fn a_source_learns_the_true_outcome_as_soon_as_the_network_allows() {
-    let mut said = [0; 3];
+    let mut output = [0; 3];
     for seed in 0..20_000 {
         let mut pair = Pair::new(seed);
         let decided = pair.events.last().map_or(Duration::ZERO, |(at, _)| *at);
@@ -297,7 +297,7 @@ fn a_source_learns_the_true_outcome_as_soon_as_the_network_allows() {
         let statement = pair.run().map(|(word, _)| word);
         pair.advance(Duration::MAX);
         let is_true = match statement {
-            Some(DestinationStatement::Runs) => pair.side == DestinationSide::Taken,
+            Some(DestinationStatement::Runs) => pair.side == DestinationSide::Runs,
             Some(DestinationStatement::Never) => pair.side == DestinationSide::Never,
             Some(DestinationStatement::HasAll) => false,
             None => true,
@@ -306,7 +306,7 @@ fn a_source_learns_the_true_outcome_as_soon_as_the_network_allows() {
         // One attempt that begins too early, and one that does not.
         let answered = decided.max(pair.network_is_back);
         let answered = answered.saturating_add(ATTEMPT + PAUSE + 2 * ms(WAY));
-        let is_sure = answered.max(QUERY_DELAY + 2 * ms(WAY)) < pair.patience;
+        let is_sure = answered.max(QUERY_DELAY + 2 * ms(WAY)) < pair.timeout;
         if is_sure && pair.cancelled.is_none() && pair.side != DestinationSide::Unsure {
             assert!(statement.is_some(), "seed {seed}: in doubt for no reason");
         }
@@ -314,11 +314,11 @@ fn a_source_learns_the_true_outcome_as_soon_as_the_network_allows() {
             !panics || statement != Some(DestinationStatement::Runs),
             "seed {seed}"
         );
-        said[match statement {
+        output[match statement {
             Some(DestinationStatement::Runs) => 0,
             Some(_) => 1,
             None => 2,
         }] += 1;
     }
-    assert!(said.iter().all(|count| *count > 1000), "{said:?}");
+    assert!(output.iter().all(|count| *count > 1000), "{output:?}");
 }

@@ -1,4 +1,4 @@
-//! Explores every order in which messages, losses, cuts, kills, cancels and panics can meet a hand-over, with the state
+//! Explores every order in which messages, losses, cuts, kills, cancels and panics can meet a handover, with the state
 //! machines of the product.
 //!
 //! A connection delivers in order until it is cut. After that each side may see a FIN, a reset or nothing at all, whatever the
@@ -13,7 +13,7 @@
 //! In a postcopy the source's pages are needed after the commit: lost connections are replaced, as often as they are lost.
 //!
 //! An attacker between the hosts cuts and delays, as every network may. It also forges messages and replays old ones. With TLS
-//! a forgery ends the connection. Without TLS it makes two guests of one, or none. A test asserts this, so that the hand-over
+//! a forgery ends the connection. Without TLS it makes two guests of one, or none. A test asserts this, so that the handover
 //! is not believed to be safe there.
 
 use std::io::Write;
@@ -113,7 +113,7 @@ struct State {
     destination_handover: DestinationSide,
     /// The QEMU of a source that is a relay has released the guest.
     released: bool,
-    /// The guest runs at the source, or would if it were not stopped for the hand-over.
+    /// The guest runs at the source, or would if it were not stopped for the handover.
     runs_here: bool,
     runs_there: bool,
     /// The guest ran at the destination at some time.
@@ -190,7 +190,7 @@ enum Step {
     ForgeAnswer(Message),
 }
 
-/// Number of messages that an attacker forges: the hand-over has five.
+/// Number of messages that an attacker forges: the handover has five.
 const FORGERIES: u8 = 2;
 
 const ANSWERS: [Outcome; 5] = [
@@ -204,7 +204,7 @@ const ANSWERS: [Outcome; 5] = [
 impl State {
     /// Applies the end of the source's machine to the guest.
     fn source_ended(&mut self) {
-        match self.source.verdict() {
+        match self.source.outcome() {
             // The command, or the operator on its advice, resumes a paused QEMU.
             Some(SourceOutcome::Kept | SourceOutcome::Refused) => self.runs_here = true,
             Some(SourceOutcome::Moved | SourceOutcome::Doubt | SourceOutcome::PagesLost) | None => {
@@ -213,7 +213,7 @@ impl State {
     }
 
     fn source_fails(&mut self, mutant: Mutant) {
-        if mutant == Mutant::CancelIsNeverTooLate && self.source.verdict().is_none() {
+        if mutant == Mutant::CancelIsNeverTooLate && self.source.outcome().is_none() {
             self.source = SourceSide::Ended(SourceOutcome::Kept);
         }
         self.source.fail();
@@ -251,8 +251,7 @@ impl State {
 
     /// Reports that all pages are there, if they are and the guest runs.
     fn may_have_all(&mut self) {
-        if self.end_arrived && self.destination_handover == DestinationSide::Taken && !self.has_all
-        {
+        if self.end_arrived && self.destination_handover == DestinationSide::Runs && !self.has_all {
             self.has_all = true;
             self.heard = false;
             self.send_to_source(Message::HasAll);
@@ -355,7 +354,7 @@ impl Model for HandOver {
         let (here, there) = (state.source_alive, state.destination_alive);
         match step {
             Step::SendAskLoaded if here && !state.asked_loaded && !state.cut => {
-                if state.source.verdict().is_some() {
+                if state.source.outcome().is_some() {
                     return None;
                 }
                 // The guest is paused from here on, until the machine decides otherwise.
@@ -452,7 +451,7 @@ impl Model for HandOver {
                 if here
                     && there
                     && state.is_serving()
-                    && state.destination_handover == DestinationSide::Taken
+                    && state.destination_handover == DestinationSide::Runs
                     && !state.has_all
                     && state.source_saw
                     && state.destination_saw =>
@@ -471,7 +470,7 @@ impl Model for HandOver {
                         || (state.destination_handover == DestinationSide::Unsure
                             && self.destination == Role::Relay)) =>
             {
-                state.destination_handover.taken();
+                state.destination_handover.record_run();
                 state.run_there();
                 match self.postcopy {
                     true => state.may_have_all(),
@@ -513,7 +512,7 @@ impl Model for HandOver {
                     && state.saw_stopped
                     && !state.ended_there
                     && (state.destination_handover == DestinationSide::Starting
-                        || state.destination_handover == DestinationSide::Taken
+                        || state.destination_handover == DestinationSide::Runs
                             && state.stopped_there
                         || self.mutant == Mutant::EndsAfterTheReport) =>
             {
@@ -541,13 +540,13 @@ impl Model for HandOver {
                     && state.stopped_there
                     && state.destination_handover == DestinationSide::Starting =>
             {
-                state.destination_handover.taken();
+                state.destination_handover.record_run();
                 state.send_to_source(Message::Runs);
             }
             Step::TellEnded
                 if there
                     && here
-                    && state.destination_handover == DestinationSide::Taken
+                    && state.destination_handover == DestinationSide::Runs
                     && !state.told_ended
                     && (state.ended_there && !state.ran_there
                         || self.mutant == Mutant::TakesBackEarly && state.stopped_there) =>
@@ -595,7 +594,7 @@ impl Model for HandOver {
                 }
                 state.destination_handover.abandon();
             }
-            Step::SourceFails if here && state.source.verdict().is_none() => {
+            Step::SourceFails if here && state.source.outcome().is_none() => {
                 let before = state.source;
                 state.source_fails(self.mutant);
                 if before == state.source {
@@ -604,7 +603,7 @@ impl Model for HandOver {
             }
             Step::DestinationFails if there => {
                 if self.mutant == Mutant::CancelEndsTheGuest
-                    && state.destination_handover == DestinationSide::Taken
+                    && state.destination_handover == DestinationSide::Runs
                 {
                     state.runs_there = false;
                     state.destination_handover = DestinationSide::Never;
@@ -672,7 +671,7 @@ impl Model for HandOver {
                         || state.destination_handover == DestinationSide::Unsure
                         || !state.listens) =>
             {
-                state.source.give_up();
+                state.source.end_wait();
             }
             // The operator of a postcopy does so when no destination can continue.
             Step::SourceGivesUp
@@ -685,7 +684,7 @@ impl Model for HandOver {
                         || state.destination_handover == DestinationSide::Never
                             && !state.listens) =>
             {
-                state.source.give_up();
+                state.source.end_wait();
             }
             // The destination answers until it receives the confirmation, or until no source can ask any more.
             Step::DestinationStopsListening
@@ -695,7 +694,7 @@ impl Model for HandOver {
                     && (!self.postcopy
                         || state.has_all
                         || state.destination_handover == DestinationSide::Never)
-                    && (state.heard || state.source.verdict().is_some() || !here) =>
+                    && (state.heard || state.source.outcome().is_some() || !here) =>
             {
                 state.listens = false;
             }
@@ -757,7 +756,7 @@ impl Model for HandOver {
             }),
             // The guest's disks are ahead of the memory that the source has.
             Property::always(
-                "a guest that ran there never goes on here",
+                "a guest that ran at the destination never continues here",
                 |_, state: &State| !(state.runs_here && state.ran_there),
             ),
             Property::always(
@@ -769,7 +768,7 @@ impl Model for HandOver {
                 },
             ),
             Property::always(
-                "nobody ends the guest before another has it",
+                "the guest is not ended before the other side has it",
                 |_, state: &State| {
                     state.source != SourceSide::Ended(SourceOutcome::Moved)
                         || state.has_been_given()
@@ -779,7 +778,7 @@ impl Model for HandOver {
             ),
             // Checked where no step is possible any more.
             Property::always(
-                "one guest runs at the end if nobody was killed",
+                "one guest runs at the end if no process was killed",
                 |model: &Self, state: &State| {
                     let mut steps = Vec::new();
                     model.actions(state, &mut steps);
@@ -803,7 +802,7 @@ impl Model for HandOver {
                 },
             ),
             Property::always(
-                "a guest that runs there has all pages at the end if nobody was killed",
+                "a guest that runs there has all pages at the end if no process was killed",
                 |model: &Self, state: &State| {
                     let mut steps = Vec::new();
                     model.actions(state, &mut steps);
@@ -813,7 +812,7 @@ impl Model for HandOver {
                 },
             ),
             Property::always(
-                "nobody is in doubt if nobody was killed",
+                "no side is in doubt if no process was killed",
                 |model: &Self, state: &State| {
                     let killed = !state.source_alive || !state.destination_alive;
                     let excused = killed || state.was_unsure || model.silent;
@@ -821,7 +820,7 @@ impl Model for HandOver {
                 },
             ),
             Property::always(
-                "a guest that has all its pages is not given up if nobody was killed",
+                "a guest that has all its pages is not abandoned if no process was killed",
                 |model: &Self, state: &State| {
                     let killed = !state.source_alive || !state.destination_alive;
                     let torn = state.source == SourceSide::Ended(SourceOutcome::PagesLost);
@@ -894,7 +893,7 @@ fn one_guest_remains_in_every_order_of_events() {
     // The test harness hides the output of 'eprintln' in a passing test.
     let _ = writeln!(
         std::io::stderr(),
-        "{explored} states of the hand-over were explored"
+        "{explored} states of the handover were explored"
     );
     assert!(explored > 1000, "{explored} states are not all");
 }

@@ -39,7 +39,7 @@ use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::postcopy::priority_lock::PriorityLock;
-use crate::postcopy::{Connection, LARGEST_PAGE, Ledger, go_on};
+use crate::postcopy::{Connection, LARGEST_PAGE, Ledger, resume_postcopy};
 use crate::remote::Remote;
 use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
@@ -49,7 +49,7 @@ use crate::stream::return_path::{Answers, Messages};
 const LOADING: Duration = Duration::from_secs(60);
 
 /// Time limit of the retries after the file's server is lost. Then the guest waits for an operator who resumes the restore.
-const PATIENCE: Duration = Duration::from_secs(600);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Time limit for QEMU to report why it has refused the devices, after its refusal on the stream. The main loop of QEMU 11.1
 /// then hangs while the connection is open, and rarely reports anything if it was open for long.
@@ -179,7 +179,7 @@ pub fn restore(
             return Err(FileError::OtherFile { file }.into());
         }
         let blocks = blocks_of(file.stream(), hooks.page_sizes)?;
-        file.persist(PATIENCE);
+        file.persist(RETRY_TIMEOUT);
         let begun = Instant::now();
         let to = Remote::new(to, None);
         let connect = || to.connect_for(&control.dialing(), options.limits.handshake_timeout);
@@ -202,7 +202,7 @@ pub fn restore(
         let main = PriorityLock::new(match resume {
             false => MainSend::new(Arc::clone(&link), &stream.configuration)?,
             true => {
-                let rest = go_on(&link.transport, &ledger, control.life(), || {
+                let rest = resume_postcopy(&link.transport, &ledger, control.life(), || {
                     preempt = preempt.take().or(connect_at(Preempt::BeforeRun)?);
                     Ok(())
                 });

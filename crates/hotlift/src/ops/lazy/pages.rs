@@ -145,7 +145,7 @@ impl Pages for FilePages<'_> {
 
     fn abandon(&self) {
         if let Some(remote) = self.file.remote() {
-            remote.give_up();
+            remote.cancel_reads();
         }
     }
 

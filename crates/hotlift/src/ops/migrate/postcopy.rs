@@ -29,7 +29,7 @@ use crate::handover::{DestinationStatement, SourceOutcome, confirm_outcome, quer
 use crate::life::LONG;
 use crate::life::threads::spawn;
 use crate::pipe::sink::Postcopy;
-use crate::postcopy::{Connection, Ledger, go_on};
+use crate::postcopy::{Connection, Ledger, resume_postcopy};
 use crate::remote::Remote;
 use crate::status::Status;
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
@@ -207,15 +207,15 @@ impl Migration<'_> {
         let mut statement = answers
             .statement()
             .filter(|statement| *statement == DestinationStatement::Never);
-        let patience = options.limits.settle_timeout;
-        let mut question = Question::while_paused(Instant::now(), patience);
+        let timeout = options.limits.settle_timeout;
+        let mut question = Question::while_paused(Instant::now(), timeout);
         loop {
             if let Some(statement) = statement.take() {
                 source_handover.settle(Some(statement));
-                if source_handover.verdict() == Some(SourceOutcome::Moved) {
+                if source_handover.outcome() == Some(SourceOutcome::Moved) {
                     return Ok(None);
                 }
-                if source_handover.verdict() == Some(SourceOutcome::Refused) {
+                if source_handover.outcome() == Some(SourceOutcome::Refused) {
                     return Err(match lost {
                         MigrationError::Closed { .. } | MigrationError::Connection { .. } => {
                             answers.refusal()
@@ -267,10 +267,15 @@ impl Migration<'_> {
         let ledger = Arc::new(Ledger::new(blocks));
         let mut messages = Messages::new(Channel::Main);
         let mut preempt = None;
-        messages.begin_with(go_on(&link.transport, &ledger, control.life(), || {
-            preempt = self.connect_preempt(&remote)?;
-            Ok(())
-        })?);
+        messages.begin_with(resume_postcopy(
+            &link.transport,
+            &ledger,
+            control.life(),
+            || {
+                preempt = self.connect_preempt(&remote)?;
+                Ok(())
+            },
+        )?);
         self.preempt = preempt;
         self.session
             .source_handover
@@ -315,6 +320,6 @@ impl Migration<'_> {
 
     /// Returns true if the guest runs at the destination, and will not get all of its pages.
     pub(super) fn has_lost_pages(&self) -> bool {
-        self.session.source_handover.verdict() == Some(SourceOutcome::PagesLost)
+        self.session.source_handover.outcome() == Some(SourceOutcome::PagesLost)
     }
 }

@@ -128,12 +128,12 @@ fn pass_on(
             return Err(error);
         }
     }
-    let said = channels.as_ref().map(|channels| channels.uuid);
+    let stated = channels.as_ref().map(|channels| channels.uuid);
     let opening = Opening {
         configuration: &setup.configuration,
         uuid: settings
             .uuid
-            .or(said)
+            .or(stated)
             .or(setup.configuration.uuid)
             .unwrap_or_default(),
         commands: &setup.commands,
@@ -200,12 +200,12 @@ fn pass_on(
         None => Methods::First,
     };
     let source = StreamIn::new(main, multifd, setup.relay.is_some(), hello, methods);
-    let who = (setup.is_guest(), takes_doing, setup.return_path);
+    let kinds = (setup.is_guest(), takes_doing, setup.return_path);
     let pending_requests = PendingRequests::new(&setup.ram.blocks, &memory, request.control.life());
     if setup.postcopy {
         pending_requests.reserve()?;
     }
-    let upstream = Upstream::new(source, who, pending_requests);
+    let upstream = Upstream::new(source, kinds, pending_requests);
     let session = Session::new(
         request.control,
         request.settings,
@@ -231,7 +231,7 @@ fn pass_on(
     let further = Connections {
         arrivals: RefCell::new(uncounted),
         upstream: &upstream,
-        uuid: said,
+        uuid: stated,
         postcopy: setup.postcopy,
         is_secured: settings.incoming_tls.is_some(),
         session: &session,
@@ -262,7 +262,7 @@ struct Connections<'a, 'l> {
 impl<'l> Connections<'_, 'l> {
     fn take(
         &self,
-        look: impl Fn(&mut QemuConnections<'l>) -> Result<Option<Stream>, MigrationError>,
+        take_one: impl Fn(&mut QemuConnections<'l>) -> Result<Option<Stream>, MigrationError>,
     ) {
         let preempt = &self.upstream.preempt;
         if let Some(arrivals) = self.arrivals.borrow_mut().as_mut()
@@ -270,7 +270,7 @@ impl<'l> Connections<'_, 'l> {
             && !preempt.is_found()
         {
             // An error of accept is ignored: the source waits, and reports that to its client.
-            while let Ok(Some(stream)) = look(arrivals) {
+            while let Ok(Some(stream)) = take_one(arrivals) {
                 // That connection is silent until the guest runs there.
                 let is_silent = matches!(stream.wait_readable(Duration::ZERO), Ok(false));
                 let may_be = !stream.is_hung_up() && (is_silent || self.session.may_run_there());

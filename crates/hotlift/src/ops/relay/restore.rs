@@ -35,10 +35,10 @@ fn run<P: PageMap>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed
     let since = Instant::now();
     let memory = settings.limits.memory(0);
     let stream = file.stream();
-    let said = stream.configuration.uuid.or(stream.uuid);
+    let stated = stream.configuration.uuid.or(stream.uuid);
     let opening = Opening {
         configuration: &stream.configuration,
-        uuid: settings.uuid.or(said).unwrap_or_default(),
+        uuid: settings.uuid.or(stated).unwrap_or_default(),
         commands: &[],
         early: &stream.early,
         ram: &stream.ram,

@@ -61,8 +61,8 @@ impl Model {
     }
 
     fn drop_late(&mut self, now: Time) {
-        let patience = u64::try_from(PATIENCE.as_millis()).unwrap();
-        while let Some(at) = (self.waiting.iter()).position(|one| now - one.since >= patience) {
+        let timeout = u64::try_from(PATIENCE.as_millis()).unwrap();
+        while let Some(at) = (self.waiting.iter()).position(|one| now - one.since >= timeout) {
             let client = self.waiting.remove(at).client;
             self.reject(client, "a connection that sent no complete opening in time");
         }
@@ -160,7 +160,7 @@ fn client(rng: &mut fastrand::Rng, needs_pass: bool, comes: Time) -> (Client, St
         has_no_token = flipped < own.len();
     }
     let length = bytes.len();
-    let patience = u64::try_from(PATIENCE.as_millis()).unwrap();
+    let timeout = u64::try_from(PATIENCE.as_millis()).unwrap();
     let plan = match rng.u8(0..6) {
         // At once; never; a part; byte by byte; the last byte within a millisecond of the limit.
         0 | 1 => vec![(comes, length)],
@@ -173,11 +173,11 @@ fn client(rng: &mut fastrand::Rng, needs_pass: bool, comes: Time) -> (Client, St
                 .collect()
         }
         _ => {
-            let last = comes + patience + rng.u64(0..3) - 1;
+            let last = comes + timeout + rng.u64(0..3) - 1;
             vec![(comes, length.saturating_sub(1)), (last, length)]
         }
     };
-    let closes = (rng.u8(0..4) == 0).then(|| comes + rng.u64(0..2 * patience));
+    let closes = (rng.u8(0..4) == 0).then(|| comes + rng.u64(0..2 * timeout));
     let (here, stream) = Stream::pair().unwrap();
     let client = Client {
         stream,
@@ -303,10 +303,10 @@ fn run(seed: u64) -> usize {
         );
     }
     // No pending connection is left.
-    life.advance(CONFIRMATIONS.patience);
+    life.advance(CONFIRMATIONS.max_wait);
     accept_loop.step(Duration::ZERO, &[], None).unwrap();
     assert_eq!(
-        accept_loop.admission.since().count() + accept_loop.told.iter().count(),
+        accept_loop.admission.since().count() + accept_loop.unconfirmed.iter().count(),
         0
     );
     clients.len()

@@ -131,7 +131,7 @@ impl MainChannel {
     }
 
     /// Returns true if the stream is not open yet.
-    pub(crate) fn looks_at_devices(&self) -> bool {
+    pub(crate) fn is_unopened(&self) -> bool {
         matches!(self.phase, Phase::Others { .. })
     }
 
@@ -259,7 +259,7 @@ impl MainChannel {
                     && self.set_up.commands.is_empty()
                     && let Some(offer) = Offer::of_ping(ping) =>
             {
-                return Ok(self.meet(offer, into_stream));
+                return Ok(self.handle_offer(offer, into_stream));
             }
             Command::PostcopyAdvise { .. } if !into_stream => {
                 let why = "postcopy may follow (capability postcopy-ram)".to_owned();
@@ -294,7 +294,7 @@ impl MainChannel {
 
     /// Handles a Hotlift's offer to a relay. A guest's stream is accepted only for a file: a destination for a QEMU's stream
     /// cannot run it.
-    fn meet(&mut self, offer: Offer, into_stream: bool) -> Action<'static> {
+    fn handle_offer(&mut self, offer: Offer, into_stream: bool) -> Action<'static> {
         self.set_up.relay = Some(offer.features);
         self.source = match offer.features.contains(Features::RELAYED) {
             true => Source::Relay,

@@ -749,8 +749,8 @@ fn an_interrupted_postcopy_synchronises_pages_before_it_resumes() {
         machine.next(&bytes).unwrap(),
         Step::Do(Action::Bitmap(1), asks)
     );
-    let goes_on = machine.next(&bytes[asks..]).unwrap();
-    assert_eq!(goes_on, Step::Do(Action::Resume, bytes.len() - asks));
+    let keep_waiting = machine.next(&bytes[asks..]).unwrap();
+    assert_eq!(keep_waiting, Step::Do(Action::Resume, bytes.len() - asks));
     assert_eq!(machine.deadline(now, 0), None);
     assert_eq!(machine.deadline(now, 1), Some(now + LIMIT / 2));
     // The negotiation is over, and pages may come.

@@ -35,7 +35,7 @@ struct Serving {
     address: Address,
     control: Control,
     thread: Option<JoinHandle<()>>,
-    said: Arc<Mutex<Vec<String>>>,
+    output: Arc<Mutex<Vec<String>>>,
 }
 
 impl Serving {
@@ -53,11 +53,11 @@ impl Serving {
         let listener = at.listen().unwrap();
         let address = listener.address().unwrap();
         let control = Control::new();
-        let said = Arc::new(Mutex::new(Vec::new()));
-        let (folder, ends, says) = (folder.to_owned(), control.clone(), Arc::clone(&said));
+        let output = Arc::new(Mutex::new(Vec::new()));
+        let (folder, ends, log) = (folder.to_owned(), control.clone(), Arc::clone(&output));
         let thread = thread::spawn(move || {
             let on_event = |event| {
-                lock(&says).push(match event {
+                lock(&log).push(match event {
                     ServerEvent::Begun(visit) => format!("{} begins", visit.name),
                     ServerEvent::Ended(visit) => format!("{} ends: {}", visit.name, visit.bytes),
                     ServerEvent::Refused { reason, .. } => format!("refused: {reason}"),
@@ -75,7 +75,7 @@ impl Serving {
             address,
             control,
             thread: Some(thread),
-            said,
+            output,
         }
     }
 
@@ -96,7 +96,7 @@ impl Serving {
     /// Stops the server, and returns its events.
     fn end(mut self) -> Vec<String> {
         self.join();
-        lock(&self.said).clone()
+        lock(&self.output).clone()
     }
 
     fn join(&mut self) {
@@ -173,10 +173,13 @@ fn a_file_reads_over_every_transport_as_from_the_disk() {
             }
         });
         drop(file);
-        let said = serving.end();
-        assert!(said.iter().all(|line| line.starts_with("vm ")), "{said:?}");
-        let count = |word: &str| said.iter().filter(|line| line.contains(word)).count();
-        assert_eq!((count("begins"), count("ends")), (3, 3), "{said:?}");
+        let output = serving.end();
+        assert!(
+            output.iter().all(|line| line.starts_with("vm ")),
+            "{output:?}"
+        );
+        let count = |word: &str| output.iter().filter(|line| line.contains(word)).count();
+        assert_eq!((count("begins"), count("ends")), (3, 3), "{output:?}");
     }
 }
 
@@ -326,7 +329,7 @@ fn connections_are_restored_wherever_they_are_cut() {
         proxy.cut(Ending::Fin, after);
         assert_eq!(read(&file, 0).unwrap(), expected, "after {after} bytes");
     }
-    // Without patience it is an error.
+    // Without a retry timeout it is an error.
     let file = open(&remote).unwrap();
     proxy.cut(Ending::Fin, 1);
     let error = read(&file, 0).unwrap_err();
@@ -360,9 +363,9 @@ fn a_wait_for_a_server_ends_by_its_timeout_or_once_no_reader_is_left() {
     let folder = folder();
     save(&folder.path().join("vm"), "zstd");
     let serving = Serving::unix(folder.path());
-    let [impatient, patient] = [Duration::from_millis(1), LONG].map(|patience| {
+    let [impatient, patient] = [Duration::from_millis(1), LONG].map(|timeout| {
         let file = open(&serving.file("vm")).unwrap();
-        file.persist(patience);
+        file.persist(timeout);
         file
     });
     drop(serving);
@@ -376,7 +379,7 @@ fn a_wait_for_a_server_ends_by_its_timeout_or_once_no_reader_is_left() {
         while !patient.remote().unwrap().is_lost() {
             thread::yield_now();
         }
-        patient.remote().unwrap().give_up();
+        patient.remote().unwrap().cancel_reads();
         assert!(reading.join().unwrap().is_err());
     });
 }
@@ -515,7 +518,7 @@ fn a_part_that_a_server_temporarily_cannot_read_is_requested_again() {
     let mut reads = 0;
     let serving = one_connection(&socket, move |mut stream, _, content| {
         reads += 1;
-        // The first reads belong to the opening of the file, which has no patience yet.
+        // The first reads belong to the opening of the file, which has no retry timeout yet.
         if reads < 8 || reads % 2 > 0 {
             return answer(stream, &content);
         }
@@ -572,7 +575,7 @@ fn a_connection_attempt_ends_once_no_reader_is_left() {
         let reading = scope.spawn(|| read(&file, 0));
         let (mut stream, _) = silent.accept().unwrap();
         stream.read_exact(&mut vec![0; question().len()]).unwrap();
-        file.remote().unwrap().give_up();
+        file.remote().unwrap().cancel_reads();
         let MigrationError::File(error) = reading.join().unwrap().unwrap_err() else {
             panic!("another error");
         };

@@ -48,8 +48,11 @@ fn only_pages_of_damaged_parts_are_lost_and_each_is_named() {
         }
         fs::write(&path, bytes).unwrap();
         assert!(read(&BlockFile::open(&path).unwrap(), 0).is_err());
-        let (got, told) = salvage(&path);
-        let of_damaged: Vec<u64> = told.iter().flat_map(|lost| lost.offsets.clone()).collect();
+        let (got, lost_parts) = salvage(&path);
+        let of_damaged: Vec<u64> = lost_parts
+            .iter()
+            .flat_map(|lost| lost.offsets.clone())
+            .collect();
         let is_lost = |page: &usize| of_damaged.contains(&((page * PAGE_SIZE) as u64));
         for page in 0..PAGES {
             let is_in = lost
@@ -59,10 +62,11 @@ fn only_pages_of_damaged_parts_are_lost_and_each_is_named() {
             let content = if is_lost(&page) { 0 } else { expected[page] };
             assert_eq!(got[page], content, "page {page} of {damaged:?}");
         }
-        let parts: Vec<u64> = told.iter().map(|lost| lost.position).collect();
+        let parts: Vec<u64> = lost_parts.iter().map(|lost| lost.position).collect();
         assert_eq!(parts, damaged);
         assert!(
-            told.iter()
+            lost_parts
+                .iter()
                 .all(|lost| lost.block == "ram" && !lost.offsets.is_empty())
         );
     }

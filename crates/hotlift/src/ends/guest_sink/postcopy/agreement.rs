@@ -53,8 +53,8 @@ impl Agreement {
     pub(super) fn take(&self, action: &Action<'_>, now: Instant) -> Result<Answer, MigrationError> {
         match (action, self.preempt) {
             (Action::Bitmap(block), _) => Ok(Answer::Bitmap(*block)),
-            (Action::Resume, Some(patience)) => {
-                Ok(Answer::AwaitPreempt(self.until.min(now + patience)))
+            (Action::Resume, Some(timeout)) => {
+                Ok(Answer::AwaitPreempt(self.until.min(now + timeout)))
             }
             (Action::Resume, None) => Ok(Answer::Agreed),
             _ => Err(unexpected("a record without an agreement")),

@@ -64,8 +64,8 @@ impl<'a> LazyRam<'a> {
         // Set after the page is placed: a thread that sees the bit finds the page.
         self.received[block].set(page);
         let mut waits = self.waits.lock();
-        waits.came(Fault { block, page }, self.waits.now());
-        if waits.is_met() {
+        waits.page_arrived(Fault { block, page }, self.waits.now());
+        if waits.all_arrived() {
             self.waits.notify();
         }
         Ok(())
@@ -75,24 +75,27 @@ impl<'a> LazyRam<'a> {
     ///
     /// # Errors
     /// [`MigrationError::Closed`] if `over` returns true before that; [`MigrationError::Timeout`] if no page arrives for
-    /// `patience`; the error of `waiting`.
+    /// `timeout`; the error of `waiting`.
     pub(super) fn wait_until_met(
         &self,
-        patience: Duration,
+        timeout: Duration,
         waiting: &dyn WaitCondition,
         over: impl Fn() -> bool,
     ) -> Result<(), MigrationError> {
-        let goes_on = || match over() {
+        let keep_waiting = || match over() {
             true => Err(MigrationError::main_closed()),
             false => waiting.check(),
         };
-        let is_met = |waits: &mut Waits| waits.is_met().then_some(());
-        let met = self
-            .waits
-            .wait_patiently(patience, |waits| waits.latest, goes_on, is_met)?;
+        let all_arrived = |waits: &mut Waits| waits.all_arrived().then_some(());
+        let met = self.waits.wait_with_progress(
+            timeout,
+            |waits| waits.latest,
+            keep_waiting,
+            all_arrived,
+        )?;
         met.ok_or_else(|| MigrationError::Timeout {
             waiting_for: "pages requested by the guest on the preempt channel".to_owned(),
-            waited: patience,
+            waited: timeout,
         })
     }
 

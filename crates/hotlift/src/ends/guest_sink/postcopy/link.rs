@@ -55,7 +55,7 @@ impl<'a> Link<'a> {
         now.recovered = None;
     }
 
-    /// Replaces the connection by `stream`. No page is requested before [`Link::go_on`].
+    /// Replaces the connection by `stream`. No page is requested before [`Link::resume_requests`].
     pub(super) fn recover(&self, stream: Arc<Stream>) {
         *lock(&self.sink.recovered) = Some(Arc::clone(&stream));
         *lock(&self.now) = LinkState {
@@ -66,7 +66,7 @@ impl<'a> Link<'a> {
     }
 
     /// Resumes requests. The caller must repeat the requests for all missing pages.
-    pub(super) fn go_on(&self) {
+    pub(super) fn resume_requests(&self) {
         lock(&self.now).is_asked = false;
     }
 

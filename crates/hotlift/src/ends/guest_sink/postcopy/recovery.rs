@@ -23,7 +23,7 @@ use crate::status::Status;
 use crate::stream::accept_loop::AcceptLoop;
 use crate::stream::main_channel::MainChannel;
 use crate::stream::main_recv::{MainInput, WaitCondition};
-use crate::stream::preempt::has_not_come;
+use crate::stream::preempt::missing_preempt;
 use crate::stream::return_path::encode;
 
 impl Incoming<'_> {
@@ -66,7 +66,7 @@ impl Incoming<'_> {
                 match self.agree_in_time(machine, &mut input, &mut accept_loop) {
                     Ok(preempt) => {
                         let preempt = preempt.as_ref();
-                        return Ok(Some(self.go_on(machine, &mut input, preempt)));
+                        return Ok(Some(self.receive_missing(machine, &mut input, preempt)));
                     }
                     Err(_) => {
                         self.link.lose();
@@ -163,7 +163,9 @@ impl Incoming<'_> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.session.control.has_recovery() {
-                return Err(has_not_come(self.sink.options.limits.handshake_timeout / 2));
+                return Err(missing_preempt(
+                    self.sink.options.limits.handshake_timeout / 2,
+                ));
             }
             let mut arrivals = self.arrivals(accept_loop, left)?;
             if let Some(stream) = self.sink.find_preempt(accept_loop, &mut arrivals) {
@@ -174,7 +176,7 @@ impl Incoming<'_> {
     }
 
     /// Receives the missing pages from a source that knows them.
-    fn go_on(
+    fn receive_missing(
         &self,
         machine: &mut MainChannel,
         input: &mut MainInput<'_>,
@@ -182,7 +184,7 @@ impl Incoming<'_> {
     ) -> Result<(), MigrationError> {
         self.session.control.set_status(Status::PostcopyActive);
         self.send(&encode(&[ReturnMessage::ResumeAck(1)]))?;
-        self.link.go_on();
+        self.link.resume_requests();
         input.socket().notice_loss();
         let open = self.lazy.waits.lock().open();
         for Fault { block, page } in open {

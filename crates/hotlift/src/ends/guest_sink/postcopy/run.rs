@@ -60,7 +60,7 @@ pub(crate) fn run<'a>(
     sink.source.main.notice_loss();
     let outcome = incoming.run(machine, input, pings, preempt.as_deref());
     match session.destination_handover.side() {
-        DestinationSide::Taken => {
+        DestinationSide::Runs => {
             let waits = incoming.lazy.waits.lock().figures(session.since.elapsed());
             let _ = sink.postcopy.set(waits);
             // A guest with missing pages keeps waiting for them.
@@ -85,7 +85,7 @@ impl Incoming<'_> {
         let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
         let failed = |error| {
             session.fail(match session.destination_handover.side() {
-                DestinationSide::Taken => MigrationError::PagesMissing {
+                DestinationSide::Runs => MigrationError::PagesMissing {
                     source: Box::new(error),
                 },
                 _ => error,
@@ -134,7 +134,7 @@ impl Incoming<'_> {
         session.control.set_too_late(true);
         let _unsure = OnPanic(|| session.destination_handover.unsure());
         if sink.run(session, Status::PostcopyActive) {
-            session.destination_handover.taken();
+            session.destination_handover.record_run();
             announce::start(sink.guest, &sink.options.announce);
         }
         Ok(())
@@ -199,9 +199,9 @@ impl Incoming<'_> {
                 whole.store(true, Ordering::Release);
                 // Pages that the end of main has overtaken.
                 if outcome.is_ok() {
-                    let patience = self.sink.options.limits.handshake_timeout;
+                    let timeout = self.sink.options.limits.handshake_timeout;
                     let is_over = || over.load(Ordering::Acquire);
-                    outcome = self.lazy.wait_until_met(patience, self, is_over);
+                    outcome = self.lazy.wait_until_met(timeout, self, is_over);
                 }
                 let was_over = over.load(Ordering::Acquire);
                 stream.shutdown(Shutdown::Both);
@@ -237,10 +237,10 @@ impl Incoming<'_> {
         machine: &mut MainChannel,
         input: &mut MainInput<'_>,
     ) -> Result<(), MigrationError> {
-        let mut goes_on = true;
-        while goes_on {
+        let mut keep_waiting = true;
+        while keep_waiting {
             let taken = input.step(machine, self, |action, _| self.take(&action))?;
-            goes_on = taken.unwrap_or(true);
+            keep_waiting = taken.unwrap_or(true);
         }
         Ok(())
     }
@@ -275,7 +275,7 @@ impl Incoming<'_> {
     /// Ends the postcopy of a guest that runs and has all pages.
     fn complete(&self) -> Result<(), MigrationError> {
         let session = self.session;
-        if session.destination_handover.side() != DestinationSide::Taken {
+        if session.destination_handover.side() != DestinationSide::Runs {
             return Err(MigrationError::Cancelled);
         }
         self.lazy.end();

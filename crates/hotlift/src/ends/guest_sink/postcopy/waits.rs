@@ -49,7 +49,7 @@ impl Waits {
     }
 
     /// Records the arrival of a page, which ends all waits for it.
-    pub(super) fn came(&mut self, page: Fault, now: Instant) {
+    pub(super) fn page_arrived(&mut self, page: Fault, now: Instant) {
         self.pages += 1;
         self.latest = Some(now);
         self.open.retain(|(touch, since)| {
@@ -65,7 +65,7 @@ impl Waits {
     }
 
     /// Returns true if no thread waits for a page.
-    pub(super) fn is_met(&self) -> bool {
+    pub(super) fn all_arrived(&self) -> bool {
         self.open.is_empty()
     }
 

@@ -286,7 +286,7 @@ impl World {
     /// Runs one step of the background; returns false once it has visited all pages.
     fn send_one(&mut self) -> bool {
         match self.ledger.next_of(&mut self.share) {
-            Some(Next::Beside(block, batch)) => self.send_batch(block, batch),
+            Some(Next::Neighbours(block, batch)) => self.send_batch(block, batch),
             Some(Next::From((block, page))) => {
                 if has_content((block, page)) && self.ledger.claim(block, page) {
                     self.send(block, page);
@@ -339,7 +339,7 @@ impl World {
         };
         for place in pages.into_iter().flatten() {
             assert!(self.received.insert(place), "{place:?} comes twice");
-            self.waits.came(fault(place), self.epoch + self.now);
+            self.waits.page_arrived(fault(place), self.epoch + self.now);
             let now = self.now;
             let longest = &mut self.longest_wait;
             self.threads.retain(|_, (other, since)| {
@@ -354,7 +354,7 @@ impl World {
 
     /// Returns true if the destination considers itself complete.
     fn is_complete(&self) -> bool {
-        self.main_has_ended && (!self.has_preempt || self.waits.is_met())
+        self.main_has_ended && (!self.has_preempt || self.waits.all_arrived())
     }
 }
 
@@ -459,11 +459,11 @@ fn a_thread_requests_a_page_once_and_its_arrival_ends_all_waits() {
     assert!(!waits.begin(touch(3, 2), now) && waits.begin(touch(1, 3), now));
     assert_eq!(waits.open(), [fault((0, 1)), fault((0, 3))]);
     assert_eq!(waits.latest, None);
-    waits.came(fault((0, 3)), now + US);
+    waits.page_arrived(fault((0, 3)), now + US);
     assert_eq!(waits.open(), [fault((0, 1))]);
-    assert!(!waits.is_met());
-    waits.came(fault((0, 1)), now + 2 * US);
-    assert!(waits.is_met() && waits.latest == Some(now + 2 * US));
+    assert!(!waits.all_arrived());
+    waits.page_arrived(fault((0, 1)), now + 2 * US);
+    assert!(waits.all_arrived() && waits.latest == Some(now + 2 * US));
     let figures = waits.figures(Duration::ZERO);
     assert_eq!((figures.pages, figures.requests), (2, 2));
 }
