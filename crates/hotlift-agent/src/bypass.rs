@@ -64,12 +64,12 @@ pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<Stri
         found: BTreeSet::new(),
     };
     for rule in objects().map(|object| &object["rule"]) {
-        if let Some((table, chain)) = place(rule, "chain") {
+        if let Some((table, chain)) = table_and_key(rule, "chain") {
             walk.rules.entry((table, chain)).or_default().push(rule);
         }
     }
     for chain in objects().map(|object| &object["chain"]) {
-        let Some((table, name)) = place(chain, "name") else {
+        let Some((table, name)) = table_and_key(chain, "name") else {
             continue;
         };
         let family = ["inet", "ip", "ip6"].contains(&table.0);
@@ -90,7 +90,7 @@ pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<Stri
 }
 
 /// Returns the table of an object, and the chain named in its field `key`.
-fn place<'a>(object: &'a Value, key: &str) -> Option<(InTable<'a>, &'a str)> {
+fn table_and_key<'a>(object: &'a Value, key: &str) -> Option<(InTable<'a>, &'a str)> {
     let text = |key: &str| object[key].as_str();
     Some(((text("family")?, text("table")?), text(key)?))
 }

@@ -61,7 +61,7 @@ fn migration(
     listener: &Listener,
 ) -> Result<Option<RelayReport>, CarryError> {
     let most = || agent.config().migrations;
-    let _place = agent.sessions.place(session, most)?;
+    let _place = agent.sessions.wait_for_slot(session, most)?;
     session.enter(State::Connecting);
     let config = agent.config();
     let to = session.subject.to;
@@ -93,11 +93,11 @@ fn migration(
     session.control.share_rate(&agent.shares.rate);
     agent.share();
     let progress = Progress::default();
-    let speaker = conversation.sender();
+    let sender = conversation.sender();
     let on_source = |source: &SourceStream| {
         progress.has_begun.store(true, Ordering::Release);
         // Send errors are ignored: without this message the other relay does not begin, and this one fails for that.
-        let _ = speaker.send(&Message::Source {
+        let _ = sender.send(&Message::Source {
             channels: source.channels,
             method: source.method.to_owned(),
         });

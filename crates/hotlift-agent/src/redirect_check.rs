@@ -99,7 +99,7 @@ pub fn check_redirect(config: &Config, has_agent: bool) -> Result<BypassReport, 
 
 fn prove(config: &Config, users: &[u32], found: &mut BypassReport) {
     let mut note = |text: String| found.notes.push(text);
-    let places = places(config).unwrap_or_default();
+    let places = addresses_to_check(config).unwrap_or_default();
     if places.is_empty() {
         note(
             "not checked, as no interface leads to another host: the redirect of connections"
@@ -161,21 +161,19 @@ fn open(to: SocketAddr) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// If the interfaces cannot be listed.
-fn places(config: &Config) -> io::Result<Vec<SocketAddr>> {
+fn addresses_to_check(config: &Config) -> io::Result<Vec<SocketAddr>> {
     let own = own_networks()?;
     let mut addresses: Vec<IpAddr> = Vec::new();
-    let neighbour_address = own
+    let neighbours = own
         .iter()
         .filter_map(|(address, mask)| neighbour_address(*address, *mask));
     let by_gateway = own.iter().any(|(address, _)| address.is_ipv4());
     let candidates: Vec<_> = match config.destinations.as_slice() {
-        [] => neighbour_address
-            .chain(by_gateway.then_some(ELSEWHERE))
-            .collect(),
+        [] => neighbours.chain(by_gateway.then_some(ELSEWHERE)).collect(),
         these => {
             let is_there = |address: &IpAddr| these.iter().any(|one| one.contains(*address));
             let hosts = these.iter().map(Prefix::host);
-            neighbour_address.filter(is_there).chain(hosts).collect()
+            neighbours.filter(is_there).chain(hosts).collect()
         }
     };
     for candidate in candidates {

@@ -201,7 +201,7 @@ impl Sessions {
     ///
     /// # Errors
     /// If the agent is ending, or the migration was cancelled, here or at its source, during the wait.
-    pub fn place(
+    pub fn wait_for_slot(
         &self,
         session: &Session,
         most: impl Fn() -> u32,
@@ -410,7 +410,7 @@ mod tests {
     fn a_queued_migration_ends_when_its_source_disconnects() {
         let sessions = Sessions::default();
         let (first, _listener) = outgoing(1);
-        let place = sessions.place(&first, || 1).unwrap();
+        let place = sessions.wait_for_slot(&first, || 1).unwrap();
         let (stream, source) = admitted();
         let (second, _listener) = session(crate::session::SessionInfo {
             to: source.peer_addr().unwrap(),
@@ -420,7 +420,7 @@ mod tests {
         fill(&source);
         second.deliver(stream).unwrap();
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| sessions.place(&second, || 1).err());
+            let waits = scope.spawn(|| sessions.wait_for_slot(&second, || 1).err());
             until("it waits", || second.snapshot().state == State::Waiting);
             drop(source);
             becomes(|| waits.is_finished());
@@ -436,12 +436,12 @@ mod tests {
         gone.deliver(stream).unwrap();
         drop(source);
         assert!(becomes(|| gone.is_deserted()));
-        let at_once = sessions.place(&gone, || 1);
+        let at_once = sessions.wait_for_slot(&gone, || 1);
         assert!(at_once.is_ok(), "a small VM may be whole in the socket");
         drop(at_once);
         let (third, _listener) = outgoing(3);
         assert!(
-            sessions.place(&third, || 1).is_ok(),
+            sessions.wait_for_slot(&third, || 1).is_ok(),
             "it blocks no other session"
         );
     }

@@ -32,13 +32,13 @@ impl Schedule {
         first.map_or(Duration::MAX, |at| at.saturating_duration_since(now))
     }
 
-    /// Returns whether the log and the restore are due. Packets that `came` cause a log; a `changed` table schedules a restore.
-    fn due(&mut self, now: Instant, came: bool, changed: bool) -> (bool, bool) {
+    /// Returns whether the log and the restore are due. With `has_packets` the log is due; a `changed` table schedules a restore.
+    fn due(&mut self, now: Instant, has_packets: bool, changed: bool) -> (bool, bool) {
         let is_due = |at: &mut Option<Instant>| at.take_if(|at| now >= *at).is_some();
         if changed {
             self.retry = Some(self.pause.map_or(now, |pause| pause.max(now)));
         }
-        (came | is_due(&mut self.log), is_due(&mut self.retry))
+        (has_packets | is_due(&mut self.log), is_due(&mut self.retry))
     }
 
     /// Records a restore at `now`, or a failed one.
@@ -70,11 +70,11 @@ pub fn keep(agent: &Agent, changes: &Changes) {
         let fds = fds.chain(packets.as_ref().map(AsFd::as_fd));
         agent.wait(fds, schedule.wait(Instant::now()));
         let now = Instant::now();
-        let came = packets.as_ref().is_some_and(MissReports::drain);
-        let (logs, restores) = schedule.due(now, came, changes.table_changed());
+        let has_packets = packets.as_ref().is_some_and(MissReports::drain);
+        let (logs, restores) = schedule.due(now, has_packets, changes.table_changed());
         if logs {
             // The kernel limits the rate of its reports: packets after the last one may have none.
-            schedule.log = later(log_past(agent, &mut logged, now) || came, now);
+            schedule.log = later(log_past(agent, &mut logged, now) || has_packets, now);
         }
         if !restores {
             continue;

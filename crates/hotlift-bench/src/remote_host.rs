@@ -235,7 +235,7 @@ fn serve_one(
         .stdout(Stdio::piped())
         .spawn()?;
     let events = child.stdout.take().map(events::read);
-    let speaker = conversation.sender();
+    let sender = conversation.sender();
     let (done, is_done) = io::pipe()?;
     thread::scope(|scope| {
         let child = &mut child;
@@ -243,9 +243,9 @@ fn serve_one(
         scope.spawn(move || end_with(child, &mut conversation, done.as_fd(), interrupt));
         let _is_done = is_done;
         let mut events = events.into_iter().flatten();
-        events.all(|event| speaker.send(&event).is_ok());
+        events.all(|event| sender.send(&event).is_ok());
     });
-    speaker.end();
+    sender.end();
     let _ = child.wait();
     Ok(format!("a run with {}", summary(&wanted)))
 }

@@ -86,10 +86,10 @@ impl Labels {
     }
 
     /// Returns the name of a row: its method, and all settings that differ between the rows.
-    pub fn text(&self, row: &Row, who: &str) -> String {
+    pub fn text(&self, row: &Row, program: &str) -> String {
         let mut words = vec![row.method_and_level()];
         if row.engine != Engine::Hotlift {
-            words.insert(0, who.to_owned());
+            words.insert(0, program.to_owned());
         }
         words.extend(self.words(row, About::Channels, true));
         words.extend(self.differing_options(row));
@@ -232,11 +232,11 @@ pub fn matrix(records: &[Record]) -> String {
     let names = columns.iter().map(|figure| figure.name);
     let header = ["", "runs"].into_iter().chain(names).chain(["verified"]);
     let mut table = Grid::new(header, 0);
-    for (row, who) in &series {
-        let of = |run: &&Record| run.row == *row && run.program_name() == *who;
+    for (row, program) in &series {
+        let of = |run: &&Record| run.row == *row && run.program_name() == *program;
         let runs: Vec<&Record> = records.iter().filter(of).collect();
         let completed: Vec<&Completed> = runs.iter().filter_map(|run| run.completed()).collect();
-        let mut line = vec![labels.text(row, who), completed.len().to_string()];
+        let mut line = vec![labels.text(row, program), completed.len().to_string()];
         let figures = columns.iter();
         line.extend(figures.map(|figure| figure.text(completed.iter().copied())));
         line.push(verified(&runs));
@@ -244,14 +244,14 @@ pub fn matrix(records: &[Record]) -> String {
         for (ours, name) in &series {
             let same = is_the_same_work(ours, row);
             let pairs = if same {
-                pairs(records, ours, (row, who))
+                pairs(records, ours, (row, program))
             } else {
                 Vec::new()
             };
             if pairs.is_empty() {
                 continue;
             }
-            let mut line = vec![format!("  {name} / {who}"), pairs.len().to_string()];
+            let mut line = vec![format!("  {name} / {program}"), pairs.len().to_string()];
             line.extend(columns.iter().map(|figure| figure.quotient(&pairs)));
             line.push(String::new());
             table.rows.push(line);
@@ -272,7 +272,7 @@ pub fn series<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<(Row, St
         let runs = records.iter().copied().filter(|run| run.row == row);
         let program_names = program_names(runs).into_iter();
         program_names
-            .map(|who| (row.clone(), who))
+            .map(|program| (row.clone(), program))
             .collect::<Vec<_>>()
     })
     .collect()
@@ -328,7 +328,7 @@ pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
 pub fn pairs<'a>(
     records: impl IntoIterator<Item = &'a Record>,
     ours: &Row,
-    (theirs, who): (&Row, &str),
+    (theirs, program): (&Row, &str),
 ) -> Vec<(&'a Completed, &'a Completed)> {
     let records: Vec<&Record> = records.into_iter().collect();
     let of_ours = records.iter().filter(|run| run.row == *ours);
@@ -336,7 +336,7 @@ pub fn pairs<'a>(
         .filter_map(|run| {
             let other = records.iter().find(|other| {
                 let same = other.repeat == run.repeat && other.series == run.series;
-                same && other.row == *theirs && other.program_name() == who
+                same && other.row == *theirs && other.program_name() == program
             })?;
             Some((run.completed()?, other.completed()?))
         })

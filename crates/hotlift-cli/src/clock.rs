@@ -38,7 +38,7 @@ impl SavedAt {
     }
 
     /// Describes the delay of the clock of a guest restored at `now`; `None` below a second.
-    pub fn behind(self, now: Duration) -> Option<String> {
+    pub fn lag(self, now: Duration) -> Option<String> {
         let (Self::Kept(at) | Self::Modified(at)) = self;
         let behind = now.as_secs().checked_sub(at).filter(|behind| *behind > 0)?;
         let source = match self {
@@ -122,7 +122,7 @@ impl GuestClock {
             }
             None => {}
         }
-        if let Some(behind) = self.saved.and_then(|saved| saved.behind(now())) {
+        if let Some(behind) = self.saved.and_then(|saved| saved.lag(now())) {
             let cure = match self.agent {
                 Some(_) => "",
                 None => ", or restore with --sync-time and the socket of its guest agent",
@@ -150,15 +150,15 @@ mod tests {
             (86_399, "23 h 59 min"),
             (90_000, "1 d 1 h"),
         ] {
-            let behind = SavedAt::Kept(1_000_000 - seconds).behind(now);
+            let behind = SavedAt::Kept(1_000_000 - seconds).lag(now);
             assert_eq!(
                 behind.as_deref(),
                 Some(&*format!("{expected} behind (the time since the save)"))
             );
         }
-        assert_eq!(SavedAt::Kept(1_000_000).behind(now), None);
-        assert_eq!(SavedAt::Kept(1_000_001).behind(now), None);
-        let modified = SavedAt::Modified(999_999).behind(now);
+        assert_eq!(SavedAt::Kept(1_000_000).lag(now), None);
+        assert_eq!(SavedAt::Kept(1_000_001).lag(now), None);
+        let modified = SavedAt::Modified(999_999).lag(now);
         assert_eq!(
             modified.as_deref(),
             Some("1 s behind (by the file's modification time)")

@@ -97,7 +97,7 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     let here = Libvirt::at(&args.connect);
     // Without libvirt here, the destinations do not matter.
     here.ask(&["uri"])?;
-    let places = choice::places(&args.to)?;
+    let places = choice::destinations(&args.to)?;
     let domains = Domains::chosen(&here, &args.domains, &places)?;
     let agent = agent_control::of_this_host(&args.control);
     let budget = Budget::new(args.bandwidth, args.at_once, agent.as_ref());

@@ -464,7 +464,7 @@ impl Move<'_> {
                 let time = self.settle_time();
                 let final_message = self.final_message(time, destination, final_message);
                 let migration =
-                    self.moved(final_message, relayed.doing, report, destination_qemu)?;
+                    self.moved(final_message, relayed.activity, report, destination_qemu)?;
                 Ok(Migration {
                     downtime_limit: relayed.downtime_limit,
                     ..migration
@@ -548,7 +548,7 @@ impl Move<'_> {
     fn moved(
         &self,
         final_message: Option<FinalMessage>,
-        doing: GuestActivity,
+        activity: GuestActivity,
         source: RelayReport,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
@@ -594,7 +594,7 @@ impl Move<'_> {
                 };
                 let reasons =
                     |does: &str| format!("{lost}; its relay reported before: the guest {does}");
-                return match doing {
+                return match activity {
                     GuestActivity::Runs if runs_here() => Err(QemuError::RunsTwice { qmp }.into()),
                     GuestActivity::Runs => Err(QemuError::MovedAnyway {
                         reasons: reasons("runs there"),

@@ -86,7 +86,7 @@ fn table(file: &Description) -> String {
             SavedAt::Modified(file.saved_at())
         }
     };
-    let behind = saved.behind(now());
+    let behind = saved.lag(now());
     let behind = behind.unwrap_or_else(|| "less than 1 s behind".to_owned());
     row("guest's clock", format!("{behind}, if it is restored now"));
     for block in &file.ram {

@@ -485,10 +485,7 @@ mod tests {
     #[test]
     fn common_options_come_first_in_help_and_the_method_before_all() {
         let [_, long] = helps::<role::Guest>();
-        let at = |help_text: &str| {
-            long.find(help_text)
-                .unwrap_or_else(|| panic!("{help_text}: {long}"))
-        };
+        let at = |text: &str| long.find(text).unwrap_or_else(|| panic!("{text}: {long}"));
         let order = [
             "Migration:",
             "--multifd-compression",
@@ -551,7 +548,7 @@ mod tests {
 
     #[test]
     fn a_value_that_is_refused_is_named_by_its_flag_and_its_option() {
-        for (flags, help_text) in [
+        for (flags, expected) in [
             (
                 &["--method=zst"][..],
                 "--method (parameter 'multifd-compression') expects one of",
@@ -578,7 +575,7 @@ mod tests {
             ),
         ] {
             let error = parse(flags).unwrap_err().to_string();
-            assert!(error.contains(&format!("error: {help_text}")), "{error}");
+            assert!(error.contains(&format!("error: {expected}")), "{error}");
         }
     }
 
@@ -586,13 +583,13 @@ mod tests {
     fn a_switch_without_a_value_does_not_consume_the_next_argument() {
         let command = RoleArgs::<role::Restore>::augment_args(Command::new("t"));
         let command = command.arg(Arg::new("file").required(true));
-        let parsed = |help_text: &[&str]| {
+        let parsed = |args: &[&str]| {
             let matches = command
                 .clone()
-                .try_get_matches_from([&["t"], help_text].concat());
+                .try_get_matches_from([&["t"], args].concat());
             RoleArgs::<role::Restore>::from_arg_matches(&matches.unwrap()).unwrap()
         };
-        let insecure = |help_text: &[&str]| parsed(help_text).values().tls.insecure;
+        let insecure = |args: &[&str]| parsed(args).values().tls.insecure;
         assert!(insecure(&["--insecure", "vm.save"]));
         assert!(insecure(&["--insecure=on", "vm.save"]));
         assert!(!insecure(&["--insecure=off", "vm.save"]));
@@ -600,7 +597,7 @@ mod tests {
 
     #[test]
     fn an_option_without_effect_is_refused_where_no_monitor_can_change_that() {
-        for (flags, help_text) in [
+        for (flags, expected) in [
             (
                 &["--compress=on", "--channels=4"][..],
                 "multifd-channels=4 needs multifd=on, which excludes compress=on",
@@ -616,7 +613,7 @@ mod tests {
             (&["--cpu-throttle-initial=30"], "needs auto-converge=on"),
         ] {
             let error = parse_as::<role::Pair>(flags).unwrap_err().to_string();
-            assert!(error.contains(help_text), "{error}");
+            assert!(error.contains(expected), "{error}");
             let kept = parse(flags).unwrap();
             assert!(kept.refuse_idle().is_err(), "{flags:?}");
             let rest = kept.without_idle().unwrap();

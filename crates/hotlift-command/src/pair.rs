@@ -172,7 +172,11 @@ impl Pair<'_> {
                 return Ok(moved);
             }
             None => {
-                moved.failed(&gone(process.as_mut(), "destination", "it listened"));
+                moved.failed(&end_of_process(
+                    process.as_mut(),
+                    "destination",
+                    "it listened",
+                ));
                 return Ok(moved);
             }
         };
@@ -205,7 +209,7 @@ impl Pair<'_> {
             }
             // A source that ended without a report leaves a destination that waits for it.
             if moved.source.is_none() {
-                let why = gone(Some(&mut source), "source", "the migration did");
+                let why = end_of_process(Some(&mut source), "source", "the migration did");
                 moved.failed(&why);
                 if let Some(process) = &mut process {
                     process.end();
@@ -231,7 +235,7 @@ impl Pair<'_> {
             ));
         }
         if moved.error.is_none() && moved.check.is_none() {
-            moved.failed(&gone(
+            moved.failed(&end_of_process(
                 process.as_mut(),
                 "destination",
                 "the guest was checked",
@@ -319,7 +323,7 @@ fn kill(process: u32) {
 }
 
 /// Returns why a side ended too early.
-fn gone(process: Option<&mut Process>, side: &str, before: &str) -> String {
+fn end_of_process(process: Option<&mut Process>, side: &str, before: &str) -> String {
     let plain = format!("the {side} process ended before {before}");
     match process.and_then(Process::last_error_line) {
         Some(words) => format!("{plain}: {words}"),

@@ -64,7 +64,7 @@ pub struct Relayed {
     /// The destination may have received the order to run the guest; if false, it never will.
     pub may_run_there: bool,
     /// Run state of the guest at the destination, as its relay reports it.
-    pub doing: GuestActivity,
+    pub activity: GuestActivity,
     /// Downtime limit at the end, if it began below the operator's.
     pub downtime_limit: Option<DowntimeLimit>,
 }
@@ -181,9 +181,9 @@ impl OutgoingMigration<'_> {
         let ownership = || self.source.ownership();
         let may_run_there = AtomicBool::new(false);
         let on_commit = || may_run_there.store(true, Ordering::SeqCst);
-        let doing = OnceLock::new();
+        let activity = OnceLock::new();
         let on_taken = |does: GuestActivity| {
-            let _ = doing.set(does);
+            let _ = activity.set(does);
         };
         let hooks = Hooks {
             on_progress: Some(&note),
@@ -216,7 +216,7 @@ impl OutgoingMigration<'_> {
             _ => Ok(Relayed {
                 outcome,
                 may_run_there,
-                doing: doing.get().copied().unwrap_or_default(),
+                activity: activity.get().copied().unwrap_or_default(),
                 downtime_limit: ramp.as_ref().map(DowntimeLimit::from),
             }),
         }

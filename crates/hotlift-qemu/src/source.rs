@@ -307,7 +307,7 @@ impl Source {
 
     /// Settles a migration whose relay has ended with `error`: ensures that it has ended, and that the guest runs here again if
     /// it ran before. Calls `at_destination` for the guest's location if QEMU has given it up and the relay reports that the
-    /// destination `may_run_there` to run it.
+    /// guest `may_run_there`.
     pub fn settle(
         &self,
         error: &MigrationError,

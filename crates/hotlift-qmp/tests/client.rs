@@ -391,11 +391,11 @@ fn a_real_qemu_accepts_all_commands_of_a_migration() {
         let Some(program) = program else {
             continue;
         };
-        asks_and_tells(&program);
+        queries_and_sets(&program);
     }
 }
 
-fn asks_and_tells(program: &Path) {
+fn queries_and_sets(program: &Path) {
     let uuid = "00112233-4455-6677-8899-aabbccddeeff";
     let arguments = [
         "-machine",

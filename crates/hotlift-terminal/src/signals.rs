@@ -65,7 +65,7 @@ pub fn no_folder(source: io::Error) -> TerminalError {
 }
 
 /// Exit code and message of the process when it ends at once.
-static FINAL_WRITE_TIMEOUT: Mutex<Option<(u8, String)>> = Mutex::new(None);
+static SECOND_SIGNAL: Mutex<Option<(u8, String)>> = Mutex::new(None);
 
 /// Ends the process at once.
 fn end() -> ! {
@@ -75,7 +75,7 @@ fn end() -> ! {
         let _ = std::fs::remove_dir_all(folder);
     }
     drop(folders);
-    let mut final_message = lock(&FINAL_WRITE_TIMEOUT);
+    let mut final_message = lock(&SECOND_SIGNAL);
     let Some((code, words)) = final_message.take() else {
         signal_hook::low_level::exit(130);
     };
@@ -217,7 +217,7 @@ impl Interrupt {
     /// Sets the message on standard error and the exit code with which a second signal ends the process: now the process leaves
     /// something behind. `None` restores the default.
     pub fn set_second_signal(&self, final_message: Option<(u8, String)>) {
-        *lock(&FINAL_WRITE_TIMEOUT) = final_message;
+        *lock(&SECOND_SIGNAL) = final_message;
     }
 
     /// Acts as if a signal had arrived.

@@ -316,13 +316,13 @@ impl Drive<'_> {
             Kind::LinkDown { at, .. } => {
                 self.rig.link.down(at)?;
                 if std::mem::take(&mut self.loses) {
-                    self.rig.link.lose_no_more()?;
+                    self.rig.link.stop_losing()?;
                 }
             }
             Kind::PowerLoss { at, .. } => {
                 self.rig.link.lose_power(at)?;
                 if std::mem::take(&mut self.loses) {
-                    self.rig.link.lose_no_more()?;
+                    self.rig.link.stop_losing()?;
                 }
             }
             Kind::LockedDisk => {
@@ -444,7 +444,7 @@ impl Drive<'_> {
         let mut did_not_end = Vec::new();
         self.undo(true)?;
         if std::mem::take(&mut self.loses) {
-            self.rig.link.lose_no_more()?;
+            self.rig.link.stop_losing()?;
         }
         let over = Instant::now();
         let mut looks;

@@ -511,7 +511,7 @@ impl Hosts {
     ///
     /// # Errors
     /// [`KitError::Memory`] if it runs nowhere, or on both hosts.
-    pub fn whereabouts(&self, domain: &Domain) -> Result<End, KitError> {
+    pub fn guest_location(&self, domain: &Domain) -> Result<End, KitError> {
         let states = [&self.source, &self.destination].map(|host| host.state(domain));
         match states.each_ref().map(Option::as_deref) {
             [Some("running"), None] => Ok(End::Source),
@@ -533,7 +533,7 @@ impl Hosts {
     /// # Errors
     /// [`KitError::Memory`] if not; other errors if it cannot be read.
     pub fn prove(&self, domain: &Domain) -> Result<(End, u64), KitError> {
-        let end = self.whereabouts(domain)?;
+        let end = self.guest_location(domain)?;
         let host = self.host(end);
         let name = &domain.name;
         host.virsh(&["suspend", name])?;

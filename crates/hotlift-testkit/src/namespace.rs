@@ -368,7 +368,7 @@ impl Link {
     ///
     /// # Errors
     /// If `nft` fails.
-    pub fn lose_no_more(&self) -> Result<(), KitError> {
+    pub fn stop_losing(&self) -> Result<(), KitError> {
         self.destination
             .tool("nft", &["delete", "table", "ip", "lose"])
             .map(drop)
@@ -473,7 +473,7 @@ mod tests {
             .unwrap();
         assert!(near.read(&mut word).is_err());
         assert!(link.has_lost().unwrap());
-        link.lose_no_more().unwrap();
+        link.stop_losing().unwrap();
         near.set_read_timeout(Some(Duration::from_secs(60)))
             .unwrap();
         near.read_exact(&mut word).unwrap();
@@ -496,7 +496,7 @@ mod tests {
             near.write_all(b"then").unwrap();
             assert!(far.read(&mut [0; 4]).is_err(), "{message:?}");
             assert!(link.has_lost().unwrap());
-            link.lose_no_more().unwrap();
+            link.stop_losing().unwrap();
         }
     }
 }

@@ -173,7 +173,7 @@ fn attempt(
         }
     }
     record.weigh(&seen, rig);
-    record.look_for_leftovers(tools, rig);
+    record.check_for_leftovers(tools, rig);
     Ok(())
 }
 
@@ -476,7 +476,7 @@ impl Record {
     }
 
     /// Checks for left files, sockets and settings, and then processes.
-    fn look_for_leftovers(&mut self, tools: &Tools, rig: &mut Rig) {
+    fn check_for_leftovers(&mut self, tools: &Tools, rig: &mut Rig) {
         // Remains of a killed process are excused.
         let was_killed = self.faults().any(|kind| matches!(kind, Kind::Kill { .. }));
         // The command reports cleanup that a silent QMP socket prevented.

@@ -77,7 +77,7 @@ impl GuestActivity {
     pub(crate) fn of_code(code: u8) -> Option<Self> {
         [Self::Unknown, Self::Runs, Self::Rests, Self::Stopped]
             .into_iter()
-            .find(|doing| *doing as u8 == code)
+            .find(|activity| *activity as u8 == code)
     }
 }
 
@@ -117,12 +117,12 @@ pub fn read_question(bytes: &[u8; QUESTION_LEN]) -> Result<MigrationId, WireErro
     Ok(MigrationId(*reader.array("question about a migration")?))
 }
 
-/// Returns the answer with the `outcome` of `id`, and the state `doing` of its guest.
+/// Returns the answer with the `outcome` of `id`, and the state `activity` of its guest.
 #[must_use]
-pub fn answer(id: MigrationId, outcome: Outcome, doing: GuestActivity) -> [u8; ANSWER_LEN] {
+pub fn answer(id: MigrationId, outcome: Outcome, activity: GuestActivity) -> [u8; ANSWER_LEN] {
     let mut bytes = [0; ANSWER_LEN];
     bytes[..CONFIRMATION_LEN].copy_from_slice(&with_magic(ANSWER_MAGIC, id.0));
-    bytes[CONFIRMATION_LEN] = outcome as u8 | (doing as u8) << 4;
+    bytes[CONFIRMATION_LEN] = outcome as u8 | (activity as u8) << 4;
     seal(&mut bytes);
     bytes
 }
@@ -218,14 +218,14 @@ mod tests {
             Outcome::Undecided,
             Outcome::HasAll,
         ] {
-            for doing in [
+            for activity in [
                 GuestActivity::Unknown,
                 GuestActivity::Runs,
                 GuestActivity::Rests,
                 GuestActivity::Stopped,
             ] {
-                let read = read_answer(&answer(ID, outcome, doing), ID).unwrap();
-                assert_eq!(read, (outcome, doing));
+                let read = read_answer(&answer(ID, outcome, activity), ID).unwrap();
+                assert_eq!(read, (outcome, activity));
             }
         }
         // An older source reads an answer with an unknown guest state.

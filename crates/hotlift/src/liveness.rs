@@ -165,7 +165,7 @@ impl Liveness {
         let mut is_remote = false;
         let facts = facts.inspect(|facts| is_remote |= facts.is_some());
         self.stall = worst(&mut self.samples, facts, now);
-        let is_active = self.samples.iter().any(|judge| judge.is_active);
+        let is_active = self.samples.iter().any(|sample| sample.is_active);
         self.interval = is_remote.then_some(match self.limit {
             _ if is_active => INTERVAL,
             Duration::ZERO => IDLE_INTERVAL,
@@ -188,9 +188,9 @@ impl Liveness {
         control: &Control,
         streams: impl Iterator<Item = &'s Stream>,
     ) -> Result<(), MigrationError> {
-        let last_sample = self.poll(streams, control.life().now(), control.is_peer_suspect());
+        let polled = self.poll(streams, control.life().now(), control.is_peer_suspect());
         control.set_stall(self.stall);
-        last_sample.map(drop)
+        polled.map(drop)
     }
 }
 
@@ -200,9 +200,9 @@ fn worst(
     facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>,
     now: Instant,
 ) -> Option<Stall> {
-    let stalls = samples.iter_mut().zip(facts).filter_map(|(judge, facts)| {
+    let stalls = samples.iter_mut().zip(facts).filter_map(|(sample, facts)| {
         let (facts, peer) = facts?;
-        let (kind, since) = match judge.take(now, &facts) {
+        let (kind, since) = match sample.take(now, &facts) {
             PeerState::Fine => return None,
             PeerState::Silent(since) => (StallKind::Silent, since),
             PeerState::NotReading(since) => (StallKind::NotReading, since),

@@ -33,7 +33,7 @@ const PAGES: u64 = 128;
 const ITS_OWN: u64 = 24 * MIB;
 
 /// Memory of a channel's thread and decoder, plus two packets in transit, 516 KiB each.
-const OF_A_CHANNEL: u64 = 2 * MIB;
+const PER_CHANNEL: u64 = 2 * MIB;
 
 /// Returns the result of a relay into a file that receives these connections, and the peak growth of this process. The
 /// connections' bytes are created and dropped here.
@@ -150,7 +150,7 @@ fn zstd_channels(count: u8, window_log: u8) -> Vec<Vec<u8>> {
 /// Returns the memory limit of a relay with these options, its own included.
 fn stated(channels: u64, memory_limit: u64) -> u64 {
     let workers = u64::from(StreamOptions::default().channels());
-    ITS_OWN + memory_limit + channels * MIB + (channels + workers) * OF_A_CHANNEL
+    ITS_OWN + memory_limit + channels * MIB + (channels + workers) * PER_CHANNEL
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn records_of_received_pages_are_bounded() {
 }
 
 /// Returns a stream with `begins` after its RAM, followed by 200 MiB of `byte`.
-fn behind_ram(begins: &[u8], byte: u8) -> Vec<Vec<u8>> {
+fn after_ram(begins: &[u8], byte: u8) -> Vec<Vec<u8>> {
     let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
     for page in 0..PAGES {
         let offset = page * PAGE_SIZE as u64;
@@ -244,7 +244,7 @@ fn behind_ram(begins: &[u8], byte: u8) -> Vec<Vec<u8>> {
 #[test]
 fn device_state_of_any_length_uses_no_memory() {
     alone!();
-    let (outcome, grown) = relayed(|| behind_ram(&[], 4), &[("memory-limit", "1M")]);
+    let (outcome, grown) = relayed(|| after_ram(&[], 4), &[("memory-limit", "1M")]);
     // The stream is truncated.
     let line = outcome.unwrap_err();
     assert!(!line.contains("--memory-limit"), "{line}");
@@ -255,7 +255,7 @@ fn device_state_of_any_length_uses_no_memory() {
 #[test]
 fn a_vm_description_that_does_not_end_is_bounded() {
     alone!();
-    let (outcome, grown) = relayed(|| behind_ram(b"\0\x06\xff\0\0\0{", b' '), &[]);
+    let (outcome, grown) = relayed(|| after_ram(b"\0\x06\xff\0\0\0{", b' '), &[]);
     let line = outcome.unwrap_err();
     assert!(line.contains("--memory-limit"), "{line}");
     let stated = stated(0, 64 * MIB);

@@ -207,7 +207,7 @@ impl Program {
             true => {
                 let folder =
                     tempfile::tempdir().map_err(|error| Stop::Failed(error.to_string()))?;
-                let behind = Relays::behind(&folder);
+                let behind = Relays::destination_address(&folder);
                 destination.qmp.migrate_incoming(&behind, false)?;
                 let relays = Relays::start(
                     &certificates.map_or_else(|| asked.clone(), |some| some.fill_in(asked)),

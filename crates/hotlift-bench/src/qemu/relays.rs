@@ -56,7 +56,7 @@ struct Report {
 }
 
 impl Relays {
-    /// Starts the relays for `cell`. The destination's QEMU must already listen on [`Relays::behind`] in `folder`.
+    /// Starts the relays for `cell`. The destination's QEMU must already listen on [`Relays::destination_address`] in `folder`.
     ///
     /// # Errors
     /// If one does not start; with its last message.
@@ -73,14 +73,14 @@ impl Relays {
             "destination",
             place,
             &format!("tcp:{host}:0"),
-            &Self::behind(&folder),
+            &Self::destination_address(&folder),
             &plain,
             folder.path(),
         )?;
         let source = Relay::start(
             "source",
             place,
-            &Self::before(&folder),
+            &Self::source_address(&folder),
             &destination.address,
             &of_relay(&cell.migration),
             folder.path(),
@@ -93,17 +93,17 @@ impl Relays {
     }
 
     /// Returns the address on which the destination's QEMU listens.
-    pub fn behind(folder: &TempDir) -> String {
+    pub fn destination_address(folder: &TempDir) -> String {
         format!("unix:{}", folder.path().join("destination").display())
     }
 
-    fn before(folder: &TempDir) -> String {
+    fn source_address(folder: &TempDir) -> String {
         format!("unix:{}", folder.path().join("source").display())
     }
 
     /// Returns the address that the source's QEMU migrates to.
     pub fn uri(&self) -> String {
-        Self::before(&self.folder)
+        Self::source_address(&self.folder)
     }
 
     /// Returns the process IDs: the source's, then the destination's.

@@ -150,7 +150,7 @@ fn against_qemu(chapters: &[Chapter<'_>]) -> Grid {
             let compared = tables::compared(condition);
             names = compared.iter().map(|(name, _)| *name).collect();
             for (ours, theirs) in tables::beside_qemu(condition) {
-                let pairs = pairs(chapter.records, &ours.row, (&theirs.row, &theirs.who));
+                let pairs = pairs(chapter.records, &ours.row, (&theirs.row, &theirs.program));
                 if pairs.is_empty() {
                     continue;
                 }
@@ -160,7 +160,11 @@ fn against_qemu(chapters: &[Chapter<'_>]) -> Grid {
                 } else {
                     ""
                 };
-                let name = format!("{relayed}{} / {}", ours.row.method_and_level(), theirs.who);
+                let name = format!(
+                    "{relayed}{} / {}",
+                    ours.row.method_and_level(),
+                    theirs.program
+                );
                 quotients.entry(name).or_default().push(medians.to_vec());
             }
         }

@@ -12,7 +12,7 @@ pub struct Series<'a> {
     /// The settings that they share.
     pub row: Row,
     /// Program that ran it: "Hotlift", "QEMU 10.0.2".
-    pub who: String,
+    pub program: String,
     /// Name that distinguishes it from the other rows of its chapter, without link and guest.
     pub name: String,
     /// The runs that completed, in their order.
@@ -43,22 +43,22 @@ pub struct Condition<'a> {
 }
 
 impl<'a> Series<'a> {
-    fn new(row: Row, who: String, labels: &Labels, records: &'a [Record]) -> Self {
+    fn new(row: Row, program: String, labels: &Labels, records: &'a [Record]) -> Self {
         let mut name = vec![row.method_and_level(), channels(&row)];
         if row.engine != Engine::Hotlift {
-            name[0].insert_str(0, &format!("{who} "));
+            name[0].insert_str(0, &format!("{program} "));
         }
         name.extend(labels.differing_options(&row));
         let mut series = Self {
             row,
-            who,
+            program,
             name: name.join(", "),
             runs: Vec::new(),
             problems: Vec::new(),
         };
         let runs = records
             .iter()
-            .filter(|run| run.row == series.row && run.program_name() == series.who);
+            .filter(|run| run.row == series.row && run.program_name() == series.program);
         for record in runs.collect::<Vec<_>>() {
             let (why, failed) = match &record.outcome {
                 Outcome::Completed(_) => {
@@ -200,8 +200,8 @@ pub fn conditions(records: &[Record]) -> Vec<Condition<'_>> {
     let rows: Vec<Row> = all_series.iter().map(|(row, _)| row.clone()).collect();
     let labels = Labels::of(&rows);
     let mut all: Vec<Condition<'_>> = Vec::new();
-    for (row, who) in all_series {
-        let series = Series::new(row, who, &labels, records);
+    for (row, program) in all_series {
+        let series = Series::new(row, program, &labels, records);
         let row = &series.row;
         let same = |condition: &&mut Condition<'_>| {
             let first = condition.series.first();

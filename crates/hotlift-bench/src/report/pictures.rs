@@ -131,7 +131,7 @@ fn crossover<'a>(guest: &[&'a Condition<'a>]) -> Crossover<'a> {
                     name: &series.name,
                     method: match series.row.engine {
                         Engine::Hotlift => &series.name,
-                        _ => series.name[series.who.len()..].trim_start(),
+                        _ => series.name[series.program.len()..].trim_start(),
                     },
                     engine: series.row.engine,
                     is_auto: series.row.method == AUTO,

@@ -71,11 +71,11 @@ pub fn quotients(condition: &Condition<'_>, records: &[Record]) -> Markup {
         0,
     );
     for (ours, theirs) in beside_qemu(condition) {
-        let pairs = pairs(records, &ours.row, (&theirs.row, &theirs.who));
+        let pairs = pairs(records, &ours.row, (&theirs.row, &theirs.program));
         if pairs.is_empty() {
             continue;
         }
-        let mut row = vec![format!("{} / {}", ours.name, theirs.who)];
+        let mut row = vec![format!("{} / {}", ours.name, theirs.program)];
         row.extend(compared.iter().map(|(_, figure)| figure.quotient(&pairs)));
         row.push(pairs.len().to_string());
         table.rows.push(row);

@@ -25,7 +25,7 @@ pub struct Domains {
     /// Domains with running guests.
     running: BTreeSet<Domain>,
     /// Domains with paused guests, as after a migration with an unknown end.
-    still: BTreeSet<Domain>,
+    paused: BTreeSet<Domain>,
 }
 
 impl Domains {
@@ -40,11 +40,11 @@ impl Domains {
         places: &[DestinationHost],
     ) -> Result<Self, CommandError> {
         let running = here.domains(&["--state-running"])?;
-        let still = here.domains(&["--state-paused", "--state-other"])?;
+        let paused = here.domains(&["--state-paused", "--state-other"])?;
         if typed.is_empty() {
             return Ok(Self {
                 running: running.into_iter().collect(),
-                still: still.into_iter().collect(),
+                paused: paused.into_iter().collect(),
             });
         }
         let mut chosen = Self::default();
@@ -52,8 +52,8 @@ impl Domains {
         for typed in typed {
             if let Some(domain) = Domain::find(&running, typed) {
                 chosen.running.insert(domain.clone());
-            } else if let Some(domain) = Domain::find(&still, typed) {
-                chosen.still.insert(domain.clone());
+            } else if let Some(domain) = Domain::find(&paused, typed) {
+                chosen.paused.insert(domain.clone());
             } else if here.find(typed)?.is_some() {
                 warn!("skipped {typed}: it does not run here");
             } else if let Some(place) = places.iter().find(|place| place.has(typed)) {
@@ -75,13 +75,13 @@ impl Domains {
         let deadline = Instant::now() + SAMPLES;
         let memory = self.memory(here, deadline);
         let running = self.running.iter().zip(repeat(None));
-        let still = self.still.iter().zip(repeat(Some(StayReason::Still)));
+        let paused = self.paused.iter().zip(repeat(Some(StayReason::Still)));
         let candidate = |(domain, stays): (&Domain, _)| {
             let of_all = memory.get(&domain.name).copied();
             let memory = of_all.map_or_else(|| alone(here, domain, deadline), Ok);
             candidate(here, domain, memory, stays)
         };
-        running.chain(still).filter_map(candidate).collect()
+        running.chain(paused).filter_map(candidate).collect()
     }
 
     /// Returns libvirt's figures of all domains, with write samples of running ones. If one does not answer, all missing here
@@ -149,7 +149,7 @@ fn candidate(
 ///
 /// # Errors
 /// [`VirshError`] if none does.
-pub fn places(uris: &[String]) -> Result<Vec<DestinationHost>, VirshError> {
+pub fn destinations(uris: &[String]) -> Result<Vec<DestinationHost>, VirshError> {
     let asked: Vec<_> = uris
         .iter()
         .map(|uri| {

@@ -9,7 +9,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 /// `nobody`, on every Linux.
-const STRANGER: u32 = 65534;
+const OTHER_USER: u32 = 65534;
 
 /// Variables that name a vendor's library.
 const VARIABLES: [&str; 3] = ["HOTLIFT_LIBQPL", "HOTLIFT_LIBQATZIP", "HOTLIFT_LIBWD"];
@@ -80,8 +80,8 @@ fn only_a_command_without_capabilities_loads_libraries_from_the_environment() {
             .arg("accel")
             .envs(VARIABLES.map(|variable| (variable, &evil)))
             .env("TMPDIR", &open)
-            .uid(STRANGER)
-            .gid(STRANGER)
+            .uid(OTHER_USER)
+            .gid(OTHER_USER)
             .output()
             .expect("it runs");
         let trace = fs::read_to_string(open.join("trace")).unwrap_or_default();
@@ -93,7 +93,7 @@ fn only_a_command_without_capabilities_loads_libraries_from_the_environment() {
         } else {
             // Control: without privileges, the same library is loaded.
             assert!(
-                trace.contains(&format!("uid {STRANGER} secure 0")),
+                trace.contains(&format!("uid {OTHER_USER} secure 0")),
                 "{trace:?}\n{output}"
             );
         }

@@ -20,7 +20,7 @@ mod help;
 mod hmp;
 mod hotlift;
 mod killed;
-mod lost_word;
+mod lost_message;
 mod manual;
 mod methods;
 mod qemu_commands;

@@ -208,7 +208,7 @@ fn a_qmp_socket_of_something_else_is_not_taken_for_a_qemu() {
 
 #[test]
 fn a_process_of_another_user_is_refused_with_a_hint() {
-    const NOBODY: u32 = 65_534;
+    const OTHER_USER: u32 = 65_534;
     if !rustix::process::geteuid().is_root() {
         hotlift_testkit::skip!("root", "only root can become another user");
         return;
@@ -227,8 +227,8 @@ fn a_process_of_another_user_is_refused_with_a_hint() {
     assert!(copied.expect("cp").success());
     let output = Command::new(&program)
         .args(["methods", "--pid", &std::process::id().to_string()])
-        .uid(NOBODY)
-        .gid(NOBODY)
+        .uid(OTHER_USER)
+        .gid(OTHER_USER)
         .output()
         .expect("hotlift starts");
     let printed = String::from_utf8_lossy(&output.stderr);

@@ -8,7 +8,7 @@ use hotlift_mem::probe_userfault;
 use crate::hotlift::Hotlift;
 
 /// Far above the start time of a guest.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
 fn a_built_in_guest_is_saved_and_runs_again_from_its_file() {
@@ -26,7 +26,7 @@ fn a_built_in_guest_is_saved_and_runs_again_from_its_file() {
         let guest = Hotlift::start(&[&flags, more].concat());
         let begun = Instant::now();
         while !folder.path().join(name).exists() {
-            assert!(begun.elapsed() < PATIENCE, "it has no socket");
+            assert!(begun.elapsed() < TIMEOUT, "it has no socket");
             thread::sleep(Duration::from_millis(5));
         }
         guest

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::hotlift::{Hotlift, Running};
-use crate::lost_word::loses_the_last_word;
+use crate::lost_message::loses_final_message;
 
 /// Returns a source in doubt, its destination, and the QMP address that the source prints.
 fn in_doubt() -> (Running, Running, String) {
@@ -25,7 +25,7 @@ fn in_doubt() -> (Running, Running, String) {
     let mut destination = Hotlift::start(&[&flags[..], &["--incoming=tcp:127.0.0.1:0"]].concat());
     let line = destination.wait_for("waiting for a source at ");
     let to = line.rsplit(' ').next().expect("an address");
-    let uri = format!("--migrate-to={}", loses_the_last_word(to));
+    let uri = format!("--migrate-to={}", loses_final_message(to));
     let mut source = Hotlift::start(&[&flags[..], &["--max-bandwidth=0", &uri]].concat());
     let line = source.wait_for("hotlift settle --qmp ");
     let (_, command) = line

@@ -115,7 +115,7 @@ fn a_domain_stays_when_the_agent_is_killed_or_missing() {
     assert_eq!(code, Some(1), "{output}");
     assert!(output.contains("the domain stayed here: "), "{output}");
     until("the guest is at the source alone", || {
-        matches!(hosts.whereabouts(&one), Ok(End::Source)).then_some(())
+        matches!(hosts.guest_location(&one), Ok(End::Source)).then_some(())
     });
     is_at(&hosts, End::Source, &one);
     let command = migrate(&hosts, source, destination, &one, &[]);

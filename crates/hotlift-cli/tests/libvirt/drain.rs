@@ -91,7 +91,7 @@ fn a_drain_starts_no_move_once_a_destination_is_lost_and_continues_later() {
     until("one guest of each", || {
         let are_here = all
             .iter()
-            .all(|one| matches!(hosts.whereabouts(one), Ok(End::Source)));
+            .all(|one| matches!(hosts.guest_location(one), Ok(End::Source)));
         are_here.then_some(())
     });
     for one in &all {

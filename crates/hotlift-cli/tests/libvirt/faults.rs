@@ -29,7 +29,7 @@ fn under_way(hosts: &Hosts, agent: &Agent<'_>, options: &[&str]) -> (Domain, Pro
 /// Checks after a failure that the guest is at the source, and moves normally.
 fn stayed_and_moves_again(hosts: &Hosts, one: &Domain) {
     until_ok("the guest is at the source alone", || {
-        match hosts.whereabouts(one) {
+        match hosts.guest_location(one) {
             Ok(End::Source) => Ok(()),
             elsewhere => Err(elsewhere),
         }

@@ -263,7 +263,7 @@ fn moves(here: &mut Vm, there: &mut Vm, uri: &str) {
     here.reaches("completed");
     there.reaches("completed");
     assert!(!here.is_running(), "the source runs, too");
-    there.counts_on_from(before);
+    there.continues_from(before);
     there.prove();
 }
 
@@ -579,7 +579,7 @@ fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_th
         killed.agent.signal(Signal::KILL);
         here.wait_for_status("failed");
         assert!(here.is_running(), "the guest runs nowhere");
-        here.counts_on_from(before);
+        here.continues_from(before);
     }
 }
 
@@ -779,7 +779,7 @@ fn is_tried_again(hosts: &Hosts, multifd: Multifd) {
     assert!(is_done || output.contains("is under way"), "{output}");
     here.reaches("completed");
     there.reaches("completed");
-    there.counts_on_from(before);
+    there.continues_from(before);
     there.prove();
 }
 

@@ -563,7 +563,7 @@ fn where_plaintext_is_allowed_connections_that_miss_the_redirect_pass_and_are_co
     let hosts = need!(Hosts::new());
     let host = &hosts.link.source;
     let listeners = listeners(&hosts);
-    let goes_on = |(mut near, mut far): (TcpStream, TcpStream)| {
+    let works = |(mut near, mut far): (TcpStream, TcpStream)| {
         let mut word = [0; 4];
         near.write_all(b"word").expect("it continues");
         far.read_exact(&mut word).expect("it continues");
@@ -580,15 +580,15 @@ fn where_plaintext_is_allowed_connections_that_miss_the_redirect_pass_and_are_co
     near.write_all(b"some").expect("the agent reads");
     let (mut far, _) = listener.accept().expect("a connection of the agent");
     far.read_exact(&mut [0; 4]).expect("it passes through");
-    goes_on((near, far));
+    works((near, far));
     assert_eq!(counted(host, DESTINATION), None);
-    goes_on(older);
+    works(older);
     source
         .agent
         .wait_for(&format!("to={DESTINATION_6} packets="));
     unload(host);
     load(host, NOTRACK);
-    goes_on(connected(&hosts, listener, DESTINATION));
+    works(connected(&hosts, listener, DESTINATION));
     let line = source.agent.wait_for(&format!("to={DESTINATION} packets="));
     assert!(line.contains("leave unencrypted"), "{line}");
     let shown = source.ask(&["status"]);

@@ -57,7 +57,7 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
     let mut ways = Vec::new();
     for (way, method) in [("there", "zstd"), ("back", "zlib")] {
         let mut options = RelayOptions::new(method, CHANNELS, CHANNELS);
-        options.tell_uuid(Multifd::Off, CHANNELS);
+        options.configure_uuid(Multifd::Off, CHANNELS);
         let (outgoing, incoming) = (uri(&format!("{way}.out")), uri(&format!("{way}.in")));
         let theirs = forever(options.destination.expect("two relays"));
         let (destination, between) = relay("destination", "tcp:127.0.0.1:0", &incoming, &theirs);
@@ -93,7 +93,7 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
         there.qmp.cont().expect("cont");
         here = there;
         // It prints its count before it continues.
-        here.counts_on_from(proven);
+        here.continues_from(proven);
         let all = ways.iter().flat_map(|(.., relays)| relays);
         if time + 1 == WARM {
             warm = all.map(used).collect();

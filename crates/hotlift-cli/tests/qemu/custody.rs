@@ -42,7 +42,7 @@ impl Adopted {
     }
 
     /// Checks that it keeps running.
-    fn lives_on(&self, what: &str) {
+    fn keeps_running(&self, what: &str) {
         let (start, pid) = (Instant::now(), self.pid());
         while start.elapsed() < WATCHED {
             assert!(test_kill_process(pid).is_ok(), "{what}: QEMU was ended");
@@ -81,7 +81,7 @@ fn a_qemu_without_qmp_replies_after_the_handover_keeps_its_guest() {
     serve.wait_for("cannot determine whether the guest runs here");
     let (status, output) = migrate.wait();
     assert_eq!(status.code(), Some(3), "{}", output.join("\n"));
-    there.lives_on("serve");
+    there.keeps_running("serve");
     there.has_the_guest(here.count().expect("the guest has counted"));
     let (status, output) = serve.wait();
     assert_eq!(status.code(), Some(3), "{}", output.join("\n"));
@@ -94,7 +94,7 @@ fn a_restored_qemu_without_qmp_replies_keeps_its_guest() {
     succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), &file]));
     let mut restore = Hotlift::start(&words(&with(&["restore", &file], &line)));
     restore.wait_for("cannot determine whether the guest runs here");
-    there.lives_on("restore");
+    there.keeps_running("restore");
     there.has_the_guest(here.count().expect("the guest has counted"));
     let (status, output) = restore.wait();
     assert_eq!(status.code(), Some(3), "{}", output.join("\n"));
@@ -137,7 +137,7 @@ fn nothing_ends_a_qemu_that_still_reads_the_end_of_its_stream() {
             }
             Late::LostControl => migrate.signal(Signal::KILL),
         }
-        there.lives_on(&format!("{late:?}"));
+        there.keeps_running(&format!("{late:?}"));
         proxy.release();
         serve.wait_for("the guest runs here");
         if !matches!(late, Late::LostControl) {

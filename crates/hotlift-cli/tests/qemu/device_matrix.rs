@@ -292,7 +292,7 @@ impl Cell {
         let mut here = Vm::running_with(self.from, &machine, &devices(&source))?;
         let ticks = here.count().expect("the guest counts");
         // After two more ticks the firmware has ended its search for a disk.
-        here.counts_on_from(ticks + 1);
+        here.continues_from(ticks + 1);
         if let Some(line) = kind.before {
             let answer = here.hmp(line);
             assert!(answer.is_empty(), "{answer}");
@@ -312,7 +312,7 @@ impl Cell {
                 let is_saved = here.migration().status() == "completed";
                 if !is_saved || [Way::Relays, Way::Migrate].contains(&way) {
                     let before = here.count().expect("the guest has counted");
-                    here.counts_on_from(before);
+                    here.continues_from(before);
                 }
                 Some(format!("refused as expected: {reason}"))
             }

@@ -107,7 +107,7 @@ fn qemu_reads_the_compressed_pages_that_a_relay_has_made_for_it() {
             relays.destination = None;
             relays.source.extend(ours);
         }
-        relays.tell_uuid(Multifd::Off, Multifd::Off);
+        relays.configure_uuid(Multifd::Off, Multifd::Off);
         let mut source = Side::new(Multifd::Off).with("return-path");
         if by_qemu {
             source = source.with("compress").parameters(slow_threads());
@@ -144,7 +144,7 @@ fn the_records_of_older_sources_are_read() {
         for destination in [Multifd::Off, CHANNELS] {
             println!("{capability} -> {destination}");
             let mut relays = RelayOptions::new("zstd", CHANNELS, destination);
-            relays.tell_uuid(Multifd::Off, CHANNELS);
+            relays.configure_uuid(Multifd::Off, CHANNELS);
             let route = Route {
                 source: Side::new(Multifd::Off)
                     .with(capability)

@@ -50,7 +50,7 @@ fn a_stale_page_is_detected() {
     let before = vm.ram();
     let count = vm.prove();
     vm.qmp.cont().expect("cont");
-    vm.counts_on_from(count + 10_000);
+    vm.continues_from(count + 10_000);
     vm.qmp.stop().expect("stop");
     let now = vm.ram();
     // The last page, which the program rarely writes.

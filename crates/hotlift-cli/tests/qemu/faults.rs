@@ -241,7 +241,7 @@ impl Rig {
     }
 
     /// Continues all stopped parties except `but`.
-    fn go_on(&mut self, phase: Phase, but: Option<Party>) {
+    fn continue_except(&mut self, phase: Phase, but: Option<Party>) {
         let stopped = match phase {
             Phase::Setup => Party::DestinationRelay,
             Phase::Switchover => Party::DestinationQemu,
@@ -291,10 +291,10 @@ impl Rig {
             let has_words = !why.is_empty() || self.here.release == Release::V7;
             assert!(has_words, "the source reports no reason");
             let count = self.here.count().expect("it has printed something");
-            self.here.counts_on_from(count);
+            self.here.continues_from(count);
             let proven = self.here.prove();
             self.here.qmp.cont().expect("cont");
-            self.here.counts_on_from(proven);
+            self.here.continues_from(proven);
         }
         for (party, relay) in [
             (Party::SourceRelay, self.source.take()),
@@ -409,7 +409,7 @@ impl Rig {
         self.there.reaches("completed");
         assert!(!self.here.is_running(), "the source runs, too");
         let before = self.here.count().expect("it has printed something");
-        self.there.counts_on_from(before);
+        self.there.continues_from(before);
         self.there.prove();
     }
 }
@@ -475,7 +475,7 @@ fn killed_in(from: Release, to: Release, phases: &[Phase]) {
         let mut rig = Rig::new(from, to)?;
         rig.reach(phase);
         rig.signal(party, Signal::KILL);
-        rig.go_on(phase, Some(party));
+        rig.continue_except(phase, Some(party));
         rig.check(phase, Some(party), false);
         Some(())
     });
@@ -540,7 +540,7 @@ fn guest_stays_after(cases: &[Cut]) {
             rig.reach(phase);
             rig.wait_for(link, socket);
             assert!(rig.link(link).cut_first(socket));
-            rig.go_on(phase, None);
+            rig.continue_except(phase, None);
         }
         // The thread of a broken channel ends, and QEMU's main thread, with QMP, may wait for its SYNC forever (7.2 and 10.0).
         // The guest is then not started, and the process has to be killed.
@@ -600,7 +600,7 @@ fn an_interrupted_relay_ends_the_migration_and_reports_it() {
             || (rig.here.is_running() && rig.here.migration().has_failed()).then_some(()),
         );
         let count = rig.here.count().expect("it has printed something");
-        rig.here.counts_on_from(count);
+        rig.here.continues_from(count);
         Some(())
     });
 }

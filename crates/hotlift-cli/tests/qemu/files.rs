@@ -124,12 +124,12 @@ pub fn altered(whole: &[u8]) -> (Vec<u8>, usize) {
 }
 
 /// Checks that a guest saved with `before` writes continues.
-pub fn goes_on(vm: &mut Vm, before: u64) {
+pub fn keeps_running(vm: &mut Vm, before: u64) {
     vm.reaches("completed");
-    vm.counts_on_from(before);
+    vm.continues_from(before);
     let proven = vm.prove();
     vm.qmp.cont().expect("cont");
-    vm.counts_on_from(proven);
+    vm.continues_from(proven);
 }
 
 #[test]
@@ -173,11 +173,11 @@ fn a_running_machine_continues_from_its_file() {
         let before = before.max(here.count().expect("the guest has counted"));
         let (mut there, report) = need!(restore(&file, to, &machine, restored_to));
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
         // The file can be used repeatedly.
         let (mut again, report) = need!(restore(&file, to, &machine, restored_to));
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
-        goes_on(&mut again, before);
+        keeps_running(&mut again, before);
     }
 }
 
@@ -219,7 +219,7 @@ fn qemu_loads_a_mapped_ram_file_written_by_hotlift() {
                 differ(&here.ram(), &there.ram());
                 there.qmp.cont().expect("cont");
             }
-            goes_on(&mut there, before);
+            keeps_running(&mut there, before);
         }
     }
 }
@@ -254,7 +254,7 @@ fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
             differ(&here.ram(), &there.ram());
             there.qmp.cont().expect("cont");
         }
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
     }
 }
 
@@ -298,7 +298,7 @@ fn older_sources_are_saved() {
             let (mut there, report) =
                 need!(restore(&file, Release::V10, &machine, Multifd::Channels(2)));
             report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
-            goes_on(&mut there, before);
+            keeps_running(&mut there, before);
         }
     }
 }
@@ -414,7 +414,7 @@ fn a_failed_save_leaves_the_guest_running_and_no_file() {
             || here.migration().has_failed().then_some(()),
         );
         let count = here.count().expect("the guest counts");
-        here.counts_on_from(count);
+        here.continues_from(count);
         assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0);
     }
     here.prove();

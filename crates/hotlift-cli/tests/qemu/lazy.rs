@@ -8,7 +8,7 @@ use hotlift::options::StreamOptions;
 use hotlift::{Address, Control, MigrationError, Options};
 use rustix::process::Signal;
 
-use crate::files::{altered, goes_on, machine, save, settings};
+use crate::files::{altered, keeps_running, machine, save, settings};
 use crate::hotlift::{Hotlift, Running};
 use crate::need;
 use crate::operator::succeeds;
@@ -79,7 +79,7 @@ fn a_guest_runs_before_it_has_its_pages_and_gets_them_all() {
                 report.normal_pages > 1000 && report.requests > 0,
                 "{report:?}"
             );
-            goes_on(&mut there, before);
+            keeps_running(&mut there, before);
         }
     }
 }
@@ -112,7 +112,7 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
         let mut restore = Hotlift::start(&[&lazy[..], &slowly].concat());
         restore.wait_for("the guest runs after");
         // QEMU exits if the connection ends between its last message and the guest's first step.
-        there.counts_on_from(before);
+        there.continues_from(before);
         restore.signal(Signal::KILL);
         let _ = restore.wait();
         there.wait_for_status("postcopy-paused");
@@ -134,7 +134,7 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
         there.wait_for_status("postcopy-paused");
         let output = succeeds(Hotlift::start(&resume));
         assert!(output.contains("has all pages"), "{output:?}");
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
         let refused = Hotlift::start(&resume).wait();
         assert_eq!(refused.0.code(), Some(1), "{:?}", refused.1);
     }
@@ -178,7 +178,7 @@ fn a_damaged_page_pauses_the_guest_until_a_good_file_is_available() {
 
     let arguments: Vec<&str> = resume.iter().map(String::as_str).collect();
     succeeds(Hotlift::start(&arguments));
-    goes_on(&mut there, before);
+    keeps_running(&mut there, before);
 }
 
 #[test]
@@ -252,7 +252,7 @@ fn a_restore_resumes_though_another_client_has_started_a_migration() {
         let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
         let mut restore = Hotlift::start(&[&lazy[..], &["--max-bandwidth=1M"]].concat());
         restore.wait_for("the guest runs after");
-        there.counts_on_from(before);
+        there.continues_from(before);
         let nowhere = there.uri("nowhere");
         there
             .qmp
@@ -266,10 +266,10 @@ fn a_restore_resumes_though_another_client_has_started_a_migration() {
         let output = succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
         assert!(output.contains("has all pages"), "{output}");
         there.wait_for_status("completed");
-        there.counts_on_from(before);
+        there.continues_from(before);
         let proven = there.prove();
         there.qmp.cont().expect("cont");
-        there.counts_on_from(proven);
+        there.continues_from(proven);
     }
 }
 
@@ -325,7 +325,7 @@ fn a_guest_restored_from_another_host_waits_while_that_host_is_down() {
         let mut there = need!(Vm::waiting(release, &machine));
         let eager = ["restore", &remote, "--qmp", &there.free_qmp(), &tls];
         succeeds(Hotlift::start(&eager));
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
 
         let mut there = need!(Vm::waiting(release, &machine));
         let qmp = there.free_qmp();
@@ -333,7 +333,7 @@ fn a_guest_restored_from_another_host_waits_while_that_host_is_down() {
         // So slow that the end is far away.
         let mut restore = Hotlift::start(&[&lazy[..], &["--max-bandwidth=3M"]].concat());
         restore.wait_for("the guest runs after");
-        there.counts_on_from(before);
+        there.continues_from(before);
         server.signal(Signal::KILL);
         let _ = server.wait();
         restore.wait_for(&format!("lost {at}; trying again"));
@@ -341,7 +341,7 @@ fn a_guest_restored_from_another_host_waits_while_that_host_is_down() {
         restore.wait_for(&format!("{at} is back"));
         let (status, output) = restore.wait();
         assert!(status.success(), "{output:?}");
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
     }
     server.signal(Signal::TERM);
     let (status, output) = server.wait();
@@ -364,7 +364,7 @@ fn pages_of_a_file_that_replaced_the_first_do_not_reach_the_guest() {
     let lazy = ["restore", "--lazy", &remote, "--qmp", &qmp, &tls];
     let mut restore = Hotlift::start(&[&lazy[..], &["--max-bandwidth=1M"]].concat());
     restore.wait_for("the guest runs after");
-    there.counts_on_from(before);
+    there.continues_from(before);
     server.signal(Signal::KILL);
     let _ = server.wait();
     std::fs::rename(&file, &aside).expect("the file");
@@ -377,5 +377,5 @@ fn pages_of_a_file_that_replaced_the_first_do_not_reach_the_guest() {
 
     std::fs::rename(&aside, &file).expect("the file");
     succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
-    goes_on(&mut there, before);
+    keeps_running(&mut there, before);
 }

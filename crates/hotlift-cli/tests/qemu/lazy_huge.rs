@@ -10,7 +10,7 @@ use hotlift::options::StreamOptions;
 use hotlift::{Control, MigrationError, Options};
 use rustix::process::Signal;
 
-use crate::files::{altered, goes_on, machine, save, settings};
+use crate::files::{altered, keeps_running, machine, save, settings};
 use crate::guest::Guest;
 use crate::hotlift::Hotlift;
 use crate::lazy::{BACKGROUND, listens_for_pages, serve};
@@ -81,7 +81,7 @@ fn a_guest_in_huge_pages_runs_before_it_has_them_and_gets_them_all() {
             // Only whole ones, except for RAM blocks of firmware: these are at most 512 KiB.
             let beside = (report.normal_pages + report.zero_pages) % 512;
             assert!(beside <= 128, "{report:?}");
-            goes_on(&mut there, before);
+            keeps_running(&mut there, before);
         }
     }
 }
@@ -115,13 +115,13 @@ fn a_guest_in_huge_pages_whose_restore_is_killed_gets_the_rest_of_them() {
         // So slow that the end is far away.
         let mut restore = Hotlift::start(&[&lazy[..], &["--max-bandwidth=4M"]].concat());
         restore.wait_for("the guest runs after");
-        there.counts_on_from(before);
+        there.continues_from(before);
         restore.signal(Signal::KILL);
         let _ = restore.wait();
         there.wait_for_status("postcopy-paused");
         let output = succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
         assert!(output.contains("has all pages"), "{output:?}");
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
     }
 }
 
@@ -146,7 +146,7 @@ fn a_partly_damaged_huge_page_pauses_the_guest_until_a_good_file_is_available() 
         there.wait_for_status("postcopy-paused");
         fs::write(&file, &whole).expect("the good file");
         succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
     }
 }
 
@@ -197,7 +197,7 @@ fn a_linux_in_zero_huge_pages_gets_them_on_demand() {
             let restoring =
                 scope.spawn(|| restore(&file, &address, false, &options, &control, hooks));
             there.wait_for_status("postcopy-active");
-            there.counts_on_from(before);
+            there.continues_from(before);
             // The page arrives only on request: QEMU's main thread waits until it is there.
             let there_is = there.hmp(&format!("xp /2gx {zero:#x}"));
             assert!(there_is.contains(": 0x0000000000000000 0x0000000000000000"));
@@ -206,7 +206,7 @@ fn a_linux_in_zero_huge_pages_gets_them_on_demand() {
         });
         let report = report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
         assert!(report.zero_pages >= 512, "{report:?}");
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
     }
 }
 

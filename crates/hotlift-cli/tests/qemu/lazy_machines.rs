@@ -14,7 +14,7 @@ use hotlift::lazy::{Hooks, LazyReport, restore};
 use hotlift::options::StreamOptions;
 use hotlift::{Control, Options};
 
-use crate::files::{goes_on, machine, save, settings};
+use crate::files::{keeps_running, machine, save, settings};
 use crate::guest::Guest;
 use crate::lazy::{BACKGROUND, listens_for_pages};
 use crate::need;
@@ -141,7 +141,7 @@ impl Row {
         assert_ne!(interrupts(&mut there), given, "nothing would be seen");
         restore_into(&mut there, &file);
         // QEMU lets a guest run even if it was stopped.
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
         assert_eq!(interrupts(&mut there), given);
         Some(())
     }
@@ -289,7 +289,7 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
                 scope.spawn(|| restore(&file, &address, false, &slow, &control, Hooks::default()));
             there.wait_for_status("postcopy-active");
             answers(&port, "the question before the pages have arrived");
-            there.counts_on_from(before);
+            there.continues_from(before);
             assert!(
                 reported_count(&there, "disk") > Some(read),
                 "no use of the disk"
@@ -300,7 +300,7 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
             restoring.join().expect("no panic")
         });
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
         answers(&port, "the question after they have arrived");
     }
 }

@@ -13,7 +13,7 @@ use hotlift::lazy::{Hooks, Preempt, restore};
 use hotlift::{Address, Control, Options};
 use rustix::process::Signal;
 
-use crate::files::{goes_on, machine, save, settings};
+use crate::files::{keeps_running, machine, save, settings};
 use crate::hotlift::Hotlift;
 use crate::need;
 use crate::operator::succeeds;
@@ -108,7 +108,7 @@ fn requested_pages_come_on_the_preempt_channel_of_every_qemu_that_has_one() {
             let most = report.requests * (4096 + RECORD_HEAD) + END;
             assert!(alone <= most, "{alone} bytes for {} pages", report.requests);
             assert!(main > alone && others == 0, "{main} {alone} {others}");
-            goes_on(&mut there, before);
+            keeps_running(&mut there, before);
         }
     }
 }
@@ -134,13 +134,13 @@ fn a_restore_enables_the_preempt_channel_and_restores_the_capability() {
         // So slow that the end is far away.
         let mut restore = Hotlift::start(&[&lazy[..], &["--max-bandwidth=1M"]].concat());
         restore.wait_for("the guest runs after");
-        there.counts_on_from(before);
+        there.continues_from(before);
         assert!(preempt(&mut there), "{release:?}");
         restore.signal(Signal::KILL);
         let _ = restore.wait();
         there.wait_for_status("postcopy-paused");
         succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
         assert!(!preempt(&mut there), "{release:?}");
-        goes_on(&mut there, before);
+        keeps_running(&mut there, before);
     }
 }

@@ -38,7 +38,7 @@ fn a_linux_moves_many_times_and_its_memory_stays_intact() {
     let mut here = need!(Vm::running(STARTS_IN, &machine));
     for (to, live, source, method, destination) in JOURNEY {
         let mut relays = RelayOptions::new(method, BETWEEN, destination);
-        relays.tell_uuid(source, BETWEEN);
+        relays.configure_uuid(source, BETWEEN);
         let route = Route {
             source: Side::new(source).with("return-path"),
             destination: Side::new(destination),

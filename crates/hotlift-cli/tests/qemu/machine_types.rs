@@ -110,7 +110,7 @@ fn a_machine_without_a_name_in_its_stream_moves_and_restores() {
             || "the firmware continues to write".to_owned(),
             || {
                 let before = here.ram();
-                here.counts_on_from(here.count()? + 4);
+                here.continues_from(here.count()? + 4);
                 let now = here.ram();
                 (before[FIRMWARE_STACK_END..] == now[FIRMWARE_STACK_END..]).then_some(())
             },

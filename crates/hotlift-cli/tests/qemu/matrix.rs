@@ -221,7 +221,7 @@ impl Row {
             source = source.with("return-path");
         }
         let mut relays = RelayOptions::new(self.method, self.between, self.destination);
-        relays.tell_uuid(self.source, self.between);
+        relays.configure_uuid(self.source, self.between);
         let route = Route {
             source,
             destination: Side::new(self.destination),

@@ -46,7 +46,7 @@ pub fn has_moved(here: &mut Vm, there: &mut Vm) {
     assert!(!here.is_running(), "the source runs, too");
     assert!(there.is_running());
     let before = here.count().expect("the guest has counted");
-    let counted = there.counts_on_from(before);
+    let counted = there.continues_from(before);
     let proven = match *here.machine.guest {
         Guest::Firmware => {
             there.qmp.stop().expect("stop");
@@ -60,7 +60,7 @@ pub fn has_moved(here: &mut Vm, there: &mut Vm) {
         _ => there.prove(),
     };
     there.qmp.cont().expect("cont");
-    there.counts_on_from(proven);
+    there.continues_from(proven);
 }
 
 #[test]
@@ -113,7 +113,7 @@ impl Adopted {
 
     /// Waits for the end of the command that started it, and of its output, which must follow at once; checks that the guest
     /// counts on from `before`, and ends it.
-    fn counts_on_from(self, before: u64, mut command: Running) {
+    fn continues_from(self, before: u64, mut command: Running) {
         command.wait_for("the guest runs");
         succeeds(command);
         let address = QmpAddress::Unix(self.folder.path().join("test.qmp"));
@@ -152,7 +152,7 @@ fn serve_starts_the_qemu_that_it_was_given_and_leaves_it_with_the_guest() {
     let migrate = ["migrate", "--qmp", &qmp, "--to", &uri, method];
     succeeds(Hotlift::start(&migrate));
     assert!(!here.is_running(), "the source runs, too");
-    there.counts_on_from(here.count().expect("the guest has counted"), serve);
+    there.continues_from(here.count().expect("the guest has counted"), serve);
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
         assert!(here.is_running(), "the guest was not left running");
         let proven = here.prove();
         here.qmp.cont().expect("cont");
-        here.counts_on_from(proven);
+        here.continues_from(proven);
         let (status, output) = serve.wait();
         let output = output.join("\n");
         assert_eq!(status.code(), Some(1), "{output}");
@@ -475,7 +475,7 @@ fn a_saved_guest_continues_from_its_file_and_a_damaged_file_is_refused() {
     let tmpdir = path("tmp");
     fs::create_dir(&tmpdir).expect("a folder");
     let restore = Hotlift::start_with(&arguments, &[("TMPDIR", &tmpdir)]);
-    again.counts_on_from(before, restore);
+    again.continues_from(before, restore);
     let left: Vec<_> = fs::read_dir(&tmpdir).expect("it is there").collect();
     assert!(left.is_empty(), "{left:?}");
 }
@@ -545,7 +545,7 @@ fn a_save_can_keep_the_guest_running() {
         "--keep-running",
     ]));
     let count = here.count().expect("the guest has counted");
-    here.counts_on_from(count);
+    here.continues_from(count);
     here.prove();
     let guest: Arc<Guest> = Arc::clone(&machine.guest);
     let mut there = need!(Vm::waiting(Release::V7, &machine));

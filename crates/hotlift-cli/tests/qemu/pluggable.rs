@@ -150,7 +150,7 @@ impl Way {
             assert!(!live, "the guest does not run");
             there.qmp.cont().expect("cont");
         }
-        there.counts_on_from(before);
+        there.continues_from(before);
         Some(there)
     }
 }
@@ -166,7 +166,7 @@ fn switches_over(here: &mut Vm, there: &mut Vm) {
     let listens = there.qmp.migrate_incoming(&incoming, true);
     listens.expect("migrate-incoming");
     let mut options = RelayOptions::new("zstd", Multifd::Channels(2), Multifd::Off);
-    options.tell_uuid(Multifd::Off, Multifd::Channels(2));
+    options.configure_uuid(Multifd::Off, Multifd::Channels(2));
     let relays = Relays::start(here, &incoming, &options);
     here.qmp.migrate(relays.uri()).expect("migrate");
     here.reaches("active");

@@ -111,8 +111,8 @@ impl Way {
         if let Some([_, other]) = &self.tls {
             // Not earlier: a relay would treat them as the late connection of a QEMU 10.0 for requested pages.
             there.reaches("active");
-            is_turned_away(relays.between(), None);
-            is_turned_away(relays.between(), Some(other));
+            is_rejected(relays.between(), None);
+            is_rejected(relays.between(), Some(other));
         }
         // It precedes the source's own.
         let takes_strangers = self.tls.is_none() && !self.is_passed_through();
@@ -123,13 +123,13 @@ impl Way {
         here.start_postcopy();
         there.wait_for_status("postcopy-active");
         // It runs there while its pages are here.
-        there.counts_on_from(before);
+        there.continues_from(before);
         if takes_strangers {
             drop(silent(relays.uri()));
             strangers.push(silent(relays.uri()));
             // Once the source's own is connected, the relay ignores other clients.
             if !self.preempt {
-                is_turned_away(relays.uri(), None);
+                is_rejected(relays.uri(), None);
             }
         }
         Some(OutgoingMigration {
@@ -154,7 +154,7 @@ impl Way {
         here.reaches("completed");
         there.reaches("completed");
         assert!(!here.is_running(), "the source runs, too");
-        let ended = relays.finish_and_tell();
+        let ended = relays.finish_with_output();
         for (report, _) in &ended {
             if self.is_passed_through() {
                 let why = report["passed_through"].as_str().expect("a reason");
@@ -175,7 +175,7 @@ impl Way {
                 assert!(output.contains(why), "{output}");
             }
         }
-        proven_and_goes_on(&mut there);
+        passes_check_and_continues(&mut there);
         Some(())
     }
 }
@@ -194,15 +194,15 @@ fn silent(to: &str) -> Stream {
     address.connect(DEADLINE).expect("it listens")
 }
 
-fn proven_and_goes_on(there: &mut Vm) {
+fn passes_check_and_continues(there: &mut Vm) {
     let proven = there.prove();
     there.qmp.cont().expect("cont");
-    there.counts_on_from(proven);
+    there.continues_from(proven);
 }
 
 /// Connects to the relay at `to` like the connection for requested pages, with the certificate in `folder` or without TLS.
 /// Waits until the relay closes it.
-fn is_turned_away(to: &str, folder: Option<&Path>) {
+fn is_rejected(to: &str, folder: Option<&Path>) {
     let address: Address = to.parse().expect("an address");
     let mut stream = address.connect(DEADLINE).expect("it listens");
     if let Some(folder) = folder {
@@ -322,7 +322,7 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
         there.reaches("completed");
         assert!(!here.is_running(), "the source runs, too");
         relays.finish();
-        proven_and_goes_on(&mut there);
+        passes_check_and_continues(&mut there);
     }
 }
 
@@ -361,7 +361,7 @@ fn a_guest_whose_relay_is_killed_while_its_devices_load_runs_again_at_the_source
         );
         here.wait_for_status("failed");
         assert!(here.is_running(), "the guest runs nowhere");
-        here.counts_on_from(before);
+        here.continues_from(before);
     }
 }
 

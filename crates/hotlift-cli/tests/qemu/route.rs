@@ -156,7 +156,7 @@ impl RelayOptions {
     }
 
     /// Sets the VM's UUID for a relay whose input has no channels that carry it.
-    pub fn tell_uuid(&mut self, source: Multifd, between: Multifd) {
+    pub fn configure_uuid(&mut self, source: Multifd, between: Multifd) {
         let uuid = format!("--uuid={UUID}");
         if source == Multifd::Off {
             self.source.push(uuid.clone());
@@ -237,12 +237,12 @@ impl Relays {
 
     /// Waits until all have succeeded, and returns their reports, source first.
     pub fn finish(self) -> Vec<Value> {
-        let reports = self.finish_and_tell().into_iter();
+        let reports = self.finish_with_output().into_iter();
         reports.map(|(report, _)| report).collect()
     }
 
     /// Waits until all have succeeded; also returns the output of each.
-    pub fn finish_and_tell(self) -> Vec<(Value, String)> {
+    pub fn finish_with_output(self) -> Vec<(Value, String)> {
         let relays = [
             ("source", Some(self.source)),
             ("destination", self.destination),
@@ -348,10 +348,10 @@ impl Route {
             before
         };
         let before = before.expect("the guest has printed something");
-        there.counts_on_from(before);
+        there.continues_from(before);
         let proven = there.prove();
         there.qmp.cont().expect("cont");
-        there.counts_on_from(proven);
+        there.continues_from(proven);
         Some(Moved {
             there,
             info,

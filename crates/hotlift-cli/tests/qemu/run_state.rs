@@ -54,10 +54,10 @@ fn ends(command: Running) -> (Option<i32>, String) {
 fn runs_on(here: &mut Vm) {
     assert!(here.is_running(), "the guest does not run at the source");
     let count = here.count().expect("the guest has counted");
-    here.counts_on_from(count);
+    here.continues_from(count);
     let proven = here.prove();
     here.qmp.cont().expect("cont");
-    here.counts_on_from(proven);
+    here.continues_from(proven);
 }
 
 impl Adopted {
@@ -251,7 +251,7 @@ fn a_guest_that_should_be_paused_stays_paused_and_is_reported_so() {
             assert_eq!(status(&mut back.qmp), "paused");
             let before = here.count().expect("the guest has counted");
             back.qmp.cont().expect("cont");
-            back.counts_on_from(before);
+            back.continues_from(before);
         }
     }
 }

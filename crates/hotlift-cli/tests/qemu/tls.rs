@@ -70,7 +70,7 @@ fn qemus_with_tls_of_their_own_move_through_relays() {
             false => Side::new(multifd),
         };
         let mut relays = RelayOptions::new("zstd", Multifd::Channels(2), multifd);
-        relays.tell_uuid(multifd, Multifd::Channels(2));
+        relays.configure_uuid(multifd, Multifd::Channels(2));
         relays.source.push(flag("tls", &dir));
         relays.source.push("--tls-hostname=localhost".to_owned());
         relays.source.extend(here.then(|| flag("qemu-tls", &dir)));
@@ -104,7 +104,7 @@ fn relays_follow_tls_hostname_and_verify_peer_of_their_qemus() {
         let mut destination = Side::new(multifd).tls(&of_server, "server");
         destination.verify_peer = false;
         let mut relays = RelayOptions::new("zstd", Multifd::Channels(2), multifd);
-        relays.tell_uuid(multifd, Multifd::Channels(2));
+        relays.configure_uuid(multifd, Multifd::Channels(2));
         let anonymous = || "--qemu-tls-verify-peer=off".to_owned();
         relays
             .source
@@ -218,6 +218,6 @@ fn migrate_and_serve_use_tls_for_messages_and_pages() {
     assert!(status.success(), "{output:?}");
     let (status, output) = serve.wait();
     assert!(status.success(), "{output:?}");
-    there.counts_on_from(before.expect("it counts"));
+    there.continues_from(before.expect("it counts"));
     assert!(!here.is_running(), "the source runs, too");
 }

@@ -197,7 +197,7 @@ impl Vm {
     }
 
     /// Waits until the guest's count exceeds `before`, and returns it.
-    pub fn counts_on_from(&self, before: u64) -> u64 {
+    pub fn continues_from(&self, before: u64) -> u64 {
         until(
             || self.explain(&format!("the guest does not count on from {before}")),
             || self.count().filter(|&count| count > before),

@@ -68,7 +68,7 @@ impl Watched {
     }
 
     /// Waits for the last message to a client, and checks that nothing is left behind.
-    fn says_goodbye(&mut self) -> Value {
+    fn sends_shutdown_event(&mut self) -> Value {
         let goodbye = until(
             || "no SHUTDOWN".to_owned(),
             || {
@@ -97,13 +97,13 @@ fn a_serve_can_be_queried_and_throttled_and_names_unsupported_commands() {
     // It stays here while checked: without a limit it would have moved by then.
     let mut count = watched.here.count().expect("the guest has counted");
     for _ in 0..20 {
-        count = watched.here.counts_on_from(count);
+        count = watched.here.continues_from(count);
     }
     assert_eq!(watched.there.count(), None);
 
     watched.pace(1 << 34);
     succeeds(migrate);
-    assert_eq!(watched.says_goodbye()["reason"], "host-signal");
+    assert_eq!(watched.sends_shutdown_event()["reason"], "host-signal");
     succeeds(watched.serve);
     has_moved(&mut watched.here, &mut watched.there);
 }
@@ -118,13 +118,13 @@ fn a_serve_ended_by_a_monitor_client_leaves_the_guest_at_the_source() {
         let output = output.join("\n");
         assert_eq!(status.code(), Some(1), "{command}: {output}");
         assert!(output.contains("cancelled"), "{command}: {output}");
-        watched.says_goodbye();
+        watched.sends_shutdown_event();
         let (status, output) = watched.serve.wait();
         assert_eq!(status.code(), Some(code), "{command}: {output:?}");
 
         assert!(watched.here.is_running(), "{command}");
         let before = watched.here.count().expect("the guest has counted");
-        watched.here.counts_on_from(before);
+        watched.here.continues_from(before);
         assert_eq!(watched.there.count(), None, "{command}: it has run there");
         assert!(!watched.there.is_running(), "{command}");
     }

@@ -36,7 +36,7 @@ impl<T> HandshakeSlots<T> {
 
     /// Returns the times at which the connections were accepted.
     pub(super) fn since(&self) -> impl Iterator<Item = Instant> + '_ {
-        self.taken.iter().map(|place| place.since)
+        self.taken.iter().map(|slot| slot.since)
     }
 
     /// Returns true if a slot is free, or can be freed by an interruption.
@@ -49,7 +49,7 @@ impl<T> HandshakeSlots<T> {
         if self.taken.len() < HANDSHAKES {
             return Duration::ZERO;
         }
-        let ends = self.taken.iter().map(|place| self.protected_until(place));
+        let ends = self.taken.iter().map(|slot| self.protected_until(slot));
         let first = ends.min().unwrap_or(now);
         first.saturating_duration_since(now)
     }
@@ -59,24 +59,24 @@ impl<T> HandshakeSlots<T> {
         if self.taken.len() < HANDSHAKES {
             return None;
         }
-        let may_go = |place: &HandshakeSlot<T>| self.protected_until(place) <= now;
+        let may_go = |slot: &HandshakeSlot<T>| self.protected_until(slot) <= now;
         let of_crowded_host =
-            |place: &HandshakeSlot<T>| self.is_of_crowded_host(place) && may_go(place);
+            |slot: &HandshakeSlot<T>| self.is_of_crowded_host(slot) && may_go(slot);
         let crowd = self.taken.iter().position(of_crowded_host);
-        let place = crowd.or_else(|| self.taken.iter().position(may_go));
-        Some(self.taken.remove(place.unwrap_or(0)).handshake)
+        let slot = crowd.or_else(|| self.taken.iter().position(may_go));
+        Some(self.taken.remove(slot.unwrap_or(0)).handshake)
     }
 
-    fn protected_until(&self, place: &HandshakeSlot<T>) -> Instant {
-        let max_wait = match self.is_of_crowded_host(place) {
+    fn protected_until(&self, slot: &HandshakeSlot<T>) -> Instant {
+        let max_wait = match self.is_of_crowded_host(slot) {
             true => PROTECTED_TIME_CROWDED,
             false => PROTECTED_TIME,
         };
-        place.since + max_wait
+        slot.since + max_wait
     }
 
-    fn is_of_crowded_host(&self, place: &HandshakeSlot<T>) -> bool {
-        let same = self.taken.iter().filter(|other| other.from == place.from);
+    fn is_of_crowded_host(&self, slot: &HandshakeSlot<T>) -> bool {
+        let same = self.taken.iter().filter(|other| other.from == slot.from);
         same.count() > HANDSHAKES / 2
     }
 
@@ -98,13 +98,13 @@ impl<T> HandshakeSlots<T> {
 
     /// Frees the slot of the handshake `number`; `None` if it was interrupted.
     pub(super) fn free(&mut self, number: u64) -> Option<T> {
-        let place = self.taken.iter().position(|it| it.number == number)?;
-        Some(self.taken.remove(place).handshake)
+        let slot = self.taken.iter().position(|it| it.number == number)?;
+        Some(self.taken.remove(slot).handshake)
     }
 
     /// Frees all slots.
     pub(super) fn free_all(&mut self) -> impl Iterator<Item = T> + '_ {
-        self.taken.drain(..).map(|place| place.handshake)
+        self.taken.drain(..).map(|slot| slot.handshake)
     }
 }
 
@@ -140,12 +140,12 @@ mod tests {
         let mut slots = HandshakeSlots::new();
         let begun = Instant::now();
         let long = Duration::from_secs(600);
-        for place in 0..HANDSHAKES {
+        for slot in 0..HANDSHAKES {
             assert!(slots.until_room(begun).is_zero());
-            let from = if place == 0 {
+            let from = if slot == 0 {
                 "alone".to_owned()
             } else {
-                format!("host {place}")
+                format!("host {slot}")
             };
             assert_eq!(enter(&mut slots, &from, begun), None);
         }
@@ -165,8 +165,8 @@ mod tests {
         assert!(slots.has_room(begun));
 
         let mut slots = HandshakeSlots::new();
-        for place in 0..HANDSHAKES {
-            let from = if place == 0 { "alone" } else { "crowd" };
+        for slot in 0..HANDSHAKES {
+            let from = if slot == 0 { "alone" } else { "crowd" };
             enter(&mut slots, from, begun);
         }
         assert_eq!(slots.until_room(begun), PROTECTED_TIME_CROWDED);

@@ -133,15 +133,15 @@ impl<S: AsFd> PendingConnections<S> {
 
     /// Removes the connection `number`.
     pub fn remove(&mut self, number: u64) -> Option<(S, Instant)> {
-        let place = self.waiting.iter().position(|one| one.number == number)?;
-        Some(self.take(place))
+        let index = self.waiting.iter().position(|one| one.number == number)?;
+        Some(self.take(index))
     }
 
-    /// Removes the first connection that `accepts` accepts.
+    /// Removes the first connection for which `accepts` returns true.
     pub fn take_first(&mut self, accepts: impl Fn(&S, Instant) -> bool) -> Option<(S, Instant)> {
         let mut waiting = self.waiting.iter();
-        let place = waiting.position(|one| accepts(&one.connection, one.since))?;
-        Some(self.take(place))
+        let index = waiting.position(|one| accepts(&one.connection, one.since))?;
+        Some(self.take(index))
     }
 
     /// Removes a connection whose time is over.
@@ -152,8 +152,8 @@ impl<S: AsFd> PendingConnections<S> {
     }
 
     /// Also stops watching the descriptor: a duplicate of the socket would keep it in the epoll set.
-    fn take(&mut self, place: usize) -> (S, Instant) {
-        let one = self.waiting.remove(place);
+    fn take(&mut self, index: usize) -> (S, Instant) {
+        let one = self.waiting.remove(index);
         let _ = epoll::delete(&self.news, &one.connection);
         (one.connection, one.since)
     }
@@ -194,7 +194,7 @@ mod tests {
             assert_eq!((room.next_ready(), room.next_ready()), (Some(0), None));
         }
         drop(there);
-        assert!(is_ready(&room), "an end is news");
+        assert!(is_ready(&room), "an end counts too");
     }
 
     #[test]

@@ -14,7 +14,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use time::OffsetDateTime;
 
-use crate::support::{DAY, Pki, allow, connected, failure, hotlift, meet, put, tls};
+use crate::support::{DAY, Pki, allow, connect_pair, connected, failure, hotlift, put, tls};
 
 #[test]
 fn two_hosts_of_one_ca_authenticate_each_other_and_export_the_same_secret() {
@@ -25,7 +25,7 @@ fn two_hosts_of_one_ca_authenticate_each_other_and_export_the_same_secret() {
         hotlift(),
     );
     for host in ["b.example", "192.0.2.2", "2001:db8::2", "B.Example"] {
-        let (client, server) = meet(&client, host, &server);
+        let (client, server) = connect_pair(&client, host, &server);
         let (client, server) = (client.unwrap(), server.unwrap());
         assert_eq!(client.peer.unwrap().dns, ["b.example"]);
         assert_eq!(server.peer.unwrap().subject, "CN=a.example");
@@ -62,7 +62,7 @@ fn tls_hostname_replaces_the_name_of_the_address() {
         ..hotlift()
     };
     let dir = pki.host(&["a"]);
-    let (client, _) = meet(&tls(&dir, named), "192.0.2.9", &server);
+    let (client, _) = connect_pair(&tls(&dir, named), "192.0.2.9", &server);
     client.unwrap();
     let nameless = tls(&dir, hotlift());
     for (host, error) in [
@@ -79,14 +79,14 @@ fn tls_hostname_replaces_the_name_of_the_address() {
 /// Returns the errors of client and server if the server's certificate has a fault.
 fn bad_server(dir: &Path, pki: &Pki, settings: Settings) -> (String, String) {
     let client = tls(&pki.host(&["a"]), settings);
-    let (client, server) = meet(&client, "b", &tls(dir, hotlift()));
+    let (client, server) = connect_pair(&client, "b", &tls(dir, hotlift()));
     (failure(client), failure(server))
 }
 
 /// Does the same for a fault of the client's certificate.
 fn bad_client(dir: &Path, pki: &Pki, settings: Settings) -> (String, String) {
     let server = tls(&pki.host(&["b"]), settings);
-    let (client, server) = meet(&tls(dir, hotlift()), "b", &server);
+    let (client, server) = connect_pair(&tls(dir, hotlift()), "b", &server);
     (failure(client), failure(server))
 }
 
@@ -155,7 +155,7 @@ fn a_name_that_is_on_no_list_is_refused_by_either_side() {
         &["does not accept our certificate", "not on the list"],
     );
     let server = tls(&dir_b, allow(&["CN=a"]));
-    let (client, server) = meet(&tls(&dir_a, allow(&["b"])), "b", &server);
+    let (client, server) = connect_pair(&tls(&dir_a, allow(&["b"])), "b", &server);
     client.unwrap();
     server.unwrap();
 }
@@ -176,7 +176,7 @@ fn an_expired_or_future_certificate_is_named_with_its_dates_and_not_sent() {
         let dir = pki.host(&["b"]);
         certificate_at(&pki, &dir, Role::Client, at, 1);
         certificate_at(&pki, &dir, Role::Server, at, 1);
-        let (client, _) = meet(
+        let (client, _) = connect_pair(
             &tls(&dir, hotlift()),
             "b",
             &tls(&pki.host(&["b"]), hotlift()),
@@ -185,7 +185,7 @@ fn an_expired_or_future_certificate_is_named_with_its_dates_and_not_sent() {
             &failure(client),
             &["our certificate", "client-cert.pem", words],
         );
-        let (client, server) = meet(
+        let (client, server) = connect_pair(
             &tls(&pki.host(&["a"]), hotlift()),
             "b",
             &tls(&dir, hotlift()),
@@ -246,14 +246,14 @@ fn a_revoked_certificate_is_refused_by_either_side_and_others_are_not() {
         revoke(&pki, &a.join("client-cert.pem"), now, 9),
     )
     .unwrap();
-    let (client, server) = meet(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
+    let (client, server) = connect_pair(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
     assert_contains(&failure(server), &["(CN=a: a)", "is revoked"]);
     assert_contains(
         &failure(client),
         &["does not accept our certificate: it is revoked"],
     );
     let other = pki.host(&["other"]);
-    let (client, server) = meet(&tls(&other, hotlift()), "b", &tls(&b, hotlift()));
+    let (client, server) = connect_pair(&tls(&other, hotlift()), "b", &tls(&b, hotlift()));
     client.unwrap();
     server.unwrap();
     fs::write(
@@ -262,7 +262,7 @@ fn a_revoked_certificate_is_refused_by_either_side_and_others_are_not() {
     )
     .unwrap();
     fs::remove_file(b.join("ca-crl.pem")).unwrap();
-    let (client, _) = meet(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
+    let (client, _) = connect_pair(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
     assert_contains(&failure(client), &["(CN=b: b)", "is revoked"]);
 }
 
@@ -277,7 +277,7 @@ fn an_expired_revocation_list_admits_no_peer() {
         1,
     );
     fs::write(b.join("ca-crl.pem"), list).unwrap();
-    let (_, server) = meet(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
+    let (_, server) = connect_pair(&tls(&a, hotlift()), "b", &tls(&b, hotlift()));
     assert_contains(
         &failure(server),
         &["list of revoked certificates here expired on"],
@@ -289,12 +289,12 @@ fn a_qemu_profile_has_no_alpn_and_a_hotlift_profile_requires_its_own() {
     let pki = Pki::new("CA");
     let dir = pki.host(&["b"]);
     let of = |profile| tls(&dir, Settings::new(profile));
-    let (client, server) = meet(&of(Profile::Qemu), "b", &of(Profile::Qemu));
+    let (client, server) = connect_pair(&of(Profile::Qemu), "b", &of(Profile::Qemu));
     client.unwrap();
     server.unwrap();
-    let (_, server) = meet(&of(Profile::Qemu), "b", &of(Profile::Hotlift));
+    let (_, server) = connect_pair(&of(Profile::Qemu), "b", &of(Profile::Hotlift));
     assert_contains(&failure(server), &["is not a Hotlift", "hotlift/1"]);
-    let (client, _) = meet(&of(Profile::Hotlift), "b", &of(Profile::Qemu));
+    let (client, _) = connect_pair(&of(Profile::Hotlift), "b", &of(Profile::Qemu));
     assert_contains(&failure(client), &["is not a Hotlift"]);
 }
 
@@ -312,21 +312,21 @@ fn a_server_without_verify_peer_takes_a_client_without_a_certificate() {
         tls(dir, settings)
     };
     let anonymous = of(of_client.path(), false);
-    let (client, session) = meet(&anonymous, "b", &of(&server, false));
+    let (client, session) = connect_pair(&anonymous, "b", &of(&server, false));
     assert_eq!(client.unwrap().peer.unwrap().dns, ["b"]);
     assert_eq!(session.unwrap().peer, None);
     // A server that requests one refuses; so does a client that needs one and has none.
-    let (_, session) = meet(&anonymous, "b", &of(&server, true));
+    let (_, session) = connect_pair(&anonymous, "b", &of(&server, true));
     assert_contains(&failure(session), &["sent no certificate"]);
-    let (client, _) = meet(&of(of_client.path(), true), "b", &of(&server, false));
+    let (client, _) = connect_pair(&of(of_client.path(), true), "b", &of(&server, false));
     assert_contains(&failure(client), &["client-cert.pem is missing"]);
     // A certificate that is not requested is not sent; the server's is verified nevertheless.
-    let (_, session) = meet(&of(&pki.host(&["a"]), true), "b", &of(&server, false));
+    let (_, session) = connect_pair(&of(&pki.host(&["a"]), true), "b", &of(&server, false));
     assert_eq!(session.unwrap().peer, None);
-    let (client, _) = meet(&anonymous, "c", &of(&server, false));
+    let (client, _) = connect_pair(&anonymous, "c", &of(&server, false));
     assert_contains(&failure(client), &["is not for 'c' but for b"]);
     let other = Pki::new("other");
-    let (client, _) = meet(&anonymous, "b", &of(&other.host(&["b"]), false));
+    let (client, _) = connect_pair(&anonymous, "b", &of(&other.host(&["b"]), false));
     assert_contains(&failure(client), &["does not trust"]);
 }
 
@@ -363,7 +363,7 @@ fn a_missing_file_of_a_folder_is_named() {
         &["cannot read", "server-cert.pem", "No such file"],
     );
     fs::remove_file(dir.join("server-key.pem")).unwrap();
-    let (_, server) = meet(
+    let (_, server) = connect_pair(
         &tls(&pki.host(&["a"]), hotlift()),
         "b",
         &tls(&dir, hotlift()),
@@ -399,7 +399,7 @@ fn a_secret_of_cert_manager_is_taken_as_it_is_mounted() {
     ] {
         fs::copy(host.join(from), dir.path().join(to)).unwrap();
     }
-    let (client, server) = meet(&tls(dir.path(), hotlift()), "b", &tls(&host, hotlift()));
+    let (client, server) = connect_pair(&tls(dir.path(), hotlift()), "b", &tls(&host, hotlift()));
     client.unwrap();
     server.unwrap();
 }

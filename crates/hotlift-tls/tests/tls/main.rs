@@ -1,12 +1,12 @@
 //! Handshakes and records with every kind of fault, and OpenSSL and QEMU as the other side.
 
+mod certificate_check;
 mod handshake;
-mod judged;
+mod hostile_peers;
 mod memory;
 mod openssl;
 mod qemu;
 mod records;
 mod reload;
-mod strangers;
 mod support;
 mod tampered;

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 use hotlift_tls::{Credentials, Role, Tls, Warning};
 
-use crate::support::{DAY, Pki, failure, hotlift, meet, tls};
+use crate::support::{DAY, Pki, connect_pair, failure, hotlift, tls};
 
 #[test]
 fn the_next_connection_has_the_renewed_certificate() {
@@ -16,14 +16,14 @@ fn the_next_connection_has_the_renewed_certificate() {
     let client = tls(&pki.host(&["a"]), hotlift());
     let credentials = Arc::new(Credentials::open(&dir).unwrap());
     let server = Tls::new(Arc::clone(&credentials), hotlift());
-    meet(&client, "old", &server).0.unwrap();
+    connect_pair(&client, "old", &server).0.unwrap();
     pki.put(&dir, Role::Server, &["new"], SystemTime::now(), 5);
-    let (client_said, _) = meet(&client, "new", &server);
+    let (client_said, _) = connect_pair(&client, "new", &server);
     assert_eq!(client_said.unwrap().peer.unwrap().dns, ["new"]);
     // Another CA from now on.
     let other = Pki::new("other");
     fs::write(dir.join("ca-cert.pem"), &other.ca().certificate).unwrap();
-    let (_, server_said) = meet(&client, "new", &server);
+    let (_, server_said) = connect_pair(&client, "new", &server);
     assert!(failure(server_said).contains("CA that this side does not trust"));
 }
 
@@ -36,14 +36,14 @@ fn a_partial_renewal_keeps_the_old_certificates_and_is_reported() {
     let server = Tls::new(Arc::clone(&credentials), hotlift());
     let new = pki.host(&["new"]);
     fs::copy(new.join("server-key.pem"), dir.join("server-key.pem")).unwrap();
-    meet(&client, "b", &server).0.unwrap();
+    connect_pair(&client, "b", &server).0.unwrap();
     let warnings = server.warnings();
     assert!(
         matches!(warnings.last(), Some(Warning::NotTakenUp { problem }) if problem.contains("do not match")),
         "{warnings:?}"
     );
     fs::copy(new.join("server-cert.pem"), dir.join("server-cert.pem")).unwrap();
-    meet(&client, "new", &server).0.unwrap();
+    connect_pair(&client, "new", &server).0.unwrap();
     let is_late = |warning: &Warning| matches!(warning, Warning::NotTakenUp { .. });
     assert!(!server.warnings().iter().any(is_late));
 }
@@ -72,10 +72,10 @@ fn a_secret_that_kubernetes_replaces_by_a_link_is_reloaded() {
     }
     let client = tls(&pki.host(&["a"]), hotlift());
     let server = tls(&mount, hotlift());
-    meet(&client, "old", &server).0.unwrap();
+    connect_pair(&client, "old", &server).0.unwrap();
     symlink(place.path().join("2"), mount.join("..tmp")).unwrap();
     fs::rename(mount.join("..tmp"), mount.join("..data")).unwrap();
-    meet(&client, "new", &server).0.unwrap();
+    connect_pair(&client, "new", &server).0.unwrap();
 }
 
 #[test]

@@ -85,7 +85,7 @@ pub fn tls(dir: &Path, settings: Settings) -> Tls {
 pub type Outcome = (Result<Session, TlsError>, Result<Session, TlsError>);
 
 /// Connects a client that expects `host` to a server.
-pub fn meet(client: &Tls, host: &str, server: &Tls) -> Outcome {
+pub fn connect_pair(client: &Tls, host: &str, server: &Tls) -> Outcome {
     let (here, there) = UnixStream::pair().unwrap();
     thread::scope(|scope| {
         let accepted = scope.spawn(move || server.accept(&there));

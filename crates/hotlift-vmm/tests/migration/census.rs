@@ -5,7 +5,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 /// Maximum time that the kernel may list a joined thread.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Threads by name, and open files by kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,7 +50,7 @@ impl Census {
                 return;
             }
             assert!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < TIMEOUT,
                 "left behind: {:?}, before: {:?}",
                 now.0,
                 self.0

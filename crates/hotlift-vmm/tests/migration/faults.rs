@@ -132,7 +132,7 @@ impl Course {
         log
     }
 
-    fn suffer(&mut self, fault: &Fault) {
+    fn inject(&mut self, fault: &Fault) {
         let mut late = 0;
         for _ in 0..ATTEMPTS {
             let is_last = late == LATE - 1;
@@ -258,7 +258,7 @@ fn a_flipped_byte_of_each_unit_of_the_main_channel_leaves_one_guest() {
     let forth = |unit: &Unit| !unit.back && unit.socket == Some(Socket::Main);
     let units = places(&log, 2).into_iter().filter(|(unit, _)| forth(unit));
     for (number, (unit, length)) in units.enumerate() {
-        course.suffer(&flip(&unit, length / 2, MASKS[number % 3]));
+        course.inject(&flip(&unit, length / 2, MASKS[number % 3]));
     }
     course.finish(&census);
 }
@@ -276,12 +276,12 @@ fn any_flipped_byte_of_a_channel_leaves_one_guest() {
         .collect();
     for (number, (unit, length)) in headers.iter().enumerate() {
         for fault in flips_of_type(unit) {
-            course.suffer(&fault);
+            course.inject(&fault);
         }
         // After the fixed fields all headers are alike: each byte is flipped in one of them.
         let here = |byte: &usize| *byte < FIXED_FIELDS || byte % headers.len() == number;
         for byte in (0..*length).filter(here) {
-            course.suffer(&flip(unit, byte, MASKS[byte % 3]));
+            course.inject(&flip(unit, byte, MASKS[byte % 3]));
         }
     }
     course.finish(&census);
@@ -295,10 +295,10 @@ fn any_flipped_byte_of_an_answer_leaves_one_guest() {
     let log = course.watch();
     for (unit, length) in places(&log, 2).into_iter().filter(|(unit, _)| unit.back) {
         for fault in flips_of_type(&unit) {
-            course.suffer(&fault);
+            course.inject(&fault);
         }
         for byte in 0..length {
-            course.suffer(&flip(&unit, byte, MASKS[byte % 3]));
+            course.inject(&flip(&unit, byte, MASKS[byte % 3]));
         }
     }
     course.finish(&census);
@@ -323,7 +323,7 @@ fn any_cut_connection_leaves_one_guest() {
                 actions = vec![actions[number % 4]];
             }
             for action in actions {
-                course.suffer(&Fault {
+                course.inject(&Fault {
                     unit: unit.clone(),
                     action,
                 });
@@ -343,7 +343,7 @@ fn a_damaged_payload_and_damaged_zero_page_records_leave_one_guest() {
         for (unit, length) in places(&log, 2) {
             if unit.name.starts_with("data payload") {
                 for byte in [0, 1, length / 2, length - 1] {
-                    course.suffer(&flip(&unit, byte, MASKS[byte % 3]));
+                    course.inject(&flip(&unit, byte, MASKS[byte % 3]));
                 }
             }
         }
@@ -361,7 +361,7 @@ fn a_damaged_payload_and_damaged_zero_page_records_leave_one_guest() {
             .unwrap();
         for byte in 0..*length {
             for mask in MASKS {
-                course.suffer(&flip(unit, byte, mask));
+                course.inject(&flip(unit, byte, mask));
             }
         }
     }

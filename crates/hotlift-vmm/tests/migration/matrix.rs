@@ -75,7 +75,8 @@ fn every_combination_arrives_intact_and_runs() {
                     let what = format!("{kind} {} {channels} {mode} {size} {address}", method.name);
 
                     let listener = address.parse::<Address>().unwrap().listen().unwrap();
-                    let (sent, received) = goes_on(kind, &settings, &options, listener, &what);
+                    let (sent, received) =
+                        runs_after_move(kind, &settings, &options, listener, &what);
                     assert_eq!(*mode == "none", sent.zero_pages == 0, "{what}: {sent:?}");
                     let content = sent.normal_pages * 4096;
                     let smaller = sent.transferred_bytes < content;
@@ -92,7 +93,7 @@ fn every_combination_arrives_intact_and_runs() {
 }
 
 /// Migrates a writing guest; asserts that it arrives whole and continues, and that the figures of both sides agree.
-fn goes_on(
+fn runs_after_move(
     kind: GuestKind,
     settings: &GuestSettings,
     options: &Options,
@@ -159,7 +160,8 @@ fn every_setting_of_compress_arrives_intact_and_runs() {
                             ..rig::settings()
                         };
                         let (listener, _) = rig::listen();
-                        let (sent, received) = goes_on(kind, &settings, &options, listener, &what);
+                        let (sent, received) =
+                            runs_after_move(kind, &settings, &options, listener, &what);
                         assert_eq!(*mode == "none", sent.zero_pages == 0, "{what}: {sent:?}");
                         // Pages without a free thread are not compressed; some always are.
                         let smaller = sent.transferred_bytes < sent.normal_pages * 4096;

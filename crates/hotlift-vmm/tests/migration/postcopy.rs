@@ -300,12 +300,12 @@ impl<'a> Script<'a> {
 
     /// Asks for the received pages, and continues; returns the missing ones.
     fn resume(&self) -> Vec<(usize, usize)> {
-        let missing = self.ask_what_is_missing();
-        self.go_on();
+        let missing = self.request_missing_pages();
+        self.send_resume();
         missing
     }
 
-    fn ask_what_is_missing(&self) -> Vec<(usize, usize)> {
+    fn request_missing_pages(&self) -> Vec<(usize, usize)> {
         let mut missing = Vec::new();
         for (index, block) in self.guest.ram().iter().enumerate() {
             let mut request = Vec::new();
@@ -326,10 +326,10 @@ impl<'a> Script<'a> {
         missing
     }
 
-    fn go_on(&self) {
-        let mut go_on = Vec::new();
-        postcopy::put_resume(&mut go_on);
-        self.send(&go_on);
+    fn send_resume(&self) {
+        let mut bytes = Vec::new();
+        postcopy::put_resume(&mut bytes);
+        self.send(&bytes);
         assert!(matches!(self.message(), Message::Other), "no RESUME_ACK");
     }
 }
@@ -855,7 +855,7 @@ fn a_source_that_never_reads_the_answer_does_not_block_another() {
         reaches(control, Status::PostcopyPaused);
         // It is awaited at the other place, and has connected there too.
         let script = Script::connect(from, &address);
-        script.ask_what_is_missing();
+        script.request_missing_pages();
         drop(script);
     });
 }
@@ -951,9 +951,9 @@ fn requested_pages_use_the_preempt_channel_even_after_the_end_of_main() {
             let (listener, address) = listen();
             control.recover(listener).expect("it waits");
             let script = Script::connect(&from, &address);
-            let mut missing = script.ask_what_is_missing();
+            let mut missing = script.request_missing_pages();
             let preempt = Script::connect(&from, &address).stream;
-            script.go_on();
+            script.send_resume();
             let asked = script.request();
             assert!(missing.contains(&(0, asked)), "{asked} is there");
             missing.retain(|(_, page)| *page != asked);
@@ -1015,7 +1015,7 @@ fn a_page_missing_after_the_end_of_main_pauses_the_migration() {
         let (listener, address) = listen();
         control.recover(listener).expect("it waits");
         let script = Script::connect(&from, &address);
-        script.ask_what_is_missing();
+        script.request_missing_pages();
         let mut resume = Vec::new();
         postcopy::put_resume(&mut resume);
         script.send(&resume);

@@ -234,7 +234,7 @@ impl Script {
     }
 
     /// Sends the messages of a destination whose source has returned.
-    fn says_what_it_has(&mut self) {
+    fn send_received_bitmap(&mut self) {
         loop {
             match self.next() {
                 Seen::RecvBitmap(block) => {
@@ -417,7 +417,7 @@ fn requested_pages_use_the_preempt_channel_and_its_replacement() {
             let (again, to) = port();
             assert!(control.resume(&to));
             script = script.reconnected(&again);
-            script.says_what_it_has();
+            script.send_received_bitmap();
             // It exists before the source continues.
             again.set_nonblocking(true).unwrap();
             let mut preempt = Preempt::accept(&again, source);
@@ -470,7 +470,7 @@ fn a_lost_connection_leaves_the_guest_at_the_destination_and_the_next_brings_the
                     reaches(control, Status::PostcopyRecover);
                 }
             }
-            script.says_what_it_has();
+            script.send_received_bitmap();
             reaches(control, Status::PostcopyActive);
             script.completes(source);
         });
@@ -493,7 +493,7 @@ fn abandoning_a_paused_postcopy_leaves_the_guest_stopped() {
                 let (again, to) = port();
                 assert!(control.resume(&to));
                 script = script.reconnected(&again);
-                script.says_what_it_has();
+                script.send_received_bitmap();
                 reaches(control, Status::PostcopyActive);
             }
             drop(script);

@@ -10,7 +10,7 @@ use hotlift_mem::{DirtyBitmap, RamBlock};
 use hotlift_vmm::BuiltinGuest;
 
 /// Far longer than a running guest takes for a few writes.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Fetches the dirty log in place of the guest; the number counts from 1 in each migration.
 pub type Sync = Box<
@@ -108,7 +108,7 @@ pub fn let_write(guest: &dyn BuiltinGuest, more: u64) -> Result<(), String> {
     let (goal, start) = (guest.writes() + more, Instant::now());
     while guest.writes() < goal {
         guest.health().map_err(|error| error.to_string())?;
-        if start.elapsed() > PATIENCE {
+        if start.elapsed() > TIMEOUT {
             return Err("it does not write".to_owned());
         }
         std::thread::sleep(Duration::from_micros(200));

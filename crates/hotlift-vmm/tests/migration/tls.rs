@@ -425,7 +425,7 @@ impl Course {
         (log, holder)
     }
 
-    fn suffer(&mut self, fault: Fault) {
+    fn inject(&mut self, fault: Fault) {
         let (log, holder) = self.migrate(Some(fault));
         match holder {
             Ok(Holder::Destination) => self.to_destination += 1,
@@ -482,7 +482,7 @@ fn any_tampering_with_a_record_leaves_one_guest() {
             for _ in 0..2 {
                 let action = actions[turn % actions.len()];
                 turn += 1;
-                course.suffer(Fault {
+                course.inject(Fault {
                     back,
                     number,
                     action,
@@ -507,7 +507,7 @@ fn any_tampering_with_a_record_leaves_one_guest() {
 
 /// Connections of unknown clients in a migration: a sample that takes each place several times.
 /// `hotlift-net/src/admission/handshake_slots.rs` proves that any number of them takes at most all places.
-const STRANGERS: usize = 512;
+const UNKNOWN_CLIENTS: usize = 512;
 
 /// Concurrent connections. A connection that overflows the listener's queue takes a second.
 const CROWD: usize = 16;
@@ -534,7 +534,7 @@ fn unfinished_handshakes_of_unknown_clients_do_not_affect_a_migration() {
     let controls = [Control::new(), Control::new()];
     let come = || {
         let mut came = 0;
-        while came < STRANGERS / CROWD && !over.load(Ordering::Relaxed) {
+        while came < UNKNOWN_CLIENTS / CROWD && !over.load(Ordering::Relaxed) {
             if !begun.load(Ordering::Relaxed) {
                 thread::yield_now();
                 continue;
@@ -565,7 +565,7 @@ fn unfinished_handshakes_of_unknown_clients_do_not_affect_a_migration() {
             &|_| begun.store(true, Ordering::Relaxed),
         );
         over.store(true, Ordering::Relaxed);
-        assert_eq!(all.join().unwrap(), STRANGERS);
+        assert_eq!(all.join().unwrap(), UNKNOWN_CLIENTS);
         ended
     });
     ended.arrived(&source, &destination, "strangers");

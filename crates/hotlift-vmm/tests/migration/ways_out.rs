@@ -29,7 +29,7 @@ fn options() -> Options {
 }
 
 /// Returns options with short timeouts, for faults that only a timeout detects.
-fn impatient() -> Options {
+fn short_timeouts() -> Options {
     Options {
         limits: Limits {
             handshake_timeout: Duration::from_secs(2),
@@ -339,7 +339,7 @@ fn a_damaged_length_on_main_does_not_hang_a_long_round() {
         let action = Action::Flip { byte, mask: 0x80 };
         let rule = Units::new(Some(Fault { unit, action }));
         let (proxy, to) = Proxy::loopback(&address, rule).unwrap();
-        let ended = rig::migrate(&source, &destination, listener, &to, &impatient());
+        let ended = rig::migrate(&source, &destination, listener, &to, &short_timeouts());
         assert!(proxy.finish().into_log().fired);
         let errors = ended.stayed(&source, &destination);
         assert!(

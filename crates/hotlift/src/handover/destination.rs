@@ -89,7 +89,7 @@ pub(crate) struct DestinationHandover {
 struct State {
     side: DestinationSide,
     /// State of the guest here, for the source.
-    doing: GuestActivity,
+    activity: GuestActivity,
     /// Connections that can still bring the source's commit.
     open: usize,
     /// True if the source was, or may have been, informed that all is loaded: it may ask.
@@ -106,7 +106,7 @@ impl DestinationHandover {
     pub(crate) fn new(connections: usize, life: &Life) -> Self {
         let state = State {
             side: DestinationSide::default(),
-            doing: GuestActivity::default(),
+            activity: GuestActivity::default(),
             open: connections,
             source_may_ask: false,
             has_all: false,
@@ -178,13 +178,13 @@ impl DestinationHandover {
     }
 
     /// Sets the state of the guest here, which the source may learn. Called before [`DestinationHandover::record_run`].
-    pub(crate) fn record_activity(&self, doing: GuestActivity) {
-        self.lock().doing = doing;
+    pub(crate) fn record_activity(&self, activity: GuestActivity) {
+        self.lock().activity = activity;
     }
 
     /// Returns the state of the guest here, as far as the source may know it.
-    pub(crate) fn doing(&self) -> GuestActivity {
-        self.lock().doing
+    pub(crate) fn activity(&self) -> GuestActivity {
+        self.lock().activity
     }
 
     /// See [`DestinationSide::refused`].
@@ -230,7 +230,7 @@ impl DestinationHandover {
     /// that has not committed.
     pub(crate) fn wait_for_decision(&self, is_cancelled: impl Fn() -> bool) -> bool {
         let keep_waiting = || Ok::<_, Infallible>(());
-        let Ok(taken) = self.state.wait_until(None, keep_waiting, |state| {
+        let Ok(runs) = self.state.wait_until(None, keep_waiting, |state| {
             if state.side == DestinationSide::Loaded && (state.open == 0 || is_cancelled()) {
                 state.side.abandon();
             }
@@ -239,7 +239,7 @@ impl DestinationHandover {
                 side => Some(side == DestinationSide::Runs),
             }
         });
-        taken.unwrap_or_default()
+        runs.unwrap_or_default()
     }
 }
 

@@ -82,10 +82,10 @@ impl OwnershipWait {
                 (DestinationStatement::Never, GuestActivity::Unknown)
             }
             // QEMU also refuses a guest that it runs, if the end of the stream is lost after EOF.
-            (QemuGuestState::Yes(doing), None | Some(DestinationStatement::Never)) => {
-                (DestinationStatement::Runs, doing)
+            (QemuGuestState::Yes(activity), None | Some(DestinationStatement::Never)) => {
+                (DestinationStatement::Runs, activity)
             }
-            (QemuGuestState::Yes(doing), Some(statement)) => (statement, doing),
+            (QemuGuestState::Yes(activity), Some(statement)) => (statement, activity),
             (QemuGuestState::Never, statement) => (
                 statement.unwrap_or(DestinationStatement::Never),
                 GuestActivity::Unknown,
@@ -143,8 +143,8 @@ mod tests {
             wait.state(statement);
             let judged = wait.combine(taken);
             assert_eq!(judged.map(|it| it.0), expected, "{taken:?} {statement:?}");
-            if let (Yes(_), Some((_, doing))) = (taken, judged) {
-                assert_eq!(doing, GuestActivity::Stopped);
+            if let (Yes(_), Some((_, activity))) = (taken, judged) {
+                assert_eq!(activity, GuestActivity::Stopped);
             }
         }
     }

@@ -95,8 +95,8 @@ pub(crate) fn statement(
     answer: &[u8; ANSWER_LEN],
     id: MigrationId,
 ) -> Option<(DestinationStatement, GuestActivity)> {
-    let (outcome, doing) = read_answer(answer, id).ok()?;
-    Some((DestinationStatement::of_outcome(outcome)?, doing))
+    let (outcome, activity) = read_answer(answer, id).ok()?;
+    Some((DestinationStatement::of_outcome(outcome)?, activity))
 }
 
 impl DestinationStatement {

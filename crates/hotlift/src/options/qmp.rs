@@ -230,7 +230,7 @@ impl OptionInfo {
         let wording = WORDINGS.iter().find(|(name, _)| *name == self.name);
         let expected = wording.map_or_else(
             || Cow::Owned(self.values.to_string()),
-            |(_, help_text)| Cow::Borrowed(*help_text),
+            |(_, text)| Cow::Borrowed(*text),
         );
         QmpRefusal::Expects {
             name: self.qmp_name().replace('-', "_"),

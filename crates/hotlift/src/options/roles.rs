@@ -128,7 +128,7 @@ impl NotFor {
 pub struct RoleDefault {
     /// Roles that have it; of several rows, the first with the role counts.
     pub roles: &'static [Role],
-    /// Value that is set where the option is not given; `None` sets nothing, and `help_text` describe the effect.
+    /// Value that is set where the option is not given; `None` sets nothing, and `help_text` describes the effect.
     pub value: Option<&'static str>,
     /// Text in help.
     pub help_text: &'static str,

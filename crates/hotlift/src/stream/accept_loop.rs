@@ -262,7 +262,7 @@ impl<'a> AcceptLoop<'a> {
                 if outcome == Outcome::Never {
                     (asked.refuse)();
                 }
-                (outcome, asked.destination_handover.doing())
+                (outcome, asked.destination_handover.activity())
             }
             _ => (Outcome::Unknown, GuestActivity::Unknown),
         };

@@ -40,7 +40,7 @@ impl PreemptIn {
 
     /// Stores the connection that has arrived.
     pub(crate) fn put(&self, stream: Stream) {
-        self.0.change(|come| *come = Some(Arc::new(stream)));
+        self.0.change(|arrived| *arrived = Some(Arc::new(stream)));
     }
 
     /// Returns true if it has arrived.
@@ -65,11 +65,11 @@ impl PreemptIn {
         waiting: &dyn WaitCondition,
     ) -> Result<Arc<Stream>, MigrationError> {
         let deadline = Instant::now() + timeout;
-        let come = |come: &mut Option<Arc<Stream>>| come.clone();
-        let come = self
+        let arrived = |arrived: &mut Option<Arc<Stream>>| arrived.clone();
+        let arrived = self
             .0
-            .wait_until(Some(deadline), || waiting.check(), come)?;
-        come.ok_or_else(|| missing_preempt(timeout))
+            .wait_until(Some(deadline), || waiting.check(), arrived)?;
+        arrived.ok_or_else(|| missing_preempt(timeout))
     }
 }
 

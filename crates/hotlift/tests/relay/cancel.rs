@@ -17,7 +17,7 @@ use super::rig::{DEADLINE, Relay, accept, destination, listen, settings, until};
 use super::source::{Ending, play};
 
 /// Returns settings of a relay with timeouts longer than a test: only the cancel ends it.
-fn patient(options: &[(&str, &str)]) -> RelaySettings {
+fn long_timeouts(options: &[(&str, &str)]) -> RelaySettings {
     let mut settings = settings(options);
     settings.limits.handshake_timeout = 10 * DEADLINE;
     settings
@@ -25,8 +25,8 @@ fn patient(options: &[(&str, &str)]) -> RelaySettings {
 
 fn ways() -> [RelaySettings; 2] {
     [
-        patient(&[("multifd", "off")]),
-        patient(&[("multifd-compression", "zstd")]),
+        long_timeouts(&[("multifd", "off")]),
+        long_timeouts(&[("multifd-compression", "zstd")]),
     ]
 }
 
@@ -44,7 +44,11 @@ fn cancel(relay: Relay, what: &str) {
 
 #[test]
 fn before_any_source_has_connected() {
-    let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &patient(&[]), true);
+    let relay = Relay::start(
+        &"tcp:127.0.0.1:1".parse().unwrap(),
+        &long_timeouts(&[]),
+        true,
+    );
     cancel(relay, "no source has connected");
 }
 
@@ -52,7 +56,11 @@ fn before_any_source_has_connected() {
 fn while_a_connection_is_silent() {
     let small = Recording::small_multifd(2);
     for sent in [0, 3, 8, 40] {
-        let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &patient(&[]), true);
+        let relay = Relay::start(
+            &"tcp:127.0.0.1:1".parse().unwrap(),
+            &long_timeouts(&[]),
+            true,
+        );
         let mut stream = &relay.address.connect(DEADLINE).unwrap();
         stream.write_all(&small.main[..sent]).unwrap();
         thread::sleep(Duration::from_millis(60));
@@ -92,7 +100,7 @@ fn after(time: Duration) -> impl Fn(&Relay, &Log) -> bool {
     move |_, _| since.elapsed() > time
 }
 
-const A_WHILE: Duration = Duration::from_millis(300);
+const PAUSE: Duration = Duration::from_millis(300);
 
 #[test]
 fn while_channels_are_missing() {
@@ -105,7 +113,7 @@ fn while_channels_are_missing() {
             &recording,
             &way,
             quiet,
-            after(A_WHILE),
+            after(PAUSE),
             "a channel is missing",
         );
     }
@@ -122,7 +130,7 @@ fn while_the_source_sends_nothing() {
                 let active = |relay: &Relay, _: &Log| relay.control.status() == Status::Active;
                 // The first EOS ends the set-up: the relay is not active before it.
                 if *at == recording.position(|event| *event == MainEvent::RamEos) {
-                    cancel_when(&recording, &way, quiet, after(A_WHILE), "set-up");
+                    cancel_when(&recording, &way, quiet, after(PAUSE), "set-up");
                 } else {
                     cancel_when(&recording, &way, quiet, active, "RAM");
                 }
@@ -160,7 +168,7 @@ fn channels_of_a_qemu_stay_alive_until_it_closes_them() {
     let rests_at = rests_at.unwrap();
     // A relay that tries to connect its destination, and one at a sync point.
     for has_destination in [false, true] {
-        let way = patient(&[("multifd-compression", "zstd")]);
+        let way = long_timeouts(&[("multifd-compression", "zstd")]);
         let log = Log::default();
         let (_folder, destination) = destination(&recording, way.outgoing.channels(), None, &log);
         let (_nowhere, listener, nowhere) = listen(true);
@@ -180,7 +188,7 @@ fn channels_of_a_qemu_stay_alive_until_it_closes_them() {
         thread::scope(|scope| {
             let arriving = has_destination.then(|| scope.spawn(|| destination.run()));
             let _ = main.write_all(&recording.main[..rests_at]);
-            thread::sleep(A_WHILE);
+            thread::sleep(PAUSE);
             relay.control.cancel();
             closes_main_and_reads_channels(main, channels);
             let what = "a source that closes its channels";
@@ -200,7 +208,7 @@ fn while_the_destination_sends_nothing() {
         for moment in [Moment::Connected, Moment::Opening, Moment::Loaded] {
             let stalls = (Ending::LetsGo, Some((moment, Failure::Stalls)));
             let what = format!("{moment:?}");
-            cancel_when(&recording, &way, stalls, after(A_WHILE), &what);
+            cancel_when(&recording, &way, stalls, after(PAUSE), &what);
         }
     }
 }
@@ -237,7 +245,7 @@ fn while_the_destination_reads_nothing() {
             let writing = scope.spawn(|| stream.write_all(&main));
             until("RAM", || relay.control.status() == Status::Active);
             // Until all buffers are full.
-            thread::sleep(A_WHILE);
+            thread::sleep(PAUSE);
             cancel(relay, "the destination takes nothing");
             log.note(Event::RelaysEnded);
             assert!(writing.join().unwrap().is_err(), "the source was let go");
@@ -267,7 +275,7 @@ fn while_a_passed_through_stream_is_not_read() {
         });
         let taken = accept(&listener, DEADLINE);
         // Until all buffers are full.
-        thread::sleep(A_WHILE);
+        thread::sleep(PAUSE);
         cancel(relay, "no process reads what is passed through");
         writing.join().unwrap();
         drop(taken);

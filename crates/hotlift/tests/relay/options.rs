@@ -12,7 +12,7 @@ use crate::rig::{Relay, destination, settings};
 use crate::source::{Ending, play};
 
 /// Longer than a relay without a rate limit takes.
-const A_WHILE: Duration = Duration::from_millis(200);
+const PAUSE: Duration = Duration::from_millis(200);
 
 #[test]
 fn a_raised_bandwidth_reaches_a_running_relay() {
@@ -32,7 +32,7 @@ fn a_raised_bandwidth_reaches_a_running_relay() {
         thread::scope(|scope| {
             let arriving = scope.spawn(|| destination.run());
             let playing = scope.spawn(|| play(&recording, &to, Ending::LetsGo, &log));
-            let early = relay.has_ended(A_WHILE);
+            let early = relay.has_ended(PAUSE);
             assert!(early.is_none(), "it waits for its first bytes: {early:?}");
             control.change(&Options {
                 stream: StreamOptions {

@@ -12,7 +12,7 @@ mod optimum;
 mod truth;
 
 use model::{Policy, SECOND, SLOT, Scenario, Slot, simulate};
-use optimum::{most, most_of};
+use optimum::{best_of, most};
 use truth::{HALF, HOPELESS, KINDS, MIX, Random, TEXT, Truth};
 
 use hotlift_methods::Accelerator;
@@ -133,7 +133,7 @@ impl Cell {
             }
         }
         let mut order: Vec<(f64, usize)> = (0..scenario.candidates.len())
-            .map(|candidate| (most_of(scenario, candidate, &kinds), candidate))
+            .map(|candidate| (best_of(scenario, candidate, &kinds), candidate))
             .collect();
         order.sort_by(|a, b| b.0.total_cmp(&a.0));
         let mut best_fixed = 0.0_f64;

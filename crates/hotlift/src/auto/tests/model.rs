@@ -29,7 +29,7 @@ const LOW_WATER: f64 = 262_144.0;
 const RECEIVE_BUFFER: f64 = 4_194_304.0;
 
 /// CPU time of sampling a packet.
-const LOOKING: f64 = 10_000.0;
+const SAMPLE_NANOS: f64 = 10_000.0;
 
 /// Interval of a thread's measurements of its channel's limit.
 const REPORT: f64 = 20e6;
@@ -372,7 +372,7 @@ impl Simulation<'_> {
         for index in 0..self.senders.len() {
             self.step(index);
         }
-        self.book(cpu, slot_end);
+        self.reserve(cpu, slot_end);
         if self.now >= self.far_report {
             self.report_far();
         }
@@ -410,7 +410,7 @@ impl Simulation<'_> {
     }
 
     /// Records the activity, and closes the slot at its end.
-    fn book(&mut self, cpu: f64, slot_end: f64) {
+    fn reserve(&mut self, cpu: f64, slot_end: f64) {
         if let Some(slot) = self.slots.last_mut() {
             slot.cpu += cpu;
             slot.price = self.controller.price().ln();
@@ -483,7 +483,7 @@ impl Simulation<'_> {
                     Choice::Send(candidate) => candidate,
                     Choice::SampleFirst => {
                         self.senders[index].step = Step::Probe;
-                        self.senders[index].work = LOOKING;
+                        self.senders[index].work = SAMPLE_NANOS;
                         return;
                     }
                 }

@@ -29,7 +29,7 @@ fn times(scenario: &Scenario, kind: usize, candidate: usize) -> Times {
 }
 
 /// Returns the maximum rate, in bytes of pages per ns, of one candidate for these bytes of each kind.
-pub(super) fn most_of(scenario: &Scenario, candidate: usize, kinds: &[f64; KINDS]) -> f64 {
+pub(super) fn best_of(scenario: &Scenario, candidate: usize, kinds: &[f64; KINDS]) -> f64 {
     let mut sums = [0.0; 4];
     for (kind, bytes) in kinds.iter().enumerate() {
         let Times(times) = times(scenario, kind, candidate);

@@ -35,7 +35,7 @@ struct Block {
 enum Part {
     None,
     Some {
-        came: DirtyBitmap,
+        arrived: DirtyBitmap,
         /// Number of missing pages.
         missing: u64,
     },
@@ -65,8 +65,8 @@ impl Block {
                         .step_by(usize::try_from(step.min(PART)).unwrap_or(1));
                     pages.all(is_unplugged)
                 }
-                Part::Some { came, .. } => {
-                    (0..came.pages()).all(|page| came.test(page) || is_unplugged(page as u64))
+                Part::Some { arrived, .. } => {
+                    (0..arrived.pages()).all(|page| arrived.test(page) || is_unplugged(page as u64))
                 }
             }
         })
@@ -79,8 +79,8 @@ impl Block {
             let (missing, place) = match &*lock(part) {
                 Part::All => continue,
                 Part::None => (self.pages(index), 0),
-                Part::Some { came, missing } => {
-                    let place = (0..came.pages()).find(|page| !came.test(*page));
+                Part::Some { arrived, missing } => {
+                    let place = (0..arrived.pages()).find(|page| !arrived.test(*page));
                     (*missing, place.unwrap_or(0) as u64)
                 }
             };
@@ -141,14 +141,14 @@ impl ReceivedPages {
             let taken = self.memory.take(PART_BYTES);
             taken.map_err(|source| MigrationError::memory(Channel::Main, source))?;
             let missing = block.pages(index);
-            let came = DirtyBitmap::new(usize::try_from(missing).unwrap_or(0));
-            *part = Part::Some { came, missing };
+            let arrived = DirtyBitmap::new(usize::try_from(missing).unwrap_or(0));
+            *part = Part::Some { arrived, missing };
         }
-        let Part::Some { came, missing } = &mut *part else {
+        let Part::Some { arrived, missing } = &mut *part else {
             return Ok(());
         };
         for page in pages {
-            let is_new = came.set(usize::try_from(page).unwrap_or(usize::MAX));
+            let is_new = arrived.set(usize::try_from(page).unwrap_or(usize::MAX));
             *missing -= u64::from(is_new);
         }
         if *missing == 0 {

@@ -388,7 +388,7 @@ impl Server<'_> {
 
     /// Opens the save file with that name, or returns the reason to reject it.
     fn open(&self, name: &str) -> Result<ServedFile, (Refusal, String)> {
-        let not_there = || {
+        let missing = || {
             let reason = "no save file has that name";
             (Refusal::NotThere, reason.to_owned())
         };
@@ -400,19 +400,19 @@ impl Server<'_> {
             (why, format!("{what}: {error}"))
         };
         if name.starts_with('.') || name.contains(['/', '\0']) {
-            return Err(not_there());
+            return Err(missing());
         }
         // NONBLOCK, because the open of a pipe would block.
         let flags =
             OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let file = match openat(&self.folder, name, flags, Mode::empty()) {
             Ok(file) => File::from(file),
-            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Err(not_there()),
+            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Err(missing()),
             Err(errno) => return Err(failed("it cannot be opened", &errno.into())),
         };
         match file.metadata() {
             Ok(about) if about.is_file() => {}
-            Ok(_) => return Err(not_there()),
+            Ok(_) => return Err(missing()),
             Err(error) => return Err(failed("it cannot be read", &error)),
         }
         let mut is_of_qemu = false;

@@ -30,7 +30,7 @@ use crate::pipe::settings::RelaySettings;
 use crate::pipe::sink::{Opening, RamLayout, Sink, WritePages};
 
 /// User id of `nobody`, on every Linux.
-const STRANGER: u32 = 65534;
+const OTHER_USER: u32 = 65534;
 
 /// Pages of the saved RAM block; a second block has 3.
 const PAGES: usize = 700;
@@ -508,7 +508,7 @@ fn a_file_planted_in_the_folder_does_not_become_the_save_file() {
             fs::write(partial, [0xee; 1 << 20]).unwrap();
             fs::set_permissions(partial, fs::Permissions::from_mode(mode)).unwrap();
             if rustix::process::geteuid().is_root() {
-                chown(partial, Some(STRANGER), Some(STRANGER)).unwrap();
+                chown(partial, Some(OTHER_USER), Some(OTHER_USER)).unwrap();
             }
         });
         assert_eq!(about.uid(), rustix::process::geteuid().as_raw());
@@ -566,7 +566,7 @@ fn only_a_regular_file_of_this_user_is_replaced() {
     }
     let give = |path: &Path, _: &Path| {
         fs::write(path, "of another user").unwrap();
-        chown(path, Some(STRANGER), None).unwrap();
+        chown(path, Some(OTHER_USER), None).unwrap();
     };
     of_another(&give, "a file of another user");
 }

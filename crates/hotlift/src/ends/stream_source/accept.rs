@@ -148,11 +148,11 @@ impl<'a> QemuConnections<'a> {
         let begun = self.now();
         let mut gathering = ChannelWait::new(begun, 0, CHANNELS_OF_QEMU, self.timeout);
         loop {
-            let (come, now) = (self.arrived(), self.now());
-            if gathering.is_settled(&come, now) {
+            let (arrived, now) = (self.arrived(), self.now());
+            if gathering.is_settled(&arrived, now) {
                 break;
             }
-            self.step(gathering.wait(&come, now), call)?;
+            self.step(gathering.wait(&arrived, now), call)?;
         }
         Ok(())
     }
@@ -169,11 +169,11 @@ impl<'a> QemuConnections<'a> {
         let before = self.arrivals.multifd.len();
         let mut gathering = ChannelWait::new(self.now(), before, settle, self.timeout);
         loop {
-            let come = ArrivedConnections {
+            let arrived = ArrivedConnections {
                 main_has_ended: main.is_hung_up(),
                 ..self.arrived()
             };
-            match gathering.next(&come, expected, self.now()) {
+            match gathering.next(&arrived, expected, self.now()) {
                 Step::Wait(wait) => self.step(wait, call)?,
                 Step::Complete => return self.take_channels(),
                 Step::MainEnded => return Err(MigrationError::main_closed()),
@@ -215,10 +215,10 @@ impl<'a> QemuConnections<'a> {
         let channels = hello.map_or(highest.map_or(0, |id| id.saturating_add(1)), |hello| {
             hello.channels
         });
-        let come = self.arrivals.multifd.len();
-        match come < usize::from(channels) {
+        let arrived = self.arrivals.multifd.len();
+        match arrived < usize::from(channels) {
             true => format!("{} of the source", self.arrivals.missing(channels)),
-            false => format!("the rest of the source's multifd channels ({come} arrived)"),
+            false => format!("the rest of the source's multifd channels ({arrived} arrived)"),
         }
     }
 

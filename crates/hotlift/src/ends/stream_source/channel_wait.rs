@@ -54,17 +54,17 @@ impl ChannelWait {
     }
 
     /// Returns true if no further channel is on its way.
-    pub(crate) fn is_settled(&mut self, come: &ArrivedConnections, now: Instant) -> bool {
-        if come.channels != self.channels {
-            (self.channels, self.quiet_since) = (come.channels, now);
+    pub(crate) fn is_settled(&mut self, arrived: &ArrivedConnections, now: Instant) -> bool {
+        if arrived.channels != self.channels {
+            (self.channels, self.quiet_since) = (arrived.channels, now);
         }
-        self.left(now).is_zero() && !come.has_unidentified
+        self.left(now).is_zero() && !arrived.has_unidentified
     }
 
     /// Returns the time until it may be settled.
-    pub(crate) fn wait(&self, come: &ArrivedConnections, now: Instant) -> Duration {
+    pub(crate) fn wait(&self, arrived: &ArrivedConnections, now: Instant) -> Duration {
         match self.left(now) {
-            left if left.is_zero() || come.has_unidentified => POLL_INTERVAL,
+            left if left.is_zero() || arrived.has_unidentified => POLL_INTERVAL,
             left => left,
         }
     }
@@ -74,26 +74,31 @@ impl ChannelWait {
     }
 
     /// Returns the next step. With `expected`, a source without a channel is not complete.
-    pub(crate) fn next(&mut self, come: &ArrivedConnections, expected: bool, now: Instant) -> Step {
-        let is_settled = self.is_settled(come, now);
-        let is_complete = match come.stated {
-            Some(stated) => come.channels >= usize::from(stated),
+    pub(crate) fn next(
+        &mut self,
+        arrived: &ArrivedConnections,
+        expected: bool,
+        now: Instant,
+    ) -> Step {
+        let is_settled = self.is_settled(arrived, now);
+        let is_complete = match arrived.stated {
+            Some(stated) => arrived.channels >= usize::from(stated),
             // Ids count from 0, so a gap shows a missing channel. (Several channels may have one id, because of stale
             // connections.)
             None => {
-                let has_all = |highest| usize::from(highest) < come.channels;
-                is_settled && come.highest_id.map_or(!expected, has_all)
+                let has_all = |highest| usize::from(highest) < arrived.channels;
+                is_settled && arrived.highest_id.map_or(!expected, has_all)
             }
         };
         if is_complete {
             Step::Complete
-        } else if is_settled && come.main_has_ended {
+        } else if is_settled && arrived.main_has_ended {
             Step::MainEnded
         } else if now > self.until {
             Step::TimedOut
         } else {
             let left = self.until.saturating_duration_since(now).max(POLL_INTERVAL);
-            Step::Wait(self.wait(come, now).min(left))
+            Step::Wait(self.wait(arrived, now).min(left))
         }
     }
 }
@@ -156,15 +161,15 @@ mod tests {
     #[test]
     fn a_missing_channel_is_awaited_until_the_timeout() {
         let begun = Instant::now();
-        for come in [channels(1, 1), ArrivedConnections::default()] {
-            let mut wait = ChannelWait::new(begun, come.channels, SETTLE, TIMEOUT);
+        for arrived in [channels(1, 1), ArrivedConnections::default()] {
+            let mut wait = ChannelWait::new(begun, arrived.channels, SETTLE, TIMEOUT);
             let end = begun + TIMEOUT;
             assert_eq!(
-                wait.next(&come, true, begun + SETTLE),
+                wait.next(&arrived, true, begun + SETTLE),
                 Step::Wait(POLL_INTERVAL)
             );
-            assert_eq!(wait.next(&come, true, end), Step::Wait(POLL_INTERVAL));
-            assert_eq!(wait.next(&come, true, end + MS), Step::TimedOut);
+            assert_eq!(wait.next(&arrived, true, end), Step::Wait(POLL_INTERVAL));
+            assert_eq!(wait.next(&arrived, true, end + MS), Step::TimedOut);
         }
         let mut wait = ChannelWait::new(begun, 0, SETTLE, TIMEOUT);
         let none = wait.next(&ArrivedConnections::default(), false, begun + SETTLE);

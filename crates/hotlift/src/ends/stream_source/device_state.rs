@@ -32,18 +32,18 @@ pub(crate) fn hand_over(
         }
         Err(_) => None,
     });
-    if let (Ok(doing), Some(on_taken)) = (&outcome, hooks.on_taken) {
-        on_taken(*doing);
+    if let (Ok(activity), Some(on_taken)) = (&outcome, hooks.on_taken) {
+        on_taken(*activity);
     }
     outcome
 }
 
 /// Reports to the source that the destination has the guest, and the state of the guest there.
-pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: GuestActivity) {
+pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, activity: GuestActivity) {
     let shut = ReturnMessage::Shut(0);
-    let messages = if upstream.takes_doing && doing != GuestActivity::Unknown {
-        session.destination_handover.record_activity(doing);
-        encode(&[ReturnMessage::GuestActivity(doing), shut])
+    let messages = if upstream.takes_doing && activity != GuestActivity::Unknown {
+        session.destination_handover.record_activity(activity);
+        encode(&[ReturnMessage::GuestActivity(activity), shut])
     } else {
         encode(&[shut])
     };

@@ -88,14 +88,14 @@ fn no_flipped_bit_yields_a_statement_or_another_query() {
         (Outcome::HasAll, Some(DestinationStatement::HasAll)),
     ];
     for (outcome, word) in outcomes {
-        for doing in [
+        for activity in [
             GuestActivity::Unknown,
             GuestActivity::Runs,
             GuestActivity::Rests,
             GuestActivity::Stopped,
         ] {
-            let whole = answer(ID, outcome, doing);
-            assert_eq!(statement(&whole, ID), word.map(|word| (word, doing)));
+            let whole = answer(ID, outcome, activity);
+            assert_eq!(statement(&whole, ID), word.map(|word| (word, activity)));
             assert_eq!(statement(&whole, MigrationId([8; 16])), None);
             assert!(flipped(whole).all(|answer| statement(&answer, ID).is_none()));
         }

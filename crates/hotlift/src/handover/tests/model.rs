@@ -75,7 +75,7 @@ enum Attacker {
     OverTls,
 }
 
-struct HandOver {
+struct Handover {
     /// True if the guest runs before all its pages are there.
     postcopy: bool,
     /// The destination takes no questions, and its refusals have no reasons: a QEMU.
@@ -220,7 +220,7 @@ impl State {
         self.source_ended();
     }
 
-    fn source_hears(&mut self, statement: DestinationStatement) {
+    fn source_receives(&mut self, statement: DestinationStatement) {
         if self.source.receive(statement) {
             self.source_ended();
             if self.cut {
@@ -236,7 +236,7 @@ impl State {
     }
 
     /// Returns true if the QEMU of the destination has loaded the guest.
-    fn has_been_given(&self) -> bool {
+    fn was_accepted(&self) -> bool {
         self.stopped_there || self.runs_there
     }
 
@@ -265,7 +265,7 @@ impl State {
     }
 }
 
-impl Model for HandOver {
+impl Model for Handover {
     type State = State;
     type Action = Step;
 
@@ -409,7 +409,7 @@ impl Model for HandOver {
                             state.source.offer();
                         }
                     },
-                    Message::Runs => state.source_hears(DestinationStatement::Runs),
+                    Message::Runs => state.source_receives(DestinationStatement::Runs),
                     Message::HasAll if state.source.all_pages_arrived() => {
                         state.to_destination.push(Message::Heard);
                     }
@@ -421,7 +421,7 @@ impl Model for HandOver {
                         state.to_source.clear();
                     }
                     Message::Refused if state.source.is_committed() => {
-                        state.source_hears(DestinationStatement::Never);
+                        state.source_receives(DestinationStatement::Never);
                     }
                     Message::Refused => state.source_fails(self.mutant),
                     _ => {}
@@ -484,7 +484,7 @@ impl Model for HandOver {
             Step::GuestCannotRun
                 if there
                     && state.destination_handover == DestinationSide::Starting
-                    && !state.has_been_given()
+                    && !state.was_accepted()
                     && !state.ended_there =>
             {
                 state.refuse();
@@ -492,7 +492,7 @@ impl Model for HandOver {
             Step::GuestStaysStopped
                 if self.destination == Role::Relay
                     && state.destination_handover == DestinationSide::Starting
-                    && !state.has_been_given()
+                    && !state.was_accepted()
                     && !state.ended_there =>
             {
                 state.stopped_there = true;
@@ -771,7 +771,7 @@ impl Model for HandOver {
                 "the guest is not ended before the other side has it",
                 |_, state: &State| {
                     state.source != SourceSide::Ended(SourceOutcome::Moved)
-                        || state.has_been_given()
+                        || state.was_accepted()
                         || state.ended_there
                         || !state.destination_alive
                 },
@@ -798,7 +798,7 @@ impl Model for HandOver {
                     // The thread that had to start the guest panicked: the guest stays with the source, paused, in doubt.
                     let unsure = state.destination_handover == DestinationSide::Unsure
                         || model.silent && state.source == SourceSide::Ended(SourceOutcome::Doubt);
-                    !over || killed || unsure || (state.runs_here != state.has_been_given())
+                    !over || killed || unsure || (state.runs_here != state.was_accepted())
                 },
             ),
             Property::always(
@@ -835,7 +835,7 @@ impl Model for HandOver {
 }
 
 /// Returns the properties that do not hold, and the number of states that were explored.
-fn explore(model: HandOver) -> (Vec<&'static str>, usize) {
+fn explore(model: Handover) -> (Vec<&'static str>, usize) {
     let checker = model.checker().spawn_bfs().join();
     let mut broken: Vec<_> = checker.discoveries().into_keys().collect();
     // The checker must find this one.
@@ -844,7 +844,7 @@ fn explore(model: HandOver) -> (Vec<&'static str>, usize) {
     (broken, checker.unique_state_count())
 }
 
-fn all(mutant: Mutant, attacker: Attacker) -> impl Iterator<Item = HandOver> {
+fn all(mutant: Mutant, attacker: Attacker) -> impl Iterator<Item = Handover> {
     let roles = [Role::Guest, Role::Relay];
     let pairs = roles
         .into_iter()
@@ -860,7 +860,7 @@ fn all(mutant: Mutant, attacker: Attacker) -> impl Iterator<Item = HandOver> {
     let postcopy = [false, true].map(|silent| (Role::Guest, Role::Guest, false, true, silent));
     let all = precopy.chain(postcopy);
     all.flat_map(move |(source, destination, may_end, postcopy, silent)| {
-        [false, true].map(|kills| HandOver {
+        [false, true].map(|kills| Handover {
             postcopy,
             silent,
             source,

@@ -8,7 +8,7 @@ use hotlift_wire::settle::{TOKEN_LEN, question, token};
 
 use super::*;
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 const PASS: [u8; 16] = [9; 16];
 const SEEDS: u64 = 100;
 const ARRIVALS: u64 = 100;
@@ -61,7 +61,7 @@ impl Model {
     }
 
     fn drop_late(&mut self, now: Time) {
-        let timeout = u64::try_from(PATIENCE.as_millis()).unwrap();
+        let timeout = u64::try_from(TIMEOUT.as_millis()).unwrap();
         while let Some(at) = (self.waiting.iter()).position(|one| now - one.since >= timeout) {
             let client = self.waiting.remove(at).client;
             self.reject(client, "a connection that sent no complete opening in time");
@@ -160,7 +160,7 @@ fn client(rng: &mut fastrand::Rng, needs_pass: bool, comes: Time) -> (Client, St
         has_no_token = flipped < own.len();
     }
     let length = bytes.len();
-    let timeout = u64::try_from(PATIENCE.as_millis()).unwrap();
+    let timeout = u64::try_from(TIMEOUT.as_millis()).unwrap();
     let plan = match rng.u8(0..6) {
         // At once; never; a part; byte by byte; the last byte within a millisecond of the limit.
         0 | 1 => vec![(comes, length)],
@@ -240,7 +240,7 @@ fn run(seed: u64) -> usize {
     let needs_pass = rng.bool();
     let pass = needs_pass.then(|| ConnectionToken::new(PASS, None));
     let mut accept_loop =
-        AcceptLoop::new(&listener, None, pass, PATIENCE, (&rejections, &life)).unwrap();
+        AcceptLoop::new(&listener, None, pass, TIMEOUT, (&rejections, &life)).unwrap();
     let mut model = Model {
         needs_pass,
         ..Model::default()
@@ -324,14 +324,8 @@ fn a_connection_classified_by_another_accept_loop_keeps_its_first_bytes_and_toke
     let rejections = Rejections::default();
     let (listener, sender) = Listener::queue(true).unwrap();
     let pass = Some(ConnectionToken::new(PASS, None));
-    let mut accept_loop = AcceptLoop::new(
-        &listener,
-        None,
-        pass.clone(),
-        PATIENCE,
-        (&rejections, &life),
-    )
-    .unwrap();
+    let mut accept_loop =
+        AcceptLoop::new(&listener, None, pass.clone(), TIMEOUT, (&rejections, &life)).unwrap();
     let (here, there) = Stream::pair().unwrap();
     (&there).write_all(&token(PASS)).unwrap();
     let mut one = Admitted::new(here, life.now());

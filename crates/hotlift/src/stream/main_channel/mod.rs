@@ -372,13 +372,13 @@ impl MainChannel {
         Ok(step)
     }
 
-    /// Returns the time by which more than the last `come` bytes must arrive, if there is a limit.
-    pub(crate) fn deadline(&mut self, now: Instant, come: usize) -> Option<Instant> {
+    /// Returns the time by which more than the last `arrived` bytes must arrive, if there is a limit.
+    pub(crate) fn deadline(&mut self, now: Instant, arrived: usize) -> Option<Instant> {
         let since = match self.silent {
-            Some((before, since)) if before == come => since,
-            _ => self.silent.insert((come, now)).1,
+            Some((before, since)) if before == arrived => since,
+            _ => self.silent.insert((arrived, now)).1,
         };
-        self.limit(come).map(|limit| since + limit)
+        self.limit(arrived).map(|limit| since + limit)
     }
 
     /// Records that no more bytes come; the next step evaluates this.
@@ -455,15 +455,15 @@ impl MainChannel {
         self.source != Source::Qemu
     }
 
-    /// Returns the source's silence limit; `come` bytes are unparsed.
-    fn limit(&self, come: usize) -> Option<Duration> {
+    /// Returns the source's silence limit; `arrived` bytes are unparsed.
+    fn limit(&self, arrived: usize) -> Option<Duration> {
         match (self.phase, self.silence) {
             (Phase::Package { .. }, _) => self.passes_from_hotlift().then_some(PACKAGE),
             (Phase::QemuDevices, _) => Some(SILENCE),
             (Phase::Release { .. }, _) => Some(RELEASE),
             (Phase::Description, _) => Some(DESCRIPTION),
             (_, SilenceLimit::Always(limit)) => Some(limit),
-            (_, SilenceLimit::WithinRecords(limit)) => (come > 0).then_some(limit),
+            (_, SilenceLimit::WithinRecords(limit)) => (arrived > 0).then_some(limit),
             (_, SilenceLimit::Unlimited) => None,
         }
     }
@@ -478,7 +478,7 @@ impl MainChannel {
         bytes: &'a [u8],
         how: EndCause,
     ) -> Result<Step<'a>, MigrationError> {
-        let come = bytes.len();
+        let arrived = bytes.len();
         match (self.phase, how) {
             (Phase::QemuDevices, _) => self.last_byte(bytes, how),
             (Phase::Description, _) => Ok(self.without_description(bytes)),
@@ -491,14 +491,14 @@ impl MainChannel {
             (_, EndCause::Silent) => Err(MigrationError::Timeout {
                 waiting_for: match self.silence {
                     SilenceLimit::WithinRecords(_) => {
-                        let wanted = come + self.needed;
+                        let wanted = arrived + self.needed;
                         format!(
-                            "the rest of a record of the main channel ({come} of {wanted} bytes arrived)"
+                            "the rest of a record of the main channel ({arrived} of {wanted} bytes arrived)"
                         )
                     }
                     _ => "the rest of the source's set-up on the main channel".to_owned(),
                 },
-                waited: self.limit(come).unwrap_or_default(),
+                waited: self.limit(arrived).unwrap_or_default(),
             }),
         }
     }

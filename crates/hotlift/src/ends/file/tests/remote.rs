@@ -535,7 +535,7 @@ fn a_part_that_a_server_temporarily_cannot_read_is_requested_again() {
 }
 
 /// Returns true if a read from a silent server was cancelled.
-fn is_called_off(error: &FileError) -> bool {
+fn is_cancelled(error: &FileError) -> bool {
     let FileError::Server { source, .. } = error else {
         return false;
     };
@@ -557,7 +557,7 @@ fn a_cancel_ends_reads_from_a_silent_server() {
         is_asked.recv().unwrap();
         control.cancel();
         let error = opening.join().unwrap().unwrap_err();
-        assert!(is_called_off(&error), "{error:?}");
+        assert!(is_cancelled(&error), "{error:?}");
     });
     serving.join().unwrap();
 }
@@ -579,6 +579,6 @@ fn a_connection_attempt_ends_once_no_reader_is_left() {
         let MigrationError::File(error) = reading.join().unwrap().unwrap_err() else {
             panic!("another error");
         };
-        assert!(is_called_off(&error), "{error:?}");
+        assert!(is_cancelled(&error), "{error:?}");
     });
 }

@@ -144,11 +144,11 @@ impl<'a> LazyRam<'a> {
 
     /// Returns the received bits of 64 pages of a block.
     pub(super) fn received_word(&self, block: usize, word: usize) -> u64 {
-        let has_come = |bit: &u32| {
+        let has_arrived = |bit: &u32| {
             let page = usize::try_from(*bit).map_or(usize::MAX, |bit| word * 64 + bit);
             self.received[block].test(page)
         };
-        let bits = (0..u64::BITS).filter(has_come);
+        let bits = (0..u64::BITS).filter(has_arrived);
         bits.fold(0, |bits, bit| bits | 1 << bit)
     }
 

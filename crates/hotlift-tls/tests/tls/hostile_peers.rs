@@ -23,7 +23,7 @@ fn accept(settings: Settings, what: impl FnOnce(UnixStream) + Send) -> Result<Se
     })
 }
 
-fn impatient() -> Settings {
+fn short_timeouts() -> Settings {
     Settings {
         handshake_timeout: Duration::from_millis(200),
         ..hotlift()
@@ -31,13 +31,13 @@ fn impatient() -> Settings {
 }
 
 /// Waits until the other side has closed, without a limit.
-fn until_it_is_over(mut socket: UnixStream) {
+fn read_to_end(mut socket: UnixStream) {
     let _ = socket.read_to_end(&mut Vec::new());
 }
 
 #[test]
 fn a_handshake_with_a_silent_peer_times_out() {
-    let error = accept(impatient(), until_it_is_over).unwrap_err();
+    let error = accept(short_timeouts(), read_to_end).unwrap_err();
     assert!(matches!(error, TlsError::TimedOut { .. }), "{error:?}");
     assert!(error.to_string().contains("sent nothing"), "{error}");
 }
@@ -45,7 +45,7 @@ fn a_handshake_with_a_silent_peer_times_out() {
 #[test]
 fn a_handshake_with_a_peer_that_sends_single_bytes_times_out() {
     let begun = Instant::now();
-    let outcome = accept(impatient(), move |mut socket| {
+    let outcome = accept(short_timeouts(), move |mut socket| {
         // The header of a record of 512 bytes, followed by endless bytes.
         let mut bytes = [0x16, 3, 1, 2, 0].into_iter().chain(std::iter::repeat(0));
         while begun.elapsed() < Duration::from_secs(60) {
@@ -90,7 +90,7 @@ fn a_peer_without_tls_is_recognised_by_either_side() {
     ] {
         let outcome = accept(hotlift(), move |mut socket| {
             socket.write_all(first).unwrap();
-            until_it_is_over(socket);
+            read_to_end(socket);
         });
         let error = outcome.unwrap_err();
         assert!(matches!(error, TlsError::PlaintextPeer), "{error:?}");
@@ -116,7 +116,7 @@ fn a_peer_that_closes_or_sends_nonsense_is_an_error() {
     assert!(error.to_string().contains("packets of the MTU"), "{error}");
     let outcome = accept(hotlift(), |mut socket| {
         socket.write_all(&[0x16, 3, 1, 0xff, 0xff]).unwrap();
-        until_it_is_over(socket);
+        read_to_end(socket);
     });
     assert!(
         matches!(outcome, Err(TlsError::Handshake(_))),
@@ -124,7 +124,7 @@ fn a_peer_that_closes_or_sends_nonsense_is_an_error() {
     );
     let outcome = accept(hotlift(), |mut socket| {
         socket.write_all(&[0x16, 3, 1, 0, 4, 9, 9, 9, 9]).unwrap();
-        until_it_is_over(socket);
+        read_to_end(socket);
     });
     assert!(outcome.is_err(), "{outcome:?}");
 }
@@ -148,7 +148,7 @@ fn pass_on(mut from: UnixStream, mut to: UnixStream, place: Option<usize>) -> us
 }
 
 /// Does a handshake through a man in the middle who changes a byte of the client's or the server's data.
-fn meddled(
+fn tampered(
     client: &Tls,
     server: &Tls,
     [of_client, of_server]: [Option<usize>; 2],
@@ -174,16 +174,16 @@ fn meddled(
 #[test]
 fn a_changed_bit_in_a_handshake_ends_it_without_panic() {
     let pki = Pki::new("CA");
-    let client = tls(&pki.host(&["a"]), impatient());
-    let server = tls(&pki.host(&["b"]), impatient());
-    let (is_whole, lengths) = meddled(&client, &server, [None, None]);
+    let client = tls(&pki.host(&["a"]), short_timeouts());
+    let server = tls(&pki.host(&["b"]), short_timeouts());
+    let (is_whole, lengths) = tampered(&client, &server, [None, None]);
     assert!(is_whole);
     let mut whole = Vec::new();
     for (side, length) in lengths.into_iter().enumerate() {
         for place in (0..length).step_by(3) {
             let mut places = [None, None];
             places[side] = Some(place);
-            if meddled(&client, &server, places).0 {
+            if tampered(&client, &server, places).0 {
                 whole.push(places);
             }
         }
@@ -195,7 +195,7 @@ fn a_changed_bit_in_a_handshake_ends_it_without_panic() {
 #[test]
 fn a_failed_handshake_leaves_the_timeouts_of_the_socket_alone() {
     let pki = Pki::new("CA");
-    let server = tls(&pki.host(&["b"]), impatient());
+    let server = tls(&pki.host(&["b"]), short_timeouts());
     let (_stranger, socket) = UnixStream::pair().unwrap();
     socket
         .set_read_timeout(Some(Duration::from_secs(7)))

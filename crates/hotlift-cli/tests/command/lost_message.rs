@@ -8,7 +8,7 @@ use std::thread;
 const SHUT: &[u8] = &[0, 1, 0, 4, 0, 0, 0, 0];
 
 /// Forwards one connection to `to`, and cuts it instead of forwarding SHUT. Returns its address.
-pub fn loses_the_last_word(to: &str) -> String {
+pub fn loses_final_message(to: &str) -> String {
     let to = to.strip_prefix("tcp:").expect("TCP").to_owned();
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let at = format!("tcp:{}", listener.local_addr().expect("an address"));

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::lost_word::loses_the_last_word;
+use crate::lost_message::loses_final_message;
 use crate::machine::{Machine, Program};
 
 fn running(machine: &mut Machine) -> Value {
@@ -15,7 +15,7 @@ fn running(machine: &mut Machine) -> Value {
 fn a_guest_in_doubt_is_not_continued_without_confirmation() {
     let mut source = Machine::start(Program::Hotlift, &[]);
     let mut destination = Machine::waiting(Program::Hotlift);
-    let uri = loses_the_last_word(&destination.listen());
+    let uri = loses_final_message(&destination.listen());
     // Its query gets no answer.
     let ten_minutes = json!({ "x-hotlift-settle-timeout": 1 });
     source.execute("migrate-set-parameters", &ten_minutes);

@@ -7,7 +7,7 @@ use std::process::Command;
 use hotlift_tls::{Credentials, Listing, Tls};
 use tempfile::TempDir;
 
-use crate::support::{hotlift, line, meet};
+use crate::support::{connect_pair, hotlift, line};
 
 /// The host of all certificates.
 const NAMES: &str = "subjectAltName=DNS:b";
@@ -103,14 +103,14 @@ impl Maker {
 }
 
 /// Returns the folder's problems, and the error of a handshake between two hosts with it, at the client and at the server.
-fn judged(dir: &Path) -> (Vec<String>, Option<String>) {
+fn check(dir: &Path) -> (Vec<String>, Option<String>) {
     let listing = Listing::read(dir, std::time::SystemTime::now());
     let problems: Vec<_> = listing.problems().collect();
     assert_eq!(listing.is_usable(), problems.is_empty());
     let opened = || Credentials::open(dir).map(|it| Tls::new(it.into(), hotlift()));
     let outcome = match (opened(), opened()) {
         (Ok(client), Ok(server)) => {
-            let (client, server) = meet(&client, "b", &server);
+            let (client, server) = connect_pair(&client, "b", &server);
             let errors = [client.err(), server.err()];
             let errors: Vec<_> = errors.iter().flatten().map(|error| line(error)).collect();
             (!errors.is_empty()).then(|| errors.join("; "))
@@ -221,7 +221,7 @@ fn the_check_finds_every_cause_for_which_a_handshake_fails() {
             "",
         ),
     ] {
-        let (problems, outcome) = judged(&dir);
+        let (problems, outcome) = check(&dir);
         if found.is_empty() {
             assert_eq!((problems, outcome), (Vec::new(), None));
             continue;
